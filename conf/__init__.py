@@ -1,0 +1,1 @@
+"""Every default, as Hydra YAML, one group a concern."""

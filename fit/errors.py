@@ -1,0 +1,88 @@
+"""The room's one exception for bad input, and the checks of numbers that every law shares.
+
+Special here: a check says which value is wrong and what would do, in one sentence, and nothing is fitted to a table
+that fails one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Array = NDArray[np.float64]
+
+
+class InputError(ValueError):
+    """Bad input. The message is one sentence: the field, the value, and what would be accepted."""
+
+
+def positive(name: str, values: ArrayLike, rows: Any = None) -> Array:
+    """`values` as a flat float64 array of finite, strictly positive numbers.
+
+    Raises InputError naming the first offending value and its row (`rows` gives labels, by default the position).
+    """
+    return _checked(name, values, rows, "a finite number above zero", lambda v: v > 0)
+
+
+def weights(values: ArrayLike | None, points: int, rows: Any = None) -> Array:
+    """Weights of shape (points,): ones when None, else finite, not negative, and not all zero."""
+    if values is None:
+        return np.ones(points)
+    checked = _checked("weight", values, rows, "a finite number, zero or more", lambda v: v >= 0)
+    if not checked.any():
+        raise InputError("weight is zero in every row; at least one row must count.")
+    return checked
+
+
+def same_length(**columns: Array) -> None:
+    """Raises InputError unless all columns have one length."""
+    lengths = {name: len(values) for name, values in columns.items()}
+    if len(set(lengths.values())) > 1:
+        said = ", ".join(f"{name} has {length}" for name, length in lengths.items())
+        raise InputError(f"columns differ in length ({said}); each must have one value per run.")
+
+
+def enough(points: int, parameters: int, what: str) -> None:
+    """Raises InputError unless at least one point is left over after `parameters` are fitted."""
+    if points <= parameters:
+        raise InputError(
+            f"{what} has {parameters} parameters and the table has {points} different points; "
+            f"it needs at least {parameters + 1}."
+        )
+
+
+def identifiable(N: Array, D: Array) -> None:
+    """Raises InputError when log N and log D do not vary separately, so that two exponents cannot be told apart."""
+    for name, values, what in (("N", N, "size"), ("D", D, "number of tokens")):
+        if np.ptp(np.log(values)) < 1e-3:
+            raise InputError(
+                f"{name} is {values[0]:.4g} in every row; a law in N and D needs more than one {what} to be identifiable."
+            )
+    centred = np.stack([np.log(N) - np.log(N).mean(), np.log(D) - np.log(D).mean()])
+    spread = np.linalg.svd(centred / np.linalg.norm(centred, axis=1, keepdims=True), compute_uv=False)
+    # Below one part in a hundred, what separates the exponents is rounding of batch sizes, not design.
+    if spread[1] < 0.01 * spread[0]:
+        raise InputError(
+            "all runs are collinear in (log N, log D), so alpha and beta are not identifiable; "
+            "add runs with other tokens per parameter."
+        )
+
+
+def _checked(name: str, values: ArrayLike, rows: Any, wanted: str, accept: Any) -> Array:
+    try:
+        numbers = np.asarray(values, dtype=np.float64)
+    except (TypeError, ValueError):
+        raise InputError(f"{name} holds a value that is not a number; each must be {wanted}.") from None
+    if numbers.ndim != 1:
+        raise InputError(f"{name} has shape {numbers.shape}; one flat column of numbers is expected.")
+    if numbers.size == 0:
+        raise InputError(f"{name} is empty; at least one run is needed.")
+    with np.errstate(invalid="ignore"):
+        bad = ~(np.isfinite(numbers) & accept(numbers))
+    if bad.any():
+        first = int(np.argmax(bad))
+        where = first if rows is None else rows[first]
+        raise InputError(f"{name} is {numbers[first]:g} in row {where}; it must be {wanted}.")
+    return numbers

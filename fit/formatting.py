@@ -1,0 +1,83 @@
+"""Numbers as people read them: 15.2k parameters, 1.2e24 FLOPs, an interval with an open end."""
+
+from __future__ import annotations
+
+import math
+from html import escape
+
+WIDE = 1e5  # an interval of more than five decades is no answer
+SUFFIXES = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
+
+
+def count(value: float | None, digits: int = 3) -> str:
+    """Parameters and tokens: 15.2k, 70.3B, and scientific beyond thousands of T."""
+    if value is None or not math.isfinite(value):
+        return "–"
+    if value >= 9.995e14 or 0 < value < 0.01:
+        return scientific(value, digits)
+    for size, suffix in SUFFIXES:
+        if round_to(value, digits) >= size:
+            return plain(value / size, digits) + suffix
+    return plain(value, digits)
+
+
+def scientific(value: float | None, digits: int = 3) -> str:
+    """FLOPs: 1.2e24, without a plus sign or padding zeros."""
+    if value is None or not math.isfinite(value):
+        return "–"
+    if value == 0:
+        return "0"
+    mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
+    if "." in mantissa:
+        mantissa = mantissa.rstrip("0").rstrip(".")
+    return f"{mantissa}e{int(exponent)}"
+
+
+def plain(value: float, digits: int = 3) -> str:
+    """A number of ordinary size to `digits` significant digits, never in scientific notation, zeros kept: 1.20, 15.2,
+    482.
+    """
+    if value == 0 or not math.isfinite(value):
+        return "0" if value == 0 else "–"
+    value = round_to(value, digits)
+    decimals = max(0, digits - 1 - math.floor(math.log10(abs(value))))
+    return f"{value:.{decimals}f}"
+
+
+def round_to(value: float, digits: int) -> float:
+    return float(f"{value:.{digits - 1}e}")
+
+
+def ratio(value: float | None) -> str:
+    """Tokens per parameter."""
+    if value is None or not math.isfinite(value):
+        return "–"
+    return plain(value, 3) if 0.01 <= value < 1e5 else scientific(value)
+
+
+def loss(value: float | None) -> str:
+    return "–" if value is None or not math.isfinite(value) else f"{value:.3f}"
+
+
+def percent(value: float | None, signed: bool = False) -> str:
+    if value is None or not math.isfinite(value):
+        return "–"
+    return f"{100 * value:{'+' if signed else ''}.{1 if abs(value) >= 0.01 else 2}f} %"
+
+
+def interval(pair: tuple[float, float] | None, say: object) -> str:
+    """Low to high in the format of `say`; an unbounded end is an infinity sign, and a range beyond WIDE says
+    nothing.
+    """
+    if pair is None or math.isnan(pair[0]) or math.isnan(pair[1]) or not callable(say):
+        return "no interval"
+    if pair[1] > WIDE * abs(pair[0]):
+        return "undetermined"
+    low = say(pair[0]) if math.isfinite(pair[0]) else "−∞"
+    high = say(pair[1]) if math.isfinite(pair[1]) else "∞"
+    return f"{low} to {high}"
+
+
+def text(value: object) -> str:
+    """Any string from data, safe inside HTML."""
+    return escape(str(value), quote=True)

@@ -1,0 +1,248 @@
+"""Tables of runs: where every fit begins.
+
+Special here: what was derived, dropped or assumed on the way in is written into `notes`, because a law is only as good
+as its table. Only rows of finished runs are used: where a table has a column `final`, the others (intermediate
+checkpoints) stay in `frame` alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .errors import Array, InputError, positive
+from .errors import weights as check_weights
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+ALIASES = {
+    "N": ("N", "N_total"),
+    "D": ("D",),
+    "loss": ("loss", "val_loss"),
+    "loss_se": ("loss_se", "val_loss_se"),
+    "flops": ("flops",),
+    "run_id": ("run_id",),
+    "weight": ("weight",),
+    "budget": ("budget",),
+}
+
+
+@dataclass(frozen=True)
+class RunTable:
+    """Finished runs as NumPy arrays of shape (n,).
+
+    N parameters, D tokens, loss nats per token, loss_se its standard error (NaN: unknown), flops training FLOPs, budget
+    the FLOP budget that a run belongs to (NaN: none), run_id strings, weight (ones by default). `frame` is the whole
+    table as it was read, `rows` its positions that these arrays hold, `notes` what was derived or dropped, `source`
+    where it came from.
+    """
+
+    N: Array
+    D: Array
+    loss: Array
+    loss_se: Array
+    flops: Array
+    budget: Array
+    run_id: np.ndarray
+    weight: Array
+    frame: pd.DataFrame
+    rows: np.ndarray
+    notes: tuple[str, ...]
+    source: str
+    derived_d: bool = False
+    dropped: int = 0
+
+    def __len__(self) -> int:
+        return len(self.N)
+
+    def column(self, name: str) -> Array:
+        """A numeric column of the frame for these runs, NaN where absent or not a number."""
+        import pandas as pd
+
+        if name not in self.frame:
+            return np.full(len(self), np.nan)
+        return pd.to_numeric(self.frame[name].iloc[self.rows], errors="coerce").to_numpy(dtype=np.float64)
+
+
+def read_table(
+    source: str | Path | pd.DataFrame,
+    columns: Mapping[str, str] | None = None,
+    derive_d: str | None = None,
+    drop_worst: int = 0,
+) -> RunTable:
+    """Read runs from a CSV or Parquet file, a sweep directory (its table.csv), or a DataFrame.
+
+    `columns` maps a name (N, D, loss, flops, loss_se, run_id, weight, budget) to the table's own, as in {"N": "Model
+    Size"}. `derive_d="6nd"` fills a missing D as flops / (6 N). `drop_worst` leaves out that many runs of highest loss.
+    Raises InputError, one sentence, for anything that cannot be read or is not a positive finite number.
+    """
+    frame, said = _load(source)
+    notes: list[str] = []
+    if len(frame) == 0:
+        raise InputError(f"{said} has no rows; at least one run is needed.")
+    names = _resolve(frame, columns or {}, said)
+    rows = _finished(frame, notes, said)
+    part = frame.iloc[rows]
+    labels = list(part.index + 2) if _is_file(source) else list(part.index)  # a CSV's line, counting its header
+
+    def numbers(name: str) -> Any:
+        return _numeric(part[names[name]], names[name], labels)
+
+    N = positive(names["N"], numbers("N"), labels)
+    flops = positive(names["flops"], numbers("flops"), labels) if "flops" in names else None
+    D = _tokens(names, numbers, N, flops, derive_d, labels, notes, frame, said)
+    loss = positive(names["loss"], numbers("loss"), labels)
+    if flops is None:
+        flops = 6.0 * N * D
+        notes.append("FLOPs were not given and are taken as 6ND.")
+    absent = np.full(len(part), np.nan)
+    run_id = part[names["run_id"]].astype(str).to_numpy() if "run_id" in names else np.arange(len(part)).astype(str)
+    kept = _best(loss, drop_worst, notes)
+    return RunTable(
+        N=N[kept],
+        D=D[kept],
+        loss=loss[kept],
+        loss_se=(numbers("loss_se") if "loss_se" in names else absent)[kept],
+        flops=flops[kept],
+        budget=(numbers("budget") if "budget" in names else absent)[kept],
+        run_id=np.asarray(run_id, dtype=str)[kept],
+        weight=(check_weights(numbers("weight"), len(part), labels) if "weight" in names else np.ones(len(part)))[kept],
+        frame=frame,
+        rows=rows[kept],
+        notes=tuple(notes),
+        source=said,
+        derived_d="D" not in names,
+        dropped=drop_worst,
+    )
+
+
+def _is_file(source: Any) -> bool:
+    return isinstance(source, (str, Path))
+
+
+def _load(source: str | Path | pd.DataFrame) -> tuple[pd.DataFrame, str]:
+    import pandas as pd
+
+    if isinstance(source, pd.DataFrame):
+        return source.reset_index(drop=True), "the table"
+    if not isinstance(source, (str, Path)):
+        raise InputError(f"table is a {type(source).__name__}; a path or a DataFrame is expected.")
+    path = Path(source)
+    if path.is_dir():
+        if not (path / "table.csv").is_file():
+            raise InputError(f"{path} has no table.csv; give a sweep directory that has finished runs, or a table.")
+        path = path / "table.csv"
+    if not path.is_file():
+        raise InputError(f"{path} does not exist; give a CSV or Parquet file, or a sweep directory.")
+    parquet = path.suffix.lower() in (".parquet", ".pq")
+    try:
+        if parquet:
+            return pd.read_parquet(path), str(path)
+        # read_csv renames the second of two equal columns; the header as written shows them.
+        header = pd.read_csv(path, header=None, nrows=1, dtype=str).iloc[0].dropna().tolist()
+        twice = [name for name in header if header.count(name) > 1]
+        if not twice:
+            return pd.read_csv(path), str(path)
+    except pd.errors.EmptyDataError:
+        raise InputError(f"{path} is empty; a header and at least one run are needed.") from None
+    except Exception as error:  # readers raise whatever their backend raises
+        reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+        kind = "Parquet" if parquet else "CSV"
+        raise InputError(f"{path} is not a readable {kind} file ({reason}).") from None
+    raise InputError(f"{path} has more than one column {twice[0]!r}; each name must occur once.")
+
+
+def _resolve(frame: pd.DataFrame, columns: Mapping[str, str], said: str) -> dict[str, str]:
+    """Which of the table's columns plays which part."""
+    exist = [str(name) for name in frame.columns]
+    twice = sorted({name for name in exist if exist.count(name) > 1})
+    if twice:
+        raise InputError(f"{said} has more than one column {twice[0]!r}; each name must occur once.")
+    unknown = [name for name in columns if name not in ALIASES]
+    if unknown:
+        raise InputError(f"column {unknown[0]!r} is not a known name; choose among {', '.join(ALIASES)}.")
+    names = {}
+    for name, aliases in ALIASES.items():
+        if name in columns:
+            if columns[name] not in exist:
+                raise InputError(f"{said} has no column {columns[name]!r}; it has {', '.join(exist)}.")
+            names[name] = columns[name]
+        else:
+            names.update({name: alias for alias in reversed(aliases) if alias in exist})
+    for name in ("N", "loss"):
+        if name not in names:
+            raise InputError(f"{said} has no column {name!r}; it has {', '.join(exist)}.")
+    return names
+
+
+def _finished(frame: pd.DataFrame, notes: list[str], said: str) -> np.ndarray:
+    keep = np.ones(len(frame), dtype=bool)
+    if "final" in frame:
+        keep = frame["final"].astype(str).str.strip().str.lower().isin(["true", "1", "1.0"]).to_numpy(dtype=bool)
+        if not keep.all():
+            notes.append(f"{int((~keep).sum())} intermediate checkpoints are left out of the fits.")
+    if "state" in frame:
+        done = frame["state"].isna().to_numpy() | (frame["state"].astype(str) == "done").to_numpy()
+        if (keep & ~done).any():
+            notes.append(f"{int((keep & ~done).sum())} rows of runs that are not done are left out.")
+        keep = keep & done
+    if not keep.any():
+        raise InputError(f"{said} has {len(frame)} rows and none of a finished run; at least one is needed.")
+    return np.flatnonzero(keep)
+
+
+def _numeric(series: pd.Series, name: str, labels: list[Any]) -> Array:
+    import pandas as pd
+
+    values = pd.to_numeric(series, errors="coerce").to_numpy(dtype=np.float64, na_value=np.nan)
+    text = np.isnan(values) & series.notna().to_numpy()
+    text &= series.astype(str).str.strip().str.lower().ne("nan").to_numpy()
+    if text.any():
+        first = int(np.argmax(text))
+        raise InputError(f"{name} is {str(series.iloc[first])!r} in row {labels[first]}; a number is expected.")
+    return values
+
+
+def _tokens(
+    names: dict[str, str],
+    numbers: Any,
+    N: Array,
+    flops: Array | None,
+    derive_d: str | None,
+    labels: list[Any],
+    notes: list[str],
+    frame: pd.DataFrame,
+    said: str,
+) -> Array:
+    if derive_d not in (None, "6nd"):
+        raise InputError(f"derive_d is {derive_d!r}; '6nd' (D = FLOPs / 6N) or nothing is accepted.")
+    if "D" in names:
+        if derive_d:
+            notes.append("D is in the table, so it was not derived.")
+        return positive(names["D"], numbers("D"), labels)
+    exist = ", ".join(map(str, frame.columns))
+    if derive_d is None:
+        hint = "; FLOPs are there, so D can be derived with '6nd'" if flops is not None else ""
+        raise InputError(f"{said} has no column 'D'; it has {exist}{hint}.")
+    if flops is None:
+        raise InputError(f"D cannot be derived as FLOPs / 6N because {said} has no column 'flops'; it has {exist}.")
+    notes.append("D was not given and is derived as FLOPs / (6N).")
+    return flops / (6.0 * N)
+
+
+def _best(loss: Array, drop_worst: int, notes: list[str]) -> np.ndarray:
+    if drop_worst < 0 or drop_worst >= len(loss):
+        raise InputError(
+            f"drop_worst is {drop_worst}; it must be at least 0 and below the {len(loss)} runs of the table."
+        )
+    if drop_worst == 0:
+        return np.arange(len(loss))
+    order = np.argsort(loss, kind="stable")
+    out = ", ".join(f"{value:.4g}" for value in loss[order[-drop_worst:]])
+    notes.append(f"The {drop_worst} highest losses were dropped at the user's request ({out}).")
+    return np.sort(order[:-drop_worst])

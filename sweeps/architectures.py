@@ -1,0 +1,76 @@
+"""From a wanted N to a real model: width, depth and heads that tile well. Pure.
+
+Depth follows the square root of the width (2 blocks at width 16, 4 at 64, 14 at 768, 32 at 4096, close to published
+families). Widths are multiples of the head size, which is a power of two; below width 32 one head is all there is, and
+widths go in steps of 4, because there the embedding tables are most of N and coarser steps would leave gaps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from functools import cache
+
+from ..train.config import ModelConfig
+from ..train.flops import count_parameters
+
+SHAPE_WEIGHT = 0.25  # how much a depth off the rule counts against a size off the target, both as logarithms
+
+
+def head_dim(width: int) -> int:
+    """Head size for a width: the width itself below 32, then 16 to 128, growing with the model."""
+    if width < 32:
+        return width
+    for limit, size in ((128, 16), (256, 32), (1024, 64)):
+        if width <= limit:
+            return size
+    return 128
+
+
+@cache
+def widths(largest: int = 16384) -> tuple[int, ...]:
+    """Every width that is a multiple of its own head size."""
+    found = list(range(8, 32, 4))
+    width = 32
+    while width <= largest:
+        found.append(width)
+        width += head_dim(width + 1)
+    return tuple(found)
+
+
+def ideal_depth(width: int) -> float:
+    """Depth that the rule gives a width."""
+    return 0.5 * math.sqrt(width)
+
+
+def shaped(base: ModelConfig, width: int, depth: int) -> ModelConfig:
+    """The base model at a width and depth, keeping its options and its ratio of query to key/value heads."""
+    heads = width // head_dim(width)
+    groups = base.heads // base.num_kv_heads
+    kv_heads = None if groups == 1 else max(1, heads // groups)
+    if kv_heads is not None and heads % kv_heads:
+        kv_heads = next(k for k in range(kv_heads, 0, -1) if heads % k == 0)
+    return dataclasses.replace(base, width=width, depth=depth, heads=heads, kv_heads=kv_heads, hidden=None)
+
+
+@cache
+def _candidates(frozen_base: tuple[tuple[str, object], ...]) -> tuple[tuple[int, float, ModelConfig], ...]:
+    base = ModelConfig(**dict(frozen_base))  # type: ignore[arg-type]
+    result = []
+    for width in widths():
+        ideal = ideal_depth(width)
+        for depth in range(max(1, math.floor(ideal / 2)), math.ceil(2 * ideal) + 1):
+            model = shaped(base, width, depth)
+            result.append((count_parameters(model).N_total, abs(math.log(depth / ideal)), model))
+    return tuple(sorted(result, key=lambda item: item[:2]))
+
+
+def candidates(base: ModelConfig) -> tuple[tuple[int, float, ModelConfig], ...]:
+    """Every well-shaped model as (N_total, distance from the depth rule, config), smallest first."""
+    return _candidates(tuple(dataclasses.asdict(base).items()))
+
+
+def nearest(base: ModelConfig, wanted: float, above: int = 0) -> ModelConfig:
+    """The well-shaped model whose N_total is nearest to `wanted`, among those with N_total > `above`."""
+    pool = [item for item in candidates(base) if item[0] > above]
+    return min(pool, key=lambda item: abs(math.log(item[0] / wanted)) + SHAPE_WEIGHT * item[1])[2]

@@ -1,0 +1,251 @@
+"""One sweep from its config to its report: prepare, plan, launch, score, fit. Each step resumes what an earlier run left."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import platform
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from .. import __version__
+from ..train.config import RunConfig, run_id
+from ..train.errors import UserError
+from ..train.files import read_json, write_atomic, write_json
+from . import grid, probe
+from .config import IsoflopGrid, SweepConfig, base_run
+from .plan import Plan, plan, print_plan
+from .runs import RunDirectory, SweepDirectory
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """What jobs get here: how many at a time, how many threads each, at which matrix-product rate."""
+
+    jobs: int
+    threads: int
+    flops_per_second: float
+
+
+def conduct(config: SweepConfig, command: list[str]) -> int:
+    """Runs a sweep; see the contract in the README.
+
+    Returns:
+        0 when every run is done (or submitted), 1 when one failed.
+
+    Raises:
+        UserError: the input is wrong; nothing was started.
+    """
+    if config.cluster.kind not in ("local", "slurm"):
+        raise UserError(f"cluster.kind is {config.cluster.kind!r}; it must be local or slurm")
+    if config.cluster.kind == "slurm" and not config.dry_run:
+        _require_slurm()
+    if not config.sweep or Path(config.sweep).name != config.sweep:
+        raise UserError(f"sweep is {config.sweep!r}; it names one folder under output_root, without slashes")
+    sweep = SweepDirectory(Path(config.output_root) / config.sweep)
+    machine = measure(config, sweep)
+    fill_budgets(config, machine)
+    runs = resolve_runs(config)
+    planned = plan(runs, config.cluster, machine.flops_per_second, machine.jobs)
+    if config.dry_run:
+        print_plan(planned, config.cluster)
+        return 0
+    with sweep.lock():
+        directories = write_plan(sweep, config, planned, runs, machine, command)
+        if config.cluster.kind == "slurm":
+            return _conduct_slurm(sweep, config, planned, directories)
+        return _conduct_local(sweep, config, planned, directories, machine)
+
+
+def measure(config: SweepConfig, sweep: SweepDirectory) -> Machine:
+    """The machine, probed once a sweep: a later start reads what the first one measured, and plans the same runs."""
+    cluster = config.cluster
+    if cluster.kind == "slurm":
+        if cluster.flops_per_second is None:
+            raise UserError("cluster.flops_per_second is null; on slurm give the peak of one GPU, such as 4e14")
+        return Machine(cluster.array_parallelism, cluster.cpus_per_task, cluster.flops_per_second)
+    cores = probe.cores()
+    jobs = cluster.jobs if cluster.jobs is not None else cores
+    if jobs < 1:
+        raise UserError(f"cluster.jobs is {jobs}; it must be 1 or more")
+    threads = cluster.threads_per_job if cluster.threads_per_job is not None else max(1, cores // jobs)
+    rate = cluster.flops_per_second
+    if rate is None:
+        recorded = yaml_or_empty(sweep.path / "sweep.yaml").get("core_flops_per_second")
+        rate = float(recorded) if recorded else probe.core_flops_per_second()
+    return Machine(jobs, threads, rate * threads)
+
+
+def yaml_or_empty(path: Path) -> dict[str, Any]:
+    """A YAML mapping, or nothing where there is none."""
+    with contextlib.suppress(OSError, yaml.YAMLError):
+        value = yaml.safe_load(path.read_text(encoding="utf-8"))
+        if isinstance(value, dict):
+            return value
+    return {}
+
+
+def fill_budgets(config: SweepConfig, machine: Machine) -> None:
+    """Budgets that the grid does not name are the cluster's; where that names none either, the probe's."""
+    cluster, points = config.cluster, config.grid
+    if not isinstance(points, IsoflopGrid) or points.budgets is not None:
+        return
+    if not cluster.minutes > 0:
+        raise UserError(f"cluster.minutes is {cluster.minutes}; it must be greater than 0")
+    points.budgets = cluster.budgets or probe.probed_budgets(
+        machine.flops_per_second, machine.jobs, cluster.minutes, cluster.half_speed_width
+    )
+
+
+def resolve_runs(config: SweepConfig) -> list[RunConfig]:
+    """The grid's runs, each complete: vocabulary from the tokenizer, fingerprint from the text."""
+    from ..train.data.corpora import open_corpus
+    from ..train.data.tokenizers import planned_vocab_size
+
+    assert config.grid is not None
+    base = base_run(config)
+    if base.data.path is not None:
+        base.data.path = str(Path(base.data.path).expanduser().absolute())
+    if base.model.vocab_size is None:
+        base.model.vocab_size = planned_vocab_size(base.data)
+    corpus = open_corpus(base.data)
+    base.data.fingerprint = corpus.fingerprint()
+    return grid.expand(config.grid, base)
+
+
+def write_plan(
+    sweep: SweepDirectory, config: SweepConfig, planned: Plan, runs: list[RunConfig], machine: Machine, command: list[str],
+) -> list[RunDirectory]:  # fmt: skip
+    """Writes sweep.yaml, plan.json and every run's frozen config; returns the run directories in the plan's order."""
+    settings = {
+        "isoflop_version": __version__,
+        **git_state(Path(__file__).resolve().parent.parent),
+        "host": platform.node(),
+        "command": command,
+        "written": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "core_flops_per_second": machine.flops_per_second / machine.threads,
+        "config": dataclasses.asdict(config),
+    }
+    by_id = {run_id(run): run for run in runs}
+    directories = []
+    for item in planned.runs:
+        directory = sweep.run(item.run_id)
+        directory.freeze(by_id[item.run_id])
+        if not (directory.path / "state.json").exists():
+            directory.set_state("planned")
+        directories.append(directory)
+    write_atomic(sweep.path / "sweep.yaml", yaml.safe_dump(settings, sort_keys=False))
+    write_json(sweep.path / "plan.json", planned.to_dict())
+    return directories
+
+
+def git_state(root: Path) -> dict[str, Any]:
+    """Commit and dirty flag of the code, or None where it is not a checkout."""
+
+    def git(*arguments: str) -> str | None:
+        try:
+            result = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=10, check=True)
+        except (OSError, subprocess.SubprocessError):
+            return None
+        return result.stdout.strip()
+
+    commit, changes = git("rev-parse", "HEAD"), git("status", "--porcelain", "--untracked-files=no")
+    return {"git_commit": commit, "git_dirty": None if changes is None else bool(changes)}
+
+
+def _conduct_local(
+    sweep: SweepDirectory, config: SweepConfig, planned: Plan, directories: list[RunDirectory], machine: Machine
+) -> int:
+    from .display import Display
+    from .finish import finish, print_result
+    from .launch import LocalJob, LocalPool, settle, to_start, training_jobs
+    from .worker import evaluate_runs
+
+    token = os.urandom(4).hex()
+    pool = LocalPool(sweep.path / "jobs" / f"local-{token}", machine.jobs, machine.threads, config.cluster.gpus_per_job)
+    waiting = to_start(directories, live=None)
+    if waiting:
+        _prepare_data(waiting[0])
+        with Display(planned, sweep, waiting) as display:
+            jobs = training_jobs(sweep, waiting, config.cluster)
+
+            def tick(running: list[LocalJob], ended: list[LocalJob]) -> None:
+                for job in ended:
+                    settle(sweep.run(job.label))
+                display.update([job.label for job in running], [job.label for job in ended])
+
+            pool.run(jobs, tick)
+    unscored = [run for run in directories if run.is_done() and not is_scored(run, config)] if config.evaluate.tasks else []
+    if unscored:
+        from .evaluation import stage
+
+        stage(config.evaluate.tasks)
+        shares = [unscored[i :: machine.jobs] for i in range(min(machine.jobs, len(unscored)))]
+        names = [[run.run_id for run in share] for share in shares]
+        scoring = [LocalJob("scoring", evaluate_runs, (str(sweep.path.resolve()), share)) for share in names]
+        with Display(planned, sweep, [], scoring=unscored) as display:
+            pool.run(scoring, lambda running, ended: display.update_scores())
+    finish(sweep)
+    print_result(sweep)
+    unfinished = [run for run in directories if not run.is_done()]
+    missing = [run for run in unscored if not is_scored(run, config)]
+    for run in unfinished:
+        print(f"run {run.run_id} is {run.state().state}: {run.state().reason}")
+    if missing:
+        print(f"{len(missing)} runs could not be scored; the reasons are in {sweep.path / 'runs'}/<run>/log.txt")
+    return 1 if unfinished or missing else 0
+
+
+def is_scored(run: RunDirectory, config: SweepConfig) -> bool:
+    """Whether the final checkpoint has a scores file for this evaluation."""
+    from .evaluation import is_scored as scored
+
+    return scored(run, dataclasses.asdict(config.evaluate))
+
+
+def _prepare_data(run: RunDirectory) -> None:
+    """Builds the shards before any job starts, with a progress bar; jobs then find them."""
+    from ..train.data.shards import prepare_with_progress
+
+    prepare_with_progress(run.config().data)
+
+
+def _require_slurm() -> None:
+    import shutil
+
+    if shutil.which("sbatch") is None:
+        raise UserError("cluster is 'slurm' and there is no sbatch on the PATH; use cluster=local, or load SLURM first")
+
+
+def _conduct_slurm(
+    sweep: SweepDirectory, config: SweepConfig, planned: Plan, directories: list[RunDirectory]
+) -> int:
+    from .evaluation import stage
+    from .finish import finish, print_result
+    from .launch import live_slurm_jobs, submit_to_slurm, to_start, wait_for_slurm
+
+    waiting = to_start(directories, live_slurm_jobs())
+    done = [run for run in directories if run.is_done()]
+    if not waiting and len(done) == len(directories):
+        if not (sweep.path / "fit" / "report.html").exists():
+            finish(sweep)
+        print_result(sweep)
+        return 0
+    if not waiting:
+        print(f"all {len(directories)} runs are done or in the queue; see `isoflop status {sweep.path}`")
+        return 0
+    if config.evaluate.tasks:
+        stage(config.evaluate.tasks)  # compute nodes may have no network
+    submission = submit_to_slurm(sweep, planned, waiting, config.cluster, bool(config.evaluate.tasks))
+    print(f"submitted {len(waiting)} runs to SLURM; the fit is job {submission.finish}")
+    print(f"isoflop status {sweep.path}      the report will be {sweep.path / 'fit' / 'report.html'}")
+    if not config.wait:
+        return 0
+    wait_for_slurm(submission, directories, lambda: None)
+    print_result(sweep)
+    return 0 if all(run.is_done() for run in directories) else 1

@@ -1,0 +1,165 @@
+"""What a sweep is: a base run, a grid over it, a cluster to run on, how to score, and how to fit.
+
+`register()` hands these dataclasses to Hydra as schemas, so that a key that does not exist or a value of a wrong type
+in conf/ or on the command line is an error that names it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..train.config import (
+    CheckpointConfig,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RunConfig,
+    ScheduleConfig,
+    TrackerConfig,
+)
+
+
+@dataclass
+class GridConfig:
+    """Common to every grid."""
+
+    kind: str = "product"  # isoflop | ladder | product
+    seeds: list[int] | None = None  # every point once a seed; None: the run's own seed
+
+
+@dataclass
+class IsoflopGrid(GridConfig):
+    """Several sizes at each of several FLOP budgets (Hoffmann et al. 2022, approach 2).
+
+    Sizes are log-spaced around the expected optimum N = expected_N * (C / expected_flops) ^ expected_exponent, which
+    need only be right within the span: the report says how many budgets have an interior minimum.
+    """
+
+    kind: str = "isoflop"
+    budgets: list[float] | None = None  # training FLOPs; None: from the cluster group, or from a probe of this machine
+    convention: str = "exact"  # how a budget turns into D: exact | 6nd
+    sizes: int = 6  # models a budget
+    span: float = 16.0  # largest over smallest N of a budget
+    expected_N: float = 15e3  # N_total at expected_flops
+    expected_flops: float = 2.5e11
+    expected_exponent: float = 0.57
+    min_steps: int = 100  # a point with fewer optimizer steps is no training; it is left out
+
+
+@dataclass
+class LadderGrid(GridConfig):
+    """Rungs of growing N, each trained on several D: what a parametric fit likes best."""
+
+    kind: str = "ladder"
+    sizes: list[float] = field(default_factory=list)  # wanted N_total; the nearest well-shaped model is taken
+    tokens_per_parameter: list[float] | None = None  # D as multiples of N; or
+    tokens: list[int] | None = None  # D itself
+
+
+@dataclass
+class ProductGrid(GridConfig):
+    """Every combination of the values of any fields of a run, by dotted name."""
+
+    kind: str = "product"
+    axes: dict[str, Any] = field(default_factory=dict)  # e.g. {optimizer.learning_rate: [1e-3, 2e-3], seed: [0, 1]}
+
+
+@dataclass
+class ClusterConfig:
+    """Where runs go and what they cost."""
+
+    kind: str = "local"  # local | slurm
+    budgets: list[float] | None = None  # what a grid without its own budgets uses; None: probe this machine
+    minutes: float = 5.5  # local: how long a probed grid may train, all cores together
+    flops_per_second: float | None = None  # matrix-product peak of one core (local) or one GPU; None: probe
+    half_speed_width: float = 96.0  # model width at which training reaches half of that peak, for estimates
+    precision: str = "fp32"  # what a run uses unless `precision` is set
+    jobs: int | None = None  # local: runs at a time; None: one a core
+    threads_per_job: int | None = None  # None: cores / jobs locally, cpus_per_task on slurm
+    gpus_per_job: int = 0
+    cpus_per_task: int = 1
+    memory_gb: float = 8.0
+    time_minutes: int = 60  # time limit of one job; a run that needs more goes on in the next
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    array_parallelism: int = 256  # jobs of one array that may run at once
+    setup: list[str] = field(default_factory=list)  # shell lines before the job's command
+    additional_parameters: dict[str, Any] = field(default_factory=dict)  # raw #SBATCH keys
+    max_requeues: int = 20  # attempts after which a run that keeps being preempted is given up
+    dollars_per_gpu_hour: float | None = None
+
+
+@dataclass
+class EvaluateConfig:
+    """How final checkpoints are scored. No tasks: no scoring."""
+
+    tasks: list[str] = field(default_factory=list)  # suites (small) or any lm-eval tasks
+    limit: int | None = 150  # items a task, a fixed recorded subset; None: all of them
+    batch_tokens: int | None = None  # tokens in one forward pass; None: what suits the device
+
+
+@dataclass
+class FitConfig:
+    """What is asked of the laws."""
+
+    targets: list[float] = field(default_factory=list)  # FLOP budgets to extrapolate to; none: 10x to 1000x the largest
+    bootstrap: int = 1000  # resamples of runs behind every interval
+    seed: int = 0
+
+
+@dataclass
+class SweepConfig:
+    """Everything `python sweep.py` reads. The first half is the base run that a grid varies."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    tracker: TrackerConfig = field(default_factory=TrackerConfig)
+    tokens: int | None = None  # D, where the grid does not choose it
+    precision: str | None = None  # fp32 | bf16; None: the cluster's
+    seed: int = 0
+    log_every: int = 10
+    validations: int = 4
+    max_loss_rise: float = 3.0
+
+    grid: GridConfig | None = None
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    fit: FitConfig = field(default_factory=FitConfig)
+    sweep: str | None = None  # name of the directory under output_root
+    output_root: str = "outputs"
+    dry_run: bool = False  # print the plan and its cost, start nothing
+    wait: bool = False  # slurm: wait for the jobs instead of returning at once
+
+
+def base_run(config: SweepConfig) -> RunConfig:
+    """The run that the grid varies: the sweep's first half."""
+    names = {item.name for item in dataclasses.fields(RunConfig)} & {item.name for item in dataclasses.fields(config)}
+    values = {name: getattr(config, name) for name in names}
+    values["tokens"] = config.tokens or 0
+    values["precision"] = config.precision or config.cluster.precision
+    return RunConfig(**values)
+
+
+# Every dataclass that a key of the configuration can belong to.
+SCHEMAS: tuple[type, ...] = (
+    SweepConfig, IsoflopGrid, LadderGrid, ProductGrid, GridConfig, ClusterConfig, EvaluateConfig, FitConfig, ModelConfig,
+    DataConfig, OptimizerConfig, ScheduleConfig, ParallelConfig, CheckpointConfig, TrackerConfig,
+)  # fmt: skip
+
+
+def register() -> None:
+    """Makes the dataclasses known to Hydra: `schema` for the whole, `grid/<kind>_schema` for each grid."""
+    from hydra.core.config_store import ConfigStore
+
+    store = ConfigStore.instance()
+    store.store(name="schema", node=SweepConfig)
+    for kind, node in {"isoflop": IsoflopGrid, "ladder": LadderGrid, "product": ProductGrid}.items():
+        store.store(group="grid", name=f"{kind}_schema", node=node)

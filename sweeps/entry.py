@@ -1,0 +1,120 @@
+"""`python sweep.py …`: Hydra composes, the dataclasses check, `conduct` does the work, errors become one sentence."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from ..fit.errors import InputError
+from ..train.errors import UserError
+from . import probe
+from .config import SCHEMAS, SweepConfig, register
+
+CONFIG = Path(__file__).resolve().parent.parent / "conf"
+
+
+def sweep_main(arguments: list[str] | None = None) -> int:
+    """Runs a sweep from Hydra overrides.
+
+    Returns:
+        0 done, 1 a run failed, 2 the input was wrong, 130 interrupted.
+    """
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    return guarded(lambda: _compose_and_conduct(arguments))
+
+
+def _compose_and_conduct(arguments: list[str]) -> int:
+    import hydra
+
+    register()
+    # Hydra then raises instead of printing a traceback of its own, and `guarded` says it in a sentence.
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    chosen = with_cluster(arguments)
+    codes: list[int] = []
+    refused: list[UserError | InputError] = []
+
+    @hydra.main(version_base="1.3", config_path=str(CONFIG), config_name="config")
+    def task(config: object) -> None:
+        from .conduct import conduct
+
+        try:
+            codes.append(conduct(to_sweep_config(config), command=["python", "sweep.py", *arguments]))
+        except (UserError, InputError) as error:
+            refused.append(error)  # raised below: Hydra would print the overrides around it
+
+    before = sys.argv
+    sys.argv = [before[0], *chosen]
+    try:
+        task()
+    finally:
+        sys.argv = before
+    if refused:
+        raise refused[0]
+    return max(codes, default=0)
+
+
+def with_cluster(arguments: list[str]) -> list[str]:
+    """Replaces `cluster=auto`, which is also the default, by what answers here: slurm or local."""
+    given = [argument for argument in arguments if argument.startswith("cluster=")]
+    if given and given[-1] != "cluster=auto":
+        return arguments
+    kept = [argument for argument in arguments if argument != "cluster=auto"]
+    return [*kept, f"cluster={'slurm' if probe.slurm_answers() else 'local'}"]
+
+
+def to_sweep_config(config: object) -> SweepConfig:
+    """Hydra's config as the dataclasses; every interpolation resolved, every type checked."""
+    from omegaconf import OmegaConf
+
+    result = OmegaConf.to_object(config)  # type: ignore[arg-type]
+    assert isinstance(result, SweepConfig)
+    if result.grid is None:
+        grids = ", ".join(sorted(path.stem for path in (CONFIG / "grid").glob("*.yaml")))
+        raise UserError(f"grid is missing; add +grid=NAME with one of {grids}")
+    return result
+
+
+def guarded(work: Callable[[], int]) -> int:
+    """Runs a command and turns what a user can cause into one sentence and an exit code."""
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        return work()
+    except (UserError, InputError) as error:
+        return _say(str(error), 2)
+    except (HydraException, OmegaConfBaseException) as error:
+        return _say(composition_error(error), 2)
+    except PermissionError as error:
+        return _say(f"{error.filename} cannot be written ({error.strerror}); choose another place with output_root=FOLDER", 2)
+    except OSError as error:
+        return _say(f"{error.strerror or error}: {error.filename or 'no file named'}", 1)
+    except BrokenPipeError:
+        return 0
+    except KeyboardInterrupt:
+        return _say("interrupted; everything finished so far is kept, and the same command goes on from here", 130)
+
+
+def composition_error(error: Exception) -> str:
+    """One sentence from Hydra's several lines: which key, what was wrong with it, and what would be accepted."""
+    text = f"{error}\n{error.__cause__ or ''}"
+    lines = list(dict.fromkeys(line.strip().rstrip(".") for line in text.splitlines() if line.strip()))
+    if "Config search path:" in lines:
+        lines = lines[: lines.index("Config search path:")]
+    noise = ("full_key:", "object_type=", "reference_type=", "Set the environment", "Either remove", "Or add")
+    sentence = ", ".join(line for line in lines if not line.startswith(noise)).replace(":,", ":")
+    if match := re.search(r"Key '\w+' (?:is )?not in '(\w+)'", sentence):
+        node = next((node for node in SCHEMAS if node.__name__ == match[1]), None)
+        if node is not None:
+            sentence = sentence.split(", To append")[0]
+            sentence += f", which has {', '.join(item.name for item in dataclasses.fields(node))}"
+    return sentence
+
+
+def _say(message: str, code: int) -> int:
+    print(f"sweep: {message}" if not message.startswith("interrupted") else message, file=sys.stderr)
+    return code

@@ -1,0 +1,122 @@
+"""The end of a sweep: table.csv, the laws, the report, and the table that the terminal shows."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from ..train.errors import UserError
+from ..train.files import read_json
+from .grid import short
+from .plan import describe
+from .runs import SweepDirectory
+from .table import loss_curves, write_table
+
+
+def finish(sweep: SweepDirectory, targets: list[float] | None = None) -> dict[str, Any]:
+    """Writes table.csv, fit/law.json and fit/report.html from whatever the runs have written.
+
+    Args:
+        sweep: the sweep's directory.
+        targets: FLOP budgets to extrapolate to; those of the sweep's config where not given.
+
+    Raises:
+        UserError: no run is done.
+    """
+    from .. import fit
+
+    settings = sweep.settings()
+    table = write_table(sweep)
+    if table.empty:
+        raise UserError(f"no run of {sweep.path} is done, so there is nothing to fit; see `isoflop status {sweep.path}`")
+    options = settings["config"]["fit"]
+    runs = fit.read_table(table)
+    largest = float(table["flops"].max())
+    wanted = targets or options["targets"] or [largest * factor for factor in (10.0, 100.0, 1000.0)]
+    analysis = fit.analyze(runs, targets=tuple(wanted), bootstrap=options["bootstrap"], seed=options["seed"])
+    provenance = {key: settings.get(key) for key in ("isoflop_version", "git_commit", "git_dirty", "host", "written")}
+    provenance["command"] = " ".join(settings.get("command", []))
+    fit.write_report(
+        analysis, sweep.path / "fit", curves=loss_curves(sweep), title=sweep.path.name, provenance=provenance
+    )
+    return analysis.to_dict()
+
+
+def print_result(sweep: SweepDirectory) -> None:
+    """The laws in a table, what they cost, the warnings, and where the report is."""
+    from rich.console import Console
+    from rich.table import Table
+
+    law = read_json(sweep.path / "fit" / "law.json")
+    if law is None:
+        return
+    console = Console()
+    table = Table(title=f"{sweep.path.name}: compute-optimal, with 95 % intervals", title_justify="left")
+    for column in ("budget (FLOPs)", "approach", "N", "D", "D/N", "loss"):
+        table.add_column(column, justify="left" if column == "approach" else "right")
+    for row in _estimates(law):
+        table.add_row(*row)
+    console.print(table)
+    for warning in law.get("warnings", []):
+        console.print(f"[yellow]{warning['code']}[/]: {warning['message']}", highlight=False)
+    console.print(_cost(sweep), highlight=False)
+    print(f"report: {sweep.path / 'fit' / 'report.html'}")
+
+
+def _estimates(law: dict[str, Any]) -> list[list[str]]:
+    rows = []
+    for name, estimates in _by_approach(law).items():
+        for item in estimates:
+            rows.append((item["flops"], name, item))
+    rows.sort(key=lambda row: row[0])
+    return [
+        [
+            f"{flops:.2g}",
+            name,
+            _with_interval(item["N"], item.get("N_ci"), short),
+            _with_interval(item["D"], item.get("D_ci"), short),
+            f"{item['D'] / item['N']:.3g}",
+            _with_interval(item["loss"], item.get("loss_ci"), lambda value: f"{value:.3f}"),
+        ]
+        for flops, name, item in rows
+    ]
+
+
+def _by_approach(law: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    return {name: approach.get("optimal", []) for name, approach in (law.get("approaches") or {}).items()}
+
+
+def _with_interval(value: float | None, interval: list[float] | None, say: Any) -> str:
+    if value is None:
+        return "–"
+    return f"{say(value)} [{say(interval[0])}, {say(interval[1])}]" if interval else say(value)
+
+
+@dataclasses.dataclass(frozen=True)
+class Spent:
+    """What the runs that are done have cost, and what the plan said they would."""
+
+    runs: int
+    flops: float
+    seconds: float
+    estimated_seconds: float
+
+
+def spent(sweep: SweepDirectory) -> Spent:
+    """Adds up the summaries of the runs that are done."""
+    planned = {run["run_id"]: run for run in sweep.plan()["runs"]}
+    done = [(run.summary() or {}, planned[run.run_id]) for run in sweep.runs() if run.is_done()]
+    return Spent(
+        len(done),
+        sum(summary["flops_exact"] for summary, _ in done),
+        sum(summary["seconds"] for summary, _ in done),
+        sum(plan["estimated_seconds"] for _, plan in done),
+    )
+
+
+def _cost(sweep: SweepDirectory) -> str:
+    cost = spent(sweep)
+    return (
+        f"{cost.runs} runs, {cost.flops:.3g} FLOPs (exact) in {describe(cost.seconds)} of training on one device each "
+        f"(planned: {describe(cost.estimated_seconds)})"
+    )

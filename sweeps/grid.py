@@ -1,0 +1,172 @@
+"""A grid config becomes a list of RunConfigs. Pure: the same config gives the same runs, everywhere."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from ..train.config import ModelConfig, RunConfig, run_id, validate
+from ..train.errors import UserError
+from ..train.flops import count_parameters, tokens_for_budget, training_flops_per_token
+from . import architectures
+from .config import GridConfig, IsoflopGrid, LadderGrid, ProductGrid
+
+
+def expand(grid: GridConfig, base: RunConfig) -> list[RunConfig]:
+    """Every run of a grid, once each, in the grid's own order.
+
+    Args:
+        grid: which runs.
+        base: what they share; `model.vocab_size` and `data.fingerprint` must be filled in.
+
+    Raises:
+        UserError: the grid is empty, contradicts itself, or asks for a run that cannot be trained.
+    """
+    if isinstance(grid, IsoflopGrid):
+        points = _isoflop(grid, base)
+    elif isinstance(grid, LadderGrid):
+        points = _ladder(grid, base)
+    elif isinstance(grid, ProductGrid):
+        points = _product(grid, base)
+    else:
+        raise UserError(f"grid.kind is {grid.kind!r}; it must be isoflop, ladder or product")
+    runs: dict[str, RunConfig] = {}
+    for point in points:
+        for seed in grid.seeds if grid.seeds is not None else [point.seed]:
+            run = dataclasses.replace(point, seed=seed)
+            validate(run)
+            runs.setdefault(run_id(run), run)
+    if not runs:
+        raise UserError("grid has no runs; give it at least one size and one D")
+    for run in runs.values():
+        run.name = _label(run)
+    return list(runs.values())
+
+
+def _label(run: RunConfig) -> str:
+    return f"N{short(count_parameters(run.model).N_total)}_D{short(run.D)}_s{run.seed}"
+
+
+def short(value: float) -> str:
+    """1234567 -> 1.23M: three digits and a unit, as people say N and D."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= size:
+            return f"{value / size:.3g}{unit}"
+    return f"{value:.3g}"
+
+
+def _isoflop(grid: IsoflopGrid, base: RunConfig) -> Iterator[RunConfig]:
+    _refuse_tokens(grid, base)
+    if not grid.budgets:
+        raise UserError(f"grid.budgets is {grid.budgets}; give a list of training FLOPs such as [1e12,3e12]")
+    if grid.convention not in ("exact", "6nd"):
+        raise UserError(f"grid.convention is {grid.convention!r}; it must be exact or 6nd")
+    if grid.sizes < 1 or grid.span < 1:
+        raise UserError(f"grid.sizes is {grid.sizes} and grid.span is {grid.span}; both must be at least 1")
+    for budget in sorted(set(grid.budgets)):
+        if not (math.isfinite(budget) and budget > 0):
+            raise UserError(f"grid.budgets contains {budget}; a budget is a positive number of FLOPs")
+        yield from _isoflop_budget(grid, base, budget)
+
+
+def _isoflop_budget(grid: IsoflopGrid, base: RunConfig, budget: float) -> Iterator[RunConfig]:
+    least = grid.min_steps * base.batch_tokens
+    smallest = architectures.candidates(base.model)[0][2]
+    if tokens_for_budget(smallest, base.data.sequence_length, budget, grid.convention) < least:
+        floor = training_flops_per_token(smallest, base.data.sequence_length) * float(least)
+        raise UserError(
+            f"grid.budgets contains {budget:.3g}, and the smallest model ({count_parameters(smallest).N_total:,} "
+            f"parameters) needs {floor:.2g} FLOPs for grid.min_steps {grid.min_steps}; give at least that"
+        )
+    for model in isoflop_sizes(grid, base.model, budget):
+        tokens = tokens_for_budget(model, base.data.sequence_length, budget, grid.convention)
+        if tokens >= least:
+            # D is rounded to whole steps here, so that it never overshoots the budget by most of a step.
+            steps = round(tokens / base.batch_tokens)
+            yield dataclasses.replace(base, model=model, tokens=steps * base.batch_tokens, budget=budget)
+
+
+def isoflop_sizes(grid: IsoflopGrid, base: ModelConfig, budget: float) -> list[ModelConfig]:
+    """Distinct models, log-spaced by grid.span around the expected optimum of a budget, smallest first."""
+    expected = grid.expected_N * (budget / grid.expected_flops) ** grid.expected_exponent
+    half = 0.5 if grid.sizes > 1 else 0.0
+    wanted = [expected * grid.span ** (i / max(1, grid.sizes - 1) - half) for i in range(grid.sizes)]
+    models: list[ModelConfig] = []
+    for target in wanted:
+        above = count_parameters(models[-1]).N_total if models else 0
+        models.append(architectures.nearest(base, target, above=above))
+    return models
+
+
+def _ladder(grid: LadderGrid, base: RunConfig) -> Iterator[RunConfig]:
+    _refuse_tokens(grid, base)
+    if (grid.tokens is None) == (grid.tokens_per_parameter is None):
+        raise UserError(
+            f"grid.tokens is {grid.tokens} and grid.tokens_per_parameter is {grid.tokens_per_parameter}; "
+            "a ladder needs exactly one of them"
+        )
+    for size in grid.sizes:
+        if not size > 0:
+            raise UserError(f"grid.sizes contains {size}; a size is a positive number of parameters")
+        model = architectures.nearest(base.model, size)
+        N = count_parameters(model).N_total
+        for tokens in grid.tokens or [round(ratio * N) for ratio in grid.tokens_per_parameter or []]:
+            yield dataclasses.replace(base, model=model, tokens=int(tokens))
+
+
+def _product(grid: ProductGrid, base: RunConfig) -> Iterator[RunConfig]:
+    axes = dict(_dotted(grid.axes))
+    if not axes:
+        raise UserError("grid.axes is empty; name at least one field and its values, as {optimizer.learning_rate:[4e-3,8e-3]}")
+    for name, values in axes.items():
+        if not isinstance(values, list) or not values:
+            raise UserError(f"grid.axes.{name} is {values!r}; it must be a list of values")
+    for combination in itertools.product(*axes.values()):
+        run = copy.deepcopy(base)
+        for name, value in zip(axes, combination, strict=True):
+            _assign(run, name, value)
+        if run.tokens <= 0:
+            raise UserError("tokens is not set; a product grid needs tokens=… or an axis of that name")
+        yield run
+
+
+def _dotted(axes: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """{a: {b: [1]}} and {a.b: [1]} both mean the axis a.b."""
+    for name, value in axes.items():
+        if isinstance(value, dict):
+            yield from _dotted(value, f"{prefix}{name}.")
+        else:
+            yield prefix + str(name), value
+
+
+def _assign(run: RunConfig, name: str, value: Any) -> None:
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    *groups, last = name.split(".")
+    node: Any = run
+    for group in groups:
+        node = getattr(node, group, None)
+    if not dataclasses.is_dataclass(node) or last not in {item.name for item in dataclasses.fields(node)}:
+        raise UserError(f"grid.axes names {name!r}, which is not a field of a run; see conf/ for the fields")
+    if dataclasses.is_dataclass(getattr(node, last)):
+        raise UserError(f"grid.axes names the group {name!r}; name one of its fields, such as {name}.{_first_field(node, last)}")
+    typed = OmegaConf.structured(type(node))
+    try:
+        typed[last] = value
+    except OmegaConfBaseException as error:
+        raise UserError(f"grid.axes.{name} contains {value!r}: {str(error).splitlines()[0]}") from error
+    setattr(node, last, typed[last])
+
+
+def _first_field(node: Any, group: str) -> str:
+    return dataclasses.fields(getattr(node, group))[0].name
+
+
+def _refuse_tokens(grid: GridConfig, base: RunConfig) -> None:
+    if base.tokens:
+        raise UserError(f"tokens is {base.tokens}, but a grid of kind {grid.kind} chooses D itself; leave tokens out")

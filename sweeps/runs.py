@@ -1,0 +1,234 @@
+"""Run directories: identity, frozen config, state and lock. The only writer of state.json.
+
+State is what our own files say, never what a scheduler says. A lock is an advisory file lock, which the kernel drops
+when its holder dies, so a kill -9 leaves nothing to clean.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from filelock import FileLock, Timeout
+
+from ..train.config import RunConfig, from_dict, run_id, to_dict
+from ..train.errors import UserError
+from ..train.files import read_json, write_atomic, write_json
+
+STATES = ("planned", "queued", "running", "done", "failed", "diverged", "preempted", "cancelled")
+FINAL = ("done", "failed", "diverged", "cancelled")
+
+
+class Busy(Exception):
+    """Another process holds the lock; the message says which."""
+
+
+@dataclass(frozen=True)
+class State:
+    """What state.json holds."""
+
+    state: str = "planned"
+    attempt: int = 0  # times a worker has started on the run
+    host: str | None = None
+    job_id: str | None = None
+    since: float = 0.0  # seconds since the epoch
+    reason: str | None = None  # why, in a sentence, for everything but success
+
+
+class RunDirectory:
+    """One run on disk: outputs/<sweep>/runs/<run_id>."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.run_id = path.name
+
+    def freeze(self, config: RunConfig) -> None:
+        """Writes config.yaml, all that a job will read; a run that has one keeps it, the science being the same."""
+        if run_id(config) != self.run_id:
+            raise ValueError(f"run {run_id(config)} does not belong in {self.path}")
+        if not (self.path / "config.yaml").exists():
+            write_atomic(self.path / "config.yaml", yaml.safe_dump(to_dict(config), sort_keys=False))
+
+    def config(self) -> RunConfig:
+        """The frozen config.
+
+        Raises:
+            UserError: config.yaml is missing, unreadable, or no longer the run that the directory is named after.
+        """
+        path = self.path / "config.yaml"
+        try:
+            values = yaml.safe_load(path.read_text(encoding="utf-8"))
+            config = from_dict(RunConfig, values)
+        except (OSError, yaml.YAMLError, TypeError, AttributeError) as error:
+            raise UserError(f"{path} cannot be read as a run's config ({error}); remove the run directory and sweep again") from error
+        if run_id(config) != self.run_id:
+            raise UserError(
+                f"{path} describes run {run_id(config)} and not {self.run_id}; it was edited or written by another "
+                "version, so remove the run directory and sweep again"
+            )
+        return config
+
+    def state(self) -> State:
+        """The run's state; a state.json that cannot be read counts as `planned`, for nothing else is lost with it."""
+        values = read_json(self.path / "state.json") or {}
+        known = {key: values[key] for key in State.__dataclass_fields__ if key in values}
+        state = State(**known)
+        return state if state.state in STATES else State()
+
+    def set_state(self, state: str, **changes: Any) -> State:
+        """Replaces state.json atomically; fields that are not named keep their value, the reason does not."""
+        if state not in STATES:
+            raise ValueError(f"{state!r} is not a state")
+        values = {**asdict(self.state()), "reason": None, **changes, "state": state, "since": time.time()}
+        write_json(self.path / "state.json", values)
+        return State(**values)
+
+    def is_done(self) -> bool:
+        """Our own marker: state `done` and a summary that can be read."""
+        return self.state().state == "done" and self.summary() is not None
+
+    def summary(self) -> dict[str, Any] | None:
+        return read_json(self.path / "summary.json")
+
+    @contextmanager
+    def lock(self, timeout: float = 60.0) -> Iterator[None]:
+        """Holds the run: one writer at a time.
+
+        Raises:
+            Busy: somebody else has held it for the whole of `timeout` seconds.
+        """
+        with _lock(self.path / ".lock", timeout, f"run {self.run_id}"):
+            yield
+
+    def reserve(self) -> None:
+        """Sets some disk aside, so that a disk filled by the run still has room to say that it is full."""
+        (self.path / ".reserve").write_bytes(b"\0" * 16384)
+
+    def release(self) -> None:
+        """Gives back what `reserve` set aside."""
+        (self.path / ".reserve").unlink(missing_ok=True)
+
+    def log(self, message: str) -> None:
+        """Appends a line to log.txt, with the time."""
+        with (self.path / "log.txt").open("a", encoding="utf-8") as file:
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {message}\n")
+
+    def last_metrics(self) -> dict[str, Any]:
+        """The newest whole line of metrics.jsonl, read from the end of the file."""
+        import json
+
+        try:
+            with (self.path / "metrics.jsonl").open("rb") as file:
+                file.seek(0, os.SEEK_END)
+                file.seek(max(0, file.tell() - 4096))
+                lines = file.read().split(b"\n")
+        except OSError:
+            return {}
+        for line in reversed(lines[:-1]):
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue
+            return record if isinstance(record, dict) else {}
+        return {}
+
+
+class SweepDirectory:
+    """One sweep on disk: outputs/<sweep>."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @classmethod
+    def open(cls, path: Path | str) -> SweepDirectory:
+        """An existing sweep.
+
+        Raises:
+            UserError: the folder is not a sweep.
+        """
+        directory = cls(Path(path))
+        if not (directory.path / "plan.json").is_file():
+            raise UserError(f"{path} is not a sweep directory (it has no plan.json); give a folder that sweep.py wrote")
+        return directory
+
+    def run(self, run_id: str) -> RunDirectory:
+        return RunDirectory(self.path / "runs" / run_id)
+
+    def plan(self) -> dict[str, Any]:
+        """plan.json.
+
+        Raises:
+            UserError: it cannot be read.
+        """
+        plan = read_json(self.path / "plan.json")
+        if plan is None or not isinstance(plan.get("runs"), list):
+            raise UserError(f"{self.path / 'plan.json'} cannot be read; run sweep.py again to write it anew")
+        return plan
+
+    def runs(self) -> list[RunDirectory]:
+        """The runs of the current plan, in its order."""
+        return [self.run(run["run_id"]) for run in self.plan()["runs"]]
+
+    def settings(self) -> dict[str, Any]:
+        """sweep.yaml: the resolved config that made the current plan, and where it came from."""
+        path = self.path / "sweep.yaml"
+        try:
+            return dict(yaml.safe_load(path.read_text(encoding="utf-8")))
+        except (OSError, yaml.YAMLError, TypeError, ValueError) as error:
+            raise UserError(f"{path} cannot be read ({error}); run sweep.py again to write it anew") from error
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Holds the sweep while runs are planned and launched.
+
+        Raises:
+            UserError: another sweep.py is at work in this folder, or the folder cannot be written.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            with _lock(self.path / ".lock", 0.0, "sweep"):
+                yield
+        except Busy as error:
+            raise UserError(f"{self.path} is in use ({error}); wait for it, or choose another folder with sweep=NAME") from error
+
+    def launcher_alive(self, token: str) -> bool:
+        """Whether the launcher that wrote `token` still holds the sweep."""
+        owner = read_json(self.path / ".lock.owner") or {}
+        if owner.get("token") != token:
+            return False
+        lock = FileLock(self.path / ".lock")
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            return True
+        lock.release()
+        return False
+
+
+def lock_token(path: Path) -> str:
+    """The token that the current holder of a sweep's lock wrote."""
+    return str((read_json(path / ".lock.owner") or {}).get("token"))
+
+
+@contextmanager
+def _lock(path: Path, timeout: float, what: str) -> Iterator[None]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    owner_file = path.with_name(path.name + ".owner")
+    lock = FileLock(path)
+    try:
+        lock.acquire(timeout=timeout)
+    except Timeout as error:
+        owner = read_json(owner_file) or {}
+        raise Busy(f"{what} is held by process {owner.get('pid', '?')} on {owner.get('host', '?')}") from error
+    try:
+        write_json(owner_file, {"pid": os.getpid(), "host": socket.gethostname(), "token": os.urandom(8).hex()})
+        yield
+    finally:
+        lock.release()

@@ -1,0 +1,100 @@
+"""The Hub through `datasets`: on a local folder, and with a Hub that answers in every way it can."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import huggingface_hub
+import pytest
+from huggingface_hub import errors
+from isoflop.train.config import DataConfig
+from isoflop.train.data.corpora import open_corpus
+from isoflop.train.data.shards import prepare
+from isoflop.train.errors import UserError
+
+datasets = pytest.importorskip("datasets")
+DOCUMENTS = [f"Document {i} says " + "hello " * (i % 7 + 1) for i in range(40)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A dataset as `datasets` loads it from a folder: real streaming, no network."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf_cache")
+    root = tmp_path / "dataset"
+    root.mkdir()
+    rows = [json.dumps({"body": document, "n": i}) for i, document in enumerate(DOCUMENTS)]
+    (root / "train.jsonl").write_text("\n".join(rows))
+    return root
+
+
+def hub(name: object, **fields: Any) -> DataConfig:
+    return DataConfig(corpus="hf", name=str(name), **{"field": "body", "max_bytes": 10**6, **fields})
+
+
+def test_a_dataset_streams_up_to_max_bytes(folder: Path) -> None:
+    assert list(open_corpus(hub(folder)).documents()) == DOCUMENTS
+    short = "".join(open_corpus(hub(folder, max_bytes=100)).documents())
+    assert short == "".join(DOCUMENTS)[:100]
+    assert open_corpus(hub(folder, max_bytes=100)).size_bytes() == 100
+
+
+def test_a_dataset_becomes_shards(folder: Path, tmp_path: Path) -> None:
+    shards = prepare(hub(folder, cache_dir=str(tmp_path / "cache"), validation_fraction=0.2))
+    assert shards.manifest["train"]["documents"] + shards.manifest["validation"]["documents"] == len(DOCUMENTS)
+
+
+def test_what_a_dataset_lacks_is_named(folder: Path) -> None:
+    with pytest.raises(UserError, match=r"data.field is 'text'; .* has 'body', 'n'$"):
+        list(open_corpus(hub(folder, field="text")).documents())
+    with pytest.raises(UserError, match=r"data.split is 'test'; .* has others"):
+        list(open_corpus(hub(folder, split="test")).documents())
+    with pytest.raises(UserError, match=r"data.field is 'n'; row 1 of .* holds a int there"):
+        list(open_corpus(hub(folder, field="n")).documents())
+
+
+def test_the_fingerprint_is_of_what_was_asked_for_and_needs_no_hub() -> None:
+    base = {"subset": "en", "revision": "abc"}
+    variants = [{}, {"subset": "de"}, {"revision": "abd"}, {"split": "validation"}, {"field": "x"}, {"max_bytes": 9}]
+    configs = [hub("a/b", **{**base, **variant}) for variant in variants] + [hub("a/c", **base)]
+    assert len({open_corpus(config).fingerprint() for config in configs}) == len(configs)
+    assert open_corpus(hub("a/b", **base)).fingerprint() == open_corpus(configs[0]).fingerprint()
+
+
+def answer(status: int) -> httpx.Response:
+    return httpx.Response(status, request=httpx.Request("GET", "https://hub.example/api/datasets/a/b"))
+
+
+@pytest.mark.parametrize(
+    ("raised", "sentence"),
+    [
+        (httpx.ConnectError("no route to host"), r"the Hub cannot be reached \(no route to host\), use data.corpus="),
+        (errors.RepositoryNotFoundError("404", response=answer(404)), r"'a/b'; the Hub has no such dataset"),
+        (errors.RevisionNotFoundError("404", response=answer(404)), r"data.revision is 'v2'; a/b has no such branch"),
+        (errors.GatedRepoError("403", response=answer(403)), r"it is gated, accept its terms"),
+    ],
+)
+def test_a_hub_that_does_not_serve_it_gets_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, raised: Exception, sentence: str
+) -> None:
+    def ask(*_: object, **__: object) -> None:
+        raise raised
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", ask)
+    with pytest.raises(UserError, match=sentence) as caught:
+        list(open_corpus(hub("a/b", revision="v2")).documents())
+    assert "\n" not in str(caught.value)
+
+
+def test_a_stream_that_breaks_says_where(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rows(*_: object, **__: object) -> Any:
+        yield {"body": "one"}
+        yield {"body": "two"}
+        raise httpx.ReadTimeout("timed out")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_, **__: None)
+    monkeypatch.setattr(datasets, "load_dataset", rows)
+    with pytest.raises(UserError, match=r"the stream broke after 2 rows \(timed out\), run again"):
+        list(open_corpus(hub("a/b")).documents())

@@ -1,0 +1,284 @@
+"""Text survives a round trip, ids count their bytes exactly, and a tokenizer is what its fingerprint says."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers as hf
+from isoflop.train.config import DataConfig
+from isoflop.train.data import tokenizers as ours
+from isoflop.train.data.corpora import open_corpus
+from isoflop.train.data.mixing import below_fraction, content_hash
+from isoflop.train.data.tokenizers import (
+    ByteTokenizer,
+    SubwordTokenizer,
+    load_tokenizer,
+    planned_vocab_size,
+    tokenizer_from_directory,
+)
+from isoflop.train.errors import UserError
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+
+def random_text(seed: int) -> str:
+    """Any characters but surrogates: all planes, controls, spaces, combining marks."""
+    generator = random.Random(seed)
+    ranges = [
+        (0, 0x80),
+        (0, 0x20),
+        (0x80, 0x800),
+        (0x300, 0x370),
+        (0x800, 0xD800),
+        (0xE000, 0x10000),
+        (0x10000, 0x110000),
+    ]
+    return "".join(chr(generator.randrange(*generator.choice(ranges))) for _ in range(generator.randrange(1, 300)))
+
+
+TEXTS = [random_text(seed) for seed in range(200)] + [
+    "",
+    "\x00",
+    "<|endoftext|>",
+    "a <|endoftext|> b\r\n\t",
+    "ÿ",
+    "▁ x",
+]
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> DataConfig:
+    folder = tmp_path_factory.mktemp("text")
+    words = [f"wort{i} " for i in range(300)]
+    generator = random.Random(5)
+    for i in range(30):
+        (folder / f"{i}.txt").write_text("".join(generator.choices(words, k=400)) + "Straße 😀\n" * (i % 3))
+    cache = tmp_path_factory.mktemp("cache")
+    return DataConfig(corpus="text", path=str(folder), tokenizer="bpe", vocab_size=400, cache_dir=str(cache))
+
+
+@pytest.fixture(scope="module")
+def bpe(config: DataConfig) -> ours.Tokenizer:
+    return load_tokenizer(config, open_corpus(config), Path(str(config.cache_dir)))
+
+
+def test_bytes_come_back_and_the_end_of_a_document_is_never_text() -> None:
+    tokenizer = ByteTokenizer()
+    assert tokenizer.vocab_size == 256
+    for text in TEXTS:
+        ids = tokenizer.encode(text)
+        assert ids.dtype == np.uint16
+        assert ids.tolist() == list(text.encode())
+        assert tokenizer.end_of_document not in ids
+        assert tokenizer.decode(ids) == text
+        assert tokenizer.token_bytes[ids].sum() == len(text.encode())
+    assert tokenizer.decode([72, 255, 105, 0xC3]) == "Hi\ufffd"
+    assert tokenizer.token_bytes[255] == 0
+
+
+def test_bytes_are_a_byte_level_bpe_without_merges() -> None:
+    # An independent implementation: the tokenizers library with GPT-2's alphabet and no merge.
+    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [byte for byte in range(256) if byte not in visible]
+    alphabet = {chr(byte): byte for byte in visible} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
+    peer = hf.Tokenizer(models.BPE(vocab=alphabet, merges=[]))
+    peer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
+    for text, ids in zip(TEXTS, ByteTokenizer().encode_batch(TEXTS), strict=True):
+        assert ids.tolist() == peer.encode(text).ids
+
+
+def test_a_trained_bpe_gives_text_back_and_counts_its_bytes(bpe: ours.Tokenizer) -> None:
+    assert bpe.vocab_size == 400
+    assert bpe.token_bytes.shape == (400,)
+    for text, batched in zip(TEXTS, bpe.encode_batch(TEXTS), strict=True):
+        ids = bpe.encode(text)
+        assert ids.dtype == np.uint16
+        assert np.array_equal(ids, batched)
+        assert bpe.end_of_document not in ids
+        assert bpe.decode(ids) == text
+        assert bpe.token_bytes[ids].sum() == len(text.encode())
+    assert bpe.token_bytes[bpe.end_of_document] == 0
+    assert bpe.decode([bpe.end_of_document, *bpe.encode("x"), bpe.end_of_document]) == "x"
+    # It learned something: a word of the corpus is fewer tokens than bytes.
+    assert len(bpe.encode("wort123 wort45 ")) < 15
+
+
+def test_training_is_deterministic(config: DataConfig, bpe: ours.Tokenizer, tmp_path: Path) -> None:
+    again = load_tokenizer(config, None, tmp_path)
+    assert again.fingerprint == bpe.fingerprint
+    other = load_tokenizer(DataConfig(**{**vars(config), "vocab_size": 401}), None, tmp_path)
+    assert other.fingerprint != bpe.fingerprint
+
+
+def test_held_out_documents_are_not_trained_on(config: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    half = DataConfig(**{**vars(config), "validation_fraction": 0.5})
+    corpus = open_corpus(half)
+    sample = list(ours._sample(half, corpus, None))
+    held_out = [below_fraction(content_hash(text.encode()), 0.5) for text in corpus.documents()]
+    assert 0 < sum(held_out) < len(held_out)
+    assert sample == [text for text, out in zip(corpus.documents(), held_out, strict=True) if not out]
+
+
+def test_a_trained_bpe_is_kept_and_a_damaged_one_is_trained_again(
+    config: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = load_tokenizer(config, None, tmp_path)
+    trained = []
+    train = ours._train
+    monkeypatch.setattr(ours, "_train", lambda *arguments: trained.append(1) or train(*arguments))
+    assert load_tokenizer(config, None, tmp_path).fingerprint == first.fingerprint
+    assert not trained
+    (path,) = tmp_path.glob("tokenizers/*/tokenizer.json")
+    path.write_bytes(path.read_bytes()[:-100])
+    assert load_tokenizer(config, None, tmp_path).fingerprint == first.fingerprint
+    assert len(trained) == 1
+
+
+def test_two_processes_train_one_bpe(config: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    count = tmp_path / "count"
+    train = ours._train
+
+    def counted(*arguments: object) -> object:
+        with open(count, "a") as file:
+            file.write("x")
+        return train(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(ours, "_train", counted)
+    fork = multiprocessing.get_context("fork")
+    children = [fork.Process(target=load_tokenizer, args=(config, None, tmp_path)) for _ in range(3)]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join(60)
+    assert [child.exitcode for child in children] == [0, 0, 0]
+    assert count.read_text() == "x"
+
+
+def test_a_corpus_too_small_for_the_vocabulary_is_said_and_the_size_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "abab abab"}\n{"text": "cdcd cdcd"}\n')
+    config = DataConfig(corpus="text", path=str(tmp_path), tokenizer="bpe", vocab_size=1000)
+    with pytest.warns(UserWarning, match=r"data.vocab_size is 1000; the corpus gives only \d+ tokens"):
+        tokenizer = load_tokenizer(config, None, tmp_path / "cache")
+    assert tokenizer.vocab_size == len(tokenizer.token_bytes) == planned_vocab_size(config) == 1000
+    assert tokenizer.decode([*tokenizer.encode("abab"), 999]) == "abab"
+
+
+def test_a_checkpoint_carries_its_tokenizer(bpe: ours.Tokenizer, tmp_path: Path) -> None:
+    for i, tokenizer in enumerate((bpe, ByteTokenizer())):
+        tokenizer.save(tmp_path / str(i))
+        back = tokenizer_from_directory(tmp_path / str(i))
+        assert back.fingerprint == tokenizer.fingerprint
+        assert (back.vocab_size, back.end_of_document) == (tokenizer.vocab_size, tokenizer.end_of_document)
+        assert all(np.array_equal(back.encode(text), tokenizer.encode(text)) for text in TEXTS)
+        assert np.array_equal(back.token_bytes, tokenizer.token_bytes)
+
+
+def test_a_tokenizer_that_was_changed_is_refused(bpe: ours.Tokenizer, tmp_path: Path) -> None:
+    bpe.save(tmp_path)
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    content["model"]["merges"].pop()
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match=r"tokenizer.json has fingerprint .* so the file was changed"):
+        tokenizer_from_directory(tmp_path)
+    with pytest.raises(UserError, match=r"isoflop_tokenizer.json is missing"):
+        tokenizer_from_directory(tmp_path / "nowhere")
+
+
+def train_json(path: Path, special: list[str], **options: object) -> Path:
+    """A tokenizer.json such as a user brings."""
+    tokenizer = hf.Tokenizer(models.BPE(**options))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
+    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(["some words, some more words"] * 3, trainer)
+    tokenizer.enable_padding(length=50)
+    tokenizer.enable_truncation(max_length=10)
+    tokenizer.save(str(path))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("special", "configured", "expected"),
+    [
+        (["<pad>", "</s>"], None, "</s>"),
+        (["</s>", "<|endoftext|>"], None, "<|endoftext|>"),  # first of the list, not of the file
+        (["<|endoftext|>", "<|im_end|>"], "<|im_end|>", "<|im_end|>"),  # what the file beside it says wins
+        (["<|endoftext|>", "<|im_end|>"], {"content": "<|im_end|>"}, "<|im_end|>"),
+    ],
+)
+def test_a_tokenizer_json_is_used_whole(tmp_path: Path, special: list[str], configured: object, expected: str) -> None:
+    path = train_json(tmp_path / "tokenizer.json", special)
+    if configured is not None:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": configured}))
+    config = DataConfig(tokenizer=str(path))
+    tokenizer = load_tokenizer(config, None, tmp_path)
+    assert tokenizer.end_of_document == special.index(expected)
+    assert planned_vocab_size(config) == tokenizer.vocab_size == hf.Tokenizer.from_file(str(path)).get_vocab_size()
+    for text in [*TEXTS, " ".join(special)]:  # longer than its truncation, shorter than its padding
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text
+        assert tokenizer.token_bytes[ids].sum() == len(text.encode())
+        assert not set(ids.tolist()) & set(range(len(special)))
+
+
+def test_a_tokenizer_without_an_end_is_refused(tmp_path: Path) -> None:
+    path = train_json(tmp_path / "tokenizer.json", ["<pad>"])
+    with pytest.raises(UserError, match=r"it has no token that ends a document: it must have one of <\|endoftext\|>, "):
+        load_tokenizer(DataConfig(tokenizer=str(path)), None, tmp_path)
+
+
+def test_sentencepiece_markers_and_byte_fallback_are_undone_in_the_count() -> None:
+    vocabulary = {
+        token: i for i, token in enumerate(["</s>", "▁", "▁the", "e", "ß", *(f"<0x{b:02X}>" for b in range(256))])
+    }
+    backend = hf.Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True, unk_token="</s>"))
+    tokenizer = SubwordTokenizer(backend, 0, len(vocabulary))
+    assert tokenizer.token_bytes[:5].tolist() == [0, 1, 4, 1, 2]
+    assert tokenizer.token_bytes[5:].tolist() == [1] * 256
+    ids = tokenizer.encode("😀ß")
+    assert tokenizer.token_bytes[ids].sum() == 6
+
+
+def test_a_vocabulary_beyond_16_bits_is_stored_in_32() -> None:
+    words = {"</s>": 0, "a": 1, **{f"w{i}": i for i in range(2, 70_000)}}
+    backend = hf.Tokenizer(models.WordLevel(words, unk_token="</s>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
+    ids = SubwordTokenizer(backend, 0, 70_000).encode("w69999 a")
+    assert ids.dtype == np.uint32
+    assert ids.tolist() == [69_999, 1]
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"tokenizer": "bpe", "vocab_size": 256}, r"data.vocab_size is 256; data.tokenizer=bpe needs at least 257"),
+        (
+            {"tokenizer": "/no/tokenizer.json"},
+            r"cannot be loaded \(No such file or directory\), it must be bytes, bpe, or",
+        ),
+        ({"tokenizer": "gpt2"}, r"data.tokenizer is 'gpt2'; it cannot be loaded"),
+    ],
+)
+def test_a_tokenizer_that_cannot_be_had_is_refused(tmp_path: Path, fields: dict[str, object], sentence: str) -> None:
+    for ask in (planned_vocab_size, lambda config: load_tokenizer(config, None, tmp_path)):
+        with pytest.raises(UserError, match=sentence):
+            ask(DataConfig(**fields))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("content", ["", "{}", '{"model": 1}', "\x00garbage"])
+def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(UserError, match=r"cannot be loaded \(.+\), it must be bytes") as caught:
+        load_tokenizer(DataConfig(tokenizer=str(tmp_path / "tokenizer.json")), None, tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_planned_size_of_bytes_is_256() -> None:
+    assert planned_vocab_size(DataConfig()) == 256

@@ -1,0 +1,323 @@
+"""One run, described completely: the dataclasses behind `conf/` and the identity of a run.
+
+Special here:
+- `RunConfig` is all that a training reads. It is composed by Hydra, resolved and frozen to `config.yaml` before a job starts.
+- A field is *cosmetic* when changing it leaves the science alone (where files lie, how many ranks, how often to save).
+  Every other field is part of the run's identity, so a forgotten field errs on the side of running again.
+- No torch: planning a grid imports this module and must be instant.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from .errors import UserError
+
+# Bumped whenever the trainer's arithmetic changes, so that an old result is never taken for a new one.
+RECIPE = 1
+
+T = TypeVar("T")
+
+
+def cosmetic(default: Any) -> Any:
+    """A field that says how or where, never what: it is left out of the run's identity."""
+    return field(default=default, metadata={"cosmetic": True})
+
+
+@dataclass
+class ModelConfig:
+    """A Llama-shaped decoder: RMSNorm, rotary positions, SwiGLU, grouped-query attention."""
+
+    width: int = 64  # residual stream, d_model
+    depth: int = 4  # number of blocks
+    heads: int = 4  # query heads; width must be a multiple
+    kv_heads: int | None = None  # key/value heads, a divisor of heads; None means heads (no grouping)
+    hidden: int | None = None  # SwiGLU inner width; None means 8/3 of the width, rounded up to a multiple of 8
+    vocab_size: int | None = None  # tokens that can be predicted; None is filled in from the tokenizer
+    vocab_multiple: int = 64  # embedding tables are padded up to this multiple for speed; padding is never predicted
+    qk_norm: bool = False  # RMSNorm on queries and keys, per head
+    tied_embeddings: bool = False  # the output head reuses the input embedding
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-5
+
+    @property
+    def head_dim(self) -> int:
+        return self.width // self.heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.heads if self.kv_heads is None else self.kv_heads
+
+    @property
+    def mlp_hidden(self) -> int:
+        """Inner width of the MLP. 8/3 keeps its three matrices as large as the two of a 4x MLP (Shazeer 2020)."""
+        return self.hidden if self.hidden is not None else -(-8 * self.width // 3 // 8) * 8
+
+    @property
+    def padded_vocab_size(self) -> int:
+        if self.vocab_size is None:
+            raise UserError("model.vocab_size is None; it must be filled in from the tokenizer before the model is built")
+        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+
+
+@dataclass
+class DataConfig:
+    """Which text, cut how. `fingerprint` ties the run to the content, whatever the path."""
+
+    corpus: str = "stdlib"  # stdlib | text | hf
+    path: str | None = cosmetic(None)  # text: a file, a folder or a glob
+    field: str = "text"  # the field of a jsonl or parquet row that holds the text
+    name: str | None = None  # hf: dataset name on the Hub
+    subset: str | None = None  # hf: configuration of the dataset
+    split: str = "train"  # hf: split to stream
+    revision: str | None = None  # hf: commit or tag; pin it for a reproducible identity
+    max_bytes: int | None = None  # stop reading after this much UTF-8 text (required for hf)
+    tokenizer: str = "bytes"  # bytes | bpe (trained on the corpus) | path of a tokenizer.json
+    vocab_size: int = 4096  # bpe: size of the vocabulary to train
+    sequence_length: int = 128  # tokens of context, T
+    validation_fraction: float = 0.02  # share of documents held out, chosen by a hash of their content
+    validation_tokens: int = 131072  # size of the fixed held-out set that is scored (less if the corpus has less)
+    cache_dir: str | None = cosmetic(None)  # where shards are kept; None: $ISOFLOP_CACHE, else ~/.cache/isoflop
+    fingerprint: str | None = None  # hash of the corpus' content, filled in by the planner
+
+
+@dataclass
+class OptimizerConfig:
+    """AdamW with decoupled weight decay, and the rule that gives every width its learning rate.
+
+    Rule (muP for Adam, Yang et al. 2022, Table 8): matrices whose fan-in grows with the width get
+    `learning_rate * base_width / width`; embeddings and norms keep `learning_rate * embedding_multiplier`.
+    """
+
+    learning_rate: float = 8e-3  # at base_width
+    base_width: int = 64
+    width_exponent: float = 1.0  # learning rate of matrices ~ (base_width / width)^exponent; 0 turns the transfer off
+    embedding_multiplier: float = 4.0  # learning rate of embeddings and norms, as a multiple of learning_rate
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1  # decoupled; times the current learning rate; never on norms or embeddings
+    gradient_clip: float = 1.0  # global norm; 0 turns clipping off
+    batch_size: int = 16  # sequences a step, over all ranks
+
+
+@dataclass
+class ScheduleConfig:
+    """Learning rate over the run, matched to each run's own D."""
+
+    kind: str = "wsd"  # wsd (warm-up, stable, decay) | cosine | constant
+    warmup_tokens: int = 100_000
+    warmup_max_share: float = 0.05  # a warm-up is never longer than this share of the run
+    decay_share: float = 0.2  # wsd: share of the run that cools down, as 1 - sqrt(progress) (Haegele et al. 2024)
+    final_share: float = 0.0  # learning rate at the end, as a share of the peak
+
+
+@dataclass
+class ParallelConfig:
+    """How one run is spread over devices, and how its step is executed. Changes no result beyond rounding."""
+
+    micro_batch_size: int | None = cosmetic(None)  # sequences in one forward pass; None: the whole batch
+    compile: bool = cosmetic(False)  # torch.compile, block by block
+    device: str = cosmetic("auto")  # auto | cpu | cuda
+    threads: int | None = cosmetic(None)  # CPU threads; None: what the launcher gives the job
+
+
+@dataclass
+class CheckpointConfig:
+    """When to save. Saving never changes the arithmetic, so all of it is cosmetic."""
+
+    every_seconds: float = cosmetic(60.0)  # on a clock, so that any kill costs at most this much
+    every_steps: int | None = cosmetic(None)
+    keep: int = cosmetic(2)  # newest checkpoints kept while the run goes on; the final one always stays
+
+
+@dataclass
+class TrackerConfig:
+    """Where metrics go beside metrics.jsonl, which is always written and is the truth."""
+
+    kind: str = cosmetic("wandb")  # wandb | none
+    project: str = cosmetic("isoflop")
+    entity: str | None = cosmetic(None)
+    group: str | None = cosmetic(None)
+    mode: str = cosmetic("auto")  # auto: online when logged in, else offline | online | offline
+    directory: str | None = cosmetic(None)  # where wandb keeps its files; None: the run directory
+
+
+@dataclass
+class RunConfig:
+    """One training run, complete."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    tracker: TrackerConfig = field(default_factory=TrackerConfig)
+    tokens: int = 2**20  # D: tokens to train on, rounded up to whole steps
+    precision: str = "fp32"  # fp32 | bf16 (autocast over fp32 master weights)
+    seed: int = 0  # weights and order of samples
+    log_every: int = cosmetic(10)  # steps between lines of metrics.jsonl
+    validations: int = cosmetic(4)  # times the held-out set is scored during the run, the end included
+    max_loss_rise: float = 3.0  # nats above the best smoothed loss at which a run counts as diverged
+    recipe: int = RECIPE
+    name: str | None = cosmetic(None)
+    budget: float | None = cosmetic(None)  # the FLOP budget of the grid point, for tables; D is what is trained
+    parent: str | None = cosmetic(None)  # run_id of the trunk this run branches from
+
+    @property
+    def batch_tokens(self) -> int:
+        return self.optimizer.batch_size * self.data.sequence_length
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps; D is rounded up to a whole number of them."""
+        return max(1, -(-self.tokens // self.batch_tokens))
+
+    @property
+    def D(self) -> int:
+        """Tokens actually trained on."""
+        return self.steps * self.batch_tokens
+
+
+def identity(config: RunConfig) -> dict[str, Any]:
+    """What of a run is science: the nested fields that are not cosmetic."""
+    return _strip_cosmetic(config)
+
+
+def _strip_cosmetic(node: Any) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for item in dataclasses.fields(node):
+        if item.metadata.get("cosmetic"):
+            continue
+        value = getattr(node, item.name)
+        result[item.name] = _strip_cosmetic(value) if dataclasses.is_dataclass(value) else value
+    # Groups such as tracker have nothing but cosmetic fields: leave no empty shell behind.
+    return {key: value for key, value in result.items() if value != {}}
+
+
+def canonical_json(value: Any) -> str:
+    """Sorted keys, no spaces, shortest round-trip floats: the same value is the same text everywhere."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def run_id(config: RunConfig) -> str:
+    """First ten hex digits of the SHA-256 of the run's identity. The same science has the same id, in any sweep."""
+    return hashlib.sha256(canonical_json(identity(config)).encode()).hexdigest()[:10]
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """Nested plain dict of any config dataclass."""
+    return dataclasses.asdict(config)
+
+
+def from_dict(cls: type[T], values: dict[str, Any], prefix: str = "") -> T:
+    """Builds a config dataclass from a nested dict.
+
+    Raises:
+        UserError: on a key that the dataclass does not have, naming the key and those that exist.
+    """
+    fields = {item.name: item for item in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    unknown = sorted(set(values) - set(fields))
+    if unknown:
+        raise UserError(f"{prefix}{unknown[0]} is not a field of {cls.__name__}; it has {', '.join(fields)}")
+    kwargs = {}
+    for name, value in values.items():
+        group = _GROUPS.get(name) if cls is RunConfig else None
+        kwargs[name] = from_dict(group, value, f"{prefix}{name}.") if group is not None else value
+    return cls(**kwargs)
+
+
+_GROUPS: dict[str, type] = {
+    "model": ModelConfig,
+    "data": DataConfig,
+    "optimizer": OptimizerConfig,
+    "schedule": ScheduleConfig,
+    "parallel": ParallelConfig,
+    "checkpoint": CheckpointConfig,
+    "tracker": TrackerConfig,
+}
+
+
+def validate(config: RunConfig) -> None:
+    """Refuses what cannot be trained, before anything starts.
+
+    Raises:
+        UserError: one sentence with the field, the value and what would be accepted.
+    """
+    _validate_model(config.model)
+    _choice("data.corpus", config.data.corpus, ("stdlib", "text", "hf"))
+    _choice("schedule.kind", config.schedule.kind, ("wsd", "cosine", "constant"))
+    _choice("precision", config.precision, ("fp32", "bf16"))
+    _choice("tracker.kind", config.tracker.kind, ("wandb", "none"))
+    _choice("tracker.mode", config.tracker.mode, ("auto", "online", "offline"))
+    _choice("parallel.device", config.parallel.device, ("auto", "cpu", "cuda"))
+    positive = {
+        "tokens": config.tokens,
+        "log_every": config.log_every,
+        "validations": config.validations,
+        "max_loss_rise": config.max_loss_rise,
+        "data.sequence_length": config.data.sequence_length,
+        "data.validation_tokens": config.data.validation_tokens,
+        "data.vocab_size": config.data.vocab_size,
+        "optimizer.batch_size": config.optimizer.batch_size,
+        "optimizer.learning_rate": config.optimizer.learning_rate,
+        "optimizer.base_width": config.optimizer.base_width,
+        "optimizer.eps": config.optimizer.eps,
+        "checkpoint.every_seconds": config.checkpoint.every_seconds,
+        "checkpoint.keep": config.checkpoint.keep,
+    }
+    for name, value in positive.items():
+        if not value > 0:
+            raise UserError(f"{name} is {value}; it must be greater than 0")
+    shares = {
+        "schedule.warmup_max_share": config.schedule.warmup_max_share,
+        "schedule.decay_share": config.schedule.decay_share,
+        "schedule.final_share": config.schedule.final_share,
+        "data.validation_fraction": config.data.validation_fraction,
+        "optimizer.beta1": config.optimizer.beta1,
+        "optimizer.beta2": config.optimizer.beta2,
+    }
+    for name, value in shares.items():
+        if not 0 <= value < 1:
+            raise UserError(f"{name} is {value}; it must be at least 0 and below 1")
+    for name, value in {
+        "optimizer.weight_decay": config.optimizer.weight_decay,
+        "optimizer.gradient_clip": config.optimizer.gradient_clip,
+        "schedule.warmup_tokens": config.schedule.warmup_tokens,
+    }.items():
+        if value < 0:
+            raise UserError(f"{name} is {value}; it must be 0 or more")
+    if config.data.validation_fraction == 0:
+        raise UserError("data.validation_fraction is 0; a run is scored on held-out documents, so it must be above 0")
+    micro, batch = config.parallel.micro_batch_size, config.optimizer.batch_size
+    if micro is not None and (micro < 1 or batch % micro):
+        divisors = ", ".join(str(d) for d in range(1, batch + 1) if batch % d == 0)
+        raise UserError(f"parallel.micro_batch_size is {micro}; it must divide optimizer.batch_size {batch}: {divisors}")
+
+
+def _validate_model(model: ModelConfig) -> None:
+    for name in ("width", "depth", "heads", "vocab_multiple"):
+        if getattr(model, name) < 1:
+            raise UserError(f"model.{name} is {getattr(model, name)}; it must be 1 or more")
+    if model.width % model.heads:
+        divisors = ", ".join(str(d) for d in range(1, model.width + 1) if model.width % d == 0)
+        raise UserError(f"model.heads is {model.heads}; it must divide model.width {model.width}: {divisors}")
+    if model.head_dim % 2:
+        raise UserError(
+            f"model.heads is {model.heads}; width {model.width} / heads must be even for rotary positions, "
+            f"it is {model.head_dim}"
+        )
+    if model.num_kv_heads < 1 or model.heads % model.num_kv_heads:
+        raise UserError(f"model.kv_heads is {model.kv_heads}; it must divide model.heads {model.heads}")
+    if model.hidden is not None and model.hidden < 1:
+        raise UserError(f"model.hidden is {model.hidden}; it must be 1 or more")
+
+
+def _choice(name: str, value: str, accepted: tuple[str, ...]) -> None:
+    if value not in accepted:
+        raise UserError(f"{name} is {value!r}; it must be one of {', '.join(accepted)}")

@@ -1,0 +1,261 @@
+"""Where the text comes from: Python's own library, files, or the Hub; one document at a time.
+
+Special here:
+- A fingerprint says which text this is, whatever the folder it lies in: it is part of a run's identity, and shards
+  are keyed by it. It is quick, because planning computes it: above `FULL_HASH_BYTES` a file is represented by its
+  size and 16 evenly spread blocks, first and last included, so an edit between the blocks that keeps the size goes
+  unseen there.
+- The order of documents does not matter to what is trained (shards are ordered by content), so the fingerprint of a
+  whole corpus ignores file names too. With `max_bytes` the order decides what is cut, and counts.
+- A file of plain text is one document, cut at blank lines into pieces of `PIECE_BYTES` where it is longer. A corpus
+  that *is* one plain file is cut into pieces of `SINGLE_FILE_PIECE_BYTES`, else nothing could be held out from it.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import os
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from ..config import DataConfig, canonical_json
+from ..errors import UserError
+from .hub import HubDataset
+from .readers import ACCEPTED, cut, format_of, is_compressed, parquet_text_bytes, read_documents
+
+# Bumped when the same files would read as different documents.
+READER = 1
+PIECE_BYTES = 1 << 20
+SINGLE_FILE_PIECE_BYTES = 4096
+FULL_HASH_BYTES = 256 << 20  # files are hashed whole while they sum to at most this
+_HASH_BLOCKS, _HASH_BLOCK_BYTES = 16, 1 << 16
+
+
+class Corpus(Protocol):
+    """Text, one document at a time."""
+
+    def documents(self) -> Iterator[str]:
+        """Documents in a deterministic order, none of them blank, all of them encodable as UTF-8.
+
+        Raises:
+            UserError: on text that cannot be read, naming the file and the line or row.
+
+        """
+        ...
+
+    def fingerprint(self) -> str:
+        """16 hex digits that name the text: equal text read in the same way has an equal fingerprint."""
+        ...
+
+    def size_bytes(self) -> int | None:
+        """About how many bytes of UTF-8 `documents` yields, without reading them; None where that cannot be said.
+
+        Exact for the standard library and plain text; for JSON lines the size of the files, an upper bound; for parquet
+        the uncompressed size of the column; for the Hub `max_bytes`; None for compressed JSON lines.
+        """
+        ...
+
+    def sample(self, size: int) -> Iterator[str]:
+        """Up to `size` bytes of text that stand for the corpus, deterministic: what a tokenizer is trained on."""
+        ...
+
+
+def open_corpus(config: DataConfig) -> Corpus:
+    """The corpus that a config names.
+
+    Raises:
+        UserError: on an unknown corpus, a missing file, a folder without text, or fields that do not fit the corpus.
+
+    """
+    if config.max_bytes is not None and config.max_bytes < 1:
+        raise UserError(f"data.max_bytes is {config.max_bytes}; it must be 1 or more, or null for the whole corpus")
+    if config.corpus == "stdlib":
+        return StandardLibrary(Path(sysconfig.get_paths()["stdlib"]), config.max_bytes)
+    if config.corpus == "text":
+        if not config.path:
+            raise UserError(f"data.path is {config.path}; data.corpus=text needs a file, a folder or a glob there")
+        files = tuple(find_files(config.path))
+        if not any(file.stat().st_size for file in files):  # told at plan time; an empty jsonl.gz shows when it is read
+            raise UserError(_empty(config.path))
+        return TextFiles(config.path, files, config.field, config.max_bytes)
+    if config.corpus == "hf":
+        if not config.name:
+            raise UserError(f"data.name is {config.name}; data.corpus=hf needs the name of a dataset on the Hub there")
+        if config.max_bytes is None:
+            raise UserError("data.max_bytes is null; data.corpus=hf needs it, because a stream says no size")
+        return HubDataset(config.name, config.subset, config.split, config.revision, config.field, config.max_bytes)
+    raise UserError(f"data.corpus is {config.corpus!r}; it must be one of stdlib, text, hf")
+
+
+@dataclass(frozen=True)
+class StandardLibrary:
+    """Every *.py of Python's own library that is UTF-8; present on every machine, and its own per Python version."""
+
+    root: Path
+    max_bytes: int | None = None
+
+    def documents(self) -> Iterator[str]:
+        found = False
+        for text in cut(self._texts(), self.max_bytes):
+            found = True
+            yield text
+        if not found:
+            raise UserError(f"data.corpus is stdlib; {self.root} holds no Python source, use data.corpus=text or hf")
+
+    def _texts(self) -> Iterator[str]:
+        for path in self._files():
+            try:
+                text = path.read_bytes().decode()
+            except (UnicodeDecodeError, OSError):
+                continue  # a handful of the library's own tests are broken on purpose
+            if text.strip():
+                yield text
+
+    def _files(self) -> list[Path]:
+        found = []
+        for folder, folders, names in os.walk(self.root):
+            folders[:] = [name for name in folders if name not in ("site-packages", "dist-packages", "__pycache__")]
+            found += [Path(folder, name) for name in names if name.endswith(".py")]
+        return sorted(found, key=lambda path: path.parts)
+
+    def fingerprint(self) -> str:
+        digests = [hashlib.blake2b(text.encode(), digest_size=16).hexdigest() for text in self._texts()]
+        return _fingerprint("stdlib", digests, self.max_bytes)
+
+    def size_bytes(self) -> int | None:
+        return min(sum(len(text.encode()) for text in self._texts()), _limit(self.max_bytes))
+
+    def sample(self, size: int) -> Iterator[str]:
+        return cut(self.documents(), size)
+
+
+@dataclass(frozen=True)
+class TextFiles:
+    """Files of plain text, JSON lines or parquet, in the order of their paths."""
+
+    path: str  # as the user wrote it
+    files: tuple[Path, ...]
+    field: str = "text"
+    max_bytes: int | None = None
+
+    def documents(self) -> Iterator[str]:
+        texts = (text for path in self.files for text in self._read(path))
+        found = False
+        for text in cut(texts, self.max_bytes):
+            found = True
+            yield text
+        if not found:
+            raise UserError(_empty(self.path))
+
+    def _read(self, path: Path) -> Iterator[str]:
+        piece = PIECE_BYTES if len(self.files) > 1 else SINGLE_FILE_PIECE_BYTES
+        return read_documents(path, self.field, piece)
+
+    def fingerprint(self) -> str:
+        try:
+            whole = sum(path.stat().st_size for path in self.files) <= FULL_HASH_BYTES
+            digests = [_file_digest(path, whole) for path in self.files]
+        except OSError as error:
+            raise UserError(f"data.path: {error.filename} cannot be read ({error.strerror})") from None
+        # In plain text no field selects anything, and naming another one changes nothing.
+        field = self.field if any(format_of(path) != "plain" for path in self.files) else None
+        return _fingerprint(f"text:{field}", digests, self.max_bytes)
+
+    def size_bytes(self) -> int | None:
+        total = 0
+        for path in self.files:
+            if is_compressed(path):
+                return None
+            size = parquet_text_bytes(path, self.field) if format_of(path) == "parquet" else path.stat().st_size
+            if size is None:
+                return None
+            total += size
+        return min(total, _limit(self.max_bytes))
+
+    def sample(self, size: int) -> Iterator[str]:
+        """The heads of all files, each with an equal share, where small files leave theirs to larger ones."""
+        if self.max_bytes is not None:
+            yield from cut(self.documents(), size)
+            return
+        for left, path in zip(range(len(self.files), 0, -1), sorted(self.files, key=_size_on_disk), strict=True):
+            for text in cut(self._read(path), size // left):
+                size -= len(text.encode())
+                yield text
+
+
+def _empty(path: str) -> str:
+    return f"data.path is {path!r}; there is no text in it, it must hold at least two documents"
+
+
+def find_files(path: str) -> list[Path]:
+    """The readable text files that a file, folder (searched recursively) or glob names, in a deterministic order.
+
+    Hidden files and folders are left out. The order is that of the path's parts: the same wherever a folder lies.
+
+    Raises:
+        UserError: when there is no such file, or none of an accepted kind.
+
+    """
+    given = Path(path).expanduser()
+    if given.is_file():
+        if format_of(given) is None:
+            raise UserError(f"data.path is {path!r}; the kind of file must be one of {ACCEPTED}")
+        return [given]
+    if given.is_dir():
+        candidates = _below(given)
+    elif glob.has_magic(path):
+        matches = [Path(match) for match in glob.glob(str(given), recursive=True)]
+        candidates = [file for match in matches for file in (_below(match) if match.is_dir() else [match])]
+        if not candidates:
+            raise UserError(f"data.path is {path!r}; no file matches it, it must name a file, a folder or a glob")
+    else:
+        raise UserError(f"data.path is {path!r}; there is no such file, it must name a file, a folder or a glob")
+    files = sorted({file for file in candidates if format_of(file)}, key=lambda file: file.parts)
+    if not files:
+        raise UserError(f"data.path is {path!r}; it holds no file of an accepted kind: {ACCEPTED}")
+    return files
+
+
+def _below(root: Path) -> list[Path]:
+    found = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        found += [Path(folder, name) for name in names if not name.startswith(".")]
+    return found
+
+
+def _file_digest(path: Path, whole: bool) -> str:
+    digest = hashlib.blake2b(str(format_of(path)).encode() + b":" + _compression(path).encode(), digest_size=16)
+    size = path.stat().st_size
+    digest.update(size.to_bytes(8, "little"))
+    with open(path, "rb") as file:
+        if whole or size <= _HASH_BLOCKS * _HASH_BLOCK_BYTES:
+            while block := file.read(1 << 20):
+                digest.update(block)
+        else:
+            for i in range(_HASH_BLOCKS):
+                file.seek(i * (size - _HASH_BLOCK_BYTES) // (_HASH_BLOCKS - 1))
+                digest.update(file.read(_HASH_BLOCK_BYTES))
+    return digest.hexdigest()
+
+
+def _compression(path: Path) -> str:
+    return path.suffix.lower() if is_compressed(path) else ""
+
+
+def _fingerprint(kind: str, digests: list[str], max_bytes: int | None) -> str:
+    content: dict[str, Any] = {"reader": READER, "kind": kind, "max_bytes": max_bytes}
+    content["digests"] = sorted(digests) if max_bytes is None else digests
+    return hashlib.sha256(canonical_json(content).encode()).hexdigest()[:16]
+
+
+def _limit(max_bytes: int | None) -> int:
+    return (1 << 63) if max_bytes is None else max_bytes
+
+
+def _size_on_disk(path: Path) -> tuple[int, tuple[str, ...]]:
+    return path.stat().st_size, path.parts

@@ -1,0 +1,134 @@
+"""The order of samples: a pure function of (seed, step).
+
+Special here:
+- A sample is a window of T + 1 consecutive tokens of the training stream, stride T: inputs and targets overlap in
+  all but one.
+- Every epoch is a permutation of all windows, by Philox (Salmon et al. 2011) keyed by (seed, epoch). Nothing is
+  carried from step to step, so ranks, micro-batches and restarts cannot change what is read, and a batch may span
+  epochs.
+- The permutation sorts raw Philox words: unlike the methods of NumPy's Generator, they are the same in every NumPy
+  release.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import UserError
+from .mixing import Tokens
+from .shards import Shards
+from .tokenizers import Tokenizer
+
+
+class TrainStream:
+    """Batches of the training stream.
+
+    Args:
+        shards: what `prepare` built.
+        sequence_length: T, tokens of context.
+        seed: of the order; the same windows come in another order under another seed.
+
+    Raises:
+        UserError: when the training part is shorter than one window.
+
+    """
+
+    def __init__(self, shards: Shards, sequence_length: int, seed: int) -> None:
+        self._windows = _windows(shards.train, sequence_length, "training")
+        self._length = sequence_length
+        self._seed = seed
+        self._permutations: dict[int, npt.NDArray[np.unsignedinteger]] = {}
+
+    @property
+    def windows(self) -> int:
+        """Samples in an epoch."""
+        return len(self._windows)
+
+    @property
+    def unique_tokens(self) -> int:
+        """Tokens that are trained on in an epoch: the targets of all windows."""
+        return len(self._windows) * self._length
+
+    def epochs(self, tokens: float) -> float:
+        """How often `tokens` of training read the unique tokens; above 1 text is repeated."""
+        return tokens / self.unique_tokens
+
+    def batch(self, step: int, batch_size: int, start: int = 0, count: int | None = None) -> npt.NDArray[np.int64]:
+        """(count, T+1) token ids: rows start … start + count of the batch of an optimizer step, all of it by default.
+
+        Args:
+            step: optimizer step, from 0. Batches before it are taken to have had the same size.
+            batch_size: samples of the step over all ranks and micro-batches.
+            start: first row, for a rank or micro-batch.
+            count: rows; None means up to the end of the batch.
+
+        """
+        count = batch_size - start if count is None else count
+        if step < 0 or start < 0 or count < 0 or start + count > batch_size:
+            raise ValueError(f"rows {start} to {start + count} of step {step} are outside of a batch of {batch_size}")
+        first = step * batch_size + start
+        epoch, offset = divmod(first, len(self._windows))
+        if offset + count <= len(self._windows):
+            chosen = self._permutation(epoch)[offset : offset + count]
+        else:
+            chosen = np.concatenate([self._permutation(e)[i:j] for e, i, j in self._spans(first, first + count)])
+        return self._windows[chosen].astype(np.int64)
+
+    def _spans(self, first: int, last: int) -> list[tuple[int, int, int]]:
+        """(epoch, from, to) positions that cover the samples first … last."""
+        n = len(self._windows)
+        epochs = range(first // n, -(-last // n))
+        return [(e, max(first - e * n, 0), min(last - e * n, n)) for e in epochs]
+
+    def _permutation(self, epoch: int) -> npt.NDArray[np.unsignedinteger]:
+        if epoch not in self._permutations:
+            for old in [e for e in self._permutations if e != epoch - 1]:
+                del self._permutations[old]
+            self._permutations[epoch] = permutation(self._seed, epoch, len(self._windows))
+        return self._permutations[epoch]
+
+
+def permutation(seed: int, epoch: int, n: int) -> npt.NDArray[np.unsignedinteger]:
+    """(n,) a permutation of 0 … n-1 that depends on nothing but its arguments."""
+    key = np.array([seed % 2**64, epoch], dtype=np.uint64)
+    order = np.argsort(np.random.Philox(key=key).random_raw(n), kind="stable")
+    return order.astype(np.uint32 if n <= 1 << 32 else np.uint64)
+
+
+def validation_windows(shards: Shards, sequence_length: int, max_tokens: int) -> npt.NDArray[np.int64]:
+    """(n, T+1) the fixed held-out set: windows evenly spread over the validation stream, at most `max_tokens` targets.
+
+    No target is in two windows. Spread, because the head of the stream alone would be a few long documents.
+
+    Raises:
+        UserError: when the validation part, or `max_tokens`, is shorter than one window.
+
+    """
+    if max_tokens < sequence_length:
+        raise UserError(
+            f"data.validation_tokens is {max_tokens}; it must be at least data.sequence_length {sequence_length}"
+        )
+    windows = _windows(shards.validation, sequence_length, "validation")
+    count = min(max_tokens // sequence_length, len(windows))
+    return windows[np.arange(count) * len(windows) // count].astype(np.int64)
+
+
+def bytes_of(targets: npt.ArrayLike, tokenizer: Tokenizer) -> int:
+    """Bytes of UTF-8 that target tokens stand for, of any shape: give `windows[:, 1:]`, what is predicted.
+
+    Bits per byte = (sum of nats over those targets) / ln 2 / bytes.
+    """
+    return int(tokenizer.token_bytes[np.asarray(targets, np.int64)].sum())
+
+
+def _windows(tokens: Tokens, sequence_length: int, part: str) -> Tokens:
+    """(n, T+1) view of (m,) tokens, window i starting at i·T; nothing is copied."""
+    if len(tokens) < sequence_length + 1:
+        raise UserError(
+            f"data.sequence_length is {sequence_length}; the {part} part of the corpus has {len(tokens)} tokens, "
+            f"so it must be at most {len(tokens) - 1}, or the corpus larger"
+        )
+    # A plain array: a memmap would wrap every batch anew.
+    view = np.lib.stride_tricks.sliding_window_view(np.asarray(tokens), sequence_length + 1)
+    return view[::sequence_length]

@@ -1,0 +1,270 @@
+"""Text files to documents: .txt, .md, JSON lines (plain, gzip, zstandard) and parquet.
+
+Special here:
+- Everything streams, so that a file larger than memory can be read. A long plain text is cut into documents at
+  blank lines.
+- A compressed file that ends early is an error, never a shorter corpus: the zstandard readers that look like files
+  stop silently at a truncated frame, so frames are counted here.
+- Every complaint names the file, and the line or row.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from ..errors import UserError
+
+_FORMATS = {
+    ".txt": "plain",
+    ".md": "plain",
+    ".jsonl": "jsonl",
+    ".jsonl.gz": "jsonl",
+    ".jsonl.zst": "jsonl",
+    # What C4 and Dolma call .json.gz holds one object a line too.
+    ".json": "jsonl",
+    ".json.gz": "jsonl",
+    ".json.zst": "jsonl",
+    ".parquet": "parquet",
+}
+ACCEPTED = ", ".join(_FORMATS)
+_BLOCK = 1 << 20  # bytes read or decompressed at a time
+_BOM = b"\xef\xbb\xbf"
+
+
+def format_of(path: Path) -> str | None:
+    """`plain`, `jsonl` or `parquet` by the ending of the name; None where it is none of these."""
+    name = path.name.lower()
+    return next((kind for suffix, kind in _FORMATS.items() if name.endswith(suffix)), None)
+
+
+def is_compressed(path: Path) -> bool:
+    return path.name.lower().endswith((".gz", ".zst"))
+
+
+def read_documents(path: Path, field: str, piece_bytes: int) -> Iterator[str]:
+    """The documents of one file, in order; those without a visible character are left out.
+
+    Args:
+        path: a file whose ending is one of `ACCEPTED`.
+        field: the key or column that holds the text (JSON lines and parquet).
+        piece_bytes: a plain text longer than this is cut into documents of at most this many bytes.
+
+    Raises:
+        UserError: the file is missing, damaged, not UTF-8, or lacks the field.
+
+    """
+    kind = format_of(path)
+    try:
+        if kind == "plain":
+            texts = _plain(path, piece_bytes)
+        elif kind == "jsonl":
+            texts = _json_lines(path, field)
+        elif kind == "parquet":
+            texts = _parquet(path, field)
+        else:
+            raise UserError(f"data.path: {path} is none of the accepted kinds of file: {ACCEPTED}")
+        for text in texts:
+            if text.strip():
+                yield text
+    except (FileNotFoundError, PermissionError, IsADirectoryError) as error:
+        raise UserError(f"data.path: {path} cannot be read ({error.strerror}); it must be a readable file") from None
+
+
+def well_formed(text: str) -> str:
+    """The text with lone surrogates (JSON can escape them, UTF-8 cannot hold them) replaced by U+FFFD."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
+def _plain(path: Path, piece_bytes: int) -> Iterator[str]:
+    done = 0
+    with open(path, "rb") as file:
+        buffer = file.read(piece_bytes + 1).removeprefix(_BOM)
+        while buffer:
+            buffer += file.read(piece_bytes + 1 - len(buffer))
+            end = len(buffer) if len(buffer) <= piece_bytes else _cut(buffer, piece_bytes)
+            try:
+                yield buffer[:end].decode()
+            except UnicodeDecodeError as error:
+                raise UserError(
+                    f"data.path: {path} is not UTF-8 text (byte 0x{buffer[error.start]:02x} near offset "
+                    f"{done + error.start}); convert it to UTF-8"
+                ) from None
+            done += end
+            buffer = buffer[end:]
+
+
+def _cut(buffer: bytes, limit: int) -> int:
+    """Where to end a document of at most `limit` bytes: after a blank line, else a line, a word, a character."""
+    for separator in (b"\n\n", b"\r\n\r\n", b"\n", b" "):
+        position = buffer.rfind(separator, limit // 2, limit)
+        if position >= 0:
+            return position + len(separator)
+    end = limit
+    while end > 1 and buffer[end] & 0xC0 == 0x80:  # 10xxxxxx continues a character
+        end -= 1
+    return end
+
+
+def _json_lines(path: Path, field: str) -> Iterator[str]:
+    number = 0
+    try:
+        for number, line in enumerate(_lines(path), start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line.removeprefix(_BOM) if number == 1 else line)
+            except (ValueError, RecursionError) as error:
+                raise UserError(
+                    f"data.path: line {number} of {path} is not JSON ({one_line(error)}); "
+                    "every line must hold one JSON object"
+                ) from None
+            if not isinstance(row, dict):
+                raise UserError(
+                    f"data.path: line {number} of {path} holds a {type(row).__name__}; "
+                    "every line must hold one JSON object"
+                )
+            if field not in row:
+                raise UserError(f"data.field is {field!r}; line {number} of {path} has {listed(list(row))}")
+            yield text_value(row[field], field, f"line {number} of {path}")
+    except (EOFError, zlib.error, _DamagedError) as error:
+        raise UserError(
+            f"data.path: {path} is damaged after line {number} ({one_line(error)}); fetch or compress it again"
+        ) from None
+
+
+class _DamagedError(Exception):
+    """A compressed stream that is broken or ends early."""
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    rest = b""
+    for block in _blocks(path):
+        first, *others = block.split(b"\n")
+        rest += first
+        for other in others:
+            yield rest
+            rest = other
+    if rest:
+        yield rest
+
+
+def _blocks(path: Path) -> Iterator[bytes]:
+    with open(path, "rb") as file:
+        name = path.name.lower()
+        if name.endswith(".gz"):
+            import gzip
+
+            with gzip.open(file) as stream:
+                try:
+                    while block := stream.read(_BLOCK):
+                        yield block
+                except gzip.BadGzipFile as error:
+                    raise _DamagedError(str(error)) from None
+        elif name.endswith(".zst"):
+            yield from _zstandard_blocks(file)
+        else:
+            while block := file.read(_BLOCK):
+                yield block
+
+
+def _zstandard_blocks(file: BinaryIO) -> Iterator[bytes]:
+    import zstandard
+
+    frame = None
+    while compressed := file.read(_BLOCK // 8):
+        while compressed:
+            frame = frame or zstandard.ZstdDecompressor().decompressobj()
+            try:
+                block = frame.decompress(compressed)
+            except zstandard.ZstdError as error:
+                raise _DamagedError(str(error)) from None
+            if block:
+                yield block
+            compressed = frame.unused_data if frame.eof else b""
+            if frame.eof:
+                frame = None
+    if frame is not None:
+        raise _DamagedError("the last frame ends early")
+
+
+def _parquet(path: Path, field: str) -> Iterator[str]:
+    import pyarrow
+    import pyarrow.parquet
+
+    path.stat()  # a missing file is told apart from a damaged one
+    row = 0
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            if field not in names:
+                raise UserError(f"data.field is {field!r}; {path} has the columns {listed(names)}")
+            for batch in file.iter_batches(batch_size=1024, columns=[field]):
+                for value in batch.column(0).to_pylist():
+                    row += 1
+                    yield text_value(value, field, f"row {row} of {path}")
+    except (pyarrow.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        raise UserError(
+            f"data.path: {path} is not a readable parquet file ({one_line(error)}); fetch or write it again"
+        ) from None
+
+
+def parquet_text_bytes(path: Path, field: str) -> int | None:
+    """Uncompressed bytes of the column by the file's footer: about what its text holds. None if it cannot be said."""
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
+            columns = [group.column(i) for group in groups for i in range(group.num_columns)]
+            return sum(column.total_uncompressed_size for column in columns if column.path_in_schema == field)
+    except (pyarrow.ArrowException, OSError):
+        return None
+
+
+def text_value(value: Any, field: str, where: str) -> str:
+    """The text of a row's field; a null is an empty text."""
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise UserError(f"data.field is {field!r}; {where} holds a {type(value).__name__} there, it must be text")
+    return well_formed(value)
+
+
+def cut(texts: Iterable[str], max_bytes: int | None) -> Iterator[str]:
+    """The first `max_bytes` bytes of UTF-8; the last text is shortened to whole characters."""
+    if max_bytes is None:
+        yield from texts
+        return
+    left = max_bytes
+    for text in texts:
+        encoded = text.encode()
+        if len(encoded) >= left:
+            shortened = encoded[:left].decode(errors="ignore")
+            if shortened.strip():
+                yield shortened
+            return
+        yield text
+        left -= len(encoded)
+
+
+def listed(names: list[str]) -> str:
+    """Names for a sentence, the first twelve."""
+    shown = ", ".join(repr(name) for name in names[:12])
+    return (shown + (", …" if len(names) > 12 else "")) or "no fields"
+
+
+def one_line(error: BaseException) -> str:
+    """One line of an error's message, short enough for a sentence."""
+    lines = str(error).strip().splitlines()
+    return (lines[0][:120].rstrip(" .") if lines else "") or type(error).__name__

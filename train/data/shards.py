@@ -1,0 +1,285 @@
+"""Token files that a run maps into memory: built once, keyed by content, never half-written.
+
+Special here:
+- `<cache>/shards/<key>/` holds `train.bin` and `validation.bin` (token ids, every document followed by
+  `end_of_document`), `*.documents.npy` (where each document starts), the tokenizer, and `manifest.json` with sizes,
+  hashes and its own checksum. Building it twice gives the same bytes.
+- A document is held out when the hash of its text is below `validation_fraction`. The lowest hash of a corpus is
+  always held out and the highest never, so that two distinct documents are enough for both parts.
+- Documents stand in the order of that hash (see `mixing.py`): the stream is mixed, and its order owes nothing to
+  file names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from ..config import DataConfig
+from ..errors import UserError
+from .corpora import Corpus, open_corpus
+from .mixing import MixedDocuments, Tokens, below_fraction, content_hash
+from .storage import Progress, building, cache_directory, checksum, locked, read_json, write_json
+from .tokenizers import Tokenizer, load_tokenizer
+
+# Bumped when the same corpus would give other files.
+FORMAT = 1
+PARTS = ("train", "validation")
+_BATCH_BYTES = 1 << 20  # of text that is encoded at a time
+_WRITE_TOKENS = 1 << 20  # tokens that are written at a time
+
+
+@dataclass(frozen=True)
+class Shards:
+    """A corpus as tokens, mapped into memory.
+
+    `train` and `validation` are (tokens,) of uint16 or uint32. `train_documents` and `validation_documents` are
+    (documents + 1,) int64: document i is tokens[index[i] : index[i + 1]], its end_of_document included.
+    `manifest[part]` has `tokens`, `documents` and `bytes` (of UTF-8 text) for each part.
+    """
+
+    directory: Path
+    manifest: dict[str, Any]
+    tokenizer: Tokenizer
+    train: npt.NDArray[Any]
+    validation: npt.NDArray[Any]
+    train_documents: npt.NDArray[np.int64]
+    validation_documents: npt.NDArray[np.int64]
+
+    def verify(self) -> None:
+        """Reads every byte and compares it with the manifest; opening compares sizes alone, which costs nothing.
+
+        Raises:
+            UserError: naming the file that differs.
+
+        """
+        for name, expected in self.manifest["files"].items():
+            with open(self.directory / name, "rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != expected["sha256"]:
+                    raise UserError(f"{self.directory / name} differs from its manifest; delete the folder to rebuild")
+
+
+def prepare(config: DataConfig, progress: Progress | None = None) -> Shards:
+    """The shards of a config's corpus, built unless the cache has them. Processes that ask at once build once.
+
+    Args:
+        config: what to read; where `fingerprint` is set, the corpus must still have it.
+        progress: called with (stage, done, total). Stage "tokenize" counts tokens, with an estimated total.
+
+    Raises:
+        UserError: on text that cannot be read or has changed since it was planned, on too little text, a full disk,
+            or a cache that cannot be written.
+
+    """
+    cache = cache_directory(config)
+    corpus = open_corpus(config)
+    fingerprint = corpus.fingerprint()
+    if config.fingerprint is not None and config.fingerprint != fingerprint:
+        raise UserError(
+            f"data.fingerprint is {config.fingerprint}; the corpus found has {fingerprint}, so the text has changed "
+            "since it was planned: restore it, or plan again"
+        )
+    tokenizer = load_tokenizer(config, corpus, cache, progress)
+    key = checksum([FORMAT, fingerprint, tokenizer.fingerprint, config.validation_fraction])[:16]
+    directory = cache / "shards" / key
+    if (found := _open_if_sound(directory, tokenizer)) is not None:
+        return found
+    with locked(cache, f"shards-{key}", progress):
+        if (found := _open_if_sound(directory, tokenizer)) is None:
+            with building(directory) as temporary:
+                _build(corpus, fingerprint, tokenizer, config, temporary, progress)
+            found = open_shards(directory, tokenizer)
+    return found
+
+
+def _open_if_sound(directory: Path, tokenizer: Tokenizer) -> Shards | None:
+    if not directory.exists():
+        return None
+    try:
+        return open_shards(directory, tokenizer)
+    except UserError as error:
+        warnings.warn(f"shards are built again: {error}", stacklevel=3)
+        return None
+
+
+def open_shards(directory: str | Path, tokenizer: Tokenizer) -> Shards:
+    """Shards that `prepare` built, checked by the manifest's checksum and the size of every file.
+
+    Raises:
+        UserError: when something is missing, truncated or changed, or was built with another tokenizer.
+
+    """
+    directory = Path(directory)
+    manifest = read_json(directory / "manifest.json")
+    if manifest.get("format") != FORMAT:
+        raise UserError(f"{directory} has format {manifest.get('format')}; this version reads format {FORMAT}")
+    if manifest["tokenizer"]["fingerprint"] != tokenizer.fingerprint:
+        raise UserError(
+            f"data.tokenizer has fingerprint {tokenizer.fingerprint}; it does not match its shards in {directory}, "
+            f"which were built with {manifest['tokenizer']['fingerprint']}"
+        )
+    for name, expected in manifest["files"].items():
+        path = directory / name
+        size = path.stat().st_size if path.exists() else 0
+        if size != expected["bytes"]:
+            raise UserError(f"{path} has {size} bytes; its manifest says {expected['bytes']}")
+    dtype = np.dtype(manifest["dtype"])
+    return Shards(
+        directory=directory,
+        manifest=manifest,
+        tokenizer=tokenizer,
+        train=np.memmap(directory / "train.bin", dtype, "r"),
+        validation=np.memmap(directory / "validation.bin", dtype, "r"),
+        train_documents=np.load(directory / "train.documents.npy", mmap_mode="r"),
+        validation_documents=np.load(directory / "validation.documents.npy", mmap_mode="r"),
+    )
+
+
+def _build(
+    corpus: Corpus,
+    fingerprint: str,
+    tokenizer: Tokenizer,
+    config: DataConfig,
+    directory: Path,
+    progress: Progress | None,
+) -> None:
+    dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
+    spool = directory / "spool"
+    mixed = MixedDocuments(spool, dtype)
+    _tokenize(corpus, tokenizer, mixed, progress)
+    if mixed.lowest == mixed.highest:
+        raise UserError(
+            f"data.corpus is {config.corpus}; its {mixed.documents} document(s) are all the same text, and "
+            "holding one out for validation needs at least two distinct documents"
+        )
+    if corpus.fingerprint() != fingerprint:
+        raise UserError(f"data.corpus is {config.corpus}; its text changed while it was read, run again")
+    writers = {part: _PartWriter(directory / f"{part}.bin", dtype) for part in PARTS}
+    for done, (digest, tokens, text_bytes) in enumerate(mixed, start=1):
+        held_out = below_fraction(digest, config.validation_fraction) or digest == mixed.lowest
+        writers["validation" if held_out and digest != mixed.highest else "train"].add(tokens, text_bytes)
+        if progress is not None and done % 256 == 0:
+            progress("write", float(done), float(mixed.documents))
+    for part, writer in writers.items():
+        writer.close()
+        np.save(directory / f"{part}.documents.npy", np.array(writer.starts, np.int64))
+    if spool.exists():
+        spool.rmdir()
+    tokenizer.save(directory)
+    files = {path.name: _described(path) for path in sorted(directory.iterdir())}
+    manifest = {
+        "format": FORMAT,
+        "corpus": {"kind": config.corpus, "fingerprint": fingerprint},
+        "tokenizer": {
+            "fingerprint": tokenizer.fingerprint,
+            "vocab_size": tokenizer.vocab_size,
+            "end_of_document": tokenizer.end_of_document,
+        },
+        "dtype": dtype.name,
+        "validation_fraction": config.validation_fraction,
+        "copies": mixed.copies,  # documents that equal another one
+        **{part: writer.counts for part, writer in writers.items()},
+        "files": files,
+    }
+    write_json(directory / "manifest.json", manifest)
+
+
+def _tokenize(corpus: Corpus, tokenizer: Tokenizer, mixed: MixedDocuments, progress: Progress | None) -> None:
+    size = corpus.size_bytes() if progress is not None else None
+    tokens_done, bytes_done = 0, 0
+    for texts in _batches(corpus.documents()):
+        for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
+            encoded = text.encode()
+            ids = np.append(ids, ids.dtype.type(tokenizer.end_of_document))
+            mixed.add(content_hash(encoded), ids, len(encoded))
+            tokens_done += len(ids)
+            bytes_done += len(encoded)
+        if progress is not None:
+            total = tokens_done / bytes_done * max(size, bytes_done) if size else 0.0
+            progress("tokenize", float(tokens_done), total)
+
+
+def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
+    batch: list[str] = []
+    characters = 0
+    for text in texts:
+        batch.append(text)
+        characters += len(text)
+        if characters >= _BATCH_BYTES:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+class _PartWriter:
+    """Appends documents to one token file."""
+
+    def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:
+        self._file = open(path, "wb")  # noqa: SIM115  closed by close(); a failed build drops the whole folder
+        self._dtype = dtype
+        self._waiting: list[Tokens] = []
+        self._waiting_tokens = 0
+        self._bytes = 0
+        self.starts = [0]
+
+    @property
+    def counts(self) -> dict[str, int]:
+        return {"tokens": self.starts[-1], "documents": len(self.starts) - 1, "bytes": self._bytes}
+
+    def add(self, tokens: Tokens, text_bytes: int) -> None:
+        self._waiting.append(tokens)
+        self._waiting_tokens += len(tokens)
+        self._bytes += text_bytes
+        self.starts.append(self.starts[-1] + len(tokens))
+        if self._waiting_tokens >= _WRITE_TOKENS:
+            self._flush()
+
+    def _flush(self) -> None:
+        if self._waiting:
+            self._file.write(cast(Any, np.concatenate(self._waiting).astype(self._dtype, copy=False)).data)
+        self._waiting, self._waiting_tokens = [], 0
+
+    def close(self) -> None:
+        self._flush()
+        self._file.close()
+
+
+def _described(path: Path) -> dict[str, Any]:
+    with open(path, "rb") as file:
+        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def prepare_with_progress(config: DataConfig) -> Shards:
+    """`prepare` with a bar on standard error that shows tokens per second; silent where there is no terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    class Speed(TextColumn):
+        def render(self, task: Any) -> Any:
+            speed = task.finished_speed or task.speed
+            unit = " tokens" if task.description == "tokenize" else ""
+            return self._text(f"{speed:,.0f}{unit}/s" if speed else "")
+
+        def _text(self, text: str) -> Any:
+            from rich.text import Text
+
+            return Text(text)
+
+    columns = (TextColumn("{task.description}"), BarColumn(), Speed(""), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        tasks: dict[str, Any] = {}
+
+        def show(stage: str, done: float, total: float) -> None:
+            if stage not in tasks:
+                tasks[stage] = bar.add_task(stage, total=None)
+            bar.update(tasks[stage], completed=done, total=total or None)
+
+        return prepare(config, show)

@@ -1,0 +1,136 @@
+"""Things built once in a cache that many processes share, and that any of them may be killed while building.
+
+Special here:
+- One builder at a time: a lock that the system drops when its holder dies.
+- A folder appears under its name only when it is complete and on disk: temporary name, fsync, rename.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ..config import DataConfig, canonical_json
+from ..errors import UserError
+from ..files import fsync_path
+
+# (stage, done, total): total is 0 while it is unknown.
+Progress = Callable[[str, float, float], None]
+
+
+def cache_directory(config: DataConfig) -> Path:
+    """`data.cache_dir`, else $ISOFLOP_CACHE, else ~/.cache/isoflop; made if it is missing.
+
+    Raises:
+        UserError: when it cannot be made or written.
+
+    """
+    given = config.cache_dir or os.environ.get("ISOFLOP_CACHE")
+    directory = Path(given).expanduser() if given else Path.home() / ".cache" / "isoflop"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        writable = os.access(directory, os.W_OK | os.X_OK)
+    except OSError as error:
+        raise UserError(_unwritable(directory, error.strerror)) from None
+    if not writable:
+        raise UserError(_unwritable(directory, "no permission"))
+    return directory.absolute()
+
+
+def _unwritable(directory: Path, reason: str | None) -> str:
+    return (
+        f"data.cache_dir is {directory}; it cannot be written ({reason}), set it or ISOFLOP_CACHE to a writable folder"
+    )
+
+
+@contextmanager
+def locked(cache: Path, name: str, progress: Progress | None = None) -> Iterator[None]:
+    """Holds the lock `name` of a cache; waits for whoever has it. It dies with its holder, kill -9 included."""
+    from filelock import FileLock, Timeout
+
+    try:
+        (cache / "locks").mkdir(exist_ok=True)
+        lock = FileLock(cache / "locks" / f"{name}.lock")
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            if progress is not None:
+                progress("wait for another process that builds the same", 0.0, 0.0)
+            lock.acquire()
+    except OSError as error:
+        raise UserError(_unwritable(cache, error.strerror)) from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextmanager
+def building(final: Path) -> Iterator[Path]:
+    """A temporary folder beside `final` that takes its name when the block ends well, and vanishes when it does not.
+
+    Only for holders of the lock of `final`: leftovers of killed builders and a damaged `final` are removed.
+
+    Raises:
+        UserError: when the disk is full.
+
+    """
+    temporary = final.with_name(f"{final.name}.tmp-{os.getpid()}")
+    try:
+        for leftover in final.parent.glob(f"{final.name}.tmp-*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        yield temporary
+        for path in temporary.iterdir():
+            fsync_path(path)
+        fsync_path(temporary)
+        if final.exists():
+            # rename() replaces no folder that has content. Who looks between the two finds none, and waits to build.
+            final.rename(final.with_name(f"{final.name}.tmp-damaged"))
+        temporary.rename(final)
+        fsync_path(final.parent)
+        shutil.rmtree(final.with_name(f"{final.name}.tmp-damaged"), ignore_errors=True)
+    except BaseException as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        # EFBIG is what a limit on the size of files gives (ulimit -f), EDQUOT a quota.
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise UserError(
+                f"data.cache_dir: {final.parent} has no room ({error.strerror}); free some, "
+                "or set data.cache_dir to a larger disk"
+            ) from error
+        raise
+
+
+def checksum(value: Any) -> str:
+    """SHA-256 of the canonical JSON of a value."""
+    return hashlib.sha256(canonical_json(value).encode()).hexdigest()
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Writes a dict with its own checksum in it. For a folder that `building` makes: it is not atomic by itself."""
+    path.write_text(json.dumps({**content, "checksum": checksum(content)}, indent=2) + "\n", encoding="utf-8")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """What `write_json` wrote, without the checksum.
+
+    Raises:
+        UserError: when the file is missing, unreadable, or its checksum does not hold.
+
+    """
+    try:
+        content = json.loads(path.read_bytes())
+        expected = content.pop("checksum")
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        reason = "missing" if isinstance(error, FileNotFoundError) else "unreadable"
+        raise UserError(f"{path} is {reason}; it must be a file that this program wrote") from None
+    if checksum(content) != expected:
+        raise UserError(f"{path} does not match its checksum; it must be a file that this program wrote")
+    return dict(content)

@@ -1,0 +1,319 @@
+"""Text to token ids and back: bytes, a byte-level BPE trained on the corpus, or any tokenizer.json.
+
+Special here:
+- Every document ends with `end_of_document`. For bytes it is 0xFF, which never occurs in UTF-8, so the vocabulary
+  is exactly 256. For a tokenizer.json it is the `eos_token` of a tokenizer_config.json beside it, else the first of
+  `END_TOKENS` that it has.
+- `token_bytes` says how many bytes of text a token stands for: nats per token become bits per byte, which compare
+  across tokenizers. It is exact for byte-level tokenizers. A SentencePiece-like one counts the space that it puts
+  in front of a text, and one that changes its text (lower case, say) counts the changed text.
+- Special tokens are never read out of text: a document that says "<|endoftext|>" does not end there.
+- A BPE is trained on up to `SAMPLE_BYTES` of the corpus, without the documents that are held out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ..config import DataConfig, canonical_json
+from ..errors import UserError
+from .corpora import Corpus, open_corpus
+from .mixing import Tokens, below_fraction, content_hash
+from .storage import Progress, building, checksum, locked, read_json, write_json
+
+END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]")
+SAMPLE_BYTES = 64 << 20
+# Bumped when training a BPE on the same corpus would give another one.
+TRAINER = 1
+_SMALLEST_BPE = 257  # 256 bytes and the end of a document
+_CARD = "isoflop_tokenizer.json"
+
+
+class Tokenizer(Protocol):
+    """Text to token ids and back."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids are below this."""
+
+    @property
+    def end_of_document(self) -> int:
+        """The id that follows every document; text that spells it out encodes to other ids."""
+
+    @property
+    def token_bytes(self) -> npt.NDArray[np.int64]:
+        """(vocab_size,) bytes of UTF-8 that each id stands for; 0 for the end of a document."""
+
+    @property
+    def fingerprint(self) -> str:
+        """16 hex digits: equal for tokenizers that encode equally."""
+
+    def encode(self, text: str) -> Tokens:
+        """(n,) ids, uint16 where the vocabulary fits it, else uint32."""
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Tokens]:
+        """`encode` of each text, on all cores where the tokenizer can."""
+
+    def decode(self, ids: Any) -> str:
+        """The text of ids. Ends of documents are left out; bytes that are not UTF-8 become U+FFFD."""
+
+    def save(self, directory: Path) -> None:
+        """Writes what `tokenizer_from_directory` reads."""
+
+
+def load_tokenizer(
+    config: DataConfig, corpus: Corpus | None, cache: Path, progress: Progress | None = None
+) -> Tokenizer:
+    """The tokenizer that a config names; a BPE is trained on the corpus unless the cache has it.
+
+    Raises:
+        UserError: on a vocabulary that is too small, or a file that is not a usable tokenizer.json.
+
+    """
+    if config.tokenizer == "bytes":
+        return ByteTokenizer()
+    if config.tokenizer == "bpe":
+        return _trained(config, corpus if corpus is not None else open_corpus(config), cache, progress)
+    return _from_file(config.tokenizer)
+
+
+def planned_vocab_size(config: DataConfig) -> int:
+    """Size of the vocabulary, known without reading the corpus.
+
+    For `bpe` it is the declared size: a corpus too small to give that many tokens leaves the last ids unused.
+
+    Raises:
+        UserError: as `load_tokenizer`.
+
+    """
+    if config.tokenizer == "bytes":
+        return 256
+    if config.tokenizer == "bpe":
+        if config.vocab_size < _SMALLEST_BPE:
+            raise UserError(
+                f"data.vocab_size is {config.vocab_size}; data.tokenizer=bpe needs at least {_SMALLEST_BPE}: "
+                "256 bytes and the end of a document"
+            )
+        return config.vocab_size
+    return _from_file(config.tokenizer).vocab_size
+
+
+def tokenizer_from_directory(directory: str | Path) -> Tokenizer:
+    """The tokenizer that `Tokenizer.save` wrote: a checkpoint carries its own.
+
+    Raises:
+        UserError: when it is missing or was changed since.
+
+    """
+    card = read_json(Path(directory) / _CARD)
+    if card["kind"] == "bytes":
+        return ByteTokenizer()
+    path = Path(directory) / "tokenizer.json"
+    tokenizer = SubwordTokenizer(_read_tokenizer_json(path), card["end_of_document"], card["vocab_size"])
+    if tokenizer.fingerprint != card["fingerprint"]:
+        raise UserError(
+            f"{path} has fingerprint {tokenizer.fingerprint}; {_CARD} beside it expects {card['fingerprint']}, "
+            "so the file was changed"
+        )
+    return tokenizer
+
+
+class ByteTokenizer:
+    """A token is a byte of UTF-8."""
+
+    vocab_size = 256
+    end_of_document = 0xFF
+    fingerprint = hashlib.sha256(b"isoflop bytes, 0xFF ends a document").hexdigest()[:16]
+
+    @property
+    def token_bytes(self) -> npt.NDArray[np.int64]:
+        sizes = np.ones(256, np.int64)
+        sizes[self.end_of_document] = 0
+        return sizes
+
+    def encode(self, text: str) -> Tokens:
+        return np.frombuffer(text.encode(errors="replace"), np.uint8).astype(np.uint16)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Tokens]:
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Any) -> str:
+        ids = np.asarray(ids, np.int64)
+        return ids[ids != self.end_of_document].astype(np.uint8).tobytes().decode(errors="replace")
+
+    def save(self, directory: Path) -> None:
+        _save_card(self, "bytes", directory)
+
+
+class SubwordTokenizer:
+    """A tokenizer of the `tokenizers` library that leaves text alone: no special tokens, padding or truncation."""
+
+    def __init__(self, backend: Any, end_of_document: int, vocab_size: int) -> None:
+        backend.no_padding()
+        backend.no_truncation()
+        self._backend = backend
+        self.end_of_document = end_of_document
+        self.vocab_size = vocab_size
+        self._dtype = np.uint16 if vocab_size <= 1 << 16 else np.uint32
+        self._content = json.loads(backend.to_str())
+        # Said after the content is taken: it is how the library is called, not what the tokenizer is.
+        backend.encode_special_tokens = True
+        self.token_bytes = _token_bytes(self._content, backend, vocab_size)
+        self.token_bytes[end_of_document] = 0
+        self.fingerprint = checksum([self._content, end_of_document, vocab_size])[:16]
+
+    def encode(self, text: str) -> Tokens:
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Tokens]:
+        valid = [text.encode(errors="replace").decode() for text in texts]  # the library refuses lone surrogates
+        encodings = self._backend.encode_batch_fast(valid, add_special_tokens=False)
+        return [np.array(encoding.ids, self._dtype) for encoding in encodings]
+
+    def decode(self, ids: Any) -> str:
+        kept = [int(i) for i in np.asarray(ids, np.int64) if i != self.end_of_document]
+        return str(self._backend.decode(kept, skip_special_tokens=False))
+
+    def save(self, directory: Path) -> None:
+        _save_card(self, "subword", directory)
+        (Path(directory) / "tokenizer.json").write_text(
+            json.dumps(self._content, ensure_ascii=False, indent=1), encoding="utf-8"
+        )
+
+
+def _save_card(tokenizer: Tokenizer, kind: str, directory: Path) -> None:
+    Path(directory).mkdir(parents=True, exist_ok=True)
+    card = {"kind": kind, "vocab_size": tokenizer.vocab_size, "end_of_document": tokenizer.end_of_document}
+    write_json(Path(directory) / _CARD, {**card, "fingerprint": tokenizer.fingerprint})
+
+
+def _read_tokenizer_json(path: Path) -> Any:
+    import tokenizers
+
+    try:
+        return tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        reason = error.strerror or "unreadable"
+    except Exception as error:  # the library raises bare Exceptions
+        reason = str(error).splitlines()[0][:120]
+    raise UserError(
+        f"data.tokenizer is {str(path)!r}; it cannot be loaded ({reason}), it must be bytes, bpe, "
+        "or the path of a tokenizer.json"
+    )
+
+
+def _from_file(name: str) -> SubwordTokenizer:
+    path = Path(name).expanduser()
+    if path.is_dir():
+        path = path / "tokenizer.json"
+    backend = _read_tokenizer_json(path)
+    vocabulary: dict[str, int] = backend.get_vocab(with_added_tokens=True)
+    if not vocabulary:
+        raise UserError(f"data.tokenizer is {name!r}; its vocabulary is empty")
+    candidates = [*_configured_end(path.with_name("tokenizer_config.json")), *END_TOKENS]
+    end = next((token for token in candidates if token in vocabulary), None)
+    if end is None:
+        raise UserError(
+            f"data.tokenizer is {name!r}; it has no token that ends a document: it must have one of "
+            f"{', '.join(END_TOKENS)}, or a tokenizer_config.json beside it with an eos_token"
+        )
+    if not any(added.content == end and added.special for added in backend.get_added_tokens_decoder().values()):
+        # An ordinary entry could come out of text; as a special one it cannot.
+        backend.add_special_tokens([end])
+    return SubwordTokenizer(backend, vocabulary[end], max(vocabulary.values()) + 1)
+
+
+def _configured_end(path: Path) -> list[str]:
+    try:
+        token = json.loads(path.read_bytes()).get("eos_token")
+    except (OSError, ValueError, AttributeError):
+        return []
+    token = token.get("content") if isinstance(token, dict) else token
+    return [token] if isinstance(token, str) else []
+
+
+def _token_bytes(content: dict[str, Any], backend: Any, vocab_size: int) -> npt.NDArray[np.int64]:
+    """Bytes of each id: characters of a byte-level token, else the UTF-8 of the token with its markers undone."""
+    sizes = np.zeros(vocab_size, np.int64)
+    added = {token["id"] for token in content["added_tokens"]}
+    steps = [content.get("decoder"), content.get("pre_tokenizer")]
+    byte_level = '"type":"ByteLevel"' in canonical_json(steps)
+    continuation = (content["model"].get("continuing_subword_prefix") or "") if content["model"] else ""
+    for token, index in backend.get_vocab(with_added_tokens=True).items():
+        if index in added:
+            sizes[index] = len(token.encode())
+        elif byte_level:
+            sizes[index] = len(token)  # each byte is written as one visible character
+        elif re.fullmatch(r"<0x[0-9A-Fa-f]{2}>", token):
+            sizes[index] = 1  # byte fallback
+        else:
+            text = token.removeprefix(continuation) if continuation else token
+            sizes[index] = len(text.replace("▁", " ").encode())
+    return sizes
+
+
+def _trained(config: DataConfig, corpus: Corpus, cache: Path, progress: Progress | None) -> Tokenizer:
+    size = planned_vocab_size(config)
+    key = checksum([TRAINER, corpus.fingerprint(), size, config.validation_fraction, SAMPLE_BYTES])[:16]
+    directory = cache / "tokenizers" / key
+    try:
+        return tokenizer_from_directory(directory)
+    except UserError:
+        pass  # missing or damaged: the same either way once the lock is held
+    with locked(cache, f"tokenizer-{key}", progress):
+        try:
+            return tokenizer_from_directory(directory)
+        except UserError:
+            tokenizer = _train(config, corpus, size, progress)
+            with building(directory) as temporary:
+                tokenizer.save(temporary)
+            return tokenizer
+
+
+def _train(config: DataConfig, corpus: Corpus, vocab_size: int, progress: Progress | None) -> SubwordTokenizer:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    backend: Any = Tokenizer(models.BPE())
+    # GPT-2's rule for what a merge may span; no space is put in front, so that decoding gives the text back.
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_TOKENS[0]],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(_sample(config, corpus, progress), trainer)
+    trained = backend.get_vocab_size()
+    if trained < vocab_size:
+        warnings.warn(
+            f"data.vocab_size is {vocab_size}; the corpus gives only {trained} tokens, the rest is never used",
+            stacklevel=2,
+        )
+    return SubwordTokenizer(backend, backend.token_to_id(END_TOKENS[0]), vocab_size)
+
+
+def _sample(config: DataConfig, corpus: Corpus, progress: Progress | None) -> Iterator[str]:
+    total = min(corpus.size_bytes() or SAMPLE_BYTES, SAMPLE_BYTES)
+    done, first_held_out, any_used = 0, None, False
+    for text in corpus.sample(SAMPLE_BYTES):
+        encoded = text.encode()
+        done += len(encoded)
+        if progress is not None:
+            progress("train tokenizer", float(done), float(total))
+        if below_fraction(content_hash(encoded), config.validation_fraction):
+            first_held_out = first_held_out or text
+            continue
+        any_used = True
+        yield text
+    if not any_used and first_held_out is not None:
+        yield first_held_out  # a corpus of one or two documents; the shards say what is wrong with it

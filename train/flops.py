@@ -1,0 +1,78 @@
+"""Parameters and training FLOPs, each under a named convention. No torch.
+
+N_total           every weight that can change a prediction (padding rows of the vocabulary excluded)
+N_non_embedding   N_total less the input table and less the output head (a tied table is counted once, and excluded)
+N_kaplan          the matrices inside the blocks only, Kaplan et al. 2020, Table 1 (no embeddings, no norms)
+
+flops_6nd         6 * N_total * D, the rule of thumb of Kaplan et al. 2020 with Hoffmann et al.'s N
+flops_exact       what the matrix products execute: 2 FLOPs a multiply-add, backward twice the forward; attention over
+                  the full T x T square as Hoffmann et al. 2022, appendix F, and `torch.utils.flop_counter` count it;
+                  the padded output head; nothing for the embedding lookup, norms and activations
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .config import ModelConfig, RunConfig
+
+
+@dataclass(frozen=True)
+class ParameterCount:
+    """Number of weights under each convention."""
+
+    N_total: int
+    N_non_embedding: int
+    N_kaplan: int
+
+
+def block_matrices(model: ModelConfig) -> int:
+    """Weights in the matrices of one block: query, key, value, output, and the MLP's three."""
+    kv_width = model.num_kv_heads * model.head_dim
+    attention = model.width * (model.width + 2 * kv_width) + model.width * model.width
+    return attention + 3 * model.width * model.mlp_hidden
+
+
+def count_parameters(model: ModelConfig) -> ParameterCount:
+    """Parameters of a model under each convention."""
+    assert model.vocab_size is not None
+    matrices = model.depth * block_matrices(model)
+    norms_per_block = 2 * model.width + (2 * model.head_dim if model.qk_norm else 0)
+    non_embedding = matrices + model.depth * norms_per_block + model.width
+    tables = 1 if model.tied_embeddings else 2
+    return ParameterCount(
+        N_total=non_embedding + tables * model.vocab_size * model.width,
+        N_non_embedding=non_embedding,
+        N_kaplan=matrices,
+    )
+
+
+def forward_flops_per_token(model: ModelConfig, sequence_length: int) -> int:
+    """Matrix-product FLOPs of one forward pass, per token, at the given context length."""
+    matrices = 2 * model.depth * block_matrices(model)
+    # Scores (T x head_dim products) and their weighting of the values, every query against the full square.
+    attention = model.depth * 2 * 2 * sequence_length * model.width
+    head = 2 * model.width * model.padded_vocab_size
+    return matrices + attention + head
+
+
+def training_flops_per_token(model: ModelConfig, sequence_length: int) -> int:
+    """Exact convention: forward, and twice as much for the backward pass."""
+    return 3 * forward_flops_per_token(model, sequence_length)
+
+
+def flops_exact(config: RunConfig) -> float:
+    """Training FLOPs of a run under the exact convention."""
+    return float(training_flops_per_token(config.model, config.data.sequence_length)) * config.D
+
+
+def flops_6nd(config: RunConfig) -> float:
+    """Training FLOPs of a run as 6 * N_total * D."""
+    return 6.0 * count_parameters(config.model).N_total * config.D
+
+
+def tokens_for_budget(model: ModelConfig, sequence_length: int, flops: float, convention: str = "exact") -> float:
+    """D that spends `flops` on this model: exact convention by default, or `6nd`."""
+    if convention == "6nd":
+        return flops / (6.0 * count_parameters(model).N_total)
+    return flops / training_flops_per_token(model, sequence_length)

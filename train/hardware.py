@@ -1,0 +1,49 @@
+"""The device a run trains on, and the matrix-product rate measured on it, against which MFU is stated."""
+
+from __future__ import annotations
+
+import platform
+import time
+
+import torch
+
+from .errors import UserError
+
+
+def pick_device(wanted: str) -> torch.device:
+    """`auto` takes the GPU where there is one.
+
+    Raises:
+        UserError: cuda was asked for and there is none.
+    """
+    available = torch.cuda.is_available()
+    if wanted == "cuda" and not available:
+        raise UserError("parallel.device is 'cuda' and no CUDA device is visible; use auto or cpu")
+    return torch.device("cuda" if available and wanted != "cpu" else "cpu")
+
+
+def device_name(device: torch.device) -> str:
+    """What a person would call it: the GPU's name, or the processor and its threads."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    return f"cpu {platform.machine()} x{torch.get_num_threads()}"
+
+
+def matmul_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.05) -> float:
+    """FLOP/s of plain square matrix products, the best of a short trial; the denominator of every MFU here."""
+    size = 8192 if device.type == "cuda" else 512
+    a = torch.randn(size, size, device=device, dtype=dtype)
+    torch.mm(a, a)
+    best, stop = float("inf"), time.perf_counter() + seconds
+    while time.perf_counter() < stop:
+        _synchronize(device)
+        start = time.perf_counter()
+        torch.mm(a, a)
+        _synchronize(device)
+        best = min(best, time.perf_counter() - start)
+    return 2 * size**3 / best
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
