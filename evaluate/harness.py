@@ -203,7 +203,8 @@ class CheckpointLM(TemplateLM):
             int(settings.get("top_k") or 0),
             float(settings.get("top_p") or 1.0),
         )
-        seeds = [(self.seed << 32) + place for place in places]
+        # torch keeps 32 bits of a seed on the CPU, so the two numbers are mixed into that many.
+        seeds = [int(np.random.SeedSequence([self.seed, place]).generate_state(1)[0]) for place in places]
         outputs = generate(
             self.model, prompts, most, max_length=self.max_length, finished=finished, sampling=sampling, seeds=seeds,
             device=self._device, batch_tokens=self.batch_tokens,

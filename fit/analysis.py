@@ -108,9 +108,8 @@ class Analysis:
         return [_estimate(approach.at(C)) for C in self.targets]
 
     def __repr__(self) -> str:
-        lines = [
-            f"{len(self.table)} runs, {self.interior_minima} of {len(self.profiles.profiles_)} budgets with an interior minimum"
-        ]
+        budgets = len(self.profiles.profiles_)
+        lines = [f"{len(self.table)} runs, {self.interior_minima} of {budgets} budgets with an interior minimum"]
         lines.append(f"law: {self.law!r}" if self.law else "law: none")
         for C in self.targets:
             for approach in self.approaches.values():

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .formatting import scientific
+from .chinchilla import FLAT_EXPONENT, NAMES
+from .formatting import scientific, times
 from .uncertainty import studentised
 
 if TYPE_CHECKING:
@@ -60,14 +61,14 @@ def _solver(a: Analysis) -> Iterator[Warning]:
         )
     for name in law.degenerate_:
         what = {"E": "the irreducible loss E is zero", "A": "the term in N vanished", "B": "the term in D vanished"}
-        said = what.get(name, f"{name} = {getattr(law, name + '_'):.3g} lies at a bound")
+        said = what.get(name, f"{name} = {getattr(law, name + '_'):.3g} is at the end of its range")
         yield Warning("degenerate_parameter", f"In the parametric fit {said}; its optimum cannot be trusted.")
     if law.draws_ is not None and not law.degenerate_:
-        stuck = (law.draws_["E"] <= 0) | (law.draws_["alpha"] <= 0) | (law.draws_["beta"] <= 0)
+        stuck = (law.draws_["E"] <= 0) | (law.draws_["alpha"] < FLAT_EXPONENT) | (law.draws_["beta"] < FLAT_EXPONENT)
         if stuck.mean() > 0.05:
             yield Warning(
                 "degenerate_bootstrap",
-                f"{stuck.mean():.0%} of bootstrap refits put E, alpha or beta at zero; more runs are needed to separate them.",
+                f"{stuck.mean():.0%} of refits of resampled runs put E, alpha or beta at zero; more runs are needed.",
             )
         lost = law.bootstrap_["unconverged"]
         if lost:
@@ -79,7 +80,7 @@ def _solver(a: Analysis) -> Iterator[Warning]:
 def _outliers(a: Analysis) -> Iterator[Warning]:
     if a.law is None:
         return
-    z = studentised(a.law.residuals())
+    z = studentised(a.law.residuals(), len(NAMES))
     bad = np.flatnonzero(np.abs(z) > OUTLIER)
     if bad.size:
         worst = bad[np.argsort(-np.abs(z[bad]))]
@@ -87,8 +88,8 @@ def _outliers(a: Analysis) -> Iterator[Warning]:
         more = f" and {bad.size - 5} more" if bad.size > 5 else ""
         yield Warning(
             "loss_outlier",
-            f"{bad.size} of {len(z)} runs lie more than {OUTLIER:g} robust sigma from the parametric law: {shown}{more}; "
-            "a few such points can move the optimum, so look at them and refit without.",
+            f"{bad.size} of {len(z)} runs lie more than {OUTLIER:g} robust sigma from the parametric law: {shown}{more}"
+            "; a few such points can move the optimum, so look at them and refit without.",
         )
 
 
@@ -143,7 +144,7 @@ def _reach(a: Analysis) -> Iterator[Warning]:
         )
     far = [C for C in a.targets if EXTRAPOLATION * high < C]
     if far:
-        said = ", ".join(f"{scientific(C)} FLOPs ({scientific(C / high, 2)} times)" for C in far)
+        said = ", ".join(f"{scientific(C)} FLOPs ({times(C / high)})" for C in far)
         yield Warning(
             "extrapolation",
             f"The target {said} lies beyond {EXTRAPOLATION:g} times the largest run ({scientific(high)} FLOPs); "
@@ -163,7 +164,7 @@ def _conventions(a: Analysis) -> Iterator[Warning]:
     if t.N.max() < 1000 or t.D.max() < 1e4:
         yield Warning(
             "units",
-            f"The largest N is {t.N.max():.4g} and the largest D {t.D.max():.4g}; are they in millions rather than ones?",
+            f"The largest N is {t.N.max():.4g} and the largest D {t.D.max():.4g}; are they in millions, not in ones?",
         )
     if t.loss.max() > 15:
         yield Warning("units", f"The highest loss is {t.loss.max():.4g}; is it in nats per token?")
@@ -175,14 +176,14 @@ def _training(a: Analysis) -> Iterator[Warning]:
     if many.any():
         yield Warning(
             "repeated_data",
-            f"{int(many.sum())} runs repeat their data more than {MANY_EPOCHS:g} times (up to {np.nanmax(epochs):.1f}); "
+            f"{int(many.sum())} runs see their data more than {MANY_EPOCHS:g} times (up to {np.nanmax(epochs):.1f}); "
             "tokens seen again are worth less than this law assumes.",
         )
     long = warmup > LONG_WARMUP
     if long.any():
         yield Warning(
             "long_warmup",
-            f"{int(long.sum())} runs warm up for more than {LONG_WARMUP:.0%} of their steps (up to {np.nanmax(warmup):.0%}); "
+            f"{int(long.sum())} runs warm up for over {LONG_WARMUP:.0%} of their steps (to {np.nanmax(warmup):.0%}); "
             "short runs then look worse than they are, which tilts N*(C).",
         )
 

@@ -20,13 +20,15 @@ from numpy.typing import ArrayLike
 
 from .errors import Array, InputError, enough, identifiable, positive, same_length
 from .errors import weights as check_weights
-from .solver import LogSumExp, agreeing, minimise, variable_projection
+from .forms import LogSumExp
+from .solver import agreeing, minimise, variable_projection
 from .uncertainty import cluster_counts, percentile_interval
 
 NAMES = ("E", "A", "B", "alpha", "beta")
 EXPONENT_GRID = np.geomspace(0.03, 1.5, 8)
 EXPONENT_BOUNDS = (0.0, 3.0)
 VANISHED = 12.0  # a term below exp(-12) of the smallest loss is called zero
+FLAT_EXPONENT = 0.01  # over three decades such a term changes by 7 %, so it cannot be told from E
 FALLBACK_STARTS = 2  # starts of a resample besides the full fit
 
 
@@ -63,14 +65,17 @@ class ChinchillaLaw:
 
     Parameters
     ----------
-    delta: where Huber's function turns from quadratic to linear, in log loss. 1e-3 is Hoffmann et al.'s; infinity is
-    least squares.
+    delta : float
+        Where Huber's function turns from quadratic to linear, in log loss. 1e-3 is Hoffmann et al.'s; infinity is
+        least squares.
 
+    Notes:
+    -----
     After `fit`: E_, A_, B_, alpha_, beta_ (floats; loss in the unit of the input, N and D in parameters and tokens),
     objective_ (the *sum* of the weighted Huber terms), starts_ ({"tried", "agreeing"}), converged_ (bool), degenerate_
-    (names of parameters held at a
-    bound: a term that vanished or an exponent at zero). After `bootstrap`: draws_, a dict of name -> (resamples,)
-    arrays.
+    (names of parameters held at a bound: a term that vanished, or an exponent near zero). After `bootstrap`: draws_, a
+    dict of name -> (resamples,) arrays.
+
 
     """
 
@@ -101,7 +106,8 @@ class ChinchillaLaw:
 
         self._data = _Data(N, D, loss, weight)
         starts, _ = self._data.starts(weight[None, :], keep=None)
-        found = minimise(self._data.form, self._data.target, weight[None, :], starts[0], *self._data.box, self.delta)
+        lower, upper = self._data.box
+        found = minimise(self._data.form, self._data.target, weight[None, :], starts[0], lower, upper, self.delta)
         best, agree = agreeing(found)
         self.draws_ = None
         self._theta = found.theta[best]
@@ -131,7 +137,13 @@ class ChinchillaLaw:
         starts = np.concatenate([np.broadcast_to(self._theta, (n, 1, 5)), own], axis=1)
         each = starts.shape[1]
         found = minimise(
-            data.form, data.target, np.repeat(weights, each, axis=0), starts.reshape(-1, 5), *data.box, self.delta
+            data.form,
+            data.target,
+            np.repeat(weights, each, axis=0),
+            starts.reshape(-1, 5),
+            lower=data.box[0],
+            upper=data.box[1],
+            delta=self.delta,
         )
         objective = np.where(found.converged, found.objective, np.inf).reshape(n, each)
         best = objective.argmin(axis=1)
@@ -165,7 +177,7 @@ class ChinchillaLaw:
         """
         self._fitted()
         C = np.atleast_1d(positive("flops", np.atleast_1d(np.asarray(flops, dtype=np.float64))))
-        N, D, loss = _optimum(self.E_, self.A_, self.B_, self.alpha_, self.beta_, C)
+        N, D, loss = _optimum(C, self.E_, self.A_, self.B_, self.alpha_, self.beta_)
         if self.draws_ is None:
             return Optimum(C, N, D, loss)
         draws = self.optimal_draws(C)
@@ -178,7 +190,7 @@ class ChinchillaLaw:
         """N, D, loss and ratio under each bootstrap draw: arrays of shape (targets, resamples)."""
         draws = self._bootstrapped()
         C = np.atleast_1d(np.asarray(flops, dtype=np.float64))[:, None]
-        N, D, loss = _optimum(*(draws[name][None, :] for name in NAMES), C)
+        N, D, loss = _optimum(C, *[draws[name][None, :] for name in NAMES])
         return {"N": N, "D": D, "loss": loss, "ratio": D / N}
 
     @property
@@ -294,8 +306,9 @@ class _Data:
             }
 
     def degenerate(self, theta: Array) -> list[str]:
-        """Names of the parameters that the box holds."""
+        """Names of the parameters that the box holds, and of exponents that make their term all but constant."""
         held = (theta <= self.box[0]) | (theta >= self.box[1])
+        held[[1, 3]] |= theta[[1, 3]] < FLAT_EXPONENT
         return [name for name, stuck in zip(("A", "alpha", "B", "beta", "E"), held, strict=True) if stuck]
 
 
@@ -304,6 +317,12 @@ def _identifiable_counts(data: _Data, groups: Any, n: int, seed: int) -> tuple[A
     _, point = np.unique(np.stack([data.N, data.D]), axis=1, return_inverse=True)
     member = np.zeros((len(data.N), point.max() + 1))
     member[np.arange(len(point)), point.ravel()] = 1.0
+    independent = len(np.unique(np.asarray(groups).astype(str)))
+    too_few = InputError(
+        f"the table has {independent} independent runs, too few to resample 5 parameters; at least 8 are needed."
+    )
+    if independent <= 5:
+        raise too_few
     counts = cluster_counts(groups, n, seed)
     redrawn = 0
     for attempt in range(1, 50):
@@ -313,10 +332,7 @@ def _identifiable_counts(data: _Data, groups: Any, n: int, seed: int) -> tuple[A
             return counts, redrawn
         redrawn += int(poor.sum())
         counts[poor] = cluster_counts(groups, int(poor.sum()), seed + 7919 * attempt)
-    raise InputError(
-        f"the table has {len(np.unique(np.asarray(groups).astype(str)))} independent runs, too few to resample a law of 5 "
-        "parameters; at least 8 are needed."
-    )
+    raise too_few
 
 
 def _spread(x: Array, counts: Array) -> Array:
@@ -324,7 +340,7 @@ def _spread(x: Array, counts: Array) -> Array:
     return counts @ x**2 / counts.sum(axis=1) - mean**2
 
 
-def _optimum(E: Any, A: Any, B: Any, alpha: Any, beta: Any, C: Any) -> tuple[Array, Array, Array]:
+def _optimum(C: Any, E: Any, A: Any, B: Any, alpha: Any, beta: Any) -> tuple[Array, Array, Array]:
     """Closed form under C = 6 N D; where a term vanished the optimum runs to zero or infinity, as it should."""
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         log_g = (np.log(alpha) + np.log(A) - np.log(beta) - np.log(B)) / (alpha + beta)

@@ -59,7 +59,7 @@ class Envelope:
         missing = [name for name in ("run_id", "tokens", "flops", "loss") if name not in curves]
         if missing:
             raise InputError(f"curves have no column {missing[0]!r}; there are {', '.join(map(str, curves.columns))}.")
-        lines = []
+        lines: list[tuple[Any, ...]] = []
         for run, rows in curves.dropna(subset=["tokens", "flops", "loss"]).groupby("run_id"):
             if str(run) in N and len(rows) > 1:
                 rows = rows.sort_values("flops")

@@ -57,9 +57,7 @@ def identifiable(N: Array, D: Array) -> None:
     """Raises InputError when log N and log D do not vary separately, so that two exponents cannot be told apart."""
     for name, values, what in (("N", N, "size"), ("D", D, "number of tokens")):
         if np.ptp(np.log(values)) < 1e-3:
-            raise InputError(
-                f"{name} is {values[0]:.4g} in every row; a law in N and D needs more than one {what} to be identifiable."
-            )
+            raise InputError(f"{name} is {values[0]:.4g} in every row; a law in N and D needs more than one {what}.")
     centred = np.stack([np.log(N) - np.log(N).mean(), np.log(D) - np.log(D).mean()])
     spread = np.linalg.svd(centred / np.linalg.norm(centred, axis=1, keepdims=True), compute_uv=False)
     # Below one part in a hundred, what separates the exponents is rounding of batch sizes, not design.

@@ -16,7 +16,7 @@ import numpy as np
 
 from .analysis import Analysis
 from .errors import Array
-from .formatting import count, loss, percent, ratio, scientific, text
+from .formatting import count, loss, ratio, scientific, text
 from .isoflop import IsoflopProfile
 
 Figure = dict[str, Any]
@@ -78,41 +78,42 @@ def layout(x: str, y: str, height: int = 440, log_x: bool = True, log_y: bool = 
     } | more
 
 
-def _within(axis: dict[str, Any], values: Any, pad: float = 0.05) -> None:
+def fit_axis(axis: dict[str, Any], values: Any, pad: float = 0.05) -> None:
     """Fit a log axis around positive values."""
     low, high = np.log10(np.min(values)), np.log10(np.max(values))
     room = pad * (high - low) + 0.02
     axis["range"] = [float(low - room), float(high + room)]
-    axis["dtick"] = _tick(float(high - low))
+    axis["dtick"] = tick_step(float(high - low))
 
 
-def _tick(decades: float) -> int | str:
+def tick_step(decades: float) -> int | str:
     """Label 1, 2 and 5 on a short log axis, and about eight decades on a long one."""
     return "D2" if decades < 1.6 else max(1, int(np.ceil(decades / 8)))
 
 
-def _lines(x: Any, y: Any, colour: str, **more: Any) -> dict[str, Any]:
+def line_trace(x: Any, y: Any, colour: str, **more: Any) -> dict[str, Any]:
     line = {"color": colour, "width": 2} | more.pop("line", {})
-    return {"type": "scatter", "mode": "lines", "x": _list(x), "y": _list(y), "line": line} | more
+    return {"type": "scatter", "mode": "lines", "x": as_list(x), "y": as_list(y), "line": line} | more
 
 
-def _points(x: Any, y: Any, colour: Any, **more: Any) -> dict[str, Any]:
+def point_trace(x: Any, y: Any, colour: Any, **more: Any) -> dict[str, Any]:
     marker = {"color": colour, "size": 8, "line": {"color": "white", "width": 1}} | more.pop("marker", {})
-    return {"type": "scatter", "mode": "markers", "x": _list(x), "y": _list(y), "marker": marker} | more
+    return {"type": "scatter", "mode": "markers", "x": as_list(x), "y": as_list(y), "marker": marker} | more
 
 
-def _list(values: Any) -> list[Any]:
+def as_list(values: Any) -> list[Any]:
     return [float(v) if np.isfinite(v) else None for v in np.asarray(values, dtype=np.float64)]
 
 
-def _hover(lines: list[str]) -> dict[str, Any]:
+def hovers(lines: list[str]) -> dict[str, Any]:
     return {"text": lines, "hovertemplate": "%{text}<extra></extra>"}
 
 
 def run_hover(a: Analysis) -> list[str]:
     t = a.table
     return [
-        f"<b>{text(run)}</b><br>N {count(n)} · D {count(d)}<br>{scientific(c)} FLOPs · D/N {ratio(d / n)}<br>loss {y:.4f}"
+        f"<b>{text(run)}</b><br>N {count(n)} · D {count(d)} · D/N {ratio(d / n)}"
+        f"<br>{scientific(c)} FLOPs<br>loss {y:.4f}"
         for run, n, d, c, y in zip(t.run_id, t.N, t.D, t.flops, t.loss, strict=True)
     ]
 
@@ -134,28 +135,28 @@ def loss_curves(a: Analysis, curves: Any, by: str) -> Figure | None:
         hover = f"<b>{text(run)}</b><br>N {count(sizes[run])}<br>{by} %{{x:.3s}}<br>loss %{{y:.4f}}<extra></extra>"
         style = {"width": 1.3}
         data.append(
-            _lines(
+            line_trace(
                 rows[by], rows["loss"], colours[run], line=style, opacity=0.85, showlegend=False, hovertemplate=hover
             )
         )
     t = a.table
     x_end = t.D if by == "tokens" else t.flops
     data.append(
-        _points(
+        point_trace(
             x_end,
             t.loss,
-            _list(np.log10(t.N)),
+            as_list(np.log10(t.N)),
             name="final validation loss",
             showlegend=True,
             marker={"size": 7, "colorscale": _scale(), "colorbar": _size_bar(t.N)},
-            **_hover(run_hover(a)),
+            **hovers(run_hover(a)),
         )
     )
     top = float(np.nanquantile(known["loss"].to_numpy(dtype=np.float64), 0.97))
     low = min(float(t.loss.min()), float(np.nanmin(known["loss"].to_numpy(dtype=np.float64))))
     look = layout("tokens seen" if by == "tokens" else "training FLOPs", "loss (nats per token)")
     seen = known[by].to_numpy(dtype=np.float64)
-    _within(look["xaxis"], np.maximum(seen[seen > 0], float(x_end.min()) / 30))
+    fit_axis(look["xaxis"], np.maximum(seen[seen > 0], float(x_end.min()) / 30))
     look["yaxis"]["range"] = [low - 0.05 * (top - low), top + 0.05 * (top - low)]
     return {"data": data, "layout": look}
 
@@ -189,18 +190,18 @@ def isoflop(a: Analysis) -> Figure | None:
             for n, d, y in zip(profile.N, profile.D, profile.loss, strict=True)
         ]
         name = f"{scientific(profile.flops)}"
-        data.append(_points(profile.N, profile.loss, colour, name=name, legendgroup=group, **_hover(hover)))
+        data.append(point_trace(profile.N, profile.loss, colour, name=name, legendgroup=group, **hovers(hover)))
         if profile.coefficients is None:
             continue
         N = np.geomspace(profile.N.min() / 1.15, profile.N.max() * 1.15, 80)
         dash = {"dash": "solid" if profile.accepted else "dot"}
         data.append(
-            _lines(N, profile.curve(N), colour, line=dash, legendgroup=group, showlegend=False, hoverinfo="skip")
+            line_trace(N, profile.curve(N), colour, line=dash, legendgroup=group, showlegend=False, hoverinfo="skip")
         )
         if profile.accepted:
             data.append(_vertex(profile, colour, group))
     look = layout("parameters N", "loss (nats per token)", height=480)
-    _within(look["xaxis"], np.concatenate([p.N for p in profiles]))
+    fit_axis(look["xaxis"], np.concatenate([p.N for p in profiles]))
     look["legend"]["title"] = {"text": "FLOPs "}
     return {"data": data, "layout": look}
 
@@ -226,8 +227,8 @@ def _vertex(p: IsoflopProfile, colour: str, group: str) -> dict[str, Any]:
         f"<b>minimum at {scientific(p.flops)} FLOPs</b><br>N* {count(p.N_best)}{said}<br>D* {count(p.D_best)}"
         f"<br>loss {loss(p.loss_best)}"
     ]
-    return _points(
-        [p.N_best], [p.loss_best], colour, marker=marker, legendgroup=group, showlegend=False, **bars, **_hover(hover)
+    return point_trace(
+        [p.N_best], [p.loss_best], colour, marker=marker, legendgroup=group, showlegend=False, **bars, **hovers(hover)
     )
 
 
@@ -243,9 +244,9 @@ def contours(a: Analysis) -> Figure | None:
     data: list[dict[str, Any]] = [
         {
             "type": "contour",
-            "x": _list(N),
-            "y": _list(D),
-            "z": [_list(row) for row in Z],
+            "x": as_list(N),
+            "y": as_list(D),
+            "z": [as_list(row) for row in Z],
             "colorscale": [[i / 10, shade(i / 10)] for i in range(11)],
             "contours": {
                 "start": low,
@@ -264,7 +265,9 @@ def contours(a: Analysis) -> Figure | None:
     for p in a.profiles.profiles_:
         order = np.argsort(p.N)
         data.append(
-            _lines(p.N[order], p.D[order], FAINT, line={"width": 1, "dash": "dot"}, showlegend=False, hoverinfo="skip")
+            line_trace(
+                p.N[order], p.D[order], FAINT, line={"width": 1, "dash": "dot"}, showlegend=False, hoverinfo="skip"
+            )
         )
     C = np.geomspace(6 * N[0] * D[0], 6 * N[-1] * D[-1], 80)
     best = law.optimal(C)
@@ -275,280 +278,26 @@ def contours(a: Analysis) -> Figure | None:
         for c, n, d, y in zip(C[inside], best.N[inside], best.D[inside], best.loss[inside], strict=True)
     ]
     data.append(
-        _lines(
+        line_trace(
             best.N[inside],
             best.D[inside],
             colour,
             line={"width": 3, "dash": dash},
             name="efficient frontier",
-            **_hover(hover),
+            **hovers(hover),
         )
     )
     marker = {"size": 9, "colorscale": _scale(), "cmin": low, "cmax": high, "line": {"color": INK, "width": 1}}
-    data.append(_points(t.N, t.D, _list(t.loss), marker=marker, name="runs", **_hover(run_hover(a))))
+    data.append(point_trace(t.N, t.D, as_list(t.loss), marker=marker, name="runs", **hovers(run_hover(a))))
     look = layout("parameters N", "tokens D", height=500, log_y=True)
-    _within(look["xaxis"], N, 0.0)
-    _within(look["yaxis"], D, 0.0)
+    fit_axis(look["xaxis"], N, 0.0)
+    fit_axis(look["yaxis"], D, 0.0)
     return {"data": data, "layout": look}
 
 
 def _nice_levels(low: float, high: float) -> tuple[float, float, float]:
-    """First and last level and a step of 1, 2 or 5 times a power of ten, about 14 steps between."""
-    rough = max(high - low, 1e-6) / 14
+    """First and last level and a step of 1, 2 or 5 times a power of ten, at most 20 steps between."""
+    rough = max(high - low, 1e-6) / 20
     power = 10.0 ** np.floor(np.log10(rough))
     step = float(power * min((m for m in (1, 2, 5, 10) if m * power >= rough), default=10))
     return float(np.ceil(low / step) * step), float(np.floor(high / step) * step), step
-
-
-def allocation(a: Analysis, quantity: str) -> Figure | None:
-    """N, D or loss of the best run by budget: bands of all approaches, the measured optima, and the targets."""
-    able = [x for x in a.approaches.values() if x.available]
-    low, high = float(a.table.flops.min()), float(a.table.flops.max())
-    far = max(*a.targets, high * 10)
-    C = np.unique(np.concatenate([np.geomspace(low / 2, far * 2, 90), np.array(a.targets)]))
-    say = {"N": count, "D": count, "loss": loss}[quantity]
-    data: list[dict[str, Any]] = []
-    near_values: list[float] = []
-    for approach in able:
-        values, band = approach.values(C)[quantity], approach.bands(C)[quantity]
-        if not np.isfinite(values).any():
-            continue
-        colour, dash, symbol = APPROACH_STYLE[approach.key]
-        near = high * 30 >= C
-        near_values += values[near & np.isfinite(values)].tolist()
-        if band is not None and np.isfinite(band).all():
-            data.append(_band(C, np.clip(band, 1e-30, 1e40), colour, approach.key))
-        hover = [
-            f"<b>{approach.title}</b><br>{scientific(c)} FLOPs<br>{quantity} {say(v)}"
-            for c, v in zip(C, values, strict=True)
-        ]
-        data.append(
-            _lines(
-                C,
-                values,
-                colour,
-                line={"dash": dash},
-                name=approach.title.split(" · ")[1],
-                legendgroup=approach.key,
-                **_hover(hover),
-            )
-        )
-        at = [approach.at(c) for c in a.targets]
-        marks = [getattr(e, quantity) for e in at]
-        data.append(
-            _points(
-                a.targets,
-                [np.nan if m is None else m for m in marks],
-                colour,
-                marker={"symbol": symbol, "size": 10},
-                legendgroup=approach.key,
-                showlegend=False,
-                **_hover(
-                    [
-                        f"<b>target {scientific(c)} FLOPs</b><br>{quantity} {say(m)}"
-                        for c, m in zip(a.targets, marks, strict=True)
-                    ]
-                ),
-            )
-        )
-    if not data:
-        return None
-    measured = _measured(a, quantity)
-    data += measured
-    for trace in measured:
-        near_values += [v for v in trace["y"] if v is not None]
-    title = {"N": "optimal parameters N*", "D": "optimal tokens D*", "loss": "loss of the best run (nats per token)"}[
-        quantity
-    ]
-    look = layout("training FLOPs", title, log_y=quantity != "loss", height=440)
-    look["margin"]["t"] = 64
-    _zoom(look, low, high, far, near_values, data, log_y=quantity != "loss")
-    return {"data": data, "layout": look}
-
-
-def _measured(a: Analysis, quantity: str) -> list[dict[str, Any]]:
-    """The optima that the runs show: accepted isoFLOP vertices, and the envelope's winners."""
-    good, e = a.profiles.accepted_, a.envelope
-    vertices = {"N": [p.N_best for p in good], "D": [p.D_best for p in good], "loss": [p.loss_best for p in good]}[
-        quantity
-    ]
-    winners = {"N": e.N_, "D": e.D_, "loss": e.loss_}[quantity]
-    say = loss if quantity == "loss" else count
-    traces = []
-    if good:
-        hover = [
-            f"isoFLOP minimum<br>{scientific(p.flops)} FLOPs<br>{quantity} {say(v)}"
-            for p, v in zip(good, vertices, strict=True)
-        ]
-        marker = {"symbol": "star", "size": 12, "line": {"color": INK, "width": 1}}
-        traces.append(
-            _points(
-                [p.flops for p in good],
-                vertices,
-                APPROACH_STYLE["isoflop"][0],
-                marker=marker,
-                name="minima",
-                **_hover(hover),
-            )
-        )
-    hover = [
-        f"best run<br>{scientific(c)} FLOPs<br>{quantity} {say(v)}" for c, v in zip(e.flops_, winners, strict=True)
-    ]
-    marker = {"symbol": "diamond-open", "size": 9, "line": {"color": APPROACH_STYLE["envelope"][0], "width": 2}}
-    traces.append(
-        _points(e.flops_, winners, APPROACH_STYLE["envelope"][0], marker=marker, name="best runs", **_hover(hover))
-    )
-    return traces
-
-
-def _band(C: Array, band: Array, colour: str, key: str) -> dict[str, Any]:
-    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
-    return {
-        "type": "scatter",
-        "mode": "lines",
-        "x": _list(np.concatenate([C, C[::-1]])),
-        "y": _list(np.concatenate([band[:, 1], band[::-1, 0]])),
-        "fill": "toself",
-        "fillcolor": f"rgba({red},{green},{blue},0.13)",
-        "line": {"width": 0, "color": colour},
-        "hoverinfo": "skip",
-        "showlegend": False,
-        "legendgroup": key,
-    }
-
-
-def _zoom(
-    look: dict[str, Any],
-    low: float,
-    high: float,
-    far: float,
-    near: list[float],
-    data: list[dict[str, Any]],
-    log_y: bool,
-) -> None:
-    """Start near the runs; where the targets lie far off, `meta` carries that view and the one out to them."""
-    near_x = [np.log10(low / 2), np.log10(high * 30)]
-    far_x = [np.log10(low / 2), np.log10(far * 2)]
-    all_y = [v for t in data for v in t["y"] if v is not None and t.get("fill") is None]
-
-    def span(values: list[float]) -> list[float]:
-        bounds = np.log10([min(values), max(values)]) if log_y else np.array([min(values), max(values)])
-        pad = 0.12 * (bounds[1] - bounds[0]) + 1e-9
-        return [float(bounds[0] - pad), float(bounds[1] + pad)]
-
-    near_y, far_y = span(near), span(all_y)
-    views = {"near": _view(near_x, near_y, log_y), "far": _view(far_x, far_y, log_y)}
-    shown = views["far" if far_x[1] - near_x[1] < 1.0 else "near"]
-    for axis in ("xaxis", "yaxis"):
-        look[axis] |= {key.split(".")[1]: value for key, value in shown.items() if key.startswith(axis)}
-    if shown is views["near"]:
-        look["meta"] = views  # the page's switch relayouts to one of these
-
-
-def _view(x: list[float], y: list[float], log_y: bool) -> dict[str, Any]:
-    change: dict[str, Any] = {"xaxis.range": [float(v) for v in x], "yaxis.range": y, "xaxis.dtick": _tick(x[1] - x[0])}
-    if log_y:
-        change["yaxis.dtick"] = _tick(y[1] - y[0])
-    return change
-
-
-def tasks(a: Analysis) -> list[str]:
-    """Tasks with a score in the table."""
-    names = {str(c).rsplit("/", 1)[0] for c in a.table.frame.columns if str(c).endswith(("/acc", "/gold_bpb"))}
-    return sorted(n for n in names if any(np.isfinite(a.table.column(f"{n}/{m}")).any() for m in ("acc", "gold_bpb")))
-
-
-def scores(a: Analysis, measure: str) -> Figure | None:
-    """`acc` (with its chance level) or `gold_bpb` of each task by compute, with standard errors; the line joins each
-    budget's best runs.
-    """
-    data: list[dict[str, Any]] = []
-    t = a.table
-    hover_run = run_hover(a)
-    for task, colour in zip(tasks(a), TASK_COLOURS * 9, strict=False):
-        values, errors = t.column(f"{task}/{measure}"), t.column(f"{task}/{measure}_se")
-        seen = np.isfinite(values)
-        if not seen.any():
-            continue
-        bars = {
-            "type": "data",
-            "array": _list(np.nan_to_num(errors[seen])),
-            "color": colour,
-            "thickness": 0.7,
-            "width": 0,
-        }
-        shown = [
-            f"<b>{text(task)}</b> {values[i]:.3f} ± {errors[i]:.3f}<br>{hover_run[i]}" for i in np.flatnonzero(seen)
-        ]
-        data.append(
-            _points(
-                t.flops[seen],
-                values[seen],
-                colour,
-                name=text(task),
-                legendgroup=task,
-                opacity=0.75,
-                error_y=bars,
-                **_hover(shown),
-            )
-        )
-        best = _best_of_budget(a, seen)
-        data.append(
-            _lines(
-                t.flops[best],
-                values[best],
-                colour,
-                line={"width": 1.5},
-                legendgroup=task,
-                showlegend=False,
-                hoverinfo="skip",
-            )
-        )
-        chance = t.column(f"{task}/chance")
-        if measure == "acc" and np.isfinite(chance).any():
-            level = float(chance[np.isfinite(chance)][0])
-            ends = [float(t.flops.min()), float(t.flops.max())]
-            said = [f"chance level of {text(task)}: {percent(level)}"] * 2
-            line = {"width": 1.2, "dash": "dot"}
-            data.append(
-                _lines(ends, [level, level], colour, line=line, legendgroup=task, showlegend=False, **_hover(said))
-            )
-    if not data:
-        return None
-    title = "accuracy (dotted: chance)" if measure == "acc" else "gold answer, bits per byte"
-    look = layout("training FLOPs", title)
-    _within(look["xaxis"], t.flops)
-    return {"data": data, "layout": look}
-
-
-def _best_of_budget(a: Analysis, seen: np.ndarray) -> np.ndarray:
-    """The run of lowest loss in each budget, by rising FLOPs."""
-    best = []
-    for level in range(len(a.profiles.budgets_)):
-        rows = np.flatnonzero((a.profiles.labels_ == level) & seen)
-        if rows.size:
-            best.append(rows[a.table.loss[rows].argmin()])
-    picked = np.array(best, dtype=int)
-    return picked[np.argsort(a.table.flops[picked])]
-
-
-def backtest(a: Analysis) -> Figure | None:
-    """Predicted against measured loss of held-out budgets."""
-    steps = a.backtest["steps"]
-    if not steps:
-        return None
-    data = []
-    ends = [np.inf, -np.inf]
-    for step, colour in zip(steps, shades(np.array([s["held_out_flops"] for s in steps])), strict=True):
-        measured, predicted = np.array(step["measured"]), np.array(step["predicted"])
-        ends = [min(ends[0], measured.min(), predicted.min()), max(ends[1], measured.max(), predicted.max())]
-        hover = [
-            f"measured {m:.4f}<br>predicted {p:.4f} ({percent(p / m - 1, True)})"
-            for m, p in zip(measured, predicted, strict=True)
-        ]
-        name = f"{scientific(step['held_out_flops'])} FLOPs held out"
-        data.append(_points(measured, predicted, colour, name=name, **_hover(hover)))
-    pad = 0.05 * (ends[1] - ends[0]) + 1e-6
-    diagonal = [ends[0] - pad, ends[1] + pad]
-    data.append(_lines(diagonal, diagonal, FAINT, line={"width": 1, "dash": "dot"}, showlegend=False, hoverinfo="skip"))
-    return {"data": data, "layout": layout("measured loss", "predicted loss", log_x=False, height=400)}

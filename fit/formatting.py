@@ -6,6 +6,7 @@ import math
 from html import escape
 
 WIDE = 1e5  # an interval of more than five decades is no answer
+UNDETERMINED = "undetermined"
 SUFFIXES = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 
 
@@ -48,15 +49,25 @@ def round_to(value: float, digits: int) -> float:
     return float(f"{value:.{digits - 1}e}")
 
 
-def ratio(value: float | None) -> str:
-    """Tokens per parameter."""
+def amount(value: float | None, digits: int = 3) -> str:
+    """A number without a unit, scientific where it is very large or small."""
     if value is None or not math.isfinite(value):
         return "–"
-    return plain(value, 3) if 0.01 <= value < 1e5 else scientific(value)
+    return plain(value, digits) if value == 0 or 0.01 <= value < 1e5 else scientific(value, digits)
+
+
+def ratio(value: float | None) -> str:
+    """Tokens per parameter."""
+    return amount(value)
 
 
 def loss(value: float | None) -> str:
     return "–" if value is None or not math.isfinite(value) else f"{value:.3f}"
+
+
+def times(factor: float) -> str:
+    """How many times: 2.5 times, 10 times, 3.3e11 times."""
+    return f"{f'{factor:.3g}' if 0.01 <= factor < 1e3 else scientific(factor, 2)} times"
 
 
 def percent(value: float | None, signed: bool = False) -> str:
@@ -72,7 +83,7 @@ def interval(pair: tuple[float, float] | None, say: object) -> str:
     if pair is None or math.isnan(pair[0]) or math.isnan(pair[1]) or not callable(say):
         return "no interval"
     if pair[1] > WIDE * abs(pair[0]):
-        return "undetermined"
+        return UNDETERMINED
     low = say(pair[0]) if math.isfinite(pair[0]) else "−∞"
     high = say(pair[1]) if math.isfinite(pair[1]) else "∞"
     return f"{low} to {high}"

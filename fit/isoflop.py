@@ -143,10 +143,10 @@ class IsoflopProfiles:
         if len(good) >= 4:
             self.loss_law_ = PowerLaw(offset=True).fit(C, [p.loss_best for p in good])  # type: ignore[arg-type]
         if drawn:
-            self.N_law_.fit_draws(np.stack([p.N_draws for p in good], 1))  # type: ignore[arg-type]
-            self.D_law_.fit_draws(np.stack([p.D_draws for p in good], 1))  # type: ignore[arg-type]
+            self.N_law_.fit_draws(np.stack([np.asarray(p.N_draws) for p in good], 1))
+            self.D_law_.fit_draws(np.stack([np.asarray(p.D_draws) for p in good], 1))
             if self.loss_law_ is not None:
-                self.loss_law_.fit_draws(np.stack([p.loss_draws for p in good], 1))  # type: ignore[arg-type]
+                self.loss_law_.fit_draws(np.stack([np.asarray(p.loss_draws) for p in good], 1))
 
     def __repr__(self) -> str:
         if not hasattr(self, "profiles_"):

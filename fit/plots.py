@@ -170,7 +170,8 @@ def save_figures(analysis: Analysis, directory: Path, curves: Any = None) -> lis
             drawings[f"loss_by_{by}"] = lambda axes, b=by: plot_curves(analysis, curves, b, axes)
     written = []
     for name, draw in drawings.items():
-        figure = Figure(figsize=SIZE, layout="constrained")
+        figure = Figure(figsize=SIZE)
+        figure.subplots_adjust(left=0.13, bottom=0.13, right=0.97, top=0.94)
         draw(figure.subplots())
         path = directory / f"{name}.png"
         with replacing(path) as temporary:

@@ -13,7 +13,8 @@ from numpy.typing import ArrayLike
 
 from .errors import Array, InputError, positive, same_length
 from .errors import weights as check_weights
-from .solver import LogSumExp, agreeing, minimise, variable_projection
+from .forms import LogSumExp
+from .solver import agreeing, minimise, variable_projection
 from .uncertainty import percentile_interval
 
 OFFSET_GRID = np.geomspace(0.01, 1.0, 8)
@@ -59,7 +60,7 @@ class PowerLaw:
         left = len(self.x) - parameters
         if left < 1:
             raise InputError(
-                f"a power law through {len(self.x)} points has no residuals to resample; at least {parameters + 1} are needed."
+                f"a power law through {len(self.x)} points has no residuals to resample; it needs {parameters + 1}."
             )
         fitted = np.log(np.asarray(self.predict(self.x)))
         residual = (np.log(self.y) - fitted) * np.sqrt(len(self.x) / left)

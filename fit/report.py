@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from . import figures
+from . import figures, figures_optimum
 from .analysis import Analysis
 from .approaches import Estimate
 from .errors import InputError
 from .files import write_text
-from .formatting import count, interval, loss, percent, plain, ratio, scientific, text
+from .formatting import UNDETERMINED, amount, count, interval, loss, percent, ratio, scientific, text, times
 from .page import Page, cell, table
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def _head(page: Page, a: Analysis, title: str, origin: Mapping[str, str]) -> Non
         page.add(f'<ul class="warnings">{items}</ul>')
     else:
         page.add(
-            '<ul class="warnings none"><li><code>no warnings</code><span>None of the checks found anything.</span></li></ul>'
+            '<ul class="warnings none"><li><code>no warnings</code><span>No check found anything.</span></li></ul>'
         )
     cards = [
         (f"{a.interior_minima} of {len(a.profiles.profiles_)}", "budgets with a minimum inside of the sizes tried"),
@@ -115,15 +115,18 @@ def _head(page: Page, a: Analysis, title: str, origin: Mapping[str, str]) -> Non
 
 def _answer(a: Analysis) -> str:
     """The question that the report answers, in one sentence."""
-    C = a.targets[0]
+    C, largest = a.targets[0], float(a.table.flops.max())
+    budget = f"{scientific(C)} FLOPs" + (f", {times(C / largest)} the largest run," if largest < C else "")
     for key in ("parametric", "isoflop", "envelope"):
         approach = a.approaches[key]
         e = approach.at(C) if approach.available else None
         if e is not None and e.N is not None:
-            size = f"{count(e.N)} parameters ({interval(e.intervals['N'], count)})"
-            tokens = f"{count(e.D)} tokens ({interval(e.intervals['D'], count)})"
-            return f"For {scientific(C)} FLOPs, {approach.title.lower()} asks for {size} and {tokens}."
-    return f"No approach has an answer for {scientific(C)} FLOPs."
+            known = interval(e.intervals["N"], count)
+            if known == UNDETERMINED:
+                return f"These runs do not determine what {budget} would want: the interval spans over five decades."
+            size, tokens = f"{count(e.N)} parameters ({known})", f"{count(e.D)} tokens"
+            return f"For {budget} {key} asks for {size} and {tokens} ({interval(e.intervals['D'], count)})."
+    return f"No approach has an answer for {budget.rstrip(',')}."
 
 
 def _exponent_card(a: Analysis) -> tuple[str, str]:
@@ -142,19 +145,15 @@ def _targets(page: Page, a: Analysis) -> None:
     rows = []
     for C in budgets:
         far = C / largest
-        note = (
-            "the largest run"
-            if largest == C
-            else f"{plain(far) if far < 1e3 else scientific(far, 2)} times the largest run"
-        )
+        note = "the largest run" if largest == C else f"{times(far)} the largest run"
         if C in a.targets:
             note = f"target, {note}"
         rows.append(f'<tr class="group"><th colspan="5">{scientific(C)} FLOPs<small>{text(note)}</small></th></tr>')
         rows += [_target_row(a, key, C) for key in ("parametric", "isoflop", "envelope")]
     head = ("approach", "parameters N", "tokens D", "tokens per parameter", "loss, nats per token")
     page.add(
-        "<h2>What a budget wants</h2><p class=caption>Each value with its 95 % interval, which covers the noise of these runs under the "
-        f'assumed form. Extrapolations can be wrong by more.</p><div class="scroll">{table(head, rows)}</div>'
+        "<h2>What a budget wants</h2><p class=caption>Each value with its 95 % interval, covering the noise of these "
+        f'runs under the assumed form. Extrapolations err by more.</p><div class="scroll">{table(head, rows)}</div>'
     )
 
 
@@ -162,7 +161,8 @@ def _target_row(a: Analysis, key: str, C: float) -> str:
     approach = a.approaches[key]
     colour, dash, _ = figures.APPROACH_STYLE[key]
     line = {"solid": "solid", "dash": "dashed", "dot": "dotted"}[dash]
-    name = f'<td><span class="key" style="border-color:{colour};border-top-style:{line}"></span>{text(approach.title)}</td>'
+    style = f"border-color:{colour};border-top-style:{line}"
+    name = f'<td><span class="key" style="{style}"></span>{text(approach.title)}</td>'
     if not approach.available:
         return f'<tr>{name}<td colspan="4" class="sub">no answer: see the warnings</td></tr>'
     e: Estimate = approach.at(C)
@@ -184,14 +184,14 @@ def _law(page: Page, a: Analysis) -> None:
 
     def fraction(top: float, symbol: str, power: float) -> str:
         return (
-            f'<span class="frac"><span>{plain(top, 4)}</span><span><i>{symbol}</i><sup>{power:.3f}</sup></span></span>'
+            f'<span class="frac"><span>{amount(top, 4)}</span><span><i>{symbol}</i><sup>{power:.3f}</sup></span></span>'
         )
 
     page.add(
-        f'<div class="equation"><i>L</i>(<i>N</i>, <i>D</i>) = {law.E_:.3f} + {fraction(law.A_, "N", law.alpha_)} + '
-        f"{fraction(law.B_, 'D', law.beta_)}</div>"
+        f'<div class="equation"><i>L</i>(<i>N</i>, <i>D</i>) = {law.E_:.3f} + '
+        f"{fraction(law.A_, 'N', law.alpha_)} + {fraction(law.B_, 'D', law.beta_)}</div>"
     )
-    says = {"E": loss, "A": lambda v: plain(v, 3), "B": lambda v: plain(v, 3), "alpha": loss, "beta": loss}
+    says = {"E": loss, "A": amount, "B": amount, "alpha": loss, "beta": loss}
     what = {
         "E": "irreducible loss",
         "A": "size term",
@@ -222,7 +222,7 @@ def _runs(page: Page, a: Analysis, curves: Any) -> None:
     drawn = page.figure(
         "isoflop",
         figures.isoflop(a),
-        "One colour a budget: runs, parabola in log N, and its minimum with a 95 % interval. A dotted parabola was refused.",
+        "One colour a budget: runs, parabola in log N, and its minimum with a 95 % interval. Dotted: refused.",
     )
     page.add(
         f"<h3>IsoFLOP profiles</h3>{drawn}" if drawn else "<p>No budget has enough runs for an isoFLOP profile.</p>"
@@ -230,20 +230,21 @@ def _runs(page: Page, a: Analysis, curves: Any) -> None:
     drawn = page.figure(
         "contours",
         figures.contours(a),
-        "Loss of the parametric law. Thin dotted lines join the runs of one budget; the thick line is the efficient frontier.",
+        "Loss of the parametric law, the runs (dotted lines join those of one budget), and the efficient frontier.",
     )
     page.add(f"<h3>Loss over size and data</h3>{drawn}" if drawn else "")
 
 
 def _optimum(page: Page, a: Analysis) -> None:
-    sizes = page.figure("optimal-n", figures.allocation(a, "N"))
-    tokens = page.figure("optimal-d", figures.allocation(a, "D"))
-    losses = page.figure("optimal-loss", figures.allocation(a, "loss"), "Bands are 95 % intervals.")
+    sizes = page.figure("optimal-n", figures_optimum.allocation(a, "N"))
+    tokens = page.figure("optimal-d", figures_optimum.allocation(a, "D"))
+    losses = page.figure("optimal-loss", figures_optimum.allocation(a, "loss"), "Bands are 95 % intervals.")
     if not (sizes or tokens):
         page.add("<h2>The optimum by budget</h2><p>No approach has an answer.</p>")
         return
     page.add(
-        "<h2>The optimum by budget</h2><p class=caption>Stars are isoFLOP minima, open diamonds the best runs. Bands are 95 % intervals.</p>"
+        "<h2>The optimum by budget</h2>"
+        "<p class=caption>Stars are isoFLOP minima, open diamonds the best runs. Bands are 95 % intervals.</p>"
         f'{_switch(page)}<div class="pair">{sizes}{tokens}</div>'
     )
     page.add(f"<h3>Predicted loss</h3>{losses}" if losses else "")
@@ -260,7 +261,7 @@ def _switch(page: Page) -> str:
 
 
 def _scores(page: Page, a: Analysis) -> None:
-    accuracy, bits = figures.scores(a, "acc"), figures.scores(a, "gold_bpb")
+    accuracy, bits = figures_optimum.scores(a, "acc"), figures_optimum.scores(a, "gold_bpb")
     if accuracy is None and bits is None:
         return
     left = page.figure("accuracy", accuracy, "Accuracy with its standard error; dotted lines are chance.")
@@ -268,7 +269,8 @@ def _scores(page: Page, a: Analysis) -> None:
         "gold-bpb", bits, "Bits per byte of the right answer: smooth where accuracy still sits at chance."
     )
     page.add(
-        f'<h2>Scores</h2><p class=caption>Lines join the run of lowest loss in each budget.</p><div class="pair">{left}{right}</div>'
+        "<h2>Scores</h2><p class=caption>Lines join the run of lowest loss in each budget.</p>"
+        f'<div class="pair">{left}{right}</div>'
     )
 
 
@@ -284,7 +286,8 @@ def _backtest(page: Page, a: Analysis) -> None:
         if s["N_measured"]:
             allocation = f"{count(s['N_predicted'])} / {count(s['N_measured'])}"
         rows.append(
-            f"<tr><td>{scientific(s['held_out_flops'])} FLOPs</td>{cell(str(s['runs_fitted']))}{cell(str(s['runs_predicted']))}"
+            f"<tr><td>{scientific(s['held_out_flops'])} FLOPs</td>"
+            f"{cell(str(s['runs_fitted']))}{cell(str(s['runs_predicted']))}"
             f"{cell(percent(s['loss_error']))}{cell(percent(s['loss_bias'], True))}{cell(allocation)}"
             f"{cell(ratio(s['tokens_per_parameter_predicted']) + ' / ' + ratio(s['tokens_per_parameter_measured']))}"
             f"{cell(ratio(s['tokens_per_parameter_at_target']))}</tr>"
@@ -302,9 +305,9 @@ def _backtest(page: Page, a: Analysis) -> None:
     )
     full = ratio(steps[-1]["tokens_per_parameter_at_target_full"])
     page.add(
-        "<p>Each row fits the parametric law on runs cheaper than a budget and predicts that budget. A small error of loss does not "
-        f"show that the allocation is right: compare the last column with {full}, which all runs together give.</p>"
-        f'<div class="scroll">{table(head, rows)}</div>{page.figure("backtest", figures.backtest(a))}'
+        "<p>Each row fits the parametric law on runs cheaper than a budget and predicts that budget. A small error of "
+        f"loss does not show that the allocation is right: compare the last column with {full}, from all runs.</p>"
+        f'<div class="scroll">{table(head, rows)}</div>{page.figure("backtest", figures_optimum.backtest(a))}'
     )
 
 

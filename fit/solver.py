@@ -16,144 +16,20 @@ Special here:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from .errors import Array
+from .forms import LogForm, Sums
 
 GRADIENT_TOLERANCE = 1e-9  # of the gradient's own cancelling sum: see `Sums.tolerance`
-RESIDUAL_ROUNDING = 1e-13  # below this a residual in log loss is rounding, and a perfect fit counts as converged
-STAGES = (100.0, 10.0, 3.0, 1.0)  # delta continuation: multiples of the wanted delta
-STAGE_TOLERANCE = 1e-2  # the stages before the last only prepare a start
+STAGES = (100.0, 10.0, 3.0, 1.0)  # delta continuation: multiples of the wanted delta ...
+COARSE = 0.03  # ... after as many factors of ten as it takes to begin near this
+STAGE_TOLERANCE = 1e-4  # loose enough to be quick, tight enough that the next stage does not start in a far valley
 CHUNK = 60_000  # numbers per working array, so that a chunk of problems stays in cache
-
-
-class LogForm(Protocol):
-    """A law as the solver sees it: k parameters, n points, log loss out.
-
-    `value(theta)` takes (P, k) and returns f of shape (P, n) and whatever `sums` wants to reuse.
-    `sums(cache, slope, curvature, spread)` takes three (P, n) arrays and returns
-      gradient (P, k)    sum_i slope_i df_i
-      hessian  (P, k, k) sum_i curvature_i df_i df_i^T + slope_i d2f_i
-      absolute (P, k)    sum_i |slope_i| |df_i|, the scale against which a gradient is small
-      reach    (P, k)    sum_i spread_i |df_i|
-      diagonal (P, k)    sum_i spread_i df_i^2, the scale of the damping
-    """
-
-    parameters: int
-    points: int
-
-    def value(self, theta: Array) -> tuple[Array, Any]: ...
-
-    def sums(self, cache: Any, slope: Array, curvature: Array, spread: Array) -> Sums: ...
-
-
-@dataclass(frozen=True)
-class Sums:
-    """What one evaluation of a form's derivatives gives; see `LogForm`."""
-
-    gradient: Array
-    hessian: Array
-    absolute: Array
-    reach: Array
-    diagonal: Array
-
-    def tolerance(self, relative: float) -> Array:
-        """The size below which each gradient entry is zero: a share of the terms that cancel in it, plus their
-        rounding.
-        """
-        return relative * self.absolute + RESIDUAL_ROUNDING * self.reach
-
-
-class LogSumExp:
-    """f = log sum_t exp(Z_t theta[index_t] + offset_t): every sum of power laws, with free, shared or fixed parameters.
-
-    `terms` is a sequence of (index, Z) or (index, Z, offset): `index` lists the parameters that the term reads, Z has
-    shape (n, len(index)), offset (n,). A term without parameters has an empty index and a Z of shape (n, 0).
-    """
-
-    def __init__(self, parameters: int, terms: Sequence[tuple[Any, ...]]) -> None:
-        self.parameters = parameters
-        self.points = len(terms[0][1])
-        self.index = [np.asarray(term[0], dtype=int) for term in terms]
-        self.tables = [np.asarray(term[1], dtype=np.float64) for term in terms]
-        self.offsets = [term[2] if len(term) > 2 else None for term in terms]
-        self._absolute = [np.abs(Z) for Z in self.tables]
-        self._square = [Z**2 for Z in self.tables]
-        self._products = {
-            (s, t): np.ascontiguousarray((Zs[:, :, None] * Zt[:, None, :]).reshape(self.points, -1))
-            for s, Zs in enumerate(self.tables)
-            for t, Zt in enumerate(self.tables)
-            if s <= t
-        }
-
-    def value(self, theta: Array) -> tuple[Array, list[Array]]:
-        exponents = []
-        for index, Z, offset in zip(self.index, self.tables, self.offsets, strict=True):
-            u = theta[:, index] @ Z.T
-            exponents.append(u if offset is None else u + offset)
-        top = exponents[0]
-        for u in exponents[1:]:
-            top = np.maximum(top, u)
-        shares = [np.exp(u - top) for u in exponents]
-        total = shares[0].copy()
-        for share in shares[1:]:
-            total += share
-        for share in shares:
-            share /= total
-        return top + np.log(total), shares
-
-    def sums(self, cache: list[Array], slope: Array, curvature: Array, spread: Array) -> Sums:
-        problems, k = len(slope), self.parameters
-        gradient, absolute, reach, diagonal = (np.zeros((problems, k)) for _ in range(4))
-        hessian = np.zeros((problems, k, k))
-        # d2f = sum_t p_t Z_t Z_t^T - df df^T, so the rank-one part carries curvature - slope.
-        outer = curvature - slope
-        size = np.abs(slope)
-        for s, (i, share) in enumerate(zip(self.index, cache, strict=True)):
-            weighted = slope * share
-            gradient[:, i] += weighted @ self.tables[s]
-            absolute[:, i] += (size * share) @ self._absolute[s]
-            spread_share = spread * share
-            reach[:, i] += spread_share @ self._absolute[s]
-            diagonal[:, i] += (spread_share * share) @ self._square[s]
-            outer_share = outer * share
-            for t in range(s, len(self.index)):
-                j = self.index[t]
-                coefficient = outer_share * cache[t]
-                if s == t:
-                    coefficient += weighted
-                block = (coefficient @ self._products[s, t]).reshape(problems, len(i), len(j))
-                hessian[:, i[:, None], j] += block
-                if s != t:
-                    hessian[:, j[:, None], i] += block.transpose(0, 2, 1)
-        return Sums(gradient, hessian, absolute, reach, diagonal)
-
-
-class FunctionForm:
-    """Any law as a function: theta (P, k) to f (P, n), df (P, n, k) and d2f (P, n, k, k)."""
-
-    def __init__(self, function: Callable[[Array], tuple[Array, Array, Array]], parameters: int, points: int) -> None:
-        self.function, self.parameters, self.points = function, parameters, points
-
-    def value(self, theta: Array) -> tuple[Array, tuple[Array, Array]]:
-        value, first, second = self.function(theta)
-        return value, (first, second)
-
-    def sums(self, cache: tuple[Array, Array], slope: Array, curvature: Array, spread: Array) -> Sums:
-        first, second = cache
-        size = np.abs(first)
-        hessian = np.einsum("pn,pni,pnj->pij", curvature, first, first) + np.einsum("pn,pnij->pij", slope, second)
-        return Sums(
-            gradient=np.einsum("pn,pni->pi", slope, first),
-            hessian=hessian,
-            absolute=np.einsum("pn,pni->pi", np.abs(slope), size),
-            reach=np.einsum("pn,pni->pi", spread, size),
-            diagonal=np.einsum("pn,pni->pi", spread, size**2),
-        )
 
 
 @dataclass(frozen=True)
@@ -198,7 +74,7 @@ def minimise(
         rows = slice(begin, begin + size)
         theta = np.clip(starts[rows], lower, upper)
         steps = np.zeros(len(theta), dtype=int)
-        for stage in stages if np.isfinite(delta) else (1.0,):
+        for stage in (*_coarse_stages(delta, stages), *stages) if np.isfinite(delta) else (1.0,):
             tolerance = GRADIENT_TOLERANCE if stage == 1.0 else STAGE_TOLERANCE
             found = _newton(
                 form, target[rows], weights[rows], theta, lower, upper, delta * stage, tolerance, iterations
@@ -206,6 +82,14 @@ def minimise(
             theta, steps = found.theta, steps + found.steps
         parts.append(Minimum(theta, found.objective, found.converged, found.at_bound, steps))
     return Minimum(*(np.concatenate([getattr(p, name) for p in parts]) for name in Minimum.__dataclass_fields__))
+
+
+def _coarse_stages(delta: float, stages: Sequence[float]) -> list[float]:
+    """Multiples of a very small delta that come before `stages`, tenfold apart, so that even L1 begins smooth."""
+    if len(stages) == 1 or stages[0] * delta >= COARSE:
+        return []
+    steps = int(np.ceil(np.log10(COARSE / (stages[0] * delta))))
+    return [stages[0] * 10.0**k for k in range(steps, 0, -1)]
 
 
 def huber(residual: Array, delta: float) -> tuple[Array, Array, np.ndarray]:
@@ -241,15 +125,15 @@ def _newton(
         sums = state.sums(form)
         held = ((now <= lower) & (sums.gradient > 0)) | ((now >= upper) & (sums.gradient < 0)) | (lower == upper)
         flat = (held | (np.abs(sums.gradient) <= sums.tolerance(tolerance))).all(axis=1)
-        if tolerance <= GRADIENT_TOLERANCE:
-            flat &= _curves_up(sums, held)
+        if tolerance <= GRADIENT_TOLERANCE and flat.any():
+            flat[flat] = _curves_up(sums.take(flat), held[flat])
         converged[rows[flat]] = True
         if flat.all():
             break
         keep = ~flat
         if not keep.all():
             rows, now, state, held = rows[keep], now[keep], state.take(keep), held[keep]
-            sums = Sums(*(getattr(sums, name)[keep] for name in Sums.__dataclass_fields__))
+            sums = sums.take(keep)
 
         step, damping[rows] = _damped_step(sums, held, damping[rows])
         trial = np.clip(now + step, lower, upper)
@@ -285,17 +169,17 @@ class _State:
 
     def sums(self, form: LogForm) -> Sums:
         _, slope, inside = huber(self.residual, self.delta)
-        # The weights of iteratively reweighted least squares bound the curvature from above: a scale that never
-        # vanishes.
+        # The weights of reweighted least squares bound the curvature from above: a scale that never vanishes.
         spread = self.weights / np.maximum(np.abs(self.residual) / self.delta, 1.0)
         return form.sums(self.cache, self.weights * slope, self.weights * inside, spread)
 
     def take(self, rows: np.ndarray) -> _State:
-        kept = (array[rows] for array in (self.target, self.weights, self.residual, self.objective))
-        return _State(*kept, _rows(self.cache, rows), self.delta)
+        cache = type(self.cache)(array[rows] for array in self.cache)
+        kept = (self.target[rows], self.weights[rows], self.residual[rows], self.objective[rows])
+        return _State(*kept, cache, self.delta)
 
     def merge(self, other: _State, rows: np.ndarray) -> _State:
-        """This state, with `rows` replaced by another's."""
+        """The same, with `rows` replaced by another's."""
         if rows.all():
             return other
         pick = rows[:, None]
@@ -307,10 +191,6 @@ class _State:
             _pick(self.cache, other.cache, rows),
             self.delta,
         )
-
-
-def _rows(cache: Any, rows: np.ndarray) -> Any:
-    return type(cache)(array[rows] for array in cache)
 
 
 def _pick(old: Any, new: Any, rows: np.ndarray) -> Any:

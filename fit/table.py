@@ -173,7 +173,9 @@ def _resolve(frame: pd.DataFrame, columns: Mapping[str, str], said: str) -> dict
                 raise InputError(f"{said} has no column {columns[name]!r}; it has {', '.join(exist)}.")
             names[name] = columns[name]
         else:
-            names.update({name: alias for alias in reversed(aliases) if alias in exist})
+            there = [alias for alias in aliases if alias in exist]
+            if there:
+                names[name] = there[0]
     for name in ("N", "loss"):
         if name not in names:
             raise InputError(f"{said} has no column {name!r}; it has {', '.join(exist)}.")

@@ -43,10 +43,14 @@ def percentile_interval(draws: Any, level: float = 0.95) -> tuple[float, float]:
     return (float(low), float(high))
 
 
-def studentised(residual: Array) -> Array:
-    """Residuals over a robust estimate of their spread, the median absolute deviation scaled to a Gaussian's sigma."""
+def studentised(residual: Array, parameters: int = 0) -> Array:
+    """Residuals over a robust estimate of their spread, the median absolute deviation scaled to a Gaussian's sigma.
+
+    A fit that is nearly L1 runs through as many points as it has parameters; those say nothing about the spread, so
+    the `parameters` smallest residuals are left out of it.
+    """
     centred = residual - np.median(residual)
-    spread = 1.4826 * np.median(np.abs(centred))
+    spread = 1.4826 * np.median(np.sort(np.abs(centred))[min(parameters, len(centred) - 1) :])
     if spread <= 1e-9:  # a perfect fit: nothing stands out
         return np.zeros_like(residual)
     return centred / spread

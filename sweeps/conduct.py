@@ -1,4 +1,4 @@
-"""One sweep from its config to its report: prepare, plan, launch, score, fit. Each step resumes what an earlier run left."""
+"""One sweep from its config to its report: plan, launch, score, fit. Each step resumes what an earlier one left."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ import yaml
 from .. import __version__
 from ..train.config import RunConfig, run_id
 from ..train.errors import UserError
-from ..train.files import read_json, write_atomic, write_json
+from ..train.files import write_atomic, write_json
 from . import grid, probe
 from .config import IsoflopGrid, SweepConfig, base_run
-from .plan import Plan, plan, print_plan
+from .plan import Plan, plan
 from .runs import RunDirectory, SweepDirectory
 
 
@@ -53,6 +53,8 @@ def conduct(config: SweepConfig, command: list[str]) -> int:
     runs = resolve_runs(config)
     planned = plan(runs, config.cluster, machine.flops_per_second, machine.jobs)
     if config.dry_run:
+        from .display import print_plan
+
         print_plan(planned, config.cluster)
         return 0
     with sweep.lock():
@@ -105,12 +107,15 @@ def fill_budgets(config: SweepConfig, machine: Machine) -> None:
 def resolve_runs(config: SweepConfig) -> list[RunConfig]:
     """The grid's runs, each complete: vocabulary from the tokenizer, fingerprint from the text."""
     from ..train.data.corpora import open_corpus
-    from ..train.data.tokenizers import planned_vocab_size
+    from ..train.data.tokenizers import planned_fingerprint, planned_vocab_size
 
     assert config.grid is not None
     base = base_run(config)
     if base.data.path is not None:
         base.data.path = str(Path(base.data.path).expanduser().absolute())
+    if base.data.tokenizer not in ("bytes", "bpe"):
+        base.data.tokenizer = str(Path(base.data.tokenizer).expanduser().absolute())
+    base.data.tokenizer_fingerprint = planned_fingerprint(base.data)
     if base.model.vocab_size is None:
         base.model.vocab_size = planned_vocab_size(base.data)
     corpus = open_corpus(base.data)
@@ -149,7 +154,9 @@ def git_state(root: Path) -> dict[str, Any]:
 
     def git(*arguments: str) -> str | None:
         try:
-            result = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=10, check=True)
+            result = subprocess.run(
+                ["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=10, check=True
+            )
         except (OSError, subprocess.SubprocessError):
             return None
         return result.stdout.strip()
@@ -180,7 +187,9 @@ def _conduct_local(
                 display.update([job.label for job in running], [job.label for job in ended])
 
             pool.run(jobs, tick)
-    unscored = [run for run in directories if run.is_done() and not is_scored(run, config)] if config.evaluate.tasks else []
+    unscored = (
+        [run for run in directories if run.is_done() and not is_scored(run, config)] if config.evaluate.tasks else []
+    )
     if unscored:
         from .evaluation import stage
 
@@ -192,13 +201,7 @@ def _conduct_local(
             pool.run(scoring, lambda running, ended: display.update_scores())
     finish(sweep)
     print_result(sweep)
-    unfinished = [run for run in directories if not run.is_done()]
-    missing = [run for run in unscored if not is_scored(run, config)]
-    for run in unfinished:
-        print(f"run {run.run_id} is {run.state().state}: {run.state().reason}")
-    if missing:
-        print(f"{len(missing)} runs could not be scored; the reasons are in {sweep.path / 'runs'}/<run>/log.txt")
-    return 1 if unfinished or missing else 0
+    return _outcome(sweep, directories, config)
 
 
 def is_scored(run: RunDirectory, config: SweepConfig) -> bool:
@@ -222,30 +225,46 @@ def _require_slurm() -> None:
         raise UserError("cluster is 'slurm' and there is no sbatch on the PATH; use cluster=local, or load SLURM first")
 
 
-def _conduct_slurm(
-    sweep: SweepDirectory, config: SweepConfig, planned: Plan, directories: list[RunDirectory]
-) -> int:
+def _conduct_slurm(sweep: SweepDirectory, config: SweepConfig, planned: Plan, directories: list[RunDirectory]) -> int:
+    from . import slurm
     from .evaluation import stage
     from .finish import finish, print_result
-    from .launch import live_slurm_jobs, submit_to_slurm, to_start, wait_for_slurm
+    from .launch import SlurmLauncher, to_start, wait_for_slurm
 
-    waiting = to_start(directories, live_slurm_jobs())
+    launcher = SlurmLauncher(sweep, config.cluster, slurm.live_jobs())
+    waiting = to_start(directories, launcher.live)
+    evaluate = bool(config.evaluate.tasks)
     done = [run for run in directories if run.is_done()]
-    if not waiting and len(done) == len(directories):
-        if not (sweep.path / "fit" / "report.html").exists():
-            finish(sweep)
-        print_result(sweep)
+    unscored = launcher.to_score([run for run in done if not is_scored(run, config)]) if evaluate else []
+    if waiting or unscored:
+        # Here and now, for compute nodes may have no network, and GPUs should not wait for a tokenizer.
+        if waiting:
+            _prepare_data(waiting[0])
+        if evaluate:
+            stage(config.evaluate.tasks)
+        launcher.submit(planned, waiting, unscored, evaluate)
+        print(f"submitted {len(waiting)} runs and {len(unscored)} scorings to SLURM; the fit is job {launcher.last}")
+        launcher.live = slurm.live_jobs()
+    jobs = launcher.in_queue(directories)
+    if jobs and not config.wait:
+        print(f"{len(jobs)} jobs are in the queue; see `isoflop status {sweep.path}`")
+        print(f"the report will be {sweep.path / 'fit' / 'report.html'}")
         return 0
-    if not waiting:
-        print(f"all {len(directories)} runs are done or in the queue; see `isoflop status {sweep.path}`")
-        return 0
-    if config.evaluate.tasks:
-        stage(config.evaluate.tasks)  # compute nodes may have no network
-    submission = submit_to_slurm(sweep, planned, waiting, config.cluster, bool(config.evaluate.tasks))
-    print(f"submitted {len(waiting)} runs to SLURM; the fit is job {submission.finish}")
-    print(f"isoflop status {sweep.path}      the report will be {sweep.path / 'fit' / 'report.html'}")
-    if not config.wait:
-        return 0
-    wait_for_slurm(submission, directories, lambda: None)
+    if jobs:
+        wait_for_slurm(jobs)  # the last of them fits
+    else:
+        finish(sweep)
     print_result(sweep)
-    return 0 if all(run.is_done() for run in directories) else 1
+    return _outcome(sweep, directories, config)
+
+
+def _outcome(sweep: SweepDirectory, directories: list[RunDirectory], config: SweepConfig) -> int:
+    """The exit code, after a line for every run that is not done."""
+    unfinished = [run for run in directories if not run.is_done()]
+    done = [run for run in directories if run.is_done()]
+    missing = [run for run in done if not is_scored(run, config)] if config.evaluate.tasks else []
+    for run in unfinished:
+        print(f"run {run.run_id} is {run.state().state}: {run.state().reason}")
+    if missing:
+        print(f"{len(missing)} runs could not be scored; the reasons are in {sweep.path / 'runs'}/<run>/log.txt")
+    return 1 if unfinished or missing else 0

@@ -43,9 +43,9 @@ class IsoflopGrid(GridConfig):
     convention: str = "exact"  # how a budget turns into D: exact | 6nd
     sizes: int = 6  # models a budget
     span: float = 16.0  # largest over smallest N of a budget
-    expected_N: float = 15e3  # N_total at expected_flops
+    expected_N: float = 22e3  # N_total at expected_flops
     expected_flops: float = 2.5e11
-    expected_exponent: float = 0.57
+    expected_exponent: float = 0.55
     min_steps: int = 100  # a point with fewer optimizer steps is no training; it is left out
 
 
@@ -73,7 +73,7 @@ class ClusterConfig:
 
     kind: str = "local"  # local | slurm
     budgets: list[float] | None = None  # what a grid without its own budgets uses; None: probe this machine
-    minutes: float = 5.5  # local: how long a probed grid may train, all cores together
+    minutes: float = 4.5  # local: how long a probed grid may train, all cores together
     flops_per_second: float | None = None  # matrix-product peak of one core (local) or one GPU; None: probe
     half_speed_width: float = 96.0  # model width at which training reaches half of that peak, for estimates
     precision: str = "fp32"  # what a run uses unless `precision` is set

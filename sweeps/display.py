@@ -1,4 +1,7 @@
-"""What a terminal shows while runs train: a bar a run with its loss, and the whole with its ETA. Plain lines elsewhere."""
+"""What a terminal shows before and while runs train: the plan; a bar a run with its loss; the ETA of the whole.
+
+Without a terminal the bars become a plain line a run.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,36 @@ import time
 from types import TracebackType
 from typing import Any
 
-from .grid import short
-from .plan import Plan, describe, makespan
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
+
+from .config import ClusterConfig
+from .plan import Plan, makespan
 from .runs import RunDirectory, SweepDirectory
+from .terminal import console, describe, short
+
+
+def print_plan(plan: Plan, cluster: ClusterConfig) -> None:
+    """The dry run's table: every run, then the totals."""
+    table = Table(title=f"{len(plan.runs)} runs", title_justify="left", box=box.SIMPLE)
+    for column in ("run", "N_total", "D", "C exact", "D/N", "shape", "steps", "time"):
+        table.add_column(column, justify="left" if column == "run" else "right", no_wrap=True)
+    for run in plan.runs:
+        table.add_row(
+            run.run_id, short(run.N_total), short(run.D), f"{run.flops_exact:.2e}", f"{run.D / run.N_total:.0f}",
+            f"{run.width}x{run.depth}", f"{run.steps:,}", describe(run.estimated_seconds),
+        )  # fmt: skip
+    out = console()
+    out.print(table)
+    cost = f"total {plan.total_flops:.3g} FLOPs (exact), about {describe(plan.estimated_seconds)} of training"
+    cost += f" with {plan.jobs_at_once} at a time on {cluster.kind}"
+    if cluster.gpus_per_job:
+        cost += f", {plan.gpu_hours:.3g} GPU-hours"
+    if plan.dollars is not None:
+        cost += f", ${plan.dollars:,.2f}"
+    out.print(cost, highlight=False, soft_wrap=True)
 
 
 class Display:
@@ -30,9 +60,6 @@ class Display:
 
     def __enter__(self) -> Display:
         if sys.stderr.isatty():
-            from rich.console import Console
-            from rich.progress import BarColumn, Progress, TextColumn
-
             columns = (TextColumn("{task.description}"), BarColumn(bar_width=30), TextColumn("{task.fields[note]}"))
             self._live = Progress(*columns, console=Console(stderr=True), transient=True)
             self._live.start()
@@ -42,7 +69,9 @@ class Display:
             print(f"scoring {len(self._scoring)} checkpoints", flush=True)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._live is not None:
             self._live.stop()
 
@@ -83,7 +112,12 @@ class Display:
         spent = time.monotonic() - self._started
         done = self._estimate - left
         pace = spent * self._jobs / done if done > 0.02 * self._estimate else 1.0
-        return makespan(sorted(self._left.values(), reverse=True), self._jobs) * pace * left / max(sum(self._left.values()), 1e-9)
+        return (
+            makespan(sorted(self._left.values(), reverse=True), self._jobs)
+            * pace
+            * left
+            / max(sum(self._left.values()), 1e-9)
+        )
 
     def _draw(self, name: str, share: float) -> None:
         run = self._planned[name]

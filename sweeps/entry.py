@@ -57,6 +57,20 @@ def _compose_and_conduct(arguments: list[str]) -> int:
     return max(codes, default=0)
 
 
+def compose(overrides: list[str]) -> SweepConfig:
+    """The configuration that `python sweep.py OVERRIDES` would use, for commands that need only a part of it."""
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+    from omegaconf import OmegaConf
+
+    register()
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONFIG)):
+        config = hydra_compose("config", overrides=[*with_cluster(overrides), "sweep=none"])
+    result = OmegaConf.to_object(config)
+    assert isinstance(result, SweepConfig)
+    return result
+
+
 def with_cluster(arguments: list[str]) -> list[str]:
     """Replaces `cluster=auto`, which is also the default, by what answers here: slurm or local."""
     given = [argument for argument in arguments if argument.startswith("cluster=")]
@@ -70,7 +84,7 @@ def to_sweep_config(config: object) -> SweepConfig:
     """Hydra's config as the dataclasses; every interpolation resolved, every type checked."""
     from omegaconf import OmegaConf
 
-    result = OmegaConf.to_object(config)  # type: ignore[arg-type]
+    result = OmegaConf.to_object(config)
     assert isinstance(result, SweepConfig)
     if result.grid is None:
         grids = ", ".join(sorted(path.stem for path in (CONFIG / "grid").glob("*.yaml")))
@@ -90,7 +104,9 @@ def guarded(work: Callable[[], int]) -> int:
     except (HydraException, OmegaConfBaseException) as error:
         return _say(composition_error(error), 2)
     except PermissionError as error:
-        return _say(f"{error.filename} cannot be written ({error.strerror}); choose another place with output_root=FOLDER", 2)
+        return _say(
+            f"{error.filename} cannot be written ({error.strerror}); choose another place with output_root=FOLDER", 2
+        )
     except OSError as error:
         return _say(f"{error.strerror or error}: {error.filename or 'no file named'}", 1)
     except BrokenPipeError:

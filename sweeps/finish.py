@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from rich import box
+from rich.markup import escape
+from rich.table import Table
+
 from ..train.errors import UserError
 from ..train.files import read_json
-from .grid import short
-from .plan import describe
 from .runs import SweepDirectory
 from .table import loss_curves, write_table
+from .terminal import console, describe, short
 
 
 def finish(sweep: SweepDirectory, targets: list[float] | None = None) -> dict[str, Any]:
@@ -28,7 +31,9 @@ def finish(sweep: SweepDirectory, targets: list[float] | None = None) -> dict[st
     settings = sweep.settings()
     table = write_table(sweep)
     if table.empty:
-        raise UserError(f"no run of {sweep.path} is done, so there is nothing to fit; see `isoflop status {sweep.path}`")
+        raise UserError(
+            f"no run of {sweep.path} is done, so there is nothing to fit; see `isoflop status {sweep.path}`"
+        )
     options = settings["config"]["fit"]
     runs = fit.read_table(table)
     largest = float(table["flops"].max())
@@ -43,24 +48,30 @@ def finish(sweep: SweepDirectory, targets: list[float] | None = None) -> dict[st
 
 
 def print_result(sweep: SweepDirectory) -> None:
-    """The laws in a table, what they cost, the warnings, and where the report is."""
-    from rich.console import Console
-    from rich.table import Table
-
+    """What a sweep ends with: the laws in a table, the warnings, the cost, and where the report is."""
     law = read_json(sweep.path / "fit" / "law.json")
     if law is None:
         return
-    console = Console()
-    table = Table(title=f"{sweep.path.name}: compute-optimal, with 95 % intervals", title_justify="left")
-    for column in ("budget (FLOPs)", "approach", "N", "D", "D/N", "loss"):
-        table.add_column(column, justify="left" if column == "approach" else "right")
-    for row in _estimates(law):
-        table.add_row(*row)
-    console.print(table)
-    for warning in law.get("warnings", []):
-        console.print(f"[yellow]{warning['code']}[/]: {warning['message']}", highlight=False)
-    console.print(_cost(sweep), highlight=False)
+    print_law(law, sweep.path.name)
+    print(_cost(sweep))
     print(f"report: {sweep.path / 'fit' / 'report.html'}")
+
+
+def print_law(law: dict[str, Any], name: str) -> None:
+    """N, D and loss at each target by each approach, then what to distrust."""
+    out = console()
+    rows = _estimates(law)
+    if rows:
+        table = Table(title=f"{name}: compute-optimal, with 95 % intervals", title_justify="left", box=box.SIMPLE)
+        for column in ("FLOPs", "approach", "N", "D", "D/N", "loss"):
+            table.add_column(column, justify="left" if column == "approach" else "right", no_wrap=True)
+        for row in rows:
+            table.add_row(*row)
+        out.print(table)
+    if law.get("verdict"):
+        out.print(law["verdict"], highlight=False, soft_wrap=True)
+    for warning in law.get("warnings", []):
+        out.print(f"[yellow]{warning['code']}[/]: {escape(warning['message'])}", highlight=False, soft_wrap=True)
 
 
 def _estimates(law: dict[str, Any]) -> list[list[str]]:
@@ -71,7 +82,7 @@ def _estimates(law: dict[str, Any]) -> list[list[str]]:
     rows.sort(key=lambda row: row[0])
     return [
         [
-            f"{flops:.2g}",
+            f"{flops:.3g}",
             name,
             _with_interval(item["N"], item.get("N_ci"), short),
             _with_interval(item["D"], item.get("D_ci"), short),

@@ -14,6 +14,7 @@ from ..train.errors import UserError
 from ..train.flops import count_parameters, tokens_for_budget, training_flops_per_token
 from . import architectures
 from .config import GridConfig, IsoflopGrid, LadderGrid, ProductGrid
+from .terminal import short
 
 
 def expand(grid: GridConfig, base: RunConfig) -> list[RunConfig]:
@@ -49,14 +50,6 @@ def expand(grid: GridConfig, base: RunConfig) -> list[RunConfig]:
 
 def _label(run: RunConfig) -> str:
     return f"N{short(count_parameters(run.model).N_total)}_D{short(run.D)}_s{run.seed}"
-
-
-def short(value: float) -> str:
-    """1234567 -> 1.23M: three digits and a unit, as people say N and D."""
-    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if value >= size:
-            return f"{value / size:.3g}{unit}"
-    return f"{value:.3g}"
 
 
 def _isoflop(grid: IsoflopGrid, base: RunConfig) -> Iterator[RunConfig]:
@@ -121,7 +114,9 @@ def _ladder(grid: LadderGrid, base: RunConfig) -> Iterator[RunConfig]:
 def _product(grid: ProductGrid, base: RunConfig) -> Iterator[RunConfig]:
     axes = dict(_dotted(grid.axes))
     if not axes:
-        raise UserError("grid.axes is empty; name at least one field and its values, as {optimizer.learning_rate:[4e-3,8e-3]}")
+        raise UserError(
+            "grid.axes is empty; name at least one field and its values, as {optimizer.learning_rate:[4e-3,8e-3]}"
+        )
     for name, values in axes.items():
         if not isinstance(values, list) or not values:
             raise UserError(f"grid.axes.{name} is {values!r}; it must be a list of values")
@@ -154,7 +149,9 @@ def _assign(run: RunConfig, name: str, value: Any) -> None:
     if not dataclasses.is_dataclass(node) or last not in {item.name for item in dataclasses.fields(node)}:
         raise UserError(f"grid.axes names {name!r}, which is not a field of a run; see conf/ for the fields")
     if dataclasses.is_dataclass(getattr(node, last)):
-        raise UserError(f"grid.axes names the group {name!r}; name one of its fields, such as {name}.{_first_field(node, last)}")
+        raise UserError(
+            f"grid.axes names the group {name!r}; name one of its fields, such as {name}.{_first_field(node, last)}"
+        )
     typed = OmegaConf.structured(type(node))
     try:
         typed[last] = value

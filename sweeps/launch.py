@@ -9,6 +9,7 @@ Special here:
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import signal
 import time
@@ -18,12 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import submitit
+from submitit.core.utils import FailedJobError, FailedSubmissionError
 
 from ..train.errors import UserError
-from . import worker
+from ..train.files import read_json, write_json
+from . import slurm, worker
 from .config import ClusterConfig
 from .plan import JobShape, Plan
-from .runs import FINAL, RunDirectory, SweepDirectory, lock_token
+from .runs import Busy, RunDirectory, SweepDirectory, lock_token
 
 POLL_SECONDS = 0.25
 GRACE_SECONDS = 30.0  # what a worker gets to save a checkpoint before it is killed
@@ -151,97 +154,142 @@ def settle(run: RunDirectory) -> None:
 
 # --- SLURM -----------------------------------------------------------------------------------------------------------
 
-
-@dataclass(frozen=True)
-class Submission:
-    """Job ids of what was submitted."""
-
-    training: list[str]
-    evaluation: list[str]
-    finish: str
-
-
-def submit_to_slurm(sweep: SweepDirectory, plan: Plan, runs: list[RunDirectory], cluster: ClusterConfig, evaluate: bool) -> Submission:
-    """Submits training, scoring and the fit as arrays that depend on each other, and returns.
-
-    Raises:
-        UserError: sbatch is missing, or SLURM refuses the job; its own words are passed on.
-    """
-    shapes: dict[JobShape, list[RunDirectory]] = {}
-    by_id = {run.run_id: run for run in plan.runs}
-    for run in runs:
-        shapes.setdefault(by_id[run.run_id].shape, []).append(run)
-    training, scoring = [], []
-    for shape, members in shapes.items():
-        calls = [(worker.train_run, (str(run.path.resolve()), cluster.max_requeues)) for run in members]
-        names = _submit(sweep, cluster, shape, "train", calls)
-        training += names
-        for run, name in zip(members, names, strict=True):
-            run.set_state("queued", job_id=name, host=None)
-        if evaluate:
-            array = names[0].split("_")[0]
-            dependency = f"{'aftercorr' if len(names) > 1 else 'afterok'}:{array}"
-            calls = [(worker.evaluate_runs, (str(sweep.path.resolve()), [run.run_id])) for run in members]
-            scoring += _submit(sweep, cluster, shape, "evaluate", calls, dependency)
-    arrays = sorted({name.split("_")[0] for name in [*training, *scoring]})
-    light = JobShape(0, 1, min(8.0, cluster.memory_gb), min(60, cluster.time_minutes))
-    last = [(worker.finish_sweep, (str(sweep.path.resolve()),))]
-    dependency = "afterany:" + ":".join(arrays) if arrays else None
-    (finish,) = _submit(sweep, cluster, light, "fit", last, dependency)
-    return Submission(training, scoring, finish)
-
-
-def _submit(
-    sweep: SweepDirectory, cluster: ClusterConfig, shape: JobShape, kind: str,
-    calls: list[tuple[Callable[..., None], tuple[Any, ...]]], dependency: str | None = None,
-) -> list[str]:  # fmt: skip
-    try:
-        executor = submitit.SlurmExecutor(folder=sweep.path.resolve() / "jobs")
-    except RuntimeError as error:
-        raise UserError("cluster is 'slurm' and there is no sbatch on the PATH; use cluster=local or load SLURM") from error
-    extra = {str(key): value for key, value in cluster.additional_parameters.items()}
-    if dependency is not None:
-        # A task whose run failed can never start: without this it would wait in the queue for ever.
-        extra["kill-on-invalid-dep"] = "yes"
-    executor.update_parameters(
-        job_name=f"{sweep.path.name}-{kind}", time=shape.time_minutes, nodes=1, ntasks_per_node=1,
-        cpus_per_task=shape.cpus, mem=f"{round(shape.memory_gb * 1024)}M", gpus_per_node=shape.gpus or None,
-        partition=cluster.partition, account=cluster.account, qos=cluster.qos, dependency=dependency,
-        array_parallelism=cluster.array_parallelism, signal_delay_s=min(120, 30 * shape.time_minutes),
-        setup=[f"export OMP_NUM_THREADS={shape.cpus}", *cluster.setup],
-        additional_parameters={"requeue": True, **extra},
-    )  # fmt: skip
-    try:
-        jobs = executor.submit_array([_Call(function, arguments) for function, arguments in calls])
-    except (submitit.core.utils.FailedJobError, submitit.core.utils.FailedSubmissionError) as error:
-        words = " ".join(str(error).split())
-        raise UserError(f"SLURM refused the {kind} job: {words}; nothing of it was started, sweep again once it is mended") from error
-    return [job.job_id for job in jobs]
+ARRAY_LIMIT = 1000  # tasks of one array; SLURM's own default limit
 
 
 @dataclass(frozen=True)
-class _Call:
+class Scripted:
     """A function with its arguments, as submitit wants it for an array."""
 
-    function: Callable[..., None]
+    function: Callable[..., Any]
     arguments: tuple[Any, ...]
 
     def __call__(self) -> None:
         self.function(*self.arguments)
 
 
-def live_slurm_jobs() -> set[str] | None:
-    """Ids of this user's jobs that SLURM still has, `array_task` for array tasks; None where it does not answer."""
-    import getpass
-    import subprocess
+@dataclass
+class SlurmLauncher:
+    """Submits one sweep's jobs. What was submitted before is in jobs/slurm.json, so that nothing is submitted twice."""
 
-    try:
-        shown = subprocess.run(
-            ["squeue", "-h", "-r", "-u", getpass.getuser(), "-o", "%i"], capture_output=True, text=True, timeout=30, check=True
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return set(shown.stdout.split())
+    sweep: SweepDirectory
+    cluster: ClusterConfig
+    live: set[str]  # ids of the jobs in the queue when this launcher began
+
+    def __post_init__(self) -> None:
+        self.record = self.sweep.path / "jobs" / "slurm.json"
+        known = read_json(self.record) or {}
+        self.scoring: dict[str, str] = dict(known.get("evaluate") or {})  # run id -> job id
+        self.last: str | None = known.get("fit")
+        # Never a folder of an earlier submission: where job ids start anew, a job would find another's files there.
+        self.folder = self.sweep.path.resolve() / "jobs" / f"slurm-{os.urandom(4).hex()}"
+        self.submitted: list[str] = []
+
+    def in_queue(self, runs: list[RunDirectory]) -> set[str]:
+        """Jobs of this sweep that wait or run: training, scoring and the fit."""
+        named = {run.state().job_id for run in runs} | set(self.scoring.values()) | {self.last}
+        return {job for job in named if job is not None} & self.live
+
+    def to_score(self, runs: list[RunDirectory]) -> list[RunDirectory]:
+        """Of runs that have no scores yet, those that no scoring job in the queue will score."""
+        return [run for run in runs if self.scoring.get(run.run_id) not in self.live]
+
+    def submit(self, plan: Plan, runs: list[RunDirectory], unscored: list[RunDirectory], evaluate: bool) -> None:
+        """Submits training, scoring and the fit as arrays that depend on each other.
+
+        Args:
+            plan: gives every run its job shape.
+            runs: to train, and with `evaluate` to score thereafter.
+            unscored: trained already, to score.
+            evaluate: whether there is anything to score on.
+
+        Raises:
+            UserError: SLURM refuses a job, in its own words; everything submitted here is cancelled again.
+        """
+        shapes = {run.run_id: run.shape for run in plan.runs}
+        before = self.in_queue([*runs, *unscored, *(self.sweep.run(run.run_id) for run in plan.runs)]) - {self.last}
+        try:
+            for shape, members in _arrays(runs, shapes):
+                self._train(shape, members, evaluate)
+            for shape, members in _arrays(unscored, shapes):
+                self._score(shape, members, None)
+            light = JobShape(0, 1, min(8.0, self.cluster.memory_gb), min(60, self.cluster.time_minutes))
+            arrays = sorted({name.split("_")[0] for name in [*self.submitted, *before]})
+            fit = Scripted(worker.finish_sweep, (str(self.sweep.path.resolve()),))
+            (self.last,) = self.submit_array(light, "fit", [fit], "afterany:" + ":".join(arrays))
+        except UserError:
+            slurm.cancel(self.submitted)
+            for run in runs:
+                run.set_state("planned", job_id=None)
+            raise
+        write_json(self.record, {"evaluate": self.scoring, "fit": self.last})
+
+    def _train(self, shape: JobShape, runs: list[RunDirectory], evaluate: bool) -> None:
+        for run in runs:  # before the job exists: from then on the state is the worker's
+            run.set_state("queued", host=None, job_id=None)
+        requeues = self.cluster.max_requeues
+        calls = [Scripted(worker.train_run, (str(run.path.resolve()), requeues)) for run in runs]
+        names = self.submit_array(shape, "train", calls)
+        for run, name in zip(runs, names, strict=True):
+            _note_job(run, name)
+        if evaluate:
+            array = names[0].split("_")[0]
+            self._score(shape, runs, f"{'aftercorr' if len(names) > 1 else 'afterok'}:{array}")
+
+    def _score(self, shape: JobShape, runs: list[RunDirectory], dependency: str | None) -> None:
+        sweep = str(self.sweep.path.resolve())
+        calls = [Scripted(worker.evaluate_runs, (sweep, [run.run_id])) for run in runs]
+        names = self.submit_array(shape, "evaluate", calls, dependency)
+        self.scoring |= {run.run_id: name for run, name in zip(runs, names, strict=True)}
+
+    def submit_array(self, shape: JobShape, kind: str, calls: list[Scripted], dependency: str | None = None) -> list[str]:
+        """Submits calls of one shape as one array, to start when `dependency` allows; returns their job ids."""
+        cluster = self.cluster
+        extra = {"requeue": True} | {str(key): value for key, value in cluster.additional_parameters.items()}
+        if dependency is not None:
+            # A task whose run failed can never start: without this it would wait in the queue for ever.
+            extra["kill-on-invalid-dep"] = "yes"
+        executor = submitit.SlurmExecutor(folder=self.folder)
+        executor.update_parameters(
+            job_name=f"{self.sweep.path.name}-{kind}", time=shape.time_minutes, nodes=1, ntasks_per_node=1,
+            cpus_per_task=shape.cpus, mem=f"{round(shape.memory_gb * 1024)}M", gpus_per_node=shape.gpus or None,
+            partition=cluster.partition, account=cluster.account, qos=cluster.qos, dependency=dependency,
+            array_parallelism=cluster.array_parallelism, signal_delay_s=min(120, 30 * shape.time_minutes),
+            setup=[f"export OMP_NUM_THREADS={shape.cpus}", *cluster.setup],
+            # From SLURM 22.05 on srun does not hand a task the CPUs that its job asked for, unless told so again.
+            srun_args=[f"--cpus-per-task={shape.cpus}"],
+            additional_parameters=extra,
+        )  # fmt: skip
+        try:
+            # submitit prints SLURM's words as well as raising them.
+            with slurm.outside_any_job(), contextlib.redirect_stderr(io.StringIO()):
+                jobs = executor.submit_array(calls)
+        except (FailedJobError, FailedSubmissionError) as error:
+            words = " ".join(str(error).split()) or "it gave no reason"
+            raise UserError(
+                f"SLURM refused the {kind} job ({words}); nothing is left in the queue, "
+                "mend the cluster.* setting that it names and sweep again"
+            ) from error
+        names = [str(job.job_id) for job in jobs]
+        self.submitted += names
+        return names
+
+
+def _arrays(runs: list[RunDirectory], shapes: dict[str, JobShape]) -> Iterator[tuple[JobShape, list[RunDirectory]]]:
+    """Runs of one shape together, in the order given, no more of them than an array may hold."""
+    by_shape: dict[JobShape, list[RunDirectory]] = {}
+    for run in runs:
+        by_shape.setdefault(shapes[run.run_id], []).append(run)
+    for shape, members in by_shape.items():
+        for start in range(0, len(members), ARRAY_LIMIT):
+            yield shape, members[start : start + ARRAY_LIMIT]
+
+
+def _note_job(run: RunDirectory, name: str) -> None:
+    """Writes down which job a queued run has; a worker that has started already has done so itself."""
+    with contextlib.suppress(Busy), run.lock(timeout=0.0):
+        if run.state().state == "queued":
+            run.set_state("queued", job_id=name)
 
 
 def to_start(runs: list[RunDirectory], live: set[str] | None) -> list[RunDirectory]:
@@ -255,14 +303,10 @@ def to_start(runs: list[RunDirectory], live: set[str] | None) -> list[RunDirecto
     return wanted
 
 
-def wait_for_slurm(submission: Submission, runs: list[RunDirectory], tick: Callable[[], None]) -> None:
-    """Returns once every run is in a final state and the last job has left the queue."""
-    names = {*submission.training, *submission.evaluation, submission.finish}
+def wait_for_slurm(jobs: set[str]) -> None:
+    """Returns once none of the jobs is in the queue; a controller that is away for a while is waited for."""
     while True:
-        live = live_slurm_jobs()
-        tick()
-        if live is not None and not (names & live):
-            return
-        if live is None and all(run.state().state in FINAL for run in runs):
-            return
+        with contextlib.suppress(UserError):
+            if not jobs & slurm.live_jobs():
+                return
         time.sleep(1.0)

@@ -13,7 +13,6 @@ from typing import Any
 from ..train.config import RunConfig, run_id
 from ..train.flops import count_parameters, flops_6nd, flops_exact
 from .config import ClusterConfig
-from .grid import short
 
 
 @dataclass(frozen=True)
@@ -122,37 +121,3 @@ def _planned(run: RunConfig, cluster: ClusterConfig, flops_per_second: float, sh
         estimated_seconds=flops / training_rate(run.model.width, cluster, flops_per_second),
         parent=run.parent,
     )
-
-
-def describe(seconds: float) -> str:
-    """Seconds as a person says them."""
-    if seconds < 60:
-        return f"{seconds:.0f} s"
-    if seconds < 3600:
-        return f"{seconds / 60:.1f} min"
-    return f"{seconds / 3600:.1f} h"
-
-
-def print_plan(plan: Plan, cluster: ClusterConfig) -> None:
-    """The dry run's table: every run, then the totals."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=f"{len(plan.runs)} runs", title_justify="left", box=box.SIMPLE)
-    for column in ("run", "N_total", "D", "C exact", "D/N", "shape", "steps", "time"):
-        table.add_column(column, justify="left" if column == "run" else "right", no_wrap=True)
-    for run in plan.runs:
-        table.add_row(
-            run.run_id, short(run.N_total), short(run.D), f"{run.flops_exact:.2e}", f"{run.D / run.N_total:.0f}",
-            f"{run.width}x{run.depth}", f"{run.steps:,}", describe(run.estimated_seconds),
-        )  # fmt: skip
-    console = Console()
-    console.print(table)
-    cost = f"total {plan.total_flops:.3g} FLOPs (exact), about {describe(plan.estimated_seconds)} of training"
-    cost += f" with {plan.jobs_at_once} at a time on {cluster.kind}"
-    if cluster.gpus_per_job:
-        cost += f", {plan.gpu_hours:.3g} GPU-hours"
-    if plan.dollars is not None:
-        cost += f", ${plan.dollars:,.2f}"
-    console.print(cost, highlight=False, soft_wrap=True)

@@ -6,7 +6,7 @@ import math
 import os
 import shutil
 import subprocess
-import time
+import sys
 
 # Budgets of a probed isoFLOP grid, as multiples of the smallest: one decade in four steps.
 LADDER = (1.0, 2.0, 5.0, 10.0)
@@ -18,18 +18,26 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def core_flops_per_second(seconds: float = 0.2) -> float:
-    """fp32 matrix-product rate of one core: NumPy's BLAS on all of them, divided by their number."""
-    import numpy as np
-
-    a = np.random.default_rng(0).standard_normal((512, 512), dtype=np.float32)
+# The best of many short trials on one thread: other processes slow most of them down, but rarely all.
+_TRIAL = """
+import time
+import numpy as np
+a = np.random.default_rng(0).standard_normal((512, 512), dtype=np.float32)
+best, stop = float("inf"), time.perf_counter() + {seconds}
+while time.perf_counter() < stop:
+    start = time.perf_counter()
     a @ a
-    best, stop = math.inf, time.perf_counter() + seconds
-    while time.perf_counter() < stop:
-        start = time.perf_counter()
-        a @ a
-        best = min(best, time.perf_counter() - start)
-    return 2 * 512**3 / best / cores()
+    best = min(best, time.perf_counter() - start)
+print(2 * 512**3 / best)
+"""
+
+
+def core_flops_per_second(seconds: float = 0.4) -> float:
+    """fp32 matrix-product rate of one core, through NumPy's BLAS, in a process of its own that is held to one thread."""
+    names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
+    environment = {**os.environ, **dict.fromkeys(names, "1")}
+    trial = [sys.executable, "-c", _TRIAL.format(seconds=seconds)]
+    return float(subprocess.run(trial, capture_output=True, text=True, env=environment, check=True).stdout)
 
 
 def probed_budgets(flops_per_second: float, jobs: int, minutes: float, half_speed_width: float) -> list[float]:

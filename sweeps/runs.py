@@ -67,7 +67,9 @@ class RunDirectory:
             values = yaml.safe_load(path.read_text(encoding="utf-8"))
             config = from_dict(RunConfig, values)
         except (OSError, yaml.YAMLError, TypeError, AttributeError) as error:
-            raise UserError(f"{path} cannot be read as a run's config ({error}); remove the run directory and sweep again") from error
+            raise UserError(
+                f"{path} cannot be read as a run's config ({error}); remove the run directory and sweep again"
+            ) from error
         if run_id(config) != self.run_id:
             raise UserError(
                 f"{path} describes run {run_id(config)} and not {self.run_id}; it was edited or written by another "
@@ -196,7 +198,9 @@ class SweepDirectory:
             with _lock(self.path / ".lock", 0.0, "sweep"):
                 yield
         except Busy as error:
-            raise UserError(f"{self.path} is in use ({error}); wait for it, or choose another folder with sweep=NAME") from error
+            raise UserError(
+                f"{self.path} is in use ({error}); wait for it, or choose another folder with sweep=NAME"
+            ) from error
 
     def launcher_alive(self, token: str) -> bool:
         """Whether the launcher that wrote `token` still holds the sweep."""

@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 
 # Numbers of a task that become columns `<task>/<number>`.
 SCORES = ("acc", "acc_se", "acc_norm", "acc_norm_se", "gold_bpb", "gold_bpb_se", "chance", "items")
+# What of a run's summary becomes a column under its own name.
+MEASURED = ("N_total", "N_non_embedding", "N_kaplan", "flops_6nd", "flops_exact", "val_bpb", "train_loss", "seconds",
+            "device", "tokens_per_s", "mfu", "epochs", "warmup_share", "precision")  # fmt: skip
 
 
 def build_table(sweep: SweepDirectory) -> pd.DataFrame:
@@ -46,9 +49,7 @@ def _row(run: RunDirectory, planned: dict[str, Any]) -> dict[str, Any]:
         "loss": summary["val_loss"],
         "loss_se": summary["val_loss_se"],
     }
-    names = ("N_total", "N_non_embedding", "N_kaplan", "flops_6nd", "flops_exact", "val_bpb", "train_loss", "seconds")
-    names += ("device", "tokens_per_s", "mfu", "epochs", "warmup_share", "precision")
-    row |= {name: summary.get(name) for name in names}
+    row |= {name: summary.get(name) for name in MEASURED}
     row |= {name: planned[name] for name in ("width", "depth", "heads", "seed", "estimated_seconds")}
     return row | _scores(run, summary["step"])
 
@@ -74,9 +75,9 @@ def loss_curves(sweep: SweepDirectory) -> pd.DataFrame:
     for run in sweep.runs():
         records = {record["step"]: record for record in read_json_lines(run.path / "metrics.jsonl") if "step" in record}
         if records:
-            frame = pd.DataFrame(records.values()).reindex(columns=["step", "tokens", "flops", "train_loss", "val_loss"])
+            frame = pd.DataFrame(records.values()).reindex(
+                columns=["step", "tokens", "flops", "train_loss", "val_loss"]
+            )
             frames.append(frame.rename(columns={"train_loss": "loss"}).assign(run_id=run.run_id))
     columns = ["run_id", "step", "tokens", "flops", "loss", "val_loss"]
     return pd.concat(frames, ignore_index=True)[columns] if frames else pd.DataFrame(columns=columns)
-
-

@@ -12,14 +12,15 @@ import errno
 import os
 import signal
 import socket
-import subprocess
 import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 from ..train.errors import UserError
+from . import slurm
 from .runs import RunDirectory, SweepDirectory
 
 
@@ -38,7 +39,8 @@ class Interrupt:
             signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self.reason = f"signal {signal.Signals(number).name}"
+        if self.reason is None:  # a preempted job gets several; the first says why
+            self.reason = f"signal {signal.Signals(number).name}"
 
     def __call__(self) -> bool:
         now = time.monotonic()
@@ -54,7 +56,7 @@ def train_run(path: str, max_requeues: int = 20, launcher: tuple[str, str] | Non
 
     Args:
         path: the run directory; its frozen config.yaml is all that is read.
-        max_requeues: attempts after which a run that keeps being preempted counts as failed.
+        max_requeues: times that its SLURM job is put back in the queue before the run counts as failed.
         launcher: sweep directory and lock token of a launcher on this machine, which must stay alive.
 
     Raises:
@@ -70,14 +72,16 @@ def train_run(path: str, max_requeues: int = 20, launcher: tuple[str, str] | Non
         if run.is_done():
             return
         attempt = run.state().attempt + 1
-        run.set_state("running", attempt=attempt, host=socket.gethostname(), job_id=job_id())
-        run.log(f"attempt {attempt} on {socket.gethostname()}, job {job_id()}, process {os.getpid()}")
+        run.set_state("running", attempt=attempt, host=socket.gethostname(), job_id=slurm.job_id())
+        run.log(f"attempt {attempt} on {socket.gethostname()}, job {slurm.job_id()}, process {os.getpid()}")
         ended, reason = _train(run, interrupt)
+        if ended == "preempted" and slurm.inside_job():
+            ended, reason = _verdict(reason, max_requeues)
         run.release()
         _set_state(run, ended, reason)
-    if ended == "preempted":
-        _requeue(run, attempt, max_requeues)
-    elif ended != "done":
+    if ended == "preempted" and slurm.inside_job():
+        _back_to_the_queue(run)
+    if ended not in ("done", "preempted"):
         raise RunFailed(f"run {run.run_id} {ended}: {reason}")
 
 
@@ -123,30 +127,30 @@ def _try_log(run: RunDirectory, text: str) -> None:
         print(text)
 
 
-def job_id() -> str:
-    """The scheduler's id of this job, `array_task` for a task of an array; the process id on this machine."""
-    array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
-    if array:
-        return f"{array}_{task}"
-    return os.environ.get("SLURM_JOB_ID") or str(os.getpid())
+def _verdict(reason: str | None, max_requeues: int) -> tuple[str, str | None]:
+    """What a SLURM job that was told to stop, and has saved, is to count as."""
+    fate = slurm.fate(slurm.job_id(), slurm.restarts())
+    if fate == "cancelled":
+        return "cancelled", f"its job was cancelled in SLURM; {reason}"
+    if fate != "requeued" and slurm.restarts() >= max_requeues:
+        return "failed", f"preempted again after {max_requeues} requeues, which is cluster.max_requeues; {reason}"
+    return "preempted", reason
 
 
-def _requeue(run: RunDirectory, attempt: int, max_requeues: int) -> None:
-    """Puts a SLURM job back in the queue, unless somebody cancelled it; on this machine the launcher decides."""
-    if "SLURM_JOB_ID" not in os.environ:
-        return
-    if attempt > max_requeues:
-        run.set_state("failed", reason=f"preempted {attempt} times, more than cluster.max_requeues {max_requeues}")
-        raise RunFailed(f"run {run.run_id} was preempted {attempt} times")
-    name = job_id()
-    shown = subprocess.run(["scontrol", "show", "job", name], capture_output=True, text=True, timeout=60, check=False).stdout
-    if "JobState=CANCELLED" in shown:
-        run.set_state("cancelled", reason="the job was cancelled in SLURM")
-        raise RunFailed(f"run {run.run_id} was cancelled")
-    run.log(f"requeueing job {name}")
-    subprocess.run(["scontrol", "requeue", name], timeout=60, check=True)
-    # SLURM ends this process when it takes the job back; returning first would end the job as completed.
-    time.sleep(120)
+def _back_to_the_queue(run: RunDirectory) -> NoReturn:
+    """Requeues this job, unless SLURM has done so, and leaves with an error: an exit with 0 would let scoring start.
+
+    The state must be written before: a requeued job's processes may be killed at any moment.
+    """
+    name = slurm.job_id()
+    refused = None
+    if slurm.fate(name, slurm.restarts()) != "requeued":
+        refused = slurm.requeue(name, slurm.restarts())
+    if refused is not None:
+        _set_state(run, "failed", f"preempted, and SLURM would not requeue its job ({refused}); sweep again to go on")
+        raise RunFailed(f"run {run.run_id} was preempted and could not be requeued")
+    # Not an Exception: submitit would record the end of a job that goes on.
+    raise SystemExit(1)
 
 
 def evaluate_runs(sweep_path: str, run_ids: list[str]) -> None:
@@ -181,4 +185,22 @@ def finish_sweep(sweep_path: str) -> None:
     """The last job: the table, the laws and the report, from whatever the runs have written."""
     from .finish import finish
 
-    finish(SweepDirectory.open(sweep_path))
+    sweep = SweepDirectory.open(sweep_path)
+    settle_lost(sweep)
+    finish(sweep)
+
+
+def settle_lost(sweep: SweepDirectory) -> None:
+    """Says how a run ended whose SLURM job is gone without a word: cancelled in the queue, out of memory, node lost."""
+    try:
+        live = slurm.live_jobs()
+    except UserError:
+        return  # who does not know what runs must not say that it has ended
+    for run in sweep.runs():
+        state = run.state()
+        if state.state not in ("queued", "running", "preempted") or state.job_id in live:
+            continue
+        outcome = slurm.outcome(state.job_id)
+        ended = "cancelled" if outcome == "CANCELLED" else "failed"
+        word = f"which SLURM calls {outcome}" if outcome else "and SLURM has forgotten how"
+        run.set_state(ended, reason=f"its job {state.job_id} ended while the run was {state.state}, {word}")

@@ -1,4 +1,4 @@
-"""Every kind of file reads as the same text; a fingerprint names the text, not the place; bad input gets one sentence."""
+"""Every kind of file reads as the same text; a fingerprint names the text, not the place; bad input gets a sentence."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import gzip
 import json
 import shutil
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -20,8 +22,8 @@ from isoflop.train.errors import UserError
 DOCUMENTS = ["First, a document.\nTwo lines.\n", "Zweites: äöü ß", "第三 😀\r\n", "last\n\n\nwith blank lines"]
 
 
-def text(path: Path, **fields: object) -> DataConfig:
-    return DataConfig(corpus="text", path=str(path), **fields)  # type: ignore[arg-type]
+def text(path: Path, **fields: Any) -> DataConfig:
+    return DataConfig(corpus="text", path=str(path), **fields)
 
 
 def json_lines(documents: list[str], field: str = "text") -> bytes:
@@ -41,7 +43,7 @@ def write(folder: Path, kind: str, documents: list[str], field: str = "text") ->
     else:
         plain = json_lines(documents, field)
         half = len(plain) // 2
-        compress = {
+        compress: dict[str, Callable[[bytes], bytes]] = {
             "jsonl": bytes,
             "jsonl.gz": gzip.compress,
             "json.gz": gzip.compress,
@@ -199,19 +201,22 @@ BAD_FILES = {
         b'{"text": "fine"}\n\n{"text": "broken\n',
         r"line 3 of .*no\.jsonl is not JSON \(.*\); every line must",
     ),
-    "list.jsonl": (b'{"text": "fine"}\n[1, 2]\n', r"line 2 of .*list\.jsonl holds a list; every line must"),
+    "list.jsonl": (
+        b'{"text": "fine"}\n[1, 2]\n',
+        r"line 2 of .*list\.jsonl holds list, not an object; every line must",
+    ),
     "utf.jsonl": (b'{"text": "\xff"}\n', r"line 1 of .*utf\.jsonl is not JSON"),
     "field.jsonl": (b'{"body": "b", "id": 1}\n', r"data.field is 'text'; line 1 of .*field\.jsonl has 'body', 'id'$"),
     "type.jsonl": (
         b'{"text": 7}\n',
-        r"data.field is 'text'; line 1 of .*type\.jsonl holds a int there, it must be text",
+        r"data.field is 'text'; line 1 of .*type\.jsonl holds int there, it must be text",
     ),
     "deep.jsonl": (b"[" * 100_000, r"line 1 of .*deep\.jsonl is not JSON"),
     "latin.txt": (b"fine, then: " + b"\xe4\xf6", r"latin\.txt is not UTF-8 text \(byte 0xe4 near offset 12\)"),
     "not.parquet": (b"PAR1 but nothing else", r"not\.parquet is not a readable parquet file \(.*\); fetch or write it"),
     "not.jsonl.gz": (
         b'{"text": "plain"}\n',
-        r"not\.jsonl\.gz is damaged after line 0 \(.*\); fetch or compress it again",
+        r"not\.jsonl\.gz is damaged after line 0 \(.*\); fetch or compress",
     ),
     "cut.jsonl.gz": (gzip.compress(json_lines(DOCUMENTS * 50))[:-20], r"cut\.jsonl\.gz is damaged after line \d+"),
     "cut.jsonl.zst": (
@@ -257,9 +262,9 @@ def test_a_parquet_file_that_ends_early_is_refused(tmp_path: Path) -> None:
         ({"corpus": "hf", "name": "a/b"}, r"data.max_bytes is null; data.corpus=hf needs it"),
     ],
 )
-def test_a_corpus_that_cannot_be_opened_is_refused_at_once(fields: dict[str, object], sentence: str) -> None:
+def test_a_corpus_that_cannot_be_opened_is_refused_at_once(fields: dict[str, Any], sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
-        open_corpus(DataConfig(**fields))  # type: ignore[arg-type]
+        open_corpus(DataConfig(**fields))
 
 
 def test_a_folder_without_text_is_refused(tmp_path: Path) -> None:

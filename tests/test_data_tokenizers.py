@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -86,7 +87,7 @@ def test_bytes_are_a_byte_level_bpe_without_merges() -> None:
     hidden = [byte for byte in range(256) if byte not in visible]
     alphabet = {chr(byte): byte for byte in visible} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
     peer = hf.Tokenizer(models.BPE(vocab=alphabet, merges=[]))
-    peer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
+    peer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     for text, ids in zip(TEXTS, ByteTokenizer().encode_batch(TEXTS), strict=True):
         assert ids.tolist() == peer.encode(text).ids
 
@@ -114,13 +115,13 @@ def test_training_is_deterministic(config: DataConfig, bpe: ours.Tokenizer, tmp_
     assert other.fingerprint != bpe.fingerprint
 
 
-def test_held_out_documents_are_not_trained_on(config: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_held_out_documents_are_not_trained_on(config: DataConfig) -> None:
     half = DataConfig(**{**vars(config), "validation_fraction": 0.5})
     corpus = open_corpus(half)
     sample = list(ours._sample(half, corpus, None))
     held_out = [below_fraction(content_hash(text.encode()), 0.5) for text in corpus.documents()]
     assert 0 < sum(held_out) < len(held_out)
-    assert sample == [text for text, out in zip(corpus.documents(), held_out, strict=True) if not out]
+    assert sorted(sample) == sorted(text for text, out in zip(corpus.documents(), held_out, strict=True) if not out)
 
 
 def test_a_trained_bpe_is_kept_and_a_damaged_one_is_trained_again(
@@ -129,7 +130,12 @@ def test_a_trained_bpe_is_kept_and_a_damaged_one_is_trained_again(
     first = load_tokenizer(config, None, tmp_path)
     trained = []
     train = ours._train
-    monkeypatch.setattr(ours, "_train", lambda *arguments: trained.append(1) or train(*arguments))
+
+    def counted(*arguments: Any) -> Any:
+        trained.append(1)
+        return train(*arguments)
+
+    monkeypatch.setattr(ours, "_train", counted)
     assert load_tokenizer(config, None, tmp_path).fingerprint == first.fingerprint
     assert not trained
     (path,) = tmp_path.glob("tokenizers/*/tokenizer.json")
@@ -142,10 +148,10 @@ def test_two_processes_train_one_bpe(config: DataConfig, tmp_path: Path, monkeyp
     count = tmp_path / "count"
     train = ours._train
 
-    def counted(*arguments: object) -> object:
+    def counted(*arguments: Any) -> Any:
         with open(count, "a") as file:
             file.write("x")
-        return train(*arguments)  # type: ignore[arg-type]
+        return train(*arguments)
 
     monkeypatch.setattr(ours, "_train", counted)
     fork = multiprocessing.get_context("fork")
@@ -188,11 +194,11 @@ def test_a_tokenizer_that_was_changed_is_refused(bpe: ours.Tokenizer, tmp_path: 
         tokenizer_from_directory(tmp_path / "nowhere")
 
 
-def train_json(path: Path, special: list[str], **options: object) -> Path:
+def train_json(path: Path, special: list[str]) -> Path:
     """A tokenizer.json such as a user brings."""
-    tokenizer = hf.Tokenizer(models.BPE(**options))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
-    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    tokenizer = hf.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
         vocab_size=300, special_tokens=special, initial_alphabet=alphabet, show_progress=False
@@ -249,7 +255,7 @@ def test_sentencepiece_markers_and_byte_fallback_are_undone_in_the_count() -> No
 def test_a_vocabulary_beyond_16_bits_is_stored_in_32() -> None:
     words = {"</s>": 0, "a": 1, **{f"w{i}": i for i in range(2, 70_000)}}
     backend = hf.Tokenizer(models.WordLevel(words, unk_token="</s>"))
-    backend.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
     ids = SubwordTokenizer(backend, 0, 70_000).encode("w69999 a")
     assert ids.dtype == np.uint32
     assert ids.tolist() == [69_999, 1]
@@ -261,15 +267,15 @@ def test_a_vocabulary_beyond_16_bits_is_stored_in_32() -> None:
         ({"tokenizer": "bpe", "vocab_size": 256}, r"data.vocab_size is 256; data.tokenizer=bpe needs at least 257"),
         (
             {"tokenizer": "/no/tokenizer.json"},
-            r"cannot be loaded \(No such file or directory\), it must be bytes, bpe, or",
+            r"cannot be loaded \(No such file or directory\), it must be bytes",
         ),
         ({"tokenizer": "gpt2"}, r"data.tokenizer is 'gpt2'; it cannot be loaded"),
     ],
 )
-def test_a_tokenizer_that_cannot_be_had_is_refused(tmp_path: Path, fields: dict[str, object], sentence: str) -> None:
+def test_a_tokenizer_that_cannot_be_had_is_refused(tmp_path: Path, fields: dict[str, Any], sentence: str) -> None:
     for ask in (planned_vocab_size, lambda config: load_tokenizer(config, None, tmp_path)):
         with pytest.raises(UserError, match=sentence):
-            ask(DataConfig(**fields))  # type: ignore[arg-type]
+            ask(DataConfig(**fields))
 
 
 @pytest.mark.parametrize("content", ["", "{}", '{"model": 1}', "\x00garbage"])

@@ -11,7 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def rotary_angles(length: int, head_dim: int, theta: float, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
+def rotary_angles(
+    length: int, head_dim: int, theta: float, device: torch.device | None = None
+) -> tuple[Tensor, Tensor]:
     """Cosine and sine of position times frequency, each (length, head_dim / 2), fp32."""
     frequencies = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim)
     angles = torch.outer(torch.arange(length, dtype=torch.float64, device=device), frequencies)
@@ -31,12 +33,12 @@ class _Rotary(torch.autograd.Function):
     """y = R(position) x; dx = R(-position) dy."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # type: ignore[no-untyped-def,override]
+    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
         ctx.save_for_backward(cos, sin)
         return _rotate(x, cos, sin)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[no-untyped-def,override]
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[no-untyped-def]
         cos, sin = ctx.saved_tensors
         return _rotate(grad, cos, -sin), None, None
 

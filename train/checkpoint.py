@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -38,21 +39,25 @@ if TYPE_CHECKING:
     from .data.tokenizers import Tokenizer
 
 _NAME = re.compile(r"step_(\d+)$")
+_REQUIRED = ("model.safetensors", "optimizer.safetensors", "trainer.json", "config.json")
 
 
 def save(
     root: Path, step: int, gpt: GPT, optimizer: torch.optim.Optimizer, trainer: dict[str, Any], config: RunConfig,
     tokenizer: Tokenizer,
 ) -> Path:  # fmt: skip
-    """Writes `root/step_<n>`; a checkpoint that stands there already is replaced only once the new one is complete.
+    """Writes `root/step_<n>`. A whole checkpoint that stands there already stays; a damaged one is replaced.
 
     Raises:
         OSError: for example when the disk is full; nothing half-written stays.
     """
     final = root / f"step_{step}"
+    if final.exists() and damage(final) is None:
+        # A run is deterministic, so this one holds the same; replacing it would be a moment without any.
+        return final
     with temporary_directory_beside(final) as temporary:
-        save_file(_unique(gpt.state_dict()), temporary / "model.safetensors")
-        save_file(_optimizer_tensors(gpt, optimizer), temporary / "optimizer.safetensors")
+        _save_tensors(_unique(gpt.state_dict()), temporary / "model.safetensors")
+        _save_tensors(_optimizer_tensors(gpt, optimizer), temporary / "optimizer.safetensors")
         (temporary / "trainer.json").write_text(json.dumps({"step": step, **trainer}))
         (temporary / "config.json").write_text(json.dumps(to_dict(config), indent=1))
         (temporary / "tokenizer").mkdir()
@@ -68,6 +73,16 @@ def save(
         os.replace(temporary, final)
     fsync_path(root)
     return final
+
+
+def _save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+    try:
+        save_file(tensors, path)
+    except SafetensorError as error:
+        # The library keeps the system's error in words only, and a full disk must be told from a bug.
+        if (number := re.search(r"os error (\d+)", str(error))) is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
 
 
 def _unique(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -99,15 +114,18 @@ def damage(checkpoint: Path) -> str | None:
     """What is wrong with a checkpoint directory, in words; None when every file agrees with the manifest."""
     try:
         manifest = json.loads((checkpoint / "manifest.json").read_text())
-    except (OSError, ValueError):
+        expectations = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in manifest.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return "its manifest.json is missing or unreadable"
-    for name, expected in manifest.items():
+    if absent := [name for name in _REQUIRED if name not in expectations]:
+        return f"its manifest.json does not list {absent[0]}"
+    for name, (size, digest) in expectations.items():
         path = checkpoint / name
         if not path.is_file():
             return f"{name} is missing"
-        if path.stat().st_size != expected["bytes"]:
-            return f"{name} has {path.stat().st_size} bytes instead of {expected['bytes']}"
-        if file_sha256(path) != expected["sha256"]:
+        if path.stat().st_size != size:
+            return f"{name} has {path.stat().st_size} bytes instead of {size}"
+        if file_sha256(path) != digest:
             return f"{name} does not match its checksum"
     return None
 
@@ -128,17 +146,24 @@ def newest_valid(root: Path, report: Callable[[str], None]) -> Path | None:
     return None
 
 
-def prune(root: Path, keep: int) -> None:
-    """Removes all but the newest `keep` checkpoints, and temporary directories that a killed save left behind."""
-    for _, path in list_steps(root)[:-keep]:
+def prune(root: Path, keep: int, newest: int | None = None) -> None:
+    """Removes all but the newest `keep` checkpoints, and temporary directories that a killed save left behind.
+
+    Args:
+        root: the folder of checkpoints.
+        keep: how many stay, 1 or more.
+        newest: the step just saved. What claims a later one was damaged when the run resumed; it goes, and counts for
+            nothing, or it would push out a whole one.
+    """
+    steps = list_steps(root)
+    later = [path for step, path in steps if newest is not None and step > newest]
+    for path in [*later, *[path for _, path in steps if path not in later][:-keep]]:
         shutil.rmtree(path, ignore_errors=True)
     for path in root.glob(".step_*"):
         shutil.rmtree(path, ignore_errors=True)
 
 
-def restore(
-    checkpoint: Path, gpt: GPT, optimizer: torch.optim.Optimizer, config: RunConfig
-) -> dict[str, Any]:
+def restore(checkpoint: Path, gpt: GPT, optimizer: torch.optim.Optimizer, config: RunConfig) -> dict[str, Any]:
     """Loads weights and moments in place; returns what `save` was given as `trainer`, and the step.
 
     Raises:
@@ -200,28 +225,42 @@ class LoadedCheckpoint:
     @property
     def checksum(self) -> str:
         """Identifies the content, wherever it lies."""
-        return hashlib.sha256(canonical_json(json.loads((self.path / "manifest.json").read_text())).encode()).hexdigest()
+        return hashlib.sha256(
+            canonical_json(json.loads((self.path / "manifest.json").read_text())).encode()
+        ).hexdigest()
 
 
-def load_for_evaluation(
-    path: Path | str, device: str = "cpu", dtype: torch.dtype = torch.float32
-) -> LoadedCheckpoint:
-    """Opens a checkpoint directory, or the newest valid one of a run directory.
+def find(path: Path | str) -> Path:
+    """A whole checkpoint: the directory given, or the newest valid one of a run directory.
+
+    Raises:
+        UserError: there is none, or it is damaged.
+    """
+    path = Path(path)
+    if _NAME.search(path.name):
+        if not path.is_dir():
+            raise UserError(
+                f"checkpoint {path} does not exist; give a run directory or a checkpoints/step_<n> directory"
+            )
+        if (problem := damage(path)) is not None:
+            raise UserError(f"checkpoint {path} is damaged: {problem}")
+        return path
+    root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    newest = newest_valid(root, report=lambda message: None)
+    if newest is None:
+        raise UserError(f"{path} holds no checkpoint; give a run directory or a checkpoints/step_<n> directory")
+    return newest
+
+
+def load_for_evaluation(path: Path | str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> LoadedCheckpoint:
+    """Opens a checkpoint, or the newest one of a run directory, to be asked and not trained.
 
     Raises:
         UserError: there is none, or it is damaged.
     """
     from .data.tokenizers import tokenizer_from_directory
 
-    path = Path(path)
-    if not (path / "manifest.json").exists():
-        root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-        newest = newest_valid(root, report=lambda message: None)
-        if newest is None:
-            raise UserError(f"{path} holds no checkpoint; give a run directory or a checkpoints/step_<n> directory")
-        path = newest
-    elif (problem := damage(path)) is not None:
-        raise UserError(f"checkpoint {path} is damaged: {problem}")
+    path = find(path)
     config = read_config(path)
     gpt = build_model(config.model, config.optimizer, config.data.sequence_length, seed=0)
     _load_weights(gpt, path)

@@ -12,6 +12,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -40,7 +42,7 @@ class ModelConfig:
     vocab_size: int | None = None  # tokens that can be predicted; None is filled in from the tokenizer
     vocab_multiple: int = 64  # embedding tables are padded up to this multiple for speed; padding is never predicted
     qk_norm: bool = False  # RMSNorm on queries and keys, per head
-    tied_embeddings: bool = False  # the output head reuses the input embedding
+    tied_embeddings: bool = True  # the output head reuses the input embedding
     rope_theta: float = 10000.0
     norm_eps: float = 1e-5
 
@@ -60,7 +62,9 @@ class ModelConfig:
     @property
     def padded_vocab_size(self) -> int:
         if self.vocab_size is None:
-            raise UserError("model.vocab_size is None; it must be filled in from the tokenizer before the model is built")
+            raise UserError(
+                "model.vocab_size is None; it must be filled in from the tokenizer before the model is built"
+            )
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
 
 
@@ -76,13 +80,14 @@ class DataConfig:
     split: str = "train"  # hf: split to stream
     revision: str | None = None  # hf: commit or tag; pin it for a reproducible identity
     max_bytes: int | None = None  # stop reading after this much UTF-8 text (required for hf)
-    tokenizer: str = "bytes"  # bytes | bpe (trained on the corpus) | path of a tokenizer.json
-    vocab_size: int = 4096  # bpe: size of the vocabulary to train
+    tokenizer: str = cosmetic("bytes")  # bytes | bpe (trained on the corpus) | path of a tokenizer.json
+    vocab_size: int = cosmetic(4096)  # bpe: size of the vocabulary to train; model.vocab_size is what counts
     sequence_length: int = 128  # tokens of context, T
     validation_fraction: float = 0.02  # share of documents held out, chosen by a hash of their content
     validation_tokens: int = 131072  # size of the fixed held-out set that is scored (less if the corpus has less)
     cache_dir: str | None = cosmetic(None)  # where shards are kept; None: $ISOFLOP_CACHE, else ~/.cache/isoflop
     fingerprint: str | None = None  # hash of the corpus' content, filled in by the planner
+    tokenizer_fingerprint: str | None = None  # bytes, bpe, or a hash of the tokenizer.json, filled in by the planner
 
 
 @dataclass
@@ -93,7 +98,7 @@ class OptimizerConfig:
     `learning_rate * base_width / width`; embeddings and norms keep `learning_rate * embedding_multiplier`.
     """
 
-    learning_rate: float = 8e-3  # at base_width
+    learning_rate: float = 6e-3  # at base_width
     base_width: int = 64
     width_exponent: float = 1.0  # learning rate of matrices ~ (base_width / width)^exponent; 0 turns the transfer off
     embedding_multiplier: float = 4.0  # learning rate of embeddings and norms, as a multiple of learning_rate
@@ -102,7 +107,7 @@ class OptimizerConfig:
     eps: float = 1e-8
     weight_decay: float = 0.1  # decoupled; times the current learning rate; never on norms or embeddings
     gradient_clip: float = 1.0  # global norm; 0 turns clipping off
-    batch_size: int = 16  # sequences a step, over all ranks
+    batch_size: int = 8  # sequences a step, over all ranks
 
 
 @dataclass
@@ -195,6 +200,8 @@ def _strip_cosmetic(node: Any) -> dict[str, Any]:
         if item.metadata.get("cosmetic"):
             continue
         value = getattr(node, item.name)
+        if item.type == "float" and isinstance(value, int):
+            value = float(value)  # 1 and 1.0 are the same science
         result[item.name] = _strip_cosmetic(value) if dataclasses.is_dataclass(value) else value
     # Groups such as tracker have nothing but cosmetic fields: leave no empty shell behind.
     return {key: value for key, value in result.items() if value != {}}
@@ -228,6 +235,8 @@ def from_dict(cls: type[T], values: dict[str, Any], prefix: str = "") -> T:
     kwargs = {}
     for name, value in values.items():
         group = _GROUPS.get(name) if cls is RunConfig else None
+        if group is not None and not isinstance(value, dict):
+            raise UserError(f"{prefix}{name} is {value!r}; it must be a mapping with the fields of {group.__name__}")
         kwargs[name] = from_dict(group, value, f"{prefix}{name}.") if group is not None else value
     return cls(**kwargs)
 
@@ -256,6 +265,9 @@ def validate(config: RunConfig) -> None:
     _choice("tracker.kind", config.tracker.kind, ("wandb", "none"))
     _choice("tracker.mode", config.tracker.mode, ("auto", "online", "offline"))
     _choice("parallel.device", config.parallel.device, ("auto", "cpu", "cuda"))
+    for name, value in _floats(config):
+        if not math.isfinite(value):
+            raise UserError(f"{name} is {value}; it must be a finite number")
     positive = {
         "tokens": config.tokens,
         "log_every": config.log_every,
@@ -267,12 +279,16 @@ def validate(config: RunConfig) -> None:
         "optimizer.batch_size": config.optimizer.batch_size,
         "optimizer.learning_rate": config.optimizer.learning_rate,
         "optimizer.base_width": config.optimizer.base_width,
+        "optimizer.embedding_multiplier": config.optimizer.embedding_multiplier,
         "optimizer.eps": config.optimizer.eps,
         "checkpoint.every_seconds": config.checkpoint.every_seconds,
         "checkpoint.keep": config.checkpoint.keep,
+        "checkpoint.every_steps": config.checkpoint.every_steps,
+        "parallel.threads": config.parallel.threads,
+        "data.max_bytes": config.data.max_bytes,
     }
     for name, value in positive.items():
-        if not value > 0:
+        if value is not None and not value > 0:
             raise UserError(f"{name} is {value}; it must be greater than 0")
     shares = {
         "schedule.warmup_max_share": config.schedule.warmup_max_share,
@@ -292,12 +308,22 @@ def validate(config: RunConfig) -> None:
     }.items():
         if value < 0:
             raise UserError(f"{name} is {value}; it must be 0 or more")
+    schedule = config.schedule
+    if schedule.kind == "wsd" and schedule.warmup_max_share + schedule.decay_share > 1:
+        raise UserError(
+            f"schedule.decay_share is {schedule.decay_share}; with schedule.warmup_max_share "
+            f"{schedule.warmup_max_share} it must be at most {1 - schedule.warmup_max_share:g}, or they overlap"
+        )
+    if not 0 <= config.seed < 2**63:
+        raise UserError(f"seed is {config.seed}; it must be at least 0 and below 2^63")
     if config.data.validation_fraction == 0:
         raise UserError("data.validation_fraction is 0; a run is scored on held-out documents, so it must be above 0")
     micro, batch = config.parallel.micro_batch_size, config.optimizer.batch_size
     if micro is not None and (micro < 1 or batch % micro):
         divisors = ", ".join(str(d) for d in range(1, batch + 1) if batch % d == 0)
-        raise UserError(f"parallel.micro_batch_size is {micro}; it must divide optimizer.batch_size {batch}: {divisors}")
+        raise UserError(
+            f"parallel.micro_batch_size is {micro}; it must divide optimizer.batch_size {batch}: {divisors}"
+        )
 
 
 def _validate_model(model: ModelConfig) -> None:
@@ -314,8 +340,22 @@ def _validate_model(model: ModelConfig) -> None:
         )
     if model.num_kv_heads < 1 or model.heads % model.num_kv_heads:
         raise UserError(f"model.kv_heads is {model.kv_heads}; it must divide model.heads {model.heads}")
-    if model.hidden is not None and model.hidden < 1:
-        raise UserError(f"model.hidden is {model.hidden}; it must be 1 or more")
+    for name in ("hidden", "vocab_size"):
+        value = getattr(model, name)
+        if value is not None and value < 1:
+            raise UserError(f"model.{name} is {value}; it must be 1 or more")
+    for name in ("rope_theta", "norm_eps"):
+        if not getattr(model, name) > 0:
+            raise UserError(f"model.{name} is {getattr(model, name)}; it must be greater than 0")
+
+
+def _floats(node: Any, prefix: str = "") -> Iterator[tuple[str, float]]:
+    for item in dataclasses.fields(node):
+        value = getattr(node, item.name)
+        if dataclasses.is_dataclass(value):
+            yield from _floats(value, f"{item.name}.")
+        elif isinstance(value, float):
+            yield prefix + item.name, value
 
 
 def _choice(name: str, value: str, accepted: tuple[str, ...]) -> None:

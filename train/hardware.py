@@ -32,7 +32,8 @@ def device_name(device: torch.device) -> str:
 def matmul_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.05) -> float:
     """FLOP/s of plain square matrix products, the best of a short trial; the denominator of every MFU here."""
     size = 8192 if device.type == "cuda" else 512
-    a = torch.randn(size, size, device=device, dtype=dtype)
+    # A generator of its own: measuring must not move the random numbers of the run.
+    a = torch.randn(size, size, device=device, dtype=dtype, generator=torch.Generator(device).manual_seed(0))
     torch.mm(a, a)
     best, stop = float("inf"), time.perf_counter() + seconds
     while time.perf_counter() < stop:

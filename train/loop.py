@@ -33,7 +33,7 @@ from .parametrization import build_model
 from .schedule import learning_rate_factor, warmup_steps
 from .tracker import Tracker
 
-SMOOTHING = 0.95  # of the training loss whose rise tells a divergence
+SMOOTHING = 0.95  # per step, of the training loss whose rise tells a divergence
 
 
 class Stopped(Exception):
@@ -50,8 +50,8 @@ class Progress:
 
     step: int = 0
     seconds: float = 0.0
-    smoothed_loss: float = math.nan
-    best_loss: float = math.inf
+    smoothed_loss: float | None = None  # None before the first step
+    best_loss: float | None = None
     rng: list[int] = field(default_factory=list)
 
 
@@ -60,7 +60,7 @@ class HeldOut:
     """Loss on the fixed held-out set."""
 
     val_loss: float  # nats per token
-    val_loss_se: float  # standard error over windows of T tokens
+    val_loss_se: float | None  # standard error over windows of T tokens; None for a single window
     val_bpb: float  # bits per byte of the text itself
 
 
@@ -69,7 +69,7 @@ def held_out_loss(model: Any, windows: Tensor, text_bytes: int) -> HeldOut:
     per_window = sequence_losses(model, windows)
     length = windows.shape[1] - 1
     mean = per_window.mean().item() / length
-    error = per_window.std().item() / length / math.sqrt(len(windows)) if len(windows) > 1 else math.nan
+    error = per_window.std().item() / length / math.sqrt(len(windows)) if len(windows) > 1 else None
     return HeldOut(mean, error, per_window.sum().item() / math.log(2) / text_bytes)
 
 
@@ -110,6 +110,12 @@ class Trainer:
 
     def __init__(self, config: RunConfig, directory: Path, report: Callable[[str], None], shards: Shards) -> None:
         tokenizer = shards.tokenizer
+        planned = config.data.tokenizer_fingerprint
+        if planned not in (None, "bytes", "bpe", tokenizer.fingerprint):
+            raise UserError(
+                f"data.tokenizer is {config.data.tokenizer!r} with fingerprint {tokenizer.fingerprint}; the run was planned "
+                f"with {planned}, so the file has changed since"
+            )
         if config.model.vocab_size != tokenizer.vocab_size:
             raise UserError(
                 f"model.vocab_size is {config.model.vocab_size}; the tokenizer {config.data.tokenizer!r} "
@@ -130,6 +136,7 @@ class Trainer:
         self.optimizer = build_optimizer(self.model, config.optimizer)
         self.parameters = list(self.model.parameters())
         self.progress = Progress()
+        self.unwatched: list[Tensor] = []  # losses still on the device, so that no step waits for its own
         self.checkpoints = directory / "checkpoints"
         self._resume()
         self._say_epochs()
@@ -147,11 +154,12 @@ class Trainer:
         while progress.step < config.steps:
             loss, norm = self.step(progress.step)
             progress.step += 1
+            self.unwatched.append(loss)
             now = time.perf_counter()
             progress.seconds = seconds_before + now - started
             last = progress.step == config.steps
             if progress.step % config.log_every == 0 or progress.step in validate_at or last:
-                self._watch(loss.item())
+                self._watch()
                 tokens_per_s = (progress.step - logged_step) * config.batch_tokens / (now - logged_at)
                 held_out = self.validate() if progress.step in validate_at else None
                 self._log(loss.item(), norm.item(), tokens_per_s, held_out)
@@ -159,7 +167,9 @@ class Trainer:
             if last:
                 break
             every = config.checkpoint.every_steps
-            due = now - saved_at >= config.checkpoint.every_seconds or (every is not None and progress.step % every == 0)
+            due = now - saved_at >= config.checkpoint.every_seconds or (
+                every is not None and progress.step % every == 0
+            )
             stop = should_stop()
             if due or stop:
                 self.save()
@@ -193,16 +203,19 @@ class Trainer:
         with torch.autocast(self.device.type, self.autocast_dtype, enabled=self.config.precision != "fp32"):
             result = held_out_loss(self.model, self.windows, self.window_bytes)
         self.model.train()
+        if not math.isfinite(result.val_loss):
+            raise Diverged(f"the held-out loss is {result.val_loss} at step {self.progress.step}")
         return result
 
     def save(self) -> Path:
         """Writes a checkpoint of this instant and removes the oldest ones."""
+        self._watch()
         self.progress.rng = torch.get_rng_state().tolist()
         path = checkpoint.save(
             self.checkpoints, self.progress.step, self.model, self.optimizer, vars(self.progress), self.config,
             self.tokenizer,
         )  # fmt: skip
-        checkpoint.prune(self.checkpoints, self.config.checkpoint.keep)
+        checkpoint.prune(self.checkpoints, self.config.checkpoint.keep, self.progress.step)
         return path
 
     def close(self) -> None:
@@ -225,17 +238,26 @@ class Trainer:
                 f"{self.config.D:,} tokens are {self.epochs:.2f} epochs of the {self.stream.unique_tokens:,} unique ones"
             )
 
-    def _watch(self, loss: float) -> None:
+    def _watch(self) -> None:
+        """Looks at every step since the last look, so that when a run counts as diverged owes nothing to log_every."""
+        if not self.unwatched:
+            return
+        losses = torch.stack(self.unwatched).tolist()
+        self.unwatched.clear()
+        for step, loss in enumerate(losses, start=self.progress.step - len(losses) + 1):
+            self._watch_step(step, loss)
+
+    def _watch_step(self, step: int, loss: float) -> None:
         progress, limit = self.progress, self.config.max_loss_rise
         if not math.isfinite(loss):
-            raise Diverged(f"the loss is {loss} at step {progress.step}")
-        first = math.isnan(progress.smoothed_loss)
-        progress.smoothed_loss = loss if first else SMOOTHING * progress.smoothed_loss + (1 - SMOOTHING) * loss
-        progress.best_loss = min(progress.best_loss, progress.smoothed_loss)
-        if progress.smoothed_loss > progress.best_loss + limit:
+            raise Diverged(f"the loss is {loss} at step {step}")
+        before = loss if progress.smoothed_loss is None else progress.smoothed_loss
+        smoothed = progress.smoothed_loss = SMOOTHING * before + (1 - SMOOTHING) * loss
+        best = progress.best_loss = smoothed if progress.best_loss is None else min(progress.best_loss, smoothed)
+        if smoothed > best + limit:
             raise Diverged(
-                f"the smoothed loss rose from {progress.best_loss:.3f} to {progress.smoothed_loss:.3f} at step "
-                f"{progress.step}, more than max_loss_rise {limit}"
+                f"the smoothed loss rose from {best:.3f} to {smoothed:.3f} at step {step}, more than "
+                f"max_loss_rise {limit}"
             )
 
     def _log(self, loss: float, norm: float, tokens_per_s: float, held_out: HeldOut | None) -> None:
@@ -247,7 +269,7 @@ class Trainer:
             "flops": float(flops_per_token) * step * config.batch_tokens,
             "train_loss": loss,
             "lr": config.optimizer.learning_rate * learning_rate_factor(config, step - 1),
-            "grad_norm": norm,
+            "grad_norm": norm if math.isfinite(norm) else None,  # the next loss will not be a number
             "tokens_per_s": tokens_per_s,
             "mfu": tokens_per_s * flops_per_token / self.peak,
             "seconds": self.progress.seconds,
@@ -269,8 +291,6 @@ class Trainer:
     def _summary(self, held_out: HeldOut, path: Path) -> dict[str, Any]:
         config, seconds = self.config, self.progress.seconds
         flops = flops_exact(config)
-        if not math.isfinite(held_out.val_loss):
-            raise Diverged(f"the held-out loss is {held_out.val_loss} at the end of the run")
         return {
             "run_id": run_id(config),
             "step": config.steps,
@@ -280,7 +300,7 @@ class Trainer:
             "flops_6nd": flops_6nd(config),
             "flops_exact": flops,
             "val_loss": held_out.val_loss,
-            "val_loss_se": held_out.val_loss_se if math.isfinite(held_out.val_loss_se) else None,
+            "val_loss_se": held_out.val_loss_se,
             "val_bpb": held_out.val_bpb,
             "train_loss": self.progress.smoothed_loss,
             "unique_tokens": self.stream.unique_tokens,

@@ -21,13 +21,13 @@ class SwiGLU(torch.autograd.Function):
     """y = silu(gate) * up with gate, up the halves of x (..., 2 h); saves x alone and recomputes the sigmoid."""
 
     @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:  # type: ignore[no-untyped-def,override]
+    def forward(ctx, x: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
         ctx.save_for_backward(x)
         gate, up = x.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> Tensor:  # type: ignore[no-untyped-def,override]
+    def backward(ctx, grad: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
         (x,) = ctx.saved_tensors
         gate, up = x.chunk(2, dim=-1)
         dx = torch.empty_like(x)

@@ -17,10 +17,11 @@ Tied embeddings start at 1/sqrt(base_width), keep the embedding's learning rate,
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .config import ModelConfig, OptimizerConfig
 from .model import GPT
@@ -31,7 +32,7 @@ class ParameterGroup:
     """Tensors that share a learning rate and a weight decay."""
 
     name: str
-    parameters: list[nn.Parameter]
+    parameters: Sequence[Tensor]
     learning_rate: float
     weight_decay: float
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from .config import RunConfig, to_dict
 
@@ -28,13 +28,15 @@ class Tracker:
         settings = config.tracker
         mode = settings.mode if settings.mode != "auto" else os.environ.get("WANDB_MODE", "")
         mode = mode or ("online" if _logged_in() else "offline")
+        name = config.name or run_id
         folder = Path(settings.directory) if settings.directory else directory
         folder.mkdir(parents=True, exist_ok=True)
         self._run = wandb.init(
-            project=settings.project, entity=settings.entity, group=settings.group, id=run_id, name=config.name or run_id,
-            mode=mode, dir=str(folder), config=to_dict(config), resume="allow" if mode == "online" else None,
+            project=settings.project, entity=settings.entity, group=settings.group, id=run_id, name=name,
+            mode=cast(Any, mode), dir=str(folder), config=to_dict(config), resume="allow" if mode == "online" else None,
             settings=wandb.Settings(
-                silent=True, console="off", init_timeout=30, disable_git=True, x_disable_meta=True, x_disable_stats=True,
+                silent=True, console="off", init_timeout=30, disable_git=True, x_disable_meta=True,
+                x_disable_stats=True,
             ),
         )  # fmt: skip
 

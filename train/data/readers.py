@@ -128,7 +128,7 @@ def _json_lines(path: Path, field: str) -> Iterator[str]:
                 ) from None
             if not isinstance(row, dict):
                 raise UserError(
-                    f"data.path: line {number} of {path} holds a {type(row).__name__}; "
+                    f"data.path: line {number} of {path} holds {type(row).__name__}, not an object; "
                     "every line must hold one JSON object"
                 )
             if field not in row:
@@ -237,7 +237,7 @@ def text_value(value: Any, field: str, where: str) -> str:
     if value is None:
         return ""
     if not isinstance(value, str):
-        raise UserError(f"data.field is {field!r}; {where} holds a {type(value).__name__} there, it must be text")
+        raise UserError(f"data.field is {field!r}; {where} holds {type(value).__name__} there, it must be text")
     return well_formed(value)
 
 

@@ -28,19 +28,18 @@ Progress = Callable[[str, float, float], None]
 def cache_directory(config: DataConfig) -> Path:
     """`data.cache_dir`, else $ISOFLOP_CACHE, else ~/.cache/isoflop; made if it is missing.
 
+    One that cannot be written is fine as long as all that is asked for is in it: `locked` refuses it otherwise.
+
     Raises:
-        UserError: when it cannot be made or written.
+        UserError: when it cannot be made.
 
     """
     given = config.cache_dir or os.environ.get("ISOFLOP_CACHE")
     directory = Path(given).expanduser() if given else Path.home() / ".cache" / "isoflop"
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        writable = os.access(directory, os.W_OK | os.X_OK)
     except OSError as error:
         raise UserError(_unwritable(directory, error.strerror)) from None
-    if not writable:
-        raise UserError(_unwritable(directory, "no permission"))
     return directory.absolute()
 
 
@@ -56,7 +55,7 @@ def locked(cache: Path, name: str, progress: Progress | None = None) -> Iterator
     from filelock import FileLock, Timeout
 
     try:
-        (cache / "locks").mkdir(exist_ok=True)
+        (cache / "locks").mkdir(parents=True, exist_ok=True)
         lock = FileLock(cache / "locks" / f"{name}.lock")
         try:
             lock.acquire(timeout=0)

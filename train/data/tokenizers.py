@@ -107,6 +107,17 @@ def planned_vocab_size(config: DataConfig) -> int:
     return _from_file(config.tokenizer).vocab_size
 
 
+def planned_fingerprint(config: DataConfig) -> str:
+    """What tells this tokenizer from another, known without reading the corpus: bytes, bpe, or a hash of the file.
+
+    A trained BPE follows from the corpus and the vocabulary's size, which identify a run by themselves.
+
+    Raises:
+        UserError: as `load_tokenizer`.
+    """
+    return config.tokenizer if config.tokenizer in ("bytes", "bpe") else _from_file(config.tokenizer).fingerprint
+
+
 def tokenizer_from_directory(directory: str | Path) -> Tokenizer:
     """The tokenizer that `Tokenizer.save` wrote: a checkpoint carries its own.
 

@@ -1,0 +1,221 @@
+"""Our trainer beside a peer, in one run and in turn: what a number here means does not hang on what else the machine did.
+
+Special here:
+- ours is `Trainer.step`, the whole of it: reading the batch, forward, backward, clipping, AdamW. The peer gets its batch
+  for free, torch's fused AdamW, and no loss shift or label copy; where it has two ways to compute in bf16, both run.
+- rounds of a few steps alternate; a case's figure is the median over rounds, its spread half the interquartile range of
+  the rounds' own ratios.
+- the plain matmul rate that MFU divides by is measured between the same rounds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..train.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..train.config import RunConfig
+
+# The 1.15M-parameter byte GPT of the project's figures.
+WIDTH, DEPTH, HEADS, LENGTH, BATCH = 128, 5, 4, 256, 16
+THREADS = 2
+Step = Callable[[], Any]
+
+
+@dataclasses.dataclass
+class Contender:
+    """One way to take a training step, with the seconds a step that each round measured."""
+
+    name: str
+    step: Step
+    seconds: list[float] = dataclasses.field(default_factory=list)
+
+
+def bench_train(rounds: int = 15, steps: int = 4, compiled: bool = True) -> list[dict[str, Any]]:
+    """Tokens a second of our training step and of transformers' LlamaForCausalLM, same shape, same run.
+
+    Args:
+        rounds: how often each contender has its turn; the first one is not counted.
+        steps: steps in a turn.
+        compiled: also our step with `parallel.compile=true`, against the same peer as it is (eager).
+
+    Returns:
+        One row a precision and mode, in the format of every `isoflop bench`, with MFU beside it.
+
+    Raises:
+        UserError: transformers is not installed.
+    """
+    import torch
+
+    _require_transformers()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(THREADS)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            rows = [_compare(p, Path(folder), rounds, steps, False) for p in ("fp32", "bf16")]
+            if compiled:
+                rows += [_compare(p, Path(folder), rounds, steps, True) for p in ("fp32", "bf16")]
+    finally:
+        torch.set_num_threads(threads)
+    return rows
+
+
+def _require_transformers() -> None:
+    try:
+        import transformers  # noqa: F401
+    except ImportError:
+        raise UserError(
+            "transformers is not installed; the benchmark's peer comes with pip install 'isoflop[bench]'"
+        ) from None
+
+
+def _compare(precision: str, folder: Path, rounds: int, steps: int, compiled: bool) -> dict[str, Any]:
+    import torch
+
+    from ..train.flops import training_flops_per_token
+    from ..train.hardware import device_name, matmul_peak
+
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    config = _config(precision, folder, compiled)
+    with _trainer(config, folder) as ours:
+        peers = _peers(config, dtype)
+        peak = 0.0
+        for turn in range(rounds + 1):
+            for contender in (ours, *peers):
+                seconds = _time(contender.step, 1 if turn == 0 else steps)
+                if turn > 0:
+                    contender.seconds.append(seconds)
+            peak = max(peak, matmul_peak(torch.device("cpu"), dtype))
+    peer = min(peers, key=lambda contender: statistics.median(contender.seconds))
+    ratios = [theirs / mine for mine, theirs in zip(ours.seconds, peer.seconds, strict=True)]
+    quarters = statistics.quantiles(ratios, n=4)
+    rates = [config.batch_tokens / statistics.median(contender.seconds) for contender in (ours, peer)]
+    flops = training_flops_per_token(config.model, LENGTH)
+    return {
+        "case": f"train {precision}{' compiled' if compiled else ''}, 1.15M parameters, T={LENGTH}, B={BATCH}",
+        "ours": rates[0],
+        "peer": rates[1],
+        "peer_name": f"transformers LlamaForCausalLM, fused AdamW, {peer.name}",
+        "unit": "tokens/s",
+        "ratio": rates[0] / rates[1],
+        "spread": (quarters[2] - quarters[0]) / 2,
+        "device": device_name(torch.device("cpu")),
+        "mfu": rates[0] * flops / peak,
+        "peer_mfu": rates[1] * flops / peak,
+        "matmul_peak": peak,
+    }
+
+
+def _time(step: Step, count: int) -> float:
+    start = time.perf_counter()
+    for _ in range(count):
+        step()
+    return (time.perf_counter() - start) / count
+
+
+def _config(precision: str, folder: Path, compiled: bool) -> RunConfig:
+    from ..train.config import DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig, TrackerConfig
+
+    text = folder / "text.jsonl"
+    if not text.exists():
+        # Which tokens they are changes no speed: enough for every step to read other windows.
+        text.write_text("".join(f'{{"text": "{str(i) * 400}"}}\n' for i in range(1000)))
+    return RunConfig(
+        model=ModelConfig(width=WIDTH, depth=DEPTH, heads=HEADS, vocab_size=256),
+        data=DataConfig(corpus="text", path=str(text), sequence_length=LENGTH, cache_dir=str(folder / "cache")),
+        optimizer=OptimizerConfig(batch_size=BATCH),
+        parallel=ParallelConfig(device="cpu", compile=compiled),
+        tracker=TrackerConfig(kind="none"),
+        tokens=10**9,
+        precision=precision,
+    )
+
+
+@contextmanager
+def _trainer(config: RunConfig, folder: Path) -> Iterator[Contender]:
+    from ..train.data.shards import prepare
+    from ..train.loop import Trainer
+
+    run = folder / f"{config.precision}-{config.parallel.compile}"
+    trainer = Trainer(config, run, lambda line: None, prepare(config.data))
+    count = 0
+
+    def step() -> None:
+        nonlocal count
+        trainer.step(count)
+        count += 1
+
+    try:
+        yield Contender("Trainer.step", step)
+    finally:
+        trainer.close()
+
+
+def _peers(config: RunConfig, dtype: torch.dtype) -> list[Contender]:
+    """The peer's ways to take the step; in bf16 it may autocast or hold its weights in bf16, and the faster counts."""
+    import torch
+
+    if dtype == torch.float32:
+        return [Contender("eager fp32", _llama_step(config, torch.float32, autocast=False))]
+    return [
+        Contender("eager bf16 autocast", _llama_step(config, torch.float32, autocast=True)),
+        Contender("eager pure bf16", _llama_step(config, torch.bfloat16, autocast=False)),
+    ]
+
+
+def _llama_step(config: RunConfig, weights: torch.dtype, autocast: bool) -> Step:
+    import torch
+    import torch.nn.functional as F
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    model, optimizer = config.model, config.optimizer
+    assert model.vocab_size is not None
+    llama = LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=model.width, intermediate_size=model.mlp_hidden, num_hidden_layers=model.depth,
+            num_attention_heads=model.heads, num_key_value_heads=model.num_kv_heads, vocab_size=model.vocab_size,
+            max_position_embeddings=LENGTH, tie_word_embeddings=False, attn_implementation="sdpa", use_cache=False,
+        )
+    ).to(weights).train()  # fmt: skip
+    adamw = torch.optim.AdamW(
+        llama.parameters(), optimizer.learning_rate, (optimizer.beta1, optimizer.beta2), optimizer.eps,
+        optimizer.weight_decay, fused=True,
+    )  # fmt: skip
+    rows = torch.randint(model.vocab_size, (BATCH, LENGTH + 1))
+
+    def step() -> None:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            logits = llama(input_ids=rows[:, :-1], use_cache=False).logits
+        F.cross_entropy(logits.flatten(0, 1).float(), rows[:, 1:].flatten()).backward()
+        torch.nn.utils.clip_grad_norm_(llama.parameters(), optimizer.gradient_clip)
+        adamw.step()
+        adamw.zero_grad()
+
+    return step
+
+
+def print_benchmark(rows: list[dict[str, Any]]) -> None:
+    """The rows as a table for people."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"ours beside the peer, in turn, on {rows[0]['device']}" if rows else "nothing was measured")
+    for name in ("case", "ours", "peer", "unit", "ratio", "MFU", "peer's MFU", "matmul peak", "peer is"):
+        table.add_column(name, justify="left" if name in ("case", "unit", "peer is") else "right")
+    for row in rows:
+        table.add_row(
+            row["case"], f"{row['ours']:,.0f}", f"{row['peer']:,.0f}", row["unit"],
+            f"{row['ratio']:.2f} ± {row['spread']:.2f}", f"{row['mfu']:.0%}", f"{row['peer_mfu']:.0%}",
+            f"{row['matmul_peak'] / 1e9:.0f} GFLOP/s", row["peer_name"],
+        )  # fmt: skip
+    Console().print(table)

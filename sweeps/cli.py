@@ -1,0 +1,193 @@
+"""The `isoflop` command: look at a sweep, score a checkpoint, fit a table, stage data, measure."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..train.errors import UserError
+from .entry import guarded
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
+data = typer.Typer(no_args_is_help=True, help="Build shards, and stage benchmarks for nodes without a network.")
+bench = typer.Typer(no_args_is_help=True, help="Measure ours beside the peer, in one run.")
+app.add_typer(data, name="data")
+app.add_typer(bench, name="bench")
+
+Sweep = Annotated[Path, typer.Argument(help="A sweep directory, such as outputs/chinchilla.", show_default=False)]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+def main() -> None:
+    """Entry point of the console script; errors are one sentence, without a traceback."""
+    sys.exit(guarded(_run))
+
+
+def _run() -> int:
+    try:
+        app(standalone_mode=False)
+    except typer.Exit as exit_:
+        return exit_.exit_code
+    except typer.Abort:
+        raise KeyboardInterrupt from None
+    except Exception as error:
+        # Wrong flags and arguments are click's own errors, which know how to show themselves.
+        if hasattr(error, "show") and hasattr(error, "exit_code"):
+            error.show()
+            return int(error.exit_code)
+        raise
+    return 0
+
+
+@app.command()
+def status(sweep: Sweep, as_json: Json = False) -> None:
+    """States by count, and every run's step, loss, speed and place."""
+    from .runs import SweepDirectory
+    from .status import print_status, sweep_status
+
+    _show(sweep_status(SweepDirectory.open(sweep)), as_json, print_status)
+
+
+@app.command()
+def logs(
+    sweep: Sweep,
+    run: Annotated[str, typer.Argument(help="A run id, or its first digits.", show_default=False)],
+) -> None:
+    """What a run has said, from its first attempt on."""
+    from .runs import SweepDirectory
+
+    matching = [item for item in SweepDirectory.open(sweep).runs() if item.run_id.startswith(run)]
+    if len(matching) != 1:
+        found = ", ".join(item.run_id for item in matching) or "none"
+        raise UserError(f"run is {run!r}, which must begin exactly one run id of {sweep}; it begins {found}")
+    log = matching[0].path / "log.txt"
+    print(log.read_text(encoding="utf-8") if log.exists() else f"run {matching[0].run_id} has not started", end="")
+
+
+@app.command()
+def report(sweep: Sweep) -> None:
+    """Writes the table, the laws and the report anew from what the runs have written."""
+    from .finish import finish, print_result
+    from .runs import SweepDirectory
+
+    directory = SweepDirectory.open(sweep)
+    finish(directory)
+    print_result(directory)
+
+
+@app.command()
+def evaluate(
+    checkpoint: Annotated[
+        Path, typer.Argument(help="A checkpoint, or a run directory (its newest).", show_default=False)
+    ],
+    tasks: Annotated[str, typer.Option(help="Suites (small) or lm-eval tasks, with commas between.")] = "small",
+    limit: Annotated[int | None, typer.Option(help="Items a task, a fixed subset; all of them when not given.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Folder for scores.json and report.html; default: the checkpoint.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    as_json: Json = False,
+) -> None:
+    """Scores one checkpoint and writes scores.json and report.html."""
+    from ..evaluate.checkpoint import evaluate_checkpoint
+    from ..evaluate.report import format_scores, write_checkpoint_report
+    from ..train.checkpoint import find
+
+    path = find(checkpoint)
+    folder = output or path
+    progress = None if as_json else print
+    scores = evaluate_checkpoint(path, tasks, folder / "scores.json", limit=limit, device=device, progress=progress)
+    write_checkpoint_report(scores, folder / "report.html")
+    _show(scores, as_json, lambda scores: print(format_scores(scores)))
+    if not as_json:
+        print(f"report: {folder / 'report.html'}")
+
+
+@app.command(name="fit")
+def fit_table(
+    table: Annotated[Path, typer.Argument(help="csv, parquet, or a sweep directory.", show_default=False)],
+    target_flops: Annotated[
+        list[float] | None, typer.Option(help="FLOP budget to extrapolate to; repeat for more.")
+    ] = None,
+    column: Annotated[list[str] | None, typer.Option(help='Another name of a column: N="Model Size".')] = None,
+    derive_d: Annotated[str | None, typer.Option(help="Where D is missing: 6nd computes it as FLOPs / (6 N).")] = None,
+    drop_worst: Annotated[int, typer.Option(help="Drop this many of the highest losses, and say so.")] = 0,
+    bootstrap: Annotated[int, typer.Option(help="Resamples behind every interval.")] = 1000,
+    seed: Annotated[int, typer.Option(help="Seed of the bootstrap.")] = 0,
+    output: Annotated[Path | None, typer.Option(help="Folder for law.json and the report of a plain table.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Fits the laws of a table. A sweep directory also gets its law.json and report written."""
+    from .. import fit
+    from .finish import finish, print_law
+    from .runs import SweepDirectory
+
+    plain = not (column or derive_d or drop_worst)
+    if (table / "plan.json").exists() and plain and output is None:
+        result = finish(SweepDirectory.open(table), targets=target_flops or None)
+        output = table / "fit"
+    else:
+        runs = fit.read_table(table, columns=_columns(column or []), derive_d=derive_d, drop_worst=drop_worst)
+        largest = float(max(runs.flops))
+        targets = tuple(target_flops or [largest * factor for factor in (10.0, 100.0, 1000.0)])
+        analysis = fit.analyze(runs, targets=targets, bootstrap=bootstrap, seed=seed)
+        if output is not None:
+            fit.write_report(analysis, output, title=table.stem, provenance={"table": str(table)})
+        result = analysis.to_dict()
+    _show(result, as_json, lambda law: print_law(law, table.name))
+    if output is not None and not as_json:
+        print(f"report: {output / 'report.html'}")
+
+
+def _columns(pairs: list[str]) -> dict[str, str]:
+    columns = {}
+    for pair in pairs:
+        name, separator, source = pair.partition("=")
+        if not separator or not source:
+            raise UserError(f'--column is {pair!r}; it must be NAME=COLUMN, such as N="Model Size"')
+        columns[name] = source
+    return columns
+
+
+@data.command()
+def prepare(
+    overrides: Annotated[list[str] | None, typer.Argument(help="As for sweep.py: data=text data.path=corpus/")] = None,
+) -> None:
+    """Builds the token shards of a corpus, with progress; sweeps then start at once."""
+    from ..train.data.shards import prepare_with_progress
+    from .entry import compose
+
+    shards = prepare_with_progress(compose(overrides or []).data)
+    for part in ("train", "validation"):
+        numbers = shards.manifest[part]
+        print(
+            f"{part}: {numbers['tokens']:,} tokens, {numbers['documents']:,} documents, {numbers['bytes']:,} bytes of text"
+        )
+
+
+@data.command()
+def benchmarks() -> None:
+    """Fetches and checks the benchmark items of the suite `small`, once."""
+    from ..evaluate.staging import stage_benchmarks
+
+    print(stage_benchmarks(progress=print))
+
+
+@bench.command()
+def train(as_json: Json = False) -> None:
+    """Tokens a second of our trainer beside transformers' LlamaForCausalLM, same shape, in turn."""
+    from .benchmarks import bench_train, print_benchmark
+
+    _show(bench_train(), as_json, print_benchmark)
+
+
+def _show(value: Any, as_json: bool, pretty: Callable[[Any], None]) -> None:
+    if as_json:
+        print(json.dumps(value, indent=1, allow_nan=False))
+    else:
+        pretty(value)

@@ -1,0 +1,29 @@
+"""Words and widths for people: how N, D and durations are said, and the console that tables are printed on."""
+
+from __future__ import annotations
+
+import sys
+
+from rich.console import Console
+
+
+def console() -> Console:
+    """Standard output. A pipe or a file has no width, and a table cut to 80 columns is of no use there."""
+    return Console(width=None if sys.stdout.isatty() else 160)
+
+
+def short(value: float) -> str:
+    """1234567 -> 1.23M: three digits and a unit, as people say N and D."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= size:
+            return f"{value / size:.3g}{unit}"
+    return f"{value:.3g}"
+
+
+def describe(seconds: float) -> str:
+    """Seconds as a person says them."""
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    if seconds < 3600:
+        return f"{seconds / 60:.1f} min"
+    return f"{seconds / 3600:.1f} h"

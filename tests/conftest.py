@@ -1,0 +1,59 @@
+"""Skips what this machine cannot serve, each with its reason, and keeps the tests out of the user's cache."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+@functools.cache
+def missing(marker: str) -> str | None:
+    """Why tests with this marker cannot run here; None where they can."""
+    if marker == "gpu":
+        import torch
+
+        return None if torch.cuda.is_available() else "needs a CUDA device"
+    if marker == "slurm":
+        return None if _slurm_answers() else "needs SLURM: `sinfo -h` does not answer, see tests/slurm_cluster.sh"
+    if marker == "published":
+        found = Path(os.environ.get("ISOFLOP_DATA") or "/nonexistent").is_dir()
+        return None if found else "needs published results: ISOFLOP_DATA names no folder"
+    if marker == "browser":
+        return None if shutil.which("chromium") else "needs a browser: there is no chromium on the PATH"
+    return None
+
+
+def _slurm_answers() -> bool:
+    try:
+        return subprocess.run(["sinfo", "-h"], capture_output=True, timeout=20, check=False).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        for marker in {marker.name for marker in item.iter_markers()} & {"gpu", "slurm", "published", "browser"}:
+            if reason := missing(marker):
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def isoflop_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """$ISOFLOP_CACHE, where it is set; else a temporary folder, which borrows the benchmarks that are staged already."""
+    given = os.environ.get("ISOFLOP_CACHE")
+    if given:
+        yield Path(given)
+        return
+    cache = tmp_path_factory.mktemp("cache")
+    staged = Path.home() / ".cache" / "isoflop" / "benchmarks"
+    if staged.is_dir():
+        (cache / "benchmarks").symlink_to(staged)
+    os.environ["ISOFLOP_CACHE"] = str(cache)
+    yield cache
+    del os.environ["ISOFLOP_CACHE"]

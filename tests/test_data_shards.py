@@ -1,0 +1,427 @@
+"""Shards hold the corpus exactly, split by document, and are complete or absent whatever happens to their builder."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import itertools
+import json
+import multiprocessing
+import os
+import random
+import resource
+import shutil
+import signal
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from isoflop.train.config import DataConfig
+from isoflop.train.data import shards as module
+from isoflop.train.data import storage
+from isoflop.train.data.corpora import open_corpus
+from isoflop.train.data.mixing import MixedDocuments, _mixed_order, content_hash
+from isoflop.train.data.shards import Shards, open_shards, prepare, prepare_with_progress
+from isoflop.train.data.tokenizers import ByteTokenizer, load_tokenizer
+from isoflop.train.errors import UserError
+
+FORK = multiprocessing.get_context("fork")
+
+
+def write_corpus(folder: Path, documents: list[str]) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "rows.jsonl").write_text("\n".join(json.dumps({"text": document}) for document in documents))
+    return folder
+
+
+def random_documents(count: int, seed: int = 0) -> list[str]:
+    generator = random.Random(seed)
+    return [f"{i}: " + "".join(generator.choices("abcdé 😀\n", k=generator.randrange(300))) for i in range(count)]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> DataConfig:
+    folder = write_corpus(tmp_path / "corpus", random_documents(300))
+    return DataConfig(corpus="text", path=str(folder), validation_fraction=0.2, cache_dir=str(tmp_path / "cache"))
+
+
+def changed(config: DataConfig, **fields: Any) -> DataConfig:
+    return DataConfig(**{**vars(config), **fields})
+
+
+def documents_of(shards: Shards, part: str) -> list[str]:
+    tokens, starts = getattr(shards, part), getattr(shards, f"{part}_documents")
+    assert (tokens[starts[1:] - 1] == shards.tokenizer.end_of_document).all()
+    return [shards.tokenizer.decode(tokens[a : b - 1]) for a, b in itertools.pairwise(starts)]
+
+
+def content(directory: Path) -> dict[str, str]:
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in directory.iterdir()}
+
+
+def leftovers(config: DataConfig) -> list[Path]:
+    return list(Path(str(config.cache_dir)).rglob("*.tmp-*"))
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
+def test_shards_hold_every_document_once(config: DataConfig, tokenizer: str) -> None:
+    shards = prepare(changed(config, tokenizer=tokenizer, vocab_size=300))
+    train, validation = documents_of(shards, "train"), documents_of(shards, "validation")
+    assert sorted(train + validation) == sorted(open_corpus(config).documents())
+    for part, documents in (("train", train), ("validation", validation)):
+        assert isinstance(getattr(shards, part), np.memmap)
+        assert shards.manifest[part] == {
+            "tokens": len(getattr(shards, part)),
+            "documents": len(documents),
+            "bytes": len("".join(documents).encode()),
+        }
+        # What bits per byte divide by is the text itself.
+        assert shards.tokenizer.token_bytes[getattr(shards, part)].sum() == shards.manifest[part]["bytes"]
+    shards.verify()
+
+
+def test_the_split_is_by_a_hash_of_the_content(config: DataConfig, tmp_path: Path) -> None:
+    before = prepare(config)
+    validation = set(documents_of(before, "validation"))
+    assert validation.isdisjoint(documents_of(before, "train"))
+    # 300 draws with probability 0.2: 60 expected, standard deviation 7; five of them is 35.
+    assert abs(len(validation) - 60) < 35
+    # The definition, once more: the first 8 bytes of BLAKE2b as a fraction of 2^64.
+    for document in documents_of(before, "train") + documents_of(before, "validation"):
+        share = int.from_bytes(hashlib.blake2b(document.encode(), digest_size=8).digest(), "big") / 2**64
+        assert (document in validation) == (share < 0.2)
+    # New text moves no old document, and neither does another order of the files.
+    grown = [*random_documents(200, seed=1), *list(open_corpus(config).documents())[::-1]]
+    after = prepare(changed(config, path=str(write_corpus(tmp_path / "grown", grown))))
+    assert validation <= set(documents_of(after, "validation"))
+    assert set(documents_of(before, "train")) <= set(documents_of(after, "train"))
+
+
+def test_copies_stay_on_one_side(config: DataConfig, tmp_path: Path) -> None:
+    documents = random_documents(2000) + ["the same text again"] * 50 + ["and another one"] * 50
+    shards = prepare(changed(config, path=str(write_corpus(tmp_path / "copies", documents))))
+    train, validation = documents_of(shards, "train"), documents_of(shards, "validation")
+    assert sorted(train + validation) == sorted(documents)
+    assert set(train).isdisjoint(validation)
+    assert shards.manifest["copies"] == 98
+
+
+def test_copies_do_not_stand_together() -> None:
+    generator = np.random.default_rng(3)
+    digests = np.append(generator.integers(1 << 56, dtype=np.uint64, size=2000), np.full(30, 12345, np.uint64))
+    order, copies = _mixed_order(digests)
+    assert sorted(order.tolist()) == list(range(2030))
+    assert copies == 29
+    # At random, a pair of neighbours is two copies with probability (30/2030)^2: 0.4 are expected; sorted, 29.
+    places = np.sort(np.flatnonzero(digests[order] == 12345))
+    assert np.sum(np.diff(places) == 1) < 6
+
+
+def test_the_order_is_mixed_and_owes_nothing_to_the_files(config: DataConfig, tmp_path: Path) -> None:
+    documents = list(open_corpus(config).documents())
+    numbers = [int(document.split(":")[0]) for document in documents_of(prepare(config), "train")]
+    # Of two neighbours either is the later one in the file: 240 coins, standard deviation 8; five of them is 39.
+    assert abs(np.sum(np.diff(numbers) > 0) - len(numbers) / 2) < 39
+    split = tmp_path / "split"
+    split.mkdir()
+    for i, document in enumerate(documents[::-1]):
+        (split / f"{i}.txt").write_text(document, newline="")
+    other = prepare(changed(config, path=str(split)))
+    assert documents_of(other, "train") == documents_of(prepare(config), "train")
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
+def test_mixing_on_disk_gives_what_mixing_in_memory_gives(tmp_path: Path, dtype: type) -> None:
+    generator = np.random.default_rng(0)
+    texts = [bytes(generator.integers(0, 256, generator.integers(1, 200), np.uint8)) for _ in range(2000)]
+    texts += texts[:100] + texts[:50] * 3
+    mixed = []
+    for memory_bytes in (1 << 30, 20_000):
+        documents = MixedDocuments(tmp_path / f"spool{memory_bytes}", dtype, memory_bytes)
+        for i, text in enumerate(texts):
+            documents.add(content_hash(text), np.frombuffer(text, np.uint8).astype(dtype), i)
+        spilled = documents._spool.exists()
+        assert spilled == (memory_bytes == 20_000)
+        mixed.append([(digest, tokens.tobytes()) for digest, tokens, _ in documents])
+        assert documents.copies == 250
+        assert not spilled or not list(documents._spool.iterdir())
+    assert mixed[0] == mixed[1]
+    assert sorted(tokens for _, tokens in mixed[0]) == sorted(
+        np.frombuffer(text, np.uint8).astype(dtype).tobytes() for text in texts
+    )
+    digests = [digest for digest, _ in mixed[0]]
+    assert [digest >> 56 for digest in digests] == sorted(digest >> 56 for digest in digests)
+
+
+def test_shards_are_found_again_and_building_twice_gives_the_same_bytes(
+    config: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = prepare(config)
+    elsewhere = changed(config, cache_dir=str(tmp_path / "other"))
+    assert content(prepare(elsewhere).directory) == content(first.directory)
+    # Neither is called, so a cache that others may only read serves as well.
+    monkeypatch.setattr(module, "_build", lambda *_: pytest.fail("built what was there"))
+    monkeypatch.setattr(module, "locked", lambda *_: pytest.fail("locked what was there"))
+    again = prepare(changed(config, sequence_length=64, validation_tokens=5, fingerprint=None))
+    assert again.directory == first.directory
+
+
+def test_what_changes_the_tokens_changes_the_shards(config: DataConfig) -> None:
+    configs = [config, changed(config, validation_fraction=0.3), changed(config, max_bytes=5000)]
+    configs.append(changed(config, tokenizer="bpe", vocab_size=280))
+    assert len({prepare(each).directory for each in configs}) == 4
+
+
+def test_the_cache_is_where_the_environment_says(
+    config: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ISOFLOP_CACHE", str(tmp_path / "from_environment"))
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert prepare(changed(config, cache_dir=None)).directory.is_relative_to(tmp_path / "from_environment")
+    assert prepare(config).directory.is_relative_to(tmp_path / "cache")
+    monkeypatch.delenv("ISOFLOP_CACHE")
+    assert prepare(changed(config, cache_dir=None)).directory.is_relative_to(tmp_path / "home/.cache/isoflop")
+
+
+def test_progress_counts_tokens(config: DataConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    calls: list[tuple[str, float, float]] = []
+    shards = prepare(config, lambda *call: calls.append(call))
+    tokenized = [call for call in calls if call[0] == "tokenize"]
+    assert tokenized[-1][1] == len(shards.train) + len(shards.validation)
+    assert all(done <= total * 1.01 for _, done, total in tokenized)
+    shutil.rmtree(shards.directory)
+    prepare_with_progress(config)
+    assert capsys.readouterr().out == ""  # standard output is for results
+
+
+# Two at once, kills, full disks.
+
+
+def run_child(target: Callable[[], Any]) -> Any:
+    child = FORK.Process(target=target)
+    child.start()
+    return child
+
+
+def test_processes_that_ask_at_once_build_once(
+    config: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build = module._build
+
+    def counted(*arguments: Any) -> None:
+        with open(tmp_path / "builds", "a") as file:
+            file.write("x")
+        time.sleep(0.3)  # long enough for the others to arrive
+        build(*arguments)
+
+    monkeypatch.setattr(module, "_build", counted)
+
+    def child() -> None:
+        prepare(config).verify()
+
+    children = [run_child(child) for _ in range(4)]
+    for process in children:
+        process.join(60)
+    assert [process.exitcode for process in children] == [0] * 4
+    assert (tmp_path / "builds").read_text() == "x"
+
+
+def killed_in(config: DataConfig, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, flag: Path) -> None:
+    """Builds in a child that is killed with SIGKILL when it first calls owner.name."""
+
+    def stop(*_: Any, **__: Any) -> None:
+        flag.touch()
+        time.sleep(120)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, stop)
+        child = run_child(lambda: prepare(config))
+        deadline = time.monotonic() + 60
+        while not flag.exists():
+            assert time.monotonic() < deadline
+            assert child.is_alive()
+            time.sleep(0.005)
+        os.kill(child.pid, signal.SIGKILL)
+        child.join(60)
+    assert child.exitcode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (MixedDocuments, "add"),  # before anything is written
+        (module._PartWriter, "close"),  # token files half-written
+        (module, "write_json"),  # all there but the manifest
+        (storage, "fsync_path"),  # all there, not renamed
+    ],
+)
+def test_a_killed_build_is_never_taken_for_a_whole_one(
+    config: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
+) -> None:
+    killed_in(config, monkeypatch, owner, name, tmp_path / "flag")
+    assert leftovers(config)
+    assert not [path for path in (tmp_path / "cache" / "shards").iterdir() if ".tmp-" not in path.name]
+    shards = prepare(config)
+    shards.verify()
+    assert leftovers(config) == []
+    undisturbed = prepare(changed(config, cache_dir=str(tmp_path / "other")))
+    assert content(shards.directory) == content(undisturbed.directory)
+
+
+def test_a_full_disk_is_one_sentence_and_leaves_nothing(config: DataConfig, tmp_path: Path) -> None:
+    # The kernel refuses to grow any file beyond 8 KiB: writes fail halfway, as on a full disk.
+    def child() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))
+        try:
+            prepare(config)
+        except UserError as error:
+            (tmp_path / "sentence").write_text(str(error))
+
+    process = run_child(child)
+    process.join(60)
+    assert process.exitcode == 0
+    assert "has no room (File too large); free some, or set data.cache_dir" in (tmp_path / "sentence").read_text()
+    assert list((tmp_path / "cache" / "shards").iterdir()) == []
+    prepare(config).verify()
+
+
+@pytest.mark.parametrize("name", ["_spill", "_bucket"])
+def test_a_disk_that_fills_while_mixing_leaves_nothing(
+    config: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MixedDocuments.__init__, "__defaults__", (2000,))  # spills at once
+        patch.setattr(MixedDocuments, name, full)
+        with pytest.raises(UserError, match=r"has no room \(No space left on device\)"):
+            prepare(config)
+    assert list((tmp_path / "cache" / "shards").iterdir()) == []
+    prepare(config).verify()
+
+
+def test_any_other_error_leaves_nothing_and_is_not_hidden(config: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(module._PartWriter, "_flush", broken)
+    with pytest.raises(OSError, match="Input/output error"):
+        prepare(config)
+    assert leftovers(config) == []
+
+
+# Damage.
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+DAMAGES: dict[str, Callable[[Path], Any]] = {
+    "a truncated token file": lambda d: truncate(d / "train.bin"),
+    "a longer token file": lambda d: (d / "validation.bin").open("ab").write(b"xx"),
+    "a truncated index": lambda d: truncate(d / "train.documents.npy"),
+    "a missing file": lambda d: (d / "validation.bin").unlink(),
+    "a missing manifest": lambda d: (d / "manifest.json").unlink(),
+    "half a manifest": lambda d: os.truncate(d / "manifest.json", 100),
+    "an edited manifest": lambda d: (d / "manifest.json").write_text(
+        (d / "manifest.json").read_text().replace('"copies": 0', '"copies": 1')
+    ),
+    "a manifest that is a list": lambda d: (d / "manifest.json").write_text("[]"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_shards_are_built_again_and_it_is_said(config: DataConfig, damage: str) -> None:
+    shards = prepare(config)
+    before = content(shards.directory)
+    DAMAGES[damage](shards.directory)
+    assert content(shards.directory) != before
+    with pytest.raises(UserError):
+        open_shards(shards.directory, ByteTokenizer())
+    with pytest.warns(UserWarning, match="shards are built again: "):
+        again = prepare(config)
+    assert content(again.directory) == before
+    assert leftovers(config) == []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        prepare(config)
+
+
+def test_a_changed_byte_is_found_when_asked_for(config: DataConfig) -> None:
+    shards = prepare(config)
+    with open(shards.directory / "train.bin", "r+b") as file:
+        file.seek(100)
+        file.write(b"\x00\x01")
+    with pytest.raises(UserError, match=r"train.bin differs from its manifest; delete the folder to rebuild"):
+        open_shards(shards.directory, ByteTokenizer()).verify()
+
+
+def test_a_tokenizer_that_does_not_match_its_shards_is_refused(config: DataConfig, tmp_path: Path) -> None:
+    shards = prepare(config)
+    other = load_tokenizer(changed(config, tokenizer="bpe", vocab_size=280), None, tmp_path / "cache")
+    with pytest.raises(UserError, match=rf"fingerprint {other.fingerprint}; it does not match its shards in"):
+        open_shards(shards.directory, other)
+
+
+# Bad input.
+
+
+def test_text_that_changed_since_it_was_planned_is_refused(config: DataConfig) -> None:
+    planned = changed(config, fingerprint=open_corpus(config).fingerprint())
+    assert prepare(planned).directory == prepare(config).directory
+    with open(Path(str(config.path)) / "rows.jsonl", "a") as file:
+        file.write('\n{"text": "one more"}')
+    with pytest.raises(UserError, match=r"data.fingerprint is \w{16}; .* the text has changed since it was planned"):
+        prepare(planned)
+
+
+def test_text_that_changes_while_it_is_read_is_refused(config: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenize = module._tokenize
+
+    def meddled(*arguments: Any) -> None:
+        tokenize(*arguments)
+        with open(Path(str(config.path)) / "rows.jsonl", "a") as file:
+            file.write('\n{"text": "one more"}')
+
+    monkeypatch.setattr(module, "_tokenize", meddled)
+    with pytest.raises(UserError, match="its text changed while it was read, run again"):
+        prepare(config)
+    assert leftovers(config) == []
+
+
+def test_two_distinct_documents_are_enough_for_both_parts(config: DataConfig, tmp_path: Path) -> None:
+    for fraction in (1e-9, 0.02, 0.999):
+        pair = changed(config, path=str(write_corpus(tmp_path / "pair", ["a", "b", "a"])), validation_fraction=fraction)
+        shards = prepare(pair)
+        parts = [set(documents_of(shards, "train")), set(documents_of(shards, "validation"))]
+        assert sorted(map(sorted, parts)) == [["a"], ["b"]]
+
+
+@pytest.mark.parametrize("documents", [["only this"], ["the same", "the same"]])
+def test_text_that_cannot_be_split_is_refused(config: DataConfig, tmp_path: Path, documents: list[str]) -> None:
+    path = str(write_corpus(tmp_path / "few", documents))
+    with pytest.raises(UserError, match=r"holding one out for validation needs at least two distinct documents"):
+        prepare(changed(config, path=path))
+    assert leftovers(config) == []
+
+
+def test_a_bad_line_leaves_nothing_half_written(config: DataConfig) -> None:
+    with open(Path(str(config.path)) / "rows.jsonl", "a") as file:
+        file.write("\n{oops")
+    for tokenizer in ("bytes", "bpe"):
+        with pytest.raises(UserError, match=r"line 301 of .*rows.jsonl is not JSON"):
+            prepare(changed(config, tokenizer=tokenizer, vocab_size=300))
+    assert leftovers(config) == []
+
+
+def test_a_cache_that_cannot_be_written_is_refused(config: DataConfig, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    for place in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/nowhere")):
+        with pytest.raises(UserError, match=rf"data.cache_dir is {place}; it cannot be written \(.+\)"):
+            prepare(changed(config, cache_dir=str(place)))

@@ -1,0 +1,128 @@
+"""Tables: every way in gives the same runs, and every bad table is one sentence that names what is wrong."""
+
+import numpy as np
+import pandas as pd
+import pytest
+from isoflop import fit
+
+
+def frame(n=8):
+    rng = np.random.default_rng(0)
+    N, D = rng.integers(10_000, 10**9, n), rng.integers(10**6, 10**10, n)
+    return pd.DataFrame({"run_id": [f"r{i}" for i in range(n)], "N": N, "D": D, "loss": rng.uniform(2, 4, n)})
+
+
+def test_csv_parquet_sweep_directory_and_frame_give_the_same_runs(tmp_path):
+    table = frame()
+    table.to_csv(tmp_path / "table.csv", index=False)
+    table.to_parquet(tmp_path / "runs.parquet")
+    for source in (table, tmp_path / "table.csv", str(tmp_path), tmp_path / "runs.parquet"):
+        runs = fit.read_table(source)
+        np.testing.assert_array_equal(runs.N, table.N)
+        np.testing.assert_allclose(runs.loss, table.loss, rtol=1e-15)
+        assert runs.run_id.tolist() == table.run_id.tolist()
+        np.testing.assert_array_equal(runs.flops, 6.0 * table.N * table.D)
+        assert any("6ND" in note for note in runs.notes)
+        assert np.isnan(runs.loss_se).all()
+        assert (runs.weight == 1).all()
+        assert len(runs) == 8
+
+
+def test_only_finished_rows_are_used_and_the_rest_is_noted():
+    table = frame()
+    table["final"] = ["True", "False"] * 4
+    table["state"] = ["done"] * 6 + ["diverged"] * 2
+    table.loc[6:, "loss"] = np.nan
+    runs = fit.read_table(table)
+    assert runs.run_id.tolist() == ["r0", "r2", "r4"]
+    assert any("4 intermediate checkpoints" in note for note in runs.notes)
+    assert any("not done" in note for note in runs.notes)
+    np.testing.assert_array_equal(runs.column("N"), runs.N)
+    assert np.isnan(runs.column("nothing")).all()
+
+
+def test_names_are_mapped_d_is_derived_and_the_worst_are_dropped():
+    table = frame().rename(columns={"N": "Model Size"}).drop(columns="D")
+    table["Training FLOP"] = 1e18
+    runs = fit.read_table(table, {"N": "Model Size", "flops": "Training FLOP"}, derive_d="6nd", drop_worst=3)
+    assert len(runs) == 5
+    assert runs.dropped == 3
+    assert runs.derived_d
+    np.testing.assert_allclose(6 * runs.N * runs.D, 1e18)
+    assert runs.loss.max() < np.sort(table.loss)[-3]
+    assert [n for n in runs.notes if "3 highest losses were dropped" in n]
+    assert [n for n in runs.notes if "derived as FLOPs / (6N)" in n]
+
+
+def cell(row, column, value):
+    table = frame().astype({column: object})
+    table.loc[row, column] = value
+    return table
+
+
+BAD = [
+    (cell(3, "loss", np.nan), {}, "loss is nan in row 3"),
+    (cell(3, "loss", np.inf), {}, "loss is inf in row 3"),
+    (cell(0, "N", 0), {}, "N is 0 in row 0; it must be a finite number above zero"),
+    (cell(0, "D", -5), {}, "D is -5 in row 0"),
+    (cell(2, "D", "many"), {}, "D is 'many' in row 2; a number is expected"),
+    (frame().drop(columns="loss"), {}, "has no column 'loss'; it has run_id, N, D"),
+    (frame().drop(columns="D"), {}, "has no column 'D'; it has run_id, N, loss"),
+    (frame().drop(columns="D"), {"derive_d": "6nd"}, "no column 'flops'"),
+    (frame().drop(columns="D").assign(flops=1e18), {}, "D can be derived with '6nd'"),
+    (frame(), {"columns": {"N": "Size"}}, "has no column 'Size'; it has run_id, N, D, loss"),
+    (frame(), {"columns": {"size": "N"}}, "'size' is not a known name; choose among N, D, loss"),
+    (frame(), {"derive_d": "nd"}, "derive_d is 'nd'"),
+    (frame(), {"drop_worst": 8}, "drop_worst is 8; it must be at least 0 and below the 8 runs"),
+    (frame(), {"drop_worst": -1}, "drop_worst is -1"),
+    (frame().iloc[:0], {}, "has no rows"),
+    (frame().assign(final=False), {}, "none of a finished run"),
+    (frame().assign(weight=-1.0), {}, "weight is -1 in row 0"),
+    (pd.concat([frame(), frame()[["N"]]], axis=1), {}, "more than one column 'N'"),
+    (42, {}, "table is a int"),
+]
+
+
+@pytest.mark.parametrize(("source", "options", "message"), BAD)
+def test_a_bad_table_is_one_sentence(source, options, message):
+    with pytest.raises(fit.InputError) as caught:
+        fit.read_table(source, **options)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+FILES = [
+    ("empty.csv", b"", "is empty"),
+    ("header.csv", b"N,D,loss\n", "has no rows"),
+    ("twice.csv", b"N,D,loss,N\n1,2,3,4\n", "more than one column 'N'"),
+    ("ragged.csv", b"N,D,loss\n1,2,3\n1,2,3,4,5\n", "is not a readable CSV file"),
+    ("noise.csv", bytes(range(128, 256)) * 20, "is not a readable CSV file"),
+    ("fake.parquet", b"PAR1 but not really", "is not a readable Parquet file"),
+    ("empty.parquet", b"", "is not a readable Parquet file"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "message"), FILES)
+def test_a_broken_file_is_one_sentence(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(fit.InputError) as caught:
+        fit.read_table(tmp_path / name)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_file_and_a_directory_without_a_table_say_what_to_give(tmp_path):
+    with pytest.raises(fit.InputError, match=r"does not exist; give a CSV or Parquet file, or a sweep directory"):
+        fit.read_table(tmp_path / "no.csv")
+    with pytest.raises(fit.InputError, match=r"has no table\.csv"):
+        fit.read_table(tmp_path)
+
+
+def test_the_row_that_is_named_is_the_line_of_the_file(tmp_path):
+    table = frame()
+    table.loc[3, "loss"] = -1
+    table.to_csv(tmp_path / "t.csv", index=False)
+    with pytest.raises(fit.InputError) as caught:
+        fit.read_table(tmp_path / "t.csv")
+    line = int(str(caught.value).split(" in row ")[1].split(";")[0])
+    assert ",-1.0" in (tmp_path / "t.csv").read_text().splitlines()[line - 1]

@@ -1,0 +1,290 @@
+"""The report: complete, self-contained, safe with hostile strings, whole or absent, and drawn by a real browser."""
+
+import html
+import json
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from isoflop import fit
+from isoflop.fit import figures, figures_optimum, formatting
+
+HOSTILE = '<script>alert("x")</script>&</code>'
+
+
+def sweep(budgets=(2e11, 5e11, 1.2e12, 3e12), sizes=6, hostile=False, tasks=True):
+    """A small sweep and its loss curves; with `hostile`, strings that would break out of HTML if they were not
+    escaped.
+    """
+    rng = np.random.default_rng(0)
+    rows, curves = [], []
+    for C in budgets:
+        for N in 0.03 * C**0.5 * np.geomspace(0.2, 5, sizes):
+            D = C / (6 * N)
+            loss = (1 + 25 / N**0.42 + 170 / D**0.4) * np.exp(0.003 * rng.standard_normal())
+            run = f"run{len(rows)}" + HOSTILE * hostile
+            row = {"run_id": run, "final": True, "state": "done", "budget": C, "N": N, "D": D, "loss": loss, "flops": C}
+            row |= {"loss_se": 0.01, "width": 16, "depth": 2, "val_bpb": loss / np.log(2), "epochs": 0.1}
+            for task in ("arc_easy", "lambada") if tasks else ():
+                name = task + HOSTILE * hostile
+                row |= {
+                    f"{name}/acc": 0.25 + 0.01 * rng.standard_normal(),
+                    f"{name}/acc_se": 0.02,
+                    f"{name}/chance": 0.25,
+                }
+                row |= {f"{name}/gold_bpb": loss, f"{name}/gold_bpb_se": 0.01}
+            rows.append(row)
+            at = np.linspace(0.05, 1, 20)
+            lines = {"run_id": run, "step": (100 * at).astype(int), "tokens": D * at, "flops": C * at}
+            curves.append(pd.DataFrame(lines | {"loss": 1 + 25 / N**0.42 + 170 / (D * at) ** 0.4}))
+    return pd.DataFrame(rows), pd.concat(curves)
+
+
+def write(folder, table, curves=None, **options):
+    found = fit.analyze(fit.read_table(table), targets=(1e14, 1e18), bootstrap=100)
+    return found, fit.write_report(found, folder, curves, **options)
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory):
+    table, curves = sweep()
+    folder = tmp_path_factory.mktemp("report") / "deep" / "fit"
+    found, path = write(folder, table, curves, title="A & B", provenance={"git commit": "abc<123>", "runs": 24})
+    return found, path
+
+
+def visible(path):
+    """The page without its scripts and styles, as text."""
+    page = re.sub(r"<(script|style)>.*?</\1>", "", path.read_text(), flags=re.S)
+    return html.unescape(re.sub(r"<[^>]+>", " ", page))
+
+
+def test_every_file_is_there_and_nothing_else(full):
+    found, path = full
+    names = {p.name for p in path.parent.iterdir()}
+    pictures = {"isoflop", "contours", "optimal_N", "optimal_D", "optimal_loss", "loss_by_tokens", "loss_by_flops"}
+    assert names == {"report.html", "law.json"} | {f"{p}.png" for p in pictures}
+    for picture in path.parent.glob("*.png"):
+        assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    said = json.loads((path.parent / "law.json").read_text())
+    assert said["law"] == found.to_dict()["law"]
+    assert said["provenance"]["git commit"] == "abc<123>"
+
+
+def test_the_page_says_what_the_analysis_found(full):
+    found, path = full
+    text = " ".join(visible(path).split())
+    assert "A & B" in text
+    for warning in found.warnings:
+        assert warning.code in text
+        assert warning.message in text
+    assert text.index("extrapolation") < text.index("What a budget wants"), "warnings come first"
+    for approach in found.approaches.values():
+        for C in found.targets:
+            e = approach.at(C)
+            assert formatting.count(e.N) in text
+            assert formatting.interval(e.intervals["N"], formatting.count) in text
+            assert formatting.ratio(e.ratio) in text
+    assert formatting.loss(found.law.E_) in text
+    assert found.verdict in text
+    assert formatting.percent(found.backtest["loss_error"]) in text
+    for run in found.table.run_id:
+        assert run in text
+    assert "abc<123>" in text
+
+
+def test_the_page_needs_no_network(full):
+    page = full[1].read_text()
+    assert not re.search(r"<(script|link|img|iframe)[^>]+(src|href)=[\"']?(https?:)?//", page)
+    own = page.split("const FIGURES=")[1]
+    assert "http" not in own
+    assert page.count("Plotly.newPlot(id") == 1
+    assert page.count("plotly.js v") == 1, "plotly.js is inlined once"
+
+
+def test_every_figure_is_valid_plotly_and_holds_data():
+    graph_objects = pytest.importorskip("plotly.graph_objects")
+    table, curves = sweep()
+    found = fit.analyze(fit.read_table(table), targets=(1e18,), bootstrap=50)
+    drawn = [figures.loss_curves(found, curves, by) for by in ("tokens", "flops")]
+    drawn += [figures.isoflop(found), figures.contours(found), figures_optimum.backtest(found)]
+    drawn += [figures_optimum.allocation(found, q) for q in ("N", "D", "loss")]
+    drawn += [figures_optimum.scores(found, m) for m in ("acc", "gold_bpb")]
+    for figure in drawn:
+        graph_objects.Figure(figure)  # raises for any property that plotly does not know
+        assert all(len(trace["x"]) for trace in figure["data"])
+
+
+def test_strings_from_data_cannot_become_markup(tmp_path):
+    table, curves = sweep(hostile=True)
+    _, path = write(tmp_path, table, curves, title=HOSTILE, provenance={HOSTILE: HOSTILE})
+    page = path.read_text()
+    assert HOSTILE not in page
+    assert "<script>alert" not in page
+    figures_part = page.split("const FIGURES=")[1].split("</script>")[0]
+    assert "<" not in figures_part.split(";\nconst narrow")[0]
+    assert html.escape(HOSTILE) in page
+
+
+def test_four_runs_without_scores_or_curves_still_get_a_report(tmp_path):
+    table, _ = sweep(budgets=(2e11, 5e11), sizes=2, tasks=False)
+    found, path = write(tmp_path, table)
+    text = visible(path)
+    assert found.law is None
+    assert "no_parametric" in text
+    assert "no answer" in text
+    assert "Scores" not in text
+    assert not (tmp_path / "contours.png").exists()
+
+
+def test_one_run_gets_a_report(tmp_path):
+    table, curves = sweep(budgets=(2e11,), sizes=1)
+    _, path = write(tmp_path, table, curves)
+    assert "These runs do not" in visible(path) or "No approach has an answer" in visible(path)
+
+
+def test_curves_of_other_runs_or_with_gaps_are_left_out(tmp_path):
+    table, curves = sweep()
+    curves.loc[curves.step == 50, "loss"] = np.nan
+    found = fit.analyze(fit.read_table(table), bootstrap=20)
+    assert figures.loss_curves(found, curves.assign(run_id="other"), "tokens") is None
+    drawn = figures.loss_curves(found, curves, "tokens")
+    assert all(v is not None for trace in drawn["data"] for v in trace["y"])
+
+
+def test_a_report_replaces_the_old_one_whole_and_leaves_no_temporary_file(tmp_path, monkeypatch):
+    table, curves = sweep()
+    found, path = write(tmp_path, table, curves)
+    before = path.read_text()
+    monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(OSError, match="No space left"):
+        fit.write_report(found, tmp_path, curves, title="other")
+    assert path.read_text() == before
+    assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
+
+
+def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path):
+    (tmp_path / "file").write_text("")
+    table, curves = sweep(tasks=False)
+    found = fit.analyze(fit.read_table(table), bootstrap=0)
+    with pytest.raises(fit.InputError, match="cannot be made"):
+        fit.write_report(found, tmp_path / "file" / "fit")
+    with pytest.raises(fit.InputError, match="curves have no column 'tokens'"):
+        fit.write_report(found, tmp_path, curves.drop(columns="tokens"))
+
+
+FORMATS = [
+    (formatting.count, 15_234, "15.2k"),
+    (formatting.count, 999_950, "1.00M"),
+    (formatting.count, 70.3e9, "70.3B"),
+    (formatting.count, 1.4e12, "1.40T"),
+    (formatting.count, 3.2e16, "3.2e16"),
+    (formatting.count, 512, "512"),
+    (formatting.count, None, "–"),
+    (formatting.scientific, 1e24, "1e24"),
+    (formatting.scientific, 5.76e23, "5.76e23"),
+    (formatting.scientific, 0, "0"),
+    (formatting.ratio, 17.92, "17.9"),
+    (formatting.ratio, 3.15e9, "3.15e9"),
+    (formatting.percent, 0.00371, "0.37 %"),
+    (formatting.percent, 0.0371, "3.7 %"),
+    (formatting.loss, float("nan"), "–"),
+    (formatting.times, 10.0, "10 times"),
+]
+
+
+@pytest.mark.parametrize(("say", "value", "shown"), FORMATS)
+def test_numbers_read_as_people_write_them(say, value, shown):
+    assert say(value) == shown
+
+
+def test_intervals_say_when_an_end_is_open_or_the_range_says_nothing():
+    assert formatting.interval((1e9, 2e9), formatting.count) == "1.00B to 2.00B"
+    assert formatting.interval((1e3, 1e12), formatting.count) == "undetermined"
+    assert formatting.interval(None, formatting.count) == "no interval"
+    assert formatting.interval((float("nan"), 1.0), formatting.count) == "no interval"
+
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+QUIET = "disable-quic no-first-run disable-background-networking disable-component-update disable-sync disable-gpu"
+PROBE = """
+<script>
+window.addEventListener('load', () => setTimeout(() => {
+  const count = plot => plot.querySelectorAll('.scatterlayer .trace path, .contourlayer path').length;
+  const drawn = [...document.querySelectorAll('.plot')].map(plot => plot.id + '=' + count(plot));
+  const wide = document.documentElement.scrollWidth > window.innerWidth;
+  const far = document.querySelector('.switch button[value=far]'); if (far) far.click();
+  const head = document.querySelector('.sortable th:nth-child(3)'); if (head) head.click();
+  const cells = [...document.querySelectorAll('.sortable tbody td:nth-child(3)')].map(cell => Number(cell.dataset.v));
+  const sorted = cells.every((value, i) => i === 0 || cells[i - 1] <= value);
+  const said = document.createElement('div'); said.id = 'probe';
+  said.textContent = JSON.stringify({drawn, wide, sorted, faults: window.faults}); document.body.append(said);
+}, 500));
+</script>
+"""
+
+
+@pytest.mark.browser
+@pytest.mark.skipif(not CHROMIUM, reason="needs chromium")
+@pytest.mark.parametrize(("kind", "width"), [("full", 1300), ("full", 500), ("smoke", 1300), ("hostile", 1300)])
+def test_a_browser_draws_every_figure_without_an_error(tmp_path, kind, width):
+    sizes = {"budgets": (2e11, 5e11), "sizes": 2} if kind == "smoke" else {}
+    table, curves = sweep(hostile=kind == "hostile", **sizes)
+    _, path = write(tmp_path, table, curves)
+    catch = "<script>window.faults=[];window.addEventListener('error',e=>window.faults.push(e.message))</script>"
+    probed = tmp_path / "probed.html"
+    probed.write_text(path.read_text().replace("<head>", "<head>" + catch, 1).replace("</body>", PROBE + "</body>", 1))
+    flags = [f"--{flag}" for flag in QUIET.split()]
+    result = subprocess.run(
+        [
+            *(CHROMIUM, "--headless", "--no-sandbox", *flags, f"--user-data-dir={tmp_path / 'profile'}"),
+            *(f"--window-size={width},2000", "--virtual-time-budget=20000", "--enable-logging=stderr", "--v=0"),
+            *("--dump-dom", f"file://{probed}"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    found = re.search(r'<div id="probe">(.*?)</div>', result.stdout, re.S)
+    assert found, result.stderr[-2000:]
+    said = json.loads(html.unescape(found.group(1)))
+    assert said["faults"] == []
+    assert not re.search(r"CONSOLE.*(error|Uncaught)", result.stderr, re.I), result.stderr[-2000:]
+    counts = {name: int(n) for name, n in (entry.rsplit("=", 1) for entry in said["drawn"])}
+    assert len(counts) == {"smoke": 7}.get(kind, 10)
+    assert min(counts.values()) > 0, counts
+    assert said["sorted"]
+    assert not said["wide"], "the page scrolls sideways"
+
+
+def test_the_paper_figures_return_axes_and_draw():
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    table, curves = sweep()
+    found = fit.analyze(fit.read_table(table), bootstrap=20)
+    axes = found.law.plot()
+    assert axes.get_xscale() == "log"
+    assert axes.collections
+    from isoflop.fit import plots
+
+    assert len(plots.plot_isoflop(found.profiles).lines) == 4
+    assert plots.plot_allocation(found, "D").get_ylabel() == "optimal tokens D*"
+    assert len(plots.plot_curves(found, curves).lines) == 24
+    import matplotlib.pyplot as plt
+
+    plt.close("all")
+
+
+def test_a_sweep_directory_goes_all_the_way(tmp_path):
+    table, curves = sweep()
+    table.to_csv(tmp_path / "table.csv", index=False)
+    found = fit.analyze(fit.read_table(tmp_path), bootstrap=20)
+    path = fit.write_report(found, tmp_path / "fit", curves)
+    assert path == Path(tmp_path) / "fit" / "report.html"

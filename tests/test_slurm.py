@@ -1,0 +1,340 @@
+"""Sweeps through a real SLURM: tests/slurm_cluster.sh brings up a cluster that has what is needed here.
+
+That is a default partition, a partition `low` that it preempts by requeueing, and at least two nodes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from isoflop.evaluate.staging import benchmarks_directory, is_staged
+from isoflop.sweeps import launch
+from isoflop.sweeps.config import ClusterConfig
+from isoflop.sweeps.plan import JobShape
+from isoflop.sweeps.runs import RunDirectory, SweepDirectory
+from isoflop.train.files import read_json, read_json_lines
+
+pytestmark = pytest.mark.slurm
+
+ROOT = Path(__file__).resolve().parent.parent
+DEADLINE = 240.0  # seconds after which something that should have happened is taken never to
+SMALL = [
+    "cluster.gpus_per_job=0", "cluster.cpus_per_task=1", "cluster.memory_gb=1", "cluster.time_minutes=5",
+    "cluster.array_parallelism=2", "precision=fp32", "tracker=none", "evaluate=none",
+]  # fmt: skip
+# One size, long enough (seconds) to be disturbed on the way, in as many runs as there are seeds.
+LONG = [
+    "+grid=product", "model.width=16", "model.depth=2", "model.heads=2", "data.sequence_length=64",
+    "data.max_bytes=2000000", "data.validation_tokens=16384", "optimizer.batch_size=8", "validations=2",
+    "fit.bootstrap=50",
+]  # fmt: skip
+
+
+class Sweep:
+    """One sweep of a test: its folder, its command, its jobs."""
+
+    def __init__(self, name: str, output_root: Path, source: Path = ROOT) -> None:
+        self.name, self.output_root, self.source = name, output_root, source
+        self.path = output_root / name
+
+    def command(self, *overrides: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        """`python sweep.py`, without a terminal; neither success nor failure is expected."""
+        command = [sys.executable, "sweep.py", *SMALL, f"sweep={self.name}", f"output_root={self.output_root}", *overrides]
+        return subprocess.run(
+            command, cwd=self.source, env=os.environ | {"OMP_NUM_THREADS": "1"} | environment, text=True,
+            stdin=subprocess.DEVNULL, capture_output=True, timeout=DEADLINE, check=False,
+        )  # fmt: skip
+
+    def submit(self, *overrides: str, **environment: str) -> str:
+        """The command on SLURM, which must succeed; what it printed."""
+        done = self.command("cluster=slurm", *overrides, **environment)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def runs(self) -> dict[str, RunDirectory]:
+        return {run.run_id: run for run in SweepDirectory.open(self.path).runs()}
+
+    def states(self) -> list[str]:
+        return sorted(run.state().state for run in self.runs().values())
+
+    def queue(self, kind: str = "train,evaluate,fit", what: str = "%i") -> list[str]:
+        """What squeue shows of the sweep's jobs."""
+        names = ",".join(f"{self.name}-{part}" for part in kind.split(","))
+        return slurm("squeue", "-h", "-r", f"--name={names}", "-o", what).split()
+
+    def wait(self) -> None:
+        until(lambda: not self.queue(), f"an empty queue for {self.name}")
+
+    def losses(self) -> dict[str, float]:
+        return {name: run.summary()["val_loss"] for name, run in self.runs().items()}  # type: ignore[index]
+
+    def job_logs(self) -> str:
+        return "".join(path.read_text() for path in sorted(self.path.glob("jobs/*/*_log.*")))
+
+
+def slurm(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+
+
+def until(condition: Callable[[], Any], what: str) -> None:
+    deadline = time.monotonic() + DEADLINE
+    while not condition():
+        assert time.monotonic() < deadline, f"never: {what}"
+        time.sleep(0.2)
+
+
+@pytest.fixture
+def sweep(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., Sweep]]:
+    """Makes sweeps whose jobs are gone after the test, whatever it came to."""
+    made: list[Sweep] = []
+
+    def make(name: str, source: Path = ROOT) -> Sweep:
+        made.append(Sweep(f"{name}-{os.getpid()}", tmp_path / "outputs", source))
+        return made[-1]
+
+    yield make
+    for item in made:
+        slurm("scancel", f"--name={item.name}-train,{item.name}-evaluate,{item.name}-fit")
+        item.wait()
+
+
+@pytest.fixture(scope="module")
+def smoke(tmp_path_factory: pytest.TempPathFactory) -> Sweep:
+    """The grid `smoke`, left alone until its last job has gone. Submitted from inside another job, as far as it can tell."""
+    result = Sweep(f"smoke-{os.getpid()}", tmp_path_factory.mktemp("smoke"))
+    allocation = {"SLURM_JOB_ID": "1", "SLURM_ARRAY_JOB_ID": "1", "SLURM_ARRAY_TASK_ID": "7", "SLURM_NTASKS": "3"}
+    printed = result.submit("+grid=smoke", **allocation)
+    assert "submitted 4 runs" in printed
+    # The fit waits for all the others, so the command has returned before any of it was done.
+    assert result.queue("fit", "%T") == ["PENDING"]
+    assert not (result.path / "fit").exists()
+    result.wait()
+    return result
+
+
+def test_the_grid_runs_end_to_end(smoke: Sweep) -> None:
+    assert smoke.states() == ["done"] * 4, smoke.job_logs()
+    assert (smoke.path / "fit" / "report.html").stat().st_size > 10_000
+    law = read_json(smoke.path / "fit" / "law.json")
+    assert law is not None
+    table = (smoke.path / "table.csv").read_text().splitlines()
+    assert len(table) == 1 + 4
+    for run in smoke.runs().values():
+        assert run.state().attempt == 1
+        assert re.fullmatch(r"\d+_\d", run.state().job_id or "")
+    assert len({run.state().job_id for run in smoke.runs().values()}) == 4, "one array of four tasks"
+
+
+def test_once_all_is_done_the_same_command_trains_nothing(smoke: Sweep) -> None:
+    before = {path: path.read_bytes() for path in smoke.path.glob("runs/*/*") if path.is_file()}
+    assert len(before) >= 4 * 4
+    printed = smoke.submit("+grid=smoke")
+    assert "submitted" not in printed
+    assert "report.html" in printed
+    assert not smoke.queue()
+    assert before == {path: path.read_bytes() for path in smoke.path.glob("runs/*/*") if path.is_file()}
+
+
+def test_evaluate_is_hugging_faces_in_a_submitted_job(tmp_path: Path) -> None:
+    script, answer = tmp_path / "script.py", tmp_path / "answer.json"
+    script.write_text(
+        "import json, os, sys, evaluate, isoflop.evaluate.tasks as ours\n"
+        f"answer = [evaluate.__file__, hasattr(evaluate, 'load'), ours.__file__, os.getcwd(), sys.path[0], sys.executable]\n"
+        f"open({str(answer)!r}, 'w').write(json.dumps(answer))\n"
+    )
+    launcher = launch.SlurmLauncher(SweepDirectory(tmp_path / "sweep"), ClusterConfig(kind="slurm"), live=set())
+    before = os.getcwd()
+    os.chdir(ROOT)  # a job starts where it was submitted: here the root is first on sys.path
+    try:
+        (job,) = launcher.submit_array(JobShape(0, 1, 1.0, 5), "test", [launch.Scripted(runpy.run_path, (str(script),))])
+    finally:
+        os.chdir(before)
+    launch.wait_for_slurm({job})
+    file, has_load, ours, folder, first, python = json.loads(answer.read_text())
+    assert has_load
+    assert "site-packages" in file
+    assert Path(ours).parent == ROOT / "evaluate"
+    assert Path(folder) == ROOT
+    assert Path(first or folder) == ROOT
+    assert python == sys.executable
+
+
+def test_a_preempted_job_ends_with_the_numbers_of_an_undisturbed_one(sweep: Callable[..., Sweep]) -> None:
+    """Seed 0 is preempted by a job of a higher partition, seed 1 gets the signal that announces the time limit."""
+    grid = [*LONG, "tokens=700_000", "+grid.axes={seed: [0, 1]}"]
+    disturbed, undisturbed = sweep("disturbed"), sweep("undisturbed")
+    # Exclusive: one node each, so that taking one's node leaves the other alone.
+    disturbed.submit(*grid, "cluster.partition=low", "+cluster.additional_parameters={exclusive: true}")
+    by_seed = {run.config().seed: run for run in disturbed.runs().values()}
+    for run in by_seed.values():
+        until(lambda run=run: run.last_metrics().get("step", 0) >= 100, f"100 steps of {run.run_id}")
+    preempted, signalled = (by_seed[seed].state().job_id or "" for seed in (0, 1))
+    slurm("scancel", "--signal=USR2", signalled)
+    node = slurm("squeue", "-h", "-j", preempted, "-o", "%N").strip()
+    slurm("sbatch", "--exclusive", f"--nodelist={node}", "--output=/dev/null", "--wrap=sleep 1")
+    for run in by_seed.values():
+        until(lambda run=run: run.state().state == "preempted", f"{run.run_id} preempted")
+    # Scoring and the fit wait on, though the first attempt has ended.
+    assert disturbed.queue("fit", "%T") == ["PENDING"]
+
+    local = undisturbed.command(*grid, "cluster=local", "cluster.jobs=2", "cluster.threads_per_job=1")
+    assert local.returncode == 0, local.stdout + local.stderr
+    disturbed.wait()
+
+    assert disturbed.states() == ["done", "done"], disturbed.job_logs()
+    for seed, sign in ((0, "SIGTERM"), (1, "SIGUSR2")):
+        run = by_seed[seed]
+        log = (run.path / "log.txt").read_text()
+        assert run.state().attempt == 2, log
+        assert re.search(rf"preempted: signal {sign}; stopped at step \d+ of", log) or seed == 0, log
+        assert "preempted: signal SIG" in log
+        assert re.search(r"resumed from step_\d+", log), log
+        assert run.state().job_id == (preempted, signalled)[seed], "the same job, requeued"
+        other = undisturbed.runs()[run.run_id]
+        exact = {"val_loss", "val_loss_se", "val_bpb", "train_loss"}
+        mine, theirs = run.summary() or {}, other.summary() or {}
+        assert {name: mine[name] for name in exact} == {name: theirs[name] for name in exact}
+        assert _curve(run) == _curve(other)
+    assert (disturbed.path / "fit" / "report.html").exists()
+
+
+def _curve(run: RunDirectory) -> dict[int, tuple[float, float, float]]:
+    """Losses by step; a step that was done twice must have come to the same."""
+    curve: dict[int, tuple[float, float, float]] = {}
+    for line in read_json_lines(run.path / "metrics.jsonl"):
+        values = (line["train_loss"], line["grad_norm"], line.get("val_loss"))
+        assert curve.setdefault(line["step"], values) == values
+    return curve
+
+
+def test_a_run_that_diverges_is_not_scored_and_the_fit_goes_on_without_it(sweep: Callable[..., Sweep]) -> None:
+    if not (is_staged(benchmarks_directory()) or os.environ.get("ISOFLOP_STAGE_BENCHMARKS")):
+        pytest.skip("benchmarks are not staged (`isoflop data benchmarks`) and ISOFLOP_STAGE_BENCHMARKS is not set")
+    mixed = sweep("mixed")
+    grid = [*LONG, "tokens=20_000", "+grid.axes={optimizer.learning_rate: [1e-2, 1e12, 2e-2]}"]
+    scoring = ["evaluate.tasks=[lambada_openai]", "evaluate.limit=2"]
+    mixed.submit(*grid, *scoring)
+    mixed.wait()
+    rate = {run.config().optimizer.learning_rate: run for run in mixed.runs().values()}
+    assert rate[1e12].state().state == "diverged", mixed.job_logs()
+    assert not (rate[1e12].path / "eval").exists()
+    jobs = (read_json(mixed.path / "jobs" / "slurm.json") or {})["evaluate"]
+    outcome = slurm("sacct", "-n", "-X", "-P", "-o", "State", "-j", jobs[rate[1e12].run_id])
+    assert outcome.startswith("CANCELLED"), outcome
+    for good in (rate[1e-2], rate[2e-2]):
+        assert good.state().state == "done"
+        scores = read_json(good.path / "eval" / f"step_{(good.summary() or {})['step']}.json")
+        assert scores is not None, mixed.job_logs()
+        assert "lambada_openai" in scores["tasks"]
+    assert len((mixed.path / "table.csv").read_text().splitlines()) == 1 + 2
+    assert (mixed.path / "fit" / "report.html").exists(), mixed.job_logs()
+
+
+def test_editing_conf_while_jobs_are_pending_changes_nothing(
+    smoke: Sweep, sweep: Callable[..., Sweep], tmp_path: Path
+) -> None:
+    copy = tmp_path / "isoflop"
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "outputs", "*.egg-info", "__pycache__"))
+    held = sweep("held", copy)
+    # Two of the grid's four runs, from the copy, which comes before any installed package.
+    grid = ["+grid=smoke", "grid.tokens=[16384]", "+cluster.additional_parameters={hold: true}"]
+    held.submit(*grid, PYTHONPATH=str(tmp_path))
+    assert held.states() == ["queued", "queued"]
+    jobs = held.queue()
+    assert len(jobs) == 2 + 1
+
+    again = held.submit(*grid, PYTHONPATH=str(tmp_path))
+    assert "submitted" not in again
+    assert "3 jobs are in the queue" in again
+    assert held.queue() == jobs, "nothing is submitted twice"
+
+    for path in (copy / "conf").rglob("*.yaml"):
+        path.write_text("this: [is no configuration\n")
+    slurm("scontrol", "release", *sorted({job.split("_")[0] for job in jobs}))
+    held.wait()
+    assert held.states() == ["done", "done"], held.job_logs()
+    assert held.losses().items() <= smoke.losses().items()
+    assert (held.path / "fit" / "report.html").exists()
+
+
+def test_cancelled_jobs_stay_cancelled(sweep: Callable[..., Sweep]) -> None:
+    """One run is cancelled while it trains, the other while it waits for its turn."""
+    stopped = sweep("stopped")
+    grid = [*LONG, "tokens=1_000_000_000", "+grid.axes={seed: [0, 1]}", "cluster.array_parallelism=1"]
+    stopped.submit(*grid)
+    until(lambda: any(run.last_metrics() for run in stopped.runs().values()), "a first step")
+    jobs = stopped.queue("train")
+    assert len(jobs) == 2
+    slurm("scancel", *jobs)
+    stopped.wait()
+    assert stopped.states() == ["cancelled", "cancelled"], stopped.job_logs()
+    reasons = sorted((run.state().reason or "", run.state().attempt) for run in stopped.runs().values())
+    assert [attempt for _, attempt in reasons] == [1, 0]
+    assert "was cancelled in SLURM; signal SIGTERM; stopped at step" in reasons[0][0]
+    assert "ended while the run was queued, which SLURM calls CANCELLED" in reasons[1][0]
+    # What was trained is kept for whoever sweeps again.
+    assert len(list(stopped.path.glob("runs/*/checkpoints/step_*"))) == 1
+
+
+def test_a_refused_job_is_said_in_one_sentence_and_the_sweep_goes_on_later(sweep: Callable[..., Sweep]) -> None:
+    refused = sweep("refused")
+    done = refused.command("+grid=smoke", "cluster=slurm", "cluster.partition=no_such_partition")
+    assert done.returncode == 2
+    assert "invalid partition specified: no_such_partition" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+    assert refused.states() == ["planned"] * 4
+    assert not refused.queue()
+    printed = refused.submit("+grid=smoke", "+cluster.additional_parameters={hold: true}")
+    assert "submitted 4 runs" in printed
+
+
+def test_a_submission_that_is_refused_halfway_leaves_nothing_in_the_queue(
+    sweep: Callable[..., Sweep], tmp_path: Path
+) -> None:
+    """An sbatch that refuses whatever depends on another job stands for a limit on the number of jobs."""
+    real, wrapper = shutil.which("sbatch"), tmp_path / "bin" / "sbatch"
+    wrapper.parent.mkdir()
+    wrapper.write_text(
+        '#!/bin/sh\nif grep -q dependency "$1"; then echo "sbatch: error: QOSMaxSubmitJobPerUserLimit" >&2; exit 1; fi\n'
+        f'exec {real} "$@"\n'
+    )
+    wrapper.chmod(0o755)
+    half = sweep("half")
+    path = f"{wrapper.parent}{os.pathsep}{os.environ['PATH']}"
+    done = half.command("+grid=smoke", "cluster=slurm", "+cluster.additional_parameters={hold: true}", PATH=path)
+    assert done.returncode == 2
+    assert "QOSMaxSubmitJobPerUserLimit" in done.stderr
+    half.wait()
+    assert half.states() == ["planned"] * 4
+
+
+def test_waiting_for_the_jobs_reports_what_failed(sweep: Callable[..., Sweep]) -> None:
+    """`wait=true` is a foreground sweep: its exit code says how it went. The text is gone when the job reads it."""
+    lost = sweep("lost")
+    text = lost.output_root / "text"
+    text.mkdir(parents=True)
+    for number in range(20):
+        (text / f"{number}.txt").write_text(f"document {number} " + "all work and no play " * 500)
+    cache = lost.output_root / "cache"
+    # The setup line runs in the job, before Python: the shards that were built at submission vanish with the text.
+    setup = f"cluster.setup=[rm -rf {text} {cache}]"
+    grid = [*LONG, "data=text", f"data.path={text}", "data.tokenizer=bytes", "data.sequence_length=64", "tokens=20_000"]
+    done = lost.command(*grid, "cluster=slurm", "wait=true", "+grid.axes={seed: [0]}", setup, ISOFLOP_CACHE=str(cache))
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert lost.states() == ["failed"]
+    (run,) = lost.runs().values()
+    assert str(text) in (run.state().reason or "")
+    assert f"run {run.run_id} is failed: " in done.stdout
+    assert not lost.queue()

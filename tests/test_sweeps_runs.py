@@ -1,0 +1,163 @@
+"""Run directories: frozen configs, atomic states, locks that die with their holder."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from isoflop.sweeps.runs import Busy, RunDirectory, SweepDirectory, lock_token
+from isoflop.train.config import ModelConfig, RunConfig, run_id
+from isoflop.train.errors import UserError
+
+
+def a_run() -> RunConfig:
+    return RunConfig(model=ModelConfig(vocab_size=256), tokens=4096)
+
+
+def directory(tmp_path: Path) -> RunDirectory:
+    run = RunDirectory(tmp_path / run_id(a_run()))
+    run.freeze(a_run())
+    return run
+
+
+def test_a_frozen_config_comes_back_as_it_was(tmp_path: Path) -> None:
+    assert directory(tmp_path).config() == a_run()
+
+
+def test_freezing_again_changes_nothing(tmp_path: Path) -> None:
+    run = directory(tmp_path)
+    before = (run.path / "config.yaml").read_bytes()
+    other = a_run()
+    other.tracker.kind = "none"  # cosmetic: the same run
+    run.freeze(other)
+    assert (run.path / "config.yaml").read_bytes() == before
+
+
+def test_a_config_that_was_edited_into_another_run_is_refused(tmp_path: Path) -> None:
+    run = directory(tmp_path)
+    path = run.path / "config.yaml"
+    path.write_text(path.read_text().replace("tokens: 4096", "tokens: 8192"))
+    with pytest.raises(UserError, match="describes run"):
+        run.config()
+
+
+@pytest.mark.parametrize("content", ["", "[1, 2", "just words", "modl: {}"])
+def test_a_config_that_is_none_is_refused(tmp_path: Path, content: str) -> None:
+    run = directory(tmp_path)
+    (run.path / "config.yaml").write_text(content)
+    with pytest.raises(UserError):
+        run.config()
+
+
+def test_states_keep_what_is_not_named_but_not_the_reason(tmp_path: Path) -> None:
+    run = directory(tmp_path)
+    run.set_state("running", attempt=2, host="node1", job_id="7_3")
+    run.set_state("failed", reason="the disk is full")
+    assert (run.state().attempt, run.state().host, run.state().reason) == (2, "node1", "the disk is full")
+    run.set_state("queued")
+    assert run.state().reason is None
+
+
+@pytest.mark.parametrize("garbage", ["", "{", '{"state": "flying"}', "[]", '{"state": 3}'])
+def test_a_state_that_cannot_be_read_counts_as_planned(tmp_path: Path, garbage: str) -> None:
+    run = directory(tmp_path)
+    (run.path / "state.json").write_text(garbage)
+    assert run.state().state == "planned"
+
+
+def test_done_needs_both_the_state_and_the_summary(tmp_path: Path) -> None:
+    run = directory(tmp_path)
+    run.set_state("done")
+    assert not run.is_done()
+    (run.path / "summary.json").write_text('{"step": 2}')
+    assert run.is_done()
+    run.set_state("running")
+    assert not run.is_done()
+
+
+def test_a_reader_never_sees_half_a_state(tmp_path: Path) -> None:
+    """While one process replaces state.json thousands of times, every read parses."""
+    run = directory(tmp_path)
+    run.set_state("running")
+    writer = subprocess.Popen(
+        [sys.executable, "-c", "import sys; from pathlib import Path; from isoflop.sweeps.runs import RunDirectory\n"
+         "run = RunDirectory(Path(sys.argv[1]))\n"
+         "for i in range(300): run.set_state('running', attempt=i)", str(run.path)]
+    )  # fmt: skip
+    reads = 0
+    while writer.poll() is None:
+        assert json.loads((run.path / "state.json").read_text())["state"] == "running"
+        reads += 1
+    assert writer.returncode == 0
+    assert reads > 100
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from isoflop.sweeps.runs import RunDirectory
+with RunDirectory(Path(sys.argv[1])).lock():
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def holder(path: Path) -> subprocess.Popen[str]:
+    process = subprocess.Popen([sys.executable, "-c", HOLD, str(path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    return process
+
+
+def test_one_directory_has_one_writer_and_the_refusal_names_it(tmp_path: Path) -> None:
+    run = directory(tmp_path)
+    process = holder(run.path)
+    try:
+        with pytest.raises(Busy, match=f"held by process {process.pid} on "), run.lock(timeout=0.1):
+            pytest.fail("two held the run at once")
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_lock_dies_with_its_holder(tmp_path: Path) -> None:
+    run = directory(tmp_path)
+    process = holder(run.path)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    started = time.monotonic()
+    with run.lock(timeout=5):
+        assert time.monotonic() - started < 5
+
+
+def test_a_worker_sees_whether_its_own_launcher_lives(tmp_path: Path) -> None:
+    sweep = SweepDirectory(tmp_path / "sweep")
+    with sweep.lock():
+        token = lock_token(sweep.path)
+        check = "import sys; from pathlib import Path; from isoflop.sweeps.runs import SweepDirectory\n"
+        check += "print(SweepDirectory(Path(sys.argv[1])).launcher_alive(sys.argv[2]))"
+
+        def alive(token: str) -> str:
+            return subprocess.check_output([sys.executable, "-c", check, str(sweep.path), token], text=True).strip()
+
+        assert alive(token) == "True"
+        assert alive("the token of an earlier launcher") == "False"
+    assert alive(token) == "False"
+
+
+def test_last_metrics_skips_a_torn_line(tmp_path: Path) -> None:
+    run = directory(tmp_path)
+    assert run.last_metrics() == {}
+    (run.path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"step": 3, "tra')
+    assert run.last_metrics() == {"step": 2}
+
+
+def test_a_folder_that_is_no_sweep_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no plan.json"):
+        SweepDirectory.open(tmp_path)
