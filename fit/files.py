@@ -13,7 +13,10 @@ from .errors import InputError
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary path beside `path` that takes its place when the block ends well, and vanishes when it does not."""
+    """A temporary path beside `path` that takes its place when the block ends well, and vanishes when it does not.
+
+    Raises InputError when the folder cannot be written to or the disk is full.
+    """
     try:
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     except OSError as error:
@@ -28,6 +31,8 @@ def replacing(path: Path) -> Iterator[Path]:
         os.umask(umask)
         temporary.chmod(0o666 & ~umask)  # mkstemp keeps others from reading, which a report does not want
         temporary.replace(path)
+    except OSError as error:
+        raise InputError(f"{path} cannot be written ({error.strerror}); make room or give another folder.") from None
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -51,7 +51,9 @@ def _colours(values: Array) -> Any:
 
 
 def _legend(axes: Any, **more: Any) -> None:
-    axes.legend(frameon=False, fontsize=8, loc="best", **more)
+    """Above the axes, so that it covers no data."""
+    place = {"loc": "lower left", "bbox_to_anchor": (-0.02, 1.0), "handlelength": 1.6, "columnspacing": 1.2}
+    axes.legend(frameon=False, fontsize=8, **(place | more))
 
 
 def plot_contours(law: ChinchillaLaw, N: Array, D: Array, loss: Array, axes: Any = None) -> Any:
@@ -68,7 +70,7 @@ def plot_contours(law: ChinchillaLaw, N: Array, D: Array, loss: Array, axes: Any
     axes.scatter(N, D, c=loss, cmap="viridis", s=26, edgecolor="black", linewidth=0.6, zorder=3, label="runs")
     axes.set_xlim(n[0], n[-1])
     axes.set_ylim(d[0], d[-1])
-    _legend(axes)
+    _legend(axes, ncols=2)
     return axes
 
 
@@ -88,7 +90,7 @@ def plot_isoflop(profiles: IsoflopProfiles, axes: Any = None) -> Any:
             axes.scatter(
                 [p.N_best], [p.loss_best], marker="*", s=130, color=colour, edgecolor="black", linewidth=0.7, zorder=4
             )
-    _legend(axes, ncols=1 + len(shown) // 7)
+    _legend(axes, ncols=5)
     return axes
 
 
@@ -134,7 +136,7 @@ def plot_allocation(analysis: Analysis, quantity: str = "N", axes: Any = None) -
         axes.set_ylim(
             *((low_y / pad, high_y * pad) if quantity != "loss" else (low_y - 0.1 * low_y, high_y + 0.05 * high_y))
         )
-        _legend(axes)
+        _legend(axes, ncols=3)
     return axes
 
 
@@ -171,7 +173,7 @@ def save_figures(analysis: Analysis, directory: Path, curves: Any = None) -> lis
     written = []
     for name, draw in drawings.items():
         figure = Figure(figsize=SIZE)
-        figure.subplots_adjust(left=0.13, bottom=0.13, right=0.97, top=0.94)
+        figure.subplots_adjust(left=0.13, bottom=0.13, right=0.97, top=0.88)
         draw(figure.subplots())
         path = directory / f"{name}.png"
         with replacing(path) as temporary:

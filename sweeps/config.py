@@ -64,7 +64,9 @@ class ProductGrid(GridConfig):
     """Every combination of the values of any fields of a run, by dotted name."""
 
     kind: str = "product"
-    axes: dict[str, Any] = field(default_factory=dict)  # e.g. {optimizer.learning_rate: [1e-3, 2e-3], seed: [0, 1]}
+    # A mapping, e.g. {optimizer.learning_rate: [1e-3, 2e-3], seed: [0, 1]}. Not typed as one, because Hydra would then
+    # refuse every key that is not there already.
+    axes: Any = None
 
 
 @dataclass

@@ -35,7 +35,7 @@ def _compose_and_conduct(arguments: list[str]) -> int:
     os.environ["HYDRA_FULL_ERROR"] = "1"
     chosen = with_cluster(arguments)
     codes: list[int] = []
-    refused: list[UserError | InputError] = []
+    failures: list[Exception] = []
 
     @hydra.main(version_base="1.3", config_path=str(CONFIG), config_name="config")
     def task(config: object) -> None:
@@ -43,8 +43,8 @@ def _compose_and_conduct(arguments: list[str]) -> int:
 
         try:
             codes.append(conduct(to_sweep_config(config), command=["python", "sweep.py", *arguments]))
-        except (UserError, InputError) as error:
-            refused.append(error)  # raised below: Hydra would print the overrides around it
+        except Exception as error:
+            failures.append(error)  # raised below: Hydra would print the overrides around it
 
     before = sys.argv
     sys.argv = [before[0], *chosen]
@@ -52,8 +52,8 @@ def _compose_and_conduct(arguments: list[str]) -> int:
         task()
     finally:
         sys.argv = before
-    if refused:
-        raise refused[0]
+    if failures:
+        raise failures[0]
     return max(codes, default=0)
 
 
@@ -103,10 +103,6 @@ def guarded(work: Callable[[], int]) -> int:
         return _say(str(error), 2)
     except (HydraException, OmegaConfBaseException) as error:
         return _say(composition_error(error), 2)
-    except PermissionError as error:
-        return _say(
-            f"{error.filename} cannot be written ({error.strerror}); choose another place with output_root=FOLDER", 2
-        )
     except OSError as error:
         return _say(f"{error.strerror or error}: {error.filename or 'no file named'}", 1)
     except BrokenPipeError:

@@ -112,7 +112,9 @@ def _ladder(grid: LadderGrid, base: RunConfig) -> Iterator[RunConfig]:
 
 
 def _product(grid: ProductGrid, base: RunConfig) -> Iterator[RunConfig]:
-    axes = dict(_dotted(grid.axes))
+    if grid.axes is not None and not isinstance(grid.axes, dict):
+        raise UserError(f"grid.axes is {grid.axes!r}; it must map fields to values, as {{seed:[0,1]}}")
+    axes = dict(_dotted(grid.axes or {}))
     if not axes:
         raise UserError(
             "grid.axes is empty; name at least one field and its values, as {optimizer.learning_rate:[4e-3,8e-3]}"

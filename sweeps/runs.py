@@ -195,6 +195,11 @@ class SweepDirectory:
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
+            write_atomic(self.path / ".writable", "")
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise UserError(f"output_root is {str(self.path.parent)!r}; it cannot be written ({reason}), name a folder that can") from error
+        try:
             with _lock(self.path / ".lock", 0.0, "sweep"):
                 yield
         except Busy as error:

@@ -45,7 +45,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def isoflop_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """$ISOFLOP_CACHE, where it is set; else a temporary folder, which borrows the benchmarks that are staged already."""
+    """$ISOFLOP_CACHE where it is set; else a temporary folder, which borrows the benchmarks that are staged already."""
     given = os.environ.get("ISOFLOP_CACHE")
     if given:
         yield Path(given)

@@ -128,6 +128,7 @@ REFUSED = [
     (LadderGrid(sizes=[0.0], tokens=[1]), {}, "positive number of parameters"),
     (LadderGrid(sizes=[], tokens=[1]), {}, "grid has no runs"),
     (ProductGrid(axes={}), {"tokens": 1}, "grid.axes is empty"),
+    (ProductGrid(axes=[1, 2]), {"tokens": 1}, "must map fields to values"),
     (ProductGrid(axes={"seed": [0]}), {}, "tokens is not set"),
     (ProductGrid(axes={"seed": 3}), {"tokens": 1}, "must be a list"),
     (ProductGrid(axes={"optimizer.momentum": [1]}), {"tokens": 1}, "not a field of a run"),
