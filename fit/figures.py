@@ -122,14 +122,14 @@ def loss_curves(a: Analysis, curves: Any, by: str) -> Figure | None:
     """Training loss by `tokens` or `flops`, coloured by N, with validation losses as points."""
     sizes = dict(zip(a.table.run_id.tolist(), a.table.N.tolist(), strict=True))
     known = curves[curves["run_id"].astype(str).isin(sizes)] if "run_id" in curves and by in curves else curves.iloc[:0]
-    if known.empty or "loss" not in known:
+    known = known.dropna(subset=[by, "loss"]) if "loss" in known else known.iloc[:0]
+    if known.empty:
         return None
     order = sorted(sizes, key=sizes.__getitem__)
     colours = dict(zip(order, shades(np.array([sizes[r] for r in order])), strict=True))
     data = []
     for run, rows in known.groupby(known["run_id"].astype(str), sort=False):
-        rows = rows.dropna(subset=[by, "loss"]).sort_values(by)
-        rows = rows[rows[by] > 0]
+        rows = rows[rows[by] > 0].sort_values(by)
         keep = np.unique(np.geomspace(1, max(len(rows), 1), CURVE_POINTS).astype(int) - 1)
         rows = rows.iloc[keep] if len(rows) else rows
         hover = f"<b>{text(run)}</b><br>N {count(sizes[run])}<br>{by} %{{x:.3s}}<br>loss %{{y:.4f}}<extra></extra>"

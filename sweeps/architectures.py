@@ -14,7 +14,7 @@ from functools import cache
 from ..train.config import ModelConfig
 from ..train.flops import count_parameters
 
-SHAPE_WEIGHT = 0.25  # how much a depth off the rule counts against a size off the target, both as logarithms
+SHAPE_WEIGHT = 0.8  # how much a depth off the rule counts against a size off the target, both as logarithms
 
 
 def head_dim(width: int) -> int:

@@ -1,8 +1,8 @@
-"""Our trainer beside a peer, in one run and in turn: what a number here means does not hang on what else the machine did.
+"""Our trainer beside a peer, in one run and in turn, so that what else the machine does falls on both alike.
 
 Special here:
-- ours is `Trainer.step`, the whole of it: reading the batch, forward, backward, clipping, AdamW. The peer gets its batch
-  for free, torch's fused AdamW, and no loss shift or label copy; where it has two ways to compute in bf16, both run.
+- ours is `Trainer.step`, the whole of it: reading the batch, forward, backward, clipping, AdamW. The peer gets its
+  batch for free, torch's fused AdamW, and no copy of labels; where it has two ways to compute in bf16, both run.
 - rounds of a few steps alternate; a case's figure is the median over rounds, its spread half the interquartile range of
   the rounds' own ratios.
 - the plain matmul rate that MFU divides by is measured between the same rounds.
@@ -131,7 +131,7 @@ def _config(precision: str, folder: Path, compiled: bool) -> RunConfig:
         # Which tokens they are changes no speed: enough for every step to read other windows.
         text.write_text("".join(f'{{"text": "{str(i) * 400}"}}\n' for i in range(1000)))
     return RunConfig(
-        model=ModelConfig(width=WIDTH, depth=DEPTH, heads=HEADS, vocab_size=256),
+        model=ModelConfig(width=WIDTH, depth=DEPTH, heads=HEADS, vocab_size=256, tied_embeddings=False),
         data=DataConfig(corpus="text", path=str(text), sequence_length=LENGTH, cache_dir=str(folder / "cache")),
         optimizer=OptimizerConfig(batch_size=BATCH),
         parallel=ParallelConfig(device="cpu", compile=compiled),

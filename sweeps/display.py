@@ -122,7 +122,7 @@ class Display:
     def _draw(self, name: str, share: float) -> None:
         run = self._planned[name]
         record = self._sweep.run(name).last_metrics()
-        note = f"loss {record['train_loss']:.3f} · {short(record['tokens_per_s'])} tok/s" if record else "starting"
+        note = f"loss {record['smoothed_loss']:.3f} · {short(record['tokens_per_s'])} tok/s" if record else "starting"
         label = f"{name} N {short(run.N_total):>5} D {short(run.D):>5}"
         if name not in self._bars:
             self._bars[name] = self._live.add_task(label, total=1.0, note=note)

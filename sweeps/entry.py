@@ -103,10 +103,10 @@ def guarded(work: Callable[[], int]) -> int:
         return _say(str(error), 2)
     except (HydraException, OmegaConfBaseException) as error:
         return _say(composition_error(error), 2)
+    except BrokenPipeError:
+        return 0  # the reader of a pipe, such as head, has seen enough
     except OSError as error:
         return _say(f"{error.strerror or error}: {error.filename or 'no file named'}", 1)
-    except BrokenPipeError:
-        return 0
     except KeyboardInterrupt:
         return _say("interrupted; everything finished so far is kept, and the same command goes on from here", 130)
 
@@ -128,5 +128,5 @@ def composition_error(error: Exception) -> str:
 
 
 def _say(message: str, code: int) -> int:
-    print(f"sweep: {message}" if not message.startswith("interrupted") else message, file=sys.stderr)
+    print(f"error: {message}" if code != 130 else message, file=sys.stderr)
     return code

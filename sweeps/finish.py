@@ -35,7 +35,7 @@ def finish(sweep: SweepDirectory, targets: list[float] | None = None) -> dict[st
             f"no run of {sweep.path} is done, so there is nothing to fit; see `isoflop status {sweep.path}`"
         )
     options = settings["config"]["fit"]
-    runs = fit.read_table(table)
+    runs = fit.read_table(sweep.path)
     largest = float(table["flops"].max())
     wanted = targets or options["targets"] or [largest * factor for factor in (10.0, 100.0, 1000.0)]
     analysis = fit.analyze(runs, targets=tuple(wanted), bootstrap=options["bootstrap"], seed=options["seed"])

@@ -207,7 +207,7 @@ class SlurmLauncher:
             UserError: SLURM refuses a job, in its own words; everything submitted here is cancelled again.
         """
         shapes = {run.run_id: run.shape for run in plan.runs}
-        before = self.in_queue([*runs, *unscored, *(self.sweep.run(run.run_id) for run in plan.runs)]) - {self.last}
+        before = self.in_queue([self.sweep.run(name) for name in shapes]) - {self.last}
         try:
             for shape, members in _arrays(runs, shapes):
                 self._train(shape, members, evaluate)
@@ -242,13 +242,17 @@ class SlurmLauncher:
         names = self.submit_array(shape, "evaluate", calls, dependency)
         self.scoring |= {run.run_id: name for run, name in zip(runs, names, strict=True)}
 
-    def submit_array(self, shape: JobShape, kind: str, calls: list[Scripted], dependency: str | None = None) -> list[str]:
+    def submit_array(
+        self, shape: JobShape, kind: str, calls: list[Scripted], dependency: str | None = None
+    ) -> list[str]:
         """Submits calls of one shape as one array, to start when `dependency` allows; returns their job ids."""
         cluster = self.cluster
         extra = {"requeue": True} | {str(key): value for key, value in cluster.additional_parameters.items()}
         if dependency is not None:
             # A task whose run failed can never start: without this it would wait in the queue for ever.
             extra["kill-on-invalid-dep"] = "yes"
+            if "dependency" in extra:
+                extra["dependency"] = f"{dependency},{extra['dependency']}"
         executor = submitit.SlurmExecutor(folder=self.folder)
         executor.update_parameters(
             job_name=f"{self.sweep.path.name}-{kind}", time=shape.time_minutes, nodes=1, ntasks_per_node=1,

@@ -10,7 +10,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -193,19 +193,20 @@ class SweepDirectory:
         Raises:
             UserError: another sweep.py is at work in this folder, or the folder cannot be written.
         """
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            write_atomic(self.path / ".writable", "")
-        except OSError as error:
-            reason = error.strerror or str(error)
-            raise UserError(f"output_root is {str(self.path.parent)!r}; it cannot be written ({reason}), name a folder that can") from error
-        try:
-            with _lock(self.path / ".lock", 0.0, "sweep"):
-                yield
-        except Busy as error:
-            raise UserError(
-                f"{self.path} is in use ({error}); wait for it, or choose another folder with sweep=NAME"
-            ) from error
+        with ExitStack() as stack:
+            try:
+                self.path.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(_lock(self.path / ".lock", 0.0, "sweep"))
+            except Busy as error:
+                raise UserError(
+                    f"{self.path} is in use ({error}); wait for it, or choose another folder with sweep=NAME"
+                ) from error
+            except OSError as error:
+                raise UserError(
+                    f"output_root is {str(self.path.parent)!r}, which cannot be written ({error.strerror or error}); "
+                    "name a folder that can"
+                ) from error
+            yield
 
     def launcher_alive(self, token: str) -> bool:
         """Whether the launcher that wrote `token` still holds the sweep."""

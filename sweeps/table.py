@@ -65,7 +65,7 @@ def _scores(run: RunDirectory, step: int) -> dict[str, Any]:
 
 
 def loss_curves(sweep: SweepDirectory) -> pd.DataFrame:
-    """metrics.jsonl of every run of the plan, long: run_id, step, tokens, flops, loss, val_loss.
+    """metrics.jsonl of every run of the plan, long: run_id, step, tokens, flops, loss (smoothed), val_loss.
 
     A resumed run repeats the steps since its checkpoint, with the same numbers; the last line of a step counts.
     """
@@ -76,8 +76,8 @@ def loss_curves(sweep: SweepDirectory) -> pd.DataFrame:
         records = {record["step"]: record for record in read_json_lines(run.path / "metrics.jsonl") if "step" in record}
         if records:
             frame = pd.DataFrame(records.values()).reindex(
-                columns=["step", "tokens", "flops", "train_loss", "val_loss"]
+                columns=["step", "tokens", "flops", "smoothed_loss", "val_loss"]
             )
-            frames.append(frame.rename(columns={"train_loss": "loss"}).assign(run_id=run.run_id))
+            frames.append(frame.rename(columns={"smoothed_loss": "loss"}).assign(run_id=run.run_id))
     columns = ["run_id", "step", "tokens", "flops", "loss", "val_loss"]
     return pd.concat(frames, ignore_index=True)[columns] if frames else pd.DataFrame(columns=columns)

@@ -133,7 +133,10 @@ def _verdict(reason: str | None, max_requeues: int) -> tuple[str, str | None]:
     if fate == "cancelled":
         return "cancelled", f"its job was cancelled in SLURM; {reason}"
     if fate != "requeued" and slurm.restarts() >= max_requeues:
-        return "failed", f"preempted again after {max_requeues} requeues, which is cluster.max_requeues; {reason}"
+        return (
+            "failed",
+            f"its job had to stop again after {max_requeues} requeues, all that cluster.max_requeues allows; {reason}",
+        )
     return "preempted", reason
 
 

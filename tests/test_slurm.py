@@ -10,6 +10,7 @@ import os
 import re
 import runpy
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from isoflop.evaluate import tasks
 from isoflop.evaluate.staging import benchmarks_directory, is_staged
 from isoflop.sweeps import launch
 from isoflop.sweeps.config import ClusterConfig
@@ -32,6 +34,7 @@ DEADLINE = 240.0  # seconds after which something that should have happened is t
 SMALL = [
     "cluster.gpus_per_job=0", "cluster.cpus_per_task=1", "cluster.memory_gb=1", "cluster.time_minutes=5",
     "cluster.array_parallelism=2", "precision=fp32", "tracker=none", "evaluate=none",
+    "parallel.device=cpu",
 ]  # fmt: skip
 # One size, long enough (seconds) to be disturbed on the way, in as many runs as there are seeds.
 LONG = [
@@ -84,7 +87,7 @@ class Sweep:
         until(lambda: not self.queue(), f"an empty queue for {self.name}")
 
     def losses(self) -> dict[str, float]:
-        return {name: run.summary()["val_loss"] for name, run in self.runs().items()}  # type: ignore[index]
+        return {name: run.summary()["val_loss"] for name, run in self.runs().items()}
 
     def job_logs(self) -> str:
         return "".join(path.read_text() for path in sorted(self.path.glob("jobs/*/*_log.*")))
@@ -122,7 +125,7 @@ def smoke(tmp_path_factory: pytest.TempPathFactory) -> Sweep:
     """The grid `smoke`, left alone until its last job has gone. As far as it can tell, it was submitted from a job."""
     result = Sweep(f"smoke-{os.getpid()}", tmp_path_factory.mktemp("smoke"))
     allocation = {"SLURM_JOB_ID": "1", "SLURM_ARRAY_JOB_ID": "1", "SLURM_ARRAY_TASK_ID": "7", "SLURM_NTASKS": "3"}
-    printed = result.submit("+grid=smoke", **allocation)
+    printed = result.submit("+grid=smoke", "cluster.gpus_per_job=1", **allocation)
     assert "submitted 4 runs" in printed
     # The fit waits for all the others, so the command has returned before any of it was done.
     assert result.queue("fit", "%T") == ["PENDING"]
@@ -154,11 +157,12 @@ def test_once_all_is_done_the_same_command_trains_nothing(smoke: Sweep) -> None:
     assert before == {path: path.read_bytes() for path in smoke.path.glob("runs/*/*") if path.is_file()}
 
 
-def test_evaluate_is_hugging_faces_in_a_submitted_job(tmp_path: Path) -> None:
+def test_a_job_has_its_cpus_and_its_evaluate_is_hugging_faces(tmp_path: Path) -> None:
     script, answer = tmp_path / "script.py", tmp_path / "answer.json"
     script.write_text(
         "import json, os, sys, evaluate, isoflop.evaluate.tasks as ours\n"
-        "answer = [evaluate.__file__, hasattr(evaluate, 'load'), ours.__file__, os.getcwd(), sys.path[0]]\n"
+        "threads = os.environ['OMP_NUM_THREADS']\n"
+        "answer = [evaluate.__file__, hasattr(evaluate, 'load'), ours.__file__, os.getcwd(), sys.path[0], threads]\n"
         f"open({str(answer)!r}, 'w').write(json.dumps(answer))\n"
     )
     launcher = launch.SlurmLauncher(SweepDirectory(tmp_path / "sweep"), ClusterConfig(kind="slurm"), live=set())
@@ -166,15 +170,20 @@ def test_evaluate_is_hugging_faces_in_a_submitted_job(tmp_path: Path) -> None:
     os.chdir(ROOT)  # a job starts where it was submitted: here the root is first on sys.path
     try:
         (job,) = launcher.submit_array(
-            JobShape(0, 1, 1.0, 5), "test", [launch.Scripted(runpy.run_path, (str(script),))]
+            JobShape(0, 2, 1.0, 5), "test", [launch.Scripted(runpy.run_path, (str(script),))]
         )
     finally:
         os.chdir(before)
     launch.wait_for_slurm({job})
-    file, has_load, ours, folder, first = json.loads(answer.read_text())
+    file, has_load, ours, folder, first, threads = json.loads(answer.read_text())
     assert has_load
     assert "site-packages" in file
-    assert Path(ours).parent == ROOT / "evaluate"
+    assert ours == tasks.__file__
+    assert threads == "2"
+    steps = dict(
+        line.split("|") for line in slurm("sacct", "-n", "-P", "-j", job, "-o", "JobID,AllocCPUS").splitlines()
+    )
+    assert steps[f"{job}.0"] == "2", "the CPUs that the job asked for are its task's"
     assert Path(folder) == ROOT
     assert Path(first or folder) == ROOT
 
@@ -190,7 +199,7 @@ def test_a_preempted_job_ends_with_the_numbers_of_an_undisturbed_one(sweep: Call
     other.submit(*grid, "+grid.axes={seed: [1, 2]}")
     by_seed = {run.config().seed: run for run in [*low.runs().values(), *other.runs().values()]}
     for run in by_seed.values():
-        until(lambda run=run: run.last_metrics().get("step", 0) >= 20, f"20 steps of {run.run_id}")
+        until(lambda: run.last_metrics().get("step", 0) >= 20, f"20 steps of {run.run_id}")  # noqa: B023
     jobs = {seed: run.state().job_id or "" for seed, run in by_seed.items()}
 
     slurm("scancel", "--signal=USR2", jobs[1])
@@ -198,7 +207,7 @@ def test_a_preempted_job_ends_with_the_numbers_of_an_undisturbed_one(sweep: Call
     node = slurm("squeue", "-h", "-j", jobs[0], "-o", "%N").strip()
     slurm("sbatch", "--exclusive", f"--nodelist={node}", "--output=/dev/null", "--wrap=sleep 1")
     for run in by_seed.values():
-        until(lambda run=run: run.state().state == "preempted", f"{run.run_id} preempted")
+        until(lambda: run.state().state == "preempted", f"{run.run_id} preempted")  # noqa: B023
     # What depends on them waits on, though their first attempts have ended.
     assert low.queue("fit", "%T") == other.queue("fit", "%T") == ["PENDING"]
 
@@ -209,12 +218,12 @@ def test_a_preempted_job_ends_with_the_numbers_of_an_undisturbed_one(sweep: Call
     other.wait()
 
     # A cluster says preemption by either signal, as it is set up.
-    for seed, signal in ((0, "(USR2|TERM)"), (1, "USR2"), (2, "TERM")):
+    for seed, sign in ((0, "(USR2|TERM)"), (1, "USR2"), (2, "TERM")):
         run, reference = by_seed[seed], undisturbed.runs()[by_seed[seed].run_id]
         log = (run.path / "log.txt").read_text()
         assert (run.state().state, run.state().attempt) == ("done", 2), log
         assert run.state().job_id == jobs[seed], "the same job, requeued"
-        step = re.search(rf"preempted: signal SIG{signal}; stopped at step (\d+) of", log)
+        step = re.search(rf"preempted: signal SIG{sign}; stopped at step (\d+) of", log)
         assert step is not None, log
         assert f"resumed from step_{step[step.lastindex or 1]} of" in log
         exact = ("val_loss", "val_loss_se", "val_bpb", "train_loss")
@@ -309,7 +318,9 @@ def test_a_worker_that_is_killed_is_named_and_its_run_goes_on_later(sweep: Calla
     killed.submit(*grid)
     (run,) = killed.runs().values()
     until(lambda: list(run.path.glob("checkpoints/step_*/*")), "a checkpoint")
-    slurm("scancel", "--signal=KILL", run.state().job_id or "")
+    # As the kernel does when memory is short. The cluster's nodes are this machine, so the process is to be found here.
+    (process,) = re.findall(r"process (\d+)", (run.path / "log.txt").read_text())
+    os.kill(int(process), signal.SIGKILL)
     killed.wait()
     assert run.state().state == "failed", killed.job_logs()
     assert "ended while the run was running, which SLURM calls FAILED" in (run.state().reason or "")
@@ -341,7 +352,7 @@ def test_a_submission_that_is_refused_halfway_leaves_nothing_in_the_queue(
     real, wrapper = shutil.which("sbatch"), tmp_path / "bin" / "sbatch"
     wrapper.parent.mkdir()
     wrapper.write_text(
-        '#!/bin/sh\nif grep -q dependency "$1"; then\n  echo "sbatch: error: QOSMaxSubmitJobPerUserLimit" >&2; exit 1\nfi\n'
+        '#!/bin/sh\nif grep -q dependency "$1"; then echo "error: QOSMaxSubmitJobPerUserLimit" >&2; exit 1; fi\n'
         f'exec {real} "$@"\n'
     )
     wrapper.chmod(0o755)

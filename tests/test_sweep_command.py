@@ -251,7 +251,7 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     assert code == 2, captured.err
     assert captured.out == ""
     (line,) = captured.err.strip().splitlines()
-    assert line.startswith("sweep: ")
+    assert line.startswith("error: ")
     return line
 
 

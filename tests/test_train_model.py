@@ -154,7 +154,7 @@ def autograd_functions() -> list[type]:
 
 
 def test_every_derivative_written_by_hand_is_checked_below() -> None:
-    assert [item.__name__ for item in autograd_functions()] == ["SwiGLU", "_Rotary"]
+    assert [item.__name__ for item in autograd_functions()] == ["SwiGLU", "_BlockAttention", "_RMSNorm", "_Rotary"]
 
 
 def test_derivatives_written_by_hand_pass_gradcheck() -> None:
@@ -167,6 +167,34 @@ def test_derivatives_written_by_hand_pass_gradcheck() -> None:
     # gradcheck compares with central differences in float64, at its default tolerances (1e-5 + 1e-3 relative).
     assert torch.autograd.gradcheck(lambda x: attention.apply_rotary(x, cos, sin), draw(2, 5, 3, 6))
     assert torch.autograd.gradcheck(model_module.SwiGLU.apply, draw(2, 3, 14))
+    assert torch.autograd.gradcheck(lambda x, w: model_module._RMSNorm.apply(x, w, 1e-3), (draw(2, 3, 6), draw(6)))
+    for block in (2, 3, 7, 9):
+
+        def blocks(q: Tensor, k: Tensor, v: Tensor, block: int = block) -> Tensor:
+            return attention._BlockAttention.apply(q, k, v, block)
+
+        inputs = draw(2, 7, 4), draw(2, 7, 4), draw(2, 7, 4)
+        assert torch.autograd.gradcheck(blocks, inputs)
+        expected = nn.functional.scaled_dot_product_attention(*inputs, is_causal=True, scale=1.0)
+        torch.testing.assert_close(blocks(*inputs), expected, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("time", [5, 128, 300])
+def test_attention_that_trains_in_bf16_is_the_fused_one(time: int) -> None:
+    generator = torch.Generator().manual_seed(time)
+    q, k, v, g = (torch.randn(2, heads, time, 8, generator=generator, dtype=torch.float64) for heads in (6, 2, 2, 6))
+    wide_k, wide_v = k.repeat_interleave(3, 1), v.repeat_interleave(3, 1)
+    exact = [x.requires_grad_() for x in (q, wide_k, wide_v)]
+    expected = nn.functional.scaled_dot_product_attention(*exact, is_causal=True)
+    expected_q, expected_k, expected_v = torch.autograd.grad(expected, exact, g)
+    low = [x.detach().bfloat16().requires_grad_() for x in (q, k, v)]
+    actual = attention.causal_attention(*low)
+    assert type(actual.grad_fn).__name__ == "ViewBackward0"  # of the blocks, not of the fused kernel
+    actual_q, actual_k, actual_v = torch.autograd.grad(actual, low, g.bfloat16())
+    wanted = [expected, expected_q, *(x.view(2, 2, 3, time, 8).sum(2) for x in (expected_k, expected_v))]
+    for ours, theirs in zip([actual, actual_q, actual_k, actual_v], wanted, strict=True):
+        # bf16 keeps 8 bits, 0.4 %: a handful of roundings in a row, against the size of the whole tensor.
+        assert ((ours.double() - theirs).norm() / theirs.norm()).item() < 0.015
 
 
 def test_a_rotated_product_depends_on_the_distance_alone() -> None:
@@ -198,7 +226,7 @@ def test_padding_is_never_predicted_and_never_learns(tied: bool) -> None:
 
 def test_the_first_loss_is_the_uniform_one() -> None:
     # The head starts at zero, so every token has the same probability whatever the width.
-    config = ModelConfig(width=16, depth=2, heads=2, vocab_size=100)
+    config = ModelConfig(width=16, depth=2, heads=2, vocab_size=100, tied_embeddings=False)
     model = build_model(config, OptimizerConfig(), 8, seed=3)
     tokens = torch.randint(100, (2, 9), generator=torch.Generator().manual_seed(0))
     assert next_token_loss(model(tokens[:, :-1]), tokens[:, 1:]).item() == pytest.approx(math.log(100), rel=1e-6)
@@ -256,7 +284,9 @@ def test_a_compiled_block_gives_the_same_losses_and_gradients(monkeypatch: pytes
 
 def test_logits_equal_transformers_llama() -> None:
     transformers = pytest.importorskip("transformers", reason="transformers is in the extra `bench`")
-    config = ModelConfig(width=24, depth=2, heads=6, kv_heads=2, vocab_size=64, rope_theta=500.0, norm_eps=1e-4)
+    config = ModelConfig(
+        width=24, depth=2, heads=6, kv_heads=2, vocab_size=64, rope_theta=500.0, norm_eps=1e-4, tied_embeddings=False
+    )
     ours = random_model(config, 32, 0)
     llama = transformers.LlamaForCausalLM(
         transformers.LlamaConfig(

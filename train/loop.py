@@ -268,6 +268,7 @@ class Trainer:
             "tokens": step * config.batch_tokens,
             "flops": float(flops_per_token) * step * config.batch_tokens,
             "train_loss": loss,
+            "smoothed_loss": self.progress.smoothed_loss,
             "lr": config.optimizer.learning_rate * learning_rate_factor(config, step - 1),
             "grad_norm": norm if math.isfinite(norm) else None,  # the next loss will not be a number
             "tokens_per_s": tokens_per_s,

@@ -48,9 +48,8 @@ class Tracker:
     def finish(self, summary: dict[str, Any] | None = None) -> None:
         """Sends the final numbers and closes."""
         if self._run is not None:
-            run = self._run
-            self._guard("finishing", lambda: (run.summary.update(summary or {}), run.finish(quiet=True)))
-            self._run = None
+            run, self._run = self._run, None
+            self._guard("finishing", lambda: (run.summary.update(summary or {}), run.finish()))
 
     def _guard(self, what: str, action: Callable[[], Any]) -> None:
         try:

@@ -1,0 +1,149 @@
+"""Schedules against their closed forms, and the optimizer step against a plain float64 reference."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+from isoflop.train.config import DataConfig, ModelConfig, OptimizerConfig, RunConfig, ScheduleConfig, validate
+from isoflop.train.errors import UserError
+from isoflop.train.model import next_token_loss
+from isoflop.train.optimizer import build_optimizer, clip_gradients, set_learning_rate
+from isoflop.train.parametrization import build_model
+from isoflop.train.schedule import decay_steps, learning_rate_factor, warmup_steps
+
+# One token a step, so that tokens and steps are the same.
+ONE = {"data": DataConfig(sequence_length=1), "optimizer": OptimizerConfig(batch_size=1)}
+
+
+def random_run(generator: random.Random, kind: str) -> RunConfig:
+    share = generator.choice([0.0, 0.01, 0.05, 0.3])
+    run = RunConfig(
+        data=DataConfig(sequence_length=generator.choice([1, 16, 128])),
+        optimizer=OptimizerConfig(batch_size=generator.choice([1, 8, 64])),
+        schedule=ScheduleConfig(
+            kind, generator.choice([0, 1, 1000, 100_000, 10**9]), share, generator.choice([0.0, 0.1, 0.2, 0.7]),
+            generator.choice([0.0, 0.1]),
+        ),
+        tokens=int(10 ** generator.uniform(0, 7)),
+    )  # fmt: skip
+    validate(run)
+    return run
+
+
+@pytest.mark.parametrize("kind", ["wsd", "cosine", "constant"])
+def test_every_schedule_keeps_its_promises_for_any_length(kind: str) -> None:
+    generator = random.Random(0)
+    for _ in range(300):
+        run = random_run(generator, kind)
+        schedule, warmup = run.schedule, warmup_steps(run)
+        assert warmup <= schedule.warmup_max_share * run.steps
+        assert warmup * run.batch_tokens <= schedule.warmup_tokens
+        # The warm-up is as long as it may be: one step more would break one of the two bounds.
+        longer = warmup + 1
+        assert longer > schedule.warmup_max_share * run.steps or longer * run.batch_tokens > schedule.warmup_tokens
+        steps = {0, 1, warmup - 1, warmup, run.steps // 2, run.steps - 1}
+        factors = [learning_rate_factor(run, step) for step in sorted(steps) if 0 <= step < run.steps]
+        assert all(0 < factor <= 1 for factor in factors), (run, factors)
+        if kind == "constant":
+            assert learning_rate_factor(run, run.steps - 1) == 1 or warmup == run.steps
+        elif kind == "cosine" or decay_steps(run) > 0:
+            # The step that would come after the last one is where the rate arrives: none is spent at it.
+            assert learning_rate_factor(run, run.steps) == pytest.approx(schedule.final_share, abs=1e-15)
+            assert learning_rate_factor(run, run.steps - 1) >= schedule.final_share
+
+
+def test_wsd_against_its_closed_form() -> None:
+    run = RunConfig(**ONE, schedule=ScheduleConfig("wsd", 30, 0.05, 0.2, 0.1), tokens=1000)
+    for step in range(1000):
+        if step < 30:
+            expected = (step + 1) / 31
+        elif step < 800:
+            expected = 1.0
+        else:
+            # Haegele et al. 2024, equation 3: f(n, N, D) = 1 - sqrt((n - (N - D)) / D), shifted so that no step is at 0.
+            expected = 0.1 + 0.9 * (1 - math.sqrt((step - 799) / 201))
+        assert learning_rate_factor(run, step) == pytest.approx(expected, rel=1e-14)
+
+
+def test_cosine_against_its_closed_form() -> None:
+    run = RunConfig(**ONE, schedule=ScheduleConfig("cosine", 10**9, 0.1, 0.2, 0.1), tokens=500)
+    assert warmup_steps(run) == 50
+    for step in range(50, 500):
+        expected = 0.1 + 0.9 * math.cos(math.pi / 2 * (step - 50) / 450) ** 2  # half-angle form
+        assert learning_rate_factor(run, step) == pytest.approx(expected, rel=1e-12)
+    assert learning_rate_factor(run, 50) == 1
+
+
+def test_a_warmup_and_a_cooldown_that_overlap_are_refused() -> None:
+    run = RunConfig(schedule=ScheduleConfig(warmup_max_share=0.6, decay_share=0.5))
+    with pytest.raises(UserError, match=r"schedule\.decay_share is 0\.5; .* at most 0\.4"):
+        validate(run)
+    run.schedule.kind = "cosine"
+    validate(run)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_steps_equal_a_plain_float64_adamw_with_clipping(tied: bool) -> None:
+    model = ModelConfig(width=16, depth=2, heads=2, vocab_size=20, qk_norm=True, tied_embeddings=tied)
+    optimizer = OptimizerConfig(
+        learning_rate=0.02, base_width=8, embedding_multiplier=2.0, beta1=0.8, beta2=0.9, eps=1e-6, weight_decay=0.3,
+        gradient_clip=0.05,
+    )  # fmt: skip
+    gpt = build_model(model, optimizer, 8, 0).double()
+    adam = build_optimizer(gpt, optimizer)
+    weights = {name: p.detach().numpy().copy() for name, p in gpt.named_parameters()}
+    first = {name: np.zeros_like(w) for name, w in weights.items()}
+    second = {name: np.zeros_like(w) for name, w in weights.items()}
+    for step, factor in enumerate([0.5, 1.0, 1.0, 0.3], start=1):
+        generator = torch.Generator().manual_seed(step)
+        for p in gpt.parameters():
+            p.grad = torch.randn(p.shape, generator=generator, dtype=torch.float64) * (1e-4 if step == 3 else 1.0)
+        gradients = {name: p.grad.numpy().copy() for name, p in gpt.named_parameters() if p.grad is not None}
+        norm = clip_gradients(list(gpt.parameters()), optimizer.gradient_clip)
+        set_learning_rate(adam, factor)
+        adam.step()
+
+        expected_norm = math.sqrt(sum(float((g**2).sum()) for g in gradients.values()))
+        assert norm.item() == pytest.approx(expected_norm, rel=1e-12)  # float64 sums in another order
+        scale = min(1.0, optimizer.gradient_clip / (expected_norm + 1e-6))
+        assert (scale < 1) == (step != 3)
+        for name, w in weights.items():
+            matrix = "norm" not in name and not name.startswith("embedding")
+            rate = 0.02 * factor * (8 / 16 if matrix else 2.0)
+            g = gradients[name] * scale
+            first[name] = 0.8 * first[name] + 0.2 * g
+            second[name] = 0.9 * second[name] + 0.1 * g**2
+            update = (first[name] / (1 - 0.8**step)) / (np.sqrt(second[name] / (1 - 0.9**step)) + 1e-6)
+            # Decoupled: the decay is of the weight before the step, and never enters the moments.
+            weights[name] = w * (1 - rate * (0.3 if matrix else 0.0)) - rate * update
+            actual = dict(gpt.named_parameters())[name].detach().numpy()
+            np.testing.assert_allclose(actual, weights[name], rtol=1e-9, atol=1e-11, err_msg=name)
+
+
+def test_clipping_leaves_small_gradients_alone_and_zero_turns_it_off() -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(3)) for _ in range(2)]
+    for max_norm, expected in ((1.0, 0.2), (0.1, 0.1), (0.0, 0.2)):
+        for p in parameters:
+            p.grad = torch.full((3,), 0.2 / math.sqrt(6))
+        assert clip_gradients(list(parameters), max_norm).item() == pytest.approx(0.2, rel=1e-6)
+        after = torch.cat([p.grad for p in parameters if p.grad is not None]).norm().item()
+        assert after == pytest.approx(expected, rel=2e-5)  # the divisor is norm + 1e-6
+
+
+def test_accumulated_gradients_equal_those_of_the_whole_batch() -> None:
+    model = ModelConfig(width=16, depth=2, heads=2, vocab_size=20)
+    tokens = torch.randint(20, (6, 9), generator=torch.Generator().manual_seed(0))
+    gradients = []
+    for micro in (6, 3, 2, 1):
+        gpt = build_model(model, OptimizerConfig(), 8, 0)
+        for start in range(0, 6, micro):
+            rows = tokens[start : start + micro]
+            (next_token_loss(gpt(rows[:, :-1]), rows[:, 1:]) * (micro / 6)).backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in gpt.parameters() if p.grad is not None]))
+    for accumulated in gradients[1:]:
+        # fp32: the same terms summed in another order; gradients here are up to 0.1.
+        torch.testing.assert_close(accumulated, gradients[0], atol=1e-7, rtol=1e-5)
