@@ -216,7 +216,11 @@ def _law(page: Page, a: Analysis) -> None:
 def _runs(page: Page, a: Analysis, curves: Any) -> None:
     page.add("<h2>The runs</h2>")
     if curves is not None and len(curves):
-        by_tokens = page.figure("loss-tokens", figures.loss_curves(a, curves, "tokens"), "Training loss by tokens; points are the final held-out losses.")
+        by_tokens = page.figure(
+            "loss-tokens",
+            figures.loss_curves(a, curves, "tokens"),
+            "Training loss by tokens; points are the final held-out losses.",
+        )
         by_flops = page.figure("loss-flops", figures.loss_curves(a, curves, "flops"), "The same by training FLOPs.")
         page.add(f'<h3>Loss curves</h3><div class="pair">{by_tokens}{by_flops}</div>')
     drawn = page.figure(

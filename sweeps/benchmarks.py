@@ -180,13 +180,19 @@ def _llama_step(config: RunConfig, weights: torch.dtype, autocast: bool) -> Step
 
     model, optimizer = config.model, config.optimizer
     assert model.vocab_size is not None
-    llama = LlamaForCausalLM(
-        LlamaConfig(
-            hidden_size=model.width, intermediate_size=model.mlp_hidden, num_hidden_layers=model.depth,
-            num_attention_heads=model.heads, num_key_value_heads=model.num_kv_heads, vocab_size=model.vocab_size,
-            max_position_embeddings=LENGTH, tie_word_embeddings=False, attn_implementation="sdpa", use_cache=False,
-        )
-    ).to(weights).train()  # fmt: skip
+    shape: dict[str, Any] = {
+        "hidden_size": model.width,
+        "intermediate_size": model.mlp_hidden,
+        "num_hidden_layers": model.depth,
+        "num_attention_heads": model.heads,
+        "num_key_value_heads": model.num_kv_heads,
+        "vocab_size": model.vocab_size,
+        "max_position_embeddings": LENGTH,
+        "tie_word_embeddings": model.tied_embeddings,
+        "attn_implementation": "sdpa",
+    }
+    llama: Any = LlamaForCausalLM(LlamaConfig(**shape))
+    llama.to(weights).train()
     adamw = torch.optim.AdamW(
         llama.parameters(), optimizer.learning_rate, (optimizer.beta1, optimizer.beta2), optimizer.eps,
         optimizer.weight_decay, fused=True,

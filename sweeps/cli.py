@@ -165,9 +165,7 @@ def prepare(
     shards = prepare_with_progress(compose(overrides or []).data)
     for part in ("train", "validation"):
         numbers = shards.manifest[part]
-        print(
-            f"{part}: {numbers['tokens']:,} tokens, {numbers['documents']:,} documents, {numbers['bytes']:,} bytes of text"
-        )
+        print(f"{part}: {numbers['tokens']:,} tokens, {numbers['documents']:,} documents, {numbers['bytes']:,} bytes")
 
 
 @data.command()
@@ -191,3 +189,7 @@ def _show(value: Any, as_json: bool, pretty: Callable[[Any], None]) -> None:
         print(json.dumps(value, indent=1, allow_nan=False))
     else:
         pretty(value)
+
+
+if __name__ == "__main__":
+    main()

@@ -9,7 +9,7 @@ import platform
 import subprocess
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -21,6 +21,10 @@ from . import grid, probe
 from .config import IsoflopGrid, SweepConfig, base_run
 from .plan import Plan, plan
 from .runs import RunDirectory, SweepDirectory
+from .terminal import describe
+
+if TYPE_CHECKING:
+    from .launch import LocalPool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +49,9 @@ def conduct(config: SweepConfig, command: list[str]) -> int:
         raise UserError(f"cluster.kind is {config.cluster.kind!r}; it must be local or slurm")
     if config.cluster.kind == "slurm" and not config.dry_run:
         _require_slurm()
+    extra = config.cluster.additional_parameters
+    if extra is not None and not isinstance(extra, dict):
+        raise UserError(f"cluster.additional_parameters is {extra!r}; it must map #SBATCH keys to values")
     if not config.sweep or Path(config.sweep).name != config.sweep:
         raise UserError(f"sweep is {config.sweep!r}; it names one folder under output_root, without slashes")
     sweep = SweepDirectory(Path(config.output_root) / config.sweep)
@@ -124,7 +131,8 @@ def resolve_runs(config: SweepConfig) -> list[RunConfig]:
 
 
 def write_plan(
-    sweep: SweepDirectory, config: SweepConfig, planned: Plan, runs: list[RunConfig], machine: Machine, command: list[str],
+    sweep: SweepDirectory, config: SweepConfig, planned: Plan, runs: list[RunConfig], machine: Machine,
+    command: list[str],
 ) -> list[RunDirectory]:  # fmt: skip
     """Writes sweep.yaml, plan.json and every run's frozen config; returns the run directories in the plan's order."""
     settings = {
@@ -168,40 +176,66 @@ def git_state(root: Path) -> dict[str, Any]:
 def _conduct_local(
     sweep: SweepDirectory, config: SweepConfig, planned: Plan, directories: list[RunDirectory], machine: Machine
 ) -> int:
-    from .display import Display
     from .finish import finish, print_result
-    from .launch import LocalJob, LocalPool, settle, to_start, training_jobs
+    from .launch import LocalPool
+
+    started = time.monotonic()
+    # A folder a launch: submitit names its files by process id, and process ids come round again.
+    folder = sweep.path / "jobs" / f"local-{os.urandom(4).hex()}"
+    pool = LocalPool(folder, machine.jobs, machine.threads, config.cluster.gpus_per_job)
+    _train_here(sweep, config, planned, directories, pool)
+    if config.evaluate.tasks:
+        _score_here(sweep, config, planned, directories, pool)
+    if any(run.is_done() for run in directories):
+        finish(sweep)
+        print_result(sweep)
+    code = _outcome(sweep, directories, config)
+    print(f"all stages took {describe(time.monotonic() - started)}")
+    return code
+
+
+def _train_here(
+    sweep: SweepDirectory, config: SweepConfig, planned: Plan, directories: list[RunDirectory], pool: LocalPool
+) -> None:
+    from .display import Display
+    from .launch import LocalJob, settle, to_start, training_jobs
+
+    waiting = to_start(directories, live=None)
+    if not waiting:
+        return
+    _prepare_data(waiting[0])
+    with Display(planned, sweep, waiting) as display:
+
+        def tick(running: list[LocalJob], ended: list[LocalJob]) -> None:
+            for job in ended:
+                settle(sweep.run(job.label))
+            display.update([job.label for job in running], [job.label for job in ended])
+
+        pool.run(training_jobs(sweep, waiting, config.cluster), tick)
+
+
+def _score_here(
+    sweep: SweepDirectory, config: SweepConfig, planned: Plan, directories: list[RunDirectory], pool: LocalPool
+) -> None:
+    from .display import Display
+    from .evaluation import stage
+    from .launch import LocalJob
     from .worker import evaluate_runs
 
-    token = os.urandom(4).hex()
-    pool = LocalPool(sweep.path / "jobs" / f"local-{token}", machine.jobs, machine.threads, config.cluster.gpus_per_job)
-    waiting = to_start(directories, live=None)
-    if waiting:
-        _prepare_data(waiting[0])
-        with Display(planned, sweep, waiting) as display:
-            jobs = training_jobs(sweep, waiting, config.cluster)
-
-            def tick(running: list[LocalJob], ended: list[LocalJob]) -> None:
-                for job in ended:
-                    settle(sweep.run(job.label))
-                display.update([job.label for job in running], [job.label for job in ended])
-
-            pool.run(jobs, tick)
-    unscored = (
-        [run for run in directories if run.is_done() and not is_scored(run, config)] if config.evaluate.tasks else []
-    )
-    if unscored:
-        from .evaluation import stage
-
+    unscored = [run for run in directories if run.is_done() and not is_scored(run, config)]
+    if not unscored:
+        return
+    try:
         stage(config.evaluate.tasks)
-        shares = [unscored[i :: machine.jobs] for i in range(min(machine.jobs, len(unscored)))]
-        names = [[run.run_id for run in share] for share in shares]
-        scoring = [LocalJob("scoring", evaluate_runs, (str(sweep.path.resolve()), share)) for share in names]
-        with Display(planned, sweep, [], scoring=unscored) as display:
-            pool.run(scoring, lambda running, ended: display.update_scores())
-    finish(sweep)
-    print_result(sweep)
-    return _outcome(sweep, directories, config)
+    except UserError as error:
+        print(f"not scored: {error}")  # the laws of the loss need no benchmark, so the sweep goes on
+        return
+    # One job a core with its share of the checkpoints: the tasks are loaded once a job, not once a checkpoint.
+    shares = [unscored[i :: pool.places] for i in range(min(pool.places, len(unscored)))]
+    names = [[run.run_id for run in share] for share in shares]
+    jobs = [LocalJob("scoring", evaluate_runs, (str(sweep.path.resolve()), share)) for share in names]
+    with Display(planned, sweep, [], scoring=unscored) as display:
+        pool.run(jobs, lambda running, ended: display.update_scores())
 
 
 def is_scored(run: RunDirectory, config: SweepConfig) -> bool:

@@ -90,7 +90,9 @@ class ClusterConfig:
     qos: str | None = None
     array_parallelism: int = 256  # jobs of one array that may run at once
     setup: list[str] = field(default_factory=list)  # shell lines before the job's command
-    additional_parameters: dict[str, Any] = field(default_factory=dict)  # raw #SBATCH keys
+    additional_parameters: Any = (
+        None  # raw #SBATCH keys and their values, a mapping (see ProductGrid.axes for its type)
+    )
     max_requeues: int = 20  # attempts after which a run that keeps being preempted is given up
     dollars_per_gpu_hour: float | None = None
 
@@ -152,8 +154,8 @@ def base_run(config: SweepConfig) -> RunConfig:
 
 # Every dataclass that a key of the configuration can belong to.
 SCHEMAS: tuple[type, ...] = (
-    SweepConfig, IsoflopGrid, LadderGrid, ProductGrid, GridConfig, ClusterConfig, EvaluateConfig, FitConfig, ModelConfig,
-    DataConfig, OptimizerConfig, ScheduleConfig, ParallelConfig, CheckpointConfig, TrackerConfig,
+    SweepConfig, IsoflopGrid, LadderGrid, ProductGrid, GridConfig, ClusterConfig, EvaluateConfig, FitConfig,
+    ModelConfig, DataConfig, OptimizerConfig, ScheduleConfig, ParallelConfig, CheckpointConfig, TrackerConfig,
 )  # fmt: skip
 
 

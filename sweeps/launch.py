@@ -247,7 +247,7 @@ class SlurmLauncher:
     ) -> list[str]:
         """Submits calls of one shape as one array, to start when `dependency` allows; returns their job ids."""
         cluster = self.cluster
-        extra = {"requeue": True} | {str(key): value for key, value in cluster.additional_parameters.items()}
+        extra = {"requeue": True} | {str(key): value for key, value in (cluster.additional_parameters or {}).items()}
         if dependency is not None:
             # A task whose run failed can never start: without this it would wait in the queue for ever.
             extra["kill-on-invalid-dep"] = "yes"

@@ -33,7 +33,7 @@ print(2 * 512**3 / best)
 
 
 def core_flops_per_second(seconds: float = 0.4) -> float:
-    """fp32 matrix-product rate of one core, through NumPy's BLAS, in a process of its own that is held to one thread."""
+    """fp32 matrix-product rate of one core, through NumPy's BLAS, in a process of its own held to one thread."""
     names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
     environment = {**os.environ, **dict.fromkeys(names, "1")}
     trial = [sys.executable, "-c", _TRIAL.format(seconds=seconds)]

@@ -6,10 +6,13 @@ import functools
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 @functools.cache
@@ -57,3 +60,17 @@ def isoflop_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     os.environ["ISOFLOP_CACHE"] = str(cache)
     yield cache
     del os.environ["ISOFLOP_CACHE"]
+
+
+# A sweep small and cut off from what the machine may have: no tracker, no benchmarks, a stated rate instead of a trial.
+SMOKE = ("+grid=smoke", "cluster=local", "tracker=none", "evaluate=none", "cluster.flops_per_second=1e11")
+
+
+@pytest.fixture(scope="session")
+def smoke(tmp_path_factory: pytest.TempPathFactory, isoflop_cache: Path) -> tuple[Path, str]:
+    """The grid `smoke`, run once by `python sweep.py`: its directory, which tests must not change, and its output."""
+    root = tmp_path_factory.mktemp("smoke")
+    command = [sys.executable, str(ROOT / "sweep.py"), *SMOKE, f"output_root={root}"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    return root / "smoke", done.stdout

@@ -71,11 +71,17 @@ def loaded(statement: str) -> set[str]:
 
 
 def test_a_notebook_can_fit_without_torch() -> None:
-    assert not loaded("from isoflop import fit; fit.ChinchillaLaw; fit.read_table; fit.analyze") & {"torch", "hydra", "lm_eval"}
+    assert not loaded("from isoflop import fit; fit.ChinchillaLaw; fit.read_table; fit.analyze") & {
+        "torch",
+        "hydra",
+        "lm_eval",
+    }
 
 
 def test_planning_loads_neither_torch_nor_pandas() -> None:
-    modules = loaded("import isoflop.sweeps.entry, isoflop.sweeps.conduct, isoflop.train.data.corpora, isoflop.train.data.tokenizers")
+    modules = loaded(
+        "import isoflop.sweeps.entry, isoflop.sweeps.conduct, isoflop.train.data.corpora, isoflop.train.data.tokenizers"
+    )
     assert not modules & {"torch", "pandas", "scipy", "lm_eval", "datasets", "wandb", "plotly"}
 
 

@@ -194,9 +194,9 @@ def test_a_preempted_job_ends_with_the_numbers_of_an_undisturbed_one(sweep: Call
     low, other, undisturbed = sweep("low"), sweep("other"), sweep("undisturbed")
     # Exclusive, so that whoever takes the node takes it from this run alone.
     low.submit(
-        *grid, "+grid.axes={seed: [0]}", "cluster.partition=low", "+cluster.additional_parameters={exclusive: true}"
+        *grid, "grid.axes={seed: [0]}", "cluster.partition=low", "cluster.additional_parameters={exclusive: true}"
     )
-    other.submit(*grid, "+grid.axes={seed: [1, 2]}")
+    other.submit(*grid, "grid.axes={seed: [1, 2]}")
     by_seed = {run.config().seed: run for run in [*low.runs().values(), *other.runs().values()]}
     for run in by_seed.values():
         until(lambda: run.last_metrics().get("step", 0) >= 20, f"20 steps of {run.run_id}")  # noqa: B023
@@ -212,7 +212,7 @@ def test_a_preempted_job_ends_with_the_numbers_of_an_undisturbed_one(sweep: Call
     assert low.queue("fit", "%T") == other.queue("fit", "%T") == ["PENDING"]
 
     local = ["cluster=local", "cluster.jobs=2", "cluster.threads_per_job=1"]
-    done = undisturbed.command(*grid, "+grid.axes={seed: [0, 1, 2]}", *local)
+    done = undisturbed.command(*grid, "grid.axes={seed: [0, 1, 2]}", *local)
     assert done.returncode == 0, done.stdout + done.stderr
     low.wait()
     other.wait()
@@ -247,7 +247,7 @@ def test_a_run_that_diverges_is_not_scored_and_the_fit_goes_on_without_it(sweep:
     if not (is_staged(benchmarks_directory()) or os.environ.get("ISOFLOP_STAGE_BENCHMARKS")):
         pytest.skip("benchmarks are not staged (`isoflop data benchmarks`) and ISOFLOP_STAGE_BENCHMARKS is not set")
     mixed = sweep("mixed")
-    grid = [*LONG, "tokens=20_000", "+grid.axes={optimizer.learning_rate: [1e-2, 1e12, 2e-2]}"]
+    grid = [*LONG, "tokens=20_000", "grid.axes={optimizer.learning_rate: [1e-2, 1e12, 2e-2]}"]
     scoring = ["evaluate.tasks=[lambada_openai]", "evaluate.limit=2"]
     mixed.submit(*grid, *scoring)
     mixed.wait()
@@ -273,7 +273,7 @@ def test_editing_conf_while_jobs_are_pending_changes_nothing(
     shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "outputs", "*.egg-info", "__pycache__"))
     held = sweep("held", copy)
     # Two of the grid's four runs, from the copy, which comes before any installed package.
-    grid = ["+grid=smoke", "grid.tokens=[16384]", "+cluster.additional_parameters={hold: true}"]
+    grid = ["+grid=smoke", "grid.tokens=[16384]", "cluster.additional_parameters={hold: true}"]
     held.submit(*grid, PYTHONPATH=str(tmp_path))
     assert held.states() == ["queued", "queued"]
     jobs = held.queue()
@@ -296,7 +296,7 @@ def test_editing_conf_while_jobs_are_pending_changes_nothing(
 def test_cancelled_jobs_stay_cancelled(sweep: Callable[..., Sweep]) -> None:
     """One run is cancelled while it trains, the other while it waits for its turn."""
     stopped = sweep("stopped")
-    grid = [*LONG, "tokens=1_000_000_000", "+grid.axes={seed: [0, 1]}", "cluster.array_parallelism=1"]
+    grid = [*LONG, "tokens=1_000_000_000", "grid.axes={seed: [0, 1]}", "cluster.array_parallelism=1"]
     stopped.submit(*grid)
     until(lambda: any(run.last_metrics() for run in stopped.runs().values()), "a first step")
     jobs = stopped.queue("train")
@@ -314,7 +314,7 @@ def test_cancelled_jobs_stay_cancelled(sweep: Callable[..., Sweep]) -> None:
 
 def test_a_worker_that_is_killed_is_named_and_its_run_goes_on_later(sweep: Callable[..., Sweep]) -> None:
     killed = sweep("killed")
-    grid = [*LONG, "tokens=200_000", "+grid.axes={seed: [0]}", "checkpoint.every_seconds=0.1"]
+    grid = [*LONG, "tokens=200_000", "grid.axes={seed: [0]}", "checkpoint.every_seconds=0.1"]
     killed.submit(*grid)
     (run,) = killed.runs().values()
     until(lambda: list(run.path.glob("checkpoints/step_*/*")), "a checkpoint")
@@ -341,7 +341,7 @@ def test_a_refused_job_is_said_in_one_sentence_and_the_sweep_goes_on_later(sweep
     assert len(done.stderr.strip().splitlines()) == 1, done.stderr
     assert refused.states() == ["planned"] * 4
     assert not refused.queue()
-    printed = refused.submit("+grid=smoke", "+cluster.additional_parameters={hold: true}")
+    printed = refused.submit("+grid=smoke", "cluster.additional_parameters={hold: true}")
     assert "submitted 4 runs" in printed
 
 
@@ -358,7 +358,7 @@ def test_a_submission_that_is_refused_halfway_leaves_nothing_in_the_queue(
     wrapper.chmod(0o755)
     half = sweep("half")
     path = f"{wrapper.parent}{os.pathsep}{os.environ['PATH']}"
-    done = half.command("+grid=smoke", "cluster=slurm", "+cluster.additional_parameters={hold: true}", PATH=path)
+    done = half.command("+grid=smoke", "cluster=slurm", "cluster.additional_parameters={hold: true}", PATH=path)
     assert done.returncode == 2
     assert "QOSMaxSubmitJobPerUserLimit" in done.stderr
     half.wait()
@@ -376,7 +376,7 @@ def test_waiting_for_the_jobs_reports_what_failed(sweep: Callable[..., Sweep]) -
     # The setup line runs in the job, before Python: the shards that were built at submission vanish with the text.
     setup = f"cluster.setup=[rm -rf {text} {cache}]"
     grid = [*LONG, "data=text", f"data.path={text}", "data.tokenizer=bytes", "data.sequence_length=64", "tokens=20_000"]
-    done = lost.command(*grid, "cluster=slurm", "wait=true", "+grid.axes={seed: [0]}", setup, ISOFLOP_CACHE=str(cache))
+    done = lost.command(*grid, "cluster=slurm", "wait=true", "grid.axes={seed: [0]}", setup, ISOFLOP_CACHE=str(cache))
     assert done.returncode == 1, done.stdout + done.stderr
     assert lost.states() == ["failed"]
     (run,) = lost.runs().values()

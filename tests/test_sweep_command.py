@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # Small, and cut off from what the machine may have: no tracker, no benchmarks, one core's probe instead of a trial.
 SMOKE = ["+grid=smoke", "cluster=local", "tracker=none", "evaluate=none", "cluster.flops_per_second=1e11"]
 # As SMOKE, but long enough to be interrupted: a second or two a run, a checkpoint every few steps.
-LONG = [*SMOKE, "grid.sizes=[5e3]", "grid.tokens=[16384,400000]", "checkpoint.every_steps=20", "sweep=long"]
+LONG = [*SMOKE, "grid.sizes=[5e3]", "grid.tokens=[16384,600000]", "checkpoint.every_steps=20", "sweep=long"]
 
 
 def sweep_process(arguments: list[str], output_root: Path) -> subprocess.Popen[str]:
@@ -46,15 +46,6 @@ def losses(sweep: Path) -> dict[str, float]:
 
 
 @pytest.fixture(scope="module")
-def smoke(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The grid `smoke`, run once."""
-    root = tmp_path_factory.mktemp("smoke")
-    code, output = finished(sweep_process(SMOKE, root))
-    assert code == 0, output
-    return root / "smoke", output
-
-
-@pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
     """Final losses of LONG, left alone."""
     root = tmp_path_factory.mktemp("undisturbed")
@@ -69,7 +60,9 @@ def test_a_sweep_writes_what_the_contract_says(smoke: tuple[Path, str]) -> None:
     assert {"isoflop_version", "git_commit", "git_dirty", "host", "command", "config"} <= set(settings)
     plan = json.loads((sweep / "plan.json").read_text())
     assert len(plan["runs"]) == 4
-    assert {"run_id", "N_total", "D", "flops_6nd", "flops_exact", "shape", "estimated_seconds", "parent"} <= set(plan["runs"][0])
+    assert {"run_id", "N_total", "D", "flops_6nd", "flops_exact", "shape", "estimated_seconds", "parent"} <= set(
+        plan["runs"][0]
+    )
     for run in SweepDirectory.open(sweep).runs():
         for name in ("config.yaml", "state.json", "metrics.jsonl", "summary.json", "log.txt"):
             assert (run.path / name).is_file(), name
@@ -82,7 +75,7 @@ def test_a_sweep_writes_what_the_contract_says(smoke: tuple[Path, str]) -> None:
     assert table["run_id"].is_unique
     assert {"N", "D", "loss", "loss_se", "flops", "run_id"} <= set(table)
     assert (sweep / "fit" / "law.json").is_file()
-    assert output.rstrip().endswith(str(sweep / "fit" / "report.html"))
+    assert f"report: {sweep / 'fit' / 'report.html'}\n" in output
 
 
 def test_more_tokens_and_more_parameters_give_a_lower_loss(smoke: tuple[Path, str]) -> None:
@@ -190,6 +183,34 @@ def test_an_interrupted_sweep_goes_on_and_ends_with_the_same_losses(
     assert "resumed from step_" in logs
 
 
+def test_a_sweep_of_which_nothing_is_done_says_why_and_fits_nothing(tmp_path: Path) -> None:
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    for i in range(40):
+        (corpus / f"{i}.txt").write_text(f"text number {i}. " * 50)
+    arguments = [*SMOKE, "data=text", f"data.path={corpus}", "data.tokenizer=bytes", "grid.tokens=[16384]", "sweep=n"]
+    arguments += ["grid.sizes=[5e3]", "max_loss_rise=1e-9"]  # any rise at all counts as diverged
+    code, output = finished(sweep_process(arguments, tmp_path))
+    assert code == 1, output
+    assert "is diverged: the smoothed loss rose" in output
+    assert "Traceback" not in output
+    assert not (tmp_path / "n" / "fit").exists()
+
+
+def test_without_benchmarks_the_laws_are_fitted_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = [argument for argument in SMOKE if argument != "evaluate=none"]
+    arguments += ["grid.sizes=[5e3]", "grid.tokens=[8192]", "sweep=u"]
+    monkeypatch.setenv("ISOFLOP_CACHE", str(tmp_path / "cache"))
+    for name in ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    code, output = finished(sweep_process(arguments, tmp_path))
+    assert code == 1, output
+    assert "not scored: " in output
+    assert "isoflop data benchmarks" in output
+    assert (tmp_path / "u" / "fit" / "report.html").exists()
+
+
 def test_two_sweeps_in_one_folder_are_refused(tmp_path: Path) -> None:
     first = sweep_process(LONG, tmp_path)
     try:
@@ -222,7 +243,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of one mebibyte."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], capture_output=True, check=False).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], capture_output=True, check=False
+    ).returncode:
         pytest.skip("needs the right to mount a tmpfs")
     yield disk
     subprocess.run(["umount", "-l", str(disk)], check=True)
@@ -287,7 +310,13 @@ def test_bad_input_is_one_sentence_and_leaves_nothing(
 
 
 def test_an_impossible_architecture_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["+grid=product", "cluster=local", "tokens=4096", "grid.axes={model.heads:[5]}", f"output_root={tmp_path}"]
+    arguments = [
+        "+grid=product",
+        "cluster=local",
+        "tokens=4096",
+        "grid.axes={model.heads:[5]}",
+        f"output_root={tmp_path}",
+    ]
     assert "model.heads is 5; it must divide model.width 64: 1, 2, 4, 8, 16, 32, 64" in refused(arguments, capsys)
 
 
@@ -322,7 +351,9 @@ def test_an_empty_corpus_and_an_unreadable_line_are_refused(tmp_path: Path, caps
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"text": "one"}\n{"text": broken\n')
     for path, says in ((tmp_path / "empty", "empty"), (bad, "bad.jsonl")):
-        code = sweep_main([*SMOKE, "data=text", f"data.path={path}", "data.tokenizer=bytes", f"output_root={tmp_path / 'o'}"])
+        code = sweep_main(
+            [*SMOKE, "data=text", f"data.path={path}", "data.tokenizer=bytes", f"output_root={tmp_path / 'o'}"]
+        )
         captured = capsys.readouterr()
         assert code in (1, 2)
         assert says in captured.out + captured.err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 
@@ -50,7 +51,7 @@ def test_sizes_on_a_cluster_are_log_spaced() -> None:
     """Where models are not tiny, the nearest well-shaped one lies within 10 % of the wanted size."""
     points = IsoflopGrid(budgets=[1e18], sizes=5, span=16)
     sizes = [count_parameters(m).N_total for m in grid.isoflop_sizes(points, ModelConfig(vocab_size=32768), 1e18)]
-    ratios = [math.log(b / a) for a, b in zip(sizes, sizes[1:], strict=False)]
+    ratios = [math.log(b / a) for a, b in itertools.pairwise(sizes)]
     assert max(abs(ratio - math.log(16) / 4) for ratio in ratios) < 0.2
 
 
@@ -90,11 +91,17 @@ def test_a_ladder_is_every_size_times_every_d() -> None:
 
 
 def test_a_product_is_every_combination_and_takes_dotted_or_nested_names() -> None:
-    dotted = grid.expand(ProductGrid(axes={"optimizer.learning_rate": [1e-3, 2e-3], "seed": [0, 1, 2]}), base(tokens=4096))
-    nested = grid.expand(ProductGrid(axes={"optimizer": {"learning_rate": [1e-3, 2e-3]}, "seed": [0, 1, 2]}), base(tokens=4096))
+    dotted = grid.expand(
+        ProductGrid(axes={"optimizer.learning_rate": [1e-3, 2e-3], "seed": [0, 1, 2]}), base(tokens=4096)
+    )
+    nested = grid.expand(
+        ProductGrid(axes={"optimizer": {"learning_rate": [1e-3, 2e-3]}, "seed": [0, 1, 2]}), base(tokens=4096)
+    )
     assert len(dotted) == 6
     assert [run_id(run) for run in dotted] == [run_id(run) for run in nested]
-    assert {(run.optimizer.learning_rate, run.seed) for run in dotted} == {(r, s) for r in (1e-3, 2e-3) for s in range(3)}
+    assert {(run.optimizer.learning_rate, run.seed) for run in dotted} == {
+        (r, s) for r in (1e-3, 2e-3) for s in range(3)
+    }
 
 
 def test_seeds_repeat_every_point() -> None:

@@ -159,5 +159,5 @@ def test_last_metrics_skips_a_torn_line(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_no_sweep_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no plan.json"):
+    with pytest.raises(UserError, match=r"no plan\.json"):
         SweepDirectory.open(tmp_path)

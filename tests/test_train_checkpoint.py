@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,8 +26,8 @@ from isoflop.train.parametrization import build_model
 FILES = ("model.safetensors", "optimizer.safetensors", "trainer.json", "config.json", "manifest.json")
 
 
-def tiny(**model: object) -> RunConfig:
-    run = RunConfig(model=ModelConfig(width=16, depth=1, heads=2, vocab_size=256, **model))  # type: ignore[arg-type]
+def tiny(**model: Any) -> RunConfig:
+    run = RunConfig(model=ModelConfig(width=16, depth=1, heads=2, vocab_size=256, **model))
     run.data.sequence_length = 8
     return run
 
@@ -141,7 +142,7 @@ def test_a_damaged_one_is_reported_and_skipped(name: str, harm: Callable[[Path],
 
 
 def test_no_flipped_bit_of_the_manifest_does_more_than_damage(root: Path) -> None:
-    # It is the one file without a checksum of its own: whatever is read there, the answer is a checkpoint or a sentence.
+    # It is the one file without a checksum of its own: whatever it says, the answer is a checkpoint or a sentence.
     manifest = root / "step_10" / "manifest.json"
     good = manifest.read_bytes()
     generator = random.Random(0)

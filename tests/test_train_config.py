@@ -104,7 +104,9 @@ def test_the_id_is_the_same_in_every_process_and_after_a_file() -> None:
 
 
 def test_unknown_keys_and_wrong_shapes_are_named() -> None:
-    with pytest.raises(UserError, match=r"^optimizer\.learning_rte is not a field of OptimizerConfig; it has learning_rate,"):
+    with pytest.raises(
+        UserError, match=r"^optimizer\.learning_rte is not a field of OptimizerConfig; it has learning_rate,"
+    ):
         from_dict(RunConfig, {"optimizer": {"learning_rte": 1.0}})
     with pytest.raises(UserError, match=r"^widht is not a field of RunConfig; it has model,"):
         from_dict(RunConfig, {"widht": 3})

@@ -107,7 +107,9 @@ def test_gradients_equal_finite_differences_of_the_reference(seed: int) -> None:
     model = random_model(config, 9, seed).double()
     tokens = torch.randint(config.vocab_size or 0, (2, 9), generator=torch.Generator().manual_seed(seed))
     parameters = list(model.parameters())
-    directions = [torch.randn(p.shape, generator=torch.Generator().manual_seed(i)).double() for i, p in enumerate(parameters)]
+    directions = [
+        torch.randn(p.shape, generator=torch.Generator().manual_seed(i)).double() for i, p in enumerate(parameters)
+    ]
     next_token_loss_double(model(tokens[:, :-1]), tokens[:, 1:]).backward()
     slope = sum(float((p.grad * d).sum()) for p, d in zip(parameters, directions, strict=True) if p.grad is not None)
 
@@ -175,7 +177,9 @@ def test_derivatives_written_by_hand_pass_gradcheck() -> None:
 
         inputs = draw(2, 7, 4), draw(2, 7, 4), draw(2, 7, 4)
         assert torch.autograd.gradcheck(blocks, inputs)
-        expected = nn.functional.scaled_dot_product_attention(*inputs, is_causal=True, scale=1.0)
+        expected = nn.functional.scaled_dot_product_attention(
+            inputs[0], inputs[1], inputs[2], is_causal=True, scale=1.0
+        )
         torch.testing.assert_close(blocks(*inputs), expected, atol=1e-12, rtol=1e-12)
 
 
@@ -185,7 +189,7 @@ def test_attention_that_trains_in_bf16_is_the_fused_one(time: int) -> None:
     q, k, v, g = (torch.randn(2, heads, time, 8, generator=generator, dtype=torch.float64) for heads in (6, 2, 2, 6))
     wide_k, wide_v = k.repeat_interleave(3, 1), v.repeat_interleave(3, 1)
     exact = [x.requires_grad_() for x in (q, wide_k, wide_v)]
-    expected = nn.functional.scaled_dot_product_attention(*exact, is_causal=True)
+    expected = nn.functional.scaled_dot_product_attention(exact[0], exact[1], exact[2], is_causal=True)
     expected_q, expected_k, expected_v = torch.autograd.grad(expected, exact, g)
     low = [x.detach().bfloat16().requires_grad_() for x in (q, k, v)]
     actual = attention.causal_attention(*low)

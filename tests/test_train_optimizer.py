@@ -64,7 +64,7 @@ def test_wsd_against_its_closed_form() -> None:
         elif step < 800:
             expected = 1.0
         else:
-            # Haegele et al. 2024, equation 3: f(n, N, D) = 1 - sqrt((n - (N - D)) / D), shifted so that no step is at 0.
+            # Haegele et al. 2024: 1 - sqrt((n - (N - D)) / D), shifted so that no step is spent at 0.
             expected = 0.1 + 0.9 * (1 - math.sqrt((step - 799) / 201))
         assert learning_rate_factor(run, step) == pytest.approx(expected, rel=1e-14)
 

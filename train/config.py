@@ -1,7 +1,8 @@
 """One run, described completely: the dataclasses behind `conf/` and the identity of a run.
 
 Special here:
-- `RunConfig` is all that a training reads. It is composed by Hydra, resolved and frozen to `config.yaml` before a job starts.
+- `RunConfig` is all that a training reads. It is composed by Hydra, resolved, and frozen to `config.yaml` before a job
+  starts.
 - A field is *cosmetic* when changing it leaves the science alone (where files lie, how many ranks, how often to save).
   Every other field is part of the run's identity, so a forgotten field errs on the side of running again.
 - No torch: planning a grid imports this module and must be instant.
@@ -265,10 +266,10 @@ def validate(config: RunConfig) -> None:
     _choice("tracker.kind", config.tracker.kind, ("wandb", "none"))
     _choice("tracker.mode", config.tracker.mode, ("auto", "online", "offline"))
     _choice("parallel.device", config.parallel.device, ("auto", "cpu", "cuda"))
-    for name, value in _floats(config):
-        if not math.isfinite(value):
-            raise UserError(f"{name} is {value}; it must be a finite number")
-    positive = {
+    for name, number in _floats(config):
+        if not math.isfinite(number):
+            raise UserError(f"{name} is {number}; it must be a finite number")
+    positive: dict[str, float | None] = {
         "tokens": config.tokens,
         "log_every": config.log_every,
         "validations": config.validations,

@@ -113,8 +113,8 @@ class Trainer:
         planned = config.data.tokenizer_fingerprint
         if planned not in (None, "bytes", "bpe", tokenizer.fingerprint):
             raise UserError(
-                f"data.tokenizer is {config.data.tokenizer!r} with fingerprint {tokenizer.fingerprint}; the run was planned "
-                f"with {planned}, so the file has changed since"
+                f"data.tokenizer is {config.data.tokenizer!r} with fingerprint {tokenizer.fingerprint}; the run was "
+                f"planned with {planned}, so the file has changed since"
             )
         if config.model.vocab_size != tokenizer.vocab_size:
             raise UserError(
@@ -235,7 +235,8 @@ class Trainer:
         self.epochs = self.stream.epochs(self.config.D)
         if self.epochs > 1:
             self.report(
-                f"{self.config.D:,} tokens are {self.epochs:.2f} epochs of the {self.stream.unique_tokens:,} unique ones"
+                f"{self.config.D:,} tokens are {self.epochs:.2f} epochs of the {self.stream.unique_tokens:,} "
+                "unique ones"
             )
 
     def _watch(self) -> None:

@@ -1,0 +1,192 @@
+"""The `isoflop` command on a sweep that is done, and on what is not one."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from isoflop.sweeps import cli
+from isoflop.sweeps.runs import SweepDirectory
+
+
+def isoflop(
+    arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error of `isoflop ARGUMENTS`."""
+    monkeypatch.setattr(sys, "argv", ["isoflop", *arguments])
+    with pytest.raises(SystemExit) as exit_:
+        cli.main()
+    captured = capsys.readouterr()
+    return int(exit_.value.code or 0), captured.out, captured.err
+
+
+Run = Any
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    return lambda *arguments: isoflop([str(argument) for argument in arguments], capsys, monkeypatch)
+
+
+@pytest.fixture
+def sweep(smoke: tuple[Path, str], tmp_path: Path) -> Path:
+    """A copy of the smoke sweep that a test may change."""
+    return Path(shutil.copytree(smoke[0], tmp_path / "smoke"))
+
+
+def test_status_counts_states_and_shows_every_run(run: Run, sweep: Path) -> None:
+    code, output, _ = run("status", sweep, "--json")
+    status = json.loads(output)
+    assert code == 0
+    assert status["states"] == {"done": 4}
+    summaries = {item.run_id: item.summary() or {} for item in SweepDirectory.open(sweep).runs()}
+    for item in status["runs"]:
+        assert item["loss"] == summaries[item["run_id"]]["val_loss"]
+        assert item["step"] == item["steps"]
+    code, output, _ = run("status", sweep)
+    assert code == 0
+    assert all(run_id in output for run_id in summaries)
+
+
+def test_status_says_why_a_run_failed(run: Run, sweep: Path) -> None:
+    failed = SweepDirectory.open(sweep).runs()[0]
+    failed.set_state("failed", reason="the disk is full")
+    code, output, _ = run("status", sweep)
+    assert code == 0
+    assert f"{failed.run_id} failed: the disk is full" in output
+    assert "3 done" in output
+    assert "1 failed" in output
+
+
+def test_logs_take_the_first_digits_of_a_run(run: Run, sweep: Path) -> None:
+    run_id = SweepDirectory.open(sweep).runs()[0].run_id
+    code, output, _ = run("logs", sweep, run_id[:6])
+    assert code == 0
+    assert "attempt 1 on " in output
+    code, _, error = run("logs", sweep, "zzz")
+    assert code == 2
+    assert "begins none" in error
+
+
+def test_report_is_written_anew(run: Run, sweep: Path) -> None:
+    shutil.rmtree(sweep / "fit")
+    (sweep / "table.csv").unlink()
+    code, output, _ = run("report", sweep)
+    assert code == 0
+    assert (sweep / "fit" / "report.html").exists()
+    assert (sweep / "table.csv").exists()
+    assert str(sweep / "fit" / "report.html") in output
+
+
+def test_fit_of_a_sweep_directory_writes_its_law_and_report(run: Run, sweep: Path) -> None:
+    shutil.rmtree(sweep / "fit")
+    code, output, _ = run("fit", sweep, "--target-flops", "1e15", "--json")
+    assert code == 0
+    law = json.loads(output)
+    assert law["law"] is None  # four runs are fewer than a law has parameters, and it says so
+    assert "no_parametric" in {warning["code"] for warning in law["warnings"]}
+    assert json.loads((sweep / "fit" / "law.json").read_text())["warnings"] == law["warnings"]
+
+
+def table(path: Path) -> Path:
+    """A table from a known law, with other column names and without D."""
+    generator = np.random.default_rng(0)
+    N = np.repeat(10 ** np.linspace(7, 9.5, 6), 6)
+    D = np.tile(10 ** np.linspace(9, 11, 6), 6)
+    loss = (1.7 + 400 / N**0.34 + 410 / D**0.28) * np.exp(0.001 * generator.standard_normal(36))
+    pd.DataFrame({"Model Size": N, "Training FLOP": 6 * N * D, "loss": loss}).to_csv(path, index=False)
+    return path
+
+
+def test_fit_prints_the_contract_s_json(run: Run, tmp_path: Path) -> None:
+    arguments = ["fit", table(tmp_path / "t.csv"), "--column", "N=Model Size", "--column", "flops=Training FLOP"]
+    arguments += ["--derive-d", "6nd", "--drop-worst", "1", "--target-flops", "1e24", "--bootstrap", "100", "--json"]
+    code, output, error = run(*arguments)
+    assert code == 0, error
+    result = json.loads(output)
+    assert {"law", "ci", "starts", "objective", "optimal", "backtest", "warnings"} <= set(result)
+    assert result["law"]["form"] == "chinchilla"
+    low, high = result["ci"]["alpha"]
+    assert low < 0.34 < high
+    (optimum,) = result["optimal"]
+    assert optimum["flops"] == 1e24
+    assert optimum["N"] * optimum["D"] * 6 == pytest.approx(1e24)
+    assert {"N_ci", "D_ci", "loss", "loss_ci"} <= set(optimum)
+    assert {"derived_d", "dropped_worst"} <= {warning["code"] for warning in result["warnings"]}
+
+
+def test_fit_of_a_table_writes_a_report_where_it_is_told_to(run: Run, tmp_path: Path) -> None:
+    arguments = ["fit", table(tmp_path / "t.csv"), "--column", "N=Model Size", "--column", "flops=Training FLOP"]
+    code, output, _ = run(*arguments, "--derive-d", "6nd", "--bootstrap", "50", "--output", tmp_path / "out")
+    assert code == 0
+    assert (tmp_path / "out" / "report.html").exists()
+    assert "parametric" in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["status", "/nonexistent"], "no plan.json"),
+        (["fit", "/nonexistent.csv"], "does not exist"),
+        (["fit", "TABLE"], "Model Size"),  # the columns that there are
+        (["fit", "TABLE", "--column", "N"], "must be NAME=COLUMN"),
+        (["fit", "TABLE", "--column", "N=Model Size", "--derive-d", "7nd"], "6nd"),
+        (["evaluate", "/nonexistent"], "holds no checkpoint"),
+        (["data", "prepare", "data=text", "data.path=/nonexistent"], "/nonexistent"),
+        (["data", "prepare", "data.pth=x"], "data.pth"),
+        (["fly"], "No such command"),
+        (["fit"], "Missing argument"),
+    ],
+)
+def test_bad_input_is_a_sentence_and_exit_code_2(run: Run, arguments: list[str], says: str, tmp_path: Path) -> None:
+    arguments = [str(table(tmp_path / "t.csv")) if word == "TABLE" else word for word in arguments]
+    code, output, error = run(*arguments)
+    assert code == 2, error
+    assert says in error
+    assert "Traceback" not in output + error
+
+
+def test_data_prepare_builds_the_shards_once(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ISOFLOP_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "corpus").mkdir()
+    for i in range(20):
+        (tmp_path / "corpus" / f"{i}.txt").write_text(f"document {i}: " + "words and more words. " * 40)
+    arguments = [
+        "data",
+        "prepare",
+        "data=text",
+        f"data.path={tmp_path / 'corpus'}",
+        "data.tokenizer=bytes",
+        "cluster=local",
+    ]
+    code, output, _ = run(*arguments)
+    assert code == 0
+    assert "train: " in output
+    built = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.bin")}
+    assert built
+    assert run(*arguments)[1] == output
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.bin")} == built
+
+
+def test_the_console_script_is_installed(smoke: tuple[Path, str]) -> None:
+    script = Path(sys.executable).parent / "isoflop"
+    if not script.exists():
+        pytest.skip("isoflop is not installed beside this interpreter")
+    environment = {**os.environ, "PYTHONWARNINGS": "error::DeprecationWarning:isoflop"}
+    done = subprocess.run([script, "status", smoke[0]], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "4 done" in done.stdout
+
+
+def test_a_closed_pipe_is_no_error(smoke: tuple[Path, str]) -> None:
+    command = f"{sys.executable} -m isoflop.sweeps.cli status {smoke[0]} --json | head -1"
+    done = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True, check=False)
+    assert "Traceback" not in done.stderr
