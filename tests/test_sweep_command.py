@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # Small, and cut off from what the machine may have: no tracker, no benchmarks, one core's probe instead of a trial.
 SMOKE = ["+grid=smoke", "cluster=local", "tracker=none", "evaluate=none", "cluster.flops_per_second=1e11"]
 # As SMOKE, but long enough to be interrupted: a second or two a run, a checkpoint every few steps.
-LONG = [*SMOKE, "grid.sizes=[5e3]", "grid.tokens=[16384,600000]", "checkpoint.every_steps=20", "sweep=long"]
+LONG = [*SMOKE, "grid.sizes=[5e3]", "grid.tokens=[400000]", "checkpoint.every_steps=20", "sweep=long"]
 
 
 def sweep_process(arguments: list[str], output_root: Path) -> subprocess.Popen[str]:
@@ -184,15 +184,11 @@ def test_an_interrupted_sweep_goes_on_and_ends_with_the_same_losses(
 
 
 def test_a_sweep_of_which_nothing_is_done_says_why_and_fits_nothing(tmp_path: Path) -> None:
-    corpus = tmp_path / "corpus"
-    corpus.mkdir()
-    for i in range(40):
-        (corpus / f"{i}.txt").write_text(f"text number {i}. " * 50)
-    arguments = [*SMOKE, "data=text", f"data.path={corpus}", "data.tokenizer=bytes", "grid.tokens=[16384]", "sweep=n"]
-    arguments += ["grid.sizes=[5e3]", "max_loss_rise=1e-9"]  # any rise at all counts as diverged
+    # At a learning rate of 1e30 the weights overflow in the first step.
+    arguments = [*SMOKE, "grid.sizes=[5e3]", "grid.tokens=[8192]", "optimizer.learning_rate=1e30", "sweep=n"]
     code, output = finished(sweep_process(arguments, tmp_path))
     assert code == 1, output
-    assert "is diverged: the smoothed loss rose" in output
+    assert "is diverged: the loss is nan at step " in output
     assert "Traceback" not in output
     assert not (tmp_path / "n" / "fit").exists()
 
@@ -225,7 +221,7 @@ def test_two_sweeps_in_one_folder_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_diverged_run_is_said_and_the_others_are_fitted(tmp_path: Path) -> None:
-    # At a learning rate of 1e9 weights overflow within a few steps.
+    # At a learning rate of 1e30 weights overflow in the first step.
     arguments = [*SMOKE, "+grid=product", "tokens=16384", "grid.axes={optimizer.learning_rate:[6e-3,1e30]}", "sweep=d"]
     arguments.remove("+grid=smoke")
     arguments += ["model.width=8", "model.depth=1", "model.heads=1", "data.validation_tokens=4096"]

@@ -11,7 +11,7 @@ Yang et al. 2022 ("Tensor Programs V"), Table 8, with w = width / base_width:
 
 The head starts at zero, which every width shares, so the first loss is exactly ln(vocabulary).
 Tied embeddings start at 1/sqrt(base_width), keep the embedding's learning rate, and logits are divided by w instead
-(ibid., Table 3 and section B.1).
+(ibid., Table 3 and section B.1); their first loss lies above ln(vocabulary), and starting them smaller ends higher.
 """
 
 from __future__ import annotations
