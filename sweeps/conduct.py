@@ -19,7 +19,7 @@ from ..train.errors import UserError
 from ..train.files import write_atomic, write_json
 from . import grid, probe
 from .config import IsoflopGrid, SweepConfig, base_run
-from .plan import Plan, plan
+from .plan import Plan, plan, remarks
 from .runs import RunDirectory, SweepDirectory
 from .terminal import describe
 
@@ -59,6 +59,8 @@ def conduct(config: SweepConfig, command: list[str]) -> int:
     fill_budgets(config, machine)
     runs = resolve_runs(config)
     planned = plan(runs, config.cluster, machine.flops_per_second, machine.jobs)
+    for remark in remarks(planned):
+        print(f"note: {remark}")
     if config.dry_run:
         from .display import print_plan
 

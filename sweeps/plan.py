@@ -14,6 +14,8 @@ from ..train.config import RunConfig, run_id
 from ..train.flops import count_parameters, flops_6nd, flops_exact
 from .config import ClusterConfig
 
+MANY_STEPS = 200_000  # beyond which a batch is far below what a run of that length can use
+
 
 @dataclass(frozen=True)
 class JobShape:
@@ -87,6 +89,18 @@ def plan(runs: list[RunConfig], cluster: ClusterConfig, flops_per_second: float,
         gpu_hours=gpu_hours,
         dollars=None if price is None else gpu_hours * price,
     )
+
+
+def remarks(plan: Plan) -> list[str]:
+    """What a person should know before the plan is started, in sentences."""
+    said = []
+    longest = max(plan.runs, key=lambda run: run.steps)
+    if longest.steps > MANY_STEPS:
+        said.append(
+            f"run {longest.run_id} makes {longest.steps:,} steps of {longest.D // longest.steps:,} tokens; "
+            "optimizer.batch_size and data.sequence_length are small for this budget"
+        )
+    return said
 
 
 def training_rate(width: int, cluster: ClusterConfig, flops_per_second: float) -> float:

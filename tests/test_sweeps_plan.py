@@ -8,7 +8,7 @@ import pytest
 from isoflop.sweeps import probe
 from isoflop.sweeps.config import ClusterConfig, LadderGrid
 from isoflop.sweeps.grid import expand
-from isoflop.sweeps.plan import makespan, plan
+from isoflop.sweeps.plan import MANY_STEPS, makespan, plan, remarks
 from isoflop.sweeps.terminal import describe, short
 from isoflop.train.config import ModelConfig, RunConfig
 from isoflop.train.flops import flops_exact
@@ -35,6 +35,17 @@ def test_longest_first() -> None:
 
 def test_without_a_price_there_are_no_dollars() -> None:
     assert plan(runs(), ClusterConfig(), 1e12, 1).dollars is None
+
+
+def test_a_batch_that_is_small_for_its_budget_is_remarked_on() -> None:
+    def said(batch_size: int) -> list[str]:
+        base = RunConfig(model=ModelConfig(vocab_size=256), tokens=0)
+        base.optimizer.batch_size = batch_size
+        tokens = (MANY_STEPS + 1) * 8 * base.data.sequence_length
+        return remarks(plan(expand(LadderGrid(sizes=[1e4], tokens=[tokens]), base), ClusterConfig(), 1e12, 1))
+
+    assert "200,001 steps of 1,024 tokens" in said(8)[0]
+    assert said(16) == []
 
 
 @pytest.mark.parametrize("seed", range(20))
