@@ -27,7 +27,14 @@ LONG = [*SMOKE, "grid.sizes=[5e3]", "grid.tokens=[400000]", "checkpoint.every_st
 
 def sweep_process(arguments: list[str], output_root: Path) -> subprocess.Popen[str]:
     command = [sys.executable, str(ROOT / "sweep.py"), *arguments, f"output_root={output_root}"]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=interruptible
+    )
+
+
+def interruptible() -> None:
+    """Ctrl-C works as in a terminal, also where the tests themselves were started in the background, which ignores it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def finished(process: subprocess.Popen[str]) -> tuple[int, str]:
