@@ -33,7 +33,7 @@ def sweep_process(arguments: list[str], output_root: Path) -> subprocess.Popen[s
 
 
 def interruptible() -> None:
-    """Ctrl-C works as in a terminal, also where the tests themselves were started in the background, which ignores it."""
+    """Ctrl-C works as in a terminal, also where the tests were started in the background, which ignores it."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
