@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+# Before anything imports torch: on models this small a second thread costs more than it gives, here and in every child.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @functools.cache

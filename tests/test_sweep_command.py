@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # Small, and cut off from what the machine may have: no tracker, no benchmarks, one core's probe instead of a trial.
 SMOKE = ["+grid=smoke", "cluster=local", "tracker=none", "evaluate=none", "cluster.flops_per_second=1e11"]
 # As SMOKE, but long enough to be interrupted: a second or two a run, a checkpoint every few steps.
-LONG = [*SMOKE, "grid.sizes=[5e3]", "grid.tokens=[400000]", "checkpoint.every_steps=20", "sweep=long"]
+LONG = [*SMOKE, "grid.sizes=[5e3]", "grid.tokens=[200000]", "checkpoint.every_steps=20", "sweep=long"]
 
 
 def sweep_process(arguments: list[str], output_root: Path) -> subprocess.Popen[str]:
