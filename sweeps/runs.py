@@ -23,7 +23,6 @@ from ..train.errors import UserError
 from ..train.files import read_json, write_atomic, write_json
 
 STATES = ("planned", "queued", "running", "done", "failed", "diverged", "preempted", "cancelled")
-FINAL = ("done", "failed", "diverged", "cancelled")
 
 
 class Busy(Exception):
