@@ -19,8 +19,10 @@ if TYPE_CHECKING:
     from .chinchilla import ChinchillaLaw, Optimum
     from .envelope import Envelope
     from .isoflop import IsoflopProfile, IsoflopProfiles
+    from .persistence import read_law
     from .powerlaw import PowerLaw
     from .report import write_report
+    from .saved import answer
     from .table import RunTable, read_table
 
 _HOMES = {
@@ -32,6 +34,8 @@ _HOMES = {
     "IsoflopProfile": "isoflop",
     "IsoflopProfiles": "isoflop",
     "PowerLaw": "powerlaw",
+    "answer": "saved",
+    "read_law": "persistence",
     "write_report": "report",
     "RunTable": "table",
     "read_table": "table",
@@ -48,6 +52,8 @@ __all__ = [
     "PowerLaw",
     "RunTable",
     "analyze",
+    "answer",
+    "read_law",
     "read_table",
     "write_report",
 ]

@@ -7,7 +7,6 @@ report can always be written; only a table that no approach can read (bad number
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,12 +14,13 @@ from typing import Any
 import numpy as np
 
 from . import approaches as side
-from .approaches import Approach, Estimate
+from .approaches import Approach
 from .backtest import backtest
 from .checks import Warning, disagreements, run_checks
 from .chinchilla import NAMES, ChinchillaLaw
 from .envelope import Envelope
 from .errors import InputError, positive
+from .formatting import estimate_json, plain_json
 from .isoflop import IsoflopProfiles
 from .table import RunTable
 
@@ -64,7 +64,7 @@ class Analysis:
         too).
         """
         law = self.law
-        return _plain(
+        return plain_json(
             {
                 "law": None if law is None else {"form": law.form} | {name: getattr(law, name + "_") for name in NAMES},
                 "ci": {} if law is None or law.draws_ is None else {name: law.interval(name) for name in NAMES},
@@ -105,7 +105,7 @@ class Analysis:
         )
 
     def _estimates(self, approach: Approach) -> list[dict[str, Any]]:
-        return [_estimate(approach.at(C)) for C in self.targets]
+        return [estimate_json(approach.at(C)) for C in self.targets]
 
     def __repr__(self) -> str:
         budgets = len(self.profiles.profiles_)
@@ -121,36 +121,43 @@ class Analysis:
 
 
 def analyze(
-    table: RunTable, targets: Sequence[float] = (1e24,), bootstrap: int = 1000, seed: int = 0, delta: float = 1e-3
+    table: RunTable,
+    targets: Sequence[float] = (1e24,),
+    bootstrap: int = 1000,
+    seed: int = 0,
+    law: ChinchillaLaw | None = None,
 ) -> Analysis:
     """Fit all three approaches to a table of finished runs.
 
-    targets: FLOP budgets to answer for. bootstrap: resamples over runs, 0 for no intervals. delta: of the log-Huber
-    objective. Raises InputError when a target is not a positive number or the bootstrap is negative.
+    targets: FLOP budgets to answer for. bootstrap: resamples over runs, 0 for no intervals. law: the parametric law to
+    fit, for other options than its defaults; it is not changed. Raises InputError when a target is not a positive
+    number or the bootstrap is negative.
     """
     goals = tuple(float(C) for C in positive("target", np.atleast_1d(np.asarray(targets, dtype=np.float64))))
     if bootstrap < 0:
         raise InputError(
             f"bootstrap is {bootstrap}; zero (no intervals) or a positive number of resamples is expected."
         )
-    law, reason = _parametric(table, bootstrap, seed, delta)
+    if law is not None and law.objective == "se" and table.known_se is None:
+        raise InputError("objective is 'se', which needs a loss_se above zero in every row of the table.")
+    fitted, reason = _parametric(law or ChinchillaLaw(), table, bootstrap, seed)
     profiles = IsoflopProfiles().fit(table.N, table.D, table.loss, table.flops, table.budget, table.weight)
     envelope = Envelope().fit(table.N, table.D, table.loss, table.flops, table.budget)
     if bootstrap:
         profiles.bootstrap(bootstrap, seed)
-        envelope.bootstrap(bootstrap, table.run_id, seed)
+        envelope.bootstrap(bootstrap, table.group, seed)
     found = Analysis(
         table=table,
         targets=goals,
-        law=law,
+        law=fitted,
         profiles=profiles,
         envelope=envelope,
         approaches={
             "envelope": side.envelope(envelope),
             "isoflop": side.isoflop(profiles),
-            "parametric": side.parametric(law, reason),
+            "parametric": side.parametric(fitted, reason),
         },
-        backtest=backtest(table, profiles, law, goals[0]),
+        backtest=backtest(table, profiles, fitted, goals[0]),
         resamples=bootstrap,
         seed=seed,
     )
@@ -158,40 +165,13 @@ def analyze(
     return found
 
 
-def _parametric(table: RunTable, bootstrap: int, seed: int, delta: float) -> tuple[ChinchillaLaw | None, str]:
+def _parametric(options: ChinchillaLaw, table: RunTable, bootstrap: int, seed: int) -> tuple[ChinchillaLaw | None, str]:
     try:
-        law = ChinchillaLaw(delta).fit(table.N, table.D, table.loss, table.weight)
+        law = options.clone().fit(table.N, table.D, table.loss, table.weight, table.known_se)
     except InputError as error:
         return None, str(error)
     if bootstrap:
         # With too few runs to resample, a law without intervals is still worth its warning.
         with contextlib.suppress(InputError):
-            law.bootstrap(bootstrap, table.run_id, seed)
+            law.bootstrap(bootstrap, table.group, seed)
     return law, ""
-
-
-def _estimate(e: Estimate) -> dict[str, Any]:
-    return {
-        "flops": e.flops,
-        "N": e.N,
-        "D": e.D,
-        "loss": e.loss,
-        "tokens_per_parameter": e.ratio,
-        "N_ci": e.intervals["N"],
-        "D_ci": e.intervals["D"],
-        "loss_ci": e.intervals["loss"],
-        "tokens_per_parameter_ci": e.intervals["ratio"],
-    }
-
-
-def _plain(value: Any) -> Any:
-    """JSON's own types: no NumPy scalars, no tuples, null for what is not a finite number."""
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if isinstance(value, (bool, np.bool_)):
-        return bool(value)
-    if isinstance(value, (float, np.floating)):
-        return float(value) if math.isfinite(value) else None
-    return int(value) if isinstance(value, np.integer) else value

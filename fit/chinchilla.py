@@ -1,196 +1,121 @@
 """The parametric law L(N, D) = E + A / N^alpha + B / D^beta and the optimum that follows from it (approach 3).
 
 Special here:
-- The fit is the global optimum of the log-Huber objective, from a grid of starts that each solve for E, A and B at
-  fixed exponents; `starts_` says how many of them ended at the same optimum, and `converged_` is never true for one
-  that did not.
+- The fit is the global optimum of its objective, from a grid of starts that each solve for E, A and B at fixed
+  exponents; `starts_` says how many of them ended at the same optimum, and `converged_` is never true for one that did
+  not.
 - N and D are centred in the logarithm inside the solver, so that bounds and conditioning do not depend on units.
-- Intervals come from a bootstrap over runs; every draw is a full refit, carried through to N*, D*, D/N and loss.
+- `tied=True` holds alpha = beta, the assumption behind a constant D/N (Muennighoff et al. 2023; Gadre et al. 2024).
+  `E=` fixes the irreducible loss, as where it is known from the entropy of the data.
 
 Hoffmann et al. 2022 (arXiv:2203.15556), section 3.3 and appendix D.3; Besiroglu et al. 2024 (arXiv:2404.10102).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from .errors import Array, InputError, enough, identifiable, positive, same_length
-from .errors import weights as check_weights
+from .allocation import Optimum, optimum
+from .errors import Array, InputError, identifiable, positive
 from .forms import LogSumExp
-from .solver import agreeing, minimise, variable_projection
-from .uncertainty import cluster_counts, percentile_interval
+from .law import Law, Problem
+from .solver import variable_projection
 
 NAMES = ("E", "A", "B", "alpha", "beta")
 EXPONENT_GRID = np.geomspace(0.03, 1.5, 8)
 EXPONENT_BOUNDS = (0.0, 3.0)
 VANISHED = 12.0  # a term below exp(-12) of the smallest loss is called zero
 FLAT_EXPONENT = 0.01  # over three decades such a term changes by 7 %, so it cannot be told from E
-FALLBACK_STARTS = 2  # starts of a resample besides the full fit
+FAR = 200.0  # bounds of coordinates that are not centred: wide enough for exp(a) of any units
 
 
-@dataclass(frozen=True)
-class Optimum:
-    """The best split of a budget: arrays over `flops`, each interval of shape (targets, 2), or None before a
-    bootstrap.
-    """
-
-    flops: Array
-    N: Array
-    D: Array
-    loss: Array
-    N_interval: Array | None = None
-    D_interval: Array | None = None
-    loss_interval: Array | None = None
-    ratio_interval: Array | None = None
-
-    @property
-    def ratio(self) -> Array:
-        """Tokens per parameter, D / N."""
-        return self.D / self.N
-
-    def __repr__(self) -> str:
-        lines = [
-            f"C = {c:.3g}: N = {n:.4g}, D = {d:.4g}, D/N = {d / n:.3g}, loss = {loss:.4f}"
-            for c, n, d, loss in zip(self.flops, self.N, self.D, self.loss, strict=True)
-        ]
-        return "\n".join(lines)
-
-
-class ChinchillaLaw:
-    """L(N, D) = E + A / N^alpha + B / D^beta, fitted in log loss under Huber's function.
+class ChinchillaLaw(Law):
+    """L(N, D) = E + A / N^alpha + B / D^beta.
 
     Parameters
     ----------
+    objective : {"huber", "l1", "squares", "se"}
+        What is minimised in log loss; see `fit.law`. "se" needs `loss_se`.
     delta : float
-        Where Huber's function turns from quadratic to linear, in log loss. 1e-3 is Hoffmann et al.'s; infinity is
-        least squares.
+        Where Huber's function turns from quadratic to linear, in log loss. 1e-3 is Hoffmann et al.'s.
+    tied : bool
+        Hold alpha = beta.
+    E : float, optional
+        Fix the irreducible loss, in the unit of the loss; zero leaves the term out.
 
     Notes:
     -----
     After `fit`: E_, A_, B_, alpha_, beta_ (floats; loss in the unit of the input, N and D in parameters and tokens),
-    objective_ (the *sum* of the weighted Huber terms), starts_ ({"tried", "agreeing"}), converged_ (bool), degenerate_
-    (names of parameters held at a bound: a term that vanished, or an exponent near zero). After `bootstrap`: draws_, a
-    dict of name -> (resamples,) arrays.
-
-
+    and what `Law` lists; `degenerate_` also names an exponent near zero. After `bootstrap`: draws_ and intervals.
     """
 
     form = "chinchilla"
+    title = "the law E + A/N^alpha + B/D^beta"
+    names = NAMES
+    E_: float
+    A_: float
+    B_: float
+    alpha_: float
+    beta_: float
 
-    def __init__(self, delta: float = 1e-3) -> None:
-        if not delta > 0:
-            raise InputError(f"delta is {delta}; it must be above zero (1e-3 is usual, infinity gives least squares).")
-        self.delta = delta
-        self.draws_: dict[str, Array] | None = None
+    def __init__(
+        self, objective: str = "huber", delta: float = 1e-3, tied: bool = False, E: float | None = None
+    ) -> None:
+        super().__init__(objective, delta)
+        if E is not None and not 0 <= E < np.inf:
+            raise InputError(f"E is {E}; it must be zero or more and below the lowest loss, or None to be fitted.")
+        self.tied, self.E = bool(tied), None if E is None else float(E)
 
-    # -- fitting
-    # ---------------------------------------------------------------------------------------------------------------
+    def options(self) -> dict[str, Any]:
+        return super().options() | {"tied": self.tied, "E": self.E}
 
-    def fit(self, N: ArrayLike, D: ArrayLike, loss: ArrayLike, weight: ArrayLike | None = None) -> ChinchillaLaw:
-        """Fit to n runs: N parameters, D tokens, loss (nats per token), weight (optional, multiplies each run's term),
-        all (n,).
+    def fit(
+        self,
+        N: ArrayLike,
+        D: ArrayLike,
+        loss: ArrayLike,
+        weight: ArrayLike | None = None,
+        loss_se: ArrayLike | None = None,
+    ) -> Self:
+        """Fit to n runs: N parameters, D tokens, loss (nats per token), all (n,). Returns self.
 
+        `weight` (n,) multiplies each run's term. `loss_se` (n,) is the loss's standard error, for objective "se".
         Raises InputError when a value is not a positive finite number, when there are too few different runs, or when N
-        and D do not vary separately. Returns self.
+        and D do not vary separately.
         """
-        N, D, loss = positive("N", N), positive("D", D), positive("loss", loss)
-        weight = check_weights(weight, len(N))
-        same_length(N=N, D=D, loss=loss, weight=weight)
-        used = weight > 0
-        enough(len(np.unique(np.stack([N, D])[:, used], axis=1).T), len(NAMES), "the law E + A/N^alpha + B/D^beta")
-        identifiable(N[used], D[used])
+        return self._fit((N, D, loss), weight, loss_se)
 
-        self._data = _Data(N, D, loss, weight)
-        starts, _ = self._data.starts(weight[None, :], keep=None)
-        lower, upper = self._data.box
-        found = minimise(self._data.form, self._data.target, weight[None, :], starts[0], lower, upper, self.delta)
-        best, agree = agreeing(found)
-        self.draws_ = None
-        self._theta = found.theta[best]
-        self.starts_ = {"tried": len(found.theta), "agreeing": agree}
-        self.objective_ = float(found.objective[best])
-        self.converged_ = bool(found.converged[best])
-        self.degenerate_ = self._data.degenerate(found.theta[best])
-        constants = self._data.constants(found.theta[best][None, :])
-        self.E_, self.A_, self.B_, self.alpha_, self.beta_ = (float(constants[name][0]) for name in NAMES)
-        return self
+    @staticmethod
+    def evaluate(constants: Mapping[str, Any], *inputs: Any) -> Any:
+        """E + A / N^alpha + B / D^beta at inputs (N, D)."""
+        N, D = inputs
+        c = constants
+        return c["E"] + c["A"] * np.power(N, -c["alpha"]) + c["B"] * np.power(D, -c["beta"])
 
-    def bootstrap(self, n: int = 1000, groups: Any = None, seed: int = 0) -> ChinchillaLaw:
-        """Refit `n` resamples of whole groups (`groups` (points,): run ids, so that checkpoints of one run move
-        together).
-
-        A resample that cannot identify the law (too few different runs) is drawn again, and one whose fit does not
-        converge is left out; `bootstrap_` counts both: {"resamples", "redrawn", "unconverged"}. Returns self.
-        """
-        self._fitted()
-        data = self._data
-        groups = np.arange(len(data.N)) if groups is None else np.asarray(groups)
-        if len(groups) != len(data.N):
-            raise InputError(f"groups has {len(groups)} values and the fit has {len(data.N)} points; each needs one.")
-        counts, redrawn = _identifiable_counts(data, groups, n, seed)
-        weights = counts * data.weight
-        own, _ = data.starts(weights, keep=FALLBACK_STARTS)
-        starts = np.concatenate([np.broadcast_to(self._theta, (n, 1, 5)), own], axis=1)
-        each = starts.shape[1]
-        found = minimise(
-            data.form,
-            data.target,
-            np.repeat(weights, each, axis=0),
-            starts.reshape(-1, 5),
-            lower=data.box[0],
-            upper=data.box[1],
-            delta=self.delta,
-        )
-        objective = np.where(found.converged, found.objective, np.inf).reshape(n, each)
-        best = objective.argmin(axis=1)
-        keep = np.isfinite(objective.min(axis=1))
-        theta = found.theta.reshape(n, each, 5)[np.arange(n), best][keep]
-        self.bootstrap_ = {"resamples": int(keep.sum()), "redrawn": redrawn, "unconverged": int((~keep).sum())}
-        self.bootstrap_objective_ = objective.min(axis=1)
-        self.draws_ = data.constants(theta)
-        self._draw_theta = theta
-        return self
-
-    # -- reading
-    # ---------------------------------------------------------------------------------------------------------------
-
-    def predict(self, N: ArrayLike, D: ArrayLike) -> Any:
-        """Loss at N parameters and D tokens (broadcast together); a float for two floats."""
-        self._fitted()
-        N, D = np.asarray(N, dtype=np.float64), np.asarray(D, dtype=np.float64)
-        loss = self.E_ + self.A_ / N**self.alpha_ + self.B_ / D**self.beta_
-        return float(loss) if loss.ndim == 0 else loss
-
-    def predict_draws(self, N: float, D: float) -> Array:
-        """Loss at one (N, D) under each bootstrap draw, of shape (resamples,)."""
-        draws = self._bootstrapped()
-        return draws["E"] + draws["A"] / N ** draws["alpha"] + draws["B"] / D ** draws["beta"]
+    def equation(self, say: Callable[[str], str]) -> str:
+        return f"L(N, D) = {say('E')} + {say('A')} / N^{say('alpha')} + {say('B')} / D^{say('beta')}"
 
     def optimal(self, flops: ArrayLike, level: float = 0.95) -> Optimum:
         """The N and D that minimise the loss under C = 6 N D, in closed form (Hoffmann et al. 2022, equation 4).
 
-        `flops` is a scalar or (targets,). Intervals are filled in once `bootstrap` has run.
+        `flops` is a scalar or (targets,). Intervals are filled in once `bootstrap` has run. `fit.allocation` has other
+        FLOP conventions, token limits, and inference.
         """
         self._fitted()
         C = np.atleast_1d(positive("flops", np.atleast_1d(np.asarray(flops, dtype=np.float64))))
-        N, D, loss = _optimum(C, self.E_, self.A_, self.B_, self.alpha_, self.beta_)
-        if self.draws_ is None:
-            return Optimum(C, N, D, loss)
-        draws = self.optimal_draws(C)
-        intervals = [
-            np.array([percentile_interval(row, level) for row in draws[key]]) for key in ("N", "D", "loss", "ratio")
-        ]
-        return Optimum(C, N, D, loss, *intervals)
+        N, D, loss = optimum(C, self.constants_)
+        draws = {} if self.draws_ is None else self.optimal_draws(C)
+        return Optimum(C, N, D, loss, draws=draws, level=level)
 
     def optimal_draws(self, flops: ArrayLike) -> dict[str, Array]:
         """N, D, loss and ratio under each bootstrap draw: arrays of shape (targets, resamples)."""
         draws = self._bootstrapped()
         C = np.atleast_1d(np.asarray(flops, dtype=np.float64))[:, None]
-        N, D, loss = _optimum(C, *[draws[name][None, :] for name in NAMES])
+        N, D, loss = optimum(C, {name: draws[name][None, :] for name in self.names})
         return {"N": N, "D": D, "loss": loss, "ratio": D / N}
 
     @property
@@ -200,152 +125,106 @@ class ChinchillaLaw:
         a = self.beta_ / (self.alpha_ + self.beta_) if self.alpha_ + self.beta_ > 0 else float("nan")
         return a, 1.0 - a
 
-    def interval(self, name: str, level: float = 0.95) -> tuple[float, float]:
-        """Percentile bootstrap interval of a constant: E, A, B, alpha, beta, or `a`, the exponent of N*(C)."""
-        draws = self._bootstrapped()
-        if name == "a":
-            with np.errstate(invalid="ignore"):
-                return percentile_interval(draws["beta"] / (draws["alpha"] + draws["beta"]), level)
-        if name not in draws:
-            raise InputError(f"interval of {name!r} is not known; choose one of {', '.join(NAMES)}, a.")
-        return percentile_interval(draws[name], level)
-
-    def residuals(self) -> Array:
-        """Log loss observed minus predicted, of shape (n,)."""
-        self._fitted()
-        return self._data.target - self._data.form.value(self._theta[None, :])[0][0]
+    def interval(self, name: str, level: float = 0.95, method: str = "percentile") -> tuple[float, float]:
+        """Interval of a constant, or of `a`, the exponent of N*(C); method percentile, bca or profile."""
+        if name != "a":
+            return super().interval(name, level, method)
+        return self.interval_of(_exponent_of_size, level, method)
 
     def plot(self, axes: Any = None) -> Any:
         """Loss contours over (N, D) with the runs and the compute-efficient frontier; returns the matplotlib axes."""
         self._fitted()
         from .plots import plot_contours
 
-        return plot_contours(self, self._data.N, self._data.D, self._data.loss, axes)
+        return plot_contours(self, self.data_["N"], self.data_["D"], self.data_["loss"], axes)
 
-    def __repr__(self) -> str:
-        if not hasattr(self, "_data"):
-            return f"ChinchillaLaw(delta={self.delta:g})"
+    # The law as the solver sees it.
 
-        def say(name: str, digits: str) -> str:
-            value = format(getattr(self, name + "_"), digits)
-            if self.draws_ is None:
-                return value
-            low, high = self.interval(name)
-            return f"{value} [{low:{digits}}, {high:{digits}}]"
+    def _check(self, inputs: tuple[Array, ...], observed: Array) -> None:
+        super()._check(inputs, observed)
+        identifiable(*inputs)
+        if self.E is not None and self.E >= observed.min():
+            raise InputError(f"E is {self.E:g}; it must be below the lowest loss, {observed.min():.4g}.")
 
-        equation = (
-            f"L(N, D) = {say('E', '.4f')} + {say('A', '.4g')} / N^{say('alpha', '.4f')}"
-            f" + {say('B', '.4g')} / D^{say('beta', '.4f')}"
+    def _accept(self, found: Any) -> None:
+        super()._accept(found)
+        for name in ("alpha",) if self.tied else ("alpha", "beta"):
+            if self.constants_[name] < FLAT_EXPONENT and name not in self.degenerate_:
+                self.degenerate_.append(name)
+
+    def _problem(self, inputs: tuple[Array, ...], observed: Array, centred: bool = True) -> Problem:
+        """Coordinates: log A and log B (at the mean log N and log D), log E unless fixed, and one or two exponents."""
+        log_n, log_d = np.log(inputs[0]), np.log(inputs[1])
+        x0, y0 = (float(log_n.mean()), float(log_d.mean())) if centred else (0.0, 0.0)
+        x, y = log_n - x0, log_d - y0
+        target = np.log(observed)
+        names = ["A", "alpha", "B"] + ([] if self.tied else ["beta"]) + (["E"] if self.E is None else [])
+        at = {name: i for i, name in enumerate(names)}
+        at.setdefault("beta", at["alpha"])
+        one = np.ones_like(x)
+        terms: list[tuple[Any, ...]] = [
+            ((at["A"], at["alpha"]), np.stack([one, -x], 1)),
+            ((at["B"], at["beta"]), np.stack([one, -y], 1)),
+        ]
+        if self.E is None:
+            terms.append(((at["E"],), one[:, None]))
+        elif self.E > 0:
+            terms.append(((), np.zeros((len(x), 0)), np.full(len(x), np.log(self.E))))
+        logarithmic = tuple(name in "ABE" for name in names)
+        floor, ceiling = float(target.min()) - VANISHED, float(target.max()) + 2.0
+        low, high = (floor, ceiling) if centred else (-FAR, FAR)
+        fixed = self.E
+
+        def constants(theta: Array) -> dict[str, Array]:
+            with np.errstate(over="ignore"):
+                value = {name: np.exp(theta[:, i] + shift(name, theta)) for name, i in at.items() if name in "ABE"}
+            for name in value:  # a term that vanished is exactly zero
+                value[name] = np.where(theta[:, at[name]] <= low, 0.0, value[name])
+            value.setdefault("E", np.full(len(theta), fixed))
+            return value | {name: theta[:, at[name]].copy() for name in ("alpha", "beta")}
+
+        def shift(name: str, theta: Array) -> Any:
+            return {"A": x0 * theta[:, at["alpha"]], "B": y0 * theta[:, at["beta"]], "E": 0.0}[name]
+
+        return Problem(
+            form=LogSumExp(len(names), terms),
+            target=target,
+            lower=np.array([low if log else EXPONENT_BOUNDS[0] for log in logarithmic]),
+            upper=np.array([high if log else EXPONENT_BOUNDS[1] for log in logarithmic]),
+            coordinates=tuple(names),
+            logarithmic=logarithmic,
+            axes=np.stack([log_n, log_d]),
+            starts=lambda weights, keep: _starts(x, y, observed, fixed, at, weights, keep),
+            constants=constants,
         )
-        tried, agree = self.starts_["tried"], self.starts_["agreeing"]
-        state = f"{agree} of {tried} starts agree" if self.converged_ else "NOT converged"
-        return f"{equation}   ({len(self._data.N)} points, {state})"
-
-    def _fitted(self) -> None:
-        if not hasattr(self, "_data"):
-            raise InputError("this ChinchillaLaw is not fitted; call fit(N, D, loss) first.")
-
-    def _bootstrapped(self) -> dict[str, Array]:
-        self._fitted()
-        if self.draws_ is None:
-            raise InputError("this ChinchillaLaw has no intervals yet; call bootstrap(n, groups=run_id) first.")
-        return self.draws_
 
 
-class _Data:
-    """The points in the solver's coordinates: theta = (a, alpha, b, beta, e), terms centred at the mean log N and log
-    D.
-    """
-
-    def __init__(self, N: Array, D: Array, loss: Array, weight: Array) -> None:
-        self.N, self.D, self.loss, self.weight = N, D, loss, weight
-        self.target = np.log(loss)
-        self.x0, self.y0 = float(np.log(N).mean()), float(np.log(D).mean())
-        self.x, self.y = np.log(N) - self.x0, np.log(D) - self.y0
-        one = np.ones_like(self.x)
-        self.form = LogSumExp(
-            5, [((0, 1), np.stack([one, -self.x], 1)), ((2, 3), np.stack([one, -self.y], 1)), ((4,), one[:, None])]
-        )
-        low, high = float(self.target.min()), float(self.target.max())
-        self.floor = low - VANISHED
-        floor, ceiling = self.floor, high + 2.0
-        self.box = (
-            np.array([floor, EXPONENT_BOUNDS[0], floor, EXPONENT_BOUNDS[0], floor]),
-            np.array([ceiling, EXPONENT_BOUNDS[1], ceiling, EXPONENT_BOUNDS[1], ceiling]),
-        )
-
-    def starts(self, weights: Array, keep: int | None) -> tuple[Array, Array]:
-        """Starts (P, G, 5) by variable projection over the grid of exponents; the `keep` best ones, or all."""
-        alpha, beta = (grid.ravel() for grid in np.meshgrid(EXPONENT_GRID, EXPONENT_GRID, indexing="ij"))
-        terms = [np.exp(-alpha[:, None] * self.x), np.exp(-beta[:, None] * self.y), np.ones((len(alpha), len(self.x)))]
-        # Divided by the loss, a residual is one in log loss to first order.
-        basis = np.stack(terms, axis=2) / self.loss[None, :, None]
-        amplitudes, error = variable_projection(basis, np.ones_like(self.loss), weights)
-        # Where least squares wants a negative amplitude the start is a small positive one instead.
-        log = np.log(np.maximum(amplitudes, 0.02 * self.loss.min()))
-        error = np.where((amplitudes > 0).all(axis=2), error, error * 4.0)
-        shape = error.shape
-        starts = np.stack(
-            [log[..., 0], np.broadcast_to(alpha, shape), log[..., 1], np.broadcast_to(beta, shape), log[..., 2]], axis=2
-        )
-        if keep is None:
-            return starts, error
-        order = np.argsort(error, axis=1)[:, :keep, None]
-        return np.take_along_axis(starts, order, axis=1), error
-
-    def constants(self, theta: Array) -> dict[str, Array]:
-        """(P, 5) solver coordinates to the law's constants; a term that vanished is exactly zero."""
-        a, alpha, b, beta, e = theta.T
-        with np.errstate(over="ignore"):
-            return {
-                "E": np.where(e <= self.floor, 0.0, np.exp(e)),
-                "A": np.where(a <= self.floor, 0.0, np.exp(a + alpha * self.x0)),
-                "B": np.where(b <= self.floor, 0.0, np.exp(b + beta * self.y0)),
-                "alpha": alpha.copy(),
-                "beta": beta.copy(),
-            }
-
-    def degenerate(self, theta: Array) -> list[str]:
-        """Names of the parameters that the box holds, and of exponents that make their term all but constant."""
-        held = (theta <= self.box[0]) | (theta >= self.box[1])
-        held[[1, 3]] |= theta[[1, 3]] < FLAT_EXPONENT
-        return [name for name, stuck in zip(("A", "alpha", "B", "beta", "E"), held, strict=True) if stuck]
+def _exponent_of_size(constants: Mapping[str, Any]) -> Any:
+    with np.errstate(invalid="ignore"):
+        return np.divide(constants["beta"], np.add(constants["alpha"], constants["beta"]))
 
 
-def _identifiable_counts(data: _Data, groups: Any, n: int, seed: int) -> tuple[Array, int]:
-    """Resamples that can identify five constants, and how many were thrown away on the way."""
-    _, point = np.unique(np.stack([data.N, data.D]), axis=1, return_inverse=True)
-    member = np.zeros((len(data.N), point.max() + 1))
-    member[np.arange(len(point)), point.ravel()] = 1.0
-    independent = len(np.unique(np.asarray(groups).astype(str)))
-    too_few = InputError(
-        f"the table has {independent} independent runs, too few to resample 5 parameters; at least 8 are needed."
-    )
-    if independent <= 5:
-        raise too_few
-    counts = cluster_counts(groups, n, seed)
-    redrawn = 0
-    for attempt in range(1, 50):
-        distinct = ((counts * data.weight) @ member > 0).sum(axis=1)
-        poor = (distinct <= 5) | (_spread(data.x, counts) < 1e-6) | (_spread(data.y, counts) < 1e-6)
-        if not poor.any():
-            return counts, redrawn
-        redrawn += int(poor.sum())
-        counts[poor] = cluster_counts(groups, int(poor.sum()), seed + 7919 * attempt)
-    raise too_few
-
-
-def _spread(x: Array, counts: Array) -> Array:
-    mean = counts @ x / counts.sum(axis=1)
-    return counts @ x**2 / counts.sum(axis=1) - mean**2
-
-
-def _optimum(C: Any, E: Any, A: Any, B: Any, alpha: Any, beta: Any) -> tuple[Array, Array, Array]:
-    """Closed form under C = 6 N D; where a term vanished the optimum runs to zero or infinity, as it should."""
-    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        log_g = (np.log(alpha) + np.log(A) - np.log(beta) - np.log(B)) / (alpha + beta)
-        log_n = log_g + beta / (alpha + beta) * np.log(C / 6.0)
-        log_d = np.log(C / 6.0) - log_n
-        N, D = np.exp(log_n), np.exp(log_d)
-        loss = E + A * np.exp(-alpha * log_n) + B * np.exp(-beta * log_d)
-    return N, D, np.where(np.isfinite(loss), loss, np.nan)
+def _starts(
+    x: Array, y: Array, loss: Array, E: float | None, at: Mapping[str, int], weights: Array, keep: int | None
+) -> Array:
+    """Starts (P, G, k) by variable projection over the grid of exponents; the `keep` best ones, or all."""
+    alpha, beta = (grid.ravel() for grid in np.meshgrid(EXPONENT_GRID, EXPONENT_GRID, indexing="ij"))
+    if at["alpha"] == at["beta"]:
+        alpha = beta = np.geomspace(EXPONENT_GRID[0], EXPONENT_GRID[-1], len(alpha))
+    terms = [np.exp(-alpha[:, None] * x), np.exp(-beta[:, None] * y)]
+    if E is None:
+        terms.append(np.ones((len(alpha), len(x))))
+    # Divided by the loss, a residual is one in log loss to first order.
+    basis = np.stack(terms, axis=2) / loss[None, :, None]
+    amplitudes, error = variable_projection(basis, np.ones_like(loss) - (E or 0.0) / loss, weights)
+    # Where least squares wants a negative amplitude the start is a small positive one instead.
+    log = np.log(np.maximum(amplitudes, 0.02 * loss.min()))
+    error = np.where((amplitudes > 0).all(axis=2), error, error * 4.0)
+    starts = np.empty((*error.shape, max(at.values()) + 1))
+    for name, column in zip(("A", "B", "E"), np.moveaxis(log, 2, 0), strict=False):
+        starts[..., at[name]] = column
+    starts[..., at["alpha"]], starts[..., at["beta"]] = alpha, beta
+    if keep is None:
+        return starts
+    order = np.argsort(error, axis=1)[:, :keep, None]
+    return np.take_along_axis(starts, order, axis=1)

@@ -4,6 +4,13 @@ from __future__ import annotations
 
 import math
 from html import escape
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from .approaches import Estimate
+    from .law import Law
 
 WIDE = 1e5  # an interval of more than five decades is no answer
 UNDETERMINED = "undetermined"
@@ -89,6 +96,48 @@ def interval(pair: tuple[float, float] | None, say: object) -> str:
     return f"{low} to {high}"
 
 
+def law_html(law: Law) -> str:
+    """A fitted law for a notebook: its equation, a row a constant, and what to know before trusting it."""
+    rows = []
+    for name in law.names:
+        known = law.draws_ is not None
+        said = interval(law.interval(name), lambda v: f"{v:.4g}") if known else "bootstrap() gives one"
+        rows.append(f"<tr><td>{text(name)}</td><td>{law.constants_[name]:.5g}</td><td>{text(said)}</td></tr>")
+    return (
+        f"<p><code>{text(law.equation(lambda name: format(law.constants_[name], '.4g')))}</code></p>"
+        f"<table><thead><tr><th>constant</th><th>value</th><th>95 % interval</th></tr></thead>"
+        f"<tbody>{''.join(rows)}</tbody></table><p><small>{text(law.summary())}</small></p>"
+    )
+
+
 def text(value: object) -> str:
     """Any string from data, safe inside HTML."""
     return escape(str(value), quote=True)
+
+
+def estimate_json(e: Estimate) -> dict[str, Any]:
+    """One approach at one budget, as `isoflop fit --json` says it."""
+    return {
+        "flops": e.flops,
+        "N": e.N,
+        "D": e.D,
+        "loss": e.loss,
+        "tokens_per_parameter": e.ratio,
+        "N_ci": e.intervals["N"],
+        "D_ci": e.intervals["D"],
+        "loss_ci": e.intervals["loss"],
+        "tokens_per_parameter_ci": e.intervals["ratio"],
+    }
+
+
+def plain_json(value: Any) -> Any:
+    """JSON's own types: no NumPy scalars, no tuples, null for what is not a finite number."""
+    if isinstance(value, dict):
+        return {key: plain_json(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain_json(item) for item in value]
+    if isinstance(value, (bool, np.bool_)):
+        return bool(value)
+    if isinstance(value, (float, np.floating)):
+        return float(value) if math.isfinite(value) else None
+    return int(value) if isinstance(value, np.integer) else value

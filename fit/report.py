@@ -61,9 +61,10 @@ def write_report(
     except OSError as error:
         raise InputError(f"{folder} cannot be made ({error.strerror}); give a folder that can be written to.") from None
     origin = _origin(analysis, provenance or {})
-    write_text(
-        folder / "law.json", json.dumps(analysis.to_dict() | {"provenance": origin}, indent=2, allow_nan=False) + "\n"
-    )
+    content = analysis.to_dict() | {"provenance": origin}
+    if analysis.law is not None:
+        content["estimator"] = analysis.law.to_dict()
+    write_text(folder / "law.json", json.dumps(content, allow_nan=False) + "\n")
     save_figures(analysis, folder, curves)
     path = folder / "report.html"
     write_text(path, build_page(analysis, curves, title, origin).render())

@@ -50,6 +50,65 @@ class Minimum:
         return Minimum(*(getattr(self, name)[rows] for name in self.__dataclass_fields__))
 
 
+@dataclass(frozen=True)
+class Solution:
+    """The best optimum of each of P problems, from G starts each.
+
+    theta (P, k); objective (P,), the weighted *sum*; converged (P,), as in `Minimum`; at_bound (P, k): parameters held
+    by the box; tried (P,): starts; agreeing (P,): starts that converged to this objective (relative 1e-7).
+    """
+
+    theta: Array
+    objective: Array
+    converged: np.ndarray
+    at_bound: np.ndarray
+    tried: np.ndarray
+    agreeing: np.ndarray
+
+
+def solve(
+    form: LogForm,
+    target: Array,
+    weights: Array,
+    starts: Array,
+    lower: Array,
+    upper: Array,
+    delta: float,
+) -> Solution:
+    """The best converged optimum of sum_i w_i huber_delta(f_i(theta) - target_i) over G starts, for P problems.
+
+    weights (P, n); target (n,) or (P, n); starts (P, G, k) or (1, G, k); lower and upper (k,) or (P, k), equal bounds
+    fix a parameter; delta in log loss, infinity for least squares.
+    """
+    problems, k = len(weights), form.parameters
+    starts = np.broadcast_to(starts, (problems, *np.shape(starts)[1:]))
+    each = starts.shape[1]
+    row = np.repeat(np.arange(problems), each)
+    found = minimise(
+        form,
+        np.broadcast_to(target, (problems, form.points))[row],
+        weights[row],
+        starts.reshape(-1, k),
+        np.broadcast_to(lower, (problems, k))[row],
+        np.broadcast_to(upper, (problems, k))[row],
+        delta,
+    )
+    objective, converged = found.objective.reshape(-1, each), found.converged.reshape(-1, each)
+    usable = np.where(converged, objective, np.inf)
+    nothing = ~converged.any(axis=1)
+    usable[nothing] = objective[nothing]
+    best = np.arange(problems) * each + usable.argmin(axis=1)
+    close = objective <= found.objective[best][:, None] * (1.0 + 1e-7) + 1e-20
+    return Solution(
+        found.theta[best],
+        found.objective[best],
+        found.converged[best],
+        found.at_bound[best],
+        np.full(problems, each),
+        (close & converged).sum(axis=1),
+    )
+
+
 def minimise(
     form: LogForm,
     target: Array,
@@ -63,22 +122,22 @@ def minimise(
 ) -> Minimum:
     """Minimise sum_i w_i huber_delta(f_i(theta) - target_i) over a box, for P problems at once.
 
-    target (n,) or (P, n) log losses; weights (n,) or (P, n); starts (P, k); lower and upper (k,), where equal bounds
-    fix a parameter; `delta` in log loss, infinity for least squares. The last of `stages` must be 1.
+    target (n,) or (P, n) log losses; weights (n,) or (P, n); starts (P, k); lower and upper (k,) or (P, k),
+    where equal bounds fix a parameter; `delta` in log loss, infinity for least squares. The last of `stages` must be 1.
     """
     weights = np.broadcast_to(weights, (len(starts), form.points))
     target = np.broadcast_to(target, (len(starts), form.points))
+    lower, upper = (np.broadcast_to(bound, np.shape(starts)) for bound in (lower, upper))
     size = max(1, CHUNK // form.points)
     parts = []
     for begin in range(0, len(starts), size):
         rows = slice(begin, begin + size)
-        theta = np.clip(starts[rows], lower, upper)
+        low, high = lower[rows], upper[rows]
+        theta = np.clip(starts[rows], low, high)
         steps = np.zeros(len(theta), dtype=int)
         for stage in (*_coarse_stages(delta, stages), *stages) if np.isfinite(delta) else (1.0,):
             tolerance = GRADIENT_TOLERANCE if stage == 1.0 else STAGE_TOLERANCE
-            found = _newton(
-                form, target[rows], weights[rows], theta, lower, upper, delta * stage, tolerance, iterations
-            )
+            found = _newton(form, target[rows], weights[rows], theta, low, high, delta * stage, tolerance, iterations)
             theta, steps = found.theta, steps + found.steps
         parts.append(Minimum(theta, found.objective, found.converged, found.at_bound, steps))
     return Minimum(*(np.concatenate([getattr(p, name) for p in parts]) for name in Minimum.__dataclass_fields__))
@@ -121,9 +180,9 @@ def _newton(
     state = _evaluate(form, target, weights, theta, delta)
     objective[:] = state.objective
     for _ in range(iterations):
-        now = theta[rows]
+        now, low, high = theta[rows], lower[rows], upper[rows]
         sums = state.sums(form)
-        held = ((now <= lower) & (sums.gradient > 0)) | ((now >= upper) & (sums.gradient < 0)) | (lower == upper)
+        held = ((now <= low) & (sums.gradient > 0)) | ((now >= high) & (sums.gradient < 0)) | (low == high)
         flat = (held | (np.abs(sums.gradient) <= sums.tolerance(tolerance))).all(axis=1)
         if tolerance <= GRADIENT_TOLERANCE and flat.any():
             flat[flat] = _curves_up(sums.take(flat), held[flat])
@@ -133,10 +192,10 @@ def _newton(
         keep = ~flat
         if not keep.all():
             rows, now, state, held = rows[keep], now[keep], state.take(keep), held[keep]
-            sums = sums.take(keep)
+            sums, low, high = sums.take(keep), low[keep], high[keep]
 
         step, damping[rows] = _damped_step(sums, held, damping[rows])
-        trial = np.clip(now + step, lower, upper)
+        trial = np.clip(now + step, low, high)
         there = _evaluate(form, state.target, state.weights, trial, delta)
         moved = trial - now
         predicted = -(

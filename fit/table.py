@@ -27,6 +27,7 @@ ALIASES = {
     "loss_se": ("loss_se", "val_loss_se"),
     "flops": ("flops",),
     "run_id": ("run_id",),
+    "group": ("group", "trunk"),
     "weight": ("weight",),
     "budget": ("budget",),
 }
@@ -37,7 +38,8 @@ class RunTable:
     """Finished runs as NumPy arrays of shape (n,).
 
     N parameters, D tokens, loss nats per token, loss_se its standard error (NaN: unknown), flops training FLOPs, budget
-    the FLOP budget that a run belongs to (NaN: none), run_id strings, weight (ones by default). `frame` is the whole
+    the FLOP budget that a run belongs to (NaN: none), run_id strings, group strings (rows that share their luck and are
+    resampled together: the trunk of a branch, else the run itself), weight (ones by default). `frame` is the whole
     table as it was read, `rows` its positions that these arrays hold, `notes` what was derived or dropped, `source`
     where it came from.
     """
@@ -49,6 +51,7 @@ class RunTable:
     flops: Array
     budget: Array
     run_id: np.ndarray
+    group: np.ndarray
     weight: Array
     frame: pd.DataFrame
     rows: np.ndarray
@@ -59,6 +62,11 @@ class RunTable:
 
     def __len__(self) -> int:
         return len(self.N)
+
+    @property
+    def known_se(self) -> Array | None:
+        """`loss_se` where every row has one above zero, else None."""
+        return self.loss_se if (np.isfinite(self.loss_se) & (self.loss_se > 0)).all() else None
 
     def column(self, name: str) -> Array:
         """A numeric column of the frame for these runs, NaN where absent or not a number."""
@@ -77,7 +85,7 @@ def read_table(
 ) -> RunTable:
     """Read runs from a CSV or Parquet file, a sweep directory (its table.csv), or a DataFrame.
 
-    `columns` maps a name (N, D, loss, flops, loss_se, run_id, weight, budget) to the table's own, as in {"N": "Model
+    `columns` maps a name (N, D, loss, flops, loss_se, run_id, group, weight, budget) to the table's own, as in {"N": "Model
     Size"}. `derive_d="6nd"` fills a missing D as flops / (6 N). `drop_worst` leaves out that many runs of highest loss.
     Raises InputError, one sentence, for anything that cannot be read or is not a positive finite number.
     """
@@ -102,6 +110,10 @@ def read_table(
         notes.append("FLOPs were not given and are taken as 6ND.")
     absent = np.full(len(part), np.nan)
     run_id = part[names["run_id"]].astype(str).to_numpy() if "run_id" in names else np.arange(len(part)).astype(str)
+    group = run_id
+    if "group" in names:
+        named = part[names["group"]]
+        group = np.where(named.isna(), run_id, named.astype(str))
     kept = _best(loss, drop_worst, notes)
     return RunTable(
         N=N[kept],
@@ -111,6 +123,7 @@ def read_table(
         flops=flops[kept],
         budget=(numbers("budget") if "budget" in names else absent)[kept],
         run_id=np.asarray(run_id, dtype=str)[kept],
+        group=np.asarray(group, dtype=str)[kept],
         weight=(check_weights(numbers("weight"), len(part), labels) if "weight" in names else np.ones(len(part)))[kept],
         frame=frame,
         rows=rows[kept],

@@ -110,7 +110,9 @@ def evaluate(
 
 @app.command(name="fit")
 def fit_table(
-    table: Annotated[Path, typer.Argument(help="csv, parquet, or a sweep directory.", show_default=False)],
+    table: Annotated[
+        Path, typer.Argument(help="csv, parquet, a sweep directory, or a saved law.json.", show_default=False)
+    ],
     target_flops: Annotated[
         list[float] | None, typer.Option(help="FLOP budget to extrapolate to; repeat for more.")
     ] = None,
@@ -119,23 +121,35 @@ def fit_table(
     drop_worst: Annotated[int, typer.Option(help="Drop this many of the highest losses, and say so.")] = 0,
     bootstrap: Annotated[int, typer.Option(help="Resamples behind every interval.")] = 1000,
     seed: Annotated[int, typer.Option(help="Seed of the bootstrap.")] = 0,
+    objective: Annotated[str, typer.Option(help="huber, l1, squares, or se (weights by loss_se).")] = "huber",
+    delta: Annotated[float, typer.Option(help="Where Huber's function turns linear, in log loss.")] = 1e-3,
+    tied: Annotated[bool, typer.Option("--tied", help="Hold alpha = beta.")] = False,
+    fixed_e: Annotated[float | None, typer.Option(help="Fix the irreducible loss E.")] = None,
     output: Annotated[Path | None, typer.Option(help="Folder for law.json and the report of a plain table.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Fits the laws of a table. A sweep directory also gets its law.json and report written."""
+    """Fits the laws of a table. A sweep directory also gets its law.json and report written.
+
+    A law.json that an earlier fit wrote is asked again, for other budgets, without a new fit.
+    """
     from .. import fit
     from .finish import finish, print_law
     from .runs import SweepDirectory
 
-    plain = not (column or derive_d or drop_worst)
-    if (table / "plan.json").exists() and plain and output is None:
+    law = fit.ChinchillaLaw(objective, delta, tied, fixed_e)
+    plain = not (column or derive_d or drop_worst) and repr(law) == repr(fit.ChinchillaLaw())
+    if table.suffix == ".json":
+        if not plain or output is not None:
+            raise UserError(f"{table} is a saved law; only --target-flops and --json apply to it")
+        result = fit.answer(table, target_flops)
+    elif (table / "plan.json").exists() and plain and output is None:
         result = finish(SweepDirectory.open(table), targets=target_flops or None)
         output = table / "fit"
     else:
         runs = fit.read_table(table, columns=_columns(column or []), derive_d=derive_d, drop_worst=drop_worst)
         largest = float(max(runs.flops))
         targets = tuple(target_flops or [largest * factor for factor in (10.0, 100.0, 1000.0)])
-        analysis = fit.analyze(runs, targets=targets, bootstrap=bootstrap, seed=seed)
+        analysis = fit.analyze(runs, targets, bootstrap, seed, law)
         if output is not None:
             fit.write_report(analysis, output, title=table.stem, provenance={"table": str(table)})
         result = analysis.to_dict()

@@ -113,6 +113,10 @@ class FitConfig:
     targets: list[float] = field(default_factory=list)  # FLOP budgets to extrapolate to; none: 10x to 1000x the largest
     bootstrap: int = 1000  # resamples of runs behind every interval
     seed: int = 0
+    objective: str = "huber"  # of the parametric law: huber | l1 | squares | se (weights by loss_se)
+    delta: float = 1e-3  # where Huber's function turns linear, in log loss
+    tied: bool = False  # hold alpha = beta
+    E: float | None = None  # fix the irreducible loss
 
 
 @dataclass

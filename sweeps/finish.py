@@ -38,7 +38,8 @@ def finish(sweep: SweepDirectory, targets: list[float] | None = None) -> dict[st
     runs = fit.read_table(sweep.path)
     largest = float(table["flops"].max())
     wanted = targets or options["targets"] or [largest * factor for factor in (10.0, 100.0, 1000.0)]
-    analysis = fit.analyze(runs, targets=tuple(wanted), bootstrap=options["bootstrap"], seed=options["seed"])
+    law = fit.ChinchillaLaw(**{name: options[name] for name in ("objective", "delta", "tied", "E") if name in options})
+    analysis = fit.analyze(runs, tuple(wanted), options["bootstrap"], options["seed"], law)
     provenance = {key: settings.get(key) for key in ("isoflop_version", "git_commit", "git_dirty", "host", "written")}
     provenance["command"] = " ".join(settings.get("command", []))
     fit.write_report(

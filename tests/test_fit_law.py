@@ -82,7 +82,7 @@ def test_random_known_laws_come_back_inside_their_own_intervals():
             inside[name] += low <= value <= high
         a, b = truth["alpha"], truth["beta"]
         N_best = (a * truth["A"] / (b * truth["B"])) ** (1 / (a + b)) * (1e22 / 6) ** (b / (a + b))
-        low, high = law.optimal(1e22).N_interval[0]
+        low, high = law.optimal(1e22).interval("N")[0]
         inside["N"] += low <= N_best <= high
     # 95 % nominal: of 60, fewer than 52 is 3 sigma low.
     assert min(inside.values()) >= 52, inside
@@ -124,12 +124,18 @@ def test_percentile_intervals_hold_the_level_and_keep_infinities():
 
 
 def test_the_representation_is_the_equation_with_intervals():
-    assert repr(fit.ChinchillaLaw()) == "ChinchillaLaw(delta=0.001)"
+    assert repr(fit.ChinchillaLaw()) == "ChinchillaLaw()"
+    assert repr(fit.ChinchillaLaw(objective="l1", tied=True)) == "ChinchillaLaw(objective='l1', tied=True)"
     law = fit.ChinchillaLaw().fit(*points(5))
-    assert f"L(N, D) = {law.E_:.4f} + {law.A_:.4g} / N^{law.alpha_:.4f}" in repr(law)
+    assert f"L(N, D) = {law.E_:.4g} + {law.A_:.4g} / N^{law.alpha_:.4g} +" in repr(law)
     law.bootstrap(50)
-    assert f"N^{law.alpha_:.4f} [" in repr(law)
-    assert "64 of 64 starts agree" in repr(law)
+    low, high = law.interval("alpha")
+    assert f"N^{law.alpha_:.4g} [{low:.4g}, {high:.4g}]" in repr(law)
+    assert "60 points, 64 of 64 starts agree" in repr(law)
+    html = law._repr_html_()
+    assert f"{low:.4g} to {high:.4g}" in html
+    assert "64 of 64 starts agree" in html
+    assert "&lt;" not in html
 
 
 def test_a_law_without_a_data_term_is_called_degenerate():
@@ -244,8 +250,8 @@ def test_the_published_intervals(epoch):
     np.testing.assert_allclose(law.interval("alpha"), [0.317, 0.373], atol=0.005)
     np.testing.assert_allclose(law.interval("beta"), [0.331, 0.415], atol=0.008)
     best = law.optimal([5.76e23, 1e26])
-    np.testing.assert_allclose(np.log(best.ratio_interval), np.log([[7.6, 36], [4.3, 44]]), atol=0.15)
-    np.testing.assert_allclose(best.loss_interval[0], [1.95, 2.00], atol=0.006)
+    np.testing.assert_allclose(np.log(best.interval("ratio")), np.log([[7.6, 36], [4.3, 44]]), atol=0.15)
+    np.testing.assert_allclose(best.interval("loss")[0], [1.95, 2.00], atol=0.006)
 
 
 @pytest.mark.published
