@@ -1,0 +1,256 @@
+"""The fitted laws of the field, each callable, with its conventions and its source.
+
+from isoflop.fit.published import compare_published, published_law
+published_law("besiroglu2024")(N=70e9, D=1.4e12);  published_law("llama3").optimal(3.8e25);  compare_published(1e24, own=law)
+
+Special here:
+- A law is evaluated exactly as its paper prints it, in the paper's own N, FLOPs and tokens; `N_convention` and
+  `flops_convention` say which. Nothing is converted, so two laws differ by their conventions too: read these columns
+  of `compare_published` before its numbers.
+- A split of C FLOPs spends all of it: D = C / 6N, in whatever N the law counts. Kaplan et al.'s law is in
+  C_min = C / 2, their compute at a small batch; DeepSeek's is in M FLOPs a token, and N stands for M / 6.
+- Laws that do not say how to split a budget, or whose authors do not trust what they would say, refuse to.
+
+The numbers, and where each was printed, are in `published_constants` and `published_tuning`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from .chinchilla import ChinchillaLaw
+from .errors import Array, InputError, positive
+from .isoloss import optimum
+from .kaplan import KaplanLaw
+from .optimum import Optimum
+from .overtraining import OvertrainingLaw
+from .published_constants import RECORDS, Record
+from .published_tuning import TUNING
+from .repetition import RepetitionLaw
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Constants = Mapping[str, float]
+UNITS = {  # where a record says no other
+    "loss": "nats/token",
+    "optimal N": "parameters",
+    "optimal M": "FLOPs/token",
+    "optimal D": "tokens",
+    "optimal D/N": "tokens per parameter",
+    "learning rate": "peak learning rate of AdamW",
+    "batch size": "tokens",
+    "critical batch size": "tokens",
+}
+SAID = ("loss_unit", "N_convention", "flops_convention", "tokenizer", "data", "source", "notes")
+
+
+def _power(law: PublishedLaw, *inputs: Array) -> Array:
+    """The product of k and (x / x_0)^p_x over the inputs; an input without an exponent does not count."""
+    c = law.constants
+    value = np.asarray(c["k"], dtype=np.float64)
+    for name, x in zip(law.inputs, inputs, strict=True):
+        value = value * (x / c.get(f"{name}_0", 1.0)) ** c.get(f"p_{name}", 0.0)
+    return value
+
+
+def _reciprocal(law: PublishedLaw, x: Array) -> Array:
+    c = law.constants
+    return np.asarray(c.get("E", 0.0) + (c["scale"] / x) ** c["alpha"])
+
+
+def _logarithm(law: PublishedLaw, x: Array) -> Array:
+    return np.asarray(law.constants["a"] + law.constants["b"] * np.log(x))
+
+
+def _exponential(law: PublishedLaw, x: Array) -> Array:
+    c = law.constants
+    return np.asarray(c["epsilon"] - c["k"] * np.exp(-c["gamma"] * x))
+
+
+FORMS: dict[str, Callable[..., Any]] = {
+    "chinchilla": lambda law, *inputs: ChinchillaLaw.evaluate(law.constants, *inputs),
+    "kaplan": lambda law, *inputs: KaplanLaw.evaluate(law.constants, *inputs),
+    "overtraining": lambda law, *inputs: OvertrainingLaw.evaluate(law.constants, *inputs),
+    "repetition": lambda law, *inputs: RepetitionLaw.evaluate(law.constants, *inputs),
+    "power": _power,
+    "reciprocal": _reciprocal,
+    "logarithm": _logarithm,
+    "exponential": _exponential,
+}
+EQUATIONS = {
+    "chinchilla": "E + A / N^alpha + B / D^beta",
+    "kaplan": "[(N_c / N)^(alpha_N / alpha_D) + D_c / D]^alpha_D",
+    "overtraining": "E + (a M^eta + b M^-eta) C^-eta with M = D / N and C = 6 N D",
+    "repetition": "E + A / N'^alpha + B / D'^beta with N' and D' worth less the more U is repeated",
+    "reciprocal": "E + (scale / {0})^alpha",
+    "logarithm": "a + b log {0}",
+    "exponential": "epsilon - k exp(-gamma {0})",
+}
+
+
+@dataclass(frozen=True)
+class PublishedLaw:
+    """One fitted law as its paper prints it. D and U are tokens, N is counted as `N_convention` says.
+
+    kind        "loss", "optimal N" (or M, D, D/N), "learning rate", "batch size", "critical batch size", "error"
+    form        how it is computed: a key of EQUATIONS, or "power"
+    unit        of what it gives
+    intervals   the paper's own, constant -> (low, high), at `level`
+    fitted      range of the runs behind it: C FLOPs, N parameters, D tokens, M = D / N -> (low, high)
+    frontier    the law that gives the loss where this one splits a budget
+    None stands for what the paper does not say, and for conventions that do not enter the law.
+    """
+
+    name: str
+    kind: str
+    form: str
+    inputs: tuple[str, ...]
+    unit: str
+    constants: Constants
+    authors: str
+    year: int
+    arxiv: str
+    where: str
+    intervals: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    level: float | None = None
+    N_convention: str | None = None
+    flops_convention: str | None = None
+    tokenizer: str | None = None
+    data: str | None = None
+    fitted: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    frontier: str | None = None
+    notes: str = ""
+
+    def __call__(self, *inputs: ArrayLike, **named: ArrayLike) -> Any:
+        """The law at its inputs, by position or by name, broadcast together; a float for floats.
+
+        Raises InputError where an input is missing, unknown, or not a positive finite number.
+        """
+        given = dict(zip(self.inputs, inputs, strict=False)) | named
+        if len(inputs) + len(named) != len(self.inputs) or set(given) != set(self.inputs):
+            said = ", ".join([*(f"#{i + 1}" for i in range(len(inputs))), *named]) or "nothing"
+            raise InputError(f"{self.name} was given {said}; it takes {', '.join(self.inputs)}, each once.")
+        values = []
+        for name in self.inputs:
+            value = np.asarray(given[name], dtype=np.float64)
+            values.append(positive(name, value.ravel()).reshape(value.shape))
+        found = np.asarray(FORMS[self.form](self, *values))
+        return float(found) if found.ndim == 0 else found
+
+    @property
+    def allocates(self) -> bool:
+        """Whether the law says how to split a budget."""
+        return self.kind.startswith("optimal") or self.form == "chinchilla"
+
+    def optimal(self, flops: ArrayLike) -> Optimum:
+        """N, D and loss (NaN where the paper gives none) at `flops`, a scalar or (targets,), in the law's conventions.
+
+        Raises InputError for a law that does not split a budget.
+        """
+        C = positive("flops", np.atleast_1d(np.asarray(flops, dtype=np.float64)))
+        if not self.allocates:
+            able = ", ".join(law.name for law in published_laws() if law.allocates)
+            raise InputError(f"{self.name} gives the {self.kind} and does not split a budget; these do: {able}.")
+        if self.form == "chinchilla":
+            return Optimum(C, *optimum(C, self.constants))
+        budget = C / 2 if self.inputs == ("C_min",) else C
+        value = self(budget)
+        N = {
+            "optimal N": value,
+            "optimal M": value / 6,
+            "optimal D": C / 6 / value,
+            "optimal D/N": np.sqrt(C / 6 / value),
+        }[self.kind]
+        loss = published_law(self.frontier)(budget) if self.frontier else np.full(len(C), np.nan)
+        return Optimum(C, N, C / 6 / N, loss)
+
+    @property
+    def source(self) -> str:
+        """Authors, year, arXiv id, and where in the paper."""
+        return f"{self.authors} {self.year} (arXiv:{self.arxiv}), {self.where}"
+
+    def equation(self) -> str:
+        """The law as text, with symbols for its constants."""
+        if self.form != "power":
+            shown = EQUATIONS[self.form].format(*self.inputs)
+            return shown if "E" in self.constants else shown.removeprefix("E + ")
+        scaled = [f"({x} / {x}_0)" if f"{x}_0" in self.constants else x for x in self.inputs]
+        factors = [f"{s}^p_{x}" for s, x in zip(scaled, self.inputs, strict=True) if f"p_{x}" in self.constants]
+        return " ".join(["k", *factors])
+
+    def __repr__(self) -> str:
+        values = ", ".join(f"{name} = {value:.6g}" for name, value in self.constants.items())
+        return f"{self.name}: {self.kind} = {self.equation()}   {values}   [{self.unit}; {self.source}]"
+
+
+def _law(name: str, record: Record) -> PublishedLaw:
+    fields: Record = {"unit": UNITS.get(record["kind"])} | record
+    return PublishedLaw(name=name, **fields)
+
+
+_LAWS = {name: _law(name, record) for name, record in (RECORDS | TUNING).items()}
+
+
+def published_law(name: str) -> PublishedLaw:
+    """The published law of that name. Raises InputError naming the nearest names for one that is not known."""
+    if name not in _LAWS:
+        near = _nearest(name)
+        hint = f"the nearest are {', '.join(near)}" if near else "published_laws() lists them"
+        raise InputError(f"there is no published law {name!r}; {hint}.")
+    return _LAWS[name]
+
+
+def published_laws(kind: str | None = None) -> list[PublishedLaw]:
+    """Every published law, or those of one kind ("loss", "optimal N", "learning rate", ...)."""
+    kinds = sorted({law.kind for law in _LAWS.values()})
+    if kind is not None and kind not in kinds:
+        raise InputError(f"kind is {kind!r}; choose one of {', '.join(kinds)}.")
+    return [law for law in _LAWS.values() if kind in (None, law.kind)]
+
+
+def compare_published(flops: ArrayLike, own: Any = None, **own_columns: Any) -> pd.DataFrame:
+    """How each published law splits `flops`, a row a law and target, with its conventions; own laws come first.
+
+    own: anything with `.optimal(flops)` that gives arrays flops, N, D and loss, or a mapping of names to such laws.
+    own_columns: what to say of own laws, as in N_convention="N_total", loss_unit="nats/token".
+
+    Columns: law, flops, N, D, ratio (D / N), loss (NaN where none is published), beyond (flops over the largest budget
+    of the fit; NaN where it is not stated), loss_unit, N_convention, flops_convention, tokenizer, data, source, notes.
+    Losses of different tokenizers or data are not comparable.
+    """
+    import pandas as pd
+
+    unknown = [name for name in own_columns if name not in SAID]
+    if unknown:
+        raise InputError(f"column {unknown[0]!r} is not known; choose among {', '.join(SAID)}.")
+    mine = {} if own is None else dict(own) if isinstance(own, Mapping) else {"own": own}
+    rows = [row for name, law in mine.items() for row in _rows(name, law.optimal(flops), np.nan, own_columns)]
+    for law in published_laws():
+        if law.allocates:
+            gives_loss = law if law.kind == "loss" else published_law(law.frontier) if law.frontier else None
+            said = {name: getattr(law, name) for name in SAID[1:]} | {"loss_unit": gives_loss and gives_loss.unit}
+            rows += _rows(law.name, law.optimal(flops), law.fitted.get("C", (np.nan, np.nan))[1], said)
+    return pd.DataFrame(rows)
+
+
+def _rows(name: str, best: Any, largest: float, said: Mapping[str, Any]) -> list[dict[str, Any]]:
+    columns = {column: said.get(column) for column in SAID}
+    return [
+        {"law": name, "flops": C, "N": N, "D": D, "ratio": D / N, "loss": loss, "beyond": C / largest} | columns
+        for C, N, D, loss in zip(best.flops, best.N, best.D, best.loss, strict=True)
+    ]
+
+
+def _nearest(name: str) -> list[str]:
+    """Laws whose name, authors, form or arXiv id hold `name`, else those of a name most like it."""
+    from difflib import get_close_matches
+
+    asked = str(name).lower()
+    hold = [law.name for law in _LAWS.values() if asked in f"{law.name} {law.authors} {law.form} {law.arxiv}".lower()]
+    return hold[:6] if asked and hold else get_close_matches(asked, _LAWS, n=3, cutoff=0.5)

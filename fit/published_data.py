@@ -1,0 +1,268 @@
+"""Published results of others: where each lies, and how to get it.
+
+from isoflop.fit.published_data import load_published, published_runs
+runs = published_runs("epoch", drop_worst=5, download=True)
+
+Special here:
+- Nothing of these data sets is part of the project: most have no licence or were converted. A file is looked for in the
+  folder that ISOFLOP_DATA names (<folder>/<name>/<file>), then in the cache ($ISOFLOP_CACHE, else ~/.cache/isoflop,
+  below `published`), and is downloaded only on request.
+- A download is one file at a pinned commit. It is compared with the SHA-256 written here before it takes its place, and
+  a copy that is read is compared again, so that a number quoted from it is about these bytes.
+- Sets whose source is not a CSV (a notebook's output, pickles, a JSON file a run) cannot be downloaded; `how` says in a
+  sentence what the CSV must hold.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .errors import InputError
+from .files import replacing
+from .table import RunTable, read_table
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+HOST = "https://raw.githubusercontent.com"
+
+
+@dataclass(frozen=True)
+class PublishedFile:
+    """A CSV. `path` in the repository, `sha256` and `size` in bytes, where the repository holds it verbatim."""
+
+    name: str
+    path: str = ""
+    sha256: str = ""
+    size: int = 0
+
+
+@dataclass(frozen=True)
+class PublishedData:
+    """A published data set: its files (the first is the default), source, licence, and which column plays which part.
+
+    `columns` and `derive_d` are those of `read_table`; `how` says how to make the files that cannot be downloaded.
+    """
+
+    name: str
+    files: tuple[PublishedFile, ...]
+    what: str
+    repository: str
+    commit: str
+    licence: str
+    columns: Mapping[str, str] = field(default_factory=dict)
+    derive_d: str | None = None
+    how: str = ""
+
+
+DATA = {
+    record.name: record
+    for record in (
+        PublishedData(
+            name="epoch",
+            files=(
+                PublishedFile(
+                    "svg_extracted_data.csv",
+                    "data/svg_extracted_data.csv",
+                    "193478df4e90f040016431996c45682659306840ecdadf83cfb9cd5ca0aa1b30",
+                    23224,
+                ),
+            ),
+            what="245 runs of Hoffmann et al. 2022, read from figure 4 by Besiroglu et al. 2024 (arXiv:2404.10102)",
+            repository="epoch-research/analyzing-chinchilla",
+            commit="92258837425e1b5f2851d624287f0120583a3d0e",
+            licence="none stated",
+            columns={"N": "Model Size", "flops": "Training FLOP"},
+            derive_d="6nd",
+        ),
+        PublishedData(
+            name="porian",
+            files=tuple(
+                PublishedFile(name) for name in ("isoflop_points.csv", "optimal_pairs.csv", "published_fits.csv")
+            ),
+            what="isoFLOP curves, optima and fits of Porian et al. 2024 (arXiv:2406.19146)",
+            repository="formll/resolving-scaling-law-discrepancies",
+            commit="0dc60d91b8a525858a3067fc9e4a46ff5374cc6f",
+            licence="MIT",
+            columns={"N": "n", "budget": "flops"},
+            derive_d="6nd",
+            how="flatten data/summary_df*.pickle.xz: a row a curve's point, with its configuration, flops, n, loss",
+        ),
+        PublishedData(
+            name="gadre",
+            files=(PublishedFile("gadre_runs.csv"), PublishedFile("eval_metadata.csv")),
+            what="104 over-trained models of Gadre et al. 2024 (arXiv:2403.08540)",
+            repository="mlfoundations/scaling",
+            commit="a003c4913793ac2ae7ef87b28ecb562955d026d5",
+            licence="MIT",
+            columns={"loss": "loss_c4_val", "flops": "flops_6ND", "run_id": "name"},
+            how="flatten exp_data/models/*.json: a row a model, with name, train_dataset, N, D, flops_6ND, loss_c4_val",
+        ),
+        PublishedData(
+            name="datablations",
+            files=(PublishedFile("parametric_fit_runs.csv"),),
+            what="296 runs on repeated data of Muennighoff et al. 2023 (arXiv:2305.16264)",
+            repository="huggingface/datablations",
+            commit="13701315b163f1c54642b94ad237b2699187c3ee",
+            licence="Apache-2.0",
+            columns={"run_id": "name"},
+            how="copy what cell 2 of utils/parametric_fit.ipynb prints: name, N, D, U (unique tokens), loss",
+        ),
+        PublishedData(
+            name="steplaw",
+            files=(
+                PublishedFile(
+                    "dense_lr_bs_loss.csv",
+                    "data/dense_lr_bs_loss.csv",
+                    "9e46181076c04d450294d75dfe6f72adc416e231e154a07b337e378f9410002c",
+                    344476,
+                ),
+            ),
+            what="1911 dense models over learning rate and batch size of Li et al. 2025 (arXiv:2503.04715)",
+            repository="step-law/steplaw",
+            commit="32a8f4cc50247695fb56cc6c9117abdf67c97763",
+            licence="none stated",
+            columns={"loss": "smooth loss", "run_id": "exp_name"},
+        ),
+    )
+}
+
+
+def published_data(name: str) -> PublishedData:
+    """What is known of a data set: epoch, porian, gadre, datablations, or steplaw."""
+    if name not in DATA:
+        raise InputError(f"there is no published data set {name!r}; choose one of {', '.join(DATA)}.")
+    return DATA[name]
+
+
+def load_published(
+    name: str, file: str | None = None, folder: str | Path | None = None, download: bool = False
+) -> pd.DataFrame:
+    """A published data set as its authors give it, columns and all.
+
+    file: one of the set's files, by default its first.
+    folder: where <name>/<file> lies, instead of ISOFLOP_DATA and the cache.
+    download: fetch it into that folder, or into the cache, when it is nowhere.
+
+    Raises InputError where it is missing, or its bytes are not those of the pinned commit.
+    """
+    import pandas as pd
+
+    path = _located(name, file, folder, download)
+    try:
+        return pd.read_csv(path)
+    except ValueError as error:  # an empty or a broken file, or one that is not text
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise InputError(f"{path} is not a readable CSV file ({reason}); make it again.") from None
+
+
+def published_runs(
+    name: str,
+    where: Mapping[str, object] | None = None,
+    drop_worst: int = 0,
+    folder: str | Path | None = None,
+    download: bool = False,
+) -> RunTable:
+    """A published data set as a table of runs; `where` keeps the rows that have these values in these columns.
+
+    Most sets mix training data or conventions that no one law fits: choose, as in where={"train_dataset": "rpj"}.
+    """
+    record = published_data(name)
+    frame = load_published(name, folder=folder, download=download)
+    for column, value in (where or {}).items():
+        if column not in frame:
+            raise InputError(f"{name} has no column {column!r}; it has {', '.join(map(str, frame.columns))}.")
+        values = frame[column]
+        frame = frame[values == value]
+        if frame.empty:
+            known = ", ".join(map(str, values.unique()[:12]))
+            raise InputError(f"{name} has no row whose {column} is {value!r}; there are {known}.")
+    return read_table(frame, record.columns, derive_d=record.derive_d, drop_worst=drop_worst)
+
+
+def download_published(
+    name: str, file: str | None = None, folder: str | Path | None = None, host: str = HOST, timeout: float = 60.0
+) -> Path:
+    """Fetch a file of a data set into `folder`/<name>, by default the cache, and return its path.
+
+    Raises InputError, and leaves nothing behind, when the set cannot be downloaded, nothing answers, the bytes are not
+    those of the pinned commit, or there is no room.
+    """
+    record, entry = published_data(name), _file(name, file)
+    source = f"github.com/{record.repository}, commit {record.commit[:10]}"
+    if not entry.sha256:
+        raise InputError(
+            f"{name}/{entry.name} cannot be downloaded, as {source} has no such CSV; {record.how}, save it as "
+            f"{name}/{entry.name}, and let ISOFLOP_DATA name the folder above."
+        )
+    content = _fetch(f"{host}/{record.repository}/{record.commit}/{entry.path}", entry, timeout)
+    path = Path(folder or _cache()) / name / entry.name
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{path.parent} cannot be made ({error.strerror}); give a folder that can.") from None
+    with replacing(path) as temporary:
+        temporary.write_bytes(content)
+    return path
+
+
+def _located(name: str, file: str | None, folder: str | Path | None, download: bool) -> Path:
+    entry = _file(name, file)
+    given = [folder] if folder else [os.environ.get("ISOFLOP_DATA"), _cache()]
+    places = [Path(place) / name / entry.name for place in given if place]
+    for path in places:
+        if path.is_file():
+            try:
+                content = path.read_bytes()
+            except OSError as error:
+                raise InputError(f"{path} cannot be read ({error.strerror}); make it readable.") from None
+            _verified(str(path), content, entry)
+            return path
+    if download:
+        return download_published(name, file, folder)
+    how = "download=True fetches it" if entry.sha256 else "download_published says how to make it"
+    raise InputError(f"{name} is not at {' or '.join(map(str, places))}; {how}, or ISOFLOP_DATA names its folder.")
+
+
+def _file(name: str, file: str | None) -> PublishedFile:
+    files = published_data(name).files
+    for entry in files:
+        if file in (None, entry.name):
+            return entry
+    raise InputError(f"{name} has no file {file!r}; it has {', '.join(entry.name for entry in files)}.")
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("ISOFLOP_CACHE") or Path.home() / ".cache" / "isoflop") / "published"
+
+
+def _fetch(url: str, entry: PublishedFile, timeout: float) -> bytes:
+    from http.client import HTTPException
+    from urllib.request import urlopen
+
+    try:
+        with urlopen(url, timeout=timeout) as response:
+            content = response.read(entry.size + 1)
+    except (OSError, HTTPException, ValueError) as error:
+        raise InputError(f"{url} cannot be fetched ({error}); try again, or fetch it by hand.") from None
+    _verified(url, content, entry)
+    return bytes(content)
+
+
+def _verified(said: str, content: bytes, entry: PublishedFile) -> None:
+    from hashlib import sha256
+
+    if not entry.sha256:
+        return
+    if len(content) != entry.size:
+        more = "more than " if len(content) > entry.size else ""
+        raise InputError(
+            f"{said} has {more}{min(len(content), entry.size)} bytes where {entry.size} are expected; fetch it again."
+        )
+    found = sha256(content).hexdigest()
+    if found != entry.sha256:
+        raise InputError(f"{said} has SHA-256 {found[:16]}… where {entry.sha256[:16]}… is expected; fetch it again.")
