@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import yaml
+
 from ..train.files import read_json, read_json_lines, write_atomic
 from .runs import RunDirectory, SweepDirectory
 
@@ -14,7 +16,17 @@ if TYPE_CHECKING:
 SCORES = ("acc", "acc_se", "acc_norm", "acc_norm_se", "gold_bpb", "gold_bpb_se", "chance", "items")
 # What of a run's summary becomes a column under its own name.
 MEASURED = ("N_total", "N_non_embedding", "N_kaplan", "flops_6nd", "flops_exact", "val_bpb", "train_loss", "seconds",
-            "device", "tokens_per_s", "mfu", "epochs", "warmup_share", "precision")  # fmt: skip
+            "device", "tokens_per_s", "mfu", "epochs", "unique_tokens", "warmup_share", "precision")  # fmt: skip
+# What of a run's config becomes a column, by group and field: what makes runs comparable, and is asked before a fit.
+CONFIGURED = {
+    "schedule": ("schedule", "kind"),
+    "decay_share": ("schedule", "decay_share"),
+    "learning_rate": ("optimizer", "learning_rate"),
+    "batch_size": ("optimizer", "batch_size"),
+    "sequence_length": ("data", "sequence_length"),
+    "vocab_size": ("model", "vocab_size"),
+    "tokenizer": ("data", "tokenizer_fingerprint"),
+}
 
 
 def build_table(sweep: SweepDirectory) -> pd.DataFrame:
@@ -51,7 +63,19 @@ def _row(run: RunDirectory, planned: dict[str, Any]) -> dict[str, Any]:
     }
     row |= {name: summary.get(name) for name in MEASURED}
     row |= {name: planned[name] for name in ("width", "depth", "heads", "seed", "estimated_seconds")}
-    return row | _scores(run, summary["step"])
+    # A branch shares its trunk's data and luck: `fit` resamples what has one trunk together.
+    row["trunk"] = planned["parent"]
+    return row | _configured(run) | _scores(run, summary["step"])
+
+
+def _configured(run: RunDirectory) -> dict[str, Any]:
+    """From config.yaml as it was frozen, whichever version wrote it; a field that it lacks is left empty."""
+    try:
+        config = yaml.safe_load((run.path / "config.yaml").read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError):
+        config = None
+    groups = config if isinstance(config, dict) else {}
+    return {name: (groups.get(group) or {}).get(field) for name, (group, field) in CONFIGURED.items()}
 
 
 def _scores(run: RunDirectory, step: int) -> dict[str, Any]:

@@ -15,6 +15,8 @@ from typing import Any
 import pandas as pd
 import pytest
 import yaml
+from isoflop.fit import read_table
+from isoflop.fit.doctor import examine
 from isoflop.sweeps.entry import sweep_main
 from isoflop.sweeps.runs import SweepDirectory
 
@@ -90,6 +92,18 @@ def test_more_tokens_and_more_parameters_give_a_lower_loss(smoke: tuple[Path, st
     assert table["loss"].iloc[-1] == table["loss"].min()
     assert table["loss"].iloc[0] == table["loss"].max()
     assert table["loss"].max() < 5.545  # ln 256, what knowing nothing costs
+
+
+def test_the_table_carries_what_the_doctor_reads_and_it_finds_no_fault(smoke: tuple[Path, str]) -> None:
+    table = pd.read_csv(smoke[0] / "table.csv")
+    assert set(table["schedule"]) == {"wsd"}
+    assert set(table["decay_share"]) == {0.2}
+    assert set(table["tokenizer"]) == {"bytes"}
+    assert (table["vocab_size"] == 256).all()
+    assert (table[["learning_rate", "batch_size", "sequence_length", "unique_tokens"]] > 0).all(axis=None)
+    assert table["trunk"].isna().all()
+    found = {warning.code for warning in examine(read_table(smoke[0]))}
+    assert found == {"few_runs", "narrow_span", "flop_convention"}  # two sizes, two D, and tiny models
 
 
 def test_again_trains_nothing(smoke: tuple[Path, str]) -> None:
