@@ -35,6 +35,9 @@ CLASSES = {
     "repetition": ("repetition", "RepetitionLaw"),
     "overtraining": ("overtraining", "OvertrainingLaw"),
     "function": ("custom", "FunctionLaw"),
+    "hyperparameter": ("hyperparameters", "HyperparameterLaw"),
+    "hyperparameter-surface": ("hyperparameter_surface", "HyperparameterSurface"),
+    "critical-batch": ("critical_batch", "CriticalBatchLaw"),
 }
 
 
@@ -50,7 +53,7 @@ def law_to_dict(law: Law) -> dict[str, Any]:
         "version": VERSION,
         "form": law.form,
         "options": {key: _number(value) for key, value in law.options().items()},
-        "constants": law.constants_,
+        "constants": {name: _number(value) for name, value in law.constants_.items()},
         "fit": {
             "theta": law.theta_.tolist(),
             "objective": law.objective_,
@@ -110,10 +113,11 @@ def read_law(source: str | Path, kind: type[Any] | None = None) -> Any:
 
 def _load(source: str | Path) -> tuple[str, dict[str, Any]]:
     """What to call the source in an error, and its content."""
-    inline = isinstance(source, str) and source.lstrip().startswith("{")
-    said = "the text" if inline else str(source)
+    text = str(source)
+    inline = isinstance(source, str) and text.lstrip().startswith("{")
+    said = "the text" if inline else text
     try:
-        content = json.loads(source if inline else Path(source).read_text())
+        content = json.loads(text if inline else Path(text).read_text())
     except OSError as error:
         raise InputError(f"{said} cannot be read ({error.strerror}); give a law's JSON file.") from None
     except (ValueError, UnicodeDecodeError):
