@@ -57,7 +57,8 @@ def token_limited(
     """The best N and D for `flops` when there are only `unique_tokens` different ones (broadcast together).
 
     A law of (N, D, U) says what a repeated token is worth, and the number of epochs is part of the optimum; a law of
-    (N, D) does not, so D stops at one epoch and the rest of the budget goes into N. `more`: epochs.
+    (N, D) does not, so D stops at one epoch and the rest of the budget goes into N. `more`: epochs. Far beyond what the
+    tokens are good for, the loss of repetition is flat to rounding, and N is one of many.
     """
     C, U = aligned(flops=flops, unique_tokens=unique_tokens)
     spend = _convention(flops_per_token)
