@@ -8,54 +8,43 @@ Special here:
 - Sums of power laws become the log-sum-exp of affine functions of theta. Their gradient and Hessian are matrix products
   with constant tables, so a thousand resamples cost little more than one. Another law slots in by implementing
   `LogForm`.
-- Damped Newton with the exact Hessian inside a box. Convergence is judged on the gradient, never on a small change of
-  the objective.
-- Huber's function with a small delta is nearly L1 and its Newton steps see only the points inside delta, so delta is
-  lowered in stages.
+- Huber's function with a small delta is nearly L1, and full of small valleys. So every start first finds an optimum
+  under a large delta, and follows it while delta is lowered. Starts that meet under the large delta go on as one.
+- The answer does not depend on how many threads work on it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, fields, replace
+from typing import TypeVar
 
 import numpy as np
 
 from .errors import Array
-from .forms import LogForm, Sums
+from .forms import LogForm
+from .newton import Batch, Minimum, approach, refine
 
-GRADIENT_TOLERANCE = 1e-9  # of the gradient's own cancelling sum: see `Sums.tolerance`
-STAGES = (100.0, 10.0, 3.0, 1.0)  # delta continuation: multiples of the wanted delta ...
+STAGES = (100.0, 10.0, 3.0, 1.0)  # multiples of the wanted delta, each the start of the next ...
 COARSE = 0.03  # ... after as many factors of ten as it takes to begin near this
-STAGE_TOLERANCE = 1e-4  # loose enough to be quick, tight enough that the next stage does not start in a far valley
-CHUNK = 60_000  # numbers per working array, so that a chunk of problems stays in cache
+LEAST_SQUARES = 2.0**30  # stands for a delta of infinity: no residual in log loss is larger
+ITERATIONS = 200
+CHUNK = 60_000  # numbers per working array: they stay in cache, and BLAS does not start threads of its own for them
+MET_THETA, MET_OBJECTIVE = 1e-3, 1e-6  # relative; starts that agree on both under the large delta have met
+AGREE = 1e-7  # relative difference of two objectives that are the same optimum
 
-
-@dataclass(frozen=True)
-class Minimum:
-    """Where each of P problems ended.
-
-    theta (P, k); objective (P,); converged (P,): the gradient inside the box is zero to tolerance and the Hessian there
-    has no negative curvature; at_bound (P, k): parameters held by the box; steps (P,).
-    """
-
-    theta: Array
-    objective: Array
-    converged: np.ndarray
-    at_bound: np.ndarray
-    steps: np.ndarray
-
-    def take(self, rows: Any) -> Minimum:
-        return Minimum(*(getattr(self, name)[rows] for name in self.__dataclass_fields__))
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class Solution:
-    """The best optimum of each of P problems, from G starts each.
+    """The best optimum that was found of each of P problems.
 
     theta (P, k); objective (P,), the weighted *sum*; converged (P,), as in `Minimum`; at_bound (P, k): parameters held
-    by the box; tried (P,): starts; agreeing (P,): starts that converged to this objective (relative 1e-7).
+    by the box; tried (P,): starts; agreeing (P,): how many of them led to a converged optimum of this objective
+    (relative 1e-7). Starts that met at one point under a larger delta are followed as one from there, and all count.
     """
 
     theta: Array
@@ -74,39 +63,35 @@ def solve(
     lower: Array,
     upper: Array,
     delta: float,
+    warm: Array | None = None,
+    threads: int | None = None,
 ) -> Solution:
-    """The best converged optimum of sum_i w_i huber_delta(f_i(theta) - target_i) over G starts, for P problems.
+    """Minimise sum_i w_i huber_delta(f_i(theta) - target_i) over a box, for P problems from G starts each.
 
-    weights (P, n); target (n,) or (P, n); starts (P, G, k) or (1, G, k); lower and upper (k,) or (P, k), equal bounds
-    fix a parameter; delta in log loss, infinity for least squares.
+    target (n,) or (P, n) log losses; weights (P, n); starts (P, G, k) or (1, G, k); lower and upper (k,) or (P, k),
+    where equal bounds fix a parameter; `delta` in log loss, infinity for least squares. `warm` (k,) or (P, k) is one
+    more start that is thought to lie near the optimum, as that of all runs does for a resample; it is refined under
+    `delta` at once. `threads` is by default as many as this process has cores, or OMP_NUM_THREADS where that is less.
     """
-    problems, k = len(weights), form.parameters
-    starts = np.broadcast_to(starts, (problems, *np.shape(starts)[1:]))
-    each = starts.shape[1]
-    row = np.repeat(np.arange(problems), each)
-    found = minimise(
-        form,
-        np.broadcast_to(target, (problems, form.points))[row],
-        weights[row],
-        starts.reshape(-1, k),
-        np.broadcast_to(lower, (problems, k))[row],
-        np.broadcast_to(upper, (problems, k))[row],
-        delta,
-    )
-    objective, converged = found.objective.reshape(-1, each), found.converged.reshape(-1, each)
-    usable = np.where(converged, objective, np.inf)
-    nothing = ~converged.any(axis=1)
-    usable[nothing] = objective[nothing]
-    best = np.arange(problems) * each + usable.argmin(axis=1)
-    close = objective <= found.objective[best][:, None] * (1.0 + 1e-7) + 1e-20
-    return Solution(
-        found.theta[best],
-        found.objective[best],
-        found.converged[best],
-        found.at_bound[best],
-        np.full(problems, each),
-        (close & converged).sum(axis=1),
-    )
+    P, k = len(weights), form.parameters
+    lower, upper = (np.broadcast_to(bound, (P, k)) for bound in (lower, upper))
+    target = np.atleast_2d(target)
+
+    def part(rows: slice) -> Solution:
+        return _solve(
+            form,
+            target if len(target) == 1 else target[rows],
+            weights[rows],
+            starts if len(starts) == 1 else starts[rows],
+            lower[rows],
+            upper[rows],
+            delta,
+            None if warm is None else np.broadcast_to(warm, (P, k))[rows],
+        )
+
+    rows = starts.shape[1] + (warm is not None)  # a problem's, in one batch
+    parts = in_chunks(part, P, CHUNK // (form.points * rows), threads)
+    return Solution(*(np.concatenate([getattr(p, f.name) for p in parts]) for f in fields(Solution)))
 
 
 def minimise(
@@ -118,209 +103,125 @@ def minimise(
     upper: Array,
     delta: float,
     stages: Sequence[float] = STAGES,
-    iterations: int = 200,
+    iterations: int = ITERATIONS,
 ) -> Minimum:
-    """Minimise sum_i w_i huber_delta(f_i(theta) - target_i) over a box, for P problems at once.
+    """As `solve`, for one start a problem, starts (P, k), each followed to its own end; weights (n,) or (P, n).
 
-    target (n,) or (P, n) log losses; weights (n,) or (P, n); starts (P, k); lower and upper (k,) or (P, k),
-    where equal bounds fix a parameter; `delta` in log loss, infinity for least squares. The last of `stages` must be 1.
+    The last of `stages` must be 1; (1,) alone starts under `delta` at once.
     """
-    weights = np.broadcast_to(weights, (len(starts), form.points))
-    target = np.broadcast_to(target, (len(starts), form.points))
-    lower, upper = (np.broadcast_to(bound, np.shape(starts)) for bound in (lower, upper))
-    size = max(1, CHUNK // form.points)
-    parts = []
-    for begin in range(0, len(starts), size):
-        rows = slice(begin, begin + size)
-        low, high = lower[rows], upper[rows]
-        theta = np.clip(starts[rows], low, high)
-        steps = np.zeros(len(theta), dtype=int)
-        for stage in (*_coarse_stages(delta, stages), *stages) if np.isfinite(delta) else (1.0,):
-            tolerance = GRADIENT_TOLERANCE if stage == 1.0 else STAGE_TOLERANCE
-            found = _newton(form, target[rows], weights[rows], theta, low, high, delta * stage, tolerance, iterations)
-            theta, steps = found.theta, steps + found.steps
-        parts.append(Minimum(theta, found.objective, found.converged, found.at_bound, steps))
-    return Minimum(*(np.concatenate([getattr(p, name) for p in parts]) for name in Minimum.__dataclass_fields__))
+    P, k = starts.shape
+    lower, upper = (np.broadcast_to(bound, (P, k)) for bound in (lower, upper))
+    target, weights = np.atleast_2d(target), np.broadcast_to(weights, (P, form.points))
+    deltas = _deltas(delta, stages)
+
+    def part(rows: slice) -> Minimum:
+        with np.errstate(all="ignore"):
+            goal = target if len(target) == 1 else target[rows]
+            first = np.zeros(rows.stop - rows.start, dtype=int)
+            batch = Batch.start(form, goal, weights[rows], lower[rows], upper[rows], deltas[first], starts[rows])
+            theta, _, steps = approach(batch, iterations)
+            found = refine(batch.at(theta).with_delta(deltas[first + 1]), first + 1, deltas, iterations)
+            return replace(found, steps=found.steps + steps)
+
+    parts = in_chunks(part, P, CHUNK // form.points)
+    return Minimum(*(np.concatenate([getattr(p, f.name) for p in parts]) for f in fields(Minimum)))
 
 
-def _coarse_stages(delta: float, stages: Sequence[float]) -> list[float]:
-    """Multiples of a very small delta that come before `stages`, tenfold apart, so that even L1 begins smooth."""
-    if len(stages) == 1 or stages[0] * delta >= COARSE:
-        return []
-    steps = int(np.ceil(np.log10(COARSE / (stages[0] * delta))))
-    return [stages[0] * 10.0**k for k in range(steps, 0, -1)]
+def _deltas(delta: float, stages: Sequence[float] = STAGES) -> Array:
+    """The delta under which starts are brought near, and then that of each stage; even L1 begins smooth."""
+    if len(stages) == 1 or delta >= LEAST_SQUARES:
+        return np.full(2, min(delta, LEAST_SQUARES))
+    first = delta * stages[0]
+    coarse = [first * 10.0**e for e in range(int(np.ceil(np.log10(max(COARSE / first, 1.0)))), 0, -1)]
+    return np.array([*coarse, *(delta * stage for stage in stages)])
+
+
+def _solve(
+    form: LogForm,
+    target: Array,
+    weights: Array,
+    starts: Array,
+    lower: Array,
+    upper: Array,
+    delta: float,
+    warm: Array | None,
+) -> Solution:
+    """`solve` for a chunk of problems."""
+    P, k = lower.shape
+    G = starts.shape[1]
+    deltas = _deltas(delta)
+
+    def batch(problem: np.ndarray, stage: np.ndarray, theta: Array) -> Batch:
+        goal = target if len(target) == 1 else target[problem]
+        return Batch.start(form, goal, weights[problem], lower[problem], upper[problem], deltas[stage], theta)
+
+    with np.errstate(all="ignore"):
+        every = np.repeat(np.arange(P), G)
+        first = batch(every, np.zeros(P * G, dtype=int), np.broadcast_to(starts, (P, G, k)).reshape(-1, k))
+        theta, objective, _ = approach(first, ITERATIONS)
+        leader = _leaders(theta.reshape(P, G, k), objective.reshape(P, G), first.rounding[::G])
+        problem, at = np.nonzero(leader == np.arange(G))
+        followers = (leader[problem] == at[:, None]).sum(axis=1)
+        theta, stage = theta.reshape(P, G, k)[problem, at], np.ones(len(problem), dtype=int)
+        if warm is not None:
+            problem, theta = np.concatenate([problem, np.arange(P)]), np.concatenate([theta, warm])
+            followers = np.concatenate([followers, np.ones(P, dtype=int)])
+            stage = np.concatenate([stage, np.full(P, len(deltas) - 1)])
+        found = refine(batch(problem, stage, theta), stage, deltas, ITERATIONS)
+    # The best of each problem: converged before not, then by objective.
+    order = np.lexsort((found.objective, ~found.converged, problem))
+    best = found.take(order[np.searchsorted(problem[order], np.arange(P))])
+    same = found.converged & (found.objective <= best.objective[problem] * (1.0 + AGREE) + 1e-20)
+    return Solution(
+        best.theta,
+        best.objective,
+        best.converged,
+        best.at_bound,
+        tried=np.full(P, G + (warm is not None)),
+        agreeing=np.bincount(problem, weights=followers * same, minlength=P).astype(int),
+    )
+
+
+def _leaders(theta: Array, objective: Array, rounding: Array) -> np.ndarray:
+    """Which point each of G points (P, G, k) has met, by index, (P, G): itself or one of lower objective (P, G)."""
+    P, G, _ = theta.shape
+    objective = np.where(np.isfinite(objective), objective, np.inf)
+    leader = np.full((P, G), -1)
+    while (alone := leader < 0).any():
+        best = np.where(alone, objective, np.inf).argmin(axis=1)
+        # Where none is left finite, the first one that is alone.
+        best = np.where(alone[np.arange(P), best], best, alone.argmax(axis=1))
+        there = theta[np.arange(P), best][:, None]
+        near = (np.abs(theta - there) <= MET_THETA * (1.0 + np.abs(there))).all(axis=2)
+        level = objective[np.arange(P), best] * (1.0 + MET_OBJECTIVE) + 1e6 * rounding
+        met = alone & near & (objective <= level[:, None])
+        met[np.arange(P), best] = alone[np.arange(P), best]
+        leader = np.where(met, best[:, None], leader)
+    return leader
+
+
+def in_chunks(part: Callable[[slice], Result], rows: int, size: int, threads: int | None = None) -> list[Result]:
+    """`part` of each chunk of at most `size` of `rows`, in order; on threads, which NumPy lets run side by side."""
+    size = max(1, size)
+    chunks = [slice(begin, min(begin + size, rows)) for begin in range(0, rows, size)]
+    workers = min(len(chunks), cores() if threads is None else threads)
+    if workers <= 1:
+        return [part(chunk) for chunk in chunks]
+    with ThreadPoolExecutor(workers) as pool:
+        return list(pool.map(part, chunks))
+
+
+def cores() -> int:
+    """How many cores this process may use: its affinity, or OMP_NUM_THREADS where that is less."""
+    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    asked = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
+    return min(available, max(1, int(asked))) if asked.isdigit() else available
 
 
 def huber(residual: Array, delta: float) -> tuple[Array, Array, np.ndarray]:
     """Huber's rho, its slope psi, and whether each residual lies in the quadratic part."""
     slope = np.clip(residual, -delta, delta)
     return slope * (residual - 0.5 * slope), slope, np.abs(residual) <= delta
-
-
-def _newton(
-    form: LogForm,
-    target: Array,
-    weights: Array,
-    start: Array,
-    lower: Array,
-    upper: Array,
-    delta: float,
-    tolerance: float,
-    iterations: int,
-) -> Minimum:
-    """Damped Newton in a box (projected, Bertsekas 1982) for one delta; problems leave the batch as they converge."""
-    theta = start.copy()
-    problems = len(theta)
-    objective = np.full(problems, np.inf)
-    converged = np.zeros(problems, dtype=bool)
-    steps = np.zeros(problems, dtype=int)
-    damping = np.full(problems, 1e-3)
-
-    rows = np.arange(problems)
-    state = _evaluate(form, target, weights, theta, delta)
-    objective[:] = state.objective
-    for _ in range(iterations):
-        now, low, high = theta[rows], lower[rows], upper[rows]
-        sums = state.sums(form)
-        held = ((now <= low) & (sums.gradient > 0)) | ((now >= high) & (sums.gradient < 0)) | (low == high)
-        flat = (held | (np.abs(sums.gradient) <= sums.tolerance(tolerance))).all(axis=1)
-        if tolerance <= GRADIENT_TOLERANCE and flat.any():
-            flat[flat] = _curves_up(sums.take(flat), held[flat])
-        converged[rows[flat]] = True
-        if flat.all():
-            break
-        keep = ~flat
-        if not keep.all():
-            rows, now, state, held = rows[keep], now[keep], state.take(keep), held[keep]
-            sums, low, high = sums.take(keep), low[keep], high[keep]
-
-        step, damping[rows] = _damped_step(sums, held, damping[rows])
-        trial = np.clip(now + step, low, high)
-        there = _evaluate(form, state.target, state.weights, trial, delta)
-        moved = trial - now
-        predicted = -(
-            np.einsum("pi,pi->p", sums.gradient, moved) + 0.5 * np.einsum("pi,pij,pj->p", moved, sums.hessian, moved)
-        )
-        gained = state.objective - there.objective
-        # At the optimum's own rounding a gain cannot be measured; a step that small is safe to take.
-        tiny = np.abs(gained) <= 1e-13 * np.abs(state.objective) + 1e-300
-        good = (gained > 1e-4 * predicted) & (gained > 0) | tiny
-        damping[rows] = np.where(good, np.where(gained > 0.7 * predicted, 0.1, 0.5), 6.0) * damping[rows]
-        np.clip(damping, 1e-12, 1e12, out=damping)
-        theta[rows[good]] = trial[good]
-        objective[rows[good]] = there.objective[good]
-        steps[rows] += 1
-        state = state.merge(there, good)
-    at_bound = ((theta <= lower) | (theta >= upper)) & (lower < upper)
-    return Minimum(theta, objective, converged, at_bound, steps)
-
-
-@dataclass
-class _State:
-    """One evaluation of the objective: residuals, and what the derivatives reuse."""
-
-    target: Array
-    weights: Array
-    residual: Array
-    objective: Array
-    cache: Any
-    delta: float
-
-    def sums(self, form: LogForm) -> Sums:
-        _, slope, inside = huber(self.residual, self.delta)
-        # The weights of reweighted least squares bound the curvature from above: a scale that never vanishes.
-        spread = self.weights / np.maximum(np.abs(self.residual) / self.delta, 1.0)
-        return form.sums(self.cache, self.weights * slope, self.weights * inside, spread)
-
-    def take(self, rows: np.ndarray) -> _State:
-        cache = type(self.cache)(array[rows] for array in self.cache)
-        kept = (self.target[rows], self.weights[rows], self.residual[rows], self.objective[rows])
-        return _State(*kept, cache, self.delta)
-
-    def merge(self, other: _State, rows: np.ndarray) -> _State:
-        """The same, with `rows` replaced by another's."""
-        if rows.all():
-            return other
-        pick = rows[:, None]
-        return _State(
-            self.target,
-            self.weights,
-            np.where(pick, other.residual, self.residual),
-            np.where(rows, other.objective, self.objective),
-            _pick(self.cache, other.cache, rows),
-            self.delta,
-        )
-
-
-def _pick(old: Any, new: Any, rows: np.ndarray) -> Any:
-    return type(old)(np.where(rows.reshape(-1, *[1] * (a.ndim - 1)), b, a) for a, b in zip(old, new, strict=True))
-
-
-def _evaluate(form: LogForm, target: Array, weights: Array, theta: Array, delta: float) -> _State:
-    value, cache = form.value(theta)
-    residual = value - target
-    rho, _, _ = huber(residual, delta)
-    return _State(target, weights, residual, np.einsum("pn,pn->p", weights, rho), cache, delta)
-
-
-def _masked(sums: Sums, held: np.ndarray) -> tuple[Array, Array, Array]:
-    """Hessian, gradient and damping scale, with held parameters replaced by an identity that moves nothing."""
-    free = ~held
-    scale = np.where(held, 1.0, np.maximum(sums.diagonal, 1e-300))
-    hessian = np.where(free[:, :, None] & free[:, None, :], sums.hessian, 0.0)
-    diagonal = np.einsum("pii->pi", hessian)
-    diagonal[held] = 1.0
-    # In units where the damping is the identity, every pivot is comparable.
-    root = 1.0 / np.sqrt(scale)
-    return hessian * root[:, :, None] * root[:, None, :], np.where(free, sums.gradient, 0.0) * root, root
-
-
-def _curves_up(sums: Sums, held: np.ndarray) -> np.ndarray:
-    """Whether the free part of the Hessian has no negative curvature (to rounding): a minimum and not a saddle."""
-    hessian, _, _ = _masked(sums, held)
-    return np.linalg.eigvalsh(hessian)[:, 0] > -1e-9
-
-
-def _damped_step(sums: Sums, held: np.ndarray, damping: Array) -> tuple[Array, Array]:
-    """Solve (H + damping * scale) step = -gradient, raising the damping of a problem until its matrix is positive
-    definite.
-    """
-    hessian, gradient, root = _masked(sums, held)
-    damping = damping.copy()
-    step = np.zeros_like(gradient)
-    todo = np.arange(len(gradient))
-    while todo.size:
-        solution, definite = _solve(hessian[todo], -gradient[todo], damping[todo])
-        done = definite | (damping[todo] >= 1e12)
-        step[todo[done]] = solution[done]
-        todo = todo[~done]
-        damping[todo] = np.maximum(damping[todo] * 8.0, 1e-3)
-    return step * root, damping
-
-
-def _solve(matrix: Array, right: Array, damping: Array) -> tuple[Array, np.ndarray]:
-    """LDL^T of matrix + damping I over the whole batch at once, and whether each was safely positive definite.
-
-    matrix (P, k, k), right (P, k), damping (P,). Written out because LAPACK's batched routines loop over problems one
-    by one.
-    """
-    k = right.shape[1]
-    L = matrix.copy()
-    definite = np.ones(len(L), dtype=bool)
-    pivots = np.empty_like(right)
-    x = right.copy()
-    for j in range(k):
-        pivot = L[:, j, j] + damping
-        definite &= pivot > 1e-11
-        pivots[:, j] = pivot = np.where(pivot > 1e-11, pivot, 1.0)
-        column = L[:, j + 1 :, j] / pivot[:, None]
-        L[:, j + 1 :, j + 1 :] -= column[:, :, None] * L[:, j + 1 :, j][:, None, :]
-        L[:, j + 1 :, j] = column
-        x[:, j + 1 :] -= column * x[:, j : j + 1]
-    x /= pivots
-    for j in range(k - 2, -1, -1):
-        x[:, j] -= np.einsum("pi,pi->p", L[:, j + 1 :, j], x[:, j + 1 :])
-    return x, definite
 
 
 def variable_projection(basis: Array, target: Array, weights: Array) -> tuple[Array, Array]:
@@ -331,25 +232,42 @@ def variable_projection(basis: Array, target: Array, weights: Array) -> tuple[Ar
     equations of all problems are two matrix products, because the basis does not depend on the weights.
     (Golub and Pereyra 1973.)
     """
-    G, n, m = basis.shape
-    products = (basis[:, :, :, None] * basis[:, :, None, :]).transpose(1, 0, 2, 3).reshape(n, -1)
-    right = (basis * target[None, :, None]).transpose(1, 0, 2).reshape(n, -1)
-    matrix = (weights @ products).reshape(-1, G, m, m)
-    vector = (weights @ right).reshape(-1, G, m)
-    scale = 1.0 / np.sqrt(np.maximum(np.einsum("pgii->pgi", matrix), 1e-300))
-    normal = matrix * scale[..., :, None] * scale[..., None, :]
-    solution, _ = _solve(normal.reshape(-1, m, m), (vector * scale).reshape(-1, m), np.full(normal.shape[0] * G, 1e-10))
-    amplitudes = solution.reshape(-1, G, m) * scale
-    error = (weights @ target**2)[:, None] - np.einsum("pgi,pgi->pg", amplitudes, vector)
-    return amplitudes, np.maximum(error, 0.0)
+    G, _, m = basis.shape
+    entries = [(i, j) for i in range(m) for j in range(i, m)]
+    products = [basis[:, :, i] * basis[:, :, j] for i, j in entries] + [basis[:, :, i] * target for i in range(m)]
+    table = np.ascontiguousarray(np.concatenate(products).T)
+
+    def part(rows: slice) -> tuple[Array, Array]:
+        sums = (weights[rows] @ table).reshape(-1, len(products), G)
+        right = [sums[:, len(entries) + i] for i in range(m)]
+        amplitudes = _solve_normal({entry: sums[:, q] for q, entry in enumerate(entries)}, right)
+        error = (weights[rows] @ target**2)[:, None] - np.sum(
+            [a * b for a, b in zip(amplitudes, right, strict=True)], axis=0
+        )
+        return np.stack(amplitudes, axis=2), np.maximum(error, 0.0)
+
+    # Few and large products: these are worth BLAS's own threads, and would only be in the way of ours.
+    parts = in_chunks(part, len(weights), 20 * CHUNK // (G * len(products)), threads=1)
+    amplitudes, errors = zip(*parts, strict=True)
+    return np.concatenate(amplitudes), np.concatenate(errors)
 
 
-def agreeing(found: Minimum, tolerance: float = 1e-7) -> tuple[int, int]:
-    """Index of the best start, and how many starts converged to its objective (relative `tolerance`, or to
-    rounding).
+def _solve_normal(matrix: dict[tuple[int, int], Array], right: list[Array]) -> list[Array]:
+    """Cholesky's solution of many small systems at once: matrix[i, j], i <= j, and right[i] are arrays over systems.
+
+    A ridge of 1e-10 of the diagonal keeps two equal columns from a division by zero.
     """
-    usable = np.where(found.converged, found.objective, np.inf)
-    best = int(np.argmin(usable)) if np.isfinite(usable).any() else int(np.argmin(found.objective))
-    floor = found.objective[best]
-    close = found.objective <= floor * (1.0 + tolerance) + 1e-20
-    return best, int((close & found.converged).sum())
+    m = len(right)
+    A, x, pivots = dict(matrix), list(right), []
+    for j in range(m):
+        pivots.append(np.maximum(A[j, j] + 1e-10 * matrix[j, j], 1e-11 * matrix[j, j] + 1e-300))
+        for i in range(j + 1, m):
+            ratio = A[j, i] / pivots[j]
+            x[i] = x[i] - ratio * x[j]
+            for q in range(i, m):
+                A[i, q] = A[i, q] - ratio * A[j, q]
+    for j in reversed(range(m)):
+        for q in range(j + 1, m):
+            x[j] = x[j] - A[j, q] * x[q]
+        x[j] = x[j] / pivots[j]
+    return x

@@ -198,6 +198,14 @@ def train(as_json: Json = False) -> None:
     _show(bench_train(), as_json, print_benchmark)
 
 
+@bench.command(name="fit")
+def bench_fits(as_json: Json = False) -> None:
+    """Fits a second of our solver beside SciPy's L-BFGS-B, on the same runs and resamples, in turn."""
+    from .bench_fit import bench_fit, print_fit_benchmark
+
+    _show(bench_fit(), as_json, print_fit_benchmark)
+
+
 def _show(value: Any, as_json: bool, pretty: Callable[[Any], None]) -> None:
     if as_json:
         print(json.dumps(value, indent=1, allow_nan=False))
