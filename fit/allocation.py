@@ -16,12 +16,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from .errors import Array, InputError, positive, same_length
+from .errors import Array, InputError, positive
 from .isoloss import EqualLoss, lowest, optimum, root, serving_optimum, tokens_for_loss
 from .optimum import Constants, Optimum, aligned, answer, divide, exactly_one
 
 __all__ = [
-    "FlopsPerToken",
     "Optimum",
     "Prices",
     "compute_optimal",
@@ -217,32 +216,6 @@ def inference_aware(
         return found | ({"dollars": 6.0 * prices.train * N * (D + worth)} if prices else {})
 
     return answer(law, solve, level)
-
-
-@dataclass(frozen=True)
-class FlopsPerToken:
-    """linear N + attention N^(2/3) training FLOPs a token: matrices, and attention over a fixed context.
-
-    Attention grows as depth times width, which is N^(2/3) where models keep their shape.
-    """
-
-    linear: float = 6.0
-    attention: float = 0.0
-
-    def __call__(self, N: Array) -> Array:
-        return self.linear * N + self.attention * np.cbrt(N) ** 2
-
-    @classmethod
-    def measured(cls, N: ArrayLike, D: ArrayLike, flops: ArrayLike, linear: float = 6.0) -> FlopsPerToken:
-        """`attention` from the runs of a table, all (n,), by least squares of the relative error.
-
-        `linear` is given and not fitted, because the FLOPs of large models tend to it: 6 where each parameter is one
-        multiply-add a token, less where an input table that is only looked up is counted.
-        """
-        N, D, flops = positive("N", N), positive("D", D), positive("flops", flops)
-        same_length(N=N, D=D, flops=flops)
-        share = np.cbrt(N) ** 2 * D / flops
-        return cls(linear, max(0.0, float(share @ (1.0 - linear * N * D / flops) / (share @ share))))
 
 
 def _unlimited(law: Any, constants: Constants, C: Array, flops_per_token: Any) -> tuple[Array, Array, Array]:

@@ -3,8 +3,10 @@
 Special here:
 - By default the points are *finished runs*. Hoffmann et al. read the envelope off whole loss curves, but a point in the
   middle of a schedule that decays later has a higher loss than a run that was finished there, so such an envelope
-  favours small models that have decayed. `fit_curves` is there for curves of constant learning rate, where every point
-  is worth as much as the next.
+  favours small models that have decayed. `fit_curves` is there for curves of constant learning rate, or for the part
+  of them before the decay, where every point is worth as much as the next.
+- A winner that is the smallest or the largest of its rivals shows where the sizes end and not where the optimum is; it
+  is left out (`edges_` counts them). Curves have many such levels: at the highest C only the largest model is left.
 - The envelope knows the optimum only to within the neighbouring sizes, so each bootstrap draw moves the winner at
   random halfway to its neighbours. Without that a coarse grid would look certain.
 
@@ -13,6 +15,7 @@ Hoffmann et al. 2022 (arXiv:2203.15556), section 3.1.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -29,7 +32,8 @@ CURVE_LEVELS = 60  # levels of C at which loss curves are compared
 
 class Envelope:
     """Approach 1. After `fit`: flops_, N_, D_, loss_ (levels,), N_law_, D_law_ (PowerLaw, or None below 2 levels),
-    loss_law_ (None below 4 levels), source_ ("final points" or "loss curves").
+    loss_law_ (None below 4 levels), edges_ (levels left out because an end of their sizes won), source_ ("final
+    points" or "loss curves").
     """
 
     def fit(
@@ -50,39 +54,42 @@ class Envelope:
         self._settle(*_winners(N, D, loss, flops, labels, np.ones(len(N)), self._bare, None))
         return self
 
-    def fit_curves(self, curves: Any, N: dict[str, float]) -> Envelope:
+    def fit_curves(self, curves: Any, N: Mapping[str, float], until: float = 1.0) -> Envelope:
         """Loss curves of constant learning rate: a DataFrame with run_id, tokens, flops, loss, and N by run_id.
 
-        At each of CURVE_LEVELS levels of C the curves that reach it compete by interpolated loss. No bootstrap: points
-        of one curve are not independent, and runs enter and leave with C.
+        `until` is the share of a run's tokens up to which its rate is constant, 0.8 where the last fifth decays. At
+        each of CURVE_LEVELS levels of C the curves that reach it compete by interpolated loss. No bootstrap: points of
+        one curve are not independent, and runs enter and leave with C.
         """
-        missing = [name for name in ("run_id", "tokens", "flops", "loss") if name not in curves]
-        if missing:
-            raise InputError(f"curves have no column {missing[0]!r}; there are {', '.join(map(str, curves.columns))}.")
-        lines: list[tuple[Any, ...]] = []
-        for run, rows in curves.dropna(subset=["tokens", "flops", "loss"]).groupby("run_id"):
-            if str(run) in N and len(rows) > 1:
-                rows = rows.sort_values("flops")
-                lines.append((N[str(run)], *(np.log(positive(c, rows[c])) for c in ("flops", "tokens", "loss"))))
-        if not lines:
-            raise InputError("curves hold no run of the table with at least 2 points; one curve per run is expected.")
+        if not 0.0 < until <= 1.0:
+            raise InputError(f"until is {until}; a share of each run's tokens, above 0 and at most 1, is expected.")
+        lines = _lines(curves, N, until)
         low, high = min(line[1][0] for line in lines), max(line[1][-1] for line in lines)
-        best = []
+        best, edges, lowest = [], 0, np.inf
         for C in np.linspace(low, high, CURVE_LEVELS):
             reached = [line for line in lines if line[1][0] <= C <= line[1][-1]]
-            if reached:
-                at = [(float(np.interp(C, x, y)), size, float(np.interp(C, x, d))) for size, x, d, y in reached]
-                best.append((C, *min(at)))
-        C, log_loss, sizes, log_d = (np.array(column) for column in zip(*best, strict=True))
-        improving = log_loss < np.concatenate([[np.inf], np.minimum.accumulate(log_loss)[:-1]])
+            if not reached:
+                continue
+            at = [(float(np.interp(C, x, y)), size, float(np.interp(C, x, d))) for size, x, d, y in reached]
+            winner = min(at)
+            if winner[0] >= lowest:
+                continue
+            lowest, sizes = winner[0], [size for _, size, _ in at]
+            if min(sizes) < winner[1] < max(sizes):
+                best.append((C, *winner))
+            else:
+                edges += 1
+        log_c, log_loss, size, log_d = np.array(best).reshape(-1, 4).T
         self.source_ = "loss curves"
-        self._settle(*(v[improving] for v in (np.exp(C), sizes, np.exp(log_d), np.exp(log_loss))))
+        self._settle(np.stack([np.exp(log_c), size, np.exp(log_d), np.exp(log_loss)]), edges)
         return self
 
     def bootstrap(self, n: int = 1000, groups: Any = None, seed: int = 0) -> Envelope:
         """Resample whole runs (`groups` (points,)) `n` times; laws get draws."""
         if self.source_ != "final points":
             raise InputError("an envelope of loss curves has no bootstrap; fit final points for intervals.")
+        if self.N_law_ is None:
+            return self
         N, D, loss, flops = self._points
         groups = np.arange(len(N)) if groups is None else groups
         counts = cluster_counts(groups, n, seed)
@@ -90,7 +97,7 @@ class Envelope:
         # Draws share the full fit's levels, so that the laws' points line up; a level that a draw misses is NaN.
         draws = np.full((3, n, len(self.flops_)), np.nan)
         for row, count in enumerate(counts):
-            C, *best = _winners(N, D, loss, flops, self._labels, count, self._bare, generator)
+            (C, *best), _ = _winners(N, D, loss, flops, self._labels, count, self._bare, generator)
             place = np.abs(np.log(C)[:, None] - np.log(self.flops_)[None, :]).argmin(axis=1) if len(C) else []
             draws[:, row, place] = np.array(best)
         for law, values in zip((self.N_law_, self.D_law_, self.loss_law_), draws, strict=True):
@@ -98,8 +105,9 @@ class Envelope:
                 law.fit_draws(values)
         return self
 
-    def _settle(self, flops: Array, N: Array, D: Array, loss: Array) -> None:
-        self.flops_, self.N_, self.D_, self.loss_ = flops, N, D, loss
+    def _settle(self, columns: Array, edges: int) -> None:
+        flops, N, D, loss = self.flops_, self.N_, self.D_, self.loss_ = columns
+        self.edges_ = edges
         enough = len(flops) >= 2
         self.N_law_ = PowerLaw().fit(flops, N) if enough else None
         self.D_law_ = PowerLaw().fit(flops, D) if enough else None
@@ -111,6 +119,22 @@ class Envelope:
         return f"Envelope({len(self.flops_)} levels of {self.source_}, N* law: {self.N_law_})"
 
 
+def _lines(curves: Any, N: Mapping[str, float], until: float) -> list[tuple[float, Array, Array, Array]]:
+    """N, log C, log D and log loss of every curve of at least two points, by rising C."""
+    missing = [name for name in ("run_id", "tokens", "flops", "loss") if name not in curves]
+    if missing:
+        raise InputError(f"curves have no column {missing[0]!r}; there are {', '.join(map(str, curves.columns))}.")
+    lines = []
+    for run, rows in curves.dropna(subset=["tokens", "flops", "loss"]).groupby("run_id"):
+        rows = rows[rows["tokens"] <= until * rows["tokens"].max()].sort_values("flops")
+        if str(run) in N and len(rows) > 1:
+            x, d, y = (np.log(positive(name, rows[name])) for name in ("flops", "tokens", "loss"))
+            lines.append((N[str(run)], x, d, y))
+    if not lines:
+        raise InputError("curves hold no run of the table with at least 2 points; one curve per run is expected.")
+    return lines
+
+
 def _winners(
     N: Array,
     D: Array,
@@ -120,12 +144,15 @@ def _winners(
     counts: Array,
     bare: bool,
     jitter: np.random.Generator | None,
-) -> tuple[Array, Array, Array, Array]:
-    """flops, N, D and loss of the best run of each level, where it also beats every cheaper level."""
+) -> tuple[Array, int]:
+    """flops, N, D and loss (4, levels) of the best run of each level, where it also beats every cheaper level and has
+    smaller and larger rivals; and how many had not.
+    """
     best = []
-    lowest = np.inf
+    edges, lowest = 0, np.inf
     for level in np.unique(labels[labels >= 0]):
-        rows = np.flatnonzero((labels == level) & (counts > 0))
+        everyone = labels == level
+        rows = np.flatnonzero(everyone & (counts > 0))
         # A bin of one or two sizes is no competition.
         if len(np.unique(N[rows])) < (3 if bare else 2):
             continue
@@ -133,20 +160,16 @@ def _winners(
         if loss[winner] >= lowest:
             continue
         lowest = loss[winner]
-        shift = 0.0 if jitter is None else _within_neighbours(N[labels == level], N[winner], jitter)
-        best.append(
-            (np.median(flops[labels == level]), N[winner] * np.exp(shift), D[winner] * np.exp(-shift), loss[winner])
-        )
-    columns = np.array(best).reshape(-1, 4).T
-    return columns[0], columns[1], columns[2], columns[3]
+        if not N[everyone].min() < N[winner] < N[everyone].max():
+            edges += 1
+            continue
+        shift = 0.0 if jitter is None else _within_neighbours(N[everyone], N[winner], jitter)
+        best.append((np.median(flops[everyone]), N[winner] * np.exp(shift), D[winner] * np.exp(-shift), loss[winner]))
+    return np.array(best).reshape(-1, 4).T, edges
 
 
 def _within_neighbours(sizes: Array, winner: float, generator: np.random.Generator) -> float:
-    """A uniform shift in log N, at most halfway to the next size on either side (at an edge: as far as on the inner
-    side).
-    """
+    """A uniform shift in log N, at most halfway to the next size on either side of an inner one."""
     steps = np.unique(np.log(sizes)) - np.log(winner)
-    up, down = steps[steps > 1e-9], -steps[steps < -1e-9]
-    right = up.min() if up.size else (down.min() if down.size else 0.0)
-    left = down.min() if down.size else right
-    return float(generator.uniform(-0.5 * left, 0.5 * right))
+    up, down = steps[steps > 1e-9].min(), -steps[steps < -1e-9].max()
+    return float(generator.uniform(-0.5 * down, 0.5 * up))

@@ -1,0 +1,55 @@
+"""FLOPs a token by model size, read off the runs of a table, so that an optimum can be found under their convention.
+
+Special here: the leading 6N is given and not fitted, because the FLOPs of large models tend to it. Attention over a
+fixed context grows as N^(2/3) and a vocabulary's tables as N^(1/3) where models keep their shape; both vanish beside 6N
+in large models, so what small runs show of them does not mislead far away.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from .errors import Array, positive, same_length
+
+SAME = 1e-3  # relative difference up to which two counts of FLOPs are one convention
+
+
+@dataclass(frozen=True)
+class FlopsPerToken:
+    """linear N + attention N^(2/3) + tables N^(1/3) training FLOPs a token; below `smallest`, where no run says, in
+    proportion to N.
+    """
+
+    linear: float = 6.0
+    attention: float = 0.0
+    tables: float = 0.0
+    smallest: float = 1.0
+
+    def __call__(self, N: Array) -> Array:
+        x = np.cbrt(1.0 / np.maximum(N, self.smallest))
+        return N * (self.linear + self.attention * x + self.tables * x**2)
+
+    @classmethod
+    def measured(cls, N: ArrayLike, D: ArrayLike, flops: ArrayLike) -> FlopsPerToken:
+        """From runs, all (n,), by least squares of the relative error beside 6N.
+
+        Where FLOPs proportional to N miss the worst run by less, they are counted in another way and are taken as that.
+        """
+        N, D, flops = positive("N", N), positive("D", D), positive("flops", flops)
+        same_length(N=N, D=D, flops=flops)
+        x, each, smallest = np.cbrt(1.0 / N), flops / (N * D), float(N.min())
+        basis = np.stack([x, x**2], 1) / each[:, None]
+        scale = np.linalg.norm(basis, axis=0)
+        attention, tables = np.linalg.lstsq(basis / scale, 1.0 - 6.0 / each, rcond=1e-6)[0] / scale
+        found = cls(6.0, float(attention), float(tables), smallest)
+        proportional = cls(float(np.exp(np.log(each).mean())), smallest=smallest)
+        return min(found, proportional, key=lambda count: float(np.abs(count(N) * D / flops - 1.0).max()))
+
+
+def flops_per_token(N: Array, D: Array, flops: Array) -> FlopsPerToken | None:
+    """The convention of runs, all (n,); None where it is 6N, for which the optimum has a closed form."""
+    same = np.all(np.abs(flops / (6.0 * N * D) - 1.0) < SAME)
+    return None if same else FlopsPerToken.measured(N, D, flops)
