@@ -14,15 +14,21 @@ from typing import Any
 import numpy as np
 
 from . import approaches as side
-from .approaches import Approach
+from .approaches import Approach, Verdict, verdict
 from .backtest import backtest
-from .checks import Warning, disagreements, run_checks
+from .checks import run_checks
 from .chinchilla import NAMES, ChinchillaLaw
+from .conventions import ConventionRow, by_convention
+from .diagnosis import Warning
+from .downstream import TaskVerdict, fit_tasks
 from .envelope import Envelope
 from .errors import InputError, positive
+from .flops import flops_per_token
 from .formatting import estimate_json, plain_json
 from .isoflop import IsoflopProfiles
 from .table import RunTable
+
+QUICK = 300  # resamples behind the intervals of side tables: conventions and tasks
 
 
 @dataclass
@@ -38,6 +44,9 @@ class Analysis:
     envelope: Envelope
     approaches: dict[str, Approach]
     backtest: dict[str, Any]
+    verdict: Verdict
+    conventions: list[ConventionRow]
+    tasks: list[TaskVerdict]
     resamples: int
     seed: int
     warnings: tuple[Warning, ...] = ()
@@ -46,18 +55,6 @@ class Analysis:
     def interior_minima(self) -> int:
         """Budgets whose isoFLOP vertex is accepted: a minimum inside of the sizes tried."""
         return len(self.profiles.accepted_)
-
-    @property
-    def verdict(self) -> str:
-        """Whether the approaches that answer agree, in one sentence."""
-        able = [a for a in self.approaches.values() if a.available]
-        if len(able) < 2:
-            return "Fewer than two approaches have an answer, so nothing confirms it."
-        if disagreements(self):
-            return "The approaches disagree beyond their intervals."
-        if self.resamples == 0 or any(a.at(self.targets[0]).intervals["N"] is None for a in able):
-            return "Not every approach has an interval, so agreement cannot be judged."
-        return "The approaches agree within their intervals."
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON of `isoflop fit --json`: finite numbers, null where there is none (an unbounded end of an interval,
@@ -82,7 +79,10 @@ class Analysis:
                     }
                     for key, approach in self.approaches.items()
                 },
-                "verdict": self.verdict,
+                "verdict": self.verdict.sentence,
+                "suspects": self.verdict.suspects,
+                "conventions": [row.to_dict() for row in self.conventions],
+                "tasks": [task.to_dict() for task in self.tasks],
                 "interior_minima": self.interior_minima,
                 "profiles": [
                     {
@@ -141,23 +141,29 @@ def analyze(
     if law is not None and law.objective == "se" and table.known_se is None:
         raise InputError("objective is 'se', which needs a loss_se above zero in every row of the table.")
     fitted, reason = _parametric(law or ChinchillaLaw(), table, bootstrap, seed)
-    profiles = IsoflopProfiles().fit(table.N, table.D, table.loss, table.flops, table.budget, table.weight)
+    profiles = IsoflopProfiles("cubic").fit(table.N, table.D, table.loss, table.flops, table.budget, table.weight)
     envelope = Envelope().fit(table.N, table.D, table.loss, table.flops, table.budget)
     if bootstrap:
         profiles.bootstrap(bootstrap, seed)
         envelope.bootstrap(bootstrap, table.group, seed)
+    span = (float(table.flops.min()), float(table.flops.max()))
+    approaches = {
+        "envelope": side.envelope(envelope),
+        "isoflop": side.isoflop(profiles),
+        "parametric": side.parametric(fitted, reason, flops_per_token(table.N, table.D, table.flops), span),
+    }
+    quick = min(bootstrap, QUICK)
     found = Analysis(
         table=table,
         targets=goals,
         law=fitted,
         profiles=profiles,
         envelope=envelope,
-        approaches={
-            "envelope": side.envelope(envelope),
-            "isoflop": side.isoflop(profiles),
-            "parametric": side.parametric(fitted, reason),
-        },
+        approaches=approaches,
         backtest=backtest(table, profiles, fitted, goals[0]),
+        verdict=verdict(approaches, goals, table),
+        conventions=by_convention(table, goals, quick, seed, law),
+        tasks=fit_tasks(table, goals, fitted, quick, seed) if fitted is not None and bootstrap else [],
         resamples=bootstrap,
         seed=seed,
     )

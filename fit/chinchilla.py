@@ -143,7 +143,7 @@ class ChinchillaLaw(Law):
     def _check(self, inputs: tuple[Array, ...], observed: Array) -> None:
         super()._check(inputs, observed)
         identifiable(*inputs)
-        if self.E is not None and self.E >= observed.min():
+        if self.E is not None and observed.min() <= self.E:
             raise InputError(f"E is {self.E:g}; it must be below the lowest loss, {observed.min():.4g}.")
 
     def _accept(self, found: Any) -> None:

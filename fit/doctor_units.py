@@ -212,6 +212,7 @@ def flop_convention(t: RunTable) -> Iterator[Warning]:
     said = f"{high:.2f}" if high < 1.05 * low else f"between {low:.2f} and {high:.2f}"
     yield Warning(
         "flop_convention",
-        f"FLOPs are {said} times 6ND; approach 3 allocates under C = 6ND, approaches 1 and 2 under the table's FLOPs, "
-        "so their N* may differ by convention alone, and their exponents too where the factor changes with N.",
+        f"FLOPs are {said} times 6ND; the report allocates under the table's FLOPs, while law.optimal and the "
+        "published laws allocate under 6ND: N* differs by convention alone, and its exponent where the factor changes "
+        "with N.",
     )

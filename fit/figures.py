@@ -178,7 +178,7 @@ def _size_bar(N: Array) -> dict[str, Any]:
 
 
 def isoflop(a: Analysis) -> Figure | None:
-    """Loss by size at each budget, with parabolas and vertices; a refused vertex is hollow and dashed."""
+    """Loss by size at each budget, with curves and vertices; a refused vertex is hollow and dashed."""
     profiles = a.profiles.profiles_
     if not profiles:
         return None
@@ -191,7 +191,7 @@ def isoflop(a: Analysis) -> Figure | None:
         ]
         name = f"{scientific(profile.flops)}"
         data.append(point_trace(profile.N, profile.loss, colour, name=name, legendgroup=group, **hovers(hover)))
-        if profile.coefficients is None:
+        if not profile.has_curve:
             continue
         N = np.geomspace(profile.N.min() / 1.15, profile.N.max() * 1.15, 80)
         dash = {"dash": "solid" if profile.accepted else "dot"}

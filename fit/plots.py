@@ -6,22 +6,27 @@ saved behind your back, and the style is applied to these axes alone.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
-from .errors import Array
+from .errors import Array, InputError
 from .formatting import count, scientific
 
 if TYPE_CHECKING:
     from .analysis import Analysis
     from .chinchilla import ChinchillaLaw
     from .isoflop import IsoflopProfiles
+    from .law import Law
 
 APPROACHES = {"envelope": ("#009E73", ":", "D"), "isoflop": ("#D55E00", "--", "s"), "parametric": ("#0072B2", "-", "o")}
 SIZE = (6.0, 4.2)
 DPI = 200
+FORMATS = ("png", "pdf", "svg")
 
 
 def _axes(axes: Any, x: str, y: str, log_x: bool = True, log_y: bool = False) -> Any:
@@ -32,7 +37,11 @@ def _axes(axes: Any, x: str, y: str, log_x: bool = True, log_y: bool = False) ->
     axes.set_xlabel(x)
     axes.set_ylabel(y)
     if log_x:
+        from matplotlib.ticker import LogFormatterSciNotation
+
         axes.set_xscale("log")
+        # Labels between powers of ten only where there is hardly one power on the axis: else they overlap.
+        axes.xaxis.set_minor_formatter(LogFormatterSciNotation(minor_thresholds=(0.6, 0.3)))
     if log_y:
         axes.set_yscale("log")
     axes.grid(True, color="#e7eaee", linewidth=0.8)
@@ -75,14 +84,14 @@ def plot_contours(law: ChinchillaLaw, N: Array, D: Array, loss: Array, axes: Any
 
 
 def plot_isoflop(profiles: IsoflopProfiles, axes: Any = None) -> Any:
-    """Runs, parabola and vertex of each budget; a refused parabola is dotted and has no vertex."""
+    """Runs, curve and vertex of each budget; a refused curve is dotted and has no vertex."""
     axes = _axes(axes, "parameters N", "loss (nats per token)")
     shown = profiles.profiles_
     if not shown:
         return axes
     for p, colour in zip(shown, _colours(np.array([p.flops for p in shown])), strict=True):
         axes.scatter(p.N, p.loss, color=colour, s=24, zorder=3, label=f"{scientific(p.flops)} FLOPs")
-        if p.coefficients is None:
+        if not p.has_curve:
             continue
         N = np.geomspace(p.N.min() / 1.15, p.N.max() * 1.15, 80)
         axes.plot(N, p.curve(N), color=colour, linestyle="-" if p.accepted else ":", linewidth=1.4)
@@ -155,28 +164,98 @@ def plot_curves(analysis: Analysis, curves: Any, by: str = "flops", axes: Any = 
     return axes
 
 
-def save_figures(analysis: Analysis, directory: Path, curves: Any = None) -> list[Path]:
-    """Every figure that this analysis supports as a PNG in `directory`, each written whole or not at all."""
+def plot_residuals(law: Law, by: ArrayLike | None = None, axes: Any = None) -> Any:
+    """Residuals in percent against `by` (n,) (by default 6ND, or the first input), coloured by the first input."""
+    first = law.data_[law.inputs[0]]
+    compute = 6.0 * law.data_["N"] * law.data_["D"] if {"N", "D"} <= set(law.inputs) else first
+    label = "training FLOPs (6ND)" if {"N", "D"} <= set(law.inputs) else law.inputs[0]
+    x = compute if by is None else np.asarray(by, dtype=np.float64)
+    axes = _axes(axes, label if by is None else "", "measured over predicted (%)")
+    residual = 100.0 * np.expm1(law.residuals())
+    axes.axhline(0.0, color="#6a737d", linewidth=1.0)
+    axes.scatter(x, residual, color=_colours(first), s=24, edgecolor="white", linewidth=0.4, zorder=3)
+    axes.set_title(f"dark: {law.inputs[0]} = {count(first.min())}, light: {count(first.max())}", fontsize=9)
+    return axes
+
+
+def plot_cloud(law: Law, x: str = "alpha", y: str = "beta", axes: Any = None) -> Any:
+    """Two constants of every bootstrap refit against each other, the fit, and their 95 % intervals."""
+    if law.draws_ is None:
+        raise InputError("a bootstrap cloud needs draws; call bootstrap(n, groups=run_id) first.")
+    for name in (x, y):
+        if name not in law.names:
+            raise InputError(f"{name!r} is not a constant of this law; choose among {', '.join(law.names)}.")
+    axes = _axes(axes, x, y, log_x=False)
+    colour = APPROACHES["parametric"][0]
+    axes.scatter(law.draws_[x], law.draws_[y], s=7, color=colour, alpha=0.25, linewidth=0, label="refits of resamples")
+    low, high = law.interval(x)
+    bottom, top = law.interval(y)
+    bars = {"xerr": [[max(law.constants_[x] - low, 0)], [max(high - law.constants_[x], 0)]]}
+    bars["yerr"] = [[max(law.constants_[y] - bottom, 0)], [max(top - law.constants_[y], 0)]]
+    style = {"fmt": "o", "color": "black", "markersize": 5, "linewidth": 1.2, "capsize": 3}
+    axes.errorbar([law.constants_[x]], [law.constants_[y]], **bars, **style, label="fit, 95 % intervals")
+    _legend(axes, ncols=2)
+    return axes
+
+
+def plot_backtest(analysis: Analysis, axes: Any = None) -> Any:
+    """Loss predicted from cheaper runs against loss measured, one colour a held-out budget."""
+    axes = _axes(axes, "measured loss", "predicted loss", log_x=False)
+    steps = analysis.backtest["steps"]
+    if not steps:
+        return axes
+    colours = _colours(np.array([step["held_out_flops"] for step in steps]))
+    for step, colour in zip(steps, colours, strict=True):
+        label = f"{scientific(step['held_out_flops'])} FLOPs"
+        axes.scatter(step["measured"], step["predicted"], color=colour, s=22, label=label, zorder=3)
+    low, high = (f(f(step["measured"]) for step in steps) for f in (min, max))
+    axes.plot([low, high], [low, high], color="#6a737d", linewidth=1.0, linestyle=":")
+    _legend(axes, ncols=5)
+    return axes
+
+
+def save_figures(
+    analysis: Analysis, directory: str | Path, curves: Any = None, formats: Sequence[str] = ("png",)
+) -> list[Path]:
+    """Every figure that this analysis supports, in each of `formats` (png, pdf, svg), written whole or not at all.
+
+    PDF and SVG are vectors with their text as text, for papers. Raises InputError for another format.
+    """
+    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     from .files import replacing
 
-    law, t = analysis.law, analysis.table
-    drawings: dict[str, Any] = {"isoflop": lambda axes: plot_isoflop(analysis.profiles, axes)}
-    if law is not None:
-        drawings["contours"] = lambda axes: plot_contours(law, t.N, t.D, t.loss, axes)
-    for quantity in ("N", "D", "loss"):
-        drawings[f"optimal_{quantity}"] = lambda axes, q=quantity: plot_allocation(analysis, q, axes)
-    if curves is not None and len(curves):
-        for by in ("tokens", "flops"):
-            drawings[f"loss_by_{by}"] = lambda axes, b=by: plot_curves(analysis, curves, b, axes)
+    unknown = [name for name in formats if name not in FORMATS]
+    if unknown:
+        raise InputError(f"format is {unknown[0]!r}; choose among {', '.join(FORMATS)}.")
     written = []
-    for name, draw in drawings.items():
+    for name, draw in _drawings(analysis, curves).items():
         figure = Figure(figsize=SIZE)
         figure.subplots_adjust(left=0.13, bottom=0.13, right=0.97, top=0.88)
         draw(figure.subplots())
-        path = directory / f"{name}.png"
-        with replacing(path) as temporary:
-            figure.savefig(temporary, dpi=DPI, format="png")
-        written.append(path)
+        for kind in formats:
+            path = Path(directory) / f"{name}.{kind}"
+            with replacing(path) as temporary, rc_context({"pdf.fonttype": 42, "svg.fonttype": "none"}):
+                figure.savefig(temporary, dpi=DPI, format=kind)
+            written.append(path)
     return written
+
+
+def _drawings(analysis: Analysis, curves: Any) -> dict[str, Callable[[Any], Any]]:
+    """Name -> what draws it on axes, for whatever the analysis has."""
+    law, t = analysis.law, analysis.table
+    drawings: dict[str, Callable[[Any], Any]] = {"isoflop": lambda axes: plot_isoflop(analysis.profiles, axes)}
+    if law is not None:
+        drawings["contours"] = lambda axes: plot_contours(law, t.N, t.D, t.loss, axes)
+        drawings["residuals"] = lambda axes: plot_residuals(law, axes=axes)
+        if law.draws_ is not None:
+            drawings["bootstrap"] = lambda axes: plot_cloud(law, axes=axes)
+    if analysis.backtest["steps"]:
+        drawings["backtest"] = lambda axes: plot_backtest(analysis, axes)
+    for quantity in ("N", "D", "loss"):
+        drawings[f"optimal_{quantity}"] = partial(plot_allocation, analysis, quantity)
+    if curves is not None and len(curves):
+        for by in ("tokens", "flops"):
+            drawings[f"loss_by_{by}"] = partial(plot_curves, analysis, curves, by)
+    return drawings

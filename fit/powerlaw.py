@@ -76,10 +76,14 @@ class PowerLaw(Law):
         keep = present.sum(axis=1) >= (4 if self.offset else 2)
         self.draws_ = {name: np.full(len(y), np.nan) for name in self.names}
         if keep.any():
-            log_y = np.log(np.where(present, y, 1.0))[keep]
-            found = self._refit(present[keep].astype(np.float64), log_y)
-            keep[keep] = found.converged
-            for name, values in self.problem_.constants(found.theta[found.converged]).items():
+            log_y, weights = np.log(np.where(present, y, 1.0))[keep], present[keep].astype(np.float64)
+            if self.offset or self.objective in ("huber", "l1"):
+                found = self._refit(weights, log_y)
+                theta, keep[keep] = found.theta[found.converged], found.converged
+            else:
+                log_x = np.log(self.data_["x"])
+                theta = _straight(log_x - log_x.mean(), log_y, weights * self.weight_ * self._precision)
+            for name, values in self.problem_.constants(theta).items():
                 self.draws_[name][keep] = values
         self.groups_ = np.arange(len(self.weight_)).astype(str)
         counted = {"resamples": int(keep.sum()), "redrawn": 0, "unconverged": int((~keep).sum())}
@@ -147,12 +151,7 @@ class PowerLaw(Law):
 def _starts(u: Array, y: Array, offset: bool, weights: Array, keep: int | None) -> Array:
     """Starts (P, G, k): the straight line in the logarithm, or with an offset one start an exponent."""
     if not offset:
-        total = weights.sum(axis=1)
-        mean_u, mean_y = weights @ u / total, weights @ np.log(y) / total
-        centred = u[None, :] - mean_u[:, None]
-        variance = np.maximum((weights * centred**2).sum(axis=1), 1e-300)
-        p = (weights * centred * np.log(y)).sum(axis=1) / variance
-        return np.stack([mean_y - p * mean_u, p], axis=1)[:, None, :]
+        return _straight(u, np.log(y)[None, :], weights)[:, None, :]
     basis = np.stack([np.exp(-OFFSET_GRID[:, None] * u), np.ones((len(OFFSET_GRID), len(u)))], 2)
     amplitudes, error = variable_projection(basis / y[None, :, None], np.ones_like(y), weights)
     log = np.log(np.maximum(amplitudes, 0.02 * y.min()))
@@ -160,3 +159,13 @@ def _starts(u: Array, y: Array, offset: bool, weights: Array, keep: int | None) 
     if keep is None:
         return starts
     return np.take_along_axis(starts, np.argsort(error, axis=1)[:, :keep, None], axis=1)
+
+
+def _straight(u: Array, log_y: Array, weights: Array) -> Array:
+    """(log k, p) of weighted least squares in the logarithm, (P, 2); log_y (P, n) or (1, n), weights (P, n)."""
+    total = weights.sum(axis=1)
+    mean_u, mean_y = weights @ u / total, (weights * log_y).sum(axis=1) / total
+    centred = u[None, :] - mean_u[:, None]
+    variance = np.maximum((weights * centred**2).sum(axis=1), 1e-300)
+    p = (weights * centred * log_y).sum(axis=1) / variance
+    return np.stack([mean_y - p * mean_u, p], axis=1)

@@ -1,7 +1,8 @@
 """The fitted laws of the field, each callable, with its conventions and its source.
 
 from isoflop.fit.published import compare_published, published_law
-published_law("besiroglu2024")(N=70e9, D=1.4e12);  published_law("llama3").optimal(3.8e25);  compare_published(1e24, own=law)
+published_law("besiroglu2024")(N=70e9, D=1.4e12);  published_law("llama3").optimal(3.8e25)
+compare_published(1e24, own=law)
 
 Special here:
 - A law is evaluated exactly as its paper prints it, in the paper's own N, FLOPs and tokens; `N_convention` and

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from . import figures, figures_optimum
+from . import figures, figures_law, figures_optimum, sections
 from .analysis import Analysis
 from .approaches import Estimate
 from .errors import InputError
@@ -26,6 +26,12 @@ from .page import Page, cell, table
 if TYPE_CHECKING:
     import pandas as pd
 
+OBJECTIVES = {
+    "huber": "Log-Huber objective (delta {:g}, summed)",
+    "l1": "L1 objective in log loss (summed)",
+    "squares": "Least squares in log loss (half the sum)",
+    "se": "Least squares weighted by each run's standard error (half the sum)",
+}
 RUN_COLUMNS = (
     ("width", "width", "{:.0f}"),
     ("depth", "depth", "{:.0f}"),
@@ -75,12 +81,13 @@ def build_page(a: Analysis, curves: Any, title: str, origin: Mapping[str, str]) 
     """The page, section by section."""
     page = Page(title)
     _head(page, a, title, origin)
+    _backtest(page, a)  # before any extrapolation
     _targets(page, a)
     _law(page, a)
     _runs(page, a, curves)
     _optimum(page, a)
     _scores(page, a)
-    _backtest(page, a)
+    sections.conventions(page, a)
     _run_table(page, a)
     _footer(page, a, origin)
     return page
@@ -111,7 +118,20 @@ def _head(page: Page, a: Analysis, title: str, origin: Mapping[str, str]) -> Non
             (percent(a.backtest["loss_error"]), f"mean error of the loss predicted for {held} FLOPs from cheaper runs")
         )
     shown = "".join(f'<div class="card"><b>{text(big)}</b><span>{text(small)}</span></div>' for big, small in cards)
-    page.add(f'<p class="answer">{text(_answer(a))} {text(a.verdict)}</p><div class="cards">{shown}</div>')
+    said = " ".join(sentence for sentence in (_backtested(a), _answer(a), a.verdict.sentence) if sentence)
+    page.add(f'<p class="answer">{text(said)}</p><div class="cards">{shown}</div>')
+
+
+def _backtested(a: Analysis) -> str:
+    """How well cheaper runs foretold the dearest ones, in one sentence; nothing where that could not be tried."""
+    if not a.backtest["steps"]:
+        return ""
+    held = a.backtest["steps"][-1]
+    said = f"Fitted without the {scientific(held['held_out_flops'])}-FLOP runs, the law foretells their loss"
+    said += f" to {percent(held['loss_error'])}"
+    if held["N_measured"] and held["N_predicted"]:
+        said += f" and the best size as {count(held['N_predicted'])}, where {count(held['N_measured'])} was measured"
+    return said + "."
 
 
 def _answer(a: Analysis) -> str:
@@ -209,9 +229,13 @@ def _law(page: Page, a: Analysis) -> None:
     page.add(f'<div class="scroll">{table(("constant", "value", "95 % interval"), rows)}</div>')
     draws = f", intervals from {law.bootstrap_['resamples']} refits of resampled runs" if law.draws_ is not None else ""
     page.add(
-        f"<p class=caption>Log-Huber objective (delta {law.delta:g}, summed) {law.objective_:.4g}; "
+        f"<p class=caption>{text(OBJECTIVES[law.objective].format(law.delta))} {law.objective_:.4g}; "
         f"{law.starts_['agreeing']} of {law.starts_['tried']} starts agree{draws}.</p>"
     )
+    left = page.figure("residuals", figures_law.residuals(a), "What the law leaves over, by run.")
+    wanted = f"Refits by the D/N they want at {scientific(a.targets[0])} FLOPs."
+    right = page.figure("cloud", figures_law.cloud(a), wanted)
+    page.add(f'<div class="pair">{left}{right}</div>')
 
 
 def _runs(page: Page, a: Analysis, curves: Any) -> None:
@@ -227,7 +251,8 @@ def _runs(page: Page, a: Analysis, curves: Any) -> None:
     drawn = page.figure(
         "isoflop",
         figures.isoflop(a),
-        "One colour a budget: runs, parabola in log N, and its minimum with a 95 % interval. Dotted: refused.",
+        "One colour a budget: runs, a cubic in log N (a parabola below 5 sizes), and its minimum with a 95 % interval. "
+        "Dotted: refused.",
     )
     page.add(
         f"<h3>IsoFLOP profiles</h3>{drawn}" if drawn else "<p>No budget has enough runs for an isoFLOP profile.</p>"
@@ -253,6 +278,8 @@ def _optimum(page: Page, a: Analysis) -> None:
         f'{_switch(page)}<div class="pair">{sizes}{tokens}</div>'
     )
     page.add(f"<h3>Predicted loss</h3>{losses}" if losses else "")
+    sections.suspects(page, a)
+    sections.published(page, a)
 
 
 def _switch(page: Page) -> str:
@@ -277,6 +304,7 @@ def _scores(page: Page, a: Analysis) -> None:
         "<h2>Scores</h2><p class=caption>Lines join the run of lowest loss in each budget.</p>"
         f'<div class="pair">{left}{right}</div>'
     )
+    sections.downstream(page, a)
 
 
 def _backtest(page: Page, a: Analysis) -> None:
@@ -314,6 +342,7 @@ def _backtest(page: Page, a: Analysis) -> None:
         f"loss does not show that the allocation is right: compare the last column with {full}, from all runs.</p>"
         f'<div class="scroll">{table(head, rows)}</div>{page.figure("backtest", figures_optimum.backtest(a))}'
     )
+    sections.influence(page, a)
 
 
 def _run_table(page: Page, a: Analysis) -> None:

@@ -34,7 +34,7 @@ def answer(source: str | Path, targets: Sequence[float] | None = None) -> dict[s
     approach = parametric(law, "")
     estimates = [estimate_json(approach.at(float(C))) for C in goals]
     warnings = _warnings_of(source, law)
-    far = [float(C) for C in goals if C > FAR * largest]
+    far = [float(C) for C in goals if FAR * largest < C]
     if far:
         said = ", ".join(f"{scientific(C)} FLOPs ({times(C / largest)})" for C in far)
         warnings.append(

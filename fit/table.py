@@ -85,8 +85,9 @@ def read_table(
 ) -> RunTable:
     """Read runs from a CSV or Parquet file, a sweep directory (its table.csv), or a DataFrame.
 
-    `columns` maps a name (N, D, loss, flops, loss_se, run_id, group, weight, budget) to the table's own, as in {"N": "Model
-    Size"}. `derive_d="6nd"` fills a missing D as flops / (6 N). `drop_worst` leaves out that many runs of highest loss.
+    `columns` maps a name (N, D, loss, flops, loss_se, run_id, group, weight, budget) to the table's own, as in
+    {"N": "Model Size"}. `derive_d="6nd"` fills a missing D as flops / (6 N). `drop_worst` leaves out that many runs of
+    highest loss.
     Raises InputError, one sentence, for anything that cannot be read or is not a positive finite number.
     """
     frame, said = _load(source)

@@ -71,6 +71,8 @@ def print_law(law: dict[str, Any], name: str) -> None:
         out.print(table)
     if law.get("verdict"):
         out.print(law["verdict"], highlight=False, soft_wrap=True)
+    for suspect in law.get("suspects", []):
+        out.print(f"  may be why: {escape(suspect)}", highlight=False, soft_wrap=True)
     for warning in law.get("warnings", []):
         out.print(f"[yellow]{warning['code']}[/]: {escape(warning['message'])}", highlight=False, soft_wrap=True)
 

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 from isoflop import fit
-from isoflop.fit import persistence
 from isoflop.fit.critical_batch import CriticalBatchLaw, tokens_to_loss
 from isoflop.fit.hyperparameters import HyperparameterLaw
 from scipy.optimize import least_squares

@@ -7,7 +7,6 @@ import numpy as np
 import pandas as pd
 import pytest
 from isoflop import fit
-from isoflop.fit import persistence
 from isoflop.fit.hyperparameter_cells import cell_optima, cells_of, read_sweep
 from isoflop.fit.hyperparameter_surface import HyperparameterSurface
 from isoflop.fit.hyperparameters import HyperparameterLaw

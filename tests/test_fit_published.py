@@ -203,7 +203,9 @@ def test_inputs_broadcast_and_go_by_name_or_place():
 
 
 def test_a_comparison_has_a_row_a_law_and_target_with_its_conventions():
-    table = compare_published([1e21, GOPHER], own=published_law("besiroglu2024"), N_convention="N_total", loss_unit="nats/token")
+    table = compare_published(
+        [1e21, GOPHER], own=published_law("besiroglu2024"), N_convention="N_total", loss_unit="nats/token"
+    )
     assert len(table) == 2 * (1 + len(SPLITS))
     own = table[table.law == "own"]
     same = table[table.law == "besiroglu2024"]

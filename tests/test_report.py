@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from isoflop import fit
-from isoflop.fit import figures, figures_optimum, formatting
+from isoflop.fit import figures, figures_law, figures_optimum, formatting
 
 HOSTILE = '<script>alert("x")</script>&</code>'
 
@@ -68,6 +68,7 @@ def test_every_file_is_there_and_nothing_else(full):
     found, path = full
     names = {p.name for p in path.parent.iterdir()}
     pictures = {"isoflop", "contours", "optimal_N", "optimal_D", "optimal_loss", "loss_by_tokens", "loss_by_flops"}
+    pictures |= {"residuals", "bootstrap", "backtest"}
     assert names == {"report.html", "law.json"} | {f"{p}.png" for p in pictures}
     for picture in path.parent.glob("*.png"):
         assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
@@ -91,7 +92,7 @@ def test_the_page_says_what_the_analysis_found(full):
             assert formatting.interval(e.intervals["N"], formatting.count) in text
             assert formatting.ratio(e.ratio) in text
     assert formatting.loss(found.law.E_) in text
-    assert found.verdict in text
+    assert found.verdict.sentence in text
     assert formatting.percent(found.backtest["loss_error"]) in text
     for run in found.table.run_id:
         assert run in text
@@ -113,6 +114,7 @@ def test_every_figure_is_valid_plotly_and_holds_data():
     found = fit.analyze(fit.read_table(table), targets=(1e18,), bootstrap=50)
     drawn = [figures.loss_curves(found, curves, by) for by in ("tokens", "flops")]
     drawn += [figures.isoflop(found), figures.contours(found), figures_optimum.backtest(found)]
+    drawn += [figures_law.residuals(found), figures_law.cloud(found), figures_law.published(found)]
     drawn += [figures_optimum.allocation(found, q) for q in ("N", "D", "loss")]
     drawn += [figures_optimum.scores(found, m) for m in ("acc", "gold_bpb")]
     for figure in drawn:
@@ -218,10 +220,10 @@ window.addEventListener('load', () => setTimeout(() => {
   const count = plot => plot.querySelectorAll('.scatterlayer .trace path, .contourlayer path').length;
   const drawn = [...document.querySelectorAll('.plot')].map(plot => plot.id + '=' + count(plot));
   const wide = document.documentElement.scrollWidth > window.innerWidth;
-  const reach = () => document.getElementById('figure-optimal-n').layout.xaxis.range[1];
-  const near = reach();
-  document.querySelector('.switch button[value=far]').click();
-  const far = reach();
+  const plot = document.getElementById('figure-optimal-n');
+  const near = plot && plot.layout.xaxis.range[1];
+  if (plot) document.querySelector('.switch button[value=far]').click();
+  const far = plot && plot.layout.xaxis.range[1];
   const head = document.querySelector('.sortable th:nth-child(3)'); if (head) head.click();
   const cells = [...document.querySelectorAll('.sortable tbody td:nth-child(3)')].map(cell => Number(cell.dataset.v));
   const sorted = cells.every((value, i) => i === 0 || cells[i - 1] <= value);
@@ -261,10 +263,14 @@ def test_a_browser_draws_every_figure_without_an_error(tmp_path, kind, width):
     assert said["faults"] == []
     assert not re.search(r"CONSOLE.*(error|Uncaught)", result.stderr, re.I), result.stderr[-2000:]
     counts = {name: int(n) for name, n in (entry.rsplit("=", 1) for entry in said["drawn"])}
-    assert len(counts) == {"smoke": 7}.get(kind, 10)
+    # Two sizes a budget have no minimum between them, so no approach has an answer to draw.
+    assert len(counts) == {"smoke": 5}.get(kind, 13)
     assert min(counts.values()) > 0, counts
     assert said["sorted"]
-    assert said["near"] < 14.1 < 18 < said["far"], "the switch goes out to the target of 1e18 FLOPs"
+    if kind == "smoke":
+        assert said["near"] is None
+    else:
+        assert said["near"] < 14.1 < 18 < said["far"], "the switch goes out to the target of 1e18 FLOPs"
     assert not said["wide"], "the page scrolls sideways"
 
 
