@@ -98,8 +98,9 @@ def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
     if sampling.top_k:
         probabilities = probabilities[: sampling.top_k]
         probabilities = probabilities / probabilities.sum()
-    before = probabilities.cumsum(0) - probabilities
-    # A token belongs to the nucleus while those ahead of it hold less than top_p; the first always does.
-    probabilities = probabilities[: max(1, int((before < sampling.top_p).sum()))]
+    if sampling.top_p < 1:  # else rounding of the sum would decide how many there are, and with that which is drawn
+        before = probabilities.cumsum(0) - probabilities
+        # A token belongs to the nucleus while those ahead of it hold less than top_p; the first always does.
+        probabilities = probabilities[: max(1, int((before < sampling.top_p).sum()))]
     choice = torch.multinomial(probabilities, 1, generator=generator)
     return int(tokens[choice])

@@ -270,8 +270,8 @@ class HyperparameterSurface(DesignedLaw):
             coordinates=self.names,
             logarithmic=tuple(name.endswith("_k") for name in self.names),
             axes=np.log(np.stack(inputs[:2])),
-            # A resample starts at the full fit alone: the problem is nearly linear, and no other start ended lower.
-            starts=lambda weights, keep: first[None] if keep is None else first[None, :0],
+            # The problem is nearly linear: beside the full fit, one more start is enough for a resample.
+            starts=lambda weights, keep: first[None] if keep is None else first[None, :1],
             constants=constants,
         )
 

@@ -150,6 +150,8 @@ def fit_table(
         largest = float(max(runs.flops))
         targets = tuple(target_flops or [largest * factor for factor in (10.0, 100.0, 1000.0)])
         analysis = fit.analyze(runs, targets, bootstrap, seed, law)
+        if not any(approach.available for approach in analysis.approaches.values()):
+            raise fit.InputError(analysis.approaches["parametric"].reason)
         if output is not None:
             fit.write_report(analysis, output, title=table.stem, provenance={"table": str(table)})
         result = analysis.to_dict()

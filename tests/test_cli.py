@@ -190,3 +190,45 @@ def test_a_closed_pipe_is_no_error(smoke: tuple[Path, str]) -> None:
     command = f"{sys.executable} -m isoflop.sweeps.cli status {smoke[0]} --json | head -1"
     done = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True, check=False)
     assert "Traceback" not in done.stderr
+
+
+def runs(**columns: object) -> pd.DataFrame:
+    generator = np.random.default_rng(0)
+    N, D = 10 ** generator.uniform(7, 10, 12), 10 ** generator.uniform(9, 12, 12)
+    return pd.DataFrame({"N": N, "D": D, "loss": 1.8 + 400 / N**0.34 + 2000 / D**0.37}).assign(**columns)
+
+
+BAD_TABLES = {
+    "nan": (lambda: runs(loss=[np.nan] + [3.0] * 11), "loss is nan in row 2"),
+    "infinity": (lambda: runs(N=[np.inf] + [1e9] * 11), "N is inf in row 2"),
+    "zero": (lambda: runs(D=[0.0] + [1e9] * 11), "D is 0 in row 2"),
+    "negative": (lambda: runs(loss=-3.0), "loss is -3 in row 2"),
+    "too few": (lambda: runs().head(5), "has 5 parameters and the table has 5 different points"),
+    "one size": (lambda: runs(N=1e9), "a law in N and D needs more than one size"),
+    "one budget": (lambda: runs(D=lambda t: 1e20 / 6 / t.N), "collinear in (log N, log D)"),
+    "one ratio": (lambda: runs(D=lambda t: 20 * t.N), "alpha and beta are not identifiable"),
+    "no loss": (lambda: runs().drop(columns="loss"), "has no column 'loss'; it has N, D"),
+    "no rows": (lambda: runs().head(0), "has no rows"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_TABLES)
+def test_a_table_that_nothing_can_be_fitted_to_is_one_sentence_and_writes_nothing(
+    run: Run, tmp_path: Path, name: str
+) -> None:
+    make, says = BAD_TABLES[name]
+    make().to_csv(tmp_path / "t.csv", index=False)
+    code, output, error = run("fit", tmp_path / "t.csv", "--bootstrap", "20", "--output", tmp_path / "out")
+    assert code == 2
+    assert says in error
+    assert len(error.strip().splitlines()) == 1
+    assert not output
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("columns", [{"loss": lambda t: t.loss / np.log(2)}, {"N": lambda t: t.N / 1e6}])
+def test_strange_units_are_asked_about(run: Run, tmp_path: Path, columns: dict[str, object]) -> None:
+    runs(**columns).to_csv(tmp_path / "t.csv", index=False)
+    code, output, _ = run("fit", tmp_path / "t.csv", "--bootstrap", "20", "--json")
+    assert code == 0
+    assert "units" in {warning["code"] for warning in json.loads(output)["warnings"]}

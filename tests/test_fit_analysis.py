@@ -1,12 +1,14 @@
 """The whole analysis: the contract's JSON, an answer from whatever the table allows, each warning where it belongs."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
 import pytest
 from isoflop import fit
 from isoflop.fit.approaches import QUANTITIES
+from isoflop.fit.checks import run_checks
 
 
 def sweep(budgets=(2e15, 6e15, 2e16, 6e16), sizes=6, noise=0.002, seed=0, **columns):
@@ -163,12 +165,15 @@ def test_a_warning_comes_where_it_belongs_and_only_there(code, table, options):
 
 
 def test_an_approach_that_is_made_to_disagree_is_said_to():
-    """Inflating D with the budget bends the law's exponents, while the profiles' vertices in N stay where they are."""
+    """The parametric law of runs of the same budgets whose models are all five times larger."""
     found = analyze(sweep(noise=0.0005))
-    moved = analyze(sweep(noise=0.0005).assign(D=lambda t: t.D * (t.budget / 2e15) ** 1.4))
+    larger = analyze(sweep(noise=0.0005).assign(N=lambda t: 5 * t.N, D=lambda t: t.D / 5))
+    approaches = found.approaches | {"parametric": larger.approaches["parametric"]}
+    mixed = replace(found, approaches=approaches, verdict=fit.verdict(approaches, found.targets, found.table))
     assert "approaches_disagree" not in codes(found)
-    assert "approaches_disagree" in codes(moved)
-    assert moved.verdict.agree is False
+    assert found.verdict.agree
+    assert "approaches_disagree" in {warning.code for warning in run_checks(mixed)}
+    assert mixed.verdict.agree is False
 
 
 def test_bad_targets_and_resamples_are_one_sentence():
