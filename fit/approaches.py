@@ -20,7 +20,7 @@ from .allocation import compute_optimal
 from .chinchilla import ChinchillaLaw
 from .envelope import Envelope
 from .errors import Array
-from .formatting import WIDE, count, scientific
+from .formatting import WIDE, amount, count, scientific
 from .isoflop import IsoflopProfiles
 from .optimum import Optimum
 from .powerlaw import PowerLaw
@@ -208,7 +208,7 @@ def verdict(approaches: Mapping[str, Approach], targets: Sequence[float], table:
         return Verdict(None, "Not every approach has an interval, so agreement cannot be judged.")
     with np.errstate(divide="ignore"):
         widest = max(float(np.divide(span[1], span[0])) for span in spans if span)
-    wide = f"a factor of {widest:.2g}" if widest < WIDE else "over five decades"
+    wide = f"a factor of {amount(widest, 2)}" if widest < WIDE else "over five decades"
     return Verdict(True, f"The approaches agree within their intervals, which span up to {wide} in N.")
 
 

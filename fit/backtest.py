@@ -23,6 +23,7 @@ from .uncertainty import percentile_interval
 
 COARSE_BIN = 0.5  # decades, where the table has no budgets
 RUNG_GAP = 0.02  # log N; sizes nearer than this are one rung
+DRAWS = 200  # resamples behind the prediction intervals of a step
 MOVED = ("alpha", "beta", "N", "tokens_per_parameter")
 
 
@@ -32,7 +33,8 @@ def backtest(table: RunTable, profiles: IsoflopProfiles, law: ChinchillaLaw | No
     Returns {"steps": [...], "reason": ..., "influence": ...} and, copied to the top, the fields of the last step, which
     holds out the highest budget: loss_error (mean absolute, relative), loss_bias (mean, relative; positive: predicted
     too high), the same over all runs of the budget and beyond (_beyond), N_predicted (by approach 3), _isoflop (by
-    approach 2) and N_measured, tokens_per_parameter likewise, and tokens_per_parameter_at_target and _at_target_full.
+    approach 2) and N_measured, loss_inside (share of held-out runs within the 95 % prediction interval, where
+    the full fit has a bootstrap), tokens_per_parameter likewise, tokens_per_parameter_at_target and _at_target_full.
     `influence` is None without a law.
     """
     labels, budgets = _levels(table, profiles)
@@ -122,6 +124,16 @@ def _errors(
     }
 
 
+def _inside(law: ChinchillaLaw, table: RunTable, train: np.ndarray, test: np.ndarray) -> float | None:
+    """Share of the held-out runs within the law's own 95 % prediction interval for a new run; None without one."""
+    try:
+        law.bootstrap(DRAWS, table.group[train])
+    except InputError:
+        return None
+    low, high = law.predict_interval(table.N[test], table.D[test], kind="run").T
+    return float(((low <= table.loss[test]) & (table.loss[test] <= high)).mean())
+
+
 def _step(
     table: RunTable,
     train: np.ndarray,
@@ -143,6 +155,7 @@ def _step(
         "loss_bias_beyond": beyond["loss_bias"],
         "predicted": np.asarray(law.predict(table.N[test], table.D[test])).tolist(),
         "measured": table.loss[test].tolist(),
+        "loss_inside": _inside(law, table, train, test) if full is not None and full.draws_ is not None else None,
         "N_predicted": None,
         "N_measured": None,
         "tokens_per_parameter_predicted": None,

@@ -73,8 +73,10 @@ def loss(value: float | None) -> str:
 
 
 def times(factor: float) -> str:
-    """How many times: 2.5 times, 10 times, 3.3e11 times."""
-    return f"{f'{factor:.3g}' if 0.01 <= factor < 1e3 else scientific(factor, 2)} times"
+    """How many times: 2.5 times, 10 times, 1,000 times, 3.3e11 times."""
+    if 999.5 <= factor < 99_950:
+        return f"{round_to(factor, 3):,.0f} times"
+    return f"{f'{factor:.3g}' if 0.01 <= factor < 999.5 else scientific(factor, 2)} times"
 
 
 def percent(value: float | None, signed: bool = False) -> str:

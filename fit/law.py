@@ -29,19 +29,12 @@ from numpy.typing import ArrayLike
 from .errors import Array, InputError, enough, positive, same_length
 from .errors import weights as check_weights
 from .forms import LogForm
+from .resampling import left_out, predict_interval, resample, residual_scale
 from .solver import Solution, solve
-from .uncertainty import (
-    bca_interval,
-    excess_scatter,
-    identifiable_counts,
-    jackknife_weights,
-    percentile_interval,
-    wild_targets,
-)
+from .uncertainty import bca_interval, excess_scatter, percentile_interval
 
 OBJECTIVES = ("huber", "l1", "squares", "se")
 L1_DELTA = 1e-6
-FALLBACK_STARTS = 2  # starts of a resample besides the full fit
 
 
 @dataclass(frozen=True)
@@ -79,10 +72,11 @@ class Law:
     """
 
     form: ClassVar[str]
-    title: ClassVar[str]
-    names: ClassVar[tuple[str, ...]]
-    inputs: ClassVar[tuple[str, ...]] = ("N", "D")
-    output: ClassVar[str] = "loss"
+    title: str
+    names: tuple[str, ...]
+    inputs: tuple[str, ...] = ("N", "D")
+    output: str = "loss"
+    resample_starts: int = 2  # starts of a resample besides the optimum of all runs
 
     def __init__(self, objective: str = "huber", delta: float = 1e-3) -> None:
         if objective not in OBJECTIVES:
@@ -148,7 +142,7 @@ class Law:
         self._precision = np.ones_like(self.weight_)
         if self.objective == "se" and self.se_ is not None:
             self._precision = 1.0 / ((self.se_ / self.data_[self.output]) ** 2 + scatter**2)
-        self._jackknife: dict[str, Array] | None = None
+        self._jackknife: tuple[np.ndarray, Solution] | None = None
 
     def _solve_full(self) -> Solution:
         weights = (self.weight_ * self._precision)[None, :]
@@ -169,10 +163,15 @@ class Law:
                 break
         return found
 
-    def _solve(self, weights: Array, starts: Array, target: Array | None = None) -> Solution:
+    @property
+    def _delta(self) -> float:
+        """The residual from which the objective is linear."""
+        return {"huber": self.delta, "l1": L1_DELTA}.get(self.objective, np.inf)
+
+    def _solve(self, weights: Array, starts: Array, target: Array | None = None, warm: Array | None = None) -> Solution:
         p = self.problem_
-        delta = {"huber": self.delta, "l1": L1_DELTA}.get(self.objective, np.inf)
-        return solve(p.form, p.target if target is None else target, weights, starts, p.lower, p.upper, delta)
+        target = p.target if target is None else target
+        return solve(p.form, target, weights, starts, p.lower, p.upper, self._delta, warm)
 
     def _accept(self, found: Solution) -> None:
         self.theta_ = found.theta[0]
@@ -209,48 +208,29 @@ class Law:
         self._fitted()
         weights = weights * self.weight_ * self._precision
         # With other targets the variable projection of the data still lies near, so one set of starts serves all.
-        own = self.problem_.starts(weights if target is None else weights[:1], FALLBACK_STARTS)
-        own = np.broadcast_to(own, (len(weights), *own.shape[1:]))
-        here = np.broadcast_to(self.theta_, (len(weights), 1, len(self.theta_)))
-        return self._solve(weights, np.concatenate([here, own], axis=1), target)
+        own = self.problem_.starts(weights if target is None else weights[:1], self.resample_starts)
+        return self._solve(weights, own, target, warm=self.theta_)
 
     # Uncertainty.
 
-    def bootstrap(self, n: int = 1000, groups: Any = None, seed: int = 0, method: str = "pairs") -> Self:
+    def bootstrap(self, n: int = 1000, groups: Any = None, seed: int = 0, method: str = "auto") -> Self:
         """Refit `n` resamples; rows of one group (`groups` (rows,): run ids, or trunks) move together.
 
-        method "pairs" draws whole groups with replacement; "wild" keeps every row and flips the signs of whole groups'
-        residuals, inflated for the fitted constants (Wu 1986): the choice for a grid whose sizes and budgets were
-        designed and not drawn. Raises InputError where there are too few groups to resample. Returns self.
+        method "pairs" draws whole groups with replacement. "wild" keeps every row and moves its value up or down by
+        what the fit without its group misses it by. "auto" is wild below 20 groups a fitted constant, where intervals
+        of pairs are too wide, and pairs from there on. Raises InputError where there are too few groups to resample,
+        and where wild meets a group without which a constant is undetermined. Returns self.
         """
         self._fitted()
-        if method not in ("pairs", "wild"):
-            raise InputError(f"method is {method!r}; choose pairs or wild.")
+        if method not in ("auto", "pairs", "wild"):
+            raise InputError(f"method is {method!r}; choose auto, pairs or wild.")
         rows = len(self.weight_)
         groups = np.arange(rows) if groups is None else np.asarray(groups)
         if len(groups) != rows:
             raise InputError(f"groups has {len(groups)} values and the fit has {rows} points; each needs one.")
-        redrawn = 0
-        if method == "pairs":
-            inputs = np.stack([self.data_[name] for name in self.inputs])
-            p = self.problem_
-            counts, redrawn = identifiable_counts(groups, n, seed, inputs, self.weight_, p.axes, p.free)
-            found = self._refit(counts)
-        else:
-            fitted = self.problem_.form.value(self.theta_[None, :])[0][0]
-            target = wild_targets(fitted, self.residuals(), groups, n, seed, self.problem_.free)
-            found = self._refit(np.ones((n, rows)), target)
-        keep = found.converged
-        self.groups_ = groups.astype(str)
-        self.bootstrap_ = {
-            "resamples": int(keep.sum()),
-            "redrawn": redrawn,
-            "unconverged": int((~keep).sum()),
-            "method": method,
-            "seed": seed,
-        }
-        self.draws_ = self.problem_.constants(found.theta[keep])
-        self._jackknife = None
+        found, drawn = resample(self, n, groups.astype(str), seed, method)
+        self.groups_, self.bootstrap_ = groups.astype(str), drawn
+        self.draws_ = self.problem_.constants(found.theta[found.converged])
         return self
 
     def interval(self, name: str, level: float = 0.95, method: str = "percentile") -> tuple[float, float]:
@@ -272,10 +252,10 @@ class Law:
         if method == "percentile":
             return percentile_interval(draws, level)
         if method != "bca":
-            raise InputError(f"method is {method!r}; choose percentile, bca or profile.")
-        if self._jackknife is None:
-            self._jackknife = self.refit(jackknife_weights(self.groups_))
-        return bca_interval(draws, float(quantity(self.constants_)), quantity(self._jackknife), level)
+            raise InputError(f"method is {method!r}; choose percentile or bca, or profile for a constant of the law.")
+        without = left_out(self, self.groups_)
+        left = {name: values[without.converged] for name, values in self.problem_.constants(without.theta).items()}
+        return bca_interval(draws, float(quantity(self.constants_)), quantity(left), level)
 
     # Reading.
 
@@ -292,10 +272,27 @@ class Law:
         with np.errstate(over="ignore"):
             return np.asarray(self.evaluate(draws, *columns))
 
+    def predict_interval(
+        self, *inputs: ArrayLike, level: float = 0.95, kind: str = "mean", **named: ArrayLike
+    ) -> Array:
+        """Interval at each point, of shape (2,) for scalars and (points, 2) for (points,), after `bootstrap`.
+
+        kind "mean" is where the law's value lies. "run" is where one new run lands, seed noise and all: each draw is
+        multiplied by exp of a residual drawn from those of the fit, inflated for its degrees of freedom. That takes the
+        noise of the new run to be like that of the runs that there are.
+        """
+        return predict_interval(self, self._inputs(inputs, named), level, kind)
+
     def residuals(self) -> Array:
         """Log of what was observed minus log predicted, of shape (n,)."""
         self._fitted()
         return self.problem_.target - self.problem_.form.value(self.theta_[None, :])[0][0]
+
+    @property
+    def residual_scale_(self) -> float:
+        """Root mean square residual in log space, per degree of freedom: what two runs of one setting scatter by."""
+        self._fitted()
+        return residual_scale(self)
 
     def say(self, name: str, digits: int = 4) -> str:
         """A constant with its interval, where there is one, as in `0.3473 [0.3171, 0.3731]`."""
@@ -377,4 +374,3 @@ class Law:
                 f"this {type(self).__name__} has no intervals yet; call bootstrap(n, groups=run_id) first."
             )
         return self.draws_
-

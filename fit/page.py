@@ -42,6 +42,7 @@ p{margin:8px 0;max-width:76ch}
 .scroll{overflow-x:auto;margin:12px 0;-webkit-overflow-scrolling:touch}
 table{border-collapse:collapse;width:100%;font-size:.92rem}
 th,td{padding:7px 12px;text-align:left;vertical-align:top;border-bottom:1px solid var(--line);white-space:nowrap}
+td.wrap{white-space:normal;min-width:22rem}
 thead th{border-bottom:2px solid var(--ink);font-weight:600;vertical-align:bottom}
 td.r,th.r{text-align:right} td small{display:block;color:var(--soft);font-size:.8rem}
 tr.group th{background:var(--wash);font-weight:600;padding-top:10px}

@@ -321,17 +321,19 @@ def _backtest(page: Page, a: Analysis) -> None:
         rows.append(
             f"<tr><td>{scientific(s['held_out_flops'])} FLOPs</td>"
             f"{cell(str(s['runs_fitted']))}{cell(str(s['runs_predicted']))}"
-            f"{cell(percent(s['loss_error']))}{cell(percent(s['loss_bias'], True))}{cell(allocation)}"
+            f"{cell(percent(s['loss_error']))}{cell(percent(s['loss_bias'], True))}{cell(_share(s['loss_inside']))}"
+            f"{cell(allocation)}"
             f"{cell(ratio(s['tokens_per_parameter_predicted']) + ' / ' + ratio(s['tokens_per_parameter_measured']))}"
             f"{cell(ratio(s['tokens_per_parameter_at_target']))}</tr>"
         )
     target = scientific(a.targets[0])
     head = (
         "held out",
-        "runs fitted",
-        "runs predicted",
+        "fitted",
+        "predicted",
         "loss error",
         "bias",
+        "in 95 %",
         "N*: law / run",
         "D/N: law / run",
         f"D/N at {target}",
@@ -339,10 +341,15 @@ def _backtest(page: Page, a: Analysis) -> None:
     full = ratio(steps[-1]["tokens_per_parameter_at_target_full"])
     page.add(
         "<p>Each row fits the parametric law on runs cheaper than a budget and predicts that budget. A small error of "
-        f"loss does not show that the allocation is right: compare the last column with {full}, from all runs.</p>"
+        f"loss does not show that the allocation is right: compare the last column with {full}, from all runs. "
+        "In 95 %: how many of the runs predicted lie within the law's own 95 % interval for a new run.</p>"
         f'<div class="scroll">{table(head, rows)}</div>{page.figure("backtest", figures_optimum.backtest(a))}'
     )
     sections.influence(page, a)
+
+
+def _share(value: float | None) -> str:
+    return "–" if value is None else f"{value:.0%}"
 
 
 def _run_table(page: Page, a: Analysis) -> None:

@@ -114,7 +114,7 @@ def _task_row(task: TaskVerdict, target: float) -> str:
     else:
         accuracy = cell(f"{found.acc:.3f}", interval(found.acc_interval, lambda v: f"{v:.3f}"))
         said = f"refused: {found.reason}" if found.reason else "may be extrapolated"
-    return f'<tr><td>{text(task.task)}</td>{cell(signal)}{accuracy}<td class="sub">{text(said)}</td></tr>'
+    return f'<tr><td>{text(task.task)}</td>{cell(signal)}{accuracy}<td class="sub wrap">{text(said)}</td></tr>'
 
 
 def published(page: Page, a: Analysis) -> None:

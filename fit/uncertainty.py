@@ -1,8 +1,13 @@
 """Resampling and intervals.
 
-Special here: what is resampled is a *run*, never a row. Checkpoints of one run, and branches of one trunk, share their
-data order and their luck, so they move together (a cluster bootstrap). A resample is a row of counts, which makes it a
-weight for the solver.
+Special here:
+- What is resampled is a *run*, never a row. Checkpoints of one run, and branches of one trunk, share their data order
+  and their luck, so they move together (a cluster bootstrap).
+- There are two ways. "Pairs" draws runs with replacement: a resample is a row of counts, which makes it a weight for
+  the solver. It assumes least, but needs many runs: of 24, a 95 % interval of a Huber fit covers 98 to 99 %. "Wild"
+  keeps every run and moves its loss by what the fit without it misses it by. It covers 93 to 97 % from a few runs on,
+  under unequal noise too (measured in docs/decisions.md), but takes the law to be right, and an error to be as likely
+  up as down.
 """
 
 from __future__ import annotations
@@ -14,6 +19,9 @@ import numpy as np
 from .errors import Array, InputError
 
 REDRAWS = 50
+RUNS_PER_CONSTANT = 20  # from here on pairs cover at the nominal rate, and are preferred
+KERNEL = 0.75
+ALONE = 1e-6  # a share of the leverage that one group leaves to all others, below which it stands alone
 STILL = 1e-6  # variance of a log input below which a resample holds it constant
 
 
@@ -42,13 +50,7 @@ def identifiable_counts(
     _, point = np.unique(inputs, axis=1, return_inverse=True)
     member = np.zeros((len(point), point.max() + 1))
     member[np.arange(len(point)), point.ravel()] = 1.0
-    independent = len(np.unique(np.asarray(groups).astype(str)))
-    too_few = InputError(
-        f"the table has {independent} independent runs, too few to resample {free} parameters; "
-        f"at least {free + 3} are needed."
-    )
-    if independent <= free:
-        raise too_few
+    independent = independent_groups(groups, free)
     counts = cluster_counts(groups, n, seed)
     redrawn = 0
     for attempt in range(1, REDRAWS):
@@ -59,7 +61,22 @@ def identifiable_counts(
             return counts, redrawn
         redrawn += int(poor.sum())
         counts[poor] = cluster_counts(groups, int(poor.sum()), seed + 7919 * attempt)
-    raise too_few
+    raise _too_few(independent, free)
+
+
+def independent_groups(groups: Any, free: int) -> int:
+    """How many groups there are; raises InputError where they are too few to say anything of `free` parameters."""
+    independent = len(np.unique(np.asarray(groups).astype(str)))
+    if independent <= free:
+        raise _too_few(independent, free)
+    return independent
+
+
+def _too_few(independent: int, free: int) -> InputError:
+    return InputError(
+        f"the table has {independent} independent runs, too few to resample {free} parameters; "
+        f"at least {free + 3} are needed."
+    )
 
 
 def _variance(x: Array, counts: Array) -> Array:
@@ -68,22 +85,64 @@ def _variance(x: Array, counts: Array) -> Array:
 
 
 def jackknife_weights(groups: Any) -> Array:
-    """Weights (groups, rows) that leave one whole group out at a time."""
+    """Weights (groups, rows) that leave one whole group out at a time, in the order of their sorted labels."""
     labels, member = np.unique(np.asarray(groups).astype(str), return_inverse=True)
     return 1.0 - (np.arange(len(labels))[:, None] == member.ravel()[None, :])
 
 
-def wild_targets(fitted: Array, residual: Array, groups: Any, n: int, seed: int, parameters: int) -> Array:
-    """Targets (n, rows) of a wild bootstrap: the fit plus residuals, signs flipped for whole groups at a time.
+def need_no_group_alone(jacobian: Array, groups: Any, what: str) -> None:
+    """Raises InputError where leaving one group out would leave a constant of `what` undetermined.
 
-    Residuals of a fit are smaller than its errors, so they are inflated by sqrt(rows / (rows - parameters)).
-    Wu 1986; Cameron, Gelbach and Miller 2008 for the clusters.
+    jacobian (rows, k) of the fit, each row times the root of its weight. A group alone determines some direction of
+    the parameters where its block of the hat matrix has an eigenvalue of one.
+    """
+    labels, member = np.unique(np.asarray(groups).astype(str), return_inverse=True)
+    size = np.linalg.norm(jacobian, axis=0)
+    left, singular, _ = np.linalg.svd(jacobian / np.where(size > 0, size, 1.0), full_matrices=False)
+    left = left[:, singular > 1e-9 * singular[0]]
+    for place, label in enumerate(labels):
+        if np.linalg.norm(left[member.ravel() == place], 2) ** 2 > 1.0 - ALONE:
+            raise InputError(
+                f"without run {label} the other {len(labels) - 1} independent runs do not determine the constants of "
+                f"{what}; add runs before asking for an interval."
+            )
+
+
+def kernel_width(errors: Array, independent: int) -> float:
+    """Bandwidth of a Gaussian kernel for `errors` (rows,) of `independent` groups, which an outlier does not widen.
+
+    KERNEL stands where Silverman's rule has 1.06. Without a kernel, 95 % intervals of Huber fits cover 92 to 95 %; with
+    all of the rule 95 to 98.
+    """
+    spread = min(np.sqrt(np.mean(errors**2)), 1.4826 * np.median(np.abs(errors)))
+    return float(KERNEL * spread * independent**-0.2)
+
+
+def wild_targets(
+    fitted: Array, left_out: Array, groups: Any, n: int, seed: int, freedom: int, width: float = 0.0
+) -> Array:
+    """Targets (n, rows) of a wild bootstrap: the fit plus, with one random sign a group, what it misses each row by.
+
+    fitted, left_out (rows,): the latter is the residual that the fit *without* the row's group leaves there. It is as
+    large as the error, and larger where the group has leverage, which gives the jackknife's covariance (MacKinnon and
+    White 1985; for clusters MacKinnon, Nielsen and Webb 2023, arXiv:2301.04527). The fit's own residuals are too small,
+    most of all where it is nearly L1 and runs through as many points as it has parameters. The size of a resample is
+    drawn too, as in Student's t with `freedom` degrees, because few groups leave the size of the errors open.
+
+    `width` is that of a kernel for an objective that is nearly L1: its intervals depend on how densely errors lie near
+    zero, and two values a row do not say (De Angelis, Hall and Young 1993). The variance stays what it is.
     """
     if n < 1:
         raise InputError(f"bootstrap is {n}; a positive number of resamples is needed.")
     labels, member = np.unique(np.asarray(groups).astype(str), return_inverse=True)
-    signs = np.random.default_rng(seed).choice([-1.0, 1.0], size=(n, len(labels)))[:, member.ravel()]
-    return fitted + signs * residual * np.sqrt(len(residual) / max(len(residual) - parameters, 1))
+    member = member.ravel()
+    generator = np.random.default_rng(seed)
+    signs = generator.choice([-1.0, 1.0], size=(n, len(labels)))
+    noise = width * generator.standard_normal((n, len(labels)))
+    size = (1.0 - 1.0 / len(labels)) * freedom / generator.chisquare(freedom, n)
+    if width > 0:
+        size /= 1.0 + width**2 / np.mean(left_out**2)
+    return fitted + np.sqrt(size)[:, None] * (signs[:, member] * left_out + noise[:, member])
 
 
 def percentile_interval(draws: Any, level: float = 0.95) -> tuple[float, float]:

@@ -197,6 +197,8 @@ FORMATS = [
     (formatting.percent, 0.0371, "3.7 %"),
     (formatting.loss, float("nan"), "–"),
     (formatting.times, 10.0, "10 times"),
+    (formatting.times, 999.96, "1,000 times"),
+    (formatting.times, 3.3e11, "3.3e11 times"),
 ]
 
 
