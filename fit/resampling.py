@@ -67,9 +67,9 @@ def left_out_residuals(law: Law, groups: np.ndarray) -> Array:
 
 def slopes(law: Law, problem: Problem, theta: Array) -> Array:
     """Slopes (rows, k) of the log prediction at coordinates theta (k,), by the root of each row's weight in the fit."""
-    rows = problem.form.points
-    _, cache = problem.form.value(np.broadcast_to(theta, (rows, len(theta))))
-    return problem.form.gradient(cache, np.eye(rows)) * np.sqrt(law.weight_ * law._precision)[:, None]
+    k = len(theta)
+    _, cache = problem.form.value(np.broadcast_to(theta, (k, k)))
+    return problem.form.along(cache, np.eye(k)).T * np.sqrt(law.weight_ * law._precision)[:, None]
 
 
 def residual_scale(law: Law) -> float:
