@@ -234,8 +234,8 @@ class Law:
         return self
 
     def interval(self, name: str, level: float = 0.95, method: str = "percentile") -> tuple[float, float]:
-        """Interval of a constant: percentile or BCa of the bootstrap, or of the profile likelihood (no bootstrap
-        needed).
+        """Interval of a constant: "percentile" or "bca" of the bootstrap, or "profile" of the likelihood, which needs
+        no bootstrap, takes rows as independent, and has an infinite end where the runs determine none.
         """
         self._known(name)
         if method == "profile":
