@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .allocation import optimum
-from .approaches import clashes, verdict
 from .chinchilla import FLAT_EXPONENT
 from .diagnosis import Warning
 from .doctor import examine
@@ -117,17 +116,10 @@ def _moved(a: Analysis, without: dict[str, float]) -> str:
 
 
 def _disagreement(a: Analysis) -> Iterator[Warning]:
-    found = verdict(a.approaches, a.targets, a.table)
+    found = a.verdict
     if found.agree is False:
         why = f" What may be why: {' '.join(found.suspects)}" if found.suspects else ""
         yield Warning("approaches_disagree", f"{found.sentence} Trust none of them before the reason is known.{why}")
-
-
-def disagreements(a: Analysis) -> list[tuple[float, str, str]]:
-    """(flops, key, key) wherever the N* intervals of two approaches do not overlap: at each target, and at the largest
-    budget run.
-    """
-    return [(c.flops, *c.keys) for c in clashes(a.approaches, (float(a.table.flops.max()), *a.targets))]
 
 
 def _profiles(a: Analysis) -> Iterator[Warning]:

@@ -74,7 +74,9 @@ def slopes(law: Law, problem: Problem, theta: Array) -> Array:
 
 def residual_scale(law: Law) -> float:
     """Root mean square residual in log space, per degree of freedom; rows weigh as they did in the fit."""
-    return float(np.sqrt(law.weight_ @ (_inflation(law) * law.residuals()) ** 2 / law.weight_.sum()))
+    used = law.weight_ > 0
+    inflated = _inflation(law, int(used.sum())) * law.residuals()
+    return float(np.sqrt(law.weight_ @ inflated**2 / law.weight_.sum()))
 
 
 def predict_interval(law: Law, points: list[Array], level: float, kind: str) -> Array:
@@ -84,13 +86,12 @@ def predict_interval(law: Law, points: list[Array], level: float, kind: str) -> 
     draws = law.predict_draws(*np.broadcast_arrays(*points))
     if kind == "run":
         generator = np.random.default_rng((law.bootstrap_["seed"] or 0) + 1)  # not the signs or counts of the draws
-        share = law.weight_ / law.weight_.sum()
-        draws = draws * np.exp(_inflation(law) * generator.choice(law.residuals(), size=draws.shape, p=share))
+        error = _inflation(law, len(np.unique(law.groups_[law.weight_ > 0]))) * law.residuals()
+        draws = draws * np.exp(generator.choice(error, size=draws.shape, p=law.weight_ / law.weight_.sum()))
     rows = [percentile_interval(row, level) for row in draws.reshape(-1, draws.shape[-1])]
     return np.array(rows).reshape(*draws.shape[:-1], 2)
 
 
-def _inflation(law: Law) -> float:
-    """Errors over residuals, for the constants that were fitted."""
-    rows = int((law.weight_ > 0).sum())
-    return float(np.sqrt(rows / max(rows - law.problem_.free, 1)))
+def _inflation(law: Law, independent: int) -> float:
+    """Errors over residuals, for the constants that were fitted to so many independent runs."""
+    return float(np.sqrt(independent / max(independent - law.problem_.free, 1)))

@@ -187,19 +187,6 @@ def bca_interval(draws: Any, estimate: float, jackknife: Any, level: float = 0.9
     return (float(ends[0]), float(ends[1]))
 
 
-def studentised(residual: Array, parameters: int = 0) -> Array:
-    """Residuals over a robust estimate of their spread, the median absolute deviation scaled to a Gaussian's sigma.
-
-    A fit that is nearly L1 runs through as many points as it has parameters; those say nothing about the spread, so
-    the `parameters` smallest residuals are left out of it.
-    """
-    centred = residual - np.median(residual)
-    spread = 1.4826 * np.median(np.sort(np.abs(centred))[min(parameters, len(centred) - 1) :])
-    if spread <= 1e-9:  # a perfect fit: nothing stands out
-        return np.zeros_like(residual)
-    return centred / spread
-
-
 def excess_scatter(squares: Array, variance: Array, freedom: int) -> float:
     """The tau >= 0 at which sum squares / (variance + tau^2) equals the degrees of freedom (Paule and Mandel 1982).
 

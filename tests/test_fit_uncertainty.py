@@ -104,7 +104,7 @@ def test_the_residual_scale_is_that_of_the_noise(known_laws):
 
 def test_checkpoints_of_one_run_share_its_noise_and_only_clustered_intervals_cover():
     rng = np.random.default_rng(1)
-    held = {"clustered": [], "naive": []}
+    held, landed = {"clustered": [], "naive": []}, []
     run = np.repeat(np.arange(24), 5)
     for trial in range(80):
         N, D = scattered(rng, 24)
@@ -115,8 +115,14 @@ def test_checkpoints_of_one_run_share_its_noise_and_only_clustered_intervals_cov
         for key, groups in (("clustered", run), ("naive", None)):
             law.bootstrap(200, groups=groups, seed=trial)
             held[key].append([holds(law.interval(name), value) for name, value in truth.items()])
+            if key == "clustered":
+                again = NOISE * rng.standard_normal(24)[run] + NOISE / 6 * rng.standard_normal(120)
+                low, high = law.predict_interval(N, D, kind="run").T
+                again = fit.ChinchillaLaw.evaluate(truth, N, D) * np.exp(again)
+                landed.append(np.mean((low <= again) & (again <= high)))
     assert 0.92 <= np.mean(held["clustered"]) <= 0.98  # five constants that move together: 2 % is about one deviation
     assert np.mean(held["naive"]) < 0.75
+    assert 0.93 <= np.mean(landed) <= 0.97  # new runs
 
 
 # Exact references.
