@@ -70,7 +70,7 @@ def _solver(a: Analysis) -> Iterator[Warning]:
         if stuck.mean() > 0.05:
             yield Warning(
                 "degenerate_bootstrap",
-                f"{stuck.mean():.0%} of refits of resampled runs put E, alpha or beta at zero; more runs are needed.",
+                f"{stuck.mean():.0%} of bootstrap refits put E, alpha or beta at zero; more runs are needed.",
             )
         lost = law.bootstrap_["unconverged"]
         if lost:

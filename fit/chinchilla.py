@@ -127,7 +127,7 @@ class ChinchillaLaw(Law):
         return a, 1.0 - a
 
     def interval(self, name: str, level: float = 0.95, method: str = "percentile") -> tuple[float, float]:
-        """Interval of a constant, or of `a`, the exponent of N*(C); method percentile, bca or profile."""
+        """Interval of a constant by percentile, bca or profile; of `a`, the exponent of N*(C), by the first two."""
         if name != "a":
             return super().interval(name, level, method)
         return self.interval_of(_exponent_of_size, level, method)

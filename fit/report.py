@@ -227,7 +227,7 @@ def _law(page: Page, a: Analysis) -> None:
             f"<tr><td>{name}, {what[name]}</td>{cell(say(getattr(law, name + '_')))}{cell(interval(pair, say))}</tr>"
         )
     page.add(f'<div class="scroll">{table(("constant", "value", "95 % interval"), rows)}</div>')
-    draws = f", intervals from {law.bootstrap_['resamples']} refits of resampled runs" if law.draws_ is not None else ""
+    draws = f", intervals from {law.bootstrap_['resamples']} bootstrap refits" if law.draws_ is not None else ""
     page.add(
         f"<p class=caption>{text(OBJECTIVES[law.objective].format(law.delta))} {law.objective_:.4g}; "
         f"{law.starts_['agreeing']} of {law.starts_['tried']} starts agree{draws}.</p>"
