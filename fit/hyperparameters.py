@@ -23,7 +23,7 @@ from numpy.typing import ArrayLike
 from .errors import Array, InputError
 from .forms import LogSumExp
 from .law import Law, Problem
-from .uncertainty import jackknife_weights
+from .resampling import left_out_residuals
 
 if TYPE_CHECKING:
     from .hyperparameter_cells import CellOptimum
@@ -57,9 +57,7 @@ class DesignedLaw(Law):
         member = member.ravel()
         freedom = len(labels) - max(design.shape[1] for design in self._designs())
         self._need_every_cell(labels, member, freedom)
-        left_out = self._refit(jackknife_weights(groups))
-        predicted = self.problem_.form.value(left_out.theta)[0][member, np.arange(len(member))]
-        error = (self.problem_.target - predicted) * np.sqrt(1.0 - 1.0 / len(labels))
+        error = left_out_residuals(self, groups.astype(str)) * np.sqrt(1.0 - 1.0 / len(labels))
         generator = np.random.default_rng(seed)
         signs = generator.choice([-1.0, 1.0], size=(n, len(labels)))
         signs *= np.sqrt(freedom / generator.chisquare(freedom, n))[:, None]
@@ -69,7 +67,6 @@ class DesignedLaw(Law):
         self.draws_ = self.problem_.constants(found.theta[found.converged])
         self.groups_ = groups.astype(str)
         self.bootstrap_ = {"resamples": kept, "redrawn": 0, "unconverged": n - kept, "method": method, "seed": seed}
-        self._jackknife = None
         return self
 
     def _need_every_cell(self, labels: np.ndarray, member: np.ndarray, freedom: int) -> None:
