@@ -112,7 +112,7 @@ def _load(path: Path, device: str, dtype: torch.dtype) -> Any:
 
 def _held_out(loaded: Any) -> dict[str, Any]:
     """Held-out loss on the run's own corpus. Where that is not at hand (another machine), the reason instead."""
-    from ..train.loop import validate_checkpoint
+    from ..train.heldout import validate_checkpoint
 
     try:
         return dict(validate_checkpoint(loaded))

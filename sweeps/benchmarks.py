@@ -1,7 +1,7 @@
 """Our trainer beside a peer, in one run and in turn, so that what else the machine does falls on both alike.
 
 Special here:
-- ours is `Trainer.step`, the whole of it: reading the batch, forward, backward, clipping, AdamW. The peer gets its
+- ours is `Stepper.step`, the whole of it: reading the batch, forward, backward, clipping, AdamW. The peer gets its
   batch for free, torch's fused AdamW, and no copy of labels; where it has two ways to compute in bf16, both run.
 - rounds of a few steps alternate; a case's figure is the median over rounds, its spread half the interquartile range of
   the rounds' own ratios.
@@ -11,11 +11,11 @@ Special here:
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     import torch
 
     from ..train.config import RunConfig
+    from ..train.parallel.mesh import Mesh
+    from ..train.stepper import Stepper
 
 # The 1.15M-parameter byte GPT of the project's figures.
 WIDTH, DEPTH, HEADS, LENGTH, BATCH = 128, 5, 4, 256, 16
@@ -83,36 +85,47 @@ def _compare(precision: str, folder: Path, rounds: int, steps: int, compiled: bo
     import torch
 
     from ..train.flops import training_flops_per_token
-    from ..train.hardware import device_name, matmul_peak
+    from ..train.hardware import matmul_peak
+    from ..train.parallel.mesh import Mesh
 
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    config = _config(precision, folder, compiled)
-    with _trainer(config, folder) as ours:
-        peers = _peers(config, dtype)
-        peak = 0.0
-        for turn in range(rounds + 1):
-            for contender in (ours, *peers):
-                seconds = _time(contender.step, 1 if turn == 0 else steps)
-                if turn > 0:
-                    contender.seconds.append(seconds)
-            peak = max(peak, matmul_peak(torch.device("cpu"), dtype))
+    config = bench_config(precision, folder, compiled)
+    ours = Contender("Stepper.step", counted(build_stepper(config, Mesh()).step))
+    peers = _peers(config, dtype)
+    peak = 0.0
+    for turn in range(rounds + 1):
+        for contender in (ours, *peers):
+            seconds = _time(contender.step, 1 if turn == 0 else steps)
+            if turn > 0:
+                contender.seconds.append(seconds)
+        peak = max(peak, matmul_peak(torch.device("cpu"), dtype))
     peer = min(peers, key=lambda contender: statistics.median(contender.seconds))
-    ratios = [theirs / mine for mine, theirs in zip(ours.seconds, peer.seconds, strict=True)]
-    quarters = statistics.quantiles(ratios, n=4)
-    rates = [config.batch_tokens / statistics.median(contender.seconds) for contender in (ours, peer)]
+    row = row_of(
+        f"train {precision}{' compiled' if compiled else ''}", config, ours.seconds, peer.seconds,
+        f"transformers LlamaForCausalLM, fused AdamW, {peer.name}",
+    )  # fmt: skip
     flops = training_flops_per_token(config.model, LENGTH)
+    return row | {"mfu": row["ours"] * flops / peak, "peer_mfu": row["peer"] * flops / peak, "matmul_peak": peak}
+
+
+def row_of(case: str, config: RunConfig, ours: list[float], theirs: list[float], peer: str) -> dict[str, Any]:
+    """A row of the contract, from the seconds a step that each round measured of ours and of the peer."""
+    import torch
+
+    from ..train.hardware import device_name
+
+    ratios = [b / a for a, b in zip(ours, theirs, strict=True)]
+    quarters = statistics.quantiles(ratios, n=4)
+    rates = [config.batch_tokens / statistics.median(seconds) for seconds in (ours, theirs)]
     return {
-        "case": f"train {precision}{' compiled' if compiled else ''}, 1.15M parameters, T={LENGTH}, B={BATCH}",
+        "case": f"{case}, 1.15M parameters, T={LENGTH}, B={BATCH}",
         "ours": rates[0],
         "peer": rates[1],
-        "peer_name": f"transformers LlamaForCausalLM, fused AdamW, {peer.name}",
+        "peer_name": peer,
         "unit": "tokens/s",
         "ratio": rates[0] / rates[1],
         "spread": (quarters[2] - quarters[0]) / 2,
         "device": device_name(torch.device("cpu")),
-        "mfu": rates[0] * flops / peak,
-        "peer_mfu": rates[1] * flops / peak,
-        "matmul_peak": peak,
     }
 
 
@@ -123,7 +136,8 @@ def _time(step: Step, count: int) -> float:
     return (time.perf_counter() - start) / count
 
 
-def _config(precision: str, folder: Path, compiled: bool) -> RunConfig:
+def bench_config(precision: str, folder: Path, compiled: bool) -> RunConfig:
+    """The run that is measured: 1.15M parameters, text that is enough for every step to read other windows."""
     from ..train.config import DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig, TrackerConfig
 
     text = folder / "text.jsonl"
@@ -141,24 +155,24 @@ def _config(precision: str, folder: Path, compiled: bool) -> RunConfig:
     )
 
 
-@contextmanager
-def _trainer(config: RunConfig, folder: Path) -> Iterator[Contender]:
+def build_stepper(config: RunConfig, mesh: Mesh) -> Stepper:
+    """What takes a training step of ours on this rank, at its first step."""
+    import torch
+
+    from ..train.data.loader import TrainStream
     from ..train.data.shards import prepare
-    from ..train.loop import Trainer
+    from ..train.stepper import Stepper
 
-    run = folder / f"{config.precision}-{config.parallel.compile}"
-    trainer = Trainer(config, run, lambda line: None, prepare(config.data))
-    count = 0
+    stream = TrainStream(prepare(config.data), config.data.sequence_length, config.seed)
+    stepper = Stepper(config, mesh, torch.device("cpu"), stream)
+    stepper.start()
+    return stepper
 
-    def step() -> None:
-        nonlocal count
-        trainer.step(count)
-        count += 1
 
-    try:
-        yield Contender("Trainer.step", step)
-    finally:
-        trainer.close()
+def counted(step: Callable[[int], Any]) -> Step:
+    """A step that counts itself: 0, 1, 2, …"""
+    count = itertools.count()
+    return lambda: step(next(count))
 
 
 def _peers(config: RunConfig, dtype: torch.dtype) -> list[Contender]:
@@ -216,12 +230,16 @@ def print_benchmark(rows: list[dict[str, Any]]) -> None:
     from rich.table import Table
 
     table = Table(title=f"ours beside the peer, in turn, on {rows[0]['device']}" if rows else "nothing was measured")
-    for name in ("case", "ours", "peer", "unit", "ratio", "MFU", "peer's MFU", "matmul peak", "peer is"):
+    measured_peak = bool(rows) and "mfu" in rows[0]
+    rates = ("MFU", "peer's MFU", "matmul peak") if measured_peak else ()
+    for name in ("case", "ours", "peer", "unit", "ratio", *rates, "peer is"):
         table.add_column(name, justify="left" if name in ("case", "unit", "peer is") else "right")
     for row in rows:
+        shares: tuple[str, ...] = ()
+        if measured_peak:
+            shares = (f"{row['mfu']:.0%}", f"{row['peer_mfu']:.0%}", f"{row['matmul_peak'] / 1e9:.0f} GFLOP/s")
         table.add_row(
             row["case"], f"{row['ours']:,.0f}", f"{row['peer']:,.0f}", row["unit"],
-            f"{row['ratio']:.2f} ± {row['spread']:.2f}", f"{row['mfu']:.0%}", f"{row['peer_mfu']:.0%}",
-            f"{row['matmul_peak'] / 1e9:.0f} GFLOP/s", row["peer_name"],
+            f"{row['ratio']:.2f} ± {row['spread']:.2f}", *shares, row["peer_name"],
         )  # fmt: skip
     Console().print(table)

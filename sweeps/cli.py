@@ -1,4 +1,4 @@
-"""The `isoflop` command: look at a sweep, score a checkpoint, fit a table, stage data, measure."""
+"""The `isoflop` command: look at a sweep, spread a run, score a checkpoint, fit a table, stage data, measure."""
 
 from __future__ import annotations
 
@@ -160,6 +160,31 @@ def fit_table(
         print(f"report: {output / 'report.html'}")
 
 
+@app.command()
+def plan(
+    run: Annotated[Path, typer.Argument(help="A run directory, or the config.yaml of a run.", show_default=False)],
+    ranks: Annotated[int, typer.Option(help="Ranks of the job, one GPU each.")] = 8,
+    memory_gb: Annotated[float, typer.Option(help="Memory of one rank.")] = 80.0,
+    margin: Annotated[float, typer.Option(help="Share of it to leave free.")] = 0.1,
+    ranks_per_node: Annotated[int, typer.Option(help="Ranks that share a node; tp stays inside one.")] = 8,
+    flops_per_second: Annotated[float, typer.Option(help="Matrix-product peak of one rank, measured.")] = 4e14,
+    node_gb_per_s: Annotated[float, typer.Option(help="From a rank to another of its node.")] = 450.0,
+    network_gb_per_s: Annotated[float, typer.Option(help="From a rank to another node.")] = 50.0,
+    as_json: Json = False,
+) -> None:
+    """How a run is best spread over GPUs: tp, dp, ZeRO stage, micro-batch and recomputation, and why."""
+    from ..train.parallel.cost import Hardware
+    from ..train.parallel.planner import choose
+    from .explain import explain, print_choice, read_run
+
+    hardware = Hardware(
+        memory_bytes=memory_gb * 1e9, flops_per_second=flops_per_second, intra_bandwidth=node_gb_per_s * 1e9,
+        inter_bandwidth=network_gb_per_s * 1e9, ranks_per_node=ranks_per_node,
+    )  # fmt: skip
+    choice = choose(read_run(run), ranks, hardware, margin)
+    _show(choice, as_json, print_choice, explain)
+
+
 def _columns(pairs: list[str]) -> dict[str, str]:
     columns = {}
     for pair in pairs:
@@ -200,6 +225,15 @@ def train(as_json: Json = False) -> None:
     _show(bench_train(), as_json, print_benchmark)
 
 
+@bench.command()
+def parallel(as_json: Json = False) -> None:
+    """Our data, ZeRO and tensor parallelism beside PyTorch's own, on two pinned ranks, in turn."""
+    from .bench_parallel import bench_parallel
+    from .benchmarks import print_benchmark
+
+    _show(bench_parallel(), as_json, print_benchmark)
+
+
 @bench.command(name="fit")
 def bench_fits(as_json: Json = False) -> None:
     """Fits a second of our solver beside SciPy's L-BFGS-B, on the same runs and resamples, in turn."""
@@ -208,9 +242,11 @@ def bench_fits(as_json: Json = False) -> None:
     _show(bench_fit(), as_json, print_fit_benchmark)
 
 
-def _show(value: Any, as_json: bool, pretty: Callable[[Any], None]) -> None:
+def _show(
+    value: Any, as_json: bool, pretty: Callable[[Any], None], plain: Callable[[Any], Any] = lambda value: value
+) -> None:
     if as_json:
-        print(json.dumps(value, indent=1, allow_nan=False))
+        print(json.dumps(plain(value), indent=1, allow_nan=False))
     else:
         pretty(value)
 

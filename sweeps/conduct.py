@@ -18,7 +18,7 @@ from ..train.config import RunConfig, run_id
 from ..train.errors import UserError
 from ..train.files import write_atomic, write_json
 from . import grid, probe
-from .config import IsoflopGrid, SweepConfig, base_run
+from .config import ClusterConfig, IsoflopGrid, SweepConfig, base_run
 from .plan import Plan, plan, remarks
 from .runs import RunDirectory, SweepDirectory
 from .terminal import describe
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class Machine:
-    """What jobs get here: how many at a time, how many threads each, at which matrix-product rate."""
+class Places:
+    """What jobs of so many ranks get: how many run at a time, how many threads a rank has, how fast a job is."""
 
     jobs: int
     threads: int
-    flops_per_second: float
+    flops_per_second: float  # matrix-product peak of a job, all its ranks together
 
 
 def conduct(config: SweepConfig, command: list[str]) -> int:
@@ -49,47 +49,66 @@ def conduct(config: SweepConfig, command: list[str]) -> int:
         raise UserError(f"cluster.kind is {config.cluster.kind!r}; it must be local or slurm")
     if config.cluster.kind == "slurm" and not config.dry_run:
         _require_slurm()
+    if config.explain and not config.dry_run:
+        raise UserError("explain is true and dry_run is false; the two go together: dry_run=true explain=true")
     extra = config.cluster.additional_parameters
     if extra is not None and not isinstance(extra, dict):
         raise UserError(f"cluster.additional_parameters is {extra!r}; it must map #SBATCH keys to values")
     if not config.sweep or Path(config.sweep).name != config.sweep:
         raise UserError(f"sweep is {config.sweep!r}; it names one folder under output_root, without slashes")
     sweep = SweepDirectory(Path(config.output_root) / config.sweep)
-    machine = measure(config, sweep)
-    fill_budgets(config, machine)
+    rate = measure(config, sweep)
+    fill_budgets(config, places(config.cluster, 1, rate))
     runs = resolve_runs(config)
-    planned = plan(runs, config.cluster, machine.flops_per_second, machine.jobs)
+    room = places(config.cluster, config.parallel.world_size, rate)
+    planned = plan(runs, config.cluster, room.flops_per_second, room.jobs)
     for remark in remarks(planned):
         print(f"note: {remark}")
     if config.dry_run:
         from .display import print_plan
 
         print_plan(planned, config.cluster)
+        if config.explain:
+            from .explain import explain_runs
+
+            explain_runs(runs, config.cluster, room.flops_per_second / config.parallel.world_size)
         return 0
     with sweep.lock():
-        directories = write_plan(sweep, config, planned, runs, machine, command)
+        directories = write_plan(sweep, config, planned, runs, rate, command)
         if config.cluster.kind == "slurm":
-            return _conduct_slurm(sweep, config, planned, directories)
-        return _conduct_local(sweep, config, planned, directories, machine)
+            return _conduct_slurm(sweep, config, planned, directories, runs)
+        return _conduct_local(sweep, config, planned, directories, runs, rate)
 
 
-def measure(config: SweepConfig, sweep: SweepDirectory) -> Machine:
-    """The machine, probed once a sweep: a later start reads what the first one measured, and plans the same runs."""
-    cluster = config.cluster
+def measure(config: SweepConfig, sweep: SweepDirectory) -> float:
+    """Matrix-product peak of one core of this machine, or of one rank on slurm.
+
+    A core is probed once a sweep: a later start reads what the first one measured, and plans the same runs.
+    """
+    rate = config.cluster.flops_per_second
+    if rate is not None:
+        return rate
+    if config.cluster.kind == "slurm":
+        raise UserError("cluster.flops_per_second is null; on slurm give the peak of one GPU, such as 4e14")
+    recorded = yaml_or_empty(sweep.path / "sweep.yaml").get("core_flops_per_second")
+    return float(recorded) if recorded else probe.core_flops_per_second()
+
+
+def places(cluster: ClusterConfig, ranks: int, rate: float) -> Places:
+    """How jobs of so many ranks share what is there; `rate` is `measure`'s.
+
+    Raises:
+        UserError: no job may run.
+    """
     if cluster.kind == "slurm":
-        if cluster.flops_per_second is None:
-            raise UserError("cluster.flops_per_second is null; on slurm give the peak of one GPU, such as 4e14")
-        return Machine(cluster.array_parallelism, cluster.cpus_per_task, cluster.flops_per_second)
+        return Places(cluster.array_parallelism, cluster.cpus_per_task, rate * ranks)
     cores = probe.cores()
-    jobs = cluster.jobs if cluster.jobs is not None else cores
+    jobs = cluster.jobs if cluster.jobs is not None else max(1, cores // ranks)
     if jobs < 1:
         raise UserError(f"cluster.jobs is {jobs}; it must be 1 or more")
-    threads = cluster.threads_per_job if cluster.threads_per_job is not None else max(1, cores // jobs)
-    rate = cluster.flops_per_second
-    if rate is None:
-        recorded = yaml_or_empty(sweep.path / "sweep.yaml").get("core_flops_per_second")
-        rate = float(recorded) if recorded else probe.core_flops_per_second()
-    return Machine(jobs, threads, rate * threads)
+    threads = cluster.threads_per_job if cluster.threads_per_job is not None else max(1, cores // (jobs * ranks))
+    # More ranks than cores are no faster than the cores.
+    return Places(jobs, threads, rate * min(ranks * threads, max(threads, cores)))
 
 
 def yaml_or_empty(path: Path) -> dict[str, Any]:
@@ -101,15 +120,18 @@ def yaml_or_empty(path: Path) -> dict[str, Any]:
     return {}
 
 
-def fill_budgets(config: SweepConfig, machine: Machine) -> None:
-    """Budgets that the grid does not name are the cluster's; where that names none either, the probe's."""
+def fill_budgets(config: SweepConfig, room: Places) -> None:
+    """Budgets that the grid does not name are the cluster's; where that names none either, the probe's.
+
+    `room` is that of jobs of one rank, whatever ranks the runs have: how a run is spread must not change what is run.
+    """
     cluster, points = config.cluster, config.grid
     if not isinstance(points, IsoflopGrid) or points.budgets is not None:
         return
     if not cluster.minutes > 0:
         raise UserError(f"cluster.minutes is {cluster.minutes}; it must be greater than 0")
     points.budgets = cluster.budgets or probe.probed_budgets(
-        machine.flops_per_second, machine.jobs, cluster.minutes, cluster.half_speed_width
+        room.flops_per_second, room.jobs, cluster.minutes, cluster.half_speed_width
     )
 
 
@@ -133,7 +155,7 @@ def resolve_runs(config: SweepConfig) -> list[RunConfig]:
 
 
 def write_plan(
-    sweep: SweepDirectory, config: SweepConfig, planned: Plan, runs: list[RunConfig], machine: Machine,
+    sweep: SweepDirectory, config: SweepConfig, planned: Plan, runs: list[RunConfig], rate: float,
     command: list[str],
 ) -> list[RunDirectory]:  # fmt: skip
     """Writes sweep.yaml, plan.json and every run's frozen config; returns the run directories in the plan's order."""
@@ -143,7 +165,7 @@ def write_plan(
         "host": platform.node(),
         "command": command,
         "written": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "core_flops_per_second": machine.flops_per_second / machine.threads,
+        "core_flops_per_second": rate if config.cluster.kind == "local" else None,
         "config": dataclasses.asdict(config),
     }
     by_id = {run_id(run): run for run in runs}
@@ -157,6 +179,13 @@ def write_plan(
     write_atomic(sweep.path / "sweep.yaml", yaml.safe_dump(settings, sort_keys=False))
     write_json(sweep.path / "plan.json", planned.to_dict())
     return directories
+
+
+def refreeze(waiting: list[RunDirectory], runs: list[RunConfig]) -> None:
+    """Gives runs that are about to start what this command says of where and how, such as their ranks."""
+    by_id = {run_id(run): run for run in runs}
+    for run in waiting:
+        run.refreeze(by_id[run.run_id])
 
 
 def git_state(root: Path) -> dict[str, Any]:
@@ -176,18 +205,25 @@ def git_state(root: Path) -> dict[str, Any]:
 
 
 def _conduct_local(
-    sweep: SweepDirectory, config: SweepConfig, planned: Plan, directories: list[RunDirectory], machine: Machine
-) -> int:
+    sweep: SweepDirectory, config: SweepConfig, planned: Plan, directories: list[RunDirectory], runs: list[RunConfig],
+    rate: float,
+) -> int:  # fmt: skip
     from .finish import finish, print_result
-    from .launch import LocalPool
+    from .launch import LocalPool, to_start
 
     started = time.monotonic()
     # A folder a launch: submitit names its files by process id, and process ids come round again.
     folder = sweep.path / "jobs" / f"local-{os.urandom(4).hex()}"
-    pool = LocalPool(folder, machine.jobs, machine.threads, config.cluster.gpus_per_job)
-    _train_here(sweep, config, planned, directories, pool)
+
+    def pool(ranks: int) -> LocalPool:
+        room = places(config.cluster, ranks, rate)
+        return LocalPool(folder, room.jobs, room.threads, config.cluster.gpus_per_job)
+
+    waiting = to_start(directories, live=None)
+    refreeze(waiting, runs)
+    _train_here(sweep, config, planned, waiting, pool(config.parallel.world_size))
     if config.evaluate.tasks:
-        _score_here(sweep, config, planned, directories, pool)
+        _score_here(sweep, config, planned, directories, pool(1))
     if any(run.is_done() for run in directories):
         finish(sweep)
         print_result(sweep)
@@ -197,12 +233,11 @@ def _conduct_local(
 
 
 def _train_here(
-    sweep: SweepDirectory, config: SweepConfig, planned: Plan, directories: list[RunDirectory], pool: LocalPool
+    sweep: SweepDirectory, config: SweepConfig, planned: Plan, waiting: list[RunDirectory], pool: LocalPool
 ) -> None:
     from .display import Display
-    from .launch import LocalJob, settle, to_start, training_jobs
+    from .launch import LocalJob, settle, training_jobs
 
-    waiting = to_start(directories, live=None)
     if not waiting:
         return
     _prepare_data(waiting[0])
@@ -261,7 +296,9 @@ def _require_slurm() -> None:
         raise UserError("cluster is 'slurm' and there is no sbatch on the PATH; use cluster=local, or load SLURM first")
 
 
-def _conduct_slurm(sweep: SweepDirectory, config: SweepConfig, planned: Plan, directories: list[RunDirectory]) -> int:
+def _conduct_slurm(
+    sweep: SweepDirectory, config: SweepConfig, planned: Plan, directories: list[RunDirectory], runs: list[RunConfig]
+) -> int:
     from . import slurm
     from .evaluation import stage
     from .finish import finish, print_result
@@ -274,6 +311,7 @@ def _conduct_slurm(sweep: SweepDirectory, config: SweepConfig, planned: Plan, di
     unscored = launcher.to_score([run for run in done if not is_scored(run, config)]) if evaluate else []
     if waiting or unscored:
         # Here and now, for compute nodes may have no network, and GPUs should not wait for a tokenizer.
+        refreeze(waiting, runs)
         if waiting:
             _prepare_data(waiting[0])
         if evaluate:

@@ -76,14 +76,16 @@ class ClusterConfig:
     kind: str = "local"  # local | slurm
     budgets: list[float] | None = None  # what a grid without its own budgets uses; None: probe this machine
     minutes: float = 4.5  # local: how long a probed grid may train, all cores together
-    flops_per_second: float | None = None  # matrix-product peak of one core (local) or one GPU; None: probe
+    flops_per_second: float | None = None  # matrix-product peak of one core (local) or one rank (slurm); None: probe
     half_speed_width: float = 96.0  # model width at which training reaches half of that peak, for estimates
     precision: str = "fp32"  # what a run uses unless `precision` is set
     jobs: int | None = None  # local: runs at a time; None: one a core
-    threads_per_job: int | None = None  # None: cores / jobs locally, cpus_per_task on slurm
+    threads_per_job: int | None = None  # local: of one rank; None: its share of the cores
+    # What one rank gets; a run of several ranks gets it for each of them.
     gpus_per_job: int = 0
     cpus_per_task: int = 1
     memory_gb: float = 8.0
+    ranks_per_node: int | None = None  # slurm: ranks of a run that a node takes; None: all of them
     time_minutes: int = 60  # time limit of one job; a run that needs more goes on in the next
     partition: str | None = None
     account: str | None = None
@@ -95,6 +97,12 @@ class ClusterConfig:
     )
     max_requeues: int = 20  # attempts after which a run that keeps being preempted is given up
     dollars_per_gpu_hour: float | None = None
+    # What `explain=true` reckons with beside the rate: assumptions, until somebody measures them here.
+    gpu_memory_gb: float = 80.0  # of one GPU; ranks without one have memory_gb
+    memory_gb_per_s: float = 10.0  # a rank's own memory
+    node_gb_per_s: float = 5.0  # from a rank to another of its node
+    network_gb_per_s: float = 1.0  # from a rank to another node
+    latency_us: float = 50.0  # of a message
 
 
 @dataclass
@@ -131,11 +139,12 @@ class SweepConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     tokens: int | None = None  # D, where the grid does not choose it
-    precision: str | None = None  # fp32 | bf16; None: the cluster's
+    precision: str | None = None  # fp32 | bf16 | fp16; None: the cluster's
     seed: int = 0
     log_every: int = 10
     validations: int = 4
     max_loss_rise: float = 3.0
+    skip_bad_steps: int = 0
 
     grid: GridConfig | None = None
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
@@ -144,6 +153,7 @@ class SweepConfig:
     sweep: str | None = None  # name of the directory under output_root
     output_root: str = "outputs"
     dry_run: bool = False  # print the plan and its cost, start nothing
+    explain: bool = False  # with dry_run: how each shape of the grid is best spread over its ranks, and why
     wait: bool = False  # slurm: wait for the jobs instead of returning at once
 
 

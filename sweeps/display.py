@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
 from .config import ClusterConfig
-from .plan import Plan, makespan
+from .plan import Plan, PlannedRun, makespan
 from .runs import RunDirectory, SweepDirectory
 from .terminal import console, describe, short
 
@@ -26,11 +26,14 @@ def print_plan(plan: Plan, cluster: ClusterConfig) -> None:
     table = Table(title=f"{len(plan.runs)} runs", title_justify="left", box=box.SIMPLE)
     for column in ("run", "N_total", "D", "C exact", "D/N", "shape", "steps", "time"):
         table.add_column(column, justify="left" if column == "run" else "right", no_wrap=True)
+    if any(run.mesh for run in plan.runs):
+        table.add_column("ranks", no_wrap=True)
     for run in plan.runs:
-        table.add_row(
+        cells = [
             run.run_id, short(run.N_total), short(run.D), f"{run.flops_exact:.2e}", f"{run.D / run.N_total:.0f}",
-            f"{run.width}x{run.depth}", f"{run.steps:,}", describe(run.estimated_seconds),
-        )  # fmt: skip
+            f"{run.width}x{run.depth}", f"{run.steps:,}", describe(run.estimated_seconds), _ranks(run),
+        ]  # fmt: skip
+        table.add_row(*cells[: len(table.columns)])
     out = console()
     out.print(table)
     cost = f"total {plan.total_flops:.3g} FLOPs (exact), about {describe(plan.estimated_seconds)} of training"
@@ -40,6 +43,11 @@ def print_plan(plan: Plan, cluster: ClusterConfig) -> None:
     if plan.dollars is not None:
         cost += f", ${plan.dollars:,.2f}"
     out.print(cost, highlight=False, soft_wrap=True)
+
+
+def _ranks(run: PlannedRun) -> str:
+    nodes = f" on {run.shape.nodes} nodes" if run.shape.nodes > 1 else ""
+    return f"{run.mesh or '1'}{nodes}"
 
 
 class Display:

@@ -1,8 +1,9 @@
 """Jobs go to submitit: SLURM arrays that outlive this process, or processes on this machine that do not.
 
 Special here:
+- a rank of a run is a task of its job, here and on SLURM;
 - on this machine submitit has no throttle, so runs are started one by one as places come free, longest first, with as
-  many threads each as their share of the cores;
+  many threads a rank as its share of the cores;
 - on SLURM there is one array a job shape, scoring depends on each array task's success, and the fit on everything.
 """
 
@@ -34,11 +35,12 @@ GRACE_SECONDS = 30.0  # what a worker gets to save a checkpoint before it is kil
 
 @dataclass
 class LocalJob:
-    """One process on this machine: a label, what to call, and, once it is started, its handle."""
+    """One job on this machine: a label, what every rank calls, and, once it is started, its handle."""
 
     label: str
     function: Callable[..., None]
     arguments: tuple[Any, ...]
+    ranks: int = 1
     handle: Any = None
     place: int = 0
 
@@ -49,12 +51,12 @@ class LocalJob:
 
 @dataclass
 class LocalPool:
-    """Runs LocalJobs, `places` at a time, in the order given."""
+    """Runs LocalJobs of as many ranks each, `places` at a time, in the order given."""
 
     folder: Path
     places: int
-    threads: int
-    gpus_per_job: int = 0
+    threads: int  # of a rank
+    gpus_per_rank: int = 0
 
     def run(self, jobs: list[LocalJob], tick: Callable[[list[LocalJob], list[LocalJob]], None]) -> None:
         """Runs every job to its end. `tick(running, ended)` is called several times a second, for the display.
@@ -78,9 +80,11 @@ class LocalPool:
 
     def _start(self, job: LocalJob, place: int) -> LocalJob:
         executor = submitit.LocalExecutor(folder=self.folder)
-        gpus = tuple(range(place * self.gpus_per_job, (place + 1) * self.gpus_per_job))
-        # submitit ends a local job after timeout_min; a run here has no limit but its D.
-        executor.update_parameters(timeout_min=60 * 24 * 365, gpus_per_node=self.gpus_per_job, visible_gpus=gpus)
+        gpus = job.ranks * self.gpus_per_rank
+        executor.update_parameters(
+            timeout_min=60 * 24 * 365,  # submitit ends a local job after that; a run here has no limit but its D
+            tasks_per_node=job.ranks, gpus_per_node=gpus, visible_gpus=tuple(range(place * gpus, (place + 1) * gpus)),
+        )  # fmt: skip
         with _environment(self.threads), _ignored_interrupts():
             job.handle = executor.submit(job.function, *job.arguments)
         job.place = place
@@ -88,7 +92,7 @@ class LocalPool:
 
     def _stop(self, running: list[LocalJob]) -> None:
         for job in running:
-            job.handle._process.terminate()  # submitit's controller passes TERM on to the worker
+            job.handle._process.terminate()  # submitit's controller passes TERM on to every rank
         deadline = time.monotonic() + GRACE_SECONDS
         while any(job.running for job in running) and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -140,16 +144,26 @@ def _terminate_as_interrupt() -> Iterator[None]:
 def training_jobs(sweep: SweepDirectory, runs: list[RunDirectory], cluster: ClusterConfig) -> list[LocalJob]:
     """One job a run, bound to the life of this launcher."""
     token = (str(sweep.path.resolve()), lock_token(sweep.path))
+    for run in runs:
+        run.forget_failure()
     return [
-        LocalJob(run.run_id, worker.train_run, (str(run.path.resolve()), cluster.max_requeues, token)) for run in runs
-    ]
+        LocalJob(
+            run.run_id, worker.train_run, (str(run.path.resolve()), cluster.max_requeues, token),
+            run.config().parallel.world_size,
+        )
+        for run in runs
+    ]  # fmt: skip
 
 
 def settle(run: RunDirectory) -> None:
-    """After a local worker has ended: a run that still says `running` was killed, and its state must say so."""
+    """After a local job has ended: of a run that still says `running` rank 0 was killed, and its state must say so."""
     state = run.state()
     if state.state in ("running", "queued"):
-        run.set_state("failed", reason=f"its worker was killed; sweep again to go on, or see {run.path / 'log.txt'}")
+        noted = run.failure()
+        found = "" if noted is None else f" ({noted})"
+        run.set_state(
+            "failed", reason=f"its worker was killed{found}; sweep again to go on, or see {run.path / 'log.txt'}"
+        )
 
 
 # --- SLURM -----------------------------------------------------------------------------------------------------------
@@ -226,6 +240,7 @@ class SlurmLauncher:
 
     def _train(self, shape: JobShape, runs: list[RunDirectory], evaluate: bool) -> None:
         for run in runs:  # before the job exists: from then on the state is the worker's
+            run.forget_failure()
             run.set_state("queued", host=None, job_id=None)
         requeues = self.cluster.max_requeues
         calls = [Scripted(worker.train_run, (str(run.path.resolve()), requeues)) for run in runs]
@@ -239,7 +254,7 @@ class SlurmLauncher:
     def _score(self, shape: JobShape, runs: list[RunDirectory], dependency: str | None) -> None:
         sweep = str(self.sweep.path.resolve())
         calls = [Scripted(worker.evaluate_runs, (sweep, [run.run_id])) for run in runs]
-        names = self.submit_array(shape, "evaluate", calls, dependency)
+        names = self.submit_array(shape.for_one_process(), "evaluate", calls, dependency)
         self.scoring |= {run.run_id: name for run, name in zip(runs, names, strict=True)}
 
     def submit_array(
@@ -255,13 +270,16 @@ class SlurmLauncher:
                 extra["dependency"] = f"{dependency},{extra['dependency']}"
         executor = submitit.SlurmExecutor(folder=self.folder)
         executor.update_parameters(
-            job_name=f"{self.sweep.path.name}-{kind}", time=shape.time_minutes, nodes=1, ntasks_per_node=1,
-            cpus_per_task=shape.cpus, mem=f"{round(shape.memory_gb * 1024)}M", gpus_per_node=shape.gpus or None,
+            job_name=f"{self.sweep.path.name}-{kind}", time=shape.time_minutes,
+            nodes=shape.nodes, ntasks_per_node=shape.ranks_per_node, cpus_per_task=shape.cpus,
+            mem=f"{round(shape.memory_gb * shape.ranks_per_node * 1024)}M",
+            gpus_per_node=shape.gpus * shape.ranks_per_node or None,
             partition=cluster.partition, account=cluster.account, qos=cluster.qos, dependency=dependency,
             array_parallelism=cluster.array_parallelism, signal_delay_s=min(120, 30 * shape.time_minutes),
             setup=[f"export OMP_NUM_THREADS={shape.cpus}", *cluster.setup],
-            # From SLURM 22.05 on srun does not hand a task the CPUs that its job asked for, unless told so again.
-            srun_args=[f"--cpus-per-task={shape.cpus}"],
+            # From SLURM 22.05 on srun does not hand a task the CPUs that its job asked for, unless told so again. One
+            # rank that fails takes the others down, and neighbouring ranks, which may split a model, share a node.
+            srun_args=[f"--cpus-per-task={shape.cpus}", "--kill-on-bad-exit=1", "--distribution=block"],
             additional_parameters=extra,
         )  # fmt: skip
         try:

@@ -7,10 +7,11 @@ which is what small models measured here do; the report compares it with what wa
 from __future__ import annotations
 
 import heapq
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ..train.config import RunConfig, run_id
+from ..train.config import ParallelConfig, RunConfig, run_id
+from ..train.errors import UserError
 from ..train.flops import count_parameters, flops_6nd, flops_exact
 from .config import ClusterConfig
 
@@ -19,12 +20,22 @@ MANY_STEPS = 200_000  # beyond which a batch is far below what a run of that len
 
 @dataclass(frozen=True)
 class JobShape:
-    """What one run asks of the machine. Runs of one shape share an array."""
+    """What one run asks of the machine: something for each rank, and ranks. Runs of one shape share an array."""
 
-    gpus: int
-    cpus: int
-    memory_gb: float
+    gpus: int  # for a rank
+    cpus: int  # for a rank
+    memory_gb: float  # for a rank
     time_minutes: int
+    nodes: int = 1
+    ranks_per_node: int = 1
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+    def for_one_process(self) -> JobShape:
+        """What a process gets that works on the whole run, such as its scoring: the memory of all ranks of a node."""
+        return replace(self, memory_gb=self.memory_gb * self.ranks_per_node, nodes=1, ranks_per_node=1)
 
 
 @dataclass(frozen=True)
@@ -46,6 +57,7 @@ class PlannedRun:
     steps: int
     seed: int
     shape: JobShape
+    mesh: str  # how the run is spread over its ranks, as "tp2 dp4 zero1"; empty for one rank
     estimated_seconds: float
     parent: str | None = None
 
@@ -71,15 +83,16 @@ def plan(runs: list[RunConfig], cluster: ClusterConfig, flops_per_second: float,
     Args:
         runs: from `grid.expand`.
         cluster: what a job may ask for, and the price.
-        flops_per_second: matrix-product peak of what one job gets.
+        flops_per_second: matrix-product peak of what one job gets, all ranks together.
         jobs_at_once: how many run side by side.
+
+    Raises:
+        UserError: a run's ranks do not fit on the cluster's nodes.
     """
-    shape = JobShape(cluster.gpus_per_job, cluster.cpus_per_task, cluster.memory_gb, cluster.time_minutes)
-    planned = [_planned(run, cluster, flops_per_second, shape) for run in runs]
+    planned = [_planned(run, cluster, flops_per_second) for run in runs]
     # Longest first: the last job to start is then the shortest, and no core idles behind a long tail.
     planned.sort(key=lambda run: (-run.estimated_seconds, run.run_id))
-    seconds = sum(run.estimated_seconds for run in planned)
-    gpu_hours = seconds / 3600 * cluster.gpus_per_job
+    gpu_hours = sum(run.estimated_seconds * run.shape.gpus * run.shape.ranks for run in planned) / 3600
     price = cluster.dollars_per_gpu_hour
     return Plan(
         runs=planned,
@@ -116,7 +129,35 @@ def makespan(seconds: list[float], at_once: int) -> float:
     return max(places)
 
 
-def _planned(run: RunConfig, cluster: ClusterConfig, flops_per_second: float, shape: JobShape) -> PlannedRun:
+def job_shape(parallel: ParallelConfig, cluster: ClusterConfig) -> JobShape:
+    """The nodes and ranks of a run. Every node has as many ranks, and a tensor-parallel group stays within one node.
+
+    Raises:
+        UserError: a node does not take a whole tensor-parallel group.
+    """
+    groups = parallel.dp  # tensor-parallel groups on a node
+    if cluster.kind == "slurm" and cluster.ranks_per_node is not None:
+        room = cluster.ranks_per_node // parallel.tp
+        if room < 1:
+            raise UserError(
+                f"parallel.tp is {parallel.tp}, and tensor-parallel ranks share a node, of which "
+                f"cluster.ranks_per_node allows {cluster.ranks_per_node}; it must be at most that"
+            )
+        groups = max(divisor for divisor in range(1, room + 1) if parallel.dp % divisor == 0)
+    return JobShape(
+        cluster.gpus_per_job, cluster.cpus_per_task, cluster.memory_gb, cluster.time_minutes,
+        nodes=parallel.dp // groups, ranks_per_node=groups * parallel.tp,
+    )  # fmt: skip
+
+
+def describe_mesh(parallel: ParallelConfig) -> str:
+    """How a run is spread over its ranks, for people; empty for one rank."""
+    if parallel.world_size == 1:
+        return ""
+    return f"tp{parallel.tp} dp{parallel.dp}" + (f" zero{parallel.zero}" if parallel.zero else "")
+
+
+def _planned(run: RunConfig, cluster: ClusterConfig, flops_per_second: float) -> PlannedRun:
     flops = flops_exact(run)
     return PlannedRun(
         run_id=run_id(run),
@@ -131,7 +172,8 @@ def _planned(run: RunConfig, cluster: ClusterConfig, flops_per_second: float, sh
         heads=run.model.heads,
         steps=run.steps,
         seed=run.seed,
-        shape=shape,
+        shape=job_shape(run.parallel, cluster),
+        mesh=describe_mesh(run.parallel),
         estimated_seconds=flops / training_rate(run.model.width, cluster, flops_per_second),
         parent=run.parent,
     )

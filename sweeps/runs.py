@@ -1,16 +1,18 @@
 """Run directories: identity, frozen config, state and lock. The only writer of state.json.
 
 State is what our own files say, never what a scheduler says. A lock is an advisory file lock, which the kernel drops
-when its holder dies, so a kill -9 leaves nothing to clean.
+when its holder dies, so a kill -9 leaves nothing to clean. Of several ranks the first alone writes the state; another
+one notes in failure.json what it died of.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from ..train.config import RunConfig, from_dict, run_id, to_dict
 from ..train.errors import UserError
 from ..train.files import read_json, write_atomic, write_json
 
+FAILURE = "failure.json"  # as train.parallel.job names it
 STATES = ("planned", "queued", "running", "done", "failed", "diverged", "preempted", "cancelled")
 
 
@@ -54,6 +57,22 @@ class RunDirectory:
             raise ValueError(f"run {run_id(config)} does not belong in {self.path}")
         if not (self.path / "config.yaml").exists():
             write_atomic(self.path / "config.yaml", yaml.safe_dump(to_dict(config), sort_keys=False))
+
+    def refreeze(self, config: RunConfig, timeout: float = 60.0) -> None:
+        """Writes config.yaml anew where it says something else of where or how: other ranks, another device.
+
+        Raises:
+            UserError: it says something else, and somebody has run it for the whole of `timeout` seconds.
+        """
+        if self.config() == config:
+            return
+        try:
+            with self.lock(timeout):
+                write_atomic(self.path / "config.yaml", yaml.safe_dump(to_dict(config), sort_keys=False))
+        except Busy as error:
+            raise UserError(
+                f"{error}, and until it ends its settings (parallel.* and the like) stay as they are; stop it, or wait"
+            ) from error
 
     def config(self) -> RunConfig:
         """The frozen config.
@@ -116,15 +135,32 @@ class RunDirectory:
         """Gives back what `reserve` set aside."""
         (self.path / ".reserve").unlink(missing_ok=True)
 
-    def log(self, message: str) -> None:
-        """Appends a line to log.txt, with the time."""
-        with (self.path / "log.txt").open("a", encoding="utf-8") as file:
+    def log(self, message: str, rank: int = 0) -> None:
+        """Appends a line to log.txt, or to log-rank<r>.txt for any rank but the first, with the time."""
+        name = f"log-rank{rank}.txt" if rank else "log.txt"
+        with (self.path / name).open("a", encoding="utf-8") as file:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {message}\n")
+
+    def note_failure(self, reason: str) -> None:
+        """Leaves word of what ended an attempt, for whoever sets the state: any rank may, and the first word stays.
+
+        `train` does the same where it ends a rank from within. A disk that takes no more words is no error here: the
+        rank has failed already.
+        """
+        with suppress(OSError), (self.path / FAILURE).open("x", encoding="utf-8") as file:
+            file.write(json.dumps({"reason": reason}))
+
+    def failure(self) -> str | None:
+        """What a rank noted of the newest attempt."""
+        reason = (read_json(self.path / FAILURE) or {}).get("reason")
+        return None if reason is None else str(reason)
+
+    def forget_failure(self) -> None:
+        """For a new attempt."""
+        (self.path / FAILURE).unlink(missing_ok=True)
 
     def last_metrics(self) -> dict[str, Any]:
         """The newest whole line of metrics.jsonl, read from the end of the file."""
-        import json
-
         try:
             with (self.path / "metrics.jsonl").open("rb") as file:
                 file.seek(0, os.SEEK_END)

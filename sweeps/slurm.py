@@ -90,6 +90,13 @@ def outcome(job: str | None) -> str | None:
     return found[1] if found else None
 
 
+def first_to_end(log: str) -> str | None:
+    """Which task of a job's last attempt ended badly before others did, as `srun` wrote in the job's error log."""
+    attempt = log.rpartition("DUE TO JOB REQUEUE")[2]
+    found = re.search(r"^srun: error: (\S+): task(s?) ([\d,-]+): (.+)$", attempt, re.MULTILINE)
+    return None if found is None else f"rank{found[2]} {found[3]} on {found[1]} ended first ({found[4]})"
+
+
 def cancel(jobs: Iterable[str]) -> None:
     """Cancels jobs; those that have ended already are no error."""
     if names := sorted(jobs):

@@ -3,6 +3,8 @@
 Special here:
 - TERM and USR2 set a flag; the loop saves a checkpoint and returns, and only then is the job put back in the queue;
 - a failure is a state with a reason in a sentence, and a non-zero exit, so that nothing that depends on it starts;
+- every rank of a run trains, and rank 0 alone holds the lock, writes the state and puts the job back in the queue; what
+  another rank fails of reaches the state through failure.json, whoever of them is left;
 - a worker on this machine stops by itself when the launcher that started it is gone.
 """
 
@@ -20,7 +22,9 @@ from types import FrameType
 from typing import NoReturn
 
 from ..train.errors import UserError
+from ..train.parallel.environment import Ranks, detect
 from . import slurm
+from .plan import describe_mesh
 from .runs import RunDirectory, SweepDirectory
 
 
@@ -52,7 +56,7 @@ class Interrupt:
 
 
 def train_run(path: str, max_requeues: int = 20, launcher: tuple[str, str] | None = None) -> None:
-    """Trains the run in directory `path`, resuming what is there.
+    """Trains the run in directory `path`, resuming what is there. Every rank of the run calls it.
 
     Args:
         path: the run directory; its frozen config.yaml is all that is read.
@@ -62,7 +66,10 @@ def train_run(path: str, max_requeues: int = 20, launcher: tuple[str, str] | Non
     Raises:
         RunFailed: the run failed or diverged; state.json holds the reason.
     """
-    run = RunDirectory(Path(path))
+    run, ranks = RunDirectory(Path(path)), detect()
+    if ranks.rank > 0:
+        _follow(run, ranks)
+        return
     alive = None
     if launcher is not None:
         sweep = SweepDirectory(Path(launcher[0]))
@@ -74,7 +81,7 @@ def train_run(path: str, max_requeues: int = 20, launcher: tuple[str, str] | Non
         attempt = run.state().attempt + 1
         run.set_state("running", attempt=attempt, host=socket.gethostname(), job_id=slurm.job_id())
         run.log(f"attempt {attempt} on {socket.gethostname()}, job {slurm.job_id()}, process {os.getpid()}")
-        ended, reason = _train(run, interrupt)
+        ended, reason = _train(run, ranks, interrupt)
         if ended == "preempted" and slurm.inside_job():
             ended, reason = _verdict(reason, max_requeues)
         run.release()
@@ -85,27 +92,54 @@ def train_run(path: str, max_requeues: int = 20, launcher: tuple[str, str] | Non
         raise RunFailed(f"run {run.run_id} {ended}: {reason}")
 
 
-def _train(run: RunDirectory, interrupt: Interrupt) -> tuple[str, str | None]:
+def _follow(run: RunDirectory, ranks: Ranks) -> None:
+    """The part of every other rank: it trains, and leaves lock, state and queue to rank 0.
+
+    That a run stops or diverges is agreed on by all ranks, and rank 0 says it: leaving with an error here would make
+    SLURM end rank 0 before it has. A failure may be this rank's alone, and rank 0 may be what failed.
+    """
+    if run.is_done():
+        return
+    run.log(f"rank {ranks.rank} of {ranks.size} on {ranks.host}, process {os.getpid()}", ranks.rank)
+    ended, reason = _train(run, ranks, Interrupt())
+    _try_log(run, ended if reason is None else f"{ended}: {reason}", ranks.rank)
+    if ended == "failed":
+        run.note_failure(str(reason))
+        raise RunFailed(f"rank {ranks.rank} of run {run.run_id} failed: {reason}")
+
+
+def _train(run: RunDirectory, ranks: Ranks, interrupt: Interrupt) -> tuple[str, str | None]:
     """The state that the training ended in, and why."""
     from ..train.loop import Diverged, Stopped, train
+    from ..train.parallel.control import RankError
+
+    def report(line: str) -> None:
+        run.log(line, ranks.rank)
 
     try:
-        run.reserve()
-        train(run.config(), run.path, should_stop=interrupt, report=run.log)
+        config = run.config()
+        if ranks.rank == 0:
+            run.reserve()
+            if ranks.size > 1:
+                report(f"{ranks.size} ranks: {describe_mesh(config.parallel)}")
+        train(config, run.path, should_stop=interrupt, report=report)
     except Stopped as stopped:
-        return "preempted", f"{interrupt.reason}; {stopped}"
+        return "preempted", f"{interrupt.reason or 'another rank was told to stop'}; {stopped}"
     except Diverged as diverged:
         return "diverged", str(diverged)
     except UserError as error:
         return "failed", str(error)
+    except RankError as error:
+        _try_log(run, traceback.format_exc(), ranks.rank)
+        return "failed", str(error)
     except OSError as error:
-        _try_log(run, traceback.format_exc())
+        _try_log(run, traceback.format_exc(), ranks.rank)
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             return "failed", f"the disk is full ({error.filename or run.path}); free some space and sweep again"
         return "failed", f"{type(error).__name__}: {error}"
     except Exception as error:
         # Whatever a run dies of belongs in its state, with the traceback in its log; the sweep goes on.
-        _try_log(run, traceback.format_exc())
+        _try_log(run, traceback.format_exc(), ranks.rank)
         return "failed", f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
     return "done", None
 
@@ -120,9 +154,9 @@ def _set_state(run: RunDirectory, state: str, reason: str | None) -> None:
             raise
 
 
-def _try_log(run: RunDirectory, text: str) -> None:
+def _try_log(run: RunDirectory, text: str, rank: int = 0) -> None:
     try:
-        run.log(text)
+        run.log(text, rank)
     except OSError:
         print(text)
 
@@ -206,4 +240,13 @@ def settle_lost(sweep: SweepDirectory) -> None:
         outcome = slurm.outcome(state.job_id)
         ended = "cancelled" if outcome == "CANCELLED" else "failed"
         word = f"which SLURM calls {outcome}" if outcome else "and SLURM has forgotten how"
-        run.set_state(ended, reason=f"its job {state.job_id} ended while the run was {state.state}, {word}")
+        words = [f"its job {state.job_id} ended while the run was {state.state}, {word}"]
+        words += [found for found in (run.failure(), _first_to_end(sweep, state.job_id)) if found is not None]
+        run.set_state(ended, reason="; ".join(words))
+
+
+def _first_to_end(sweep: SweepDirectory, job: str | None) -> str | None:
+    """What `srun` wrote of the first task that ended badly, in the error log of the job's script."""
+    for log in sweep.path.glob(f"jobs/*/{job}_0_log.err"):
+        return slurm.first_to_end(log.read_text(encoding="utf-8", errors="replace"))
+    return None

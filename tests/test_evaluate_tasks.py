@@ -566,7 +566,7 @@ def test_held_out_data_that_are_elsewhere_cost_no_score(
     def missing(loaded: Any) -> Any:
         raise UserError("data.path is gone")
 
-    monkeypatch.setattr("isoflop.train.loop.validate_checkpoint", missing)
+    monkeypatch.setattr("isoflop.train.heldout.validate_checkpoint", missing)
     scores = evaluate_checkpoint("a", "arc_easy", tmp_path / "s.json", limit=2, cache=cache, device="cpu")
     assert scores["held_out"]["val_bpb"] is None
     assert scores["held_out"]["withheld"] == "data.path is gone"
@@ -574,9 +574,11 @@ def test_held_out_data_that_are_elsewhere_cost_no_score(
 
 
 def test_a_trained_checkpoint_is_scored_from_its_files(cache: Path, tmp_path: Path) -> None:
-    from isoflop.train.checkpoint import save
+    from isoflop.train.checkpoint import whole_weights
     from isoflop.train.data.tokenizers import ByteTokenizer
+    from isoflop.train.parallel.mesh import Mesh
     from isoflop.train.parametrization import build_model
+    from isoflop.train.saver import Saver
 
     tokenizer = ByteTokenizer()
     config = RunConfig(
@@ -584,7 +586,9 @@ def test_a_trained_checkpoint_is_scored_from_its_files(cache: Path, tmp_path: Pa
         data=DataConfig(sequence_length=64),
     )
     model = build_model(config.model, config.optimizer, 64, seed=0)
-    path = save(tmp_path / "checkpoints", 3, model, torch.optim.AdamW(model.parameters()), {}, config, tokenizer)
+    saver = Saver(tmp_path / "checkpoints", Mesh(), config, tokenizer)
+    path = saver.save(3, whole_weights(model), {})
+    saver.wait()
     scores = evaluate_checkpoint(
         path, "small", tmp_path / "s.json", limit=5, cache=cache, held_out=HELD_OUT, device="cpu"
     )

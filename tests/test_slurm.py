@@ -383,3 +383,54 @@ def test_waiting_for_the_jobs_reports_what_failed(sweep: Callable[..., Sweep]) -
     assert str(text) in (run.state().reason or "")
     assert f"run {run.run_id} is failed: " in done.stdout
     assert not lost.queue()
+
+
+def process_of(run: RunDirectory, rank: int) -> int:
+    """The process of a rank's newest attempt. The cluster's nodes are this machine, so it is to be found here."""
+    log = run.path / (f"log-rank{rank}.txt" if rank else "log.txt")
+    return int(re.findall(r"process (\d+)", log.read_text())[-1])
+
+
+def test_a_rank_is_a_task_and_one_that_is_told_to_stop_stops_them_all_for_one_requeue(
+    sweep: Callable[..., Sweep],
+) -> None:
+    spread = sweep("spread")
+    mesh = ["parallel.tp=2", "parallel.dp=2", "parallel.zero=1", "cluster.ranks_per_node=2", "cluster.gpus_per_job=1"]
+    spread.submit(*LONG, "tokens=200_000", "grid.axes={seed: [0]}", *mesh)
+    (run,) = spread.runs().values()
+    until(lambda: run.last_metrics().get("step", 0) >= 20, "20 steps")
+    shown = slurm("scontrol", "-o", "show", "job", run.state().job_id or "")
+    assert re.search(r"\bNumNodes=2 .*\bNumTasks=4\b", shown), shown
+    assert "TresPerNode=gres:gpu:2" in shown
+    hosts = [re.findall(r" on (\w+)", (run.path / f"log-rank{rank}.txt").read_text())[0] for rank in (1, 2, 3)]
+    assert hosts[1] == hosts[2] != hosts[0], "tensor-parallel neighbours share a node"
+
+    os.kill(process_of(run, 3), signal.SIGTERM)
+    until(lambda: run.state().state == "preempted", "preempted")
+    assert re.search(r"another rank was told to stop; stopped at step \d+ of", run.state().reason or "")
+    spread.wait()
+    assert (run.state().state, run.state().attempt) == ("done", 2), spread.job_logs()
+    log = (run.path / "log.txt").read_text()
+    assert len(re.findall(r"resumed from step_\d+", log)) == 1
+    assert (spread.path / "fit" / "report.html").exists(), spread.job_logs()
+
+
+def test_a_rank_that_is_killed_ends_its_job_and_is_named(sweep: Callable[..., Sweep]) -> None:
+    """Rank 0 of one run, which then has nobody to write its state, and the other rank of the other."""
+    killed = sweep("ranks")
+    grid = [*LONG, "tokens=200_000", "grid.axes={seed: [0, 1]}", "checkpoint.every_seconds=0.1", "parallel.dp=2"]
+    killed.submit(*grid, "cluster.ranks_per_node=2")
+    runs = list(killed.runs().values())
+    for rank, run in enumerate(runs):
+        until(lambda: list(run.path.glob("checkpoints/step_*/*")), f"a checkpoint of {run.run_id}")  # noqa: B023
+        os.kill(process_of(run, rank), signal.SIGKILL)
+    killed.wait()
+    for rank, run in enumerate(runs):
+        assert run.state().state == "failed", killed.job_logs()
+        assert re.search(rf"rank {rank} on node\d died at step \d+", run.state().reason or ""), run.state()
+    assert "SLURM calls FAILED" in (runs[0].state().reason or "")
+    done = killed.command(*grid, "cluster=slurm", "cluster.ranks_per_node=2", "wait=true")
+    assert done.returncode == 0, done.stdout + done.stderr
+    for run in runs:
+        assert (run.state().state, run.state().attempt) == ("done", 2)
+        assert re.search(r"resumed from step_\d+", (run.path / "log.txt").read_text())

@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 
 import pytest
-from isoflop.sweeps import probe
+from isoflop.sweeps import conduct, probe
 from isoflop.sweeps.config import ClusterConfig, LadderGrid
 from isoflop.sweeps.grid import expand
-from isoflop.sweeps.plan import MANY_STEPS, makespan, plan, remarks
+from isoflop.sweeps.plan import MANY_STEPS, job_shape, makespan, plan, remarks
 from isoflop.sweeps.terminal import describe, short
-from isoflop.train.config import ModelConfig, RunConfig
+from isoflop.train.config import ModelConfig, ParallelConfig, RunConfig
+from isoflop.train.errors import UserError
 from isoflop.train.flops import flops_exact
 
 
@@ -26,6 +27,61 @@ def test_totals_are_the_sums_of_the_runs() -> None:
     hours = sum(run.estimated_seconds for run in planned.runs) / 3600
     assert planned.gpu_hours == pytest.approx(2 * hours)
     assert planned.dollars == pytest.approx(6 * hours)
+
+
+def test_a_run_of_several_ranks_costs_the_gpus_of_all_of_them() -> None:
+    configs = runs()
+    for run in configs:
+        run.parallel = ParallelConfig(dp=4)
+    cluster = ClusterConfig(kind="slurm", gpus_per_job=1, ranks_per_node=2, dollars_per_gpu_hour=3.0)
+    four, one = plan(configs, cluster, 4e12, 1), plan(runs(), cluster, 1e12, 1)
+    assert {(run.shape.nodes, run.shape.ranks, run.mesh) for run in four.runs} == {(2, 4, "tp1 dp4")}
+    assert four.estimated_seconds == pytest.approx(one.estimated_seconds / 4)
+    assert four.gpu_hours == pytest.approx(one.gpu_hours)
+    assert four.dollars == pytest.approx(3 * four.gpu_hours)
+
+
+@pytest.mark.parametrize("per_node", [1, 2, 3, 4, 8, None])
+@pytest.mark.parametrize("dp", [1, 2, 3, 7, 12, 64])
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+def test_nodes_hold_whole_tensor_parallel_groups_and_are_as_few_as_can_be(
+    tp: int, dp: int, per_node: int | None
+) -> None:
+    parallel, cluster = ParallelConfig(tp=tp, dp=dp), ClusterConfig(kind="slurm", ranks_per_node=per_node)
+    if per_node is not None and tp > per_node:
+        with pytest.raises(UserError, match=rf"^parallel\.tp is {tp}, .* cluster\.ranks_per_node allows {per_node};"):
+            job_shape(parallel, cluster)
+        return
+    shape = job_shape(parallel, cluster)
+    ranks = tp * dp
+    fits = [n for n in range(1, ranks + 1) if ranks % n == 0 and n % tp == 0 and n <= (per_node or ranks)]
+    assert (shape.ranks, shape.ranks_per_node) == (ranks, max(fits))
+    assert job_shape(parallel, ClusterConfig(kind="local", ranks_per_node=per_node)).nodes == 1
+
+
+def test_scoring_is_one_process_with_the_memory_of_a_node() -> None:
+    cluster = ClusterConfig(kind="slurm", gpus_per_job=1, cpus_per_task=4, memory_gb=32.0, ranks_per_node=4)
+    shape = job_shape(ParallelConfig(tp=2, dp=4), cluster).for_one_process()
+    assert (shape.ranks, shape.gpus, shape.cpus, shape.memory_gb) == (1, 1, 4, 128.0)
+    alone = job_shape(ParallelConfig(), cluster)
+    assert alone.for_one_process() == alone
+
+
+@pytest.mark.parametrize(
+    ("ranks", "jobs", "threads", "rate"),
+    [(1, 8, 1, 1.0), (2, 4, 1, 2.0), (3, 2, 1, 3.0), (4, 2, 1, 4.0), (5, 1, 1, 5.0), (16, 1, 1, 8.0)],
+)
+def test_jobs_of_several_ranks_share_the_cores(
+    ranks: int, jobs: int, threads: int, rate: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe, "cores", lambda: 8)
+    assert conduct.places(ClusterConfig(), ranks, 1.0) == conduct.Places(jobs, threads, rate)
+
+
+def test_one_job_at_a_time_gives_its_ranks_all_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "cores", lambda: 8)
+    for ranks, threads in ((1, 8), (2, 4), (3, 2)):
+        assert conduct.places(ClusterConfig(jobs=1), ranks, 1.0).threads == threads
 
 
 def test_longest_first() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from isoflop.sweeps.runs import Busy, RunDirectory, SweepDirectory, lock_token
-from isoflop.train.config import ModelConfig, RunConfig, run_id
+from isoflop.train.config import ModelConfig, ParallelConfig, RunConfig, run_id
 from isoflop.train.errors import UserError
 
 
@@ -37,6 +37,49 @@ def test_freezing_again_changes_nothing(tmp_path: Path) -> None:
     other.tracker.kind = "none"  # cosmetic: the same run
     run.freeze(other)
     assert (run.path / "config.yaml").read_bytes() == before
+
+
+def test_a_run_moved_to_other_ranks_is_the_same_run(tmp_path: Path) -> None:
+    run = directory(tmp_path)
+    other = a_run()
+    other.parallel = ParallelConfig(tp=2, dp=2, zero=3)
+    run.refreeze(other)
+    assert run.config() == other
+    assert run_id(run.config()) == run.run_id
+
+
+def test_a_run_under_way_keeps_its_ranks(tmp_path: Path) -> None:
+    run = directory(tmp_path)
+    other = a_run()
+    other.parallel.dp = 2
+    process = holder(run.path)
+    try:
+        run.refreeze(a_run())  # says nothing new, so that it need not wait
+        with pytest.raises(UserError, match=f"is held by process {process.pid} on .* stay as they are"):
+            run.refreeze(other, timeout=0.1)
+        assert run.config() == a_run()
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_the_first_word_of_a_failure_stays_until_the_next_attempt(tmp_path: Path) -> None:
+    run = directory(tmp_path)
+    assert run.failure() is None
+    for rank in (2, 1):
+        run.note_failure(f"rank {rank} on node7 died at step 40")
+    assert run.failure() == "rank 2 on node7 died at step 40"
+    run.forget_failure()
+    run.forget_failure()
+    assert run.failure() is None
+
+
+def test_ranks_write_logs_of_their_own(tmp_path: Path) -> None:
+    run = directory(tmp_path)
+    run.log("first")
+    run.log("second", rank=3)
+    assert (run.path / "log.txt").read_text().endswith(" first\n")
+    assert (run.path / "log-rank3.txt").read_text().endswith(" second\n")
 
 
 def test_a_config_that_was_edited_into_another_run_is_refused(tmp_path: Path) -> None:

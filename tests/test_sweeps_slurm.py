@@ -8,7 +8,11 @@ from pathlib import Path
 
 import pytest
 from isoflop.sweeps import slurm, worker
-from isoflop.sweeps.runs import RunDirectory
+from isoflop.sweeps.config import ClusterConfig
+from isoflop.sweeps.launch import Scripted, SlurmLauncher
+from isoflop.sweeps.plan import JobShape, job_shape
+from isoflop.sweeps.runs import RunDirectory, SweepDirectory
+from isoflop.train.config import ParallelConfig
 from isoflop.train.errors import UserError
 
 Install = Callable[[str, str], None]
@@ -119,3 +123,57 @@ def test_how_a_job_ended_comes_from_accounting_else_from_the_controller(
     install("scontrol", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
     assert slurm.outcome("7") is None
     assert slurm.outcome(None) is None
+
+
+# Taken from SLURM 22.05: a task that is killed, and what `srun` then does to the others.
+KILLED = """srun: error: node2: task 2: Killed
+srun: launch/slurm: _step_signal: Terminating StepId=7415102.0
+srun: error: node2: task 3: Killed
+srun: error: node1: tasks 0-1: Killed
+srun: Force Terminated StepId=7415102.0
+"""
+REQUEUE = """srun: error: node1: task 0: Exited with exit code 1
+slurmstepd-node1: error: *** JOB 7 ON node1 CANCELLED AT 2026-11-21T15:48:00 DUE TO JOB REQUEUE ***
+"""
+
+
+@pytest.mark.parametrize(
+    ("log", "said"),
+    [
+        (KILLED, "rank 2 on node2 ended first (Killed)"),
+        (REQUEUE + KILLED, "rank 2 on node2 ended first (Killed)"),
+        (KILLED.split("\n", 3)[3], "ranks 0-1 on node1 ended first (Killed)"),
+        (REQUEUE, None),
+        ("", None),
+        ("node1: out of ideas\n", None),
+    ],
+)
+def test_the_first_task_to_end_is_named_by_sruns_own_words(log: str, said: str | None) -> None:
+    assert slurm.first_to_end(log) == said
+
+
+def submitted(install: Install, tmp_path: Path, cluster: ClusterConfig, shape: JobShape) -> str:
+    """The script that sbatch gets."""
+    install("srun", "")
+    install("sbatch", f"cp $1 {tmp_path / 'script'}; echo Submitted batch job 7")
+    launcher = SlurmLauncher(SweepDirectory(tmp_path / "sweep"), cluster, live=set())
+    launcher.submit_array(shape, "train", [Scripted(print, ())])
+    return (tmp_path / "script").read_text()
+
+
+def test_every_rank_is_a_task_with_its_own_cpus_memory_and_gpu(install: Install, tmp_path: Path) -> None:
+    cluster = ClusterConfig(kind="slurm", gpus_per_job=1, cpus_per_task=4, memory_gb=32.0, ranks_per_node=4)
+    script = submitted(install, tmp_path, cluster, job_shape(ParallelConfig(tp=2, dp=4), cluster))
+    for flag in ("nodes=2", "ntasks-per-node=4", "cpus-per-task=4", "mem=131072M", "gpus-per-node=4"):
+        assert f"#SBATCH --{flag}\n" in script
+    assert "export OMP_NUM_THREADS=4\n" in script
+    (srun,) = [line for line in script.splitlines() if line.startswith("srun ")]
+    assert {"--cpus-per-task=4", "--kill-on-bad-exit=1", "--distribution=block"} <= set(srun.split())
+
+
+def test_a_run_of_one_rank_asks_for_what_it_always_did(install: Install, tmp_path: Path) -> None:
+    cluster = ClusterConfig(kind="slurm", gpus_per_job=0, cpus_per_task=2, memory_gb=8.0, ranks_per_node=8)
+    script = submitted(install, tmp_path, cluster, job_shape(ParallelConfig(), cluster))
+    for flag in ("nodes=1", "ntasks-per-node=1", "cpus-per-task=2", "mem=8192M"):
+        assert f"#SBATCH --{flag}\n" in script
+    assert "gpus" not in script

@@ -34,9 +34,10 @@ SCIENCE: dict[str, Any] = {
     "schedule": {
         "kind": "wsd", "warmup_tokens": 100_000, "warmup_max_share": 0.05, "decay_share": 0.2, "final_share": 0.0,
     },
-    "tokens": 2**20, "precision": "fp32", "seed": 0, "max_loss_rise": 3.0, "recipe": 1,
+    "tokens": 2**20, "precision": "fp32", "seed": 0, "max_loss_rise": 3.0, "skip_bad_steps": 0,
+    "recipe": 2,
 }  # fmt: skip
-PINNED = "2976a60e2c"
+PINNED = "9e463802fa"
 
 
 def fields(node: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], bool]]:
@@ -129,7 +130,7 @@ REFUSED = [
     ("model.norm_eps", -1.0, "model.norm_eps is -1.0; it must be greater than 0"),
     ("data.corpus", "web", "data.corpus is 'web'; it must be one of stdlib, text, hf"),
     ("schedule.kind", "linear", "schedule.kind is 'linear'; it must be one of wsd, cosine, constant"),
-    ("precision", "fp16", "precision is 'fp16'; it must be one of fp32, bf16"),
+    ("precision", "fp8", "precision is 'fp8'; it must be one of fp32, bf16, fp16"),
     ("tracker.kind", "mlflow", "tracker.kind is 'mlflow'; it must be one of wandb, none"),
     ("tracker.mode", "off", "tracker.mode is 'off'; it must be one of auto, online, offline"),
     ("parallel.device", "tpu", "parallel.device is 'tpu'; it must be one of auto, cpu, cuda"),

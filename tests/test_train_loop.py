@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,11 @@ from isoflop.train.errors import UserError
 from isoflop.train.files import JsonLines, read_json_lines
 from isoflop.train.flops import count_parameters, flops_6nd, flops_exact, training_flops_per_token
 from isoflop.train.hardware import matmul_peak, pick_device
-from isoflop.train.loop import Diverged, held_out_loss, train, validate_checkpoint, validation_steps
+from isoflop.train.heldout import held_out, validate_checkpoint, validation_steps
+from isoflop.train.loop import Diverged, train
+from isoflop.train.model import sequence_losses
+from isoflop.train.parallel.zero import StepResult
+from isoflop.train.parametrization import build_model
 from isoflop.train.schedule import learning_rate_factor
 
 
@@ -193,26 +198,27 @@ def test_a_run_in_micro_batches_is_the_run_in_whole_batches(
 def test_the_first_step_follows_the_stream_and_the_gradient(config: RunConfig, tmp_path: Path) -> None:
     shards = prepare(config.data)
     rows = torch.from_numpy(TrainStream(shards, 16, config.seed).batch(0, 4))
-    fresh = loop.build_model(config.model, config.optimizer, 16, config.seed).double()
+    fresh = build_model(config.model, config.optimizer, 16, config.seed).double()
     expected = torch.nn.functional.cross_entropy(fresh(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
     expected.backward()
     total = math.sqrt(sum(float(p.grad.square().sum()) for p in fresh.parameters() if p.grad is not None))
-    trainer = loop.Trainer(config, tmp_path, lambda line: None, shards)
-    loss, norm = trainer.step(0)
-    trainer.close()
+    with loop.join(config, tmp_path, print, orderly=()) as job:
+        trainer = loop.Trainer(config, tmp_path, lambda line: None, shards, job)
+        result = trainer.step(0)
+        trainer.close()
     # fp32 against float64: a few roundings of 6e-8 in a row.
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
-    assert norm.item() == pytest.approx(total, rel=1e-5)
-    assert not torch.equal(trainer.model.embedding.weight, fresh.embedding.weight.float())
+    assert result.loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert result.norm.item() == pytest.approx(total, rel=1e-5)
+    assert not torch.equal(trainer.stepper.gpt.embedding.weight, fresh.embedding.weight.float())
 
 
 def with_losses(monkeypatch: pytest.MonkeyPatch, losses: dict[int, float]) -> None:
     """Real steps, whose loss is replaced at some of them (0-based)."""
     real = loop.Trainer.step
 
-    def step(self: loop.Trainer, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        loss, norm = real(self, index)
-        return torch.tensor(losses[index]) if index in losses else loss, norm
+    def step(self: loop.Trainer, index: int) -> StepResult:
+        result = real(self, index)
+        return replace(result, loss=torch.tensor(losses[index])) if index in losses else result
 
     monkeypatch.setattr(loop.Trainer, "step", step)
 
@@ -309,10 +315,10 @@ def test_measuring_the_peak_moves_no_random_numbers() -> None:
 
 
 def test_held_out_loss_of_a_uniform_model_is_the_logarithm() -> None:
-    model = loop.build_model(
+    model = build_model(
         ModelConfig(width=8, depth=1, heads=1, vocab_size=10, tied_embeddings=False), OptimizerConfig(), 4, 0
     )
-    result = held_out_loss(model, torch.zeros(6, 5, dtype=torch.long), text_bytes=12)
+    result = held_out(sequence_losses(model, torch.zeros(6, 5, dtype=torch.long)), 4, text_bytes=12)
     assert result.val_loss == pytest.approx(math.log(10), rel=1e-6)
     assert result.val_loss_se == pytest.approx(0, abs=1e-7)
     assert result.val_bpb == pytest.approx(math.log2(10) * 24 / 12, rel=1e-6)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 
@@ -156,7 +157,8 @@ def autograd_functions() -> list[type]:
 
 
 def test_every_derivative_written_by_hand_is_checked_below() -> None:
-    assert [item.__name__ for item in autograd_functions()] == ["SwiGLU", "_BlockAttention", "_RMSNorm", "_Rotary"]
+    found = [item.__name__ for item in autograd_functions()]
+    assert found == ["SwiGLU", "_BlockAttention", "_Lookup", "_RMSNorm", "_Rotary"]
 
 
 def test_derivatives_written_by_hand_pass_gradcheck() -> None:
@@ -170,6 +172,8 @@ def test_derivatives_written_by_hand_pass_gradcheck() -> None:
     assert torch.autograd.gradcheck(lambda x: attention.apply_rotary(x, cos, sin), draw(2, 5, 3, 6))
     assert torch.autograd.gradcheck(model_module.SwiGLU.apply, draw(2, 3, 14))
     assert torch.autograd.gradcheck(lambda x, w: model_module._RMSNorm.apply(x, w, 1e-3), (draw(2, 3, 6), draw(6)))
+    tokens = torch.randint(4, (2, 5), generator=generator)
+    assert torch.autograd.gradcheck(lambda table: model_module._Lookup.apply(tokens, table), draw(4, 3))
     for block in (2, 3, 7, 9):
 
         def blocks(q: Tensor, k: Tensor, v: Tensor, block: int = block) -> Tensor:
@@ -199,6 +203,79 @@ def test_attention_that_trains_in_bf16_is_the_fused_one(time: int) -> None:
     for ours, theirs in zip([actual, actual_q, actual_k, actual_v], wanted, strict=True):
         # bf16 keeps 8 bits, 0.4 %: a handful of roundings in a row, against the size of the whole tensor.
         assert ((ours.double() - theirs).norm() / theirs.norm()).item() < 0.015
+
+
+def relative(actual: Tensor, expected: Tensor) -> float:
+    actual, expected = actual.detach().double(), expected.detach().double()
+    return float((actual - expected).norm() / expected.norm())
+
+
+LOW = [(torch.bfloat16, 2**-9), (torch.float16, 2**-12)]  # and half a unit in the last place, relative
+
+
+@pytest.mark.parametrize(("dtype", "rounding"), LOW, ids=str)
+def test_a_norm_in_low_precision_is_the_exact_one_rounded_once(dtype: torch.dtype, rounding: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    # Large enough for the squares of fp16 to overflow, and long enough for their sum in bf16 to stop growing.
+    x = (300 * torch.randn(64, 4096, generator=generator)).to(dtype).requires_grad_()
+    norm = model_module.RMSNorm(4096, 1e-5).to(dtype)
+    slope = torch.randn(64, 4096, generator=generator).to(dtype)
+    exact = [t.detach().double().requires_grad_() for t in (x, norm.weight)]
+    expected = nn.functional.rms_norm(exact[0], (4096,), exact[1], 1e-5)
+    wanted = [expected, *torch.autograd.grad(expected, exact, slope.double())]
+    out = norm(x)
+    for ours, theirs in zip([out, *torch.autograd.grad(out, [x, norm.weight], slope)], wanted, strict=True):
+        assert ours.dtype == dtype
+        assert relative(ours, theirs) < rounding
+
+
+@pytest.mark.parametrize(("dtype", "rounding"), LOW, ids=str)
+def test_the_gradient_of_a_table_in_low_precision_is_the_exact_sum_rounded_once(
+    dtype: torch.dtype, rounding: float
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(3, (8, 512), generator=generator)
+    table = model_module.Embedding(4, 16).to(dtype)
+    slope = (torch.randn(8, 512, 16, generator=generator) + 0.5).to(dtype)  # with a mean, so that sums grow
+    exact = torch.zeros(4, 16, dtype=torch.float64).index_add_(0, tokens.flatten(), slope.flatten(0, 1).double())
+    (ours,) = torch.autograd.grad(table(tokens), table.weight, slope)
+    assert ours.dtype == dtype
+    assert relative(ours, exact) < rounding
+    left_out = model_module.table_gradient(slope, tokens, 4, left_out=1)
+    assert torch.equal(left_out[[0, 2, 3]], ours[[0, 2, 3]])
+    assert (left_out[1] == 0).all()
+
+
+@pytest.mark.parametrize(("dtype", "rounding"), LOW, ids=str)
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_logits_and_gradients_in_low_precision_are_near_the_exact_ones(
+    dtype: torch.dtype, rounding: float, qk_norm: bool
+) -> None:
+    config = ModelConfig(width=64, depth=2, heads=4, kv_heads=2, vocab_size=50, vocab_multiple=1, qk_norm=qk_norm)
+    low = random_model(config, 32, 0).to(dtype)
+    exact = random_model(config, 32, 0)
+    exact.load_state_dict(low.state_dict())
+    exact.double()
+    tokens = torch.randint(50, (4, 33), generator=torch.Generator().manual_seed(0))
+    assert low(tokens[:, :-1]).dtype == dtype
+    # Some dozen roundings follow one another on the way through two blocks.
+    assert relative(low(tokens[:, :-1]), exact(tokens[:, :-1])) < 10 * rounding
+    for model in (low, exact):
+        model.loss(tokens[:, :-1], tokens[:, 1:]).backward()
+    for ours, theirs in zip(low.parameters(), exact.parameters(), strict=True):
+        assert ours.grad is not None
+        assert theirs.grad is not None
+        assert relative(ours.grad, theirs.grad) < 20 * rounding
+
+
+def test_casting_a_model_leaves_its_angles_exact_and_moving_it_takes_them_along() -> None:
+    model = random_model(ModelConfig(width=16, depth=1, heads=2, vocab_size=20), 64, 0)
+    expected = attention.rotary_angles(64, 8, 10000.0)
+    for cast in (model.bfloat16(), model.half(), model.to(dtype=torch.float32)):
+        assert cast is model
+        assert all(torch.equal(a, b) for a, b in zip((model.cos, model.sin), expected, strict=True))
+    assert model.to("meta").cos.is_meta
+    assert torch.equal(model.to_empty(device="cpu").cos, expected[0])
 
 
 def test_a_rotated_product_depends_on_the_distance_alone() -> None:
@@ -266,11 +343,7 @@ def test_a_longer_sequence_than_the_model_was_built_for_is_refused() -> None:
 
 def test_a_compiled_block_gives_the_same_losses_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     # Through dynamo and aot_autograd, with the graph run by PyTorch: what inductor would add is minutes of C++.
-    monkeypatch.setattr(nn.Module, "compile", lambda self: setattr(self, "_compiled_call_impl", traced(self)))
-
-    def traced(block: nn.Module) -> object:
-        return torch.compile(block._call_impl, backend="aot_eager", fullgraph=True)
-
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager", fullgraph=True))
     config = ModelConfig(width=16, depth=2, heads=2, vocab_size=30, qk_norm=True)
     tokens = torch.randint(30, (2, 9), generator=torch.Generator().manual_seed(0))
     gradients = []

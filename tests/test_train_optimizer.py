@@ -10,9 +10,11 @@ import pytest
 import torch
 from isoflop.train.config import DataConfig, ModelConfig, OptimizerConfig, RunConfig, ScheduleConfig, validate
 from isoflop.train.errors import UserError
-from isoflop.train.model import next_token_loss
-from isoflop.train.optimizer import build_optimizer, clip_gradients, set_learning_rate
-from isoflop.train.parametrization import build_model
+from isoflop.train.model import GPT
+from isoflop.train.parallel.layout import whole
+from isoflop.train.parallel.mesh import Mesh
+from isoflop.train.parallel.zero import Zero
+from isoflop.train.parametrization import empty_model, initial_weights, parameter_groups
 from isoflop.train.schedule import decay_steps, learning_rate_factor, warmup_steps
 
 # One token a step, so that tokens and steps are the same.
@@ -86,6 +88,19 @@ def test_a_warmup_and_a_cooldown_that_overlap_are_refused() -> None:
     validate(run)
 
 
+def engine(model: ModelConfig, optimizer: OptimizerConfig, dtype: torch.dtype) -> tuple[GPT, Zero]:
+    """One process that owns everything, with initial weights in it."""
+    gpt = empty_model(model, optimizer, 8)
+    placements = {name: whole(p.shape) for name, p in gpt.named_parameters()}
+    zero = Zero(
+        gpt, parameter_groups(gpt, optimizer), placements, Mesh(), stage=0, dtype=dtype, optimizer=optimizer,
+        bucket_mb=0.01, device=torch.device("cpu"),
+    )  # fmt: skip
+    zero.load(initial_weights(model, optimizer, 0))
+    gpt.place_angles(torch.device("cpu"))
+    return gpt, zero
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_steps_equal_a_plain_float64_adamw_with_clipping(tied: bool) -> None:
     model = ModelConfig(width=16, depth=2, heads=2, vocab_size=20, qk_norm=True, tied_embeddings=tied)
@@ -93,45 +108,37 @@ def test_steps_equal_a_plain_float64_adamw_with_clipping(tied: bool) -> None:
         learning_rate=0.02, base_width=8, embedding_multiplier=2.0, beta1=0.8, beta2=0.9, eps=1e-6, weight_decay=0.3,
         gradient_clip=0.05,
     )  # fmt: skip
-    gpt = build_model(model, optimizer, 8, 0).double()
-    adam = build_optimizer(gpt, optimizer)
+    gpt, zero = engine(model, optimizer, torch.float64)
     weights = {name: p.detach().numpy().copy() for name, p in gpt.named_parameters()}
     first = {name: np.zeros_like(w) for name, w in weights.items()}
     second = {name: np.zeros_like(w) for name, w in weights.items()}
     for step, factor in enumerate([0.5, 1.0, 1.0, 0.3], start=1):
         generator = torch.Generator().manual_seed(step)
-        for p in gpt.parameters():
-            p.grad = torch.randn(p.shape, generator=generator, dtype=torch.float64) * (1e-4 if step == 3 else 1.0)
-        gradients = {name: p.grad.numpy().copy() for name, p in gpt.named_parameters() if p.grad is not None}
-        norm = clip_gradients(list(gpt.parameters()), optimizer.gradient_clip)
-        set_learning_rate(adam, factor)
-        adam.step()
+        size = 1e-4 if step == 3 else 1.0
+        chosen = {
+            name: torch.randn(p.shape, generator=generator, dtype=torch.float64) * size
+            for name, p in gpt.named_parameters()
+        }
+        with zero.micro_batch(last=True):
+            torch.stack([(p * chosen[name]).sum() for name, p in gpt.named_parameters()]).sum().backward()
+        norm = zero.step(factor, torch.zeros(())).norm
 
-        expected_norm = math.sqrt(sum(float((g**2).sum()) for g in gradients.values()))
+        expected_norm = math.sqrt(sum(float((g**2).sum()) for g in chosen.values()))
         assert norm.item() == pytest.approx(expected_norm, rel=1e-12)  # float64 sums in another order
         scale = min(1.0, optimizer.gradient_clip / (expected_norm + 1e-6))
         assert (scale < 1) == (step != 3)
         for name, w in weights.items():
             matrix = "norm" not in name and not name.startswith("embedding")
             rate = 0.02 * factor * (8 / 16 if matrix else 2.0)
-            g = gradients[name] * scale
+            g = chosen[name].numpy() * scale
             first[name] = 0.8 * first[name] + 0.2 * g
             second[name] = 0.9 * second[name] + 0.1 * g**2
             update = (first[name] / (1 - 0.8**step)) / (np.sqrt(second[name] / (1 - 0.9**step)) + 1e-6)
             # Decoupled: the decay is of the weight before the step, and never enters the moments.
             weights[name] = w * (1 - rate * (0.3 if matrix else 0.0)) - rate * update
             actual = dict(gpt.named_parameters())[name].detach().numpy()
-            np.testing.assert_allclose(actual, weights[name], rtol=1e-9, atol=1e-11, err_msg=name)
-
-
-def test_clipping_leaves_small_gradients_alone_and_zero_turns_it_off() -> None:
-    parameters = [torch.nn.Parameter(torch.zeros(3)) for _ in range(2)]
-    for max_norm, expected in ((1.0, 0.2), (0.1, 0.1), (0.0, 0.2)):
-        for p in parameters:
-            p.grad = torch.full((3,), 0.2 / math.sqrt(6))
-        assert clip_gradients(list(parameters), max_norm).item() == pytest.approx(0.2, rel=1e-6)
-        after = torch.cat([p.grad for p in parameters if p.grad is not None]).norm().item()
-        assert after == pytest.approx(expected, rel=2e-5)  # the divisor is norm + 1e-6
+            # The fused update takes the divisor of clipped gradients in fp32: one part in 2e7 of an update.
+            np.testing.assert_allclose(actual, weights[name], rtol=1e-8, atol=2e-8, err_msg=name)
 
 
 def test_accumulated_gradients_equal_those_of_the_whole_batch() -> None:
@@ -139,11 +146,12 @@ def test_accumulated_gradients_equal_those_of_the_whole_batch() -> None:
     tokens = torch.randint(20, (6, 9), generator=torch.Generator().manual_seed(0))
     gradients = []
     for micro in (6, 3, 2, 1):
-        gpt = build_model(model, OptimizerConfig(), 8, 0)
+        gpt, zero = engine(model, OptimizerConfig(), torch.float32)
         for start in range(0, 6, micro):
             rows = tokens[start : start + micro]
-            (next_token_loss(gpt(rows[:, :-1]), rows[:, 1:]) * (micro / 6)).backward()
-        gradients.append(torch.cat([p.grad.flatten() for p in gpt.parameters() if p.grad is not None]))
+            with zero.micro_batch(last=start + micro == 6):
+                (gpt.loss(rows[:, :-1], rows[:, 1:]) * (micro / 6)).backward()
+        gradients.append(torch.cat(zero.gradients.shards))
     for accumulated in gradients[1:]:
         # fp32: the same terms summed in another order; gradients here are up to 0.1.
         torch.testing.assert_close(accumulated, gradients[0], atol=1e-7, rtol=1e-5)

@@ -8,7 +8,6 @@ import pytest
 import torch
 from isoflop.train.config import ModelConfig, OptimizerConfig
 from isoflop.train.model import next_token_loss
-from isoflop.train.optimizer import build_optimizer
 from isoflop.train.parametrization import build_model, parameter_groups
 
 
@@ -69,7 +68,11 @@ def change_of_logits(width: int, exponent: float, tied: bool) -> float:
         model = ModelConfig(width=width, depth=2, heads=width // 16, vocab_size=32, tied_embeddings=tied)
         optimizer = OptimizerConfig(learning_rate=3e-3, base_width=32, width_exponent=exponent, weight_decay=0.0)
         gpt = build_model(model, optimizer, 16, seed)
-        adam = build_optimizer(gpt, optimizer)
+        groups = [
+            {"params": group.parameters, "lr": group.learning_rate, "weight_decay": group.weight_decay}
+            for group in parameter_groups(gpt, optimizer)
+        ]
+        adam = torch.optim.AdamW(groups, betas=(optimizer.beta1, optimizer.beta2), eps=optimizer.eps)
         tokens = torch.randint(32, (4, 17), generator=torch.Generator().manual_seed(seed))
         before = gpt(tokens[:, :-1]).detach()[..., :32]
         for _ in range(3):

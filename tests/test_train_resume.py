@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from isoflop.train import checkpoint, loop
+from isoflop.train import loop, storage
 from isoflop.train.checkpoint import file_sha256
 from isoflop.train.config import (
     CheckpointConfig,
@@ -184,7 +184,7 @@ def test_a_full_disk_keeps_the_last_checkpoint_and_the_run_goes_on_later(
     undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = config_of(undisturbed)
-    real, saves = checkpoint.save_file, 0
+    real, saves = storage.save_file, 0
 
     def full_after_two(tensors: Any, path: Path) -> None:
         nonlocal saves
@@ -194,7 +194,7 @@ def test_a_full_disk_keeps_the_last_checkpoint_and_the_run_goes_on_later(
             raise OSError(28, "No space left on device", str(path))
         real(tensors, path)
 
-    monkeypatch.setattr(checkpoint, "save_file", full_after_two)
+    monkeypatch.setattr(storage, "save_file", full_after_two)
     with pytest.raises(OSError, match="No space left"):
         train(config, tmp_path, report=lambda line: None)
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step_4", "step_8"]

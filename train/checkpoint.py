@@ -1,9 +1,8 @@
-"""Checkpoints that survive a kill at any instant.
+"""Checkpoints that survive a kill at any instant: the directory, its manifest, and the way back.
 
-A checkpoint is a directory `step_<n>`, written under a temporary name, fsynced, and renamed:
+A checkpoint is a directory `step_<n>`, written under a temporary name, fsynced, and renamed (see `saver.py`):
 
-    model.safetensors        weights, fp32
-    optimizer.safetensors    Adam's moments, `<parameter>.exp_avg` and `.exp_avg_sq`
+    model.safetensors, optimizer.safetensors or shards/    the tensors; see `storage.py`
     trainer.json             step, clock, smoothed losses, random-number state
     config.json              the run's config;  tokenizer/  what turns text into its tokens
     manifest.json            size and SHA-256 of every other file, written last
@@ -19,88 +18,36 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+import torch.distributed as dist
 
-from .config import RunConfig, canonical_json, from_dict, identity, to_dict
+from .config import RunConfig, canonical_json, from_dict, identity
 from .errors import UserError
-from .files import fsync_path, temporary_directory_beside
+from .files import fsync_path
 from .model import GPT
+from .parallel.control import together
+from .parallel.layout import Held, whole
+from .parallel.mesh import Mesh
 from .parametrization import build_model
+from .storage import MOMENTS, SHARDS_INDEX, WEIGHTS, read
 
 if TYPE_CHECKING:
     from .data.tokenizers import Tokenizer
 
+ALONE = Mesh()  # one process
+
 _NAME = re.compile(r"step_(\d+)$")
-_REQUIRED = ("model.safetensors", "optimizer.safetensors", "trainer.json", "config.json")
+_REQUIRED = ("trainer.json", "config.json")
 
 
-def save(
-    root: Path, step: int, gpt: GPT, optimizer: torch.optim.Optimizer, trainer: dict[str, Any], config: RunConfig,
-    tokenizer: Tokenizer,
-) -> Path:  # fmt: skip
-    """Writes `root/step_<n>`. A whole checkpoint that stands there already stays; a damaged one is replaced.
-
-    Raises:
-        OSError: for example when the disk is full; nothing half-written stays.
-    """
-    final = root / f"step_{step}"
-    if final.exists() and damage(final) is None:
-        # A run is deterministic, so this one holds the same; replacing it would be a moment without any.
-        return final
-    with temporary_directory_beside(final) as temporary:
-        _save_tensors(_unique(gpt.state_dict()), temporary / "model.safetensors")
-        _save_tensors(_optimizer_tensors(gpt, optimizer), temporary / "optimizer.safetensors")
-        (temporary / "trainer.json").write_text(json.dumps({"step": step, **trainer}))
-        (temporary / "config.json").write_text(json.dumps(to_dict(config), indent=1))
-        (temporary / "tokenizer").mkdir()
-        tokenizer.save(temporary / "tokenizer")
-        files = sorted(path for path in temporary.rglob("*") if path.is_file())
-        manifest = {str(path.relative_to(temporary)): _describe(path) for path in files}
-        (temporary / "manifest.json").write_text(json.dumps(manifest, indent=1))
-        for path in [*files, temporary / "manifest.json", temporary / "tokenizer", temporary]:
-            fsync_path(path)
-        os.chmod(temporary, 0o755)
-        if final.exists():
-            shutil.rmtree(final)
-        os.replace(temporary, final)
-    fsync_path(root)
-    return final
-
-
-def _save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
-    try:
-        save_file(tensors, path)
-    except SafetensorError as error:
-        # The library keeps the system's error in words only, and a full disk must be told from a bug.
-        if (number := re.search(r"os error (\d+)", str(error))) is None:
-            raise
-        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
-
-
-def _unique(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Safetensors refuses two names for one storage: a tied head is stored once, as the embedding."""
-    if state["head.weight"].data_ptr() == state["embedding.weight"].data_ptr():
-        state = {name: tensor for name, tensor in state.items() if name != "head.weight"}
-    return {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
-
-
-def _optimizer_tensors(gpt: GPT, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    tensors = {}
-    for name, parameter in gpt.named_parameters():
-        for key, value in optimizer.state.get(parameter, {}).items():
-            tensors[f"{name}.{key}"] = value.detach().cpu().contiguous()
-    return tensors
-
-
-def _describe(path: Path) -> dict[str, Any]:
+def describe(path: Path) -> dict[str, Any]:
+    """What a manifest says of a file."""
     return {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
 
 
@@ -110,23 +57,85 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def damage(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint directory, in words; None when every file agrees with the manifest."""
+def start(root: Path, step: int) -> Path | None:
+    """A new directory to write `root/step_<n>` in, which `publish` renames; None where a whole one stands.
+
+    What a killed save left behind is removed, for it fills the disk.
+    """
+    final = root / f"step_{step}"
+    if final.exists() and damage(final) is None:
+        # A run is deterministic, so this one holds the same; replacing it would be a moment without any.
+        return None
+    sweep(root)
+    root.mkdir(parents=True, exist_ok=True)
+    return Path(tempfile.mkdtemp(prefix=f".{final.name}.", dir=root))
+
+
+def publish(temporary: Path, final: Path, described: dict[str, dict[str, Any]]) -> None:
+    """Makes a checkpoint of a directory: manifest, flush to the disk, and the one rename that makes it count.
+
+    Args:
+        temporary: what `start` gave, with every file in it.
+        final: `root/step_<n>`; a damaged one that stands there goes.
+        described: what `describe` says of files that other ranks have flushed, by name; the rest is seen to here.
+
+    Raises:
+        UserError: another rank's file is not to be seen from here.
+    """
+    inside = sorted(temporary.rglob("*"))
+    files = {str(path.relative_to(temporary)): path for path in inside if path.is_file()}
+    if unseen := sorted(set(described) - set(files)):
+        raise UserError(
+            f"{final.parent} is not the same folder on every node: another rank has written {unseen[0]}, and the first "
+            "one cannot see it; put the run directory on a file system that all nodes share"
+        )
+    manifest = {name: described.get(name) or describe(path) for name, path in files.items()}
+    (temporary / "manifest.json").write_text(json.dumps(manifest, indent=1))
+    unflushed = [path for name, path in files.items() if name not in described]
+    folders = [path for path in inside if path.is_dir()]
+    for path in [*unflushed, temporary / "manifest.json", *folders, temporary]:
+        fsync_path(path)
+    os.chmod(temporary, 0o755)
+    if final.exists():
+        shutil.rmtree(final)
+    os.replace(temporary, final)
+    fsync_path(final.parent)
+
+
+def damage(checkpoint: Path, mesh: Mesh = ALONE) -> str | None:
+    """What is wrong with a checkpoint directory, in words; None when every file agrees with the manifest.
+
+    The ranks of a mesh read a share of the files each, and all get the same answer.
+    """
+    found = _damage(checkpoint, mesh.rank, mesh.size)
+    if mesh.control is None:
+        return found
+    everyone: list[str | None] = [None] * mesh.size
+    dist.all_gather_object(everyone, found, mesh.control)
+    return next((problem for problem in everyone if problem is not None), None)
+
+
+def _damage(checkpoint: Path, rank: int, ranks: int) -> str | None:
     try:
         manifest = json.loads((checkpoint / "manifest.json").read_text())
         expectations = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in manifest.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return "its manifest.json is missing or unreadable"
-    if absent := [name for name in _REQUIRED if name not in expectations]:
+    tensors = (SHARDS_INDEX,) if SHARDS_INDEX in expectations else (WEIGHTS, MOMENTS)
+    if absent := [name for name in (*tensors, *_REQUIRED) if name not in expectations]:
         return f"its manifest.json does not list {absent[0]}"
-    for name, (size, digest) in expectations.items():
+    for name in list(expectations)[rank::ranks]:
+        size, digest = expectations[name]
         path = checkpoint / name
-        if not path.is_file():
-            return f"{name} is missing"
-        if path.stat().st_size != size:
-            return f"{name} has {path.stat().st_size} bytes instead of {size}"
-        if file_sha256(path) != digest:
-            return f"{name} does not match its checksum"
+        try:
+            if not path.is_file():
+                return f"{name} is missing"
+            if path.stat().st_size != size:
+                return f"{name} has {path.stat().st_size} bytes instead of {size}"
+            if file_sha256(path) != digest:
+                return f"{name} does not match its checksum"
+        except OSError as error:
+            return f"{name} cannot be read: {error.strerror or error}"
     return None
 
 
@@ -136,18 +145,22 @@ def list_steps(root: Path) -> list[tuple[int, Path]]:
     return sorted(found)
 
 
-def newest_valid(root: Path, report: Callable[[str], None]) -> Path | None:
-    """The newest checkpoint whose files are whole. Every damaged one on the way is reported, and left in place."""
-    for _, path in reversed(list_steps(root)):
-        problem = damage(path)
+def newest_valid(root: Path, report: Callable[[str], None], mesh: Mesh = ALONE) -> Path | None:
+    """The newest checkpoint whose files are whole. Every damaged one on the way is reported, and left in place.
+
+    All ranks of a mesh get the same answer, and the first one reports.
+    """
+    for _, path in reversed(together(mesh, lambda: list_steps(root), only_first=True)):
+        problem = damage(path, mesh)
         if problem is None:
             return path
-        report(f"checkpoint {path.name} is damaged ({problem}); falling back to the one before")
+        if mesh.rank == 0:
+            report(f"checkpoint {path.name} is damaged ({problem}); falling back to the one before")
     return None
 
 
 def prune(root: Path, keep: int, newest: int | None = None) -> None:
-    """Removes all but the newest `keep` checkpoints, and temporary directories that a killed save left behind.
+    """Removes all but the newest `keep` checkpoints.
 
     Args:
         root: the folder of checkpoints.
@@ -159,37 +172,44 @@ def prune(root: Path, keep: int, newest: int | None = None) -> None:
     later = [path for step, path in steps if newest is not None and step > newest]
     for path in [*later, *[path for _, path in steps if path not in later][:-keep]]:
         shutil.rmtree(path, ignore_errors=True)
+
+
+def sweep(root: Path) -> None:
+    """Removes the temporary directories of saves that were killed or failed."""
     for path in root.glob(".step_*"):
         shutil.rmtree(path, ignore_errors=True)
 
 
-def restore(checkpoint: Path, gpt: GPT, optimizer: torch.optim.Optimizer, config: RunConfig) -> dict[str, Any]:
-    """Loads weights and moments in place; returns what `save` was given as `trainer`, and the step.
+def resume(
+    root: Path, held: Sequence[Held], config: RunConfig, mesh: Mesh, report: Callable[[str], None] = print
+) -> dict[str, Any] | None:
+    """Fills what this rank holds from the newest valid checkpoint; None where there is none. Every rank calls it.
+
+    Returns:
+        What the saver was given as `trainer`, and `step`.
 
     Raises:
-        UserError: the checkpoint belongs to another run; names a field that differs.
+        UserError: on every rank: the checkpoint belongs to another run, or does not cover the model.
+    """
+    newest = newest_valid(root, report, mesh)
+    if newest is None:
+        return None
+    trainer: dict[str, Any] = together(mesh, lambda: restore(newest, held, config))
+    return trainer
+
+
+def restore(checkpoint: Path, held: Sequence[Held], config: RunConfig) -> dict[str, Any]:
+    """Fills what this rank holds, in place; returns what the saver was given as `trainer`, and the step.
+
+    Raises:
+        UserError: the checkpoint belongs to another run (names a field that differs), or does not cover the model.
     """
     saved = read_config(checkpoint)
     if identity(saved) != identity(config):
         raise UserError(f"checkpoint {checkpoint} belongs to another run: {_first_difference(saved, config)}")
-    _load_weights(gpt, checkpoint)
-    tensors = load_file(checkpoint / "optimizer.safetensors")
-    for name, parameter in gpt.named_parameters():
-        state = {key[len(name) + 1 :]: value for key, value in tensors.items() if key.startswith(name + ".")}
-        if state:
-            device = parameter.device
-            optimizer.state[parameter] = {
-                key: value.to(device) if value.dim() or device.type == "cuda" else value for key, value in state.items()
-            }
+    read(checkpoint, held)
     result: dict[str, Any] = json.loads((checkpoint / "trainer.json").read_text())
     return result
-
-
-def _load_weights(gpt: GPT, checkpoint: Path) -> None:
-    weights = load_file(checkpoint / "model.safetensors")
-    if gpt.config.tied_embeddings:
-        weights["head.weight"] = weights["embedding.weight"]
-    gpt.load_state_dict(weights)
 
 
 def _first_difference(saved: RunConfig, config: RunConfig) -> str:
@@ -252,6 +272,14 @@ def find(path: Path | str) -> Path:
     return newest
 
 
+def whole_weights(gpt: GPT) -> list[Held]:
+    """The weights of a model that one process holds whole."""
+    return [
+        Held(name, "weight", whole(parameter.shape), 0, parameter.numel(), parameter.detach().view(-1))
+        for name, parameter in gpt.named_parameters()
+    ]
+
+
 def load_for_evaluation(path: Path | str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> LoadedCheckpoint:
     """Opens a checkpoint, or the newest one of a run directory, to be asked and not trained.
 
@@ -263,7 +291,7 @@ def load_for_evaluation(path: Path | str, device: str = "cpu", dtype: torch.dtyp
     path = find(path)
     config = read_config(path)
     gpt = build_model(config.model, config.optimizer, config.data.sequence_length, seed=0)
-    _load_weights(gpt, path)
+    read(path, whole_weights(gpt))
     step = json.loads((path / "trainer.json").read_text())["step"]
     tokenizer = tokenizer_from_directory(path / "tokenizer")
     return LoadedCheckpoint(gpt.to(device=device, dtype=dtype).eval(), config, tokenizer, step, path)

@@ -19,9 +19,10 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from .errors import UserError
+from .parallel.shapes import check_shapes
 
 # Bumped whenever the trainer's arithmetic changes, so that an old result is never taken for a new one.
-RECIPE = 1
+RECIPE = 2
 
 T = TypeVar("T")
 
@@ -126,10 +127,23 @@ class ScheduleConfig:
 class ParallelConfig:
     """How one run is spread over devices, and how its step is executed. Changes no result beyond rounding."""
 
-    micro_batch_size: int | None = cosmetic(None)  # sequences in one forward pass; None: the whole batch
+    tp: int = cosmetic(1)  # tensor-parallel ranks: every matrix of a block is split over them; inside one node
+    dp: int = cosmetic(1)  # data-parallel ranks: each takes its share of every batch
+    zero: int = cosmetic(0)  # what the dp ranks share out: 0 nothing, 1 optimizer, 2 + gradients, 3 + parameters
+    sequence_parallel: bool = cosmetic(True)  # tp > 1: norms and residuals split over tokens as well
+    recompute: str = cosmetic("none")  # none | selective | full: activations computed again in the backward pass
+    bucket_mb: float = cosmetic(25.0)  # gradients that travel together, in MiB
+    micro_batch_size: int | None = cosmetic(None)  # sequences in one forward pass of a rank; None: its whole share
     compile: bool = cosmetic(False)  # torch.compile, block by block
+    tf32: bool = cosmetic(True)  # fp32 matrix products on GPUs in TF32 (10 bits of mantissa)
+    timeout_seconds: float = cosmetic(600.0)  # a rank that is dead or makes no progress for so long ends the job
     device: str = cosmetic("auto")  # auto | cpu | cuda
-    threads: int | None = cosmetic(None)  # CPU threads; None: what the launcher gives the job
+    threads: int | None = cosmetic(None)  # CPU threads of a rank; None: what the launcher gives it
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the run."""
+        return self.tp * self.dp
 
 
 @dataclass
@@ -138,6 +152,7 @@ class CheckpointConfig:
 
     every_seconds: float = cosmetic(60.0)  # on a clock, so that any kill costs at most this much
     every_steps: int | None = cosmetic(None)
+    asynchronous: bool = cosmetic(True)  # write while training goes on; a step pays for the copy only
     keep: int = cosmetic(2)  # newest checkpoints kept while the run goes on; the final one always stays
 
 
@@ -165,11 +180,12 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     tokens: int = 2**20  # D: tokens to train on, rounded up to whole steps
-    precision: str = "fp32"  # fp32 | bf16 (autocast over fp32 master weights)
+    precision: str = "fp32"  # fp32 | bf16 | fp16: of weights and activations in a step; master weights are fp32
     seed: int = 0  # weights and order of samples
     log_every: int = cosmetic(10)  # steps between lines of metrics.jsonl
     validations: int = cosmetic(4)  # times the held-out set is scored during the run, the end included
     max_loss_rise: float = 3.0  # nats above the best smoothed loss at which a run counts as diverged
+    skip_bad_steps: int = 0  # batches with a loss or gradient that is no number that may be skipped, and are recorded
     recipe: int = RECIPE
     name: str | None = cosmetic(None)
     budget: float | None = cosmetic(None)  # the FLOP budget of the grid point, for tables; D is what is trained
@@ -262,9 +278,10 @@ def validate(config: RunConfig) -> None:
     _validate_model(config.model)
     _choice("data.corpus", config.data.corpus, ("stdlib", "text", "hf"))
     _choice("schedule.kind", config.schedule.kind, ("wsd", "cosine", "constant"))
-    _choice("precision", config.precision, ("fp32", "bf16"))
+    _choice("precision", config.precision, ("fp32", "bf16", "fp16"))
     _choice("tracker.kind", config.tracker.kind, ("wandb", "none"))
     _choice("tracker.mode", config.tracker.mode, ("auto", "online", "offline"))
+    _choice("parallel.recompute", config.parallel.recompute, ("none", "selective", "full"))
     _choice("parallel.device", config.parallel.device, ("auto", "cpu", "cuda"))
     for name, number in _floats(config):
         if not math.isfinite(number):
@@ -286,6 +303,8 @@ def validate(config: RunConfig) -> None:
         "checkpoint.keep": config.checkpoint.keep,
         "checkpoint.every_steps": config.checkpoint.every_steps,
         "parallel.threads": config.parallel.threads,
+        "parallel.bucket_mb": config.parallel.bucket_mb,
+        "parallel.timeout_seconds": config.parallel.timeout_seconds,
         "data.max_bytes": config.data.max_bytes,
     }
     for name, value in positive.items():
@@ -306,6 +325,7 @@ def validate(config: RunConfig) -> None:
         "optimizer.weight_decay": config.optimizer.weight_decay,
         "optimizer.gradient_clip": config.optimizer.gradient_clip,
         "schedule.warmup_tokens": config.schedule.warmup_tokens,
+        "skip_bad_steps": config.skip_bad_steps,
     }.items():
         if value < 0:
             raise UserError(f"{name} is {value}; it must be 0 or more")
@@ -319,12 +339,7 @@ def validate(config: RunConfig) -> None:
         raise UserError(f"seed is {config.seed}; it must be at least 0 and below 2^63")
     if config.data.validation_fraction == 0:
         raise UserError("data.validation_fraction is 0; a run is scored on held-out documents, so it must be above 0")
-    micro, batch = config.parallel.micro_batch_size, config.optimizer.batch_size
-    if micro is not None and (micro < 1 or batch % micro):
-        divisors = ", ".join(str(d) for d in range(1, batch + 1) if batch % d == 0)
-        raise UserError(
-            f"parallel.micro_batch_size is {micro}; it must divide optimizer.batch_size {batch}: {divisors}"
-        )
+    check_shapes(config)
 
 
 def _validate_model(model: ModelConfig) -> None:

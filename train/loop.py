@@ -3,8 +3,10 @@
 Special here:
 - everything that decides a number (batch, learning rate, when to validate) is a pure function of the config and the
   step, so a run that was killed and resumed gives the same bits as one that was left alone;
-- checkpoints are taken on a clock and never change the arithmetic;
-- the loop asks `should_stop` after every step, and when told to stop it saves and leaves with `Stopped`.
+- checkpoints are taken on a clock, written while training goes on, and never change the arithmetic;
+- the loop asks `should_stop` after every step, and when told to stop it saves and leaves with `Stopped`;
+- every rank runs this same loop. Rank 0 alone writes metrics and the summary; what a rank must not decide alone (to
+  stop, to save) is agreed on.
 """
 
 from __future__ import annotations
@@ -12,65 +14,32 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from . import checkpoint
+from .checkpoint import resume
 from .config import RunConfig, run_id, validate
+from .course import Course, Diverged
 from .data.loader import TrainStream, bytes_of, validation_windows
 from .data.shards import Shards, prepare
 from .errors import UserError
 from .files import JsonLines, write_json
 from .flops import count_parameters, flops_6nd, flops_exact, training_flops_per_token
-from .hardware import device_name, matmul_peak, pick_device
-from .model import next_token_loss, sequence_losses
-from .optimizer import build_optimizer, clip_gradients, set_learning_rate
-from .parametrization import build_model
+from .hardware import device_name, matmul_peak
+from .heldout import HeldOut, held_out, validation_steps
+from .parallel.job import Job, join
+from .parallel.zero import StepResult
+from .precision import PastStep, set_matmul_precision
+from .saver import Saver
 from .schedule import learning_rate_factor, warmup_steps
+from .stepper import Stepper
 from .tracker import Tracker
-
-SMOOTHING = 0.95  # per step, of the training loss whose rise tells a divergence
 
 
 class Stopped(Exception):
     """The run was asked to stop; a checkpoint of where it was is on disk."""
-
-
-class Diverged(Exception):
-    """The loss is not a number or left its band; the message says which, where, and by how much."""
-
-
-@dataclass
-class Progress:
-    """What of a run's course is carried through a checkpoint beside weights and moments."""
-
-    step: int = 0
-    seconds: float = 0.0
-    smoothed_loss: float | None = None  # None before the first step
-    best_loss: float | None = None
-    rng: list[int] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class HeldOut:
-    """Loss on the fixed held-out set."""
-
-    val_loss: float  # nats per token
-    val_loss_se: float | None  # standard error over windows of T tokens; None for a single window
-    val_bpb: float  # bits per byte of the text itself
-
-
-def held_out_loss(model: Any, windows: Tensor, text_bytes: int) -> HeldOut:
-    """Scores windows (n, T + 1). Windows, not tokens, are the sample: tokens of one window are not independent."""
-    per_window = sequence_losses(model, windows)
-    length = windows.shape[1] - 1
-    mean = per_window.mean().item() / length
-    error = per_window.std().item() / length / math.sqrt(len(windows)) if len(windows) > 1 else None
-    return HeldOut(mean, error, per_window.sum().item() / math.log(2) / text_bytes)
 
 
 def train(
@@ -82,10 +51,12 @@ def train(
 ) -> dict[str, Any]:
     """Trains one run, resuming from its newest valid checkpoint, and returns what it writes to summary.json.
 
+    With more than one rank (`parallel.tp`, `parallel.dp`) every rank calls this, with the same arguments.
+
     Args:
         config: complete and resolved (`model.vocab_size` and `data.fingerprint` filled in).
         directory: the run directory; metrics.jsonl, summary.json and checkpoints/ are written there.
-        should_stop: asked after every step; True saves a checkpoint and raises `Stopped`.
+        should_stop: asked after every step; True on any rank saves a checkpoint and raises `Stopped` on all.
         report: gets one line for everything that a person should know.
         shards: tokens to train on; prepared from the config when not given.
 
@@ -93,24 +64,122 @@ def train(
         UserError: the config cannot be trained.
         Diverged: the loss is not a number, or rose out of its band.
         Stopped: `should_stop` said so; call again to go on.
+        OutOfMemory: a micro-batch does not fit, and cannot be halved here.
+        RankError: another rank failed; says which, where, and why.
         OSError: the disk is full or not writable; the newest checkpoint stays valid.
     """
     validate(config)
     if config.parallel.threads is not None:
         torch.set_num_threads(config.parallel.threads)
-    trainer = Trainer(config, directory, report, shards or prepare(config.data))
-    try:
-        return trainer.run(should_stop)
-    finally:
-        trainer.close()
+    set_matmul_precision(config.parallel.tf32)
+    with join(config, directory, report, orderly=(Stopped, Diverged)) as job:
+        trainer = Trainer(config, directory, report if job.mesh.rank == 0 else _silent, shards, job)
+        try:
+            return trainer.run(should_stop)
+        finally:
+            trainer.close()
+
+
+def _silent(line: str) -> None:
+    """What rank 0 says is said once."""
 
 
 class Trainer:
-    """The state of one run between steps."""
+    """The state of one rank's run between steps."""
 
-    def __init__(self, config: RunConfig, directory: Path, report: Callable[[str], None], shards: Shards) -> None:
-        tokenizer = shards.tokenizer
-        planned = config.data.tokenizer_fingerprint
+    def __init__(
+        self, config: RunConfig, directory: Path, report: Callable[[str], None], shards: Shards | None, job: Job
+    ) -> None:
+        self.config, self.directory, self.report, self.job = config, directory, report, job
+        shards = job.together(lambda: self._open(shards))
+        self.tokenizer = shards.tokenizer
+        self.stream = TrainStream(shards, config.data.sequence_length, config.seed)
+        windows = validation_windows(shards, config.data.sequence_length, config.data.validation_tokens)
+        self.windows = torch.from_numpy(windows)
+        self.window_bytes = bytes_of(windows[:, 1:], self.tokenizer)
+        self.stepper = Stepper(config, job.mesh, job.device, self.stream, report, directory / "micro_batch.json")
+        self.course = Course()
+        self.last_held_out: HeldOut | None = None
+        self.unwatched: list[StepResult] = []  # still on the device, so that no step waits for its own loss
+        self.saver = Saver(directory / "checkpoints", job.mesh, config, self.tokenizer, report)
+        self._resume()
+        self._say_epochs()
+        self.peak = matmul_peak(job.device, self.stepper.dtype) * job.mesh.size
+        self.metrics = JsonLines(directory / "metrics.jsonl") if self.leads else None
+        self.tracker = Tracker(config, run_id(config), directory, report) if self.leads else None
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank writes what a run writes once."""
+        return self.job.mesh.rank == 0
+
+    def run(self, should_stop: Callable[[], bool]) -> dict[str, Any]:
+        """Steps until the end of D; see `train`."""
+        config, course = self.config, self.course
+        validate_at = validation_steps(config)
+        started, seconds_before = time.perf_counter(), course.seconds
+        saved_at = logged_at = started
+        logged_step = course.step
+        while course.step < config.steps:
+            self.job.beat(course.step, "in a step")
+            result = self.step(course.step)
+            course.step += 1
+            self.unwatched.append(result)
+            now = time.perf_counter()
+            course.seconds = seconds_before + now - started
+            last = course.step == config.steps
+            if course.step % config.log_every == 0 or course.step in validate_at or last:
+                self._watch()
+                tokens_per_s = (course.step - logged_step) * config.batch_tokens / (now - logged_at)
+                held_out = self.validate() if course.step in validate_at else None
+                self._log(result, tokens_per_s, held_out)
+                logged_at, logged_step = time.perf_counter(), course.step
+            if last:
+                break
+            every = config.checkpoint.every_steps
+            due = now - saved_at >= config.checkpoint.every_seconds
+            stop, save = self.job.agree(stop=should_stop(), save=due and self.leads)
+            if stop or save or (every is not None and course.step % every == 0):
+                self.save()
+                saved_at = time.perf_counter()
+            if stop:
+                self.saver.wait()
+                raise Stopped(f"stopped at step {course.step} of {config.steps}")
+        return self._finish()
+
+    def step(self, step: int) -> StepResult:
+        """One optimizer step: the batch's mean loss, the gradient norm before clipping, and whether it was skipped."""
+        return self.stepper.step(step)
+
+    def validate(self) -> HeldOut:
+        """Loss on the fixed held-out set, in the precision of the run."""
+        length = self.config.data.sequence_length
+        losses = self.stepper.losses(self.windows, lambda: self.job.beat(self.course.step, "scoring the held-out set"))
+        result = held_out(losses, length, self.window_bytes)
+        if not math.isfinite(result.val_loss):
+            raise Diverged(f"the held-out loss is {result.val_loss} at step {self.course.step}")
+        return result
+
+    def save(self) -> None:
+        """Saves this instant; the files are written while training goes on."""
+        self._watch()
+        self.job.beat(self.course.step, "saving a checkpoint")
+        state = {**vars(self.course), **self.stepper.state()}
+        self.saver.save(self.course.step, self.stepper.zero.held(), state)
+
+    def close(self) -> None:
+        """Closes files, the tracker and the saver; safe to call twice."""
+        self.saver.close()
+        if self.tracker is not None:
+            self.tracker.finish()
+        if self.metrics is not None:
+            self.metrics.close()
+
+    def _open(self, shards: Shards | None) -> Shards:
+        config = self.config
+        # Building takes as long as the corpus is large, and the other ranks wait for who builds.
+        shards = shards or prepare(config.data, lambda stage, done, total: self.job.beat(0, f"data: {stage}"))
+        tokenizer, planned = shards.tokenizer, config.data.tokenizer_fingerprint
         if planned not in (None, "bytes", "bpe", tokenizer.fingerprint):
             raise UserError(
                 f"data.tokenizer is {config.data.tokenizer!r} with fingerprint {tokenizer.fingerprint}; the run was "
@@ -121,115 +190,18 @@ class Trainer:
                 f"model.vocab_size is {config.model.vocab_size}; the tokenizer {config.data.tokenizer!r} "
                 f"has {tokenizer.vocab_size} tokens, and both must be the same"
             )
-        self.config, self.directory, self.report, self.tokenizer = config, directory, report, tokenizer
-        self.device = pick_device(config.parallel.device)
-        self.autocast_dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
-        torch.manual_seed(config.seed)
-        self.stream = TrainStream(shards, config.data.sequence_length, config.seed)
-        windows = validation_windows(shards, config.data.sequence_length, config.data.validation_tokens)
-        self.windows = torch.from_numpy(windows)
-        self.window_bytes = bytes_of(windows[:, 1:], tokenizer)
-        self.model = build_model(config.model, config.optimizer, config.data.sequence_length, config.seed)
-        self.model.to(self.device)
-        if config.parallel.compile:
-            self.model.compile_blocks()
-        self.optimizer = build_optimizer(self.model, config.optimizer)
-        self.parameters = list(self.model.parameters())
-        self.progress = Progress()
-        self.unwatched: list[Tensor] = []  # losses still on the device, so that no step waits for its own
-        self.checkpoints = directory / "checkpoints"
-        self._resume()
-        self._say_epochs()
-        self.peak = matmul_peak(self.device, self.autocast_dtype)
-        self.metrics = JsonLines(directory / "metrics.jsonl")
-        self.tracker = Tracker(config, run_id(config), directory, report)
-
-    def run(self, should_stop: Callable[[], bool]) -> dict[str, Any]:
-        """Steps until the end of D; see `train`."""
-        config, progress = self.config, self.progress
-        validate_at = validation_steps(config)
-        started, seconds_before = time.perf_counter(), progress.seconds
-        saved_at = logged_at = started
-        logged_step = progress.step
-        while progress.step < config.steps:
-            loss, norm = self.step(progress.step)
-            progress.step += 1
-            self.unwatched.append(loss)
-            now = time.perf_counter()
-            progress.seconds = seconds_before + now - started
-            last = progress.step == config.steps
-            if progress.step % config.log_every == 0 or progress.step in validate_at or last:
-                self._watch()
-                tokens_per_s = (progress.step - logged_step) * config.batch_tokens / (now - logged_at)
-                held_out = self.validate() if progress.step in validate_at else None
-                self._log(loss.item(), norm.item(), tokens_per_s, held_out)
-                logged_at, logged_step = time.perf_counter(), progress.step
-            if last:
-                break
-            every = config.checkpoint.every_steps
-            due = now - saved_at >= config.checkpoint.every_seconds or (
-                every is not None and progress.step % every == 0
-            )
-            stop = should_stop()
-            if due or stop:
-                self.save()
-                saved_at = time.perf_counter()
-            if stop:
-                raise Stopped(f"stopped at step {progress.step} of {config.steps}")
-        return self._finish()
-
-    def step(self, step: int) -> tuple[Tensor, Tensor]:
-        """One optimizer step. Returns the batch's mean loss and the gradient norm before clipping, on the device."""
-        config = self.config
-        batch = config.optimizer.batch_size
-        micro = config.parallel.micro_batch_size or batch
-        total = torch.zeros((), device=self.device)
-        for start in range(0, batch, micro):
-            rows = torch.from_numpy(self.stream.batch(step, batch, start, micro)).to(self.device, non_blocking=True)
-            with torch.autocast(self.device.type, self.autocast_dtype, enabled=config.precision != "fp32"):
-                logits = self.model(rows[:, :-1])
-            loss = next_token_loss(logits, rows[:, 1:]) * (micro / batch)
-            loss.backward()
-            total += loss.detach()
-        norm = clip_gradients(self.parameters, config.optimizer.gradient_clip)  # type: ignore[arg-type]
-        set_learning_rate(self.optimizer, learning_rate_factor(config, step))
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return total, norm
-
-    def validate(self) -> HeldOut:
-        """Loss on the fixed held-out set, in the precision of the run."""
-        self.model.eval()
-        with torch.autocast(self.device.type, self.autocast_dtype, enabled=self.config.precision != "fp32"):
-            result = held_out_loss(self.model, self.windows, self.window_bytes)
-        self.model.train()
-        if not math.isfinite(result.val_loss):
-            raise Diverged(f"the held-out loss is {result.val_loss} at step {self.progress.step}")
-        return result
-
-    def save(self) -> Path:
-        """Writes a checkpoint of this instant and removes the oldest ones."""
-        self._watch()
-        self.progress.rng = torch.get_rng_state().tolist()
-        path = checkpoint.save(
-            self.checkpoints, self.progress.step, self.model, self.optimizer, vars(self.progress), self.config,
-            self.tokenizer,
-        )  # fmt: skip
-        checkpoint.prune(self.checkpoints, self.config.checkpoint.keep, self.progress.step)
-        return path
-
-    def close(self) -> None:
-        """Closes files and the tracker; safe to call twice."""
-        self.tracker.finish()
-        self.metrics.close()
+        return shards
 
     def _resume(self) -> None:
-        newest = checkpoint.newest_valid(self.checkpoints, self.report)
-        if newest is None:
+        state = resume(
+            self.directory / "checkpoints", self.stepper.zero.held(), self.config, self.job.mesh, self.report
+        )
+        if state is None:
+            self.stepper.start()
             return
-        self.progress = Progress(**checkpoint.restore(newest, self.model, self.optimizer, self.config))
-        torch.set_rng_state(torch.tensor(self.progress.rng, dtype=torch.uint8))
-        self.report(f"resumed from {newest.name} of {self.config.steps} steps")
+        self.course = Course(**{key: state[key] for key in vars(self.course)})
+        self.stepper.load_state(state)
+        self.report(f"resumed from step_{self.course.step} of {self.config.steps} steps")
 
     def _say_epochs(self) -> None:
         self.epochs = self.stream.epochs(self.config.D)
@@ -243,89 +215,74 @@ class Trainer:
         """Looks at every step since the last look, so that when a run counts as diverged owes nothing to log_every."""
         if not self.unwatched:
             return
-        losses = torch.stack(self.unwatched).tolist()
+        losses = torch.stack([result.loss for result in self.unwatched]).tolist()
+        skips = torch.stack([result.skipped for result in self.unwatched]).tolist()
         self.unwatched.clear()
-        for step, loss in enumerate(losses, start=self.progress.step - len(losses) + 1):
-            self._watch_step(step, loss)
+        first = self.course.step - len(losses) + 1
+        past = [PastStep(step, *item) for step, item in enumerate(zip(losses, map(bool, skips), strict=True), first)]
+        for line in self.course.look(past, self.config):
+            self.report(line)
 
-    def _watch_step(self, step: int, loss: float) -> None:
-        progress, limit = self.progress, self.config.max_loss_rise
-        if not math.isfinite(loss):
-            raise Diverged(f"the loss is {loss} at step {step}")
-        before = loss if progress.smoothed_loss is None else progress.smoothed_loss
-        smoothed = progress.smoothed_loss = SMOOTHING * before + (1 - SMOOTHING) * loss
-        best = progress.best_loss = smoothed if progress.best_loss is None else min(progress.best_loss, smoothed)
-        if smoothed > best + limit:
-            raise Diverged(
-                f"the smoothed loss rose from {best:.3f} to {smoothed:.3f} at step {step}, more than "
-                f"max_loss_rise {limit}"
-            )
-
-    def _log(self, loss: float, norm: float, tokens_per_s: float, held_out: HeldOut | None) -> None:
-        config, step = self.config, self.progress.step
+    def _log(self, result: StepResult, tokens_per_s: float, held_out: HeldOut | None) -> None:
+        config, step = self.config, self.course.step
+        self.last_held_out = held_out
+        if self.metrics is None or self.tracker is None:
+            return
+        loss, norm = result.loss.item(), result.norm.item()
         flops_per_token = training_flops_per_token(config.model, config.data.sequence_length)
         record: dict[str, Any] = {
             "step": step,
             "tokens": step * config.batch_tokens,
             "flops": float(flops_per_token) * step * config.batch_tokens,
-            "train_loss": loss,
-            "smoothed_loss": self.progress.smoothed_loss,
+            "train_loss": loss if math.isfinite(loss) else None,  # a batch that was skipped
+            "smoothed_loss": self.course.smoothed_loss,
             "lr": config.optimizer.learning_rate * learning_rate_factor(config, step - 1),
-            "grad_norm": norm if math.isfinite(norm) else None,  # the next loss will not be a number
+            "grad_norm": norm if math.isfinite(norm) else None,
             "tokens_per_s": tokens_per_s,
             "mfu": tokens_per_s * flops_per_token / self.peak,
-            "seconds": self.progress.seconds,
+            "seconds": self.course.seconds,
         }
+        if self.course.bad_steps:
+            record["bad_steps"] = self.course.bad_steps
         if held_out is not None:
             record |= vars(held_out)
-            self.last_held_out = held_out
         self.metrics.write(record)
         self.tracker.log(record)
 
     def _finish(self) -> dict[str, Any]:
-        path = self.save()
-        held_out = getattr(self, "last_held_out", None) or self.validate()
-        summary = self._summary(held_out, path)
-        write_json(self.directory / "summary.json", summary)
-        self.tracker.finish(summary)
+        self.save()
+        held_out = self.last_held_out or self.validate()  # a run killed before its summary was written has none
+        self.saver.wait()
+        summary = self._summary(held_out)
+        if self.tracker is not None:
+            write_json(self.directory / "summary.json", summary)
+            self.tracker.finish(summary)
         return summary
 
-    def _summary(self, held_out: HeldOut, path: Path) -> dict[str, Any]:
-        config, seconds = self.config, self.progress.seconds
+    def _summary(self, held_out: HeldOut) -> dict[str, Any]:
+        config, seconds = self.config, self.course.seconds
         flops = flops_exact(config)
         return {
             "run_id": run_id(config),
             "step": config.steps,
-            "checkpoint": f"checkpoints/{path.name}",
+            "checkpoint": f"checkpoints/step_{config.steps}",
             **vars(count_parameters(config.model)),
             "D": config.D,
             "flops_6nd": flops_6nd(config),
             "flops_exact": flops,
-            "val_loss": held_out.val_loss,
-            "val_loss_se": held_out.val_loss_se,
-            "val_bpb": held_out.val_bpb,
-            "train_loss": self.progress.smoothed_loss,
+            **vars(held_out),
+            "train_loss": self.course.smoothed_loss,
             "unique_tokens": self.stream.unique_tokens,
             "epochs": self.epochs,
             "warmup_share": warmup_steps(config) / config.steps,
+            "bad_steps": self.course.bad_steps,
             "seconds": seconds,
             "tokens_per_s": config.D / max(seconds, 1e-9),
             "mfu": flops / max(seconds, 1e-9) / self.peak,
             "matmul_peak": self.peak,
-            "device": device_name(self.device),
+            "device": device_name(self.job.device),
+            "ranks": self.job.mesh.size,
+            "micro_batch_size": self.stepper.micro,
             "precision": config.precision,
             "torch": torch.__version__,
         }
-
-
-def validation_steps(config: RunConfig) -> set[int]:
-    """Steps after which the held-out set is scored: evenly spaced, the last one always among them."""
-    return {math.ceil(config.steps * i / config.validations) for i in range(1, config.validations + 1)}
-
-
-def validate_checkpoint(loaded: checkpoint.LoadedCheckpoint) -> dict[str, float]:
-    """Held-out loss of a checkpoint on the data that its run was trained beside."""
-    config = loaded.config
-    shards = prepare(config.data)
-    windows = validation_windows(shards, config.data.sequence_length, config.data.validation_tokens)
-    return vars(held_out_loss(loaded.model, torch.from_numpy(windows), bytes_of(windows[:, 1:], loaded.tokenizer)))

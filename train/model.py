@@ -8,6 +8,8 @@ Special here:
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -15,38 +17,76 @@ from torch import Tensor, nn
 from .attention import apply_rotary, causal_attention, rotary_angles
 from .config import ModelConfig
 from .errors import UserError
+from .recompute import checkpointed, recomputed
 
 
 class _RMSNorm(torch.autograd.Function):
-    """y = x r w with r = (mean x^2 + eps)^-1/2, in 4 passes over x, and 7 for the derivative.
+    """y = x r w with r = (mean x^2 + eps)^-1/2, in fp32 inside whatever the type of x.
 
     With u = x r: dw = sum dy u, dx = r (dy w - u mean(dy w u)).
     """
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:  # type: ignore[no-untyped-def]
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        wide = _widened(x)
+        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
         scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, scale)
-        return (x * scale).mul_(weight)
+        return (wide * scale).mul_(weight).to(x.dtype)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[no-untyped-def]
         x, weight, scale = ctx.saved_tensors
-        unit = x * scale
+        unit, grad, factor = _widened(x) * scale, _widened(grad), _widened(weight)
         slope = (grad * unit).flatten(0, -2)
-        mean = torch.mv(slope, weight).div_(x.shape[-1]).view(scale.shape)
-        dx = (grad * weight).addcmul_(unit, mean, value=-1).mul_(scale)
-        return dx, slope.sum(0), None
+        mean = torch.mv(slope, factor).div_(x.shape[-1]).view(scale.shape)
+        dx = (grad * factor).addcmul_(unit, mean, value=-1).mul_(scale)
+        return dx.to(x.dtype), slope.sum(0).to(weight.dtype), None
+
+
+def _widened(x: Tensor) -> Tensor:
+    """To fp32 if x is narrower. Whole, because mixing types inside one operation is slower on CPUs."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 class RMSNorm(nn.RMSNorm):
     """Root-mean-square norm (Zhang and Sennrich 2019). On CPUs, where PyTorch has no fused one, with our derivative."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.device.type != "cpu" or x.dtype == torch.bfloat16 or torch.compiler.is_compiling():
+        if x.device.type != "cpu" or torch.compiler.is_compiling():
             return super().forward(x)
         return _RMSNorm.apply(x, self.weight, self.eps)
+
+
+class _Lookup(torch.autograd.Function):
+    """Rows of a table; see `table_gradient`."""
+
+    @staticmethod
+    def forward(ctx, tokens: Tensor, table: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(tokens)
+        ctx.rows = len(table)
+        return F.embedding(tokens, table)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[None, Tensor]:  # type: ignore[no-untyped-def]
+        (tokens,) = ctx.saved_tensors
+        return None, table_gradient(grad, tokens, ctx.rows)
+
+
+def table_gradient(grad: Tensor, tokens: Tensor, rows: int, left_out: int = -1) -> Tensor:
+    """Gradient of a table of which `tokens` (…) were looked up: (…, width) -> (rows, width); `left_out` counts nowhere.
+
+    A row's is a sum over its tokens, which CPUs take in the type of grad: in bf16 it would stop growing early.
+    """
+    wide = _widened(grad) if grad.device.type == "cpu" else grad
+    return torch.ops.aten.embedding_dense_backward(wide, tokens, rows, left_out, False).to(grad.dtype)
+
+
+class Embedding(nn.Embedding):
+    """Rows of a table, (…) -> (…, width)."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return _Lookup.apply(tokens, self.weight)
 
 
 def swiglu(x: Tensor) -> Tensor:
@@ -79,7 +119,7 @@ class SwiGLU(torch.autograd.Function):
 
 
 class Attention(nn.Module):
-    """Grouped-query causal self-attention, (batch, time, width) -> (batch, time, width)."""
+    """Grouped-query causal self-attention, (…, width) -> (…, width), … being batch and time."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -88,24 +128,35 @@ class Attention(nn.Module):
         self.out = nn.Linear(config.width, config.width, bias=False)
         self.query_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else None
         self.key_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else None
+        # Of these key/value heads the one that serves all query heads here; None: each serves its share of them. A
+        # tensor-parallel rank has more key/value heads than it uses where there are fewer of them than ranks.
+        self.served_by: int | None = None
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        batch, time, width = x.shape
-        qkv = self.qkv(x).view(batch, time, self.heads + 2 * self.kv_heads, self.head_dim)
+        return self.out(self.mix(self.qkv(x), cos, sin))
+
+    def mix(self, products: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotation, softmax and weighting: (…, rows of qkv) -> (…, heads * head_dim), … being batch and time.
+
+        The two may come as one dimension of batch * time; the angles (time, head_dim / 2) say which time it is.
+        """
+        qkv = products.view(-1, len(cos), self.heads + 2 * self.kv_heads, self.head_dim)
         if self.query_norm is not None and self.key_norm is not None:
             query, key, value = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=2)
-            query = apply_rotary(self.query_norm(query).to(value.dtype), cos, sin)
-            key = apply_rotary(self.key_norm(key).to(value.dtype), cos, sin)
+            query = apply_rotary(self.query_norm(query), cos, sin)
+            key = apply_rotary(self.key_norm(key), cos, sin)
         else:
             # Queries and keys turn by the same angles: one rotation serves both.
             query_key, value = qkv.split((self.heads + self.kv_heads, self.kv_heads), dim=2)
             query, key = apply_rotary(query_key, cos, sin).split((self.heads, self.kv_heads), dim=2)
+        if self.served_by is not None:
+            key, value = (x[:, :, self.served_by : self.served_by + 1] for x in (key, value))
         mixed = causal_attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
-        return self.out(mixed.transpose(1, 2).reshape(batch, time, width))
+        return mixed.transpose(1, 2).reshape(*products.shape[:-1], self.heads * self.head_dim)
 
 
 class MLP(nn.Module):
-    """SwiGLU feed-forward (Shazeer 2020), (batch, time, width) -> (batch, time, width)."""
+    """SwiGLU feed-forward (Shazeer 2020), (…, width) -> (…, width)."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -117,19 +168,57 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One pre-norm decoder block."""
+    """One pre-norm decoder block.
+
+    What the backward pass finds kept of it, a token, with w the width, h the MLP's inner width, H heads and K key/value
+    heads of d, in elements of the compute type (`recompute.py`):
+
+        full        x (w)
+        selective   x (w), query-key-value product ((H + 2K) d), stream after attention (w), gate-up product (2h)
+        none        all of these, the norms' outputs (2w), what attention works on and gives, SwiGLU's product (h)
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
+        self.recompute = "none"
         self.attention_norm = RMSNorm(config.width, config.norm_eps)
         self.attention = Attention(config)
         self.mlp_norm = RMSNorm(config.width, config.norm_eps)
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        # Under autocast a branch ends in bf16. Adding like to like is what CPUs have a fast path for.
-        x = x + self.attention(self.attention_norm(x), cos, sin).to(x.dtype)
-        return x + self.mlp(self.mlp_norm(x)).to(x.dtype)
+        if self.recompute == "full":
+            return checkpointed(self._plain, x, cos, sin)
+        return self._selective(x, cos, sin) if self.recompute == "selective" else self._plain(x, cos, sin)
+
+    def _plain(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cos, sin)
+        return x + self.mlp(self.mlp_norm(x))
+
+    def _selective(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        attention, mlp = self.attention, self.mlp
+        products = recomputed(self.attention_norm, attention.qkv, x)
+        middle = recomputed(attention.mix, lambda mixed: x + attention.out(mixed), products, cos, sin)
+        products = recomputed(self.mlp_norm, mlp.gate_up, middle)
+        return recomputed(swiglu, lambda inner: middle + mlp.down(inner), products)
+
+
+class Head(nn.Linear):
+    """Logits of the next token, (…, width) -> (…, padded vocabulary), and what is read off them."""
+
+    def __init__(self, width: int, padded: int, vocab_size: int) -> None:
+        super().__init__(width, padded, bias=False)
+        self.vocab_size = vocab_size
+
+    def whole(self, logits: Tensor) -> Tensor:
+        """The logits with padding at -inf, in their place."""
+        if self.vocab_size != logits.shape[-1]:
+            logits[..., self.vocab_size :] = float("-inf")
+        return logits
+
+    def loss(self, logits: Tensor, targets: Tensor, reduction: str) -> Tensor:
+        """Cross-entropy in nats, fp32: a scalar, or with reduction `none` one a token."""
+        return next_token_loss(self.whole(logits), targets, reduction)
 
 
 class GPT(nn.Module):
@@ -149,17 +238,31 @@ class GPT(nn.Module):
         if config.vocab_size is None:
             raise UserError("model.vocab_size is None; it is filled in from the tokenizer by the planner")
         self.config, self.max_length, self.output_scale = config, max_length, output_scale
-        self.embedding = nn.Embedding(config.padded_vocab_size, config.width)
+        self.embedding = Embedding(config.padded_vocab_size, config.width)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
         self.norm = RMSNorm(config.width, config.norm_eps)
-        self.head = nn.Linear(config.width, config.padded_vocab_size, bias=False)
+        self.head = Head(config.width, config.padded_vocab_size, config.vocab_size)
         if config.tied_embeddings:
             self.head.weight = self.embedding.weight
-        cos, sin = rotary_angles(max_length, config.head_dim, config.rope_theta)
+        self.place_angles()
+
+    def place_angles(self, device: torch.device | None = None) -> None:
+        """Computes the rotary angles on a device; a model built on `meta` needs it before its first step."""
+        cos, sin = rotary_angles(self.max_length, self.config.head_dim, self.config.rope_theta, device)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GPT:
+        """Moving a model moves its angles; casting it does not: they stay fp32, and are cast where they are used."""
+        super()._apply(fn, recurse)
+        self.place_angles(self.cos.device)
+        return self
+
     def forward(self, tokens: Tensor) -> Tensor:
+        return self.head.whole(self.logits(tokens)).view(*tokens.shape, -1)
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        """What the head says, padding included; on a tensor-parallel rank the columns that it holds."""
         time = tokens.shape[1]
         if time > self.max_length:
             raise ValueError(f"sequence of {time} tokens is longer than the model's {self.max_length}")
@@ -167,17 +270,29 @@ class GPT(nn.Module):
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x, cos, sin)
-        logits = self.head(self.norm(x))
-        if self.output_scale != 1.0:
-            logits = logits * self.output_scale
-        if self.config.padded_vocab_size != self.config.vocab_size:
-            logits[..., self.config.vocab_size :] = float("-inf")
-        return logits
+        x = self.norm(x)
+        # The scale belongs to the logits, and the vocabulary is wider than the model.
+        return self.head(x * self.output_scale if self.output_scale != 1.0 else x)
+
+    def loss(self, tokens: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
+        """Cross-entropy of the next tokens in nats, fp32: a scalar, or with reduction `none` (batch, time)."""
+        losses = self.head.loss(self.logits(tokens), targets, reduction)
+        return losses.view(targets.shape) if reduction == "none" else losses
+
+    def set_recompute(self, mode: str) -> None:
+        """What every block keeps for its backward pass: none | selective | full, see `Block`."""
+        for block in self.blocks:
+            assert isinstance(block, Block)
+            block.recompute = mode
 
     def compile_blocks(self) -> None:
-        """Compiles block by block: every block of one width shares one compilation, whatever the depth."""
+        """Compiles block by block: every block of one width shares one compilation, whatever the depth.
+
+        What is compiled is `forward`, which recompute is a part of, and hooks on a block are not: ZeRO-3 gathers and
+        frees weights in them.
+        """
         for block in self.blocks:
-            block.compile()
+            block.forward = torch.compile(block.forward)
 
 
 def next_token_loss(logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
@@ -186,13 +301,17 @@ def next_token_loss(logits: Tensor, targets: Tensor, reduction: str = "mean") ->
 
 
 @torch.no_grad()
-def sequence_losses(model: GPT, windows: Tensor, batch_tokens: int = 16384) -> Tensor:
-    """Summed nats of each window of tokens (n, T + 1) -> (n,) float64. The model's mode and device are the caller's."""
+def sequence_losses(
+    model: GPT, windows: Tensor, batch_tokens: int = 16384, beat: Callable[[], None] = lambda: None
+) -> Tensor:
+    """Summed nats of each window of tokens (n, T + 1) -> (n,) float64 on the CPU. The model's mode is the caller's.
+
+    `beat` is called before every forward pass, of about `batch_tokens` tokens.
+    """
     rows = max(1, batch_tokens // (windows.shape[1] - 1))
     losses = []
     for start in range(0, len(windows), rows):
-        chunk = windows[start : start + rows].to(model.embedding.weight.device)
-        logits = model(chunk[:, :-1])
-        per_token = next_token_loss(logits, chunk[:, 1:], reduction="none")
-        losses.append(per_token.view(len(chunk), -1).double().sum(dim=1).cpu())
+        beat()
+        chunk = windows[start : start + rows].to(model.cos.device)
+        losses.append(model.loss(chunk[:, :-1], chunk[:, 1:], reduction="none").double().sum(dim=1).cpu())
     return torch.cat(losses)

@@ -17,11 +17,11 @@ Tied embeddings start at 1/sqrt(base_width), keep the embedding's learning rate,
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .config import ModelConfig, OptimizerConfig
 from .model import GPT
@@ -45,27 +45,40 @@ def output_scale(model: ModelConfig, optimizer: OptimizerConfig) -> float:
 def build_model(model: ModelConfig, optimizer: OptimizerConfig, max_length: int, seed: int) -> GPT:
     """A freshly initialised GPT on the CPU; the same seed gives the same weights on every device."""
     gpt = GPT(model, max_length, output_scale(model, optimizer))
-    generator = torch.Generator().manual_seed(seed)
+    parameters = dict(gpt.named_parameters())
     with torch.no_grad():
-        for name, parameter in gpt.named_parameters():
-            _initialise(name, parameter, model, optimizer, generator)
+        for name, weights in initial_weights(model, optimizer, seed):
+            parameters[name].copy_(weights)
     return gpt
 
 
-def _initialise(
-    name: str, parameter: nn.Parameter, model: ModelConfig, optimizer: OptimizerConfig, generator: torch.Generator
-) -> None:
-    if parameter.dim() == 1:
-        parameter.fill_(1.0)
-    elif name.startswith("embedding"):
-        parameter.normal_(std=optimizer.base_width**-0.5 if model.tied_embeddings else 1.0, generator=generator)
-    elif name.startswith("head"):
-        parameter.zero_()
-    else:
-        std = 1 / math.sqrt(parameter.shape[1])
-        if name.endswith(("attention.out.weight", "mlp.down.weight")):
-            std /= math.sqrt(2 * model.depth)
-        parameter.normal_(std=std, generator=generator)
+def empty_model(model: ModelConfig, optimizer: OptimizerConfig, max_length: int) -> GPT:
+    """A GPT on the device `meta`: names and shapes without memory."""
+    with torch.device("meta"):
+        return GPT(model, max_length, output_scale(model, optimizer))
+
+
+def initial_weights(model: ModelConfig, optimizer: OptimizerConfig, seed: int) -> Iterator[tuple[str, Tensor]]:
+    """Names and initial weights, fp32 on the CPU, one whole parameter at a time.
+
+    One at a time, so that a rank that holds a shard of a large model never holds the model; every rank draws all of
+    them, so the same seed gives the same weights whatever the mesh.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in empty_model(model, optimizer, 1).named_parameters():
+        weights = torch.empty(parameter.shape)
+        if parameter.dim() == 1:
+            weights.fill_(1.0)
+        elif name.startswith("embedding"):
+            weights.normal_(std=optimizer.base_width**-0.5 if model.tied_embeddings else 1.0, generator=generator)
+        elif name.startswith("head"):
+            weights.zero_()
+        else:
+            std = 1 / math.sqrt(parameter.shape[1])
+            if name.endswith(("attention.out.weight", "mlp.down.weight")):
+                std /= math.sqrt(2 * model.depth)
+            weights.normal_(std=std, generator=generator)
+        yield name, weights
 
 
 def parameter_groups(gpt: GPT, optimizer: OptimizerConfig) -> list[ParameterGroup]:

@@ -1,0 +1,151 @@
+"""Bytes that autograd keeps of one micro-batch for the backward pass, and what it works with beside them. No torch.
+
+Special here:
+- counted as autograd keeps them, a storage at a time: a view keeps all of what it looks into, so a value that is a view
+  of the fused product keeps queries and keys before their rotation as well;
+- attention keeps other things by device and precision: PyTorch's fused kernels their inputs, output and one number a
+  query; our blocks for bf16 on CPUs (`attention.py`) the softmax itself;
+- under sequence parallelism a column product keeps only its own rows of the input, and gathers the rest again.
+
+Korthikanti et al. 2022, arXiv 2205.05198, section 4 has the same count for another block.
+"""
+
+from __future__ import annotations
+
+from .parallel.share import Share
+
+FP32, INDEX = 4, 8  # bytes of an fp32 number, and of a token's id
+LONGEST_KEPT = 512  # as in attention.py: up to this context bf16 on CPUs keeps the softmax
+LOGITS_AT_A_TIME = {"cpu": 2**18, "cuda": 2**25}  # as in parallel/vocabulary.py
+
+
+def kept_by_block(share: Share, recompute: str, device: str) -> dict[str, int]:
+    """Bytes kept of one block, by what keeps them.
+
+    Args:
+        share: of the rank.
+        recompute: none | selective | full.
+        device: cpu | cuda.
+    """
+    stream = share.rows * share.width * share.itemsize
+    if recompute == "full":
+        return {"stream": stream}
+    inner = share.tokens * share.hidden * share.itemsize
+    kept = {"stream": 2 * stream, "query, key and value": 0, "gate and up": 2 * inner}
+    if recompute == "selective":
+        return kept | {"query, key and value": product_bytes(share)}
+    return kept | {
+        "norms": 2 * stream + 2 * share.rows * FP32,  # what they give, and one number a token
+        "query, key and value": product_bytes(share) if keeps_product(share, device) else 0,
+        "attention": attention_bytes(share, device),
+        "SwiGLU": inner,
+    }
+
+
+def product_bytes(share: Share) -> int:
+    """The fused product of query, key and value."""
+    return share.tokens * (share.heads + 2 * share.kv_heads) * share.head_dim * share.itemsize
+
+
+def heads_bytes(share: Share, heads: int) -> int:
+    """A query, key or value of so many heads."""
+    return share.tokens * heads * share.head_dim * share.itemsize
+
+
+def keeps_softmax(share: Share, device: str) -> bool:
+    """Whether attention runs in our blocks, which keep their softmax, and copies of what they read."""
+    return device == "cpu" and share.precision == "bf16" and share.length <= LONGEST_KEPT
+
+
+def keeps_product(share: Share, device: str) -> bool:
+    """Whether something that is kept is a view of the fused product: a value, or what the norms of heads read."""
+    copied = share.heads > 1 if keeps_softmax(share, device) else share.heads > share.kv_used
+    return share.qk_norm or not copied
+
+
+def attention_bytes(share: Share, device: str) -> int:
+    """Kept between the product for query, key and value and the one for the output, the latter's input included."""
+    queries = heads_bytes(share, share.heads)
+    rotated = heads_bytes(share, share.heads + share.kv_heads)  # queries and keys, of which both are views
+    if keeps_softmax(share, device):  # a single head needs no copy of its key and value
+        kept = softmax_bytes(share) + (4 * queries if share.heads > 1 else 2 * queries + rotated)
+    elif share.heads > share.kv_used:  # key and value once for every query head; the value is no view any more
+        kept = (queries if share.qk_norm else rotated) + 3 * queries
+    else:
+        kept = rotated + queries
+    if not keeps_softmax(share, device):
+        kept += share.tokens * share.heads * FP32  # the logarithm of each query's normaliser
+    if share.qk_norm:
+        kept += share.tokens * (share.heads + share.kv_heads) * FP32
+    return kept
+
+
+def softmax_bytes(share: Share) -> int:
+    """Weights of the blocks of `attention._BlockAttention`, each of some queries against the keys up to its end."""
+    return share.sequences * share.heads * sum(softmax_blocks(share.length)) * share.itemsize
+
+
+def softmax_blocks(length: int) -> list[int]:
+    """Weights of one head in each block."""
+    block = max(128, -(-length // 4))
+    return [(min(start + block, length) - start) * min(start + block, length) for start in range(0, length, block)]
+
+
+def kept_by_head(share: Share, tp: int) -> int:
+    """Bytes kept from the last block to the loss: the final norm, the head's input, and logits or their logarithms."""
+    norm = share.rows * (2 * share.width * share.itemsize + FP32)
+    logits = share.tokens * share.vocabulary
+    if tp == 1:
+        return norm + logits * FP32 + share.tokens * INDEX
+    # Logits stay as they are, with each token's place among these columns, whether it has one, and its normaliser.
+    return norm + logits * share.itemsize + share.tokens * (INDEX + 1 + FP32)
+
+
+def norm_workspace(share: Share, device: str) -> int:
+    """Derivatives in the backward pass of a norm: on CPUs two or four more in fp32, on GPUs two alone."""
+    stream = share.rows * share.width
+    wide = 0 if device == "cuda" else 2 if share.precision == "fp32" else 4
+    return 2 * stream * share.itemsize + wide * stream * FP32
+
+
+def loss_workspace(share: Share, tp: int, device: str) -> int:
+    """Bytes beside what `kept_by_head` counts, in the backward pass from the loss to the last block: the most at any
+    of three moments, each with less of that left.
+
+    They are the derivative by the logits, the head's products, and the final norm.
+    """
+    logits, whole = share.tokens * share.vocabulary, share.tokens * share.width * share.itemsize
+    if tp == 1:
+        freed, derivative = logits * FP32, 2 * logits * FP32  # by the logarithms, and by the logits
+    else:
+        # In place, low precision through fp32: some rows, and those before them.
+        chunk = max(LOGITS_AT_A_TIME[device], share.vocabulary)
+        freed, derivative = 0, min(logits, 2 * chunk) * FP32 if share.itemsize < FP32 else 0
+    gathered = whole if share.rows < share.tokens else 0
+    slopes = logits * share.itemsize if tp == 1 else 0
+    products = slopes + gathered + whole + share.table * share.itemsize - freed
+    norm = norm_workspace(share, device) - logits * (FP32 if tp == 1 else share.itemsize)
+    return max(derivative, products, norm)
+
+
+def block_workspace(share: Share, recompute: str, device: str) -> int:
+    """Bytes beside what all blocks keep while one goes backward: the most at any of four moments.
+
+    They are SwiGLU's (derivatives of the inner activation, of gate and up, and one of a half), the first product's of
+    the MLP (its input, gathered, and the derivative of that), its norm's, and attention's (derivatives of all that goes
+    in and out). Before each some of what the block kept has been freed. The stream's derivative is there throughout.
+    """
+    stream, whole = share.rows * share.width * share.itemsize, share.tokens * share.width * share.itemsize
+    inner = share.tokens * share.hidden * share.itemsize
+    gathered = whole if share.rows < share.tokens else 0
+    norm = norm_workspace(share, device)
+    mixing = 4 * heads_bytes(share, share.heads) + product_bytes(share)
+    if keeps_softmax(share, device):  # derivatives of the weights and of the scores, a block of queries at a time
+        mixing += 2 * share.sequences * share.heads * max(softmax_blocks(share.length)) * share.itemsize
+    if recompute == "selective":
+        again = attention_bytes(share, device)
+        moments = (4 * inner, stream + gathered + whole, norm - 2 * inner, again + mixing - 2 * inner - stream)
+        return stream + max(moments)
+    again = sum(kept_by_block(share, "none", device).values()) - stream if recompute == "full" else 0
+    moments = (3 * inner, gathered + whole - inner, norm - 3 * inner - stream, mixing - 3 * inner - 2 * stream)
+    return stream + again + max(moments)

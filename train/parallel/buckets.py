@@ -1,0 +1,132 @@
+"""Flat buckets: which elements of which parameters lie side by side, and which of them a rank owns. Pure.
+
+Special here:
+- a bucket is cut into one equal slice for each dp rank, so it is padded to a multiple of the ranks; every parameter
+  starts at a multiple of `ALIGNMENT` elements, for which the padding between two may stand too; both are zero forever;
+- inside a bucket parameters of one learning rate and weight decay are neighbours: an update is then one to three
+  contiguous segments a bucket, however many parameters there are;
+- padding goes with what lies before it, so that runs are long: AdamW leaves a zero with a zero gradient at zero.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .layout import Piece, Placement  # which needs torch, and the planner reads this file
+
+ALIGNMENT = 8  # elements: 16 bytes of bf16, which is what vectorised loads and matrix products ask for
+
+Range = tuple[int, int]  # start, stop
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where one flattened parameter lies in its bucket."""
+
+    name: str
+    start: int
+    stop: int
+    group: int  # of the learning rate and weight decay
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Parameters that are reduced, updated and gathered together."""
+
+    slots: tuple[Slot, ...]
+    size: int  # elements, padding included; a multiple of ranks
+    ranks: int
+
+    def owned(self, rank: int) -> Range:
+        """The slice of the bucket that a dp rank owns."""
+        share = self.size // self.ranks
+        return rank * share, (rank + 1) * share
+
+    @property
+    def padding(self) -> list[Range]:
+        """Elements that are no parameter's."""
+        stops = [0, *(slot.stop for slot in self.slots)]
+        starts = [*(slot.start for slot in self.slots), self.size]
+        return [(stop, start) for stop, start in zip(stops, starts, strict=True) if stop < start]
+
+    @property
+    def segments(self) -> list[tuple[int, Range]]:
+        """(group, range) of neighbours that share a learning rate and weight decay; together the whole bucket."""
+        firsts = [
+            slot for i, slot in enumerate(self.slots) if i == 0 or self.slots[i - 1].group != slot.group
+        ]  # fmt: skip
+        stops = [*(slot.start for slot in firsts[1:]), self.size]
+        return [(slot.group, (slot.start, stop)) for slot, stop in zip(firsts, stops, strict=True)]
+
+
+def pack(names: Sequence[str], sizes: Mapping[str, int], groups: Mapping[str, int], ranks: int) -> Bucket:
+    """One bucket of these parameters; sizes in elements, groups as numbers."""
+    slots, end = [], 0
+    for name in sorted(names, key=lambda name: groups[name]):  # stable: otherwise in the order given
+        slots.append(Slot(name, end, end + sizes[name], groups[name]))
+        end = _round_up(end + sizes[name], ALIGNMENT)
+    return Bucket(tuple(slots), _round_up(end, ranks * ALIGNMENT), ranks)
+
+
+def fill(names: Iterable[str], sizes: Mapping[str, int], limit: int) -> list[list[str]]:
+    """Names in the order given, in runs of at most `limit` elements; a parameter beyond the limit is alone."""
+    runs: list[list[str]] = []
+    held = limit
+    for name in names:
+        if held + sizes[name] > limit:
+            runs.append([])
+            held = 0
+        runs[-1].append(name)
+        held += sizes[name]
+    return runs
+
+
+def counted(bucket: Bucket, placements: Mapping[str, Placement], tp_rank: int) -> list[Range]:
+    """Ranges whose squares a tp rank adds to the gradient norm: its own pieces, and on the first rank shared ones."""
+    return _merge((r, tp_rank == 0 or not piece.shared) for r, piece in _pieces(bucket, placements))
+
+
+def partial(bucket: Bucket, placements: Mapping[str, Placement]) -> list[Range]:
+    """Ranges whose gradient on a tp rank is one term of a sum; the same on all tp ranks."""
+    return _merge((r, piece.partial) for r, piece in _pieces(bucket, placements))
+
+
+def _pieces(bucket: Bucket, placements: Mapping[str, Placement]) -> Iterator[tuple[Range, Piece]]:
+    """Pieces in ascending order; together the whole bucket, for padding is given to the piece before it."""
+    ends = [*(slot.start for slot in bucket.slots[1:]), bucket.size]
+    for slot, end in zip(bucket.slots, ends, strict=True):
+        start, pieces = slot.start, placements[slot.name].pieces
+        for piece in pieces[:-1]:
+            stop = start + math.prod(piece.size)
+            yield (start, stop), piece
+            start = stop
+        yield (start, end), pieces[-1]
+
+
+def _merge(ranges: Iterable[tuple[Range, bool]]) -> list[Range]:
+    """Those of adjoining ranges that are wanted, with neighbours joined."""
+    merged: list[Range] = []
+    for (start, stop), wanted in ranges:
+        if wanted and merged and merged[-1][1] == start:
+            merged[-1] = (merged[-1][0], stop)
+        elif wanted:
+            merged.append((start, stop))
+    return merged
+
+
+def clip(ranges: Iterable[Range], owned: Range) -> list[Range]:
+    """The parts of ranges that lie in a slice, counted from the slice's start."""
+    first, last = owned
+    return [
+        (max(start, first) - first, min(stop, last) - first)
+        for start, stop in ranges
+        if max(start, first) < min(stop, last)
+    ]
+
+
+def _round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple

@@ -1,0 +1,212 @@
+"""Data parallelism: gradients in flat buckets, summed over the dp ranks while the backward pass still runs.
+
+Special here:
+- buckets hold parameters in the order in which a backward pass finishes them, and they are reduced in that order on
+  every rank, so that ranks never wait for each other crosswise;
+- a hook moves each gradient into its bucket and drops it at once: accumulation happens in the bucket;
+- while whole gradients are kept, nothing is sent before the last micro-batch; when they are not (ZeRO-2 and 3) every
+  micro-batch is reduced into the shard, and a whole bucket lives only until then;
+- low-precision gradients travel as they are to the rank that owns them, which sums them in fp32: the arithmetic of
+  widening them first, for half the bytes. gloo gets fp32 in this way too: its own reduce-scatter is an all-reduce.
+
+Rajbhandari et al. 2020 (arXiv 1910.02054), sections 5.1-5.2; Li et al. 2020 (arXiv 2006.15704) for buckets and hooks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup, Work
+
+from .buckets import Bucket, Range
+from .collectives import all_gather, reduce_scatter
+
+
+class _Bucket:
+    """The gradient of one bucket."""
+
+    def __init__(self, layout: Bucket, owned: Range, parameters: Sequence[nn.Parameter]) -> None:
+        self.layout, self.owned, self.parameters = layout, owned, parameters
+        self.waiting: set[int] = set()  # slots whose gradient of this micro-batch is still to come
+        self.full: Tensor | None = None  # every rank's elements
+        self.views: list[Tensor] = []  # of `full`, one a slot
+        self.shard = torch.empty(0)  # the elements that this rank keeps, summed over ranks
+
+    def allocate(self) -> Tensor:
+        """Makes room for the whole bucket; only padding gets a value."""
+        self.full = full = self.parameters[0].new_empty(self.layout.size, requires_grad=False)
+        for start, stop in self.layout.padding:
+            full[start:stop].zero_()
+        slots = zip(self.layout.slots, self.parameters, strict=True)
+        self.views = [full[slot.start : slot.stop].view(parameter.shape) for slot, parameter in slots]
+        return full
+
+    def free(self) -> None:
+        self.full, self.views = None, []
+
+
+class Gradients:
+    """Gradients of all parameters, accumulated over micro-batches and summed over the dp ranks.
+
+    Args:
+        layouts: the buckets in backward order.
+        parameters: by name; those that `layouts` name.
+        owned: of each bucket the range that this rank updates.
+        group: the dp ranks; None for one process, which reduces nothing.
+        stage: of ZeRO; from 1 on a rank gets the sums of its own range alone, from 2 on it keeps no more than these.
+        complete: called with a bucket's number when all its gradients of one backward pass have come.
+    """
+
+    def __init__(
+        self, layouts: Sequence[Bucket], parameters: Mapping[str, nn.Parameter], owned: Sequence[Range],
+        group: ProcessGroup | None, *, stage: int, complete: Callable[[int], None],
+    ) -> None:  # fmt: skip
+        self.group, self.complete, self.stage = group, complete, stage
+        self.native = group is not None and "gloo" not in str(dist.get_backend(group))  # has a reduce-scatter
+        self.buckets = [
+            _Bucket(layout, own, [parameters[slot.name] for slot in layout.slots])
+            for layout, own in zip(layouts, owned, strict=True)
+        ]
+        for number, bucket in enumerate(self.buckets):
+            start, stop = bucket.owned
+            if self.freed:
+                bucket.shard = bucket.parameters[0].new_zeros(stop - start, requires_grad=False)
+            else:
+                bucket.shard = bucket.allocate()[start:stop]
+            for index, parameter in enumerate(bucket.parameters):
+                parameter.register_post_accumulate_grad_hook(self._mover(bucket, number, index))
+        self.dtype = self.buckets[0].shard.dtype
+        self.wide = torch.promote_types(self.dtype, torch.float32)
+        self.pending: list[Iterator[None]] = []  # sums under way, oldest first
+        self.clear()
+
+    @property
+    def freed(self) -> bool:
+        """Whether whole buckets exist only until they are reduced."""
+        return self.stage >= 2
+
+    @property
+    def shards(self) -> list[Tensor]:
+        """Of each bucket what this rank owns, (elements,); the batch's gradient after `wait`."""
+        return [bucket.shard for bucket in self.buckets]
+
+    @property
+    def lasting(self) -> list[Tensor]:
+        """The buffers that live from step to step."""
+        return [bucket.shard if self.freed or bucket.full is None else bucket.full for bucket in self.buckets]
+
+    def clear(self) -> None:
+        """Forgets what was accumulated: the next micro-batch starts a new batch."""
+        self.fresh = True  # nothing is accumulated, so what lies in the buckets is overwritten
+        self.reducing, self.next = False, 0
+
+    @contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        """One forward and one backward pass; on leaving, every bucket is complete, and reduced or about to be."""
+        self.next, self.reducing = 0, self.group is not None and (last or self.freed)
+        for bucket in self.buckets:
+            bucket.waiting.update(range(len(bucket.parameters)))
+        yield
+        for number, bucket in enumerate(self.buckets):
+            if bucket.waiting:  # parameters that the loss did not depend on
+                self._fill(bucket)
+                self._completed(number)
+        self.fresh = False
+
+    def wait(self) -> None:
+        """Until every sum is made; on a GPU only the current stream waits."""
+        while self.pending:
+            self._advance()
+
+    def reset(self) -> None:
+        """Throws away everything, also what is in flight, after a micro-batch that failed on all ranks."""
+        self.wait()
+        for bucket in self.buckets:
+            for parameter in bucket.parameters:
+                parameter.grad = None
+            if self.freed:
+                bucket.free()
+        self.clear()
+
+    def _mover(self, bucket: _Bucket, number: int, index: int) -> Callable[[Tensor], None]:
+        def move(parameter: Tensor) -> None:
+            gradient, parameter.grad = parameter.grad, None
+            assert gradient is not None
+            if bucket.full is None:
+                bucket.allocate()
+            if self.fresh or self.freed:
+                bucket.views[index].copy_(gradient)
+            else:
+                bucket.views[index].add_(gradient)
+            bucket.waiting.discard(index)
+            if not bucket.waiting:
+                self._completed(number)
+
+        return move
+
+    def _fill(self, bucket: _Bucket) -> None:
+        """Zeros for gradients that did not come in this micro-batch."""
+        if bucket.full is None:
+            bucket.allocate()
+        if self.fresh or self.freed:
+            for index in bucket.waiting:
+                bucket.views[index].zero_()
+        bucket.waiting.clear()
+
+    def _completed(self, number: int) -> None:
+        self.complete(number)
+        while self.reducing and self.next < len(self.buckets) and not self.buckets[self.next].waiting:
+            bucket = self.buckets[self.next]
+            self.next += 1
+            in_place = self.dtype == self.wide and (self.stage == 0 or (self.native and not self.freed))
+            if not in_place:  # a copy of the bucket lives as long as its sum is under way: two at most
+                self._advance()
+            total = self._sum(bucket)
+            next(total)
+            self.pending.append(total)
+
+    def _advance(self) -> None:
+        """Takes every sum one step on."""
+        self.pending = [total for total in self.pending if next(total, self) is not self]
+
+    def _sum(self, bucket: _Bucket) -> Iterator[None]:
+        """Sums a bucket over the ranks; yields where something was sent that the next step waits for."""
+        full, add = bucket.full, self.freed and not self.fresh
+        assert full is not None
+        if self.freed:
+            bucket.free()
+        if self.stage == 0 and self.dtype == self.wide:
+            work = dist.all_reduce(full, group=self.group, async_op=True)
+            yield
+            _wait(work)
+            return
+        start, stop = bucket.layout.owned(dist.get_rank(self.group))
+        own = full[start:stop] if self.stage == 0 else bucket.shard
+        if self.native and self.dtype == self.wide:
+            total = torch.empty_like(own) if add else own
+            work = reduce_scatter(total, full, group=self.group, async_op=True)
+            yield
+            _wait(work)
+        else:
+            terms = torch.empty_like(full)
+            work = dist.all_to_all_single(terms, full, group=self.group, async_op=True)
+            yield
+            _wait(work)
+            total = terms.view(bucket.layout.ranks, -1).sum(0, dtype=self.wide)
+        if add:
+            own.add_(total)
+        elif total is not own:
+            own.copy_(total)
+        if self.stage == 0:
+            work = all_gather(full, own, group=self.group, async_op=True)
+            yield
+            _wait(work)
+
+
+def _wait(work: Work | None) -> None:
+    assert work is not None
+    work.wait()

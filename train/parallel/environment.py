@@ -1,0 +1,92 @@
+"""Which rank of which job this process is, as its launcher's environment says.
+
+Special here:
+- SLURM's variables count only in a task that submitit started: a process that someone starts by hand inside an
+  allocation sees them too, and is one process;
+- torchrun inside a submitit job is the inner launcher, and wins;
+- `attempt` names this start of the job, so that what an earlier one left behind is never taken for ours.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..errors import UserError
+
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among those of its job."""
+
+    rank: int = 0
+    size: int = 1  # ranks of the job
+    local_rank: int = 0
+    local_size: int = 1  # ranks on this node
+    host: str = "localhost"  # the node, as people and SLURM name it
+    source: str = "alone"  # alone | slurm | local | torchrun: who started it
+    attempt: str = "0"  # name of this start of the job
+
+
+def detect(environment: Mapping[str, str] | None = None) -> Ranks:
+    """The rank of this process, from submitit's or torchrun's variables; without either it is one process.
+
+    Raises:
+        UserError: a launcher's variables are there but make no rank.
+    """
+    env = os.environ if environment is None else environment
+    host = socket.gethostname()
+    executor = env.get("SUBMITIT_EXECUTOR")
+    try:
+        if all(name in env for name in TORCHRUN) and ("TORCHELASTIC_RUN_ID" in env or executor is None):
+            ranks = _torchrun(env, host)
+        elif executor == "slurm":
+            ranks = _slurm(env, host)
+        elif executor == "local":
+            ranks = _local(env, host)
+        else:
+            return Ranks(host=host)
+    except (KeyError, ValueError, IndexError) as error:
+        raise UserError(f"the launcher's environment makes no rank ({error!r}); use submitit or torchrun") from error
+    if not (0 <= ranks.rank < ranks.size and 0 <= ranks.local_rank < ranks.local_size <= ranks.size):
+        raise UserError(f"the launcher's environment makes no rank ({ranks}); use submitit or torchrun")
+    return ranks
+
+
+def _torchrun(env: Mapping[str, str], host: str) -> Ranks:
+    return Ranks(
+        int(env["RANK"]), int(env["WORLD_SIZE"]),
+        int(env["LOCAL_RANK"]), int(env["LOCAL_WORLD_SIZE"]), host, "torchrun",
+        f"{env.get('TORCHELASTIC_RUN_ID', 'none')}-{env.get('TORCHELASTIC_RESTART_COUNT', '0')}",
+    )  # fmt: skip
+
+
+def _slurm(env: Mapping[str, str], host: str) -> Ranks:
+    # The step's own numbers: a job may have been given more tasks than this step of it uses.
+    tasks = _tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE") or env["SLURM_TASKS_PER_NODE"])
+    return Ranks(
+        int(env["SLURM_PROCID"]), int(env.get("SLURM_STEP_NUM_TASKS") or env["SLURM_NTASKS"]),
+        int(env["SLURM_LOCALID"]), tasks[int(env["SLURM_NODEID"])], env.get("SLURMD_NODENAME") or host, "slurm",
+        f"{env['SLURM_JOB_ID']}-{env.get('SLURM_RESTART_COUNT') or '0'}",
+    )  # fmt: skip
+
+
+def _local(env: Mapping[str, str], host: str) -> Ranks:
+    size, rank = int(env["SUBMITIT_LOCAL_NTASKS"]), int(env["SUBMITIT_LOCAL_GLOBALID"])
+    return Ranks(rank, size, int(env["SUBMITIT_LOCAL_LOCALID"]), size, host, "local", env["SUBMITIT_LOCAL_JOB_ID"])
+
+
+def _tasks_per_node(text: str) -> list[int]:
+    """SLURM's `2(x3),1` as [2, 2, 2, 1]."""
+    tasks: list[int] = []
+    for part in text.split(","):
+        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if found is None:
+            raise ValueError(f"{text!r} tasks per node")
+        tasks += [int(found[1])] * int(found[2] or 1)
+    return tasks

@@ -1,0 +1,118 @@
+"""Where the part of a parameter that a rank holds lies in the whole one. Pure.
+
+Special here:
+- a rank's part is described once (`Placement`), and initial weights, gradient norms, sums over tp ranks and checkpoints
+  all read that one description;
+- fused matrices are several pieces: a rank of a split query-key-value product holds three runs of rows, which are not
+  neighbours in the whole;
+- ZeRO cuts flattened parameters anywhere, so a shard is a range of elements; `boxes` turns a range into the few
+  rectangles that a checkpoint can describe.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Consecutive rows (along dim 0) of a rank's part, and the box of the whole parameter that they are."""
+
+    offset: Shape  # first element of the box in the whole parameter
+    size: Shape  # of the box; size[0] rows of the rank's part
+    shared: bool = False  # every tp rank holds this box; else it is this rank's alone
+    partial: bool = False  # shared, and a rank's gradient is one term of a sum over the tp ranks
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What one tp rank holds of a parameter: its pieces, one below the other."""
+
+    shape: Shape  # of the whole parameter
+    pieces: tuple[Piece, ...]
+
+    @property
+    def local_shape(self) -> Shape:
+        """Shape of the rank's part."""
+        return (sum(piece.size[0] for piece in self.pieces), *self.pieces[0].size[1:])
+
+    def take(self, whole: Tensor) -> Tensor:
+        """The rank's part of the whole parameter, (local_shape), copied."""
+        if tuple(whole.shape) != self.shape:
+            raise ValueError(f"a tensor of shape {tuple(whole.shape)} was given for a parameter of shape {self.shape}")
+        parts = [
+            whole[tuple(slice(o, o + s) for o, s in zip(piece.offset, piece.size, strict=True))]
+            for piece in self.pieces
+        ]
+        return torch.cat(parts)
+
+
+def whole(shape: Shape, partial: bool = False) -> Placement:
+    """Every tp rank holds the parameter whole; with `partial` their gradients are terms of a sum."""
+    return Placement(tuple(shape), (Piece((0,) * len(shape), tuple(shape), shared=True, partial=partial),))
+
+
+def split(shape: Shape, dim: int, rank: int, ranks: int) -> Placement:
+    """The rank's equal share along one dimension. ranks must divide shape[dim]."""
+    share = shape[dim] // ranks
+    offset = tuple(rank * share if d == dim else 0 for d in range(len(shape)))
+    size = tuple(share if d == dim else n for d, n in enumerate(shape))
+    return Placement(tuple(shape), (Piece(offset, size),))
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangle of the whole parameter, held as consecutive elements of the rank's flattened part."""
+
+    start: int  # of those elements
+    offset: Shape
+    size: Shape
+
+    @property
+    def stop(self) -> int:
+        return self.start + math.prod(self.size)
+
+
+def boxes(placement: Placement, start: int, stop: int) -> Iterator[Box]:
+    """Elements start … stop of a rank's flattened part as rectangles of the whole: at most three a piece in 2-D."""
+    row = math.prod(placement.local_shape[1:])
+    first = 0
+    for piece in placement.pieces:
+        last = first + piece.size[0] * row
+        yield from _boxes_of_rows(piece, first, max(start, first), min(stop, last), row)
+        first = last
+
+
+def _boxes_of_rows(piece: Piece, first: int, start: int, stop: int, row: int) -> Iterator[Box]:
+    """Elements start … stop, which lie in `piece`, whose first element is `first`; parameters have one or two dims."""
+    while start < stop:
+        index, column = divmod(start - first, row)
+        if column == 0 and stop - start >= row:
+            rows = (stop - start) // row
+            size = (rows, *piece.size[1:])
+            offset = (piece.offset[0] + index, *piece.offset[1:])
+        else:  # part of one row
+            width = min(row - column, stop - start)
+            size = (1, width)
+            offset = (piece.offset[0] + index, piece.offset[1] + column)
+        yield Box(start, offset, size)
+        start += math.prod(size)
+
+
+@dataclass(frozen=True)
+class Held:
+    """The part of one tensor of the training state that this rank holds, and answers for."""
+
+    name: str  # of the parameter, as the whole model names it
+    kind: str  # weight | exp_avg | exp_avg_sq
+    placement: Placement
+    start: int  # elements start … stop of the rank's flattened part of the parameter
+    stop: int
+    values: Tensor  # (stop - start,) fp32; a view, so writing to it changes the state

@@ -1,0 +1,79 @@
+"""Which rank is what: the axes dp and tp over the ranks of one run, and the process groups that serve them.
+
+Special here:
+- tp is the inner axis, so that the ranks of a tensor-parallel group are neighbours, which lie in one node;
+- an axis of size 1 has no group (`None`), and whoever is handed `None` does no communication: one process needs no
+  process group at all. One rank of a launcher does have groups, of itself: the code of many ranks, run by one;
+- `control` is a gloo group over all ranks on the host, for flags, errors and checkpoints: it never waits for a GPU.
+
+Another axis (pp, cp, ep) is one more entry in `AXES` and one more group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+AXES = ("dp", "tp")  # outer to inner
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """This rank's place among the ranks of its run, and the groups that it speaks to."""
+
+    rank: int = 0
+    dp: int = 1
+    tp: int = 1
+    dp_group: ProcessGroup | None = None  # ranks with the same part of the model and other samples
+    tp_group: ProcessGroup | None = None  # ranks with the same samples and other parts of the model
+    world: ProcessGroup | None = None  # every rank, on the device's backend
+    control: ProcessGroup | None = None  # every rank, gloo
+    device_mesh: DeviceMesh | None = None  # the same as torch names it, to describe shards to a checkpoint
+    hosts: tuple[str, ...] = ()  # the node of every rank, by rank, where they are known
+
+    @property
+    def size(self) -> int:
+        """Ranks of the run."""
+        return self.dp * self.tp
+
+    @property
+    def dp_rank(self) -> int:
+        return self.rank // self.tp
+
+    @property
+    def tp_rank(self) -> int:
+        return self.rank % self.tp
+
+    def name(self, rank: int) -> str:
+        """A rank as messages name it: `rank 3 on node07`."""
+        return f"rank {rank} on {self.hosts[rank]}" if self.hosts else f"rank {rank}"
+
+
+def build_mesh(dp: int, tp: int, device: torch.device) -> Mesh:
+    """The mesh of this rank, over torch's default process group, which must be up with dp * tp ranks.
+
+    Without a process group one process is a mesh by itself.
+
+    Raises:
+        ValueError: the process group is not up, or has another number of ranks.
+    """
+    if not dist.is_initialized():
+        if dp * tp > 1:
+            raise ValueError(f"dp {dp} * tp {tp} is {dp * tp} ranks, and there is no process group")
+        return Mesh()
+    if dist.get_world_size() != dp * tp:
+        raise ValueError(f"the process group has {dist.get_world_size()} ranks and dp {dp} * tp {tp} is {dp * tp}")
+    device_mesh = init_device_mesh(device.type, (dp, tp), mesh_dim_names=AXES)
+    alone = dp * tp == 1
+    world = dist.group.WORLD
+    control = world if "gloo" in str(dist.get_backend()) else dist.new_group(backend="gloo")
+    return Mesh(
+        rank=dist.get_rank(), dp=dp, tp=tp,
+        dp_group=device_mesh.get_group("dp") if dp > 1 or alone else None,
+        tp_group=device_mesh.get_group("tp") if tp > 1 or alone else None,
+        world=world, control=control, device_mesh=device_mesh,
+    )  # fmt: skip

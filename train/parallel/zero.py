@@ -1,0 +1,252 @@
+"""One rank's parameters, gradients and optimizer state, and how much of each it holds: ZeRO stages 0 to 3.
+
+Special here:
+- everything lies in flat buckets, of which dp rank d owns slice d (stage 0: the whole); a stage says only what is kept
+  of the rest: 0 everything, 1 weights and gradients, 2 weights, 3 nothing;
+- in low precision the owner keeps fp32 master weights, and gradients are widened bucket by bucket as they are used; in
+  fp32 the master weights are the weights, and nothing is kept twice;
+- clipping and the loss scale are one factor, folded into the fused AdamW update, so that gradients are not read for it;
+- a step never waits for the device: whether an update is skipped comes out of the all-reduce of norm and loss, and
+  the update kernel itself reads it.
+
+Rajbhandari et al. 2020 (arXiv 1910.02054); Loshchilov and Hutter 2019 (arXiv 1711.05101) for AdamW.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from ..config import OptimizerConfig
+from ..model import GPT
+from ..parametrization import ParameterGroup
+from .buckets import Range, Slot, clip, counted, fill, pack, partial
+from .data import Gradients
+from .layout import Held, Placement
+from .mesh import Mesh
+from .weights import Weights, units
+
+ROW = 4096  # elements whose squares are summed at once
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What came of one step, on the device: nobody has waited for it."""
+
+    loss: Tensor  # () the batch's mean, over all ranks
+    norm: Tensor  # () of the gradient, without loss scale, before clipping
+    skipped: Tensor  # () 1.0 where loss or norm was no finite number, so that nothing was updated; else 0.0
+
+
+class Zero:
+    """Owner of a model's parameters, gradients and Adam's state.
+
+    Args:
+        gpt: its parameters are replaced by views of flat buffers on `device`; they may be on `meta`.
+        groups: every parameter once, by learning rate and weight decay.
+        placements: of every parameter by name.
+        stage: 0 to 3.
+        dtype: of weights and gradients; master weights and moments are at least fp32.
+        bucket_mb: MiB of gradients that travel together; at stage 3 a block does.
+    """
+
+    updates: Tensor  # () updates made: Adam's step count, to be saved and restored
+
+    def __init__(
+        self, gpt: GPT, groups: Sequence[ParameterGroup], placements: Mapping[str, Placement], mesh: Mesh, *,
+        stage: int, dtype: torch.dtype, optimizer: OptimizerConfig, bucket_mb: float, device: torch.device,
+    ) -> None:  # fmt: skip
+        self.mesh, self.placements, self.optimizer = mesh, placements, optimizer
+        self._rates = [(group.learning_rate, group.weight_decay) for group in groups]
+        self.stage = stage if mesh.dp_group is not None else 0  # one rank owns everything anyway
+        self.dtype, self.wide, self.device = dtype, torch.promote_types(dtype, torch.float32), device
+        group_of = {id(p): number for number, group in enumerate(groups) for p in group.parameters}
+        numbers = {name: group_of[id(p)] for name, p in gpt.named_parameters()}
+        sizes = {name: p.numel() for name, p in gpt.named_parameters()}
+        backward = list(reversed(sizes))
+        if self.stage < 3:
+            runs = fill(backward, sizes, max(1, int(bucket_mb * 2**20 / dtype.itemsize)))
+        else:
+            runs = units(gpt)
+        self.layouts = [pack(run, sizes, numbers, mesh.dp) for run in runs]
+        # Everybody keeps the gradient norm of its slice; at stage 0 it owns the other slices as well.
+        slices = [layout.owned(mesh.dp_rank) for layout in self.layouts]
+        self.owned = slices if self.stage > 0 else [(0, layout.size) for layout in self.layouts]
+        group = mesh.dp_group
+        self.weights = Weights(gpt, self.layouts, self.owned, group, stage=self.stage, dtype=dtype, device=device)
+        self.gradients = Gradients(
+            self.layouts, self.weights.parameters, self.owned, group, stage=self.stage, complete=self.weights.release
+        )
+        own = self.weights.own
+        self.master = own if dtype == self.wide else [torch.zeros_like(piece, dtype=self.wide) for piece in own]
+        self.exp_avg = [torch.zeros_like(master) for master in self.master]
+        self.exp_avg_sq = [torch.zeros_like(master) for master in self.master]
+        self.updates = torch.zeros((), dtype=torch.float32, device=device)
+        shards = list(zip(self.layouts, self.owned, self.gradients.shards, strict=True))
+        self._segments = [
+            [(number, r) for number, segment in layout.segments for r in clip([segment], owned)]
+            for layout, owned, _ in shards
+        ]
+        self._partial = [
+            shard[start:stop] for layout, owned, shard in shards
+            for start, stop in clip(partial(layout, placements), owned)
+        ]  # fmt: skip
+        self._measured = [
+            shard[first - owned[0] :][start:stop]
+            for (layout, owned, shard), (first, last) in zip(shards, slices, strict=True)
+            for start, stop in clip(counted(layout, placements, mesh.tp_rank), (first, last))
+        ]
+
+    def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Sets the weights: whole fp32 tensors on the CPU by name, one at a time; this rank takes its part of each.
+
+        Raises:
+            ValueError: a name is unknown, comes twice or is missing, or a shape is another one.
+        """
+        slots = {slot.name: (number, slot) for number, layout in enumerate(self.layouts) for slot in layout.slots}
+        self.weights.forget()
+        for name, whole in weights:
+            if name not in slots:
+                raise ValueError(f"{name} is not one of the parameters that are still to be loaded: {', '.join(slots)}")
+            number, slot = slots.pop(name)
+            part = self.placements[name].take(whole).flatten()
+            if self.stage < 3:
+                self.weights.full[number][slot.start : slot.stop].copy_(part)
+            (first, last), start, stop = self._overlap(number, slot)
+            self.master[number][start:stop].copy_(part[first:last])
+        if slots:
+            raise ValueError(f"no weights were given for {', '.join(slots)}")
+        for own, master in zip(self.weights.own, self.master, strict=True):
+            own.copy_(master)
+
+    @contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        """One forward and one backward pass; with `last` the batch's gradients are summed over ranks on the way."""
+        with self.gradients.micro_batch(last):
+            yield
+
+    def reset_gradients(self) -> None:
+        """Throws away everything accumulated and in flight, after a micro-batch that failed."""
+        self.gradients.reset()
+        self.weights.forget()
+
+    @torch.no_grad()
+    def step(self, factor: float, loss: Tensor, scale: Tensor | None = None) -> StepResult:
+        """Updates the weights from the accumulated gradients, and clears these.
+
+        Args:
+            factor: on every group's peak learning rate.
+            loss: () this rank's share of the batch's mean loss.
+            scale: () what the loss was multiplied by before the backward pass; None means 1.
+        """
+        self.gradients.wait()
+        self._sum_partial()
+        total, norm = self._measure(loss)
+        if scale is not None:
+            norm = norm / scale
+        skipped = 1 - (torch.isfinite(norm) & torch.isfinite(total)).float()
+        divisor = self._divisor(norm, scale)
+        for number in reversed(range(len(self.layouts))):  # as the next forward pass wants them
+            self._update(number, factor, divisor, skipped)
+            self._refresh(number)
+        self.updates += 1 - skipped
+        self.gradients.clear()
+        return StepResult(total, norm, skipped)
+
+    def _sum_partial(self) -> None:
+        """Adds up gradients that the tp ranks hold terms of: pieces lie at the same places on all of them."""
+        if self.mesh.tp_group is None or not self._partial:
+            return
+        terms = torch.cat([part.to(self.wide) for part in self._partial])
+        dist.all_reduce(terms, group=self.mesh.tp_group)
+        for part, total in zip(self._partial, terms.split([len(part) for part in self._partial]), strict=True):
+            part.copy_(total)
+
+    def _measure(self, loss: Tensor) -> tuple[Tensor, Tensor]:
+        """Loss and gradient norm of all ranks. Each adds the squares of its slice; the loss is the first tp rank's."""
+        nothing = torch.zeros((), dtype=self.wide, device=self.device)
+        squares = torch.stack([nothing, *(_square(part, self.wide) for part in self._measured)]).sum()
+        both = torch.stack([loss.to(self.wide) * (self.mesh.tp_rank == 0), squares])
+        if self.mesh.world is not None:
+            dist.all_reduce(both, group=self.mesh.world)
+        return both[0], both[1].sqrt()
+
+    def _divisor(self, norm: Tensor, scale: Tensor | None) -> Tensor | None:
+        """What the update divides gradients by: the loss scale, and more where the norm is clipped."""
+        limit = self.optimizer.gradient_clip
+        if limit == 0:
+            return scale
+        clipped = (limit / (norm + 1e-6)).clamp(max=1.0).reciprocal().float()
+        return clipped if scale is None else clipped * scale
+
+    def _update(self, number: int, factor: float, divisor: Tensor | None, skipped: Tensor) -> None:
+        """AdamW on this rank's slice of one bucket."""
+        gradient = self.gradients.shards[number].to(self.wide)  # itself where it is as wide
+        state = (self.master[number], gradient, self.exp_avg[number], self.exp_avg_sq[number])
+        for group, (start, stop) in self._segments[number]:
+            weight, slope, first, second = ([tensor[start:stop]] for tensor in state)
+            rate, decay = self._rates[group]
+            adamw(
+                weight, slope, first, second, [], [self.updates.clone()],
+                fused=True, grad_scale=divisor, found_inf=skipped, amsgrad=False, maximize=False,
+                beta1=self.optimizer.beta1, beta2=self.optimizer.beta2, eps=self.optimizer.eps,
+                lr=rate * factor, weight_decay=decay,
+            )  # fmt: skip
+
+    def _refresh(self, number: int) -> None:
+        """The model's weights after the master weights of one bucket."""
+        if self.dtype != self.wide:
+            self.weights.own[number].copy_(self.master[number])
+        self.weights.changed(number)
+
+    def held(self) -> list[Held]:
+        """This rank's part of the training state, as writable views; after writing to them call `publish`."""
+        self.weights.forget()  # what is being gathered in place must not be written to
+        kinds = {"weight": self.master, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
+        found = []
+        for number, layout in enumerate(self.layouts):
+            for slot in layout.slots:
+                (first, last), start, stop = self._overlap(number, slot)
+                found += [
+                    Held(slot.name, kind, self.placements[slot.name], first, last, tensors[number][start:stop])
+                    for kind, tensors in kinds.items()
+                    if first < last
+                ]
+        return found
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Takes the weights over from `held`, on all ranks."""
+        for number in range(len(self.layouts)):
+            self._refresh(number)
+
+    def bytes_held(self) -> dict[str, int]:
+        """Bytes of this rank's lasting buffers."""
+        tensors = {
+            "weights": self.weights.full if self.stage < 3 else self.weights.own,
+            "gradients": self.gradients.lasting,
+            "master": self.master if self.dtype != self.wide else [],
+            "exp_avg": self.exp_avg,
+            "exp_avg_sq": self.exp_avg_sq,
+        }
+        return {kind: sum(t.numel() * t.element_size() for t in held) for kind, held in tensors.items()}
+
+    def _overlap(self, number: int, slot: Slot) -> tuple[Range, int, int]:
+        """What of a parameter this rank owns: elements of the flattened parameter; start and stop in its slice."""
+        first, last = self.owned[number]
+        start, stop = max(slot.start, first), max(min(slot.stop, last), max(slot.start, first))
+        return (start - slot.start, stop - slot.start), start - first, stop - first
+
+
+def _square(values: Tensor, wide: torch.dtype) -> Tensor:
+    """Sum of squares. In rows, for torch sums a long vector on a CPU in one go, and loses 3 digits at 5e7 elements."""
+    rows = len(values) // ROW
+    head = torch.linalg.vector_norm(values[: rows * ROW].view(rows, ROW).to(wide), dim=1).square().sum()
+    tail = values[rows * ROW :].to(wide)
+    return head + torch.dot(tail, tail)

@@ -1,0 +1,107 @@
+"""Activations computed again in the backward pass instead of kept: those of a whole block, or those that are cheap.
+
+Special here:
+- `selective` keeps what the big matrix products give and the residual stream, and computes the rest again: norms,
+  rotation, softmax and weighting, SwiGLU. No matrix product with a weight runs twice, and under tensor parallelism no
+  collective does;
+- for that, `recomputed` drops a function's output too, although the product that follows needs it: what the product
+  saves of it becomes a view of what is computed again. `torch.utils.checkpoint` cannot say that: it would run the
+  product, and its collective, once more;
+- gradients are those of the graph that the forward pass built, so hooks on parameters fire once, as without recompute,
+  and with the same bits, as long as a function gives the same bits twice (no random numbers, no autocast here);
+- under `torch.compile` both modes mark regions of the traced graph (`torch.utils.checkpoint`), and the compiler
+  computes those again within the backward graph, where it fuses them.
+
+Korthikanti et al. 2022, arXiv 2205.05198, section 5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+
+def checkpointed(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    """function(*inputs), of which only the inputs are kept for the backward pass."""
+    if not torch.is_grad_enabled():
+        return function(*inputs)
+    # There are no random numbers in a model of ours, so their state needs no keeping.
+    result: Tensor = checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
+    return result
+
+
+def recomputed(function: Callable[..., Tensor], product: Callable[[Tensor], Tensor], *inputs: Tensor) -> Tensor:
+    """product(function(*inputs)), of which the inputs are kept, and what `product` saves beside its own input.
+
+    Nobody may write to the inputs before the backward pass.
+    """
+    if not torch.is_grad_enabled():
+        return product(function(*inputs))
+    if torch.compiler.is_compiling():
+        return checkpointed(lambda *again: product(function(*again)), *inputs)
+    dropped = _Dropped(function, inputs)
+    with saved_tensors_hooks(dropped.drop, dropped.value):
+        out = function(*inputs)
+    with saved_tensors_hooks(dropped.dropper_of_views(out), dropped.value):
+        return product(out)
+
+
+class _Dropped:
+    """Tensors that a backward pass will ask for and that nobody keeps: what a function saved, and views of its output.
+
+    Each is known by its number in the order in which the forward pass saved them.
+    """
+
+    def __init__(self, function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> None:
+        self.function = function
+        self.inputs = [(x.detach(), x.requires_grad) for x in inputs]
+        self.saved = 0
+        self.views: list[tuple[Any, ...]] = []  # size, stride and offset of each
+        self.values: dict[int, Tensor] = {}  # between the first that is asked for and the last
+
+    def drop(self, _: Tensor) -> int:
+        """Pack hook while the function runs."""
+        self.saved += 1
+        return self.saved - 1
+
+    def dropper_of_views(self, out: Tensor) -> Callable[[Tensor], int | Tensor]:
+        """Pack hook while the product runs: drops views of its input `out` and keeps everything else."""
+        storage, dtype = _storage(out), out.dtype  # not `out`: the hook lives as long as the graph
+
+        def drop(x: Tensor) -> int | Tensor:
+            if _storage(x) != storage or x.dtype != dtype:
+                return x
+            self.views.append((x.shape, x.stride(), x.storage_offset()))
+            return self.saved + len(self.views) - 1
+
+        return drop
+
+    def value(self, kept: int | Tensor) -> Tensor:
+        """Unpack hook."""
+        if isinstance(kept, Tensor):
+            return kept
+        if kept not in self.values:
+            self.values = self._compute()
+        return self.values.pop(kept)
+
+    def _compute(self) -> dict[int, Tensor]:
+        values: list[Tensor] = []
+        with torch.enable_grad(), saved_tensors_hooks(lambda x: values.append(x.detach()), _never):
+            out = self.function(*(x.detach().requires_grad_(wanted) for x, wanted in self.inputs)).detach()
+        if len(values) != self.saved:
+            raise RuntimeError(f"{len(values)} tensors were saved by a function that saved {self.saved} the first time")
+        values += [out.as_strided(*view) for view in self.views]
+        return dict(enumerate(values))
+
+
+def _storage(x: Tensor) -> int:
+    return x.untyped_storage()._cdata
+
+
+def _never(_: Any) -> Tensor:
+    raise AssertionError("the graph of a second computation is never walked")

@@ -1,0 +1,174 @@
+"""One optimizer step of one rank: its rows of the batch, forward, backward, update.
+
+Special here:
+- everything is a pure function of the config and the step: which rows a rank reads, at which learning rate;
+- nothing in a step waits for the device: losses, norms and skips stay there until somebody looks;
+- a micro-batch that does not fit into memory is halved once, and the step starts anew with the same rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .config import RunConfig
+from .data.loader import TrainStream
+from .files import read_json, write_json
+from .memory import halved_micro_batch
+from .model import sequence_losses
+from .parallel.mesh import Mesh
+from .parallel.tensor import split_model
+from .parallel.zero import StepResult, Zero
+from .parametrization import empty_model, initial_weights, parameter_groups
+from .precision import LossScaler, compute_dtype
+from .schedule import learning_rate_factor
+
+
+class Stepper:
+    """Model, gradients, Adam's state and loss scale of one rank."""
+
+    def __init__(
+        self, config: RunConfig, mesh: Mesh, device: torch.device, stream: TrainStream,
+        report: Callable[[str], None] = print, record: Path | None = None,
+    ) -> None:  # fmt: skip
+        """On every rank at the same time.
+
+        Args:
+            config: of the run.
+            mesh: this rank's place.
+            device: of this rank.
+            stream: of the training tokens.
+            report: gets a line when the micro-batch is halved.
+            record: file that remembers a halving for the next start; None remembers nothing.
+        """
+        parallel = config.parallel
+        self.config, self.mesh, self.device, self.stream, self.report = config, mesh, device, stream, report
+        self.dtype = compute_dtype(config.precision)
+        self.share = config.optimizer.batch_size // mesh.dp  # rows of a batch that are this rank's
+        self.record = record
+        halved = None if record is None else read_json(record)
+        self.halved = halved is not None
+        wanted = parallel.micro_batch_size or self.share
+        if halved is not None:
+            # A record of another mesh need not divide this one's share.
+            wanted = max(n for n in range(1, min(wanted, halved["micro_batch_size"]) + 1) if self.share % n == 0)
+        self.micro = wanted  # rows of one forward pass
+        self.gpt = empty_model(config.model, config.optimizer, config.data.sequence_length)
+        placements = split_model(self.gpt, mesh, parallel.sequence_parallel)
+        self.gpt.place_angles(device)
+        self.zero = Zero(
+            self.gpt, parameter_groups(self.gpt, config.optimizer), placements, mesh, stage=parallel.zero,
+            dtype=self.dtype, optimizer=config.optimizer, bucket_mb=parallel.bucket_mb, device=device,
+        )  # fmt: skip
+        self.scaler = LossScaler(config.precision, device)
+        self.gpt.set_recompute(parallel.recompute)
+        if parallel.compile:
+            self.gpt.compile_blocks()
+
+    def start(self) -> None:
+        """Initial weights, the same whatever the mesh."""
+        config = self.config
+        self.zero.load(initial_weights(config.model, config.optimizer, config.seed))
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps beside weights and moments: plain numbers."""
+        return {"updates": self.zero.updates.item(), "loss_scale": self.scaler.state()}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Takes over `state`, after weights and moments were written to `zero.held()`."""
+        self.zero.updates.fill_(state["updates"])
+        self.scaler.load_state(state["loss_scale"])
+        self.zero.publish()
+
+    def step(self, step: int) -> StepResult:
+        """One optimizer step (0-based): the batch's mean loss, the norm before clipping, and whether it was skipped."""
+        total = None
+        while total is None:
+            try:
+                total = self._gradients(step)
+            except RuntimeError as error:
+                if not out_of_memory(error):
+                    raise
+                self._halve(step, error)
+        result = self.zero.step(learning_rate_factor(self.config, step), total, self.scaler.scale)
+        self.scaler.update(result.skipped)
+        return result
+
+    def losses(self, windows: Tensor, beat: Callable[[], None]) -> Tensor:
+        """Summed nats of each window of tokens (n, T + 1) -> (n,) float64 on the CPU, the same on every rank.
+
+        `beat` is called before every forward pass, for it may be many.
+
+        Each dp rank scores an equal share; the last windows are scored twice where n does not divide, for under
+        ZeRO-3 every rank must make the same number of passes.
+        """
+        share = -(-len(windows) // self.mesh.dp)
+        mine = torch.arange(self.mesh.dp_rank * share, (self.mesh.dp_rank + 1) * share).clamp_(max=len(windows) - 1)
+        self.gpt.eval()
+        try:
+            losses = sequence_losses(self.gpt, windows[mine], beat=beat)
+        finally:
+            self.gpt.train()
+        if self.mesh.dp_group is None:
+            return losses
+        everyone = [torch.empty_like(losses) for _ in range(self.mesh.dp)]
+        torch.distributed.all_gather(everyone, losses.to(self.device), group=self.mesh.dp_group)
+        return torch.cat(everyone)[: len(windows)].cpu()
+
+    def _gradients(self, step: int) -> Tensor:
+        """Forward and backward over this rank's rows; returns its part of the batch's mean loss, on the device."""
+        batch = self.config.optimizer.batch_size
+        first = self.mesh.dp_rank * self.share
+        total = torch.zeros((), device=self.device)
+        for start in range(0, self.share, self.micro):
+            rows = self._rows(step, first + start)
+            with self.zero.micro_batch(last=start + self.micro == self.share):
+                loss = self.gpt.loss(rows[:, :-1], rows[:, 1:]) * (self.micro / batch)
+                self.scaler.scaled(loss).backward()
+            total += loss.detach()
+        return total
+
+    def _rows(self, step: int, start: int) -> Tensor:
+        rows = torch.from_numpy(self.stream.batch(step, self.config.optimizer.batch_size, start, self.micro))
+        if self.device.type == "cuda":
+            rows = rows.pin_memory()
+        return rows.to(self.device, non_blocking=True)
+
+    def _halve(self, step: int, error: Exception) -> None:
+        """Once a run: half the micro-batch, the same batch. Of several ranks the others wait inside a collective
+        that this one will never join, so there the halving is for the next start.
+
+        Raises:
+            OutOfMemory: it cannot be halved (again), or there are other ranks.
+        """
+        smaller = None if self.halved else halved_micro_batch(self.micro)
+        words = f"out of memory at step {step} with parallel.micro_batch_size {self.micro}"
+        if smaller is None:
+            raise OutOfMemory(words) from error
+        words += f"; it is {smaller} from here on, and the batch stays {self.config.optimizer.batch_size}"
+        if self.record is not None:
+            write_json(self.record, {"micro_batch_size": smaller, "reason": words})
+        if self.mesh.size > 1:
+            raise OutOfMemory(words, goes_on=True) from error
+        self.report(words)
+        self.zero.reset_gradients()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        self.micro, self.halved = smaller, True
+
+
+class OutOfMemory(Exception):
+    """A micro-batch does not fit; `goes_on` says that the next start uses a smaller one."""
+
+    def __init__(self, message: str, goes_on: bool = False) -> None:
+        super().__init__(message)
+        self.goes_on = goes_on
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory ran out: CUDA's own type, or the words of the CPU's allocator."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
