@@ -98,7 +98,7 @@ def test_every_way_divides_model_and_batch_and_uses_every_rank() -> None:
 
 def test_less_memory_is_never_faster_and_never_needs_more() -> None:
     seconds = []
-    for gigabytes in (80, 20, 10, 5, 3):
+    for gigabytes in (80, 5, 2, 1.5, 1):
         best = choose(a_run(), 8, dataclasses.replace(H100, memory_bytes=gigabytes * 1e9)).best
         assert best is not None
         assert best.memory.peak <= gigabytes * 0.9e9
