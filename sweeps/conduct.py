@@ -248,7 +248,12 @@ def _train_here(
                 settle(sweep.run(job.label))
             display.update([job.label for job in running], [job.label for job in ended])
 
+        whole = [run for run in waiting if not run.is_halved()]
         pool.run(training_jobs(sweep, waiting, config.cluster), tick)
+        # Where memory ran out on one of several ranks, the others could not wait for it: those runs start anew, once.
+        again = [run for run in whole if run.is_halved() and run.state().state in ("preempted", "failed")]
+        if again and config.parallel.world_size > 1:
+            pool.run(training_jobs(sweep, again, config.cluster), tick)
 
 
 def _score_here(

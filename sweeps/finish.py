@@ -131,6 +131,6 @@ def spent(sweep: SweepDirectory) -> Spent:
 def _cost(sweep: SweepDirectory) -> str:
     cost = spent(sweep)
     return (
-        f"{cost.runs} runs, {cost.flops:.3g} FLOPs (exact) in {describe(cost.seconds)} of training on one device each "
+        f"{cost.runs} runs, {cost.flops:.3g} FLOPs (exact) in {describe(cost.seconds)} of training "
         f"(planned: {describe(cost.estimated_seconds)})"
     )

@@ -12,7 +12,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,8 @@ from filelock import FileLock, Timeout
 
 from ..train.config import RunConfig, from_dict, run_id, to_dict
 from ..train.errors import UserError
-from ..train.files import read_json, write_atomic, write_json
+from ..train.files import FAILURE, HALVED, note_once, read_json, write_atomic, write_json
 
-FAILURE = "failure.json"  # as train.parallel.job names it
 STATES = ("planned", "queued", "running", "done", "failed", "diverged", "preempted", "cancelled")
 
 
@@ -144,11 +143,9 @@ class RunDirectory:
     def note_failure(self, reason: str) -> None:
         """Leaves word of what ended an attempt, for whoever sets the state: any rank may, and the first word stays.
 
-        `train` does the same where it ends a rank from within. A disk that takes no more words is no error here: the
-        rank has failed already.
+        `train` does the same where it ends a rank from within.
         """
-        with suppress(OSError), (self.path / FAILURE).open("x", encoding="utf-8") as file:
-            file.write(json.dumps({"reason": reason}))
+        note_once(self.path / FAILURE, {"reason": reason})
 
     def failure(self) -> str | None:
         """What a rank noted of the newest attempt."""
@@ -158,6 +155,10 @@ class RunDirectory:
     def forget_failure(self) -> None:
         """For a new attempt."""
         (self.path / FAILURE).unlink(missing_ok=True)
+
+    def is_halved(self) -> bool:
+        """Whether memory ran out once, and the micro-batch is halved from then on."""
+        return (self.path / HALVED).exists()
 
     def last_metrics(self) -> dict[str, Any]:
         """The newest whole line of metrics.jsonl, read from the end of the file."""

@@ -30,6 +30,7 @@ def sweep_status(sweep: SweepDirectory) -> dict[str, Any]:
                 "reason": state.reason,
                 "attempt": state.attempt,
                 "host": state.host,
+                "mesh": planned.get("mesh", ""),
                 "job_id": state.job_id,
                 "since": state.since,
                 "N_total": planned["N_total"],
@@ -77,7 +78,8 @@ def _row(run: dict[str, Any]) -> list[str]:
     def say(value: float | None, form: str = "{:.3g}") -> str:
         return "" if value is None else form.format(value)
 
-    where = f"{run['host'] or ''} {run['job_id'] or ''}".strip() if run["state"] != "planned" else ""
+    places = (run["host"], run["job_id"], run["mesh"])
+    where = " ".join(str(place) for place in places if place) if run["state"] != "planned" else ""
     if run["state"] == "running" and run["since"]:
         where += f" ({describe(max(0.0, time.time() - run['since']))})"
     return [

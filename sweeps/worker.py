@@ -81,7 +81,10 @@ def train_run(path: str, max_requeues: int = 20, launcher: tuple[str, str] | Non
         attempt = run.state().attempt + 1
         run.set_state("running", attempt=attempt, host=socket.gethostname(), job_id=slurm.job_id())
         run.log(f"attempt {attempt} on {socket.gethostname()}, job {slurm.job_id()}, process {os.getpid()}")
+        halved = run.is_halved()
         ended, reason = _train(run, ranks, interrupt)
+        if ended == "failed" and ranks.size > 1 and run.is_halved() and not halved:
+            ended = "preempted"  # memory ran out on a rank, and the next start takes a smaller micro-batch
         if ended == "preempted" and slurm.inside_job():
             ended, reason = _verdict(reason, max_requeues)
         run.release()

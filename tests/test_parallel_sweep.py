@@ -16,9 +16,13 @@ from pathlib import Path
 import pytest
 from isoflop.sweeps import worker
 from isoflop.sweeps.entry import sweep_main
+from isoflop.sweeps.launch import LocalJob, LocalPool
 from isoflop.sweeps.runs import RunDirectory, SweepDirectory
 from isoflop.train.config import ModelConfig, ParallelConfig, RunConfig, run_id
+from isoflop.train.files import HALVED, note_once
 from isoflop.train.loop import train
+from isoflop.train.parallel.control import RankError
+from isoflop.train.parallel.environment import Ranks
 
 ROOT = Path(__file__).resolve().parent.parent
 SMOKE = ["+grid=smoke", "cluster=local", "tracker=none", "evaluate=none", "cluster.flops_per_second=1e11"]
@@ -86,6 +90,7 @@ def loss_of_one_process(run: RunDirectory, folder: Path) -> float:
     return float(train(config, folder, report=lambda line: None)["val_loss"])
 
 
+@pytest.mark.ranks
 def test_on_four_ranks_a_run_is_the_same_run_with_the_same_loss(start: Start, tmp_path: Path) -> None:
     code, output = finished(start(*SHORT, *FOUR))
     assert code == 0, output
@@ -102,6 +107,7 @@ def test_on_four_ranks_a_run_is_the_same_run_with_the_same_loss(start: Start, tm
     assert not (run.path / "failure.json").exists()
 
 
+@pytest.mark.ranks
 def test_a_run_that_is_interrupted_and_loses_ranks_goes_on_with_fewer(start: Start, tmp_path: Path) -> None:
     """Ctrl-C on four ranks, rank 0 of two killed, and the rest on one: the loss is that of one process."""
     process = start(*LONG, *FOUR)
@@ -139,6 +145,48 @@ def signals() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("signals")
+def test_runs_whose_memory_ran_out_on_a_rank_start_again_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[list[str]] = []
+
+    def run_all(pool: LocalPool, jobs: list[LocalJob], tick: Callable[..., None]) -> None:
+        started.append([job.label for job in jobs])
+        for number, job in enumerate(jobs):
+            run = SweepDirectory(tmp_path / "smoke").run(job.label)
+            run.set_state("running")
+            if len(started) == 1 and number == 0:
+                note_once(run.path / HALVED, {"micro_batch_size": 2})
+            tick([], [job])  # settles it: a worker that ended while running was killed
+
+    monkeypatch.setattr(LocalPool, "run", run_all)
+    assert sweep_main([*SMOKE, *FOUR, f"output_root={tmp_path}"]) == 1
+    assert len(started) == 2
+    assert started[1] == started[0][:1]
+    started.clear()
+    assert sweep_main([*SMOKE, *FOUR, f"output_root={tmp_path}"]) == 1
+    assert len(started) == 1  # halved before: what fails now fails for another reason
+
+
+def test_a_rank_out_of_memory_leaves_the_run_preempted_for_another_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = RunConfig(model=ModelConfig(vocab_size=256), parallel=ParallelConfig(dp=2))
+    run = RunDirectory(tmp_path / run_id(config))
+    run.freeze(config)
+    reason = "rank 1 on node2: OutOfMemory: out of memory at step 3; it is 2 from here on"
+
+    def out_of_memory(*args: object, **kwargs: object) -> None:
+        note_once(run.path / HALVED, {"micro_batch_size": 2})
+        raise RankError(reason)
+
+    monkeypatch.setattr("isoflop.train.loop.train", out_of_memory)
+    monkeypatch.setattr(worker, "detect", lambda: Ranks(rank=0, size=2))
+    worker.train_run(str(run.path))
+    assert (run.state().state, run.state().reason) == ("preempted", reason)
+    with pytest.raises(worker.RunFailed, match="out of memory"):
+        worker.train_run(str(run.path))  # a second time it is a failure
+    assert run.state().state == "failed"
+
+
 def test_a_lone_process_is_no_run_of_four_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SUBMITIT_EXECUTOR", raising=False)
     config = RunConfig(model=ModelConfig(vocab_size=256), parallel=ParallelConfig(tp=2, dp=2), tokens=4096)

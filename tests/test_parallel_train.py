@@ -119,7 +119,9 @@ def alone(base: RunConfig) -> tuple[list[float], list[float], Weights]:
     return losses, norms, whole([(losses, norms, weights)])
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize(
+    "ranks", [2, pytest.param(4, marks=pytest.mark.ranks), pytest.param(8, marks=pytest.mark.ranks)]
+)
 def test_twenty_steps_on_every_mesh_are_those_of_one_process(
     ranks: int, base: RunConfig, alone: tuple[list[float], list[float], Weights]
 ) -> None:
@@ -214,6 +216,7 @@ def stop_at(step: int, rank: int) -> Callable[[int], Callable[[], bool]]:
 MOVES = [((2, 2, 3), (1, 1, 0)), ((1, 1, 0), (1, 2, 2)), ((1, 4, 1), (2, 1, 0)), ((4, 1, 0), (1, 4, 3))]
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(("before", "after"), MOVES)
 def test_a_run_moved_to_another_mesh_goes_on_as_if_never_moved(
     before: tuple[int, int, int], after: tuple[int, int, int], config: RunConfig, tmp_path: Path
@@ -251,6 +254,7 @@ def test_a_run_resumed_on_its_own_mesh_is_the_undisturbed_one_to_the_bit(config:
     assert losses[0] == losses[1]
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_low_precision_on_ranks_follows_one_process(precision: str, config: RunConfig, tmp_path: Path) -> None:
     config.precision = precision

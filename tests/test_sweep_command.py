@@ -209,7 +209,7 @@ def test_a_sweep_of_which_nothing_is_done_says_why_and_fits_nothing(tmp_path: Pa
     arguments = [*SMOKE, "grid.sizes=[5e3]", "grid.tokens=[8192]", "optimizer.learning_rate=1e30", "sweep=n"]
     code, output = finished(sweep_process(arguments, tmp_path))
     assert code == 1, output
-    assert "is diverged: the loss is nan at step " in output
+    assert "is diverged: the gradient norm is not finite at step " in output
     assert "Traceback" not in output
     assert not (tmp_path / "n" / "fit").exists()
 
@@ -250,7 +250,7 @@ def test_a_diverged_run_is_said_and_the_others_are_fitted(tmp_path: Path) -> Non
     assert code == 1, output
     states = sorted(run.state().state for run in SweepDirectory.open(tmp_path / "d").runs())
     assert states == ["diverged", "done"]
-    assert "is diverged: the loss is nan at step" in output
+    assert "is diverged: the gradient norm is not finite at step" in output
     assert len(pd.read_csv(tmp_path / "d" / "table.csv")) == 1
     assert (tmp_path / "d" / "fit" / "report.html").exists()
 

@@ -6,11 +6,15 @@ import json
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+# Files of a run directory that both the trainer and whoever starts it know.
+FAILURE = "failure.json"  # what ended an attempt, in the words of the first rank that knew
+HALVED = "micro_batch.json"  # memory ran out, and the next start takes a smaller micro-batch
 
 
 def plain(value: Any) -> Any:
@@ -41,6 +45,12 @@ def write_atomic(path: Path, text: str) -> None:
 def write_json(path: Path, value: Any) -> None:
     """`write_atomic` of indented JSON. NaN is refused: a number that is not one must not pass for a result."""
     write_atomic(path, json.dumps(value, indent=1, default=plain, allow_nan=False) + "\n")
+
+
+def note_once(path: Path, value: dict[str, Any]) -> None:
+    """Leaves word in a JSON file, unless there is one: the first word stays. A full disk is no error of its own."""
+    with suppress(OSError), path.open("x", encoding="utf-8") as file:
+        file.write(json.dumps(value))
 
 
 def fsync_path(path: Path) -> None:

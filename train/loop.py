@@ -25,7 +25,7 @@ from .course import Course, Diverged
 from .data.loader import TrainStream, bytes_of, validation_windows
 from .data.shards import Shards, prepare
 from .errors import UserError
-from .files import JsonLines, write_json
+from .files import HALVED, JsonLines, write_json
 from .flops import count_parameters, flops_6nd, flops_exact, training_flops_per_token
 from .hardware import device_name, matmul_peak
 from .heldout import HeldOut, held_out, validation_steps
@@ -97,7 +97,7 @@ class Trainer:
         windows = validation_windows(shards, config.data.sequence_length, config.data.validation_tokens)
         self.windows = torch.from_numpy(windows)
         self.window_bytes = bytes_of(windows[:, 1:], self.tokenizer)
-        self.stepper = Stepper(config, job.mesh, job.device, self.stream, report, directory / "micro_batch.json")
+        self.stepper = Stepper(config, job.mesh, job.device, self.stream, report, directory / HALVED)
         self.course = Course()
         self.last_held_out: HeldOut | None = None
         self.unwatched: list[StepResult] = []  # still on the device, so that no step waits for its own loss

@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 
 from ..config import RunConfig
-from ..files import write_json
+from ..files import FAILURE, note_once
 from ..hardware import pick_device
 from .control import Agreement, Flag, same_everywhere, together
 from .environment import detect
@@ -19,8 +19,6 @@ from .mesh import Mesh
 from .rendezvous import join as meet
 from .shapes import check_world
 from .watchdog import Watchdog
-
-FAILURE = "failure.json"  # in the run directory: why a rank was ended from within
 
 T = TypeVar("T")
 
@@ -72,8 +70,7 @@ def join(
     check_world(config, ranks.size, ranks.local_size)
 
     def lost(reason: str) -> None:
-        if not (directory / FAILURE).exists():
-            write_json(directory / FAILURE, {"reason": reason})
+        note_once(directory / FAILURE, {"reason": reason})
         report(reason)
 
     if ranks.rank == 0:
