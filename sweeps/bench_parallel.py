@@ -74,11 +74,15 @@ def _pin(rank: int) -> None:
 
 def _take_turns(config: RunConfig, peer: str, rounds: int, steps: int) -> tuple[list[float], list[float]]:
     """On every rank: seconds a step of ours and of the peer's in each round."""
+    import warnings
+
     import torch
     import torch.distributed as dist
 
     from ..train.parallel.mesh import build_mesh
     from . import bench_peers
+
+    warnings.simplefilter("ignore")  # torch's own code calls collectives by names that torch warns of
 
     mesh = build_mesh(config.parallel.dp, config.parallel.tp, torch.device("cpu"))
     _pin(mesh.rank)

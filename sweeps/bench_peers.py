@@ -33,12 +33,13 @@ from ..train.data.shards import prepare
 from ..train.model import GPT
 from ..train.parallel.mesh import Mesh
 from ..train.parametrization import build_model, parameter_groups
+from ..train.schedule import learning_rate_factor
 
-Loss = Callable[[Tensor], Tensor]
+Backward = Callable[[Tensor], Tensor]  # rows -> loss, after its backward pass
 
 
-def build(peer: str, config: RunConfig, mesh: Mesh) -> Callable[[int], Any]:
-    """A training step of the named peer on this rank, which takes the step's number."""
+def build(peer: str, config: RunConfig, mesh: Mesh) -> Callable[[int], Tensor]:
+    """A training step of the named peer on this rank: takes the step's number, returns the loss of this rank's rows."""
     gpt = build_model(config.model, config.optimizer, config.data.sequence_length, config.seed)
     assert mesh.device_mesh is not None
     share = config.optimizer.batch_size // mesh.dp
@@ -49,13 +50,13 @@ def build(peer: str, config: RunConfig, mesh: Mesh) -> Callable[[int], Any]:
         for block in gpt.blocks:
             fully_shard(block, mesh=mesh.device_mesh["dp"])
         fully_shard(gpt, mesh=mesh.device_mesh["dp"])
-        loss, optimizer = plain_loss(gpt), torch.optim.AdamW(groups_of(gpt, config), fused=True, **adam)
+        backward, optimizer = plain_backward(gpt), torch.optim.AdamW(groups_of(gpt, config), fused=True, **adam)
     elif peer == "parallelize_module":
-        loss = split_loss(parallelized(gpt, mesh.device_mesh["tp"], config.parallel.sequence_parallel))
+        backward = split_backward(parallelized(gpt, mesh.device_mesh["tp"], config.parallel.sequence_parallel))
         optimizer = torch.optim.AdamW(groups_of(gpt, config), fused=True, **adam)
     else:
         model = DistributedDataParallel(gpt, process_group=mesh.dp_group, gradient_as_bucket_view=True)
-        loss = plain_loss(model)
+        backward = plain_backward(model)
         if peer == "DistributedDataParallel":
             optimizer = torch.optim.AdamW(groups_of(gpt, config), fused=True, **adam)
         else:
@@ -67,13 +68,17 @@ def build(peer: str, config: RunConfig, mesh: Mesh) -> Callable[[int], Any]:
             for group in others:
                 optimizer.add_param_group(group)
     parameters = list(gpt.parameters())
+    rates = [group["lr"] for group in optimizer.param_groups]
 
-    def step(number: int) -> None:
+    def step(number: int) -> Tensor:
         rows = torch.from_numpy(stream.batch(number, config.optimizer.batch_size, mesh.dp_rank * share, share))
-        loss(rows).backward()
+        result = backward(rows)
         clip(parameters, config.optimizer.gradient_clip)
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate * learning_rate_factor(config, number)
         optimizer.step()
         optimizer.zero_grad()
+        return result
 
     return step
 
@@ -98,23 +103,25 @@ def groups_of(gpt: GPT, config: RunConfig) -> list[dict[str, Any]]:
     ]
 
 
-def plain_loss(model: nn.Module) -> Loss:
-    return lambda rows: F.cross_entropy(model(rows[:, :-1]).flatten(0, 1).float(), rows[:, 1:].flatten())
+def plain_backward(model: nn.Module) -> Backward:
+    def backward(rows: Tensor) -> Tensor:
+        loss = F.cross_entropy(model(rows[:, :-1]).flatten(0, 1).float(), rows[:, 1:].flatten())
+        loss.backward()
+        return loss.detach()
+
+    return backward
 
 
-def split_loss(model: GPT) -> Loss:
-    """Of logits that stay split over the vocabulary. The backward pass must be inside of `loss_parallel` too."""
+def split_backward(model: GPT) -> Backward:
+    """Of logits that stay split over the vocabulary, as torch's recipe has it."""
 
-    class _Loss:
-        def __init__(self, rows: Tensor) -> None:
-            self.rows = rows
+    def backward(rows: Tensor) -> Tensor:
+        with loss_parallel():
+            loss = F.cross_entropy(model.logits(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
+            loss.backward()
+        return loss.detach()
 
-        def backward(self) -> None:
-            with loss_parallel():
-                logits = model.logits(self.rows[:, :-1])
-                F.cross_entropy(logits.flatten(0, 1), self.rows[:, 1:].flatten()).backward()
-
-    return _Loss  # type: ignore[return-value]
+    return backward
 
 
 def parallelized(gpt: GPT, mesh: DeviceMesh, sequence_parallel: bool) -> GPT:
