@@ -387,3 +387,29 @@ def test_a_rank_whose_memory_runs_out_ends_all_and_the_next_start_takes_the_smal
     ended = train_on_ranks(config, tmp_path / "run")
     assert [end.said[-1] for end in ended] == ["done", "done"], ended
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["micro_batch_size"] == 2
+
+
+@pytest.mark.parametrize("allowed", [1, 0])
+def test_a_batch_that_is_no_number_on_one_rank_is_skipped_or_ends_the_run_on_all(
+    allowed: int, config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config.parallel.dp, config.parallel.zero, config.skip_bad_steps = 2, 2, allowed
+    real = Stepper._gradients
+
+    def gradients(self: Stepper, step: int) -> torch.Tensor:
+        total = real(self, step)
+        return total * float("nan") if step == 4 and self.mesh.rank == 1 else total
+
+    monkeypatch.setattr(Stepper, "_gradients", gradients)
+    ended = train_on_ranks(config, tmp_path / "run")
+    if not allowed:
+        assert [end.said[-1] for end in ended] == ["Diverged: the loss is nan at step 5"] * 2, ended
+        return
+    assert [end.said[-1] for end in ended] == ["done", "done"], ended
+    assert "step 5 made no update: the loss is nan" in ended[0].said
+    lines = read_json_lines(tmp_path / "run" / "metrics.jsonl")
+    assert [line["step"] for line in lines if line["train_loss"] is None] == [5]
+    assert lines[-1]["bad_steps"] == 1
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["bad_steps"] == 1
+    state = json.loads((tmp_path / "run" / "checkpoints" / f"step_{STEPS}" / "trainer.json").read_text())
+    assert state["updates"] == STEPS - 1

@@ -81,5 +81,9 @@ def join(
         with Watchdog(mesh, store, config.parallel.timeout_seconds, lost, orderly) as watchdog:
             same_everywhere(mesh, config)
             agreement = Agreement(mesh)
-            yield Job(mesh, device, agreement, watchdog)
+            try:
+                yield Job(mesh, device, agreement, watchdog)
+            except orderly:  # all ranks leave here, and none with a reduction under way
+                agreement.close()
+                raise
             agreement.close()
