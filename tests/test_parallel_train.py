@@ -6,6 +6,8 @@ import copy
 import json
 import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from isoflop.train.config import (
     RunConfig,
     ScheduleConfig,
     TrackerConfig,
+    to_dict,
 )
 from isoflop.train.data.loader import TrainStream
 from isoflop.train.data.shards import prepare
@@ -413,3 +416,31 @@ def test_a_batch_that_is_no_number_on_one_rank_is_skipped_or_ends_the_run_on_all
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["bad_steps"] == 1
     state = json.loads((tmp_path / "run" / "checkpoints" / f"step_{STEPS}" / "trainer.json").read_text())
     assert state["updates"] == STEPS - 1
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("zero", [0, 3])
+def test_one_rank_under_torchrun_takes_the_way_of_many_and_ends_like_one_process(
+    device: str, zero: int, config: RunConfig, tmp_path: Path
+) -> None:
+    config.parallel.device, config.parallel.zero = device, zero
+    reference = loop.train(config, tmp_path / "one", report=lambda line: None)
+    (tmp_path / "ranks").mkdir()
+    (tmp_path / "config.json").write_text(json.dumps(to_dict(config)))
+    script = tmp_path / "train_it.py"
+    script.write_text(
+        "import json, sys\n"
+        "from pathlib import Path\n"
+        "from isoflop.train.config import RunConfig, from_dict\n"
+        "from isoflop.train.loop import train\n"
+        "folder = Path(sys.argv[1])\n"
+        "train(from_dict(RunConfig, json.loads((folder / 'config.json').read_text())), folder / 'ranks')\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", str(script)]
+    subprocess.run([*command, str(tmp_path)], check=True, timeout=120, capture_output=True)
+    summary = json.loads((tmp_path / "ranks" / "summary.json").read_text())
+    # The cross-entropy of a split vocabulary adds in another order, also where there is one part.
+    assert summary["val_loss"] == pytest.approx(reference["val_loss"], rel=1e-6)
+    ours, theirs = (load_for_evaluation(tmp_path / name).model for name in ("ranks", "one"))
+    for value, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(value, other, rtol=0, atol=1e-5)
