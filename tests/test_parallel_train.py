@@ -245,6 +245,7 @@ def test_a_run_moved_to_another_mesh_goes_on_as_if_never_moved(
     assert summary["val_loss"] == pytest.approx(reference["val_loss"], rel=1e-5)
 
 
+@pytest.mark.ranks
 def test_a_run_resumed_on_its_own_mesh_is_the_undisturbed_one_to_the_bit(config: RunConfig, tmp_path: Path) -> None:
     config.parallel.tp, config.parallel.dp, config.parallel.zero = 2, 2, 2
     train_on_ranks(config, tmp_path / "undisturbed")
@@ -270,6 +271,7 @@ def test_low_precision_on_ranks_follows_one_process(precision: str, config: RunC
     assert two["val_loss"] < 5.3  # from ln 256 = 5.55 and above
 
 
+@pytest.mark.ranks
 def test_a_rank_that_is_killed_ends_the_others_with_its_name_and_the_run_goes_on(
     config: RunConfig, tmp_path: Path
 ) -> None:
@@ -309,6 +311,7 @@ def config_alone(config: RunConfig) -> RunConfig:
     return config
 
 
+@pytest.mark.ranks
 def test_ranks_with_other_configs_are_refused_on_every_rank(config: RunConfig, tmp_path: Path) -> None:
     config.parallel.dp = 2
 
@@ -369,6 +372,7 @@ def test_memory_that_runs_out_halves_the_micro_batch_once_and_the_run_goes_on(
         loop.train(config, tmp_path / "hopeless", report=said.append)
 
 
+@pytest.mark.ranks
 def test_a_rank_whose_memory_runs_out_ends_all_and_the_next_start_takes_the_smaller_micro_batch(
     config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -392,6 +396,7 @@ def test_a_rank_whose_memory_runs_out_ends_all_and_the_next_start_takes_the_smal
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["micro_batch_size"] == 2
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("allowed", [1, 0])
 def test_a_batch_that_is_no_number_on_one_rank_is_skipped_or_ends_the_run_on_all(
     allowed: int, config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -418,6 +423,7 @@ def test_a_batch_that_is_no_number_on_one_rank_is_skipped_or_ends_the_run_on_all
     assert state["updates"] == STEPS - 1
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("zero", [0, 3])
 def test_one_rank_under_torchrun_takes_the_way_of_many_and_ends_like_one_process(
