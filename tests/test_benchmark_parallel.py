@@ -16,7 +16,7 @@ from isoflop.train.data.shards import prepare
 from isoflop.train.parallel.fork import run_ranks
 from isoflop.train.parallel.mesh import build_mesh
 
-pytestmark = pytest.mark.ranks
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture

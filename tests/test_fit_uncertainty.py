@@ -72,6 +72,7 @@ def known_laws():
 # Coverage.
 
 
+@pytest.mark.slow
 def test_every_constant_of_200_random_known_laws_lies_in_its_interval_at_the_nominal_rate(known_laws):
     """So do the exponent of N*, and N*, D*, D/N and the loss at the largest budget and at 100 times it."""
     rates = {name: np.mean([held[name] for held in known_laws["interval"]]) for name in known_laws["interval"][0]}
@@ -81,21 +82,25 @@ def test_every_constant_of_200_random_known_laws_lies_in_its_interval_at_the_nom
     assert max(rates.values()) <= 0.99, rates
 
 
+@pytest.mark.slow
 def test_profile_intervals_hold_the_constants_at_the_nominal_rate(known_laws):
     rates = np.mean(known_laws["profile"], axis=0)
     assert 0.93 <= rates.mean() <= 0.97, rates
     assert rates.min() >= 0.905, rates
 
 
+@pytest.mark.slow
 def test_a_new_run_lands_in_its_prediction_interval_at_the_nominal_rate(known_laws):
     assert 0.93 <= np.mean(known_laws["run"]) <= 0.97
 
 
+@pytest.mark.slow
 def test_the_value_of_the_law_at_the_runs_lies_in_its_interval_at_the_nominal_rate(known_laws):
     # The points of one law move together: 1 % is one standard deviation of the simulation.
     assert 0.92 <= np.mean(known_laws["mean"]) <= 0.98
 
 
+@pytest.mark.slow
 def test_the_residual_scale_is_that_of_the_noise(known_laws):
     """Squared, because that is what the degrees of freedom make unbiased, for a fit that is nearly least squares."""
     root_mean_square = np.sqrt(np.mean(np.square(known_laws["scale"])))

@@ -90,7 +90,7 @@ def loss_of_one_process(run: RunDirectory, folder: Path) -> float:
     return float(train(config, folder, report=lambda line: None)["val_loss"])
 
 
-@pytest.mark.ranks
+@pytest.mark.slow
 def test_on_four_ranks_a_run_is_the_same_run_with_the_same_loss(start: Start, tmp_path: Path) -> None:
     code, output = finished(start(*SHORT, *FOUR))
     assert code == 0, output
@@ -107,7 +107,7 @@ def test_on_four_ranks_a_run_is_the_same_run_with_the_same_loss(start: Start, tm
     assert not (run.path / "failure.json").exists()
 
 
-@pytest.mark.ranks
+@pytest.mark.slow
 def test_a_run_that_is_interrupted_and_loses_ranks_goes_on_with_fewer(start: Start, tmp_path: Path) -> None:
     """Ctrl-C on four ranks, rank 0 of two killed, and the rest on one: the loss is that of one process."""
     process = start(*LONG, *FOUR)

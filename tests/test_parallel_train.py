@@ -122,9 +122,7 @@ def alone(base: RunConfig) -> tuple[list[float], list[float], Weights]:
     return losses, norms, whole([(losses, norms, weights)])
 
 
-@pytest.mark.parametrize(
-    "ranks", [2, pytest.param(4, marks=pytest.mark.ranks), pytest.param(8, marks=pytest.mark.ranks)]
-)
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)])
 def test_twenty_steps_on_every_mesh_are_those_of_one_process(
     ranks: int, base: RunConfig, alone: tuple[list[float], list[float], Weights]
 ) -> None:
@@ -219,7 +217,7 @@ def stop_at(step: int, rank: int) -> Callable[[int], Callable[[], bool]]:
 MOVES = [((2, 2, 3), (1, 1, 0)), ((1, 1, 0), (1, 2, 2)), ((1, 4, 1), (2, 1, 0)), ((4, 1, 0), (1, 4, 3))]
 
 
-@pytest.mark.ranks
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), MOVES)
 def test_a_run_moved_to_another_mesh_goes_on_as_if_never_moved(
     before: tuple[int, int, int], after: tuple[int, int, int], config: RunConfig, tmp_path: Path
@@ -245,7 +243,7 @@ def test_a_run_moved_to_another_mesh_goes_on_as_if_never_moved(
     assert summary["val_loss"] == pytest.approx(reference["val_loss"], rel=1e-5)
 
 
-@pytest.mark.ranks
+@pytest.mark.slow
 def test_a_run_resumed_on_its_own_mesh_is_the_undisturbed_one_to_the_bit(config: RunConfig, tmp_path: Path) -> None:
     config.parallel.tp, config.parallel.dp, config.parallel.zero = 2, 2, 2
     train_on_ranks(config, tmp_path / "undisturbed")
@@ -258,7 +256,7 @@ def test_a_run_resumed_on_its_own_mesh_is_the_undisturbed_one_to_the_bit(config:
     assert losses[0] == losses[1]
 
 
-@pytest.mark.ranks
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_low_precision_on_ranks_follows_one_process(precision: str, config: RunConfig, tmp_path: Path) -> None:
     config.precision = precision
@@ -271,7 +269,7 @@ def test_low_precision_on_ranks_follows_one_process(precision: str, config: RunC
     assert two["val_loss"] < 5.3  # from ln 256 = 5.55 and above
 
 
-@pytest.mark.ranks
+@pytest.mark.slow
 def test_a_rank_that_is_killed_ends_the_others_with_its_name_and_the_run_goes_on(
     config: RunConfig, tmp_path: Path
 ) -> None:
@@ -311,7 +309,7 @@ def config_alone(config: RunConfig) -> RunConfig:
     return config
 
 
-@pytest.mark.ranks
+@pytest.mark.slow
 def test_ranks_with_other_configs_are_refused_on_every_rank(config: RunConfig, tmp_path: Path) -> None:
     config.parallel.dp = 2
 
@@ -372,7 +370,7 @@ def test_memory_that_runs_out_halves_the_micro_batch_once_and_the_run_goes_on(
         loop.train(config, tmp_path / "hopeless", report=said.append)
 
 
-@pytest.mark.ranks
+@pytest.mark.slow
 def test_a_rank_whose_memory_runs_out_ends_all_and_the_next_start_takes_the_smaller_micro_batch(
     config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -396,7 +394,7 @@ def test_a_rank_whose_memory_runs_out_ends_all_and_the_next_start_takes_the_smal
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["micro_batch_size"] == 2
 
 
-@pytest.mark.ranks
+@pytest.mark.slow
 @pytest.mark.parametrize("allowed", [1, 0])
 def test_a_batch_that_is_no_number_on_one_rank_is_skipped_or_ends_the_run_on_all(
     allowed: int, config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -423,7 +421,7 @@ def test_a_batch_that_is_no_number_on_one_rank_is_skipped_or_ends_the_run_on_all
     assert state["updates"] == STEPS - 1
 
 
-@pytest.mark.ranks
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("zero", [0, 3])
 def test_one_rank_under_torchrun_takes_the_way_of_many_and_ends_like_one_process(

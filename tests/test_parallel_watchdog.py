@@ -109,7 +109,7 @@ def test_a_death_ends_ranks_that_compute_and_notice_nothing(tmp_path: Path) -> N
         assert ended[rank] == Ended(EXIT_CODE, ["rank 1 on node1 died at step 3"])
 
 
-@pytest.mark.ranks
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_frozen_rank_ends_the_job_after_the_timeout(victim: int, tmp_path: Path) -> None:
     survivors = {0, 1, 2} - {victim}
@@ -122,7 +122,7 @@ def test_a_frozen_rank_ends_the_job_after_the_timeout(victim: int, tmp_path: Pat
         assert ended[rank] == Ended(EXIT_CODE, [reason])
 
 
-@pytest.mark.ranks
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_told_from_those_that_wait_for_it(tmp_path: Path) -> None:
     ended = job(tmp_path, 3, at_step_3([1], hang), [0, 1, 2])
     reasons = {word for rank in ended for word in rank.said}
@@ -155,7 +155,7 @@ def test_an_error_that_all_ranks_share_ends_no_rank_before_it_has_cleaned_up(tmp
         assert ended[rank] == Ended(0, ["rank 2 on node2: ValueError: the disk ate it\nand more"])
 
 
-@pytest.mark.ranks
+@pytest.mark.slow
 def test_long_work_that_beats_is_let_be_and_who_ends_in_good_order_is_not_mourned(tmp_path: Path) -> None:
     def act(mesh: Mesh, step: int, watchdog: Watchdog) -> None:
         if mesh.rank == 0:  # cannot beat while it waits for the others
@@ -172,7 +172,7 @@ def test_long_work_that_beats_is_let_be_and_who_ends_in_good_order_is_not_mourne
     assert ended == [Ended(0, []), Ended(0, []), Ended(0, ["ToldToStop: as agreed"])]
 
 
-@pytest.mark.ranks
+@pytest.mark.slow
 def test_a_job_that_is_suspended_does_not_age(tmp_path: Path) -> None:
     def suspend() -> None:
         """From outside, as SLURM does it: all ranks stop for longer than the timeout, and go on."""

@@ -176,9 +176,9 @@ def control_c(process: subprocess.Popen[str], root: Path) -> None:
 @pytest.mark.parametrize(
     ("disturb", "exit_code", "state"),
     [
-        (everything_is_killed, -signal.SIGKILL, "running"),
+        pytest.param(everything_is_killed, -signal.SIGKILL, "running", marks=pytest.mark.slow),
         (the_launcher_is_killed, -signal.SIGKILL, "preempted"),
-        (a_worker_is_killed, 1, "failed"),
+        pytest.param(a_worker_is_killed, 1, "failed", marks=pytest.mark.slow),
         (control_c, 130, "preempted"),
     ],
 )
