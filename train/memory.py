@@ -28,7 +28,7 @@ from itertools import accumulate
 
 from .activations import block_workspace, kept_by_block, kept_by_head, loss_workspace
 from .config import RunConfig
-from .parallel.buckets import fill, pack
+from .parallel.buckets import fill, pack, units
 from .parallel.share import Share, share_of
 
 WIDE = 4  # bytes of an fp32 number
@@ -133,16 +133,9 @@ def bucket_sizes(share: Share, config: RunConfig) -> tuple[int, ...]:
 def _bucket_sizes(share: Share, limit: int, ranks: int, stage: int) -> tuple[int, ...]:
     sizes = share.parameters
     backward = list(reversed(sizes))
-    runs = units(backward, share) if stage == 3 else fill(backward, sizes, limit)
+    runs = units(backward, share.depth, share.tied) if stage == 3 else fill(backward, sizes, limit)
     group = dict.fromkeys(sizes, 0)  # which parameters are neighbours changes no size
     return tuple(pack(run, sizes, group, ranks).size for run in runs)
-
-
-def units(backward: list[str], share: Share) -> list[list[str]]:
-    """What stage 3 gathers together: the final norm with the head (and a tied table), each block, the other table."""
-    blocks = [[name for name in backward if name.startswith(f"blocks.{i}.")] for i in reversed(range(share.depth))]
-    table, rest = ["embedding.weight"], [name for name in backward if name in ("norm.weight", "head.weight")]
-    return [*blocks, rest + table] if share.tied else [rest, *blocks, table]
 
 
 def gathered_bytes(buckets: Sequence[int], share: Share, stage: int, done: int | None) -> int:

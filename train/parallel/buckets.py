@@ -85,6 +85,23 @@ def fill(names: Iterable[str], sizes: Mapping[str, int], limit: int) -> list[lis
     return runs
 
 
+def units(backward: Sequence[str], depth: int, tied: bool) -> list[list[str]]:
+    """Names of the parameters that are gathered together at stage 3, in backward order.
+
+    They are the final norm with the head (and a tied table), each block, and an untied table.
+
+    Args:
+        backward: names of all parameters in backward order.
+        depth: blocks of the model.
+        tied: whether the head is the table.
+    """
+    blocks = [[name for name in backward if name.startswith(f"blocks.{i}.")] for i in reversed(range(depth))]
+    table = [name for name in backward if name.startswith("embedding.")]
+    final = [name for name in backward if not name.startswith(("blocks.", "embedding."))]
+    # A tied table last, as the look-up's share of its gradient is: buckets are summed in order, and would wait for it.
+    return [*blocks, final + table] if tied else [final, *blocks, table]
+
+
 def counted(bucket: Bucket, placements: Mapping[str, Placement], tp_rank: int) -> list[Range]:
     """Ranges whose squares a tp rank adds to the gradient norm: its own pieces, and on the first rank shared ones."""
     return _merge((r, tp_rank == 0 or not piece.shared) for r, piece in _pieces(bucket, placements))

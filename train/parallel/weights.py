@@ -180,18 +180,3 @@ class Schedule:
                 self.weights.release(number)
 
         module.register_forward_hook(hook)
-
-
-def units(gpt: GPT) -> list[list[str]]:
-    """Names of the parameters that are gathered together at stage 3, in backward order.
-
-    They are the final norm with the head (and a tied table), each block, and an untied table.
-    """
-    backward = list(reversed([name for name, _ in gpt.named_parameters()]))
-    blocks = [[name for name in backward if name.startswith(f"blocks.{i}.")] for i in range(len(gpt.blocks))]
-    table = [name for name in backward if name.startswith("embedding.")]
-    final = [name for name in backward if not name.startswith(("blocks.", "embedding."))]
-    if gpt.config.tied_embeddings:
-        # Last, because the look-up's share of its gradient is: buckets are summed in order, and would wait for it.
-        return [*reversed(blocks), final + table]
-    return [final, *reversed(blocks), table]

@@ -26,11 +26,11 @@ from torch.optim.adamw import adamw
 from ..config import OptimizerConfig
 from ..model import GPT
 from ..parametrization import ParameterGroup
-from .buckets import Range, Slot, clip, counted, fill, pack, partial
+from .buckets import Range, Slot, clip, counted, fill, pack, partial, units
 from .data import Gradients
 from .layout import Held, Placement
 from .mesh import Mesh
-from .weights import Weights, units
+from .weights import Weights
 
 ROW = 4096  # elements whose squares are summed at once
 
@@ -73,7 +73,7 @@ class Zero:
         if self.stage < 3:
             runs = fill(backward, sizes, max(1, int(bucket_mb * 2**20 / dtype.itemsize)))
         else:
-            runs = units(gpt)
+            runs = units(backward, gpt.config.depth, gpt.config.tied_embeddings)
         self.layouts = [pack(run, sizes, numbers, mesh.dp) for run in runs]
         # Everybody keeps the gradient norm of its slice; at stage 0 it owns the other slices as well.
         slices = [layout.owned(mesh.dp_rank) for layout in self.layouts]
