@@ -20,6 +20,7 @@ from .data.loader import TrainStream
 from .files import read_json, write_json
 from .memory import halved_micro_batch
 from .model import sequence_losses
+from .parallel.collectives import all_gather
 from .parallel.mesh import Mesh
 from .parallel.tensor import split_model
 from .parallel.zero import StepResult, Zero
@@ -115,9 +116,9 @@ class Stepper:
             self.gpt.train()
         if self.mesh.dp_group is None:
             return losses
-        everyone = [torch.empty_like(losses) for _ in range(self.mesh.dp)]
-        torch.distributed.all_gather(everyone, losses.to(self.device), group=self.mesh.dp_group)
-        return torch.cat(everyone)[: len(windows)].cpu()
+        everyone = torch.empty(self.mesh.dp * share, dtype=losses.dtype, device=self.device)
+        all_gather(everyone, losses.to(self.device), group=self.mesh.dp_group)
+        return everyone[: len(windows)].cpu()
 
     def _gradients(self, step: int) -> Tensor:
         """Forward and backward over this rank's rows; returns its part of the batch's mean loss, on the device."""
