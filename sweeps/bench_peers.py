@@ -134,13 +134,19 @@ def parallelized(gpt: GPT, mesh: DeviceMesh, sequence_parallel: bool) -> GPT:
     for block in gpt.blocks:
         block.attention.heads //= mesh.size()  # type: ignore[union-attr, operator]
         block.attention.kv_heads //= mesh.size()  # type: ignore[union-attr, operator]
+    parallelize_module(gpt, mesh, llama_plan(sequence_parallel))
+    return gpt
+
+
+def llama_plan(sequence_parallel: bool, part: str = "") -> dict[str, ParallelStyle]:
+    """PyTorch's recipe for a Llama, for `parallelize_module`; `part` follows the name of each fused matrix."""
     stream = Shard(1) if sequence_parallel else Replicate()
     plan: dict[str, ParallelStyle] = {
         "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=stream),
         "head": ColwiseParallel(input_layouts=stream, output_layouts=Shard(-1), use_local_output=False),
-        "blocks.*.attention.qkv": ColwiseParallel(),
+        f"blocks.*.attention.qkv{part}": ColwiseParallel(),
         "blocks.*.attention.out": RowwiseParallel(output_layouts=stream),
-        "blocks.*.mlp.gate_up": ColwiseParallel(),
+        f"blocks.*.mlp.gate_up{part}": ColwiseParallel(),
         "blocks.*.mlp.down": RowwiseParallel(output_layouts=stream),
     }
     if sequence_parallel:
@@ -148,5 +154,4 @@ def parallelized(gpt: GPT, mesh: DeviceMesh, sequence_parallel: bool) -> GPT:
         plan |= {"norm": SequenceParallel(), "blocks.*.*_norm": SequenceParallel()}
         plan |= {"blocks.*.attention": PrepareModuleInput(input_layouts=before, desired_input_layouts=after)}
         plan |= {"blocks.*.mlp": PrepareModuleInput(input_layouts=before[:1], desired_input_layouts=after[:1])}
-    parallelize_module(gpt, mesh, plan)
-    return gpt
+    return plan

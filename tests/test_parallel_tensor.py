@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from isoflop.sweeps.bench_peers import llama_plan
 from isoflop.train.config import ModelConfig, OptimizerConfig
 from isoflop.train.model import GPT, MLP, Attention
 from isoflop.train.parallel import vocabulary
@@ -25,13 +26,8 @@ from isoflop.train.parallel.tensor import split_model
 from isoflop.train.parametrization import build_model, empty_model
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
     loss_parallel,
     parallelize_module,
 )
@@ -139,7 +135,7 @@ ARCHITECTURES = {
 def test_losses_logits_and_gradients_are_those_of_one_process(
     name: str, tp: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(vocabulary.CHUNK, "cpu", 256)  # several chunks, the last one shorter
+    monkeypatch.setitem(vocabulary.LOGITS_AT_A_TIME, "cpu", 256)  # several chunks, the last one shorter
     gpt = with_gradients(ARCHITECTURES[name], torch.float64)
     tokens, targets = draw_tokens(gpt.config)
 
@@ -188,21 +184,7 @@ def parallelized(gpt: GPT, mesh: DeviceMesh, sequence_parallel: bool) -> GPT:
                 norm = nn.RMSNorm(config.width, config.norm_eps)
                 norm.weight = child.weight
                 module.register_module(name, norm)
-    stream = Shard(1) if sequence_parallel else Replicate()
-    plan: dict[str, ParallelStyle] = {
-        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=stream),
-        "head": ColwiseParallel(input_layouts=stream, output_layouts=Shard(-1), use_local_output=False),
-        "blocks.*.attention.qkv.parts.*": ColwiseParallel(),
-        "blocks.*.attention.out": RowwiseParallel(output_layouts=stream),
-        "blocks.*.mlp.gate_up.parts.*": ColwiseParallel(),
-        "blocks.*.mlp.down": RowwiseParallel(output_layouts=stream),
-    }
-    if sequence_parallel:
-        before, after = (stream, None, None), (Replicate(), None, None)
-        plan |= {"norm": SequenceParallel(), "blocks.*.*_norm": SequenceParallel()}
-        plan |= {"blocks.*.attention": PrepareModuleInput(input_layouts=before, desired_input_layouts=after)}
-        plan |= {"blocks.*.mlp": PrepareModuleInput(input_layouts=before[:1], desired_input_layouts=after[:1])}
-    return cast(GPT, parallelize_module(peer, mesh, plan))
+    return cast(GPT, parallelize_module(peer, mesh, llama_plan(sequence_parallel, ".parts.*")))
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -351,7 +333,7 @@ def test_logits_never_exist_whole_and_in_fp32_only_some_rows_at_a_time(
     config = architecture(width=8, hidden=8, vocab_size=4000, vocab_multiple=128, depth=1)
     gpt = random_model(config).to(torch.bfloat16)
     tokens, targets = draw_tokens(config)
-    monkeypatch.setitem(vocabulary.CHUNK, "cpu", 4096)
+    monkeypatch.setitem(vocabulary.LOGITS_AT_A_TIME, "cpu", 4096)
 
     def record() -> tuple[int, int, int, int]:
         part, _ = split_copy(gpt, build_mesh(1, tp, torch.device("cpu")), True)

@@ -15,8 +15,17 @@ from __future__ import annotations
 from .parallel.share import Share
 
 FP32, INDEX = 4, 8  # bytes of an fp32 number, and of a token's id
-LONGEST_KEPT = 512  # as in attention.py: up to this context bf16 on CPUs keeps the softmax
-LOGITS_AT_A_TIME = {"cpu": 2**18, "cuda": 2**25}  # as in parallel/vocabulary.py
+
+# What kernels and planner must agree on stands here, where planning can read it without torch.
+# Context up to which bf16 on CPUs keeps the softmax of a training step, (batch, heads, T, T) numbers a layer.
+LONGEST_KEPT = 512
+# Logits that are worked on at a time in fp32: on CPUs what fits the cache, elsewhere what keeps the calls few.
+LOGITS_AT_A_TIME = {"cpu": 2**18, "cuda": 2**25}
+
+
+def query_block(length: int) -> int:
+    """Queries in a block of `attention._BlockAttention`: four skip 3/8 of the square, and below 128 calls cost more."""
+    return max(128, -(-length // 4))
 
 
 def kept_by_block(share: Share, recompute: str, device: str) -> dict[str, int]:
@@ -87,7 +96,7 @@ def softmax_bytes(share: Share) -> int:
 
 def softmax_blocks(length: int) -> list[int]:
     """Weights of one head in each block."""
-    block = max(128, -(-length // 4))
+    block = query_block(length)
     return [(min(start + block, length) - start) * min(start + block, length) for start in range(0, length, block)]
 
 

@@ -13,8 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Context up to which the softmax of a training step is kept, (batch, heads, T, T) numbers a layer.
-LONGEST_KEPT = 512
+from .activations import LONGEST_KEPT, query_block
 
 
 def rotary_angles(
@@ -118,7 +117,5 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     if not _blocks_pay(query):
         return F.scaled_dot_product_attention(query, key, value, is_causal=True)
     batch, heads, time, head_dim = query.shape
-    # Four blocks skip 3/8 of the square; blocks below 128 rows cost more calls than they save.
-    block = max(128, -(-time // 4))
     query, key, value = (x.reshape(batch * heads, time, head_dim) for x in (query * head_dim**-0.5, key, value))
-    return _BlockAttention.apply(query, key, value, block).view(batch, heads, time, head_dim)
+    return _BlockAttention.apply(query, key, value, query_block(time)).view(batch, heads, time, head_dim)

@@ -22,6 +22,7 @@ from .memory import halved_micro_batch
 from .model import sequence_losses
 from .parallel.collectives import all_gather
 from .parallel.mesh import Mesh
+from .parallel.share import micro_batch_of
 from .parallel.tensor import split_model
 from .parallel.zero import StepResult, Zero
 from .parametrization import empty_model, initial_weights, parameter_groups
@@ -53,7 +54,7 @@ class Stepper:
         self.record = record
         halved = None if record is None else read_json(record)
         self.halved = halved is not None
-        wanted = parallel.micro_batch_size or self.share
+        wanted = micro_batch_of(config)
         if halved is not None:
             # A record of another mesh need not divide this one's share.
             wanted = max(n for n in range(1, min(wanted, halved["micro_batch_size"]) + 1) if self.share % n == 0)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkProcess
 from typing import Any
 
 import torch
@@ -25,19 +26,10 @@ def run_ranks(ranks: int, function: Callable[..., Any], *arguments: Any, timeout
     Raises:
         RuntimeError: a rank raised, died, or had not ended in time; holds every rank's own words. None is left behind.
     """
-    context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
-        pipes = [context.Pipe(duplex=False) for _ in range(ranks)]
-        processes = [
-            context.Process(target=_rank, args=(rank, ranks, folder, timeout, pipes[rank][1], function, arguments))
-            for rank in range(ranks)
-        ]
-        for process in processes:
-            process.start()
-        for _, sender in pipes:
-            sender.close()
+        processes, receivers = _start(ranks, _rank, ranks, folder, timeout, function, arguments)
         try:
-            answers = _collect([receiver for receiver, _ in pipes], timeout)
+            answers = _collect(receivers, timeout)
         finally:
             for process in processes:
                 process.join(2.0)
@@ -48,6 +40,18 @@ def run_ranks(ranks: int, function: Callable[..., Any], *arguments: Any, timeout
     if failures:
         raise RuntimeError("\n".join(failures))
     return [answer[1] for answer in answers]
+
+
+def _start(count: int, target: Callable[..., None], *arguments: Any) -> tuple[list[ForkProcess], list[Connection]]:
+    """Forks `target(number, sender, *arguments)` so often; the processes, and what each can be heard through."""
+    context = multiprocessing.get_context("fork")
+    pipes = [context.Pipe(duplex=False) for _ in range(count)]
+    processes = [context.Process(target=target, args=(n, pipes[n][1], *arguments)) for n in range(count)]
+    for process in processes:
+        process.start()
+    for _, sender in pipes:
+        sender.close()
+    return processes, [receiver for receiver, _ in pipes]
 
 
 def _collect(receivers: list[Connection], timeout: float) -> list[tuple[bool, Any]]:
@@ -66,7 +70,7 @@ def _collect(receivers: list[Connection], timeout: float) -> list[tuple[bool, An
 
 
 def _rank(
-    rank: int, ranks: int, folder: str, timeout: float, answer: Connection, function: Callable[..., Any],
+    rank: int, answer: Connection, ranks: int, folder: str, timeout: float, function: Callable[..., Any],
     arguments: tuple[Any, ...],
 ) -> None:  # fmt: skip
     torch.set_num_threads(1)
@@ -100,13 +104,7 @@ def fork_processes(
     Once the processes in `wait_for` have ended, or the timeout has passed, those that are left are killed. What a
     process says is kept whatever becomes of it. A function that raises says its traceback and ends with code 1.
     """
-    context = multiprocessing.get_context("fork")
-    pipes = [context.Pipe(duplex=False) for _ in range(count)]
-    processes = [context.Process(target=_process, args=(n, pipes[n][1], function)) for n in range(count)]
-    for process in processes:
-        process.start()
-    for _, sender in pipes:
-        sender.close()
+    processes, receivers = _start(count, _process, function)
     deadline = time.monotonic() + timeout
     for number in wait_for:
         processes[number].join(max(0.0, deadline - time.monotonic()))
@@ -114,7 +112,7 @@ def fork_processes(
     for process in processes:
         process.kill()
         process.join()
-    return [Ended(code, _said(receiver)) for code, (receiver, _) in zip(codes, pipes, strict=True)]
+    return [Ended(code, _said(receiver)) for code, receiver in zip(codes, receivers, strict=True)]
 
 
 def _said(receiver: Connection) -> list[str]:

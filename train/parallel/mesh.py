@@ -32,7 +32,7 @@ class Mesh:
     tp_group: ProcessGroup | None = None  # ranks with the same samples and other parts of the model
     world: ProcessGroup | None = None  # every rank, on the device's backend
     control: ProcessGroup | None = None  # every rank, gloo
-    device_mesh: DeviceMesh | None = None  # the same as torch names it, to describe shards to a checkpoint
+    device_mesh: DeviceMesh | None = None  # the same as torch names it, for torch's own parallelism beside ours
     hosts: tuple[str, ...] = ()  # the node of every rank, by rank, where they are known
 
     @property

@@ -18,12 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ..activations import LOGITS_AT_A_TIME
 from ..model import table_gradient
 from .layout import Shape
 from .linear import ColumnLinear, SplitWeight, all_gather, all_reduce, reduce_scatter, wait
-
-# Logits that are worked on at a time in fp32: on CPUs what fits the cache, elsewhere what keeps the calls few.
-CHUNK = {"cpu": 2**18, "cuda": 2**25}
 
 
 class _Embedding(torch.autograd.Function):
@@ -115,7 +113,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 def _chunks(logits: Tensor) -> list[slice]:
     count, columns = logits.shape
-    step = max(1, CHUNK["cpu" if logits.is_cpu else "cuda"] // columns)
+    step = max(1, LOGITS_AT_A_TIME["cpu" if logits.is_cpu else "cuda"] // columns)
     return [slice(start, min(start + step, count)) for start in range(0, count, step)]
 
 
