@@ -95,6 +95,9 @@ class ClusterConfig:
     additional_parameters: Any = (
         None  # raw #SBATCH keys and their values, a mapping (see ProductGrid.axes for its type)
     )
+    runs_per_gpu: int = (
+        1  # small runs that share a GPU, each a process of its own (through CUDA MPS where there is one)
+    )
     max_requeues: int = 20  # attempts after which a run that keeps being preempted is given up
     dollars_per_gpu_hour: float | None = None
     # What `explain=true` reckons with beside the rate: assumptions, until somebody measures them here.
@@ -147,6 +150,8 @@ class SweepConfig:
     skip_bad_steps: int = 0
 
     grid: GridConfig | None = None
+    trunks: bool = True  # runs that differ in D alone share the constant-rate part of the longest (schedule wsd)
+    ensembles: int = 8  # runs of one shape that are trained together where that pays, at most; 1: every run by itself
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     fit: FitConfig = field(default_factory=FitConfig)

@@ -22,7 +22,9 @@ from .errors import UserError
 from .parallel.shapes import check_shapes
 
 # Bumped whenever the trainer's arithmetic changes, so that an old result is never taken for a new one.
-RECIPE = 2
+RECIPE = 3
+
+ATTENTION = ("auto", "ours", "sdpa", "flash2", "flash3", "flash4")  # what `parallel.attention` may be
 
 T = TypeVar("T")
 
@@ -42,9 +44,10 @@ class ModelConfig:
     kv_heads: int | None = None  # key/value heads, a divisor of heads; None means heads (no grouping)
     hidden: int | None = None  # SwiGLU inner width; None means 8/3 of the width, rounded up to a multiple of 8
     vocab_size: int | None = None  # tokens that can be predicted; None is filled in from the tokenizer
-    vocab_multiple: int = 64  # embedding tables are padded up to this multiple for speed; padding is never predicted
+    vocab_multiple: int = 128  # embedding tables are padded up to this multiple for speed; padding is never predicted
     qk_norm: bool = False  # RMSNorm on queries and keys, per head
     tied_embeddings: bool = True  # the output head reuses the input embedding
+    window: int | None = None  # sliding window: tokens that a token attends to, itself included; None: all before it
     rope_theta: float = 10000.0
     norm_eps: float = 1e-5
 
@@ -85,6 +88,7 @@ class DataConfig:
     tokenizer: str = cosmetic("bytes")  # bytes | bpe (trained on the corpus) | path of a tokenizer.json
     vocab_size: int = cosmetic(4096)  # bpe: size of the vocabulary to train; model.vocab_size is what counts
     sequence_length: int = 128  # tokens of context, T
+    separate_documents: bool = False  # attention stays inside a document; else a window's documents see those before
     validation_fraction: float = 0.02  # share of documents held out, chosen by a hash of their content
     validation_tokens: int = 131072  # size of the fixed held-out set that is scored (less if the corpus has less)
     cache_dir: str | None = cosmetic(None)  # where shards are kept; None: $ISOFLOP_CACHE, else ~/.cache/isoflop
@@ -109,6 +113,7 @@ class OptimizerConfig:
     eps: float = 1e-8
     weight_decay: float = 0.1  # decoupled; times the current learning rate; never on norms or embeddings
     gradient_clip: float = 1.0  # global norm; 0 turns clipping off
+    z_loss: float = 0.0  # times the squared logarithm of the softmax's normaliser, added to the training loss
     batch_size: int = 8  # sequences a step, over all ranks
 
 
@@ -117,8 +122,9 @@ class ScheduleConfig:
     """Learning rate over the run, matched to each run's own D."""
 
     kind: str = "wsd"  # wsd (warm-up, stable, decay) | cosine | constant
-    warmup_tokens: int = 100_000
-    warmup_max_share: float = 0.05  # a warm-up is never longer than this share of the run
+    warmup_per_parameter: float = 1.0  # tokens of warm-up for each parameter, N_total (Porian et al. 2024)
+    warmup_tokens: int | None = None  # tokens of warm-up whatever N is, instead
+    warmup_max_share: float = 0.1  # a warm-up is never longer than this share of the run
     decay_share: float = 0.2  # wsd: share of the run that cools down, as 1 - sqrt(progress) (Haegele et al. 2024)
     final_share: float = 0.0  # learning rate at the end, as a share of the peak
 
@@ -134,7 +140,9 @@ class ParallelConfig:
     recompute: str = cosmetic("none")  # none | selective | full: activations computed again in the backward pass
     bucket_mb: float = cosmetic(25.0)  # gradients that travel together, in MiB
     micro_batch_size: int | None = cosmetic(None)  # sequences in one forward pass of a rank; None: its whole share
+    attention: str = cosmetic("auto")  # auto | ours | sdpa | flash2 | flash3 | flash4: which kernel computes it
     compile: bool = cosmetic(False)  # torch.compile, block by block
+    cuda_graphs: bool = cosmetic(True)  # CUDA, one rank: replay a recorded step where launching it is what takes time
     tf32: bool = cosmetic(True)  # fp32 matrix products on GPUs in TF32 (10 bits of mantissa)
     timeout_seconds: float = cosmetic(600.0)  # a rank that is dead or makes no progress for so long ends the job
     device: str = cosmetic("auto")  # auto | cpu | cuda
@@ -153,6 +161,8 @@ class CheckpointConfig:
     every_seconds: float = cosmetic(60.0)  # on a clock, so that any kill costs at most this much
     every_steps: int | None = cosmetic(None)
     asynchronous: bool = cosmetic(True)  # write while training goes on; a step pays for the copy only
+    # Also after these steps, and kept: branches start there.
+    at_steps: list[int] | None = field(default=None, metadata={"cosmetic": True})
     keep: int = cosmetic(2)  # newest checkpoints kept while the run goes on; the final one always stays
 
 
@@ -283,6 +293,7 @@ def validate(config: RunConfig) -> None:
     _choice("tracker.mode", config.tracker.mode, ("auto", "online", "offline"))
     _choice("parallel.recompute", config.parallel.recompute, ("none", "selective", "full"))
     _choice("parallel.device", config.parallel.device, ("auto", "cpu", "cuda"))
+    _choice("parallel.attention", config.parallel.attention, ATTENTION)
     for name, number in _floats(config):
         if not math.isfinite(number):
             raise UserError(f"{name} is {number}; it must be a finite number")
@@ -324,7 +335,9 @@ def validate(config: RunConfig) -> None:
     for name, value in {
         "optimizer.weight_decay": config.optimizer.weight_decay,
         "optimizer.gradient_clip": config.optimizer.gradient_clip,
-        "schedule.warmup_tokens": config.schedule.warmup_tokens,
+        "optimizer.z_loss": config.optimizer.z_loss,
+        "schedule.warmup_tokens": config.schedule.warmup_tokens or 0,
+        "schedule.warmup_per_parameter": config.schedule.warmup_per_parameter,
         "skip_bad_steps": config.skip_bad_steps,
     }.items():
         if value < 0:
@@ -339,7 +352,16 @@ def validate(config: RunConfig) -> None:
         raise UserError(f"seed is {config.seed}; it must be at least 0 and below 2^63")
     if config.data.validation_fraction == 0:
         raise UserError("data.validation_fraction is 0; a run is scored on held-out documents, so it must be above 0")
+    _validate_window(config)
     check_shapes(config)
+
+
+def _validate_window(config: RunConfig) -> None:
+    window, length = config.model.window, config.data.sequence_length
+    if window is not None and not 1 <= window <= length:
+        raise UserError(
+            f"model.window is {window}; it must be 1 to data.sequence_length {length}, or null for no window"
+        )
 
 
 def _validate_model(model: ModelConfig) -> None:

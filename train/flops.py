@@ -6,7 +6,7 @@ N_kaplan          the matrices inside the blocks only, Kaplan et al. 2020, Table
 
 flops_6nd         6 * N_total * D, the rule of thumb of Kaplan et al. 2020 with Hoffmann et al.'s N
 flops_exact       what the matrix products execute: 2 FLOPs a multiply-add, backward twice the forward; attention over
-                  the full T x T square as Hoffmann et al. 2022, appendix F, and `torch.utils.flop_counter` count it;
+                  the full T x T square (T x window with a sliding window) as Hoffmann et al. 2022, appendix F, and `torch.utils.flop_counter` count it;
                   the padded output head; nothing for the embedding lookup, norms and activations
 """
 
@@ -50,8 +50,10 @@ def count_parameters(model: ModelConfig) -> ParameterCount:
 def forward_flops_per_token(model: ModelConfig, sequence_length: int) -> int:
     """Matrix-product FLOPs of one forward pass, per token, at the given context length."""
     matrices = 2 * model.depth * block_matrices(model)
-    # Scores (T x head_dim products) and their weighting of the values, every query against the full square.
-    attention = model.depth * 2 * 2 * sequence_length * model.width
+    # Scores (T x head_dim products) and their weighting of the values, every query against the full square, or against
+    # as many keys as its window has.
+    keys = min(sequence_length, model.window or sequence_length)
+    attention = model.depth * 2 * 2 * keys * model.width
     head = 2 * model.width * model.padded_vocab_size
     return matrices + attention + head
 

@@ -136,10 +136,10 @@ class Trainer:
                 logged_at, logged_step = time.perf_counter(), course.step
             if last:
                 break
-            every = config.checkpoint.every_steps
+            every, named = config.checkpoint.every_steps, config.checkpoint.at_steps or ()
             due = now - saved_at >= config.checkpoint.every_seconds
             stop, save = self.job.agree(stop=should_stop(), save=due and self.leads)
-            if stop or save or (every is not None and course.step % every == 0):
+            if stop or save or course.step in named or (every is not None and course.step % every == 0):
                 self.save()
                 saved_at = time.perf_counter()
             if stop:

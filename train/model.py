@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from .attention import apply_rotary, causal_attention, rotary_angles
 from .config import ModelConfig
 from .errors import UserError
+from .loss import linear_cross_entropy
 from .recompute import checkpointed, recomputed
 
 
@@ -204,7 +205,7 @@ class Block(nn.Module):
 
 
 class Head(nn.Linear):
-    """Logits of the next token, (…, width) -> (…, padded vocabulary), and what is read off them."""
+    """Of the next token the logits, (…, width) -> (…, padded vocabulary), or, given the targets, their losses."""
 
     def __init__(self, width: int, padded: int, vocab_size: int) -> None:
         super().__init__(width, padded, bias=False)
@@ -216,9 +217,14 @@ class Head(nn.Linear):
             logits[..., self.vocab_size :] = float("-inf")
         return logits
 
-    def loss(self, logits: Tensor, targets: Tensor, reduction: str) -> Tensor:
-        """Cross-entropy in nats, fp32: a scalar, or with reduction `none` one a token."""
-        return next_token_loss(self.whole(logits), targets, reduction)
+    def forward(self, x: Tensor, targets: Tensor | None = None, reduction: str = "mean", z_loss: float = 0.0) -> Tensor:
+        """Logits, padding as it comes; given targets (…) see `loss.linear_cross_entropy`."""
+        if targets is None:
+            return super().forward(x)
+        losses = linear_cross_entropy(
+            x.flatten(0, -2), self.weight, targets.flatten(), self.vocab_size, reduction, z_loss
+        )
+        return losses.view(targets.shape) if reduction == "none" else losses
 
 
 class GPT(nn.Module):
@@ -263,6 +269,10 @@ class GPT(nn.Module):
 
     def logits(self, tokens: Tensor) -> Tensor:
         """What the head says, padding included; on a tensor-parallel rank the columns that it holds."""
+        return self.head(self.last_hidden(tokens))
+
+    def last_hidden(self, tokens: Tensor) -> Tensor:
+        """What the head reads, (batch, time, width), or a tensor-parallel rank's rows of it."""
         time = tokens.shape[1]
         if time > self.max_length:
             raise ValueError(f"sequence of {time} tokens is longer than the model's {self.max_length}")
@@ -272,12 +282,11 @@ class GPT(nn.Module):
             x = block(x, cos, sin)
         x = self.norm(x)
         # The scale belongs to the logits, and the vocabulary is wider than the model.
-        return self.head(x * self.output_scale if self.output_scale != 1.0 else x)
+        return x * self.output_scale if self.output_scale != 1.0 else x
 
-    def loss(self, tokens: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
+    def loss(self, tokens: Tensor, targets: Tensor, reduction: str = "mean", z_loss: float = 0.0) -> Tensor:
         """Cross-entropy of the next tokens in nats, fp32: a scalar, or with reduction `none` (batch, time)."""
-        losses = self.head.loss(self.logits(tokens), targets, reduction)
-        return losses.view(targets.shape) if reduction == "none" else losses
+        return self.head(self.last_hidden(tokens), targets, reduction, z_loss)
 
     def set_recompute(self, mode: str) -> None:
         """What every block keeps for its backward pass: none | selective | full, see `Block`."""
@@ -293,11 +302,6 @@ class GPT(nn.Module):
         """
         for block in self.blocks:
             block.forward = torch.compile(block.forward)
-
-
-def next_token_loss(logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
-    """Cross-entropy in nats, computed in fp32. logits (batch, time, vocabulary), targets (batch, time)."""
-    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction=reduction)
 
 
 @torch.no_grad()

@@ -9,12 +9,19 @@ from __future__ import annotations
 import math
 
 from .config import RunConfig
+from .flops import count_parameters
 
 
 def warmup_steps(config: RunConfig) -> int:
-    """Steps of linear warm-up: the stated tokens, but never more than the stated share of the run."""
-    wanted = config.schedule.warmup_tokens / config.batch_tokens
-    return int(min(wanted, config.schedule.warmup_max_share * config.steps))
+    """Steps of linear warm-up: as many tokens as parameters (or those stated), never more than a share of the run.
+
+    That it grows with N and not with D is what small runs need (Porian et al. 2024, section 3.2), and what lets runs
+    of one N and several D share a trunk.
+    """
+    tokens = config.schedule.warmup_tokens
+    if tokens is None:
+        tokens = config.schedule.warmup_per_parameter * count_parameters(config.model).N_total
+    return int(min(tokens / config.batch_tokens, config.schedule.warmup_max_share * config.steps))
 
 
 def decay_steps(config: RunConfig) -> int:

@@ -123,13 +123,13 @@ class Stepper:
 
     def _gradients(self, step: int) -> Tensor:
         """Forward and backward over this rank's rows; returns its part of the batch's mean loss, on the device."""
-        batch = self.config.optimizer.batch_size
+        batch, z_loss = self.config.optimizer.batch_size, self.config.optimizer.z_loss
         first = self.mesh.dp_rank * self.share
         total = torch.zeros((), device=self.device)
         for start in range(0, self.share, self.micro):
             rows = self._rows(step, first + start)
             with self.zero.micro_batch(last=start + self.micro == self.share):
-                loss = self.gpt.loss(rows[:, :-1], rows[:, 1:]) * (self.micro / batch)
+                loss = self.gpt.loss(rows[:, :-1], rows[:, 1:], z_loss=z_loss) * (self.micro / batch)
                 self.scaler.scaled(loss).backward()
             total += loss.detach()
         return total

@@ -71,18 +71,19 @@ class VocabularyEmbedding(SplitWeight):
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """L = lse - z_t, with z (n, V) the logits, of which a rank has v of the V/tp columns that are no padding.
+    """L = lse - z_t + c lse^2, with z (n, V) the logits, of which a rank has v of the V/tp columns that are no padding,
+    and c the z-loss.
 
         forward   lse_r (n,)    = log sum over own columns of exp(z)     (-inf where all is padding)
                   t_r (n,)      = z of the target, or 0 where another rank has it
-                  lse (n,)      = log sum over ranks of exp(lse_r),  L (n,) = lse - sum over ranks of t_r
-        dgrad     dz_r (n, V/tp) = dL (exp(z - lse) - onehot_r), and 0 for padding
+                  lse (n,)      = log sum over ranks of exp(lse_r),  L (n,) = lse - sum over ranks of t_r + c lse^2
+        dgrad     dz_r (n, V/tp) = dL ((1 + 2 c lse) exp(z - lse) - onehot_r), and 0 for padding
 
     lse_r and t_r of all ranks come in one all-gather, (tp, 2, n) in fp32. dz takes the place of z.
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, first: int, valid: int, group: ProcessGroup) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, first: int, valid: int, group: ProcessGroup, z_loss: float) -> Tensor:  # fmt: skip
         wide = torch.promote_types(logits.dtype, torch.float32)
         terms = logits.new_empty((1, 2, len(logits)), dtype=wide)
         index = targets - first
@@ -93,22 +94,24 @@ class _CrossEntropy(torch.autograd.Function):
         terms[0, 1] = logits.gather(1, index[:, None])[:, 0].masked_fill_(foreign, 0.0)
         every = wait(all_gather(terms, group))
         lse = every[:, 0].logsumexp(0)
-        ctx.valid = valid
+        ctx.valid, ctx.z_loss = valid, z_loss
         ctx.save_for_backward(logits, index, foreign, lse)
-        return lse - every[:, 1].sum(0)
+        losses = lse - every[:, 1].sum(0)
+        return losses.add_(lse.square(), alpha=z_loss) if z_loss else losses
 
     @staticmethod
-    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         logits, index, foreign, lse = ctx.saved_tensors
         hit = dloss.masked_fill(foreign, 0.0)[:, None]
+        pull = dloss * (1 + 2 * ctx.z_loss * lse) if ctx.z_loss else dloss
         for rows in _chunks(logits) if ctx.valid else ():
             own = logits[rows, : ctx.valid]
-            slope = own.to(lse.dtype).sub_(lse[rows, None]).exp_().mul_(dloss[rows, None])
+            slope = own.to(lse.dtype).sub_(lse[rows, None]).exp_().mul_(pull[rows, None])
             slope.scatter_add_(1, index[rows, None], -hit[rows])
             if slope.dtype != own.dtype:
                 own.copy_(slope)
         logits[:, ctx.valid :] = 0.0
-        return logits, None, None, None, None
+        return logits, None, None, None, None, None
 
 
 def _chunks(logits: Tensor) -> list[slice]:
@@ -131,13 +134,17 @@ class VocabularyHead(ColumnLinear):
         logits[..., self.vocab_size :] = float("-inf")
         return logits
 
-    def loss(self, logits: Tensor, targets: Tensor, reduction: str) -> Tensor:
-        """Cross-entropy in nats, fp32, the same on every rank: a scalar, or with reduction `none` (n,).
+    def forward(self, x: Tensor, targets: Tensor | None = None, reduction: str = "mean", z_loss: float = 0.0) -> Tensor:
+        """Logits of this rank's columns; given targets (…) their losses in nats, fp32, the same on every rank: a
+        scalar, or with reduction `none` (…).
 
         The backward pass overwrites the logits, (…, V/tp).
         """
+        logits = super().forward(x)
+        if targets is None:
+            return logits
         columns = logits.shape[-1]
         first = self.group.rank() * columns
         valid = min(max(self.vocab_size - first, 0), columns)
-        losses = _CrossEntropy.apply(logits.flatten(0, -2), targets.flatten(), first, valid, self.group)
-        return losses if reduction == "none" else losses.mean()
+        losses = _CrossEntropy.apply(logits.flatten(0, -2), targets.flatten(), first, valid, self.group, z_loss)
+        return losses.view(targets.shape) if reduction == "none" else losses.mean()
