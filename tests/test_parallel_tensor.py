@@ -35,6 +35,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 TIME = 12
+END = 7  # the token that ends a document
 OPTIMIZER = OptimizerConfig(base_width=16)  # another width than the models': tied logits get a scale
 
 
@@ -46,6 +47,8 @@ def architecture(**changes: Any) -> ModelConfig:
 def random_model(config: ModelConfig) -> GPT:
     """Every weight drawn anew: the initial head is zero and the norms are one, which would hide mistakes."""
     gpt = build_model(config, OPTIMIZER, TIME, 0)
+    if config.window is not None:
+        gpt.separate_documents(END)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in gpt.parameters():
@@ -57,6 +60,8 @@ def random_model(config: ModelConfig) -> GPT:
 def draw_tokens(config: ModelConfig, batch: int = 3) -> tuple[Tensor, Tensor]:
     assert config.vocab_size is not None
     tokens = torch.randint(config.vocab_size, (batch, TIME + 1), generator=torch.Generator().manual_seed(1))
+    if config.window is not None:
+        tokens[:, TIME // 2] = END
     return tokens[:, :-1], tokens[:, 1:]
 
 
@@ -65,6 +70,7 @@ def split_copy(gpt: GPT, mesh: Mesh, sequence_parallel: bool) -> tuple[GPT, dict
     part = empty_model(gpt.config, OPTIMIZER, TIME)
     placements = split_model(part, mesh, sequence_parallel)
     part.place_angles(torch.device("cpu"))
+    part.end_of_document = gpt.end_of_document
     filled = {name: nn.Parameter(placements[name].take(p.detach())) for name, p in gpt.named_parameters()}
     for prefix, module in part.named_modules():
         for name in list(module._parameters):
@@ -84,11 +90,13 @@ def summed_gradient(parameter: nn.Parameter, placement: Placement, mesh: Mesh) -
     return gradient
 
 
-def check_against_whole(part: GPT, placements: dict[str, Placement], mesh: Mesh, gpt: GPT, tolerance: float) -> None:
+def check_against_whole(
+    part: GPT, placements: dict[str, Placement], mesh: Mesh, gpt: GPT, tolerance: float, z_loss: float = 0.0
+) -> None:
     """The mean loss, the same on all ranks to the bit, and its gradients, which `gpt` has."""
     tokens, targets = draw_tokens(gpt.config)
-    loss = part.loss(tokens, targets)
-    close(loss, mean_loss(gpt, tokens, targets), tolerance)
+    loss = part.loss(tokens, targets, z_loss=z_loss)
+    close(loss, mean_loss(gpt, tokens, targets, z_loss), tolerance)
     every = [torch.empty_like(loss.detach()) for _ in range(mesh.tp)]
     dist.all_gather(every, loss.detach(), group=mesh.tp_group)
     assert all(torch.equal(every[0], other) for other in every)
@@ -98,8 +106,15 @@ def check_against_whole(part: GPT, placements: dict[str, Placement], mesh: Mesh,
         close(summed_gradient(own, placements[name], mesh), expected, tolerance)
 
 
-def mean_loss(gpt: GPT, tokens: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(gpt(tokens).flatten(0, 1), targets.flatten())
+def mean_loss(gpt: GPT, tokens: Tensor, targets: Tensor, z_loss: float) -> Tensor:
+    return each_loss(gpt, tokens, targets, z_loss).mean()
+
+
+def each_loss(gpt: GPT, tokens: Tensor, targets: Tensor, z_loss: float) -> Tensor:
+    """By the textbook from the whole logits, (batch, time)."""
+    logits = gpt(tokens)
+    losses = F.cross_entropy(logits.movedim(-1, 1), targets, reduction="none")
+    return losses + z_loss * logits.logsumexp(-1).square()
 
 
 def close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
@@ -112,11 +127,11 @@ def close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
     assert ((actual - expected).abs().max() / scale).item() < tolerance
 
 
-def with_gradients(config: ModelConfig, dtype: torch.dtype) -> GPT:
+def with_gradients(config: ModelConfig, dtype: torch.dtype, z_loss: float = 0.0) -> GPT:
     """A whole model and the gradients of its mean loss."""
     gpt = random_model(config).to(dtype)
     tokens, targets = draw_tokens(config)
-    mean_loss(gpt, tokens, targets).backward()
+    mean_loss(gpt, tokens, targets, z_loss).backward()
     return gpt
 
 
@@ -125,33 +140,33 @@ ARCHITECTURES = {
     "one key/value head": architecture(kv_heads=1),
     "two key/value heads": architecture(kv_heads=2, qk_norm=True, tied_embeddings=False),
     "one of each head's norm": architecture(kv_heads=1, qk_norm=True),
+    "a window, and documents apart": architecture(kv_heads=2, window=5),
     "padding on the last of four ranks": architecture(vocab_size=49, vocab_multiple=64),
     "two of four ranks all padding": architecture(vocab_size=20, vocab_multiple=64, tied_embeddings=False),
 }
 
 
-@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize(("tp", "z_loss"), [(2, 0.0), (4, 1e-2)])
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_losses_logits_and_gradients_are_those_of_one_process(
-    name: str, tp: int, monkeypatch: pytest.MonkeyPatch
+    name: str, tp: int, z_loss: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(vocabulary.LOGITS_AT_A_TIME, "cpu", 256)  # several chunks, the last one shorter
-    gpt = with_gradients(ARCHITECTURES[name], torch.float64)
+    gpt = with_gradients(ARCHITECTURES[name], torch.float64, z_loss)
     tokens, targets = draw_tokens(gpt.config)
 
     @torch.no_grad()
     def check_inference(part: GPT) -> None:
-        logits = gpt(tokens)
-        losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
-        close(part(tokens), logits, 1e-12)
-        close(part.loss(tokens, targets, reduction="none"), losses.view(targets.shape), 1e-12)
+        close(part(tokens), gpt(tokens), 1e-12)
+        losses = part.loss(tokens, targets, reduction="none", z_loss=z_loss)
+        close(losses, each_loss(gpt, tokens, targets, z_loss), 1e-12)
 
     def check() -> None:
         mesh = build_mesh(1, tp, torch.device("cpu"))
         for sequence_parallel in (False, True):
             part, placements = split_copy(gpt, mesh, sequence_parallel)
             check_inference(part)
-            check_against_whole(part, placements, mesh, gpt, 1e-12)
+            check_against_whole(part, placements, mesh, gpt, 1e-12, z_loss)
 
     run_ranks(tp, check)
 

@@ -291,7 +291,8 @@ def _bytes(stage: int, dtype: torch.dtype) -> dict[str, Any]:
         for t in gc.get_objects()
         if isinstance(t, Tensor) and t.untyped_storage()._cdata not in before
     }
-    small = sum(t.untyped_storage().nbytes() for t in (run.gpt.cos, run.gpt.sin, run.zero.updates))
+    scalars = (run.zero.updates, run.zero.peaks, run.zero.rates)
+    small = sum(t.untyped_storage().nbytes() for t in (run.gpt.cos, run.gpt.sin, *scalars))
     return {
         "held": run.zero.bytes_held(), "found": sum(storages.values()) - small, "sent": sent.sent,
         "sizes": [layout.size for layout in run.zero.layouts],
@@ -370,7 +371,7 @@ def test_stage_3_goes_with_recompute_and_compiled_blocks() -> None:
     choices = [("none", False), ("selective", False), ("full", False), ("full", True)]
     for first, *others in run_ranks(2, lambda: [variant(*choice) for choice in choices]):
         for other in others:
-            assert_close(other, first, 1e-6)  # fp32; compiled, norms and products round elsewhere
+            assert_close(other, first, 2e-6)  # fp32; compiled, norms and products round elsewhere
 
 
 def test_what_was_held_goes_on_as_if_nothing_had_happened() -> None:

@@ -15,7 +15,6 @@ from isoflop.train.flops import (
     tokens_for_budget,
     training_flops_per_token,
 )
-from isoflop.train.model import next_token_loss
 from isoflop.train.parametrization import build_model
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -62,13 +61,12 @@ def test_exact_flops_are_what_the_counter_sees_in_a_real_step(seed: int) -> None
     # the same products out as matrix products: the full T x T square, forward once and backward twice.
     with sdpa_kernel(SDPBackend.MATH):
         with FlopCounterMode(display=False) as forward:
-            logits = model(tokens[:, :-1])
-        with FlopCounterMode(display=False) as backward:
-            next_token_loss(logits, tokens[:, 1:]).backward()
+            model(tokens[:, :-1])
+        with FlopCounterMode(display=False) as step:
+            model.loss(tokens[:, :-1], tokens[:, 1:]).backward()
     tokens_seen = batch * time
     assert forward.get_total_flops() == forward_flops_per_token(config, time) * tokens_seen
-    total = forward.get_total_flops() + backward.get_total_flops()
-    assert total == training_flops_per_token(config, time) * tokens_seen
+    assert step.get_total_flops() == training_flops_per_token(config, time) * tokens_seen
 
 
 def test_a_budget_and_its_tokens_are_inverse_under_both_conventions() -> None:

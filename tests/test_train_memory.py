@@ -78,6 +78,8 @@ def build(config: RunConfig, mesh: Mesh, device: torch.device = CPU) -> tuple[GP
         dtype=compute_dtype(config.precision), optimizer=config.optimizer, bucket_mb=config.parallel.bucket_mb,
         device=device,
     )  # fmt: skip
+    if config.data.separate_documents:
+        gpt.separate_documents(0)
     gpt.set_recompute(config.parallel.recompute)
     return gpt, zero
 
@@ -154,6 +156,7 @@ def take_step(config: RunConfig, gpt: GPT, zero: Zero, device: torch.device = CP
 
 PLAIN = ModelConfig(width=256, depth=4, heads=8, vocab_size=250)
 GROUPED = ModelConfig(width=192, depth=3, heads=8, kv_heads=2, vocab_size=1000, tied_embeddings=False, qk_norm=True)
+WINDOWED = ModelConfig(width=192, depth=3, heads=8, kv_heads=2, vocab_size=250, window=50)
 WIDE_TABLE = ModelConfig(width=128, depth=3, heads=4, kv_heads=2, vocab_size=4000, hidden=512)
 MODELS = pytest.mark.parametrize("model", [PLAIN, GROUPED, WIDE_TABLE], ids=["plain", "grouped", "wide table"])
 
@@ -200,6 +203,26 @@ def test_activations_are_what_autograd_keeps(model: ModelConfig, tp: int, sequen
         assert said.activations + said.head == pytest.approx(kept, rel=0.01)
 
 
+@pytest.mark.parametrize("documents", [False, True], ids=["window", "window and documents"])
+def test_activations_under_a_mask_are_what_autograd_keeps(documents: bool) -> None:
+    # One block of queries, and several; of bf16 one that keeps its softmax, and one that does not.
+    for precision, length, micro in (("fp32", 128, 3), ("fp32", 300, 2), ("bf16", 300, 3), ("bf16", 640, 1)):
+        config = run_config(WINDOWED, length, micro, precision)
+        config.data.separate_documents = documents
+        with FakeTensorMode():
+            kept = kept_bytes(build(config, Mesh())[0], config)
+        said = memory(config, "cpu")
+        assert said.activations + said.head == pytest.approx(kept, rel=0.01)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_the_peak_under_a_mask_is_within_10_percent(recompute: str) -> None:
+    for precision in ("fp32", "bf16"):
+        config = run_config(WINDOWED, 300, 4, precision, recompute)
+        config.data.separate_documents = True
+        assert_peak(config)
+
+
 def assert_peak(config: RunConfig) -> None:
     assert memory(config, "cpu").peak == pytest.approx(step_peak(config), rel=0.1)
 
@@ -240,7 +263,9 @@ def test_activations_on_a_gpu_are_what_its_kernels_keep(monkeypatch: pytest.Monk
     """
     meta = torch.device("meta")
 
-    def flash(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Tensor:
+    def flash(query: Tensor, key: Tensor, value: Tensor, attn_mask: None, is_causal: bool, enable_gqa: bool) -> Tensor:
+        assert attn_mask is None
+        assert enable_gqa == (query.shape[1] > key.shape[1])
         return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal)[0]
 
     def fused(norm: RMSNorm, x: Tensor) -> Tensor:

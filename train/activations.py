@@ -21,11 +21,25 @@ FP32, INDEX = 4, 8  # bytes of an fp32 number, and of a token's id
 LONGEST_KEPT = 512
 # Logits that are worked on at a time in fp32: on CPUs what fits the cache, elsewhere what keeps the calls few.
 LOGITS_AT_A_TIME = {"cpu": 2**18, "cuda": 2**25}
+# Rows of them at least, for each adds once to the fp32 gradient of the whole table, which must be little beside the
+# products that they take: on a GPU 8 bytes an element against 6 FLOPs a row and element.
+FEWEST_ROWS = {"cpu": 256, "cuda": 4096}
+
+
+def rows_at_a_time(vocabulary: int, device: str) -> int:
+    """Tokens whose logits exist together in `loss.linear_cross_entropy`."""
+    return max(LOGITS_AT_A_TIME[device] // vocabulary, FEWEST_ROWS[device])
 
 
 def query_block(length: int) -> int:
-    """Queries in a block of `attention._BlockAttention`: four skip 3/8 of the square, and below 128 calls cost more."""
+    """Queries in a block of attention on CPUs: four skip 3/8 of the square, and below 128 calls cost more."""
     return max(128, -(-length // 4))
+
+
+def visible_blocks(length: int, block: int, window: int | None = None) -> list[tuple[int, int, int]]:
+    """(first key, first query, end of both) of blocks of queries, each with the keys that any of them sees."""
+    starts = range(0, length, block)
+    return [(max(0, start - (window or length) + 1), start, min(start + block, length)) for start in starts]
 
 
 def kept_by_block(share: Share, recompute: str, device: str) -> dict[str, int]:
@@ -66,9 +80,14 @@ def keeps_softmax(share: Share, device: str) -> bool:
     return device == "cpu" and share.precision == "bf16" and share.length <= LONGEST_KEPT
 
 
+def repeats_heads(share: Share, device: str) -> bool:
+    """Whether PyTorch's kernel needs key and value once for every query head: on GPUs those of fp32 do."""
+    return share.heads > share.kv_used and device == "cuda" and share.precision == "fp32"
+
+
 def keeps_product(share: Share, device: str) -> bool:
     """Whether something that is kept is a view of the fused product: a value, or what the norms of heads read."""
-    copied = share.heads > 1 if keeps_softmax(share, device) else share.heads > share.kv_used
+    copied = share.heads > 1 if keeps_softmax(share, device) else repeats_heads(share, device)
     return share.qk_norm or not copied
 
 
@@ -78,10 +97,12 @@ def attention_bytes(share: Share, device: str) -> int:
     rotated = heads_bytes(share, share.heads + share.kv_heads)  # queries and keys, of which both are views
     if keeps_softmax(share, device):  # a single head needs no copy of its key and value
         kept = softmax_bytes(share) + (4 * queries if share.heads > 1 else 2 * queries + rotated)
-    elif share.heads > share.kv_used:  # key and value once for every query head; the value is no view any more
+    elif repeats_heads(share, device):  # the value is no view any more
         kept = (queries if share.qk_norm else rotated) + 3 * queries
     else:
         kept = rotated + queries
+        if has_mask(share, device) and share.length > query_block(share.length):
+            kept += queries  # what the blocks of queries give, before they are one
     if not keeps_softmax(share, device):
         kept += share.tokens * share.heads * FP32  # the logarithm of each query's normaliser
     if share.qk_norm:
@@ -90,24 +111,38 @@ def attention_bytes(share: Share, device: str) -> int:
 
 
 def softmax_bytes(share: Share) -> int:
-    """Weights of the blocks of `attention._BlockAttention`, each of some queries against the keys up to its end."""
-    return share.sequences * share.heads * sum(softmax_blocks(share.length)) * share.itemsize
+    """Weights of the blocks of `attention._BlockAttention`, each of some queries against the keys that they see."""
+    return share.sequences * share.heads * sum(softmax_blocks(share)) * share.itemsize
 
 
-def softmax_blocks(length: int) -> list[int]:
+def softmax_blocks(share: Share) -> list[int]:
     """Weights of one head in each block."""
-    block = query_block(length)
-    return [(min(start + block, length) - start) * min(start + block, length) for start in range(0, length, block)]
+    blocks = visible_blocks(share.length, query_block(share.length), share.window)
+    return [(end - start) * (end - low) for low, start, end in blocks]
+
+
+def has_mask(share: Share, device: str) -> bool:
+    """Whether a window or documents are said by a mask, as PyTorch's kernels want it; ours for GPUs has no need."""
+    return device == "cpu" and (share.window is not None or share.documents)
+
+
+def mask_bytes(share: Share, recompute: str, device: str) -> int:
+    """The mask, which all blocks share; those that keep their softmax do not ask for it again."""
+    if not has_mask(share, device) or (recompute == "none" and keeps_softmax(share, device)):
+        return 0
+    return (share.sequences if share.documents else 1) * share.length**2 * share.itemsize
 
 
 def kept_by_head(share: Share, tp: int) -> int:
-    """Bytes kept from the last block to the loss: the final norm, the head's input, and logits or their logarithms."""
+    """Bytes kept from the last block to the loss: the final norm's, and what the loss has ready for the backward pass.
+
+    That are its derivatives by the head's input and, in fp32, by its weights. Under tensor parallelism they are input
+    and logits, with each token's place among these columns, whether it has one, and its normaliser.
+    """
     norm = share.rows * (2 * share.width * share.itemsize + FP32)
-    logits = share.tokens * share.vocabulary
     if tp == 1:
-        return norm + logits * FP32 + share.tokens * INDEX
-    # Logits stay as they are, with each token's place among these columns, whether it has one, and its normaliser.
-    return norm + logits * share.itemsize + share.tokens * (INDEX + 1 + FP32)
+        return norm + share.table * FP32
+    return norm + share.tokens * (share.vocabulary * share.itemsize + INDEX + 1 + FP32)
 
 
 def norm_workspace(share: Share, device: str) -> int:
@@ -118,23 +153,34 @@ def norm_workspace(share: Share, device: str) -> int:
 
 
 def loss_workspace(share: Share, tp: int, device: str) -> int:
-    """Bytes beside what `kept_by_head` counts, in the backward pass from the loss to the last block: the most at any
-    of three moments, each with less of that left.
+    """Bytes beside what `kept_by_head` counts, from the loss back to the last block: the most at any of some moments,
+    each with less of that left.
 
-    They are the derivative by the logits, the head's products, and the final norm.
+    They are the loss's own, the head's, and the final norm's.
     """
+    if tp > 1:
+        return _split_loss_workspace(share, device)
+    stream, table = share.rows * share.width * share.itemsize, share.table * share.itemsize
+    chunk = min(rows_at_a_time(share.vocabulary, device), share.tokens) * share.vocabulary
+    narrow = share.itemsize < FP32
+    # On CPUs the softmax beside the logits, in low precision both in fp32 beside them.
+    softmax = 0 if device == "cuda" else (2 if narrow else 1) * chunk * FP32
+    product = table if narrow and device == "cpu" else 0  # a chunk's term of the weights' derivative
+    forward = stream + chunk * share.itemsize + max(softmax, product)
+    head = table if narrow else 0  # the weights' derivative in their own type; from here on, if tied, it waits
+    norm = norm_workspace(share, device) - stream - share.table * FP32 + (table if share.tied else 0)
+    return max(forward, head, norm)
+
+
+def _split_loss_workspace(share: Share, device: str) -> int:
+    """`loss_workspace` of a tensor-parallel rank."""
     logits, whole = share.tokens * share.vocabulary, share.tokens * share.width * share.itemsize
-    if tp == 1:
-        freed, derivative = logits * FP32, 2 * logits * FP32  # by the logarithms, and by the logits
-    else:
-        # In place, low precision through fp32: some rows, and those before them.
-        chunk = max(LOGITS_AT_A_TIME[device], share.vocabulary)
-        freed, derivative = 0, min(logits, 2 * chunk) * FP32 if share.itemsize < FP32 else 0
+    # The derivative takes the logits' place, in low precision through fp32: some rows, and those before them.
+    chunk = max(LOGITS_AT_A_TIME[device], share.vocabulary)
+    derivative = min(logits, 2 * chunk) * FP32 if share.itemsize < FP32 else 0
     gathered = whole if share.rows < share.tokens else 0
-    slopes = logits * share.itemsize if tp == 1 else 0
-    products = slopes + gathered + whole + share.table * share.itemsize - freed
-    norm = norm_workspace(share, device) - logits * (FP32 if tp == 1 else share.itemsize)
-    return max(derivative, products, norm)
+    products = logits * share.itemsize + gathered + whole + share.table * share.itemsize
+    return max(derivative, products - logits * share.itemsize, norm_workspace(share, device) - logits * share.itemsize)
 
 
 def block_workspace(share: Share, recompute: str, device: str) -> int:
@@ -150,7 +196,7 @@ def block_workspace(share: Share, recompute: str, device: str) -> int:
     norm = norm_workspace(share, device)
     mixing = 4 * heads_bytes(share, share.heads) + product_bytes(share)
     if keeps_softmax(share, device):  # derivatives of the weights and of the scores, a block of queries at a time
-        mixing += 2 * share.sequences * share.heads * max(softmax_blocks(share.length)) * share.itemsize
+        mixing += 2 * share.sequences * share.heads * max(softmax_blocks(share)) * share.itemsize
     if recompute == "selective":
         again = attention_bytes(share, device)
         moments = (4 * inner, stream + gathered + whole, norm - 2 * inner, again + mixing - 2 * inner - stream)

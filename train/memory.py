@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 
-from .activations import block_workspace, kept_by_block, kept_by_head, loss_workspace
+from .activations import block_workspace, kept_by_block, kept_by_head, loss_workspace, mask_bytes
 from .config import RunConfig
 from .parallel.buckets import fill, pack, units
 from .parallel.share import Share, share_of
@@ -43,7 +43,7 @@ class Memory:
     optimizer: int  # fp32 master weights, where the weights are not, and two moments
     gathered: int  # stage 3: whole weights of what is at work
     reduction: int  # whole or fp32 copies of the gradients that are on their way
-    activations: int  # kept by all blocks for the backward pass
+    activations: int  # kept by all blocks for the backward pass, and the mask of attention that they share
     head: int  # kept by the final norm, the head and the loss
     loss_workspace: int  # derivatives by the logits
     block_workspace: int  # derivatives, and activations computed again, in the backward pass of one block
@@ -81,16 +81,17 @@ def memory(config: RunConfig, device: str = "cuda") -> Memory:
     head = kept_by_head(share, parallel.tp)
     at_loss = loss_workspace(share, parallel.tp, device)
     in_block = block_workspace(share, parallel.recompute, device)
+    mask = mask_bytes(share, parallel.recompute, device)
     table = share.table * share.itemsize
     waiting = table if share.tied else 0  # the head's part of a tied table's gradient, until the embedding's comes
     gathered = [gathered_bytes(buckets, share, stage, done) for done in range(depth + 1)]
     travelling = [reduction_bytes(buckets, share, parallel.dp, stage, device, done) for done in range(depth + 1)]
-    backward = [(depth - done) * kept + gathered[done] + travelling[done] for done in range(depth)]
+    backward = [mask + (depth - done) * kept + gathered[done] + travelling[done] for done in range(depth)]
     return Memory(
-        **held, gathered=max(gathered), reduction=max(travelling), activations=depth * kept, head=head,
+        **held, gathered=max(gathered), reduction=max(travelling), activations=mask + depth * kept, head=head,
         loss_workspace=at_loss, block_workspace=in_block, table_gradients=waiting + table,
         moments={
-            "loss": state + gathered_bytes(buckets, share, stage, None) + depth * kept + head + at_loss,
+            "loss": state + gathered_bytes(buckets, share, stage, None) + mask + depth * kept + head + at_loss,
             "backward": state + waiting + in_block + max(backward),
             "embedding": state + waiting + table + gathered[-1] + travelling[-1],
             "update": state + travelling[-1],

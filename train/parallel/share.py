@@ -28,6 +28,8 @@ class Share:
     precision: str  # fp32 | bf16 | fp16
     qk_norm: bool
     tied: bool
+    window: int | None  # tokens that a token sees, itself included; None: all before it
+    documents: bool  # each token sees its own document alone
 
     @property
     def itemsize(self) -> int:
@@ -87,6 +89,8 @@ def share_of(config: RunConfig) -> Share:
         length=config.data.sequence_length, sequences=sequences,
         rows=tokens // tp if parallel.sequence_parallel else tokens,
         precision=config.precision, qk_norm=model.qk_norm, tied=model.tied_embeddings,
+        window=model.window if model.window is not None and model.window < config.data.sequence_length else None,
+        documents=config.data.separate_documents,
     )  # fmt: skip
 
 

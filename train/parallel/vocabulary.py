@@ -5,7 +5,9 @@ Special here:
   its own sum of exponentials and the target's logit, in one small all-gather (Megatron-LM, arXiv 1909.08053, section 3,
   takes three all-reduces);
 - what is gathered is combined in the same order everywhere, so all ranks have the same loss to the bit;
-- the gradient takes the place of the logits, some rows at a time: nothing else of their size exists, in fp32 either;
+- the gradient takes the place of the logits, some rows at a time: nothing else of their size exists, in fp32 either.
+  Unlike on one rank (`loss.py`) all rows have their logits at once: a gradient needs the other ranks' sums, so some
+  rows at a time would be a message each to wait for, and a rank's logits are 1 / tp of all as it is;
 - padding of the vocabulary lies at its end, so it is all, some or none of a rank's columns, and is never looked at.
 """
 
@@ -83,7 +85,9 @@ class _CrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, first: int, valid: int, group: ProcessGroup, z_loss: float) -> Tensor:  # fmt: skip
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, first: int, valid: int, group: ProcessGroup, z_loss: float
+    ) -> Tensor:
         wide = torch.promote_types(logits.dtype, torch.float32)
         terms = logits.new_empty((1, 2, len(logits)), dtype=wide)
         index = targets - first

@@ -1,0 +1,79 @@
+"""Softmax, loss and its derivative by the logits, for some rows of them: what `loss.cross_entropy_reference` says.
+
+Special here:
+- one program a row: it walks the vocabulary once for the maximum and the sum of exponentials (online, so the logits are
+  read once), and once more to write the derivative over them; the second time a row comes from the cache, as a rule;
+- everything between the load and the store is fp32, whatever the logits' type; padding is masked, never read, and its
+  derivative is zero;
+- a custom op, so that fake tensors and the compiler see one operation; triton comes in with this file, which is
+  imported when the first logits lie on a GPU.
+
+Online softmax: Milakov and Gimelshein 2018, arXiv 1805.02867. In place: Hsu et al. 2024 (Liger), arXiv 2410.10989.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .flash_blocks import on_device
+
+LONGEST_BLOCK = 8192  # columns that a program holds at a time, 16 a thread
+
+
+def fused_cross_entropy(
+    logits: Tensor, targets: Tensor, vocab_size: int, z_loss: float, scale: float
+) -> tuple[Tensor, Tensor]:
+    """As `loss.cross_entropy`; the derivative is written over the logits, (n, V) with contiguous rows."""
+    return cross_entropy_(logits, targets, vocab_size, z_loss, scale), logits
+
+
+@torch.library.custom_op("isoflop::cross_entropy_", mutates_args=("logits",))
+def cross_entropy_(logits: Tensor, targets: Tensor, vocab_size: int, z_loss: float, scale: float) -> Tensor:
+    """Losses (n,), fp32; unless `scale` is 0 the logits (n, V) become `scale` times the derivative."""
+    count, columns = logits.shape
+    losses = torch.empty(count, dtype=torch.float32, device=logits.device)
+    block = min(triton.next_power_of_2(columns), LONGEST_BLOCK)
+    with on_device(logits):
+        _rows[(count,)](
+            logits, logits.stride(0), targets, targets.stride(0), losses, vocab_size, columns, z_loss, scale,
+            SLOPE=scale != 0, BLOCK=block, num_warps=max(1, block // 512),
+        )  # fmt: skip
+    return losses
+
+
+@cross_entropy_.register_fake
+def _(logits: Tensor, targets: Tensor, vocab_size: int, z_loss: float, scale: float) -> Tensor:
+    return logits.new_empty(len(logits), dtype=torch.float32)
+
+
+@triton.jit
+def _rows(  # type: ignore[no-untyped-def]
+    logits, row_stride, targets, target_stride, losses, vocab_size, columns, z_loss, scale,
+    SLOPE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Loss, and with SLOPE the derivative, of one row."""
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * row_stride
+    target = tl.load(targets + row * target_stride)
+    hit = tl.load(logits + target).to(tl.float32)  # before anything is written
+    lane = tl.arange(0, BLOCK)
+    top, total = -float("inf"), 0.0
+    for start in range(0, vocab_size, BLOCK):
+        z = tl.load(logits + start + lane, mask=start + lane < vocab_size, other=-float("inf")).to(tl.float32)
+        higher = tl.maximum(top, tl.max(z, 0))
+        total = total * tl.exp(top - higher) + tl.sum(tl.exp(z - higher), 0)
+        top = higher
+    lse = top + tl.log(total)
+    tl.store(losses + row, lse - hit + z_loss * lse * lse)
+    if SLOPE:
+        pull = scale * (1.0 + 2.0 * z_loss * lse)
+        for start in range(0, columns, BLOCK):
+            column = start + lane
+            z = tl.load(logits + column, mask=column < vocab_size, other=-float("inf")).to(tl.float32)
+            slope = tl.exp(z - lse) * pull - tl.where(column == target, scale, 0.0)
+            # Written out, for a NaN in lse must not reach the padding.
+            slope = tl.where(column < vocab_size, slope, 0.0)
+            tl.store(logits + column, slope.to(logits.dtype.element_ty), mask=column < columns)
