@@ -41,6 +41,12 @@ def _slurm_answers() -> bool:
         return False
 
 
+def pytest_collectstart() -> None:
+    """Before a test module can import triton: where there is no GPU its kernels are interpreted, on CPU tensors."""
+    if missing("gpu"):
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         for marker in {marker.name for marker in item.iter_markers()} & {"gpu", "slurm", "published", "browser"}:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from isoflop.train import attention
 from isoflop.train import model as model_module
 from isoflop.train.config import ModelConfig, OptimizerConfig
 from isoflop.train.errors import UserError
-from isoflop.train.model import GPT, next_token_loss, sequence_losses
+from isoflop.train.model import GPT, sequence_losses
 from isoflop.train.parametrization import build_model
 from torch import Tensor, nn
 
@@ -30,6 +31,7 @@ def random_architecture(generator: random.Random) -> ModelConfig:
         vocab_multiple=generator.choice([1, 16, 64]),
         qk_norm=generator.random() < 0.5,
         tied_embeddings=generator.random() < 0.5,
+        window=generator.choice([None, None, 1, 4, 30]),
         rope_theta=generator.choice([100.0, 10000.0]),
         norm_eps=generator.choice([1e-5, 1e-3]),
     )
@@ -47,7 +49,10 @@ def random_model(config: ModelConfig, length: int, seed: int, base_width: int = 
 
 
 def reference_logits(model: GPT, tokens: np.ndarray) -> np.ndarray:
-    """The architecture in NumPy float64: einsum attention, an explicit mask, rotation by complex numbers."""
+    """The architecture in NumPy float64: einsum attention, an explicit mask, rotation by complex numbers.
+
+    Documents, where the model keeps them apart, are numbered by counting the tokens before that end one.
+    """
     config = model.config
     weights = {name: p.detach().double().numpy() for name, p in model.state_dict().items()}
 
@@ -63,7 +68,11 @@ def reference_logits(model: GPT, tokens: np.ndarray) -> np.ndarray:
 
     batch, time = tokens.shape
     x = weights["embedding.weight"][tokens]
-    visible = np.tril(np.ones((time, time), bool))
+    i, j = np.arange(time)[:, None], np.arange(time)
+    visible = np.broadcast_to((j <= i) & (j > i - (config.window or time)), (batch, 1, time, time))
+    if model.end_of_document is not None:
+        document = np.cumsum(np.pad(tokens == model.end_of_document, ((0, 0), (1, 0)))[:, :-1], axis=1)
+        visible = visible & (document[:, None, :, None] == document[:, None, None, :])
     for i in range(config.depth):
         w = {name.removeprefix(f"blocks.{i}."): value for name, value in weights.items()}
         h = norm(x, w["attention_norm.weight"]) @ w["attention.qkv.weight"].T
@@ -93,6 +102,8 @@ def test_logits_equal_an_independent_float64_implementation(seed: int) -> None:
     batch, time = generator.randrange(1, 4), generator.randrange(1, 20)
     model = random_model(config, time + generator.randrange(3), seed, base_width=generator.choice([4, 16])).double()
     tokens = torch.randint(config.vocab_size or 0, (batch, time), generator=torch.Generator().manual_seed(seed))
+    if seed % 2:
+        model.separate_documents(int(tokens[0, time // 2]))
     expected = reference_logits(model, tokens.numpy())
     # The angles are kept in fp32, so float64 logits agree to its rounding: 2^-24 times a position below 20 and a sum.
     for grad in (False, True):
@@ -107,6 +118,8 @@ def test_gradients_equal_finite_differences_of_the_reference(seed: int) -> None:
     config = random_architecture(generator)
     model = random_model(config, 9, seed).double()
     tokens = torch.randint(config.vocab_size or 0, (2, 9), generator=torch.Generator().manual_seed(seed))
+    if seed % 2:
+        model.separate_documents(int(tokens[0, 4]))
     parameters = list(model.parameters())
     directions = [
         torch.randn(p.shape, generator=torch.Generator().manual_seed(i)).double() for i, p in enumerate(parameters)
@@ -174,35 +187,22 @@ def test_derivatives_written_by_hand_pass_gradcheck() -> None:
     assert torch.autograd.gradcheck(lambda x, w: model_module._RMSNorm.apply(x, w, 1e-3), (draw(2, 3, 6), draw(6)))
     tokens = torch.randint(4, (2, 5), generator=generator)
     assert torch.autograd.gradcheck(lambda table: model_module._Lookup.apply(tokens, table), draw(4, 3))
-    for block in (2, 3, 7, 9):
+    first = torch.tensor([[0, 0, 0, 2, 2, 4, 4], [0, 1, 1, 1, 1, 5, 5]], dtype=torch.int32)
+    for block in (2, 3, 9):
+        for window, masked in ((None, False), (None, True), (3, True)):
+            visible = attention.first_visible(first, first, window)
+            assert visible is not None
+            mask = attention.visible_mask(visible, torch.float64) if masked else None
 
-        def blocks(q: Tensor, k: Tensor, v: Tensor, block: int = block) -> Tensor:
-            return attention._BlockAttention.apply(q, k, v, block)
+            def blocks(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+                return attention._BlockAttention.apply(q, k, v, *rest)
 
-        inputs = draw(2, 7, 4), draw(2, 7, 4), draw(2, 7, 4)
-        assert torch.autograd.gradcheck(blocks, inputs)
-        expected = nn.functional.scaled_dot_product_attention(
-            inputs[0], inputs[1], inputs[2], is_causal=True, scale=1.0
-        )
-        torch.testing.assert_close(blocks(*inputs), expected, atol=1e-12, rtol=1e-12)
-
-
-@pytest.mark.parametrize("time", [5, 128, 300])
-def test_attention_that_trains_in_bf16_is_the_fused_one(time: int) -> None:
-    generator = torch.Generator().manual_seed(time)
-    q, k, v, g = (torch.randn(2, heads, time, 8, generator=generator, dtype=torch.float64) for heads in (6, 2, 2, 6))
-    wide_k, wide_v = k.repeat_interleave(3, 1), v.repeat_interleave(3, 1)
-    exact = [x.requires_grad_() for x in (q, wide_k, wide_v)]
-    expected = nn.functional.scaled_dot_product_attention(exact[0], exact[1], exact[2], is_causal=True)
-    expected_q, expected_k, expected_v = torch.autograd.grad(expected, exact, g)
-    low = [x.detach().bfloat16().requires_grad_() for x in (q, k, v)]
-    actual = attention.causal_attention(*low)
-    assert type(actual.grad_fn).__name__ == "ViewBackward0"  # of the blocks, not of the fused kernel
-    actual_q, actual_k, actual_v = torch.autograd.grad(actual, low, g.bfloat16())
-    wanted = [expected, expected_q, *(x.view(2, 2, 3, time, 8).sum(2) for x in (expected_k, expected_v))]
-    for ours, theirs in zip([actual, actual_q, actual_k, actual_v], wanted, strict=True):
-        # bf16 keeps 8 bits, 0.4 %: a handful of roundings in a row, against the size of the whole tensor.
-        assert ((ours.double() - theirs).norm() / theirs.norm()).item() < 0.015
+            inputs = draw(4, 7, 4), draw(4, 7, 4), draw(4, 7, 4)  # two sequences of two heads each
+            rest = block, 2, mask, window
+            assert torch.autograd.gradcheck(blocks, (*inputs, *rest))
+            q, k, v = (x.view(2, 2, 7, 4) for x in inputs)
+            expected = nn.functional.scaled_dot_product_attention(q, k, v, mask, is_causal=not masked, scale=1.0)
+            torch.testing.assert_close(blocks(*inputs, *rest).view(2, 2, 7, 4), expected, atol=1e-12, rtol=1e-12)
 
 
 def relative(actual: Tensor, expected: Tensor) -> float:
@@ -298,7 +298,7 @@ def test_padding_is_never_predicted_and_never_learns(tied: bool) -> None:
     logits = model(tokens[:, :-1])
     assert logits.shape == (4, 12, 64)
     assert (logits.softmax(-1)[..., 37:] == 0).all()
-    next_token_loss(logits, tokens[:, 1:]).backward()
+    nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
     for table in (model.embedding.weight, model.head.weight):
         assert table.grad is not None
         assert (table.grad[37:] == 0).all()
@@ -310,7 +310,7 @@ def test_the_first_loss_is_the_uniform_one() -> None:
     config = ModelConfig(width=16, depth=2, heads=2, vocab_size=100, tied_embeddings=False)
     model = build_model(config, OptimizerConfig(), 8, seed=3)
     tokens = torch.randint(100, (2, 9), generator=torch.Generator().manual_seed(0))
-    assert next_token_loss(model(tokens[:, :-1]), tokens[:, 1:]).item() == pytest.approx(math.log(100), rel=1e-6)
+    assert model.loss(tokens[:, :-1], tokens[:, 1:]).item() == pytest.approx(math.log(100), rel=1e-6)
 
 
 @torch.no_grad()
@@ -341,17 +341,22 @@ def test_a_longer_sequence_than_the_model_was_built_for_is_refused() -> None:
         GPT(ModelConfig(), 4)
 
 
-def test_a_compiled_block_gives_the_same_losses_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_compiled_block_gives_the_same_losses_and_gradients(monkeypatch: pytest.MonkeyPatch, masked: bool) -> None:
     # Through dynamo and aot_autograd, with the graph run by PyTorch: what inductor would add is minutes of C++.
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager", fullgraph=True))
-    config = ModelConfig(width=16, depth=2, heads=2, vocab_size=30, qk_norm=True)
+    config = ModelConfig(
+        width=16, depth=2, heads=4, kv_heads=2, vocab_size=30, qk_norm=True, window=5 if masked else None
+    )
     tokens = torch.randint(30, (2, 9), generator=torch.Generator().manual_seed(0))
     gradients = []
     for compiled in (False, True):
         model = random_model(config, 8, 0)
+        if masked:
+            model.separate_documents(int(tokens[0, 3]))
         if compiled:
             model.compile_blocks()
-        loss = next_token_loss(model(tokens[:, :-1]), tokens[:, 1:])
+        loss = model.loss(tokens[:, :-1], tokens[:, 1:])
         loss.backward()
         gradients.append([loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
     for eager, traced_ in zip(*gradients, strict=True):
@@ -362,8 +367,9 @@ def test_a_compiled_block_gives_the_same_losses_and_gradients(monkeypatch: pytes
 def test_logits_equal_transformers_llama() -> None:
     transformers = pytest.importorskip("transformers", reason="transformers is in the extra `bench`")
     config = ModelConfig(
-        width=24, depth=2, heads=6, kv_heads=2, vocab_size=64, rope_theta=500.0, norm_eps=1e-4, tied_embeddings=False
-    )
+        width=24, depth=2, heads=6, kv_heads=2, vocab_size=64, vocab_multiple=64, rope_theta=500.0, norm_eps=1e-4,
+        tied_embeddings=False,
+    )  # fmt: skip
     ours = random_model(config, 32, 0)
     llama = transformers.LlamaForCausalLM(
         transformers.LlamaConfig(

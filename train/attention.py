@@ -1,10 +1,15 @@
-"""Causal attention over (batch, heads, time, head_dim): PyTorch's fused kernel, or our own blocks for bf16 on CPUs.
+"""Causal attention over (batch, heads, time, head_dim): PyTorch's fused kernel, or our own blocks on CPUs.
 
-PyTorch's fused backward for CPUs takes 4 times as long in bf16 as batched products do, so while a CPU trains in bf16 at
-short context the softmax is kept and the derivative written out (`_BlockAttention`).
-
-Rotary positions use the half-split layout (Su et al. 2021, as in GPT-NeoX and Llama checkpoints), in one autograd
-Function: the backward of a rotation is the rotation by the opposite angle, so nothing but the angles is saved.
+Special here:
+- PyTorch's fused backward for CPUs takes 4 times as long in bf16 as batched products do, so while a CPU trains in bf16
+  at short context the softmax is kept and the derivative written out (`_BlockAttention`);
+- with a mask the fused kernel works through the whole square, so CPUs hand it blocks of queries, each with the keys
+  that the block can see at all: those up to its end, and within a sliding window those from where its first query's
+  begins;
+- what kernels mask is said by one number a query, the first position that it sees (`document_starts`); a sliding window
+  raises it. It is computed on the device, and nothing waits for it;
+- rotary positions use the half-split layout (Su et al. 2021, as in GPT-NeoX and Llama checkpoints), in one autograd
+  Function: the backward of a rotation is the rotation by the opposite angle, so nothing but the angles is saved.
 """
 
 from __future__ import annotations
@@ -13,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .activations import LONGEST_KEPT, query_block
+from .activations import LONGEST_KEPT, query_block, visible_blocks
 
 
 def rotary_angles(
@@ -53,41 +58,86 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return _rotate(x, cos, sin) if torch.compiler.is_compiling() else _Rotary.apply(x, cos, sin)
 
 
+def document_starts(tokens: Tensor, end: int) -> Tensor:
+    """Where the document of each token starts, (batch, time) -> (batch, time) int32, in positions of the same row.
+
+    A document begins after a token `end`, which belongs to the document that it ends, or with the row.
+    """
+    position = torch.arange(tokens.shape[1], dtype=torch.int32, device=tokens.device)
+    begins = torch.zeros_like(tokens, dtype=torch.int32)
+    begins[:, 1:] = (tokens[:, :-1] == end) * position[1:]
+    return begins.cummax(dim=1).values
+
+
+def first_visible(tokens: Tensor, first: Tensor | None, window: int | None) -> Tensor | None:
+    """The first position that each query sees, (batch, time) int32; None: it is 0 for all.
+
+    Args:
+        tokens: (batch, time, …), for its shape and device.
+        first: (batch, time) int32, as `document_starts` gives it; None: 0.
+        window: tokens that a query sees at most, itself included; None: no bound.
+    """
+    batch, time = tokens.shape[:2]
+    if window is None or window >= time:
+        return first
+    begins = torch.arange(1 - window, time - window + 1, dtype=torch.int32, device=tokens.device).clamp_(min=0)
+    return begins.expand(batch, time) if first is None else torch.maximum(first, begins)
+
+
+def visible_mask(first: Tensor, dtype: torch.dtype) -> Tensor:
+    """What is added to the scores: 0 where query i sees key j, first[i] <= j <= i, and -inf elsewhere.
+
+    (batch, time) -> (batch, 1, time, time), once for all rows where `first` is one row, expanded.
+    """
+    rows = first[:1] if first.stride(0) == 0 else first
+    position = torch.arange(first.shape[1], dtype=first.dtype, device=first.device)
+    hidden = (position < rows[:, :, None]) | (position > position[:, None])
+    mask = torch.zeros(hidden.shape, dtype=dtype, device=first.device).masked_fill_(hidden, float("-inf"))
+    return mask[:, None].expand(len(first), 1, -1, -1)
+
+
 class _BlockAttention(torch.autograd.Function):
-    """softmax(Q K^T) V in blocks of queries, each against the keys up to its own end; Q is scaled already.
+    """softmax(Q K^T) V in blocks of queries, each against the keys that it can see; Q is scaled already.
+
+    Q, K and V are (batch * heads, time, head_dim). The mask, (batch, 1, time, time), is added to the scores; None is
+    the causal one. With a window it must hide all keys before.
 
     With P the weights of a block: dV += P^T dO, dP = dO V^T, dS = softmax'(dP), dQ = dS K, dK += dS^T Q.
     """
 
     @staticmethod
-    def forward(ctx, query: Tensor, key: Tensor, value: Tensor, block: int) -> Tensor:  # type: ignore[no-untyped-def]
+    def forward(  # type: ignore[no-untyped-def]
+        ctx, query: Tensor, key: Tensor, value: Tensor, block: int, batch: int = 1, mask: Tensor | None = None,
+        window: int | None = None,
+    ) -> Tensor:  # fmt: skip
         time = query.shape[1]
         ahead = torch.full((block, block), float("-inf"), dtype=query.dtype, device=query.device).triu_(1)
         out, kept = torch.empty_like(query), []
-        for start in range(0, time, block):
-            end = min(start + block, time)
-            scores = torch.bmm(query[:, start:end], key[:, :end].transpose(1, 2))
-            scores[:, :, start:] += ahead[: end - start, : end - start]
+        blocks = visible_blocks(time, block, None if mask is None else window)
+        for low, start, end in blocks:
+            scores = torch.bmm(query[:, start:end], key[:, low:end].transpose(1, 2))
+            if mask is None:
+                scores[:, :, start:] += ahead[: end - start, : end - start]
+            else:
+                scores.view(batch, -1, end - start, end - low).add_(mask[:, :, start:end, low:end])
             kept.append(torch.softmax(scores, dim=-1))
-            out[:, start:end] = torch.bmm(kept[-1], value[:, :end])
-        ctx.block = block
+            out[:, start:end] = torch.bmm(kept[-1], value[:, low:end])
+        ctx.blocks = blocks
         ctx.save_for_backward(query, key, value, *kept)
         return out
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:  # type: ignore[no-untyped-def]
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[no-untyped-def]
         query, key, value, *kept = ctx.saved_tensors
         grad = grad.contiguous()
         d_query, d_key, d_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
-        for index, weights in enumerate(kept):
-            start = index * ctx.block
-            end = start + weights.shape[1]
-            d_weights = torch.bmm(grad[:, start:end], value[:, :end].transpose(1, 2))
+        for (low, start, end), weights in zip(ctx.blocks, kept, strict=True):
+            d_weights = torch.bmm(grad[:, start:end], value[:, low:end].transpose(1, 2))
             d_scores = torch.ops.aten._softmax_backward_data(d_weights, weights, -1, weights.dtype)
-            d_query[:, start:end] = torch.bmm(d_scores, key[:, :end])
-            d_key[:, :end].baddbmm_(d_scores.transpose(1, 2), query[:, start:end])
-            d_value[:, :end].baddbmm_(weights.transpose(1, 2), grad[:, start:end])
-        return d_query, d_key, d_value, None
+            d_query[:, start:end] = torch.bmm(d_scores, key[:, low:end])
+            d_key[:, low:end].baddbmm_(d_scores.transpose(1, 2), query[:, start:end])
+            d_value[:, low:end].baddbmm_(weights.transpose(1, 2), grad[:, start:end])
+        return d_query, d_key, d_value, None, None, None, None
 
 
 def _blocks_pay(query: Tensor) -> bool:
@@ -100,22 +150,60 @@ def _blocks_pay(query: Tensor) -> bool:
     )
 
 
-def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Softmax(Q K^T / sqrt(head_dim)) V under a causal mask.
+def causal_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, window: int | None = None
+) -> Tensor:
+    """Softmax(Q K^T / sqrt(head_dim) + mask) V.
 
     Args:
         query: (batch, heads, time, head_dim).
         key, value: (batch, kv_heads, time, head_dim); each serves heads / kv_heads query heads.
+        mask: (batch, 1, time, time) of `visible_mask`; None: causal.
+        window: that the mask was made with; keys that it hides from a whole block of queries are not read.
 
     Returns:
         (batch, heads, time, head_dim).
     """
-    groups = query.shape[1] // key.shape[1]
-    if groups > 1:
-        key = key.repeat_interleave(groups, dim=1)
-        value = value.repeat_interleave(groups, dim=1)
-    if not _blocks_pay(query):
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+    if _blocks_pay(query):
+        return _kept_softmax(query, key, value, mask, window)
+    if mask is None or query.device.type != "cpu":
+        return _fused(query, key, value, mask)
+    time = query.shape[2]
+    blocks = visible_blocks(time, query_block(time), window)
+    parts = [
+        _fused(query[:, :, start:end], key[:, :, low:end], value[:, :, low:end], mask[:, :, start:end, low:end])
+        for low, start, end in blocks
+    ]
+    # Put together by time first, as the kernel lays them out.
+    return parts[0] if len(parts) == 1 else torch.cat([x.transpose(1, 2) for x in parts], dim=1).transpose(1, 2)
+
+
+def _kept_softmax(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, window: int | None) -> Tensor:
     batch, heads, time, head_dim = query.shape
+    key, value = _repeated(key, heads), _repeated(value, heads)
     query, key, value = (x.reshape(batch * heads, time, head_dim) for x in (query * head_dim**-0.5, key, value))
-    return _BlockAttention.apply(query, key, value, query_block(time)).view(batch, heads, time, head_dim)
+    out = _BlockAttention.apply(query, key, value, query_block(time), batch, mask, window)
+    return out.view(batch, heads, time, head_dim)
+
+
+def _fused(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    grouped = query.shape[1] > key.shape[1]
+    if grouped and not _serves_groups(query, mask):
+        key, value, grouped = _repeated(key, query.shape[1]), _repeated(value, query.shape[1]), False
+    causal = mask is None
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
+
+
+def _serves_groups(query: Tensor, mask: Tensor | None) -> bool:
+    """Whether a fused kernel takes fewer key/value heads than query heads; without one PyTorch keeps whole squares.
+
+    On GPUs those of flash-attention and cuDNN do, which need bf16 or fp16 and no mask of our own.
+    """
+    if query.device.type != "cuda":
+        return True
+    return mask is None and query.dtype in (torch.bfloat16, torch.float16)
+
+
+def _repeated(x: Tensor, heads: int) -> Tensor:
+    """Key or value once for every query head."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)

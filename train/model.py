@@ -2,6 +2,8 @@
 
 Special here:
 - query, key and value come from one matrix product, and so do the MLP's gate and its up projection;
+- what a token sees (all before it, a window, its own document) is worked out once a pass for all blocks, on the device
+  from the tokens, in the form that the attention backend at work reads (`backends.py`);
 - the vocabulary is padded to a round size for speed, and the padding is masked, so it is never predicted;
 - the residual branches' last matrices and the head start small or at zero (see `parametrization.py`).
 """
@@ -14,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .attention import apply_rotary, causal_attention, rotary_angles
+from .attention import apply_rotary, document_starts, rotary_angles
+from .backends import SDPA, Backend, Choice, select
 from .config import ModelConfig
 from .errors import UserError
 from .loss import linear_cross_entropy
@@ -132,14 +135,16 @@ class Attention(nn.Module):
         # Of these key/value heads the one that serves all query heads here; None: each serves its share of them. A
         # tensor-parallel rank has more key/value heads than it uses where there are fewer of them than ranks.
         self.served_by: int | None = None
+        self.window, self.backend = config.window, SDPA
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return self.out(self.mix(self.qkv(x), cos, sin))
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, seen: Tensor | None = None) -> Tensor:
+        return self.out(self.mix(self.qkv(x), cos, sin, seen))
 
-    def mix(self, products: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def mix(self, products: Tensor, cos: Tensor, sin: Tensor, seen: Tensor | None = None) -> Tensor:
         """Rotation, softmax and weighting: (…, rows of qkv) -> (…, heads * head_dim), … being batch and time.
 
         The two may come as one dimension of batch * time; the angles (time, head_dim / 2) say which time it is.
+        `seen` is what the backend reads of what each query sees, see `GPT.seen`.
         """
         qkv = products.view(-1, len(cos), self.heads + 2 * self.kv_heads, self.head_dim)
         if self.query_norm is not None and self.key_norm is not None:
@@ -152,8 +157,8 @@ class Attention(nn.Module):
             query, key = apply_rotary(query_key, cos, sin).split((self.heads, self.kv_heads), dim=2)
         if self.served_by is not None:
             key, value = (x[:, :, self.served_by : self.served_by + 1] for x in (key, value))
-        mixed = causal_attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
-        return mixed.transpose(1, 2).reshape(*products.shape[:-1], self.heads * self.head_dim)
+        mixed = self.backend.attend(query, key, value, seen, self.window)
+        return mixed.reshape(*products.shape[:-1], self.heads * self.head_dim)
 
 
 class MLP(nn.Module):
@@ -187,19 +192,20 @@ class Block(nn.Module):
         self.mlp_norm = RMSNorm(config.width, config.norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, *seen: Tensor) -> Tensor:
+        """One block; `seen` is one tensor or none, see `GPT.seen`."""
         if self.recompute == "full":
-            return checkpointed(self._plain, x, cos, sin)
-        return self._selective(x, cos, sin) if self.recompute == "selective" else self._plain(x, cos, sin)
+            return checkpointed(self._plain, x, cos, sin, *seen)
+        return self._selective(x, cos, sin, *seen) if self.recompute == "selective" else self._plain(x, cos, sin, *seen)
 
-    def _plain(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), cos, sin)
+    def _plain(self, x: Tensor, cos: Tensor, sin: Tensor, *seen: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cos, sin, *seen)
         return x + self.mlp(self.mlp_norm(x))
 
-    def _selective(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def _selective(self, x: Tensor, cos: Tensor, sin: Tensor, *seen: Tensor) -> Tensor:
         attention, mlp = self.attention, self.mlp
         products = recomputed(self.attention_norm, attention.qkv, x)
-        middle = recomputed(attention.mix, lambda mixed: x + attention.out(mixed), products, cos, sin)
+        middle = recomputed(attention.mix, lambda mixed: x + attention.out(mixed), products, cos, sin, *seen)
         products = recomputed(self.mlp_norm, mlp.gate_up, middle)
         return recomputed(swiglu, lambda inner: middle + mlp.down(inner), products)
 
@@ -250,6 +256,8 @@ class GPT(nn.Module):
         self.head = Head(config.width, config.padded_vocab_size, config.vocab_size)
         if config.tied_embeddings:
             self.head.weight = self.embedding.weight
+        self.backend: Backend = SDPA
+        self.end_of_document: int | None = None
         self.place_angles()
 
     def place_angles(self, device: torch.device | None = None) -> None:
@@ -278,15 +286,59 @@ class GPT(nn.Module):
             raise ValueError(f"sequence of {time} tokens is longer than the model's {self.max_length}")
         cos, sin = self.cos[:time], self.sin[:time]
         x = self.embedding(tokens)
+        seen = self.seen(tokens, x.dtype)
         for block in self.blocks:
-            x = block(x, cos, sin)
+            x = block(x, cos, sin, *seen)
         x = self.norm(x)
         # The scale belongs to the logits, and the vocabulary is wider than the model.
         return x * self.output_scale if self.output_scale != 1.0 else x
 
+    def seen(self, tokens: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """What attention reads of what each query sees, made once for all blocks: one tensor, or none.
+
+        None is needed where every token sees all before it; where documents are kept apart one always is.
+        """
+        first = None if self.end_of_document is None else document_starts(tokens, self.end_of_document)
+        seen = self.backend.seen(tokens, first, self.config.window, dtype)
+        return () if seen is None else (seen,)
+
     def loss(self, tokens: Tensor, targets: Tensor, reduction: str = "mean", z_loss: float = 0.0) -> Tensor:
         """Cross-entropy of the next tokens in nats, fp32: a scalar, or with reduction `none` (batch, time)."""
         return self.head(self.last_hidden(tokens), targets, reduction, z_loss)
+
+    def separate_documents(self, end: int) -> None:
+        """From now on a token sees its own document alone; `end` is the token that ends one. Positions stay absolute.
+
+        Comes before `set_attention`, for not every backend can.
+        """
+        self.end_of_document = end
+
+    def set_attention(self, wanted: str, device: torch.device, dtype: torch.dtype) -> Choice:
+        """Takes another backend than PyTorch's own.
+
+        Args:
+            wanted: auto | ours | sdpa | flash2 | flash3 | flash4.
+            device: that the model will lie on.
+            dtype: that it will have.
+
+        Returns:
+            What was chosen; its `str` is a line for the run's report.
+
+        Raises:
+            UserError: the one that is asked for is not installed, or cannot do this.
+        """
+        has_window = self.config.window is not None and self.config.window < self.max_length
+        has_documents = self.end_of_document is not None
+        choice, backend = select(wanted, device, dtype, self.config.head_dim, has_window, has_documents)
+        self.use(backend)
+        return choice
+
+    def use(self, backend: Backend) -> None:
+        """Has every block call this backend."""
+        self.backend = backend
+        for module in self.modules():
+            if isinstance(module, Attention):
+                module.backend = backend
 
     def set_recompute(self, mode: str) -> None:
         """What every block keeps for its backward pass: none | selective | full, see `Block`."""

@@ -1,0 +1,250 @@
+"""FlashAttention of our own, in Triton: causal, with packed documents and windows, for grouped queries, any length.
+
+Special here:
+- One mask serves all: query i sees the keys first[i] <= j <= i. `first` is the start of i's document, raised by the
+  window, so it never falls along a row, and blocks that nobody sees are never loaded.
+- Query, key and value are read by their strides: views of one fused product, no copies. Keys and values of grouped
+  queries are never repeated.
+- The kernels are `torch.library` custom ops with fake and autograd formulas: torch.compile, activation recompute and
+  fake tensors see one opaque op that saves q, k, v, its output and one number a row.
+- The backward has no atomics, so it is always deterministic; see flash_backward.py for what that costs.
+- `flash_reference` is the definition: plain PyTorch, in the type it is given.
+- triton is imported when a kernel is first launched.
+
+Papers: FlashAttention-2 (Dao 2023, arXiv 2307.08691); grouped queries (Ainslie et al. 2023, arXiv 2305.13245).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..attention import first_visible
+from ..errors import UserError
+
+HEAD_DIMS = (16, 32, 64, 96, 128, 256)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def first_from_lengths(cumulative_lengths: Tensor | Sequence[int], batch: int, time: int) -> Tensor:
+    """First visible position of every token of packed documents.
+
+    Args:
+        cumulative_lengths: (n + 1,) integers: 0, then where each document ends among the batch * time tokens of the
+            rows laid end to end. A document lies within one row, and the documents fill the batch.
+        batch, time: rows, and tokens in each.
+
+    Returns:
+        (batch, time) int32, positions counted from the start of the row.
+
+    Reads the lengths on the host: on a GPU that waits for the device.
+    """
+    ends = torch.as_tensor(cumulative_lengths)
+    total = batch * time
+    if ends.ndim != 1 or ends.numel() < 2 or ends.is_floating_point() or int(ends[0]) != 0:
+        raise UserError(
+            f"cumulative_lengths {_short(ends)} must be whole numbers that start with 0 and end with {total}."
+        )
+    if not bool((ends[1:] > ends[:-1]).all()):
+        raise UserError(f"cumulative_lengths {_short(ends)} must increase: a document has at least one token.")
+    if int(ends[-1]) != total:
+        raise UserError(
+            f"cumulative_lengths ends with {int(ends[-1])}, but {batch} rows of {time} tokens take {total}."
+        )
+    starts, lasts = ends[:-1], ends[1:] - 1
+    spans = (starts // time != lasts // time).nonzero()
+    if spans.numel():
+        start, end = int(starts[spans[0, 0]]), int(ends[1:][spans[0, 0]])
+        raise UserError(
+            f"cumulative_lengths: the document of tokens {start} to {end} spans rows of {time} tokens; end it at "
+            f"{(start // time + 1) * time} and start another there."
+        )
+    document = torch.searchsorted(lasts, torch.arange(total, dtype=ends.dtype, device=ends.device))
+    return (starts[document] % time).to(torch.int32).view(batch, time)
+
+
+def _short(values: Tensor) -> str:
+    shown = values.flatten().tolist()
+    return str(shown) if len(shown) <= 6 else f"[{', '.join(map(str, shown[:5]))}, ..., {shown[-1]}]"
+
+
+def flash_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    first: Tensor | None = None,
+    window: int | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Softmax(scale Q K^T) V over the keys that each query sees: first[i] <= j <= i.
+
+    Args:
+        query: (batch, time, heads, d), bf16, fp16 or fp32, d in HEAD_DIMS, the last dimension contiguous.
+        key, value: (batch, time, kv_heads, d), the same type; each KV head serves heads / kv_heads query heads in turn.
+        first: (batch, time) int32, the first position that each query sees: at most its own, and never falling along a
+            row (unchecked: that would wait for the device). None: 0. See `first_from_lengths`.
+        window: how many positions a query sees at most, itself included; raises `first`.
+        scale: of the scores, above 0; d**-0.5 where None.
+
+    Returns:
+        (batch, time, heads, d), contiguous. Its gradients are the same bits every time.
+
+    Raises:
+        UserError: a shape, type, window or device that the kernel does not take.
+    """
+    _check(query, key, value, first, scale)
+    if window is not None and not 1 <= window <= query.shape[1]:
+        raise UserError(f"window {window} must be from 1 to the {query.shape[1]} tokens of a row.")
+    first = first_visible(query, first, window)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    out: Tensor = torch.ops.isoflop.flash_forward(query, key, value, first, scale)[0]
+    return out
+
+
+def _check(query: Tensor, key: Tensor, value: Tensor, first: Tensor | None, scale: float | None) -> None:
+    if query.ndim != 4 or key.ndim != 4 or key.shape != value.shape:
+        raise UserError(
+            f"query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} must be (batch, time, "
+            "heads, head size), key and value alike."
+        )
+    batch, time, heads, head_dim = query.shape
+    if head_dim not in HEAD_DIMS:
+        raise UserError(f"head size {head_dim} is not one that the kernel takes: {', '.join(map(str, HEAD_DIMS))}.")
+    if key.shape[:2] != (batch, time) or key.shape[3] != head_dim or not time:
+        raise UserError(
+            f"key {tuple(key.shape)} must have query's batch, time and head size, {(batch, time, head_dim)}, time at "
+            "least 1."
+        )
+    if heads % key.shape[2]:
+        raise UserError(f"heads {heads} must be a multiple of kv_heads {key.shape[2]}.")
+    if query.dtype not in DTYPES or key.dtype != query.dtype or value.dtype != query.dtype:
+        raise UserError(
+            f"query {query.dtype}, key {key.dtype} and value {value.dtype} must be of one type, bfloat16, float16 or "
+            "float32."
+        )
+    if any(x.stride(-1) != 1 for x in (query, key, value)):
+        raise UserError("query, key and value must be contiguous in their last dimension.")
+    if first is not None and (first.shape != (batch, time) or first.dtype != torch.int32):
+        raise UserError(
+            f"first {tuple(first.shape)} of {first.dtype} must be {(batch, time)} of torch.int32, a position a query."
+        )
+    if scale is not None and scale <= 0:
+        raise UserError(f"scale {scale} must be above 0.")
+
+
+def flash_reference(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    first: Tensor | None = None,
+    window: int | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """What `flash_attention` means, in plain PyTorch and query's own type: (its output, lse (batch, heads, time))."""
+    groups, time = query.shape[2] // key.shape[2], query.shape[1]
+    key, value = key.repeat_interleave(groups, dim=2), value.repeat_interleave(groups, dim=2)
+    scores = torch.einsum("bihd,bjhd->bhij", query, key) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    positions = torch.arange(time, device=query.device)
+    visible = positions[None, :] <= positions[:, None]
+    if window is not None:
+        visible = visible & (positions[None, :] > positions[:, None] - window)
+    if first is not None:
+        visible = visible & (positions >= first[:, None, :, None])
+    scores = scores.masked_fill(~visible, float("-inf"))
+    return torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), value), scores.logsumexp(-1)
+
+
+@functools.cache
+def _installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _require_triton(x: Tensor) -> None:
+    if not _installed():
+        raise UserError("attention ours needs the package triton, which is not installed; sdpa needs none.")
+    if not x.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+        raise UserError(f"attention ours needs tensors on a CUDA device, not on {x.device}; sdpa runs anywhere.")
+
+
+def _by_rows(first: Tensor | None) -> Tensor | None:
+    return first if first is None or first.stride(1) == 1 else first.contiguous()
+
+
+@torch.library.custom_op("isoflop::flash_forward", mutates_args=())
+def flash_forward(
+    query: Tensor, key: Tensor, value: Tensor, first: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Output (batch, time, heads, d), contiguous, and log-sum-exp (batch, heads, time), fp32."""
+    _require_triton(query)
+    from .flash_forward import forward
+
+    return forward(query, key, value, _by_rows(first), scale)
+
+
+@flash_forward.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, first: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    batch, time, heads, _ = query.shape
+    lse = query.new_empty((batch, heads, time), dtype=torch.float32)
+    return torch.empty_like(query, memory_format=torch.contiguous_format), lse
+
+
+@torch.library.custom_op("isoflop::flash_backward", mutates_args=())
+def flash_backward(
+    grad: Tensor,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    first: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Derivatives of query, key and value, contiguous."""
+    _require_triton(query)
+    from .flash_backward import backward
+
+    grad = grad if grad.stride(-1) == 1 else grad.contiguous()
+    grad_lse = None if grad_lse is None else grad_lse.contiguous()
+    return backward(grad, grad_lse, query, key, value, out, lse, _by_rows(first), scale)
+
+
+@flash_backward.register_fake
+def _(
+    grad: Tensor,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    first: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    empty = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value))
+    return tuple(empty)  # type: ignore[return-value]
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    query, key, value, first, ctx.scale = inputs
+    ctx.save_for_backward(query, key, value, first, *output)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+    query, key, value, first, out, lse = ctx.saved_tensors
+    if grad is None:
+        grad = torch.zeros_like(out)
+    grads = torch.ops.isoflop.flash_backward(grad, grad_lse, query, key, value, out, lse, first, ctx.scale)
+    return *grads, None, None
+
+
+torch.library.register_autograd("isoflop::flash_forward", _backward, setup_context=_setup)

@@ -1,0 +1,264 @@
+"""FlashAttention's backward kernels: weights recomputed from the log-sum-exp, no atomics, so always deterministic.
+
+With S = scale Q K^T, P = exp(S - lse) and delta = rowsum(dO * O) - dlse:
+    dV = P^T dO,   dP = dO V^T,   dS = P * (dP - delta),   dQ = scale dS K,   dK = scale dS^T Q.
+
+Special here:
+- Three launches: delta; dK and dV, a program a block of keys; dQ, a program a block of queries. The last two both
+  recompute S and dP (7 products where one launch with atomic sums of dQ would do 5). In return no sum depends on the
+  order in which programs run, so two calls give the same bits, and there is no second, slower mode to choose.
+- dK/dV work on transposed scores (keys down, queries across), so that P^T and dS^T are products' left operands as they
+  stand, from registers. The query heads of a KV head are a loop inside the program: that is GQA's sum.
+- Which queries see a key block is a range as well, because `first` never falls along a row. Its end is found on the
+  device by `searchsorted`, which the host does not wait for.
+
+Papers: FlashAttention-2 (Dao 2023, arXiv 2307.08691, algorithm 2).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .flash_blocks import blocks_for, capability_of, dot_precision, on_device
+from .flash_forward import LOG2E, LOG2E_, head_of, key_range, load_rows, masked_block, store_rows
+
+
+@triton.jit
+def delta_kernel(  # type: ignore[no-untyped-def]
+    Grad, Out, GradLse, Delta, grad_batch, grad_time, grad_head, heads, time,
+    D: tl.constexpr, PADDED_D: tl.constexpr, QUERIES: tl.constexpr, HAS_GRAD_LSE: tl.constexpr,
+):  # fmt: skip
+    """Delta (batch, heads, time): what a row's dP is compared with."""
+    blocks = tl.cdiv(time, QUERIES)
+    program = tl.program_id(0)
+    start = program % blocks * QUERIES
+    batch, head = (program // blocks // heads).to(tl.int64), program // blocks % heads
+    rows = start + tl.arange(0, QUERIES)
+    grad_base = head_of(Grad, batch, head, grad_batch, grad_head)
+    grad = load_rows(grad_base, start, grad_time, time, QUERIES, D, PADDED_D, EDGE=True)
+    out = load_rows(Out + (batch * time * heads + head) * D, start, heads * D, time, QUERIES, D, PADDED_D, EDGE=True)
+    delta = tl.sum(grad.to(tl.float32) * out.to(tl.float32), 1)
+    line = (batch * heads + head) * time + rows
+    if HAS_GRAD_LSE:
+        delta -= tl.load(GradLse + line, mask=rows < time, other=0.0)
+    tl.store(Delta + line, delta, mask=rows < time)
+
+
+@triton.jit
+def _key_grads(  # type: ignore[no-untyped-def]
+    k, v, dk, dv, q_base, grad_base, lse_row, delta_row, start, q_time, grad_time, time, scale_log2,
+    keys, first_row, D: tl.constexpr, PADDED_D: tl.constexpr, QUERIES: tl.constexpr,
+    HAS_FIRST: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Adds one block of queries to dk and dv; all scores are transposed, (keys, queries)."""
+    rows = start + tl.arange(0, QUERIES)
+    q = load_rows(q_base, start, q_time, time, QUERIES, D, PADDED_D, EDGE=MASKED)
+    grad = load_rows(grad_base, start, grad_time, time, QUERIES, D, PADDED_D, EDGE=MASKED)
+    if MASKED:
+        lse = tl.load(lse_row + rows, mask=rows < time, other=float("inf"))  # weights of rows that are not there: 0
+        delta = tl.load(delta_row + rows, mask=rows < time, other=0.0)
+    else:
+        lse = tl.load(lse_row + rows)
+        delta = tl.load(delta_row + rows)
+    scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+    p = tl.math.exp2(scores * scale_log2 - (lse * LOG2E_)[None, :])
+    if MASKED:
+        visible = keys[:, None] <= rows[None, :]
+        if HAS_FIRST:
+            first = tl.load(first_row + rows, mask=rows < time, other=0)
+            visible &= keys[:, None] >= first[None, :]
+        p = tl.where(visible, p, 0.0)
+    dv = tl.dot(p.to(grad.dtype), grad, dv, input_precision=PRECISION)
+    dp = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
+    ds = p * (dp - delta[None, :])
+    dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+    return dk, dv
+
+
+@triton.jit
+def key_kernel(  # type: ignore[no-untyped-def]
+    Q, K, V, First, Ends, Grad, Lse, Delta, DK, DV, scale, scale_log2,
+    q_batch, q_time, q_head, k_batch, k_time, k_head, v_batch, v_time, v_head,
+    grad_batch, grad_time, grad_head, first_batch, ends_batch,
+    kv_heads, group, time,
+    D: tl.constexpr, PADDED_D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    HAS_FIRST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """DK, DV (batch, time, kv_heads, D), contiguous. Ends (batch, blocks, 2): see `query_ends`."""
+    blocks = tl.cdiv(time, KEYS)
+    program = tl.program_id(0)
+    block = program % blocks  # the first keys have the most queries, and are launched first
+    start = block * KEYS
+    batch, kv_head = (program // blocks // kv_heads).to(tl.int64), program // blocks % kv_heads
+    first_row = First + batch * first_batch
+    keys = start + tl.arange(0, KEYS)
+
+    # Queries from `begin` to `whole_begin` lie on the diagonal, those to `whole_end` all see the whole block, and of
+    # those to `end` some see a part of it.
+    end = time
+    whole_end = time // QUERIES * QUERIES
+    if HAS_FIRST:
+        whole_end = tl.load(Ends + batch * ends_batch + block * 2) // QUERIES * QUERIES
+        end = tl.load(Ends + batch * ends_batch + block * 2 + 1)
+    begin = start // QUERIES * QUERIES
+    whole_begin = tl.cdiv(tl.minimum(start + KEYS - 1, end), QUERIES) * QUERIES
+    whole_end = tl.maximum(whole_end, whole_begin)
+    masked = (whole_begin - begin) // QUERIES + tl.cdiv(tl.maximum(end - whole_end, 0), QUERIES)
+
+    k = load_rows(head_of(K, batch, kv_head, k_batch, k_head), start, k_time, time, KEYS, D, PADDED_D, EDGE=True)
+    v = load_rows(head_of(V, batch, kv_head, v_batch, v_head), start, v_time, time, KEYS, D, PADDED_D, EDGE=True)
+    dk = tl.zeros((KEYS, PADDED_D), dtype=tl.float32)
+    dv = tl.zeros((KEYS, PADDED_D), dtype=tl.float32)
+    q_base = head_of(Q, batch, kv_head * group, q_batch, q_head)
+    grad_base = head_of(Grad, batch, kv_head * group, grad_batch, grad_head)
+    lse_row = Lse + (batch * kv_heads + kv_head) * group * time
+    delta_row = Delta + (batch * kv_heads + kv_head) * group * time
+    for _ in tl.range(0, group):
+        for query_start in tl.range(whole_begin, whole_end, QUERIES):
+            dk, dv = _key_grads(
+                k, v, dk, dv, q_base, grad_base, lse_row, delta_row, query_start, q_time, grad_time, time, scale_log2,
+                keys, first_row, D, PADDED_D, QUERIES, HAS_FIRST, PRECISION, MASKED=False,
+            )  # fmt: skip
+        for index in tl.range(0, masked):
+            query_start = masked_block(index, begin, whole_begin, whole_end, QUERIES)
+            dk, dv = _key_grads(
+                k, v, dk, dv, q_base, grad_base, lse_row, delta_row, query_start, q_time, grad_time, time, scale_log2,
+                keys, first_row, D, PADDED_D, QUERIES, HAS_FIRST, PRECISION, MASKED=True,
+            )  # fmt: skip
+        q_base += q_head
+        grad_base += grad_head
+        lse_row += time
+        delta_row += time
+    base = (batch * time * kv_heads + kv_head) * D
+    store_rows(DK + base, start, kv_heads * D, time, dk * scale, KEYS, D, PADDED_D)
+    store_rows(DV + base, start, kv_heads * D, time, dv, KEYS, D, PADDED_D)
+
+
+@triton.jit
+def _query_grad(  # type: ignore[no-untyped-def]
+    q, grad, lse_log2, delta, dq, k, v, scale_log2, visible, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Adds one block of keys to dq."""
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    p = tl.math.exp2(scores * scale_log2 - lse_log2[:, None])
+    if MASKED:
+        p = tl.where(visible, p, 0.0)
+    dp = tl.dot(grad, tl.trans(v), input_precision=PRECISION)
+    ds = p * (dp - delta[:, None])
+    return tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+
+
+@triton.jit
+def query_kernel(  # type: ignore[no-untyped-def]
+    Q, K, V, First, Grad, Lse, Delta, DQ, scale, scale_log2,
+    q_batch, q_time, q_head, k_batch, k_time, k_head, v_batch, v_time, v_head,
+    grad_batch, grad_time, grad_head, first_batch,
+    heads, group, time,
+    D: tl.constexpr, PADDED_D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    HAS_FIRST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """DQ (batch, time, heads, D), contiguous: the forward kernel's walk over the keys."""
+    blocks = tl.cdiv(time, QUERIES)
+    program = tl.program_id(0)
+    start = (blocks - 1 - program % blocks) * QUERIES
+    batch, head = (program // blocks // heads).to(tl.int64), program // blocks % heads
+
+    k_base = head_of(K, batch, head // group, k_batch, k_head)
+    v_base = head_of(V, batch, head // group, v_batch, v_head)
+    first_row = First + batch * first_batch
+    begin, whole_begin, whole_end, end = key_range(first_row, start, time, QUERIES, KEYS, HAS_FIRST)
+
+    rows, columns = start + tl.arange(0, QUERIES), tl.arange(0, KEYS)
+    line = (batch * heads + head) * time + rows
+    q = load_rows(head_of(Q, batch, head, q_batch, q_head), start, q_time, time, QUERIES, D, PADDED_D, EDGE=True)
+    grad_base = head_of(Grad, batch, head, grad_batch, grad_head)
+    grad = load_rows(grad_base, start, grad_time, time, QUERIES, D, PADDED_D, EDGE=True)
+    lse_log2 = tl.load(Lse + line, mask=rows < time, other=float("inf")) * LOG2E_
+    delta = tl.load(Delta + line, mask=rows < time, other=0.0)
+    dq = tl.zeros((QUERIES, PADDED_D), dtype=tl.float32)
+
+    for key_start in tl.range(whole_begin, whole_end, KEYS):
+        k = load_rows(k_base, key_start, k_time, time, KEYS, D, PADDED_D, EDGE=False)
+        v = load_rows(v_base, key_start, v_time, time, KEYS, D, PADDED_D, EDGE=False)
+        dq = _query_grad(q, grad, lse_log2, delta, dq, k, v, scale_log2, True, PRECISION, MASKED=False)
+
+    if HAS_FIRST:
+        first = tl.load(first_row + rows, mask=rows < time, other=0)
+    for index in tl.range(0, (whole_begin - begin) // KEYS + tl.cdiv(end - whole_end, KEYS)):
+        key_start = masked_block(index, begin, whole_begin, whole_end, KEYS)
+        k = load_rows(k_base, key_start, k_time, time, KEYS, D, PADDED_D, EDGE=True)
+        v = load_rows(v_base, key_start, v_time, time, KEYS, D, PADDED_D, EDGE=True)
+        keys = key_start + columns
+        visible = keys[None, :] <= rows[:, None]
+        if HAS_FIRST:
+            visible &= keys[None, :] >= first[:, None]
+        dq = _query_grad(q, grad, lse_log2, delta, dq, k, v, scale_log2, visible, PRECISION, MASKED=True)
+
+    base = DQ + (batch * time * heads + head) * D
+    store_rows(base, start, heads * D, time, dq * scale, QUERIES, D, PADDED_D)
+
+
+def query_ends(first: Tensor, keys: int) -> Tensor:
+    """How many queries have `first` at or before the first, and the last, key of each block of keys.
+
+    As `first` never falls along a row, these are where the queries end that see the block whole, and in part.
+
+    Args:
+        first: (batch, time) int32.
+        keys: block size.
+
+    Returns:
+        (batch, blocks, 2) int32, contiguous; of one row where first's batch stride is 0.
+    """
+    first = (first[:1] if first.stride(0) == 0 else first).contiguous()
+    starts = torch.arange(0, first.shape[1], keys, dtype=torch.int32, device=first.device)
+    bounds = torch.stack((starts, starts + keys - 1), dim=1).view(1, -1).expand(first.shape[0], -1).contiguous()
+    return torch.searchsorted(first, bounds, right=True, out_int32=True).view(first.shape[0], -1, 2)
+
+
+def backward(
+    grad: Tensor, grad_lse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor,
+    first: Tensor | None, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Launches the kernels: the derivatives of query, key and value, contiguous and in their shapes and types.
+
+    Args:
+        grad, grad_lse: derivatives of out (any strides with the last dimension contiguous) and lse (contiguous).
+        query, key, value, first, scale: as given to the forward kernel.
+        out, lse: as it returned them.
+    """
+    batch, time, heads, head_dim = query.shape
+    kv_heads = key.shape[2]
+    delta = torch.empty_like(lse)
+    d_query, d_key, d_value = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value))
+    precision = dot_precision()
+    blocks = blocks_for(head_dim, query.dtype, precision, capability_of(query))
+    sizes = {"D": head_dim, "PADDED_D": triton.next_power_of_2(head_dim)}
+    flags = {"HAS_FIRST": first is not None, "PRECISION": precision}
+    strides = [stride for x in (query, key, value, grad) for stride in x.stride()[:3]]
+    some_first, first_batch = (query, 0) if first is None else (first, first.stride(0))
+    with on_device(query):
+        rows = 64
+        delta_kernel[(triton.cdiv(time, rows) * batch * heads,)](
+            grad, out, delta if grad_lse is None else grad_lse, delta, *grad.stride()[:3], heads, time,
+            **sizes, QUERIES=rows, HAS_GRAD_LSE=grad_lse is not None,
+        )  # fmt: skip
+        launch = blocks.d_key_value
+        ends = some_first if first is None else query_ends(first, launch.keys)
+        key_kernel[(triton.cdiv(time, launch.keys) * batch * kv_heads,)](
+            query, key, value, some_first, ends, grad, lse, delta, d_key, d_value, scale, scale * LOG2E,
+            *strides, first_batch, ends.stride(0) if first_batch else 0, kv_heads, heads // kv_heads, time,
+            **sizes, QUERIES=launch.queries, KEYS=launch.keys, **flags,
+            num_warps=launch.warps, num_stages=launch.stages,
+        )  # fmt: skip
+        launch = blocks.d_query
+        query_kernel[(triton.cdiv(time, launch.queries) * batch * heads,)](
+            query, key, value, some_first, grad, lse, delta, d_query, scale, scale * LOG2E,
+            *strides, first_batch, heads, heads // kv_heads, time,
+            **sizes, QUERIES=launch.queries, KEYS=launch.keys, **flags,
+            num_warps=launch.warps, num_stages=launch.stages,
+        )  # fmt: skip
+    return d_query, d_key, d_value

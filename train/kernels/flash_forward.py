@@ -1,0 +1,178 @@
+"""FlashAttention's forward kernel: one program a block of queries of one head, walking the key blocks that it sees.
+
+Special here:
+- Only `first[i] <= j <= i` is ever masked. A program's key blocks are therefore one range, in three parts: blocks that
+  some query of the block must not see all of (at the start of a document or window), blocks that all of its queries
+  see whole, and the blocks on the diagonal. The middle part does no mask work; the other two share one loop.
+- The softmax is online and in base 2: log2(e) is folded into the scale, and a multiply-add feeds `exp2`.
+- Query blocks are launched last first: they have the most keys, so the short ones fill the end of the launch.
+- A head size that is no power of two (96) is padded to one inside the block; the padding is masked out of the loads.
+- Where a head and a block begin is a 64-bit scalar and only offsets inside a block are 32-bit: no tensor is too large.
+
+Papers: FlashAttention-2 (Dao 2023, arXiv 2307.08691, algorithm 1); online softmax (Milakov & Gimelshein 2018,
+arXiv 1805.02867).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .flash_blocks import blocks_for, capability_of, dot_precision, on_device
+
+LOG2E = 1.4426950408889634
+LOG2E_: tl.constexpr = tl.constexpr(LOG2E)
+LN2_: tl.constexpr = tl.constexpr(0.6931471805599453)
+# Lower than any score, and finite: a row that sees no key of a block then keeps exp2(LOWEST - LOWEST) = 1, not NaN.
+LOWEST: tl.constexpr = tl.constexpr(-1e30)
+
+
+@triton.jit
+def head_of(base, batch, head, batch_stride, head_stride):  # type: ignore[no-untyped-def]
+    """Where the (time, D) view of one head begins."""
+    return base + tl.cast(batch, tl.int64) * batch_stride + tl.cast(head, tl.int64) * head_stride
+
+
+@triton.jit
+def load_rows(  # type: ignore[no-untyped-def]
+    base, start, stride, time, ROWS: tl.constexpr, D: tl.constexpr, PADDED_D: tl.constexpr, EDGE: tl.constexpr
+):
+    """Rows start .. start + ROWS of a (time, D) view, (ROWS, PADDED_D); with EDGE, zeros from row `time` on."""
+    rows, columns = tl.arange(0, ROWS), tl.arange(0, PADDED_D)
+    pointers = base + tl.cast(start, tl.int64) * stride + rows[:, None] * stride + columns[None, :]
+    if EDGE and D != PADDED_D:
+        return tl.load(pointers, mask=(start + rows < time)[:, None] & (columns < D)[None, :], other=0.0)
+    elif EDGE:
+        return tl.load(pointers, mask=(start + rows < time)[:, None], other=0.0)
+    elif D != PADDED_D:
+        return tl.load(pointers, mask=(columns < D)[None, :], other=0.0)
+    else:
+        return tl.load(pointers)
+
+
+@triton.jit
+def store_rows(  # type: ignore[no-untyped-def]
+    base, start, stride, time, values, ROWS: tl.constexpr, D: tl.constexpr, PADDED_D: tl.constexpr
+):
+    """The rows of `values` (ROWS, PADDED_D) that lie below `time`, in the type of `base`."""
+    rows, columns = tl.arange(0, ROWS), tl.arange(0, PADDED_D)
+    pointers = base + tl.cast(start, tl.int64) * stride + rows[:, None] * stride + columns[None, :]
+    inside = (start + rows < time)[:, None] & (columns < D)[None, :]
+    tl.store(pointers, values.to(base.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def key_range(  # type: ignore[no-untyped-def]
+    first_row, start, time, QUERIES: tl.constexpr, KEYS: tl.constexpr, HAS_FIRST: tl.constexpr
+):
+    """The keys that QUERIES queries from `start` on see: begin to end; all see all of whole_begin to whole_end."""
+    end = tl.minimum(start + QUERIES, time)
+    whole_end = (start + 1) // KEYS * KEYS
+    begin = 0
+    whole_begin = 0
+    if HAS_FIRST:
+        begin = tl.load(first_row + start) // KEYS * KEYS
+        whole_begin = tl.minimum(tl.cdiv(tl.load(first_row + end - 1), KEYS) * KEYS, whole_end)
+    return begin, whole_begin, whole_end, end
+
+
+@triton.jit
+def masked_block(index, begin, whole_begin, whole_end, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Start of masked block `index`: those from `begin` to `whole_begin`, then those from `whole_end` on."""
+    ahead = (whole_begin - begin) // BLOCK
+    return tl.where(index < ahead, begin + index * BLOCK, whole_end + (index - ahead) * BLOCK)
+
+
+@triton.jit
+def _attend(  # type: ignore[no-untyped-def]
+    q, k, v, total, highest, weights, scale_log2, visible, PRECISION: tl.constexpr, MASKED: tl.constexpr
+):
+    """One block of keys: its scores join the running maximum, sum of weights and weighted sum of values."""
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if MASKED:
+        scores = tl.where(visible, scores, float("-inf"))
+    higher = tl.maximum(highest, tl.max(scores, 1) * scale_log2)
+    p = tl.math.exp2(scores * scale_log2 - higher[:, None])
+    shrink = tl.math.exp2(highest - higher)
+    weights = weights * shrink + tl.sum(p, 1)
+    total = tl.dot(p.to(v.dtype), v, total * shrink[:, None], input_precision=PRECISION)
+    return total, higher, weights
+
+
+@triton.jit
+def forward_kernel(  # type: ignore[no-untyped-def]
+    Q, K, V, First, Out, Lse, scale_log2,
+    q_batch, q_time, q_head, k_batch, k_time, k_head, v_batch, v_time, v_head, first_batch,
+    heads, group, time,
+    D: tl.constexpr, PADDED_D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    HAS_FIRST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Out (batch, time, heads, D) and Lse (batch, heads, time), both contiguous; Q, K, V by their strides."""
+    blocks = tl.cdiv(time, QUERIES)
+    program = tl.program_id(0)
+    start = (blocks - 1 - program % blocks) * QUERIES
+    batch, head = (program // blocks // heads).to(tl.int64), program // blocks % heads
+
+    k_base = head_of(K, batch, head // group, k_batch, k_head)
+    v_base = head_of(V, batch, head // group, v_batch, v_head)
+    first_row = First + batch * first_batch
+    begin, whole_begin, whole_end, end = key_range(first_row, start, time, QUERIES, KEYS, HAS_FIRST)
+
+    rows, columns = start + tl.arange(0, QUERIES), tl.arange(0, KEYS)
+    q = load_rows(head_of(Q, batch, head, q_batch, q_head), start, q_time, time, QUERIES, D, PADDED_D, EDGE=True)
+    total = tl.zeros((QUERIES, PADDED_D), dtype=tl.float32)
+    highest = tl.full((QUERIES,), LOWEST, dtype=tl.float32)
+    weights = tl.zeros((QUERIES,), dtype=tl.float32)
+
+    for key_start in tl.range(whole_begin, whole_end, KEYS):
+        k = load_rows(k_base, key_start, k_time, time, KEYS, D, PADDED_D, EDGE=False)
+        v = load_rows(v_base, key_start, v_time, time, KEYS, D, PADDED_D, EDGE=False)
+        total, highest, weights = _attend(q, k, v, total, highest, weights, scale_log2, True, PRECISION, MASKED=False)
+
+    if HAS_FIRST:
+        first = tl.load(first_row + rows, mask=rows < time, other=0)
+    for index in tl.range(0, (whole_begin - begin) // KEYS + tl.cdiv(end - whole_end, KEYS)):
+        key_start = masked_block(index, begin, whole_begin, whole_end, KEYS)
+        k = load_rows(k_base, key_start, k_time, time, KEYS, D, PADDED_D, EDGE=True)
+        v = load_rows(v_base, key_start, v_time, time, KEYS, D, PADDED_D, EDGE=True)
+        keys = key_start + columns
+        visible = keys[None, :] <= rows[:, None]
+        if HAS_FIRST:
+            visible &= keys[None, :] >= first[:, None]
+        total, highest, weights = _attend(q, k, v, total, highest, weights, scale_log2, visible, PRECISION, MASKED=True)
+
+    out_base = Out + (batch * time * heads + head) * D
+    store_rows(out_base, start, heads * D, time, total / weights[:, None], QUERIES, D, PADDED_D)
+    lse = highest * LN2_ + tl.log(weights)
+    tl.store(Lse + (batch * heads + head) * time + rows, lse, mask=rows < time)
+
+
+def forward(query: Tensor, key: Tensor, value: Tensor, first: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    """Launches the kernel.
+
+    Args:
+        query: (batch, time, heads, d), any strides with the last dimension contiguous.
+        key, value: (batch, time, kv_heads, d), likewise.
+        first: (batch, time) int32, rows contiguous (a batch stride of 0 is fine), or None.
+        scale: of the scores, above 0.
+
+    Returns:
+        out (batch, time, heads, d) in query's type, and the log-sum-exp of each row (batch, heads, time), fp32.
+    """
+    batch, time, heads, head_dim = query.shape
+    out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    lse = torch.empty((batch, heads, time), dtype=torch.float32, device=query.device)
+    precision = dot_precision()
+    launch = blocks_for(head_dim, query.dtype, precision, capability_of(query)).forward
+    with on_device(query):
+        forward_kernel[(triton.cdiv(time, launch.queries) * batch * heads,)](
+            query, key, value, query if first is None else first, out, lse, scale * LOG2E,
+            *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], 0 if first is None else first.stride(0),
+            heads, heads // key.shape[2], time,
+            D=head_dim, PADDED_D=triton.next_power_of_2(head_dim), QUERIES=launch.queries, KEYS=launch.keys,
+            HAS_FIRST=first is not None, PRECISION=precision,
+            num_warps=launch.warps, num_stages=launch.stages,
+        )  # fmt: skip
+    return out, lse
