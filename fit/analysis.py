@@ -27,6 +27,7 @@ from .flops import flops_per_token
 from .formatting import estimate_json, plain_json
 from .isoflop import IsoflopProfiles
 from .table import RunTable
+from .uncertainty import resampled_together
 
 QUICK = 300  # resamples behind the intervals of side tables: conventions and tasks
 
@@ -179,5 +180,5 @@ def _parametric(options: ChinchillaLaw, table: RunTable, bootstrap: int, seed: i
     if bootstrap:
         # With too few runs to resample, a law without intervals is still worth its warning.
         with contextlib.suppress(InputError):
-            law.bootstrap(bootstrap, table.group, seed)
+            law.bootstrap(bootstrap, resampled_together(table.group, table.run_id, law.problem_.free), seed)
     return law, ""

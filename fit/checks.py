@@ -140,5 +140,20 @@ def _profiles(a: Analysis) -> Iterator[Warning]:
 
 
 Check = Callable[["Analysis"], Iterator[Warning]]
+
+
+def _few_trunks(a: Analysis) -> Iterator[Warning]:
+    """Trunks too few to be resampled, so that runs were."""
+    if a.law is None or a.law.draws_ is None:
+        return
+    trunks = len(np.unique(a.table.group))
+    if len(np.unique(a.law.groups_)) > trunks:
+        yield Warning(
+            "few_trunks",
+            f"The {len(a.table)} runs come from {trunks} trunks, too few to resample: the parametric intervals "
+            "resample runs, which share their trunk's luck, and are too narrow. More sizes or seeds would mend that.",
+        )
+
+
 STOPS: tuple[Check, ...] = (_missing_approaches, _solver)
-SHOWS: tuple[Check, ...] = (_outliers, _disagreement, _profiles)
+SHOWS: tuple[Check, ...] = (_outliers, _disagreement, _profiles, _few_trunks)

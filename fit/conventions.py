@@ -34,6 +34,7 @@ from .errors import Array, InputError
 from .flops import flops_per_token
 from .isoflop import IsoflopProfiles, Method, budget_levels
 from .table import RunTable
+from .uncertainty import resampled_together
 
 PARAMETERS = ("N_total", "N_non_embedding", "N_kaplan")
 SAME = 1e-3  # relative difference up to which two columns are one convention
@@ -155,7 +156,7 @@ def _law(
         return None, str(error)
     if bootstrap:
         with contextlib.suppress(InputError):  # too few runs to resample: a law without intervals
-            law.bootstrap(bootstrap, table.group, seed)
+            law.bootstrap(bootstrap, resampled_together(table.group, table.run_id, law.problem_.free), seed)
     return law, ""
 
 

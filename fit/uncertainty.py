@@ -72,6 +72,15 @@ def independent_groups(groups: Any, free: int) -> int:
     return independent
 
 
+def resampled_together(groups: Array, run_ids: Array, free: int) -> Array:
+    """Which rows to resample together: those of one group, or, of fewer groups than `free` parameters need, each row.
+
+    The latter is too kind, for branches share their trunk's luck: who does it says so (`few_trunks` in checks.py).
+    """
+    few = len(np.unique(groups)) <= free < len(np.unique(run_ids))
+    return run_ids if few else groups
+
+
 def _too_few(independent: int, free: int) -> InputError:
     return InputError(
         f"the table has {independent} independent runs, too few to resample {free} parameters; "

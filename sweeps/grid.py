@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..train.config import ModelConfig, RunConfig, run_id, validate
@@ -58,11 +58,15 @@ def _isoflop(grid: IsoflopGrid, base: RunConfig) -> Iterator[RunConfig]:
         raise UserError(f"grid.budgets is {grid.budgets}; give a list of training FLOPs such as [1e12,3e12]")
     if grid.convention not in ("exact", "6nd"):
         raise UserError(f"grid.convention is {grid.convention!r}; it must be exact or 6nd")
-    if grid.sizes < 1 or grid.span < 1:
+    if not (grid.sizes >= 1 and 1 <= grid.span < math.inf):
         raise UserError(f"grid.sizes is {grid.sizes} and grid.span is {grid.span}; both must be at least 1")
+    if not (0 < grid.expected_N < math.inf and 0 < grid.expected_flops < math.inf):
+        raise UserError(
+            f"grid.expected_N is {grid.expected_N} and grid.expected_flops is {grid.expected_flops}; both must be "
+            "positive numbers"
+        )
+    _positive("grid.budgets", grid.budgets, "a budget is a positive number of FLOPs")
     for budget in sorted(set(grid.budgets)):
-        if not (math.isfinite(budget) and budget > 0):
-            raise UserError(f"grid.budgets contains {budget}; a budget is a positive number of FLOPs")
         yield from _isoflop_budget(grid, base, budget)
 
 
@@ -78,18 +82,27 @@ def _isoflop_budget(grid: IsoflopGrid, base: RunConfig, budget: float) -> Iterat
     for model in isoflop_sizes(grid, base.model, budget):
         tokens = tokens_for_budget(model, base.data.sequence_length, budget, grid.convention)
         if tokens >= least:
-            # D is rounded to whole steps here, so that it never overshoots the budget by most of a step.
-            steps = round(tokens / base.batch_tokens)
-            yield dataclasses.replace(base, model=model, tokens=steps * base.batch_tokens, budget=budget)
+            yield dataclasses.replace(base, model=model, tokens=_whole_steps(tokens, base), budget=budget)
+
+
+def _whole_steps(tokens: float, base: RunConfig) -> int:
+    """The nearest D that is a whole number of steps: never most of a step off, and written in one way only."""
+    return max(1, round(tokens / base.batch_tokens)) * base.batch_tokens
 
 
 def isoflop_sizes(grid: IsoflopGrid, base: ModelConfig, budget: float) -> list[ModelConfig]:
-    """Distinct models, log-spaced by grid.span around the expected optimum of a budget, smallest first."""
+    """Distinct models, log-spaced by grid.span around the expected optimum of a budget, smallest first.
+
+    All budgets take their sizes from one lattice, so that neighbours have most in common and runs of one size share a
+    trunk. The middle is therefore off the optimum, by half a gap between two sizes at most.
+    """
     expected = grid.expected_N * (budget / grid.expected_flops) ** grid.expected_exponent
-    half = 0.5 if grid.sizes > 1 else 0.0
-    wanted = [expected * grid.span ** (i / max(1, grid.sizes - 1) - half) for i in range(grid.sizes)]
+    gap = math.log(grid.span) / (grid.sizes - 1) if grid.sizes > 1 else 0.0
+    if gap > 0:
+        expected = grid.expected_N * math.exp(gap * round(math.log(expected / grid.expected_N) / gap))
     models: list[ModelConfig] = []
-    for target in wanted:
+    for i in range(grid.sizes):
+        target = expected * math.exp(gap * (i - (grid.sizes - 1) / 2))
         above = count_parameters(models[-1]).N_total if models else 0
         models.append(architectures.nearest(base, target, above=above))
     return models
@@ -102,13 +115,21 @@ def _ladder(grid: LadderGrid, base: RunConfig) -> Iterator[RunConfig]:
             f"grid.tokens is {grid.tokens} and grid.tokens_per_parameter is {grid.tokens_per_parameter}; "
             "a ladder needs exactly one of them"
         )
+    _positive("grid.sizes", grid.sizes, "a size is a positive number of parameters")
+    _positive("grid.tokens", grid.tokens, "a D is a positive number of tokens")
+    _positive("grid.tokens_per_parameter", grid.tokens_per_parameter, "a ratio is a positive number")
     for size in grid.sizes:
-        if not size > 0:
-            raise UserError(f"grid.sizes contains {size}; a size is a positive number of parameters")
         model = architectures.nearest(base.model, size)
         N = count_parameters(model).N_total
-        for tokens in grid.tokens or [round(ratio * N) for ratio in grid.tokens_per_parameter or []]:
-            yield dataclasses.replace(base, model=model, tokens=int(tokens))
+        multiples = [ratio * N for ratio in grid.tokens_per_parameter or ()]
+        for tokens in multiples if grid.tokens is None else grid.tokens:
+            yield dataclasses.replace(base, model=model, tokens=_whole_steps(tokens, base))
+
+
+def _positive(name: str, values: Sequence[float] | None, what: str) -> None:
+    for value in values or ():
+        if not (math.isfinite(value) and value > 0):
+            raise UserError(f"{name} contains {value}; {what}")
 
 
 def _product(grid: ProductGrid, base: RunConfig) -> Iterator[RunConfig]:

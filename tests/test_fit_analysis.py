@@ -184,3 +184,21 @@ def test_bad_targets_and_resamples_are_one_sentence():
         fit.analyze(runs, targets=())
     with pytest.raises(fit.InputError, match="bootstrap is -5"):
         fit.analyze(runs, bootstrap=-5)
+
+
+def test_a_ladder_of_few_trunks_has_intervals_and_says_what_they_leave_out():
+    rng = np.random.default_rng(3)
+    sizes, ratios = np.geomspace(1e6, 1e8, 4), (10, 20, 40, 80, 160)
+    rows = [
+        {
+            "run_id": f"{i}-{ratio}", "N": N, "D": ratio * N, "trunk": f"{i}-160",
+            "loss": (1.5 + 40 / N**0.3 + 85 / (ratio * N) ** 0.3) * np.exp(0.002 * rng.standard_normal()),
+        }
+        for i, N in enumerate(sizes) for ratio in ratios
+    ]  # fmt: skip
+    found = analyze(pd.DataFrame(rows))
+    assert found.to_dict()["ci"], "four trunks are fewer than five constants, and yet there are intervals"
+    assert "few_trunks" in codes(found)
+    apart = analyze(pd.DataFrame(rows).drop(columns="trunk"))
+    assert "few_trunks" not in codes(apart)
+    assert apart.to_dict()["ci"] == found.to_dict()["ci"]

@@ -9,7 +9,8 @@ import random
 import pytest
 from isoflop.sweeps import architectures, grid
 from isoflop.sweeps.config import GridConfig, IsoflopGrid, LadderGrid, ProductGrid
-from isoflop.train.config import ModelConfig, RunConfig, run_id
+from isoflop.sweeps.trunks import merge, own_flops
+from isoflop.train.config import ModelConfig, OptimizerConfig, RunConfig, run_id
 from isoflop.train.errors import UserError
 from isoflop.train.flops import count_parameters, flops_6nd, flops_exact
 
@@ -55,6 +56,40 @@ def test_sizes_on_a_cluster_are_log_spaced() -> None:
     assert max(abs(ratio - math.log(16) / 4) for ratio in ratios) < 0.2
 
 
+def on_a_cluster() -> RunConfig:
+    run = base(model=ModelConfig(vocab_size=32768), optimizer=OptimizerConfig(batch_size=256))
+    run.data.sequence_length = 1024
+    return run
+
+
+@pytest.mark.parametrize(
+    ("template", "budgets", "share"),
+    [
+        (base(), [5e10, 1e11, 2.5e11, 5e11], 0.77),
+        (base(), BUDGETS, 0.77),
+        (on_a_cluster(), [1e18, 2e18, 5e18, 1e19], 0.85),  # here many a D is too short for the warm-up of its N
+    ],
+)
+def test_neighbouring_budgets_have_sizes_in_common_and_save_what_trunks_can(
+    template: RunConfig, budgets: list[float], share: float
+) -> None:
+    runs = grid.expand(IsoflopGrid(budgets=budgets), template)
+    assert len(runs) == 24
+    assert len({count_parameters(run.model).N_total for run in runs}) <= 9
+    assert sum(map(own_flops, merge(runs).runs)) <= share * sum(map(flops_exact, runs))
+
+
+@pytest.mark.parametrize("sizes", [1, 2, 5, 6])
+def test_the_lattice_moves_the_middle_by_half_a_gap_at_most(sizes: int) -> None:
+    points = IsoflopGrid(sizes=sizes, span=16)
+    for budget in [10 ** (16 + i / 7) for i in range(28)]:
+        found = [count_parameters(m).N_total for m in grid.isoflop_sizes(points, ModelConfig(vocab_size=32768), budget)]
+        expected = points.expected_N * (budget / points.expected_flops) ** points.expected_exponent
+        middle = math.fsum(map(math.log, found)) / sizes
+        half = math.log(16) / (sizes - 1) / 2 if sizes > 1 else 0.0
+        assert abs(middle - math.log(expected)) <= half + 0.2  # the nearest well-shaped model is up to 20 % off
+
+
 def test_a_point_that_is_no_training_is_left_out() -> None:
     runs = grid.expand(IsoflopGrid(budgets=[2e10], min_steps=200), base())
     assert 0 < len(runs) < 6
@@ -86,8 +121,10 @@ def test_a_ladder_is_every_size_times_every_d() -> None:
     runs = grid.expand(LadderGrid(sizes=[1e4, 1e5], tokens_per_parameter=[20, 40]), base())
     ratios = sorted(run.D / count_parameters(run.model).N_total for run in runs)
     assert len(runs) == 4
-    # D is rounded up to whole steps of 2048 tokens.
-    assert ratios == pytest.approx([20, 20, 40, 40], rel=0.02)
+    # D is the nearest whole number of steps of 1024 tokens, and written as what it is.
+    assert all(run.tokens == run.D for run in runs)
+    assert ratios == pytest.approx([20, 20, 40, 40], rel=512 / 2e5)
+    assert [run.D for run in grid.expand(LadderGrid(sizes=[1e4], tokens=[1, 10_000, 10_300]), base())] == [1024, 10240]
 
 
 def test_a_product_is_every_combination_and_takes_dotted_or_nested_names() -> None:
@@ -129,10 +166,15 @@ REFUSED = [
     (IsoflopGrid(budgets=[]), {}, "give a list"),
     (IsoflopGrid(budgets=[1e12], convention="7nd"), {}, "exact or 6nd"),
     (IsoflopGrid(budgets=[1e12], sizes=0), {}, "at least 1"),
+    (IsoflopGrid(budgets=[1e12], span=math.nan), {}, "grid.span is nan; both must be at least 1"),
+    (IsoflopGrid(budgets=[1e12], expected_N=0.0), {}, "grid.expected_N is 0.0 .* both must be positive numbers"),
     (IsoflopGrid(budgets=[1e12]), {"tokens": 5}, "chooses D itself"),
     (LadderGrid(sizes=[1e4]), {}, "exactly one of them"),
     (LadderGrid(sizes=[1e4], tokens=[1], tokens_per_parameter=[1]), {}, "exactly one of them"),
     (LadderGrid(sizes=[0.0], tokens=[1]), {}, "positive number of parameters"),
+    (LadderGrid(sizes=[1e4, math.inf], tokens=[1]), {}, "grid.sizes contains inf; a size is"),
+    (LadderGrid(sizes=[1e4], tokens=[4096, 0]), {}, "grid.tokens contains 0; a D is a positive number of tokens"),
+    (LadderGrid(sizes=[1e4], tokens_per_parameter=[-20]), {}, "grid.tokens_per_parameter contains -20; a ratio is"),
     (LadderGrid(sizes=[], tokens=[1]), {}, "grid has no runs"),
     (ProductGrid(axes={}), {"tokens": 1}, "grid.axes is empty"),
     (ProductGrid(axes=[1, 2]), {"tokens": 1}, "must map fields to values"),

@@ -11,6 +11,7 @@ import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,17 @@ def test_weights_and_moments_come_back_bit_for_bit(
     assert (loaded.step, run_id(loaded.config), loaded.tokenizer.vocab_size) == (2, run_id(config), 256)
 
 
+def test_a_model_that_was_trained_on_documents_apart_is_asked_so(tmp_path: Path) -> None:
+    """A document's logits are those that it has alone, though another comes before it; positions are relative."""
+    config = tiny()
+    tokens = torch.tensor([[7, 8, 9, 0xFF, 1, 2, 3]])
+    for apart in (True, False):
+        config.data.separate_documents = apart
+        model = checkpoint.load_for_evaluation(save(tmp_path / str(apart), 2, config)).model
+        same = torch.allclose(model(tokens)[0, 4:], model(tokens[:, 4:])[0], atol=1e-5)  # fp32, other rotations
+        assert same == apart
+
+
 def test_another_run_is_not_restored_and_the_differing_field_is_named(tmp_path: Path) -> None:
     path = save(tmp_path, 2)
     other = tiny(hidden=8)
@@ -132,6 +144,26 @@ def test_another_run_is_not_restored_and_the_differing_field_is_named(tmp_path: 
     other = tiny()
     other.checkpoint.keep, other.name = 7, "cosmetic"
     checkpoint.restore(path, held(*trained(other, 0)), other)
+
+
+def test_a_checkpoint_of_a_run_that_differs_in_d_alone_is_restored_up_to_the_first_decay(tmp_path: Path) -> None:
+    config = tiny()
+    config.schedule.warmup_tokens = 0
+    step = config.batch_tokens
+    long, short = replace(config, tokens=100 * step), replace(config, tokens=50 * step)
+    gpt, adam = trained(config)
+    for source, branch, last in ((long, short, 40), (short, long, 40)):  # whichever of the two decays first
+        root = tmp_path / run_id(source)
+        assert checkpoint.restore(save(root, last, source), held(gpt, adam), branch)["step"] == last
+        with pytest.raises(UserError, match=r"belongs to another run: tokens is \d+ there and \d+ here$"):
+            checkpoint.restore(save(root, last + 1, source), held(gpt, adam), branch)
+    for other in (
+        replace(short, seed=1),
+        replace(short, schedule=replace(short.schedule, kind="cosine")),
+        replace(short, schedule=replace(short.schedule, warmup_tokens=4 * step)),
+    ):
+        with pytest.raises(UserError, match="belongs to another run"):
+            checkpoint.restore(tmp_path / run_id(long) / "step_40", held(gpt, adam), other)
 
 
 def test_the_newest_by_number_wins(root: Path) -> None:
@@ -210,6 +242,16 @@ def test_pruning_keeps_the_newest_and_never_counts_what_a_resumed_run_skipped(ro
     # The run fell back to step 9 or before and has just saved 9: step 10 must not push it out.
     checkpoint.prune(root, keep=1, newest=9)
     assert [path.name for path in root.iterdir()] == ["step_9"]
+
+
+def test_pruning_leaves_named_checkpoints_which_take_nobodys_place(root: Path) -> None:
+    checkpoint.prune(root, keep=1, newest=10, named=[2, 7])
+    assert sorted(path.name for path in root.iterdir()) == ["step_10", "step_2"]
+    save(root, 12)
+    checkpoint.prune(root, keep=1, newest=12, named=[2, 12])
+    assert sorted(path.name for path in root.iterdir()) == ["step_10", "step_12", "step_2"]
+    checkpoint.prune(root, keep=1, newest=10, named=[12])  # damaged, or the run would have gone on from it
+    assert sorted(path.name for path in root.iterdir()) == ["step_10"]
 
 
 @pytest.fixture

@@ -20,24 +20,26 @@ from isoflop.train.errors import UserError
 SCIENCE: dict[str, Any] = {
     "model": {
         "width": 32, "depth": 2, "heads": 2, "kv_heads": 1, "hidden": 48, "vocab_size": 256, "vocab_multiple": 64,
-        "qk_norm": False, "tied_embeddings": False, "rope_theta": 10000.0, "norm_eps": 1e-5,
+        "qk_norm": False, "tied_embeddings": False, "window": None, "rope_theta": 10000.0, "norm_eps": 1e-5,
     },
     "data": {
         "corpus": "stdlib", "field": "text", "name": None, "subset": None, "split": "train", "revision": None,
-        "max_bytes": None, "sequence_length": 128, "validation_fraction": 0.02, "validation_tokens": 131072,
-        "fingerprint": "f0", "tokenizer_fingerprint": "bytes",
+        "max_bytes": None, "sequence_length": 128, "separate_documents": False, "validation_fraction": 0.02,
+        "validation_tokens": 131072, "fingerprint": "f0", "tokenizer_fingerprint": "bytes",
     },
     "optimizer": {
         "learning_rate": 8e-3, "base_width": 64, "width_exponent": 1.0, "embedding_multiplier": 4.0, "beta1": 0.9,
-        "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "gradient_clip": 1.0, "batch_size": 16,
+        "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "gradient_clip": 1.0, "z_loss": 0.0,
+        "batch_size": 16,
     },
     "schedule": {
-        "kind": "wsd", "warmup_tokens": 100_000, "warmup_max_share": 0.05, "decay_share": 0.2, "final_share": 0.0,
+        "kind": "wsd", "warmup_per_parameter": 1.0, "warmup_tokens": None, "warmup_max_share": 0.1, "decay_share": 0.2,
+        "final_share": 0.0,
     },
     "tokens": 2**20, "precision": "fp32", "seed": 0, "max_loss_rise": 3.0, "skip_bad_steps": 0,
-    "recipe": 2,
+    "recipe": 3,
 }  # fmt: skip
-PINNED = "9e463802fa"
+PINNED = "86ff2a0382"
 
 
 def fields(node: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], bool]]:
@@ -128,11 +130,21 @@ REFUSED = [
     ("model.vocab_multiple", 0, "model.vocab_multiple is 0; it must be 1 or more"),
     ("model.rope_theta", 0.0, "model.rope_theta is 0.0; it must be greater than 0"),
     ("model.norm_eps", -1.0, "model.norm_eps is -1.0; it must be greater than 0"),
+    (
+        "model.window",
+        129,
+        "model.window is 129; it must be 1 to data.sequence_length 128, or null for no window",
+    ),
     ("data.corpus", "web", "data.corpus is 'web'; it must be one of stdlib, text, hf"),
     ("schedule.kind", "linear", "schedule.kind is 'linear'; it must be one of wsd, cosine, constant"),
     ("precision", "fp8", "precision is 'fp8'; it must be one of fp32, bf16, fp16"),
     ("tracker.kind", "mlflow", "tracker.kind is 'mlflow'; it must be one of wandb, none"),
     ("tracker.mode", "off", "tracker.mode is 'off'; it must be one of auto, online, offline"),
+    (
+        "parallel.attention",
+        "xla",
+        "parallel.attention is 'xla'; it must be one of auto, ours, sdpa, flash2, flash3, flash4",
+    ),
     ("parallel.device", "tpu", "parallel.device is 'tpu'; it must be one of auto, cpu, cuda"),
     ("tokens", 0, "tokens is 0; it must be greater than 0"),
     ("log_every", 0, "log_every is 0; it must be greater than 0"),
@@ -159,6 +171,8 @@ REFUSED = [
     ("optimizer.beta2", -0.1, "optimizer.beta2 is -0.1; it must be at least 0 and below 1"),
     ("optimizer.weight_decay", -0.1, "optimizer.weight_decay is -0.1; it must be 0 or more"),
     ("optimizer.gradient_clip", -1.0, "optimizer.gradient_clip is -1.0; it must be 0 or more"),
+    ("optimizer.z_loss", -1.0, "optimizer.z_loss is -1.0; it must be 0 or more"),
+    ("schedule.warmup_per_parameter", -1.0, "schedule.warmup_per_parameter is -1.0; it must be 0 or more"),
     ("schedule.warmup_tokens", -1, "schedule.warmup_tokens is -1; it must be 0 or more"),
     ("schedule.warmup_max_share", 1.0, "schedule.warmup_max_share is 1.0; it must be at least 0 and below 1"),
     ("schedule.decay_share", -0.2, "schedule.decay_share is -0.2; it must be at least 0 and below 1"),
@@ -166,6 +180,16 @@ REFUSED = [
     ("checkpoint.every_seconds", 0.0, "checkpoint.every_seconds is 0.0; it must be greater than 0"),
     ("checkpoint.every_steps", 0, "checkpoint.every_steps is 0; it must be greater than 0"),
     ("checkpoint.keep", 0, "checkpoint.keep is 0; it must be greater than 0"),
+    (
+        "checkpoint.at_steps",
+        [3, 0],
+        "checkpoint.at_steps contains 0; it must hold steps from 1 to 511, before the run's last one",
+    ),
+    (
+        "checkpoint.at_steps",
+        [512],
+        "checkpoint.at_steps contains 512; it must hold steps from 1 to 511, before the run's last one",
+    ),
     ("parallel.threads", 0, "parallel.threads is 0; it must be greater than 0"),
     (
         "parallel.micro_batch_size",
@@ -193,7 +217,7 @@ def test_what_cannot_be_trained_is_refused_in_one_sentence(path: str, value: Any
 
 def test_padding_and_the_inner_width_follow_their_rules() -> None:
     run = RunConfig()
-    for vocab_size, padded in ((1, 64), (64, 64), (65, 128), (256, 256), (50257, 50304)):
+    for vocab_size, padded in ((1, 128), (128, 128), (129, 256), (256, 256), (50257, 50304)):
         run.model.vocab_size = vocab_size
         assert run.model.padded_vocab_size == padded
     for width, hidden in ((8, 24), (24, 64), (64, 176), (96, 256), (128, 344)):

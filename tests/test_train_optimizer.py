@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 import random
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from isoflop.train.config import DataConfig, ModelConfig, OptimizerConfig, RunConfig, ScheduleConfig, validate
 from isoflop.train.errors import UserError
+from isoflop.train.flops import count_parameters
 from isoflop.train.model import GPT
 from isoflop.train.parallel.layout import whole
 from isoflop.train.parallel.mesh import Mesh
 from isoflop.train.parallel.zero import Zero
 from isoflop.train.parametrization import empty_model, initial_weights, parameter_groups
-from isoflop.train.schedule import decay_steps, learning_rate_factor, warmup_steps
+from isoflop.train.schedule import decay_steps, learning_rate_factor, same_until, trunk_steps, warmup_steps
 
 # One token a step, so that tokens and steps are the same.
 ONE = {"data": DataConfig(sequence_length=1), "optimizer": OptimizerConfig(batch_size=1)}
@@ -24,11 +26,12 @@ ONE = {"data": DataConfig(sequence_length=1), "optimizer": OptimizerConfig(batch
 def random_run(generator: random.Random, kind: str) -> RunConfig:
     share = generator.choice([0.0, 0.01, 0.05, 0.3])
     run = RunConfig(
+        model=ModelConfig(width=generator.choice([8, 64]), heads=1, vocab_size=256),
         data=DataConfig(sequence_length=generator.choice([1, 16, 128])),
         optimizer=OptimizerConfig(batch_size=generator.choice([1, 8, 64])),
         schedule=ScheduleConfig(
-            kind, generator.choice([0, 1, 1000, 100_000, 10**9]), share, generator.choice([0.0, 0.1, 0.2, 0.7]),
-            generator.choice([0.0, 0.1]),
+            kind, generator.choice([0.0, 0.3, 1.0, 20.0]), generator.choice([None, 0, 1, 1000, 100_000, 10**9]), share,
+            generator.choice([0.0, 0.1, 0.2, 0.7]), generator.choice([0.0, 0.1]),
         ),
         tokens=int(10 ** generator.uniform(0, 7)),
     )  # fmt: skip
@@ -43,10 +46,12 @@ def test_every_schedule_keeps_its_promises_for_any_length(kind: str) -> None:
         run = random_run(generator, kind)
         schedule, warmup = run.schedule, warmup_steps(run)
         assert warmup <= schedule.warmup_max_share * run.steps
-        assert warmup * run.batch_tokens <= schedule.warmup_tokens
+        per_parameter = schedule.warmup_per_parameter * count_parameters(run.model).N_total
+        tokens = per_parameter if schedule.warmup_tokens is None else schedule.warmup_tokens
+        assert warmup * run.batch_tokens <= tokens
         # The warm-up is as long as it may be: one step more would break one of the two bounds.
         longer = warmup + 1
-        assert longer > schedule.warmup_max_share * run.steps or longer * run.batch_tokens > schedule.warmup_tokens
+        assert longer > schedule.warmup_max_share * run.steps or longer * run.batch_tokens > tokens
         steps = {0, 1, warmup - 1, warmup, run.steps // 2, run.steps - 1}
         factors = [learning_rate_factor(run, step) for step in sorted(steps) if 0 <= step < run.steps]
         assert all(0 < factor <= 1 for factor in factors), (run, factors)
@@ -59,7 +64,7 @@ def test_every_schedule_keeps_its_promises_for_any_length(kind: str) -> None:
 
 
 def test_wsd_against_its_closed_form() -> None:
-    run = RunConfig(**ONE, schedule=ScheduleConfig("wsd", 30, 0.05, 0.2, 0.1), tokens=1000)
+    run = RunConfig(**ONE, schedule=ScheduleConfig("wsd", warmup_tokens=30, final_share=0.1), tokens=1000)
     for step in range(1000):
         if step < 30:
             expected = (step + 1) / 31
@@ -72,12 +77,53 @@ def test_wsd_against_its_closed_form() -> None:
 
 
 def test_cosine_against_its_closed_form() -> None:
-    run = RunConfig(**ONE, schedule=ScheduleConfig("cosine", 10**9, 0.1, 0.2, 0.1), tokens=500)
+    run = RunConfig(**ONE, schedule=ScheduleConfig("cosine", warmup_tokens=10**9, final_share=0.1), tokens=500)
     assert warmup_steps(run) == 50
     for step in range(50, 500):
         expected = 0.1 + 0.9 * math.cos(math.pi / 2 * (step - 50) / 450) ** 2  # half-angle form
         assert learning_rate_factor(run, step) == pytest.approx(expected, rel=1e-12)
     assert learning_rate_factor(run, 50) == 1
+
+
+def test_the_warmup_is_a_token_a_parameter_whatever_d_is_until_its_share_of_the_run_cuts_it() -> None:
+    """Porian et al. 2024, section 3.2: as many tokens as parameters; here never more than a tenth of the run."""
+    model = ModelConfig(width=64, depth=4, vocab_size=256)
+    N = count_parameters(model).N_total
+    for ratio, expected in ((2, 0.2), (5, 0.5), (10, 1), (20, 1), (1000, 1)):
+        assert warmup_steps(RunConfig(**ONE, model=model, tokens=ratio * N)) == int(expected * N)
+    run = RunConfig(**ONE, model=model, schedule=ScheduleConfig(warmup_per_parameter=0.25), tokens=100 * N)
+    assert warmup_steps(run) == N // 4
+    run.schedule.warmup_tokens = 1234  # takes the place of the rule
+    assert warmup_steps(run) == 1234
+
+
+def test_two_runs_are_the_same_as_long_as_neither_has_begun_its_decay() -> None:
+    model = ModelConfig(width=64, depth=4, vocab_size=256)
+
+    def run(tokens: int, **schedule: Any) -> RunConfig:
+        return RunConfig(
+            **ONE, model=model, schedule=ScheduleConfig(**{"warmup_tokens": 30, **schedule}), tokens=tokens
+        )
+
+    one, other = run(1000), run(600)
+    shared = same_until(one, other)
+    assert shared == same_until(other, one) == trunk_steps(other) == 480
+    rates = [[learning_rate_factor(each, step) for step in range(shared + 1)] for each in (one, other)]
+    assert rates[0][:shared] == rates[1][:shared]
+    assert rates[0][shared] != rates[1][shared]
+    assert same_until(one, run(1000)) == 1000
+    assert same_until(one, run(200)) == 0  # a tenth of it is a shorter warm-up
+    assert same_until(one, run(600, decay_share=0.1)) == 0
+    assert same_until(run(1000, kind="cosine"), run(600, kind="cosine")) == 0
+    # What never decays is the same all along; the last step stays the run's own, that it may end with it.
+    assert same_until(run(1000, kind="constant"), run(600, kind="constant")) == 599
+    assert same_until(run(1000, decay_share=0.0), run(600, decay_share=0.0)) == 599
+    seeded = run(600)
+    seeded.seed = 1
+    assert same_until(one, seeded) == 0
+    cosmetic = run(600)
+    cosmetic.parallel.threads, cosmetic.name = 7, "elsewhere"
+    assert same_until(one, cosmetic) == 480
 
 
 def test_a_warmup_and_a_cooldown_that_overlap_are_refused() -> None:

@@ -19,7 +19,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from .config import RunConfig, canonical_json, from_dict, identity
+from .config import RunConfig, canonical_json, from_dict, identity, run_id
 from .errors import UserError
 from .files import fsync_path
 from .model import GPT
@@ -35,6 +35,7 @@ from .parallel.control import together
 from .parallel.layout import Held, whole
 from .parallel.mesh import Mesh
 from .parametrization import build_model
+from .schedule import same_until
 from .storage import MOMENTS, SHARDS_INDEX, WEIGHTS, read
 
 if TYPE_CHECKING:
@@ -159,7 +160,7 @@ def newest_valid(root: Path, report: Callable[[str], None], mesh: Mesh = ALONE) 
     return None
 
 
-def prune(root: Path, keep: int, newest: int | None = None) -> None:
+def prune(root: Path, keep: int, newest: int | None = None, named: Collection[int] = ()) -> None:
     """Removes all but the newest `keep` checkpoints.
 
     Args:
@@ -167,10 +168,12 @@ def prune(root: Path, keep: int, newest: int | None = None) -> None:
         keep: how many stay, 1 or more.
         newest: the step just saved. What claims a later one was damaged when the run resumed; it goes, and counts for
             nothing, or it would push out a whole one.
+        named: steps whose checkpoints stay beside those, for other runs begin there.
     """
     steps = list_steps(root)
     later = [path for step, path in steps if newest is not None and step > newest]
-    for path in [*later, *[path for _, path in steps if path not in later][:-keep]]:
+    others = [path for step, path in steps if path not in later and step not in named]
+    for path in [*later, *others[:-keep]]:
         shutil.rmtree(path, ignore_errors=True)
 
 
@@ -201,14 +204,16 @@ def resume(
 def restore(checkpoint: Path, held: Sequence[Held], config: RunConfig) -> dict[str, Any]:
     """Fills what this rank holds, in place; returns what the saver was given as `trainer`, and the step.
 
+    One of another run will do where the two are the very same up to its step: a branch begins in its trunk.
+
     Raises:
         UserError: the checkpoint belongs to another run (names a field that differs), or does not cover the model.
     """
     saved = read_config(checkpoint)
-    if identity(saved) != identity(config):
+    result: dict[str, Any] = json.loads((checkpoint / "trainer.json").read_text())
+    if run_id(saved) != run_id(config) and result["step"] > same_until(saved, config):
         raise UserError(f"checkpoint {checkpoint} belongs to another run: {_first_difference(saved, config)}")
     read(checkpoint, held)
-    result: dict[str, Any] = json.loads((checkpoint / "trainer.json").read_text())
     return result
 
 
@@ -294,4 +299,8 @@ def load_for_evaluation(path: Path | str, device: str = "cpu", dtype: torch.dtyp
     read(path, whole_weights(gpt))
     step = json.loads((path / "trainer.json").read_text())["step"]
     tokenizer = tokenizer_from_directory(path / "tokenizer")
+    if config.data.separate_documents:
+        gpt.separate_documents(tokenizer.end_of_document)
+    # Not the run's own choice: it may be scored on another device.
+    gpt.set_attention("auto", torch.device(device), dtype)
     return LoadedCheckpoint(gpt.to(device=device, dtype=dtype).eval(), config, tokenizer, step, path)

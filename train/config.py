@@ -321,6 +321,12 @@ def validate(config: RunConfig) -> None:
     for name, value in positive.items():
         if value is not None and not value > 0:
             raise UserError(f"{name} is {value}; it must be greater than 0")
+    for step in config.checkpoint.at_steps or ():
+        if not 1 <= step < config.steps:
+            raise UserError(
+                f"checkpoint.at_steps contains {step}; it must hold steps from 1 to {config.steps - 1}, before the "
+                "run's last one"
+            )
     shares = {
         "schedule.warmup_max_share": config.schedule.warmup_max_share,
         "schedule.decay_share": config.schedule.decay_share,

@@ -46,8 +46,8 @@ class Saver:
         Args:
             root: the folder of the run's checkpoints, the same on every node.
             mesh: this rank's place.
-            config: of the run. `checkpoint.asynchronous` and `checkpoint.keep` are obeyed, and ranks whose disks differ
-                by more than `parallel.timeout_seconds` in the time to write their files fail.
+            config: of the run. `checkpoint.asynchronous`, `keep` and `at_steps` are obeyed, and ranks whose disks
+                differ by more than `parallel.timeout_seconds` in the time to write their files fail.
             tokenizer: what turns text into the run's tokens.
             report: gets a line for an error that nobody waited for.
         """
@@ -163,7 +163,8 @@ class Saver:
         (temporary / "config.json").write_text(json.dumps(to_dict(self.config), indent=1))
         self.tokenizer.save(temporary / "tokenizer")
         checkpoint.publish(temporary, self.root / f"step_{step}", described)
-        checkpoint.prune(self.root, self.config.checkpoint.keep, step)
+        settings = self.config.checkpoint
+        checkpoint.prune(self.root, settings.keep, step, settings.at_steps or ())
 
 
 def _settle(future: Future[None], function: Callable[[], None]) -> None:

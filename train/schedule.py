@@ -7,8 +7,9 @@ A schedule that is not matched, or a warm-up that is long for the small runs, be
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
-from .config import RunConfig
+from .config import RunConfig, identity
 from .flops import count_parameters
 
 
@@ -18,15 +19,41 @@ def warmup_steps(config: RunConfig) -> int:
     That it grows with N and not with D is what small runs need (Porian et al. 2024, section 3.2), and what lets runs
     of one N and several D share a trunk.
     """
-    tokens = config.schedule.warmup_tokens
+    schedule = config.schedule
+    tokens: float | None = schedule.warmup_tokens
     if tokens is None:
-        tokens = config.schedule.warmup_per_parameter * count_parameters(config.model).N_total
-    return int(min(tokens / config.batch_tokens, config.schedule.warmup_max_share * config.steps))
+        tokens = schedule.warmup_per_parameter * count_parameters(config.model).N_total
+    return int(min(tokens / config.batch_tokens, schedule.warmup_max_share * config.steps))
 
 
 def decay_steps(config: RunConfig) -> int:
     """Steps of the WSD cooldown at the end of the run."""
     return round(config.schedule.decay_share * config.steps) if config.schedule.kind == "wsd" else 0
+
+
+def trunk_steps(config: RunConfig) -> int:
+    """Steps at the start of a run that a longer one of the same N can make for it: all before its decay.
+
+    Never the last one, so that what has no decay still ends in a step, a score and a checkpoint of its own; and none
+    of a cosine, for its rate depends on D from the end of the warm-up on.
+    """
+    if config.schedule.kind == "cosine":
+        return 0
+    return min(config.steps - decay_steps(config), config.steps - 1)
+
+
+def same_until(one: RunConfig, other: RunConfig) -> int:
+    """The step up to which two runs are the very same, bit for bit; 0 where they differ from the start.
+
+    They are when they differ in D alone, warm up in as many steps, and neither has begun its decay.
+    """
+    if identity(replace(one, tokens=0)) != identity(replace(other, tokens=0)):
+        return 0
+    if one.tokens == other.tokens:
+        return one.steps
+    if warmup_steps(one) != warmup_steps(other):
+        return 0
+    return min(trunk_steps(one), trunk_steps(other))
 
 
 def learning_rate_factor(config: RunConfig, step: int) -> float:
