@@ -19,12 +19,12 @@ from ..train.errors import UserError
 from ..train.files import write_atomic, write_json
 from . import grid, probe
 from .config import ClusterConfig, IsoflopGrid, SweepConfig, base_run
-from .plan import Plan, plan, remarks
+from .plan import Plan, plan, remarks, units_of
 from .runs import RunDirectory, SweepDirectory
 from .terminal import describe
 
 if TYPE_CHECKING:
-    from .launch import LocalPool
+    from .local import LocalPool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,10 +59,12 @@ def conduct(config: SweepConfig, command: list[str]) -> int:
     sweep = SweepDirectory(Path(config.output_root) / config.sweep)
     rate = measure(config, sweep)
     fill_budgets(config, places(config.cluster, 1, rate))
-    runs = resolve_runs(config)
+    runs, said = resolve_runs(config), list[str]()
+    if config.trunks:
+        runs, said = share_trunks(sweep, runs, config.cluster)
     room = places(config.cluster, config.parallel.world_size, rate)
-    planned = plan(runs, config.cluster, room.flops_per_second, room.jobs)
-    for remark in remarks(planned):
+    planned = plan(runs, config.cluster, room.flops_per_second, room.jobs, config.ensembles)
+    for remark in [*said, *remarks(planned)]:
         print(f"note: {remark}")
     if config.dry_run:
         from .display import print_plan
@@ -104,8 +106,11 @@ def places(cluster: ClusterConfig, ranks: int, rate: float) -> Places:
         return Places(cluster.array_parallelism, cluster.cpus_per_task, rate * ranks)
     cores = probe.cores()
     jobs = cluster.jobs if cluster.jobs is not None else max(1, cores // ranks)
-    if jobs < 1:
-        raise UserError(f"cluster.jobs is {jobs}; it must be 1 or more")
+    for name, value in {"jobs": jobs, "runs_per_gpu": cluster.runs_per_gpu}.items():
+        if value < 1:
+            raise UserError(f"cluster.{name} is {value}; it must be 1 or more")
+    if cluster.gpus_per_job > 0 and ranks == 1:
+        jobs *= cluster.runs_per_gpu
     threads = cluster.threads_per_job if cluster.threads_per_job is not None else max(1, cores // (jobs * ranks))
     # More ranks than cores are no faster than the cores.
     return Places(jobs, threads, rate * min(ranks * threads, max(threads, cores)))
@@ -152,6 +157,23 @@ def resolve_runs(config: SweepConfig) -> list[RunConfig]:
     corpus = open_corpus(base.data)
     base.data.fingerprint = corpus.fingerprint()
     return grid.expand(config.grid, base)
+
+
+def share_trunks(
+    sweep: SweepDirectory, runs: list[RunConfig], cluster: ClusterConfig
+) -> tuple[list[RunConfig], list[str]]:
+    """Makes trunks and branches of runs that differ in D alone, as far as what is on disk allows; and says so."""
+    from . import slurm, trunks
+
+    live, progress = set[str](), {}
+    if cluster.kind == "slurm":
+        with contextlib.suppress(UserError):  # a dry run needs no SLURM, and submitting asks again
+            live = slurm.live_jobs()
+    for run in map(run_id, runs):
+        directory = sweep.run(run)
+        progress[run] = trunks.progress_of(directory, live=directory.state().job_id in live)
+    merged = trunks.merge(runs, progress)
+    return merged.runs, merged.remarks
 
 
 def write_plan(
@@ -209,7 +231,8 @@ def _conduct_local(
     rate: float,
 ) -> int:  # fmt: skip
     from .finish import finish, print_result
-    from .launch import LocalPool, to_start
+    from .launch import to_start
+    from .local import LocalPool
 
     started = time.monotonic()
     # A folder a launch: submitit names its files by process id, and process ids come round again.
@@ -217,11 +240,13 @@ def _conduct_local(
 
     def pool(ranks: int) -> LocalPool:
         room = places(config.cluster, ranks, rate)
-        return LocalPool(folder, room.jobs, room.threads, config.cluster.gpus_per_job)
+        return LocalPool(folder, room.jobs, room.threads, config.cluster.gpus_per_job, config.cluster.runs_per_gpu)
 
     waiting = to_start(directories, live=None)
     refreeze(waiting, runs)
-    _train_here(sweep, config, planned, waiting, pool(config.parallel.world_size))
+    if waiting:
+        _prepare_data(waiting[0])
+        _train_here(sweep, config, planned, waiting, runs, pool(config.parallel.world_size))
     if config.evaluate.tasks:
         _score_here(sweep, config, planned, directories, pool(1))
     if any(run.is_done() for run in directories):
@@ -233,27 +258,28 @@ def _conduct_local(
 
 
 def _train_here(
-    sweep: SweepDirectory, config: SweepConfig, planned: Plan, waiting: list[RunDirectory], pool: LocalPool
-) -> None:
+    sweep: SweepDirectory, config: SweepConfig, planned: Plan, waiting: list[RunDirectory], runs: list[RunConfig],
+    pool: LocalPool,
+) -> None:  # fmt: skip
     from .display import Display
-    from .launch import LocalJob, settle, training_jobs
+    from .local import Ranked, Workers, enqueue
 
-    if not waiting:
-        return
-    _prepare_data(waiting[0])
+    ways = Workers if config.parallel.world_size == 1 else Ranked
     with Display(planned, sweep, waiting) as display:
 
-        def tick(running: list[LocalJob], ended: list[LocalJob]) -> None:
-            for job in ended:
-                settle(sweep.run(job.label))
-            display.update([job.label for job in running], [job.label for job in ended])
+        def go_through(names: set[str]) -> None:
+            wanted = [run for run in runs if run_id(run) in names]
+            seconds = {run.run_id: run.estimated_seconds for run in planned.runs}
+            units = units_of(wanted, seconds, config.cluster, pool.places, config.ensembles)
+            training = ways(sweep, enqueue(sweep, pool.folder, units, wanted))
+            pool.run(training, lambda: display.update(*training.news()))
 
         whole = [run for run in waiting if not run.is_halved()]
-        pool.run(training_jobs(sweep, waiting, config.cluster), tick)
+        go_through({run.run_id for run in waiting})
         # Where memory ran out on one of several ranks, the others could not wait for it: those runs start anew, once.
-        again = [run for run in whole if run.is_halved() and run.state().state in ("preempted", "failed")]
+        again = {run.run_id for run in whole if run.is_halved() and run.state().state in ("preempted", "failed")}
         if again and config.parallel.world_size > 1:
-            pool.run(training_jobs(sweep, again, config.cluster), tick)
+            go_through(again)
 
 
 def _score_here(
@@ -261,7 +287,7 @@ def _score_here(
 ) -> None:
     from .display import Display
     from .evaluation import stage
-    from .launch import LocalJob
+    from .local import Listed, LocalJob
     from .worker import evaluate_runs
 
     unscored = [run for run in directories if run.is_done() and not is_scored(run, config)]
@@ -277,7 +303,7 @@ def _score_here(
     names = [[run.run_id for run in share] for share in shares]
     jobs = [LocalJob("scoring", evaluate_runs, (str(sweep.path.resolve()), share)) for share in names]
     with Display(planned, sweep, [], scoring=unscored) as display:
-        pool.run(jobs, lambda running, ended: display.update_scores())
+        pool.run(Listed(jobs), display.update_scores)
 
 
 def is_scored(run: RunDirectory, config: SweepConfig) -> bool:
@@ -321,7 +347,11 @@ def _conduct_slurm(
             _prepare_data(waiting[0])
         if evaluate:
             stage(config.evaluate.tasks)
-        launcher.submit(planned, waiting, unscored, evaluate)
+        names = {run.run_id for run in waiting}
+        seconds = {run.run_id: run.estimated_seconds for run in planned.runs}
+        wanted = [run for run in runs if run_id(run) in names]
+        units = units_of(wanted, seconds, config.cluster, planned.jobs_at_once, config.ensembles)
+        launcher.submit(planned, units, unscored, evaluate)
         print(f"submitted {len(waiting)} runs and {len(unscored)} scorings to SLURM; the fit is job {launcher.last}")
         launcher.live = slurm.live_jobs()
     jobs = launcher.in_queue(directories)

@@ -34,6 +34,8 @@ class GridConfig:
 class IsoflopGrid(GridConfig):
     """Several sizes at each of several FLOP budgets (Hoffmann et al. 2022, approach 2).
 
+    All budgets take their sizes from one lattice, so that runs of one size share a trunk.
+
     Sizes are log-spaced around the expected optimum N = expected_N * (C / expected_flops) ^ expected_exponent, which
     need only be right within the span: the report says how many budgets have an interior minimum.
     """
@@ -56,7 +58,7 @@ class LadderGrid(GridConfig):
     kind: str = "ladder"
     sizes: list[float] = field(default_factory=list)  # wanted N_total; the nearest well-shaped model is taken
     tokens_per_parameter: list[float] | None = None  # D as multiples of N; or
-    tokens: list[int] | None = None  # D itself
+    tokens: list[int] | None = None  # D itself, to the nearest step
 
 
 @dataclass

@@ -26,17 +26,27 @@ def print_plan(plan: Plan, cluster: ClusterConfig) -> None:
     table = Table(title=f"{len(plan.runs)} runs", title_justify="left", box=box.SIMPLE)
     for column in ("run", "N_total", "D", "C exact", "D/N", "shape", "steps", "time"):
         table.add_column(column, justify="left" if column == "run" else "right", no_wrap=True)
-    if any(run.mesh for run in plan.runs):
-        table.add_column("ranks", no_wrap=True)
+    together = {name: unit.name for unit in plan.units for name in unit.runs if len(unit.runs) > 1}
+    optional = {
+        "ranks": {run.run_id: _ranks(run) for run in plan.runs if run.mesh},
+        "branches from": {run.run_id: f"{run.parent} at {run.first_step:,}" for run in plan.runs if run.parent},
+        "together": together,
+    }
+    shown = {name: cells for name, cells in optional.items() if cells}
+    for name in shown:
+        table.add_column(name, no_wrap=True)
     for run in plan.runs:
-        cells = [
+        table.add_row(
             run.run_id, short(run.N_total), short(run.D), f"{run.flops_exact:.2e}", f"{run.D / run.N_total:.0f}",
-            f"{run.width}x{run.depth}", f"{run.steps:,}", describe(run.estimated_seconds), _ranks(run),
-        ]  # fmt: skip
-        table.add_row(*cells[: len(table.columns)])
+            f"{run.width}x{run.depth}", f"{run.steps:,}", describe(run.estimated_seconds),
+            *(cells.get(run.run_id, "") for cells in shown.values()),
+        )  # fmt: skip
     out = console()
     out.print(table)
-    cost = f"total {plan.total_flops:.3g} FLOPs (exact), about {describe(plan.estimated_seconds)} of training"
+    cost = f"total {plan.total_flops:.3g} FLOPs (exact)"
+    if plan.total_flops < plan.separate_flops:
+        cost += f", which is {plan.total_flops / plan.separate_flops:.0%} of the runs' own,"
+    cost += f" about {describe(plan.estimated_seconds)} of training"
     cost += f" with {plan.jobs_at_once} at a time on {cluster.kind}"
     if cluster.gpus_per_job:
         cost += f", {plan.gpu_hours:.3g} GPU-hours"
@@ -47,7 +57,7 @@ def print_plan(plan: Plan, cluster: ClusterConfig) -> None:
 
 def _ranks(run: PlannedRun) -> str:
     nodes = f" on {run.shape.nodes} nodes" if run.shape.nodes > 1 else ""
-    return f"{run.mesh or '1'}{nodes}"
+    return f"{run.mesh}{nodes}"
 
 
 class Display:
@@ -110,7 +120,9 @@ class Display:
         self._scored = scored
 
     def _share(self, name: str) -> float:
-        return float(self._sweep.run(name).last_metrics().get("step", 0)) / self._planned[name].steps
+        run = self._planned[name]
+        taken = float(self._sweep.run(name).last_metrics().get("step", 0)) - run.first_step
+        return max(0.0, taken) / (run.steps - run.first_step)
 
     def _remaining(self, progress: dict[str, float]) -> float:
         return sum(seconds * (1 - progress.get(name, 0.0)) for name, seconds in self._left.items())

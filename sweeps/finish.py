@@ -117,13 +117,14 @@ class Spent:
 
 
 def spent(sweep: SweepDirectory) -> Spent:
-    """Adds up the summaries of the runs that are done."""
+    """Adds up the summaries of the runs that are done; of a branch what came after its trunk."""
     planned = {run["run_id"]: run for run in sweep.plan()["runs"]}
     done = [(run.summary() or {}, planned[run.run_id]) for run in sweep.runs() if run.is_done()]
+    own = [1 - plan.get("first_step", 0) / plan["steps"] for _, plan in done]
     return Spent(
         len(done),
-        sum(summary["flops_exact"] for summary, _ in done),
-        sum(summary["seconds"] for summary, _ in done),
+        sum(share * summary["flops_exact"] for share, (summary, _) in zip(own, done, strict=True)),
+        sum(share * summary["seconds"] for share, (summary, _) in zip(own, done, strict=True)),
         sum(plan["estimated_seconds"] for _, plan in done),
     )
 

@@ -1,10 +1,9 @@
-"""Jobs go to submitit: SLURM arrays that outlive this process, or processes on this machine that do not.
+"""Jobs go to SLURM through submitit, and outlive this process. (`local.py` has the jobs of this machine.)
 
 Special here:
-- a rank of a run is a task of its job, here and on SLURM;
-- on this machine submitit has no throttle, so runs are started one by one as places come free, longest first, with as
-  many threads a rank as its share of the cores;
-- on SLURM there is one array a job shape, scoring depends on each array task's success, and the fit on everything.
+- a rank of a run is a task of its job;
+- there is one array a job shape; branches wait for their trunk's task, scoring for each task's success, and the fit
+  for everything.
 """
 
 from __future__ import annotations
@@ -12,11 +11,9 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import signal
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import submitit
@@ -26,147 +23,9 @@ from ..train.errors import UserError
 from ..train.files import read_json, write_json
 from . import slurm, worker
 from .config import ClusterConfig
-from .plan import JobShape, Plan
-from .runs import Busy, RunDirectory, SweepDirectory, lock_token
-
-POLL_SECONDS = 0.25
-GRACE_SECONDS = 30.0  # what a worker gets to save a checkpoint before it is killed
-
-
-@dataclass
-class LocalJob:
-    """One job on this machine: a label, what every rank calls, and, once it is started, its handle."""
-
-    label: str
-    function: Callable[..., None]
-    arguments: tuple[Any, ...]
-    ranks: int = 1
-    handle: Any = None
-    place: int = 0
-
-    @property
-    def running(self) -> bool:
-        return self.handle is not None and self.handle._process.poll() is None
-
-
-@dataclass
-class LocalPool:
-    """Runs LocalJobs of as many ranks each, `places` at a time, in the order given."""
-
-    folder: Path
-    places: int
-    threads: int  # of a rank
-    gpus_per_rank: int = 0
-
-    def run(self, jobs: list[LocalJob], tick: Callable[[list[LocalJob], list[LocalJob]], None]) -> None:
-        """Runs every job to its end. `tick(running, ended)` is called several times a second, for the display.
-
-        On Ctrl-C or TERM every running job gets TERM, so that it saves, and KeyboardInterrupt goes on.
-        """
-        waiting, running = list(jobs), list[LocalJob]()
-        try:
-            with _terminate_as_interrupt():
-                while waiting or running:
-                    free = sorted(set(range(self.places)) - {job.place for job in running})
-                    for place in free[: len(waiting)]:
-                        running.append(self._start(waiting.pop(0), place))
-                    time.sleep(POLL_SECONDS)
-                    ended = [job for job in running if not job.running]
-                    running = [job for job in running if job.running]
-                    tick(running, ended)
-        except BaseException:
-            self._stop(running)
-            raise
-
-    def _start(self, job: LocalJob, place: int) -> LocalJob:
-        executor = submitit.LocalExecutor(folder=self.folder)
-        gpus = job.ranks * self.gpus_per_rank
-        executor.update_parameters(
-            timeout_min=60 * 24 * 365,  # submitit ends a local job after that; a run here has no limit but its D
-            tasks_per_node=job.ranks, gpus_per_node=gpus, visible_gpus=tuple(range(place * gpus, (place + 1) * gpus)),
-        )  # fmt: skip
-        with _environment(self.threads), _ignored_interrupts():
-            job.handle = executor.submit(job.function, *job.arguments)
-        job.place = place
-        return job
-
-    def _stop(self, running: list[LocalJob]) -> None:
-        for job in running:
-            job.handle._process.terminate()  # submitit's controller passes TERM on to every rank
-        deadline = time.monotonic() + GRACE_SECONDS
-        while any(job.running for job in running) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        for job in running:
-            if job.running:
-                job.handle._process.kill()
-
-
-@contextlib.contextmanager
-def _environment(threads: int) -> Iterator[None]:
-    """Environment of a job: pinned threads, because two processes with two threads each on two cores crawl."""
-    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")
-    before = {name: os.environ.get(name) for name in names}
-    os.environ.update(dict.fromkeys(names, str(threads)))
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
-@contextlib.contextmanager
-def _ignored_interrupts() -> Iterator[None]:
-    """Children inherit an ignored SIGINT: Ctrl-C reaches the launcher alone, which tells them to save with TERM."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-@contextlib.contextmanager
-def _terminate_as_interrupt() -> Iterator[None]:
-    """TERM to the launcher (a closed allocation, a shutdown) is handled as Ctrl-C is."""
-
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def training_jobs(sweep: SweepDirectory, runs: list[RunDirectory], cluster: ClusterConfig) -> list[LocalJob]:
-    """One job a run, bound to the life of this launcher."""
-    token = (str(sweep.path.resolve()), lock_token(sweep.path))
-    for run in runs:
-        run.forget_failure()
-    return [
-        LocalJob(
-            run.run_id, worker.train_run, (str(run.path.resolve()), cluster.max_requeues, token),
-            run.config().parallel.world_size,
-        )
-        for run in runs
-    ]  # fmt: skip
-
-
-def settle(run: RunDirectory) -> None:
-    """After a local job has ended: of a run that still says `running` rank 0 was killed, and its state must say so."""
-    state = run.state()
-    if state.state in ("running", "queued"):
-        noted = run.failure()
-        found = "" if noted is None else f" ({noted})"
-        run.set_state(
-            "failed", reason=f"its worker was killed{found}; sweep again to go on, or see {run.path / 'log.txt'}"
-        )
-
-
-# --- SLURM -----------------------------------------------------------------------------------------------------------
+from .packing import Unit
+from .plan import JobShape, Plan, PlannedRun
+from .runs import Busy, RunDirectory, SweepDirectory
 
 ARRAY_LIMIT = 1000  # tasks of one array; SLURM's own default limit
 
@@ -198,6 +57,7 @@ class SlurmLauncher:
         # Never a folder of an earlier submission: where job ids start anew, a job would find another's files there.
         self.folder = self.sweep.path.resolve() / "jobs" / f"slurm-{os.urandom(4).hex()}"
         self.submitted: list[str] = []
+        self.training: dict[str, str] = {}  # run id -> job id, of what is submitted here
 
     def in_queue(self, runs: list[RunDirectory]) -> set[str]:
         """Jobs of this sweep that wait or run: training, scoring and the fit."""
@@ -208,24 +68,30 @@ class SlurmLauncher:
         """Of runs that have no scores yet, those that no scoring job in the queue will score."""
         return [run for run in runs if self.scoring.get(run.run_id) not in self.live]
 
-    def submit(self, plan: Plan, runs: list[RunDirectory], unscored: list[RunDirectory], evaluate: bool) -> None:
+    def submit(self, plan: Plan, units: Sequence[Unit], unscored: list[RunDirectory], evaluate: bool) -> None:
         """Submits training, scoring and the fit as arrays that depend on each other.
 
         Args:
-            plan: gives every run its job shape.
-            runs: to train, and with `evaluate` to score thereafter.
+            plan: gives every run its job shape, and a branch its trunk.
+            units: of runs to train, and with `evaluate` to score thereafter.
             unscored: trained already, to score.
             evaluate: whether there is anything to score on.
 
         Raises:
             UserError: SLURM refuses a job, in its own words; everything submitted here is cancelled again.
         """
-        shapes = {run.run_id: run.shape for run in plan.runs}
-        before = self.in_queue([self.sweep.run(name) for name in shapes]) - {self.last}
+        planned = {run.run_id: run for run in plan.runs}
+        before = self.in_queue([self.sweep.run(name) for name in planned]) - {self.last}
+        # A trunk is never a branch: after those without a parent every other one's trunk has a job.
+        trunks = [unit for unit in units if all(planned[name].parent is None for name in unit.runs)]
+        branches = [unit for unit in units if unit not in trunks]
         try:
-            for shape, members in _arrays(runs, shapes):
-                self._train(shape, members, evaluate)
-            for shape, members in _arrays(unscored, shapes):
+            for shape, dependency, members in [
+                *_arrays(trunks, planned, lambda name: None),
+                *_arrays(branches, planned, self._job_of),
+            ]:
+                self._train(shape, members, dependency, evaluate)
+            for shape, _, members in _arrays([Unit("alone", (run.run_id,)) for run in unscored], planned, None):
                 self._score(shape, members, None)
             light = JobShape(0, 1, min(8.0, self.cluster.memory_gb), min(60, self.cluster.time_minutes))
             arrays = sorted({name.split("_")[0] for name in [*self.submitted, *before]})
@@ -233,29 +99,45 @@ class SlurmLauncher:
             (self.last,) = self.submit_array(light, "fit", [fit], "afterany:" + ":".join(arrays))
         except UserError:
             slurm.cancel(self.submitted)
-            for run in runs:
-                run.set_state("planned", job_id=None)
+            for unit in units:
+                for name in unit.runs:
+                    self.sweep.run(name).set_state("planned", job_id=None)
             raise
         write_json(self.record, {"evaluate": self.scoring, "fit": self.last})
 
-    def _train(self, shape: JobShape, runs: list[RunDirectory], evaluate: bool) -> None:
-        for run in runs:  # before the job exists: from then on the state is the worker's
-            run.forget_failure()
-            run.set_state("queued", host=None, job_id=None)
-        requeues = self.cluster.max_requeues
-        calls = [Scripted(worker.train_run, (str(run.path.resolve()), requeues)) for run in runs]
-        names = self.submit_array(shape, "train", calls)
-        for run, name in zip(runs, names, strict=True):
-            _note_job(run, name)
+    def _job_of(self, run: str) -> str | None:
+        """The job that trains a run, submitted here or before; None where it is over."""
+        job = self.training.get(run) or self.sweep.run(run).state().job_id
+        return job if job in self.submitted or job in self.live else None
+
+    def _train(self, shape: JobShape, units: list[Unit], dependency: str | None, evaluate: bool) -> None:
+        calls = []
+        for unit in units:  # before the job exists: from then on the state is the worker's
+            for name in unit.runs:
+                run = self.sweep.run(name)
+                run.forget_failure()
+                run.set_state("queued", host=None, job_id=None)
+            calls.append(self._call(unit))
+        names = self.submit_array(shape, "train", calls, dependency)
+        for unit, job in zip(units, names, strict=True):
+            for name in unit.runs:
+                self.training[name] = job
+                _note_job(self.sweep.run(name), job)
         if evaluate:
             array = names[0].split("_")[0]
-            self._score(shape, runs, f"{'aftercorr' if len(names) > 1 else 'afterok'}:{array}")
+            self._score(shape, units, f"{'aftercorr' if len(names) > 1 else 'afterok'}:{array}")
 
-    def _score(self, shape: JobShape, runs: list[RunDirectory], dependency: str | None) -> None:
+    def _call(self, unit: Unit) -> Scripted:
+        paths = [str(self.sweep.run(name).path.resolve()) for name in unit.runs]
+        if unit.how == "alone":
+            return Scripted(worker.train_run, (paths[0], self.cluster.max_requeues))
+        return Scripted(worker.train_unit, (unit.how, paths, self.cluster.max_requeues))
+
+    def _score(self, shape: JobShape, units: list[Unit], dependency: str | None) -> None:
         sweep = str(self.sweep.path.resolve())
-        calls = [Scripted(worker.evaluate_runs, (sweep, [run.run_id])) for run in runs]
+        calls = [Scripted(worker.evaluate_runs, (sweep, list(unit.runs))) for unit in units]
         names = self.submit_array(shape.for_one_process(), "evaluate", calls, dependency)
-        self.scoring |= {run.run_id: name for run, name in zip(runs, names, strict=True)}
+        self.scoring |= {name: job for unit, job in zip(units, names, strict=True) for name in unit.runs}
 
     def submit_array(
         self, shape: JobShape, kind: str, calls: list[Scripted], dependency: str | None = None
@@ -297,14 +179,36 @@ class SlurmLauncher:
         return names
 
 
-def _arrays(runs: list[RunDirectory], shapes: dict[str, JobShape]) -> Iterator[tuple[JobShape, list[RunDirectory]]]:
-    """Runs of one shape together, in the order given, no more of them than an array may hold."""
-    by_shape: dict[JobShape, list[RunDirectory]] = {}
-    for run in runs:
-        by_shape.setdefault(shapes[run.run_id], []).append(run)
-    for shape, members in by_shape.items():
+def _arrays(
+    units: Sequence[Unit], planned: Mapping[str, PlannedRun], job_of: Callable[[str], str | None] | None
+) -> Iterator[tuple[JobShape, str | None, list[Unit]]]:
+    """Units of one shape that wait for the same trunk, together, in the order given; no more than an array may hold.
+
+    What trains several runs is an array of its own, for what depends on it depends on all of them.
+
+    Args:
+        units: what jobs train.
+        planned: every run of the plan, by id.
+        job_of: the job that trains a run, None where there is none to wait for.
+    """
+    alike: dict[tuple[JobShape, str | None, int], list[Unit]] = {}
+    for number, unit in enumerate(units):
+        parents = sorted({parent for name in unit.runs if (parent := planned[name].parent) is not None})
+        jobs = sorted({job for parent in parents if (job := job_of(parent)) is not None}) if job_of else []
+        # However the trunk ends: where its checkpoint is there the branch can be trained, and else it says so.
+        dependency = "afterany:" + ":".join(jobs) if jobs else None
+        alike.setdefault((_shape(unit, planned), dependency, -1 if unit.how == "alone" else number), []).append(unit)
+    for (shape, dependency, _), members in alike.items():
         for start in range(0, len(members), ARRAY_LIMIT):
-            yield shape, members[start : start + ARRAY_LIMIT]
+            yield shape, dependency, members[start : start + ARRAY_LIMIT]
+
+
+def _shape(unit: Unit, planned: Mapping[str, PlannedRun]) -> JobShape:
+    """Runs that share a device as processes have cores and memory each; those of an ensemble are one process."""
+    shape = planned[unit.runs[0]].shape
+    if unit.how != "shared":
+        return shape
+    return replace(shape, cpus=shape.cpus * len(unit.runs), memory_gb=shape.memory_gb * len(unit.runs))
 
 
 def _note_job(run: RunDirectory, name: str) -> None:

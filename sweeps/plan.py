@@ -1,19 +1,26 @@
-"""Runs become jobs: their cost, their order and their shape. Pure.
+"""Runs become jobs: their cost, their order, what is trained together, and their shape. Pure.
 
-The estimate: training reaches peak * width / (width + half_speed_width) of the device's plain matrix-product rate,
-which is what small models measured here do; the report compares it with what was spent.
+Special here:
+- training reaches peak * width / (width + half_speed_width) of the device's plain matrix-product rate, which is what
+  small models measured here do; the report compares the estimate with what was spent;
+- a branch (`trunks.py`) costs what it trains itself, from where it leaves its trunk; C and D are those of the whole
+  run, which is what its loss belongs to.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ..train.config import ParallelConfig, RunConfig, run_id
 from ..train.errors import UserError
 from ..train.flops import count_parameters, flops_6nd, flops_exact
+from ..train.schedule import trunk_steps
 from .config import ClusterConfig
+from .packing import Unit, pack, unit_seconds, wall_clock
+from .trunks import own_flops
 
 MANY_STEPS = 200_000  # beyond which a batch is far below what a run of that length can use
 
@@ -50,6 +57,7 @@ class PlannedRun:
     D: int
     flops_6nd: float
     flops_exact: float
+    flops_own: float  # exact convention, of the steps that the run itself takes
     budget: float | None
     width: int
     depth: int
@@ -58,8 +66,9 @@ class PlannedRun:
     seed: int
     shape: JobShape
     mesh: str  # how the run is spread over its ranks, as "tp2 dp4 zero1"; empty for one rank
-    estimated_seconds: float
-    parent: str | None = None
+    estimated_seconds: float  # of the steps that the run itself takes
+    parent: str | None = None  # the trunk that it branches from
+    first_step: int = 0  # where it does
 
 
 @dataclass(frozen=True)
@@ -67,9 +76,11 @@ class Plan:
     """A sweep's runs, longest first, and what they cost together."""
 
     runs: list[PlannedRun]
+    units: list[Unit]  # what jobs train, in the order in which they are started
     jobs_at_once: int
     estimated_seconds: float  # wall clock at that concurrency, training alone
-    total_flops: float  # exact convention
+    total_flops: float  # exact convention, as trained: what branches share with a trunk counts once
+    separate_flops: float  # the same had every run been trained from its first step
     gpu_hours: float
     dollars: float | None
 
@@ -77,14 +88,17 @@ class Plan:
         return asdict(self)
 
 
-def plan(runs: list[RunConfig], cluster: ClusterConfig, flops_per_second: float, jobs_at_once: int) -> Plan:
+def plan(
+    runs: Sequence[RunConfig], cluster: ClusterConfig, flops_per_second: float, jobs_at_once: int, ensembles: int = 1
+) -> Plan:
     """Cost, order and placement of a grid.
 
     Args:
-        runs: from `grid.expand`.
+        runs: from `grid.expand`, and with trunks and branches from `trunks.merge`.
         cluster: what a job may ask for, and the price.
         flops_per_second: matrix-product peak of what one job gets, all ranks together.
         jobs_at_once: how many run side by side.
+        ensembles: most runs that may be trained together as one ensemble.
 
     Raises:
         UserError: a run's ranks do not fit on the cluster's nodes.
@@ -92,16 +106,45 @@ def plan(runs: list[RunConfig], cluster: ClusterConfig, flops_per_second: float,
     planned = [_planned(run, cluster, flops_per_second) for run in runs]
     # Longest first: the last job to start is then the shortest, and no core idles behind a long tail.
     planned.sort(key=lambda run: (-run.estimated_seconds, run.run_id))
-    gpu_hours = sum(run.estimated_seconds * run.shape.gpus * run.shape.ranks for run in planned) / 3600
+    seconds = {run.run_id: run.estimated_seconds for run in planned}
+    shapes = {run.run_id: run.shape for run in planned}
+    units = units_of(runs, seconds, cluster, jobs_at_once, ensembles)
+    by_id, half = {run_id(run): run for run in runs}, cluster.half_speed_width
+    spent = [(shapes[unit.runs[0]], unit_seconds(unit, by_id, seconds, half)) for unit in units]
+    gpu_hours = sum(duration * shape.gpus * shape.ranks for shape, duration in spent) / 3600
     price = cluster.dollars_per_gpu_hour
     return Plan(
         runs=planned,
+        units=units,
         jobs_at_once=jobs_at_once,
-        estimated_seconds=makespan([run.estimated_seconds for run in planned], jobs_at_once),
-        total_flops=sum(run.flops_exact for run in planned),
+        estimated_seconds=wall_clock(units, by_id, seconds, jobs_at_once, half),
+        total_flops=sum(run.flops_own for run in planned),
+        separate_flops=sum(run.flops_exact for run in planned),
         gpu_hours=gpu_hours,
         dollars=None if price is None else gpu_hours * price,
     )
+
+
+def units_of(
+    runs: Sequence[RunConfig], seconds: Mapping[str, float], cluster: ClusterConfig, jobs_at_once: int, ensembles: int
+) -> list[Unit]:
+    """What of these runs is trained together, in the order in which it is started.
+
+    Args:
+        runs: all of a sweep's, or those that are still to be trained.
+        seconds: estimate of each alone, by run id.
+        cluster: what a job has.
+        jobs_at_once: how many run side by side.
+        ensembles: most runs of one ensemble.
+    """
+    gpus = cluster.gpus_per_job > 0
+    room, sharing = (cluster.gpu_memory_gb, cluster.runs_per_gpu) if gpus else (cluster.memory_gb, 1)
+    if cluster.kind == "local":  # so many jobs have the same GPU anyway
+        room, sharing = room / sharing, 1
+    return pack(
+        runs, seconds, places=jobs_at_once, ensembles=ensembles, runs_per_gpu=sharing, room_bytes=room * 1e9,
+        half_speed_width=cluster.half_speed_width, device="cuda" if gpus else "cpu",
+    )  # fmt: skip
 
 
 def remarks(plan: Plan) -> list[str]:
@@ -158,14 +201,15 @@ def describe_mesh(parallel: ParallelConfig) -> str:
 
 
 def _planned(run: RunConfig, cluster: ClusterConfig, flops_per_second: float) -> PlannedRun:
-    flops = flops_exact(run)
+    own = own_flops(run)
     return PlannedRun(
         run_id=run_id(run),
         name=run.name or run_id(run),
         **vars(count_parameters(run.model)),
         D=run.D,
         flops_6nd=flops_6nd(run),
-        flops_exact=flops,
+        flops_exact=flops_exact(run),
+        flops_own=own,
         budget=run.budget,
         width=run.model.width,
         depth=run.model.depth,
@@ -174,6 +218,7 @@ def _planned(run: RunConfig, cluster: ClusterConfig, flops_per_second: float) ->
         seed=run.seed,
         shape=job_shape(run.parallel, cluster),
         mesh=describe_mesh(run.parallel),
-        estimated_seconds=flops / training_rate(run.model.width, cluster, flops_per_second),
+        estimated_seconds=own / training_rate(run.model.width, cluster, flops_per_second),
         parent=run.parent,
+        first_step=trunk_steps(run) if run.parent is not None else 0,
     )

@@ -31,6 +31,7 @@ def sweep_status(sweep: SweepDirectory) -> dict[str, Any]:
                 "attempt": state.attempt,
                 "host": state.host,
                 "mesh": planned.get("mesh", ""),
+                "parent": planned.get("parent"),
                 "job_id": state.job_id,
                 "since": state.since,
                 "N_total": planned["N_total"],

@@ -1,98 +1,137 @@
-"""What runs inside a job: signals, attempts, one training or the scoring of some runs, and the last fit.
+"""What jobs call: one training, several in one job, the queue of this machine, scoring, and the last fit.
 
 Special here:
-- TERM and USR2 set a flag; the loop saves a checkpoint and returns, and only then is the job put back in the queue;
-- a failure is a state with a reason in a sentence, and a non-zero exit, so that nothing that depends on it starts;
+- on this machine a worker goes through the queue of its launch, unit after unit, so that torch is imported once; what
+  ends a run, or a unit, never ends the worker. It stops by itself when the launcher that started it is gone;
 - every rank of a run trains, and rank 0 alone holds the lock, writes the state and puts the job back in the queue; what
   another rank fails of reaches the state through failure.json, whoever of them is left;
-- a worker on this machine stops by itself when the launcher that started it is gone.
+- a job of several runs succeeds if any of them is done: those can be scored and branched from, and the others say in
+  their states why they cannot.
 """
 
 from __future__ import annotations
 
-import errno
+import gc
 import os
-import signal
-import socket
 import time
 import traceback
-from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
-from typing import NoReturn
 
 from ..train.errors import UserError
 from ..train.parallel.environment import Ranks, detect
-from . import slurm
-from .plan import describe_mesh
-from .runs import RunDirectory, SweepDirectory
+from . import slurm, together
+from .attempt import (
+    Interrupt,
+    RunFailed,
+    back_to_the_queue,
+    stopped_in,
+    tidy,
+    train_one,
+    train_rank,
+    try_log,
+)
+from .queue import Queue
+from .runs import Busy, RunDirectory, SweepDirectory
 
-
-class RunFailed(Exception):
-    """The run ended without a result; its state says why. Makes the job exit with an error."""
-
-
-class Interrupt:
-    """Remembers that the job was told to stop, by signal or by the loss of its launcher."""
-
-    def __init__(self, launcher_alive: Callable[[], bool] | None = None) -> None:
-        self.reason: str | None = None
-        self._launcher_alive = launcher_alive
-        self._asked = time.monotonic()
-        for number in (signal.SIGTERM, signal.SIGUSR2):
-            signal.signal(number, self._on_signal)
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.reason is None:  # a preempted job gets several; the first says why
-            self.reason = f"signal {signal.Signals(number).name}"
-
-    def __call__(self) -> bool:
-        now = time.monotonic()
-        if self._launcher_alive is not None and now - self._asked > 1.0:
-            self._asked = now
-            if not self._launcher_alive():
-                self.reason = "the launcher is gone"
-        return self.reason is not None
+POLL_SECONDS = 0.2  # while everything that is left waits for a trunk
 
 
 def train_run(path: str, max_requeues: int = 20, launcher: tuple[str, str] | None = None) -> None:
     """Trains the run in directory `path`, resuming what is there. Every rank of the run calls it.
 
     Args:
-        path: the run directory; its frozen config.yaml is all that is read.
+        path: the run directory; its frozen config.yaml is all that is read, and of a branch its trunk's checkpoint.
         max_requeues: times that its SLURM job is put back in the queue before the run counts as failed.
         launcher: sweep directory and lock token of a launcher on this machine, which must stay alive.
 
     Raises:
         RunFailed: the run failed or diverged; state.json holds the reason.
+        Busy: somebody else has the run.
     """
     run, ranks = RunDirectory(Path(path)), detect()
     if ranks.rank > 0:
         _follow(run, ranks)
         return
-    alive = None
-    if launcher is not None:
-        sweep = SweepDirectory(Path(launcher[0]))
-        alive = lambda: sweep.launcher_alive(launcher[1])  # noqa: E731
-    interrupt = Interrupt(alive)
-    with run.lock():
-        if run.is_done():
-            return
-        attempt = run.state().attempt + 1
-        run.set_state("running", attempt=attempt, host=socket.gethostname(), job_id=slurm.job_id())
-        run.log(f"attempt {attempt} on {socket.gethostname()}, job {slurm.job_id()}, process {os.getpid()}")
-        halved = run.is_halved()
-        ended, reason = _train(run, ranks, interrupt)
-        if ended == "failed" and ranks.size > 1 and run.is_halved() and not halved:
-            ended = "preempted"  # memory ran out on a rank, and the next start takes a smaller micro-batch
-        if ended == "preempted" and slurm.inside_job():
-            ended, reason = _verdict(reason, max_requeues)
-        run.release()
-        _set_state(run, ended, reason)
+    ended, reason = train_one(run, ranks, _interrupt(launcher), slurm.job_id())
     if ended == "preempted" and slurm.inside_job():
-        _back_to_the_queue(run)
+        back_to_the_queue([run], max_requeues)
     if ended not in ("done", "preempted"):
         raise RunFailed(f"run {run.run_id} {ended}: {reason}")
+
+
+def train_unit(how: str, paths: list[str], max_requeues: int = 20) -> None:
+    """Trains several runs as one SLURM job, which is requeued once for all that were stopped.
+
+    Args:
+        how: ensemble | shared.
+        paths: the run directories.
+        max_requeues: see `train_run`.
+
+    Raises:
+        RunFailed: none of the runs is done; their states hold the reasons.
+    """
+    runs = [RunDirectory(Path(path)) for path in paths]
+    _train(how, runs, Interrupt())
+    stopped = stopped_in(runs, slurm.job_id())
+    if stopped and slurm.inside_job():
+        back_to_the_queue(stopped, max_requeues)
+    if not stopped and not any(run.is_done() for run in runs):
+        raise RunFailed("; ".join(f"run {run.run_id} {run.state().state}: {run.state().reason}" for run in runs))
+
+
+def work(sweep_path: str, queue_folder: str, place: int, launcher: tuple[str, str] | None = None) -> None:
+    """Works at one place of this machine: trains unit after unit of a launch's queue until none is left to begin.
+
+    What comes of the runs is in their states. Units of several ranks have no place here.
+
+    Args:
+        sweep_path: the sweep directory.
+        queue_folder: where `Queue.create` wrote the queue.
+        place: a number, by which the launcher knows who trains what.
+        launcher: sweep directory and lock token of the launcher, which must stay alive.
+    """
+    import torch
+
+    gc.freeze()  # else each `tidy` would look through all that PyTorch has made on import
+    sweep, interrupt, threads = SweepDirectory(Path(sweep_path)), _interrupt(launcher), torch.get_num_threads()
+    queue = Queue.open(sweep, Path(queue_folder))
+    while not interrupt():
+        unit = queue.claim(place)
+        if unit is None:
+            if not queue.left():
+                return
+            time.sleep(POLL_SECONDS)
+            continue
+        try:
+            _train(unit.how, [sweep.run(name) for name in unit.runs], interrupt)
+        except Exception:
+            # Such as a disk too full to say that a run has begun; the other units may be better off.
+            traceback.print_exc()
+        finally:
+            queue.end(unit)
+        torch.set_num_threads(threads)  # a run may have asked for its own number
+        tidy()
+
+
+def _interrupt(launcher: tuple[str, str] | None) -> Interrupt:
+    if launcher is None:
+        return Interrupt()
+    sweep, token = SweepDirectory(Path(launcher[0])), launcher[1]
+    return Interrupt(lambda: sweep.launcher_alive(token))
+
+
+def _train(how: str, runs: list[RunDirectory], interrupt: Interrupt) -> None:
+    """Trains a unit in this process and those that it starts. How each run ended is in its state."""
+    job = slurm.job_id()
+    if how == "ensemble":
+        together.train_ensemble(runs, interrupt, job)
+    elif how == "shared":
+        together.train_shared(runs, interrupt, job)
+    else:
+        try:
+            train_one(runs[0], detect(), interrupt, job)
+        except Busy as error:
+            print(f"left out: {error}")
 
 
 def _follow(run: RunDirectory, ranks: Ranks) -> None:
@@ -104,93 +143,11 @@ def _follow(run: RunDirectory, ranks: Ranks) -> None:
     if run.is_done():
         return
     run.log(f"rank {ranks.rank} of {ranks.size} on {ranks.host}, process {os.getpid()}", ranks.rank)
-    ended, reason = _train(run, ranks, Interrupt())
-    _try_log(run, ended if reason is None else f"{ended}: {reason}", ranks.rank)
+    ended, reason = train_rank(run, ranks, Interrupt())
+    try_log(run, ended if reason is None else f"{ended}: {reason}", ranks.rank)
     if ended == "failed":
         run.note_failure(str(reason))
         raise RunFailed(f"rank {ranks.rank} of run {run.run_id} failed: {reason}")
-
-
-def _train(run: RunDirectory, ranks: Ranks, interrupt: Interrupt) -> tuple[str, str | None]:
-    """The state that the training ended in, and why."""
-    from ..train.loop import Diverged, Stopped, train
-    from ..train.parallel.control import RankError
-
-    def report(line: str) -> None:
-        run.log(line, ranks.rank)
-
-    try:
-        config = run.config()
-        if ranks.rank == 0:
-            run.reserve()
-            if ranks.size > 1:
-                report(f"{ranks.size} ranks: {describe_mesh(config.parallel)}")
-        train(config, run.path, should_stop=interrupt, report=report)
-    except Stopped as stopped:
-        return "preempted", f"{interrupt.reason or 'another rank was told to stop'}; {stopped}"
-    except Diverged as diverged:
-        return "diverged", str(diverged)
-    except UserError as error:
-        return "failed", str(error)
-    except RankError as error:
-        _try_log(run, traceback.format_exc(), ranks.rank)
-        return "failed", str(error)
-    except OSError as error:
-        _try_log(run, traceback.format_exc(), ranks.rank)
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return "failed", f"the disk is full ({error.filename or run.path}); free some space and sweep again"
-        return "failed", f"{type(error).__name__}: {error}"
-    except Exception as error:
-        # Whatever a run dies of belongs in its state, with the traceback in its log; the sweep goes on.
-        _try_log(run, traceback.format_exc(), ranks.rank)
-        return "failed", f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
-    return "done", None
-
-
-def _set_state(run: RunDirectory, state: str, reason: str | None) -> None:
-    try:
-        run.set_state(state, reason=reason)
-        run.log(state if reason is None else f"{state}: {reason}")
-    except OSError:
-        # A disk that is full for state.json too: the old state stays whole, and the launcher sees a worker that ended.
-        if state == "done":
-            raise
-
-
-def _try_log(run: RunDirectory, text: str, rank: int = 0) -> None:
-    try:
-        run.log(text, rank)
-    except OSError:
-        print(text)
-
-
-def _verdict(reason: str | None, max_requeues: int) -> tuple[str, str | None]:
-    """What a SLURM job that was told to stop, and has saved, is to count as."""
-    fate = slurm.fate(slurm.job_id(), slurm.restarts())
-    if fate == "cancelled":
-        return "cancelled", f"its job was cancelled in SLURM; {reason}"
-    if fate != "requeued" and slurm.restarts() >= max_requeues:
-        return (
-            "failed",
-            f"its job had to stop again after {max_requeues} requeues, all that cluster.max_requeues allows; {reason}",
-        )
-    return "preempted", reason
-
-
-def _back_to_the_queue(run: RunDirectory) -> NoReturn:
-    """Requeues this job, unless SLURM has done so, and leaves with an error: an exit with 0 would let scoring start.
-
-    The state must be written before: a requeued job's processes may be killed at any moment.
-    """
-    name = slurm.job_id()
-    refused = None
-    if slurm.fate(name, slurm.restarts()) != "requeued":
-        refused = slurm.requeue(name, slurm.restarts())
-    if refused is not None:
-        _set_state(run, "failed", f"preempted, and SLURM would not requeue its job ({refused}); sweep again to go on")
-        raise RunFailed(f"run {run.run_id} was preempted and could not be requeued")
-    # Not an Exception: submitit would record the end of a job that goes on.
-    raise SystemExit(1)
 
 
 def evaluate_runs(sweep_path: str, run_ids: list[str]) -> None:
@@ -215,7 +172,7 @@ def evaluate_runs(sweep_path: str, run_ids: list[str]) -> None:
                 evaluate_run(run, settings, suite)
         except Exception as error:
             # One checkpoint that cannot be scored must not cost the scores of the others.
-            _try_log(run, traceback.format_exc())
+            try_log(run, traceback.format_exc())
             failures.append(f"run {name} could not be scored: {type(error).__name__}: {error}")
     if failures:
         raise RunFailed("; ".join(failures))

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from isoflop.sweeps import worker
 from isoflop.sweeps.entry import sweep_main
-from isoflop.sweeps.launch import LocalJob, LocalPool
+from isoflop.sweeps.local import Jobs, LocalPool
 from isoflop.sweeps.runs import RunDirectory, SweepDirectory
 from isoflop.train.config import ModelConfig, ParallelConfig, RunConfig, run_id
 from isoflop.train.files import HALVED, note_once
@@ -148,14 +148,16 @@ def signals() -> Iterator[None]:
 def test_runs_whose_memory_ran_out_on_a_rank_start_again_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[list[str]] = []
 
-    def run_all(pool: LocalPool, jobs: list[LocalJob], tick: Callable[..., None]) -> None:
-        started.append([job.label for job in jobs])
-        for number, job in enumerate(jobs):
+    def run_all(pool: LocalPool, jobs: Jobs, tick: Callable[[], None]) -> None:
+        started.append([])
+        while (job := jobs.take(0)) is not None:
+            started[-1].append(job.label)
             run = SweepDirectory(tmp_path / "smoke").run(job.label)
             run.set_state("running")
-            if len(started) == 1 and number == 0:
+            if len(started) == 1 and len(started[0]) == 1:
                 note_once(run.path / HALVED, {"micro_batch_size": 2})
-            tick([], [job])  # settles it: a worker that ended while running was killed
+            jobs.ended(job)  # settles it: a worker that ended while running was killed
+            tick()
 
     monkeypatch.setattr(LocalPool, "run", run_all)
     assert sweep_main([*SMOKE, *FOUR, f"output_root={tmp_path}"]) == 1

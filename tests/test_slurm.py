@@ -34,7 +34,7 @@ DEADLINE = 240.0  # seconds after which something that should have happened is t
 SMALL = [
     "cluster.gpus_per_job=0", "cluster.cpus_per_task=1", "cluster.memory_gb=1", "cluster.time_minutes=5",
     "cluster.array_parallelism=2", "precision=fp32", "tracker=none", "evaluate=none",
-    "parallel.device=cpu",
+    "parallel.device=cpu", "ensembles=1",
 ]  # fmt: skip
 # One size, long enough (seconds) to be disturbed on the way, in as many runs as there are seeds.
 LONG = [
@@ -434,3 +434,52 @@ def test_a_rank_that_is_killed_ends_its_job_and_is_named(sweep: Callable[..., Sw
     for run in runs:
         assert (run.state().state, run.state().attempt) == ("done", 2)
         assert re.search(r"resumed from step_\d+", (run.path / "log.txt").read_text())
+
+
+def test_branches_wait_for_their_trunk_and_end_as_they_do_alone(sweep: Callable[..., Sweep]) -> None:
+    shared, apart = sweep("shared"), sweep("apart")
+    rung = [
+        "+grid=ladder", "grid.sizes=[5e3]", "grid.tokens_per_parameter=[10,20,40]", "data.sequence_length=64",
+        "data.max_bytes=2000000", "data.validation_tokens=8192", "validations=2", "fit.bootstrap=50",
+    ]  # fmt: skip
+    printed = shared.submit(*rung)
+    assert "2 of 3 runs branch from 1 trunk" in printed
+    trunk, *branches = sorted(shared.runs().values(), key=lambda run: -run.config().tokens)
+    shared.wait()
+    assert shared.states() == ["done"] * 3, shared.job_logs()
+    done = apart.command(*rung, "trunks=false", "cluster=local", "cluster.jobs=2", "cluster.threads_per_job=1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert shared.losses() == apart.losses()
+    for run in branches:
+        assert f"of run {trunk.run_id}, whose checkpoint is" in (run.path / "log.txt").read_text()
+
+
+@pytest.mark.parametrize(("how", "settings"), [
+    ("ensemble", ["ensembles=4"]),
+    ("shared", ["cluster.gpus_per_job=1", "cluster.runs_per_gpu=4"]),
+])  # fmt: skip
+def test_runs_that_are_trained_together_are_one_job_that_comes_back_whole(
+    how: str, settings: list[str], sweep: Callable[..., Sweep]
+) -> None:
+    """Requeued on the way, and done in the end with the losses that each has alone."""
+    grid = [*LONG, "tokens=200_000", "grid.axes={seed: [0, 1, 2, 3]}", "cluster.array_parallelism=1"]
+    together, alone = sweep(how), sweep("alone")
+    together.submit(*grid, *settings)
+    units = (read_json(together.path / "plan.json") or {})["units"]
+    assert [(unit["how"], len(unit["runs"])) for unit in units] == [(how, 4)]
+    runs = list(together.runs().values())
+    for run in runs:
+        until(lambda: run.last_metrics().get("step", 0) >= 20, f"20 steps of {run.run_id}")  # noqa: B023
+    (job,) = {run.state().job_id or "" for run in runs}
+    slurm("scontrol", "requeue", job)
+    until(lambda: together.states() == ["preempted"] * 4, "all preempted")
+    assert together.queue("fit", "%T") == ["PENDING"]
+    done = alone.command(*grid, "cluster=local", "cluster.jobs=2", "cluster.threads_per_job=1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    together.wait()
+    assert together.states() == ["done"] * 4, together.job_logs()
+    assert {run.state().attempt for run in runs} == {2}
+    assert {run.state().job_id for run in runs} == {job}, "the same job, requeued"
+    # Of an ensemble sums are taken in another order.
+    tolerance = 1e-4 if how == "ensemble" else 0.0
+    assert together.losses() == pytest.approx(alone.losses(), rel=tolerance, abs=0)

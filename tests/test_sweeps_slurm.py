@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from isoflop.sweeps import slurm, worker
+from isoflop.sweeps import attempt, slurm, worker
 from isoflop.sweeps.config import ClusterConfig
 from isoflop.sweeps.launch import Scripted, SlurmLauncher
 from isoflop.sweeps.plan import JobShape, job_shape
@@ -76,7 +76,7 @@ def test_a_job_that_slurm_will_not_requeue_fails_with_slurms_words(
     run.path.mkdir()
     run.set_state("preempted", reason="signal SIGUSR2")
     with pytest.raises(worker.RunFailed):
-        worker._back_to_the_queue(run)
+        attempt.back_to_the_queue([run], 20)
     assert run.state().state == "failed"
     assert "SLURM would not requeue its job (Requeue disabled)" in (run.state().reason or "")
 

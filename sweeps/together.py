@@ -1,0 +1,255 @@
+"""Units of several runs: an ensemble in this process, or a process a run on one device. Each run stays its own.
+
+Special here:
+- a run that is done is skipped, and so is one that somebody else has, with a line in the job's log; how one ends is
+  written when it ends, and costs the others nothing;
+- an ensemble that does not fit into memory goes on as two halves, one after the other, down to runs alone;
+- processes that share a GPU do so through CUDA MPS where it can be started, each unit with a daemon of its own; the
+  process that started them trains nothing, passes TERM and USR2 on, and says what became of who was killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..train.config import RunConfig
+from ..train.parallel.environment import TORCHRUN, Ranks
+from . import probe, slurm
+from .attempt import Interrupt, conclude, held, prepare, settle, tidy, train_one, train_rank, try_log, words_for
+from .runs import Busy, RunDirectory
+
+BUSY_SECONDS = 20.0  # that a run is waited for which somebody else has: a killed attempt may take a while to go
+POLL_SECONDS = 0.1
+GPU_DRIVER = Path("/dev/nvidiactl")  # is there where a GPU is
+LEFT_OUT = 75  # exit code of a process that found its run taken; EX_TEMPFAIL of sysexits.h
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")
+
+
+@dataclass(frozen=True)
+class _Member:
+    """A run of an ensemble that this process holds until `conclude`."""
+
+    run: RunDirectory
+    config: RunConfig
+    hold: contextlib.ExitStack
+
+    def conclude(self, ended: str, reason: str | None) -> None:
+        try:
+            conclude(self.run, ended, reason)
+        except OSError as error:
+            print(f"run {self.run.run_id} is {ended}, and that could not be written: {error}")
+        self.hold.close()
+
+
+def train_ensemble(runs: Sequence[RunDirectory], interrupt: Interrupt, job: str) -> None:
+    """Trains runs of one shape as one ensemble; how each ended is in its state.
+
+    Args:
+        runs: their directories.
+        interrupt: tells when to save and stop.
+        job: id of the job, as states name it.
+    """
+    with contextlib.ExitStack() as holds:
+        members = [member for run in runs if (member := _join(run, job, holds)) is not None]
+        # Where memory ran out in a run alone, its micro-batch is smaller than its batch, which no ensemble can do.
+        alone = [[member] for member in members if member.run.is_halved()]
+        groups = [[member for member in members if not member.run.is_halved()], *alone]
+        while groups:
+            group = groups.pop(0)
+            if interrupt():
+                for member in group:
+                    member.conclude("preempted", f"{interrupt.reason}, before it began")
+            elif len(group) == 1:
+                (member,) = group
+                member.conclude(*train_rank(member.run, Ranks(), interrupt))
+            elif group and (too_many := _train_group(group, interrupt)):
+                tidy()
+                groups = [part for part in (too_many[::2], too_many[1::2]) if part] + groups
+
+
+def _join(run: RunDirectory, job: str, holds: contextlib.ExitStack) -> _Member | None:
+    """Makes a run a member; None where it is done, cannot begin, or is somebody else's."""
+    if ended_before(run, job):
+        return None
+    hold = holds.enter_context(contextlib.ExitStack())
+    try:
+        if not hold.enter_context(held(run, job, BUSY_SECONDS)):
+            hold.close()
+            return None
+    except (Busy, OSError) as error:  # a disk may be too full to say that a run begins
+        print(f"left out: {error}")
+        return None
+    try:
+        prepare(run)
+        return _Member(run, run.config(), hold)
+    except Exception as error:
+        # What keeps one member from beginning is its own affair.
+        conclude(run, "failed", words_for(error, run))
+        hold.close()
+        return None
+
+
+def _train_group(members: Sequence[_Member], interrupt: Interrupt) -> list[_Member]:
+    """One ensemble, to its end; returns the members for which there was too little memory together."""
+    from ..train.ensemble import Ended, train_together
+    from ..train.stepper import out_of_memory
+
+    left = dict(enumerate(members))
+    too_many = []
+
+    def on_end(index: int, ended: Ended) -> None:
+        member = left.pop(index)
+        if ended.error is not None and out_of_memory(ended.error):
+            try_log(member.run, f"{ended.reason}; going on in a smaller ensemble, or alone")
+            too_many.append(member)
+        elif ended.kind == "stopped":
+            member.conclude("preempted", f"{interrupt.reason}; {ended.reason}")
+        else:
+            reason = ended.reason if ended.error is None else words_for(ended.error, member.run)
+            member.conclude(ended.kind, reason)
+
+    def report(index: int, line: str) -> None:
+        try_log(members[index].run, line)
+
+    names = ", ".join(member.run.run_id for member in members)
+    for index in range(len(members)):
+        report(index, f"in an ensemble of {len(members)}: {names}")
+    try:
+        train_together(
+            [member.config for member in members], [member.run.path for member in members], interrupt, report, on_end
+        )
+    except Exception as error:
+        # Whatever an ensemble dies of belongs in the states of all who are left.
+        if out_of_memory(error):
+            return [*too_many, *left.values()]
+        for member in left.values():
+            member.conclude("failed", words_for(error, member.run))
+    return too_many
+
+
+def ended_before(run: RunDirectory, job: str) -> bool:
+    """Whether a run ended badly in an earlier start of this very job; a requeued job goes on with the others."""
+    state = run.state()
+    return slurm.restarts() > 0 and state.state in ("failed", "diverged") and state.job_id == job
+
+
+def train_shared(runs: Sequence[RunDirectory], interrupt: Interrupt, job: str) -> None:
+    """Trains each run in a process of its own, all at the same time; how each ended is in its state.
+
+    Args:
+        runs: their directories.
+        interrupt: tells when all processes are to save and stop.
+        job: id of the job, as states name it.
+    """
+    waiting = [run for run in runs if not run.is_done() and not ended_before(run, job)]
+    if not waiting:
+        return
+    with multi_process_service() as service:
+        environment = lone_environment(os.environ, len(waiting)) | service
+        processes = {run: _start(run, job, environment) for run in waiting}
+        try:
+            _watch(list(processes.values()), interrupt)
+        finally:
+            for process in processes.values():
+                if process.poll() is None:  # only after an error here: nobody would look after it any more
+                    process.kill()
+                    process.wait()
+    for run, process in processes.items():
+        if process.returncode == LEFT_OUT:
+            print(f"left out: run {run.run_id} is somebody else's")
+            continue
+        with contextlib.suppress(Busy), run.lock(timeout=0.0):
+            if process.returncode == -interrupt.number and run.state().state in ("planned", "queued"):
+                run.set_state("preempted", job_id=job, reason=f"{interrupt.reason}, before it began")
+            else:
+                settle(run)
+
+
+def _start(run: RunDirectory, job: str, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", __spec__.name, str(run.path.resolve()), job, str(os.getpid())]
+    return subprocess.Popen(command, env=dict(environment), stdin=subprocess.DEVNULL)
+
+
+def _watch(processes: Sequence[subprocess.Popen[bytes]], interrupt: Interrupt) -> None:
+    """Returns when all have ended, which they soon do once this process is told to stop."""
+    told = False
+    while any(process.poll() is None for process in processes):
+        if interrupt() and not told:
+            told = True
+            for process in processes:
+                process.send_signal(interrupt.number)
+        time.sleep(POLL_SECONDS)
+
+
+def lone_environment(environment: Mapping[str, str], sharers: int) -> dict[str, str]:
+    """What a process gets that is the only rank of its run, and one of so many on the cores of this one.
+
+    Without the variables of SLURM, submitit and torchrun, which would make it a rank of this process' job.
+    """
+    prefixes = ("SLURM_", "SLURMD_", "SRUN_", "SUBMITIT_", "PMI", "TORCHELASTIC_")
+    kept = {key: value for key, value in environment.items() if not key.startswith(prefixes) and key not in TORCHRUN}
+    given = kept.get("OMP_NUM_THREADS", "")
+    threads = int(given) if given.isdigit() else probe.cores()
+    return kept | dict.fromkeys(THREADS, str(max(1, threads // sharers)))
+
+
+@contextlib.contextmanager
+def multi_process_service() -> Iterator[dict[str, str]]:
+    """CUDA MPS for the processes started inside: the variables that they need, none where there is no MPS to be had.
+
+    Without it processes on one GPU take turns; that is slower, and no error.
+    """
+    control = shutil.which("nvidia-cuda-mps-control")
+    if control is None or not GPU_DRIVER.exists() or "CUDA_MPS_PIPE_DIRECTORY" in os.environ:
+        yield {}  # where somebody else has set one up, the processes inherit it
+        return
+    with tempfile.TemporaryDirectory(prefix="mps-", ignore_cleanup_errors=True) as folder:
+        places = {"CUDA_MPS_PIPE_DIRECTORY": f"{folder}/pipe", "CUDA_MPS_LOG_DIRECTORY": f"{folder}/log"}
+        for place in places.values():
+            Path(place).mkdir()
+        refused = _control(control, places, "-d")
+        if refused is not None:
+            print(f"no CUDA MPS ({refused}); the runs take turns on the GPU")
+            yield {}
+            return
+        try:
+            yield places
+        finally:
+            _control(control, places, words="quit\n")
+
+
+def _control(control: str, places: Mapping[str, str], *arguments: str, words: str = "") -> str | None:
+    """Calls the daemon's control program; returns its complaint where it has one."""
+    try:
+        subprocess.run(
+            [control, *arguments], env=os.environ | dict(places), input=words, text=True,
+            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, timeout=60, check=True,
+        )  # fmt: skip
+    except subprocess.CalledProcessError as error:
+        return " ".join(error.stderr.split()) or f"exit code {error.returncode}"
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    return None
+
+
+def main(path: str, job: str, leader: str) -> int:
+    """One of the processes that `train_shared` starts: trains the run in a directory; returns its exit code."""
+    interrupt = Interrupt(lambda: os.getppid() == int(leader), "the process that started it is gone")
+    try:
+        ended, _ = train_one(RunDirectory(Path(path)), Ranks(), interrupt, job)
+    except Busy:
+        return LEFT_OUT
+    return 0 if ended in ("done", "preempted") else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
