@@ -89,6 +89,10 @@ def table_gradient(grad: Tensor, tokens: Tensor, rows: int, left_out: int = -1) 
 class Embedding(nn.Embedding):
     """Rows of a table, (…) -> (…, width)."""
 
+    def reset_parameters(self) -> None:
+        if self.weight.device.type != "meta":  # drawing there imports the compiler; see `GPT.place_angles`
+            super().reset_parameters()
+
     def forward(self, tokens: Tensor) -> Tensor:
         return _Lookup.apply(tokens, self.weight)
 
@@ -262,7 +266,11 @@ class GPT(nn.Module):
 
     def place_angles(self, device: torch.device | None = None) -> None:
         """Computes the rotary angles on a device; a model built on `meta` needs it before its first step."""
-        cos, sin = rotary_angles(self.max_length, self.config.head_dim, self.config.rope_theta, device)
+        if (device or torch.get_default_device()).type == "meta":
+            # Without numbers to compute: PyTorch's arithmetic on meta imports the compiler, more than a second's work.
+            cos = sin = torch.empty(self.max_length, self.config.head_dim // 2, device="meta")
+        else:
+            cos, sin = rotary_angles(self.max_length, self.config.head_dim, self.config.rope_theta, device)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 

@@ -68,7 +68,7 @@ class LossScaler:
         good_steps = (self._good_steps + 1).masked_fill_(skipped, 0)
         grows = good_steps == GROWTH_STEPS
         self.scale.mul_(1 + grows - 0.5 * skipped).clamp_(SMALLEST_SCALE, LARGEST_SCALE)
-        self._good_steps = good_steps.masked_fill_(grows, 0)
+        self._good_steps.copy_(good_steps.masked_fill_(grows, 0))  # in place: a recorded step reads this tensor
 
     def state(self) -> dict[str, float]:
         """Plain numbers for the checkpoint; empty where there is no scale. Waits for the device."""

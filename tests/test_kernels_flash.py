@@ -1,0 +1,340 @@
+"""Our FlashAttention gives what its float64 reference gives, sees what it may see, and says the same bits twice.
+
+On a machine without a GPU the kernels run in Triton's interpreter, in fp32 and fp16 (its bf16 products are wrong).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from isoflop.train.errors import UserError
+from isoflop.train.kernels.flash import HEAD_DIMS, first_from_lengths, flash_attention, flash_reference
+from torch import Tensor
+
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs the package triton")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# Of the norm: rounding of the inputs of products, and of the result, half a unit of 24, 11 or 8 bits, and some.
+TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One call: its shape, type and mask."""
+
+    head_dim: int
+    time: int
+    heads: int = 2
+    kv_heads: int = 2
+    dtype: torch.dtype = torch.float32
+    window: int | None = None
+    lengths: tuple[int, ...] | None = None
+    batch: int = 1
+
+    def inputs(self, seed: int = 0) -> tuple[Tensor, Tensor | None]:
+        """A fused product (batch, time, (heads + 2 kv_heads) * d), and first."""
+        torch.manual_seed(seed)
+        width = (self.heads + 2 * self.kv_heads) * self.head_dim
+        fused = torch.randn((self.batch, self.time, width), dtype=self.dtype, device=DEVICE)
+        first = first_from_lengths(self.lengths, self.batch, self.time).to(DEVICE) if self.lengths else None
+        return fused, first
+
+    def split(self, fused: Tensor) -> list[Tensor]:
+        """Views of the fused product: query, key, value."""
+        sizes = [count * self.head_dim for count in (self.heads, self.kv_heads, self.kv_heads)]
+        return [part.unflatten(-1, (-1, self.head_dim)) for part in fused.split(sizes, dim=-1)]
+
+
+def close(ours: Tensor, exact: Tensor, tolerance: float) -> None:
+    assert ours.shape == exact.shape
+    ours = ours.detach().double()
+    # Inputs are of unit variance: where the exact result is (nearly) 0, errors are held against a tenth of that.
+    scale = max(float(exact.detach().norm()), 0.1 * math.sqrt(exact.numel()))
+    error = float((ours - exact.detach()).norm()) / scale
+    assert error < tolerance, error
+
+
+def check(case: Case) -> None:
+    """Output and all gradients against float64."""
+    fused, first = case.inputs()
+    exact = fused.double().requires_grad_()
+    fused.requires_grad_()
+    scale = 0.9 * case.head_dim**-0.5
+    query, key, value = case.split(fused)
+    out = flash_attention(query, key, value, first=first, window=case.window, scale=scale)
+    expected, _ = flash_reference(*case.split(exact), first=first, window=case.window, scale=scale)
+    close(out, expected, TOLERANCE[case.dtype])
+    assert out.is_contiguous()
+    assert out.dtype == case.dtype
+    grad = torch.randn_like(out.transpose(1, 2)).transpose(1, 2)  # strided, as an attention block's is
+    out.backward(grad)
+    expected.backward(grad.double())
+    assert fused.grad is not None
+    assert exact.grad is not None
+    for ours, theirs in zip(case.split(fused.grad), case.split(exact.grad), strict=True):
+        close(ours, theirs, 3 * TOLERANCE[case.dtype])  # three products deep
+
+
+DOCUMENTS = (0, 17, 100, 130, 131, 180, 260)
+CASES = [
+    Case(16, 1, dtype=torch.float16),
+    Case(32, 17, heads=4, batch=2),
+    Case(64, 130, heads=3, kv_heads=1),
+    Case(96, 100, heads=1, kv_heads=1, dtype=torch.float16),
+    Case(128, 130, heads=2, kv_heads=1, dtype=torch.float16),
+    Case(256, 17, heads=1, kv_heads=1, dtype=torch.float16),
+    Case(256, 17, heads=1, kv_heads=1),
+    Case(16, 130, window=40, batch=2, heads=1, kv_heads=1),
+    Case(16, 130, lengths=DOCUMENTS, batch=2, heads=2, kv_heads=1),
+    Case(16, 300, window=1, heads=1, kv_heads=1, dtype=torch.float16),
+    Case(32, 130, window=33, lengths=DOCUMENTS, batch=2, heads=4, kv_heads=2, dtype=torch.float16),
+]
+MORE = [
+    Case(head_dim, time, 4, kv_heads, dtype, window, lengths, batch=2)
+    for head_dim in HEAD_DIMS
+    for time, kv_heads, dtype, window, lengths in (
+        (300, 4, torch.float16, None, None),
+        (130, 2, torch.float32, 65, None),
+        (130, 1, torch.float16, 40, DOCUMENTS),
+    )
+] + [Case(64, 700, 1, 1, torch.float16, 200, (0, 350, 700)), Case(64, 513, 1, 1, torch.float32, 129)]
+
+
+@needs_triton
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_output_and_gradients_are_the_references(case: Case) -> None:
+    check(case)
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.parametrize("case", MORE, ids=str)
+def test_more_outputs_and_gradients_are_the_references(case: Case) -> None:
+    check(case)
+
+
+@needs_triton
+def test_the_log_sum_exp_and_its_gradient_are_the_references() -> None:
+    case = Case(16, 70, lengths=(0, 20, 70), heads=2, kv_heads=1)
+    fused, first = case.inputs()
+    exact = fused.double().requires_grad_()
+    fused.requires_grad_()
+    out, lse = torch.ops.isoflop.flash_forward(*case.split(fused), first, 0.25)
+    expected, expected_lse = flash_reference(*case.split(exact), first=first, scale=0.25)
+    close(lse, expected_lse, 1e-6)
+    (out.sum() + (lse * lse).sum()).backward()  # the first gives a gradient that is one number, expanded
+    (expected.sum() + (expected_lse * expected_lse).sum()).backward()
+    assert fused.grad is not None
+    assert exact.grad is not None
+    close(fused.grad, exact.grad, 3e-6)
+
+
+def test_the_reference_is_pytorchs_own_attention() -> None:
+    case = Case(16, 50, heads=4, kv_heads=2, dtype=torch.float64, batch=2)
+    query, key, value = case.split(case.inputs()[0])
+    per_head = [x.transpose(1, 2) for x in (query, key, value)]
+    theirs = F.scaled_dot_product_attention(*per_head, is_causal=True, enable_gqa=True).transpose(1, 2)
+    torch.testing.assert_close(flash_reference(query, key, value)[0], theirs, atol=1e-12, rtol=1e-12)
+    first = first_from_lengths((0, 20, 50, 100), 2, 50).to(DEVICE)
+    position = torch.arange(50, device=DEVICE)
+    ahead = position[:, None] - position
+    seen = (ahead >= 0) & (ahead < 7) & (position >= first[..., None])
+    theirs = F.scaled_dot_product_attention(*per_head, attn_mask=seen[:, None], enable_gqa=True).transpose(1, 2)
+    ours = flash_reference(query, key, value, first=first, window=7)[0]
+    torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=1e-12)
+
+
+@needs_triton
+def test_nothing_changes_for_queries_that_cannot_see_what_changed() -> None:
+    case = Case(16, 130, window=50, lengths=(0, 80, 130), heads=1, kv_heads=1)
+    fused, first = case.inputs()
+    changed = fused.clone()
+    changed[:, 30] += 1.0
+    before, after = (flash_attention(*case.split(x), first=first, window=50) for x in (fused, changed))
+    differs = (before != after).any(-1).flatten()
+    # Token 30 is seen by itself and the 49 tokens after it, of its own document.
+    assert differs.nonzero().flatten().tolist() == list(range(30, 80))
+
+
+@needs_triton
+def test_keys_that_the_loss_cannot_see_get_a_gradient_of_exactly_0() -> None:
+    case = Case(16, 130, window=50, lengths=(0, 80, 130), heads=1, kv_heads=1)
+    fused, first = case.inputs()
+    query, key, value = (x.detach().requires_grad_() for x in case.split(fused))
+    flash_attention(query, key, value, first=first, window=50)[:, 70].sum().backward()
+    assert key.grad is not None
+    assert value.grad is not None
+    assert query.grad is not None
+    assert value.grad[0, :, 0, 0].nonzero().flatten().tolist() == list(range(21, 71))
+    assert key.grad[0].abs().sum((1, 2)).nonzero().flatten().tolist() == list(range(21, 71))
+    assert query.grad[0].abs().sum((1, 2)).nonzero().flatten().tolist() == [70]
+
+
+@needs_triton
+def test_two_backward_passes_give_the_same_bits() -> None:
+    case = Case(16, 130, heads=4, kv_heads=1, lengths=(0, 70, 130))
+    fused, first = case.inputs()
+
+    def gradient() -> Tensor:
+        x = fused.clone().requires_grad_()
+        flash_attention(*case.split(x), first=first).square().sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    assert torch.equal(gradient(), gradient())
+
+
+@needs_triton
+def test_the_ops_pass_pytorchs_own_check() -> None:
+    case = Case(16, 20, heads=2, kv_heads=1)
+    fused, first = Case(16, 20, heads=2, kv_heads=1, lengths=(0, 5, 20)).inputs()
+    arguments = [x.detach().requires_grad_() for x in case.split(fused)]
+    torch.library.opcheck(torch.ops.isoflop.flash_forward, (*arguments, first, 0.25))
+    arguments = [x.detach() for x in arguments]
+    out, lse = torch.ops.isoflop.flash_forward(*arguments, first, 0.25)
+    torch.library.opcheck(
+        torch.ops.isoflop.flash_backward,
+        (out, None, *arguments, out, lse, first, 0.25),
+        test_utils=("test_schema", "test_faketensor"),
+    )
+
+
+@needs_triton
+def test_compiled_whole_and_recomputed_it_gives_the_same_gradients() -> None:
+    case = Case(16, 40, heads=2, kv_heads=1, lengths=(0, 30, 40))
+    fused, first = case.inputs()
+
+    def loss(x: Tensor) -> Tensor:
+        return flash_attention(*case.split(x * 2), first=first, window=20).square().sum()
+
+    def gradient(function: Any) -> Tensor:
+        x = fused.clone().requires_grad_()
+        function(x).backward()
+        assert x.grad is not None
+        return x.grad
+
+    eager = gradient(loss)
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    recomputed = lambda x: torch.utils.checkpoint.checkpoint(loss, x, use_reentrant=False)  # noqa: E731
+    assert torch.equal(gradient(recomputed), eager)
+    torch.testing.assert_close(gradient(compiled), eager, atol=1e-6, rtol=1e-6)
+
+
+def test_fake_tensors_see_shapes_types_and_strides() -> None:
+    case = Case(64, 128, heads=4, kv_heads=2, dtype=torch.bfloat16, batch=2)
+    with torch._subclasses.FakeTensorMode():
+        fused = torch.empty((2, 128, 8 * 64), dtype=torch.bfloat16, device=DEVICE, requires_grad=True)
+        query, key, value = case.split(fused)
+        out, lse = torch.ops.isoflop.flash_forward(query, key, value, None, 0.125)
+        assert (out.shape, out.dtype, out.is_contiguous()) == (query.shape, torch.bfloat16, True)
+        assert (lse.shape, lse.dtype) == ((2, 4, 128), torch.float32)
+        flash_attention(query, key, value, window=64).sum().backward()
+        assert fused.grad is not None
+        assert fused.grad.shape == fused.shape
+
+
+@needs_triton
+def test_the_queries_that_see_a_block_of_keys_end_where_counting_says() -> None:
+    from isoflop.train.kernels.flash_backward import query_ends
+
+    first = first_from_lengths(DOCUMENTS, 2, 130)
+    ends = query_ends(first, 32)
+    for row in range(2):
+        for block in range(5):
+            keys = range(block * 32, min(block * 32 + 32, 130))
+            sees = [[first[row, i] <= j for j in keys] for i in range(130)]
+            assert ends[row, block].tolist() == [sum(map(all, sees)), sum(map(any, sees))]
+
+
+def test_cumulative_lengths_become_the_start_of_each_tokens_document() -> None:
+    first = first_from_lengths((0, 2, 5, 6, 10), 2, 5)
+    assert first.tolist() == [[0, 0, 2, 2, 2], [0, 1, 1, 1, 1]]
+    assert first.dtype == torch.int32
+
+
+def call(head_dim: int = 16, kv_heads: int = 2, dtype: torch.dtype = torch.float32, **options: Any) -> None:
+    query = torch.zeros((2, 10, 4, head_dim), dtype=dtype)
+    key = torch.zeros((2, 10, kv_heads, head_dim), dtype=dtype)
+    flash_attention(query, key, key, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"head_dim": 80}, "head size 80 is not one that the kernel takes: 16, 32, 64, 96, 128, 256"),
+        ({"kv_heads": 3}, "heads 4 must be a multiple of kv_heads 3"),
+        ({"dtype": torch.float64}, "torch.float64"),
+        ({"window": 11}, "window 11 must be from 1 to the 10 tokens"),
+        ({"window": 0}, "window 0 must be"),
+        ({"scale": 0.0}, "scale 0.0 must be above 0"),
+        ({"first": torch.zeros((2, 10))}, "must be (2, 10) of torch.int32"),
+        ({"first": torch.zeros((1, 10), dtype=torch.int32)}, "first (1, 10)"),
+    ],
+)
+def test_what_the_kernel_does_not_take_is_said_in_one_sentence(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError) as refused:
+        call(**options)
+    assert said in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "said"),
+    [
+        ((1, 20), "start with 0"),
+        ((0, 5, 5, 20), "must increase"),
+        ((0, 5, 19), "ends with 19, but 2 rows of 10 tokens take 20"),
+        ((0, 15, 20), "tokens 0 to 15 spans rows of 10 tokens; end it at 10"),
+        ((0,), "start with 0"),
+    ],
+)
+def test_packed_lengths_that_do_not_add_up_are_said_in_one_sentence(lengths: tuple[int, ...], said: str) -> None:
+    with pytest.raises(UserError) as refused:
+        first_from_lengths(lengths, 2, 10)
+    assert said in str(refused.value)
+
+
+def test_a_cpu_without_the_interpreter_is_told_where_the_kernel_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    with pytest.raises(UserError, match="attention ours needs"):
+        call()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("lengths", [None, (0, 100, 999, 1000, 1513, 2000)])
+@pytest.mark.parametrize("window", [None, 300])
+def test_compiled_on_a_gpu_it_is_the_reference(
+    dtype: torch.dtype, head_dim: int, lengths: tuple[int, ...] | None, window: int | None
+) -> None:
+    check(Case(head_dim, 1000, 4, 2, dtype, window, lengths, batch=2))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_on_a_gpu_it_is_as_exact_as_pytorchs_own_kernels(head_dim: int) -> None:
+    case = Case(head_dim, 1024, 8, 8, torch.bfloat16, batch=2)
+    fused, _ = case.inputs()
+    exact, _ = flash_reference(*case.split(fused.double()))
+    ours = flash_attention(*case.split(fused)).double()
+    per_head = [x.transpose(1, 2) for x in case.split(fused)]
+    theirs = F.scaled_dot_product_attention(*per_head, is_causal=True).transpose(1, 2).double()
+    # Both round the weights to bf16 before the second product, in another order.
+    assert (ours - exact).norm() < 1.2 * (theirs - exact).norm()
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_tensor_of_more_than_2_to_the_31_elements_is_addressed() -> None:
+    torch.manual_seed(0)
+    query = torch.randn((33, 4096, 128, 128), dtype=torch.bfloat16, device="cuda")
+    key, value = torch.randn((2, 33, 4096, 1, 128), dtype=torch.bfloat16, device="cuda")
+    assert query.numel() > 2**31
+    whole = flash_attention(query, key, value, window=64)
+    last = flash_attention(query[-1:].clone(), key[-1:].clone(), value[-1:].clone(), window=64)
+    assert torch.equal(whole[-1:], last)
