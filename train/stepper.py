@@ -3,6 +3,8 @@
 Special here:
 - everything is a pure function of the config and the step: which rows a rank reads, at which learning rate;
 - nothing in a step waits for the device: losses, norms and skips stay there until somebody looks;
+- a step is a function of buffers on the device (rows, learning rates, weights, moments, loss scale), so that where
+  launching its kernels is what takes time it is recorded and replayed (graphs.py);
 - a micro-batch that does not fit into memory is halved once, and the step starts anew with the same rows.
 """
 
@@ -12,12 +14,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from .compiled import Compiled
 from .config import RunConfig
 from .data.loader import TrainStream
+from .data.prefetch import Prefetch
 from .files import read_json, write_json
+from .graphs import CudaGraph, Recording, flops_per_launch, launch_bound
 from .memory import halved_micro_batch
 from .model import sequence_losses
 from .parallel.collectives import all_gather
@@ -44,7 +51,7 @@ class Stepper:
             mesh: this rank's place.
             device: of this rank.
             stream: of the training tokens.
-            report: gets a line when the micro-batch is halved.
+            report: gets a line for what was chosen that is not in the config, and when the micro-batch is halved.
             record: file that remembers a halving for the next start; None remembers nothing.
         """
         parallel = config.parallel
@@ -68,8 +75,20 @@ class Stepper:
         )  # fmt: skip
         self.scaler = LossScaler(config.precision, device)
         self.gpt.set_recompute(parallel.recompute)
+        if config.data.separate_documents:
+            self.gpt.separate_documents(stream.end_of_document)
+        choice = self.gpt.set_attention(parallel.attention, device, self.dtype)
+        if device.type == "cuda":
+            report(str(choice))
+        self.compiled: Compiled | None = None
         if parallel.compile:
+            self.compiled = Compiled(config, self.micro, device, mesh.rank == 0, report)
+            self.compiled.load()
             self.gpt.compile_blocks()
+        shape = (self.share, config.data.sequence_length + 1)
+        self.prefetch = Prefetch(self._gather, shape, device)
+        self.batch = torch.empty(0)  # (share, T + 1) tokens of the step at hand
+        self.recording = self._recording(shape)
 
     def start(self) -> None:
         """Initial weights, the same whatever the mesh."""
@@ -88,6 +107,17 @@ class Stepper:
 
     def step(self, step: int) -> StepResult:
         """One optimizer step (0-based): the batch's mean loss, the norm before clipping, and whether it was skipped."""
+        self.zero.set_rates(learning_rate_factor(self.config, step))
+        self.batch = self.prefetch.take(step)
+        result = self._plain(step) if self.recording is None else self._recorded(self.recording, step)
+        if step + 1 < self.config.steps:
+            self.prefetch.ahead(step + 1)
+        if self.compiled is not None:
+            self.compiled.keep()
+        return result
+
+    def _plain(self, step: int) -> StepResult:
+        """The step, kernel by kernel."""
         total = None
         while total is None:
             try:
@@ -96,9 +126,48 @@ class Stepper:
                 if not out_of_memory(error):
                     raise
                 self._halve(step, error)
-        result = self.zero.step(learning_rate_factor(self.config, step), total, self.scaler.scale)
+        return self._update(total)
+
+    def _recorded(self, recording: Recording, step: int) -> StepResult:
+        """The step out of the recording, or one of those that come before it."""
+        recording.rows.copy_(self.batch)
+        self.batch = recording.rows
+        if not recording.warm:
+            with recording.aside():
+                return self._plain(step)
+        try:
+            return StepResult(*recording.run(lambda: self._whole(step)))
+        except RuntimeError as error:
+            if recording.results is not None:  # it could be recorded: this is an error of the step
+                raise
+            self.report(f"the step is not recorded as a CUDA graph: {str(error).splitlines()[0]}")
+            self.recording = None
+            self.zero.reset_gradients()
+            return self._plain(step)
+
+    def _whole(self, step: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The step as it is recorded."""
+        result = self._update(self._gradients(step))
+        return result.loss, result.norm, result.skipped
+
+    def _update(self, total: Tensor) -> StepResult:
+        """What follows the gradients of the batch."""
+        result = self.zero.step(None, total, self.scaler.scale)
         self.scaler.update(result.skipped)
         return result
+
+    def _recording(self, shape: tuple[int, int]) -> Recording | None:
+        """Where a step is to be recorded. Said, for it changes what a profile shows."""
+        config = self.config
+        if self.device.type != "cuda" or self.mesh.world is not None or not config.parallel.cuda_graphs:
+            return None
+        pays = launch_bound(config, self.micro)
+        self.report(
+            f"CUDA graphs: {'on' if pays else 'off'} (about {flops_per_launch(config, self.micro):.1e} FLOPs a kernel)"
+        )
+        if not pays:
+            return None
+        return Recording(CudaGraph(self.device), torch.zeros(shape, dtype=torch.int64, device=self.device))
 
     def losses(self, windows: Tensor, beat: Callable[[], None]) -> Tensor:
         """Summed nats of each window of tokens (n, T + 1) -> (n,) float64 on the CPU, the same on every rank.
@@ -124,21 +193,22 @@ class Stepper:
     def _gradients(self, step: int) -> Tensor:
         """Forward and backward over this rank's rows; returns its part of the batch's mean loss, on the device."""
         batch, z_loss = self.config.optimizer.batch_size, self.config.optimizer.z_loss
-        first = self.mesh.dp_rank * self.share
         total = torch.zeros((), device=self.device)
         for start in range(0, self.share, self.micro):
-            rows = self._rows(step, first + start)
+            rows = self._rows(step, start)
             with self.zero.micro_batch(last=start + self.micro == self.share):
                 loss = self.gpt.loss(rows[:, :-1], rows[:, 1:], z_loss=z_loss) * (self.micro / batch)
                 self.scaler.scaled(loss).backward()
             total += loss.detach()
         return total
 
+    def _gather(self, step: int) -> npt.NDArray[np.int64]:
+        """This rank's rows of a step, (share, T + 1)."""
+        return self.stream.batch(step, self.config.optimizer.batch_size, self.mesh.dp_rank * self.share, self.share)
+
     def _rows(self, step: int, start: int) -> Tensor:
-        rows = torch.from_numpy(self.stream.batch(step, self.config.optimizer.batch_size, start, self.micro))
-        if self.device.type == "cuda":
-            rows = rows.pin_memory()
-        return rows.to(self.device, non_blocking=True)
+        """(micro, T + 1) rows of the step at hand, from this rank's row `start` on."""
+        return self.batch[start : start + self.micro]
 
     def _halve(self, step: int, error: Exception) -> None:
         """Once a run: half the micro-batch, the same batch. Of several ranks the others wait inside a collective
@@ -157,6 +227,7 @@ class Stepper:
         if self.mesh.size > 1:
             raise OutOfMemory(words, goes_on=True) from error
         self.report(words)
+        self.recording = None  # it would hold a step's memory beside that of every other use
         self.zero.reset_gradients()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -38,6 +38,7 @@ class TrainStream:
         self._windows = _windows(shards.train, sequence_length, "training")
         self._length = sequence_length
         self._seed = seed
+        self.end_of_document = shards.tokenizer.end_of_document  # the token that every document ends with
         self._permutations: dict[int, npt.NDArray[np.unsignedinteger]] = {}
 
     @property

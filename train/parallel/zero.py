@@ -7,7 +7,9 @@ Special here:
   fp32 the master weights are the weights, and nothing is kept twice;
 - clipping and the loss scale are one factor, folded into the fused AdamW update, so that gradients are not read for it;
 - a step never waits for the device: whether an update is skipped comes out of the all-reduce of norm and loss, and
-  the update kernel itself reads it.
+  the update kernel itself reads it;
+- nothing that changes from step to step is a number of Python's: learning rates and the count of updates lie on the
+  device, and every view that a step needs is cut once, so a step can be recorded and replayed (graphs.py).
 
 Rajbhandari et al. 2020 (arXiv 1910.02054); Loshchilov and Hutter 2019 (arXiv 1711.05101) for AdamW.
 """
@@ -17,11 +19,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim.adamw import adamw
 
 from ..config import OptimizerConfig
 from ..model import GPT
@@ -44,6 +46,16 @@ class StepResult:
     skipped: Tensor  # () 1.0 where loss or norm was no finite number, so that nothing was updated; else 0.0
 
 
+class Segment(NamedTuple):
+    """Neighbours in a rank's slice of a bucket that share a learning rate and a weight decay."""
+
+    group: int
+    place: Range  # in the slice
+    weight: list[Tensor]  # each of one view, as the update takes them
+    first: list[Tensor]  # moments
+    second: list[Tensor]
+
+
 class Zero:
     """Owner of a model's parameters, gradients and Adam's state.
 
@@ -63,9 +75,14 @@ class Zero:
         stage: int, dtype: torch.dtype, optimizer: OptimizerConfig, bucket_mb: float, device: torch.device,
     ) -> None:  # fmt: skip
         self.mesh, self.placements, self.optimizer = mesh, placements, optimizer
-        self._rates = [(group.learning_rate, group.weight_decay) for group in groups]
-        self.stage = stage if mesh.dp_group is not None else 0  # one rank owns everything anyway
         self.dtype, self.wide, self.device = dtype, torch.promote_types(dtype, torch.float32), device
+        self._decays = [group.weight_decay for group in groups]
+        # The update reads fp32 on GPUs. On CPUs it reads a float64, so that nothing is lost of a Python float.
+        wide_rate = torch.float64 if device.type == "cpu" else torch.float32
+        self.peaks = torch.tensor([group.learning_rate for group in groups], dtype=wide_rate, device=device)
+        self.rates = torch.zeros_like(self.peaks)
+        self._rate_of = list(self.rates)  # () views, one a group
+        self.stage = stage if mesh.dp_group is not None else 0  # one rank owns everything anyway
         group_of = {id(p): number for number, group in enumerate(groups) for p in group.parameters}
         numbers = {name: group_of[id(p)] for name, p in gpt.named_parameters()}
         sizes = {name: p.numel() for name, p in gpt.named_parameters()}
@@ -89,10 +106,7 @@ class Zero:
         self.exp_avg_sq = [torch.zeros_like(master) for master in self.master]
         self.updates = torch.zeros((), dtype=torch.float32, device=device)
         shards = list(zip(self.layouts, self.owned, self.gradients.shards, strict=True))
-        self._segments = [
-            [(number, r) for number, segment in layout.segments for r in clip([segment], owned)]
-            for layout, owned, _ in shards
-        ]
+        self._segments = [self._cut(number) for number in range(len(self.layouts))]
         self._partial = [
             shard[start:stop] for layout, owned, shard in shards
             for start, stop in clip(partial(layout, placements), owned)
@@ -137,14 +151,21 @@ class Zero:
         self.weights.forget()
 
     @torch.no_grad()
-    def step(self, factor: float, loss: Tensor, scale: Tensor | None = None) -> StepResult:
+    def set_rates(self, factor: float) -> None:
+        """Every group's learning rate from here on: its peak times `factor`. Waits for nothing."""
+        torch.mul(self.peaks, factor, out=self.rates)
+
+    @torch.no_grad()
+    def step(self, factor: float | None, loss: Tensor, scale: Tensor | None = None) -> StepResult:
         """Updates the weights from the accumulated gradients, and clears these.
 
         Args:
-            factor: on every group's peak learning rate.
+            factor: on every group's peak learning rate; None: the rates stay those of `set_rates`.
             loss: () this rank's share of the batch's mean loss.
             scale: () what the loss was multiplied by before the backward pass; None means 1.
         """
+        if factor is not None:
+            self.set_rates(factor)
         self.gradients.wait()
         self._sum_partial()
         total, norm = self._measure(loss)
@@ -152,8 +173,9 @@ class Zero:
             norm = norm / scale
         skipped = 1 - (torch.isfinite(norm) & torch.isfinite(total)).float()
         divisor = self._divisor(norm, scale)
+        count = self.updates + 1
         for number in reversed(range(len(self.layouts))):  # as the next forward pass wants them
-            self._update(number, factor, divisor, skipped)
+            self._update(number, count, divisor, skipped)
             self._refresh(number)
         self.updates += 1 - skipped
         self.gradients.clear()
@@ -170,9 +192,10 @@ class Zero:
 
     def _measure(self, loss: Tensor) -> tuple[Tensor, Tensor]:
         """Loss and gradient norm of all ranks. Each adds the squares of its slice; the loss is the first tp rank's."""
-        nothing = torch.zeros((), dtype=self.wide, device=self.device)
-        squares = torch.stack([nothing, *(_square(part, self.wide) for part in self._measured)]).sum()
-        both = torch.stack([loss.to(self.wide) * (self.mesh.tp_rank == 0), squares])
+        squares = [_square(part, self.wide) for part in self._measured]
+        if not squares:  # what this rank owns is another's, or padding
+            squares = [torch.zeros((), dtype=self.wide, device=self.device)]
+        both = torch.stack([loss.to(self.wide) * (self.mesh.tp_rank == 0), torch.stack(squares).sum()])
         if self.mesh.world is not None:
             dist.all_reduce(both, group=self.mesh.world)
         return both[0], both[1].sqrt()
@@ -185,19 +208,28 @@ class Zero:
         clipped = (limit / (norm + 1e-6)).clamp(max=1.0).reciprocal().float()
         return clipped if scale is None else clipped * scale
 
-    def _update(self, number: int, factor: float, divisor: Tensor | None, skipped: Tensor) -> None:
-        """AdamW on this rank's slice of one bucket."""
-        gradient = self.gradients.shards[number].to(self.wide)  # itself where it is as wide
-        state = (self.master[number], gradient, self.exp_avg[number], self.exp_avg_sq[number])
-        for group, (start, stop) in self._segments[number]:
-            weight, slope, first, second = ([tensor[start:stop]] for tensor in state)
-            rate, decay = self._rates[group]
-            adamw(
-                weight, slope, first, second, [], [self.updates.clone()],
-                fused=True, grad_scale=divisor, found_inf=skipped, amsgrad=False, maximize=False,
-                beta1=self.optimizer.beta1, beta2=self.optimizer.beta2, eps=self.optimizer.eps,
-                lr=rate * factor, weight_decay=decay,
+    def _update(self, number: int, count: Tensor, divisor: Tensor | None, skipped: Tensor) -> None:
+        """AdamW on this rank's slice of one bucket; `count` () is the number of the update."""
+        shard = self.gradients.shards[number]
+        gradient = shard if self.dtype == self.wide else shard.to(self.wide)
+        options = self.optimizer
+        for group, (start, stop), weight, first, second in self._segments[number]:
+            # What torch.optim.AdamW(fused=True) calls, without what it adds: a copy, a sum and a difference of `count`
+            # for every call, each a kernel of its own.
+            torch._fused_adamw_(
+                weight, [gradient[start:stop]], first, second, [], [count], lr=self._rate_of[group],
+                beta1=options.beta1, beta2=options.beta2, weight_decay=self._decays[group], eps=options.eps,
+                amsgrad=False, maximize=False, grad_scale=divisor, found_inf=skipped,
             )  # fmt: skip
+
+    def _cut(self, number: int) -> list[Segment]:
+        """Of one bucket the pieces that share a learning rate and a weight decay."""
+        owned, state = self.owned[number], (self.master[number], self.exp_avg[number], self.exp_avg_sq[number])
+        return [
+            Segment(group, (start, stop), *([tensor[start:stop]] for tensor in state))
+            for group, segment in self.layouts[number].segments
+            for start, stop in clip([segment], owned)
+        ]
 
     def _refresh(self, number: int) -> None:
         """The model's weights after the master weights of one bucket."""
@@ -247,6 +279,8 @@ class Zero:
 def _square(values: Tensor, wide: torch.dtype) -> Tensor:
     """Sum of squares. In rows, for torch sums a long vector on a CPU in one go, and loses 3 digits at 5e7 elements."""
     rows = len(values) // ROW
-    head = torch.linalg.vector_norm(values[: rows * ROW].view(rows, ROW).to(wide), dim=1).square().sum()
     tail = values[rows * ROW :].to(wide)
-    return head + torch.dot(tail, tail)
+    rest = torch.dot(tail, tail)
+    if not rows:
+        return rest
+    return torch.linalg.vector_norm(values[: rows * ROW].view(rows, ROW).to(wide), dim=1).square().sum() + rest

@@ -1,0 +1,139 @@
+"""The rows of a step, on the device when the step wants them: gathered and copied while the step before it runs.
+
+Special here:
+- pages are pinned once, in a small ring: a copy from pinned memory is asynchronous, and pinning takes longer than
+  many a step;
+- copies run on a stream of their own. The stream that computes waits for a copy, and a copy for the step that read the
+  buffer before; the host waits only when it is `RING` steps ahead of the device, which bounds how far it runs;
+- which rows a step gets depends on its number alone: what was gathered for another step is never handed out;
+- on a CPU there is nothing to copy, and gathering takes less than a hundredth of a step: it is done in line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+RING = 3  # steps whose rows are on their way: being read, waiting, and being gathered
+
+Gather = Callable[[int], npt.NDArray[np.int64]]  # the rows of a step, (rows, T + 1)
+
+
+@dataclass(eq=False)
+class Slot:
+    """One place of the ring."""
+
+    pages: Tensor  # (rows, T + 1) on the host, pinned
+    rows: Tensor  # the same on the device
+    step: int | None = None  # whose rows these are
+    events: dict[str, Any] = field(default_factory=dict)  # of the lane
+
+
+class Lane(Protocol):
+    """The way from pages to rows."""
+
+    def slot(self, shape: tuple[int, int]) -> Slot:
+        """A new place."""
+
+    def start(self, slot: Slot) -> None:
+        """Begins to copy pages to rows, once the rows are no longer read."""
+
+    def arrive(self, slot: Slot) -> None:
+        """What is computed from here on finds the rows."""
+
+    def leave(self, slot: Slot) -> None:
+        """What was computed up to here is the last that reads the rows."""
+
+    def pages_free(self, slot: Slot) -> None:
+        """Until the pages may be written to."""
+
+
+class CudaLane:
+    """A stream beside the one that computes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device)
+
+    def slot(self, shape: tuple[int, int]) -> Slot:
+        slot = Slot(
+            torch.empty(shape, dtype=torch.int64, pin_memory=True),
+            torch.empty(shape, dtype=torch.int64, device=self.device),
+        )
+        slot.events = {"copied": torch.cuda.Event(), "read": torch.cuda.Event()}
+        self.leave(slot)  # the memory may be one that is still read under another name
+        return slot
+
+    def start(self, slot: Slot) -> None:
+        with torch.cuda.stream(self.stream):
+            slot.events["read"].wait()
+            slot.rows.copy_(slot.pages, non_blocking=True)
+            slot.events["copied"].record()
+
+    def arrive(self, slot: Slot) -> None:
+        slot.events["copied"].wait(torch.cuda.current_stream(self.device))
+
+    def leave(self, slot: Slot) -> None:
+        slot.events["read"].record(torch.cuda.current_stream(self.device))
+
+    def pages_free(self, slot: Slot) -> None:
+        slot.events["copied"].synchronize()
+
+
+class Prefetch:
+    """Hands out the rows of steps.
+
+    Args:
+        gather: the rows of a step; called ahead of time, so it must be a pure function.
+        shape: of these rows, (rows, T + 1).
+        device: where they are wanted.
+        lane: to that device; None takes the device's own, which a CPU has none of.
+    """
+
+    def __init__(self, gather: Gather, shape: tuple[int, int], device: torch.device, lane: Lane | None = None) -> None:
+        self.gather = gather
+        if lane is None and device.type == "cuda":
+            lane = CudaLane(device)
+        self._lane = lane
+        self._ring = [] if lane is None else [lane.slot(shape) for _ in range(RING)]
+        self._read: Slot | None = None  # the place whose rows are in use
+
+    def take(self, step: int) -> Tensor:
+        """(rows, T + 1) of a step on the device. They stay as they are until the next call of `ahead`."""
+        if self._lane is None:
+            return torch.from_numpy(self.gather(step))
+        slot = self._ring[step % RING]
+        if self._read is not slot:
+            self._let_go(self._lane)
+        if slot.step != step:
+            self._fill(self._lane, slot, step)
+        self._lane.arrive(slot)
+        self._read = slot
+        return slot.rows
+
+    def ahead(self, step: int) -> None:
+        """Starts on the rows of a step to come, after the work on those in use was given to the device."""
+        if self._lane is None:
+            return
+        self._let_go(self._lane)
+        slot = self._ring[step % RING]
+        if slot.step != step:
+            self._fill(self._lane, slot, step)
+
+    def _let_go(self, lane: Lane) -> None:
+        if self._read is not None:
+            lane.leave(self._read)
+            self._read = None
+
+    def _fill(self, lane: Lane, slot: Slot, step: int) -> None:
+        slot.step = None  # until the rows are there, should gathering fail
+        lane.pages_free(slot)
+        np.copyto(slot.pages.numpy(), self.gather(step))
+        lane.start(slot)
+        slot.step = step
