@@ -17,7 +17,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .benchmarks import Contender, bench_config, build_stepper, counted, row_of
+from .bench_train import bench_config, build_stepper, counted, shape_of
+from .benchmarks import Contender, contract_row
 
 if TYPE_CHECKING:
     from ..train.config import RunConfig
@@ -62,7 +63,15 @@ def _measure(case: str, peer: str, config: RunConfig, rounds: int, steps: int) -
 
     answers = run_ranks(config.parallel.world_size, _take_turns, config, peer, rounds, steps, timeout=1800.0)
     ours, theirs = answers[0]
-    return row_of(case, config, ours, theirs, peer)
+    return _row(case, config, ours, theirs, peer)
+
+
+def _row(case: str, config: RunConfig, ours: list[float], theirs: list[float], peer: str) -> dict[str, Any]:
+    import torch
+
+    return contract_row(
+        f"{case}, {shape_of(config)}", config.batch_tokens, "tokens/s", ours, theirs, peer, torch.device("cpu")
+    )
 
 
 def _pin(rank: int) -> None:
@@ -106,7 +115,7 @@ def _checkpoint_row(config: RunConfig, folder: Path, rounds: int) -> dict[str, A
 
     (answer,) = run_ranks(1, _save_in_turn, config, folder, rounds, timeout=1800.0)
     saving, plain = answer
-    return row_of("a step that starts to save", config, saving, plain, "a plain step")
+    return _row("a step that starts to save", config, saving, plain, "a plain step")
 
 
 def _save_in_turn(config: RunConfig, folder: Path, rounds: int) -> tuple[list[float], list[float]]:

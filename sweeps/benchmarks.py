@@ -1,22 +1,21 @@
-"""Our trainer beside a peer, in one run and in turn, so that what else the machine does falls on both alike.
+"""What every benchmark shares: contenders that take turns, a row of the contract, peak memory, the table.
 
 Special here:
-- ours is `Stepper.step`, the whole of it: reading the batch, forward, backward, clipping, AdamW. The peer gets its
-  batch for free, torch's fused AdamW, and no copy of labels; where it has two ways to compute in bf16, both run.
-- rounds of a few steps alternate; a case's figure is the median over rounds, its spread half the interquartile range of
-  the rounds' own ratios.
-- the plain matmul rate that MFU divides by is measured between the same rounds.
+- contenders alternate in one process, round by round, so that what else the machine does falls on all of them alike; a
+  figure is the median over rounds, its spread half the interquartile range of the rounds' own ratios;
+- the ratio is ours over the peer's in the direction in which more is better, and a peer with several ways to do the
+  work is represented by its fastest;
+- a device is waited for at the ends of a turn and not between its steps.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
+import os
 import statistics
-import tempfile
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ..train.errors import UserError
@@ -24,222 +23,235 @@ from ..train.errors import UserError
 if TYPE_CHECKING:
     import torch
 
-    from ..train.config import RunConfig
-    from ..train.parallel.mesh import Mesh
-    from ..train.stepper import Stepper
-
-# The 1.15M-parameter byte GPT of the project's figures.
-WIDTH, DEPTH, HEADS, LENGTH, BATCH = 128, 5, 4, 256, 16
-THREADS = 2
+EXACT = (
+    "MFU: exact FLOPs (matrix products, attention over the full T x T square, backward twice the forward) "
+    "over the matmul peak of the same run"
+)
+THREADS = 2  # of everything measured on CPUs, or a figure would be of the machine's size
+Row = dict[str, Any]
 Step = Callable[[], Any]
 
 
 @dataclasses.dataclass
 class Contender:
-    """One way to take a training step, with the seconds a step that each round measured."""
+    """One way to do the work, with the seconds a step that each round measured."""
 
     name: str
     step: Step
     seconds: list[float] = dataclasses.field(default_factory=list)
 
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
 
-def bench_train(rounds: int = 15, steps: int = 4, compiled: bool = True) -> list[dict[str, Any]]:
-    """Tokens a second of our training step and of transformers' LlamaForCausalLM, same shape, same run.
 
-    Args:
-        rounds: how often each contender has its turn; the first one is not counted.
-        steps: steps in a turn.
-        compiled: also our step with `parallel.compile=true`, against the same peer as it is (eager).
-
-    Returns:
-        One row a precision and mode, in the format of every `isoflop bench`, with MFU beside it.
+def bench_device(wanted: str) -> torch.device:
+    """The device of `--device`: `auto` takes the GPU where there is one.
 
     Raises:
-        UserError: transformers is not installed.
+        UserError: no such choice, or no such device here.
     """
     import torch
 
-    _require_transformers()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(THREADS)
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            rows = [_compare(p, Path(folder), rounds, steps, False) for p in ("fp32", "bf16")]
-            if compiled:
-                rows += [_compare(p, Path(folder), rounds, steps, True) for p in ("fp32", "bf16")]
-    finally:
-        torch.set_num_threads(threads)
-    return rows
+    if wanted not in ("auto", "cpu", "cuda"):
+        raise UserError(f"--device is {wanted!r}; it must be auto, cpu or cuda")
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device is 'cuda' and no CUDA device is visible; use auto or cpu")
+    return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
 
 
-def _require_transformers() -> None:
-    try:
-        import transformers  # noqa: F401
-    except ImportError:
-        raise UserError(
-            "transformers is not installed; the benchmark's peer comes with pip install 'isoflop[bench]'"
-        ) from None
-
-
-def _compare(precision: str, folder: Path, rounds: int, steps: int, compiled: bool) -> dict[str, Any]:
+@contextmanager
+def pinned_threads(count: int) -> Iterator[None]:
+    """So many threads of torch; as many as before at the end."""
     import torch
 
-    from ..train.flops import training_flops_per_token
-    from ..train.hardware import matmul_peak
-    from ..train.parallel.mesh import Mesh
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    config = bench_config(precision, folder, compiled)
-    ours = Contender("Stepper.step", counted(build_stepper(config, Mesh()).step))
-    peers = _peers(config, dtype)
-    peak = 0.0
+
+def take_turns(
+    contenders: Sequence[Contender], rounds: int, steps: int, device: torch.device,
+    between: Callable[[], None] = lambda: None,
+) -> None:  # fmt: skip
+    """Fills the contenders' seconds: `rounds` turns of `steps` steps each, after a step that is not counted.
+
+    `between` is called after every round.
+    """
     for turn in range(rounds + 1):
-        for contender in (ours, *peers):
-            seconds = _time(contender.step, 1 if turn == 0 else steps)
+        for contender in contenders:
+            seconds = seconds_a_step(contender.step, 1 if turn == 0 else steps, device)
             if turn > 0:
                 contender.seconds.append(seconds)
-        peak = max(peak, matmul_peak(torch.device("cpu"), dtype))
-    peer = min(peers, key=lambda contender: statistics.median(contender.seconds))
-    row = row_of(
-        f"train {precision}{' compiled' if compiled else ''}", config, ours.seconds, peer.seconds,
-        f"transformers LlamaForCausalLM, fused AdamW, {peer.name}",
-    )  # fmt: skip
-    flops = training_flops_per_token(config.model, LENGTH)
-    return row | {"mfu": row["ours"] * flops / peak, "peer_mfu": row["peer"] * flops / peak, "matmul_peak": peak}
+        between()
 
 
-def row_of(case: str, config: RunConfig, ours: list[float], theirs: list[float], peer: str) -> dict[str, Any]:
-    """A row of the contract, from the seconds a step that each round measured of ours and of the peer."""
-    import torch
-
-    from ..train.hardware import device_name
-
-    ratios = [b / a for a, b in zip(ours, theirs, strict=True)]
-    quarters = statistics.quantiles(ratios, n=4)
-    rates = [config.batch_tokens / statistics.median(seconds) for seconds in (ours, theirs)]
-    return {
-        "case": f"{case}, 1.15M parameters, T={LENGTH}, B={BATCH}",
-        "ours": rates[0],
-        "peer": rates[1],
-        "peer_name": peer,
-        "unit": "tokens/s",
-        "ratio": rates[0] / rates[1],
-        "spread": (quarters[2] - quarters[0]) / 2,
-        "device": device_name(torch.device("cpu")),
-    }
-
-
-def _time(step: Step, count: int) -> float:
+def seconds_a_step(step: Step, count: int, device: torch.device) -> float:
+    """Wall clock of one of `count` steps in a row."""
+    synchronize(device)
     start = time.perf_counter()
     for _ in range(count):
         step()
+    synchronize(device)
     return (time.perf_counter() - start) / count
 
 
-def bench_config(precision: str, folder: Path, compiled: bool) -> RunConfig:
-    """The run that is measured: 1.15M parameters, text that is enough for every step to read other windows."""
-    from ..train.config import DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig, TrackerConfig
-
-    text = folder / "text.jsonl"
-    if not text.exists():
-        # Which tokens they are changes no speed: enough for every step to read other windows.
-        text.write_text("".join(f'{{"text": "{str(i) * 400}"}}\n' for i in range(1000)))
-    return RunConfig(
-        model=ModelConfig(width=WIDTH, depth=DEPTH, heads=HEADS, vocab_size=256, tied_embeddings=False),
-        data=DataConfig(corpus="text", path=str(text), sequence_length=LENGTH, cache_dir=str(folder / "cache")),
-        optimizer=OptimizerConfig(batch_size=BATCH),
-        parallel=ParallelConfig(device="cpu", compile=compiled),
-        tracker=TrackerConfig(kind="none"),
-        tokens=10**9,
-        precision=precision,
-    )
+def steps_for(step: Step, device: torch.device, seconds: float = 0.03) -> int:
+    """How many steps take about so long."""
+    step()  # the first one compiles
+    return max(1, round(seconds / seconds_a_step(step, 3, device)))
 
 
-def build_stepper(config: RunConfig, mesh: Mesh) -> Stepper:
-    """What takes a training step of ours on this rank, at its first step."""
+def synchronize(device: torch.device) -> None:
+    """Waits for the device's queue."""
     import torch
 
-    from ..train.data.loader import TrainStream
-    from ..train.data.shards import prepare
-    from ..train.stepper import Stepper
-
-    stream = TrainStream(prepare(config.data), config.data.sequence_length, config.seed)
-    stepper = Stepper(config, mesh, torch.device("cpu"), stream)
-    stepper.start()
-    return stepper
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
-def counted(step: Callable[[int], Any]) -> Step:
-    """A step that counts itself: 0, 1, 2, …"""
-    count = itertools.count()
-    return lambda: step(next(count))
+def fastest(contenders: Sequence[Contender]) -> Contender:
+    """The one with the lowest median."""
+    return min(contenders, key=lambda contender: contender.median)
 
 
-def _peers(config: RunConfig, dtype: torch.dtype) -> list[Contender]:
-    """The peer's ways to take the step; in bf16 it may autocast or hold its weights in bf16, and the faster counts."""
+def peak_bytes(step: Step, device: torch.device) -> int:
+    """Memory that one step asks of torch's allocator beyond what was held before it, at its highest."""
     import torch
 
-    if dtype == torch.float32:
-        return [Contender("eager fp32", _llama_step(config, torch.float32, autocast=False))]
-    return [
-        Contender("eager bf16 autocast", _llama_step(config, torch.float32, autocast=True)),
-        Contender("eager pure bf16", _llama_step(config, torch.bfloat16, autocast=False)),
-    ]
+    if device.type == "cuda":
+        synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        held = torch.cuda.memory_allocated(device)
+        step()
+        synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - held
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler writes when it starts and stops
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        step()
+    assert profile.profiler is not None
+    events = profile.profiler.kineto_results.events()
+    held = highest = 0
+    for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: int(e.start_ns())):
+        held += event.nbytes()
+        highest = max(highest, held)
+    return highest
 
 
-def _llama_step(config: RunConfig, weights: torch.dtype, autocast: bool) -> Step:
-    import torch
-    import torch.nn.functional as F
-    from transformers import LlamaConfig, LlamaForCausalLM
+def contract_row(
+    case: str, work: float, unit: str, ours: list[float], theirs: list[float], peer: str, device: torch.device
+) -> Row:
+    """A row of the contract.
 
-    model, optimizer = config.model, config.optimizer
-    assert model.vocab_size is not None
-    shape: dict[str, Any] = {
-        "hidden_size": model.width,
-        "intermediate_size": model.mlp_hidden,
-        "num_hidden_layers": model.depth,
-        "num_attention_heads": model.heads,
-        "num_key_value_heads": model.num_kv_heads,
-        "vocab_size": model.vocab_size,
-        "max_position_embeddings": LENGTH,
-        "tie_word_embeddings": model.tied_embeddings,
-        "attn_implementation": "sdpa",
+    Args:
+        case: what is measured, with its shapes and number format.
+        work: what a step does, in the unit's numerator: tokens, models, ….
+        unit: of the figures, such as tokens/s.
+        ours: seconds a step, one a round.
+        theirs: the peer's in the same rounds.
+        peer: its name.
+        device: that both ran on.
+    """
+    from ..train.hardware import device_name
+
+    rates = [work / statistics.median(seconds) for seconds in (ours, theirs)]
+    return {
+        "case": case,
+        "ours": rates[0],
+        "peer": rates[1],
+        "peer_name": peer,
+        "unit": unit,
+        "ratio": rates[0] / rates[1],
+        "spread": spread([b / a for a, b in zip(ours, theirs, strict=True)]),
+        "device": device_name(device),
     }
-    llama: Any = LlamaForCausalLM(LlamaConfig(**shape))
-    llama.to(weights).train()
-    adamw = torch.optim.AdamW(
-        llama.parameters(), optimizer.learning_rate, (optimizer.beta1, optimizer.beta2), optimizer.eps,
-        optimizer.weight_decay, fused=True,
-    )  # fmt: skip
-    rows = torch.randint(model.vocab_size, (BATCH, LENGTH + 1))
-
-    def step() -> None:
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            logits = llama(input_ids=rows[:, :-1], use_cache=False).logits
-        F.cross_entropy(logits.flatten(0, 1).float(), rows[:, 1:].flatten()).backward()
-        torch.nn.utils.clip_grad_norm_(llama.parameters(), optimizer.gradient_clip)
-        adamw.step()
-        adamw.zero_grad()
-
-    return step
 
 
-def print_benchmark(rows: list[dict[str, Any]]) -> None:
-    """The rows as a table for people."""
-    from rich.console import Console
+@dataclasses.dataclass
+class Peak:
+    """The plain matmul rate of a device, the best of the times it was measured."""
+
+    device: torch.device
+    dtype: torch.dtype
+    best: float = 0.0
+
+    def measure(self) -> None:
+        """Once more."""
+        from ..train.hardware import matmul_peak
+
+        self.best = max(self.best, matmul_peak(self.device, self.dtype))
+
+
+def with_mfu(row: Row, flops: float, peak: Peak) -> Row:
+    """Adds the share of the matmul peak that each side reaches; `flops` are those of one of its units."""
+    share = flops / peak.best
+    return row | {"mfu": row["ours"] * share, "peer_mfu": row["peer"] * share, "matmul_peak": peak.best}
+
+
+def spread(ratios: Sequence[float]) -> float:
+    """Half the interquartile range; of a single round there is none."""
+    if len(ratios) < 2:
+        return 0.0
+    quarters = statistics.quantiles(ratios, n=4)
+    return (quarters[2] - quarters[0]) / 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """A column that some benchmarks have: its heading, a key that its rows have, and what it says of a row."""
+
+    heading: str
+    key: str
+    form: Callable[[Row], str]
+
+
+COLUMNS = (
+    Column("MFU / peer", "mfu", lambda row: f"{row['mfu']:.0%} / {row['peer_mfu']:.0%}"),
+    Column("GFLOP/s peak", "matmul_peak", lambda row: f"{row['matmul_peak'] / 1e9:,.0f}"),
+    Column(
+        "MiB / peer",
+        "peak_bytes",
+        lambda row: f"{row['peak_bytes'] / 2**20:,.1f} / {row['peer_peak_bytes'] / 2**20:,.1f}",
+    ),
+    Column("seconds / peer", "seconds", lambda row: f"{row['seconds']:,.1f} / {row['peer_seconds']:,.1f}"),
+    Column("share of FLOPs", "flops_share", lambda row: f"{row['flops_share']:.3f}"),
+    Column("apart by", "difference", lambda row: f"{row['difference']:.1g}"),
+)
+
+
+def print_benchmark(rows: list[Row], about: str = "") -> None:
+    """The rows as a table for people; `about` says in the title what the columns cannot, such as a FLOP convention."""
     from rich.table import Table
 
-    table = Table(title=f"ours beside the peer, in turn, on {rows[0]['device']}" if rows else "nothing was measured")
-    measured_peak = bool(rows) and "mfu" in rows[0]
-    rates = ("MFU", "peer's MFU", "matmul peak") if measured_peak else ()
-    for name in ("case", "ours", "peer", "unit", "ratio", *rates, "peer is"):
-        table.add_column(name, justify="left" if name in ("case", "unit", "peer is") else "right")
+    from .terminal import console
+
+    if not rows:
+        print("nothing was measured")
+        return
+    devices, peers, units = (dict.fromkeys(row[key] for row in rows) for key in ("device", "peer_name", "unit"))
+    title = [f"ours beside the peer, in turn, on {', '.join(devices)}"]
+    title += [f"peer: {', '.join(peers)}"] * (len(peers) == 1) + [f"in {', '.join(units)}"] * (len(units) == 1)
+    screen = console()
+    screen.print("; ".join(filter(None, [*title, about])))
+    extra = [column for column in COLUMNS if any(column.key in row for row in rows)]
+    last = ["unit"] * (len(units) > 1) + ["peer_name"] * (len(peers) > 1)
+    table = Table()
+    table.add_column("case")
+    for heading in ("ours", "peer", "ratio", *(column.heading for column in extra)):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for key in last:
+        table.add_column({"unit": "unit", "peer_name": "peer is"}[key])
     for row in rows:
-        shares: tuple[str, ...] = ()
-        if measured_peak:
-            shares = (f"{row['mfu']:.0%}", f"{row['peer_mfu']:.0%}", f"{row['matmul_peak'] / 1e9:.0f} GFLOP/s")
+        values = [column.form(row) if column.key in row else "" for column in extra]
+        ratio = f"{row['ratio']:.2f} ± {row['spread']:.2f}"
         table.add_row(
-            row["case"], f"{row['ours']:,.0f}", f"{row['peer']:,.0f}", row["unit"],
-            f"{row['ratio']:.2f} ± {row['spread']:.2f}", *shares, row["peer_name"],
-        )  # fmt: skip
-    Console().print(table)
+            row["case"], _number(row["ours"]), _number(row["peer"]), ratio, *values, *(row[key] for key in last)
+        )
+    screen.print(table)
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -217,21 +217,61 @@ def benchmarks() -> None:
     print(stage_benchmarks(progress=print))
 
 
-@bench.command()
-def train(as_json: Json = False) -> None:
-    """Tokens a second of our trainer beside transformers' LlamaForCausalLM, same shape, in turn."""
-    from .benchmarks import bench_train, print_benchmark
+Device = Annotated[str, typer.Option(help="auto, cpu or cuda; each has cases of its own.")]
+Rounds = Annotated[int, typer.Option(min=1, help="Turns of each side; figures are medians over them.")]
 
-    _show(bench_train(), as_json, print_benchmark)
+
+@bench.command()
+def train(device: Device = "auto", rounds: Rounds = 15, as_json: Json = False) -> None:
+    """Tokens a second of our trainer beside transformers' LlamaForCausalLM, same shape, and both sides' MFU."""
+    from .bench_train import ABOUT, bench_train
+
+    _show_rows(bench_train(device, rounds), as_json, ABOUT)
+
+
+@bench.command()
+def attention(device: Device = "auto", rounds: Rounds = 15, as_json: Json = False) -> None:
+    """Our causal attention beside SDPA's fastest backend and flash-attn, with peak memory."""
+    from .bench_attention import ABOUT, bench_attention
+
+    _show_rows(bench_attention(device, rounds), as_json, ABOUT)
+
+
+@bench.command()
+def loss(device: Device = "auto", rounds: Rounds = 15, as_json: Json = False) -> None:
+    """Our head and cross-entropy in one beside logits and F.cross_entropy, with peak memory."""
+    from .bench_loss import ABOUT, bench_loss
+
+    _show_rows(bench_loss(device, rounds), as_json, ABOUT)
+
+
+@bench.command()
+def ensemble(device: Device = "auto", rounds: Rounds = 15, as_json: Json = False) -> None:
+    """Small models trained together beside the same one after the other."""
+    from .bench_ensemble import ABOUT, bench_ensemble
+
+    _show_rows(bench_ensemble(device, rounds), as_json, ABOUT)
+
+
+@bench.command(name="grid")
+def bench_grids(
+    case: Annotated[list[str] | None, typer.Option(help="ladder or chinchilla; both when not given.")] = None,
+    minutes: Annotated[float, typer.Option(help="How long a sweep may be planned to train, as cluster.minutes.")] = 4.5,
+    rounds: Rounds = 2,
+    as_json: Json = False,
+) -> None:
+    """Whole sweeps with trunks, ensembles and workers beside one process a run: FLOPs, wall clock, same losses."""
+    from .bench_grid import ABOUT, CASES, bench_grid
+
+    _show_rows(bench_grid(minutes, rounds, case or CASES), as_json, ABOUT)
 
 
 @bench.command()
 def parallel(as_json: Json = False) -> None:
     """Our data, ZeRO and tensor parallelism beside PyTorch's own, on two pinned ranks, in turn."""
     from .bench_parallel import bench_parallel
-    from .benchmarks import print_benchmark
 
-    _show(bench_parallel(), as_json, print_benchmark)
+    _show_rows(bench_parallel(), as_json)
 
 
 @bench.command(name="fit")
@@ -240,6 +280,12 @@ def bench_fits(as_json: Json = False) -> None:
     from .bench_fit import bench_fit, print_fit_benchmark
 
     _show(bench_fit(), as_json, print_fit_benchmark)
+
+
+def _show_rows(rows: Iterable[dict[str, Any]], as_json: bool, about: str = "") -> None:
+    from .benchmarks import print_benchmark
+
+    _show(list(rows), as_json, lambda rows: print_benchmark(rows, about))
 
 
 def _show(

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from isoflop.sweeps import bench_parallel, bench_peers
-from isoflop.sweeps.benchmarks import bench_config, build_stepper, print_benchmark
+from isoflop.sweeps.bench_train import bench_config, build_stepper
+from isoflop.sweeps.benchmarks import print_benchmark
 from isoflop.train.config import RunConfig
 from isoflop.train.data.shards import prepare
 from isoflop.train.parallel.fork import run_ranks

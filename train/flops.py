@@ -6,8 +6,9 @@ N_kaplan          the matrices inside the blocks only, Kaplan et al. 2020, Table
 
 flops_6nd         6 * N_total * D, the rule of thumb of Kaplan et al. 2020 with Hoffmann et al.'s N
 flops_exact       what the matrix products execute: 2 FLOPs a multiply-add, backward twice the forward; attention over
-                  the full T x T square (T x window with a sliding window) as Hoffmann et al. 2022, appendix F, and `torch.utils.flop_counter` count it;
-                  the padded output head; nothing for the embedding lookup, norms and activations
+                  the full T x T square as Hoffmann et al. 2022, appendix F, and `torch.utils.flop_counter` count it
+                  (over T x window with a sliding window); the padded output head; nothing for the embedding lookup,
+                  norms and activations
 """
 
 from __future__ import annotations
