@@ -80,6 +80,7 @@ class ClusterConfig:
     minutes: float = 4.5  # local: how long a probed grid may train, all cores together
     flops_per_second: float | None = None  # matrix-product peak of one core (local) or one rank (slurm); None: probe
     half_speed_width: float = 96.0  # model width at which training reaches half of that peak, for estimates
+    launch_bound_width: float = 4.0  # model width at which launching operations takes half of a step, for estimates
     precision: str = "fp32"  # what a run uses unless `precision` is set
     jobs: int | None = None  # local: runs at a time; None: one a core
     threads_per_job: int | None = None  # local: of one rank; None: its share of the cores

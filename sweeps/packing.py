@@ -23,9 +23,7 @@ from ..train.members import refusal, shape_of
 from ..train.memory import memory
 from ..train.schedule import trunk_steps
 
-# Of one model's step a share half / (width + half) is overhead: launches, small matrices that leave the device idle.
-# E models together pay E ^ -OVERHEAD_EXPONENT of it each: 0 saves nothing, 1 pays it once for all of them.
-OVERHEAD_EXPONENT = 0.5
+LEAST_GAIN = 1.15  # of an ensemble, below which the estimate is no reason to make one
 
 ROUNDING = 1e-9  # what times may differ by and still be equal
 
@@ -43,21 +41,21 @@ class Unit:
         return self.runs[0] + (f"+{len(self.runs) - 1}" if len(self.runs) > 1 else "")
 
 
-def ensemble_speedup(width: int, members: int, half_speed_width: float) -> float:
-    """Tokens/s of an ensemble over those of its members one after another.
+def ensemble_speedup(width: int, members: int, launch_bound_width: float) -> float:
+    """Tokens/s of an ensemble over those of its members one after another: launches are paid once for all members.
 
     Args:
         width: of the model.
         members: of the ensemble.
-        half_speed_width: width at which a model trained alone reaches half of the device's matrix-product rate.
+        launch_bound_width: width at which launching operations takes half of a step of one model alone.
     """
-    busy = width / (width + half_speed_width)
-    return 1 / (busy + (1 - busy) * members**-OVERHEAD_EXPONENT)
+    launches = launch_bound_width / (width + launch_bound_width)
+    return 1 / (1 - launches + launches / members)
 
 
 def pack(
     runs: Sequence[RunConfig], seconds: Mapping[str, float], *, places: int, ensembles: int, runs_per_gpu: int = 1,
-    room_bytes: float | None = None, half_speed_width: float, device: str = "cuda",
+    room_bytes: float | None = None, launch_bound_width: float, device: str = "cuda",
 ) -> list[Unit]:  # fmt: skip
     """Units of a sweep in the order in which they are to start.
 
@@ -68,13 +66,13 @@ def pack(
         ensembles: most members of an ensemble; 1 makes none.
         runs_per_gpu: most processes that share a device, each with its part of the memory; 1 makes none.
         room_bytes: of the device; None: enough for anything.
-        half_speed_width: see `ensemble_speedup`.
+        launch_bound_width: see `ensemble_speedup`.
         device: cpu | cuda, whose memory is counted.
     """
     by_id = {run_id(run): run for run in runs}
     if len(by_id) < len(runs):
         raise ValueError("a run was given twice; every run is trained once")
-    clock = _Clock(by_id, seconds, half_speed_width)
+    clock = _Clock(by_id, seconds, launch_bound_width)
     packing = {name: clock.piece(Unit("alone", (name,))) for name in by_id}  # what trains each run
     groups = _groups(by_id, clock)
     ways = [list(_ensembles(group, clock, places, ensembles, room_bytes, device)) for group in groups]
@@ -88,18 +86,18 @@ def pack(
 
 
 def unit_seconds(
-    unit: Unit, runs: Mapping[str, RunConfig], seconds: Mapping[str, float], half_speed_width: float
+    unit: Unit, runs: Mapping[str, RunConfig], seconds: Mapping[str, float], launch_bound_width: float
 ) -> float:
     """Estimated time of a unit. `runs` and `seconds` by run id, as `pack` takes them."""
-    return _Clock({name: runs[name] for name in unit.runs}, seconds, half_speed_width).piece(unit).seconds
+    return _Clock({name: runs[name] for name in unit.runs}, seconds, launch_bound_width).piece(unit).seconds
 
 
 def wall_clock(
     units: Sequence[Unit], runs: Mapping[str, RunConfig], seconds: Mapping[str, float], places: int,
-    half_speed_width: float,
+    launch_bound_width: float,
 ) -> float:  # fmt: skip
     """Estimated time of all units: each place takes the first that can start; a branch can once its trunk is there."""
-    clock = _Clock(runs, seconds, half_speed_width)
+    clock = _Clock(runs, seconds, launch_bound_width)
     return clock.wall_clock([clock.piece(unit) for unit in units], places)
 
 
@@ -131,8 +129,8 @@ Way = list[_Piece]  # one way to put the runs of a group together
 class _Clock:
     """What takes how long, and what waits for what."""
 
-    def __init__(self, runs: Mapping[str, RunConfig], seconds: Mapping[str, float], half_speed_width: float) -> None:
-        self.seconds, self.half = seconds, half_speed_width
+    def __init__(self, runs: Mapping[str, RunConfig], seconds: Mapping[str, float], launch_bound_width: float) -> None:
+        self.seconds, self.bound = seconds, launch_bound_width
         self.width = {name: run.model.width for name, run in runs.items()}
         self.branches = {name for name, run in runs.items() if run.parent is not None}
         self.trunks = {run.parent for run in runs.values() if run.parent is not None}
@@ -158,9 +156,9 @@ class _Clock:
         """Time that runs take side by side over what each takes alone."""
         widths = [self.width[name] for name in active]
         if how == "ensemble":
-            return len(active) / ensemble_speedup(widths[0], len(active), self.half)
-        # Processes fill the device as if each used its share of it, width / (width + half), and no more than all of it.
-        return max(1.0, sum(width / (width + self.half) for width in widths))
+            return len(active) / ensemble_speedup(widths[0], len(active), self.bound)
+        # Processes fill the device as if each left it idle while it launches, and together use no more than all of it.
+        return max(1.0, sum(width / (width + self.bound) for width in widths))
 
     def wall_clock(self, pieces: Sequence[_Piece], places: int) -> float:
         """See the function of that name; the queue of a launch (`queue.py`) hands units out in the same way."""
@@ -246,6 +244,7 @@ def _ensembles(
     if room is not None:
         most = min(most, int(room // max(memory(run, device).peak for run in group.values())))
     names = clock.longest_first(group)
+    width = clock.width[names[0]]
     counts = {-(-len(names) // (most // 2**halving)) for halving in range(most.bit_length())} | {len(names)}
     if places * most >= len(names) >= places:
         counts.add(places)
@@ -254,6 +253,8 @@ def _ensembles(
         starts = [len(names) * number // count for number in range(count + 1)]
         alike = [names[first:last] for first, last in pairwise(starts)]
         even = [names[first::count] for first in range(count)]
+        if any(len(part) > 1 and ensemble_speedup(width, len(part), clock.bound) < LEAST_GAIN for part in alike):
+            continue
         for parts in (alike, even):
             yield [_piece("ensemble", part, clock) for part in parts]
 

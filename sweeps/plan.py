@@ -109,15 +109,15 @@ def plan(
     seconds = {run.run_id: run.estimated_seconds for run in planned}
     shapes = {run.run_id: run.shape for run in planned}
     units = units_of(runs, seconds, cluster, jobs_at_once, ensembles)
-    by_id, half = {run_id(run): run for run in runs}, cluster.half_speed_width
-    spent = [(shapes[unit.runs[0]], unit_seconds(unit, by_id, seconds, half)) for unit in units]
+    by_id, bound = {run_id(run): run for run in runs}, cluster.launch_bound_width
+    spent = [(shapes[unit.runs[0]], unit_seconds(unit, by_id, seconds, bound)) for unit in units]
     gpu_hours = sum(duration * shape.gpus * shape.ranks for shape, duration in spent) / 3600
     price = cluster.dollars_per_gpu_hour
     return Plan(
         runs=planned,
         units=units,
         jobs_at_once=jobs_at_once,
-        estimated_seconds=wall_clock(units, by_id, seconds, jobs_at_once, half),
+        estimated_seconds=wall_clock(units, by_id, seconds, jobs_at_once, bound),
         total_flops=sum(run.flops_own for run in planned),
         separate_flops=sum(run.flops_exact for run in planned),
         gpu_hours=gpu_hours,
@@ -143,7 +143,7 @@ def units_of(
         room, sharing = room / sharing, 1
     return pack(
         runs, seconds, places=jobs_at_once, ensembles=ensembles, runs_per_gpu=sharing, room_bytes=room * 1e9,
-        half_speed_width=cluster.half_speed_width, device="cuda" if gpus else "cpu",
+        launch_bound_width=cluster.launch_bound_width, device="cuda" if gpus else "cpu",
     )  # fmt: skip
 
 

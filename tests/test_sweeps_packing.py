@@ -17,7 +17,7 @@ from isoflop.train.members import check_together
 from isoflop.train.memory import memory
 from isoflop.train.schedule import trunk_steps
 
-HALF = 96.0
+BOUND = 96.0
 
 
 def run(width: int = 16, tokens: int = 2**17, seed: int = 0, **changes: Any) -> RunConfig:
@@ -28,7 +28,7 @@ def run(width: int = 16, tokens: int = 2**17, seed: int = 0, **changes: Any) -> 
 def times(runs: Sequence[RunConfig]) -> dict[str, float]:
     """Seconds alone at a rate that grows with the width; of a branch without what its trunk does for it."""
     return {
-        run_id(each): flops_exact(each) / (1e9 * each.model.width / (each.model.width + HALF))
+        run_id(each): flops_exact(each) / (1e9 * each.model.width / (each.model.width + BOUND))
         * (1 - trunk_steps(each) / each.steps if each.parent else 1)
         for each in runs
     }  # fmt: skip
@@ -40,11 +40,11 @@ def alone(runs: Sequence[RunConfig]) -> list[Unit]:
 
 
 def clock(units: Sequence[Unit], runs: Sequence[RunConfig], places: int) -> float:
-    return wall_clock(units, {run_id(each): each for each in runs}, times(runs), places, HALF)
+    return wall_clock(units, {run_id(each): each for each in runs}, times(runs), places, BOUND)
 
 
 def packed(runs: Sequence[RunConfig], **settings: Any) -> list[Unit]:
-    settings = {"places": 2, "ensembles": 8, "half_speed_width": HALF, "device": "cpu", **settings}
+    settings = {"places": 2, "ensembles": 8, "launch_bound_width": BOUND, "device": "cpu", **settings}
     return pack(runs, times(runs), **settings)
 
 
@@ -101,7 +101,7 @@ def test_any_packing_keeps_its_promises(seed: int) -> None:
             assert room is None or max(peaks) <= room / sharers
         else:
             assert len(members) == 1
-    lengths = [unit_seconds(unit, by_id, times(runs), HALF) for unit in units]
+    lengths = [unit_seconds(unit, by_id, times(runs), BOUND) for unit in units]
     assert lengths == sorted(lengths, reverse=True)
 
 
@@ -158,10 +158,10 @@ def test_what_takes_long_apart_takes_the_time_that_the_phases_of_an_ensemble_tak
     runs = [*seeds(3), run(seed=9)]
     by_id, names = {run_id(each): each for each in runs}, tuple(run_id(each) for each in runs)
     seconds = dict(zip(names, (1.0, 1.0, 1.0, 3.0), strict=True))
-    together = unit_seconds(Unit("ensemble", names), by_id, seconds, HALF)
-    assert together == pytest.approx(4 / ensemble_speedup(16, 4, HALF) + 2)
+    together = unit_seconds(Unit("ensemble", names), by_id, seconds, BOUND)
+    assert together == pytest.approx(4 / ensemble_speedup(16, 4, BOUND) + 2)
     # Width 16 uses 1/7 of the device at a time, so that four side by side have room.
-    assert unit_seconds(Unit("shared", names), by_id, seconds, HALF) == pytest.approx(3)
+    assert unit_seconds(Unit("shared", names), by_id, seconds, BOUND) == pytest.approx(3)
     assert unit_seconds(Unit("shared", names), by_id, seconds, 16.0) == pytest.approx(2 * 1 + 2)
 
 
@@ -172,10 +172,10 @@ def test_a_branch_starts_as_soon_as_its_trunk_has_come_to_it() -> None:
     begin = 10 * trunk_steps(branches[0]) / trunk.steps  # the longest branch, of half the trunk's D: the last to begin
     assert begin == pytest.approx(4, abs=0.02)  # steps are whole
     units = [Unit("alone", (name,)) for name in by_id]
-    assert wall_clock(units, by_id, seconds, 1, HALF) == pytest.approx(13)
-    assert wall_clock(units, by_id, seconds, 2, HALF) == pytest.approx(10)
-    assert wall_clock(units[:2], by_id, seconds | {run_id(branches[0]): 9.0}, 2, HALF) == pytest.approx(begin + 9)
-    assert wall_clock(units[1:], by_id, seconds, 3, HALF) == pytest.approx(1)  # the trunk is there already
+    assert wall_clock(units, by_id, seconds, 1, BOUND) == pytest.approx(13)
+    assert wall_clock(units, by_id, seconds, 2, BOUND) == pytest.approx(10)
+    assert wall_clock(units[:2], by_id, seconds | {run_id(branches[0]): 9.0}, 2, BOUND) == pytest.approx(begin + 9)
+    assert wall_clock(units[1:], by_id, seconds, 3, BOUND) == pytest.approx(1)  # the trunk is there already
 
 
 def test_runs_that_cannot_be_an_ensemble_share_a_device_where_that_is_asked_for() -> None:
@@ -191,8 +191,8 @@ def test_runs_that_cannot_be_an_ensemble_share_a_device_where_that_is_asked_for(
 
 
 def test_an_ensemble_gains_most_where_one_model_leaves_the_device_idle() -> None:
-    assert ensemble_speedup(64, 1, HALF) == 1
-    gains = [ensemble_speedup(width, 8, HALF) for width in (8, 64, 512, 8192)]
+    assert ensemble_speedup(64, 1, BOUND) == 1
+    gains = [ensemble_speedup(width, 8, BOUND) for width in (8, 64, 512, 8192)]
     assert gains == sorted(gains, reverse=True)
     assert all(1 < gain < 8 for gain in gains)
 

@@ -34,9 +34,11 @@ from isoflop.train.hardware import matmul_peak, pick_device
 from isoflop.train.heldout import held_out, validate_checkpoint, validation_steps
 from isoflop.train.loop import Diverged, train
 from isoflop.train.model import sequence_losses
+from isoflop.train.parallel.mesh import Mesh
 from isoflop.train.parallel.zero import StepResult
 from isoflop.train.parametrization import build_model
 from isoflop.train.schedule import learning_rate_factor
+from isoflop.train.stepper import Stepper
 
 
 @pytest.fixture(scope="module")
@@ -195,32 +197,31 @@ def test_a_run_in_micro_batches_is_the_run_in_whole_batches(
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-2)
 
 
-def test_the_first_step_follows_the_stream_and_the_gradient(config: RunConfig, tmp_path: Path) -> None:
+def test_the_first_step_follows_the_stream_and_the_gradient(config: RunConfig) -> None:
     shards = prepare(config.data)
     rows = torch.from_numpy(TrainStream(shards, 16, config.seed).batch(0, 4))
     fresh = build_model(config.model, config.optimizer, 16, config.seed).double()
     expected = torch.nn.functional.cross_entropy(fresh(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
     expected.backward()
     total = math.sqrt(sum(float(p.grad.square().sum()) for p in fresh.parameters() if p.grad is not None))
-    with loop.join(config, tmp_path, print, orderly=()) as job:
-        trainer = loop.Trainer(config, tmp_path, lambda line: None, shards, job)
-        result = trainer.step(0)
-        trainer.close()
+    stepper = Stepper(config, Mesh(), torch.device("cpu"), TrainStream(shards, 16, config.seed))
+    stepper.start()
+    result = stepper.step(0)
     # fp32 against float64: a few roundings of 6e-8 in a row.
     assert result.loss.item() == pytest.approx(expected.item(), rel=1e-6)
     assert result.norm.item() == pytest.approx(total, rel=1e-5)
-    assert not torch.equal(trainer.stepper.gpt.embedding.weight, fresh.embedding.weight.float())
+    assert not torch.equal(stepper.gpt.embedding.weight, fresh.embedding.weight.float())
 
 
 def with_losses(monkeypatch: pytest.MonkeyPatch, losses: dict[int, float]) -> None:
     """Real steps, whose loss is replaced at some of them (0-based)."""
-    real = loop.Trainer.step
+    real = Stepper.step
 
-    def step(self: loop.Trainer, index: int) -> StepResult:
+    def step(self: Stepper, index: int) -> StepResult:
         result = real(self, index)
         return replace(result, loss=torch.tensor(losses[index])) if index in losses else result
 
-    monkeypatch.setattr(loop.Trainer, "step", step)
+    monkeypatch.setattr(Stepper, "step", step)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

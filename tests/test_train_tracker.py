@@ -73,6 +73,26 @@ def test_without_a_login_a_real_run_is_offline_and_has_the_id_of_the_run(tmp_pat
 
 
 @pytest.mark.usefixtures("logged_out")
+def test_runs_of_one_process_are_open_side_by_side_and_each_keeps_its_own_lines(tmp_path: Path) -> None:
+    import wandb
+
+    said: list[str] = []
+    configs = [RunConfig(seed=seed, tracker=TrackerConfig(project="test")) for seed in (0, 1)]
+    views = [Tracker(config, run_id(config), tmp_path / run_id(config), said.append) for config in configs]
+    for step in (1, 2):
+        for number, view in enumerate(views):
+            view.log({"step": step, f"only_of_{number}": float(step)})
+    for view in views:
+        view.finish({"val_loss": 1.5})
+    wandb.teardown()
+    assert said == []
+    for number, config in enumerate(configs):
+        [file] = (tmp_path / run_id(config) / "wandb").glob("offline-run-*/*.wandb")
+        assert f"only_of_{number}".encode() in file.read_bytes()
+        assert f"only_of_{1 - number}".encode() not in file.read_bytes()
+
+
+@pytest.mark.usefixtures("logged_out")
 def test_a_login_means_online_and_resuming_the_same_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     run, calls = fake(monkeypatch)
     monkeypatch.setenv("WANDB_API_KEY", "x" * 40)

@@ -3,6 +3,7 @@
 Special here:
 - everything that decides a number (batch, learning rate, when to validate) is a pure function of the config and the
   step, so a run that was killed and resumed gives the same bits as one that was left alone;
+- a `Trainer` keeps the books of one run and takes no step itself: `train` steps one run, `ensemble.py` many together;
 - checkpoints are taken on a clock, written while training goes on, and never change the arithmetic;
 - the loop asks `should_stop` after every step, and when told to stop it saves and leaves with `Stopped`;
 - every rank runs this same loop. Rank 0 alone writes metrics and the summary; what a rank must not decide alone (to
@@ -13,11 +14,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from .checkpoint import resume
 from .config import RunConfig, run_id, validate
@@ -30,6 +32,7 @@ from .flops import count_parameters, flops_6nd, flops_exact, training_flops_per_
 from .hardware import device_name, matmul_peak
 from .heldout import HeldOut, held_out, validation_steps
 from .parallel.job import Job, join
+from .parallel.layout import Held
 from .parallel.zero import StepResult
 from .precision import PastStep, set_matmul_precision
 from .saver import Saver
@@ -73,83 +76,174 @@ def train(
         torch.set_num_threads(config.parallel.threads)
     set_matmul_precision(config.parallel.tf32)
     with join(config, directory, report, orderly=(Stopped, Diverged)) as job:
-        trainer = Trainer(config, directory, report if job.mesh.rank == 0 else _silent, shards, job)
+        say = report if job.mesh.rank == 0 else _silent
+        opened = job.together(lambda: open_shards(config, shards, job))
+        stream = TrainStream(opened, config.data.sequence_length, config.seed)
+        stepper = Stepper(config, job.mesh, job.device, stream, say, directory / HALVED)
+        peak = matmul_peak(job.device, stepper.dtype) * job.mesh.size
+        trainer = Trainer(config, directory, say, opened, job, stepper, peak)
         try:
-            return trainer.run(should_stop)
+            return _run(trainer, stepper, should_stop)
         finally:
             trainer.close()
+
+
+def _run(trainer: Trainer, stepper: Stepper, should_stop: Callable[[], bool]) -> dict[str, Any]:
+    """Steps until the end of D; see `train`."""
+    job = trainer.job
+    while trainer.goes_on:
+        job.beat(trainer.course.step, "in a step")
+        trainer.took(stepper.step(trainer.course.step))
+        if trainer.goes_on:
+            stop, save = job.agree(stop=should_stop(), save=trainer.save_is_due())
+            trainer.pause(stop, save)
+    return trainer.finish()
 
 
 def _silent(line: str) -> None:
     """What rank 0 says is said once."""
 
 
+def open_shards(config: RunConfig, shards: Shards | None, job: Job) -> Shards:
+    """The tokens that a run trains on, those given or prepared from its config.
+
+    Raises:
+        UserError: the tokenizer is not the one that the run was planned with, or not the model's.
+    """
+    # Building takes as long as the corpus is large, and the other ranks wait for who builds.
+    shards = shards or prepare(config.data, lambda stage, done, total: job.beat(0, f"data: {stage}"))
+    tokenizer, planned = shards.tokenizer, config.data.tokenizer_fingerprint
+    if planned not in (None, "bytes", "bpe", tokenizer.fingerprint):
+        raise UserError(
+            f"data.tokenizer is {config.data.tokenizer!r} with fingerprint {tokenizer.fingerprint}; the run was "
+            f"planned with {planned}, so the file has changed since"
+        )
+    if config.model.vocab_size != tokenizer.vocab_size:
+        raise UserError(
+            f"model.vocab_size is {config.model.vocab_size}; the tokenizer {config.data.tokenizer!r} "
+            f"has {tokenizer.vocab_size} tokens, and both must be the same"
+        )
+    return shards
+
+
+class Holder(Protocol):
+    """Who owns weights and moments."""
+
+    def held(self) -> Sequence[Held]:
+        """Writable views of them."""
+
+
+class Steps(Protocol):
+    """What a trainer needs of who takes its steps: `Stepper`, or a member of an ensemble."""
+
+    micro: int  # sequences in one forward pass
+    stream: TrainStream
+
+    @property
+    def zero(self) -> Holder: ...
+
+    def start(self) -> None:
+        """Sets the initial weights."""
+
+    def state(self) -> dict[str, Any]:
+        """Plain numbers for the checkpoint."""
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Goes on from `state()`, after `zero.held()` was filled."""
+
+    def losses(self, windows: Tensor, beat: Callable[[], None]) -> Tensor:
+        """Summed nats of each window (n, T + 1) -> (n,) float64 on the CPU."""
+
+
 class Trainer:
-    """The state of one rank's run between steps."""
+    """The books of one run, kept by one rank between steps: its course, metrics, held-out losses and checkpoints."""
 
     def __init__(
-        self, config: RunConfig, directory: Path, report: Callable[[str], None], shards: Shards | None, job: Job
-    ) -> None:
+        self, config: RunConfig, directory: Path, report: Callable[[str], None], shards: Shards, job: Job,
+        stepper: Steps, peak: float, *, ensemble: int = 1, clock: Callable[[], float] = time.perf_counter,
+    ) -> None:  # fmt: skip
+        """Resumes the run from its newest valid checkpoint, or starts it.
+
+        Args:
+            config: of the run.
+            directory: of the run.
+            report: gets a line for everything that a person should know.
+            shards: what `open_shards` gave.
+            job: this rank's part in it.
+            stepper: holds the weights, and is told to take steps by somebody else.
+            peak: FLOP/s against which MFU is stated, of all ranks.
+            ensemble: runs that are trained together, this one among them.
+            clock: seconds that the run pays for; of an ensemble each member pays its share.
+        """
         self.config, self.directory, self.report, self.job = config, directory, report, job
-        shards = job.together(lambda: self._open(shards))
+        self.stepper, self.peak, self.ensemble, self.clock = stepper, peak, ensemble, clock
         self.tokenizer = shards.tokenizer
-        self.stream = TrainStream(shards, config.data.sequence_length, config.seed)
         windows = validation_windows(shards, config.data.sequence_length, config.data.validation_tokens)
         self.windows = torch.from_numpy(windows)
         self.window_bytes = bytes_of(windows[:, 1:], self.tokenizer)
-        self.stepper = Stepper(config, job.mesh, job.device, self.stream, report, directory / HALVED)
+        self.validate_at = validation_steps(config)
         self.course = Course()
         self.last_held_out: HeldOut | None = None
         self.unwatched: list[StepResult] = []  # still on the device, so that no step waits for its own loss
         self.saver = Saver(directory / "checkpoints", job.mesh, config, self.tokenizer, report)
         self._resume()
         self._say_epochs()
-        self.peak = matmul_peak(job.device, self.stepper.dtype) * job.mesh.size
         self.metrics = JsonLines(directory / "metrics.jsonl") if self.leads else None
         self.tracker = Tracker(config, run_id(config), directory, report) if self.leads else None
+        self.start_clock()
 
     @property
     def leads(self) -> bool:
         """Whether this rank writes what a run writes once."""
         return self.job.mesh.rank == 0
 
-    def run(self, should_stop: Callable[[], bool]) -> dict[str, Any]:
-        """Steps until the end of D; see `train`."""
-        config, course = self.config, self.course
-        validate_at = validation_steps(config)
-        started, seconds_before = time.perf_counter(), course.seconds
-        saved_at = logged_at = started
-        logged_step = course.step
-        while course.step < config.steps:
-            self.job.beat(course.step, "in a step")
-            result = self.step(course.step)
-            course.step += 1
-            self.unwatched.append(result)
-            now = time.perf_counter()
-            course.seconds = seconds_before + now - started
-            last = course.step == config.steps
-            if course.step % config.log_every == 0 or course.step in validate_at or last:
-                self._watch()
-                tokens_per_s = (course.step - logged_step) * config.batch_tokens / (now - logged_at)
-                held_out = self.validate() if course.step in validate_at else None
-                self._log(result, tokens_per_s, held_out)
-                logged_at, logged_step = time.perf_counter(), course.step
-            if last:
-                break
-            every, named = config.checkpoint.every_steps, config.checkpoint.at_steps or ()
-            due = now - saved_at >= config.checkpoint.every_seconds
-            stop, save = self.job.agree(stop=should_stop(), save=due and self.leads)
-            if stop or save or course.step in named or (every is not None and course.step % every == 0):
-                self.save()
-                saved_at = time.perf_counter()
-            if stop:
-                self.saver.wait()
-                raise Stopped(f"stopped at step {course.step} of {config.steps}")
-        return self._finish()
+    @property
+    def goes_on(self) -> bool:
+        """Whether there are steps to take."""
+        return self.course.step < self.config.steps
 
-    def step(self, step: int) -> StepResult:
-        """One optimizer step: the batch's mean loss, the gradient norm before clipping, and whether it was skipped."""
-        return self.stepper.step(step)
+    def start_clock(self) -> None:
+        """From here on the run pays for time; again where it had to wait before its first step."""
+        self._zero_seconds = self.clock() - self.course.seconds
+        self._logged_at, self._logged_step = self.clock(), self.course.step
+        self._saved_at = time.perf_counter()  # by the wall, for a kill costs what the wall has seen
+
+    def took(self, result: StepResult) -> None:
+        """The books of a step that was taken: looks at losses, scores and logs where the config says so.
+
+        Raises:
+            Diverged: the loss is not a number, or rose out of its band.
+        """
+        config, course = self.config, self.course
+        course.step += 1
+        self.unwatched.append(result)
+        now = self.clock()
+        course.seconds = now - self._zero_seconds
+        if course.step % config.log_every == 0 or course.step in self.validate_at or not self.goes_on:
+            self._watch()
+            tokens_per_s = (course.step - self._logged_step) * config.batch_tokens / (now - self._logged_at)
+            held_out = self.validate() if course.step in self.validate_at else None
+            self._log(result, tokens_per_s, held_out)
+            self._logged_at, self._logged_step = self.clock(), course.step
+
+    def save_is_due(self) -> bool:
+        """Whether this rank's clock asks for a checkpoint; the leader's counts."""
+        return self.leads and time.perf_counter() - self._saved_at >= self.config.checkpoint.every_seconds
+
+    def pause(self, stop: bool, save: bool) -> None:
+        """Between two steps: saves where told to or where the config names the step.
+
+        Raises:
+            Stopped: with `stop`, after saving.
+        """
+        config, step = self.config, self.course.step
+        every, named = config.checkpoint.every_steps, config.checkpoint.at_steps or ()
+        if stop or save or step in named or (every is not None and step % every == 0):
+            self.save()
+            self._saved_at = time.perf_counter()
+        if stop:
+            self.saver.wait()
+            raise Stopped(f"stopped at step {step} of {config.steps}")
 
     def validate(self) -> HeldOut:
         """Loss on the fixed held-out set, in the precision of the run."""
@@ -167,6 +261,17 @@ class Trainer:
         state = {**vars(self.course), **self.stepper.state()}
         self.saver.save(self.course.step, self.stepper.zero.held(), state)
 
+    def finish(self) -> dict[str, Any]:
+        """After the last step: the last checkpoint, the summary, and the tracker's end."""
+        self.save()
+        held_out = self.last_held_out or self.validate()  # a run killed before its summary was written has none
+        self.saver.wait()
+        summary = self._summary(held_out)
+        if self.tracker is not None:
+            write_json(self.directory / "summary.json", summary)
+            self.tracker.finish(summary)
+        return summary
+
     def close(self) -> None:
         """Closes files, the tracker and the saver; safe to call twice."""
         self.saver.close()
@@ -174,23 +279,6 @@ class Trainer:
             self.tracker.finish()
         if self.metrics is not None:
             self.metrics.close()
-
-    def _open(self, shards: Shards | None) -> Shards:
-        config = self.config
-        # Building takes as long as the corpus is large, and the other ranks wait for who builds.
-        shards = shards or prepare(config.data, lambda stage, done, total: self.job.beat(0, f"data: {stage}"))
-        tokenizer, planned = shards.tokenizer, config.data.tokenizer_fingerprint
-        if planned not in (None, "bytes", "bpe", tokenizer.fingerprint):
-            raise UserError(
-                f"data.tokenizer is {config.data.tokenizer!r} with fingerprint {tokenizer.fingerprint}; the run was "
-                f"planned with {planned}, so the file has changed since"
-            )
-        if config.model.vocab_size != tokenizer.vocab_size:
-            raise UserError(
-                f"model.vocab_size is {config.model.vocab_size}; the tokenizer {config.data.tokenizer!r} "
-                f"has {tokenizer.vocab_size} tokens, and both must be the same"
-            )
-        return shards
 
     def _resume(self) -> None:
         state = resume(
@@ -204,10 +292,10 @@ class Trainer:
         self.report(f"resumed from step_{self.course.step} of {self.config.steps} steps")
 
     def _say_epochs(self) -> None:
-        self.epochs = self.stream.epochs(self.config.D)
+        self.epochs = self.stepper.stream.epochs(self.config.D)
         if self.epochs > 1:
             self.report(
-                f"{self.config.D:,} tokens are {self.epochs:.2f} epochs of the {self.stream.unique_tokens:,} "
+                f"{self.config.D:,} tokens are {self.epochs:.2f} epochs of the {self.stepper.stream.unique_tokens:,} "
                 "unique ones"
             )
 
@@ -249,16 +337,6 @@ class Trainer:
         self.metrics.write(record)
         self.tracker.log(record)
 
-    def _finish(self) -> dict[str, Any]:
-        self.save()
-        held_out = self.last_held_out or self.validate()  # a run killed before its summary was written has none
-        self.saver.wait()
-        summary = self._summary(held_out)
-        if self.tracker is not None:
-            write_json(self.directory / "summary.json", summary)
-            self.tracker.finish(summary)
-        return summary
-
     def _summary(self, held_out: HeldOut) -> dict[str, Any]:
         config, seconds = self.config, self.course.seconds
         flops = flops_exact(config)
@@ -272,7 +350,7 @@ class Trainer:
             "flops_exact": flops,
             **vars(held_out),
             "train_loss": self.course.smoothed_loss,
-            "unique_tokens": self.stream.unique_tokens,
+            "unique_tokens": self.stepper.stream.unique_tokens,
             "epochs": self.epochs,
             "warmup_share": warmup_steps(config) / config.steps,
             "bad_steps": self.course.bad_steps,
@@ -282,6 +360,7 @@ class Trainer:
             "matmul_peak": self.peak,
             "device": device_name(self.job.device),
             "ranks": self.job.mesh.size,
+            "ensemble": self.ensemble,
             "micro_batch_size": self.stepper.micro,
             "precision": config.precision,
             "torch": torch.__version__,

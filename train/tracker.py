@@ -34,6 +34,7 @@ class Tracker:
         self._run = wandb.init(
             project=settings.project, entity=settings.entity, group=settings.group, id=run_id, name=name,
             mode=cast(Any, mode), dir=str(folder), config=to_dict(config), resume="allow" if mode == "online" else None,
+            reinit="create_new",  # beside the runs of this process that go on, those of an ensemble
             settings=wandb.Settings(
                 silent=True, console="off", init_timeout=30, disable_git=True, x_disable_meta=True,
                 x_disable_stats=True,

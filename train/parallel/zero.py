@@ -192,7 +192,7 @@ class Zero:
 
     def _measure(self, loss: Tensor) -> tuple[Tensor, Tensor]:
         """Loss and gradient norm of all ranks. Each adds the squares of its slice; the loss is the first tp rank's."""
-        squares = [_square(part, self.wide) for part in self._measured]
+        squares = [square(part, self.wide) for part in self._measured]
         if not squares:  # what this rank owns is another's, or padding
             squares = [torch.zeros((), dtype=self.wide, device=self.device)]
         both = torch.stack([loss.to(self.wide) * (self.mesh.tp_rank == 0), torch.stack(squares).sum()])
@@ -276,7 +276,7 @@ class Zero:
         return (start - slot.start, stop - slot.start), start - first, stop - first
 
 
-def _square(values: Tensor, wide: torch.dtype) -> Tensor:
+def square(values: Tensor, wide: torch.dtype) -> Tensor:
     """Sum of squares. In rows, for torch sums a long vector on a CPU in one go, and loses 3 digits at 5e7 elements."""
     rows = len(values) // ROW
     tail = values[rows * ROW :].to(wide)
