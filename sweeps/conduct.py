@@ -64,12 +64,12 @@ def conduct(config: SweepConfig, command: list[str]) -> int:
         runs, said = share_trunks(sweep, runs, config.cluster)
     room = places(config.cluster, config.parallel.world_size, rate)
     planned = plan(runs, config.cluster, room.flops_per_second, room.jobs, config.ensembles)
-    for remark in [*said, *remarks(planned)]:
-        print(f"note: {remark}")
+    notes = [f"note: {remark}\n" for remark in [*said, *remarks(planned)]]
     if config.dry_run:
         from .display import print_plan
 
         print_plan(planned, config.cluster)
+        print("".join(notes), end="")
         if config.explain:
             from .explain import explain_runs
 
@@ -77,6 +77,7 @@ def conduct(config: SweepConfig, command: list[str]) -> int:
         return 0
     with sweep.lock():
         directories = write_plan(sweep, config, planned, runs, rate, command)
+        print("".join(notes), end="")
         if config.cluster.kind == "slurm":
             return _conduct_slurm(sweep, config, planned, directories, runs)
         return _conduct_local(sweep, config, planned, directories, runs, rate)

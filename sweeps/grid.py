@@ -87,7 +87,8 @@ def _isoflop_budget(grid: IsoflopGrid, base: RunConfig, budget: float) -> Iterat
 
 def _whole_steps(tokens: float, base: RunConfig) -> int:
     """The nearest D that is a whole number of steps: never most of a step off, and written in one way only."""
-    return max(1, round(tokens / base.batch_tokens)) * base.batch_tokens
+    step = max(1, base.batch_tokens)  # a batch of nothing is refused with the run
+    return max(1, round(tokens / step)) * step
 
 
 def isoflop_sizes(grid: IsoflopGrid, base: ModelConfig, budget: float) -> list[ModelConfig]:

@@ -242,11 +242,11 @@ def test_norm_and_clipping_equal_those_of_torch() -> None:
 
 
 def test_the_norm_of_many_elements_keeps_its_digits() -> None:
-    from isoflop.train.parallel.zero import _square
+    from isoflop.train.parallel.zero import square
 
     values = torch.randn(20_000_001, generator=torch.Generator().manual_seed(0))
     exact = values.double().square().sum().item()
-    assert _square(values, torch.float32).item() == pytest.approx(exact, rel=2e-6)
+    assert square(values, torch.float32).item() == pytest.approx(exact, rel=2e-6)
 
 
 class _Sent(TorchDispatchMode):

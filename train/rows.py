@@ -21,8 +21,7 @@ from .config import OptimizerConfig
 from .model import GPT
 from .parallel.buckets import Bucket, fill, pack
 from .parallel.layout import Held, whole
-from .parallel.zero import StepResult
-from .parallel.zero import square
+from .parallel.zero import StepResult, square
 from .parametrization import ParameterGroup, parameter_groups
 
 

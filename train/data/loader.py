@@ -38,8 +38,13 @@ class TrainStream:
         self._windows = _windows(shards.train, sequence_length, "training")
         self._length = sequence_length
         self._seed = seed
-        self.end_of_document = shards.tokenizer.end_of_document  # the token that every document ends with
+        self._shards = shards
         self._permutations: dict[int, npt.NDArray[np.unsignedinteger]] = {}
+
+    @property
+    def end_of_document(self) -> int:
+        """The token that every document ends with."""
+        return self._shards.tokenizer.end_of_document
 
     @property
     def windows(self) -> int:
