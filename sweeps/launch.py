@@ -86,12 +86,10 @@ class SlurmLauncher:
         trunks = [unit for unit in units if all(planned[name].parent is None for name in unit.runs)]
         branches = [unit for unit in units if unit not in trunks]
         try:
-            for shape, dependency, members in [
-                *_arrays(trunks, planned, lambda name: None),
-                *_arrays(branches, planned, self._job_of),
-            ]:
-                self._train(shape, members, dependency, evaluate)
-            for shape, _, members in _arrays([Unit("alone", (run.run_id,)) for run in unscored], planned, None):
+            for part in (trunks, branches):
+                for shape, dependency, members in _arrays(part, planned, self._job_of):
+                    self._train(shape, members, dependency, evaluate)
+            for shape, _, members in _arrays([Unit("alone", (run.run_id,)) for run in unscored], planned):
                 self._score(shape, members, None)
             light = JobShape(0, 1, min(8.0, self.cluster.memory_gb), min(60, self.cluster.time_minutes))
             arrays = sorted({name.split("_")[0] for name in [*self.submitted, *before]})
@@ -180,7 +178,7 @@ class SlurmLauncher:
 
 
 def _arrays(
-    units: Sequence[Unit], planned: Mapping[str, PlannedRun], job_of: Callable[[str], str | None] | None
+    units: Sequence[Unit], planned: Mapping[str, PlannedRun], job_of: Callable[[str], str | None] = lambda run: None
 ) -> Iterator[tuple[JobShape, str | None, list[Unit]]]:
     """Units of one shape that wait for the same trunk, together, in the order given; no more than an array may hold.
 
@@ -194,7 +192,7 @@ def _arrays(
     alike: dict[tuple[JobShape, str | None, int], list[Unit]] = {}
     for number, unit in enumerate(units):
         parents = sorted({parent for name in unit.runs if (parent := planned[name].parent) is not None})
-        jobs = sorted({job for parent in parents if (job := job_of(parent)) is not None}) if job_of else []
+        jobs = sorted({job for parent in parents if (job := job_of(parent)) is not None})
         # However the trunk ends: where its checkpoint is there the branch can be trained, and else it says so.
         dependency = "afterany:" + ":".join(jobs) if jobs else None
         alike.setdefault((_shape(unit, planned), dependency, -1 if unit.how == "alone" else number), []).append(unit)

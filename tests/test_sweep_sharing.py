@@ -201,8 +201,8 @@ def test_a_killed_ensemble_goes_on_as_single_runs(each_alone: Path, tmp_path: Pa
 
 @pytest.mark.slow
 def test_one_worker_trains_many_runs_and_is_replaced_when_it_is_killed(tmp_path: Path) -> None:
-    seeds = ["grid.axes={seed:[0,1,2]}", "tokens=40000", "ensembles=1"]
-    process = start([*ALIKE, *seeds], tmp_path)
+    common = [argument for argument in ALIKE if not argument.startswith("grid.axes=")]
+    process = start([*common, "grid.axes={seed:[0,1,2]}", "tokens=40000", "ensembles=1"], tmp_path)
     logs = lambda: [path.read_text() for path in (tmp_path / "s/runs").glob("*/log.txt")]  # noqa: E731
     until(lambda: bool(logs()))
     os.kill(int(re.findall(r"process (\d+)", logs()[0])[0]), signal.SIGKILL)
