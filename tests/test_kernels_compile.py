@@ -136,11 +136,6 @@ def check(cases: list[str]) -> None:
 
 
 @needs_triton
-def test_the_kernels_compile_for_hopper() -> None:
-    check(["90:bfloat16:64:first"])
-
-
-@needs_triton
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_every_kind_of_kernel_compiles_and_fits(arch: int) -> None:

@@ -155,12 +155,14 @@ def each_alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.slow
 def test_an_ensemble_gives_every_member_the_loss_that_it_has_alone(each_alone: Path, tmp_path: Path) -> None:
     sweep(ALIKE, tmp_path)
     (unit,) = plan(tmp_path)["units"]
     assert (unit["how"], len(unit["runs"])) == ("ensemble", 4)
     ours, theirs = losses(tmp_path), losses(each_alone)
-    assert ours == pytest.approx(theirs, rel=1e-4)  # a hundred steps with sums in another order
+    # To the bit where a batched product rounds as single ones do; else a hundred steps of another rounding.
+    assert ours == pytest.approx(theirs, rel=1e-4)
     assert all((run.path / "checkpoints").is_dir() and run.state().state == "done" for run in runs(tmp_path))
 
 
