@@ -19,7 +19,7 @@ from .chinchilla import ChinchillaLaw
 from .errors import Array, InputError, enough, identifiable
 from .isoflop import IsoflopProfiles
 from .table import RunTable
-from .uncertainty import percentile_interval
+from .uncertainty import percentile_interval, resampled_together
 
 COARSE_BIN = 0.5  # decades, where the table has no budgets
 RUNG_GAP = 0.02  # log N; sizes nearer than this are one rung
@@ -127,7 +127,7 @@ def _errors(
 def _inside(law: ChinchillaLaw, table: RunTable, train: np.ndarray, test: np.ndarray) -> float | None:
     """Share of the held-out runs within the law's own 95 % prediction interval for a new run; None without one."""
     try:
-        law.bootstrap(DRAWS, table.group[train])
+        law.bootstrap(DRAWS, resampled_together(table.group[train], table.run_id[train], law.problem_.free))
     except InputError:
         return None
     low, high = law.predict_interval(table.N[test], table.D[test], kind="run").T

@@ -28,6 +28,7 @@ from .errors import Array, InputError, positive
 from .isoloss import optimum
 from .table import RunTable
 from .tasklaw import TaskLaw, intervals
+from .uncertainty import resampled_together
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -194,7 +195,7 @@ def _verdict(task: str, table: RunTable, goals: Array, law: Any, bootstrap: int,
     N[rows.final], D[rows.final] = table.N[rows.at], table.D[rows.at]
     try:
         fitted = TaskLaw(link).fit(N, D, rows.loss, rows.acc, rows.acc_se, rows.chance, rows.final)
-        fitted.bootstrap(bootstrap, rows.group, seed)
+        fitted.bootstrap(bootstrap, resampled_together(rows.group, rows.run, fitted.law_.problem_.free), seed)
     except InputError as error:
         return TaskVerdict(task, rows.measure, runs, str(error), score, signal)
     if not fitted.converged_:

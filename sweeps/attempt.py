@@ -87,7 +87,7 @@ def conclude(run: RunDirectory, ended: str, reason: str | None) -> None:
         run.set_state(ended, reason=reason)
         run.log(ended if reason is None else f"{ended}: {reason}")
     except OSError:
-        # A disk that is full for state.json too: the old state stays whole, and the launcher sees a worker that ended.
+        # A disk that is full for state.json too: the old state stays whole, and who started this process settles it.
         if ended == "done":
             raise
 
@@ -186,6 +186,12 @@ def settle(run: RunDirectory) -> None:
     noted = run.failure()
     found = "" if noted is None else f" ({noted})"
     run.set_state("failed", reason=f"its worker was killed{found}; sweep again to go on, or see {run.path / 'log.txt'}")
+
+
+def settle_free(run: RunDirectory) -> None:
+    """As `settle`, unless somebody has the run, or nothing can be written."""
+    with contextlib.suppress(Busy, OSError), run.lock(timeout=0.0):
+        settle(run)
 
 
 def stopped_in(runs: Sequence[RunDirectory], job: str) -> list[RunDirectory]:

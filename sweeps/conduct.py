@@ -47,6 +47,12 @@ def conduct(config: SweepConfig, command: list[str]) -> int:
     """
     if config.cluster.kind not in ("local", "slurm"):
         raise UserError(f"cluster.kind is {config.cluster.kind!r}; it must be local or slurm")
+    least = {"ensembles": config.ensembles, "cluster.runs_per_gpu": config.cluster.runs_per_gpu}
+    for name, value in least.items():
+        if value < 1:
+            raise UserError(f"{name} is {value}; it must be 1 or more")
+    if config.cluster.launch_bound_width is not None and not config.cluster.launch_bound_width > 0:
+        raise UserError(f"cluster.launch_bound_width is {config.cluster.launch_bound_width}; it must be above 0")
     if config.cluster.kind == "slurm" and not config.dry_run:
         _require_slurm()
     if config.explain and not config.dry_run:
@@ -61,7 +67,7 @@ def conduct(config: SweepConfig, command: list[str]) -> int:
     fill_budgets(config, places(config.cluster, 1, rate))
     runs, said = resolve_runs(config), list[str]()
     if config.trunks:
-        runs, said = share_trunks(sweep, runs, config.cluster)
+        runs, said = share_trunks(sweep, runs, config)
     room = places(config.cluster, config.parallel.world_size, rate)
     planned = plan(runs, config.cluster, room.flops_per_second, room.jobs, config.ensembles)
     notes = [f"note: {remark}\n" for remark in [*said, *remarks(planned)]]
@@ -107,9 +113,8 @@ def places(cluster: ClusterConfig, ranks: int, rate: float) -> Places:
         return Places(cluster.array_parallelism, cluster.cpus_per_task, rate * ranks)
     cores = probe.cores()
     jobs = cluster.jobs if cluster.jobs is not None else max(1, cores // ranks)
-    for name, value in {"jobs": jobs, "runs_per_gpu": cluster.runs_per_gpu}.items():
-        if value < 1:
-            raise UserError(f"cluster.{name} is {value}; it must be 1 or more")
+    if jobs < 1:
+        raise UserError(f"cluster.jobs is {jobs}; it must be 1 or more")
     if cluster.gpus_per_job > 0 and ranks == 1:
         jobs *= cluster.runs_per_gpu
     threads = cluster.threads_per_job if cluster.threads_per_job is not None else max(1, cores // (jobs * ranks))
@@ -161,15 +166,18 @@ def resolve_runs(config: SweepConfig) -> list[RunConfig]:
 
 
 def share_trunks(
-    sweep: SweepDirectory, runs: list[RunConfig], cluster: ClusterConfig
+    sweep: SweepDirectory, runs: list[RunConfig], config: SweepConfig
 ) -> tuple[list[RunConfig], list[str]]:
     """Makes trunks and branches of runs that differ in D alone, as far as what is on disk allows; and says so."""
     from . import slurm, trunks
 
     live, progress = set[str](), {}
-    if cluster.kind == "slurm":
-        with contextlib.suppress(UserError):  # a dry run needs no SLURM, and submitting asks again
+    if config.cluster.kind == "slurm":
+        try:
             live = slurm.live_jobs()
+        except UserError:
+            if not config.dry_run:  # which needs no SLURM
+                raise
     for run in map(run_id, runs):
         directory = sweep.run(run)
         progress[run] = trunks.progress_of(directory, live=directory.state().job_id in live)
@@ -247,7 +255,7 @@ def _conduct_local(
     refreeze(waiting, runs)
     if waiting:
         _prepare_data(waiting[0])
-        _train_here(sweep, config, planned, waiting, runs, pool(config.parallel.world_size))
+        _train_here(sweep, config, planned, waiting, runs, pool(max(run.parallel.world_size for run in runs)))
     if config.evaluate.tasks:
         _score_here(sweep, config, planned, directories, pool(1))
     if any(run.is_done() for run in directories):
@@ -265,13 +273,15 @@ def _train_here(
     from .display import Display
     from .local import Ranked, Workers, enqueue
 
-    ways = Workers if config.parallel.world_size == 1 else Ranked
+    # A grid may vary the ranks of its runs.
+    lone = all(run.parallel.world_size == 1 for run in runs)
+    ways = Workers if lone else Ranked
     with Display(planned, sweep, waiting) as display:
 
         def go_through(names: set[str]) -> None:
             wanted = [run for run in runs if run_id(run) in names]
             seconds = {run.run_id: run.estimated_seconds for run in planned.runs}
-            units = units_of(wanted, seconds, config.cluster, pool.places, config.ensembles)
+            units = units_of(wanted, seconds, config.cluster, pool.places, config.ensembles if lone else 1)
             training = ways(sweep, enqueue(sweep, pool.folder, units, wanted))
             pool.run(training, lambda: display.update(*training.news()))
 
@@ -279,7 +289,8 @@ def _train_here(
         go_through({run.run_id for run in waiting})
         # Where memory ran out on one of several ranks, the others could not wait for it: those runs start anew, once.
         again = {run.run_id for run in whole if run.is_halved() and run.state().state in ("preempted", "failed")}
-        if again and config.parallel.world_size > 1:
+        again |= {run_id(run) for run in runs if run.parent in again and not sweep.run(run_id(run)).is_done()}
+        if again and not lone:
             go_through(again)
 
 

@@ -80,7 +80,9 @@ class ClusterConfig:
     minutes: float = 4.5  # local: how long a probed grid may train, all cores together
     flops_per_second: float | None = None  # matrix-product peak of one core (local) or one rank (slurm); None: probe
     half_speed_width: float = 96.0  # model width at which training reaches half of that peak, for estimates
-    launch_bound_width: float = 4.0  # model width at which launching operations takes half of a step, for estimates
+    # Model width at which launching operations takes half of a step, which is what ensembles save. None: 4 on CPUs, as
+    # measured on one; 512 on GPUs, which nobody has measured.
+    launch_bound_width: float | None = None
     precision: str = "fp32"  # what a run uses unless `precision` is set
     jobs: int | None = None  # local: runs at a time; None: one a core
     threads_per_job: int | None = None  # local: of one rank; None: its share of the cores
@@ -98,9 +100,7 @@ class ClusterConfig:
     additional_parameters: Any = (
         None  # raw #SBATCH keys and their values, a mapping (see ProductGrid.axes for its type)
     )
-    runs_per_gpu: int = (
-        1  # small runs that share a GPU, each a process of its own (through CUDA MPS where there is one)
-    )
+    runs_per_gpu: int = 1  # small runs that share a GPU as processes; on slurm through CUDA MPS where there is one
     max_requeues: int = 20  # attempts after which a run that keeps being preempted is given up
     dollars_per_gpu_hour: float | None = None
     # What `explain=true` reckons with beside the rate: assumptions, until somebody measures them here.

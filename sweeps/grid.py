@@ -65,6 +65,8 @@ def _isoflop(grid: IsoflopGrid, base: RunConfig) -> Iterator[RunConfig]:
             f"grid.expected_N is {grid.expected_N} and grid.expected_flops is {grid.expected_flops}; both must be "
             "positive numbers"
         )
+    if not 0 <= grid.expected_exponent <= 2:
+        raise UserError(f"grid.expected_exponent is {grid.expected_exponent}; it must be at least 0 and at most 2")
     _positive("grid.budgets", grid.budgets, "a budget is a positive number of FLOPs")
     for budget in sorted(set(grid.budgets)):
         yield from _isoflop_budget(grid, base, budget)

@@ -82,7 +82,7 @@ class SlurmLauncher:
         """
         planned = {run.run_id: run for run in plan.runs}
         before = self.in_queue([self.sweep.run(name) for name in planned]) - {self.last}
-        # A trunk is never a branch: after those without a parent every other one's trunk has a job.
+        # After those without a parent every branch's trunk has a job.
         trunks = [unit for unit in units if all(planned[name].parent is None for name in unit.runs)]
         branches = [unit for unit in units if unit not in trunks]
         try:

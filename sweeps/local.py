@@ -25,7 +25,7 @@ from ..train.config import RunConfig, run_id
 from ..train.errors import UserError
 from ..train.schedule import trunk_steps
 from . import worker
-from .attempt import settle
+from .attempt import settle_free
 from .packing import Unit
 from .queue import Queue
 from .runs import SweepDirectory, lock_token
@@ -197,7 +197,7 @@ class Training:
         """Of a unit whose worker died: its runs are settled, and it is over."""
         for unit in self.queue.lost():
             for name in unit.runs:
-                settle(self.sweep.run(name))
+                settle_free(self.sweep.run(name))
             self.queue.end(unit)
 
     def news(self) -> tuple[list[str], list[str]]:
@@ -228,11 +228,13 @@ def enqueue(sweep: SweepDirectory, folder: Path, units: Sequence[Unit], runs: Se
 class Workers(Training):
     """A worker a place, each going through the queue by itself."""
 
-    stillborn: int = 0
+    stillborn: int = 0  # in a row
+    _claimed: dict[int, int] = field(default_factory=dict)  # by a place, when its worker was started
 
     def take(self, place: int) -> LocalJob | None:
         if not self.queue.left():
             return None
+        self._claimed[place] = self.queue.claimed(place)
         folder = str(self.queue.folder.resolve())
         arguments = (str(self.sweep.path.resolve()), folder, place, self.launcher)
         return LocalJob("worker", worker.work, arguments)
@@ -243,10 +245,10 @@ class Workers(Training):
         Raises:
             UserError: one after the other ended before it had begun.
         """
-        before = len(self.queue.lost())
         self.settle_lost()
-        if job.handle._process.returncode and not before:
-            self.stillborn += 1
+        # What submitit's controller exits with says nothing of its task.
+        born = self.queue.claimed(job.place) > self._claimed[job.place] or not self.queue.left()
+        self.stillborn = 0 if born else self.stillborn + 1
         if self.stillborn >= STILLBORN:
             raise UserError(
                 f"workers end before they train anything, {self.stillborn} of them; see {job.handle.paths.stderr}, "
@@ -272,5 +274,5 @@ class Ranked(Training):
         return LocalJob(name, worker.train_run, arguments, run.config().parallel.world_size)
 
     def ended(self, job: LocalJob) -> None:
-        settle(self.sweep.run(job.label))
+        settle_free(self.sweep.run(job.label))
         self.queue.end(self._units[job.label])

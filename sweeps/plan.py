@@ -109,9 +109,11 @@ def plan(
     seconds = {run.run_id: run.estimated_seconds for run in planned}
     shapes = {run.run_id: run.shape for run in planned}
     units = units_of(runs, seconds, cluster, jobs_at_once, ensembles)
-    by_id, bound = {run_id(run): run for run in runs}, cluster.launch_bound_width
+    by_id, bound = {run_id(run): run for run in runs}, launch_bound_width(cluster)
     spent = [(shapes[unit.runs[0]], unit_seconds(unit, by_id, seconds, bound)) for unit in units]
     gpu_hours = sum(duration * shape.gpus * shape.ranks for shape, duration in spent) / 3600
+    if cluster.kind == "local":  # so many places are one GPU
+        gpu_hours /= cluster.runs_per_gpu
     price = cluster.dollars_per_gpu_hour
     return Plan(
         runs=planned,
@@ -143,8 +145,14 @@ def units_of(
         room, sharing = room / sharing, 1
     return pack(
         runs, seconds, places=jobs_at_once, ensembles=ensembles, runs_per_gpu=sharing, room_bytes=room * 1e9,
-        launch_bound_width=cluster.launch_bound_width, device="cuda" if gpus else "cpu",
+        launch_bound_width=launch_bound_width(cluster), device="cuda" if gpus else "cpu",
     )  # fmt: skip
+
+
+def launch_bound_width(cluster: ClusterConfig) -> float:
+    """See `packing.ensemble_speedup`."""
+    assumed = 512.0 if cluster.gpus_per_job > 0 else 4.0
+    return assumed if cluster.launch_bound_width is None else cluster.launch_bound_width
 
 
 def remarks(plan: Plan) -> list[str]:

@@ -70,10 +70,9 @@ class Queue:
         """
         with self._mutex():
             claims, ended = self._claims(), self._ended()
-            over = ended | {index for index in claims.keys() - ended if not self._alive(index)}
             left = [index for index in range(len(self.units)) if index not in claims and index not in ended]
-            index = next((index for index in left if self._ready(index, over)), None)
-            if index is None and left and claims.keys() <= over:
+            index = next((index for index in left if self._ready(index, ended)), None)
+            if index is None and left and claims.keys() <= ended:
                 index = left[0]  # nobody works who could bring what it waits for
             if index is None:
                 return None
@@ -95,6 +94,10 @@ class Queue:
         taken = self._claims().keys() | self._ended()
         return [unit for index, unit in enumerate(self.units) if index not in taken]
 
+    def claimed(self, place: int) -> int:
+        """Units that this place has ever claimed."""
+        return sum(claimed == place for claimed in self._claims().values())
+
     def running(self) -> dict[Unit, int]:
         """Units at work, and the place of each."""
         with self._mutex():
@@ -105,13 +108,13 @@ class Queue:
         with self._mutex():
             return [self.units[index] for index in self._open() if not self._alive(index)]
 
-    def _ready(self, index: int, over: set[int]) -> bool:
+    def _ready(self, index: int, ended: set[int]) -> bool:
         for name in self.units[index].runs:
             if (begins := self.parents.get(name)) is None:
                 continue
             trunk, step = begins
             home = self._home.get(trunk)
-            waits = home is not None and home != index and home not in over
+            waits = home is not None and home != index and home not in ended
             if waits and not can_start(self._sweep.run(name), self._sweep.run(trunk), step):
                 return False
         return True

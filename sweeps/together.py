@@ -167,7 +167,7 @@ def train_shared(runs: Sequence[RunDirectory], interrupt: Interrupt, job: str) -
         if process.returncode == LEFT_OUT:
             print(f"left out: run {run.run_id} is somebody else's")
             continue
-        with contextlib.suppress(Busy), run.lock(timeout=0.0):
+        with contextlib.suppress(Busy, OSError), run.lock(timeout=0.0):
             if process.returncode == -interrupt.number and run.state().state in ("planned", "queued"):
                 run.set_state("preempted", job_id=job, reason=f"{interrupt.reason}, before it began")
             else:

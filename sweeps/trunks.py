@@ -254,7 +254,7 @@ def _published(run: RunDirectory) -> list[int]:
 def _begin_metrics(branch: RunDirectory, trunk: RunDirectory, step: int) -> None:
     """The trunk's lines are the branch's until they part, so that its curve is whole."""
     path = branch.path / "metrics.jsonl"
-    if read_json_lines(path):
+    if any(line["step"] >= step for line in read_json_lines(path)):
         return
     # A run that was resumed says some steps twice.
     lines = {line["step"]: line for line in read_json_lines(trunk.path / "metrics.jsonl")}

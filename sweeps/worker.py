@@ -5,8 +5,8 @@ Special here:
   ends a run, or a unit, never ends the worker. It stops by itself when the launcher that started it is gone;
 - every rank of a run trains, and rank 0 alone holds the lock, writes the state and puts the job back in the queue; what
   another rank fails of reaches the state through failure.json, whoever of them is left;
-- a job of several runs succeeds if any of them is done: those can be scored and branched from, and the others say in
-  their states why they cannot.
+- a job of several runs that was not stopped succeeds if any of them is done: those can be scored and branched from, and
+  the others say in their states why they cannot.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from .attempt import (
     Interrupt,
     RunFailed,
     back_to_the_queue,
+    settle_free,
     stopped_in,
     tidy,
     train_one,
@@ -108,6 +109,8 @@ def work(sweep_path: str, queue_folder: str, place: int, launcher: tuple[str, st
             # Such as a disk too full to say that a run has begun; the other units may be better off.
             traceback.print_exc()
         finally:
+            for name in unit.runs:  # of those whose end could not be written
+                settle_free(sweep.run(name))
             queue.end(unit)
         torch.set_num_threads(threads)  # a run may have asked for its own number
         tidy()

@@ -18,6 +18,7 @@ import hashlib
 import io
 import os
 import platform
+import subprocess
 import tarfile
 import tempfile
 import zlib
@@ -80,12 +81,13 @@ class Compiled:
         self.graphs = _graphs()
         if not self.writes:
             return
-        if self.cpu and _probes_pass():
-            (self.folder / PROBED).touch()
-        files = _files(self.folder)
-        if files <= self.known:
-            return
+        files = set[str]()
         try:
+            if self.cpu and _probes_pass():
+                (self.folder / PROBED).touch()
+            files = _files(self.folder)
+            if files <= self.known:
+                return
             _pack(self.folder, files, self.archive)
         except OSError as error:
             self.report(f"compiled blocks cannot be kept in {self.archive}: {error.strerror or error}")
@@ -118,7 +120,8 @@ def environment(device: torch.device) -> dict[str, Any]:
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         return found | {"device": properties.name, "capability": [properties.major, properties.minor]}
-    return found | {"device": torch.backends.cpu.get_cpu_capability(), "flags": _cpu_flags()}
+    cpu = {"device": torch.backends.cpu.get_cpu_capability(), "flags": _cpu_flags(), "compiler": _cpp_compiler()}
+    return found | cpu
 
 
 def _digest(value: dict[str, Any]) -> str:
@@ -130,6 +133,15 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
+
+
+def _cpp_compiler() -> str:
+    """What g++ or its stand-in says of itself: what this one can build another may not."""
+    try:
+        said = subprocess.run([os.environ.get("CXX", "g++"), "--version"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return said.stdout.split("\n")[0]
 
 
 def _cpu_flags() -> str:

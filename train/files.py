@@ -75,7 +75,8 @@ class JsonLines:
         self._file.flush()
 
     def close(self) -> None:
-        self._file.close()
+        with suppress(OSError):  # what `write` could not write is tried again, and has been raised already
+            self._file.close()
 
 
 def _cut_torn_line(path: Path) -> None:

@@ -14,7 +14,7 @@ from .config import RunConfig, run_id
 from .errors import UserError
 
 # What says how the step of the whole ensemble is computed, and so must be said the same by every member.
-_SHARED_PARALLEL = ("device", "compile", "tf32", "threads", "attention")
+_SHARED_PARALLEL = ("device", "compile", "tf32", "threads", "attention", "bucket_mb")
 
 
 def shape_of(config: RunConfig) -> dict[str, Any]:
@@ -52,6 +52,8 @@ def refusal(config: RunConfig) -> str | None:
             f"parallel.micro_batch_size is {parallel.micro_batch_size}; in an ensemble it must be null or the whole "
             f"batch of {batch}"
         )
+    if parallel.cuda_graphs:
+        return "parallel.cuda_graphs is true, and an ensemble's step is not recorded; it must be false"
     if parallel.recompute != "none":
         return f"parallel.recompute is {parallel.recompute!r}; in an ensemble it must be none"
     return None

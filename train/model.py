@@ -32,7 +32,7 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:  # type: ignore[no-untyped-def]
-        wide = _widened(x)
+        wide = widened(x)
         norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
         scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, scale)
@@ -41,14 +41,14 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[no-untyped-def]
         x, weight, scale = ctx.saved_tensors
-        unit, grad, factor = _widened(x) * scale, _widened(grad), _widened(weight)
+        unit, grad, factor = widened(x) * scale, widened(grad), widened(weight)
         slope = (grad * unit).flatten(0, -2)
         mean = torch.mv(slope, factor).div_(x.shape[-1]).view(scale.shape)
         dx = (grad * factor).addcmul_(unit, mean, value=-1).mul_(scale)
         return dx.to(x.dtype), slope.sum(0).to(weight.dtype), None
 
 
-def _widened(x: Tensor) -> Tensor:
+def widened(x: Tensor) -> Tensor:
     """To fp32 if x is narrower. Whole, because mixing types inside one operation is slower on CPUs."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
@@ -82,7 +82,7 @@ def table_gradient(grad: Tensor, tokens: Tensor, rows: int, left_out: int = -1) 
 
     A row's is a sum over its tokens, which CPUs take in the type of grad: in bf16 it would stop growing early.
     """
-    wide = _widened(grad) if grad.device.type == "cpu" else grad
+    wide = widened(grad) if grad.device.type == "cpu" else grad
     return torch.ops.aten.embedding_dense_backward(wide, tokens, rows, left_out, False).to(grad.dtype)
 
 
@@ -364,9 +364,12 @@ class GPT(nn.Module):
             block.forward = torch.compile(block.forward)
 
 
+SCORED_TOKENS = 16384  # in one forward pass
+
+
 @torch.no_grad()
 def sequence_losses(
-    model: GPT, windows: Tensor, batch_tokens: int = 16384, beat: Callable[[], None] = lambda: None
+    model: GPT, windows: Tensor, batch_tokens: int = SCORED_TOKENS, beat: Callable[[], None] = lambda: None
 ) -> Tensor:
     """Summed nats of each window of tokens (n, T + 1) -> (n,) float64 on the CPU. The model's mode is the caller's.
 

@@ -29,7 +29,7 @@ from .attention import apply_rotary
 from .backends import Backend
 from .config import ModelConfig
 from .loss import linear_cross_entropy
-from .model import GPT, swiglu, table_gradient
+from .model import GPT, swiglu, table_gradient, widened
 
 Weights = Mapping[str, Tensor]
 
@@ -150,7 +150,7 @@ class _Norm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, factors: Tensor, eps: float) -> Tensor:
-        wide = _widened(x)
+        wide = widened(x)
         norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
         scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, factors, scale)
@@ -160,17 +160,13 @@ class _Norm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, factors, scale = ctx.saved_tensors
-        unit, grad, wide = _widened(x) * scale, _widened(grad), _widened(factors)
+        unit, grad, wide = widened(x) * scale, widened(grad), widened(factors)
         slope = (grad * unit).flatten(1, -2)
         # Not one batched product, which sums in another order.
         means = [torch.mv(rows, factor.flatten()) for rows, factor in zip(slope, wide, strict=True)]
         mean = torch.stack(means).div_(x.shape[-1]).view(scale.shape)
         dx = (grad * wide).addcmul_(unit, mean, value=-1).mul_(scale)
         return dx.to(x.dtype), slope.sum(1).view(factors.shape).to(factors.dtype), None
-
-
-def _widened(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:

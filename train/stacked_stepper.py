@@ -19,9 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .compiled import Compiled
 from .config import RunConfig
 from .data.loader import TrainStream
 from .data.shards import Shards
+from .model import SCORED_TOKENS
 from .parallel.layout import Held
 from .parallel.zero import StepResult
 from .parametrization import empty_model, initial_weights, output_scale
@@ -30,7 +32,6 @@ from .rows import Rows
 from .schedule import learning_rate_factor
 from .stacked import StackedGPT
 
-SCORED_TOKENS = 16384  # in one forward pass
 # Elements of the residual streams of members that a CPU's thread works on together: 1 MiB in fp32, what a core's
 # second cache holds.
 STREAM_AT_A_TIME = 2**18
@@ -124,11 +125,17 @@ class StackedStepper:
             Member(self, index, config, TrainStream(shards, self.length, config.seed))
             for index, config in enumerate(configs)
         ]
-        self.rows = Rows(self.template, [config.optimizer for config in configs], first.parallel.bucket_mb, device)
+        # A run alone cuts its buckets by the bytes of its compute type; here all is fp32, and cut at the same elements.
+        bucket_mb = first.parallel.bucket_mb * torch.float32.itemsize / self.dtype.itemsize
+        self.rows = Rows(self.template, [config.optimizer for config in configs], bucket_mb, device)
         self.threads = torch.get_num_threads() if device.type == "cpu" and not self.compiled else 1
         self.pool: ThreadPoolExecutor | None = None
         if self.threads > 1:
             self.pool = ThreadPoolExecutor(self.threads, "members", torch.set_num_threads, (1,))
+        self.cache: Compiled | None = None
+        if self.compiled:
+            self.cache = Compiled(first, len(configs) * first.optimizer.batch_size, device, True, report)
+            self.cache.load()
         self._stack()
 
     def _stack(self) -> None:
@@ -151,7 +158,10 @@ class StackedStepper:
     def step(self, steps: Sequence[int]) -> list[StepResult]:
         """One optimizer step of every member, each at its own step (0-based)."""
         if self.pool is None:
-            return [result for stack in self.stacks for result in self._step(stack, steps[stack.rows])]
+            results = [result for stack in self.stacks for result in self._step(stack, steps[stack.rows])]
+            if self.cache is not None:
+                self.cache.keep()
+            return results
         under_way = [self.pool.submit(self._step, stack, steps[stack.rows]) for stack in self.stacks]
         wait(under_way)  # all of them, even if one fails: nobody may write to what others then look at
         return [result for future in under_way for result in future.result()]

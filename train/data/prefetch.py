@@ -4,7 +4,7 @@ Special here:
 - pages are pinned once, in a small ring: a copy from pinned memory is asynchronous, and pinning takes longer than
   many a step;
 - copies run on a stream of their own. The stream that computes waits for a copy, and a copy for the step that read the
-  buffer before; the host waits only when it is `RING` steps ahead of the device, which bounds how far it runs;
+  buffer before; the host waits only for a copy whose pages it needs again, so it is a few steps ahead at most;
 - which rows a step gets depends on its number alone: what was gathered for another step is never handed out;
 - on a CPU there is nothing to copy, and gathering takes less than a hundredth of a step: it is done in line.
 """
@@ -66,6 +66,7 @@ class CudaLane:
             torch.empty(shape, dtype=torch.int64, pin_memory=True),
             torch.empty(shape, dtype=torch.int64, device=self.device),
         )
+        slot.rows.record_stream(self.stream)  # which may still write to it when nobody else knows it any more
         slot.events = {"copied": torch.cuda.Event(), "read": torch.cuda.Event()}
         self.leave(slot)  # the memory may be one that is still read under another name
         return slot
