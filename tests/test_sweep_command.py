@@ -312,6 +312,11 @@ BAD = [
     (["data.tokenizer=/nonexistent/tokenizer.json"], "/nonexistent/tokenizer.json"),
     (["parallel.micro_batch_size=3"], "it must divide optimizer.batch_size 8: 1, 2, 4, 8"),
     (["cluster.jobs=0"], "cluster.jobs is 0"),
+    (["ensembles=0"], "ensembles is 0; it must be 1 or more"),
+    (["cluster.runs_per_gpu=0"], "cluster.runs_per_gpu is 0; it must be 1 or more"),
+    (["cluster.launch_bound_width=0"], "cluster.launch_bound_width is 0.0; it must be above 0"),
+    (["model.window=65"], "model.window is 65; it must be 1 to data.sequence_length 64"),
+    (["parallel.attention=flash9"], "parallel.attention is 'flash9'; it must be one of auto, ours, sdpa"),
     (["cluster.kind=cloud"], "it must be local or slurm"),
     (["sweep=a/b"], "sweep is 'a/b'"),
 ]

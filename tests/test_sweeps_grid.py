@@ -168,6 +168,11 @@ REFUSED = [
     (IsoflopGrid(budgets=[1e12], sizes=0), {}, "at least 1"),
     (IsoflopGrid(budgets=[1e12], span=math.nan), {}, "grid.span is nan; both must be at least 1"),
     (IsoflopGrid(budgets=[1e12], expected_N=0.0), {}, "grid.expected_N is 0.0 .* both must be positive numbers"),
+    (
+        IsoflopGrid(budgets=[1e12], expected_exponent=float("nan")),
+        {},
+        "grid.expected_exponent is nan; it must be at least",
+    ),
     (IsoflopGrid(budgets=[1e12]), {"tokens": 5}, "chooses D itself"),
     (LadderGrid(sizes=[1e4]), {}, "exactly one of them"),
     (LadderGrid(sizes=[1e4], tokens=[1], tokens_per_parameter=[1]), {}, "exactly one of them"),

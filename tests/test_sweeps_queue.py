@@ -178,6 +178,8 @@ def test_branches_of_a_trunk_that_ended_or_died_without_a_checkpoint_are_release
     assert workers.claim(2) == units[3]
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
+    assert workers.claim(1) is None, "the launcher has not yet said what became of it"
+    launcher.end(units[0])
     assert workers.claim(1) == units[2]
 
 
