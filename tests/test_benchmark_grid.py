@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -73,7 +74,11 @@ def test_an_interrupt_leaves_no_process(tmp_path: Path) -> None:
         "import sys; from pathlib import Path; from isoflop.sweeps import bench_grid; "
         f"bench_grid._run([sys.executable, '-c', {sweep!r}], Path({str(tmp_path)!r}))"
     )
-    process = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True)
+    # Ctrl-C works as in a terminal, also where the tests were started in the background, which ignores it.
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
     deadline = time.monotonic() + 60
     while not (mark.exists() and mark.read_text()) and time.monotonic() < deadline:
         time.sleep(0.05)
