@@ -280,8 +280,7 @@ def _train_here(
 
         def go_through(names: set[str]) -> None:
             wanted = [run for run in runs if run_id(run) in names]
-            seconds = {run.run_id: run.estimated_seconds for run in planned.runs}
-            units = units_of(wanted, seconds, config.cluster, pool.places, config.ensembles if lone else 1)
+            units = units_of(wanted, planned.seconds, config.cluster, pool.places, config.ensembles if lone else 1)
             training = ways(sweep, enqueue(sweep, pool.folder, units, wanted))
             pool.run(training, lambda: display.update(*training.news()))
 
@@ -360,9 +359,8 @@ def _conduct_slurm(
         if evaluate:
             stage(config.evaluate.tasks)
         names = {run.run_id for run in waiting}
-        seconds = {run.run_id: run.estimated_seconds for run in planned.runs}
         wanted = [run for run in runs if run_id(run) in names]
-        units = units_of(wanted, seconds, config.cluster, planned.jobs_at_once, config.ensembles)
+        units = units_of(wanted, planned.seconds, config.cluster, planned.jobs_at_once, config.ensembles)
         launcher.submit(planned, units, unscored, evaluate)
         print(f"submitted {len(waiting)} runs and {len(unscored)} scorings to SLURM; the fit is job {launcher.last}")
         launcher.live = slurm.live_jobs()

@@ -84,6 +84,11 @@ class Plan:
     gpu_hours: float
     dollars: float | None
 
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Estimate of each run alone, by run id."""
+        return {run.run_id: run.estimated_seconds for run in self.runs}
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 

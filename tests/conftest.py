@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
+import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from isoflop.train.config import DataConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 # Before anything imports torch: on models this small a second thread costs more than it gives, here and in every child.
@@ -82,3 +85,20 @@ def smoke(tmp_path_factory: pytest.TempPathFactory, isoflop_cache: Path) -> tupl
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     assert done.returncode == 0, done.stdout
     return root / "smoke", done.stdout
+
+
+@pytest.fixture(scope="session")
+def small_corpus(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., DataConfig]:
+    """Makes a corpus of 200 documents of 30 words, drawn with a fixed seed, in a folder and with a cache of its own."""
+
+    def make(validation_tokens: int, words: Sequence[str] = ("tensor", "kernel", "loss", "of", "the")) -> DataConfig:
+        folder, generator = tmp_path_factory.mktemp("corpus"), random.Random(0)
+        with (folder / "text.jsonl").open("w") as file:
+            for _ in range(200):
+                file.write(json.dumps({"text": " ".join(generator.choice(words) for _ in range(30))}) + "\n")
+        return DataConfig(
+            corpus="text", path=str(folder / "text.jsonl"), sequence_length=16, validation_fraction=0.2,
+            validation_tokens=validation_tokens, cache_dir=str(folder / "cache"),
+        )  # fmt: skip
+
+    return make

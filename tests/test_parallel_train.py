@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-import random
 import subprocess
 import sys
 from collections.abc import Callable
@@ -41,19 +40,10 @@ STEPS = 20
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
-    folder = tmp_path_factory.mktemp("corpus")
-    generator = random.Random(0)
-    with (folder / "text.jsonl").open("w") as file:
-        for _ in range(200):
-            words = " ".join(generator.choice(["tensor", "kernel", "loss", "of", "the"]) for _ in range(30))
-            file.write(json.dumps({"text": words}) + "\n")
+def base(small_corpus: Callable[..., DataConfig]) -> RunConfig:
     config = RunConfig(
         model=ModelConfig(width=32, depth=2, heads=4, kv_heads=2, vocab_size=256, qk_norm=True),
-        data=DataConfig(
-            corpus="text", path=str(folder / "text.jsonl"), sequence_length=16, validation_fraction=0.2,
-            validation_tokens=256 + 16, cache_dir=str(folder / "cache"),
-        ),
+        data=small_corpus(256 + 16),
         # Adam follows the sign of a gradient down to eps: with 1e-8 the rounding of one near zero is a step of its own,
         # also between one process and itself in other micro-batches.
         optimizer=OptimizerConfig(batch_size=8, learning_rate=1e-3, eps=1e-4),

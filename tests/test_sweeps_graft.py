@@ -7,7 +7,6 @@ import itertools
 import json
 import multiprocessing
 import os
-import random
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -41,19 +40,10 @@ TRUNK_STEPS, BRANCH_STEPS, BEGIN = 40, 20, 16
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
-    folder = tmp_path_factory.mktemp("corpus")
-    generator = random.Random(0)
-    with (folder / "text.jsonl").open("w") as file:
-        for _ in range(200):
-            words = " ".join(generator.choice(["tensor", "kernel", "loss", "of", "the"]) for _ in range(30))
-            file.write(json.dumps({"text": words}) + "\n")
+def run(small_corpus: Callable[..., DataConfig]) -> RunConfig:
     return RunConfig(
         model=ModelConfig(width=16, depth=2, heads=2, vocab_size=256),
-        data=DataConfig(
-            corpus="text", path=str(folder / "text.jsonl"), sequence_length=16, validation_fraction=0.2,
-            validation_tokens=256, cache_dir=str(folder / "cache"),
-        ),
+        data=small_corpus(256),
         optimizer=OptimizerConfig(batch_size=4),
         schedule=ScheduleConfig(warmup_tokens=128),
         parallel=ParallelConfig(device="cpu", threads=1),

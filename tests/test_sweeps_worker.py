@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import random
 import signal
 import sys
 import threading
@@ -52,19 +51,10 @@ def signals() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
-    folder = tmp_path_factory.mktemp("corpus")
-    generator = random.Random(0)
-    with (folder / "text.jsonl").open("w") as file:
-        for _ in range(200):
-            words = " ".join(generator.choice(["tensor", "loss", "of", "the"]) for _ in range(30))
-            file.write(json.dumps({"text": words}) + "\n")
+def base(small_corpus: Callable[..., DataConfig]) -> RunConfig:
     return RunConfig(
         model=ModelConfig(width=16, depth=1, heads=2, vocab_size=256),
-        data=DataConfig(
-            corpus="text", path=str(folder / "text.jsonl"), sequence_length=16, validation_fraction=0.2,
-            validation_tokens=512, cache_dir=str(folder / "cache"),
-        ),
+        data=small_corpus(512, ["tensor", "loss", "of", "the"]),
         optimizer=OptimizerConfig(batch_size=4),
         schedule=ScheduleConfig(warmup_tokens=128),
         parallel=ParallelConfig(device="cpu"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
-import random
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,19 +43,10 @@ def silent(*args: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
-    folder = tmp_path_factory.mktemp("corpus")
-    generator = random.Random(0)
-    with (folder / "text.jsonl").open("w") as file:
-        for _ in range(200):
-            words = " ".join(generator.choice(["tensor", "kernel", "loss", "of", "the"]) for _ in range(30))
-            file.write(json.dumps({"text": words}) + "\n")
+def base(small_corpus: Callable[..., DataConfig]) -> RunConfig:
     return RunConfig(
         model=ModelConfig(width=16, depth=2, heads=2, vocab_size=256),
-        data=DataConfig(
-            corpus="text", path=str(folder / "text.jsonl"), sequence_length=16, validation_fraction=0.2,
-            validation_tokens=256, cache_dir=str(folder / "cache"),
-        ),
+        data=small_corpus(256),
         optimizer=OptimizerConfig(batch_size=4, learning_rate=1e-3),
         parallel=ParallelConfig(device="cpu", threads=1),
         checkpoint=CheckpointConfig(every_seconds=1e9),

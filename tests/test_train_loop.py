@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
-import random
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,20 +42,11 @@ from isoflop.train.stepper import Stepper
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
-    folder = tmp_path_factory.mktemp("corpus")
-    generator = random.Random(0)
-    with (folder / "text.jsonl").open("w") as file:
-        for _ in range(200):
-            # Letters of two bytes: bits per byte and per token differ in nothing but the ends of documents.
-            words = " ".join(generator.choice(["tensor", "Verlust", "größer", "of", "the"]) for _ in range(30))
-            file.write(json.dumps({"text": words}) + "\n")
+def base(small_corpus: Callable[..., DataConfig]) -> RunConfig:
+    # Letters of two bytes: bits per byte and per token differ in nothing but the ends of documents.
     return RunConfig(
         model=ModelConfig(width=16, depth=1, heads=2, vocab_size=256),
-        data=DataConfig(
-            corpus="text", path=str(folder / "text.jsonl"), sequence_length=16, validation_fraction=0.2,
-            validation_tokens=512, cache_dir=str(folder / "cache"),
-        ),
+        data=small_corpus(512, ["tensor", "Verlust", "größer", "of", "the"]),
         optimizer=OptimizerConfig(batch_size=4),
         schedule=ScheduleConfig(warmup_tokens=128),
         parallel=ParallelConfig(device="cpu", threads=1),

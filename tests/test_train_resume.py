@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,19 +36,10 @@ CLOCK = ("seconds", "tokens_per_s", "mfu", "matmul_peak")
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
-    folder = tmp_path_factory.mktemp("corpus")
-    generator = random.Random(0)
-    with (folder / "text.jsonl").open("w") as file:
-        for _ in range(200):
-            words = " ".join(generator.choice(["tensor", "kernel", "loss", "of", "the"]) for _ in range(30))
-            file.write(json.dumps({"text": words}) + "\n")
+def run(small_corpus: Callable[..., DataConfig]) -> RunConfig:
     return RunConfig(
         model=ModelConfig(width=16, depth=2, heads=2, vocab_size=256),
-        data=DataConfig(
-            corpus="text", path=str(folder / "text.jsonl"), sequence_length=16, validation_fraction=0.2,
-            validation_tokens=256, cache_dir=str(folder / "cache"),
-        ),
+        data=small_corpus(256),
         optimizer=OptimizerConfig(batch_size=4),
         parallel=ParallelConfig(device="cpu", threads=1, micro_batch_size=2),
         checkpoint=CheckpointConfig(every_seconds=1e9, every_steps=4, keep=2),
