@@ -29,7 +29,7 @@ from .benchmarks import (
     bench_device,
     contract_row,
     fastest,
-    peak_bytes,
+    memory_and_difference,
     pinned_threads,
     steps_for,
     take_turns,
@@ -136,11 +136,7 @@ def _bench(shape: Shape, peak: Peak, backward: bool, rounds: int, steps: int | N
         f"attention {str(dtype).removeprefix('torch.')}, {passes}, {shape}", work, "TFLOP/s" if gpu else "tokens/s",
         ours.seconds, peer.seconds, peer.name, device,
     )  # fmt: skip
-    return with_mfu(row, flops / work, peak) | {
-        "peak_bytes": peak_bytes(ours.step, device),
-        "peer_peak_bytes": peak_bytes(peer.step, device),
-        "difference": apart(ours.step(), peer.step()),
-    }
+    return with_mfu(row, flops / work, peak) | memory_and_difference(ours, peer, device)
 
 
 @dataclass(frozen=True)
@@ -169,12 +165,6 @@ class Inputs:
         with torch.set_grad_enabled(backward):
             output = attention(*leaves)
         return (output, *torch.autograd.grad(output, leaves, self.gradient)) if backward else (output,)
-
-
-def apart(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
-    """The largest difference between two lists of tensors, each as a share of the largest value of the second."""
-    pairs = [(a.detach().float(), b.detach().float()) for a, b in zip(ours, theirs, strict=True)]
-    return max(((a - b).abs().max() / b.abs().max()).item() for a, b in pairs)
 
 
 def our_attention(inputs: Inputs) -> Attention:

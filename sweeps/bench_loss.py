@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..train.loss import linear_cross_entropy
-from .bench_attention import apart
 from .benchmarks import (
     THREADS,
     Contender,
@@ -26,7 +25,7 @@ from .benchmarks import (
     bench_device,
     contract_row,
     fastest,
-    peak_bytes,
+    memory_and_difference,
     pinned_threads,
     steps_for,
     take_turns,
@@ -90,11 +89,7 @@ def _bench(shape: Shape, peak: Peak, rounds: int, steps: int | None) -> Row:
     peer = fastest(others)
     case = f"loss {str(dtype).removeprefix('torch.')}, {shape}"
     row = contract_row(case, shape.tokens, "tokens/s", ours.seconds, peer.seconds, peer.name, device)
-    return with_mfu(row, 6.0 * shape.width * shape.vocabulary, peak) | {
-        "peak_bytes": peak_bytes(ours.step, device),
-        "peer_peak_bytes": peak_bytes(peer.step, device),
-        "difference": apart(ours.step(), peer.step()),
-    }
+    return with_mfu(row, 6.0 * shape.width * shape.vocabulary, peak) | memory_and_difference(ours, peer, device)
 
 
 def _inputs(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:

@@ -141,6 +141,21 @@ def peak_bytes(step: Step, device: torch.device) -> int:
     return highest
 
 
+def apart(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> float:
+    """The largest difference between two lists of tensors, each as a share of the largest value of the second."""
+    pairs = [(a.detach().float(), b.detach().float()) for a, b in zip(ours, theirs, strict=True)]
+    return max(((a - b).abs().max() / b.abs().max()).item() for a, b in pairs)
+
+
+def memory_and_difference(ours: Contender, peer: Contender, device: torch.device) -> Row:
+    """What both ask for in one step, and how far apart the tensors are that it gives."""
+    return {
+        "peak_bytes": peak_bytes(ours.step, device),
+        "peer_peak_bytes": peak_bytes(peer.step, device),
+        "difference": apart(ours.step(), peer.step()),
+    }
+
+
 def contract_row(
     case: str, work: float, unit: str, ours: list[float], theirs: list[float], peer: str, device: torch.device
 ) -> Row:

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 from isoflop.sweeps import bench_attention, bench_loss
-from isoflop.sweeps.benchmarks import print_benchmark
+from isoflop.sweeps.benchmarks import apart, print_benchmark
 
 CONTRACT = {"case", "ours", "peer", "peer_name", "unit", "ratio", "spread", "device"}
 # bf16 keeps 8 bits, and what is compared was rounded several times on either side.
@@ -46,8 +46,8 @@ def test_attention_is_counted_by_the_causal_convention() -> None:
 
 def test_a_difference_is_seen() -> None:
     one = (torch.tensor([1.0, -2.0]), torch.tensor([4.0]))
-    assert bench_attention.apart(one, one) == 0
-    assert bench_attention.apart((one[0], torch.tensor([3.0])), one) == 0.25
+    assert apart(one, one) == 0
+    assert apart((one[0], torch.tensor([3.0])), one) == 0.25
 
 
 def test_a_peer_that_does_not_work_here_is_left_out() -> None:
