@@ -26,8 +26,10 @@ from ..train.config import (
 class GridConfig:
     """Common to every grid."""
 
-    kind: str = "product"  # isoflop | ladder | product
+    kind: str = "product"  # isoflop | ladder | product | points | adaptive
     seeds: list[int] | None = None  # every point once a seed; None: the run's own seed
+    # A run that diverges is tried once more, as a new run, with its learning rate times this; None: it is not.
+    diverged_rate_factor: float | None = None
 
 
 @dataclass
@@ -72,6 +74,15 @@ class ProductGrid(GridConfig):
 
 
 @dataclass
+class PointsGrid(GridConfig):
+    """Runs one by one, each as what it changes of the base run: what `isoflop suggest` writes and `extend` adds."""
+
+    kind: str = "points"
+    # A list of mappings from dotted fields to values, e.g. [{model.width: 64, model.depth: 4, tokens: 1000000}].
+    points: Any = None
+
+
+@dataclass
 class ClusterConfig:
     """Where runs go and what they cost."""
 
@@ -95,13 +106,29 @@ class ClusterConfig:
     partition: str | None = None
     account: str | None = None
     qos: str | None = None
+    constraint: str | None = None  # features that a node must have
+    exclude: str | None = None  # nodes that must not be used, as SLURM writes them
+    container: str | None = None  # image in which jobs run, through pyxis (srun --container-image)
+    # Command of the jobs' interpreter, e.g. "apptainer exec --nv image.sif python"; None: the one that runs this.
+    python: str | None = None
     array_parallelism: int = 256  # jobs of one array that may run at once
+    max_submit: int | None = None  # jobs that may be in the queue at once; None: what SLURM says of the account
+    # Runs estimated shorter than this are no array task each: jobs of about this length work through a queue of them.
+    queue_minutes: float = 10.0
     setup: list[str] = field(default_factory=list)  # shell lines before the job's command
     additional_parameters: Any = (
         None  # raw #SBATCH keys and their values, a mapping (see ProductGrid.axes for its type)
     )
     runs_per_gpu: int = 1  # small runs that share a GPU as processes; on slurm through CUDA MPS where there is one
     max_requeues: int = 20  # attempts after which a run that keeps being preempted is given up
+    # What is not the run's own fault (a killed process, a lost node, a hang, a full disk) is tried again.
+    retries: int = 3  # so often a run
+    sweep_retries: int = 100  # so often all runs together
+    backoff_seconds: float = 30.0  # before the first retry of a run, doubled for each further one
+    heartbeat_seconds: float = 10.0  # between two signs of life of a run
+    hang_minutes: float = 30.0  # without a step, after which a run counts as hung
+    keeper_seconds: float = 60.0  # slurm: between two looks of the keeper, a tiny job, at what must be started again
+    keeper_partition: str | None = None  # of that job, and of the fit; None: partition
     dollars_per_gpu_hour: float | None = None
     # What `explain=true` reckons with beside the rate: assumptions, until somebody measures them here.
     gpu_memory_gb: float = 80.0  # of one GPU; ranks without one have memory_gb
@@ -176,7 +203,7 @@ def base_run(config: SweepConfig) -> RunConfig:
 
 # Every dataclass that a key of the configuration can belong to.
 SCHEMAS: tuple[type, ...] = (
-    SweepConfig, IsoflopGrid, LadderGrid, ProductGrid, GridConfig, ClusterConfig, EvaluateConfig, FitConfig,
+    SweepConfig, IsoflopGrid, LadderGrid, ProductGrid, PointsGrid, GridConfig, ClusterConfig, EvaluateConfig, FitConfig,
     ModelConfig, DataConfig, OptimizerConfig, ScheduleConfig, ParallelConfig, CheckpointConfig, TrackerConfig,
 )  # fmt: skip
 
@@ -187,5 +214,6 @@ def register() -> None:
 
     store = ConfigStore.instance()
     store.store(name="schema", node=SweepConfig)
-    for kind, node in {"isoflop": IsoflopGrid, "ladder": LadderGrid, "product": ProductGrid}.items():
+    grids = {"isoflop": IsoflopGrid, "ladder": LadderGrid, "product": ProductGrid, "points": PointsGrid}
+    for kind, node in grids.items():
         store.store(group="grid", name=f"{kind}_schema", node=node)
