@@ -20,6 +20,7 @@ from ..train.config import (
     ScheduleConfig,
     TrackerConfig,
 )
+from ..train.errors import UserError
 
 
 @dataclass
@@ -80,6 +81,25 @@ class PointsGrid(GridConfig):
     kind: str = "points"
     # A list of mappings from dotted fields to values, e.g. [{model.width: 64, model.depth: 4, tokens: 1000000}].
     points: Any = None
+
+
+@dataclass
+class AdaptiveGrid(IsoflopGrid):
+    """A small isoFLOP grid, then rounds of the runs that `isoflop suggest` finds worth most, each after a fit.
+
+    The fields of IsoflopGrid describe the grid that it stands in for: what that would cost is its budget, and the
+    largest of `budgets` the most that one run may cost.
+    """
+
+    kind: str = "adaptive"
+    flops_budget: float | None = None  # training FLOPs, all rounds together; None: what that grid would cost
+    target_flops: float | None = None  # budget asked about; None: the largest of fit.targets, else 1000 max_flops
+    max_flops: float | None = None  # the most that one run may cost; None: the largest of budgets
+    tolerance: float | None = 0.02  # over when the 95 % interval of the loss at the target is narrower than this of it
+    size_tolerance: float | None = None  # and that of N* than this of it; None: N* is not asked about
+    rounds: int = 3  # of suggested runs, at most
+    round_runs: int = 16  # runs of a round, at most
+    first_share: float = 0.2  # of the FLOPs, for the first round
 
 
 @dataclass
@@ -201,9 +221,40 @@ def base_run(config: SweepConfig) -> RunConfig:
     return RunConfig(**values)
 
 
+def from_mapping(values: Any, source: object) -> SweepConfig:
+    """A configuration from the plain values that sweep.yaml keeps.
+
+    Args:
+        values: what `dataclasses.asdict` made of a SweepConfig.
+        source: where they are from, for the error.
+
+    Raises:
+        UserError: they are no configuration of this version.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    kinds: dict[str, type[GridConfig]] = {node().kind: node for node in reversed(_grids())}
+    try:
+        node = kinds[values["grid"]["kind"]]
+        result = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(SweepConfig(grid=node())), values))
+    except (OmegaConfBaseException, TypeError, KeyError) as error:
+        raise UserError(
+            f"{source} holds a configuration that this version cannot read ({str(error).splitlines()[0]}); "
+            "use the version that wrote it, or sweep into another folder"
+        ) from error
+    assert isinstance(result, SweepConfig)
+    return result
+
+
+def _grids() -> list[type[GridConfig]]:
+    return [node for node in SCHEMAS if issubclass(node, GridConfig) and node is not GridConfig]
+
+
 # Every dataclass that a key of the configuration can belong to.
 SCHEMAS: tuple[type, ...] = (
-    SweepConfig, IsoflopGrid, LadderGrid, ProductGrid, PointsGrid, GridConfig, ClusterConfig, EvaluateConfig, FitConfig,
+    SweepConfig, IsoflopGrid, LadderGrid, ProductGrid, PointsGrid, AdaptiveGrid, GridConfig, ClusterConfig,
+    EvaluateConfig, FitConfig,
     ModelConfig, DataConfig, OptimizerConfig, ScheduleConfig, ParallelConfig, CheckpointConfig, TrackerConfig,
 )  # fmt: skip
 
@@ -214,6 +265,12 @@ def register() -> None:
 
     store = ConfigStore.instance()
     store.store(name="schema", node=SweepConfig)
-    grids = {"isoflop": IsoflopGrid, "ladder": LadderGrid, "product": ProductGrid, "points": PointsGrid}
+    grids = {
+        "isoflop": IsoflopGrid,
+        "ladder": LadderGrid,
+        "product": ProductGrid,
+        "points": PointsGrid,
+        "adaptive": AdaptiveGrid,
+    }
     for kind, node in grids.items():
         store.store(group="grid", name=f"{kind}_schema", node=node)

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ..train.config import ModelConfig, RunConfig, run_id, validate
 from ..train.errors import UserError
 from ..train.flops import count_parameters, tokens_for_budget, training_flops_per_token
 from . import architectures
-from .config import GridConfig, IsoflopGrid, LadderGrid, ProductGrid
+from .config import AdaptiveGrid, GridConfig, IsoflopGrid, LadderGrid, PointsGrid, ProductGrid
 from .terminal import short
+from .trunks import merge, own_flops
+
+FIRST_BUDGETS, FIRST_SIZES = 3, 4  # of an adaptive grid's first round: enough to fit a law's five constants
+FIRST_STEP = 3.0  # between two of these budgets
+FIRST_TRIES = 81  # budgets that are tried for the largest of them, over four decades
 
 
 def expand(grid: GridConfig, base: RunConfig) -> list[RunConfig]:
@@ -27,14 +33,18 @@ def expand(grid: GridConfig, base: RunConfig) -> list[RunConfig]:
     Raises:
         UserError: the grid is empty, contradicts itself, or asks for a run that cannot be trained.
     """
-    if isinstance(grid, IsoflopGrid):
+    if isinstance(grid, AdaptiveGrid):
+        points = iter(_first_round(grid, base))
+    elif isinstance(grid, IsoflopGrid):
         points = _isoflop(grid, base)
     elif isinstance(grid, LadderGrid):
         points = _ladder(grid, base)
     elif isinstance(grid, ProductGrid):
         points = _product(grid, base)
+    elif isinstance(grid, PointsGrid):
+        points = _points(grid, base)
     else:
-        raise UserError(f"grid.kind is {grid.kind!r}; it must be isoflop, ladder or product")
+        raise UserError(f"grid.kind is {grid.kind!r}; it must be isoflop, ladder, product, points or adaptive")
     runs: dict[str, RunConfig] = {}
     for point in points:
         for seed in grid.seeds if grid.seeds is not None else [point.seed]:
@@ -44,11 +54,11 @@ def expand(grid: GridConfig, base: RunConfig) -> list[RunConfig]:
     if not runs:
         raise UserError("grid has no runs; give it at least one size and one D")
     for run in runs.values():
-        run.name = _label(run)
+        run.name = label(run)
     return list(runs.values())
 
 
-def _label(run: RunConfig) -> str:
+def label(run: RunConfig) -> str:
     return f"N{short(count_parameters(run.model).N_total)}_D{short(run.D)}_s{run.seed}"
 
 
@@ -84,13 +94,62 @@ def _isoflop_budget(grid: IsoflopGrid, base: RunConfig, budget: float) -> Iterat
     for model in isoflop_sizes(grid, base.model, budget):
         tokens = tokens_for_budget(model, base.data.sequence_length, budget, grid.convention)
         if tokens >= least:
-            yield dataclasses.replace(base, model=model, tokens=_whole_steps(tokens, base), budget=budget)
+            yield dataclasses.replace(base, model=model, tokens=whole_steps(tokens, base), budget=budget)
 
 
-def _whole_steps(tokens: float, base: RunConfig) -> int:
+def _first_round(grid: AdaptiveGrid, base: RunConfig) -> list[RunConfig]:
+    """The largest small isoFLOP grid that grid.first_share of the FLOPs pays for."""
+    _check_adaptive(grid)
+    reference = list(_isoflop(grid, base))
+    total = grid.flops_budget or _trained_flops(reference)
+    top = largest_flops(grid)
+    smallest = architectures.candidates(base.model)[0][2]
+    each = training_flops_per_token(smallest, base.data.sequence_length) * float(grid.min_steps * base.batch_tokens)
+    for i in range(FIRST_TRIES):
+        budgets = [top * 10 ** (-4 * i / (FIRST_TRIES - 1)) / FIRST_STEP**j for j in range(FIRST_BUDGETS)]
+        if budgets[-1] < each:
+            break
+        small = dataclasses.replace(grid, budgets=budgets, sizes=FIRST_SIZES)
+        runs = list(_isoflop(small, base))
+        if _trained_flops(runs) <= grid.first_share * total:
+            return runs
+    raise UserError(
+        f"grid.flops_budget is {total:.3g}, of which grid.first_share {grid.first_share:g} pays for no first round of "
+        f"{FIRST_BUDGETS} budgets and {FIRST_SIZES} sizes of at least grid.min_steps {grid.min_steps} steps; give more"
+    )
+
+
+def _check_adaptive(grid: AdaptiveGrid) -> None:
+    for name in ("flops_budget", "target_flops", "max_flops", "tolerance", "size_tolerance"):
+        value = getattr(grid, name)
+        if value is not None and not 0 < value < math.inf:
+            raise UserError(f"grid.{name} is {value}; it must be a positive number, or null")
+    if not 0 < grid.first_share < 1:
+        raise UserError(f"grid.first_share is {grid.first_share}; it must be above 0 and below 1")
+    for name, value in (("rounds", grid.rounds), ("round_runs", grid.round_runs)):
+        if value < 1:
+            raise UserError(f"grid.{name} is {value}; it must be 1 or more")
+
+
+def largest_flops(grid: AdaptiveGrid) -> float:
+    """The most that one run of an adaptive grid may cost."""
+    return grid.max_flops or max(grid.budgets or [math.inf])
+
+
+def adaptive_flops(grid: AdaptiveGrid, base: RunConfig) -> float:
+    """Training FLOPs of an adaptive grid, all rounds together: flops_budget, or what the isoFLOP grid costs."""
+    return grid.flops_budget or _trained_flops(list(_isoflop(grid, base)))
+
+
+def _trained_flops(runs: list[RunConfig]) -> float:
+    """Of runs that share their trunks, as far as their schedule allows."""
+    return sum(map(own_flops, merge(runs).runs))
+
+
+def whole_steps(tokens: float, base: RunConfig, rounded: Callable[[float], int] = round) -> int:
     """The nearest D that is a whole number of steps: never most of a step off, and written in one way only."""
     step = max(1, base.batch_tokens)  # a batch of nothing is refused with the run
-    return max(1, round(tokens / step)) * step
+    return max(1, rounded(tokens / step)) * step
 
 
 def isoflop_sizes(grid: IsoflopGrid, base: ModelConfig, budget: float) -> list[ModelConfig]:
@@ -126,7 +185,7 @@ def _ladder(grid: LadderGrid, base: RunConfig) -> Iterator[RunConfig]:
         N = count_parameters(model).N_total
         multiples = [ratio * N for ratio in grid.tokens_per_parameter or ()]
         for tokens in multiples if grid.tokens is None else grid.tokens:
-            yield dataclasses.replace(base, model=model, tokens=_whole_steps(tokens, base))
+            yield dataclasses.replace(base, model=model, tokens=whole_steps(tokens, base))
 
 
 def _positive(name: str, values: Sequence[float] | None, what: str) -> None:
@@ -155,7 +214,24 @@ def _product(grid: ProductGrid, base: RunConfig) -> Iterator[RunConfig]:
         yield run
 
 
-def _dotted(axes: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _points(grid: PointsGrid, base: RunConfig) -> Iterator[RunConfig]:
+    if not isinstance(grid.points, list) or not grid.points:
+        raise UserError(
+            f"grid.points is {grid.points!r}; it must be a list of runs, each a mapping as {{tokens:1000000,seed:1}}"
+        )
+    for number, point in enumerate(grid.points):
+        where = f"grid.points[{number}]"
+        if not isinstance(point, dict) or not point:
+            raise UserError(f"{where} is {point!r}; it must map fields to values, as {{tokens:1000000,seed:1}}")
+        run = copy.deepcopy(base)
+        for name, value in _dotted(point):
+            _assign(run, name, value, where)
+        if run.tokens <= 0:
+            raise UserError(f"{where} has no tokens; give it, or tokens=… for all points")
+        yield run
+
+
+def _dotted(axes: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """{a: {b: [1]}} and {a.b: [1]} both mean the axis a.b."""
     for name, value in axes.items():
         if isinstance(value, dict):
@@ -164,8 +240,7 @@ def _dotted(axes: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
             yield prefix + str(name), value
 
 
-def _assign(run: RunConfig, name: str, value: Any) -> None:
-    from omegaconf import OmegaConf
+def _assign(run: RunConfig, name: str, value: Any, where: str = "grid.axes") -> None:
     from omegaconf.errors import OmegaConfBaseException
 
     *groups, last = name.split(".")
@@ -173,17 +248,26 @@ def _assign(run: RunConfig, name: str, value: Any) -> None:
     for group in groups:
         node = getattr(node, group, None)
     if not dataclasses.is_dataclass(node) or last not in {item.name for item in dataclasses.fields(node)}:
-        raise UserError(f"grid.axes names {name!r}, which is not a field of a run; see conf/ for the fields")
+        raise UserError(f"{where} names {name!r}, which is not a field of a run; see conf/ for the fields")
     if dataclasses.is_dataclass(getattr(node, last)):
         raise UserError(
-            f"grid.axes names the group {name!r}; name one of its fields, such as {name}.{_first_field(node, last)}"
+            f"{where} names the group {name!r}; name one of its fields, such as {name}.{_first_field(node, last)}"
         )
-    typed = OmegaConf.structured(type(node))
+    kind: Any = type(node)
+    typed = _typed(kind)
     try:
         typed[last] = value
     except OmegaConfBaseException as error:
-        raise UserError(f"grid.axes.{name} contains {value!r}: {str(error).splitlines()[0]}") from error
+        raise UserError(f"{where}.{name} contains {value!r}: {str(error).splitlines()[0]}") from error
     setattr(node, last, typed[last])
+
+
+@functools.cache
+def _typed(kind: type) -> Any:
+    """A mapping that takes for each field of a dataclass only what it may be; making one takes milliseconds."""
+    from omegaconf import OmegaConf
+
+    return OmegaConf.structured(kind)
 
 
 def _first_field(node: Any, group: str) -> str:

@@ -8,7 +8,7 @@ import random
 
 import pytest
 from isoflop.sweeps import architectures, grid
-from isoflop.sweeps.config import GridConfig, IsoflopGrid, LadderGrid, ProductGrid
+from isoflop.sweeps.config import AdaptiveGrid, GridConfig, IsoflopGrid, LadderGrid, PointsGrid, ProductGrid
 from isoflop.sweeps.trunks import merge, own_flops
 from isoflop.train.config import ModelConfig, OptimizerConfig, RunConfig, run_id
 from isoflop.train.errors import UserError
@@ -141,6 +141,17 @@ def test_a_product_is_every_combination_and_takes_dotted_or_nested_names() -> No
     }
 
 
+def test_points_are_runs_one_by_one_and_take_dotted_or_nested_names() -> None:
+    dotted = [{"model.width": 32, "model.heads": 2, "tokens": 4096}, {"tokens": 8192, "seed": 3}]
+    nested = [{"model": {"width": 32, "heads": 2}, "tokens": 4096}, {"tokens": 8192, "seed": 3}]
+    runs = grid.expand(PointsGrid(points=dotted), base())
+    assert [(run.model.width, run.model.heads, run.tokens, run.seed) for run in runs] == [
+        (32, 2, 4096, 0), (64, 4, 8192, 3),
+    ]  # fmt: skip
+    assert [run_id(run) for run in grid.expand(PointsGrid(points=nested), base())] == [run_id(run) for run in runs]
+    assert len(grid.expand(PointsGrid(points=[dotted[0], dotted[0]], seeds=[0, 1]), base())) == 2
+
+
 def test_seeds_repeat_every_point() -> None:
     runs = grid.expand(LadderGrid(sizes=[1e4], tokens=[4096], seeds=[0, 1, 2]), base())
     assert sorted(run.seed for run in runs) == [0, 1, 2]
@@ -189,7 +200,19 @@ REFUSED = [
     (ProductGrid(axes={"optimizer": [1]}), {"tokens": 1}, "names the group 'optimizer'"),
     (ProductGrid(axes={"seed": ["many"]}), {"tokens": 1}, "grid.axes.seed contains 'many'"),
     (ProductGrid(axes={"model.heads": [5]}), {"tokens": 1}, "model.heads is 5; it must divide model.width 64"),
-    (GridConfig(kind="spiral"), {}, "isoflop, ladder or product"),
+    (PointsGrid(), {}, "grid.points is None; it must be a list of runs"),
+    (PointsGrid(points=[]), {}, "grid.points is \\[\\]; it must be a list of runs"),
+    (PointsGrid(points=[7]), {}, "grid.points\\[0\\] is 7; it must map fields to values"),
+    (PointsGrid(points=[{"tokens": 1}, {"seed": 1}]), {}, "grid.points\\[1\\] has no tokens"),
+    (PointsGrid(points=[{"tokens": "many"}]), {}, "grid.points\\[0\\].tokens contains 'many'"),
+    (PointsGrid(points=[{"optimizer.momentum": 1}]), {"tokens": 1}, "grid.points\\[0\\] names 'optimizer.momentum'"),
+    (PointsGrid(points=[{"model.heads": 5, "tokens": 1}]), {}, "model.heads is 5; it must divide model.width 64"),
+    (AdaptiveGrid(budgets=[1e12], first_share=0.0), {}, "grid.first_share is 0.0; it must be above 0 and below 1"),
+    (AdaptiveGrid(budgets=[1e12], rounds=0), {}, "grid.rounds is 0; it must be 1 or more"),
+    (AdaptiveGrid(budgets=[1e12], tolerance=-1.0), {}, "grid.tolerance is -1.0; it must be a positive number, or null"),
+    (AdaptiveGrid(budgets=[1e12], flops_budget=1e10), {}, "grid.flops_budget is 1e\\+10, of which .* no first round"),
+    (AdaptiveGrid(), {}, "grid.budgets is None; give a list"),
+    (GridConfig(kind="spiral"), {}, "isoflop, ladder, product, points or adaptive"),
 ]
 
 

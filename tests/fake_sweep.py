@@ -1,0 +1,71 @@
+"""Sweeps on disk whose runs were never trained: their losses come from a law that a test knows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import yaml
+from isoflop.sweeps import grid
+from isoflop.sweeps.config import ClusterConfig, FitConfig, GridConfig, SweepConfig, base_run
+from isoflop.sweeps.plan import plan
+from isoflop.sweeps.runs import SweepDirectory
+from isoflop.sweeps.trunks import merge
+from isoflop.train.config import RunConfig, run_id
+from isoflop.train.files import write_json
+from isoflop.train.flops import count_parameters, flops_exact
+
+TRUTH = {"E": 1.0, "A": 12.0, "B": 40.0, "alpha": 0.3, "beta": 0.32}  # as tiny models of bytes go
+NOISE = 0.004  # of log loss
+
+
+def settings(points: GridConfig) -> SweepConfig:
+    config = SweepConfig(grid=points, fit=FitConfig(bootstrap=100), cluster=ClusterConfig(flops_per_second=1e9))
+    config.model.vocab_size = 256
+    return config
+
+
+def true_loss(N: float, D: float) -> float:
+    return float(TRUTH["E"] + TRUTH["A"] * N ** -TRUTH["alpha"] + TRUTH["B"] * D ** -TRUTH["beta"])
+
+
+def complete(run: RunConfig) -> RunConfig:
+    return replace(run, data=replace(run.data, fingerprint="fake", tokenizer_fingerprint="bytes"))
+
+
+def write(folder: Path, config: SweepConfig) -> SweepDirectory:
+    """A sweep that is planned; `finish` ends its runs."""
+    sweep = SweepDirectory(folder)
+    assert config.grid is not None
+    runs = grid.expand(config.grid, complete(base_run(config)))
+    folder.mkdir(parents=True)
+    (folder / "sweep.yaml").write_text(yaml.safe_dump({"config": asdict(config)}))
+    replan(sweep, config, runs)
+    return sweep
+
+
+def replan(sweep: SweepDirectory, config: SweepConfig, runs: Sequence[RunConfig]) -> None:
+    planned = merge(runs).runs
+    for run in planned:
+        sweep.run(run_id(run)).freeze(run)
+    write_json(sweep.path / "plan.json", plan(planned, config.cluster, 1e9, 2).to_dict())
+
+
+def finish(sweep: SweepDirectory, seed: int = 0) -> None:
+    """Gives every run that is not done a loss: the law's, times noise that its id determines."""
+    for directory in sweep.runs():
+        if directory.is_done():
+            continue
+        run = directory.config()
+        N = count_parameters(run.model).N_total
+        noise = np.random.default_rng([seed, int(directory.run_id, 16)]).normal(0.0, NOISE)
+        write_json(
+            directory.path / "summary.json",
+            {
+                "step": run.steps, "D": run.D, "N_total": N, "flops_exact": flops_exact(run),
+                "val_loss": true_loss(N, run.D) * float(np.exp(noise)), "val_loss_se": 0.01,
+            },
+        )  # fmt: skip
+        directory.set_state("done")
