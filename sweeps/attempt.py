@@ -1,8 +1,10 @@
 """One start of a run, in whatever process: its lock, state and log, what it died of, and the way back to the queue.
 
 Special here:
-- TERM and USR2 set a flag; the loop saves a checkpoint and returns, and only then is the job put back in the queue;
-- a failure is a state with a reason in a sentence; a disk that is full for the state too leaves the old one whole;
+- TERM and USR2 set a flag; the loop saves a checkpoint and returns, and only then is the job put back in the queue. So
+  does the wish to cancel a run, which is a file in its directory, and stops nothing but that run;
+- a failure is a state with a reason in a sentence, and its attempt a line with a cause, by which `retries.decide` goes.
+  A disk that is full for these too leaves the old state whole, and the line to whoever comes next;
 - a run that stops is `preempted` at once. What SLURM makes of its job is asked next, once for all runs of the job, and
   corrects the state, because SLURM may take minutes to answer and kill the job before it has.
 """
@@ -10,7 +12,6 @@ Special here:
 from __future__ import annotations
 
 import contextlib
-import errno
 import gc
 import os
 import signal
@@ -20,27 +21,45 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from ..train.errors import UserError
 from ..train.parallel.environment import Ranks
-from . import slurm, trunks
+from . import attempts, slurm, tracking, trunks
+from .causes import TrunkNotYet, cause_in, cause_of, warned_after, words_for
+from .heartbeat import Heartbeat, is_stale
 from .plan import describe_mesh
-from .runs import Busy, RunDirectory
+from .retries import INTERRUPTED, RETRIED, Policy, decide
+from .runs import Busy, RunDirectory, this_node
+
+ASK_SECONDS = 1.0  # between two looks at who started this process, and at who wants a run cancelled
 
 
 class RunFailed(Exception):
     """The run ended without a result; its state says why. Makes the job exit with an error."""
 
 
+class Ending(NamedTuple):
+    """How one process' part in a run ended."""
+
+    state: str  # one of runs.STATES
+    reason: str | None = None  # in a sentence; None when done
+    cause: str | None = None  # one of retries.CAUSES; None: what the state says
+
+
 class Interrupt:
-    """Remembers that the job was told to stop, by signal or by the loss of whoever started it."""
+    """Remembers that the job was told to stop, by signal or by the loss of whoever started it.
+
+    While it watches over runs it also tells when one of them is to be cancelled, and takes each call for a step.
+    """
 
     def __init__(self, alive: Callable[[], bool] | None = None, lost: str = "the launcher is gone") -> None:
         self.reason: str | None = None
         self.number = signal.SIGTERM  # what to pass on
+        self.cancelled: dict[str, str] = {}  # who has asked to cancel a run, by its id
         self._alive, self._lost = alive, lost
-        self._asked = time.monotonic()
+        self._began = self._asked = time.monotonic()
+        self._heart: Heartbeat | None = None
         for number in (signal.SIGTERM, signal.SIGUSR2):
             signal.signal(number, self._on_signal)
 
@@ -49,40 +68,120 @@ class Interrupt:
             self.number = signal.Signals(number)
             self.reason = f"signal {self.number.name}"
 
+    @contextlib.contextmanager
+    def watching(self, runs: Sequence[RunDirectory], policy: Policy) -> Iterator[Heartbeat]:
+        """Gives signs of life for runs that this process holds and trains, and looks whether one is to be cancelled."""
+        with Heartbeat(runs, policy) as heart:
+            self._heart, self.cancelled = heart, {}
+            try:
+                yield heart
+            finally:
+                self._heart = None
+
     def __call__(self) -> bool:
-        now = time.monotonic()
-        if self._alive is not None and now - self._asked > 1.0:
-            self._asked = now
-            if not self._alive():
-                self.reason = self._lost
-        return self.reason is not None
+        if self._heart is not None:
+            self._heart.progressed()
+        if time.monotonic() - self._asked > ASK_SECONDS:
+            self._ask()
+            self._asked = time.monotonic()
+        held = [] if self._heart is None or not self.cancelled else self._heart.runs
+        return self.reason is not None or any(run.run_id in self.cancelled for run in held)
+
+    def _ask(self) -> None:
+        if self._alive is not None and not self._alive():
+            self.reason = self._lost
+        for run in [] if self._heart is None else self._heart.runs:
+            if (who := run.cancel_asked()) is not None:
+                self.cancelled[run.run_id] = who
+
+    def stops(self, run: RunDirectory) -> bool:
+        """Whether it is this run that is to stop, and not another one that it is trained with."""
+        return self.reason is not None or run.run_id in self.cancelled
+
+    def ending(self, run: RunDirectory, words: str) -> Ending:
+        """What a run is that has stopped; `words` says where."""
+        if (who := self.cancelled.get(run.run_id)) is not None:
+            return Ending("cancelled", f"cancelled by {who}; {words}")
+        over = self.reason is not None and time.monotonic() - self._began > warned_after(os.environ)
+        cause = "time_limit" if over else "preempted"
+        return Ending("preempted", f"{self.reason or 'another rank was told to stop'}; {words}", cause)
 
 
 @contextlib.contextmanager
-def held(run: RunDirectory, job: str, timeout: float = 60.0) -> Iterator[bool]:
+def held(run: RunDirectory, job: str, policy: Policy, timeout: float = 60.0, share: float = 1.0) -> Iterator[bool]:
     """Holds a run while this process trains it, and says so in its state; yields False where there is nothing to do.
 
     Args:
         run: its directory.
         job: id of the job, as the state names it.
+        policy: says when an earlier attempt on another machine counts as dead.
         timeout: seconds to wait for somebody else who has it.
+        share: of this process or device that the run gets.
 
     Raises:
-        Busy: somebody else has held it all the while.
+        Busy: somebody else has held it all the while, or shows signs of life.
+        OSError: the disk is too full to say that the run begins.
     """
     with run.lock(timeout):
         if run.is_done():
+            attempts.settle_killed(run, "done", "")  # a line that a full disk had no room for
             yield False
             return
-        attempt, host = run.state().attempt + 1, socket.gethostname()
-        run.set_state("running", attempt=attempt, host=host, job_id=job)
-        run.log(f"attempt {attempt} on {host}, job {job}, process {os.getpid()}")
-        yield True
+        _wait_for_signs(run, policy)
+        _settle_attempt(run, job)
+        if (who := run.cancel_asked()) is not None:
+            run.set_state("cancelled", reason=f"cancelled by {who} before it began")
+            run.log(f"cancelled by {who}")
+            yield False
+            return
+        run.forget_failure()
+        run.give_sign()
+        try:
+            _begin(run, job, share)
+            yield True
+        finally:
+            with contextlib.suppress(OSError):
+                run.forget_signs()
 
 
-def conclude(run: RunDirectory, ended: str, reason: str | None) -> None:
-    """Writes how a run ended that this process holds."""
+def _begin(run: RunDirectory, job: str, share: float) -> None:
+    begun = attempts.begin(run, job, this_node(), share)
+    try:
+        run.set_state("running", attempt=begun.attempt, host=begun.host, job_id=job, since=begun.began)
+        run.log(f"attempt {begun.attempt} on {begun.host}, job {job}, process {os.getpid()}")
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            attempts.note(run, cause_of(error), words_for(error, run))
+        raise
+
+
+def _wait_for_signs(run: RunDirectory, policy: Policy) -> None:
+    """Where locks do not reach from node to node, a free one says nothing of an attempt on another machine.
+
+    Raises:
+        Busy: it shows signs of life.
+    """
+    begun, seen = attempts.under_way(run), run.last_sign()
+    if begun is None or begun.machine == socket.gethostname():
+        return
+    while not is_stale(run, policy):
+        if run.last_sign() != seen:
+            raise Busy(f"run {run.run_id} gives signs of life on {begun.host}")
+        time.sleep(min(1.0, policy.heartbeat_seconds / 4))
+
+
+def conclude(run: RunDirectory, ended: str, reason: str | None, cause: str | None = None) -> None:
+    """Writes how a run ended that this process holds: the line of its attempt, and its state.
+
+    Args:
+        run: its directory.
+        ended: the state.
+        reason: in a sentence.
+        cause: one of `retries.CAUSES`; None: what the state says.
+    """
     run.release()
+    with contextlib.suppress(OSError):  # then whoever settles the run writes it
+        attempts.note(run, cause or ("error" if ended == "failed" else ended), reason)
     try:
         run.set_state(ended, reason=reason)
         run.log(ended if reason is None else f"{ended}: {reason}")
@@ -92,25 +191,38 @@ def conclude(run: RunDirectory, ended: str, reason: str | None) -> None:
             raise
 
 
-def train_one(run: RunDirectory, ranks: Ranks, interrupt: Interrupt, job: str) -> tuple[str, str | None]:
+def train_one(
+    run: RunDirectory, ranks: Ranks, interrupt: Interrupt, job: str, policy: Policy, share: float = 1.0
+) -> tuple[str, str | None]:
     """Trains a run as its first rank; returns the state that it ended in, which is written, and why.
+
+    Args:
+        run: its directory.
+        ranks: this process among the run's.
+        interrupt: tells when to save and stop.
+        job: id of the job, as the state names it.
+        policy: when it counts as hung.
+        share: of this process' device that the run gets.
 
     Raises:
         Busy: somebody else has the run.
     """
-    with held(run, job) as begun:
+    with held(run, job, policy, share=share) as begun:
         if not begun:
-            return "done", None
+            state = run.state()
+            return state.state, state.reason
         halved = run.is_halved()
-        ended, reason = train_rank(run, ranks, interrupt)
-        if ended == "failed" and ranks.size > 1 and run.is_halved() and not halved:
-            ended = "preempted"  # memory ran out on a rank, and the next start takes a smaller micro-batch
-        conclude(run, ended, reason)
-    return ended, reason
+        with interrupt.watching([run], policy):
+            ending = train_rank(run, ranks, interrupt)
+        if ending.state == "failed" and ranks.size > 1 and run.is_halved() and not halved:
+            # Memory ran out on a rank, and the next start takes a smaller micro-batch.
+            ending = Ending("preempted", ending.reason, "memory")
+        conclude(run, *ending)
+    return ending.state, ending.reason
 
 
-def train_rank(run: RunDirectory, ranks: Ranks, interrupt: Interrupt) -> tuple[str, str | None]:
-    """One rank's part in a run: the state that it ended in, and why. Whatever a run dies of is an answer."""
+def train_rank(run: RunDirectory, ranks: Ranks, interrupt: Interrupt) -> Ending:
+    """One rank's part in a run: how it ended. Whatever a run dies of is an answer."""
     from ..train.loop import Diverged, Stopped, train
 
     def report(line: str) -> None:
@@ -124,40 +236,47 @@ def train_rank(run: RunDirectory, ranks: Ranks, interrupt: Interrupt) -> tuple[s
             report(f"{ranks.size} ranks: {describe_mesh(config.parallel)}")
         train(config, run.path, should_stop=interrupt, report=report)
     except Stopped as stopped:
-        return "preempted", f"{interrupt.reason or 'another rank was told to stop'}; {stopped}"
+        return interrupt.ending(run, str(stopped))
     except Diverged as diverged:
-        return "diverged", str(diverged)
+        return Ending("diverged", str(diverged))
     except Exception as error:
         # Whatever a run dies of belongs in its state, with the traceback in its log; the sweep goes on.
         if not isinstance(error, UserError):
             try_log(run, traceback.format_exc(), ranks.rank)
-        return "failed", words_for(error, run)
-    return "done", None
+        return Ending("failed", words_for(error, run), cause_of(error))
+    return Ending("done")
 
 
 def prepare(run: RunDirectory) -> None:
     """What its first rank does before a run trains: room to say that the disk is full, and what a branch begins from.
 
     Raises:
-        UserError: the config cannot be read, or the trunk has not what the branch needs.
+        TrunkNotYet: the trunk has not what the branch needs, and may still come to it.
+        UserError: the config cannot be read, or the trunk will not come to it.
     """
     run.reserve()
-    parent = run.config().parent
-    if parent is not None:
-        line = trunks.graft(run, RunDirectory(run.path.parent / parent))
-        if line is not None:
-            run.log(line)
+    config = run.config()
+    tracking.note_lineage(run, config)
+    if config.parent is None:
+        return
+    trunk = RunDirectory(run.path.parent / config.parent)
+    try:
+        line = trunks.graft(run, trunk)
+    except trunks.NotThere as error:
+        if _may_go_on(trunk):
+            raise TrunkNotYet(str(error)) from error
+        raise
+    if line is not None:
+        run.log(line)
 
 
-def words_for(error: Exception, run: RunDirectory) -> str:
-    """What a run died of, in a sentence."""
-    from ..train.parallel.control import RankError
-
-    if isinstance(error, UserError | RankError):
-        return str(error)
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"the disk is full ({error.filename or run.path}); free some space and sweep again"
-    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
+def _may_go_on(run: RunDirectory) -> bool:
+    """Whether a run that is not done may be trained further without anybody's command."""
+    state = run.state().state
+    if state == "failed":
+        past = attempts.read(run)
+        return bool(past) and past[-1].cause in (*RETRIED, *INTERRUPTED)
+    return state in ("planned", "queued", "running", "preempted")
 
 
 def try_log(run: RunDirectory, text: str, rank: int = 0) -> None:
@@ -180,12 +299,27 @@ def tidy() -> None:
 
 
 def settle(run: RunDirectory) -> None:
-    """After a process on this machine has ended: of a run that still says `running` it was killed, and that is said."""
-    if run.state().state not in ("running", "queued"):
-        return
-    noted = run.failure()
+    """Of a run that says that somebody is at it, or about to be, and whose lock the caller holds: it was killed."""
+    reason = _settle_attempt(run)
+    if run.state().state == "queued":
+        run.set_state("failed", reason=reason)
+
+
+def _settle_attempt(run: RunDirectory, job: str | None = None) -> str:
+    """Of a run with an attempt under way that nobody is at: it was killed, and why, as far as that was noted.
+
+    Args:
+        run: its directory.
+        job: the SLURM job that asks. One that was at the run already, and starts anew, was taken off its node.
+    """
+    noted, state = run.failure(), run.state()
+    cause, what = run.failure_cause() or cause_in(noted), "its worker was killed"
+    if noted is None and job is not None and job == state.job_id and slurm.restarts() > 0:
+        cause, what = "node", f"its node {state.host} failed, and SLURM has started its job again"
     found = "" if noted is None else f" ({noted})"
-    run.set_state("failed", reason=f"its worker was killed{found}; sweep again to go on, or see {run.path / 'log.txt'}")
+    reason = f"{what}{found}; sweep again to go on, or see {run.path / 'log.txt'}"
+    attempts.settle_killed(run, cause, reason)
+    return reason
 
 
 def settle_free(run: RunDirectory) -> None:
@@ -200,38 +334,49 @@ def stopped_in(runs: Sequence[RunDirectory], job: str) -> list[RunDirectory]:
     return [run for run, state in states if state.state == "preempted" and state.job_id == job]
 
 
-def back_to_the_queue(runs: Sequence[RunDirectory], max_requeues: int) -> NoReturn:
+def back_to_the_queue(runs: Sequence[RunDirectory], policy: Policy) -> NoReturn:
     """What becomes of a SLURM job whose runs were stopped, and have saved: it is requeued, unless SLURM has done so.
 
     Leaves with an error in any case: an exit with 0 would let scoring start. The states must be written before the job
-    is requeued: its processes may be killed at any moment from then on.
+    is requeued: its processes may be killed at any moment from then on. Where SLURM refuses or is away the runs stay
+    `preempted`, for whoever looks after the sweep to start again.
 
     Raises:
-        RunFailed: the job was cancelled, may not be requeued again, or cannot be.
+        RunFailed: the job was cancelled, or does not go back to the queue.
     """
-    verdict = _verdict(max_requeues)
-    if verdict is None:
-        # Not an Exception: submitit would record the end of a job that goes on.
-        raise SystemExit(1)
-    ended, why = verdict
-    for run in runs:
-        with contextlib.suppress(Busy), run.lock(timeout=0.0):
-            conclude(run, ended, f"{why}; {run.state().reason}")
-    raise RunFailed(f"run {', '.join(run.run_id for run in runs)} {ended}: {why}")
-
-
-def _verdict(max_requeues: int) -> tuple[str, str] | None:
-    """What the runs of a stopped job count as, and why; None when the job is in the queue again."""
     job, restarts = slurm.job_id(), slurm.restarts()
     fate = slurm.fate(job, restarts)
-    if fate == "requeued":
-        return None
+    names = ", ".join(run.run_id for run in runs)
     if fate == "cancelled":
-        return "cancelled", "its job was cancelled in SLURM"
-    if restarts >= max_requeues:
-        most = f"{max_requeues} requeues, all that cluster.max_requeues allows"
-        return "failed", f"its job had to stop again after {most}"
-    refused = slurm.requeue(job, restarts)
-    if refused is None:
-        return None
-    return "failed", f"preempted, and SLURM would not requeue its job ({refused}), so sweep again to go on"
+        why = "its job was cancelled in SLURM"
+        for run in runs:
+            _correct(run, "cancelled", f"{why}; {run.state().reason}", "cancelled")
+        raise RunFailed(f"run {names} cancelled: {why}")
+    if fate == "timeout":
+        for run in runs:
+            _correct(run, "preempted", run.state().reason, "time_limit")
+    decisions = {run: decide(attempts.read(run), policy, 0, 0.0) for run in runs}
+    over = [run for run, decision in decisions.items() if not decision.again]
+    for run in over:
+        _correct(run, "failed", f"{decisions[run].why}; {run.state().reason}")
+    if len(over) == len(runs):
+        raise RunFailed(f"run {names} failed: {decisions[over[0]].why}")
+    if fate != "requeued" and (refused := slurm.requeue(job, restarts)) is not None:
+        why = f"SLURM would not requeue its job ({refused})"
+        for run in runs:
+            if run not in over:
+                _correct(run, "preempted", f"{run.state().reason}; {why}, so sweep again to go on")
+        raise RunFailed(f"run {names} preempted: {why}")
+    # Not an Exception: submitit would record the end of a job that goes on.
+    raise SystemExit(1)
+
+
+def _correct(run: RunDirectory, ended: str, reason: str | None, cause: str | None = None) -> None:
+    """Says otherwise of a run that has stopped, unless somebody has begun with it again."""
+    with contextlib.suppress(Busy, OSError), run.lock(timeout=0.0):
+        if run.state().state != "preempted":
+            return
+        if cause is not None:
+            attempts.amend(run, cause, reason)
+        run.set_state(ended, reason=reason)
+        run.log(ended if reason is None else f"{ended}: {reason}")

@@ -7,9 +7,11 @@ one notes in failure.json what it died of.
 
 from __future__ import annotations
 
+import getpass
 import json
 import os
 import socket
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -24,11 +26,21 @@ from ..train.config import RunConfig, from_dict, run_id, to_dict
 from ..train.errors import UserError
 from ..train.files import FAILURE, HALVED, note_once, read_json, write_atomic, write_json
 
+ENDS = ("done", "failed", "diverged", "preempted", "cancelled")
+CANCEL = "cancel.json"
+HEARTBEAT = "heartbeat"
+# A thousand runs are planned in a second, and 4 ms a config in Python would be as much again to read them.
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 STATES = ("planned", "queued", "running", "done", "failed", "diverged", "preempted", "cancelled")
 
 
 class Busy(Exception):
     """Another process holds the lock; the message says which."""
+
+
+class AtWork(UserError):
+    """Another process holds the sweep."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +67,7 @@ class RunDirectory:
         if run_id(config) != self.run_id:
             raise ValueError(f"run {run_id(config)} does not belong in {self.path}")
         if not (self.path / "config.yaml").exists():
-            write_atomic(self.path / "config.yaml", yaml.safe_dump(to_dict(config), sort_keys=False))
+            write_atomic(self.path / "config.yaml", _dump(to_dict(config)))
 
     def refreeze(self, config: RunConfig, timeout: float = 60.0) -> None:
         """Writes config.yaml anew where it says something else of where or how: other ranks, another device.
@@ -67,7 +79,7 @@ class RunDirectory:
             return
         try:
             with self.lock(timeout):
-                write_atomic(self.path / "config.yaml", yaml.safe_dump(to_dict(config), sort_keys=False))
+                write_atomic(self.path / "config.yaml", _dump(to_dict(config)))
         except Busy as error:
             raise UserError(
                 f"{error}, and until it ends its settings (parallel.* and the like) stay as they are; stop it, or wait"
@@ -81,7 +93,7 @@ class RunDirectory:
         """
         path = self.path / "config.yaml"
         try:
-            values = yaml.safe_load(path.read_text(encoding="utf-8"))
+            values = yaml.load(path.read_text(encoding="utf-8"), _LOADER)
             config = from_dict(RunConfig, values)
         except (OSError, yaml.YAMLError, TypeError, AttributeError) as error:
             raise UserError(
@@ -95,18 +107,28 @@ class RunDirectory:
         return config
 
     def state(self) -> State:
-        """The run's state; a state.json that cannot be read counts as `planned`, for nothing else is lost with it."""
+        """The run's state.
+
+        A state.json that is missing or damaged says nothing. Then a run with a summary, which is written last of all,
+        is `done`; any other is `planned`, for its checkpoints are found by whoever starts it.
+        """
         values = read_json(self.path / "state.json") or {}
         known = {key: values[key] for key in State.__dataclass_fields__ if key in values}
         state = State(**known)
-        return state if state.state in STATES else State()
+        whole = state.state in STATES and isinstance(state.attempt, int) and isinstance(state.since, int | float)
+        if whole and known:
+            return state
+        return State() if self.summary() is None else State("done")
 
     def set_state(self, state: str, **changes: Any) -> State:
-        """Replaces state.json atomically; fields that are not named keep their value, the reason does not."""
+        """Replaces state.json atomically; fields that are not named keep their value, the reason does not.
+
+        How a run ended is on the disk on return. That it waits or runs is not, for a power cut loses nothing with it.
+        """
         if state not in STATES:
             raise ValueError(f"{state!r} is not a state")
-        values = {**asdict(self.state()), "reason": None, **changes, "state": state, "since": time.time()}
-        write_json(self.path / "state.json", values)
+        values = {**asdict(self.state()), "reason": None, "since": now_on(self.path), **changes, "state": state}
+        write_json(self.path / "state.json", values, flush=state in ENDS)
         return State(**values)
 
     def is_done(self) -> bool:
@@ -140,21 +162,61 @@ class RunDirectory:
         with (self.path / name).open("a", encoding="utf-8") as file:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {message}\n")
 
-    def note_failure(self, reason: str) -> None:
+    def note_failure(self, reason: str, cause: str | None = None) -> None:
         """Leaves word of what ended an attempt, for whoever sets the state: any rank may, and the first word stays.
 
-        `train` does the same where it ends a rank from within.
+        `train` does the same where it ends a rank from within, and says no cause.
         """
-        note_once(self.path / FAILURE, {"reason": reason})
+        note_once(self.path / FAILURE, {"reason": reason, "cause": cause})
 
     def failure(self) -> str | None:
         """What a rank noted of the newest attempt."""
         reason = (read_json(self.path / FAILURE) or {}).get("reason")
         return None if reason is None else str(reason)
 
+    def failure_cause(self) -> str | None:
+        """The cause that went with it, one of `retries.CAUSES`, where it was known."""
+        cause = (read_json(self.path / FAILURE) or {}).get("cause")
+        return None if cause is None else str(cause)
+
     def forget_failure(self) -> None:
         """For a new attempt."""
         (self.path / FAILURE).unlink(missing_ok=True)
+
+    def ask_cancel(self, by: str) -> None:
+        """Asks whoever trains the run, on whatever node, to save and end it; and everybody else not to start it."""
+        write_json(self.path / CANCEL, {"by": by, "at": now_on(self.path)})
+
+    def cancel_asked(self) -> str | None:
+        """Who has asked to cancel the run; None where nobody has."""
+        asked = read_json(self.path / CANCEL)
+        if asked is None:
+            return "somebody" if (self.path / CANCEL).exists() else None
+        return str(asked.get("by", "somebody"))
+
+    def forget_cancel(self) -> None:
+        """The run may be trained again."""
+        (self.path / CANCEL).unlink(missing_ok=True)
+
+    def give_sign(self) -> None:
+        """A sign of life of the process that trains the run, by the clock of the run's file system."""
+        path = self.path / HEARTBEAT
+        try:
+            os.utime(path)  # without a time: on NFS the server's own
+        except FileNotFoundError:
+            path.touch()
+
+    def last_sign(self) -> float | None:
+        """When the last sign of life was given, by the same clock; None where nobody has the run."""
+        try:
+            with (self.path / HEARTBEAT).open("rb") as file:  # NFS asks its server again only where a file is opened
+                return os.fstat(file.fileno()).st_mtime
+        except OSError:
+            return None
+
+    def forget_signs(self) -> None:
+        """Nobody has the run any longer."""
+        (self.path / HEARTBEAT).unlink(missing_ok=True)
 
     def is_halved(self) -> bool:
         """Whether memory ran out once, and the micro-batch is halved from then on."""
@@ -223,18 +285,22 @@ class SweepDirectory:
             raise UserError(f"{path} cannot be read ({error}); run sweep.py again to write it anew") from error
 
     @contextmanager
-    def lock(self) -> Iterator[None]:
+    def lock(self, timeout: float = 0.0) -> Iterator[None]:
         """Holds the sweep while runs are planned and launched.
 
+        Args:
+            timeout: seconds to wait for somebody else who holds it.
+
         Raises:
-            UserError: another sweep.py is at work in this folder, or the folder cannot be written.
+            AtWork: another process is at work in this folder.
+            UserError: the folder cannot be written.
         """
         with ExitStack() as stack:
             try:
                 self.path.mkdir(parents=True, exist_ok=True)
-                stack.enter_context(_lock(self.path / ".lock", 0.0, "sweep"))
+                stack.enter_context(_lock(self.path / ".lock", timeout, "sweep"))
             except Busy as error:
-                raise UserError(
+                raise AtWork(
                     f"{self.path} is in use ({error}); wait for it, or choose another folder with sweep=NAME"
                 ) from error
             except OSError as error:
@@ -258,9 +324,44 @@ class SweepDirectory:
         return False
 
 
+def now_on(folder: Path) -> float:
+    """Seconds since the epoch by the clock of a folder's file system, which is the same for all nodes that share it.
+
+    It is when a file was changed that is touched there just now. Who may write nothing there gets this machine's clock.
+    """
+    try:
+        handle, name = tempfile.mkstemp(prefix=".now-", dir=folder)
+    except OSError:
+        return time.time()
+    try:
+        os.close(handle)
+        os.utime(name)
+        return os.stat(name).st_mtime
+    finally:
+        os.unlink(name)
+
+
+def this_node() -> str:
+    """The node of this process, as SLURM names it where this is a job of SLURM's."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def this_user() -> str:
+    """Who runs this process, and where."""
+    try:
+        name = getpass.getuser()
+    except (KeyError, OSError):  # a container may have no name for a user
+        name = f"user {os.getuid()}"
+    return f"{name} on {this_node()}"
+
+
 def lock_token(path: Path) -> str:
     """The token that the current holder of a sweep's lock wrote."""
     return str((read_json(path / ".lock.owner") or {}).get("token"))
+
+
+def _dump(config: dict[str, Any]) -> str:
+    return str(yaml.dump(config, Dumper=_DUMPER, sort_keys=False))
 
 
 @contextmanager
@@ -274,7 +375,8 @@ def _lock(path: Path, timeout: float, what: str) -> Iterator[None]:
         owner = read_json(owner_file) or {}
         raise Busy(f"{what} is held by process {owner.get('pid', '?')} on {owner.get('host', '?')}") from error
     try:
-        write_json(owner_file, {"pid": os.getpid(), "host": socket.gethostname(), "token": os.urandom(8).hex()})
+        owner = {"pid": os.getpid(), "host": socket.gethostname(), "token": os.urandom(8).hex()}
+        write_json(owner_file, owner, flush=False)
         yield
     finally:
         lock.release()

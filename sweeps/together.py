@@ -3,6 +3,7 @@
 Special here:
 - a run that is done is skipped, and so is one that somebody else has, with a line in the job's log; how one ends is
   written when it ends, and costs the others nothing;
+- to cancel a member stops the ensemble, for its step is one; the others go on at once from what they saved, without it;
 - an ensemble that does not fit into memory goes on as two halves, one after the other, down to runs alone;
 - processes that share a GPU do so through CUDA MPS where it can be started, each unit with a daemon of its own; the
   process that started them trains nothing, passes TERM and USR2 on, and says what became of who was killed.
@@ -11,6 +12,7 @@ Special here:
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import subprocess
@@ -18,13 +20,27 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ..train.config import RunConfig
 from ..train.parallel.environment import TORCHRUN, Ranks
 from . import probe, slurm
-from .attempt import Interrupt, conclude, held, prepare, settle, tidy, train_one, train_rank, try_log, words_for
+from .attempt import (
+    Ending,
+    Interrupt,
+    conclude,
+    held,
+    prepare,
+    settle,
+    tidy,
+    train_one,
+    train_rank,
+    try_log,
+)
+from .causes import cause_of, words_for
+from .heartbeat import Heartbeat
+from .retries import Policy
 from .runs import Busy, RunDirectory
 
 BUSY_SECONDS = 20.0  # that a run is waited for which somebody else has: a killed attempt may take a while to go
@@ -42,47 +58,62 @@ class _Member:
     config: RunConfig
     hold: contextlib.ExitStack
 
-    def conclude(self, ended: str, reason: str | None) -> None:
+    def conclude(self, heart: Heartbeat, ending: Ending) -> None:
+        heart.leave(self.run)
         try:
-            conclude(self.run, ended, reason)
+            conclude(self.run, *ending)
         except OSError as error:
-            print(f"run {self.run.run_id} is {ended}, and that could not be written: {error}")
+            print(f"run {self.run.run_id} is {ending.state}, and that could not be written: {error}")
         self.hold.close()
 
 
-def train_ensemble(runs: Sequence[RunDirectory], interrupt: Interrupt, job: str) -> None:
+def train_ensemble(
+    runs: Sequence[RunDirectory], interrupt: Interrupt, job: str, policy: Policy
+) -> None:  # fmt: skip
     """Trains runs of one shape as one ensemble; how each ended is in its state.
 
     Args:
         runs: their directories.
         interrupt: tells when to save and stop.
         job: id of the job, as states name it.
+        policy: when they count as hung.
     """
     with contextlib.ExitStack() as holds:
-        members = [member for run in runs if (member := _join(run, job, holds)) is not None]
+        members = _join(runs, job, policy, holds)
+        heart = holds.enter_context(interrupt.watching([member.run for member in members], policy))
         # Where memory ran out in a run alone, its micro-batch is smaller than its batch, which no ensemble can do.
         alone = [[member] for member in members if member.run.is_halved()]
         groups = [[member for member in members if not member.run.is_halved()], *alone]
         while groups:
             group = groups.pop(0)
             if interrupt():
-                for member in group:
-                    member.conclude("preempted", f"{interrupt.reason}, before it began")
-            elif len(group) == 1:
+                for member in [member for member in group if interrupt.stops(member.run)]:
+                    group.remove(member)
+                    member.conclude(heart, interrupt.ending(member.run, "before it began"))
+            if len(group) == 1:
                 (member,) = group
-                member.conclude(*train_rank(member.run, Ranks(), interrupt))
-            elif group and (too_many := _train_group(group, interrupt)):
+                member.conclude(heart, train_rank(member.run, Ranks(), interrupt))
+            elif group:
+                left = _train_group(group, interrupt, heart)
                 tidy()
-                groups = [part for part in (too_many[::2], too_many[1::2]) if part] + groups
+                groups = [part for part in left if part] + groups
 
 
-def _join(run: RunDirectory, job: str, holds: contextlib.ExitStack) -> _Member | None:
-    """Makes a run a member; None where it is done, cannot begin, or is somebody else's."""
-    if ended_before(run, job):
-        return None
+def _join(
+    runs: Sequence[RunDirectory], job: str, policy: Policy, holds: contextlib.ExitStack
+) -> list[_Member]:  # fmt: skip
+    """Those runs as members that are not done, can begin, and are nobody else's."""
+    wanted = [run for run in runs if not run.is_done() and not ended_before(run, job)]
+    members = (_member(run, job, policy, 1 / len(wanted), holds) for run in wanted)
+    return [member for member in members if member is not None]
+
+
+def _member(
+    run: RunDirectory, job: str, policy: Policy, share: float, holds: contextlib.ExitStack
+) -> _Member | None:  # fmt: skip
     hold = holds.enter_context(contextlib.ExitStack())
     try:
-        if not hold.enter_context(held(run, job, BUSY_SECONDS)):
+        if not hold.enter_context(held(run, job, policy, BUSY_SECONDS, share)):
             hold.close()
             return None
     except (Busy, OSError) as error:  # a disk may be too full to say that a run begins
@@ -93,29 +124,36 @@ def _join(run: RunDirectory, job: str, holds: contextlib.ExitStack) -> _Member |
         return _Member(run, run.config(), hold)
     except Exception as error:
         # What keeps one member from beginning is its own affair.
-        conclude(run, "failed", words_for(error, run))
+        conclude(run, "failed", words_for(error, run), cause_of(error))
         hold.close()
         return None
 
 
-def _train_group(members: Sequence[_Member], interrupt: Interrupt) -> list[_Member]:
-    """One ensemble, to its end; returns the members for which there was too little memory together."""
+def _train_group(members: Sequence[_Member], interrupt: Interrupt, heart: Heartbeat) -> list[list[_Member]]:
+    """One ensemble, to its end; returns the smaller ones in which members that have not ended are to go on.
+
+    Those for which there was too little memory together are halved; those that stopped because another member was to
+    be cancelled stay together.
+    """
     from ..train.ensemble import Ended, train_together
     from ..train.stepper import out_of_memory
 
     left = dict(enumerate(members))
-    too_many = []
+    too_many, stopped = list[_Member](), list[_Member]()
 
     def on_end(index: int, ended: Ended) -> None:
         member = left.pop(index)
         if ended.error is not None and out_of_memory(ended.error):
             try_log(member.run, f"{ended.reason}; going on in a smaller ensemble, or alone")
             too_many.append(member)
+        elif ended.kind == "stopped" and not interrupt.stops(member.run):
+            stopped.append(member)
         elif ended.kind == "stopped":
-            member.conclude("preempted", f"{interrupt.reason}; {ended.reason}")
+            member.conclude(heart, interrupt.ending(member.run, str(ended.reason)))
+        elif ended.error is not None:
+            member.conclude(heart, Ending(ended.kind, words_for(ended.error, member.run), cause_of(ended.error)))
         else:
-            reason = ended.reason if ended.error is None else words_for(ended.error, member.run)
-            member.conclude(ended.kind, reason)
+            member.conclude(heart, Ending(ended.kind, ended.reason))
 
     def report(index: int, line: str) -> None:
         try_log(members[index].run, line)
@@ -130,10 +168,11 @@ def _train_group(members: Sequence[_Member], interrupt: Interrupt) -> list[_Memb
     except Exception as error:
         # Whatever an ensemble dies of belongs in the states of all who are left.
         if out_of_memory(error):
-            return [*too_many, *left.values()]
-        for member in left.values():
-            member.conclude("failed", words_for(error, member.run))
-    return too_many
+            too_many += left.values()
+        else:
+            for member in left.values():
+                member.conclude(heart, Ending("failed", words_for(error, member.run), cause_of(error)))
+    return [stopped, too_many[::2], too_many[1::2]]
 
 
 def ended_before(run: RunDirectory, job: str) -> bool:
@@ -142,20 +181,21 @@ def ended_before(run: RunDirectory, job: str) -> bool:
     return slurm.restarts() > 0 and state.state in ("failed", "diverged") and state.job_id == job
 
 
-def train_shared(runs: Sequence[RunDirectory], interrupt: Interrupt, job: str) -> None:
+def train_shared(runs: Sequence[RunDirectory], interrupt: Interrupt, job: str, policy: Policy) -> None:
     """Trains each run in a process of its own, all at the same time; how each ended is in its state.
 
     Args:
         runs: their directories.
         interrupt: tells when all processes are to save and stop.
         job: id of the job, as states name it.
+        policy: when one counts as hung.
     """
     waiting = [run for run in runs if not run.is_done() and not ended_before(run, job)]
     if not waiting:
         return
     with multi_process_service() as service:
         environment = lone_environment(os.environ, len(waiting)) | service
-        processes = {run: _start(run, job, environment) for run in waiting}
+        processes = {run: _start(run, job, policy, 1 / len(waiting), environment) for run in waiting}
         try:
             _watch(list(processes.values()), interrupt)
         finally:
@@ -174,8 +214,11 @@ def train_shared(runs: Sequence[RunDirectory], interrupt: Interrupt, job: str) -
                 settle(run)
 
 
-def _start(run: RunDirectory, job: str, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", __spec__.name, str(run.path.resolve()), job, str(os.getpid())]
+def _start(
+    run: RunDirectory, job: str, policy: Policy, share: float, environment: Mapping[str, str]
+) -> subprocess.Popen[bytes]:  # fmt: skip
+    told = {"leader": os.getpid(), "share": share, "policy": asdict(policy)}
+    command = [sys.executable, "-m", __spec__.name, str(run.path.resolve()), job, json.dumps(told)]
     return subprocess.Popen(command, env=dict(environment), stdin=subprocess.DEVNULL)
 
 
@@ -193,9 +236,10 @@ def _watch(processes: Sequence[subprocess.Popen[bytes]], interrupt: Interrupt) -
 def lone_environment(environment: Mapping[str, str], sharers: int) -> dict[str, str]:
     """What a process gets that is the only rank of its run, and one of so many on the cores of this one.
 
-    Without the variables of SLURM, submitit and torchrun, which would make it a rank of this process' job.
+    Without the variables of SLURM, submitit and torchrun, which would make it a rank of this process' job, and of
+    wandb, whose process would go on holding its run after it is killed.
     """
-    prefixes = ("SLURM_", "SLURMD_", "SRUN_", "SUBMITIT_", "PMI", "TORCHELASTIC_")
+    prefixes = ("SLURM_", "SLURMD_", "SRUN_", "SUBMITIT_", "PMI", "TORCHELASTIC_", "WANDB_SERVICE")
     kept = {key: value for key, value in environment.items() if not key.startswith(prefixes) and key not in TORCHRUN}
     given = kept.get("OMP_NUM_THREADS", "")
     threads = int(given) if given.isdigit() else probe.cores()
@@ -241,11 +285,14 @@ def _control(control: str, places: Mapping[str, str], *arguments: str, words: st
     return None
 
 
-def main(path: str, job: str, leader: str) -> int:
+def main(path: str, job: str, told: str) -> int:
     """One of the processes that `train_shared` starts: trains the run in a directory; returns its exit code."""
-    interrupt = Interrupt(lambda: os.getppid() == int(leader), "the process that started it is gone")
+    words = json.loads(told)
+    interrupt = Interrupt(lambda: os.getppid() == words["leader"], "the process that started it is gone")
     try:
-        ended, _ = train_one(RunDirectory(Path(path)), Ranks(), interrupt, job)
+        ended, _ = train_one(
+            RunDirectory(Path(path)), Ranks(), interrupt, job, Policy(**words["policy"]), words["share"]
+        )
     except Busy:
         return LEFT_OUT
     return 0 if ended in ("done", "preempted") else 1

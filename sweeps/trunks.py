@@ -31,6 +31,12 @@ from .terminal import short
 
 SHOWN = 3  # runs that a remark names
 
+_Named = tuple[str, RunConfig]  # a run with its id, which takes longer to make than all else here
+
+
+class NotThere(UserError):
+    """The trunk has not come to where a branch begins."""
+
 
 @dataclass(frozen=True)
 class Progress:
@@ -60,22 +66,23 @@ def merge(runs: Sequence[RunConfig], progress: Mapping[str, Progress] | None = N
         runs: from `grid.expand`.
         progress: what is on disk, by run id; a run that is not in it has not been started.
     """
-    families: dict[str, list[RunConfig]] = {}
-    for run in runs:
-        families.setdefault(canonical_json(identity(replace(run, tokens=0))), []).append(run)
+    families: dict[str, list[_Named]] = {}
+    named = [(run_id(run), run) for run in runs]
+    for name, run in named:
+        families.setdefault(canonical_json({**identity(run), "tokens": 0}), []).append((name, run))
     parents: dict[str, str | None] = {}
     apart: list[_Apart] = []
     for family in families.values():
         apart += _merge_family(family, progress or {}, parents)
     begins: dict[str, set[int]] = {}  # steps at which branches begin, by trunk
-    for run in runs:
-        if (trunk := parents[run_id(run)]) is not None:
+    for name, run in named:
+        if (trunk := parents[name]) is not None:
             begins.setdefault(trunk, set()).add(trunk_steps(run))
     merged = []
-    for run in runs:
-        steps = begins.get(run_id(run), set()).union(run.checkpoint.at_steps or ())
+    for name, run in named:
+        steps = begins.get(name, set()).union(run.checkpoint.at_steps or ())
         saves = replace(run.checkpoint, at_steps=sorted(steps) or None)
-        merged.append(replace(run, parent=parents[run_id(run)], checkpoint=saves))
+        merged.append(replace(run, parent=parents[name], checkpoint=saves))
     return Merged(merged, [*_saving(merged), *_obstacles(apart)])
 
 
@@ -98,7 +105,7 @@ class _Apart:
 
 
 def _merge_family(
-    family: list[RunConfig], progress: Mapping[str, Progress], parents: dict[str, str | None]
+    family: list[_Named], progress: Mapping[str, Progress], parents: dict[str, str | None]
 ) -> list[_Apart]:
     """Fills in `parents` of runs that differ in D alone; returns those that stay apart.
 
@@ -106,21 +113,20 @@ def _merge_family(
     is taken, so that one trunk serves as many as possible.
     """
     apart = []
-    roots: list[RunConfig] = []  # make the steps before their decay themselves, or have them behind them
-    for run in sorted(family, key=lambda run: (-run.steps, -run.tokens)):
-        name, begin = run_id(run), trunk_steps(run)
-        mine = progress.get(name, Progress())
+    roots: list[_Named] = []  # make the steps before their decay themselves, or have them behind them
+    for name, run in sorted(family, key=lambda item: (-item[1].steps, -item[1].tokens)):
+        begin, mine = trunk_steps(run), progress.get(name, Progress())
         if mine.fixed or any(step >= begin for step in mine.saved):
             parents[name] = mine.parent  # who has made its first steps is a fact
-            roots.append(run)
+            roots.append((name, run))
             continue
-        alike = [root for root in roots if 0 < begin <= same_until(root, run)]
-        able = [root for root in alike if progress.get(run_id(root), Progress()).can_save(begin)]
-        parents[name] = run_id(able[0]) if able else None
+        alike = [root for root, its in roots if 0 < begin <= same_until(its, run)]
+        able = [root for root in alike if progress.get(root, Progress()).can_save(begin)]
+        parents[name] = able[0] if able else None
         if not able:
             if roots:
                 apart.append(_Apart(run, _why(run, begin, bool(alike))))
-            roots.append(run)
+            roots.append((name, run))
     return apart
 
 
@@ -216,7 +222,8 @@ def graft(branch: RunDirectory, trunk: RunDirectory) -> str | None:
         A line for the log; None where nothing was done.
 
     Raises:
-        UserError: the trunk has no whole checkpoint of that step.
+        NotThere: the trunk has no checkpoint of that step.
+        UserError: it is damaged.
         OSError: for example when the disk is full; nothing half-written stays.
     """
     from ..train.checkpoint import damage
@@ -230,7 +237,7 @@ def graft(branch: RunDirectory, trunk: RunDirectory) -> str | None:
         if not has_checkpoint(trunk, step):
             state = trunk.state()
             reason = "" if state.reason is None else f" ({state.reason})"
-            raise UserError(
+            raise NotThere(
                 f"{begins}, which has no checkpoint there and is {state.state}{reason}; sweep again, or give "
                 "trunks=false to train every run from its first step"
             )

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
-from isoflop.sweeps.runs import Busy, RunDirectory, SweepDirectory, lock_token
+from isoflop.sweeps.runs import Busy, RunDirectory, SweepDirectory, lock_token, this_node, this_user
 from isoflop.train.config import ModelConfig, ParallelConfig, RunConfig, run_id
 from isoflop.train.errors import UserError
 
@@ -74,6 +75,42 @@ def test_the_first_word_of_a_failure_stays_until_the_next_attempt(tmp_path: Path
     assert run.failure() is None
 
 
+def test_the_cause_of_a_failure_goes_with_its_words(tmp_path: Path) -> None:
+    run = directory(tmp_path)
+    assert run.failure_cause() is None
+    run.note_failure("it hung", "hung")
+    assert (run.failure(), run.failure_cause()) == ("it hung", "hung")
+    run.forget_failure()
+    run.note_failure("rank 2 died")
+    assert run.failure_cause() is None
+
+
+def test_who_asks_to_cancel_a_run_is_named_until_it_is_forgotten(tmp_path: Path) -> None:
+    run = directory(tmp_path)
+    assert run.cancel_asked() is None
+    run.forget_cancel()
+    run.ask_cancel("ann on login1")
+    assert RunDirectory(run.path).cancel_asked() == "ann on login1"
+    (run.path / "cancel.json").write_text("{")  # it was asked, by whomever
+    assert run.cancel_asked() == "somebody"
+    run.forget_cancel()
+    assert run.cancel_asked() is None
+
+
+def test_a_process_names_its_node_as_slurm_does_and_its_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURMD_NODENAME", "node7")
+    monkeypatch.setattr("getpass.getuser", lambda: "ann")
+    assert (this_node(), this_user()) == ("node7", "ann on node7")
+    monkeypatch.delenv("SLURMD_NODENAME")
+    assert this_node() == socket.gethostname()
+
+    def nobody() -> str:
+        raise KeyError("uid not found")
+
+    monkeypatch.setattr("getpass.getuser", nobody)
+    assert this_user() == f"user {os.getuid()} on {this_node()}"
+
+
 def test_ranks_write_logs_of_their_own(tmp_path: Path) -> None:
     run = directory(tmp_path)
     run.log("first")
@@ -112,6 +149,23 @@ def test_a_state_that_cannot_be_read_counts_as_planned(tmp_path: Path, garbage: 
     run = directory(tmp_path)
     (run.path / "state.json").write_text(garbage)
     assert run.state().state == "planned"
+
+
+@pytest.mark.parametrize(
+    "garbage", ["", "{", '{"state": "flying"}', "[]", '{"state": 3}', '{"state": "running", "attempt": "x"}']
+)
+def test_a_run_with_a_summary_is_done_whatever_became_of_its_state(tmp_path: Path, garbage: str) -> None:
+    run = directory(tmp_path)
+    run.set_state("running", attempt=3)
+    (run.path / "summary.json").write_text('{"step": 2}')
+    (run.path / "state.json").write_text(garbage)
+    assert run.is_done()
+    run.set_state("done")  # a damaged one is replaced
+    assert json.loads((run.path / "state.json").read_text())["state"] == "done"
+    (run.path / "summary.json").write_text('{"step": 2')
+    (run.path / "state.json").write_text(garbage)
+    assert run.state().state == "planned"
+    assert run.set_state("running", attempt=4).attempt == run.state().attempt == 4
 
 
 def test_done_needs_both_the_state_and_the_summary(tmp_path: Path) -> None:

@@ -26,15 +26,19 @@ def plain(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} cannot be written as JSON")
 
 
-def write_atomic(path: Path, text: str) -> None:
-    """Replaces `path` in one step: temporary file beside it, fsync, rename. On any error the old file stays."""
+def write_atomic(path: Path, text: str, flush: bool = True) -> None:
+    """Replaces `path` in one step: temporary file beside it, fsync, rename. On any error the old file stays.
+
+    Without `flush` it does not wait for the disk: a reader sees the old or the new, but a power cut may leave none.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
+            if flush:
+                file.flush()
+                os.fsync(file.fileno())
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)
     except BaseException:
@@ -42,9 +46,9 @@ def write_atomic(path: Path, text: str) -> None:
         raise
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: Any, flush: bool = True) -> None:
     """`write_atomic` of indented JSON. NaN is refused: a number that is not one must not pass for a result."""
-    write_atomic(path, json.dumps(value, indent=1, default=plain, allow_nan=False) + "\n")
+    write_atomic(path, json.dumps(value, indent=1, default=plain, allow_nan=False) + "\n", flush)
 
 
 def note_once(path: Path, value: dict[str, Any]) -> None:
