@@ -5,7 +5,7 @@ Special here:
   of the cores;
 - runs of one rank are not a job each: one worker a place goes through the sweep's queue (`queue.py`), so that PyTorch
   is imported once a worker, and no place idles while anything can run;
-- a worker that was killed is replaced; what it was at counts as failed, and the rest goes on.
+- a worker that was killed is replaced; what it was at is tried again within its budget, and the rest goes on.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ from ..train.config import RunConfig, run_id
 from ..train.errors import UserError
 from ..train.schedule import trunk_steps
 from . import worker
-from .attempt import settle_free
+from .attempts import retry_by_hand
 from .packing import Unit
 from .queue import Queue
+from .recovery import KILLED
+from .retries import Policy
 from .runs import SweepDirectory, lock_token
 
 POLL_SECONDS = 0.25
@@ -182,6 +184,7 @@ class Training:
 
     sweep: SweepDirectory
     queue: Queue
+    policy: Policy
     began: float = field(default_factory=time.time)
     _said: set[str] = field(default_factory=set)
 
@@ -194,19 +197,17 @@ class Training:
         return bool(self.queue.left())
 
     def settle_lost(self) -> None:
-        """Of a unit whose worker died: its runs are settled, and it is over."""
-        for unit in self.queue.lost():
-            for name in unit.runs:
-                settle_free(self.sweep.run(name))
-            self.queue.end(unit)
+        """Of a unit whose worker died: its runs are settled, and it is over, or waits to be tried again."""
+        self.queue.recover(self.policy)
 
     def news(self) -> tuple[list[str], list[str]]:
         """Runs that train now, and those that have ended since the last call."""
-        waiting, running = self.queue.left(), self.queue.running()
-        over = [unit for unit in self.queue.units if unit not in waiting and unit not in running]
+        running, open_units = self.queue.running(), set(self.queue.left())
+        open_units |= running.keys()
+        over = [name for unit in self.queue.units if unit not in open_units for name in unit.runs]
         members = [name for unit in running for name in unit.runs]
         left = [name for name in members if not self._has_ended(name)]
-        ended = [name for unit in over for name in unit.runs] + [name for name in members if name not in left]
+        ended = over + [name for name in members if name not in left]
         fresh = [name for name in dict.fromkeys(ended) if name not in self._said]
         self._said.update(fresh)
         return left, fresh
@@ -217,9 +218,10 @@ class Training:
 
 
 def enqueue(sweep: SweepDirectory, folder: Path, units: Sequence[Unit], runs: Sequence[RunConfig]) -> Queue:
-    """A new queue for units of these runs, in a folder of its own below `folder`."""
-    for run in runs:
-        sweep.run(run_id(run)).forget_failure()
+    """A new queue for units of these runs, in a folder of its own below `folder`; what had failed has a new budget."""
+    for run in map(sweep.run, map(run_id, runs)):
+        if run.state().state in ("failed", "diverged", "cancelled"):
+            retry_by_hand(run)
     parents = {run_id(run): (run.parent, trunk_steps(run)) for run in runs if run.parent is not None}
     return Queue.create(sweep, folder / f"queue-{os.urandom(4).hex()}", units, parents)
 
@@ -236,7 +238,7 @@ class Workers(Training):
             return None
         self._claimed[place] = self.queue.claimed(place)
         folder = str(self.queue.folder.resolve())
-        arguments = (str(self.sweep.path.resolve()), folder, place, self.launcher)
+        arguments = (str(self.sweep.path.resolve()), folder, place, self.policy, self.launcher)
         return LocalJob("worker", worker.work, arguments)
 
     def ended(self, job: LocalJob) -> None:
@@ -269,10 +271,8 @@ class Ranked(Training):
         (name,) = unit.runs
         self._units[name] = unit
         run = self.sweep.run(name)
-        # Of requeues there are none here.
-        arguments = (str(run.path.resolve()), 0, self.launcher)
+        arguments = (str(run.path.resolve()), self.policy, self.launcher)
         return LocalJob(name, worker.train_run, arguments, run.config().parallel.world_size)
 
     def ended(self, job: LocalJob) -> None:
-        settle_free(self.sweep.run(job.label))
-        self.queue.end(self._units[job.label])
+        self.queue.settle(self._units[job.label], self.policy, KILLED)

@@ -1,86 +1,108 @@
-"""What jobs call: one training, several in one job, the queue of this machine, scoring, and the last fit.
+"""What jobs call: one training, several in one job, a queue of them, scoring, and the last fit.
 
 Special here:
-- on this machine a worker goes through the queue of its launch, unit after unit, so that torch is imported once; what
-  ends a run, or a unit, never ends the worker. It stops by itself when the launcher that started it is gone;
+- a worker goes through a queue, unit after unit, so that torch is imported once; what ends a run, or a unit, never ends
+  the worker. On this machine it stops by itself when the launcher that started it is gone; in a SLURM job it gives its
+  unit back when it is told to stop, and has its job put back in SLURM's queue;
 - every rank of a run trains, and rank 0 alone holds the lock, writes the state and puts the job back in the queue; what
   another rank fails of reaches the state through failure.json, whoever of them is left;
 - a job of several runs that was not stopped succeeds if any of them is done: those can be scored and branched from, and
-  the others say in their states why they cannot.
+  the others say in their states why they cannot;
+- a job begins by looking for the sweep's plan. Where that is not to be seen the job fails with a sentence in its log;
+  where not even the log can be written, `recovery.settle_lost` says so of the runs, on a node that sees them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import math
 import os
 import time
 import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
+
+from filelock import FileLock, Timeout
 
 from ..train.errors import UserError
 from ..train.parallel.environment import Ranks, detect
+from ..train.session import session
 from . import slurm, together
 from .attempt import (
     Interrupt,
     RunFailed,
     back_to_the_queue,
-    settle_free,
     stopped_in,
     tidy,
     train_one,
     train_rank,
     try_log,
 )
+from .planning import configuration
 from .queue import Queue
-from .runs import Busy, RunDirectory, SweepDirectory
+from .recovery import UNWRITTEN, settle_lost
+from .retries import Policy
+from .runs import Busy, RunDirectory, SweepDirectory, this_node
 
-POLL_SECONDS = 0.2  # while everything that is left waits for a trunk
+POLL_SECONDS, LONGEST_PAUSE = 0.2, 5.0  # between two looks at a queue that has nothing to claim
+IDLE_SECONDS = 60.0  # for which a SLURM job waits for something to claim
+MOST_WARNING = 120.0  # seconds before its time limit that a job is told to stop; half of the limit where that is less
+LEAST_SECONDS = 60.0  # that must be left until then to begin a unit; a tenth of the limit where that is less
 
 
-def train_run(path: str, max_requeues: int = 20, launcher: tuple[str, str] | None = None) -> None:
+def train_run(path: str, policy: Policy, launcher: tuple[str, str] | None = None) -> None:
     """Trains the run in directory `path`, resuming what is there. Every rank of the run calls it.
 
     Args:
         path: the run directory; its frozen config.yaml is all that is read, and of a branch its trunk's checkpoint.
-        max_requeues: times that its SLURM job is put back in the queue before the run counts as failed.
+        policy: how often it goes back to the queue, and when it counts as hung.
         launcher: sweep directory and lock token of a launcher on this machine, which must stay alive.
 
     Raises:
         RunFailed: the run failed or diverged; state.json holds the reason.
         Busy: somebody else has the run.
+        UserError: this node does not see the sweep.
     """
     run, ranks = RunDirectory(Path(path)), detect()
+    check_shared(run.path.parent.parent)
     if ranks.rank > 0:
         _follow(run, ranks)
         return
-    ended, reason = train_one(run, ranks, _interrupt(launcher), slurm.job_id())
+    ended, reason = train_one(run, ranks, _interrupt(launcher), slurm.job_id(), policy)
     if ended == "preempted" and slurm.inside_job():
-        back_to_the_queue([run], max_requeues)
+        back_to_the_queue([run], policy)
     if ended not in ("done", "preempted"):
         raise RunFailed(f"run {run.run_id} {ended}: {reason}")
 
 
-def train_unit(how: str, paths: list[str], max_requeues: int = 20) -> None:
+def train_unit(how: str, paths: list[str], policy: Policy) -> None:
     """Trains several runs as one SLURM job, which is requeued once for all that were stopped.
 
     Args:
         how: ensemble | shared.
         paths: the run directories.
-        max_requeues: see `train_run`.
+        policy: see `train_run`.
 
     Raises:
         RunFailed: none of the runs is done; their states hold the reasons.
+        UserError: this node does not see the sweep.
     """
     runs = [RunDirectory(Path(path)) for path in paths]
-    _train(how, runs, Interrupt())
+    check_shared(runs[0].path.parent.parent)
+    _train(how, runs, Interrupt(), policy)
     stopped = stopped_in(runs, slurm.job_id())
     if stopped and slurm.inside_job():
-        back_to_the_queue(stopped, max_requeues)
+        back_to_the_queue(stopped, policy)
     if not stopped and not any(run.is_done() for run in runs):
         raise RunFailed("; ".join(f"run {run.run_id} {run.state().state}: {run.state().reason}" for run in runs))
 
 
-def work(sweep_path: str, queue_folder: str, place: int, launcher: tuple[str, str] | None = None) -> None:
+def work(
+    sweep_path: str, queue_folder: str, place: int, policy: Policy, launcher: tuple[str, str] | None = None
+) -> None:
     """Works at one place of this machine: trains unit after unit of a launch's queue until none is left to begin.
 
     What comes of the runs is in their states. Units of several ranks have no place here.
@@ -89,31 +111,128 @@ def work(sweep_path: str, queue_folder: str, place: int, launcher: tuple[str, st
         sweep_path: the sweep directory.
         queue_folder: where `Queue.create` wrote the queue.
         place: a number, by which the launcher knows who trains what.
+        policy: what is tried again.
         launcher: sweep directory and lock token of the launcher, which must stay alive.
     """
+    queue = Queue.open(SweepDirectory(Path(sweep_path)), Path(queue_folder))
+    with contextlib.closing(queue), session():
+        _go_through(queue, policy, _interrupt(launcher), place)
+
+
+def work_queue(sweep_path: str, queue_folder: str, policy: Policy) -> None:
+    """Works through a queue in a SLURM job, until nothing is left that this node may take.
+
+    Told to stop, or close to its time limit, it gives back what it was at and has its job put back in SLURM's queue,
+    unless there is nothing left for it there. To cancel such a job takes a worker away and no run: those are cancelled
+    by `isoflop cancel`.
+
+    Args:
+        sweep_path: the sweep directory.
+        queue_folder: where `Queue.create` wrote the queue.
+        policy: what is tried again.
+
+    Raises:
+        UserError: this node does not see the sweep.
+    """
+    clock = JobClock.of(os.environ)
+    sweep, interrupt, node = check_shared(Path(sweep_path)), Interrupt(), this_node()
+    queue = Queue.open(sweep, Path(queue_folder))
+    with contextlib.closing(queue), session():
+        _go_through(queue, policy, interrupt, int(os.environ.get("SLURM_ARRAY_TASK_ID", "0")), node, clock)
+        stopped = interrupt.reason or ("its time is nearly over" if clock.is_short() else None)
+        if stopped is not None and queue.left(node):
+            _requeue(stopped)
+
+
+def _go_through(
+    queue: Queue, policy: Policy, interrupt: Interrupt, place: int, node: str | None = None,
+    clock: JobClock | None = None,
+) -> None:  # fmt: skip
+    """Trains unit after unit. What ends a run, or a unit, never ends this."""
     import torch
 
     gc.freeze()  # else each `tidy` would look through all that PyTorch has made on import
-    sweep, interrupt, threads = SweepDirectory(Path(sweep_path)), _interrupt(launcher), torch.get_num_threads()
-    queue = Queue.open(sweep, Path(queue_folder))
-    while not interrupt():
-        unit = queue.claim(place)
+    threads, pause, idle_since = torch.get_num_threads(), POLL_SECONDS, time.monotonic()
+    while not interrupt() and not (clock is not None and clock.is_short()):
+        unit = queue.claim(place, node)
         if unit is None:
-            if not queue.left():
+            queue.recover(policy)
+            if not queue.left(node) or (node is not None and _had_better_leave(queue, time.monotonic() - idle_since)):
                 return
-            time.sleep(POLL_SECONDS)
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
             continue
         try:
-            _train(unit.how, [sweep.run(name) for name in unit.runs], interrupt)
+            runs = [queue.sweep.run(name) for name in unit.runs]
+            if wanted := [run for run in runs if not run.is_done()]:
+                _train(unit.how, wanted, interrupt, policy)
         except Exception:
             # Such as a disk too full to say that a run has begun; the other units may be better off.
             traceback.print_exc()
-        finally:
-            for name in unit.runs:  # of those whose end could not be written
-                settle_free(sweep.run(name))
-            queue.end(unit)
+        queue.settle(unit, policy, UNWRITTEN)
         torch.set_num_threads(threads)  # a run may have asked for its own number
         tidy()
+        pause, idle_since = POLL_SECONDS, time.monotonic()
+
+
+def _had_better_leave(queue: Queue, idle: float) -> bool:
+    """Whether a worker that finds nothing to claim leaves its device to others, and what is left to who is at work."""
+    if (queue.ready_in() or 0.0) > IDLE_SECONDS:
+        return True
+    return idle > IDLE_SECONDS and bool(queue.running())
+
+
+def _requeue(why: str) -> NoReturn:
+    """Puts this worker's job back in SLURM's queue, unless SLURM has done so or somebody has cancelled it."""
+    job, restarts = slurm.job_id(), slurm.restarts()
+    fate = slurm.fate(job, restarts)
+    if fate == "cancelled":
+        print(f"{why}; its job was cancelled in SLURM, so the other workers go on without it")
+    elif fate != "requeued" and (refused := slurm.requeue(job, restarts)) is not None:
+        print(f"{why}; SLURM would not requeue the job ({refused}), so the keeper starts another")
+    # Not an Exception: submitit would record the end of a job that goes on.
+    raise SystemExit(1)
+
+
+@dataclass(frozen=True)
+class JobClock:
+    """How much time the SLURM job of this process has left."""
+
+    ends: float  # by time.monotonic(); the job is told to stop a while before
+    margin: float  # seconds before the end from which on nothing new is begun
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str]) -> JobClock:
+        """By what SLURM says of the job; with no word of it, or no limit, there is no end."""
+        try:
+            start, end = (int(environment[f"SLURM_JOB_{name}_TIME"]) for name in ("START", "END"))
+        except (KeyError, ValueError):
+            return cls(math.inf, 0.0)
+        # The difference, because the controller's clock need not be this node's. A worker starts seconds after its job.
+        seconds = end - start
+        warning = min(MOST_WARNING, seconds / 2)
+        return cls(time.monotonic() + seconds, warning + min(LEAST_SECONDS, seconds / 10))
+
+    def is_short(self) -> bool:
+        """Whether a unit that is begun now would have to be given back at once."""
+        return time.monotonic() > self.ends - self.margin
+
+
+def check_shared(path: Path | str) -> SweepDirectory:
+    """The sweep directory, as this node sees it.
+
+    Raises:
+        UserError: it is not there: the output folder is not shared with this node.
+    """
+    sweep = SweepDirectory(Path(path))
+    if not (sweep.path / "plan.json").is_file():
+        came_from = os.environ.get("SLURM_SUBMIT_HOST")
+        whence = f", where {came_from} has it" if came_from else ""
+        raise UserError(
+            f"{sweep.path} holds no plan.json on node {this_node()}{whence}: the output folder is not shared with this "
+            "node; set output_root to a folder that every node sees, or keep the node out with cluster.exclude"
+        )
+    return sweep
 
 
 def _interrupt(launcher: tuple[str, str] | None) -> Interrupt:
@@ -123,16 +242,16 @@ def _interrupt(launcher: tuple[str, str] | None) -> Interrupt:
     return Interrupt(lambda: sweep.launcher_alive(token))
 
 
-def _train(how: str, runs: list[RunDirectory], interrupt: Interrupt) -> None:
+def _train(how: str, runs: list[RunDirectory], interrupt: Interrupt, policy: Policy) -> None:
     """Trains a unit in this process and those that it starts. How each run ended is in its state."""
     job = slurm.job_id()
     if how == "ensemble":
-        together.train_ensemble(runs, interrupt, job)
+        together.train_ensemble(runs, interrupt, job, policy)
     elif how == "shared":
-        together.train_shared(runs, interrupt, job)
+        together.train_shared(runs, interrupt, job, policy)
     else:
         try:
-            train_one(runs[0], detect(), interrupt, job)
+            train_one(runs[0], detect(), interrupt, job, policy)
         except Busy as error:
             print(f"left out: {error}")
 
@@ -146,33 +265,38 @@ def _follow(run: RunDirectory, ranks: Ranks) -> None:
     if run.is_done():
         return
     run.log(f"rank {ranks.rank} of {ranks.size} on {ranks.host}, process {os.getpid()}", ranks.rank)
-    ended, reason = train_rank(run, ranks, Interrupt())
-    try_log(run, ended if reason is None else f"{ended}: {reason}", ranks.rank)
-    if ended == "failed":
-        run.note_failure(str(reason))
-        raise RunFailed(f"rank {ranks.rank} of run {run.run_id} failed: {reason}")
+    ending = train_rank(run, ranks, Interrupt())
+    try_log(run, ending.state if ending.reason is None else f"{ending.state}: {ending.reason}", ranks.rank)
+    if ending.state == "failed":
+        run.note_failure(str(ending.reason), ending.cause)
+        raise RunFailed(f"rank {ranks.rank} of run {run.run_id} failed: {ending.reason}")
 
 
 def evaluate_runs(sweep_path: str, run_ids: list[str]) -> None:
-    """Scores the final checkpoint of each run; the tasks are loaded once for all of them.
+    """Scores the final checkpoint of each run that has no scores yet; the tasks are loaded once for all of them.
 
     Raises:
         RunFailed: a run could not be scored; the others were.
+        UserError: this node does not see the sweep.
     """
-    sweep = SweepDirectory.open(sweep_path)
+    sweep = check_shared(sweep_path)
     settings = sweep.settings()["config"]["evaluate"]
-    from .evaluation import evaluate_run, open_suite
+    from .evaluation import evaluate_run, is_scored, open_suite
 
-    suite = open_suite(settings)
-    failures = []
+    suite, failures = None, []
     for name in run_ids:
         run = sweep.run(name)
         if not run.is_done():
             failures.append(f"run {name} is {run.state().state} and was not scored")
             continue
         try:
-            with run.lock():
-                evaluate_run(run, settings, suite)
+            # Not the run's own lock: nobody trains what is done, and a command must not wait for a scoring.
+            with FileLock(run.path / ".scoring.lock", timeout=0):
+                if not is_scored(run, settings):
+                    suite = suite or open_suite(settings)
+                    evaluate_run(run, settings, suite)
+        except Timeout:
+            print(f"left out: somebody else scores run {name}")
         except Exception as error:
             # One checkpoint that cannot be scored must not cost the scores of the others.
             try_log(run, traceback.format_exc())
@@ -185,31 +309,10 @@ def finish_sweep(sweep_path: str) -> None:
     """The last job: the table, the laws and the report, from whatever the runs have written."""
     from .finish import finish
 
-    sweep = SweepDirectory.open(sweep_path)
-    settle_lost(sweep)
-    finish(sweep)
-
-
-def settle_lost(sweep: SweepDirectory) -> None:
-    """Says how a run ended whose SLURM job is gone without a word: cancelled in the queue, out of memory, node lost."""
+    sweep = check_shared(sweep_path)
     try:
-        live = slurm.live_jobs()
+        live: set[str] | None = slurm.live_jobs()
     except UserError:
-        return  # who does not know what runs must not say that it has ended
-    for run in sweep.runs():
-        state = run.state()
-        if state.state not in ("queued", "running", "preempted") or state.job_id in live:
-            continue
-        outcome = slurm.outcome(state.job_id)
-        ended = "cancelled" if outcome == "CANCELLED" else "failed"
-        word = f"which SLURM calls {outcome}" if outcome else "and SLURM has forgotten how"
-        words = [f"its job {state.job_id} ended while the run was {state.state}, {word}"]
-        words += [found for found in (run.failure(), _first_to_end(sweep, state.job_id)) if found is not None]
-        run.set_state(ended, reason="; ".join(words))
-
-
-def _first_to_end(sweep: SweepDirectory, job: str | None) -> str | None:
-    """What `srun` wrote of the first task that ended badly, in the error log of the job's script."""
-    for log in sweep.path.glob(f"jobs/*/{job}_0_log.err"):
-        return slurm.first_to_end(log.read_text(encoding="utf-8", errors="replace"))
-    return None
+        live = None
+    settle_lost(sweep, Policy.of(configuration(sweep).cluster), live)
+    finish(sweep)

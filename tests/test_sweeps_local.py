@@ -9,6 +9,7 @@ import pytest
 from isoflop.sweeps.local import STILLBORN, LocalJob, Workers
 from isoflop.sweeps.packing import Unit
 from isoflop.sweeps.queue import Queue
+from isoflop.sweeps.retries import Policy
 from isoflop.sweeps.runs import SweepDirectory
 from isoflop.train.errors import UserError
 from isoflop.train.files import JsonLines
@@ -20,7 +21,7 @@ def workers(tmp_path: Path) -> Workers:
     units = [Unit("alone", (name,)) for name in ("a", "b")]
     for unit in units:
         (sweep.path / "runs" / unit.runs[0]).mkdir(parents=True)
-    return Workers(sweep, Queue.create(sweep, sweep.path / "jobs", units, {}))
+    return Workers(sweep, Queue.create(sweep, sweep.path / "jobs", units, {}), Policy())
 
 
 def started(workers: Workers) -> LocalJob:

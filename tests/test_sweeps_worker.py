@@ -16,9 +16,10 @@ from typing import Any
 
 import pytest
 import torch
-from isoflop.sweeps import attempt, slurm, together, worker
+from isoflop.sweeps import attempt, attempts, recovery, slurm, together, worker
 from isoflop.sweeps.packing import Unit
 from isoflop.sweeps.queue import Queue
+from isoflop.sweeps.retries import Policy
 from isoflop.sweeps.runs import RunDirectory, SweepDirectory
 from isoflop.train.config import (
     CheckpointConfig,
@@ -33,12 +34,13 @@ from isoflop.train.config import (
 )
 from isoflop.train.ensemble import Ended
 from isoflop.train.errors import UserError
-from isoflop.train.files import HALVED, note_once
+from isoflop.train.files import HALVED, note_once, write_json
 from isoflop.train.loop import Diverged, Stopped, train
 from isoflop.train.parallel.environment import Ranks, detect
 from isoflop.train.schedule import trunk_steps
 
 SUMMARY = {"val_loss": 1.0}
+POLICY = Policy(retries=0)
 
 
 @pytest.fixture(autouse=True)
@@ -70,12 +72,15 @@ class Bench:
 
     def __init__(self, path: Path, base: RunConfig) -> None:
         self.sweep, self.base = SweepDirectory(path), base
+        self.names: list[str] = []
 
     def run(self, seed: int, **changes: Any) -> RunDirectory:
         config = replace(self.base, seed=seed, **changes)
         run = self.sweep.run(run_id(config))
         run.freeze(config)
         run.set_state("planned")
+        self.names.append(run.run_id)
+        write_json(self.sweep.path / "plan.json", {"runs": [{"run_id": name} for name in self.names]})
         return run
 
     def family(self, seed: int) -> tuple[RunDirectory, RunDirectory]:
@@ -91,9 +96,14 @@ class Bench:
         parents = {name: (config.parent, trunk_steps(config)) for name, config in configs.items() if config.parent}
         return Queue.create(self.sweep, self.sweep.path / "queue", named, parents)
 
-    def work(self, *units: tuple[str, Sequence[RunDirectory]], launcher: tuple[str, str] | None = None) -> Queue:
+    def work(
+        self,
+        *units: tuple[str, Sequence[RunDirectory]],
+        policy: Policy = POLICY,
+        launcher: tuple[str, str] | None = None,
+    ) -> Queue:
         queue = self.queue(*units)
-        worker.work(str(self.sweep.path), str(queue.folder), 0, launcher=launcher)
+        worker.work(str(self.sweep.path), str(queue.folder), 0, policy, launcher)
         return queue
 
 
@@ -178,7 +188,7 @@ def test_of_two_processes_on_one_device_one_is_killed_and_the_other_ends(
 
     killer = threading.Thread(target=kill)
     killer.start()
-    worker.train_unit("shared", [str(short.path), str(endless.path)])
+    worker.train_unit("shared", [str(short.path), str(endless.path)], POLICY)
     killer.join()
     assert states(short, endless) == ["done", "failed"]
     assert "its worker was killed; sweep again to go on" in reason(endless)
@@ -201,7 +211,7 @@ def test_what_ends_a_run_never_ends_the_worker(bench: Bench, train_alone: Callab
     train_alone(trainer)
     queue = bench.queue(*[("alone", [run]) for run in runs])
     runs[4].path.joinpath("config.yaml").write_text("[]")
-    worker.work(str(bench.sweep.path), str(queue.folder), 0)
+    worker.work(str(bench.sweep.path), str(queue.folder), 0, POLICY)
     assert states(*runs) == ["diverged", "failed", "failed", "failed", "failed", "done"]
     assert [reason(run) for run in runs[:2]] == ["the loss rose", "no such text"]
     assert reason(runs[2]) == f"the disk is full ({runs[2].path}); free some space and sweep again"
@@ -226,7 +236,7 @@ def test_a_worker_that_is_told_to_stop_saves_and_takes_nothing_more(
     queue = bench.work(("alone", [first]), ("alone", [second]))
     assert states(first, second) == ["preempted", "planned"]
     assert reason(first) == "signal SIGUSR2; stopped at step 3 of 9"
-    assert [unit.runs for unit in queue.left()] == [(second.run_id,)]
+    assert [unit.runs for unit in queue.left()] == [(first.run_id,), (second.run_id,)]  # for whoever comes next
     assert queue.running() == {}
 
 
@@ -303,7 +313,7 @@ def test_each_member_of_an_ensemble_ends_in_its_own_way(
 
     train_ensemble(trainer)
     with taken.lock():
-        worker.train_unit("ensemble", [str(run.path) for run in runs])
+        worker.train_unit("ensemble", [str(run.path) for run in runs], POLICY)
     assert states(*runs) == ["done", "diverged", "failed", "failed", "preempted", "done", "planned", "failed"]
     assert reason(full) == "the disk is full (metrics.jsonl); free some space and sweep again"
     assert reason(broken) == "the checkpoint is damaged"
@@ -334,7 +344,7 @@ def test_an_ensemble_out_of_memory_goes_on_in_halves_down_to_runs_alone(
     train_alone(lambda config, directory, **arguments: (groups.append(1), succeed(directory)))
     *runs, halved = [bench.run(seed) for seed in range(8)]
     note_once(halved.path / HALVED, {"micro_batch_size": 2})  # no ensemble takes it
-    worker.train_unit("ensemble", [str(run.path) for run in (*runs, halved)])
+    worker.train_unit("ensemble", [str(run.path) for run in (*runs, halved)], POLICY)
     assert groups == [7, 4, 2, 2, 3, 2, 1, 1]
     assert states(*runs, halved) == ["done"] * 8
     assert "going on in a smaller ensemble" in log(runs[0])
@@ -349,8 +359,8 @@ def test_a_job_that_is_told_to_stop_begins_no_smaller_ensemble(
 
     train_ensemble(trainer)
     runs = [bench.run(seed) for seed in range(4)]
-    worker.train_unit("ensemble", [str(run.path) for run in runs])
-    assert [reason(run) for run in runs] == ["signal SIGTERM, before it began"] * 4
+    worker.train_unit("ensemble", [str(run.path) for run in runs], POLICY)
+    assert [reason(run) for run in runs] == ["signal SIGTERM; before it began"] * 4
     assert states(*runs) == ["preempted"] * 4
 
 
@@ -364,7 +374,7 @@ def test_an_ensemble_that_cannot_be_trained_fails_those_that_are_left(
 
     train_ensemble(trainer)
     first, second = bench.run(1), bench.run(2)
-    worker.train_unit("ensemble", [str(first.path), str(second.path)])
+    worker.train_unit("ensemble", [str(first.path), str(second.path)], POLICY)
     assert states(first, second) == ["failed", "done"]
     assert reason(first) == "model.width differs"
 
@@ -424,12 +434,12 @@ def test_a_stopped_job_of_several_runs_is_requeued_once_and_goes_on_with_those_t
     paths = [str(run.path) for run in runs]
     train_ensemble(ending(STOPPED, DIVERGED, DONE, STOPPED))
     with pytest.raises(SystemExit, match="1"):
-        worker.train_unit("ensemble", paths)
+        worker.train_unit("ensemble", paths, POLICY)
     assert fake_slurm.requeued == ["7"]
     assert states(*runs) == ["preempted", "diverged", "done", "preempted"]
     fake_slurm.start(1)
     train_ensemble(ending(DONE, DONE))  # the one that diverged would diverge again
-    worker.train_unit("ensemble", paths)
+    worker.train_unit("ensemble", paths, POLICY)
     assert states(*runs) == ["done", "diverged", "done", "done"]
     assert [run.state().attempt for run in runs] == [2, 1, 1, 2]
     fake_slurm.start(0)  # another job: somebody wants it tried again
@@ -437,28 +447,27 @@ def test_a_stopped_job_of_several_runs_is_requeued_once_and_goes_on_with_those_t
     succeeding = lambda config, directory, **arguments: succeed(directory)  # noqa: E731
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("isoflop.train.loop.train", succeeding)
-        worker.train_unit("ensemble", paths)
+        worker.train_unit("ensemble", paths, POLICY)
     assert states(*runs) == ["done"] * 4
 
 
 @pytest.mark.parametrize(
-    ("fate", "refusal", "restarts", "state", "says"),
+    ("fate", "refusal", "requeues", "state", "says"),
     [
-        ("cancelled", None, 0, "cancelled", "its job was cancelled in SLURM; signal SIGUSR2; stopped at step 3 of 9"),
-        ("running", None, 20, "failed", "had to stop again after 20 requeues, all that cluster.max_requeues allows"),
-        ("running", "Access denied", 0, "failed", r"SLURM would not requeue its job \(Access denied\), so sweep again"),
+        ("cancelled", None, 20, "cancelled", "its job was cancelled in SLURM; signal SIGUSR2; stopped at step 3 of 9"),
+        ("running", None, 0, "failed", "had to stop again after 0 requeues, all that cluster.max_requeues allows"),
+        ("running", "Access denied", 20, "preempted", r"SLURM would not requeue its job \(Access denied\)"),
     ],
 )
 def test_a_job_that_is_not_requeued_says_why_in_every_run_that_was_stopped(
-    fate: str, refusal: str | None, restarts: int, state: str, says: str,
+    fate: str, refusal: str | None, requeues: int, state: str, says: str,
     bench: Bench, fake_slurm: FakeSlurm, train_ensemble: Callable[[Trainer], None],
 ) -> None:  # fmt: skip
     fake_slurm.fate, fake_slurm.refusal = fate, refusal
-    fake_slurm.start(restarts)
     runs = [bench.run(seed) for seed in range(3)]
     train_ensemble(ending(STOPPED, DONE, STOPPED))
     with pytest.raises(worker.RunFailed, match=says.split(";")[0]):
-        worker.train_unit("ensemble", [str(run.path) for run in runs], 20)
+        worker.train_unit("ensemble", [str(run.path) for run in runs], Policy(max_requeues=requeues))
     assert states(*runs) == [state, "done", state]
     for run in (runs[0], runs[2]):
         with pytest.raises(AssertionError, match=says):
@@ -472,7 +481,7 @@ def test_a_job_that_slurm_has_requeued_itself_is_not_requeued_again(
     train_ensemble(ending(STOPPED, STOPPED))
     runs = [bench.run(1), bench.run(2)]
     with pytest.raises(SystemExit):
-        worker.train_unit("ensemble", [str(run.path) for run in runs])
+        worker.train_unit("ensemble", [str(run.path) for run in runs], POLICY)
     assert (fake_slurm.requeued, states(*runs)) == ([], ["preempted"] * 2)
 
 
@@ -482,11 +491,11 @@ def test_a_job_fails_only_when_none_of_its_runs_is_done(
     """Scoring and branches depend on the job, and those of the runs that are done should not be lost."""
     first = [str(bench.run(seed).path) for seed in (1, 2)]
     train_ensemble(ending(DIVERGED, DONE))
-    worker.train_unit("ensemble", first)
+    worker.train_unit("ensemble", first, POLICY)
     second = [str(bench.run(seed).path) for seed in (3, 4)]
     train_ensemble(ending(DIVERGED, DIVERGED))
     with pytest.raises(worker.RunFailed, match=r"run \w+ diverged: rose; run \w+ diverged: rose"):
-        worker.train_unit("ensemble", second)
+        worker.train_unit("ensemble", second, POLICY)
 
 
 # Processes that share a device
@@ -541,7 +550,7 @@ def test_processes_that_share_a_device_are_told_to_stop_and_their_job_is_requeue
     stopper = threading.Thread(target=stop)
     stopper.start()
     with pytest.raises(SystemExit), taken.lock():
-        worker.train_unit("shared", [str(run.path) for run in runs])
+        worker.train_unit("shared", [str(run.path) for run in runs], POLICY)
     stopper.join()
     assert states(*runs) == ["done", "running", "preempted", "preempted"]
     assert reason(one) == reason(two) == "SIGUSR2"
@@ -613,3 +622,220 @@ def test_a_run_that_was_killed_is_settled_with_what_was_noted(bench: Bench) -> N
     run.set_state("diverged", reason="rose")
     attempt.settle(run)
     assert states(run) == ["diverged"]
+
+
+# A queue in SLURM jobs
+
+
+@pytest.fixture
+def node(fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+    """Where the one rank of a worker's job runs."""
+    rank = {"PROCID": "0", "NTASKS": "1", "LOCALID": "0", "NODEID": "0", "TASKS_PER_NODE": "1"}
+    for name, value in {f"SLURM_{key}": value for key, value in rank.items()}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("SLURMD_NODENAME", "node1")
+    return fake_slurm
+
+
+def work_queue(bench: Bench, queue: Queue, policy: Policy = POLICY) -> None:
+    worker.work_queue(str(bench.sweep.path), str(queue.folder), policy)
+
+
+def test_a_worker_that_slurm_stops_gives_its_unit_back_and_its_job_too(
+    bench: Bench, node: FakeSlurm, train_alone: Callable[[Trainer], None]
+) -> None:
+    first, second = bench.run(1), bench.run(2)
+    queue = bench.queue(("alone", [first]), ("alone", [second]))
+
+    def stopped(config: RunConfig, directory: Path, should_stop: Callable[[], bool], **arguments: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert should_stop()
+        raise Stopped("stopped at step 3 of 9")
+
+    train_alone(stopped)
+    with pytest.raises(SystemExit, match="1"):
+        work_queue(bench, queue)
+    assert (node.requeued, states(first, second)) == (["7"], ["preempted", "planned"])
+    assert [unit.runs for unit in queue.left()] == [(first.run_id,), (second.run_id,)]
+    node.start(1)
+    train_alone(lambda config, directory, **arguments: succeed(directory))
+    work_queue(bench, queue)
+    assert (states(first, second), queue.is_over()) == (["done", "done"], True)
+    assert node.requeued == ["7"]
+    assert first.state().attempt == 2
+
+
+def test_a_worker_whose_job_was_cancelled_leaves_its_run_to_the_others(
+    bench: Bench, node: FakeSlurm, train_alone: Callable[[Trainer], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = bench.run(1)
+    queue = bench.queue(("alone", [run]))
+    node.fate = "cancelled"
+    train_alone(lambda config, directory, should_stop, **arguments: _stop(should_stop))
+    with pytest.raises(SystemExit):
+        work_queue(bench, queue)
+    assert (node.requeued, states(run), len(queue.left())) == ([], ["preempted"], 1)
+    assert "its job was cancelled in SLURM" in capsys.readouterr().out
+
+
+def _stop(should_stop: Callable[[], bool]) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert should_stop()
+    raise Stopped("stopped at step 3 of 9")
+
+
+def test_what_failed_is_tried_again_within_its_budget_and_nowhere_else_what_would_only_fail_again(
+    bench: Bench, node: FakeSlurm, train_alone: Callable[[Trainer], None]
+) -> None:
+    full, wrong, _ = runs = [bench.run(seed) for seed in range(3)]
+    begun: list[str] = []
+
+    def trainer(config: RunConfig, directory: Path, **arguments: Any) -> None:
+        begun.append(directory.name)
+        if directory == wrong.path:
+            raise UserError("no such text")
+        if directory == full.path or begun.count(directory.name) == 1:
+            raise OSError(errno.ENOSPC, "full")
+        succeed(directory)
+
+    train_alone(trainer)
+    queue = bench.queue(*[("alone", [run]) for run in runs])
+    work_queue(bench, queue, Policy(retries=2, backoff_seconds=0.0))
+    assert states(*runs) == ["failed", "failed", "done"]
+    assert [begun.count(run.run_id) for run in runs] == [3, 1, 2]
+    assert queue.is_over()
+
+
+def test_runs_that_are_done_or_cancelled_are_not_trained(
+    bench: Bench, node: FakeSlurm, train_alone: Callable[[Trainer], None]
+) -> None:
+    done, unwanted = bench.run(1), bench.run(2)
+    succeed(done.path)
+    done.set_state("done")
+    unwanted.ask_cancel("a colleague")
+    train_alone(lambda *arguments, **options: pytest.fail("trained"))
+    queue = bench.queue(("alone", [done]), ("alone", [unwanted]))
+    work_queue(bench, queue)
+    assert (states(done, unwanted), queue.is_over()) == (["done", "cancelled"], True)
+
+
+def test_a_worker_on_a_node_that_is_to_be_avoided_leaves(
+    bench: Bench, node: FakeSlurm, train_alone: Callable[[Trainer], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = bench.run(1)
+    queue = bench.queue(("alone", [run]))
+    unit = queue.claim(0, "node1")
+    assert unit is not None
+    queue.release(unit, avoid=["node1"])
+    train_alone(lambda config, directory, **arguments: succeed(directory))
+    work_queue(bench, queue)
+    assert (states(run), queue.left()) == (["planned"], [unit])
+    monkeypatch.setenv("SLURMD_NODENAME", "node2")
+    work_queue(bench, queue)
+    assert states(run) == ["done"]
+
+
+def test_a_worker_close_to_its_time_limit_begins_nothing_and_has_its_job_put_back(
+    bench: Bench, node: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_START_TIME", "1000")
+    for limit, short in ((30, False), (600, False)):
+        monkeypatch.setenv("SLURM_JOB_END_TIME", str(1000 + limit))
+        clock = worker.JobClock.of(os.environ)
+        assert clock.is_short() is short
+        # 15 or 120 s before the end it is told to stop, and what is left until then should be worth a start.
+        assert clock.margin == {30: 18.0, 600: 180.0}[limit]
+    assert not worker.JobClock.of({}).is_short()
+    run = bench.run(1)
+    queue = bench.queue(("alone", [run]))
+    monkeypatch.setenv("SLURM_JOB_END_TIME", "1000")
+    with pytest.raises(SystemExit):
+        work_queue(bench, queue)
+    assert (states(run), node.requeued) == (["planned"], ["7"])
+
+
+def test_a_node_that_does_not_see_the_sweep_says_so(
+    bench: Bench, node: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue = bench.queue(("alone", [bench.run(1)]))
+    (bench.sweep.path / "plan.json").unlink()
+    monkeypatch.setenv("SLURM_SUBMIT_HOST", "login1")
+    with pytest.raises(UserError, match=r"holds no plan.json on node node1, where login1 has it: the output folder is"):
+        work_queue(bench, queue)
+
+
+# Runs that were lost
+
+
+@pytest.mark.parametrize(
+    ("outcome", "cause", "state"),
+    [
+        ("NODE_FAIL", "node", "failed"),
+        ("FAILED", "killed", "failed"),
+        ("OUT_OF_MEMORY", "memory", "failed"),
+        ("TIMEOUT", "time_limit", "preempted"),
+        ("CANCELLED", "cancelled", "cancelled"),
+        (None, "lost", "failed"),
+    ],
+)
+def test_a_run_whose_job_is_gone_is_settled_as_slurm_explains_it(
+    outcome: str | None, cause: str, state: str, bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slurm, "outcome", lambda job: outcome)
+    monkeypatch.setattr(slurm, "node_of", lambda job: "node3")
+    gone, alive, waiting, never = [bench.run(seed) for seed in range(4)]
+    for run, job in ((gone, "7_1"), (alive, "7_2")):
+        attempts.begin(run, job, "node1")
+        run.set_state("running", attempt=1, job_id=job, host="node1")
+    waiting.set_state("queued", job_id="7_3")
+    never.set_state("queued", job_id="7_4")
+    (bench.sweep.path / "jobs" / "slurm-1").mkdir(parents=True)
+    (bench.sweep.path / "jobs" / "slurm-1" / "7_1_0_log.out").touch()
+    settled = recovery.settle_lost(bench.sweep, POLICY, {"7_2", "7_3"})
+    assert sorted(settled) == sorted([gone.run_id, never.run_id])
+    assert states(gone, alive, waiting, never) == [state, "running", "queued", state]
+    lines = [attempts.read(run)[-1] for run in (gone, never)]
+    assert [(line.cause, line.host, line.job_id) for line in lines] == [
+        (cause, "node1", "7_1"),
+        (cause, "node3", "7_4"),
+    ]
+    assert "it left no log in" in reason(never)
+    assert "it left no log in" not in reason(gone)
+    assert recovery.settle_lost(bench.sweep, POLICY, {"7_2", "7_3"}) == []
+
+
+def test_a_run_that_gives_signs_of_life_is_not_lost(bench: Bench) -> None:
+    run = bench.run(1)
+    attempts.begin(run, "7", "node1")
+    run.set_state("running", attempt=1, job_id="7")
+    run.give_sign()
+    assert recovery.settle_lost(bench.sweep, POLICY, set()) == []
+    assert recovery.settle_lost(bench.sweep, POLICY, None) == []
+    os.utime(run.path / "heartbeat", (0, 0))
+    assert recovery.settle_lost(bench.sweep, POLICY, None) == [run.run_id]
+    assert attempts.read(run)[-1].cause == "lost"
+
+
+def test_the_unit_of_a_worker_that_died_is_settled_by_whoever_looks_first(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, node: FakeSlurm
+) -> None:
+    run, bystander = bench.run(1), bench.run(2)
+    bench.queue(("alone", [run]), ("alone", [bystander]))
+    (bench.sweep.path / "queue").rename(bench.sweep.path / "jobs-queue")
+    folder = bench.sweep.path / "jobs" / "queue-1"
+    folder.parent.mkdir()
+    (bench.sweep.path / "jobs-queue").rename(folder)
+    dead = Queue.open(bench.sweep, folder)
+    dead.claim(0, "node1")
+    attempts.begin(run, "7", "node1")
+    run.set_state("running", attempt=1, job_id="7")
+    dead.close()
+    monkeypatch.setattr(slurm, "outcome", lambda job: "NODE_FAIL")
+    policy = Policy(backoff_seconds=50.0)
+    assert recovery.settle_lost(bench.sweep, policy, set()) == [run.run_id]
+    (queue,) = Queue.all_of(bench.sweep)
+    assert queue.avoided() == ("node1",)
+    assert queue.claim(0, "node2") == queue.units[1], "the other one waits"
+    assert [unit.runs for unit in queue.left()] == [(run.run_id,)]
+    assert states(run) == ["queued"]
+    assert "to be tried again: retry 1 of 3 after node" in reason(run)

@@ -26,7 +26,7 @@ import torch
 from .config import RunConfig, validate
 from .data.shards import Shards
 from .errors import UserError
-from .hardware import matmul_peak
+from .hardware import kept_peak
 from .loop import Diverged, Stopped, Trainer, open_shards
 from .members import check_together
 from .parallel.job import Job, join
@@ -125,7 +125,7 @@ class _Together:
 
     def start(self) -> None:
         """Resumes or starts every member; one that had taken all its steps ends here."""
-        peak = matmul_peak(self.job.device, self.stepper.dtype)
+        peak = kept_peak(self.job.device, self.stepper.dtype)
         for member in self.stepper.members:
             self._guarded(member, partial(self._open, member, peak))
         for trainer in self.trainers.values():

@@ -8,6 +8,7 @@ import time
 import torch
 
 from .errors import UserError
+from .session import kept
 
 
 def pick_device(wanted: str) -> torch.device:
@@ -43,6 +44,11 @@ def matmul_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.05)
         _synchronize(device)
         best = min(best, time.perf_counter() - start)
     return 2 * size**3 / best
+
+
+def kept_peak(device: torch.device, dtype: torch.dtype) -> float:
+    """`matmul_peak`, measured once in a session of this process for as many threads."""
+    return kept(("matmul_peak", device, dtype, torch.get_num_threads()), lambda: matmul_peak(device, dtype))
 
 
 def _synchronize(device: torch.device) -> None:

@@ -29,7 +29,7 @@ from .data.shards import Shards, prepare
 from .errors import UserError
 from .files import HALVED, JsonLines, write_json
 from .flops import count_parameters, flops_6nd, flops_exact, training_flops_per_token
-from .hardware import device_name, matmul_peak
+from .hardware import device_name, kept_peak
 from .heldout import HeldOut, held_out, validation_steps
 from .parallel.job import Job, join
 from .parallel.layout import Held
@@ -37,6 +37,7 @@ from .parallel.zero import StepResult
 from .precision import PastStep, set_matmul_precision
 from .saver import Saver
 from .schedule import learning_rate_factor, warmup_steps
+from .session import kept
 from .stepper import Stepper
 from .tracker import Tracker
 
@@ -80,7 +81,7 @@ def train(
         opened = job.together(lambda: open_shards(config, shards, job))
         stream = TrainStream(opened, config.data.sequence_length, config.seed)
         stepper = Stepper(config, job.mesh, job.device, stream, say, directory / HALVED)
-        peak = matmul_peak(job.device, stepper.dtype) * job.mesh.size
+        peak = kept_peak(job.device, stepper.dtype) * job.mesh.size
         trainer = Trainer(config, directory, say, opened, job, stepper, peak)
         try:
             return _run(trainer, stepper, should_stop)
@@ -111,7 +112,10 @@ def open_shards(config: RunConfig, shards: Shards | None, job: Job) -> Shards:
         UserError: the tokenizer is not the one that the run was planned with, or not the model's.
     """
     # Building takes as long as the corpus is large, and the other ranks wait for who builds.
-    shards = shards or prepare(config.data, lambda stage, done, total: job.beat(0, f"data: {stage}"))
+    shards = shards or kept(
+        ("shards", repr(config.data)),
+        lambda: prepare(config.data, lambda stage, done, total: job.beat(0, f"data: {stage}")),
+    )
     tokenizer, planned = shards.tokenizer, config.data.tokenizer_fingerprint
     if planned not in (None, "bytes", "bpe", tokenizer.fingerprint):
         raise UserError(

@@ -14,6 +14,7 @@ Rajbhandari et al. 2020 (arXiv 1910.02054), sections 5.1-5.2; Li et al. 2020 (ar
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -78,7 +79,7 @@ class Gradients:
             else:
                 bucket.shard = bucket.allocate()[start:stop]
             for index, parameter in enumerate(bucket.parameters):
-                parameter.register_post_accumulate_grad_hook(self._mover(bucket, number, index))
+                parameter.register_post_accumulate_grad_hook(self._mover(number, index))
         self.dtype = self.buckets[0].shard.dtype
         self.wide = torch.promote_types(self.dtype, torch.float32)
         self.pending: list[Iterator[None]] = []  # sums under way, oldest first
@@ -132,19 +133,26 @@ class Gradients:
                 bucket.free()
         self.clear()
 
-    def _mover(self, bucket: _Bucket, number: int, index: int) -> Callable[[Tensor], None]:
+    def _mover(self, number: int, index: int) -> Callable[[Tensor], None]:
+        # A parameter keeps its hooks where Python's garbage collector does not look: one that held this would keep the
+        # weights of every run in a process that trains many.
+        holder = weakref.ref(self)
+
         def move(parameter: Tensor) -> None:
             gradient, parameter.grad = parameter.grad, None
+            gradients = holder()
             assert gradient is not None
+            assert gradients is not None
+            bucket = gradients.buckets[number]
             if bucket.full is None:
                 bucket.allocate()
-            if self.fresh or self.freed:
+            if gradients.fresh or gradients.freed:
                 bucket.views[index].copy_(gradient)
             else:
                 bucket.views[index].add_(gradient)
             bucket.waiting.discard(index)
             if not bucket.waiting:
-                self._completed(number)
+                gradients._completed(number)
 
         return move
 

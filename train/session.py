@@ -1,0 +1,38 @@
+"""What a process that trains run after run keeps from one to the next: opened shards, and the device's measured rate.
+
+Special here:
+- to know a corpus again means to read all of it, and to measure a device takes 50 ms; a run of a second should pay for
+  neither. Inside `session()` each is done once, outside it for every run;
+- nothing is kept that a run could change, and nothing beyond the block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+Kept = TypeVar("Kept")
+_STORE: ContextVar[dict[Hashable, Any] | None] = ContextVar("session", default=None)
+
+
+@contextmanager
+def session() -> Iterator[None]:
+    """While the block runs, `kept` makes each thing once."""
+    token = _STORE.set({})
+    try:
+        yield
+    finally:
+        _STORE.reset(token)
+
+
+def kept(key: Hashable, make: Callable[[], Kept]) -> Kept:
+    """What `make` gave for this key earlier in the session, or gives now."""
+    store = _STORE.get()
+    if store is None:
+        return make()
+    if key not in store:
+        store[key] = make()
+    made: Kept = store[key]
+    return made
