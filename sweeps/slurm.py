@@ -4,7 +4,9 @@ Special here:
 - a job that is being cancelled and one that is being put back in the queue both read COMPLETING; the count of restarts
   tells them apart, so that a cancelled job is never brought back;
 - an array task is always named `array_task`: the last task's plain id is the id of its whole array, and requeueing that
-  would restart every task.
+  would restart every task;
+- a controller that restarts is away for seconds to minutes. What must not be missed is asked again for `patience`
+  seconds; any command may also be missing, which is an answer that says nothing.
 """
 
 from __future__ import annotations
@@ -13,11 +15,21 @@ import contextlib
 import os
 import re
 import subprocess
+import time
 from collections.abc import Iterable, Iterator
 
 from ..train.errors import UserError
 
 SECONDS = 60  # that a busy controller may take to answer
+PATIENCE = 20.0  # seconds for which a controller that is away is asked again
+# What SLURM's commands say of a controller that does not answer, as against one that refuses. The last is `scontrol
+# requeue`'s word for a connection that failed.
+AWAY = re.compile(
+    r"unable to contact|connection (refused|timed out|reset)|connect failure|socket timed out|zero bytes were|"
+    r"unable to establish|unexpected message received",
+    re.IGNORECASE,
+)
+STRANDED = re.compile(r"requeued.held", re.IGNORECASE)  # of the reasons that squeue shows
 
 
 def inside_job() -> bool:
@@ -38,56 +50,159 @@ def restarts() -> int:
     return int(os.environ.get("SLURM_RESTART_COUNT") or 0)
 
 
-def live_jobs() -> set[str]:
-    """Ids of this user's jobs that wait or run, `array_task` for tasks of arrays.
+def live_jobs(patience: float = PATIENCE, own: bool = False) -> set[str]:
+    """Ids of everybody's jobs that wait or run, `array_task` for tasks of arrays: a sweep may be of several users.
+
+    Args:
+        patience: seconds for which a controller that is away is asked again.
+        own: this user's alone, which count against limits.
 
     Raises:
         UserError: SLURM does not answer.
     """
-    answer = _ask("squeue", "-h", "-r", "-u", str(os.getuid()), "-o", "%i")
+    return set(_queue("%i", patience, own).split())
+
+
+def jobs_named(name: str, patience: float = PATIENCE) -> dict[str, str]:
+    """State (PENDING, RUNNING, …) of this user's jobs of a name that are in the queue, by id.
+
+    Raises:
+        UserError: SLURM does not answer.
+    """
+    lines = (line.split("|", 2) for line in _queue("%i|%T|%j", patience).splitlines())
+    return {job: state for job, state, found in lines if found == name}
+
+
+def stranded(patience: float = PATIENCE) -> set[str]:
+    """Ids of this user's jobs that SLURM itself has put on hold, for they could not be launched: they wait for ever.
+
+    That happens to a job whose node thinks that it still runs there, and where its log cannot be opened.
+
+    Raises:
+        UserError: SLURM does not answer.
+    """
+    return {job for job, reason in _reasons(patience).items() if STRANDED.search(reason)}
+
+
+def held_jobs(patience: float = PATIENCE) -> set[str]:
+    """Ids of this user's jobs that are on hold as if by the user.
+
+    Raises:
+        UserError: SLURM does not answer.
+    """
+    return {job for job, reason in _reasons(patience).items() if reason == "JobHeldUser"}
+
+
+def _reasons(patience: float) -> dict[str, str]:
+    """Why jobs wait, by id."""
+    return dict(line.split("|", 1) for line in _queue("%i|%r", patience).splitlines())
+
+
+def release(jobs: Iterable[str]) -> str | None:
+    """Lets jobs start that are on hold; returns SLURM's words where it refuses. Those that are gone are no error."""
+    if not (names := sorted(jobs)):
+        return None
+    answer = ask("scontrol", "release", ",".join(names), patience=PATIENCE)
+    return words(answer) if answer.returncode else None
+
+
+def _queue(what: str, patience: float, own: bool = True) -> str:
+    whose = ["-u", str(os.getuid())] if own else []
+    answer = ask("squeue", "-h", "-r", *whose, "-o", what, patience=patience)
     if answer.returncode:
         raise UserError(
-            f"cluster is 'slurm' and squeue does not answer ({_words(answer)}); use cluster=local, or try later"
+            f"cluster is 'slurm' and squeue does not answer ({words(answer)}); use cluster=local, or try later"
         )
-    return set(answer.stdout.split())
+    return answer.stdout
 
 
 def fate(job: str, restarts_before: int) -> str:
     """What SLURM does with a job that still runs: `running`, `requeued`, `cancelled`, or `timeout` (over its limit).
 
+    A controller that does not answer does nothing with it yet: `running`.
+
     Args:
         job: the id, `array_task` for a task of an array.
         restarts_before: how often the job had been requeued when it started.
     """
-    shown = _ask("scontrol", "-o", "show", "job", job).stdout
+    shown = ask("scontrol", "-o", "show", "job", job, patience=PATIENCE).stdout
     fields = dict(re.findall(r"\b(JobState|Restarts|RunTime|TimeLimit)=(\S+)", shown))
     if int(fields.get("Restarts", 0)) > restarts_before:
         return "requeued"
     if fields.get("JobState") not in ("COMPLETING", "CANCELLED"):
         return "running"
-    limit = _seconds(fields.get("TimeLimit", ""))
-    over = limit is not None and (_seconds(fields.get("RunTime", "")) or 0) >= limit
+    limit = seconds(fields.get("TimeLimit", ""))
+    over = limit is not None and (seconds(fields.get("RunTime", "")) or 0) >= limit
     return "timeout" if over else "cancelled"
 
 
 def requeue(job: str, restarts_before: int) -> str | None:
-    """Puts this job back in the queue; returns SLURM's words where it refuses."""
-    answer = _ask("scontrol", "requeue", job)
-    # SLURM takes a requeued job's processes away, and that can hit the command before it has heard the answer.
-    if answer.returncode and fate(job, restarts_before) != "requeued":
-        return _words(answer)
-    return None
+    """Puts this job back in the queue; returns SLURM's words where it refuses, or is away for long."""
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        answer = ask("scontrol", "requeue", job)
+        # SLURM takes a requeued job's processes away, and that can hit the command before it has heard the answer.
+        if not answer.returncode or fate(job, restarts_before) == "requeued":
+            return None
+        if not is_away(answer) or time.monotonic() > deadline:
+            return words(answer)
+        time.sleep(1.0)
 
 
 def outcome(job: str | None) -> str | None:
     """How a job ended, in SLURM's word (COMPLETED, CANCELLED, OUT_OF_MEMORY, …), or None where nobody remembers."""
     if job is None:
         return None
-    words = _ask("sacct", "-n", "-X", "-P", "-j", job, "-o", "State").stdout.split()
-    if words:
-        return words[0]
-    found = re.search(r"\bJobState=(\S+)", _ask("scontrol", "-o", "show", "job", job).stdout)
+    # By the array: a task that never started may have no record but the array's own, as 7_[0-2%2].
+    answer = ask("sacct", "-n", "-X", "-P", "-j", job.split("_")[0], "-o", "JobID,State")
+    records = dict(line.split("|", 1) for line in answer.stdout.splitlines() if "|" in line)
+    if said := records.get(job) or next((records[name] for name in records if _covers(name, job)), None):
+        return said.split()[0]
+    found = re.search(r"\bJobState=(\S+)", ask("scontrol", "-o", "show", "job", job).stdout)
     return found[1] if found else None
+
+
+def node_of(job: str | None) -> str | None:
+    """The node that a job runs on or ran on last, several as SLURM writes them (`node[1-2]`); None where nobody knows.
+
+    Job ids other than SLURM's, such as the process ids of local jobs, have none.
+    """
+    if job is None or not re.fullmatch(r"\d+(_\d+)?", job):
+        return None
+    shown = ask("scontrol", "-o", "show", "job", job).stdout
+    found = re.search(r"(?<!\w)NodeList=(\S+)", shown)
+    names = [found[1]] if found else []
+    names += ask("sacct", "-n", "-X", "-P", "-j", job, "-o", "NodeList").stdout.split("\n")
+    return next((name for name in names if name and name not in ("(null)", "None assigned")), None)
+
+
+def elapsed(jobs: Iterable[str]) -> dict[str, float]:
+    """Seconds that jobs have run in all their starts, as accounting has it; none of a job that it does not know.
+
+    Args:
+        jobs: ids, `array_task` for tasks of arrays.
+    """
+    wanted, total = set(jobs), dict[str, float]()
+    arrays = sorted({job.split("_")[0] for job in wanted})
+    for start in range(0, len(arrays), 200):  # what a command line holds
+        names = ",".join(arrays[start : start + 200])
+        # With the duplicates: each start of a requeued job is a record of its own.
+        answer = ask("sacct", "-n", "-X", "-P", "-D", "-j", names, "-o", "JobID,ElapsedRaw")
+        for line in answer.stdout.splitlines():
+            job, _, duration = line.partition("|")
+            if job in wanted and duration.isdigit():
+                total[job] = total.get(job, 0.0) + float(duration)
+    return total
+
+
+def _covers(record: str, job: str) -> bool:
+    """Whether a record of an array's tasks, as `7_[0-2,5%2]`, is of a task as well."""
+    array, _, task = job.partition("_")
+    found = re.fullmatch(rf"{array}_\[([\d,-]+)(?:%\d+)?\]", record)
+    if found is None or not task:
+        return False
+    ends = [part.split("-") for part in found[1].split(",")]
+    return any(int(part[0]) <= int(task) <= int(part[-1]) for part in ends)
 
 
 def first_to_end(log: str) -> str | None:
@@ -100,7 +215,7 @@ def first_to_end(log: str) -> str | None:
 def cancel(jobs: Iterable[str]) -> None:
     """Cancels jobs; those that have ended already are no error."""
     if names := sorted(jobs):
-        _ask("scancel", *names)
+        ask("scancel", *names, patience=PATIENCE)
 
 
 @contextlib.contextmanager
@@ -118,21 +233,39 @@ def outside_any_job() -> Iterator[None]:
         os.environ.update(hidden)
 
 
-def _ask(*command: str) -> subprocess.CompletedProcess[str]:
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return subprocess.CompletedProcess(command, 1, "", str(error))
+def ask(*command: str, timeout: float = SECONDS, patience: float = 0.0) -> subprocess.CompletedProcess[str]:
+    """Calls one of SLURM's commands. One that is missing, or takes longer than `timeout`, has failed with those words.
+
+    Args:
+        command: with its arguments.
+        timeout: seconds for one call.
+        patience: seconds for which it is called again while the controller is away.
+    """
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            answer = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return subprocess.CompletedProcess(command, 1, "", str(error))
+        if not is_away(answer) or time.monotonic() > deadline:
+            return answer
+        time.sleep(1.0)
 
 
-def _words(answer: subprocess.CompletedProcess[str]) -> str:
+def is_away(answer: subprocess.CompletedProcess[str]) -> bool:
+    """Whether a command failed because nobody answered it."""
+    return answer.returncode != 0 and AWAY.search(answer.stderr) is not None
+
+
+def words(answer: subprocess.CompletedProcess[str]) -> str:
+    """What a command said of its failure."""
     return " ".join((answer.stderr or answer.stdout).split()) or f"exit code {answer.returncode}"
 
 
-def _seconds(clock: str) -> int | None:
-    """`[days-]hours:minutes:seconds` in seconds; None for UNLIMITED and the like."""
-    found = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d+):(\d+)", clock)
+def seconds(clock: str) -> int | None:
+    """SLURM's `[days-]hours:minutes:seconds` or `minutes:seconds` in seconds; None for UNLIMITED and the like."""
+    found = re.fullmatch(r"(?:(?:(\d+)-)?(\d+):)?(\d+):(\d+)", clock)
     if found is None:
         return None
-    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
-    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+    days, hours, minutes, rest = (int(part or 0) for part in found.groups())
+    return ((days * 24 + hours) * 60 + minutes) * 60 + rest

@@ -1,17 +1,25 @@
 #!/usr/bin/env bash
-# A real SLURM cluster on this machine for the tests marked `slurm`: munged, mariadbd, slurmdbd, slurmctld and two slurmd,
-# all on the loopback, without systemd, everything in one folder. Needs root, and the packages of Debian or Ubuntu.
+# A real SLURM cluster on this machine for the tests marked `slurm`: munged, mariadbd, slurmdbd, slurmctld and four
+# slurmd with 8 fake GPUs each, all on the loopback, without systemd, everything in one folder. Needs root, and the
+# packages of Debian or Ubuntu.
 #
 #   tests/slurm_cluster.sh up                 start whatever does not run yet; installs packages that are missing
 #   eval "$(tests/slurm_cluster.sh env)"      point this shell at it
 #   tests/slurm_cluster.sh down               cancel its jobs and stop it; job ids and accounting are kept
 #   tests/slurm_cluster.sh purge              stop it and remove its folder
 #
-# Partition `main` is the default; jobs in `low` are preempted by jobs in `main`, with ten seconds of grace.
+# For faults, where DAEMON is slurmctld, slurmdbd or slurmd-node<i>:
+#
+#   tests/slurm_cluster.sh kill DAEMON        kill -9; the steps that a slurmd has started live on
+#   tests/slurm_cluster.sh start DAEMON       start it again, unless it runs
+#   tests/slurm_cluster.sh restart DAEMON     stop it in good order and start it again
+#
+# Partition `main` is the default; jobs in `low` are preempted by jobs in `main`, with ten seconds of grace. A node whose
+# slurmd is silent for ten seconds is down. Account `root` is the default; `small` may have 8 jobs in the queue.
 set -euo pipefail
 
 root=${ISOFLOP_SLURM_ROOT:-${TMPDIR:-/tmp}/isoflop-slurm}
-nodes=${ISOFLOP_SLURM_NODES:-2} cpus=${ISOFLOP_SLURM_CPUS:-2} gpus=${ISOFLOP_SLURM_GPUS:-2} # of each virtual node
+nodes=${ISOFLOP_SLURM_NODES:-4} cpus=${ISOFLOP_SLURM_CPUS:-2} gpus=${ISOFLOP_SLURM_GPUS:-8} # of each virtual node
 port=${ISOFLOP_SLURM_PORT:-17800}
 dbd_port=$((port + 1)) ctld_port=$((port + 2)) sql_port=$((port + 3)) node_port=$((port + 10))
 packages=(slurm-wlm slurmdbd munge mariadb-server)
@@ -48,6 +56,27 @@ stop() { # NAME
     if [[ -d /proc/$pid ]]; then kill -9 "$pid"; fi
   fi
   rm -f "$root/run/$1.pid"
+}
+
+start() { # DAEMON
+  running "$1" && return
+  case $1 in
+    slurmdbd) slurmdbd ;; # reads the slurmdbd.conf beside $SLURM_CONF
+    slurmctld) slurmctld -f "$SLURM_CONF" ;;
+    slurmd-*) slurmd -N "${1#slurmd-}" -f "$SLURM_CONF" ;;
+    *)
+      say "the daemon is ${1:-missing}; it must be slurmctld, slurmdbd or slurmd-node1 to slurmd-node$nodes"
+      return 2
+      ;;
+  esac
+}
+
+kill_hard() { # DAEMON
+  if ! running "$1"; then
+    say "${1:-nothing} does not run"
+    return 1
+  fi
+  kill -9 "$(cat "$root/run/$1.pid")"
 }
 
 install_packages() {
@@ -122,7 +151,7 @@ SlurmdPidFile=$root/run/slurmd-%n.pid
 SlurmdLogFile=$root/log/slurmd-%n.log
 SlurmdSpoolDir=$root/spool/%n
 SlurmdParameters=config_overrides
-SlurmdTimeout=30
+SlurmdTimeout=10
 ReturnToService=1
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
@@ -142,6 +171,7 @@ AccountingStorageHost=127.0.0.1
 AccountingStoragePort=$dbd_port
 AccountingStoragePass=$root/munge/munge.sock
 AccountingStorageTRES=gres/gpu
+AccountingStorageEnforce=limits,qos
 GresTypes=gpu
 NodeName=node[1-$nodes] NodeHostname=localhost NodeAddr=127.0.0.1 Port=[$((node_port + 1))-$((node_port + nodes))] CPUs=$cpus RealMemory=64000 Gres=gpu:$gpus
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE DefaultTime=60 PriorityTier=10 PreemptMode=OFF
@@ -173,13 +203,17 @@ up() {
     --pid-file="$root/run/munged.pid" --log-file="$root/log/munged.log" --seed-file="$root/munge/munged.seed"
   wait_for 10 munge -n -S "$root/munge/munge.sock"
   running mariadbd || start_database
-  running slurmdbd || slurmdbd # reads the slurmdbd.conf beside $SLURM_CONF
+  start slurmdbd
   wait_for 60 sacctmgr -n list cluster
-  sacctmgr -n list cluster format=cluster | grep -qw isoflop || sacctmgr -i add cluster isoflop >/dev/null
-  running slurmctld || slurmctld -f "$SLURM_CONF"
+  if ! sacctmgr -n list cluster format=cluster | grep -qw isoflop; then
+    sacctmgr -i add cluster isoflop >/dev/null
+    sacctmgr -i add account small >/dev/null
+    sacctmgr -i add user root account=small MaxSubmitJobs=8 >/dev/null
+  fi
+  start slurmctld
   wait_for 30 scontrol ping
   local i
-  for ((i = 1; i <= nodes; i++)); do running "slurmd-node$i" || slurmd -N "node$i" -f "$SLURM_CONF"; done
+  for ((i = 1; i <= nodes; i++)); do start "slurmd-node$i"; done
   local tries
   for ((tries = 300; tries > 0; tries--)); do every_node_is_usable && break || sleep 0.1; done
   sinfo -N -o '%N %P %t %c %G' >&2
@@ -209,8 +243,11 @@ case ${1:-} in
   env) echo "export SLURM_CONF=$SLURM_CONF" ;;
   down) down ;;
   purge) down && rm -rf "$root" ;;
+  kill) kill_hard "${2:-}" ;;
+  start) start "${2:-}" ;;
+  restart) stop "${2:-}" && start "${2:-}" ;;
   *)
-    say "the one argument is ${1:-missing}; it must be up, env, down or purge"
+    say "the first argument is ${1:-missing}; it must be up, env, down, purge, kill, start or restart"
     exit 2
     ;;
 esac

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from isoflop.sweeps import attempt, slurm, worker
 from isoflop.sweeps.config import ClusterConfig
-from isoflop.sweeps.launch import Scripted, SlurmLauncher
 from isoflop.sweeps.plan import JobShape, job_shape
-from isoflop.sweeps.runs import RunDirectory, SweepDirectory
+from isoflop.sweeps.retries import Policy
+from isoflop.sweeps.runs import RunDirectory
+from isoflop.sweeps.submission import Call, Request, Submission
 from isoflop.train.config import ParallelConfig
 from isoflop.train.errors import UserError
 
@@ -65,7 +66,7 @@ def test_a_requeue_whose_answer_was_lost_has_happened_all_the_same(install: Inst
     assert slurm.requeue("7", 0) == "Access denied"
 
 
-def test_a_job_that_slurm_will_not_requeue_fails_with_slurms_words(
+def test_a_run_whose_job_slurm_will_not_requeue_stays_preempted_and_says_slurms_words(
     install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SUBMITIT_EXECUTOR", "slurm")
@@ -76,8 +77,8 @@ def test_a_job_that_slurm_will_not_requeue_fails_with_slurms_words(
     run.path.mkdir()
     run.set_state("preempted", reason="signal SIGUSR2")
     with pytest.raises(worker.RunFailed):
-        attempt.back_to_the_queue([run], 20)
-    assert run.state().state == "failed"
+        attempt.back_to_the_queue([run], Policy())
+    assert run.state().state == "preempted"
     assert "SLURM would not requeue its job (Requeue disabled)" in (run.state().reason or "")
 
 
@@ -108,14 +109,14 @@ def test_jobs_submitted_from_a_job_do_not_inherit_it(monkeypatch: pytest.MonkeyP
 def test_a_controller_that_does_not_answer_is_named(install: Install) -> None:
     install("squeue", "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1")
     with pytest.raises(UserError, match=r"squeue does not answer \(.*Unable to contact slurm controller\)"):
-        slurm.live_jobs()
+        slurm.live_jobs(patience=0.0)
 
 
 @pytest.mark.parametrize(("said", "outcome"), [("CANCELLED by 0", "CANCELLED"), ("OUT_OF_MEMORY", "OUT_OF_MEMORY")])
 def test_how_a_job_ended_comes_from_accounting_else_from_the_controller(
     install: Install, said: str, outcome: str
 ) -> None:
-    install("sacct", f"echo '{said}'")
+    install("sacct", f"echo '7|{said}'")
     install("scontrol", "echo JobState=COMPLETED")
     assert slurm.outcome("7") == outcome
     install("sacct", "echo 'Slurm accounting storage is disabled' >&2; exit 1")
@@ -123,6 +124,99 @@ def test_how_a_job_ended_comes_from_accounting_else_from_the_controller(
     install("scontrol", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
     assert slurm.outcome("7") is None
     assert slurm.outcome(None) is None
+
+
+def test_a_task_that_never_started_is_found_in_the_record_of_its_array(install: Install) -> None:
+    install("sacct", "echo '7_0|COMPLETED'; echo '7_1|FAILED'; echo '7_[0-2,5-9%2]|CANCELLED by 0'; echo '70_4|FAILED'")
+    install("scontrol", "exit 1")
+    found = {task: slurm.outcome(f"7_{task}") for task in (0, 1, 2, 4, 6, 10)}
+    assert found == {0: "COMPLETED", 1: "FAILED", 2: "CANCELLED", 4: None, 6: "CANCELLED", 10: None}
+
+
+AWAY = "echo 'Unable to contact slurm controller (connect failure)' >&2; exit 1"
+
+
+def test_a_controller_that_restarts_is_asked_again_and_one_that_stays_away_not_for_ever(
+    install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slurm.time, "sleep", lambda seconds: None)
+    count, later = tmp_path / "count", f"[ $(wc -l < {tmp_path / 'count'}) -gt 2 ] && {{"
+    install("squeue", f"echo >> {count}; {later} echo 5_1; exit 0; }}; {AWAY}")
+    assert slurm.live_jobs() == {"5_1"}
+    count.unlink()
+    # What `scontrol requeue` says of a connection that failed, and `scontrol show` as ever.
+    away = "echo 'Unexpected message received for job 7' >&2; exit 1"
+    install("scontrol", f"case $1 in requeue) echo >> {count}; {later} exit 0; }}; {away};; *) echo '{RUNNING}';; esac")
+    assert slurm.requeue("7", 0) is None
+    assert len(count.read_text()) == 3, "until it is heard"
+    monkeypatch.setattr(slurm, "PATIENCE", 0.05)
+    for name in ("squeue", "scontrol", "sacct", "scancel"):
+        install(name, AWAY)
+    with pytest.raises(UserError, match="squeue does not answer"):
+        slurm.live_jobs(patience=0.05)
+    assert "Unable to contact" in (slurm.requeue("7", 0) or "")
+    assert slurm.fate("7", 0) == "running"
+    slurm.cancel(["7"])
+
+
+def test_where_no_command_is_there_slurm_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")
+    assert slurm.fate("7", 0) == "running"
+    assert slurm.outcome("7") is None
+    assert slurm.node_of("7") is None
+    assert slurm.elapsed(["7", "5_1"]) == {}
+    with pytest.raises(UserError, match="squeue does not answer"):
+        slurm.live_jobs()
+
+
+def test_jobs_in_the_queue_are_found_by_name(install: Install) -> None:
+    install("squeue", "echo '5_1|RUNNING|mine-keep'; echo '6|PENDING|mine-keep'; echo '7|PENDING|mine-keep|er'")
+    assert slurm.jobs_named("mine-keep") == {"5_1": "RUNNING", "6": "PENDING"}
+    assert slurm.jobs_named("mine-keep|er") == {"7": "PENDING"}
+
+
+def test_jobs_that_slurm_has_put_on_hold_are_told_from_those_that_a_user_has(install: Install, tmp_path: Path) -> None:
+    """Taken from SLURM 22.05: the words of squeue."""
+    reasons = ("launch failed requeued held", "JobHeldUser", "Dependency", "JobHeldAdmin", "job requeued in held state")
+    install("squeue", "; ".join(f"echo '7_{task}|{reason}'" for task, reason in enumerate(reasons)))
+    assert slurm.stranded() == {"7_0"}
+    assert slurm.held_jobs() == {"7_1"}
+    install("scontrol", f"echo $* > {tmp_path / 'asked'}")
+    assert slurm.release({"7_3", "7_0"}) is None
+    assert (tmp_path / "asked").read_text() == "release 7_0,7_3\n"
+    install("scontrol", "echo 'Access/permission denied for job 7_0' >&2; exit 1")
+    assert slurm.release(["7_0"]) == "Access/permission denied for job 7_0"
+    assert slurm.release([]) is None
+
+
+def test_the_node_of_a_job_comes_from_the_controller_else_from_accounting(install: Install) -> None:
+    shown = "JobId=7 ReqNodeList=node3 ExcNodeList=node4 NodeList={} BatchHost=node1 NumNodes=2"
+    install("sacct", "echo 'node9'")
+    install("scontrol", f"echo '{shown.format('node[1-2]')}'")
+    assert slurm.node_of("5_1") == "node[1-2]"
+    for forgotten in (f"echo '{shown.format('(null)')}'", "echo 'Invalid job id specified' >&2; exit 1"):
+        install("scontrol", forgotten)
+        assert slurm.node_of("7") == "node9"
+    install("sacct", "echo 'None assigned'")
+    assert slurm.node_of("7") is None
+    install("scontrol", f"echo '{shown.format('node1')}'")
+    assert slurm.node_of("local-7") is slurm.node_of(None) is None
+
+
+def test_the_time_of_a_job_is_that_of_all_its_starts(install: Install, tmp_path: Path) -> None:
+    asked = tmp_path / "asked"
+    install("sacct", f"echo $* >> {asked}; echo '5_1|30'; echo '5_1|12'; echo '5_2|7'; echo '5_[3-9]|0'; echo '6|0'")
+    assert slurm.elapsed(["5_1", "5_3", "6", "8"]) == {"5_1": 42.0, "6": 0.0}
+    (line,) = asked.read_text().splitlines()
+    assert "-j 5,6,8 " in line, "an array is asked for once"
+
+
+@pytest.mark.parametrize(
+    ("clock", "seconds"),
+    [("30:00", 1800), ("01:02:03", 3723), ("1-00:00:01", 86401), ("UNLIMITED", None), ("infinite", None), ("", None)],
+)
+def test_slurms_clock_is_read(clock: str, seconds: int | None) -> None:
+    assert slurm.seconds(clock) == seconds
 
 
 # Taken from SLURM 22.05: a task that is killed, and what `srun` then does to the others.
@@ -156,8 +250,8 @@ def submitted(install: Install, tmp_path: Path, cluster: ClusterConfig, shape: J
     """The script that sbatch gets."""
     install("srun", "")
     install("sbatch", f"cp $1 {tmp_path / 'script'}; echo Submitted batch job 7")
-    launcher = SlurmLauncher(SweepDirectory(tmp_path / "sweep"), cluster, live=set())
-    launcher.submit_array(shape, "train", [Scripted(print, ())])
+    jobs = Submission("grid", "isoflop:0:0", cluster, tmp_path / "jobs", tmp_path, tmp_path / "code")
+    assert jobs.submit(Request("train", shape), [Call(print, ())]) == ["7"]
     return (tmp_path / "script").read_text()
 
 

@@ -1,0 +1,146 @@
+"""Everything that one launch submits, or nothing of it: jobs on hold, written down, released.
+
+Special here:
+- the order is: say in jobs/slurm.json that a transaction begins; submit on hold; write down all jobs, and from then on
+  they count; write the runs' states; release. Whatever kills the launcher on its way, `recover` finds what was meant;
+- what is refused, or interrupted, takes all jobs of the transaction out of the queue again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from ..train.errors import UserError
+from . import slurm, snapshot
+from .config import ClusterConfig
+from .launch_record import LaunchRecord, label, labelled_jobs
+from .runs import SweepDirectory
+from .submission import Call, QueueFull, Request, Submission, is_held, release
+
+
+class Transaction:
+    """One, open. `record` is what will be written down."""
+
+    def __init__(
+        self, sweep: SweepDirectory, cluster: ClusterConfig, record: LaunchRecord, name: str, room: int | None
+    ) -> None:
+        self.sweep, self.record, self.name, self._room = sweep, record, name, room
+        record.folder = record.folder or os.getcwd()
+        self.queued: dict[str, str | None] = {}  # by run id, the job of what waits; None: a queue's workers
+        self.superseded: list[str] = []  # jobs that need not start any more
+        # Never a folder of an earlier submission: where job ids start anew, a job would find another's files there.
+        folder = sweep.path.resolve() / "jobs" / f"slurm-{name}"
+        self._submission = Submission(
+            sweep.path.name, label(sweep, name), cluster, folder, Path(record.folder),
+            snapshot.take(sweep),
+        )  # fmt: skip
+
+    @property
+    def jobs(self) -> list[str]:
+        """What was submitted."""
+        return self._submission.jobs
+
+    @property
+    def room(self) -> int | None:
+        """Jobs that may still be submitted; None: any number."""
+        return None if self._room is None else max(0, self._room - len(self.jobs))
+
+    def submit(self, request: Request, calls: Sequence[Call]) -> list[str]:
+        """See `Submission.submit`; the queue is full also where there is no room by what was known before."""
+        if self.room is not None and len(calls) > self.room:
+            raise QueueFull("the queue takes no more jobs (cluster.max_submit); sweep again later")
+        return self._submission.submit(request, calls)
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Where the queue is full before the last of what is submitted herein, none of it stays."""
+        before = len(self.jobs)
+        try:
+            yield
+        except QueueFull:
+            slurm.cancel(self.jobs[before:])
+            del self.jobs[before:]
+            raise
+
+    def commit(self) -> None:
+        """Writes the jobs down, and lets them start."""
+        if self._submission.doubtful:
+            slurm.cancel(_jobs_of(self.sweep, self.name) - set(self.jobs))
+        if not is_held(self._submission.cluster):
+            self.record.held = sorted({job.split("_")[0] for job in self.jobs})
+        self.record.begun = None
+        self.record.write(self.sweep)
+        for name, job in self.queued.items():
+            run = self.sweep.run(name)
+            run.forget_failure()
+            run.set_state("queued", host=None, job_id=job)
+        retire_queues(self.sweep, self.record)
+        finish_release(self.sweep, self.record)
+        if self.superseded:
+            slurm.ask("scancel", "--state=PENDING", *self.superseded)
+
+
+@contextlib.contextmanager
+def transaction(
+    sweep: SweepDirectory, cluster: ClusterConfig, record: LaunchRecord, room: int | None
+) -> Iterator[Transaction]:
+    """Submits what is submitted herein, all of it or nothing; the caller holds the sweep.
+
+    Args:
+        sweep: whose jobs.
+        cluster: what they may ask for.
+        record: as it is on disk. It may be changed herein, and is worthless after an error.
+        room: jobs that may be submitted; None: any number.
+    """
+    name = os.urandom(4).hex()
+    began = Transaction(sweep, cluster, record, name, room)
+    record.begun = name
+    record.write(sweep)
+    try:
+        yield began
+    except BaseException:  # Ctrl-C too
+        slurm.cancel(began.jobs)
+        with contextlib.suppress(UserError):
+            recover(sweep, LaunchRecord.read(sweep))
+        raise
+    began.commit()
+
+
+def recover(sweep: SweepDirectory, record: LaunchRecord) -> None:
+    """Ends what a launcher left that was killed: jobs that it had not written down are cancelled, the others released.
+
+    Raises:
+        UserError: SLURM does not answer.
+    """
+    if record.begun is not None:
+        slurm.cancel(_jobs_of(sweep, record.begun))
+        record.begun = None
+        record.write(sweep)
+    retire_queues(sweep, record)
+    finish_release(sweep, record)
+
+
+def retire_queues(sweep: SweepDirectory, record: LaunchRecord) -> None:
+    """Puts queues of runs aside that the record does not know: nobody will ever work through them."""
+    for folder in (sweep.path / "jobs").glob("queue-*"):
+        if folder.name not in record.queues:
+            folder.rename(folder.with_name(f"past-{folder.name}"))
+
+
+def finish_release(sweep: SweepDirectory, record: LaunchRecord) -> None:
+    """Releases the jobs that the record says are held.
+
+    Raises:
+        UserError: SLURM does not answer.
+    """
+    if record.held:
+        release(record.held)
+        record.held = []
+        record.write(sweep)
+
+
+def _jobs_of(sweep: SweepDirectory, transaction: str) -> set[str]:
+    return {job for job, name in labelled_jobs(sweep).items() if name == transaction}

@@ -1,0 +1,95 @@
+"""Stand-ins for SLURM's commands: shell scripts on the PATH that keep a queue in a folder, and start nothing."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+# A job is a line `id comment`, a task of an array each; `held` and `begun` have an id a line.
+SBATCH = r"""
+kind=$(sed -n 's/^#SBATCH --job-name=.*-\([a-z]*\)$/\1/p' "$1")
+if [ -f refuse-$kind ]; then cat refuse-$kind >&2; exit 1; fi
+last=$(sed -n 's/^#SBATCH --array=0-\([0-9]*\).*/\1/p' "$1")
+count=$((${last:-0} + 1))
+if [ -f limit ] && [ $(($(wc -l <queue) + count)) -gt $(cat limit) ]; then
+  echo "sbatch: error: QOSMaxSubmitJobPerUserLimit" >&2; exit 1
+fi
+id=$(cat next); echo $((id + 1)) >next
+cp "$1" job-$id
+comment=$(sed -n "s/^#SBATCH --comment=//p" "$1")
+if [ -n "$last" ]; then seq 0 $last | sed "s/.*/${id}_& $comment/" >>queue; else echo "$id $comment" >>queue; fi
+if [ -f lose ]; then rm lose; echo "sbatch: error: Unable to contact slurm controller" >&2; exit 1; fi
+echo "Submitted batch job $id"
+"""
+SQUEUE = r"""case "$*" in *%k*) cat queue;; *) cut -d' ' -f1 queue;; esac"""
+SCANCEL = r"""for id; do grep -v "^$id[_ ]" queue >left || true; mv left queue; done"""
+SCONTROL = r"""
+case "$1" in
+  release) echo "$2" | tr , '\n' >>released;;
+  show) case "$2" in
+    config) echo "MaxArraySize            = $(cat max_array)";;
+    hostnames) echo "$3" | tr , '\n';;
+  esac;;
+esac
+"""
+SINFO = r"""tr ' ' '\n' <nodes"""
+
+
+class StandIn:
+    """What the stand-ins were asked, and what they have in the queue."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "bin").mkdir(parents=True)
+        scripts = {"sbatch": SBATCH, "squeue": SQUEUE, "scancel": SCANCEL, "scontrol": SCONTROL, "sinfo": SINFO}
+        for name, script in {**scripts, "srun": "", "sacctmgr": "exit 1"}.items():
+            path = folder / "bin" / name
+            # sbatch is told a path, which may be relative to where it was called.
+            path.write_text(f"#!/bin/sh\nset -e\ncd {folder}\n{script}\n")
+            path.chmod(0o755)
+        for name, content in {
+            "next": "100\n",
+            "queue": "",
+            "released": "",
+            "max_array": "1001\n",
+            "nodes": "a b",
+        }.items():
+            self.say(name, content)
+
+    def say(self, name: str, content: str) -> None:
+        """Sets what a stand-in answers: limit, max_array, nodes, refuse-KIND, lose."""
+        (self.folder / name).write_text(content)
+
+    def queue(self) -> list[str]:
+        """Ids of the jobs in the queue."""
+        return [line.split()[0] for line in (self.folder / "queue").read_text().splitlines()]
+
+    def released(self) -> set[str]:
+        """Jobs, or whole arrays, that may start."""
+        return set((self.folder / "released").read_text().split())
+
+    def end(self, *jobs: str) -> None:
+        """Jobs or tasks leave the queue."""
+        lines = (self.folder / "queue").read_text().splitlines(keepends=True)
+        gone = {line for line in lines if line.split()[0] in jobs or line.split("_")[0] in jobs}
+        self.say("queue", "".join(line for line in lines if line not in gone))
+
+    def is_ours(self, job: str) -> bool:
+        """Whether sbatch was called for it; others' jobs are put in the queue by tests."""
+        return (self.folder / f"job-{job}").exists()
+
+    def script(self, job: str) -> str:
+        return (self.folder / f"job-{job.split('_')[0]}").read_text()
+
+    def flags(self, job: str) -> dict[str, str]:
+        """What sbatch was told of a job or its array."""
+        found = re.findall(r"^#SBATCH --([\w-]+)(?:=(.*))?$", self.script(job), re.MULTILINE)
+        return {name: value.strip("'") for name, value in found}
+
+    def of_kind(self, kind: str) -> list[str]:
+        """Jobs or arrays in the queue of a kind, in the order of their submission."""
+        arrays = [job for job in dict.fromkeys(job.split("_")[0] for job in self.queue()) if self.is_ours(job)]
+        return [job for job in arrays if self.flags(job)["job-name"].endswith(f"-{kind}")]
+
+    def tasks(self, job: str) -> int:
+        return sum(task.split("_")[0] == job for task in self.queue())
