@@ -18,6 +18,7 @@ import numpy as np
 from . import figures, figures_law, figures_optimum, sections
 from .analysis import Analysis
 from .approaches import Estimate
+from .costs import what_it_cost
 from .errors import InputError
 from .files import write_text
 from .formatting import UNDETERMINED, amount, count, interval, loss, percent, ratio, scientific, text, times
@@ -48,11 +49,13 @@ def write_report(
     curves: pd.DataFrame | None = None,
     title: str = "Scaling-law report",
     provenance: Mapping[str, object] | None = None,
+    costs: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write report.html, law.json and PNG figures into `directory` (made if missing) and return the path of
     report.html.
 
     `curves`: run_id, step, tokens, flops, loss of every run (optional). `provenance`: names and values for the footer.
+    `costs`: what the runs cost, as `costs.json` of a sweep has it (see `costs.what_it_cost`).
     Raises InputError when the directory cannot be written to or the curves lack a column.
     """
     from .plots import save_figures
@@ -73,11 +76,13 @@ def write_report(
     write_text(folder / "law.json", json.dumps(content, allow_nan=False) + "\n")
     save_figures(analysis, folder, curves)
     path = folder / "report.html"
-    write_text(path, build_page(analysis, curves, title, origin).render())
+    write_text(path, build_page(analysis, curves, title, origin, costs).render())
     return path
 
 
-def build_page(a: Analysis, curves: Any, title: str, origin: Mapping[str, str]) -> Page:
+def build_page(
+    a: Analysis, curves: Any, title: str, origin: Mapping[str, str], costs: Mapping[str, Any] | None = None
+) -> Page:
     """The page, section by section."""
     page = Page(title)
     _head(page, a, title, origin)
@@ -88,6 +93,7 @@ def build_page(a: Analysis, curves: Any, title: str, origin: Mapping[str, str]) 
     _optimum(page, a)
     _scores(page, a)
     sections.conventions(page, a)
+    what_it_cost(page, costs)
     _run_table(page, a)
     _footer(page, a, origin)
     return page

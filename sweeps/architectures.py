@@ -7,6 +7,7 @@ widths go in steps of 4, because there the embedding tables are most of N and co
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import math
 from functools import cache
@@ -15,6 +16,8 @@ from ..train.config import ModelConfig
 from ..train.flops import count_parameters
 
 SHAPE_WEIGHT = 0.8  # how much a depth off the rule counts against a size off the target, both as logarithms
+
+_Candidate = tuple[int, float, ModelConfig]  # see `candidates`
 
 
 def head_dim(width: int) -> int:
@@ -54,7 +57,7 @@ def shaped(base: ModelConfig, width: int, depth: int) -> ModelConfig:
 
 
 @cache
-def _candidates(frozen_base: tuple[tuple[str, object], ...]) -> tuple[tuple[int, float, ModelConfig], ...]:
+def _candidates(frozen_base: tuple[tuple[str, object], ...]) -> tuple[_Candidate, ...]:
     base = ModelConfig(**dict(frozen_base))  # type: ignore[arg-type]
     result = []
     for width in widths():
@@ -65,12 +68,25 @@ def _candidates(frozen_base: tuple[tuple[str, object], ...]) -> tuple[tuple[int,
     return tuple(sorted(result, key=lambda item: item[:2]))
 
 
-def candidates(base: ModelConfig) -> tuple[tuple[int, float, ModelConfig], ...]:
+def candidates(base: ModelConfig) -> tuple[_Candidate, ...]:
     """Every well-shaped model as (N_total, distance from the depth rule, config), smallest first."""
     return _candidates(tuple(dataclasses.asdict(base).items()))
 
 
 def nearest(base: ModelConfig, wanted: float, above: int = 0) -> ModelConfig:
     """The well-shaped model whose N_total is nearest to `wanted`, among those with N_total > `above`."""
-    pool = [item for item in candidates(base) if item[0] > above]
-    return min(pool, key=lambda item: abs(math.log(item[0] / wanted)) + SHAPE_WEIGHT * item[1])[2]
+    pool = candidates(base)
+    pool = pool[bisect.bisect_right(pool, above, key=_total) :]
+
+    def distance(item: _Candidate) -> float:
+        return abs(math.log(item[0] / wanted)) + SHAPE_WEIGHT * item[1]
+
+    # What is farther off in size alone than some model is in all cannot be nearer.
+    some = pool[min(bisect.bisect_left(pool, wanted, key=_total), len(pool) - 1)]
+    reach = math.exp(distance(some)) * (1 + 1e-9)
+    first = bisect.bisect_left(pool, wanted / reach, key=_total)
+    return min(pool[first : bisect.bisect_right(pool, wanted * reach, key=_total)], key=distance)[2]
+
+
+def _total(item: _Candidate) -> int:
+    return item[0]

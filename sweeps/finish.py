@@ -1,23 +1,36 @@
-"""The end of a sweep: table.csv, the laws, the report, and the table that the terminal shows."""
+"""The end of a sweep: table.csv, the books, the laws, the report, and what the terminal shows of them.
+
+Special here: what only serves later (calibration, the tracker) is never an error, for the results are on disk by then.
+"""
 
 from __future__ import annotations
 
-import dataclasses
+import platform
+import sys
 from typing import Any
 
 from rich import box
 from rich.markup import escape
 from rich.table import Table
 
+from ..train.config import from_dict
 from ..train.errors import UserError
-from ..train.files import read_json
+from ..train.files import read_json, write_json
+from . import calibration, tracking
+from .accounting import account
+from .config import ClusterConfig
+from .estimates import measured
+from .plan import launch_bound_width
 from .runs import SweepDirectory
 from .table import loss_curves, write_table
-from .terminal import console, describe, short
+from .terminal import console, short
+
+COSTS = "costs.json"
+SHOWN = 3  # causes of waste that the terminal names
 
 
 def finish(sweep: SweepDirectory, targets: list[float] | None = None) -> dict[str, Any]:
-    """Writes table.csv, fit/law.json and fit/report.html from whatever the runs have written.
+    """Writes table.csv, costs.json, fit/law.json and fit/report.html from whatever the runs have written.
 
     Args:
         sweep: the sweep's directory.
@@ -42,10 +55,31 @@ def finish(sweep: SweepDirectory, targets: list[float] | None = None) -> dict[st
     analysis = fit.analyze(runs, tuple(wanted), options["bootstrap"], options["seed"], law)
     provenance = {key: settings.get(key) for key in ("isoflop_version", "git_commit", "git_dirty", "host", "written")}
     provenance["command"] = " ".join(settings.get("command", []))
+    costs = account(sweep).to_dict()
+    write_json(sweep.path / COSTS, costs)
     fit.write_report(
-        analysis, sweep.path / "fit", curves=loss_curves(sweep), title=sweep.path.name, provenance=provenance
-    )
+        analysis, sweep.path / "fit", curves=loss_curves(sweep), title=sweep.path.name, provenance=provenance,
+        costs=costs,
+    )  # fmt: skip
+    _teach(sweep, settings)
+    tracking.push_results(sweep, _say)
     return analysis.to_dict()
+
+
+def _teach(sweep: SweepDirectory, settings: dict[str, Any]) -> None:
+    """Adds what this sweep's runs reached to what the estimates of later sweeps are made from."""
+    cluster = from_dict(ClusterConfig, settings["config"]["cluster"])
+    if cluster.kind == "local" and settings.get("host") != platform.node():
+        return  # its runs were trained on another machine than this
+    threads = sweep.plan()["runs"][0]["shape"]["cpus"]
+    place = calibration.place_of(cluster, threads)
+    if (said := calibration.record(place, measured(sweep, launch_bound_width(cluster)))) is not None:
+        _say(f"note: {said}")
+
+
+def _say(line: str) -> None:
+    """To people alone: standard output may be somebody's JSON."""
+    print(line, file=sys.stderr)
 
 
 def print_result(sweep: SweepDirectory) -> None:
@@ -54,7 +88,8 @@ def print_result(sweep: SweepDirectory) -> None:
     if law is None:
         return
     print_law(law, sweep.path.name)
-    print(_cost(sweep))
+    if (costs := read_json(sweep.path / COSTS)) is not None:
+        print("\n".join(cost_lines(costs)))
     print(f"report: {sweep.path / 'fit' / 'report.html'}")
 
 
@@ -106,32 +141,29 @@ def _with_interval(value: float | None, interval: list[float] | None, say: Any) 
     return f"{say(value)} [{say(interval[0])}, {say(interval[1])}]" if interval else say(value)
 
 
-@dataclasses.dataclass(frozen=True)
-class Spent:
-    """What the runs that are done have cost, and what the plan said they would."""
-
-    runs: int
-    flops: float
-    seconds: float
-    estimated_seconds: float
-
-
-def spent(sweep: SweepDirectory) -> Spent:
-    """Adds up the summaries of the runs that are done; of a branch what came after its trunk."""
-    planned = {run["run_id"]: run for run in sweep.plan()["runs"]}
-    done = [(run.summary() or {}, planned[run.run_id]) for run in sweep.runs() if run.is_done()]
-    own = [1 - plan.get("first_step", 0) / plan["steps"] for _, plan in done]
-    return Spent(
-        len(done),
-        sum(share * summary["flops_exact"] for share, (summary, _) in zip(own, done, strict=True)),
-        sum(share * summary["seconds"] for share, (summary, _) in zip(own, done, strict=True)),
-        sum(plan["estimated_seconds"] for _, plan in done),
+def cost_lines(costs: dict[str, Any]) -> list[str]:
+    """What a sweep cost, in two lines: planned against used, and what was wasted."""
+    used, planned, unit = costs["used"], costs["planned"], costs["unit"]
+    price = "" if used["dollars"] is None else f", ${used['dollars']:,.2f}"
+    head = (
+        f"{costs['done']} of {costs['runs']} runs done, {used['flops']:.3g} FLOPs (exact) in {used['hours']:.3g} {unit}"
     )
+    head += f"{price} (planned: {planned['hours']:.3g})"
+    if (error := costs["error"]) is not None:
+        source = f"{costs['measured_runs']} measured runs" if costs["measured_runs"] else "an assumed speed"
+        head += f"; training took {error['ratio']:.2f} times its estimate from {source}"
+    return [head, _waste_line(costs)]
 
 
-def _cost(sweep: SweepDirectory) -> str:
-    cost = spent(sweep)
-    return (
-        f"{cost.runs} runs, {cost.flops:.3g} FLOPs (exact) in {describe(cost.seconds)} of training "
-        f"(planned: {describe(cost.estimated_seconds)})"
-    )
+def _waste_line(costs: dict[str, Any]) -> str:
+    wasted, causes = costs["wasted"], costs["causes"]
+    said = "nothing was wasted"
+    if wasted["hours"] > 0:
+        share = wasted["hours"] / costs["used"]["hours"]
+        said = f"wasted: {wasted['hours']:.3g} {costs['unit']} ({share:.1%}) and {wasted['flops']:.3g} FLOPs"
+    ended = [f"{lost['attempts']} {cause}" for cause, lost in causes.items() if lost["attempts"]]
+    if ended:
+        rest = len(ended) - SHOWN
+        more = f" and {rest} more cause{'s' * (rest > 1)}" if rest > 0 else ""
+        said += f"; attempts that ended early: {', '.join(ended[:SHOWN])}{more}"
+    return f"{said}; {costs['retries']} of {costs['retry_budget']} retries used"

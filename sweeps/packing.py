@@ -92,6 +92,20 @@ def unit_seconds(
     return _Clock({name: runs[name] for name in unit.runs}, seconds, launch_bound_width).piece(unit).seconds
 
 
+def paid_seconds(
+    unit: Unit, runs: Mapping[str, RunConfig], seconds: Mapping[str, float], launch_bound_width: float
+) -> dict[str, float]:
+    """What of a unit's time each of its runs pays, by run id: at any time an equal share with those that still train.
+
+    Arguments as `unit_seconds` takes them, and all shares together are its result.
+    """
+    piece = _Clock({name: runs[name] for name in unit.runs}, seconds, launch_bound_width).piece(unit)
+    names = sorted(unit.runs, key=lambda name: seconds[name])
+    lengths = [end - before for before, end in pairwise([0.0, *piece.passed])]
+    shares = accumulate(length / (len(names) - ended) for ended, length in enumerate(lengths))
+    return dict(zip(names, shares, strict=True))
+
+
 def wall_clock(
     units: Sequence[Unit], runs: Mapping[str, RunConfig], seconds: Mapping[str, float], places: int,
     launch_bound_width: float,
@@ -110,16 +124,12 @@ class _Piece:
     passed: list[float]  # time since the unit's start at those ends
     slowdown: list[float]  # before each end: time that goes by over time as if alone
     order: tuple[float, bool, tuple[str, ...]]  # longest first; of equal ones those that others wait for
+    serves: list[tuple[str, float]]  # branches, and how long after its start each finds what it waits for
 
     @property
     def seconds(self) -> float:
         """From its start to the end of its last run."""
         return self.passed[-1]
-
-    def reaches(self, until: float) -> float:
-        """From its start until each of its runs has done `until` of its own time, or has ended."""
-        phase = min(bisect.bisect_left(self.ends, until), len(self.ends) - 1)
-        return self.passed[phase] - max(0.0, self.ends[phase] - until) * self.slowdown[phase]
 
 
 Packing = dict[str, _Piece]  # what trains each run
@@ -134,12 +144,12 @@ class _Clock:
         self.width = {name: run.model.width for name, run in runs.items()}
         self.branches = {name for name, run in runs.items() if run.parent is not None}
         self.trunks = {run.parent for run in runs.values() if run.parent is not None}
-        # A branch starts when its trunk has done so much of its own time; one whose trunk is not here starts at once.
-        self.waits = {
-            name: (run.parent, seconds[run.parent] * trunk_steps(run) / runs[run.parent].steps)
-            for name, run in runs.items()
-            if run.parent is not None and run.parent in runs
-        }
+        # By trunk: branches, each of which starts when the trunk has done so much of its own time.
+        self.behind: dict[str, list[tuple[str, float]]] = {}
+        for name, run in runs.items():
+            if run.parent is not None and run.parent in runs:  # one whose trunk is not here starts at once
+                until = seconds[run.parent] * trunk_steps(run) / runs[run.parent].steps
+                self.behind.setdefault(run.parent, []).append((name, until))
 
     def longest_first(self, names: Iterable[str]) -> list[str]:
         return sorted(names, key=lambda name: (-self.seconds[name], name))
@@ -150,7 +160,15 @@ class _Clock:
         slowdown = [self._slowdown(unit.how, names[number:]) for number in range(len(names))]
         lengths = [end - before for before, end in pairwise([0.0, *ends])]
         passed = list(accumulate(length * slow for length, slow in zip(lengths, slowdown, strict=True)))
-        return _Piece(unit, ends, passed, slowdown, (-passed[-1], self.trunks.isdisjoint(unit.runs), unit.runs))
+
+        def reaches(until: float) -> float:
+            """From the start until each of the runs has done `until` of its own time, or has ended."""
+            phase = min(bisect.bisect_left(ends, until), len(ends) - 1)
+            return passed[phase] - max(0.0, ends[phase] - until) * slowdown[phase]
+
+        serves = [(branch, reaches(until)) for name in names for branch, until in self.behind.get(name, ())]
+        order = (-passed[-1], self.trunks.isdisjoint(unit.runs), unit.runs)
+        return _Piece(unit, ends, passed, slowdown, order, serves)
 
     def _slowdown(self, how: str, active: Sequence[str]) -> float:
         """Time that runs take side by side over what each takes alone."""
@@ -163,13 +181,12 @@ class _Clock:
     def wall_clock(self, pieces: Sequence[_Piece], places: int) -> float:
         """See the function of that name; the queue of a launch (`queue.py`) hands units out in the same way."""
         home = {name: number for number, piece in enumerate(pieces) for name in piece.unit.runs}
-        behind: dict[int, list[tuple[int, float]]] = {}  # of a trunk's piece: who waits for how much of it
         lacking = [0] * len(pieces)  # trunks that have not begun
         at = [0.0] * len(pieces)  # when the others are there
-        for name, (trunk, until) in self.waits.items():
-            if name in home and trunk in home:
-                behind.setdefault(home[trunk], []).append((home[name], until))
-                lacking[home[name]] += 1
+        for piece in pieces:
+            for name, _ in piece.serves:
+                if name in home:
+                    lacking[home[name]] += 1
         ready = [number for number, count in enumerate(lacking) if not count]  # a heap, as it is sorted
         coming: list[tuple[float, int]] = []
         free = [0.0] * max(1, places)
@@ -177,11 +194,13 @@ class _Clock:
             now = free[0] if ready else max(free[0], coming[0][0])
             while coming and coming[0][0] <= now:
                 heapq.heappush(ready, heapq.heappop(coming)[1])
-            begun = heapq.heappop(ready)
-            heapq.heapreplace(free, now + pieces[begun].seconds)
-            for number, until in behind.get(begun, ()):
+            begun = pieces[heapq.heappop(ready)]
+            heapq.heapreplace(free, now + begun.passed[-1])
+            for name, after in begun.serves:
+                if (number := home.get(name)) is None:
+                    continue
                 lacking[number] -= 1
-                at[number] = max(at[number], now + pieces[begun].reaches(until))
+                at[number] = max(at[number], now + after)
                 if not lacking[number]:
                     heapq.heappush(coming, (at[number], number))
         return max(free)

@@ -1,8 +1,10 @@
 """Runs become jobs: their cost, their order, what is trained together, and their shape. Pure.
 
 Special here:
-- training reaches peak * width / (width + half_speed_width) of the device's plain matrix-product rate, which is what
-  small models measured here do; the report compares the estimate with what was spent;
+- how fast a run trains is what past sweeps measured on such a device (`calibration.py`), and where none has, peak *
+  width / (width + half_speed_width) of its plain matrix-product rate, which is what small models do; the report
+  compares the estimate with what was spent;
+- estimates decide on order and place alone. Which runs there are, and what comes of them, does not depend on them;
 - a branch (`trunks.py`) costs what it trains itself, from where it leaves its trunk; C and D are those of the whole
   run, which is what its loss belongs to.
 """
@@ -10,16 +12,17 @@ Special here:
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ..train.config import ParallelConfig, RunConfig, run_id
 from ..train.errors import UserError
 from ..train.flops import count_parameters, flops_6nd, flops_exact
 from ..train.schedule import trunk_steps
+from .calibration import Calibration, kind_of
 from .config import ClusterConfig
-from .packing import Unit, pack, unit_seconds, wall_clock
+from .packing import Unit, pack, paid_seconds, wall_clock
 from .trunks import own_flops
 
 MANY_STEPS = 200_000  # beyond which a batch is far below what a run of that length can use
@@ -64,11 +67,14 @@ class PlannedRun:
     heads: int
     steps: int
     seed: int
+    sequence_length: int
+    precision: str
     shape: JobShape
     mesh: str  # how the run is spread over its ranks, as "tp2 dp4 zero1"; empty for one rank
-    estimated_seconds: float  # of the steps that the run itself takes
+    estimated_seconds: float  # of the steps that the run itself takes, alone
     parent: str | None = None  # the trunk that it branches from
     first_step: int = 0  # where it does
+    paid_seconds: float = 0.0  # of its unit's time: less than it takes alone, where runs are trained together
 
 
 @dataclass(frozen=True)
@@ -82,7 +88,11 @@ class Plan:
     total_flops: float  # exact convention, as trained: what branches share with a trunk counts once
     separate_flops: float  # the same had every run been trained from its first step
     gpu_hours: float
+    core_hours: float
     dollars: float | None
+    measured_runs: int = 0  # of past sweeps, behind the estimates; 0: some rate is assumed
+    # Of each kind of run by width: the FLOP/s that were measured, and by how many runs; a sweep goes on with these.
+    rates: dict[str, dict[int, tuple[float, int]]] = field(default_factory=dict)
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -94,8 +104,9 @@ class Plan:
 
 
 def plan(
-    runs: Sequence[RunConfig], cluster: ClusterConfig, flops_per_second: float, jobs_at_once: int, ensembles: int = 1
-) -> Plan:
+    runs: Sequence[RunConfig], cluster: ClusterConfig, flops_per_second: float, jobs_at_once: int, ensembles: int = 1,
+    threads: int | None = None, measured: Calibration | None = None,
+) -> Plan:  # fmt: skip
     """Cost, order and placement of a grid.
 
     Args:
@@ -104,19 +115,26 @@ def plan(
         flops_per_second: matrix-product peak of what one job gets, all ranks together.
         jobs_at_once: how many run side by side.
         ensembles: most runs that may be trained together as one ensemble.
+        threads: cores that a rank has; None: `cluster.cpus_per_task`.
+        measured: what past sweeps reached on such a device; None: nothing is known.
 
     Raises:
         UserError: a run's ranks do not fit on the cluster's nodes.
     """
-    planned = [_planned(run, cluster, flops_per_second) for run in runs]
+    rates = Rates(cluster, flops_per_second, measured or Calibration())
+    by_id = {run_id(run): run for run in runs}
+    planned = [_planned(name, run, cluster, rates, threads) for name, run in by_id.items()]
     # Longest first: the last job to start is then the shortest, and no core idles behind a long tail.
     planned.sort(key=lambda run: (-run.estimated_seconds, run.run_id))
     seconds = {run.run_id: run.estimated_seconds for run in planned}
-    shapes = {run.run_id: run.shape for run in planned}
     units = units_of(runs, seconds, cluster, jobs_at_once, ensembles)
-    by_id, bound = {run_id(run): run for run in runs}, launch_bound_width(cluster)
-    spent = [(shapes[unit.runs[0]], unit_seconds(unit, by_id, seconds, bound)) for unit in units]
-    gpu_hours = sum(duration * shape.gpus * shape.ranks for shape, duration in spent) / 3600
+    bound = launch_bound_width(cluster)
+    paid: dict[str, float] = {}
+    for unit in units:
+        paid |= paid_seconds(unit, by_id, seconds, bound)
+    planned = [replace(run, paid_seconds=paid[run.run_id]) for run in planned]
+    gpu_hours = sum(run.paid_seconds * run.shape.gpus * run.shape.ranks for run in planned) / 3600
+    core_hours = sum(run.paid_seconds * run.shape.cpus * run.shape.ranks for run in planned) / 3600
     if cluster.kind == "local":  # so many places are one GPU
         gpu_hours /= cluster.runs_per_gpu
     price = cluster.dollars_per_gpu_hour
@@ -128,7 +146,10 @@ def plan(
         total_flops=sum(run.flops_own for run in planned),
         separate_flops=sum(run.flops_exact for run in planned),
         gpu_hours=gpu_hours,
+        core_hours=core_hours,
         dollars=None if price is None else gpu_hours * price,
+        measured_runs=rates.measured_runs(by_id.values()),
+        rates={kind: dict(rates.measured.rates.get(kind, {})) for kind in sorted(set(map(_kind, runs)))},
     )
 
 
@@ -172,9 +193,31 @@ def remarks(plan: Plan) -> list[str]:
     return said
 
 
-def training_rate(width: int, cluster: ClusterConfig, flops_per_second: float) -> float:
-    """FLOP/s that training a model of this width is expected to reach."""
-    return flops_per_second * width / (width + cluster.half_speed_width)
+@dataclass(frozen=True)
+class Rates:
+    """How fast runs are expected to train: as measured, or else as assumed."""
+
+    cluster: ClusterConfig
+    flops_per_second: float  # matrix-product peak of a job
+    measured: Calibration
+
+    def of(self, run: RunConfig) -> float:
+        """FLOP/s, exact convention, that training a run alone is expected to reach."""
+        found = self.measured.rate(_kind(run), run.model.width, self.assumed)
+        return self.assumed(run.model.width) if found is None else found
+
+    def assumed(self, width: float) -> float:
+        """FLOP/s that training a model of this width reaches if nothing else is known."""
+        return self.flops_per_second * width / (width + self.cluster.half_speed_width)
+
+    def measured_runs(self, runs: Iterable[RunConfig]) -> int:
+        """How many measured runs are behind the estimates of these; 0 where some of them has none."""
+        kinds = {_kind(run) for run in runs}
+        return self.measured.runs(kinds) if all(self.measured.runs([kind]) for kind in kinds) else 0
+
+
+def _kind(run: RunConfig) -> str:
+    return kind_of(run.precision, describe_mesh(run.parallel), run.batch_tokens, run.data.sequence_length)
 
 
 def makespan(seconds: list[float], at_once: int) -> float:
@@ -185,8 +228,13 @@ def makespan(seconds: list[float], at_once: int) -> float:
     return max(places)
 
 
-def job_shape(parallel: ParallelConfig, cluster: ClusterConfig) -> JobShape:
+def job_shape(parallel: ParallelConfig, cluster: ClusterConfig, threads: int | None = None) -> JobShape:
     """The nodes and ranks of a run. Every node has as many ranks, and a tensor-parallel group stays within one node.
+
+    Args:
+        parallel: how the run is spread.
+        cluster: what a rank gets, and how many ranks a node takes.
+        threads: cores of a rank; None: `cluster.cpus_per_task`.
 
     Raises:
         UserError: a node does not take a whole tensor-parallel group.
@@ -201,7 +249,7 @@ def job_shape(parallel: ParallelConfig, cluster: ClusterConfig) -> JobShape:
             )
         groups = max(divisor for divisor in range(1, room + 1) if parallel.dp % divisor == 0)
     return JobShape(
-        cluster.gpus_per_job, cluster.cpus_per_task, cluster.memory_gb, cluster.time_minutes,
+        cluster.gpus_per_job, threads or cluster.cpus_per_task, cluster.memory_gb, cluster.time_minutes,
         nodes=parallel.dp // groups, ranks_per_node=groups * parallel.tp,
     )  # fmt: skip
 
@@ -213,11 +261,11 @@ def describe_mesh(parallel: ParallelConfig) -> str:
     return f"tp{parallel.tp} dp{parallel.dp}" + (f" zero{parallel.zero}" if parallel.zero else "")
 
 
-def _planned(run: RunConfig, cluster: ClusterConfig, flops_per_second: float) -> PlannedRun:
+def _planned(name: str, run: RunConfig, cluster: ClusterConfig, rates: Rates, threads: int | None) -> PlannedRun:
     own = own_flops(run)
     return PlannedRun(
-        run_id=run_id(run),
-        name=run.name or run_id(run),
+        run_id=name,
+        name=run.name or name,
         **vars(count_parameters(run.model)),
         D=run.D,
         flops_6nd=flops_6nd(run),
@@ -229,9 +277,11 @@ def _planned(run: RunConfig, cluster: ClusterConfig, flops_per_second: float) ->
         heads=run.model.heads,
         steps=run.steps,
         seed=run.seed,
-        shape=job_shape(run.parallel, cluster),
+        sequence_length=run.data.sequence_length,
+        precision=run.precision,
+        shape=job_shape(run.parallel, cluster, threads),
         mesh=describe_mesh(run.parallel),
-        estimated_seconds=own / training_rate(run.model.width, cluster, flops_per_second),
+        estimated_seconds=own / rates.of(run),
         parent=run.parent,
         first_step=trunk_steps(run) if run.parent is not None else 0,
     )

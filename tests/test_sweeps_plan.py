@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
-from isoflop.sweeps import conduct, probe
+from isoflop.sweeps import architectures, planning, probe
 from isoflop.sweeps.config import ClusterConfig, LadderGrid
 from isoflop.sweeps.grid import expand
+from isoflop.sweeps.packing import Unit, paid_seconds, unit_seconds
 from isoflop.sweeps.plan import MANY_STEPS, job_shape, makespan, plan, remarks
 from isoflop.sweeps.terminal import describe, short
-from isoflop.train.config import ModelConfig, ParallelConfig, RunConfig
+from isoflop.train.config import ModelConfig, ParallelConfig, RunConfig, run_id
 from isoflop.train.errors import UserError
 from isoflop.train.flops import flops_exact
 
@@ -75,13 +77,13 @@ def test_jobs_of_several_ranks_share_the_cores(
     ranks: int, jobs: int, threads: int, rate: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(probe, "cores", lambda: 8)
-    assert conduct.places(ClusterConfig(), ranks, 1.0) == conduct.Places(jobs, threads, rate)
+    assert planning.places(ClusterConfig(), ranks, 1.0) == planning.Places(jobs, threads, rate)
 
 
 def test_one_job_at_a_time_gives_its_ranks_all_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "cores", lambda: 8)
     for ranks, threads in ((1, 8), (2, 4), (3, 2)):
-        assert conduct.places(ClusterConfig(jobs=1), ranks, 1.0).threads == threads
+        assert planning.places(ClusterConfig(jobs=1), ranks, 1.0).threads == threads
 
 
 def test_longest_first() -> None:
@@ -148,3 +150,50 @@ def test_numbers_are_said_as_people_say_them(value: float, said: str) -> None:
 
 def test_durations_are_said_in_their_unit() -> None:
     assert [describe(s) for s in (12.4, 90, 5400)] == ["12 s", "1.5 min", "1.5 h"]
+
+
+def test_a_plan_says_what_it_costs_in_cores_where_there_is_no_gpu() -> None:
+    planned = plan(runs(), ClusterConfig(), 1e12, 2, threads=3)
+    assert planned.core_hours == pytest.approx(3 * sum(run.estimated_seconds for run in planned.runs) / 3600)
+    assert planned.gpu_hours == 0
+    assert {run.shape.cpus for run in planned.runs} == {3}
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_runs_of_a_unit_pay_for_its_time_once(seed: int) -> None:
+    """Against a clock that ticks: while several train, each pays an equal part of what goes by."""
+    chooser = random.Random(seed)
+    base = ModelConfig(width=16, vocab_size=256)
+    members = {run_id(run): run for run in (RunConfig(model=base, seed=number) for number in range(4))}
+    seconds = {name: float(chooser.randint(1, 9)) for name in members}
+    for how in ("alone", "ensemble", "shared"):
+        names = tuple(members)[:1] if how == "alone" else tuple(members)
+        unit = Unit(how, names)
+        paid = paid_seconds(unit, members, seconds, 16.0)
+        assert sum(paid.values()) == pytest.approx(unit_seconds(unit, members, seconds, 16.0))
+        left, expected, tick = {name: seconds[name] for name in names}, dict.fromkeys(names, 0.0), 1.0
+        while any(left.values()):
+            active = [name for name, rest in left.items() if rest]
+            # At this width launches take half of a step: an ensemble of n takes 1/2 + n/2 of the time of one.
+            slowdown = {"ensemble": 0.5 + len(active) / 2, "shared": max(1.0, len(active) / 2)}.get(how, 1.0)
+            for name in active:
+                left[name] -= tick
+                expected[name] += tick * slowdown / len(active)
+        assert paid == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_nearest_model_is_the_nearest_of_all(seed: int) -> None:
+    """Against a look at every one of them; the search looks at a few."""
+    chooser = random.Random(seed)
+    base = ModelConfig(vocab_size=chooser.choice([256, 50257]), tied_embeddings=chooser.random() < 0.5)
+    pool = architectures.candidates(base)
+    for _ in range(10):
+        wanted = 10 ** chooser.uniform(2, 11)
+        above = int(chooser.choice([0, 0.5, 2]) * wanted)
+
+        def distance(item: tuple[int, float, ModelConfig], wanted: float = wanted) -> float:
+            return abs(math.log(item[0] / wanted)) + architectures.SHAPE_WEIGHT * item[1]
+
+        best = min((item for item in pool if item[0] > above), key=distance)
+        assert architectures.nearest(base, wanted, above) == best[2]

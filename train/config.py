@@ -11,6 +11,7 @@ Special here:
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import math
@@ -224,15 +225,20 @@ def identity(config: RunConfig) -> dict[str, Any]:
 
 def _strip_cosmetic(node: Any) -> dict[str, Any]:
     result: dict[str, Any] = {}
-    for item in dataclasses.fields(node):
-        if item.metadata.get("cosmetic"):
-            continue
-        value = getattr(node, item.name)
-        if item.type == "float" and isinstance(value, int):
+    for name, is_float, is_group in _science(node.__class__):
+        value = getattr(node, name)
+        if is_float and isinstance(value, int):
             value = float(value)  # 1 and 1.0 are the same science
-        result[item.name] = _strip_cosmetic(value) if dataclasses.is_dataclass(value) else value
+        result[name] = _strip_cosmetic(value) if is_group else value
     # Groups such as tracker have nothing but cosmetic fields: leave no empty shell behind.
     return {key: value for key, value in result.items() if value != {}}
+
+
+@functools.cache
+def _science(node: type) -> list[tuple[str, bool, bool]]:
+    """Fields of a dataclass that are not cosmetic: the name, whether it is a float, and whether it is a group."""
+    fields = (item for item in dataclasses.fields(node) if not item.metadata.get("cosmetic"))
+    return [(item.name, item.type == "float", item.name in _GROUPS) for item in fields]
 
 
 def canonical_json(value: Any) -> str:
