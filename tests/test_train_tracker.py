@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
 from isoflop.train import tracker
-from isoflop.train.config import RunConfig, TrackerConfig, run_id
+from isoflop.train.config import ModelConfig, RunConfig, TrackerConfig, run_id
+from isoflop.train.files import JsonLines
 from isoflop.train.tracker import Tracker
 
 
@@ -19,22 +29,27 @@ def logged_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
 
 
+def run_config(**fields: Any) -> RunConfig:
+    return RunConfig(model=ModelConfig(vocab_size=256), **fields)
+
+
 class FakeRun:
     """Stands for wandb's run; fails where it is told to."""
 
     def __init__(self, failing: str) -> None:
-        self.failing, self.logged, self.finished = failing, [], False  # type: ignore[var-annotated]
+        self.failing, self.logged, self.exit_code = failing, [], None  # type: ignore[var-annotated]
         self.summary: dict[str, Any] = {}
+        self.settings = SimpleNamespace(mode="online")
 
     def log(self, record: dict[str, Any], step: int) -> None:
         if self.failing == "log":
             raise RuntimeError("the quota is used up")
         self.logged.append((step, record))
 
-    def finish(self) -> None:
+    def finish(self, exit_code: int) -> None:
         if self.failing == "finish":
-            raise ConnectionError("the network is gone")
-        self.finished = True
+            raise TimeoutError("the network\nis gone")
+        self.exit_code = exit_code
 
 
 def fake(monkeypatch: pytest.MonkeyPatch, failing: str = "") -> tuple[FakeRun, list[dict[str, Any]]]:
@@ -49,6 +64,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, failing: str = "") -> tuple[FakeRun, l
         return run
 
     monkeypatch.setattr(wandb, "init", init)
+    monkeypatch.setattr(tracker, "unreachable", lambda: None)
     return run, calls
 
 
@@ -56,7 +72,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, failing: str = "") -> tuple[FakeRun, l
 def test_without_a_login_a_real_run_is_offline_and_has_the_id_of_the_run(tmp_path: Path) -> None:
     import wandb
 
-    config = RunConfig(tracker=TrackerConfig(project="test"))
+    config = run_config(tracker=TrackerConfig(project="test"))
     said: list[str] = []
     view = Tracker(config, run_id(config), tmp_path, said.append)
     assert view._run.id == run_id(config)
@@ -77,7 +93,7 @@ def test_runs_of_one_process_are_open_side_by_side_and_each_keeps_its_own_lines(
     import wandb
 
     said: list[str] = []
-    configs = [RunConfig(seed=seed, tracker=TrackerConfig(project="test")) for seed in (0, 1)]
+    configs = [run_config(seed=seed, tracker=TrackerConfig(project="test")) for seed in (0, 1)]
     views = [Tracker(config, run_id(config), tmp_path / run_id(config), said.append) for config in configs]
     for step in (1, 2):
         for number, view in enumerate(views):
@@ -96,7 +112,7 @@ def test_runs_of_one_process_are_open_side_by_side_and_each_keeps_its_own_lines(
 def test_a_login_means_online_and_resuming_the_same_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     run, calls = fake(monkeypatch)
     monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
-    config = RunConfig(name="small", tracker=TrackerConfig(group="sweep", directory=str(tmp_path / "elsewhere")))
+    config = run_config(name="small", tracker=TrackerConfig(group="sweep", directory=str(tmp_path / "elsewhere")))
     view = Tracker(config, "0123456789", tmp_path, print)
     assert (calls[0]["mode"], calls[0]["resume"], calls[0]["id"]) == ("online", "allow", "0123456789")
     assert (calls[0]["name"], calls[0]["group"], calls[0]["dir"]) == ("small", "sweep", str(tmp_path / "elsewhere"))
@@ -106,27 +122,89 @@ def test_a_login_means_online_and_resuming_the_same_run(monkeypatch: pytest.Monk
     view.finish()
     assert run.logged == [(7, {"step": 7, "train_loss": 1.0})]
     assert run.summary == {"val_loss": 1.5}
-    assert run.finished
+    assert run.exit_code == 0
     # What is asked for goes before what is found, and the environment before a login.
-    Tracker(RunConfig(tracker=TrackerConfig(mode="offline")), "0123456789", tmp_path, print)
+    Tracker(run_config(tracker=TrackerConfig(mode="offline")), "0123456789", tmp_path, print)
     monkeypatch.setenv("WANDB_MODE", "offline")
-    Tracker(RunConfig(), "0123456789", tmp_path, print)
+    Tracker(run_config(), "0123456789", tmp_path, print)
     assert [call["mode"] for call in calls] == ["online", "offline", "offline"]
+
+
+def test_the_view_begins_with_what_the_file_has_and_gets_no_step_twice(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    run, _ = fake(monkeypatch)
+    monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
+    lines = JsonLines(tmp_path / "metrics.jsonl")
+    for step, loss in ((1, 4.0), (2, 3.0), (3, 2.5), (2, 3.0), (4, 2.0)):
+        lines.write({"step": step, "train_loss": loss})
+    lines.close()
+    view = Tracker(run_config(tracker=TrackerConfig(mode="online")), "0123456789", tmp_path, print)
+    for step in (3, 4, 5):
+        view.log({"step": step, "train_loss": 1.0})
+    view.finish()
+    assert [step for step, _ in run.logged] == [1, 2, 3, 4, 5]
+    assert run.exit_code == 1  # not at its end
+    assert json.loads((tmp_path / tracker.PUSHED).read_text()) == {"step": 5, "finished": False}
+    # Offline nobody knows what the directories of earlier attempts have: a new one gets everything.
+    run.logged.clear()
+    run.settings.mode = "offline"
+    (tmp_path / tracker.PUSHED).unlink()
+    Tracker(run_config(tracker=TrackerConfig(mode="offline")), "0123456789", tmp_path, print).finish()
+    assert [step for step, _ in run.logged] == [1, 2, 3, 4]
+    assert not (tmp_path / tracker.PUSHED).exists()
+
+
+@pytest.mark.usefixtures("logged_out")
+def test_where_no_server_answers_auto_is_offline_and_online_is_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    _, calls = fake(monkeypatch)
+    monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
+    monkeypatch.setattr(tracker, "unreachable", lambda: "it does not answer")
+    said: list[str] = []
+    Tracker(run_config(), "0123456789", tmp_path, said.append)
+    assert [call["mode"] for call in calls] == ["offline"]
+    assert said == ["it does not answer; going on offline, and `isoflop sync` sends it later"]
+    Tracker(run_config(tracker=TrackerConfig(mode="online")), "0123456789", tmp_path, said.append)
+    assert len(calls) == 1
+    assert said[1].startswith("wandb failed while starting (ConnectionError: it does not answer); ")
+
+
+def test_a_server_counts_as_reached_when_it_says_anything_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refusing(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            self.send_error(403)
+
+        def log_message(self, format: str, *arguments: Any) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Refusing) as server:
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        url = f"http://127.0.0.1:{server.server_address[1]}"
+        monkeypatch.setattr(tracker, "server", lambda: url)
+        assert tracker.unreachable() is None
+        thread.join()
+        # Now it takes connections and says nothing.
+        monkeypatch.setattr(tracker, "ANSWER_SECONDS", 0.05)
+        assert tracker.unreachable() == f"wandb's server {url} does not answer (timed out)"
+    assert "Connection refused" in str(tracker.unreachable())
+    monkeypatch.setattr(tracker, "server", lambda: "nonsense")
+    assert "nonsense" in str(tracker.unreachable())
 
 
 @pytest.mark.usefixtures("logged_out")
 def test_a_netrc_counts_as_a_login_and_a_broken_one_does_not(tmp_path: Path) -> None:
-    assert not tracker._logged_in()
-    (tmp_path / "home").mkdir()
+    assert not tracker.logged_in()
+    (tmp_path / "home").mkdir(exist_ok=True)  # wandb keeps its settings there
     netrc = tmp_path / "home" / ".netrc"
-    import wandb
-
-    host = urlsplit(wandb.Settings().base_url).hostname
+    host = urlsplit(tracker.server()).hostname
     netrc.write_text(f"machine {host}\n  login user\n  password secret\n")
     netrc.chmod(0o600)
-    assert tracker._logged_in()
+    assert tracker.logged_in()
     netrc.write_text("machine")
-    assert not tracker._logged_in()
+    assert not tracker.logged_in()
 
 
 @pytest.mark.usefixtures("logged_out")
@@ -136,20 +214,104 @@ def test_a_failure_is_said_once_and_stops_nothing(
 ) -> None:
     fake(monkeypatch, failing)
     said: list[str] = []
-    view = Tracker(RunConfig(), "0123456789", tmp_path, said.append)
+    view = Tracker(run_config(), "0123456789", tmp_path, said.append)
     for step in (1, 2, 3):
         view.log({"step": step})
     view.finish({"val_loss": 1.0})
     view.finish()
     assert len(said) == 1
     assert said[0].startswith(f"wandb failed while {what} (")
-    assert said[0].endswith("going on without it")
+    assert said[0].endswith("; metrics.jsonl has every line, and `isoflop sync` sends it")
+    assert "\n" not in said[0]
+    assert not (tmp_path / tracker.PUSHED).exists()
+
+
+@pytest.mark.usefixtures("logged_out")
+def test_a_disk_too_full_even_to_say_so_stops_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def full(line: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    fake(monkeypatch, "log")
+    view = Tracker(run_config(), "0123456789", tmp_path, full)
+    view.log({"step": 1})
+    view.finish({"val_loss": 1.0})
 
 
 def test_none_writes_nothing_and_imports_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     _, calls = fake(monkeypatch)
-    view = Tracker(RunConfig(tracker=TrackerConfig(kind="none")), "0123456789", tmp_path, print)
+    view = Tracker(run_config(tracker=TrackerConfig(kind="none")), "0123456789", tmp_path, print)
     view.log({"step": 1})
     view.finish({"val_loss": 1.0})
     assert calls == []
     assert list(tmp_path.iterdir()) == []
+
+
+KILLED = """
+import os, sys
+from pathlib import Path
+from isoflop.train.config import ModelConfig, RunConfig, TrackerConfig, run_id
+from isoflop.train.files import JsonLines
+from isoflop.train.tracker import Tracker
+
+config = RunConfig(model=ModelConfig(vocab_size=256), tracker=TrackerConfig(mode="offline"))
+directory = Path(sys.argv[1])
+lines = JsonLines(directory / "metrics.jsonl")
+view = Tracker(config, run_id(config), directory, print)
+for step in range(int(sys.argv[2]), int(sys.argv[3]) + 1):
+    record = {"step": step, "train_loss": 1.0 / step}
+    lines.write(record)
+    view.log(record)
+if sys.argv[4] == "killed":
+    os.kill(os.getpid(), 9)
+view.finish({"val_loss": 1.0})
+"""
+
+
+def alone(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs a program with a wandb process of its own: a child of a process that uses wandb shares it."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
+    command = [sys.executable, "-c", program, *arguments]
+    environment["WANDB_ERROR_REPORTING"] = "false"
+    return subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, timeout=60, check=False)
+
+
+# Files of the wandb process end here; this process has opened its own before.
+FULL = """
+import resource, signal, sys
+from pathlib import Path
+from isoflop.train.config import ModelConfig, RunConfig, TrackerConfig, run_id
+from isoflop.train.tracker import Tracker, server
+
+config = RunConfig(model=ModelConfig(vocab_size=256), tracker=TrackerConfig(mode="offline"))
+_, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+server()  # starts wandb's process
+resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+view = Tracker(config, run_id(config), Path(sys.argv[1]), print)
+for step in range(1, 5001):
+    view.log({"step": step, "train_loss": 1.0 / step, "padding": "x" * 100})
+view.finish({"val_loss": 1.0})
+print("trained to the end")
+"""
+
+
+@pytest.mark.slow
+def test_a_full_disk_below_wandb_stops_nothing(tmp_path: Path) -> None:
+    done = alone(FULL, str(tmp_path))
+    assert done.stdout.endswith("trained to the end\n")
+    assert max(file.stat().st_size for file in tmp_path.rglob("*.wandb")) <= 4096
+
+
+@pytest.mark.slow
+def test_a_killed_run_that_went_on_offline_is_whole_in_its_newest_directory(tmp_path: Path) -> None:
+    ended = [alone(KILLED, str(tmp_path), *how) for how in (("1", "20", "killed"), ("11", "30", "done"))]
+    assert [process.returncode for process in ended] == [-signal.SIGKILL, 0]
+    old, new = sorted((tmp_path / "wandb").glob("offline-run-*"))
+    assert [file.name for folder in (old, new) for file in folder.glob("*.wandb")] == [
+        f"run-{run_id(run_config())}.wandb"
+    ] * 2
+    command = [sys.executable, "-m", "wandb", "beta", "leet", "inspect", "--json", str(new)]
+    records = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    history = [json.loads(line) for line in records.splitlines() if '"type":"history"' in line]
+    assert [line["history"]["item"]["step"] for line in history] == list(range(1, 31))

@@ -1,13 +1,35 @@
-"""wandb beside metrics.jsonl. The file is the truth and wandb a view of it, so nothing here can stop a run."""
+"""wandb beside metrics.jsonl. The file is the truth and wandb a view of it, so nothing here can stop a run.
+
+Special here:
+- a start sends what metrics.jsonl has, and then each line whose step is new. So the view has every step once, whatever
+  was killed: online wandb leaves out what the server has; offline every attempt has a directory of its own under one
+  id, and the newest is whole, for wandb keeps the last 15 s of a killed run in memory alone;
+- steps that are logged again after a fall-back to an older checkpoint are not sent again: they are the same numbers;
+- everything that waits for a server has a bound. What a bound cuts off is in metrics.jsonl, and `isoflop sync` sends it
+  through this same class.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
-from .config import RunConfig, to_dict
+from .config import RunConfig, TrackerConfig, to_dict
+from .files import read_json, read_json_lines, write_json
+from .flops import count_parameters, flops_6nd, flops_exact
+from .schedule import trunk_steps
+
+# Files of a run directory that both the tracker and whoever starts runs know.
+LINEAGE = "lineage.json"  # where the run comes from: sweep, commit, attempt
+PUSHED = "wandb.json"  # what the server has, as far as it has confirmed
+
+# Short enough that an ensemble, whose runs end one after the other, gets through them in the grace of a preempted job.
+ANSWER_SECONDS = 3.0  # for a server to say anything at all, before a run starts
+INIT_SECONDS = 15.0
+FINISH_SECONDS = 10.0
 
 
 class Tracker:
@@ -16,63 +38,181 @@ class Tracker:
     Online when logged in, else offline; the wandb run id is the run_id, so a resumed run goes on in the same place.
     """
 
-    def __init__(self, config: RunConfig, run_id: str, directory: Path, report: Callable[[str], None]) -> None:
-        self._report = report
+    def __init__(
+        self, config: RunConfig, run_id: str, directory: Path, report: Callable[[str], None],
+        seconds: float | None = None,
+    ) -> None:  # fmt: skip
+        """Opens the view, and brings it up to where metrics.jsonl is.
+
+        Args:
+            config: of the run.
+            run_id: of the run.
+            directory: of the run.
+            report: gets a line where something fails, or goes on offline.
+            seconds: that `finish` may wait for the server; None: FINISH_SECONDS.
+        """
+        self._report, self._directory = report, directory
         self._run: Any = None
+        self._sent = 0  # the newest step that the view has
         if config.tracker.kind == "wandb":
-            self._guard("starting", lambda: self._start(config, run_id, directory))
+            self._guard("starting", lambda: self._start(config, run_id, seconds or FINISH_SECONDS))
 
-    def _start(self, config: RunConfig, run_id: str, directory: Path) -> None:
-        import wandb
-
+    def _start(self, config: RunConfig, run_id: str, seconds: float) -> None:
         settings = config.tracker
-        mode = settings.mode if settings.mode != "auto" else os.environ.get("WANDB_MODE", "")
-        mode = mode or ("online" if _logged_in() else "offline")
-        name = config.name or run_id
-        folder = Path(settings.directory) if settings.directory else directory
-        folder.mkdir(parents=True, exist_ok=True)
-        self._run = wandb.init(
-            project=settings.project, entity=settings.entity, group=settings.group, id=run_id, name=name,
-            mode=cast(Any, mode), dir=str(folder), config=to_dict(config), resume="allow" if mode == "online" else None,
-            reinit="create_new",  # beside the runs of this process that go on, those of an ensemble
-            settings=wandb.Settings(
-                silent=True, console="off", init_timeout=30, disable_git=True, x_disable_meta=True,
-                x_disable_stats=True,
-            ),
+        folder = Path(settings.directory) if settings.directory else self._directory
+        about = {**to_dict(config), "size": _size(config), "lineage": _lineage(config, self._directory)}
+        self._run = open_run(
+            settings, folder, self._report, seconds,
+            id=run_id, name=config.name or run_id, job_type="train", config=about,
         )  # fmt: skip
+        # Online wandb leaves out the steps that the server has. Its summary would say which, but may be ahead of them.
+        for record in metrics(self._directory):
+            self._send(record)
 
     def log(self, record: dict[str, Any]) -> None:
-        """Sends one line of metrics; its step is the trainer's."""
+        """Sends one line of metrics, unless the view has its step; the step is the trainer's."""
         if self._run is not None:
-            self._guard("logging", lambda: self._run.log(record, step=record["step"]))
+            self._guard("logging", lambda: self._send(record))
+
+    def _send(self, record: dict[str, Any]) -> None:
+        if record["step"] > self._sent:
+            self._run.log(record, step=record["step"])
+            self._sent = record["step"]
 
     def finish(self, summary: dict[str, Any] | None = None) -> None:
-        """Sends the final numbers and closes."""
+        """Sends the final numbers and closes; without a summary the run is not at its end."""
         if self._run is not None:
             run, self._run = self._run, None
-            self._guard("finishing", lambda: (run.summary.update(summary or {}), run.finish()))
+            self._guard("finishing", lambda: self._finish(run, summary))
+
+    def _finish(self, run: Any, summary: dict[str, Any] | None) -> None:
+        run.summary.update(summary or {})
+        run.finish(exit_code=1 if summary is None else 0)
+        if is_online(run):
+            write_json(self._directory / PUSHED, {"step": self._sent, "finished": summary is not None})
 
     def _guard(self, what: str, action: Callable[[], Any]) -> None:
         try:
             action()
         except Exception as error:
             # A tracker must never cost a run: networks, quotas and API changes are not the science.
-            self._report(f"wandb failed while {what} ({type(error).__name__}: {error}); going on without it")
             self._run = None
+            words = " ".join(str(error).split())
+            with suppress(OSError):  # a disk too full for the log
+                self._report(
+                    f"wandb failed while {what} ({type(error).__name__}: {words}); metrics.jsonl has every line, and "
+                    "`isoflop sync` sends it"
+                )
 
 
-def _logged_in() -> bool:
+def open_run(settings: TrackerConfig, folder: Path, report: Callable[[str], None], seconds: float, **about: Any) -> Any:
+    """A wandb run; with mode `auto` it is offline where no server can be had, and that is said.
+
+    Args:
+        settings: project, entity, group and mode.
+        folder: where wandb keeps its files.
+        report: gets the line.
+        seconds: that `finish()` may wait for the server, before it raises TimeoutError.
+        about: further arguments of `wandb.init`.
+
+    Raises:
+        Exception: wandb's own, of many kinds.
+    """
+    import wandb
+
+    asked = settings.mode if settings.mode != "auto" else os.environ.get("WANDB_MODE", "")
+    mode = asked or ("online" if logged_in() else "offline")
+    if mode == "online" and (silence := unreachable()) is not None:
+        if asked:
+            raise ConnectionError(silence)
+        report(f"{silence}; going on offline, and `isoflop sync` sends it later")
+        mode = "offline"
+    folder.mkdir(parents=True, exist_ok=True)
+    _service()
+    return wandb.init(
+        project=settings.project, entity=settings.entity, group=settings.group, dir=str(folder), mode=cast(Any, mode),
+        resume="allow" if mode == "online" else None,
+        reinit="create_new",  # beside the runs of this process that go on, those of an ensemble
+        settings=wandb.Settings(
+            silent=True, console="off", init_timeout=INIT_SECONDS, finish_timeout=seconds, finish_timeout_raises=True,
+            disable_git=True, x_disable_meta=True, x_disable_stats=True, x_disable_machine_info=True,
+            x_save_requirements=False,
+        ),
+        **about,
+    )  # fmt: skip
+
+
+def is_online(run: Any) -> bool:
+    """Whether a wandb run talks to a server; it may also be offline, or WANDB_MODE=disabled."""
+    return bool(run.settings.mode == "online")
+
+
+def metrics(directory: Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics.jsonl in order, each step once: a resumed run repeats those since its checkpoint."""
+    lines = {line["step"]: line for line in read_json_lines(directory / "metrics.jsonl") if "step" in line}
+    return [lines[step] for step in sorted(lines)]
+
+
+def _size(config: RunConfig) -> dict[str, Any]:
+    """N and C under each convention, and D."""
+    counts = vars(count_parameters(config.model))
+    return {**counts, "D": config.D, "flops_6nd": flops_6nd(config), "flops_exact": flops_exact(config)}
+
+
+def _lineage(config: RunConfig, directory: Path) -> dict[str, Any]:
+    """Where a run comes from: its sweep, and the trunk and step that it branches from."""
+    branch_step = None if config.parent is None else trunk_steps(config)
+    return {"sweep": config.tracker.group, "parent": config.parent, "branch_step": branch_step} | (
+        read_json(directory / LINEAGE) or {}
+    )
+
+
+def logged_in() -> bool:
     """Whether wandb would find credentials without asking for them."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     import netrc
     from urllib.parse import urlsplit
 
-    import wandb
-
-    host = urlsplit(wandb.Settings().base_url).hostname or ""
+    host = urlsplit(server()).hostname or ""
     file = os.environ.get("NETRC") or str(Path.home() / ".netrc")
     try:
         return netrc.netrc(file).authenticators(host) is not None
     except (OSError, netrc.NetrcParseError):
         return False
+
+
+def server() -> str:
+    """Address of the server that wandb would talk to."""
+    return str(_service().settings.base_url)
+
+
+def _service() -> Any:
+    """The wandb process, which all runs of this one share, and the settings of environment and files.
+
+    Silent, for it warns of each line that the server has already; what matters is said by `Tracker`.
+    """
+    import wandb
+
+    return wandb.setup(wandb.Settings(silent=True))
+
+
+def unreachable() -> str | None:
+    """Why nothing can be sent, in a few words; None where the server answers, whatever it says.
+
+    Asked before wandb is: it would try again and again until its own bound.
+    """
+    from http.client import HTTPException
+    from ssl import SSLError
+    from urllib.error import HTTPError
+    from urllib.request import Request, urlopen
+
+    try:
+        urlopen(Request(server(), method="HEAD"), timeout=ANSWER_SECONDS).close()
+    except HTTPError:
+        return None
+    except (OSError, HTTPException, ValueError) as error:
+        if isinstance(getattr(error, "reason", None), SSLError):
+            return None  # whom to trust is wandb's affair
+        return f"wandb's server {server()} does not answer ({error})"
+    return None
