@@ -46,6 +46,7 @@ td.wrap{white-space:normal;min-width:22rem}
 thead th{border-bottom:2px solid var(--ink);font-weight:600;vertical-align:bottom}
 td.r,th.r{text-align:right} td small{display:block;color:var(--soft);font-size:.8rem}
 tr.group th{background:var(--wash);font-weight:600;padding-top:10px}
+tr.part td{color:var(--soft)} tr.part td:first-child{padding-left:28px}
 tr.group small{font-weight:400;color:var(--soft);margin-left:8px}
 .key{display:inline-block;width:22px;height:0;border-top:3px solid;vertical-align:middle;margin-right:8px}
 .sortable th{cursor:pointer;user-select:none} .sortable th:hover{color:var(--accent)}

@@ -30,10 +30,10 @@ from ..train.errors import UserError
 from ..train.files import read_json
 from . import probe
 from .benchmarks import Row, contract_row
-from .conduct import fill_budgets, places, resolve_runs, write_plan
 from .config import LadderGrid, SweepConfig
 from .entry import compose
 from .plan import Plan, plan
+from .planning import Prepared, fill_budgets, places, resolve_runs, write_plan
 from .runs import RunDirectory, SweepDirectory
 from .trunks import merge
 
@@ -210,9 +210,10 @@ def peer_main(overrides: list[str]) -> None:
     config, rate = planned.config, planned.config.cluster.flops_per_second
     assert rate is not None
     sweep = SweepDirectory(Path(config.output_root) / "measured")
-    directories = write_plan(sweep, config, planned.plan, planned.runs, rate, ["isoflop", "bench", "grid"])
+    prepared = Prepared(sweep, config, planned.runs, planned.plan, rate, remarks=[])
+    write_plan(prepared, ["isoflop", "bench", "grid"])
     room = places(config.cluster, 1, rate)
-    one_process_a_run(directories, room.jobs, room.threads)
+    one_process_a_run(prepared.directories, room.jobs, room.threads)
     finish(sweep)
 
 
@@ -220,7 +221,10 @@ def one_process_a_run(runs: Sequence[RunDirectory], at_once: int, threads: int) 
     """Trains runs in the order given, each in a process of its own, so many at a time with so many threads each."""
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")
     environment = {**os.environ, **dict.fromkeys(names, str(threads))}
-    program = "import sys; from isoflop.sweeps.worker import train_run; train_run(sys.argv[1])"
+    program = (
+        "import sys; from isoflop.sweeps.retries import Policy; from isoflop.sweeps.worker import train_run; "
+        "train_run(sys.argv[1], Policy())"
+    )
     waiting, running = list(runs), list[subprocess.Popen[bytes]]()
     try:
         while waiting or running:

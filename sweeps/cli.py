@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from ..train.errors import UserError
+from . import cli_sweep
+from .cli_sweep import Json, show
 from .entry import guarded
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
+app.add_typer(cli_sweep.app)
 data = typer.Typer(no_args_is_help=True, help="Build shards, and stage benchmarks for nodes without a network.")
 bench = typer.Typer(no_args_is_help=True, help="Measure ours beside the peer, in one run.")
 app.add_typer(data, name="data")
 app.add_typer(bench, name="bench")
-
-Sweep = Annotated[Path, typer.Argument(help="A sweep directory, such as outputs/chinchilla.", show_default=False)]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
 def main() -> None:
@@ -30,9 +29,7 @@ def main() -> None:
 
 def _run() -> int:
     try:
-        app(standalone_mode=False)
-    except typer.Exit as exit_:
-        return exit_.exit_code
+        code = app(standalone_mode=False)
     except typer.Abort:
         raise KeyboardInterrupt from None
     except Exception as error:
@@ -41,43 +38,7 @@ def _run() -> int:
             error.show()
             return int(error.exit_code)
         raise
-    return 0
-
-
-@app.command()
-def status(sweep: Sweep, as_json: Json = False) -> None:
-    """States by count, and every run's step, loss, speed and place."""
-    from .runs import SweepDirectory
-    from .status import print_status, sweep_status
-
-    _show(sweep_status(SweepDirectory.open(sweep)), as_json, print_status)
-
-
-@app.command()
-def logs(
-    sweep: Sweep,
-    run: Annotated[str, typer.Argument(help="A run id, or its first digits.", show_default=False)],
-) -> None:
-    """What a run has said, from its first attempt on."""
-    from .runs import SweepDirectory
-
-    matching = [item for item in SweepDirectory.open(sweep).runs() if item.run_id.startswith(run)]
-    if len(matching) != 1:
-        found = ", ".join(item.run_id for item in matching) or "none"
-        raise UserError(f"run is {run!r}, which must begin exactly one run id of {sweep}; it begins {found}")
-    log = matching[0].path / "log.txt"
-    print(log.read_text(encoding="utf-8") if log.exists() else f"run {matching[0].run_id} has not started", end="")
-
-
-@app.command()
-def report(sweep: Sweep) -> None:
-    """Writes the table, the laws and the report anew from what the runs have written."""
-    from .finish import finish, print_result
-    from .runs import SweepDirectory
-
-    directory = SweepDirectory.open(sweep)
-    finish(directory)
-    print_result(directory)
+    return code if isinstance(code, int) else 0  # what `typer.Exit` was given
 
 
 @app.command()
@@ -103,7 +64,7 @@ def evaluate(
     progress = None if as_json else print
     scores = evaluate_checkpoint(path, tasks, folder / "scores.json", limit=limit, device=device, progress=progress)
     write_checkpoint_report(scores, folder / "report.html")
-    _show(scores, as_json, lambda scores: print(format_scores(scores)))
+    show(scores, as_json, lambda scores: print(format_scores(scores)))
     if not as_json:
         print(f"report: {folder / 'report.html'}")
 
@@ -155,7 +116,7 @@ def fit_table(
         if output is not None:
             fit.write_report(analysis, output, title=table.stem, provenance={"table": str(table)})
         result = analysis.to_dict()
-    _show(result, as_json, lambda law: print_law(law, table.name))
+    show(result, as_json, lambda law: print_law(law, table.name))
     if output is not None and not as_json:
         print(f"report: {output / 'report.html'}")
 
@@ -182,7 +143,7 @@ def plan(
         inter_bandwidth=network_gb_per_s * 1e9, ranks_per_node=ranks_per_node,
     )  # fmt: skip
     choice = choose(read_run(run), ranks, hardware, margin)
-    _show(choice, as_json, print_choice, explain)
+    show(choice, as_json, print_choice, explain)
 
 
 def _columns(pairs: list[str]) -> dict[str, str]:
@@ -279,22 +240,26 @@ def bench_fits(as_json: Json = False) -> None:
     """Fits a second of our solver beside SciPy's L-BFGS-B, on the same runs and resamples, in turn."""
     from .bench_fit import bench_fit, print_fit_benchmark
 
-    _show(bench_fit(), as_json, print_fit_benchmark)
+    show(bench_fit(), as_json, print_fit_benchmark)
+
+
+@bench.command(name="queue")
+def bench_queues(
+    runs: Annotated[int, typer.Option(help="Trivial runs in the queue.")] = 1000,
+    workers: Annotated[int, typer.Option(help="Processes that go through it.")] = 2,
+    tasks: Annotated[int, typer.Option(help="Array tasks of the peer, where SLURM answers; 0: no peer.")] = 50,
+    as_json: Json = False,
+) -> None:
+    """What a run costs beside its training, in a worker queue and as an array task of submitit."""
+    from .bench_queue import bench_queue
+
+    _show_rows(bench_queue(runs, workers, tasks), as_json)
 
 
 def _show_rows(rows: Iterable[dict[str, Any]], as_json: bool, about: str = "") -> None:
     from .benchmarks import print_benchmark
 
-    _show(list(rows), as_json, lambda rows: print_benchmark(rows, about))
-
-
-def _show(
-    value: Any, as_json: bool, pretty: Callable[[Any], None], plain: Callable[[Any], Any] = lambda value: value
-) -> None:
-    if as_json:
-        print(json.dumps(plain(value), indent=1, allow_nan=False))
-    else:
-        pretty(value)
+    show(list(rows), as_json, lambda rows: print_benchmark(rows, about))
 
 
 if __name__ == "__main__":

@@ -94,21 +94,20 @@ def to_sweep_config(config: object) -> SweepConfig:
 
 def guarded(work: Callable[[], int]) -> int:
     """Runs a command and turns what a user can cause into one sentence and an exit code."""
-    from hydra.errors import HydraException
-    from omegaconf.errors import OmegaConfBaseException
-
     try:
         return work()
     except (UserError, InputError) as error:
         return _say(str(error), 2)
-    except (HydraException, OmegaConfBaseException) as error:
-        return _say(composition_error(error), 2)
     except BrokenPipeError:
         return 0  # the reader of a pipe, such as head, has seen enough
     except OSError as error:
         return _say(f"{error.strerror or error}: {error.filename or 'no file named'}", 1)
     except KeyboardInterrupt:
         return _say("interrupted; everything finished so far is kept, and the same command goes on from here", 130)
+    except Exception as error:
+        if type(error).__module__.split(".")[0] not in ("hydra", "omegaconf"):  # which take a while to import
+            raise
+        return _say(composition_error(error), 2)
 
 
 def composition_error(error: Exception) -> str:

@@ -1,97 +1,238 @@
-"""Run directories become a view of a sweep: states by count, and per run its step, loss, speed, place and reason."""
+"""Run directories become a view of a sweep: states by count, and per run its step, loss, speed, place and reason.
+
+Special here:
+- a directory listing and at most four small files a run, so that a thousand runs are a fraction of a second; under
+  `--watch` a run whose directory has not changed is not read again;
+- "now" is the file system's clock, as a heartbeat's is: the clock of whoever looks may be minutes off;
+- SLURM only explains. It is asked once, for why jobs wait, and only about a sweep that went to SLURM.
+"""
 
 from __future__ import annotations
 
 import collections
-import time
+import dataclasses
+import heapq
+import math
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
-from rich import box
-from rich.table import Table
+from ..train.errors import UserError
+from ..train.files import read_json, read_json_lines
+from . import attempts, heartbeat, slurm
+from .config import ClusterConfig
+from .retries import RETRIED, Policy
+from .runs import STATES, RunDirectory, SweepDirectory, now_on
 
-from .runs import STATES, SweepDirectory
-from .terminal import console, describe, short
+Row = dict[str, Any]
+SQUEUE_SECONDS = 5.0  # that a look waits for an explanation
+# What every version's plan says of a run, and the commands here read.
+PLANNED = ("run_id", "name", "N_total", "D", "steps", "shape", "estimated_seconds")
+OPEN = ("running", "preempted", "queued", "planned")  # states that a run leaves by itself
 
 
-def sweep_status(sweep: SweepDirectory) -> dict[str, Any]:
-    """Everything that the run directories say, as plain values (the `--json` of `isoflop status`)."""
-    runs = []
-    for planned in sweep.plan()["runs"]:
-        run = sweep.run(planned["run_id"])
-        state, last, summary = run.state(), run.last_metrics(), run.summary()
-        step = last.get("step", 0)
-        rate = last.get("tokens_per_s")
-        tokens_left = max(0, planned["D"] - last.get("tokens", 0))
-        runs.append(
-            {
-                "run_id": run.run_id,
-                "name": planned["name"],
-                "state": state.state,
-                "reason": state.reason,
-                "attempt": state.attempt,
-                "host": state.host,
-                "mesh": planned.get("mesh", ""),
-                "parent": planned.get("parent"),
-                "job_id": state.job_id,
-                "since": state.since,
-                "N_total": planned["N_total"],
-                "D": planned["D"],
-                "step": step,
-                "steps": planned["steps"],
-                "loss": summary["val_loss"] if summary and state.state == "done" else last.get("train_loss"),
-                "tokens_per_s": rate,
-                "mfu": last.get("mfu"),
-                "eta_seconds": tokens_left / rate if rate and state.state == "running" else None,
-                "scored": summary is not None and (run.path / "eval" / f"step_{summary['step']}.json").exists(),
-            }
+def open_sweep(path: Path | str) -> SweepDirectory:
+    """An existing sweep whose plan this version can read.
+
+    Raises:
+        UserError: the folder is no sweep, or is one of another version.
+    """
+    sweep = SweepDirectory.open(path)
+    if absent := lacking(sweep.plan()):
+        from .. import __version__
+        from .planning import yaml_or_empty
+
+        wrote = yaml_or_empty(sweep.path / "sweep.yaml").get("isoflop_version", "an unknown version")
+        raise UserError(
+            f"{sweep.path / 'plan.json'} lacks {absent}, for isoflop {wrote} wrote it and this is {__version__}; "
+            "use the version that wrote it, or sweep into another folder"
         )
-    counts = collections.Counter(run["state"] for run in runs)
+    return sweep
+
+
+def lacking(plan: Mapping[str, Any]) -> str | None:
+    """A field that a run of a plan lacks, as where another version wrote it; None where all are there."""
+    for planned in plan["runs"]:
+        for name in PLANNED:
+            if not isinstance(planned, dict) or name not in planned:
+                return name
+    return None
+
+
+def sweep_status(sweep: SweepDirectory, before: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Everything that the run directories say, as plain values (the `--json` of `isoflop status`).
+
+    Args:
+        sweep: the sweep.
+        before: an earlier status of it; what ended then and has not been touched since is not read again.
+    """
+    plan = sweep.plan()
+    known = {row["run_id"]: row for row in (before or {}).get("runs", []) if row["state"] not in OPEN}
+    rows = []
+    for planned in [*plan["runs"], *_added(sweep, plan)]:
+        run = sweep.run(planned["run_id"])
+        row, changed = known.get(run.run_id), _changed(run)
+        if row is None or row["changed"] != changed:
+            row = _read(run, planned, changed)
+        rows.append(row)
+    _add_life(sweep, rows)
+    _add_waits(sweep, rows)
+    counts = collections.Counter(row["state"] for row in rows)
     report = sweep.path / "fit" / "report.html"
     return {
         "sweep": sweep.path.name,
         "states": {state: counts[state] for state in STATES if counts[state]},
-        "runs": runs,
+        "gpu_hours": sum(row["gpu_hours"] for row in rows),
+        "core_hours": sum(row["core_hours"] for row in rows),
+        "retries": sum(row["retries"] for row in rows),
+        "eta_seconds": sweep_eta(rows),
+        "runs": rows,
         "report": str(report) if report.exists() else None,
     }
 
 
-def print_status(status: dict[str, Any]) -> None:
-    """The status as a table."""
-    out = console()
-    counts = ", ".join(f"{count} {state}" for state, count in status["states"].items())
-    table = Table(title=f"{status['sweep']}: {counts}", title_justify="left", box=box.SIMPLE)
-    for column in ("run", "state", "N", "D", "step", "loss", "tok/s", "MFU", "ETA", "where"):
-        table.add_column(column, justify="left" if column in ("run", "state", "where") else "right", no_wrap=True)
-    for run in status["runs"]:
-        table.add_row(*_row(run), style=_STYLE.get(run["state"]))
-    out.print(table)
-    for run in status["runs"]:
-        if run["reason"]:
-            out.print(f"{run['run_id']} {run['state']}: {run['reason']}", highlight=False, soft_wrap=True)
-    if status["report"]:
-        out.print(f"report: {status['report']}", highlight=False, soft_wrap=True)
+def _added(sweep: SweepDirectory, plan: Mapping[str, Any]) -> list[Row]:
+    """What the next plan will say of the runs that were added since this one was made."""
+    if not (sweep.path / "added.json").exists():
+        return []
+    from ..train.flops import count_parameters
+    from .planning import members
+
+    known = {planned["run_id"] for planned in plan["runs"]}
+    rows = []
+    for run in members(sweep):
+        if run.run_id not in known:
+            config = run.config()
+            size = count_parameters(config.model).N_total
+            name = config.name or run.run_id
+            rows.append({"run_id": run.run_id, "name": name, "N_total": size, "D": config.D, "steps": config.steps})
+    return rows
 
 
-_STYLE = {"failed": "red", "diverged": "red", "running": "cyan", "preempted": "yellow", "done": "green"}
+def _changed(run: RunDirectory) -> int:
+    """When something in a run's directory was last made, replaced or removed, as its state is; 0: there is none."""
+    try:
+        return os.stat(run.path).st_mtime_ns
+    except OSError:
+        return 0
 
 
-def _row(run: dict[str, Any]) -> list[str]:
-    def say(value: float | None, form: str = "{:.3g}") -> str:
-        return "" if value is None else form.format(value)
+def _read(run: RunDirectory, planned: Mapping[str, Any], changed: int) -> Row:
+    try:
+        there = {entry.name for entry in os.scandir(run.path)}
+    except OSError:
+        there = set()
+    state = run.state()
+    last = run.last_metrics() if "metrics.jsonl" in there else {}
+    summary = run.summary() if state.state == "done" else None
+    # The lines as they are: what `attempts.read` adds to them is not asked for here, and costs.
+    starts = read_json_lines(run.path / attempts.LINES) if attempts.LINES in there else []
+    shape = planned.get("shape", {})
+    ranks = shape.get("nodes", 1) * shape.get("ranks_per_node", 1)
+    gpus, cpus = (shape.get(name, 0) * ranks for name in ("gpus", "cpus"))
+    # Runs that are trained together have one process and device between them.
+    alone = sum(start.get("seconds", 0.0) * start.get("share", 1.0) for start in starts)
+    return {
+        "run_id": run.run_id,
+        "name": planned["name"],
+        "state": state.state,
+        "reason": state.reason,
+        "attempt": state.attempt,
+        "retries": sum(start.get("cause") in RETRIED for start in starts),
+        "host": state.host,
+        "mesh": planned.get("mesh", ""),
+        "parent": planned.get("parent"),
+        "job_id": state.job_id,
+        "since": state.since,
+        "N_total": planned["N_total"],
+        "D": planned["D"],
+        "step": summary["step"] if summary else last.get("step", 0),
+        "steps": planned["steps"],
+        "loss": _finite((summary or last).get("val_loss" if summary else "train_loss")),
+        "tokens_per_s": _finite(last.get("tokens_per_s")),
+        "mfu": _finite(last.get("mfu")),
+        "eta_seconds": None,
+        "estimated_seconds": planned.get("estimated_seconds", 0.0),
+        "first_step": planned.get("first_step", 0),
+        "tokens": last.get("tokens", 0),
+        "seconds": sum(start.get("seconds", 0.0) for start in starts),
+        "gpus": gpus,
+        "cpus": cpus,
+        "gpu_hours": alone * gpus / 3600,
+        "core_hours": alone * cpus / 3600,
+        "scored": summary is not None and (run.path / "eval" / f"step_{summary['step']}.json").exists(),
+        "cancel_asked": state.state in OPEN and "cancel.json" in there,
+        "changed": changed,
+    }
 
-    places = (run["host"], run["job_id"], run["mesh"])
-    where = " ".join(str(place) for place in places if place) if run["state"] != "planned" else ""
-    if run["state"] == "running" and run["since"]:
-        where += f" ({describe(max(0.0, time.time() - run['since']))})"
-    return [
-        run["run_id"],
-        run["state"],
-        short(run["N_total"]),
-        short(run["D"]),
-        f"{run['step']}/{run['steps']}",
-        say(run["loss"], "{:.4f}"),
-        short(run["tokens_per_s"]) if run["tokens_per_s"] else "",
-        say(run["mfu"], "{:.1%}"),
-        describe(run["eta_seconds"]) if run["eta_seconds"] is not None else "",
-        where,
-    ]
+
+def _finite(value: Any) -> float | None:
+    """A number; a loss that is none, as of a run that diverged, has no place in JSON."""
+    return value if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def _add_life(sweep: SweepDirectory, rows: Iterable[Row]) -> None:
+    """How long ago each running run has shown life, what it has cost since it began, and when it will end."""
+    running = [row for row in rows if row["state"] == "running"]
+    for row in rows:
+        row |= {"heartbeat_age": None, "silent": False}
+    if not running:
+        return
+    limit, now = heartbeat.limit(Policy.of(cluster_of(sweep.settings()))), now_on(sweep.path)
+    for row in running:
+        run = sweep.run(row["run_id"])
+        age = row["heartbeat_age"] = heartbeat.age(run, now)
+        row["silent"] = age is None or age > limit
+        begun = read_json(run.path / attempts.UNDER_WAY) or {}
+        hours = max(0.0, now - begun.get("began", now)) * begun.get("share", 1.0) / 3600
+        row["gpu_hours"] += hours * row["gpus"]
+        row["core_hours"] += hours * row["cpus"]
+        rate = row["tokens_per_s"]
+        row["eta_seconds"] = max(0, row["D"] - row["tokens"]) / rate if rate else None
+
+
+def cluster_of(settings: Mapping[str, Any]) -> ClusterConfig:
+    """The cluster in a sweep.yaml, whichever version wrote it; what that did not know is as by default."""
+    values = (settings.get("config") or {}).get("cluster") or {}
+    known = {item.name for item in dataclasses.fields(ClusterConfig)}
+    return ClusterConfig(**{name: value for name, value in values.items() if name in known})
+
+
+def _add_waits(sweep: SweepDirectory, rows: Iterable[Row]) -> None:
+    """Why each queued run waits, in SLURM's words, where SLURM is there and says."""
+    for row in rows:
+        row["waits"] = None
+    waiting = [row for row in rows if row["state"] in ("queued", "preempted") and row["job_id"]]
+    if waiting and (sweep.path / "jobs" / "slurm.json").exists():
+        owner = str(os.stat(sweep.path / "jobs" / "slurm.json").st_uid)
+        answer = slurm.ask("squeue", "-h", "-r", "-u", owner, "-o", "%i|%r", timeout=SQUEUE_SECONDS)
+        reasons = dict(line.split("|", 1) for line in answer.stdout.splitlines() if not line.endswith("|None"))
+        for row in waiting:
+            row["waits"] = reasons.get(row["job_id"])
+
+
+def sweep_eta(rows: Iterable[Row]) -> float | None:
+    """Seconds until the last run has ended, at as many side by side as train now; None where none does.
+
+    A run that trains goes on at its own speed. What waits takes its estimate, corrected by how wrong the estimates of
+    the runs that are done have been.
+    """
+    left = [row for row in rows if row["state"] in OPEN and not row["cancel_asked"]]
+    done = [row for row in rows if row["state"] == "done" and row["seconds"] and row["estimated_seconds"]]
+    estimated = sum(row["estimated_seconds"] for row in done)
+    wrong = sum(row["seconds"] for row in done) / estimated if estimated else 1.0
+    places, waiting = [], []
+    for row in left:
+        share = (row["steps"] - max(row["step"], row["first_step"])) / max(1, row["steps"] - row["first_step"])
+        seconds = share * row["estimated_seconds"] * wrong
+        if row["state"] == "running":
+            places.append(row["eta_seconds"] if row["eta_seconds"] is not None else seconds)
+        else:
+            waiting.append(seconds)
+    if not places:
+        return None
+    heapq.heapify(places)
+    for seconds in sorted(waiting, reverse=True):
+        heapq.heapreplace(places, places[0] + seconds)
+    return max(places)

@@ -9,10 +9,12 @@ import random
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 from isoflop.train.config import DataConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -55,6 +57,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for marker in {marker.name for marker in item.iter_markers()} & {"gpu", "slurm", "published", "browser"}:
             if reason := missing(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def alone_on_the_cluster(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Files whose tests use SLURM take turns, in whatever processes they run: tests of faults kill its daemons."""
+    of_file = [item for item in request.session.items if item.path == request.path]
+    if any(item.get_closest_marker("slurm") for item in of_file) and missing("slurm") is None:
+        with FileLock(Path(tempfile.gettempdir()) / "isoflop-tests-on-slurm.lock"):
+            yield
+    else:
+        yield
+
+
+@pytest.fixture(scope="module")
+def own_cluster() -> Path:
+    """The folder of the cluster that tests/slurm_cluster.sh has brought up; skips where SLURM is another one."""
+    folder = Path(os.environ.get("SLURM_CONF", "/nonexistent")).parent
+    if not (folder / "first_job_id").exists():
+        pytest.skip("needs the cluster of tests/slurm_cluster.sh: SLURM_CONF names another")
+    return folder
 
 
 @pytest.fixture(scope="session", autouse=True)

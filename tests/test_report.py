@@ -13,6 +13,8 @@ import pandas as pd
 import pytest
 from isoflop import fit
 from isoflop.fit import figures, figures_law, figures_optimum, formatting
+from isoflop.fit.costs import what_it_cost
+from isoflop.fit.page import Page
 
 HOSTILE = '<script>alert("x")</script>&</code>'
 
@@ -54,8 +56,29 @@ def write(folder, table, curves=None, **options):
 def full(tmp_path_factory):
     table, curves = sweep()
     folder = tmp_path_factory.mktemp("report") / "deep" / "fit"
-    found, path = write(folder, table, curves, title="A & B", provenance={"git commit": "abc<123>", "runs": 24})
+    found, path = write(
+        folder, table, curves, title="A & B", provenance={"git commit": "abc<123>", "runs": 24}, costs=COSTS
+    )
     return found, path
+
+
+COSTS = {
+    "unit": "GPU-hours", "runs": 24, "done": 23, "attempts": 31, "retries": 6, "retry_budget": 100, "measured_runs": 38,
+    "planned": {"hours": 20.0, "dollars": 50.0, "flops": 2.5e19},
+    "used": {"hours": 25.0, "dollars": 62.5, "flops": 2.75e19},
+    "useful": {"hours": 22.0, "dollars": 55.0, "flops": 2.4e19},
+    "wasted": {"hours": 3.0, "dollars": 7.5, "flops": 3.5e18},
+    "causes": {
+        "node": {"attempts": 2, "hours": 1.75, "flops": 2e18}, "diverged": {"attempts": 1, "hours": 1.0, "flops": 1e18},
+        "killed": {"attempts": 3, "hours": 0.25, "flops": 5e17}, "preempted": {"attempts": 2, "hours": 0.0, "flops": 0},
+    },
+    "error": {"runs": 23, "ratio": 1.17, "low": 1.02, "high": 1.31},
+    "errors": {
+        "256": {"runs": 12, "ratio": 1.25, "low": 1.11, "high": 1.4},
+        "512": {"runs": 11, "ratio": 1.1, "low": 1.0, "high": 1.2},
+    },
+    "cluster_hours": 26.5, "overhead_hours": 1.5, "scoring_hours": 0.8,
+}  # fmt: skip
 
 
 def visible(path):
@@ -97,6 +120,39 @@ def test_the_page_says_what_the_analysis_found(full):
     for run in found.table.run_id:
         assert run in text
     assert "abc<123>" in text
+
+
+def cost_section(books):
+    page = Page("costs")
+    what_it_cost(page, books)
+    return " ".join(html.unescape(re.sub(r"<[^>]+>", " ", " ".join(page.parts))).split())
+
+
+def test_the_page_says_what_the_runs_cost_and_how_the_estimate_held(full):
+    section = cost_section(COSTS)
+    assert section in " ".join(visible(full[1]).split())
+    assert "25.0 GPU-hours, where 20.0 were planned for all. 12.0 % of that was wasted" in section
+    assert "6 of 100 retries were used" in section
+    assert "counts 26.5 GPU-hours for these jobs, 1.50 more" in section
+    assert "Scoring took 0.800 GPU-hours" in section
+    assert "planned 20.0 $50.00 2.5e19 used 31 25.0 $62.50 2.75e19 of that useful 22.0 $55.00 2.4e19" in section
+    assert "of that wasted 3.00 $7.50 3.5e18 node failed 2 1.75 $4.38 2e18 diverged 1 1.00 $2.50 1e18" in section
+    assert "preempted 2 0 $0.00 0" in section
+    assert "from 38 runs of past sweeps" in section
+    assert "width 256 12 1.25 1.11 to 1.40 width 512 11 1.10 1.00 to 1.20 all, together 23 1.17 1.02 to 1.31" in section
+
+
+def test_what_nobody_knows_of_the_costs_is_left_out():
+    free = COSTS | {name: COSTS[name] | {"dollars": None} for name in ("planned", "used", "useful", "wasted")}
+    free |= {"measured_runs": 0, "cluster_hours": None, "scoring_hours": None, "unit": "core-<b>hours", "retries": 0}
+    section = cost_section(free)
+    for word in ("$", "scheduler", "Scoring", "retries"):
+        assert word not in section
+    assert "from an assumed speed" in section
+    assert "core-<b>hours" in section, "escaped"
+    assert "Nothing was wasted." in cost_section(free | {"wasted": {"hours": 0.0, "dollars": None, "flops": 0.0}})
+    assert "estimate" not in cost_section(free | {"errors": {}, "error": None})
+    assert cost_section(None) == "", "nobody kept books"
 
 
 def test_the_page_needs_no_network(full):
@@ -243,7 +299,7 @@ window.addEventListener('load', () => setTimeout(() => {
 def test_a_browser_draws_every_figure_without_an_error(tmp_path, kind, width):
     sizes = {"budgets": (2e11, 5e11), "sizes": 2} if kind == "smoke" else {}
     table, curves = sweep(hostile=kind == "hostile", **sizes)
-    _, path = write(tmp_path, table, curves)
+    _, path = write(tmp_path, table, curves, costs=COSTS)
     catch = "<script>window.faults=[];window.addEventListener('error',e=>window.faults.push(e.message))</script>"
     probed = tmp_path / "probed.html"
     probed.write_text(path.read_text().replace("<head>", "<head>" + catch, 1).replace("</body>", PROBE + "</body>", 1))

@@ -189,7 +189,7 @@ def test_an_interrupted_sweep_goes_on_and_ends_with_the_same_losses(
     undisturbed: dict[str, float],
     tmp_path: Path,
 ) -> None:
-    process = sweep_process(LONG, tmp_path)
+    process = sweep_process([*LONG, "cluster.retries=0"], tmp_path)
     wait_for(lambda: long_run_under_way(tmp_path))
     disturb(process, tmp_path)
     code, output = finished(process)

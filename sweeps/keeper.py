@@ -1,0 +1,196 @@
+"""The keeper: a tiny SLURM job that looks after a sweep for a moment, starts what must be started again, and goes.
+
+Special here:
+- nothing on a login node has to live: two keepers always wait in the queue, each after the other, and the first thing
+  that one does is to see to it that there are two again;
+- a pass holds the sweep, so there is one at a time, and leaves on disk all that it decides: it can be killed at any
+  moment, and the next one goes on;
+- what a job or a run came to is read from the run directories; SLURM is asked which jobs live, and where it does not
+  answer a pass does nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..train.errors import UserError
+from ..train.files import read_json, write_json
+from . import attempts, conduct_slurm, extend, planning, retries, slurm
+from .config import SweepConfig
+from .launch import SlurmLauncher
+from .queue import Queue
+from .retries import Policy
+from .runs import AtWork, RunDirectory, SweepDirectory, now_on
+from .submission import QueueFull
+from .worker import settle_lost
+
+LOCK_SECONDS = 120.0  # that another pass, or a command, may hold the sweep
+SCORINGS = 3  # times that a keeper has a run scored
+FITS = 3  # times that a keeper has the laws fitted to the same results
+RESULTS = ("runs/*/summary.json", "runs/*/eval/*.json")
+RECORD = "keeper.json"
+
+
+@dataclass
+class Survey:
+    """What is to be done about a sweep's runs."""
+
+    due: dict[str, tuple[str, ...]] = field(default_factory=dict)  # nodes to avoid, by the id of a run to start now
+    later: list[str] = field(default_factory=list)  # to be started, or settled, in a later pass
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What a pass came to."""
+
+    over: bool  # every run has ended for good, and the laws are fitted to all that is there
+    keepers: int  # that wait in the queue for their turn
+
+
+def keep(sweep_path: str) -> None:
+    """One pass; what the keeper's job calls. Where the queue took no other keeper, as many passes as it needs."""
+    sweep = SweepDirectory.open(sweep_path)
+    while True:
+        try:
+            with sweep.lock(LOCK_SECONDS):
+                past = tend(sweep)
+        except AtWork as error:
+            print(f"left to the next keeper: {error}")
+            return
+        if past.over or past.keepers:
+            return
+        time.sleep(planning.configuration(sweep).cluster.keeper_seconds)
+
+
+def tend(sweep: SweepDirectory, say: Callable[[str], None] = print) -> Pass:
+    """Settles what was lost, and submits what is due; the caller holds the sweep.
+
+    Raises:
+        UserError: SLURM refuses what is submitted, in its own words.
+    """
+    config = planning.configuration(sweep)
+    policy = Policy.of(config.cluster)
+    try:
+        live = slurm.live_jobs()
+    except UserError as error:
+        say(f"nothing was done: {error}")
+        return Pass(over=False, keepers=1)  # who waits was not asked; submitted two by two they outlive a restart
+    launcher = SlurmLauncher(sweep, config.cluster, live)
+    keepers = launcher.keep()
+    for name in settle_lost(sweep, policy, live):
+        say(f"run {name} was lost: {sweep.run(name).state().reason}")
+    extend.replace_diverged(sweep, config)
+    memory = read_json(sweep.path / "jobs" / RECORD) or {}
+    over = _go_on(sweep, config, launcher, memory)
+    write_json(sweep.path / "jobs" / RECORD, memory | {"over": over, "when": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
+    if over:
+        say("everything has ended")
+        launcher.end_keepers()
+    return Pass(over, keepers)
+
+
+def _go_on(sweep: SweepDirectory, config: SweepConfig, launcher: SlurmLauncher, memory: dict[str, Any]) -> bool:
+    """Submits what is due: runs, scorings, the fit, the next round; returns whether the sweep is over."""
+    policy = Policy.of(config.cluster)
+    survey = look(sweep, launcher, policy)
+    unscored = _to_score_again(sweep, config, launcher, memory)
+    if survey.due or unscored:
+        _submit(sweep, launcher, survey.due, unscored)
+        return False
+    if survey.later or launcher.in_queue():
+        _refill(sweep, config, launcher)
+        return False
+    if _fit_is_due(sweep, memory):
+        with contextlib.suppress(QueueFull):  # a later pass asks again
+            launcher.fit()
+        return False
+    if not extend.next_round(sweep, config):
+        return True
+    _submit(sweep, launcher, look(sweep, launcher, policy).due, [])
+    return False
+
+
+def look(sweep: SweepDirectory, launcher: SlurmLauncher, policy: Policy) -> Survey:
+    """Which runs no job has and are to be started: now, or once their time to wait is over."""
+    survey, now = Survey(), now_on(sweep.path)
+    open_runs = [run for run in planning.members(sweep) if not run.is_done() and not launcher.has_job(run)]
+    spent = attempts.retries_spent(sweep) if open_runs else 0
+    for run in open_runs:
+        state = run.state()
+        if state.state in ("cancelled", "diverged"):
+            continue
+        if state.state == "running":  # not settled yet: it still shows signs of life
+            survey.later.append(run.run_id)
+            continue
+        decision = retries.decide(attempts.read(run), policy, spent, now)
+        if decision.again and decision.wait_seconds > 0:
+            survey.later.append(run.run_id)
+        elif decision.again:
+            survey.due[run.run_id] = decision.avoid
+    parents = {run["run_id"]: run["parent"] for run in sweep.plan()["runs"]}
+    for name in [name for name in survey.due if parents.get(name) in survey.later]:
+        del survey.due[name]  # it would wait for a trunk that has no job yet
+        survey.later.append(name)
+    return survey
+
+
+def _submit(
+    sweep: SweepDirectory, launcher: SlurmLauncher, due: dict[str, tuple[str, ...]], unscored: list[RunDirectory]
+) -> None:
+    prepared = planning.from_disk(sweep)
+    planning.write_plan(prepared)
+    waiting = [run for run in prepared.directories if run.run_id in due]
+    conduct_slurm.start(prepared, launcher, waiting, unscored, due)
+
+
+def _refill(sweep: SweepDirectory, config: SweepConfig, launcher: SlurmLauncher) -> None:
+    """Gives a queue of runs as many workers as what is left in it is worth, where some were lost."""
+    seconds = {run["run_id"]: run["estimated_seconds"] for run in sweep.plan()["runs"]}
+    for name, workers in launcher.queues().items():
+        if not workers:
+            continue  # its runs have no job, and are submitted anew
+        queue = Queue.open(sweep, sweep.path / "jobs" / name)
+        left = queue.left()
+        if queue.ready_in() != 0.0:
+            continue  # what is left waits for its time
+        worth = sum(seconds[run] for unit in left for run in unit.runs) / (60 * max(config.cluster.queue_minutes, 1e-9))
+        wanted = min(len(left), config.cluster.array_parallelism, math.ceil(worth))
+        if wanted > len(workers):
+            launcher.add_workers(queue.folder, wanted - len(workers), queue.avoided())
+
+
+def _to_score_again(
+    sweep: SweepDirectory, config: SweepConfig, launcher: SlurmLauncher, memory: dict[str, Any]
+) -> list[RunDirectory]:
+    """Runs whose scoring job ended without scores, a few times each."""
+    tries = memory.setdefault("scorings", {})
+    unscored = launcher.to_score(conduct_slurm.missing_scores(planning.members(sweep), config))
+    unscored = [run for run in unscored if tries.get(run.run_id, 0) < SCORINGS]
+    for run in unscored:
+        tries[run.run_id] = tries.get(run.run_id, 0) + 1
+    return unscored
+
+
+def _fit_is_due(sweep: SweepDirectory, memory: dict[str, Any]) -> bool:
+    """Whether something was written after the table that the laws were fitted to; true a few times for each state."""
+    newest = max((_written(file) for pattern in RESULTS for file in sweep.path.glob(pattern)), default=0.0)
+    table = _written(sweep.path / "table.csv")
+    if newest == 0.0 or (newest <= table <= _written(sweep.path / "fit" / "law.json")):
+        return False
+    tried = memory.get("fits") or {}
+    tries = tried.get("tries", 0) if tried.get("newest") == newest else 0
+    memory["fits"] = {"newest": newest, "tries": tries + 1}
+    return tries < FITS
+
+
+def _written(file: Path) -> float:
+    try:
+        return file.stat().st_mtime
+    except OSError:
+        return 0.0
