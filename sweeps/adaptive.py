@@ -57,6 +57,23 @@ def next_round(sweep: SweepDirectory, config: SweepConfig) -> dict[str, Any] | N
     return dict(asked["grid"])
 
 
+def told(sweep: SweepDirectory) -> str:
+    """What adaptive.json says last, for people: the newest round and what it should bring, or why there is no more."""
+    record = read_json(_file(sweep)) or {"rounds": [], "ended": None}
+    if record["ended"] is not None or not record["rounds"]:
+        return f"the adaptive grid is over: {record['ended']}"
+    newest = record["rounds"][-1]
+
+    def interval(when: str) -> str:
+        return "[{low:.3f}, {high:.3f}]".format(**newest[when]["loss"])
+
+    return (
+        f"round {len(record['rounds'])}: {len(newest['runs'])} runs of {newest['flops']:.3g} FLOPs; the 95 % interval "
+        f"of the loss at {newest['target_flops']:.3g} FLOPs is {interval('before')}, and should come to "
+        f"{interval('expected')}"
+    )
+
+
 def _ask(sweep: SweepDirectory, config: SweepConfig, points: AdaptiveGrid, number: int) -> dict[str, Any] | str:
     """The next round as adaptive.json holds it, or why there is none."""
     base = planning.resolved_base(sweep, config)

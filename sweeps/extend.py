@@ -118,6 +118,7 @@ def next_round(sweep: SweepDirectory, config: SweepConfig) -> bool:
     from . import adaptive
 
     wanted = adaptive.next_round(sweep, config)
+    print(adaptive.told(sweep))
     if wanted is None:
         return False
     return bool(add_grid(sweep, config, as_grid(wanted, sweep.path / "adaptive.json"), "a round of the adaptive grid"))

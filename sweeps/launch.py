@@ -30,7 +30,7 @@ from .plan import JobShape, Plan
 from .runs import RunDirectory, SweepDirectory
 from .slurm_cluster import Limits
 from .submission import Call, QueueFull, Request
-from .transaction import Transaction, recover, transaction
+from .transaction import Transaction, recover, release_forgotten, transaction
 from .wave import Wave, after, arrays_of, working
 
 KEEPERS = 2  # that wait in the queue, so that the death of one breaks nothing
@@ -56,6 +56,9 @@ class SlurmLauncher(Inventory):
         super().__init__(sweep, live)
         self.cluster = cluster
         recover(sweep, self.record)
+        if live & self.record.jobs():
+            with contextlib.suppress(UserError):  # SLURM is away, and will be asked again
+                release_forgotten(sweep, cluster, self.record)
 
     def submit(
         self, plan: Plan, units: Sequence[Unit], unscored: Sequence[RunDirectory], evaluate: bool,

@@ -95,7 +95,8 @@ def held_jobs(patience: float = PATIENCE) -> set[str]:
 
 def _reasons(patience: float) -> dict[str, str]:
     """Why jobs wait, by id."""
-    return dict(line.split("|", 1) for line in _queue("%i|%r", patience).splitlines())
+    lines = (line.partition("|") for line in _queue("%i|%r", patience).splitlines())
+    return {job: reason for job, _, reason in lines}
 
 
 def release(jobs: Iterable[str]) -> str | None:

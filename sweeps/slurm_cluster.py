@@ -115,8 +115,8 @@ def _of_partition(nodes: Sequence[Node], partition: str | None) -> list[Node]:
             return found
         raise UserError(f"cluster.partition is null, and SLURM has no default partition; it has {there}")
     wanted = set(str(partition).split(","))
-    if unknown := sorted(wanted - {node.partition for node in nodes}):
-        raise UserError(f"cluster.partition is {partition!r}, and SLURM has no {unknown[0]}; it has {there}")
+    if wanted - {node.partition for node in nodes}:
+        raise UserError(f"cluster.partition is {partition!r}, which SLURM does not have; it has {there}")
     return [node for node in nodes if node.partition in wanted]
 
 

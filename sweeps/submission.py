@@ -1,7 +1,8 @@
 """Jobs to SLURM through submitit: what sbatch is told, what it answers, and the label by which jobs are found again.
 
 Special here:
-- jobs are submitted on hold; see `launch_record.py`;
+- jobs are submitted on hold; see `launch_record.py`. A keeper is not: its time to begin holds it, and passes even where
+  a controller that was killed has forgotten that it was released;
 - a job starts in the folder of its pickles, where nothing shadows a package, with the sweep's copy of the code first on
   PYTHONPATH. `cluster.setup` runs before that, in the folder that the sweep was first launched from;
 - keeper and fit ask for no GPU, and run by the interpreter that launches: they call sbatch, which no image need have;
@@ -15,6 +16,7 @@ import io
 import os
 import re
 import shlex
+import sys
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -145,7 +147,9 @@ class Submission:
     def _raw(self, request: Request) -> dict[str, Any]:
         """Keys that submitit has no name for, with those of cluster.additional_parameters."""
         usable = spared(request.avoid, request.shape.nodes, self.cluster) if request.avoid else ()
-        ours: dict[str, Any] = {"requeue": True, "hold": True, "comment": self.label, "chdir": self.started_from}
+        ours: dict[str, Any] = {"requeue": True, "comment": self.label, "chdir": self.started_from}
+        if request.kind != "keeper":
+            ours["hold"] = True
         if request.dependency is not None:
             # A task whose run failed can never start: without this it would wait in the queue for ever.
             ours |= {"dependency": request.dependency, "kill-on-invalid-dep": "yes"}
@@ -167,11 +171,13 @@ class Submission:
             f"export PYTHONPATH={shlex.quote(str(self.code))}${{PYTHONPATH:+:$PYTHONPATH}}",
         ]
 
-    def _python(self, request: Request) -> str | None:
-        """The interpreter's command; None: the one that runs this."""
-        if request.light:
-            return None
-        return self.cluster.python or ("python3" if self.cluster.container is not None else None)
+    def _python(self, request: Request) -> str:
+        """The interpreter's command."""
+        own = shlex.quote(sys.executable)
+        command = own if request.light else self.cluster.python or ("python3" if self.cluster.container else own)
+        # The signal of a preemption would kill an interpreter that has not yet said what it does about it. SLURM takes
+        # a job that ends in its grace for ended, and does not put it back in the queue.
+        return f'sh -c \'trap "" USR2; exec "$@"\' sh {command}'
 
     def _mounts(self) -> str:
         """Folders that a job in an image must see, under their own names."""

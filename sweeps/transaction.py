@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ..train.errors import UserError
+from ..train.files import read_json, write_json
 from . import slurm, snapshot
 from .config import ClusterConfig
 from .launch_record import LaunchRecord, label, labelled_jobs
@@ -116,11 +117,26 @@ def recover(sweep: SweepDirectory, record: LaunchRecord) -> None:
         UserError: SLURM does not answer.
     """
     if record.begun is not None:
-        slurm.cancel(_jobs_of(sweep, record.begun))
+        # Among them may be this very process: a keeper is not on hold, and comes to see what the launcher left.
+        slurm.cancel(_jobs_of(sweep, record.begun) - ({slurm.job_id()} if slurm.inside_job() else set()))
         record.begun = None
         record.write(sweep)
     retire_queues(sweep, record)
     finish_release(sweep, record)
+
+
+def release_forgotten(sweep: SweepDirectory, cluster: ClusterConfig, record: LaunchRecord) -> None:
+    """Lets jobs start that SLURM holds because it could not launch them, or because it forgot that they were released.
+
+    A controller that is killed forgets its last seconds. A job that is on hold as if by its user is released once, for
+    the user may hold it too.
+    """
+    known = sweep.path / "jobs" / "released.json"
+    before = set((read_json(known) or {}).get("jobs") or [])
+    forgotten = set() if is_held(cluster) else slurm.held_jobs() - before
+    if wanted := (slurm.stranded() | forgotten) & record.jobs():
+        write_json(known, {"jobs": sorted(before | (forgotten & wanted))})
+        slurm.release(wanted)
 
 
 def retire_queues(sweep: SweepDirectory, record: LaunchRecord) -> None:

@@ -21,7 +21,7 @@ SMALL = [
     "cluster.array_parallelism=2", "precision=fp32", "tracker=none", "evaluate=none",
     "parallel.device=cpu", "ensembles=1",
     # Every run is a task of its own, and nothing is tried again: test_slurm_keeper.py has that.
-    "cluster.queue_minutes=0", "cluster.retries=0",
+    "cluster.queue_minutes=0", "cluster.retries=0", "cluster.keeper_seconds=5", "cluster.heartbeat_seconds=1",
 ]  # fmt: skip
 EVERY = "train,queue,evaluate,fit,keeper"  # kinds of jobs
 # One size, long enough (seconds) to be disturbed on the way, in as many runs as there are seeds.

@@ -130,7 +130,7 @@ def test_a_run_that_diverges_is_not_scored_and_the_fit_goes_on_without_it(sweep:
     rate = {run.config().optimizer.learning_rate: run for run in mixed.runs().values()}
     assert rate[1e12].state().state == "diverged", mixed.job_logs()
     assert not (rate[1e12].path / "eval").exists()
-    jobs = (read_json(mixed.path / "jobs" / "slurm.json") or {})["evaluate"]
+    jobs = (read_json(mixed.path / "jobs" / "slurm.json") or {})["scoring"]
     outcome = slurm("sacct", "-n", "-X", "-P", "-o", "State", "-j", jobs[rate[1e12].run_id])
     assert outcome.startswith("CANCELLED"), outcome
     for good in (rate[1e-2], rate[2e-2]):
@@ -180,10 +180,10 @@ def test_cancelled_jobs_stay_cancelled(sweep: Callable[..., Sweep]) -> None:
     slurm("scancel", *jobs)
     stopped.wait()
     assert stopped.states() == ["cancelled", "cancelled"], stopped.job_logs()
-    waited, trained = sorted((run.state() for run in stopped.runs().values()), key=lambda state: state.attempt)
-    assert (waited.attempt, trained.attempt) == (0, 1)
-    assert "was cancelled in SLURM; signal SIGTERM; stopped at step" in (trained.reason or "")
-    assert "ended while the run was queued, which SLURM calls CANCELLED" in (waited.reason or "")
+    reasons = [run.state().reason or "" for run in stopped.runs().values()]
+    waited, trained = sorted(reasons, key=lambda reason: "SIGTERM" in reason)
+    assert "was cancelled in SLURM; signal SIGTERM; stopped at step" in trained
+    assert "SLURM calls the job CANCELLED" in waited
     # What was trained is kept for whoever sweeps again.
     assert len(list(stopped.path.glob("runs/*/checkpoints/step_*"))) == 1
 
@@ -197,9 +197,8 @@ def test_a_worker_that_is_killed_is_named_and_its_run_goes_on_later(sweep: Calla
     # As the kernel does when memory is short. The cluster's nodes are this machine, so the process is to be found here.
     (process,) = re.findall(r"process (\d+)", (run.path / "log.txt").read_text())
     os.kill(int(process), signal.SIGKILL)
-    killed.wait()
-    assert run.state().state == "failed", killed.job_logs()
-    assert "ended while the run was running, which SLURM calls FAILED" in (run.state().reason or "")
+    until(lambda: run.state().state == "failed", "the keeper to see it")
+    assert "left it, and SLURM calls the job FAILED" in (run.state().reason or "")
     assert run.summary() is None
     done = killed.command(*grid, "cluster=slurm", "wait=true")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -212,11 +211,10 @@ def test_a_refused_job_is_said_in_one_sentence_and_the_sweep_goes_on_later(sweep
     refused = sweep("refused")
     done = refused.command("+grid=smoke", "cluster=slurm", "cluster.partition=no_such_partition")
     assert done.returncode == 2
-    assert "invalid partition specified: no_such_partition" in done.stderr
+    assert "cluster.partition is 'no_such_partition', which SLURM does not have; it has low, main" in done.stderr
     assert "Traceback" not in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1, done.stderr
-    assert refused.states() == ["planned"] * 4
-    assert not refused.queue()
+    assert not refused.path.exists()
     printed = refused.submit("+grid=smoke", "cluster.additional_parameters={hold: true}")
     assert "submitted 4 runs" in printed
 
@@ -294,11 +292,10 @@ def test_a_rank_that_is_killed_ends_its_job_and_is_named(sweep: Callable[..., Sw
     for rank, run in enumerate(runs):
         until(lambda: list(run.path.glob("checkpoints/step_*/*")), f"a checkpoint of {run.run_id}")  # noqa: B023
         os.kill(process_of(run, rank), signal.SIGKILL)
-    killed.wait()
+    until(lambda: killed.states() == ["failed"] * 2, "the keeper to see it")
     for rank, run in enumerate(runs):
-        assert run.state().state == "failed", killed.job_logs()
         assert re.search(rf"rank {rank} on node\d died at step \d+", run.state().reason or ""), run.state()
-    assert "SLURM calls FAILED" in (runs[0].state().reason or "")
+    assert "SLURM calls the job FAILED" in (runs[0].state().reason or "")
     done = killed.command(*grid, "cluster=slurm", "cluster.ranks_per_node=2", "wait=true")
     assert done.returncode == 0, done.stdout + done.stderr
     for run in runs:

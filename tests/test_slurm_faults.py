@@ -38,7 +38,7 @@ def suite() -> Iterator[ModuleType]:
 @pytest.fixture(scope="module")
 def grid(suite: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Six runs of some seconds, whatever this machine's speed."""
-    return suite.grid(6, suite.tokens_for(6.0, tmp_path_factory.mktemp("faults")))
+    return suite.grid(6, suite.tokens_for(4.0, tmp_path_factory.mktemp("faults")))
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -63,11 +64,13 @@ def test_rounds_go_on_until_they_are_over_within_the_flops_and_narrow_the_interv
     finish(sweep)
     rounds = 0
     while (round_ := adaptive.next_round(sweep, config)) is not None:
+        assert re.match(rf"round {rounds + 1}: \d+ runs of .* is \[.*\], and should come to \[", adaptive.told(sweep))
         assert adaptive.next_round(sweep, config) == round_  # until its runs have been added and have ended
         assert train(sweep, config, round_) == record(sweep)["rounds"][-1]["runs"]
         rounds += 1
     assert rounds == 2
     assert record(sweep)["ended"] == "all 2 rounds are over"
+    assert adaptive.told(sweep) == "the adaptive grid is over: all 2 rounds are over"
     assert adaptive.next_round(sweep, config) is None
     total = record(sweep)["rounds"][0]["flops_budget"]
     assert 0.9 * total < spent(sweep) <= total * (1 + 1e-9)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -235,6 +236,25 @@ def test_a_keeper_that_nobody_follows_stays(
     keeper.keep(str(planned.sweep.path))
     assert pauses == [planned.config.cluster.keeper_seconds] * 2
     assert cluster.said.count("keep") == 3
+
+
+def test_a_pass_that_comes_to_nothing_is_made_again_by_the_same_keeper(
+    planned: Prepared, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk would else end both keepers within a minute, and nobody would look after the sweep."""
+    pauses: list[float] = []
+    failures: list[Exception] = [OSError(errno.ENOSPC, "No space left on device"), UserError("SLURM refuses")]
+
+    def launcher(*arguments: Any) -> Cluster:
+        if failures:
+            raise failures.pop()
+        return cluster
+
+    monkeypatch.setattr(keeper, "SlurmLauncher", launcher)
+    monkeypatch.setattr(keeper.time, "sleep", pauses.append)
+    keeper.keep(str(planned.sweep.path))
+    assert pauses == [planned.config.cluster.keeper_seconds] * 2
+    assert cluster.said.count("keep") == 1
 
 
 def test_a_branch_waits_with_its_trunk(planned: Prepared, cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:

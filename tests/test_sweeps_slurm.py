@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import os
+import shlex
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from isoflop.sweeps import attempt, slurm, worker
 from isoflop.sweeps.config import ClusterConfig
+from isoflop.sweeps.launch_record import LaunchRecord
 from isoflop.sweeps.plan import JobShape, job_shape
 from isoflop.sweeps.retries import Policy
-from isoflop.sweeps.runs import RunDirectory
+from isoflop.sweeps.runs import RunDirectory, SweepDirectory
 from isoflop.sweeps.submission import Call, Request, Submission
+from isoflop.sweeps.transaction import release_forgotten
 from isoflop.train.config import ParallelConfig
 from isoflop.train.errors import UserError
 
@@ -187,6 +192,33 @@ def test_jobs_that_slurm_has_put_on_hold_are_told_from_those_that_a_user_has(ins
     install("scontrol", "echo 'Access/permission denied for job 7_0' >&2; exit 1")
     assert slurm.release(["7_0"]) == "Access/permission denied for job 7_0"
     assert slurm.release([]) is None
+
+
+def test_jobs_whose_release_slurm_forgot_are_released_once_more_and_then_left_to_the_user(
+    install: Install, tmp_path: Path
+) -> None:
+    """A controller that is killed forgets its last seconds; a user may hold a job too."""
+    sweep, cluster = SweepDirectory(tmp_path / "sweep"), ClusterConfig(kind="slurm")
+    (sweep.path / "jobs").mkdir(parents=True)
+    record = LaunchRecord(training={"a": "7_0", "b": "7_1"}, fit="8")
+    install("squeue", "echo '7_0|launch failed requeued held'; echo '8|JobHeldUser'; echo '9|JobHeldUser'")
+    install("scontrol", f"echo $* >> {tmp_path / 'asked'}")
+    for _ in range(2):
+        release_forgotten(sweep, cluster, record)
+    assert (tmp_path / "asked").read_text().splitlines() == ["release 7_0,8", "release 7_0"]
+    release_forgotten(sweep, ClusterConfig(kind="slurm", additional_parameters={"hold": True}), record)
+    assert (tmp_path / "asked").read_text().splitlines()[2:] == ["release 7_0"]
+
+
+def test_the_signal_of_a_preemption_does_not_kill_an_interpreter_that_has_only_begun(tmp_path: Path) -> None:
+    """SLURM takes a job that ends in its grace for ended, and does not put it back in the queue."""
+    cluster = ClusterConfig(kind="slurm", python=f"env -- {sys.executable}")
+    for request in (Request("train", JobShape(0, 1, 1.0, 5)), Request("keeper", JobShape(0, 1, 1.0, 5), light=True)):
+        command = Submission("x", "x", cluster, tmp_path, tmp_path, tmp_path)._python(request)
+        code = "import os, signal, sys; os.kill(os.getpid(), signal.SIGUSR2); print('alive', *sys.argv[1:])"
+        line = f"{command} -u -c {shlex.quote(code)} 'a b'"
+        done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=True)
+        assert done.stdout == "alive a b\n"
 
 
 def test_the_node_of_a_job_comes_from_the_controller_else_from_accounting(install: Install) -> None:

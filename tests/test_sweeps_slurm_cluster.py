@@ -73,7 +73,7 @@ def test_the_smallest_limit_of_user_account_and_qos_counts_if_slurm_enforces_it(
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"partition": "gpu"}, "cluster.partition is 'gpu', and SLURM has no gpu; it has debug, main, mixed"),
+        ({"partition": "gpu"}, "cluster.partition is 'gpu', which SLURM does not have; it has debug, main, mixed"),
         ({"partition": "debug", "gpus_per_job": 0, "time_minutes": 60}, "60, and partition debug allows 30"),
         (
             {"partition": "debug"},
@@ -165,7 +165,7 @@ def test_a_real_cluster_is_read_aright() -> None:
     slurm_cluster.check(CLUSTER, [run])
     assert slurm_cluster.expected_starts(CLUSTER, [run.shape]).keys() == {run.shape}
     for setting, words in (
-        ({"partition": "none"}, "has no none; it has low, main"),
+        ({"partition": "none"}, "which SLURM does not have; it has low, main"),
         ({"account": "none"}, r"\(Invalid account"),
         ({"qos": "none"}, r"\(Invalid qos"),
         ({"constraint": "none"}, r"\(Invalid feature"),
