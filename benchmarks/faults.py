@@ -167,8 +167,12 @@ def inject(
         for item in [item for item in repairs if item[0] <= now or item[1].due() or not waiting]:
             repairs.remove(item)
             time.sleep(max(0.0, 0.0 if waiting else item[0] - now))
-            with contextlib.suppress(faults.Refused):  # such as of a job that has ended
+            try:
                 item[1].do()
+            except faults.Away:
+                repairs.append((time.monotonic() + 1.0, item[1]))
+            except faults.Refused:
+                pass  # such as of a job that has ended
         if now > deadline or (waiting and all(run.is_done() for run in injector.sweep.runs())):
             waiting.clear()
         if waiting and now >= due:
@@ -188,7 +192,7 @@ def inject(
 
 def jobs_of(sweep: SweepDirectory) -> list[str]:
     """Names of the sweep's jobs that are in the queue."""
-    listed = faults.slurm("squeue", "-h", "-r", "-o", "%j").split()
+    listed = faults.slurm("squeue", "-h", "-r", "-o", "%j", patience=60.0).split()
     return sorted(name for name in listed if name.startswith(f"{sweep.path.name}-"))
 
 

@@ -33,6 +33,10 @@ class Refused(Exception):
     """SLURM did not do what a fault, or its repair, asked of it."""
 
 
+class Away(Refused):
+    """Nobody answered, as while a fault has taken the controller away."""
+
+
 @dataclass(frozen=True)
 class Repair:
     """What ends a fault: once `due` says so, and at the latest after `seconds`."""
@@ -271,7 +275,7 @@ FAULTS: dict[str, Callable[[Injector], Found]] = {
 
 def resume_nodes() -> None:
     """What an administrator does: puts nodes back that are down, or that SLURM drained because a dead job lives on."""
-    for line in slurm("sinfo", "-h", "-N", "-o", "%N %T").splitlines():
+    for line in slurm("sinfo", "-h", "-N", "-o", "%N %T", patience=60.0).splitlines():
         node, state = line.split()
         if state.rstrip("*") in ("down", "drained", "draining"):
             with suppress(Refused):
@@ -294,17 +298,21 @@ def cluster(*arguments: str) -> None:
         raise Refused(str(error)) from error
 
 
-def slurm(*command: str) -> str:
-    """What one of SLURM's commands prints; a controller that a fault has taken away is waited for.
+def slurm(*command: str, patience: float = 0.0) -> str:
+    """What one of SLURM's commands prints; a controller that is away is waited for as long as `patience` seconds.
 
     Raises:
         Refused: with SLURM's words, as of a job that has ended meanwhile.
+        Away: nobody answers.
     """
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + patience
     while True:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
         if done.returncode == 0:
             return done.stdout
-        if time.monotonic() > deadline or not re.search("contact|connect|unexpected message", done.stderr, re.I):
-            raise Refused(f"{' '.join(command)}: {done.stderr.strip()}")
+        said = f"{' '.join(command)}: {done.stderr.strip()}"
+        if not re.search("contact|connect|unexpected message", done.stderr, re.IGNORECASE):
+            raise Refused(said)
+        if time.monotonic() > deadline:
+            raise Away(said)
         time.sleep(0.5)
