@@ -14,7 +14,8 @@ from .page import Page, cell, table
 
 WORDS = {
     "killed": "process killed", "hung": "hung", "node": "node failed", "lost": "job vanished", "disk": "disk full",
-    "memory": "out of memory", "preempted": "preempted", "time_limit": "time limit", "cancelled": "cancelled",
+    "trunk": "trunk not there yet", "memory": "out of memory",
+    "preempted": "preempted", "time_limit": "time limit", "cancelled": "cancelled",
     "diverged": "diverged", "input": "bad input", "error": "error",
 }  # fmt: skip
 

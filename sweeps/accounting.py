@@ -227,7 +227,10 @@ def _by_slurm(
     """Device-hours that SLURM counts for the jobs that trained, and for those that scored; None where it does not."""
     if cluster["kind"] != "slurm":
         return {"cluster_hours": None, "scoring_hours": None}
-    record = LaunchRecord.read(sweep)
+    try:
+        record = LaunchRecord.read(sweep)
+    except UserError:  # the books need no record, and `isoflop doctor` makes it anew
+        return {"cluster_hours": None, "scoring_hours": None}
     one = {name: devices(run["shape"] | {"nodes": 1, "ranks_per_node": 1}, cluster) for name, run in runs.items()}
     scoring = {job: one[name] for name, job in record.scoring.items() if name in one}
     training = {

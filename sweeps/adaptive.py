@@ -65,7 +65,8 @@ def told(sweep: SweepDirectory) -> str:
     newest = record["rounds"][-1]
 
     def interval(when: str) -> str:
-        return "[{low:.3f}, {high:.3f}]".format(**newest[when]["loss"])
+        ends = (newest[when]["loss"][end] for end in ("low", "high"))
+        return "[" + ", ".join("unbounded" if end is None else f"{end:.3f}" for end in ends) + "]"
 
     return (
         f"round {len(record['rounds'])}: {len(newest['runs'])} runs of {newest['flops']:.3g} FLOPs; the 95 % interval "

@@ -134,6 +134,11 @@ def held(run: RunDirectory, job: str, policy: Policy, timeout: float = 60.0, sha
             run.log(f"cancelled by {who}")
             yield False
             return
+        if (why := _had_enough(run, job, policy)) is not None:
+            run.set_state("failed", reason=why)
+            run.log(f"failed: {why}")
+            yield False
+            return
         run.forget_failure()
         run.give_sign()
         try:
@@ -153,6 +158,15 @@ def _begin(run: RunDirectory, job: str, share: float) -> None:
         with contextlib.suppress(OSError):
             attempts.note(run, cause_of(error), words_for(error, run))
         raise
+
+
+def _had_enough(run: RunDirectory, job: str, policy: Policy) -> str | None:
+    """Why a run does not go on in a job that SLURM itself starts again, as it does without end where nodes fail."""
+    past = attempts.current(run)
+    if slurm.restarts() == 0 or not past or past[-1].job_id != job or past[-1].cause not in (*RETRIED, *INTERRUPTED):
+        return None
+    decision = attempts.decision(run, policy, past[-1].ended)
+    return None if decision.again else f"{decision.why}; {past[-1].reason}"
 
 
 def _wait_for_signs(run: RunDirectory, policy: Policy) -> None:
@@ -234,7 +248,7 @@ def train_rank(run: RunDirectory, ranks: Ranks, interrupt: Interrupt) -> Ending:
         config = run.config()
         if ranks.rank == 0 and ranks.size > 1:
             report(f"{ranks.size} ranks: {describe_mesh(config.parallel)}")
-        train(config, run.path, should_stop=interrupt, report=report)
+        train(config, run.path, should_stop=interrupt, report=report, alive=interrupt)
     except Stopped as stopped:
         return interrupt.ending(run, str(stopped))
     except Diverged as diverged:
@@ -274,7 +288,7 @@ def _may_go_on(run: RunDirectory) -> bool:
     """Whether a run that is not done may be trained further without anybody's command."""
     state = run.state().state
     if state == "failed":
-        past = attempts.read(run)
+        past = attempts.current(run)
         return bool(past) and past[-1].cause in (*RETRIED, *INTERRUPTED)
     return state in ("planned", "queued", "running", "preempted")
 
@@ -322,12 +336,6 @@ def _settle_attempt(run: RunDirectory, job: str | None = None) -> str:
     return reason
 
 
-def settle_free(run: RunDirectory) -> None:
-    """As `settle`, unless somebody has the run, or nothing can be written."""
-    with contextlib.suppress(Busy, OSError), run.lock(timeout=0.0):
-        settle(run)
-
-
 def stopped_in(runs: Sequence[RunDirectory], job: str) -> list[RunDirectory]:
     """Those that were stopped and have saved, in this start of a job."""
     states = [(run, run.state()) for run in runs]
@@ -355,7 +363,7 @@ def back_to_the_queue(runs: Sequence[RunDirectory], policy: Policy) -> NoReturn:
     if fate == "timeout":
         for run in runs:
             _correct(run, "preempted", run.state().reason, "time_limit")
-    decisions = {run: decide(attempts.read(run), policy, 0, 0.0) for run in runs}
+    decisions = {run: decide(attempts.current(run), policy, 0, 0.0) for run in runs}
     over = [run for run, decision in decisions.items() if not decision.again]
     for run in over:
         _correct(run, "failed", f"{decisions[run].why}; {run.state().reason}")

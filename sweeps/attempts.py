@@ -15,7 +15,6 @@ import json
 import socket
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from itertools import pairwise
 from typing import Any
 
 from ..train.config import RunConfig
@@ -23,7 +22,7 @@ from ..train.errors import UserError
 from ..train.files import JsonLines, read_json, write_atomic
 from ..train.flops import flops_exact
 from ..train.schedule import trunk_steps
-from .retries import CAUSES, RETRIED
+from .retries import CAUSES, RETRIED, Decision, Policy, decide
 from .runs import RunDirectory, SweepDirectory, now_on, this_user
 
 LINES = "attempts.jsonl"
@@ -192,6 +191,27 @@ def read(run: RunDirectory) -> list[Attempt]:
     return with_waste(list(found.values()))
 
 
+def current(run: RunDirectory) -> list[Attempt]:
+    """Those since somebody last asked for a retry by hand: what `retries.decide` goes by."""
+    asked = sum(line.get("event") == "retry" for line in _lines(run))
+    return [attempt for attempt in read(run) if attempt.budget == asked]
+
+
+def decision(run: RunDirectory, policy: Policy, now: float) -> Decision:
+    """What `retries.decide` says of a run; the retries of the whole sweep are counted only where they matter.
+
+    Args:
+        run: its directory.
+        policy: the sweep's.
+        now: the file system's clock.
+    """
+    past = current(run)
+    said = decide(past, policy, 0, now)
+    if said.again and past and past[-1].cause in RETRIED:
+        said = decide(past, policy, retries_spent(SweepDirectory(run.path.parent.parent)), now)
+    return said
+
+
 def with_waste(attempts: Sequence[Attempt]) -> list[Attempt]:
     """The same attempts with `flops_wasted` as it follows from all of them. Pure.
 
@@ -235,12 +255,8 @@ def retry_by_hand(run: RunDirectory, by: str | None = None) -> None:
 
 def retries_spent(sweep: SweepDirectory) -> int:
     """Retries that all runs together have had, each since somebody last asked for one by hand."""
-    return sum(_spent(read(RunDirectory(path.parent))) for path in sweep.path.glob(f"runs/*/{LINES}"))
-
-
-def _spent(attempts: Sequence[Attempt]) -> int:
-    pairs = pairwise(attempts)
-    return sum(one.cause in RETRIED and one.budget == two.budget == attempts[-1].budget for one, two in pairs)
+    histories = (current(RunDirectory(path.parent)) for path in sweep.path.glob(f"runs/*/{LINES}"))
+    return sum(attempt.cause in RETRIED for history in histories for attempt in history[:-1])
 
 
 def newest_checkpoint(run: RunDirectory) -> int | None:

@@ -110,12 +110,13 @@ def retry(
     diverged: Annotated[
         bool, typer.Option("--diverged", help="All that diverged, each as a new run with a lower learning rate.")
     ] = False,
+    cancelled: Annotated[bool, typer.Option("--cancelled", help="All that were cancelled.")] = False,
     as_json: Changes = False,
 ) -> None:
     """Starts runs again that failed, with a new budget of retries; each goes on from its newest checkpoint."""
     from .control import retry
 
-    _act(sweep, as_json, lambda directory: retry(directory, runs or [], failed, diverged))
+    _act(sweep, as_json, lambda directory: retry(directory, runs or [], failed, diverged, cancelled))
 
 
 @app.command()
@@ -150,8 +151,9 @@ def doctor(
 ) -> None:
     """Finds orphans, stale locks, half-written files and the like, mends them and says what it did."""
     from .doctor import examine, print_findings
+    from .runs import SweepDirectory
 
-    found = examine(_open(sweep), not dry_run, deep)
+    found = examine(SweepDirectory.open(sweep), not dry_run, deep)  # a plan that cannot be read is a finding
     show(found, as_json, print_findings, lambda found: [vars(finding) for finding in found])
     raise typer.Exit(1 if any(finding.is_left for finding in found) else 0)
 
@@ -184,9 +186,16 @@ def suggest(
     from ..train.files import write_atomic
     from .suggest import print_suggestion, suggest
 
+    if write is not None and not write.parent.is_dir():
+        raise UserError(f"--write is {write}, and {write.parent} is no folder; name a file in a folder that exists")
     suggestion = suggest(_open(sweep), budget, target_flops, seeds=seeds, max_flops=max_flops)
     if write is not None:
-        write_atomic(write, yaml.safe_dump(suggestion.grid, sort_keys=False))
+        try:
+            write_atomic(write, yaml.safe_dump(suggestion.grid, sort_keys=False))
+        except OSError as error:
+            raise UserError(
+                f"--write is {write}, which cannot be written ({error.strerror or error}); name a file that can"
+            ) from error
     show(suggestion, as_json, print_suggestion, lambda suggestion: suggestion.to_dict())
 
 

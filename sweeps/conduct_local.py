@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..train.config import run_id
 from ..train.errors import UserError
-from . import extend, planning
+from . import attempts, extend, planning
 from .plan import units_of
 from .planning import Prepared
 from .retries import Policy
-from .runs import RunDirectory, SweepDirectory
+from .runs import Busy, RunDirectory, SweepDirectory
 from .stages import is_scored, outcome, prepare_data
 from .terminal import describe
 
@@ -34,24 +34,36 @@ def conduct(prepared: Prepared, only: set[str] | None = None) -> int:
     from .finish import finish, print_result
 
     started = time.monotonic()
-    prepared = _train_rounds(prepared, only)
-    if prepared.config.evaluate.tasks:
-        _score(prepared)
+    # When the state was written that a run was last started in, or is left in.
+    others = [run for run in prepared.directories if only is not None and run.run_id not in only]
+    tried = {run.run_id: run.state().since for run in others}
+    waiting = [run for run in prepared.directories if not run.is_done() and run.run_id not in tried]
+    while True:
+        prepared = _train_rounds(prepared, waiting, tried)
+        if prepared.config.evaluate.tasks:
+            _score(prepared)
+        if any(run.is_done() for run in prepared.directories):
+            finish(prepared.sweep)
+        if not (waiting := _asked_for(prepared, tried)):  # while the scores and the laws were made
+            break
+        prepared = planning.from_disk(prepared.sweep)
+        planning.write_plan(prepared)
     if any(run.is_done() for run in prepared.directories):
-        finish(prepared.sweep)
         print_result(prepared.sweep)
     code = outcome(prepared)
     print(f"all stages took {describe(time.monotonic() - started)}")
     return code
 
 
-def _train_rounds(prepared: Prepared, only: set[str] | None) -> Prepared:
-    """Trains until nothing is wanted any more; returns the sweep as it has grown."""
-    waiting = [run for run in prepared.directories if not run.is_done() and (only is None or run.run_id in only)]
-    tried: dict[str, float] = {}  # when the state was written that a run was last started in
+def _train_rounds(prepared: Prepared, waiting: list[RunDirectory], tried: dict[str, float]) -> Prepared:
+    """Trains until nothing is wanted any more, and notes in `tried` what it starts; returns the sweep as it then is."""
     while True:
         if waiting:
-            tried |= {run.run_id: run.state().since for run in waiting}
+            for run in waiting:  # before anything that takes long, in which it may be cancelled
+                if run.state().state in ("failed", "diverged", "cancelled"):
+                    with contextlib.suppress(Busy):
+                        attempts.retry_by_hand(run)
+                tried[run.run_id] = run.state().since
             planning.refreeze(waiting, prepared)
             prepare_data(waiting[0])
             _train(prepared, waiting)
@@ -81,21 +93,10 @@ def _train(prepared: Prepared, waiting: list[RunDirectory]) -> None:
     pool = _pool(prepared, max(run.parallel.world_size for run in wanted), _jobs_folder(sweep))
     lone = all(run.parallel.world_size == 1 for run in wanted)
     ways = Workers if lone else Ranked
+    units = units_of(wanted, prepared.plan.seconds, config.cluster, pool.places, config.ensembles if lone else 1)
+    training = ways(sweep, enqueue(sweep, pool.folder, units, wanted), Policy.of(config.cluster))
     with Display(prepared.plan, sweep, waiting) as display:
-
-        def go_through(names: set[str]) -> None:
-            runs = prepared.configs(names)
-            units = units_of(runs, prepared.plan.seconds, config.cluster, pool.places, config.ensembles if lone else 1)
-            training = ways(sweep, enqueue(sweep, pool.folder, units, runs), Policy.of(config.cluster))
-            pool.run(training, lambda: display.update(*training.news()))
-
-        whole = [run for run in waiting if not run.is_halved()]
-        go_through({run.run_id for run in waiting})
-        # Where memory ran out on one of several ranks, the others could not wait for it: those runs start anew, once.
-        again = {run.run_id for run in whole if run.is_halved() and run.state().state in ("preempted", "failed")}
-        again |= {run_id(run) for run in wanted if run.parent in again and not sweep.run(run_id(run)).is_done()}
-        if again and not lone:
-            go_through(again)
+        pool.run(training, lambda: display.update(*training.news()))
 
 
 def _pool(prepared: Prepared, ranks: int, folder: Path) -> LocalPool:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 
-from . import planning, slurm, slurm_cluster
+from . import attempts, planning, slurm, slurm_cluster
 from .config import SweepConfig
 from .launch import SlurmLauncher, to_start, wait_for_slurm
 from .plan import units_of
 from .planning import Prepared
-from .runs import RunDirectory
+from .runs import Busy, RunDirectory
 from .stages import is_scored, outcome, prepare_data
 
 
@@ -31,8 +32,14 @@ def launch(prepared: Prepared, only: set[str] | None = None) -> SlurmLauncher:
     launcher = SlurmLauncher(prepared.sweep, prepared.config.cluster, slurm.live_jobs())
     waiting = [run for run in to_start(prepared.directories, launcher) if only is None or run.run_id in only]
     unscored = launcher.to_score(missing_scores(prepared.directories, prepared.config))
+    for run in waiting:  # somebody asks for it again, whatever it came to before
+        if run.state().state in ("failed", "diverged", "cancelled"):
+            with contextlib.suppress(Busy):
+                attempts.retry_by_hand(run)
     if waiting or unscored:
         start(prepared, launcher, waiting, unscored)
+    elif launcher.in_queue():
+        launcher.keep()
     return launcher
 
 
@@ -83,6 +90,8 @@ def conclude(prepared: Prepared, launcher: SlurmLauncher) -> int:
 
     sweep, config = prepared.sweep, prepared.config
     jobs = launcher.in_queue()
+    if not jobs and to_start(prepared.directories, launcher):
+        jobs = launcher.record.jobs() & launcher.live  # the keepers, who submit what was held back
     if jobs and not config.wait:
         print(f"{len(jobs)} jobs are in the queue; see `isoflop status {sweep.path}`")
         print(f"the report will be {sweep.path / 'fit' / 'report.html'}")

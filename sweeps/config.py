@@ -221,12 +221,16 @@ def base_run(config: SweepConfig) -> RunConfig:
     return RunConfig(**values)
 
 
-def from_mapping(values: Any, source: object) -> SweepConfig:
+OTHER_VERSION = "use the version that wrote it, or sweep into another folder"
+
+
+def from_mapping(values: Any, source: object, remedy: str = OTHER_VERSION) -> SweepConfig:
     """A configuration from the plain values that sweep.yaml keeps.
 
     Args:
         values: what `dataclasses.asdict` made of a SweepConfig.
         source: where they are from, for the error.
+        remedy: what to do about it, likewise.
 
     Raises:
         UserError: they are no configuration of this version.
@@ -236,13 +240,13 @@ def from_mapping(values: Any, source: object) -> SweepConfig:
 
     kinds: dict[str, type[GridConfig]] = {node().kind: node for node in reversed(_grids())}
     try:
-        node = kinds[values["grid"]["kind"]]
+        if (kind := values["grid"]["kind"]) not in list(kinds):  # it may be a list itself
+            raise KeyError(f"grid.kind is {kind!r}, which is none of {', '.join(kinds)}")
+        node = kinds[kind]
         result = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(SweepConfig(grid=node())), values))
     except (OmegaConfBaseException, TypeError, KeyError) as error:
-        raise UserError(
-            f"{source} holds a configuration that this version cannot read ({str(error).splitlines()[0]}); "
-            "use the version that wrote it, or sweep into another folder"
-        ) from error
+        why = str(error.args[0] if error.args else error).splitlines()[0]
+        raise UserError(f"{source} cannot be read as a configuration ({why}); {remedy}") from error
     assert isinstance(result, SweepConfig)
     return result
 

@@ -91,7 +91,7 @@ def _goes_on(run: RunDirectory, policy: Policy) -> bool:
     """Whether a run is yet to end, or has failed and will be tried again."""
     state = run.state().state
     if state == "failed":
-        return retries.decide(attempts.read(run), policy, 0, now_on(run.path)).again
+        return retries.decide(attempts.current(run), policy, 0, now_on(run.path)).again
     return state not in ("done", "diverged", "cancelled")
 
 
@@ -107,6 +107,8 @@ def _cancel_one(run: RunDirectory, by: str, policy: Policy) -> str:
                 run.forget_cancel()
                 return "is done, and stays so"
             attempts.settle_killed(run, "killed", "its process was killed")
+            run.forget_signs()
+            run.release()
             before = f", and had {state.state} before: {state.reason}" if state.reason else ""
             run.set_state("cancelled", reason=f"cancelled by {by}{before}")
             return "is cancelled"
@@ -131,7 +133,9 @@ def _cancel_jobs(sweep: SweepDirectory, runs: Iterable[RunDirectory], whole: boo
         print(f"{len(idle_jobs)} jobs that had nothing else to do are cancelled")
 
 
-def retry(sweep: SweepDirectory, prefixes: list[str], failed: bool, diverged: bool) -> int:
+def retry(
+    sweep: SweepDirectory, prefixes: list[str], failed: bool, diverged: bool, cancelled: bool = False
+) -> int:  # fmt: skip
     """Starts runs again, each from its newest checkpoint and with a new budget of retries; prints a line a run.
 
     Args:
@@ -139,6 +143,7 @@ def retry(sweep: SweepDirectory, prefixes: list[str], failed: bool, diverged: bo
         prefixes: first digits of run ids, in whatever state but done.
         failed: all that failed, or whose process is gone; so it is when nothing else is asked for.
         diverged: for every run that diverged a new one with a lower learning rate.
+        cancelled: all that were cancelled.
 
     Returns:
         The exit code of what then runs; see `conduct.resume`.
@@ -150,17 +155,21 @@ def retry(sweep: SweepDirectory, prefixes: list[str], failed: bool, diverged: bo
 
     policy = Policy.of(cluster_of(sweep.settings()))
     chosen = {run.run_id: run for run in find_runs(sweep, prefixes)}
-    if failed or not (prefixes or diverged):
-        for run in planning.members(sweep):
-            if run.state().state == "running":
-                recovery.settle_dead([run], policy, recovery.KILLED)
-            if run.state().state == "failed":
-                chosen.setdefault(run.run_id, run)
+    failed = failed or not (prefixes or diverged or cancelled)
+    wanted = [state for state, asked in (("failed", failed), ("cancelled", cancelled)) if asked]
+    members = planning.members(sweep)
+    for run in members if wanted else ():
+        if failed and run.state().state == "running":
+            recovery.settle_dead([run], policy, recovery.KILLED)
+        if run.state().state in wanted:
+            chosen.setdefault(run.run_id, run)
     again = {run.run_id for run in chosen.values() if _set_back(sweep, run, policy)}
     if diverged:
         again |= lower_rates(sweep)
     if not again:
-        print(f"there is nothing to try again; see `isoflop status {sweep.path}`")
+        left = sum(run.state().state == "cancelled" for run in members)
+        more = f"; {left} runs are cancelled, which --cancelled tries again" if left and not cancelled else ""
+        print(f"there is nothing to try again{more}; see `isoflop status {sweep.path}`")
         return 0
     return resume(sweep, only=again)
 
@@ -179,7 +188,8 @@ def _set_back(sweep: SweepDirectory, run: RunDirectory, policy: Policy) -> bool:
             return False
         attempts.retry_by_hand(run)
     except Busy as busy:
-        print(f"run {run.run_id} is being trained ({busy}); cancel it first")
+        what = "is about to stop; try again in a moment" if run.cancel_asked() else "is being trained; cancel it first"
+        print(f"run {run.run_id} {what} ({busy})")
         return False
     why = f": {before.reason}" if before.reason else ""
     print(f"run {run.run_id} is tried again; it was {before.state}{why}")

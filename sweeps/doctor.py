@@ -253,8 +253,8 @@ def _files(sweep: SweepDirectory) -> Iterator[Fault]:
     for name in (".", "fit", "jobs", "code", "runs"):
         yield from old_temporaries(sweep.path / name, now)
     yield from unreadable(sweep.path / "fit" / "law.json", f"removed; isoflop report {sweep.path} makes it anew")
-    for name in ("slurm.json", "keeper.json"):
-        yield from _damaged_record(sweep.path / "jobs" / name)
+    yield from _launch_record(sweep)
+    yield from unreadable(sweep.path / "jobs" / "keeper.json", "removed; what it counts is counted anew")
     if (sweep.path / planning.ADDED).exists() and read_json(sweep.path / planning.ADDED) is None:
         yield Fault("unreadable", f"{planning.ADDED} cannot be read", sweep.path / planning.ADDED, None,
                     "remove it and extend again; runs that are done stay done")  # fmt: skip
@@ -264,9 +264,22 @@ def _files(sweep: SweepDirectory) -> Iterator[Fault]:
                     f"removed; isoflop report {sweep.path} makes it anew")  # fmt: skip
 
 
-def _damaged_record(path: Path) -> Iterator[Fault]:
-    """What launchers and keepers remember. Without it jobs are found by their label, and runs by their states."""
-    return unreadable(path, "removed; what SLURM and the run directories say is enough")
+def _launch_record(sweep: SweepDirectory) -> Iterator[Fault]:
+    """What launchers remember. Without it jobs are found by their label, and say themselves what they are for."""
+    from .launch_record import LaunchRecord, rebuilt
+
+    def rewrite() -> None:
+        with sweep.lock():
+            if (record := rebuilt(sweep)) == LaunchRecord():
+                remove(path)
+            else:
+                record.write(sweep)
+
+    path = sweep.path / "jobs" / "slurm.json"
+    try:
+        LaunchRecord.read(sweep)
+    except UserError:
+        yield Fault("unreadable", f"{path.name} cannot be read", path, rewrite, "written anew from SLURM's queue")
 
 
 def _is_table(path: Path) -> bool:

@@ -22,7 +22,7 @@ from ..train.files import read_json, write_atomic
 from . import attempts
 from .control import idle
 from .retries import Policy
-from .runs import STATES, Busy, RunDirectory, now_on
+from .runs import OPEN, STATES, Busy, RunDirectory, now_on
 
 OLD_SECONDS = 600.0  # after which a temporary file is nobody's
 TEMPORARY = re.compile(r"^\.(now-|.+\.)[a-z0-9_]{8}$")  # as tempfile names them, here and in train/files.py
@@ -47,14 +47,15 @@ def faults_of(run: RunDirectory, policy: Policy, deep: bool, evaluated: bool) ->
     Args:
         run: its directory.
         policy: the sweep's.
-        deep: whether checkpoints are read and their sums checked.
+        deep: whether checkpoints are read and their sums checked; of a run that is to go on they are not, for that
+            takes minutes, and whoever is to train it waits for the lock.
         evaluated: whether the sweep wants its runs scored.
     """
     try:
         with idle(run, policy):
             for check in (_config, _state, _leftovers, _lines):
                 yield from check(run)
-            yield from _checkpoints(run, deep)
+            yield from _checkpoints(run, deep and run.state().state not in OPEN)
             yield from _result(run, evaluated)
             yield from _scores(run)
     except Busy:

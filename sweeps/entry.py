@@ -100,14 +100,15 @@ def guarded(work: Callable[[], int]) -> int:
         return _say(str(error), 2)
     except BrokenPipeError:
         return 0  # the reader of a pipe, such as head, has seen enough
-    except OSError as error:
-        return _say(f"{error.strerror or error}: {error.filename or 'no file named'}", 1)
     except KeyboardInterrupt:
         return _say("interrupted; everything finished so far is kept, and the same command goes on from here", 130)
     except Exception as error:
-        if type(error).__module__.split(".")[0] not in ("hydra", "omegaconf"):  # which take a while to import
-            raise
-        return _say(composition_error(error), 2)
+        # Some of Hydra's errors are OSErrors too; its modules take a while to import, so they are known by name.
+        if type(error).__module__.split(".")[0] in ("hydra", "omegaconf"):
+            return _say(composition_error(error), 2)
+        if isinstance(error, OSError):
+            return _say(f"{error.strerror or error}: {error.filename or 'no file named'}", 1)
+        raise
 
 
 def composition_error(error: Exception) -> str:

@@ -75,7 +75,8 @@ def as_grid(values: dict[str, Any], source: object) -> GridConfig:
     Raises:
         UserError: they are none.
     """
-    result = from_mapping({"grid": values}, source).grid
+    remedy = "correct it; conf/grid/ has one of each kind, with its fields"
+    result = from_mapping({"grid": values}, source, remedy).grid
     assert result is not None
     return result
 
@@ -118,10 +119,11 @@ def next_round(sweep: SweepDirectory, config: SweepConfig) -> bool:
     from . import adaptive
 
     wanted = adaptive.next_round(sweep, config)
+    added = []
+    if wanted is not None:
+        added = add_grid(sweep, config, as_grid(wanted, sweep.path / "adaptive.json"), "a round of the adaptive grid")
     print(adaptive.told(sweep))
-    if wanted is None:
-        return False
-    return bool(add_grid(sweep, config, as_grid(wanted, sweep.path / "adaptive.json"), "a round of the adaptive grid"))
+    return bool(added)
 
 
 def _overridden(config: SweepConfig, overrides: list[str]) -> GridConfig:
@@ -136,7 +138,7 @@ def _overridden(config: SweepConfig, overrides: list[str]) -> GridConfig:
     try:
         merged = OmegaConf.merge(OmegaConf.create({"grid": asdict(config)["grid"]}), OmegaConf.from_dotlist(overrides))
         plain = OmegaConf.to_container(merged)
-    except OmegaConfBaseException as error:
+    except (OmegaConfBaseException, yaml.YAMLError) as error:
         raise UserError(f"extend was given {' '.join(overrides)!r}: {_first_line(error)}") from error
     assert isinstance(plain, dict)
     return as_grid(plain["grid"], "the grid with what extend was given")

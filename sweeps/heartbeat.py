@@ -4,8 +4,8 @@ Special here:
 - a sign is the time of change of `runs/<id>/heartbeat`, and its age is told by a file touched just now on the same file
   system, so clocks of nodes may differ by hours;
 - a process that is frozen, or is killed with its node, shows as an old sign to everybody else; one whose main thread is
-  stuck still gives signs, so the thread also watches for steps. Work that has none (building shards, the first compile,
-  scoring the held-out set) must fit into `hang_seconds`, which is why that is long;
+  stuck still gives signs, so the thread also watches for steps. Building shards and scoring the held-out set count
+  as steps; what has none (the first compile) must fit into `hang_seconds`, which is why that is long;
 - a thread cannot wake the main one, so it writes down how the runs ended and ends the process.
 """
 
@@ -89,18 +89,24 @@ class Heartbeat:
         with self._ending:
             if self._over.is_set() or steps != self._steps or not self._runs:
                 return
-            frame = sys._current_frames().get(self._main)
-            stack = traceback.extract_stack(frame) if frame is not None else None
-            at = f", at {Path(stack[-1].filename).name}:{stack[-1].lineno} in {stack[-1].name}" if stack else ""
-            reason = f"it hung: no step for {self._policy.hang_seconds:g} s{at}"
-            for run in self._runs:
+            try:
+                self._tell()
+            finally:  # whatever is in the way of telling, such as a full disk
+                os._exit(EXIT_CODE)
+
+    def _tell(self) -> None:
+        """Writes of every run that it hung, and where."""
+        frame = sys._current_frames().get(self._main)
+        stack = traceback.extract_stack(frame) if frame is not None else None
+        at = f", at {Path(stack[-1].filename).name}:{stack[-1].lineno} in {stack[-1].name}" if stack else ""
+        reason = f"it hung: no step for {self._policy.hang_seconds:g} s{at}"
+        for run in self._runs:
+            with suppress(Exception):  # then whoever comes next writes it; the others must not miss their line
                 run.note_failure(reason, "hung")
-                with suppress(OSError):  # then whoever comes next writes it
-                    attempts.settle_killed(run, "hung", reason)
-                with suppress(OSError):
-                    run.log(reason + "\n" + "".join(stack.format() if stack else []))
-            print(f"this process {reason}", flush=True)
-            os._exit(EXIT_CODE)
+                attempts.settle_killed(run, "hung", reason)
+            with suppress(Exception):
+                run.log(reason + "\n" + "".join(stack.format() if stack else []))
+        print(f"this process {reason}", flush=True)
 
 
 def age(run: RunDirectory, now: float | None = None) -> float | None:

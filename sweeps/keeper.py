@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +27,7 @@ from .config import SweepConfig
 from .launch import SlurmLauncher
 from .queue import Queue
 from .retries import Policy
-from .runs import AtWork, RunDirectory, SweepDirectory, now_on
+from .runs import RunDirectory, SweepDirectory, now_on
 from .submission import QueueFull
 from .worker import settle_lost
 
@@ -54,23 +55,25 @@ class Pass:
 
 
 def keep(sweep_path: str) -> None:
-    """One pass; what the keeper's job calls. Where the queue took no other keeper, as many passes as it needs."""
-    sweep = SweepDirectory.open(sweep_path)
-    while True:
+    """One pass; what the keeper's job calls. As many as it needs where one fails, or the queue takes no other keeper.
+
+    If this one went the other would go for the same reason in no time, such as a full disk, and nobody were left.
+    """
+    sweep, pause = SweepDirectory(Path(sweep_path)), 60.0
+    while (sweep.path / "plan.json").exists():
         try:
             with sweep.lock(LOCK_SECONDS):
+                pause = planning.configuration(sweep).cluster.keeper_seconds
                 past = tend(sweep)
-        except AtWork as error:
-            print(f"left to the next keeper: {error}")
-            return
-        except (OSError, UserError) as error:
-            # Such as a disk that is full: if this one ended now the other would in no time, and nobody were left.
+            if past.over or past.keepers:
+                return
+        except Exception as error:
+            # Whatever it is, the sweep must not be without a keeper.
             with contextlib.suppress(OSError):
                 print(f"this pass came to nothing, the next is to come: {error}")
-            past = Pass(over=False, keepers=0)
-        if past.over or past.keepers:
-            return
-        time.sleep(planning.configuration(sweep).cluster.keeper_seconds)
+                if not isinstance(error, UserError):
+                    traceback.print_exc()
+        time.sleep(pause)
 
 
 def tend(sweep: SweepDirectory, say: Callable[[str], None] = print) -> Pass:
@@ -85,7 +88,7 @@ def tend(sweep: SweepDirectory, say: Callable[[str], None] = print) -> Pass:
         live = slurm.live_jobs()
     except UserError as error:
         say(f"nothing was done: {error}")
-        return Pass(over=False, keepers=1)  # who waits was not asked; submitted two by two they outlive a restart
+        return Pass(over=False, keepers=0)  # for all that is known
     launcher = SlurmLauncher(sweep, config.cluster, live)
     keepers = launcher.keep()
     for name in settle_lost(sweep, policy, live):
@@ -107,13 +110,17 @@ def _go_on(sweep: SweepDirectory, config: SweepConfig, launcher: SlurmLauncher, 
     unscored = _to_score_again(sweep, config, launcher, memory)
     if survey.due or unscored:
         _submit(sweep, launcher, survey.due, unscored)
+        for run in unscored:
+            if not launcher.to_score([run]):  # the queue may have been full
+                memory["scorings"][run.run_id] = memory["scorings"].get(run.run_id, 0) + 1
         return False
     if survey.later or launcher.in_queue():
         _refill(sweep, config, launcher)
         return False
-    if _fit_is_due(sweep, memory):
+    if (tried := _fit_is_due(sweep, memory)) is not None:
         with contextlib.suppress(QueueFull):  # a later pass asks again
             launcher.fit()
+            memory["fits"] = tried
         return False
     if not extend.next_round(sweep, config):
         return True
@@ -133,7 +140,9 @@ def look(sweep: SweepDirectory, launcher: SlurmLauncher, policy: Policy) -> Surv
         if state.state == "running":  # not settled yet: it still shows signs of life
             survey.later.append(run.run_id)
             continue
-        decision = retries.decide(attempts.read(run), policy, spent, now)
+        tries = attempts.current(run)
+        decision = retries.decide(tries, policy, spent, now)
+        spent += decision.again and bool(tries) and tries[-1].cause in retries.RETRIED
         if decision.again and decision.wait_seconds > 0:
             survey.later.append(run.run_id)
         elif decision.again:
@@ -158,16 +167,15 @@ def _refill(sweep: SweepDirectory, config: SweepConfig, launcher: SlurmLauncher)
     """Gives a queue of runs as many workers as what is left in it is worth, where some were lost."""
     seconds = {run["run_id"]: run["estimated_seconds"] for run in sweep.plan()["runs"]}
     for name, workers in launcher.queues().items():
-        if not workers:
-            continue  # its runs have no job, and are submitted anew
+        if not workers or not config.cluster.queue_minutes > 0:
+            continue  # its runs have no job and are submitted anew; or it is of an earlier configuration
         queue = Queue.open(sweep, sweep.path / "jobs" / name)
-        left = queue.left()
-        if queue.ready_in() != 0.0:
-            continue  # what is left waits for its time
-        worth = sum(seconds[run] for unit in left for run in unit.runs) / (60 * max(config.cluster.queue_minutes, 1e-9))
-        wanted = min(len(left), config.cluster.array_parallelism, math.ceil(worth))
-        if wanted > len(workers):
-            launcher.add_workers(queue.folder, wanted - len(workers), queue.avoided())
+        ready = queue.ready()
+        worth = sum(seconds[run] for unit in ready for run in unit.runs) / (60 * config.cluster.queue_minutes)
+        idle = len(workers) - len(queue.running())
+        most = config.cluster.array_parallelism - len(workers)
+        if (missing := min(len(ready), math.ceil(worth)) - idle) > 0 and most > 0:
+            launcher.add_workers(queue.folder, min(missing, most), queue.avoided())
 
 
 def _to_score_again(
@@ -176,22 +184,21 @@ def _to_score_again(
     """Runs whose scoring job ended without scores, a few times each."""
     tries = memory.setdefault("scorings", {})
     unscored = launcher.to_score(conduct_slurm.missing_scores(planning.members(sweep), config))
-    unscored = [run for run in unscored if tries.get(run.run_id, 0) < SCORINGS]
-    for run in unscored:
-        tries[run.run_id] = tries.get(run.run_id, 0) + 1
-    return unscored
+    return [run for run in unscored if tries.get(run.run_id, 0) < SCORINGS]
 
 
-def _fit_is_due(sweep: SweepDirectory, memory: dict[str, Any]) -> bool:
-    """Whether something was written after the table that the laws were fitted to; true a few times for each state."""
+def _fit_is_due(sweep: SweepDirectory, memory: dict[str, Any]) -> dict[str, Any] | None:
+    """What to remember of a fit that is submitted now, where something was written after the table of the last one.
+
+    None where nothing was, or the laws were to be fitted to this a few times already.
+    """
     newest = max((_written(file) for pattern in RESULTS for file in sweep.path.glob(pattern)), default=0.0)
     table = _written(sweep.path / "table.csv")
     if newest == 0.0 or (newest <= table <= _written(sweep.path / "fit" / "law.json")):
-        return False
+        return None
     tried = memory.get("fits") or {}
     tries = tried.get("tries", 0) if tried.get("newest") == newest else 0
-    memory["fits"] = {"newest": newest, "tries": tries + 1}
-    return tries < FITS
+    return {"newest": newest, "tries": tries + 1} if tries < FITS else None
 
 
 def _written(file: Path) -> float:

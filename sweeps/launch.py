@@ -5,7 +5,8 @@ Special here:
   several ranks, are tasks of an array a job shape, a rank a task of its job;
 - branches wait for their trunk's task, scoring for each task's success or for a queue's workers, and the fit for
   everything; two keepers (`keeper.py`), tiny jobs, wait beside them to start again what must be;
-- jobs are submitted on hold, written down, and released: a launcher may be killed anywhere (`launch_record.py`);
+- jobs, but for keepers, are submitted on hold, written down, and released: a launcher may be killed anywhere
+  (`transaction.py`);
 - what the queue of SLURM has no room for is held back, and submitted by a keeper later.
 
 Whoever uses a launcher holds the sweep.
@@ -49,13 +50,14 @@ class SlurmLauncher(Inventory):
         live: ids of the jobs in the queue, from `slurm.live_jobs`; those submitted here are added.
 
     Raises:
-        UserError: an earlier launcher was killed on its way, and SLURM does not answer what it left.
+        UserError: an earlier launcher was killed on its way, and SLURM does not take or release what it left; or
+            jobs/slurm.json cannot be read.
     """
 
     def __init__(self, sweep: SweepDirectory, cluster: ClusterConfig, live: set[str]) -> None:
         super().__init__(sweep, live)
         self.cluster = cluster
-        recover(sweep, self.record)
+        recover(sweep, cluster, self.record)
         if live & self.record.jobs():
             with contextlib.suppress(UserError):  # SLURM is away, and will be asked again
                 release_forgotten(sweep, cluster, self.record)
@@ -184,7 +186,9 @@ class SlurmLauncher(Inventory):
 
     def _add_fit(self, began: Transaction) -> None:
         waits = (self.in_queue() | set(began.jobs)) - set(self.record.keepers)
-        shape = JobShape(0, 1, min(8.0, self.cluster.memory_gb), min(60, self.cluster.time_minutes))
+        shape = JobShape(
+            0, 1, min(8.0, self.cluster.memory_gb), min(slurm_cluster.FIT_MINUTES, self.cluster.time_minutes)
+        )
         call = Call(worker.finish_sweep, (str(self.sweep.path.resolve()),))
         before = self.record.fit
         (self.record.fit,) = began.submit(Request("fit", shape, after(arrays_of(waits)), light=True), [call])
@@ -229,14 +233,18 @@ def wait_for_slurm(sweep: SweepDirectory) -> None:
     """Returns once no job of the sweep is in the queue, keepers included; on a terminal it says how the sweep does.
 
     A controller that is away for a while is waited for. Ctrl-C leaves the jobs alone.
+
+    Raises:
+        UserError: jobs/slurm.json cannot be read.
     """
     said, looked = "", -math.inf
     try:
         while True:
+            live = None
             with contextlib.suppress(UserError):
                 live = slurm.live_jobs()  # first, for a keeper that submits others is there until it has
-                if not LaunchRecord.read(sweep).jobs() & live:
-                    return
+            if live is not None and not LaunchRecord.read(sweep).jobs() & live:
+                return
             if sys.stdout.isatty() and time.monotonic() - looked > SHOW_SECONDS:
                 looked, before = time.monotonic(), said
                 counts = Counter(run.state().state for run in sweep.runs())

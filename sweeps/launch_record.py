@@ -1,24 +1,29 @@
 """What a sweep has in SLURM's queue: jobs/slurm.json, and the label by which every job says whose it is.
 
 Special here:
-- jobs are submitted on hold, written down here, and then released. A launcher that is killed on the way leaves jobs
-  that have done nothing: those that are written down are released by the next launcher, the others are cancelled;
-- SLURM's comment of a job is `isoflop:<hash of the sweep's path>:<transaction>`, so that squeue alone finds them all.
+- jobs are written down here before they may start (`transaction.py`); keepers alone may have started by then;
+- SLURM's comment of a job is `isoflop:<the sweep's token>:<transaction>`, so that squeue alone finds them all. The
+  token is in jobs/label, apart from the record, and for good: a damaged record loses no job, nor does a folder that is
+  moved.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
+import json
+import os
+import pickle
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..train.errors import UserError
-from ..train.files import read_json, write_json
+from ..train.files import write_atomic, write_json
 from . import slurm
+from .placement import shape_in
 from .plan import JobShape
 from .queue import Queue
 from .runs import RunDirectory, SweepDirectory
@@ -47,12 +52,26 @@ class LaunchRecord:
 
     @classmethod
     def read(cls, sweep: SweepDirectory) -> LaunchRecord:
-        """What was written last; nothing where there is none."""
-        known = read_json(_path(sweep)) or {}
-        values: dict[str, Any] = {item.name: known[item.name] for item in dataclasses.fields(cls) if item.name in known}
+        """What was written last; nothing where nothing was.
+
+        Raises:
+            UserError: the file cannot be read. To take it for empty would submit again what is in the queue.
+        """
+        path = _path(sweep)
+        try:
+            return cls._of(json.loads(path.read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            return cls()
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            why = " ".join(str(error).split()) or type(error).__name__
+            raise UserError(f"{path} cannot be read ({why}); `isoflop doctor {sweep.path}` mends it") from error
+
+    @classmethod
+    def _of(cls, known: dict[str, Any]) -> LaunchRecord:
+        values = {item.name: known[item.name] for item in dataclasses.fields(cls) if item.name in known}
         values["queues"] = {
             name: QueueJobs(JobShape(**jobs["shape"]), jobs["workers"])
-            for name, jobs in (known.get("queues") or {}).items()
+            for name, jobs in known.get("queues", {}).items()
         }
         return cls(**values)
 
@@ -114,8 +133,11 @@ class Inventory:
 
 
 def label(sweep: SweepDirectory, transaction: str) -> str:
-    """The comment of a job."""
-    return f"isoflop:{_hash(sweep)}:{transaction}"
+    """The comment of a job; the caller holds the sweep."""
+    if (token := _token(sweep)) is None:
+        token = os.urandom(6).hex()
+        write_atomic(_label_path(sweep), token + "\n")
+    return f"isoflop:{token}:{transaction}"
 
 
 def labelled_jobs(sweep: SweepDirectory) -> dict[str, str]:
@@ -124,26 +146,81 @@ def labelled_jobs(sweep: SweepDirectory) -> dict[str, str]:
     Raises:
         UserError: SLURM does not answer.
     """
+    if (token := _token(sweep)) is None:
+        return {}
     answer = slurm.ask("squeue", "-h", "-r", "-o", "%i %k")
     if answer.returncode:
         raise UserError(f"squeue does not answer ({slurm.words(answer)}); try later")
-    found = re.findall(rf"^(\S+) .*isoflop:{_hash(sweep)}:(\w+)", answer.stdout, re.MULTILINE)
+    found = re.findall(rf"^(\S+) .*isoflop:{token}:(\w+)", answer.stdout, re.MULTILINE)
     return dict(found)
 
 
 def strays(sweep: SweepDirectory) -> set[str]:
     """Jobs of a sweep in the queue that its record does not know: a launcher was killed while it submitted them.
 
-    They are on hold and have done nothing; the next launcher cancels them, or whoever holds the sweep may.
+    All but keepers are on hold and have done nothing. The next launcher cancels them, or whoever holds the sweep may.
 
     Raises:
-        UserError: SLURM does not answer.
+        UserError: SLURM does not answer, or the record cannot be read.
     """
     return labelled_jobs(sweep).keys() - LaunchRecord.read(sweep).jobs()
 
 
-def _hash(sweep: SweepDirectory) -> str:
-    return hashlib.sha256(str(sweep.path.resolve()).encode()).hexdigest()[:12]
+def rebuilt(sweep: SweepDirectory) -> LaunchRecord:
+    """A record of what is in the queue, from the labels of the jobs and from what each will call.
+
+    Raises:
+        UserError: SLURM does not answer, or the plan cannot be read.
+    """
+    record, folder = LaunchRecord(), sweep.path / "jobs"
+    shapes = {run["run_id"]: run["shape"] for run in sweep.plan()["runs"]}
+    for job, transaction in sorted(labelled_jobs(sweep).items()):
+        try:
+            call = pickle.loads((folder / f"slurm-{transaction}" / f"{job}_submitted.pkl").read_bytes()).function
+        except (OSError, ValueError, EOFError, AttributeError, ImportError, pickle.UnpicklingError):
+            continue  # it stays a stray
+        match call.function.__name__, call.arguments:
+            case "keep", _:
+                record.keepers.append(job)
+            case "finish_sweep", _:
+                record.fit = job
+            case "evaluate_runs", (_, names):
+                record.scoring.update(dict.fromkeys(names, job))
+            case "train_run", (path, *_):
+                record.training[Path(path).name] = job
+            case "train_unit", (_, paths, *_):
+                record.training.update(dict.fromkeys((Path(path).name for path in paths), job))
+            case "work_queue", (_, path, *_) if (folder / Path(path).name).is_dir():
+                name = Path(path).name
+                if name not in record.queues:
+                    unit = Queue.open(sweep, folder / name).units[0]
+                    record.queues[name] = QueueJobs(shape_in(unit, JobShape(**shapes[unit.runs[0]])))
+                record.queues[name].workers.append(job)
+    for script in folder.glob("slurm-*/*_submission.sh"):
+        if found := re.search(r"^#SBATCH --chdir=(.+)$", script.read_text(encoding="utf-8"), re.MULTILINE):
+            record.folder = shlex.split(found[1])[0]
+            break
+    return record
+
+
+def _token(sweep: SweepDirectory) -> str | None:
+    """What the labels of a sweep's jobs have in common; None before its first launch.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    try:
+        return _label_path(sweep).read_text(encoding="utf-8").strip() or None
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{_label_path(sweep)} cannot be read ({error}); without it no job of the sweep is found"
+        ) from error
+
+
+def _label_path(sweep: SweepDirectory) -> Path:
+    return sweep.path / "jobs" / "label"
 
 
 def _path(sweep: SweepDirectory) -> Path:

@@ -25,7 +25,6 @@ from ..train.config import RunConfig, run_id
 from ..train.errors import UserError
 from ..train.schedule import trunk_steps
 from . import worker
-from .attempts import retry_by_hand
 from .packing import Unit
 from .queue import Queue
 from .recovery import KILLED
@@ -218,10 +217,7 @@ class Training:
 
 
 def enqueue(sweep: SweepDirectory, folder: Path, units: Sequence[Unit], runs: Sequence[RunConfig]) -> Queue:
-    """A new queue for units of these runs, in a folder of its own below `folder`; what had failed has a new budget."""
-    for run in map(sweep.run, map(run_id, runs)):
-        if run.state().state in ("failed", "diverged", "cancelled"):
-            retry_by_hand(run)
+    """A new queue for units of these runs, in a folder of its own below `folder`."""
     parents = {run_id(run): (run.parent, trunk_steps(run)) for run in runs if run.parent is not None}
     return Queue.create(sweep, folder / f"queue-{os.urandom(4).hex()}", units, parents)
 

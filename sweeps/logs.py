@@ -10,13 +10,16 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from .control import find_runs
+from .planning import members
+from .retries import Policy
 from .runs import RunDirectory, SweepDirectory
-from .status import OPEN
+from .status import cluster_of, is_over
 
 POLL_SECONDS = 0.5
 TAIL_BYTES = 16384  # of a file, when only its newest lines are wanted
@@ -25,7 +28,7 @@ LINES = 3  # of each run, where no run is named
 
 
 def one(sweep: SweepDirectory, prefix: str, follow: bool) -> None:
-    """Prints what a run has said, then the newest lines of its job's output; with `follow` goes on until it has ended.
+    """Prints what a run has said, then the newest lines of its job's output; with `follow` until it ends for good.
 
     Raises:
         UserError: no run begins so, or several do.
@@ -33,7 +36,8 @@ def one(sweep: SweepDirectory, prefix: str, follow: bool) -> None:
     (run,) = find_runs(sweep, [prefix])
     files = [run.path / "log.txt", *sorted(run.path.glob("log-rank*.txt"))]
     if follow:
-        _follow(lambda: [*_labelled(files), *_labelled(job_files(sweep, run))], lambda: _is_over(run))
+        policy = Policy.of(cluster_of(sweep.settings()))
+        _follow(lambda: [*_labelled(files), *_labelled(job_files(sweep, run))], lambda: is_over(run, policy))
         return
     if not any(path.exists() for path in files):
         print(f"run {run.run_id} has not started")
@@ -47,15 +51,19 @@ def one(sweep: SweepDirectory, prefix: str, follow: bool) -> None:
 
 def overview(sweep: SweepDirectory, follow: bool) -> None:
     """Prints the newest lines of every run that runs or failed; with `follow` goes on until none is left to run."""
-    for run in sweep.runs():
-        state = run.state().state
-        if state in ("running", "failed", "diverged"):
-            for line in tail(run.path / "log.txt", LINES):
-                print(f"{run.run_id} {state}: {line}")
+    runs = members(sweep)
+    states = {run.run_id: run.state().state for run in runs}
+    shown = [run for run in runs if states[run.run_id] in ("running", "failed", "diverged")]
+    for run in shown:
+        for line in tail(run.path / "log.txt", LINES):
+            print(f"{run.run_id} {states[run.run_id]}: {line}")
+    if not shown:
+        counts = Counter(states.values())
+        print(f"no run runs or failed ({', '.join(f'{count} {state}' for state, count in counts.items())})")
     if follow:
-        runs = sweep.runs()
+        policy = Policy.of(cluster_of(sweep.settings()))
         logs = [(f"{run.run_id}: ", run.path / "log.txt") for run in runs]
-        _follow(lambda: logs, lambda: all(_is_over(run) for run in runs), from_start=False)
+        _follow(lambda: logs, lambda: all(is_over(run, policy) for run in runs), from_start=False)
 
 
 def job_files(sweep: SweepDirectory, run: RunDirectory) -> list[Path]:
@@ -73,10 +81,6 @@ def tail(path: Path, lines: int) -> list[str]:
             return file.read().decode("utf-8", errors="replace").splitlines()[-lines:]
     except OSError:
         return []
-
-
-def _is_over(run: RunDirectory) -> bool:
-    return run.state().state not in OPEN
 
 
 def _labelled(paths: Iterable[Path]) -> Iterator[tuple[str, Path]]:

@@ -110,8 +110,15 @@ def chunks(batch: Batch, most: int) -> Iterator[Batch]:
 
 
 def shape_of(unit: Unit, planned: Mapping[str, PlannedRun]) -> JobShape:
-    """Runs that share a device as processes have cores and memory each; those of an ensemble are one process."""
-    shape = planned[unit.runs[0]].shape
+    """What a unit's job asks for; see `shape_in`."""
+    return shape_in(unit, planned[unit.runs[0]].shape)
+
+
+def shape_in(unit: Unit, shape: JobShape) -> JobShape:
+    """Of a unit whose runs have this shape alone.
+
+    Runs that share a device as processes have cores and memory each; those of an ensemble are one process.
+    """
     if unit.how != "shared":
         return shape
     return replace(shape, cpus=shape.cpus * len(unit.runs), memory_gb=shape.memory_gb * len(unit.runs))

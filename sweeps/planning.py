@@ -14,12 +14,12 @@ import dataclasses
 import platform
 import subprocess
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import yaml
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 from .. import __version__
 from ..train.config import RECIPE, RunConfig, run_id
@@ -28,7 +28,7 @@ from ..train.files import read_json, write_atomic, write_json
 from . import calibration, grid, probe, trunks
 from .config import ClusterConfig, IsoflopGrid, SweepConfig, base_run, from_mapping
 from .plan import Plan, plan, remarks
-from .runs import RunDirectory, SweepDirectory
+from .runs import AtWork, RunDirectory, SweepDirectory
 
 ADDED = "added.json"
 STOPPED = "cancel.json"
@@ -192,8 +192,15 @@ def resolve_runs(config: SweepConfig) -> list[RunConfig]:
 
 
 def resolved_base(sweep: SweepDirectory, config: SweepConfig) -> RunConfig:
-    """The run that the sweep's grid varies, complete, with the corpus and the tokenizer that its runs have on disk."""
-    base, first = base_run(config), sweep.runs()[0].config()
+    """The run that the sweep's grid varies, complete, with the corpus and the tokenizer that its runs have on disk.
+
+    Raises:
+        UserError: the sweep has no runs.
+    """
+    runs = sweep.runs()
+    if not runs:
+        raise UserError(f"{sweep.path / 'plan.json'} has no runs, so nothing can be added to them; sweep anew")
+    base, first = base_run(config), runs[0].config()
     base.data = first.data
     base.model.vocab_size = first.model.vocab_size
     return base
@@ -209,7 +216,7 @@ def add_runs(sweep: SweepDirectory, runs: Iterable[RunConfig], why: str, replace
         replaces: the run in whose place they are tried.
     """
     known = {run["run_id"] for run in sweep.plan()["runs"]}
-    with FileLock(sweep.path / f".{ADDED}.lock", timeout=60):
+    with _adding(sweep):
         added = _added(sweep)
         fresh = [run for run in runs if run_id(run) not in known | added.keys()]
         for run in fresh:
@@ -221,6 +228,15 @@ def add_runs(sweep: SweepDirectory, runs: Iterable[RunConfig], why: str, replace
         if fresh:
             write_json(sweep.path / ADDED, added)
     return [run_id(run) for run in fresh]
+
+
+@contextlib.contextmanager
+def _adding(sweep: SweepDirectory) -> Iterator[None]:
+    try:
+        with FileLock(sweep.path / f".{ADDED}.lock", timeout=60):
+            yield
+    except Timeout as error:
+        raise AtWork(f"{sweep.path / ADDED} has been held by somebody for a minute; try again") from error
 
 
 def added_runs(sweep: SweepDirectory) -> list[RunConfig]:
@@ -256,7 +272,11 @@ def is_stopped(sweep: SweepDirectory) -> bool:
 
 
 def _added(sweep: SweepDirectory) -> dict[str, dict[str, Any]]:
-    return read_json(sweep.path / ADDED) or {}
+    file = sweep.path / ADDED
+    added = read_json(file)
+    if added is None and file.exists():
+        raise UserError(f"{file} cannot be read; restore it, or remove it and lose the runs that it names")
+    return added or {}
 
 
 def share_trunks(
@@ -264,6 +284,7 @@ def share_trunks(
 ) -> tuple[list[RunConfig], list[str]]:
     """Makes trunks and branches of runs that differ in D alone, as far as what is on disk allows; and says so."""
     from . import slurm
+    from .launch_record import Inventory
 
     live, progress = set[str](), {}
     if config.cluster.kind == "slurm":
@@ -272,9 +293,10 @@ def share_trunks(
         except UserError:
             if not config.dry_run:  # which needs no SLURM
                 raise
+    inventory = Inventory(sweep, live)
     for run in map(run_id, runs):
         directory = sweep.run(run)
-        progress[run] = trunks.progress_of(directory, live=directory.state().job_id in live)
+        progress[run] = trunks.progress_of(directory, live=inventory.has_job(directory))
     merged = trunks.merge(runs, progress)
     return merged.runs, merged.remarks
 

@@ -25,7 +25,7 @@ import fcntl
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -186,10 +186,11 @@ class Queue:
             The units that were settled.
         """
         settled = []
-        for index, claim in self._lost().items():
-            death = recovery.death_of(claim.job, claim.host)  # SLURM may take a minute to answer
-            if death.cause == "cancelled":  # somebody took a worker away, and has cancelled no run
-                death = replace(death, cause="preempted")
+        lost = self._lost()
+        # Once for all of them, and outside the lock: SLURM may take a minute to answer.
+        said = slurm.outcomes({claim.job for claim in lost.values() if claim.job is not None})
+        for index, claim in lost.items():
+            death = recovery.of_worker(recovery.death_of(claim.job, claim.host, said))
             with self._mutex():
                 if self._open.get(index) != claim:
                     continue  # somebody else was faster
@@ -204,6 +205,13 @@ class Queue:
         now = self._now() if host is not None and self._holds else 0.0
         return [self.units[index] for index in self._left if not self._avoids(index, host, now)]
 
+    def ready(self) -> list[Unit]:
+        """Units left that a worker could begin with now, in order, on one node or another."""
+        self._refresh()
+        now = self._now() if self._holds else 0.0
+        free = [index for index in self._left if self._holds.get(index, FREE).until <= now]
+        return [self.units[index] for index in free if self._ready(index)]
+
     def ready_in(self) -> float | None:
         """Seconds until the first of the units left may be claimed, for all that time tells; None: none is left."""
         self._refresh()
@@ -216,6 +224,11 @@ class Queue:
         now = self._now()
         holds = [self._holds.get(index, FREE) for index in self._left[:1]]
         return tuple(node for hold in holds for node in hold.avoid if now < hold.until + AVOID_SECONDS)
+
+    def was_claimed(self) -> bool:
+        """Whether a worker ever came as far as to claim a unit."""
+        self._refresh()
+        return bool(self._claims)
 
     def claimed(self, place: int) -> int:
         """Times that this place has claimed a unit."""
@@ -277,7 +290,7 @@ class Queue:
         return [self.sweep.run(name) for name in self.units[index].runs]
 
     def _decide(self, index: int, policy: Policy) -> None:
-        going = recovery.going_on(self._runs(index), self.sweep, policy, self._now())
+        going = recovery.going_on(self._runs(index), policy, self._now())
         if not going:
             self._end(index)
             return

@@ -59,7 +59,7 @@ def decide(attempts: Sequence[Attempt], policy: Policy, spent: int, now: float) 
     """Whether a run is tried again after its last attempt, when, and where not.
 
     Args:
-        attempts: of the run, oldest first, as `attempts.read` gives them.
+        attempts: of the run, oldest first, as `attempts.current` gives them.
         policy: the sweep's.
         spent: retries that the whole sweep has had, as `attempts.retries_spent` counts them.
         now: by the clock of the attempts (`runs.now_on`).

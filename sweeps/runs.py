@@ -27,6 +27,7 @@ from ..train.errors import UserError
 from ..train.files import FAILURE, HALVED, note_once, read_json, write_atomic, write_json
 
 ENDS = ("done", "failed", "diverged", "preempted", "cancelled")
+OPEN = ("running", "preempted", "queued", "planned")  # states that a run leaves by itself
 CANCEL = "cancel.json"
 HEARTBEAT = "heartbeat"
 # A thousand runs are planned in a second, and 4 ms a config in Python would be as much again to read them.
@@ -95,7 +96,7 @@ class RunDirectory:
         try:
             values = yaml.load(path.read_text(encoding="utf-8"), _LOADER)
             config = from_dict(RunConfig, values)
-        except (OSError, yaml.YAMLError, TypeError, AttributeError) as error:
+        except (OSError, UnicodeDecodeError, yaml.YAMLError, TypeError, AttributeError) as error:
             raise UserError(
                 f"{path} cannot be read as a run's config ({error}); remove the run directory and sweep again"
             ) from error

@@ -16,7 +16,7 @@ import os
 import re
 import subprocess
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from ..train.errors import UserError
 
@@ -63,16 +63,6 @@ def live_jobs(patience: float = PATIENCE, own: bool = False) -> set[str]:
     return set(_queue("%i", patience, own).split())
 
 
-def jobs_named(name: str, patience: float = PATIENCE) -> dict[str, str]:
-    """State (PENDING, RUNNING, …) of this user's jobs of a name that are in the queue, by id.
-
-    Raises:
-        UserError: SLURM does not answer.
-    """
-    lines = (line.split("|", 2) for line in _queue("%i|%T|%j", patience).splitlines())
-    return {job: state for job, state, found in lines if found == name}
-
-
 def stranded(patience: float = PATIENCE) -> set[str]:
     """Ids of this user's jobs that SLURM itself has put on hold, for they could not be launched: they wait for ever.
 
@@ -100,11 +90,24 @@ def _reasons(patience: float) -> dict[str, str]:
 
 
 def release(jobs: Iterable[str]) -> str | None:
-    """Lets jobs start that are on hold; returns SLURM's words where it refuses. Those that are gone are no error."""
+    """Lets jobs start that are on hold; returns SLURM's words where some stay there.
+
+    Those that are gone, or have started, are no error, whatever SLURM says of them.
+
+    Args:
+        jobs: ids, of an array for all of its tasks.
+    """
     if not (names := sorted(jobs)):
         return None
     answer = ask("scontrol", "release", ",".join(names), patience=PATIENCE)
-    return words(answer) if answer.returncode else None
+    if not answer.returncode:
+        return None
+    try:
+        reasons = _reasons(PATIENCE)
+    except UserError:
+        return words(answer)
+    held = {job for job, reason in reasons.items() if reason == "JobHeldUser" or STRANDED.search(reason)}
+    return words(answer) if (held | {job.split("_")[0] for job in held}).intersection(names) else None
 
 
 def _queue(what: str, patience: float, own: bool = True) -> str:
@@ -150,31 +153,47 @@ def requeue(job: str, restarts_before: int) -> str | None:
         time.sleep(1.0)
 
 
-def outcome(job: str | None) -> str | None:
-    """How a job ended, in SLURM's word (COMPLETED, CANCELLED, OUT_OF_MEMORY, …), or None where nobody remembers."""
-    if job is None:
-        return None
-    # By the array: a task that never started may have no record but the array's own, as 7_[0-2%2].
-    answer = ask("sacct", "-n", "-X", "-P", "-j", job.split("_")[0], "-o", "JobID,State")
-    records = dict(line.split("|", 1) for line in answer.stdout.splitlines() if "|" in line)
-    if said := records.get(job) or next((records[name] for name in records if _covers(name, job)), None):
-        return said.split()[0]
-    found = re.search(r"\bJobState=(\S+)", ask("scontrol", "-o", "show", "job", job).stdout)
-    return found[1] if found else None
+def outcomes(jobs: Iterable[str]) -> dict[str, tuple[str, str | None]]:
+    """How jobs ended, in SLURM's word (COMPLETED, CANCELLED, OUT_OF_MEMORY, …), and the node that each was on last.
 
+    Accounting says so, or else the controller, each asked for many at once; nothing of a job that neither remembers.
 
-def node_of(job: str | None) -> str | None:
-    """The node that a job runs on or ran on last, several as SLURM writes them (`node[1-2]`); None where nobody knows.
+    Args:
+        jobs: ids, `array_task` for tasks of arrays; those that are not SLURM's are left out.
 
-    Job ids other than SLURM's, such as the process ids of local jobs, have none.
+    Returns:
+        State and node by job id; several nodes as SLURM writes them (`node[1-2]`), None where nobody knows.
     """
-    if job is None or not re.fullmatch(r"\d+(_\d+)?", job):
-        return None
-    shown = ask("scontrol", "-o", "show", "job", job).stdout
-    found = re.search(r"(?<!\w)NodeList=(\S+)", shown)
-    names = [found[1]] if found else []
-    names += ask("sacct", "-n", "-X", "-P", "-j", job, "-o", "NodeList").stdout.split("\n")
-    return next((name for name in names if name and name not in ("(null)", "None assigned")), None)
+    wanted, found = {job for job in jobs if re.fullmatch(r"\d+(_\d+)?", job)}, dict[str, tuple[str, str | None]]()
+    arrays = sorted({job.split("_")[0] for job in wanted})
+    for start in range(0, len(arrays), 200):  # what a command line holds
+        names = ",".join(arrays[start : start + 200])
+        # By the array: a task that never started may have no record but the array's own, as 7_[0-2%2].
+        lines = ask("sacct", "-n", "-X", "-P", "-j", names, "-o", "JobID,State,NodeList").stdout.splitlines()
+        found |= _matching(wanted, [tuple(line.split("|")) for line in lines])
+    for array in sorted({job.split("_")[0] for job in wanted - found.keys()}):
+        shown = ask("scontrol", "-o", "show", "job", array).stdout
+        found |= _matching(wanted - found.keys(), [_shown(line) for line in shown.splitlines()])
+    return found
+
+
+def _matching(wanted: Collection[str], records: Iterable[tuple[str, ...]]) -> dict[str, tuple[str, str | None]]:
+    """State and node of jobs by records of job id, state and nodes; one of several tasks is of each of them."""
+    own, shared = dict[str, tuple[str, str | None]](), dict[str, tuple[str, str | None]]()
+    for job, state, nodes in (record for record in records if len(record) == 3 and record[1]):
+        into = shared if "[" in job else own
+        into[job] = (state.split()[0], None if nodes in ("", "(null)", "None assigned") else nodes)
+    covered = {job: said for record, said in shared.items() for job in wanted if _covers(record, job)}
+    return {job: said for job, said in (covered | own).items() if job in wanted}
+
+
+def _shown(line: str) -> tuple[str, str, str]:
+    """A line of `scontrol -o show job` as a record of `sacct`."""
+    values: dict[str, str] = dict(re.findall(r"(?<!\w)(JobId|ArrayJobId|ArrayTaskId|JobState|NodeList)=(\S+)", line))
+    job, task = values.get("ArrayJobId", values.get("JobId", "")), values.get("ArrayTaskId")
+    if task is not None:
+        job = f"{job}_{task}" if task.isdigit() else f"{job}_[{task}]"
+    return job, values.get("JobState", ""), values.get("NodeList", "")
 
 
 def elapsed(jobs: Iterable[str]) -> dict[str, float]:

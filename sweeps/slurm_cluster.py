@@ -21,9 +21,11 @@ from ..train.errors import UserError
 from . import slurm
 from .config import ClusterConfig
 from .plan import JobShape, PlannedRun
+from .submission import raw_keys
 
 TIMEOUT = 10.0  # seconds that a question may take
 DEFAULT_MAX_ARRAY = 1001  # SLURM's own
+FIT_MINUTES = 60  # that the fit may take
 # Words of `sbatch --test-only` that are no refusal of the settings: the queue is full now, or nodes are down.
 PASSING = re.compile(r"node configuration is not available|joblimit|job submit limit|nodes? .*(down|drained)", re.I)
 
@@ -90,13 +92,16 @@ def check(cluster: ClusterConfig, runs: Sequence[PlannedRun]) -> None:
     """Whether the cluster can and will take these runs; says nothing where SLURM does not answer.
 
     Raises:
-        UserError: there is no such partition, it allows less time, none of its nodes can host a run, or SLURM refuses
-            the account, the QOS or another setting, in its own words.
+        UserError: a raw key belongs to another setting, there is no such partition, it allows less time, none of its
+            nodes can host a run, or SLURM refuses the account, the QOS or another setting, in its own words.
     """
+    raw_keys(cluster)
     by_shape = {run.shape: run for run in reversed(runs)}  # the first of each shape
     if nodes := _nodes():
-        there = _of_partition(nodes, _extra(cluster).get("partition", cluster.partition))
+        there = _of_partition(nodes, cluster.partition)
         _check_time(cluster, there)
+        if cluster.keeper_partition is not None:
+            _check_keepers(cluster, _of_partition(nodes, cluster.keeper_partition, "cluster.keeper_partition"))
         for run in by_shape.values():
             check_fits(run, there)
     for run in by_shape.values():
@@ -107,16 +112,16 @@ def check(cluster: ClusterConfig, runs: Sequence[PlannedRun]) -> None:
             )
 
 
-def _of_partition(nodes: Sequence[Node], partition: str | None) -> list[Node]:
+def _of_partition(nodes: Sequence[Node], partition: str | None, setting: str = "cluster.partition") -> list[Node]:
     """Nodes of a partition, of several with commas between them, or of the default one."""
     there = ", ".join(sorted({node.partition for node in nodes}))
     if partition is None:
         if found := [node for node in nodes if node.is_default]:
             return found
-        raise UserError(f"cluster.partition is null, and SLURM has no default partition; it has {there}")
+        raise UserError(f"{setting} is null, and SLURM has no default partition; it has {there}")
     wanted = set(str(partition).split(","))
     if wanted - {node.partition for node in nodes}:
-        raise UserError(f"cluster.partition is {partition!r}, which SLURM does not have; it has {there}")
+        raise UserError(f"{setting} is {partition!r}, which SLURM does not have; it has {there}")
     return [node for node in nodes if node.partition in wanted]
 
 
@@ -127,6 +132,15 @@ def _check_time(cluster: ClusterConfig, there: Sequence[Node]) -> None:
         raise UserError(
             f"cluster.time_minutes is {cluster.time_minutes}, and partition {names} allows {allowed:.0f}; "
             "it must be at most that"
+        )
+
+
+def _check_keepers(cluster: ClusterConfig, there: Sequence[Node]) -> None:
+    allowed, wanted = max(node.time_minutes for node in there), min(FIT_MINUTES, cluster.time_minutes)
+    if wanted > allowed:
+        raise UserError(
+            f"cluster.keeper_partition is {cluster.keeper_partition!r}, which allows a job {allowed:.0f} minutes; "
+            f"it must be one that allows {wanted}, which the fit may take"
         )
 
 
@@ -183,7 +197,7 @@ def _test(cluster: ClusterConfig, shape: JobShape) -> subprocess.CompletedProces
         "nodes": shape.nodes, "ntasks-per-node": shape.ranks_per_node, "cpus-per-task": shape.cpus,
         "mem": f"{round(shape.memory_gb * shape.ranks_per_node * 1024)}M",
         "gpus-per-node": shape.gpus * shape.ranks_per_node or None,
-    } | _extra(cluster)  # fmt: skip
+    } | raw_keys(cluster)  # fmt: skip
     for about_now in ("hold", "begin", "dependency", "H"):
         flags.pop(about_now, None)
     arguments = [
@@ -193,10 +207,6 @@ def _test(cluster: ClusterConfig, shape: JobShape) -> subprocess.CompletedProces
     ]
     with slurm.outside_any_job():
         return slurm.ask("sbatch", "--test-only", *arguments, "--wrap", "true", timeout=TIMEOUT)
-
-
-def _extra(cluster: ClusterConfig) -> dict[str, Any]:
-    return {str(key): value for key, value in (cluster.additional_parameters or {}).items()}
 
 
 def _nodes() -> list[Node]:

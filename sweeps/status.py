@@ -4,6 +4,7 @@ Special here:
 - a directory listing and at most four small files a run, so that a thousand runs are a fraction of a second; under
   `--watch` a run whose directory has not changed is not read again;
 - "now" is the file system's clock, as a heartbeat's is: the clock of whoever looks may be minutes off;
+- hours and retries are those of the books (`accounting`), and of the attempts that are under way;
 - SLURM only explains. It is asked once, for why jobs wait, and only about a sweep that went to SLURM.
 """
 
@@ -19,17 +20,17 @@ from pathlib import Path
 from typing import Any
 
 from ..train.errors import UserError
-from ..train.files import read_json, read_json_lines
-from . import attempts, heartbeat, slurm
+from ..train.files import read_json
+from . import accounting, attempts, heartbeat, retries, slurm
+from .attempts import Attempt
 from .config import ClusterConfig
-from .retries import RETRIED, Policy
-from .runs import STATES, RunDirectory, SweepDirectory, now_on
+from .retries import Policy
+from .runs import OPEN, STATES, RunDirectory, SweepDirectory, now_on
 
 Row = dict[str, Any]
 SQUEUE_SECONDS = 5.0  # that a look waits for an explanation
 # What every version's plan says of a run, and the commands here read.
 PLANNED = ("run_id", "name", "N_total", "D", "steps", "shape", "estimated_seconds")
-OPEN = ("running", "preempted", "queued", "planned")  # states that a run leaves by itself
 
 
 def open_sweep(path: Path | str) -> SweepDirectory:
@@ -67,7 +68,7 @@ def sweep_status(sweep: SweepDirectory, before: Mapping[str, Any] | None = None)
         sweep: the sweep.
         before: an earlier status of it; what ended then and has not been touched since is not read again.
     """
-    plan = sweep.plan()
+    plan, cluster = sweep.plan(), cluster_of(sweep.settings())
     known = {row["run_id"]: row for row in (before or {}).get("runs", []) if row["state"] not in OPEN}
     rows = []
     for planned in [*plan["runs"], *_added(sweep, plan)]:
@@ -76,7 +77,10 @@ def sweep_status(sweep: SweepDirectory, before: Mapping[str, Any] | None = None)
         if row is None or row["changed"] != changed:
             row = _read(run, planned, changed)
         rows.append(row)
-    _add_life(sweep, rows)
+    now = now_on(sweep.path)
+    _add_life(sweep, rows, Policy.of(cluster), now)
+    _add_costs(rows, cluster)
+    _add_again(rows, Policy.of(cluster), now)
     _add_waits(sweep, rows)
     counts = collections.Counter(row["state"] for row in rows)
     report = sweep.path / "fit" / "report.html"
@@ -126,20 +130,15 @@ def _read(run: RunDirectory, planned: Mapping[str, Any], changed: int) -> Row:
     state = run.state()
     last = run.last_metrics() if "metrics.jsonl" in there else {}
     summary = run.summary() if state.state == "done" else None
-    # The lines as they are: what `attempts.read` adds to them is not asked for here, and costs.
-    starts = read_json_lines(run.path / attempts.LINES) if attempts.LINES in there else []
-    shape = planned.get("shape", {})
-    ranks = shape.get("nodes", 1) * shape.get("ranks_per_node", 1)
-    gpus, cpus = (shape.get(name, 0) * ranks for name in ("gpus", "cpus"))
-    # Runs that are trained together have one process and device between them.
-    alone = sum(start.get("seconds", 0.0) * start.get("share", 1.0) for start in starts)
+    history = attempts.read(run) if attempts.LINES in there else []
+    recent = attempts.current(run) if any(start.cause != "done" for start in history) else []
     return {
         "run_id": run.run_id,
         "name": planned["name"],
         "state": state.state,
         "reason": state.reason,
         "attempt": state.attempt,
-        "retries": sum(start.get("cause") in RETRIED for start in starts),
+        "retries": sum(start.cause in retries.RETRIED for start in recent[:-1]),
         "host": state.host,
         "mesh": planned.get("mesh", ""),
         "parent": planned.get("parent"),
@@ -156,11 +155,10 @@ def _read(run: RunDirectory, planned: Mapping[str, Any], changed: int) -> Row:
         "estimated_seconds": planned.get("estimated_seconds", 0.0),
         "first_step": planned.get("first_step", 0),
         "tokens": last.get("tokens", 0),
-        "seconds": sum(start.get("seconds", 0.0) for start in starts),
-        "gpus": gpus,
-        "cpus": cpus,
-        "gpu_hours": alone * gpus / 3600,
-        "core_hours": alone * cpus / 3600,
+        "seconds": sum(start.seconds for start in history),
+        "history": [dict(vars(start)) for start in history],
+        "recent": len(recent),  # of these, since somebody asked for a retry by hand
+        "shape": planned.get("shape"),
         "scored": summary is not None and (run.path / "eval" / f"step_{summary['step']}.json").exists(),
         "cancel_asked": state.state in OPEN and "cancel.json" in there,
         "changed": changed,
@@ -172,24 +170,68 @@ def _finite(value: Any) -> float | None:
     return value if isinstance(value, int | float) and math.isfinite(value) else None
 
 
-def _add_life(sweep: SweepDirectory, rows: Iterable[Row]) -> None:
-    """How long ago each running run has shown life, what it has cost since it began, and when it will end."""
-    running = [row for row in rows if row["state"] == "running"]
+def _add_life(sweep: SweepDirectory, rows: Iterable[Row], policy: Policy, now: float) -> None:
+    """How long ago each running run has shown life, when it began and was last seen, and when it will end."""
+    limit = heartbeat.limit(policy)
     for row in rows:
-        row |= {"heartbeat_age": None, "silent": False}
-    if not running:
-        return
-    limit, now = heartbeat.limit(Policy.of(cluster_of(sweep.settings()))), now_on(sweep.path)
-    for row in running:
+        row |= {"heartbeat_age": None, "silent": False, "under_way": None}
+        if row["state"] != "running":
+            continue
         run = sweep.run(row["run_id"])
         age = row["heartbeat_age"] = heartbeat.age(run, now)
         row["silent"] = age is None or age > limit
         begun = read_json(run.path / attempts.UNDER_WAY) or {}
-        hours = max(0.0, now - begun.get("began", now)) * begun.get("share", 1.0) / 3600
-        row["gpu_hours"] += hours * row["gpus"]
-        row["core_hours"] += hours * row["cpus"]
+        began = begun.get("began", now)
+        seen = began if age is None else now - age
+        row["under_way"] = {
+            "began": began, "ended": max(began, seen if row["silent"] else now), "share": begun.get("share", 1.0),
+            "host": begun.get("host"), "job_id": begun.get("job_id"),
+        }  # fmt: skip
         rate = row["tokens_per_s"]
-        row["eta_seconds"] = max(0, row["D"] - row["tokens"]) / rate if rate else None
+        row["eta_seconds"] = max(0, row["D"] - row["tokens"]) / rate if rate and not row["silent"] else None
+
+
+def _add_costs(rows: Iterable[Row], cluster: ClusterConfig) -> None:
+    """What each run has cost so far: GPU-hours, or core-hours where it has no GPU."""
+    paid = accounting.paid_seconds({row["run_id"]: [*_attempts(row), *_under_way(row)] for row in rows})
+    for row in rows:
+        shape = row["shape"]
+        hours = sum(paid[row["run_id"]]) * accounting.devices(shape, vars(cluster)) / 3600 if shape else 0.0
+        on_gpu = bool(shape and shape["gpus"])
+        row |= {"gpu_hours": hours if on_gpu else 0.0, "core_hours": 0.0 if on_gpu else hours}
+
+
+def _attempts(row: Row) -> list[Attempt]:
+    """Those that have ended."""
+    return [Attempt(**start) for start in row["history"]]
+
+
+def _under_way(row: Row) -> list[Attempt]:
+    """The one that has not, as far as the books ask."""
+    if (begun := row["under_way"]) is None:
+        return []
+    seconds = begun["ended"] - begun["began"]
+    unknown: Row = {
+        "reason": None,
+        **dict.fromkeys(("first_step", "last_step", "saved_step", "flops", "flops_wasted"), 0),
+    }
+    return [Attempt(attempt=row["attempt"], seconds=seconds, cause="killed", **begun, **unknown)]
+
+
+def _add_again(rows: Iterable[Row], policy: Policy, now: float) -> None:
+    """Whether each run that failed is tried again."""
+    spent = sum(row["retries"] for row in rows)
+    for row in rows:
+        recent = _attempts(row)[len(row["history"]) - row["recent"] :]
+        row["again"] = row["state"] == "failed" and retries.decide(recent, policy, spent, now).again
+
+
+def is_over(run: RunDirectory, policy: Policy) -> bool:
+    """Whether a run has ended, and is not tried again."""
+    state = run.state().state
+    if state != "failed":
+        return state not in OPEN
+    return not attempts.decision(run, policy, now_on(run.path)).again
 
 
 def cluster_of(settings: Mapping[str, Any]) -> ClusterConfig:
@@ -226,7 +268,7 @@ def sweep_eta(rows: Iterable[Row]) -> float | None:
     for row in left:
         share = (row["steps"] - max(row["step"], row["first_step"])) / max(1, row["steps"] - row["first_step"])
         seconds = share * row["estimated_seconds"] * wrong
-        if row["state"] == "running":
+        if row["state"] == "running" and not row["silent"]:
             places.append(row["eta_seconds"] if row["eta_seconds"] is not None else seconds)
         else:
             waiting.append(seconds)

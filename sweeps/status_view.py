@@ -19,8 +19,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from .runs import SweepDirectory
-from .status import OPEN, Row, sweep_status
+from .runs import OPEN, SweepDirectory
+from .status import Row, sweep_status
 from .terminal import console, describe, short
 
 PERIOD_SECONDS = 2.0  # between two looks
@@ -53,7 +53,7 @@ def watch(sweep: SweepDirectory, as_json: bool = False, everything: bool = False
                 live.update(render(status, None if everything else _room(out)), refresh=True)
             else:
                 print_status(status, everything)
-            if not set(status["states"]) & {*OPEN, "failed"}:  # what failed may be tried again
+            if not any(row["state"] in OPEN or row["again"] for row in status["runs"]):
                 return
             time.sleep(PERIOD_SECONDS)
             status = sweep_status(sweep, status)

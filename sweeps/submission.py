@@ -1,12 +1,13 @@
 """Jobs to SLURM through submitit: what sbatch is told, what it answers, and the label by which jobs are found again.
 
 Special here:
-- jobs are submitted on hold; see `launch_record.py`. A keeper is not: its time to begin holds it, and passes even where
+- jobs are submitted on hold; see `transaction.py`. A keeper is not: its time to begin holds it, and passes even where
   a controller that was killed has forgotten that it was released;
 - a job starts in the folder of its pickles, where nothing shadows a package, with the sweep's copy of the code first on
   PYTHONPATH. `cluster.setup` runs before that, in the folder that the sweep was first launched from;
 - keeper and fit ask for no GPU, and run by the interpreter that launches: they call sbatch, which no image need have;
-- an sbatch whose answer was lost may have made a job. It is called again, and the first job, on hold, is a stray.
+- an sbatch whose answer was lost may have made a job. It is called again, and the first job is a stray;
+- submitit refuses to write a job's result beside a half that an earlier start of the job left on a full disk.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,10 @@ TAKEN = {
     "open-mode": None, "signal": None, "requeue": None, "kill-on-invalid-dep": None,
 }  # fmt: skip
 MERGED = {"dependency": ",", "exclude": ",", "comment": " "}  # keys that are joined with ours, and by what
+# Removes what an earlier start of this very job, or task of an array, has left.
+STALE = (
+    'rm -f "${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}"_*_result.pkl.save_tmp'
+)
 HEAVY = ("exclusive", "gres", "gpus", "gpus-per-task", "cpus-per-gpu", "mem-per-gpu")  # raw keys that no light job has
 
 
@@ -75,7 +80,7 @@ class Request:
 
 @dataclass
 class Submission:
-    """Submits jobs on hold, which are one sweep's and one transaction's."""
+    """Submits jobs, all but keepers on hold, which are one sweep's and one transaction's."""
 
     name: str  # of the sweep, for people
     label: str  # comment of every job
@@ -168,6 +173,7 @@ class Submission:
     def _setup(self) -> list[str]:
         return [
             f"cd {shlex.quote(str(self.folder))}",
+            STALE,
             f"export PYTHONPATH={shlex.quote(str(self.code))}${{PYTHONPATH:+:$PYTHONPATH}}",
         ]
 
@@ -206,18 +212,6 @@ def raw_keys(cluster: ClusterConfig) -> dict[str, Any]:
 def is_held(cluster: ClusterConfig) -> bool:
     """Whether the user wants jobs to stay on hold."""
     return bool(raw_keys(cluster).get("hold"))
-
-
-def release(jobs: Collection[str]) -> None:
-    """Lets jobs start that were submitted on hold; arrays at once. Those that are gone are no error."""
-    arrays = sorted({job.split("_")[0] for job in jobs})
-    if not arrays:
-        return
-    answer = slurm.ask("scontrol", "release", ",".join(arrays), patience=slurm.PATIENCE)
-    if slurm.is_away(answer):
-        raise UserError(
-            f"SLURM does not answer ({slurm.words(answer)}), and the sweep's jobs are on hold; sweep again later"
-        )
 
 
 def spared(avoid: Sequence[str], needed: int, cluster: ClusterConfig) -> tuple[str, ...]:

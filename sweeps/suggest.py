@@ -37,6 +37,7 @@ RESAMPLES = 200  # of the bootstrap, at least
 BEYOND = 1000.0  # times the largest C: what is asked about where nothing is named
 MIN_STEPS = 100  # of a suggested run, where the sweep's grid names no other number
 MAX_RUNS = 24  # of a suggestion, where nothing is named
+MAX_SEEDS = 8  # new ones; with each, every size is offered and judged once more
 
 
 class NothingToSuggest(UserError):
@@ -119,7 +120,7 @@ def suggest(
         sweep: some of its runs are done; it may be at work.
         budget: training FLOPs (exact convention) that the new runs may cost together.
         target_flops: the budget asked about; by default the largest of fit.targets, else 1000 times the largest C.
-        seeds: new seeds that each size is offered with, beside the sweep's own.
+        seeds: new seeds that each size is offered with, beside the sweep's own; at most 8.
         max_flops: the most that one run may cost.
         max_runs: how many to suggest at most.
         check_share: share of the budget for runs that check the law's form; None: a fifth.
@@ -198,7 +199,7 @@ def stand(sweep: SweepDirectory, config: SweepConfig, target_flops: float | None
     except InputError as error:
         raise NothingToSuggest(f"the runs of {sweep.path} that are done give no law with intervals: {error}") from error
     largest = float(table.flops.max())
-    target = target_flops or max(options.targets, default=BEYOND * largest)
+    target = max(options.targets, default=BEYOND * largest) if target_flops is None else target_flops
     if not largest < target < np.inf:
         raise NothingToSuggest(
             f"target_flops is {target:.3g}, and the largest run that is done has {largest:.3g}; give more than that"
@@ -221,15 +222,13 @@ def print_suggestion(suggestion: Suggestion) -> None:
     out = console()
     title = f"{len(suggestion.runs)} runs for {suggestion.flops:.3g} of {suggestion.budget:.3g} FLOPs"
     table = Table(title=title, title_justify="left", box=box.SIMPLE)
-    columns = ("run", "N", "D", "D/N", "seed", "C", "trains", "shares trunk with", "narrows", "per 1 % of budget", "")
+    columns = ("run", "N", "D", "D/N", "seed", "C", "trains", "shares trunk with", "narrows", "")
     for column in columns:
         table.add_column(column, justify="left" if column in ("run", "shares trunk with", "") else "right")
     for run in suggestion.runs:
-        share = run.flops_own / suggestion.budget
         table.add_row(
             run.run_id, short(run.N), short(run.D), f"{run.D / run.N:.3g}", str(run.seed), f"{run.flops:.3g}",
-            f"{run.flops_own:.3g}", run.trunk or "–", f"{run.narrows:.1%}", f"{run.narrows / share / 100:.2%}",
-            "checks the law" if run.check else "",
+            f"{run.flops_own:.3g}", run.trunk or "–", f"{run.narrows:.1%}", "checks the law" if run.check else "",
         )  # fmt: skip
     out.print(table)
     out.print(f"at {suggestion.target_flops:.3g} FLOPs, 95 % intervals now, and as expected after these runs:")
@@ -311,8 +310,8 @@ def _refuse(budget: float, seeds: int, max_flops: float | None, max_runs: int, c
     for name, value in (("budget", budget), ("max_flops", max_flops)):
         if value is not None and not 0 < value < np.inf:
             raise UserError(f"{name} is {value}; it must be a positive number of FLOPs")
-    if seeds < 0:
-        raise UserError(f"seeds is {seeds}; it must be 0 or more")
+    if not 0 <= seeds <= MAX_SEEDS:
+        raise UserError(f"seeds is {seeds}; it must be at least 0 and at most {MAX_SEEDS}")
     if max_runs < 1:
         raise UserError(f"max_runs is {max_runs}; it must be 1 or more")
     if check_share is not None and not 0 <= check_share <= 1:

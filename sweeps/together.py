@@ -163,8 +163,9 @@ def _train_group(members: Sequence[_Member], interrupt: Interrupt, heart: Heartb
         report(index, f"in an ensemble of {len(members)}: {names}")
     try:
         train_together(
-            [member.config for member in members], [member.run.path for member in members], interrupt, report, on_end
-        )
+            [member.config for member in members], [member.run.path for member in members], interrupt, report, on_end,
+            alive=interrupt,
+        )  # fmt: skip
     except Exception as error:
         # Whatever an ensemble dies of belongs in the states of all who are left.
         if out_of_memory(error):
@@ -241,6 +242,7 @@ def lone_environment(environment: Mapping[str, str], sharers: int) -> dict[str, 
     """
     prefixes = ("SLURM_", "SLURMD_", "SRUN_", "SUBMITIT_", "PMI", "TORCHELASTIC_", "WANDB_SERVICE")
     kept = {key: value for key, value in environment.items() if not key.startswith(prefixes) and key not in TORCHRUN}
+    kept |= {key: environment[key] for key in ("SLURM_RESTART_COUNT",) if key in environment}  # which limits requeues
     given = kept.get("OMP_NUM_THREADS", "")
     threads = int(given) if given.isdigit() else probe.cores()
     return kept | dict.fromkeys(THREADS, str(max(1, threads // sharers)))

@@ -5,7 +5,7 @@ Special here:
   from where the server is. `wandb sync` (0.31) stops at the torn file of a killed attempt, sends none of a batch with
   an empty one, leaves with 0 all the same, and waits without end for a server that is silent;
 - so `sync` can be cut off and repeated at any moment, and sends nothing twice. Beside each run wandb.json says how far
-  the server has confirmed; one that is at work is left alone, for it has a tracker of its own;
+  the server has confirmed; one that is to go on is left alone, for it will have a tracker of its own;
 - results are one run of job type `fit` in the sweep's group, with one id however often the laws are fitted.
 """
 
@@ -26,7 +26,7 @@ from ..train.config import RunConfig, TrackerConfig, from_dict
 from ..train.errors import UserError
 from ..train.files import read_json, write_json
 from ..train.tracker import LINEAGE, PUSHED, Tracker, is_online, logged_in, open_run, server, unreachable
-from .runs import Busy, RunDirectory, SweepDirectory
+from .runs import OPEN, Busy, RunDirectory, SweepDirectory
 from .table import SCORES
 
 RESULTS = ("fit/law.json", "fit/report.html", "table.csv", "plan.json", "sweep.yaml")
@@ -176,7 +176,7 @@ def sync(sweep: SweepDirectory, progress: Callable[[str], None] = print) -> int:
             try:
                 for future in as_completed(runs):
                     sent += future.result()
-                    end = f"was sent, {sent} of {len(waiting)}" if future.result() else "is at work and was left alone"
+                    end = f"was sent, {sent} of {len(waiting)}" if future.result() else "is to go on and was left alone"
                     progress(f"run {runs[future].run_id} {end}")
             finally:
                 pool.shutdown(cancel_futures=True)  # what one has failed of the others would
@@ -187,7 +187,9 @@ def sync(sweep: SweepDirectory, progress: Callable[[str], None] = print) -> int:
 
 
 def _send(run: RunDirectory, folder: str) -> bool:
-    """Sends a run, unless somebody has it."""
+    """Sends a run, unless it is to go on: whoever is to train it must not wait for the lock."""
+    if run.state().state in OPEN:
+        return False
     config = run.config()
     config.tracker.mode, config.tracker.directory = "online", folder
     try:

@@ -2,7 +2,8 @@
 
 Special here:
 - the order is: say in jobs/slurm.json that a transaction begins; submit on hold; write down all jobs, and from then on
-  they count; write the runs' states; release. Whatever kills the launcher on its way, `recover` finds what was meant;
+  they count; write the runs' states; release. Whatever kills the launcher on its way, `recover` does the rest of it;
+- keepers are not on hold (`submission.py`). One that begins before its launcher has ended waits for the sweep's lock;
 - what is refused, or interrupted, takes all jobs of the transaction out of the queue again.
 """
 
@@ -18,8 +19,9 @@ from ..train.files import read_json, write_json
 from . import slurm, snapshot
 from .config import ClusterConfig
 from .launch_record import LaunchRecord, label, labelled_jobs
-from .runs import SweepDirectory
-from .submission import Call, QueueFull, Request, Submission, is_held, release
+from .queue import Queue
+from .runs import RunDirectory, SweepDirectory
+from .submission import Call, QueueFull, Request, Submission, is_held
 
 
 class Transaction:
@@ -70,16 +72,10 @@ class Transaction:
         """Writes the jobs down, and lets them start."""
         if self._submission.doubtful:
             slurm.cancel(_jobs_of(self.sweep, self.name) - set(self.jobs))
-        if not is_held(self._submission.cluster):
-            self.record.held = sorted({job.split("_")[0] for job in self.jobs})
+        self.record.held = sorted({job.split("_")[0] for job in self.jobs})
         self.record.begun = None
         self.record.write(self.sweep)
-        for name, job in self.queued.items():
-            run = self.sweep.run(name)
-            run.forget_failure()
-            run.set_state("queued", host=None, job_id=job)
-        retire_queues(self.sweep, self.record)
-        finish_release(self.sweep, self.record)
+        finish(self.sweep, self._submission.cluster, self.record)
         if self.superseded:
             slurm.ask("scancel", "--state=PENDING", *self.superseded)
 
@@ -105,24 +101,62 @@ def transaction(
     except BaseException:  # Ctrl-C too
         slurm.cancel(began.jobs)
         with contextlib.suppress(UserError):
-            recover(sweep, LaunchRecord.read(sweep))
+            recover(sweep, cluster, LaunchRecord.read(sweep))
         raise
     began.commit()
 
 
-def recover(sweep: SweepDirectory, record: LaunchRecord) -> None:
+def recover(sweep: SweepDirectory, cluster: ClusterConfig, record: LaunchRecord) -> None:
     """Ends what a launcher left that was killed: jobs that it had not written down are cancelled, the others released.
 
+    The runs of these have the states by then that the launcher meant to write.
+
     Raises:
-        UserError: SLURM does not answer.
+        UserError: SLURM does not answer, or does not release them.
     """
     if record.begun is not None:
         # Among them may be this very process: a keeper is not on hold, and comes to see what the launcher left.
         slurm.cancel(_jobs_of(sweep, record.begun) - ({slurm.job_id()} if slurm.inside_job() else set()))
         record.begun = None
         record.write(sweep)
+    finish(sweep, cluster, record)
+
+
+def finish(sweep: SweepDirectory, cluster: ClusterConfig, record: LaunchRecord) -> None:
+    """What is left to do once the record is written; after a kill on the way it may be done again.
+
+    Raises:
+        UserError: SLURM does not release the jobs, in its own words.
+    """
+    for run, job in _promised(sweep, record):
+        run.forget_failure()
+        run.set_state("queued", host=None, job_id=job)
     retire_queues(sweep, record)
-    finish_release(sweep, record)
+    if record.held:
+        if not is_held(cluster) and (said := slurm.release(record.held)) is not None:
+            raise UserError(
+                f"SLURM does not release the sweep's jobs ({said}), and they are on hold; sweep again later"
+            )
+        record.held = []
+        record.write(sweep)
+
+
+def _promised(sweep: SweepDirectory, record: LaunchRecord) -> Iterator[tuple[RunDirectory, str | None]]:
+    """Runs whose jobs are held and whose states do not say so yet, with their jobs; None of those in a queue."""
+    held = set(record.held)
+    for name, job in record.training.items():
+        run = sweep.run(name)
+        # A state that names the job was written before, and the job may have gone on from there.
+        if job.split("_")[0] in held and run.state().job_id != job and not run.is_done():
+            yield run, job
+    for folder, jobs in record.queues.items():
+        if not jobs.workers or not held.issuperset(worker.split("_")[0] for worker in jobs.workers):
+            continue  # it is not new, though some of its workers may be
+        for unit in Queue.open(sweep, sweep.path / "jobs" / folder).left():
+            for run in map(sweep.run, unit.runs):
+                state = run.state()
+                if (state.state, state.job_id) != ("queued", None):
+                    yield run, None
 
 
 def release_forgotten(sweep: SweepDirectory, cluster: ClusterConfig, record: LaunchRecord) -> None:
@@ -144,18 +178,6 @@ def retire_queues(sweep: SweepDirectory, record: LaunchRecord) -> None:
     for folder in (sweep.path / "jobs").glob("queue-*"):
         if folder.name not in record.queues:
             folder.rename(folder.with_name(f"past-{folder.name}"))
-
-
-def finish_release(sweep: SweepDirectory, record: LaunchRecord) -> None:
-    """Releases the jobs that the record says are held.
-
-    Raises:
-        UserError: SLURM does not answer.
-    """
-    if record.held:
-        release(record.held)
-        record.held = []
-        record.write(sweep)
 
 
 def _jobs_of(sweep: SweepDirectory, transaction: str) -> set[str]:

@@ -48,6 +48,7 @@ from .retries import Policy
 from .runs import Busy, RunDirectory, SweepDirectory, this_node
 
 POLL_SECONDS, LONGEST_PAUSE = 0.2, 5.0  # between two looks at a queue that has nothing to claim
+SETTLE_SECONDS = 60.0  # that somebody else may hold a sweep before its laws are fitted without a look for lost runs
 IDLE_SECONDS = 60.0  # for which a SLURM job waits for something to claim
 MOST_WARNING = 120.0  # seconds before its time limit that a job is told to stop; half of the limit where that is less
 LEAST_SECONDS = 60.0  # that must be left until then to begin a unit; a tenth of the limit where that is less
@@ -311,8 +312,16 @@ def finish_sweep(sweep_path: str) -> None:
 
     sweep = check_shared(sweep_path)
     try:
-        live: set[str] | None = slurm.live_jobs()
-    except UserError:
-        live = None
-    settle_lost(sweep, Policy.of(configuration(sweep).cluster), live)
+        with sweep.lock(SETTLE_SECONDS):
+            settle_lost(sweep, Policy.of(configuration(sweep).cluster), _live_jobs())
+    except UserError as error:  # as where somebody else holds it; there is a report all the same
+        print(f"nobody looked for lost runs: {error}")
     finish(sweep)
+
+
+def _live_jobs() -> set[str] | None:
+    """The jobs in SLURM's queue; None where it does not answer."""
+    try:
+        return slurm.live_jobs()
+    except UserError:
+        return None

@@ -21,11 +21,19 @@ if [ -n "$last" ]; then seq 0 $last | sed "s/.*/${id}_& $comment/" >>queue; else
 if [ -f lose ]; then rm lose; echo "sbatch: error: Unable to contact slurm controller" >&2; exit 1; fi
 echo "Submitted batch job $id"
 """
-SQUEUE = r"""case "$*" in *%k*) cat queue;; *) cut -d' ' -f1 queue;; esac"""
+SQUEUE = r"""
+case "$*" in
+  *%k*) cat queue;;
+  *%r*) while read -r id comment; do
+    if ! grep -qxE "$id|${id%_*}" released && grep -q "^#SBATCH --hold" "job-${id%_*}"; then echo "$id|JobHeldUser"; fi
+  done <queue;;
+  *) cut -d' ' -f1 queue;;
+esac
+"""
 SCANCEL = r"""for id; do grep -v "^$id[_ ]" queue >left || true; mv left queue; done"""
 SCONTROL = r"""
 case "$1" in
-  release) echo "$2" | tr , '\n' >>released;;
+  release) if [ -f refuse-release ]; then cat refuse-release >&2; exit 1; fi; echo "$2" | tr , '\n' >>released;;
   show) case "$2" in
     config) echo "MaxArraySize            = $(cat max_array)";;
     hostnames) echo "$3" | tr , '\n';;
@@ -57,7 +65,7 @@ class StandIn:
             self.say(name, content)
 
     def say(self, name: str, content: str) -> None:
-        """Sets what a stand-in answers: limit, max_array, nodes, refuse-KIND, lose."""
+        """Sets what a stand-in answers: limit, max_array, nodes, refuse-KIND, refuse-release, lose."""
         (self.folder / name).write_text(content)
 
     def queue(self) -> list[str]:

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from isoflop.sweeps import cli, cli_sweep, conduct, extend
+from isoflop.sweeps import cli, cli_sweep, conduct, extend, suggest
 from isoflop.sweeps.runs import SweepDirectory
 
 Run = Any
@@ -84,6 +84,25 @@ def test_the_doctor_s_exit_code_says_whether_anything_is_left(run: Run, sweep: S
     assert run("doctor", sweep.path)[0] == 1
 
 
+def test_the_doctor_says_that_a_plan_cannot_be_read(run: Run, sweep: SweepDirectory) -> None:
+    (sweep.path / "plan.json").write_text("{")
+    code, output, error = run("doctor", sweep.path)
+    assert (code, error) == (1, "")
+    assert "left: plan.json: plan.json cannot be read" in output
+
+
+@pytest.mark.parametrize("where", ["nowhere/more.yaml", "."])
+def test_a_suggestion_that_cannot_be_written_is_one_sentence(
+    run: Run, sweep: SweepDirectory, where: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(suggest, "suggest", lambda *_, **__: SimpleNamespace(grid={"kind": "points"}))
+    code, _, error = run("suggest", sweep.path, "--budget", 1e12, "--write", tmp_path / where)
+    assert code == 2
+    assert f"--write is {tmp_path / where}" in error
+    assert "name a file" in error
+    assert not (tmp_path / "nowhere").exists()
+
+
 def test_cancel_and_retry_pass_on_their_exit_codes(
     run: Run, sweep: SweepDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,6 +116,8 @@ def test_cancel_and_retry_pass_on_their_exit_codes(
     code, output, _ = run("retry", sweep.path, first.run_id[:6])
     assert code == 1
     assert "is tried again; it was cancelled" in output
+    run("cancel", sweep.path, first.run_id[:6])
+    assert f"run {first.run_id} is tried again" in run("retry", sweep.path, "--cancelled")[1]
 
 
 def test_what_a_command_has_changed_is_json_alone(run: Run, sweep: SweepDirectory) -> None:

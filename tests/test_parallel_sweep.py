@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from isoflop.sweeps import worker
 from isoflop.sweeps.entry import sweep_main
-from isoflop.sweeps.local import Jobs, LocalPool
+from isoflop.sweeps.retries import Policy
 from isoflop.sweeps.runs import RunDirectory, SweepDirectory
 from isoflop.train.config import ModelConfig, ParallelConfig, RunConfig, run_id
 from isoflop.train.files import HALVED, note_once
@@ -135,46 +135,13 @@ def test_a_run_that_is_interrupted_and_loses_ranks_goes_on_with_fewer(start: Sta
     assert (run.summary() or {})["val_loss"] == pytest.approx(loss_of_one_process(run, tmp_path / "alone"), rel=3e-4)
 
 
-@pytest.fixture
-def signals() -> Iterator[None]:
-    """A worker takes over the signals of its process."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR2)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
-@pytest.mark.usefixtures("signals")
-def test_runs_whose_memory_ran_out_on_a_rank_start_again_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[list[str]] = []
-
-    def run_all(pool: LocalPool, jobs: Jobs, tick: Callable[[], None]) -> None:
-        started.append([])
-        while (job := jobs.take(0)) is not None:
-            started[-1].append(job.label)
-            run = SweepDirectory(tmp_path / "smoke").run(job.label)
-            run.set_state("running")
-            if len(started) == 1 and len(started[0]) == 1:
-                note_once(run.path / HALVED, {"micro_batch_size": 2})
-            jobs.ended(job)  # settles it: a worker that ended while running was killed
-            tick()
-
-    monkeypatch.setattr(LocalPool, "run", run_all)
-    arguments = [*SMOKE, *FOUR, "cluster.retries=0", f"output_root={tmp_path}"]
-    assert sweep_main(arguments) == 1
-    assert len(started) == 2
-    assert started[1] == started[0][:1]
-    started.clear()
-    assert sweep_main(arguments) == 1
-    assert len(started) == 1  # halved before: what fails now fails for another reason
-
-
 def test_a_rank_out_of_memory_leaves_the_run_preempted_for_another_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = RunConfig(model=ModelConfig(vocab_size=256), parallel=ParallelConfig(dp=2))
-    run = RunDirectory(tmp_path / run_id(config))
+    run = SweepDirectory(tmp_path).run(run_id(config))
     run.freeze(config)
+    (tmp_path / "plan.json").write_text("{}")  # by which a worker sees that the folder is shared with it
     reason = "rank 1 on node2: OutOfMemory: out of memory at step 3; it is 2 from here on"
 
     def out_of_memory(*args: object, **kwargs: object) -> None:
@@ -183,20 +150,21 @@ def test_a_rank_out_of_memory_leaves_the_run_preempted_for_another_start(
 
     monkeypatch.setattr("isoflop.train.loop.train", out_of_memory)
     monkeypatch.setattr(worker, "detect", lambda: Ranks(rank=0, size=2))
-    worker.train_run(str(run.path))
+    worker.train_run(str(run.path), Policy())
     assert (run.state().state, run.state().reason) == ("preempted", reason)
     with pytest.raises(worker.RunFailed, match="out of memory"):
-        worker.train_run(str(run.path))  # a second time it is a failure
+        worker.train_run(str(run.path), Policy())  # a second time it is a failure
     assert run.state().state == "failed"
 
 
 def test_a_lone_process_is_no_run_of_four_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SUBMITIT_EXECUTOR", raising=False)
     config = RunConfig(model=ModelConfig(vocab_size=256), parallel=ParallelConfig(tp=2, dp=2), tokens=4096)
-    run = RunDirectory(tmp_path / run_id(config))
+    run = SweepDirectory(tmp_path).run(run_id(config))
     run.freeze(config)
+    (tmp_path / "plan.json").write_text("{}")  # by which a worker sees that the folder is shared with it
     with pytest.raises(worker.RunFailed):
-        worker.train_run(str(run.path))
+        worker.train_run(str(run.path), Policy())
     assert run.state().state == "failed"
     assert "parallel.tp 2 * parallel.dp 2 is 4 and the job has 1 rank;" in (run.state().reason or "")
 

@@ -13,8 +13,9 @@ import pandas as pd
 import pytest
 from isoflop import fit
 from isoflop.fit import figures, figures_law, figures_optimum, formatting
-from isoflop.fit.costs import what_it_cost
+from isoflop.fit.costs import WORDS, what_it_cost
 from isoflop.fit.page import Page
+from isoflop.sweeps.retries import CAUSES
 
 HOSTILE = '<script>alert("x")</script>&</code>'
 
@@ -126,6 +127,10 @@ def cost_section(books):
     page = Page("costs")
     what_it_cost(page, books)
     return " ".join(html.unescape(re.sub(r"<[^>]+>", " ", " ".join(page.parts))).split())
+
+
+def test_every_cause_has_words():
+    assert WORDS.keys() | {"done"} == set(CAUSES)
 
 
 def test_the_page_says_what_the_runs_cost_and_how_the_estimate_held(full):

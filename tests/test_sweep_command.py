@@ -270,7 +270,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 def test_a_full_disk_fails_the_run_with_the_reason_and_nothing_is_lost(small_disk: Path) -> None:
     # One size of 100k parameters: its checkpoint, 1.2 MB with Adam's moments, cannot fit.
-    arguments = [*SMOKE, "grid.sizes=[1e5]", "grid.tokens=[8192]", "sweep=s"]
+    arguments = [*SMOKE, "grid.sizes=[1e5]", "grid.tokens=[8192]", "sweep=s", "cluster.retries=1"]
     code, output = finished(sweep_process(arguments, small_disk))
     assert code in (1, 2), output
     assert "Traceback" not in output
@@ -348,7 +348,9 @@ def test_a_budget_below_the_smallest_model_is_refused(tmp_path: Path, capsys: py
 
 
 def test_no_grid_names_the_grids(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "+grid=NAME with one of chinchilla, ladder, product, smoke" in refused(["cluster=local"], capsys)
+    assert "+grid=NAME with one of adaptive, chinchilla, ladder, points, product, smoke" in refused(
+        ["cluster=local"], capsys
+    )
 
 
 def test_slurm_without_sbatch_is_refused(

@@ -303,6 +303,43 @@ def test_a_job_that_slurm_starts_anew_has_lost_its_node(run: RunDirectory, monke
     assert (only(run).cause, only(run).host, run.state().host) == ("node", "node1", "node2")
 
 
+@pytest.mark.parametrize("cause", ["node", "preempted"])
+def test_a_job_that_slurm_starts_anew_for_ever_ends_with_the_budget(
+    cause: str, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = replace(POLICY, retries=2, max_requeues=2)
+    started = list[bool]()
+    for restarts in range(4):
+        monkeypatch.setenv("SLURM_RESTART_COUNT", str(restarts))
+        with attempt.held(run, "7", policy) as begun:
+            started.append(begun)
+            if begun and cause == "preempted":
+                attempt.conclude(run, "preempted", "signal SIGUSR2")
+    assert started == [True, True, True, False]
+    assert [each.cause for each in attempts.read(run)] == [cause] * 3
+    assert (run.state().state, "2 re" in str(run.state().reason)) == ("failed", True)
+    with attempt.held(run, "8", policy) as begun:
+        assert begun, "another job was submitted on purpose"
+        attempt.conclude(run, "failed", "no luck", cause)
+    attempts.retry_by_hand(run)
+    with attempt.held(run, "7", policy) as begun:
+        assert begun
+
+
+def test_a_job_that_slurm_starts_anew_counts_against_the_retries_of_the_sweep(
+    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = a_run(tmp_path, a_config(1))
+    for _ in range(3):
+        begin(other)
+        attempts.settle_killed(other, "killed", "gone")
+    begin(run)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    with attempt.held(run, "7", replace(POLICY, sweep_retries=2)) as begun:
+        assert not begun
+    assert "cluster.sweep_retries" in (run.state().reason or "")
+
+
 # A full disk
 
 
@@ -427,6 +464,8 @@ def test_a_retry_by_hand_is_a_new_budget_and_a_clean_slate(run: RunDirectory, tm
     assert json.loads(lines(run)[-1])["by"] == "bob on login2"
     assert (run.state().state, run.state().job_id, run.failure(), run.cancel_asked()) == ("planned", None, None, None)
     assert [each.budget for each in attempts.read(run)] == [0, 0, 0]
+    assert (attempts.current(run), attempts.retries_spent(sweep)) == ([], 0)
+    assert attempts.decision(run, POLICY, 0.0).why == "it has not begun"
     begin(run)
     attempts.retry_by_hand(run)  # settles what was killed before it
     begin(run)

@@ -118,11 +118,11 @@ def test_a_run_that_has_ended_before_it_was_cancelled_is_done(
 
 
 class CancelsAt(Interrupt):
-    """Asks to cancel a run after so many steps."""
+    """Asks to cancel a run after so many calls: one a step, and those by which a process says that it is at work."""
 
-    def __init__(self, run: RunDirectory, steps: int) -> None:
+    def __init__(self, run: RunDirectory, calls: int) -> None:
         super().__init__()
-        self.run, self.left = run, steps
+        self.run, self.left = run, calls
 
     def __call__(self) -> bool:
         self.left -= 1
@@ -137,9 +137,11 @@ def test_of_an_ensemble_one_is_cancelled_and_the_others_go_on_as_if_it_had_ended
     first, cancelled, last = runs = [make(seed) for seed in range(3)]
     together.train_ensemble(runs, CancelsAt(cancelled, 12), "7", POLICY)
     assert [run.state().state for run in runs] == ["done", "cancelled", "done"]
-    assert (cancelled.state().reason or "").startswith("cancelled by ann on login1; stopped at step 11 of 40")
     (end,) = attempts.read(cancelled)
-    assert (end.cause, end.first_step, end.last_step, end.saved_step, end.share) == ("cancelled", 0, 11, 11, 1 / 3)
+    said = f"cancelled by ann on login1; stopped at step {end.last_step} of 40"
+    assert (cancelled.state().reason or "").startswith(said)
+    assert 0 < end.last_step < 40
+    assert (end.cause, end.first_step, end.saved_step, end.share) == ("cancelled", 0, end.last_step, 1 / 3)
     for run in (first, last):
         assert [(end.cause, end.last_step, end.flops_wasted) for end in attempts.read(run)] == [("done", 40, 0)]
         alone = train(run.config(), tmp_path / "alone" / run.run_id, report=lambda line: None)

@@ -291,3 +291,43 @@ def test_a_failed_run_that_is_tried_again_ends_as_if_it_had_never_failed(
     assert after is not None
     assert after["val_loss"] == before["val_loss"]
     assert states(sweep) == ["done"] * 4
+
+
+def test_what_was_cancelled_is_tried_again_when_asked_for(
+    sweep: SweepDirectory, resumed: list[set[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    control.cancel(sweep, [])
+    capsys.readouterr()
+    assert control.retry(sweep, [], False, False) == 0
+    assert "nothing to try again; 4 runs are cancelled, which --cancelled tries again" in capsys.readouterr().out
+    assert not resumed
+    control.retry(sweep, [], False, False, cancelled=True)
+    assert resumed == [{run.run_id for run in sweep.runs()}]
+    assert states(sweep) == ["planned"] * 4
+
+
+def test_a_run_that_is_about_to_stop_is_not_to_be_cancelled_first(
+    sweep: SweepDirectory,
+    busy: Callable[[RunDirectory], None],
+    resumed: list[set[str]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = sweep.runs()[0]
+    run.set_state("running", attempt=1, job_id="1")
+    busy(run)
+    control.retry(sweep, [run.run_id], False, False)
+    assert "is being trained; cancel it first" in capsys.readouterr().out
+    control.cancel(sweep, [run.run_id])
+    control.retry(sweep, [run.run_id], False, False)
+    assert "is about to stop; try again in a moment" in capsys.readouterr().out
+
+
+def test_of_a_dead_run_that_is_cancelled_no_sign_of_life_stays(sweep: SweepDirectory) -> None:
+    run = sweep.runs()[0]
+    attempts.begin(run, "1")
+    run.set_state("running", attempt=1, job_id="1")
+    run.give_sign()
+    run.reserve()
+    control.cancel(sweep, [run.run_id])
+    assert run.last_sign() is None
+    assert not (run.path / ".reserve").exists()

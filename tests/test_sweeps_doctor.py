@@ -265,6 +265,8 @@ def test_a_checkpoint_whose_sums_do_not_hold_is_seen_by_a_deep_look(sweep: Sweep
     path.write_bytes(content)
     lose_summary(sweep)
     first(sweep).set_state("preempted", reason="signal SIGTERM")
+    assert examine(sweep, mend=False, deep=True) == [], "whoever is to train it must not find it held for minutes"
+    first(sweep).set_state("failed", reason="x")
     assert examine(sweep, mend=False) == []
     (finding,) = examine(sweep, mend=True, deep=True)
     assert "does not match its checksum" in finding.what

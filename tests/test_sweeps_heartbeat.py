@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -122,6 +123,33 @@ def test_a_process_that_hangs_says_where_for_all_its_runs_and_ends(tmp_path: Pat
         with run.lock(timeout=0.0):
             assert not attempts.settle_killed(run, "killed", "gone")
     assert (ended.state().state, [end.cause for end in attempts.read(ended)]) == ("diverged", ["diverged"])
+
+
+def hang_with_a_full_disk(broken: RunDirectory, run: RunDirectory) -> None:
+    """Hangs where the first run's folder takes nothing, and standard output neither."""
+
+    def full(*_: object) -> None:
+        raise ValueError("not even an OSError")
+
+    with ExitStack() as stack:
+        for each in (broken, run):
+            stack.enter_context(attempt.held(each, "7", POLICY))
+        broken.note_failure = broken.log = full  # type: ignore[method-assign,assignment]
+        sys.stdout = stack.enter_context(Path("/dev/full").open("w"))
+        stack.enter_context(Heartbeat([broken, run], Policy(heartbeat_seconds=0.05, hang_seconds=0.4)))
+        time.sleep(20)
+
+
+def test_a_full_disk_does_not_keep_a_process_alive_that_hangs(tmp_path: Path) -> None:
+    broken, run = (a_run(tmp_path, seed) for seed in range(2))
+    process = FORK.Process(target=hang_with_a_full_disk, args=(broken, run))
+    process.start()
+    process.join(15)
+    try:
+        assert process.exitcode == heartbeat.EXIT_CODE
+    finally:
+        process.kill()
+    assert [end.cause for end in attempts.read(run)] == ["hung"], "what happened to one costs no other its line"
 
 
 def test_a_process_that_was_frozen_looks_dead_and_has_not_hung(run: RunDirectory) -> None:

@@ -14,6 +14,7 @@ from isoflop.sweeps import attempts, conduct_slurm, keeper, planning, slurm
 from isoflop.sweeps.entry import compose
 from isoflop.sweeps.planning import Prepared
 from isoflop.sweeps.runs import RunDirectory, SweepDirectory
+from isoflop.sweeps.submission import QueueFull
 from isoflop.train.config import DataConfig
 from isoflop.train.errors import UserError
 
@@ -28,6 +29,8 @@ class Cluster:
         self.said: list[str] = []
         self.others: set[str] = set()
         self.keepers = 2
+        self.full = False  # whether SLURM takes no more jobs
+        self.scoring: set[str] = set()  # runs that a job in the queue scores
 
     def launcher(self, sweep: SweepDirectory, cluster: object, live: set[str]) -> Cluster:
         return self
@@ -37,6 +40,8 @@ class Cluster:
         return self.keepers
 
     def fit(self) -> None:
+        if self.full:
+            raise QueueFull("no more jobs")
         self.said.append("fit")
 
     def end_keepers(self) -> None:
@@ -52,7 +57,7 @@ class Cluster:
         return {}
 
     def to_score(self, runs: list[RunDirectory]) -> list[RunDirectory]:
-        return list(runs)
+        return [run for run in runs if run.run_id not in self.scoring]
 
     def submit(
         self, plan: Any, units: Iterable[Any], unscored: list[RunDirectory], evaluate: bool,
@@ -60,7 +65,9 @@ class Cluster:
     ) -> list[str]:  # fmt: skip
         names = [name for unit in units for name in unit.runs]
         self.submitted.append({name: avoid.get(name, ()) for name in names})
-        self.scored.append([run.run_id for run in unscored])
+        if not self.full:
+            self.scored.append([run.run_id for run in unscored])
+            self.scoring |= set(self.scored[-1])
         self.jobs |= set(names)
         return []
 
@@ -163,6 +170,10 @@ def test_the_laws_are_fitted_after_the_last_result_and_a_fit_that_fails_is_given
     planned: Prepared, cluster: Cluster
 ) -> None:
     finish_all(planned)
+    cluster.full = True
+    for _ in range(2 * keeper.FITS):
+        assert not keeper.tend(planned.sweep).over
+    cluster.full = False
     for _ in range(keeper.FITS):
         assert not keeper.tend(planned.sweep).over
     assert keeper.tend(planned.sweep).over, "the fit never came, and that is the end of it"
@@ -188,8 +199,21 @@ def test_nothing_is_done_while_slurm_does_not_answer(
         raise UserError("squeue does not answer")
 
     monkeypatch.setattr(slurm, "live_jobs", silent)
-    assert not keeper.tend(planned.sweep).over
+    assert keeper.tend(planned.sweep) == keeper.Pass(over=False, keepers=0), "so this one stays"
     assert (cluster.said, cluster.submitted) == ([], [])
+
+
+def test_a_keeper_of_a_sweep_that_is_gone_goes_too(planned: Prepared, cluster: Cluster, tmp_path: Path) -> None:
+    planned.sweep.path.rename(tmp_path / "elsewhere")
+    keeper.keep(str(planned.sweep.path))
+    assert cluster.said == []
+
+
+def test_the_budget_of_a_sweep_holds_within_one_pass(planned: Prepared, cluster: Cluster) -> None:
+    for run in planned.directories:
+        end(run, "failed", "killed")
+    policy = keeper.Policy(sweep_retries=2, backoff_seconds=0.0)
+    assert len(keeper.look(planned.sweep, cluster, policy).due) == 2  # type: ignore[arg-type]
 
 
 def test_a_run_that_still_shows_signs_of_life_is_waited_for(planned: Prepared, cluster: Cluster) -> None:
@@ -205,18 +229,28 @@ def test_a_scoring_that_fails_is_repeated_a_few_times(
     finish_all(planned)
     monkeypatch.setattr(conduct_slurm, "missing_scores", lambda runs, config: list(runs))
     passes = 0
+    cluster.full = True
+    for _ in range(2 * keeper.SCORINGS):
+        assert not keeper.tend(planned.sweep).over
+    cluster.full = False
     while not keeper.tend(planned.sweep).over and passes < 20:
         passes += 1
+        cluster.scoring.clear()
     assert len(cluster.scored) == keeper.SCORINGS
     assert set(cluster.scored[0]) == {run.run_id for run in planned.directories}
 
 
 def test_two_passes_at_once_are_one(planned: Prepared, cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keeper, "LOCK_SECONDS", 0.0)
-    with planned.sweep.lock():
-        keeper.keep(str(planned.sweep.path))
-    assert cluster.said == []
-    keeper.keep(str(planned.sweep.path))
+    held = planned.sweep.lock()
+    held.__enter__()
+
+    def pause(seconds: float) -> None:
+        assert cluster.said == []
+        held.__exit__(None, None, None)
+
+    monkeypatch.setattr(keeper.time, "sleep", pause)
+    keeper.keep(str(planned.sweep.path))  # it does not go, for the other one might find the same
     assert len(cluster.submitted) == 1
     record = json.loads((planned.sweep.path / "jobs" / keeper.RECORD).read_text())
     assert record["over"] is False

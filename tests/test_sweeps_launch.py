@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import pickle
+import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +16,7 @@ import pytest
 from isoflop.sweeps import keeper, launch, slurm, submission, transaction, worker
 from isoflop.sweeps.config import ClusterConfig
 from isoflop.sweeps.launch import HELD_BACK, SlurmLauncher, to_start
-from isoflop.sweeps.launch_record import Inventory, LaunchRecord, strays
+from isoflop.sweeps.launch_record import Inventory, LaunchRecord, labelled_jobs, rebuilt, strays
 from isoflop.sweeps.packing import Unit
 from isoflop.sweeps.plan import JobShape, Plan, PlannedRun
 from isoflop.sweeps.queue import Queue
@@ -45,7 +47,7 @@ class Launch:
     def __init__(self, path: Path, runs: Sequence[PlannedRun], settings: ClusterConfig) -> None:
         self.sweep, self.runs, self.cluster = SweepDirectory(path), list(runs), settings
         self.plan = Plan(self.runs, [], 1, 1.0, 1.0, 1.0, 1.0, 1.0, None)
-        write_json(path / "plan.json", {"runs": [{"run_id": run.run_id} for run in runs]})
+        write_json(path / "plan.json", {"runs": [{"run_id": run.run_id, "shape": asdict(run.shape)} for run in runs]})
         for directory in self.directories:
             directory.set_state("planned")
 
@@ -275,7 +277,7 @@ def killed_at(step: int, sweep: Launch, monkeypatch: pytest.MonkeyPatch) -> bool
 
     for where, name in (
         (LaunchRecord, "write"), (submission.Submission, "submit"), (RunDirectory, "set_state"),
-        (transaction, "release"), (transaction, "finish_release"), (transaction, "retire_queues"),
+        (slurm, "release"), (transaction, "finish"), (transaction, "retire_queues"),
     ):  # fmt: skip
         count(where, name)
     sweep.go(evaluate=True)
@@ -284,6 +286,8 @@ def killed_at(step: int, sweep: Launch, monkeypatch: pytest.MonkeyPatch) -> bool
 
 def killed_and_launched_again(step: int, sweep: Launch, slurms: StandIn, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether the launcher had so many steps; the next one then left every job once, and none on hold."""
+    for name in ("run1", "short"):  # as a keeper finds those that it tries again
+        sweep.sweep.run(name).set_state("failed", job_id="7")
     if not killed_at(step, sweep, monkeypatch):
         return False
     sweep.go(evaluate=True)
@@ -294,6 +298,7 @@ def killed_and_launched_again(step: int, sweep: Launch, slurms: StandIn, monkeyp
     assert [slurms.tasks(job) for job in slurms.of_kind("train")] == [2, 1], step
     launcher = sweep.launcher()
     assert to_start(sweep.directories, launcher) == [], step
+    assert sweep.states() == {"queued": 4}, step
     assert len(list(sweep.sweep.path.glob("jobs/queue-*"))) == 1
     launcher.cancel_all()
     assert slurms.queue() == []
@@ -318,6 +323,46 @@ def test_a_launcher_may_be_killed_at_every_step_that_it_has(
     while killed_and_launched_again(step, sweep, cluster_of, monkeypatch):
         step += 1
     assert step > 18
+
+
+def test_a_record_that_cannot_be_read_is_no_empty_one_and_is_made_anew_from_the_queue(
+    make: Make, cluster_of: StandIn
+) -> None:
+    """Taken for empty, queues that jobs go through would be put aside, and their runs submitted again."""
+    sweep = make(*FAMILY)
+    sweep.go(evaluate=True)
+    before, queue = LaunchRecord.read(sweep.sweep), cluster_of.queue()
+    for damaged in ('{"training": ', "[]", '{"queues": {"queue-1": {}}}'):
+        (sweep.sweep.path / "jobs" / "slurm.json").write_text(damaged)
+        with pytest.raises(UserError, match=r"slurm\.json cannot be read .*; `isoflop doctor .*` mends it$"):
+            sweep.go(evaluate=True)
+    assert cluster_of.queue() == queue
+    rebuilt(sweep.sweep).write(sweep.sweep)  # as the doctor does
+    assert LaunchRecord.read(sweep.sweep) == before
+    assert to_start(sweep.directories, sweep.launcher()) == []
+
+
+def test_jobs_are_found_after_the_sweep_was_moved(make: Make, cluster_of: StandIn) -> None:
+    sweep = make(*FAMILY)
+    sweep.go()
+    moved = SweepDirectory(sweep.sweep.path.rename(sweep.sweep.path.with_name("moved")))
+    assert labelled_jobs(moved).keys() == set(cluster_of.queue())
+    assert labelled_jobs(SweepDirectory(sweep.sweep.path)) == {}
+
+
+def test_jobs_that_slurm_does_not_release_are_released_by_the_next_launcher(make: Make, cluster_of: StandIn) -> None:
+    sweep = make(planned("run", 40))
+    cluster_of.say("refuse-release", "slurm_update error: Socket timed out on send/recv operation")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(slurm, "PATIENCE", 0.0)
+        with pytest.raises(
+            UserError, match=r"does not release the sweep's jobs \(.*timed out.*\), and they are on hold"
+        ):
+            sweep.go()
+    (cluster_of.folder / "refuse-release").unlink()
+    sweep.launcher()
+    assert set(cluster_of.queue()) <= cluster_of.released()
+    assert LaunchRecord.read(sweep.sweep).held == []
 
 
 def test_an_answer_that_was_lost_makes_no_second_job(
@@ -394,15 +439,32 @@ def test_a_job_runs_the_sweeps_copy_of_the_code_in_a_folder_of_its_own(
     script = cluster_of.script(cluster_of.of_kind("train")[0])
     lines = [line for line in script.splitlines() if line and not line.startswith("#")]
     (folder,) = sweep.sweep.path.glob("jobs/slurm-*")
-    assert lines[:4] == [
+    assert lines[:5] == [
         "export OMP_NUM_THREADS=1",
         "module load cuda",
         f"cd {folder.resolve()}",
+        submission.STALE,
         f"export PYTHONPATH={tmp_path / 'code'}${{PYTHONPATH:+:$PYTHONPATH}}",
     ]
     assert " apptainer exec image.sif python -u -m submitit.core._submit " in script
     assert cluster_of.flags(cluster_of.of_kind("train")[0])["chdir"] == os.getcwd()
     assert "apptainer" not in cluster_of.script(cluster_of.of_kind("keeper")[0]), "it calls sbatch"
+
+
+@pytest.mark.parametrize(
+    ("job", "gone"),
+    [({"SLURM_JOB_ID": "7"}, {"7_0", "7_1"}),
+     ({"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "8", "SLURM_ARRAY_TASK_ID": "1"}, {"8_1_0"})],
+)  # fmt: skip
+def test_a_job_removes_the_half_of_a_result_that_its_earlier_start_left(
+    tmp_path: Path, job: dict[str, str], gone: set[str]
+) -> None:
+    """Else submitit fails a job whose function has succeeded."""
+    names = {"7_0", "7_1", "77_0", "8_1_0", "8_10_0", "9_0"}
+    for name in names:
+        (tmp_path / f"{name}_result.pkl.save_tmp").touch()
+    subprocess.run(["sh", "-c", submission.STALE], cwd=tmp_path, env=job | {"PATH": os.environ["PATH"]}, check=True)
+    assert {path.name.removesuffix("_result.pkl.save_tmp") for path in tmp_path.iterdir()} == names - gone
 
 
 def test_a_container_is_srun_s_and_sees_the_sweep(make: Make, cluster_of: StandIn) -> None:

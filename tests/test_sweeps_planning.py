@@ -14,6 +14,7 @@ from isoflop.sweeps.entry import compose
 from isoflop.sweeps.planning import Prepared
 from isoflop.train.config import DataConfig, run_id
 from isoflop.train.errors import UserError
+from isoflop.train.files import write_json
 
 
 @pytest.fixture(scope="module")
@@ -114,9 +115,15 @@ def test_a_grid_is_extended_by_what_changes_of_it(
         (["grid.sizes"], None, "it must be FIELD=VALUE"),
         (["grid.sizs=[1e5]"], None, "sizs"),
         (["grid.sizes=[x]"], None, "x"),
+        (["grid.sizes=[1e5"], None, r"extend was given 'grid.sizes=\[1e5'"),
+        (["grid.sizes=[${nope}]"], None, "nope"),
+        (["grid.sizs=1"], None, "correct it; conf/grid/ has one of each kind"),
+        (["grid.kind=points"], None, "correct it"),
         ([], "kind: points\npoints: [", "cannot be read"),
         ([], "- 1\n", "holds no grid"),
-        ([], "kind: spiral\n", "spiral"),
+        ([], "kind: spiral\n", "grid.kind is 'spiral', which is none of"),
+        ([], "kind: [points]\n", "which is none of"),
+        ([], "kind: points\n", "grid.points is None; it must be"),
         ([], "kind: points\nponts: []\n", "ponts"),
     ],
 )
@@ -126,9 +133,17 @@ def test_what_cannot_extend_a_sweep_is_refused_and_adds_nothing(
     planned, file = sweep(), tmp_path / "grid.yaml"
     if text is not None:
         file.write_text(text)
-    with pytest.raises(UserError, match=words):
+    with pytest.raises(UserError, match=words) as error:
         extend.extend(planned.sweep, overrides, file if text is not None else None)
+    assert "version" not in str(error.value), "it is no other one that wrote this"
     assert not (planned.sweep.path / "added.json").exists()
+
+
+def test_a_sweep_without_runs_cannot_be_extended(sweep: Callable[..., Prepared]) -> None:
+    planned = sweep()
+    write_json(planned.sweep.path / "plan.json", {**planned.sweep.plan(), "runs": []})
+    with pytest.raises(UserError, match="has no runs"):
+        extend.extend(planned.sweep, ["grid.sizes=[1e4]"])
 
 
 def test_a_run_that_diverged_is_tried_once_at_a_lower_rate_where_the_grid_says_so(

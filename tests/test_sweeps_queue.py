@@ -148,7 +148,10 @@ def test_a_branch_starts_once_its_trunk_has_saved_and_while_that_still_trains(sw
     units = [*alone("trunk"), Unit("ensemble", ("one", "two")), *alone("free")]
     workers = queue(sweep, units, one="trunk", two="trunk")
     other = again(workers, sweep)
+    assert not other.was_claimed()
     assert workers.claim(0) == units[0]
+    assert other.was_claimed()
+    assert other.ready() == [units[2]]
     assert other.claim(1) == units[2]  # what is ready is not held up
     other.end(units[2])
     publish(sweep, "trunk", STEP - 1)
@@ -240,14 +243,15 @@ def test_a_unit_that_is_to_wait_is_claimed_when_its_time_has_come(sweep: SweepDi
     other = again(workers, sweep)
     workers.claim(0)
     workers.release(units[0], wait_seconds=30)
-    assert other.ready_in() == 0
+    assert (other.ready_in(), other.ready()) == (0, [units[1]])
     assert other.claim(1) == units[1]
     assert (other.claim(1), other.left(), other.ready_in()) == (None, [units[0]], 30.0)
     clock[0] += 29
     assert other.claim(1) is None
     clock[0] += 1
+    assert other.ready() == [units[0]]
     assert other.claim(1) == units[0]
-    assert other.ready_in() is None
+    assert (other.ready_in(), other.ready()) == (None, [])
 
 
 def test_a_node_that_a_unit_avoids_does_not_get_it_until_it_has_waited_for_another_in_vain(

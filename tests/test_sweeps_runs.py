@@ -15,6 +15,7 @@ import pytest
 from isoflop.sweeps.runs import Busy, RunDirectory, SweepDirectory, lock_token, this_node, this_user
 from isoflop.train.config import ModelConfig, ParallelConfig, RunConfig, run_id
 from isoflop.train.errors import UserError
+from isoflop.train.files import read_json_lines
 
 
 def a_run() -> RunConfig:
@@ -127,10 +128,10 @@ def test_a_config_that_was_edited_into_another_run_is_refused(tmp_path: Path) ->
         run.config()
 
 
-@pytest.mark.parametrize("content", ["", "[1, 2", "just words", "modl: {}"])
-def test_a_config_that_is_none_is_refused(tmp_path: Path, content: str) -> None:
+@pytest.mark.parametrize("content", [b"", b"[1, 2", b"just words", b"modl: {}", b"\xff"])
+def test_a_config_that_is_none_is_refused(tmp_path: Path, content: bytes) -> None:
     run = directory(tmp_path)
-    (run.path / "config.yaml").write_text(content)
+    (run.path / "config.yaml").write_bytes(content)
     with pytest.raises(UserError):
         run.config()
 
@@ -246,6 +247,11 @@ def test_a_worker_sees_whether_its_own_launcher_lives(tmp_path: Path) -> None:
         assert alive(token) == "True"
         assert alive("the token of an earlier launcher") == "False"
     assert alive(token) == "False"
+
+
+def test_of_json_lines_those_are_read_that_hold_an_object(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"a": 1}\n"x"\n3\n\xff\n{"b": "\xff"}\n{"c": 2}\n{"d"')
+    assert read_json_lines(tmp_path / "metrics.jsonl") == [{"a": 1}, {"b": "\N{REPLACEMENT CHARACTER}"}, {"c": 2}]
 
 
 def test_last_metrics_skips_a_torn_line(tmp_path: Path) -> None:

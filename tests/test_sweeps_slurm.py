@@ -117,25 +117,34 @@ def test_a_controller_that_does_not_answer_is_named(install: Install) -> None:
         slurm.live_jobs(patience=0.0)
 
 
-@pytest.mark.parametrize(("said", "outcome"), [("CANCELLED by 0", "CANCELLED"), ("OUT_OF_MEMORY", "OUT_OF_MEMORY")])
-def test_how_a_job_ended_comes_from_accounting_else_from_the_controller(
-    install: Install, said: str, outcome: str
-) -> None:
-    install("sacct", f"echo '7|{said}'")
-    install("scontrol", "echo JobState=COMPLETED")
-    assert slurm.outcome("7") == outcome
-    install("sacct", "echo 'Slurm accounting storage is disabled' >&2; exit 1")
-    assert slurm.outcome("7") == "COMPLETED"
-    install("scontrol", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
-    assert slurm.outcome("7") is None
-    assert slurm.outcome(None) is None
-
-
-def test_a_task_that_never_started_is_found_in_the_record_of_its_array(install: Install) -> None:
-    install("sacct", "echo '7_0|COMPLETED'; echo '7_1|FAILED'; echo '7_[0-2,5-9%2]|CANCELLED by 0'; echo '70_4|FAILED'")
+def test_how_jobs_ended_comes_from_accounting_in_one_call_for_all(install: Install, tmp_path: Path) -> None:
+    asked = tmp_path / "asked"
+    said = ["7_0|COMPLETED|node1", "7_1|FAILED|None assigned", "7_[0-2,5-9%2]|CANCELLED by 0|", "70_4|FAILED|node2"]
+    install("sacct", f"echo $* >> {asked}; " + "; ".join(f"echo '{line}'" for line in said))
     install("scontrol", "exit 1")
-    found = {task: slurm.outcome(f"7_{task}") for task in (0, 1, 2, 4, 6, 10)}
-    assert found == {0: "COMPLETED", 1: "FAILED", 2: "CANCELLED", 4: None, 6: "CANCELLED", 10: None}
+    found = slurm.outcomes([*(f"7_{task}" for task in (0, 1, 2, 4, 6, 10)), "70_4", "local-3"])
+    assert found == {
+        "7_0": ("COMPLETED", "node1"), "7_1": ("FAILED", None), "7_2": ("CANCELLED", None), "7_6": ("CANCELLED", None),
+        "70_4": ("FAILED", "node2"),
+    }  # fmt: skip
+    assert "-j 7,70 " in asked.read_text()
+    assert len(asked.read_text().splitlines()) == 1
+
+
+def test_where_there_is_no_accounting_the_controller_is_asked_once_an_array(install: Install, tmp_path: Path) -> None:
+    asked = tmp_path / "asked"
+    install("sacct", "echo 'Slurm accounting storage is disabled' >&2; exit 1")
+    shown = "JobId={} {}JobState={} ReqNodeList=node3 ExcNodeList=node4 NodeList={} BatchHost=node1"
+    tasks = [
+        shown.format(8, "ArrayJobId=7 ArrayTaskId=0 ", "NODE_FAIL", "node[1-2]"),
+        shown.format(7, "ArrayJobId=7 ArrayTaskId=2-4%2 ", "PENDING", "(null)"),
+    ]
+    alone, forgotten = shown.format(5, "", "COMPLETED", "node1"), "echo 'Invalid job id specified' >&2; exit 1"
+    array = "; ".join(f"echo '{line}'" for line in tasks)
+    install("scontrol", f"echo $4 >> {asked}; case $4 in 7) {array};; 5) echo '{alone}';; *) {forgotten};; esac")
+    found = slurm.outcomes(["7_0", "7_1", "7_3", "5", "6"])
+    assert found == {"7_0": ("NODE_FAIL", "node[1-2]"), "7_3": ("PENDING", None), "5": ("COMPLETED", "node1")}
+    assert asked.read_text().split() == ["5", "6", "7"]
 
 
 AWAY = "echo 'Unable to contact slurm controller (connect failure)' >&2; exit 1"
@@ -167,20 +176,15 @@ def test_a_controller_that_restarts_is_asked_again_and_one_that_stays_away_not_f
 def test_where_no_command_is_there_slurm_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
     assert slurm.fate("7", 0) == "running"
-    assert slurm.outcome("7") is None
-    assert slurm.node_of("7") is None
+    assert slurm.outcomes(["7", "5_1"]) == {}
     assert slurm.elapsed(["7", "5_1"]) == {}
     with pytest.raises(UserError, match="squeue does not answer"):
         slurm.live_jobs()
 
 
-def test_jobs_in_the_queue_are_found_by_name(install: Install) -> None:
-    install("squeue", "echo '5_1|RUNNING|mine-keep'; echo '6|PENDING|mine-keep'; echo '7|PENDING|mine-keep|er'")
-    assert slurm.jobs_named("mine-keep") == {"5_1": "RUNNING", "6": "PENDING"}
-    assert slurm.jobs_named("mine-keep|er") == {"7": "PENDING"}
-
-
-def test_jobs_that_slurm_has_put_on_hold_are_told_from_those_that_a_user_has(install: Install, tmp_path: Path) -> None:
+def test_jobs_that_slurm_has_put_on_hold_are_told_from_those_that_a_user_has(
+    install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Taken from SLURM 22.05: the words of squeue."""
     reasons = ("launch failed requeued held", "JobHeldUser", "Dependency", "JobHeldAdmin", "job requeued in held state")
     install("squeue", "; ".join(f"echo '7_{task}|{reason}'" for task, reason in enumerate(reasons)))
@@ -190,8 +194,13 @@ def test_jobs_that_slurm_has_put_on_hold_are_told_from_those_that_a_user_has(ins
     assert slurm.release({"7_3", "7_0"}) is None
     assert (tmp_path / "asked").read_text() == "release 7_0,7_3\n"
     install("scontrol", "echo 'Access/permission denied for job 7_0' >&2; exit 1")
-    assert slurm.release(["7_0"]) == "Access/permission denied for job 7_0"
+    assert slurm.release(["7_0"]) == slurm.release(["7"]) == "Access/permission denied for job 7_0"
     assert slurm.release([]) is None
+    assert slurm.release(["7_2", "9"]) is None, "neither is on hold, whatever scontrol says"
+    install("squeue", AWAY)
+    with monkeypatch.context() as patch:
+        patch.setattr(slurm, "PATIENCE", 0.0)
+        assert slurm.release(["9"]) == "Access/permission denied for job 7_0"
 
 
 def test_jobs_whose_release_slurm_forgot_are_released_once_more_and_then_left_to_the_user(
@@ -219,20 +228,6 @@ def test_the_signal_of_a_preemption_does_not_kill_an_interpreter_that_has_only_b
         line = f"{command} -u -c {shlex.quote(code)} 'a b'"
         done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=True)
         assert done.stdout == "alive a b\n"
-
-
-def test_the_node_of_a_job_comes_from_the_controller_else_from_accounting(install: Install) -> None:
-    shown = "JobId=7 ReqNodeList=node3 ExcNodeList=node4 NodeList={} BatchHost=node1 NumNodes=2"
-    install("sacct", "echo 'node9'")
-    install("scontrol", f"echo '{shown.format('node[1-2]')}'")
-    assert slurm.node_of("5_1") == "node[1-2]"
-    for forgotten in (f"echo '{shown.format('(null)')}'", "echo 'Invalid job id specified' >&2; exit 1"):
-        install("scontrol", forgotten)
-        assert slurm.node_of("7") == "node9"
-    install("sacct", "echo 'None assigned'")
-    assert slurm.node_of("7") is None
-    install("scontrol", f"echo '{shown.format('node1')}'")
-    assert slurm.node_of("local-7") is slurm.node_of(None) is None
 
 
 def test_the_time_of_a_job_is_that_of_all_its_starts(install: Install, tmp_path: Path) -> None:

@@ -84,7 +84,10 @@ def test_the_smallest_limit_of_user_account_and_qos_counts_if_slurm_enforces_it(
             "needs 1 GPU, 3 CPUs and 1 GB on a node, and partition main has 4 nodes of 8 GPUs, 2 CPUs",
         ),
         ({"memory_gb": 64.0}, "1 CPU and 64 GB on a node, and partition main has .* 2 CPUs and 62.5 GB"),
-        ({"additional_parameters": {"partition": "debug"}}, "partition debug has"),
+        ({"keeper_partition": "cpu"}, "cluster.keeper_partition is 'cpu', which SLURM does not have; it has debug,"),
+        ({"keeper_partition": "debug", "time_minutes": 90}, "'debug', which allows a job 30 minutes; it must .* 60"),
+        ({"additional_parameters": {"partition": "debug"}}, "has partition, which cluster.partition sets; give that"),
+        ({"additional_parameters": {"cpus_per_task": 2}}, "has cpus-per-task, which cluster.cpus_per_task sets"),
     ],
 )
 def test_what_the_cluster_does_not_have_is_named(install: Install, settings: dict[str, object], said: str) -> None:
@@ -92,7 +95,8 @@ def test_what_the_cluster_does_not_have_is_named(install: Install, settings: dic
     cluster = dataclasses.replace(CLUSTER, **settings)  # type: ignore[arg-type]
     with pytest.raises(UserError, match=said):
         slurm_cluster.check(cluster, [run_of(CLUSTER), run_of(cluster)])
-    slurm_cluster.check(dataclasses.replace(CLUSTER, partition="main,mixed"), [run_of(CLUSTER)])
+    fits = dataclasses.replace(CLUSTER, partition="main,mixed", keeper_partition="debug")
+    slurm_cluster.check(fits, [run_of(CLUSTER)])
 
 
 def test_a_run_of_many_ranks_needs_enough_nodes_that_can_host_their_share(install: Install) -> None:

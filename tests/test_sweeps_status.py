@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from isoflop.sweeps import logs, status, status_view
+from isoflop.sweeps import accounting, attempts, logs, planning, status, status_view
 from isoflop.sweeps.config import ClusterConfig
 from isoflop.sweeps.plan import plan
 from isoflop.sweeps.retries import Policy
@@ -65,7 +65,7 @@ def test_a_running_run_says_when_it_ends_and_what_it_has_cost(sweep: SweepDirect
     begin(run, seconds_ago=20)
     row = row_of(sweep, run)
     assert row["eta_seconds"] == 2**15 / 2**10  # half of its tokens are left
-    assert row["gpu_hours"] == pytest.approx(0.5 * 20 / 3600, rel=0.1)  # it has half of a GPU
+    assert row["gpu_hours"] == pytest.approx(20 / 3600, rel=0.1)  # nobody else is at the GPU that it shares
     assert not row["silent"]
     assert row["heartbeat_age"] == pytest.approx(20, abs=2)
 
@@ -77,16 +77,51 @@ def test_a_run_without_a_sign_of_life_for_three_periods_is_called_silent(sweep: 
     assert "no sign of life for 1.7 min" in status_view._note(row_of(sweep, run))
 
 
-def test_hours_are_added_up_over_attempts_and_only_failures_count_as_retries(sweep: SweepDirectory) -> None:
-    run = sweep.runs()[0]
-    causes = ["killed", "preempted", "node", "done"]
-    lines = [{"attempt": n, "cause": cause, "seconds": 900.0, "share": 1.0} for n, cause in enumerate(causes)]
-    torn = '{"attempt": 9, "cau'
-    (run.path / "attempts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + torn)
+def ended(run: RunDirectory, cause: str, hours: float, number: int = 1, share: float = 1.0) -> None:
+    """The line of an attempt that began so many hours after the epoch as it is the first, second, ..."""
+    began = 3600.0 * number if share == 1.0 else 0.0
+    seconds = 3600 * hours
+    attempt = attempts.Attempt(
+        number, began, began + seconds, seconds, "node1", "7", cause, f"{cause} it was", 0, 10, 0, 1e9, 0.0, 1.0, share
+    )
+    with (run.path / attempts.LINES).open("a") as file:
+        file.write(json.dumps(vars(attempt)) + "\n")
+
+
+def test_hours_are_added_up_over_attempts_and_what_was_tried_again_counts_as_a_retry(sweep: SweepDirectory) -> None:
+    run, last = sweep.runs()[:2]
+    for number, cause in enumerate(["killed", "preempted", "node", "done"], start=1):
+        ended(run, cause, 0.25, number)
+    with (run.path / attempts.LINES).open("ab") as file:
+        file.write(b'"a line"\n3\n\xff\n{"attempt": 9, "cau')
+    ended(last, "killed", 1.0)  # and nobody has tried it again
     row = row_of(sweep, run)
-    assert row["gpu_hours"] == 1.0
-    assert row["core_hours"] == 1.0
-    assert row["retries"] == 2
+    assert (row["gpu_hours"], row["core_hours"], row["retries"]) == (1.0, 0.0, 2)
+    assert row_of(sweep, last)["retries"] == 0
+
+
+def test_hours_are_those_of_the_books(sweep: SweepDirectory) -> None:
+    (sweep.path / "sweep.yaml").write_text("config: {cluster: {kind: local, gpus_per_job: 1, runs_per_gpu: 2}}\n")
+    one, two, alone, _ = sweep.runs()
+    ended(one, "done", 1.0, share=0.5)
+    ended(two, "killed", 10.0, share=0.5)
+    ended(alone, "killed", 2.0)
+    found = status.sweep_status(sweep)
+    assert [row["gpu_hours"] for row in found["runs"]] == [0.25, 4.75, 1.0, 0.0]  # two share a GPU, and one its process
+    assert found["gpu_hours"] == pytest.approx(accounting.account(sweep).used.hours)
+
+
+def test_what_is_dead_costs_no_more_with_every_look_and_has_no_end_in_sight(sweep: SweepDirectory) -> None:
+    run = sweep.runs()[0]
+    metrics(run)
+    begin(run, seconds_ago=2000)
+    seen = now_on(run.path) - 1000
+    os.utime(run.path / "heartbeat", (seen, seen))
+    row = row_of(sweep, run)
+    assert row["silent"]
+    assert row["gpu_hours"] == pytest.approx(1000 / 3600, rel=0.01)
+    assert row["eta_seconds"] is None
+    assert status.sweep_status(sweep)["eta_seconds"] is None, "nobody is at work"
 
 
 def test_a_loss_that_is_no_number_does_not_break_the_json(
@@ -136,7 +171,7 @@ def test_many_failures_leave_room_for_what_runs_and_the_other_way_round() -> Non
 def estimate(state: str, estimated: float, step: int = 0, **values: object) -> dict[str, Any]:
     return {
         "state": state, "estimated_seconds": estimated, "step": step, "first_step": 0, "steps": 100, "seconds": 0.0,
-        "eta_seconds": None, "cancel_asked": False, **values,
+        "eta_seconds": None, "cancel_asked": False, "silent": False, **values,
     }  # fmt: skip
 
 
@@ -213,6 +248,46 @@ def test_a_watch_ends_with_the_last_run(
     assert looks == [{"running": 1, "done": 3}, {"done": 4}]
 
 
+def fail(run: RunDirectory, cause: str) -> None:
+    ended(run, cause, 1.0)
+    run.set_state("failed", reason=f"{cause} it was")
+
+
+def test_a_watch_waits_for_what_is_tried_again_and_not_for_what_has_failed_for_good(
+    sweep: SweepDirectory, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    again, *others = sweep.runs()
+    fail(again, "killed")
+    for run in others:
+        fail(run, "error")
+
+    def pause(seconds: float) -> None:
+        again.set_state("diverged")
+
+    monkeypatch.setattr(status_view.time, "sleep", pause)
+    status_view.watch(sweep, as_json=True)
+    looks = [json.loads(line)["states"] for line in capsys.readouterr().out.splitlines()]
+    assert looks == [{"failed": 4}, {"failed": 3, "diverged": 1}]
+
+
+def test_following_a_log_goes_on_while_the_run_is_tried_again(
+    sweep: SweepDirectory, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    again, never = sweep.runs()[:2]
+    fail(again, "killed")
+    fail(never, "error")
+
+    def pause(seconds: float) -> None:
+        again.log("second attempt")
+        again.set_state("diverged")
+
+    monkeypatch.setattr(logs.time, "sleep", pause)
+    logs.one(sweep, again.run_id, follow=True)
+    assert "second attempt" in capsys.readouterr().out
+    monkeypatch.setattr(logs.time, "sleep", lambda seconds: pytest.fail("it waits for what has ended"))
+    logs.one(sweep, never.run_id, follow=True)
+
+
 def test_a_watch_is_left_quietly(
     sweep: SweepDirectory, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -284,6 +359,19 @@ def test_without_a_run_the_newest_lines_of_those_that_run_or_failed_are_shown(
     assert [line.split()[-2:] for line in printed] == [
         [state, str(number)] for state in ("running", "failed") for number in (6, 7, 8)
     ]
+
+
+def test_runs_that_were_added_are_shown_too_and_where_there_are_none_that_is_said(
+    sweep: SweepDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logs.overview(sweep, follow=False)
+    assert capsys.readouterr().out == "no run runs or failed (4 planned)\n"
+    added = sweep.run("0123456789")
+    added.set_state("failed")
+    added.log("of a run that was added")
+    write_json(sweep.path / planning.ADDED, {added.run_id: {}})
+    logs.overview(sweep, follow=False)
+    assert "of a run that was added" in capsys.readouterr().out
 
 
 def test_limits_are_those_of_the_sweep_s_own_cluster(sweep: SweepDirectory) -> None:

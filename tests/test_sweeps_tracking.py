@@ -254,9 +254,14 @@ def test_sync_sends_what_the_server_lacks_and_nothing_twice(server: StandIn, tmp
     other = RunConfig(model=CONFIG.model, tracker=CONFIG.tracker, seed=1)
     sweep = tracked_sweep(tmp_path, CONFIG, other)
     said: list[str] = []
+    left = f"run {run_id(other)} is to go on and was left alone"
     with sweep.run(run_id(other)).lock():  # somebody trains it
         assert tracking.sync(sweep, said.append) == 1
-    assert sorted(said) == sorted([f"run {RUN} was sent, 1 of 2", f"run {run_id(other)} is at work and was left alone"])
+    assert sorted(said) == sorted([f"run {RUN} was sent, 1 of 2", left])
+    sweep.run(run_id(other)).set_state("queued")  # and must not find it held
+    assert tracking.sync(sweep, said.append) == 0
+    assert said[-1] == left
+    sweep.run(run_id(other)).set_state("done")
     assert tracking.sync(sweep, said.append) == 1
     assert tracking.sync(sweep, said.append) == 0
     assert said[-1] == "wandb has every run already"

@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,13 @@ from typing import Any
 import pytest
 import torch
 from isoflop.sweeps import attempt, attempts, recovery, slurm, together, worker
+from isoflop.sweeps.config import SweepConfig
+from isoflop.sweeps.launch_record import LaunchRecord, QueueJobs
 from isoflop.sweeps.packing import Unit
+from isoflop.sweeps.plan import JobShape
 from isoflop.sweeps.queue import Queue
 from isoflop.sweeps.retries import Policy
-from isoflop.sweeps.runs import RunDirectory, SweepDirectory
+from isoflop.sweeps.runs import AtWork, RunDirectory, SweepDirectory
 from isoflop.train.config import (
     CheckpointConfig,
     DataConfig,
@@ -294,7 +297,7 @@ def test_each_member_of_an_ensemble_ends_in_its_own_way(
     succeed(before.path)
     before.set_state("done")
 
-    def trainer(configs: Any, directories: Any, should_stop: Any, report: Any, on_end: Any) -> None:
+    def trainer(configs: Any, directories: Any, should_stop: Any, report: Any, on_end: Any, **rest: Any) -> None:
         assert [run_id(config) for config in configs] == [run.run_id for run in runs[:5]]
         assert list(directories) == [run.path for run in runs[:5]]
         assert states(*runs[:5]) == ["running"] * 5
@@ -329,7 +332,7 @@ def test_an_ensemble_out_of_memory_goes_on_in_halves_down_to_runs_alone(
 ) -> None:
     groups: list[int] = []
 
-    def trainer(configs: Any, directories: Any, should_stop: Any, report: Any, on_end: Any) -> None:
+    def trainer(configs: Any, directories: Any, should_stop: Any, report: Any, on_end: Any, **rest: Any) -> None:
         groups.append(len(configs))
         if len(configs) == 7:
             raise torch.OutOfMemoryError("while the weights were made")
@@ -353,7 +356,7 @@ def test_an_ensemble_out_of_memory_goes_on_in_halves_down_to_runs_alone(
 def test_a_job_that_is_told_to_stop_begins_no_smaller_ensemble(
     bench: Bench, train_ensemble: Callable[[Trainer], None]
 ) -> None:
-    def trainer(*arguments: Any) -> None:
+    def trainer(*arguments: Any, **rest: Any) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         raise torch.OutOfMemoryError("while the weights were made")
 
@@ -367,7 +370,7 @@ def test_a_job_that_is_told_to_stop_begins_no_smaller_ensemble(
 def test_an_ensemble_that_cannot_be_trained_fails_those_that_are_left(
     bench: Bench, train_ensemble: Callable[[Trainer], None]
 ) -> None:
-    def trainer(configs: Any, directories: Any, should_stop: Any, report: Any, on_end: Any) -> None:
+    def trainer(configs: Any, directories: Any, should_stop: Any, report: Any, on_end: Any, **rest: Any) -> None:
         succeed(directories[1])
         on_end(1, Ended("done", summary=SUMMARY))
         raise UserError("model.width differs")
@@ -412,7 +415,7 @@ def fake_slurm(monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
 def ending(*ends: Ended) -> Trainer:
     """An ensemble whose members end so, in their order."""
 
-    def trainer(configs: Any, directories: Any, should_stop: Any, report: Any, on_end: Any) -> None:
+    def trainer(configs: Any, directories: Any, should_stop: Any, report: Any, on_end: Any, **rest: Any) -> None:
         assert len(configs) == len(ends)
         os.kill(os.getpid(), signal.SIGUSR2)
         should_stop()
@@ -767,6 +770,21 @@ def test_a_node_that_does_not_see_the_sweep_says_so(
 # Runs that were lost
 
 
+def slurm_says(
+    monkeypatch: pytest.MonkeyPatch, answer: Callable[[str], tuple[str, str | None] | None]
+) -> list[set[str]]:  # fmt: skip
+    """Puts an answer in the place of SLURM's; returns what it is asked."""
+    asked = list[set[str]]()
+
+    def outcomes(jobs: Iterable[str]) -> dict[str, tuple[str, str | None]]:
+        if named := set(jobs):
+            asked.append(named)
+        return {job: said for job in named if (said := answer(job)) is not None}
+
+    monkeypatch.setattr(slurm, "outcomes", outcomes)
+    return asked
+
+
 @pytest.mark.parametrize(
     ("outcome", "cause", "state"),
     [
@@ -781,8 +799,7 @@ def test_a_node_that_does_not_see_the_sweep_says_so(
 def test_a_run_whose_job_is_gone_is_settled_as_slurm_explains_it(
     outcome: str | None, cause: str, state: str, bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slurm, "outcome", lambda job: outcome)
-    monkeypatch.setattr(slurm, "node_of", lambda job: "node3")
+    asked = slurm_says(monkeypatch, lambda job: outcome and (outcome, "node3"))
     gone, alive, waiting, never = [bench.run(seed) for seed in range(4)]
     for run, job in ((gone, "7_1"), (alive, "7_2")):
         attempts.begin(run, job, "node1")
@@ -794,10 +811,11 @@ def test_a_run_whose_job_is_gone_is_settled_as_slurm_explains_it(
     settled = recovery.settle_lost(bench.sweep, POLICY, {"7_2", "7_3"})
     assert sorted(settled) == sorted([gone.run_id, never.run_id])
     assert states(gone, alive, waiting, never) == [state, "running", "queued", state]
+    assert asked == [{"7_1", "7_4"}], "all at once"
     lines = [attempts.read(run)[-1] for run in (gone, never)]
     assert [(line.cause, line.host, line.job_id) for line in lines] == [
         (cause, "node1", "7_1"),
-        (cause, "node3", "7_4"),
+        (cause, outcome and "node3", "7_4"),
     ]
     assert "it left no log in" in reason(never)
     assert "it left no log in" not in reason(gone)
@@ -816,23 +834,116 @@ def test_a_run_that_gives_signs_of_life_is_not_lost(bench: Bench) -> None:
     assert attempts.read(run)[-1].cause == "lost"
 
 
+def submitted(bench: Bench, runs: Sequence[RunDirectory], workers: list[str]) -> Queue:
+    """A queue of runs whose workers are these jobs."""
+    units = [Unit("alone", (run.run_id,)) for run in runs]
+    queue = Queue.create(bench.sweep, bench.sweep.path / "jobs" / "queue-1", units, {})
+    LaunchRecord(queues={"queue-1": QueueJobs(JobShape(1, 1, 2.0, 60), workers)}).write(bench.sweep)
+    for run in runs:
+        run.set_state("queued")
+    return queue
+
+
+def test_runs_in_a_queue_whose_workers_die_at_once_use_up_a_budget(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs, policy = [bench.run(1), bench.run(2)], Policy(retries=2, backoff_seconds=0.0)
+    queue = submitted(bench, runs, ["7_0", "7_1"])
+    said = {"7_0": ("FAILED", "node3"), "7_1": ("PENDING", None)}
+    slurm_says(monkeypatch, said.get)
+    assert recovery.settle_lost(bench.sweep, policy, None) == [], "nobody knows"
+    assert recovery.settle_lost(bench.sweep, policy, {"7_1"}) == [], "one is alive"
+    assert recovery.settle_lost(bench.sweep, policy, set()) == [], "it was submitted while somebody looked"
+    said["7_1"] = ("FAILED", "node3")
+    for starts in (1, 2, 3):
+        assert attempts.decision(runs[0], policy, 0.0).again
+        queue = submitted(bench, runs, ["7_0", "7_1"])  # as a keeper does
+        assert recovery.settle_lost(bench.sweep, policy, set()) == [run.run_id for run in runs]
+        assert [(one.cause, one.host) for one in attempts.read(runs[0])] == [("killed", "node3")] * starts
+        assert recovery.settle_lost(bench.sweep, policy, set()) == []
+    assert not attempts.decision(runs[0], policy, 0.0).again
+    assert "SLURM calls the job FAILED; it left no log" in reason(runs[1])
+    for run in runs:
+        attempts.retry_by_hand(run)
+    queue = submitted(bench, runs, ["7_0"])
+    assert queue.claim(0) is not None
+    assert recovery.settle_lost(bench.sweep, policy, set()) == [], "what its worker has is his affair"
+    assert states(*runs) == ["queued", "queued"], "it came as far as to begin one"
+
+
+def test_a_worker_that_was_cancelled_before_it_claimed_anything_has_cancelled_no_run(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = bench.run(1)
+    submitted(bench, [run], ["7_0"])
+    slurm_says(monkeypatch, lambda job: ("CANCELLED", None))
+    assert recovery.settle_lost(bench.sweep, POLICY, set()) == [run.run_id]
+    assert (states(run), attempts.read(run)[-1].cause) == (["preempted"], "preempted")
+
+
+@pytest.mark.parametrize("outcome", recovery.NOT_ENDED)
+def test_a_run_that_waits_for_a_job_which_has_not_ended_is_not_lost(
+    outcome: str, bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = bench.run(1)
+    run.set_state("queued", job_id="95_0")
+    slurm_says(monkeypatch, lambda job: (outcome, None))
+    assert recovery.settle_lost(bench.sweep, POLICY, set()) == []
+    assert (states(run), attempts.read(run)) == (["queued"], [])
+
+
+def test_a_run_that_was_submitted_anew_alone_is_no_longer_its_old_queues(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = bench.run(1)
+    submitted(bench, [run], ["7_0"])
+    LaunchRecord(training={run.run_id: "95_0"}).write(bench.sweep)
+    run.set_state("queued", job_id="95_0")
+    slurm_says(monkeypatch, lambda job: ("FAILED", None))
+    assert recovery.settle_lost(bench.sweep, POLICY, set()) == [run.run_id]
+
+
+def test_the_last_job_looks_for_lost_runs_while_it_holds_the_sweep_alone(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.run(1)
+    steps: list[str] = []
+
+    def held() -> bool:
+        try:
+            with SweepDirectory(bench.sweep.path).lock():
+                return False
+        except AtWork:
+            return True
+
+    def note(step: str, answer: Any = None) -> Callable[..., Any]:
+        return lambda *arguments: steps.append(f"{step} {held()}") or answer  # type: ignore[func-returns-value]
+
+    monkeypatch.setattr(worker, "configuration", lambda sweep: SweepConfig())
+    monkeypatch.setattr(slurm, "live_jobs", note("live", set()))
+    monkeypatch.setattr(worker, "settle_lost", note("settle"))
+    monkeypatch.setattr("isoflop.sweeps.finish.finish", note("finish"))
+    worker.finish_sweep(str(bench.sweep.path))
+    assert steps == ["live True", "settle True", "finish False"]
+    monkeypatch.setattr(worker, "SETTLE_SECONDS", 0.0)
+    with bench.sweep.lock():
+        worker.finish_sweep(str(bench.sweep.path))
+    assert steps[3:] == ["finish True"], "who holds it settles them"
+
+
 def test_the_unit_of_a_worker_that_died_is_settled_by_whoever_looks_first(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, node: FakeSlurm
 ) -> None:
     run, bystander = bench.run(1), bench.run(2)
-    bench.queue(("alone", [run]), ("alone", [bystander]))
-    (bench.sweep.path / "queue").rename(bench.sweep.path / "jobs-queue")
-    folder = bench.sweep.path / "jobs" / "queue-1"
-    folder.parent.mkdir()
-    (bench.sweep.path / "jobs-queue").rename(folder)
-    dead = Queue.open(bench.sweep, folder)
+    dead = submitted(bench, [run, bystander], ["7"])
     dead.claim(0, "node1")
     attempts.begin(run, "7", "node1")
     run.set_state("running", attempt=1, job_id="7")
     dead.close()
-    monkeypatch.setattr(slurm, "outcome", lambda job: "NODE_FAIL")
+    asked = slurm_says(monkeypatch, lambda job: ("NODE_FAIL", None))
     policy = Policy(backoff_seconds=50.0)
     assert recovery.settle_lost(bench.sweep, policy, set()) == [run.run_id]
+    assert asked == [{"7"}]
     (queue,) = Queue.all_of(bench.sweep)
     assert queue.avoided() == ("node1",)
     assert queue.claim(0, "node2") == queue.units[1], "the other one waits"

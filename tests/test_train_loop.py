@@ -27,6 +27,7 @@ from isoflop.train.config import (
 )
 from isoflop.train.data.loader import TrainStream, validation_windows
 from isoflop.train.data.shards import Shards, prepare
+from isoflop.train.ensemble import train_together
 from isoflop.train.errors import UserError
 from isoflop.train.files import JsonLines, read_json_lines
 from isoflop.train.flops import count_parameters, flops_6nd, flops_exact, training_flops_per_token
@@ -325,3 +326,38 @@ def test_shards_may_be_given(config: RunConfig, tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(loop, "prepare", never)
     config.tokens = 64
     assert train(config, tmp_path, report=lambda line: None, shards=shards)["D"] == 64
+
+
+def test_who_waits_for_a_step_is_told_that_work_without_steps_goes_on(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    doing = "preparing"
+
+    def alive() -> None:
+        asked.append(doing)
+
+    def slowly(data: DataConfig, progress: Callable[[str, float, float], None]) -> Shards:
+        nonlocal doing
+        progress("tokenize", 1.0, 2.0)
+        doing = "training"
+        return prepare(data)
+
+    def scored(trainer: loop.Trainer) -> object:
+        nonlocal doing
+        doing = "scoring"
+        try:
+            return validate(trainer)
+        finally:
+            doing = "training"
+
+    validate = loop.Trainer.validate
+    monkeypatch.setattr(loop.Trainer, "validate", scored)
+    monkeypatch.setattr(loop, "prepare", slowly)
+    config.tokens = 4 * 64
+    train(config, tmp_path / "alone", report=lambda line: None, alive=alive)
+    assert set(asked) == {"preparing", "scoring"}
+    asked.clear()
+    doing = "preparing"
+    train_together([config], [tmp_path / "together"], report=lambda index, line: None, alive=alive)
+    assert set(asked) == {"preparing", "scoring"}

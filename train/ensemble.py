@@ -53,6 +53,7 @@ def train_together(
     report: Callable[[int, str], None] = lambda index, line: print(line),
     on_end: Callable[[int, Ended], None] = lambda index, ended: None,
     shards: Shards | None = None,
+    alive: Callable[[], object] = lambda: None,
 ) -> list[Ended]:
     """Trains runs of one shape as one ensemble, each resuming from its own newest checkpoint.
 
@@ -63,6 +64,7 @@ def train_together(
         report: gets the index of a member and a line for everything that a person should know of it.
         on_end: gets the index of a member and how it ended, when it ends; the others may go on.
         shards: tokens to train on; prepared from the config when not given.
+        alive: called in work that takes long and has no steps, such as preparing the data; its answer is not looked at.
 
     Returns:
         How each ended, in the order of `configs`.
@@ -78,8 +80,8 @@ def train_together(
         torch.set_num_threads(first.parallel.threads)
     set_matmul_precision(first.parallel.tf32)
     with join(first, directories[0], partial(report, 0), orderly=()) as job:
-        opened = open_shards(first, shards, job)
-        together = _Together(configs, directories, opened, job, report, on_end)
+        opened = open_shards(first, shards, job, alive)
+        together = _Together(configs, directories, opened, job, report, on_end, alive)
         try:
             together.start()
             while together.members:
@@ -113,10 +115,10 @@ class _Together:
 
     def __init__(
         self, configs: Sequence[RunConfig], directories: Sequence[Path], shards: Shards, job: Job,
-        report: Callable[[int, str], None], on_end: Callable[[int, Ended], None],
+        report: Callable[[int, str], None], on_end: Callable[[int, Ended], None], alive: Callable[[], object],
     ) -> None:  # fmt: skip
         self.configs, self.directories, self.shards, self.job = configs, directories, shards, job
-        self.report, self.on_end = report, on_end
+        self.report, self.on_end, self.alive = report, on_end, alive
         self.clock = SharedClock(len(configs))
         self.stepper = StackedStepper(configs, job.device, shards, partial(report, 0))
         self.members = list(self.stepper.members)  # that have not ended
@@ -164,7 +166,7 @@ class _Together:
         index = member.index
         self.trainers[index] = Trainer(
             member.config, self.directories[index], partial(self.report, index), self.shards, self.job, member, peak,
-            ensemble=len(self.configs), clock=self.clock,
+            ensemble=len(self.configs), clock=self.clock, alive=self.alive,
         )  # fmt: skip
 
     def _guarded(self, member: Member, action: Callable[[], Ended | None]) -> None:

@@ -93,17 +93,16 @@ def _cut_torn_line(path: Path) -> None:
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Every whole line of a JSON-lines file; a torn last line and a missing file are no error."""
+    """Every object of a JSON-lines file; lines that are torn, or hold no object, and a missing file are no error."""
     return list(_json_lines(path)) if path.exists() else []
 
 
 def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    with path.open(encoding="utf-8") as file:
+    with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
-            try:
-                yield json.loads(line)
-            except json.JSONDecodeError:
-                continue
+            with suppress(json.JSONDecodeError):
+                if isinstance(value := json.loads(line), dict):
+                    yield value
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

@@ -52,6 +52,7 @@ def train(
     should_stop: Callable[[], bool] = lambda: False,
     report: Callable[[str], None] = print,
     shards: Shards | None = None,
+    alive: Callable[[], object] = lambda: None,
 ) -> dict[str, Any]:
     """Trains one run, resuming from its newest valid checkpoint, and returns what it writes to summary.json.
 
@@ -63,6 +64,7 @@ def train(
         should_stop: asked after every step; True on any rank saves a checkpoint and raises `Stopped` on all.
         report: gets one line for everything that a person should know.
         shards: tokens to train on; prepared from the config when not given.
+        alive: called in work that takes long and has no steps, such as preparing the data; its answer is not looked at.
 
     Raises:
         UserError: the config cannot be trained.
@@ -78,11 +80,11 @@ def train(
     set_matmul_precision(config.parallel.tf32)
     with join(config, directory, report, orderly=(Stopped, Diverged)) as job:
         say = report if job.mesh.rank == 0 else _silent
-        opened = job.together(lambda: open_shards(config, shards, job))
+        opened = job.together(lambda: open_shards(config, shards, job, alive))
         stream = TrainStream(opened, config.data.sequence_length, config.seed)
         stepper = Stepper(config, job.mesh, job.device, stream, say, directory / HALVED)
         peak = kept_peak(job.device, stepper.dtype) * job.mesh.size
-        trainer = Trainer(config, directory, say, opened, job, stepper, peak)
+        trainer = Trainer(config, directory, say, opened, job, stepper, peak, alive=alive)
         try:
             return _run(trainer, stepper, should_stop)
         finally:
@@ -105,17 +107,25 @@ def _silent(line: str) -> None:
     """What rank 0 says is said once."""
 
 
-def open_shards(config: RunConfig, shards: Shards | None, job: Job) -> Shards:
+def open_shards(config: RunConfig, shards: Shards | None, job: Job, alive: Callable[[], object]) -> Shards:
     """The tokens that a run trains on, those given or prepared from its config.
+
+    Args:
+        config: of the run.
+        shards: those given.
+        job: this rank's part in it.
+        alive: called while they are prepared, so that whoever waits for a step knows that this one works.
 
     Raises:
         UserError: the tokenizer is not the one that the run was planned with, or not the model's.
     """
-    # Building takes as long as the corpus is large, and the other ranks wait for who builds.
-    shards = shards or kept(
-        ("shards", repr(config.data)),
-        lambda: prepare(config.data, lambda stage, done, total: job.beat(0, f"data: {stage}")),
-    )
+
+    def beat(stage: str, done: float, total: float) -> None:
+        # Building takes as long as the corpus is large, and the other ranks wait for who builds.
+        job.beat(0, f"data: {stage}")
+        alive()
+
+    shards = shards or kept(("shards", repr(config.data)), lambda: prepare(config.data, beat))
     tokenizer, planned = shards.tokenizer, config.data.tokenizer_fingerprint
     if planned not in (None, "bytes", "bpe", tokenizer.fingerprint):
         raise UserError(
@@ -165,6 +175,7 @@ class Trainer:
     def __init__(
         self, config: RunConfig, directory: Path, report: Callable[[str], None], shards: Shards, job: Job,
         stepper: Steps, peak: float, *, ensemble: int = 1, clock: Callable[[], float] = time.perf_counter,
+        alive: Callable[[], object] = lambda: None,
     ) -> None:  # fmt: skip
         """Resumes the run from its newest valid checkpoint, or starts it.
 
@@ -178,9 +189,10 @@ class Trainer:
             peak: FLOP/s against which MFU is stated, of all ranks.
             ensemble: runs that are trained together, this one among them.
             clock: seconds that the run pays for; of an ensemble each member pays its share.
+            alive: called while the held-out set is scored, which takes long and has no steps.
         """
         self.config, self.directory, self.report, self.job = config, directory, report, job
-        self.stepper, self.peak, self.ensemble, self.clock = stepper, peak, ensemble, clock
+        self.stepper, self.peak, self.ensemble, self.clock, self.alive = stepper, peak, ensemble, clock, alive
         self.tokenizer = shards.tokenizer
         windows = validation_windows(shards, config.data.sequence_length, config.data.validation_tokens)
         self.windows = torch.from_numpy(windows)
@@ -251,9 +263,13 @@ class Trainer:
 
     def validate(self) -> HeldOut:
         """Loss on the fixed held-out set, in the precision of the run."""
-        length = self.config.data.sequence_length
-        losses = self.stepper.losses(self.windows, lambda: self.job.beat(self.course.step, "scoring the held-out set"))
-        result = held_out(losses, length, self.window_bytes)
+
+        def beat() -> None:
+            self.job.beat(self.course.step, "scoring the held-out set")
+            self.alive()
+
+        losses = self.stepper.losses(self.windows, beat)
+        result = held_out(losses, self.config.data.sequence_length, self.window_bytes)
         if not math.isfinite(result.val_loss):
             raise Diverged(f"the held-out loss is {result.val_loss} at step {self.course.step}")
         return result
