@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any
 
+from ..train.errors import UserError
 from . import attempts, slurm
 from .attempts import Attempt
 from .estimates import Error, Planned, compare, error_of_all, errors_by_width, planned_seconds, result_of

@@ -14,10 +14,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from ..train.errors import UserError
-from . import attempts, extend, planning, recovery, retries, slurm
+from . import attempts, extend, planning, recovery, slurm
 from .retries import Policy
-from .runs import Busy, RunDirectory, SweepDirectory, now_on, this_user
-from .status import cluster_of
+from .runs import Busy, RunDirectory, SweepDirectory, this_user
+from .status import cluster_of, is_over
 
 LOCK_SECONDS = 60.0  # that a keeper's pass may hold a sweep
 FACTOR = 0.5  # of the learning rate of a run that diverged, where the grid does not say
@@ -72,7 +72,9 @@ def cancel(sweep: SweepDirectory, prefixes: list[str]) -> int:
     policy, by = Policy.of(cluster_of(sweep.settings())), this_user()
     if not prefixes:
         planning.stop(sweep, by)
-    runs = find_runs(sweep, prefixes) if prefixes else [run for run in planning.members(sweep) if _goes_on(run, policy)]
+    runs = (
+        find_runs(sweep, prefixes) if prefixes else [run for run in planning.members(sweep) if not is_over(run, policy)]
+    )
     for run in runs:
         print(f"run {run.run_id} {_cancel_one(run, by, policy)}")
     if not runs:
@@ -85,14 +87,6 @@ def cancel(sweep: SweepDirectory, prefixes: list[str]) -> int:
         print(f"its jobs are left in the queue, where each will find that it was cancelled: {error}")
         return 1
     return 0
-
-
-def _goes_on(run: RunDirectory, policy: Policy) -> bool:
-    """Whether a run is yet to end, or has failed and will be tried again."""
-    state = run.state().state
-    if state == "failed":
-        return retries.decide(attempts.current(run), policy, 0, now_on(run.path)).again
-    return state not in ("done", "diverged", "cancelled")
 
 
 def _cancel_one(run: RunDirectory, by: str, policy: Policy) -> str:
