@@ -7,6 +7,8 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -30,6 +32,7 @@ def test_import_evaluate_from_the_root_is_hugging_faces() -> None:
     assert not origin.is_relative_to(ROOT / "evaluate")
 
 
+@pytest.mark.slow
 def test_both_can_be_imported_in_one_process() -> None:
     code = """
 import evaluate

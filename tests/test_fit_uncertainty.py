@@ -107,6 +107,7 @@ def test_the_residual_scale_is_that_of_the_noise(known_laws):
     np.testing.assert_allclose(root_mean_square, NOISE, rtol=0.06)  # an L1 fit leaves a little more than squares do
 
 
+@pytest.mark.slow
 def test_checkpoints_of_one_run_share_its_noise_and_only_clustered_intervals_cover():
     rng = np.random.default_rng(1)
     held, landed = {"clustered": [], "naive": []}, []

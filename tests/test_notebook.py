@@ -10,6 +10,7 @@ from nbclient import NotebookClient
 NOTEBOOKS = Path(__file__).resolve().parent.parent / "notebooks"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(path.name for path in NOTEBOOKS.glob("*.ipynb")))
 def test_the_notebook_runs_and_what_it_shows_is_kept(name):
     notebook = nbformat.read(NOTEBOOKS / name, as_version=4)

@@ -179,7 +179,7 @@ def control_c(process: subprocess.Popen[str], root: Path) -> None:
         pytest.param(everything_is_killed, -signal.SIGKILL, "running", marks=pytest.mark.slow),
         (the_launcher_is_killed, -signal.SIGKILL, "preempted"),
         pytest.param(a_worker_is_killed, 1, "failed", marks=pytest.mark.slow),
-        (control_c, 130, "preempted"),
+        pytest.param(control_c, 130, "preempted", marks=pytest.mark.slow),
     ],
 )
 def test_an_interrupted_sweep_goes_on_and_ends_with_the_same_losses(
@@ -214,6 +214,7 @@ def test_a_sweep_of_which_nothing_is_done_says_why_and_fits_nothing(tmp_path: Pa
     assert not (tmp_path / "n" / "fit").exists()
 
 
+@pytest.mark.slow
 def test_without_benchmarks_the_laws_are_fitted_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = [argument for argument in SMOKE if argument != "evaluate=none"]
     arguments += ["grid.sizes=[5e3]", "grid.tokens=[8192]", "sweep=u"]
@@ -228,6 +229,7 @@ def test_without_benchmarks_the_laws_are_fitted_all_the_same(tmp_path: Path, mon
     assert (tmp_path / "u" / "fit" / "report.html").exists()
 
 
+@pytest.mark.slow
 def test_two_sweeps_in_one_folder_are_refused(tmp_path: Path) -> None:
     first = sweep_process(LONG, tmp_path)
     try:
@@ -241,6 +243,7 @@ def test_two_sweeps_in_one_folder_are_refused(tmp_path: Path) -> None:
     assert code == 0, output
 
 
+@pytest.mark.slow
 def test_a_diverged_run_is_said_and_the_others_are_fitted(tmp_path: Path) -> None:
     # At a learning rate of 1e30 weights overflow in the first step.
     arguments = [*SMOKE, "+grid=product", "tokens=16384", "grid.axes={optimizer.learning_rate:[6e-3,1e30]}", "sweep=d"]
@@ -268,6 +271,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
+@pytest.mark.slow
 def test_a_full_disk_fails_the_run_with_the_reason_and_nothing_is_lost(small_disk: Path) -> None:
     # One size of 100k parameters: its checkpoint, 1.2 MB with Adam's moments, cannot fit.
     arguments = [*SMOKE, "grid.sizes=[1e5]", "grid.tokens=[8192]", "sweep=s", "cluster.retries=1"]

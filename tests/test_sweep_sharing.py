@@ -19,6 +19,8 @@ from isoflop.fit import read_table
 from isoflop.sweeps import attempts
 from isoflop.sweeps.runs import RunDirectory, SweepDirectory
 
+pytestmark = pytest.mark.slow  # whole sweeps, one after the other
+
 ROOT = Path(__file__).resolve().parent.parent
 COMMON = [
     "cluster=local", "tracker=none", "evaluate=none", "cluster.flops_per_second=1e11", "data.max_bytes=2000000",
@@ -125,7 +127,6 @@ def test_what_has_one_trunk_is_resampled_together(shared: tuple[Path, str]) -> N
     assert len(set(read_table(shared[0] / "s").group)) == 1
 
 
-@pytest.mark.slow
 def test_a_trunk_that_is_interrupted_goes_on_and_so_do_its_branches(apart: Path, tmp_path: Path) -> None:
     process = start([*RUNG, "ensembles=1", "checkpoint.every_steps=30"], tmp_path)
     until(
@@ -139,7 +140,6 @@ def test_a_trunk_that_is_interrupted_goes_on_and_so_do_its_branches(apart: Path,
     assert losses(tmp_path) == losses(apart)
 
 
-@pytest.mark.slow
 def test_a_branch_whose_trunk_has_no_checkpoint_there_says_so(tmp_path: Path) -> None:
     """The trunk diverges: at this learning rate in its first steps."""
     assert finished(start([*RUNG, "ensembles=1", "optimizer.learning_rate=1e30"], tmp_path))[0] == 1
@@ -156,7 +156,6 @@ def each_alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.mark.slow
 def test_an_ensemble_gives_every_member_the_loss_that_it_has_alone(each_alone: Path, tmp_path: Path) -> None:
     sweep(ALIKE, tmp_path)
     (unit,) = plan(tmp_path)["units"]
@@ -167,7 +166,6 @@ def test_an_ensemble_gives_every_member_the_loss_that_it_has_alone(each_alone: P
     assert all((run.path / "checkpoints").is_dir() and run.state().state == "done" for run in runs(tmp_path))
 
 
-@pytest.mark.slow
 def test_one_member_diverges_and_the_others_go_on(each_alone: Path, tmp_path: Path) -> None:
     axes = "grid.axes={optimizer.learning_rate:[3e-3,6e-3,1e30],tokens:[40000]}"
     code, output = finished(start([*ALIKE, axes], tmp_path))
@@ -180,7 +178,6 @@ def test_one_member_diverges_and_the_others_go_on(each_alone: Path, tmp_path: Pa
             assert (run.summary() or {})["val_loss"] == pytest.approx(alone[run.run_id], rel=1e-4)
 
 
-@pytest.mark.slow
 def test_a_killed_ensemble_goes_on_as_single_runs(each_alone: Path, tmp_path: Path) -> None:
     process = start([*ALIKE, "checkpoint.every_steps=20", "cluster.retries=0"], tmp_path)
     until(
@@ -202,7 +199,6 @@ def test_a_killed_ensemble_goes_on_as_single_runs(each_alone: Path, tmp_path: Pa
     assert all("resumed from step_" in (run.path / "log.txt").read_text() for run in runs(tmp_path))
 
 
-@pytest.mark.slow
 def test_one_worker_trains_many_runs_and_one_that_is_killed_is_replaced_and_its_run_tried_again(tmp_path: Path) -> None:
     common = [argument for argument in ALIKE if not argument.startswith("grid.axes=")]
     grid = ["grid.axes={seed:[0,1,2]}", "tokens=40000", "ensembles=1", "cluster.backoff_seconds=0"]
