@@ -2,14 +2,17 @@
 
     python benchmarks/thousand.py [--runs 1000] [--rounds 3] [--folder FOLDER]
 
-Planning and status need no SLURM; the rest is left out where `sinfo` does not answer. Every figure is of a whole
-command, Python's start included, but for the queue: there it is what a run costs beside the time from its beginning to
-its end, which holds its own start-up, (last end - first beginning) * workers - the runs' own seconds, over the runs.
+Planning and status need no SLURM; the rest is left out where `sinfo` does not answer. A figure is of a whole command,
+Python's start included, where it names one; `stages` takes what lies between apart. Of the queue it is what a run costs
+beside the time from its beginning to its end, which holds its own start-up: (last end - first beginning) * workers - the
+runs' own seconds, over the runs.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
 import os
 import shutil
@@ -20,7 +23,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from isoflop.sweeps import attempts
+from isoflop.sweeps import attempts, conduct_slurm, planning
+from isoflop.sweeps.entry import compose
 from isoflop.sweeps.runs import SweepDirectory
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -61,6 +65,7 @@ def main() -> None:
             )
             for i in range(options.rounds):
                 isoflop("cancel", str(folder / f"{name}{i}"))
+            stages(folder, [*grid, held, f"cluster.queue_minutes={minutes}"], way, options.rounds)
         per_run(folder, grid, options.runs)
         looks = [timed_isoflop("status", str(folder / "queue"), *flags) for flags in ([], ["--json"])
                  for _ in range(options.rounds)]  # fmt: skip
@@ -69,6 +74,27 @@ def main() -> None:
     finally:
         if options.folder is None:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def stages(folder: Path, grid: list[str], way: str, rounds: int) -> None:
+    """Times the stages of one submission within this process."""
+    took: dict[str, list[float]] = {"planning": [], "writing": [], "submission": []}
+    for i in range(rounds):
+        config = compose(grid)
+        config.sweep = f"stages-{way.split()[-1]}{i}"
+        clock = [time.perf_counter()]
+        prepared = planning.from_config(config)
+        clock.append(time.perf_counter())
+        planning.write_plan(prepared, ["benchmark"])
+        clock.append(time.perf_counter())
+        with contextlib.redirect_stdout(io.StringIO()):
+            conduct_slurm.launch(prepared)
+        clock.append(time.perf_counter())
+        for name, first, last in zip(took, clock, clock[1:], strict=True):
+            took[name].append(last - first)
+        isoflop("cancel", str(folder / config.sweep))
+    for name, seconds in took.items():
+        show(f"  of which {name}, as {way}", seconds)
 
 
 def per_run(folder: Path, grid: list[str], runs: int) -> None:

@@ -20,7 +20,6 @@ from ..train.errors import UserError
 from . import attempts, slurm
 from .attempts import Attempt
 from .estimates import Error, Planned, compare, error_of_all, errors_by_width, planned_seconds, result_of
-from .launch_record import LaunchRecord
 from .runs import SweepDirectory
 
 
@@ -228,6 +227,8 @@ def _by_slurm(
     """Device-hours that SLURM counts for the jobs that trained, and for those that scored; None where it does not."""
     if cluster["kind"] != "slurm":
         return {"cluster_hours": None, "scoring_hours": None}
+    from .launch_record import LaunchRecord
+
     try:
         record = LaunchRecord.read(sweep)
     except UserError:  # the books need no record, and `isoflop doctor` makes it anew

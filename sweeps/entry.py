@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from ..fit.errors import InputError
 from ..train.errors import UserError
 from . import probe
 from .config import SCHEMAS, SweepConfig, register
@@ -96,7 +95,7 @@ def guarded(work: Callable[[], int]) -> int:
     """Runs a command and turns what a user can cause into one sentence and an exit code."""
     try:
         return work()
-    except (UserError, InputError) as error:
+    except UserError as error:
         return _say(str(error), 2)
     except BrokenPipeError:
         return 0  # the reader of a pipe, such as head, has seen enough
@@ -106,6 +105,10 @@ def guarded(work: Callable[[], int]) -> int:
         # Some of Hydra's errors are OSErrors too; its modules take a while to import, so they are known by name.
         if type(error).__module__.split(".")[0] in ("hydra", "omegaconf"):
             return _say(composition_error(error), 2)
+        from ..fit.errors import InputError
+
+        if isinstance(error, InputError):
+            return _say(str(error), 2)
         if isinstance(error, OSError):
             return _say(f"{error.strerror or error}: {error.filename or 'no file named'}", 1)
         raise
