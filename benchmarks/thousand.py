@@ -4,8 +4,8 @@
 
 Planning and status need no SLURM; the rest is left out where `sinfo` does not answer. A figure is of a whole command,
 Python's start included, where it names one; `stages` takes what lies between apart. Of the queue it is what a run costs
-beside the time from its beginning to its end, which holds its own start-up: (last end - first beginning) * workers - the
-runs' own seconds, over the runs.
+beside the time from its beginning to its end, which holds its own start-up: (last end - first beginning) * workers -
+the runs' own seconds, over the runs.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 
 from isoflop.sweeps import attempts, conduct_slurm, planning
@@ -90,7 +91,7 @@ def stages(folder: Path, grid: list[str], way: str, rounds: int) -> None:
         with contextlib.redirect_stdout(io.StringIO()):
             conduct_slurm.launch(prepared)
         clock.append(time.perf_counter())
-        for name, first, last in zip(took, clock, clock[1:], strict=True):
+        for name, (first, last) in zip(took, pairwise(clock), strict=True):
             took[name].append(last - first)
         isoflop("cancel", str(folder / config.sweep))
     for name, seconds in took.items():
