@@ -61,27 +61,28 @@ def resume(sweep: SweepDirectory, only: set[str] | None = None) -> int:
     Returns:
         See `conduct`; 0 also where the sweep is at work, which then takes the runs when its own have ended.
     """
-    prepared = planning.from_disk(sweep)
-    check(prepared.config)
+    config = planning.configuration(sweep)
+    check(config)
     planning.go_on(sweep)
-    if only is not None:
-        only = only | {run.parent for run in prepared.configs(only) if run.parent is not None}
-    if prepared.config.cluster.kind == "local":
-        from . import conduct_local
+    local = config.cluster.kind == "local"
+    try:
+        with sweep.lock(0.0 if local else LOCK_SECONDS):
+            prepared = planning.from_disk(sweep)
+            planning.write_plan(prepared)
+            if only is not None:
+                only = only | {run.parent for run in prepared.configs(only) if run.parent is not None}
+            if local:
+                from . import conduct_local
 
-        try:
-            with sweep.lock():
-                planning.write_plan(prepared)
                 return conduct_local.conduct(prepared, only)
-        except AtWork as error:
-            print(f"{error}; it takes these runs when its own have ended")
-            return 0
-    from . import conduct_slurm
+            from . import conduct_slurm
 
-    with sweep.lock(LOCK_SECONDS):
-        prepared = planning.from_disk(sweep)  # a keeper may have been at work until now
-        planning.write_plan(prepared)
-        launcher = conduct_slurm.launch(prepared, only)
+            launcher = conduct_slurm.launch(prepared, only)
+    except AtWork as error:
+        if not local:
+            raise
+        print(f"{error}; it takes these runs when its own have ended")
+        return 0
     return conduct_slurm.conclude(prepared, launcher)
 
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..train.errors import UserError
-from . import attempts, extend, planning
+from . import extend, planning
 from .plan import units_of
 from .planning import Prepared
 from .retries import Policy
-from .runs import Busy, RunDirectory, SweepDirectory
-from .stages import is_scored, outcome, prepare_data
+from .runs import RunDirectory, SweepDirectory
+from .stages import is_scored, outcome, prepare_data, renew
 from .terminal import describe
 
 if TYPE_CHECKING:
@@ -59,11 +58,8 @@ def _train_rounds(prepared: Prepared, waiting: list[RunDirectory], tried: dict[s
     """Trains until nothing is wanted any more, and notes in `tried` what it starts; returns the sweep as it then is."""
     while True:
         if waiting:
-            for run in waiting:  # before anything that takes long, in which it may be cancelled
-                if run.state().state in ("failed", "diverged", "cancelled"):
-                    with contextlib.suppress(Busy):
-                        attempts.retry_by_hand(run)
-                tried[run.run_id] = run.state().since
+            renew(waiting)  # before anything that takes long, in which one may be cancelled
+            tried |= {run.run_id: run.state().since for run in waiting}
             planning.refreeze(waiting, prepared)
             prepare_data(waiting[0])
             _train(prepared, waiting)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
 
-from . import attempts, planning, slurm, slurm_cluster
+from . import planning, slurm, slurm_cluster
 from .config import SweepConfig
 from .launch import SlurmLauncher, to_start, wait_for_slurm
 from .plan import units_of
 from .planning import Prepared
-from .runs import Busy, RunDirectory
-from .stages import is_scored, outcome, prepare_data
+from .runs import RunDirectory
+from .stages import is_scored, outcome, prepare_data, renew
 
 
 def check(prepared: Prepared) -> None:
@@ -32,10 +31,7 @@ def launch(prepared: Prepared, only: set[str] | None = None) -> SlurmLauncher:
     launcher = SlurmLauncher(prepared.sweep, prepared.config.cluster, slurm.live_jobs())
     waiting = [run for run in to_start(prepared.directories, launcher) if only is None or run.run_id in only]
     unscored = launcher.to_score(missing_scores(prepared.directories, prepared.config))
-    for run in waiting:  # somebody asks for it again, whatever it came to before
-        if run.state().state in ("failed", "diverged", "cancelled"):
-            with contextlib.suppress(Busy):
-                attempts.retry_by_hand(run)
+    renew(waiting)
     if waiting or unscored:
         start(prepared, launcher, waiting, unscored)
     elif launcher.in_queue():

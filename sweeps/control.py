@@ -194,16 +194,9 @@ def _job_of(sweep: SweepDirectory, run: RunDirectory) -> str | None:
     """The job in SLURM's queue that will train a run, or one of several; None where there is none."""
     if not (sweep.path / "jobs" / "slurm.json").exists():
         return None
-    from .launch_record import LaunchRecord
-    from .queue import Queue
+    from .launch_record import Inventory
 
-    record, live = LaunchRecord.read(sweep), slurm.live_jobs()
-    own = {run.state().job_id, record.training.get(run.run_id)} & live
-    for queue in Queue.all_of(sweep) if not own else ():
-        known = record.queues.get(queue.folder.name)
-        if known is not None and any(run.run_id in unit.runs for unit in (*queue.left(), *queue.running())):
-            own |= live.intersection(known.workers)
-    return min((job for job in own if job is not None), default=None)
+    return min(Inventory(sweep, slurm.live_jobs()).jobs_of(run), default=None)
 
 
 def lower_rates(sweep: SweepDirectory) -> set[str]:

@@ -31,7 +31,7 @@ from .doctor_runs import Fault, faults_of, old_temporaries, remove, unreadable
 from .queue import Queue
 from .recovery import KILLED
 from .retries import Policy
-from .runs import AtWork, Busy, RunDirectory, SweepDirectory, now_on
+from .runs import AtWork, Busy, RunDirectory, SweepDirectory, now_on, yaml_or_empty
 from .status import cluster_of, lacking
 from .terminal import console
 
@@ -66,7 +66,7 @@ def examine(sweep: SweepDirectory, mend: bool, deep: bool = False) -> list[Findi
         deep: whether every checkpoint is read, to see that its sums hold.
     """
     found: list[Finding] = []
-    settings = planning.yaml_or_empty(sweep.path / "sweep.yaml")
+    settings = yaml_or_empty(sweep.path / "sweep.yaml")
     for fault in _version(sweep, settings):
         found.append(_settle(sweep, fault, mend))
         mend = False

@@ -28,7 +28,7 @@ from ..train.files import read_json, write_atomic, write_json
 from . import calibration, grid, probe, trunks
 from .config import ClusterConfig, IsoflopGrid, SweepConfig, base_run, from_mapping
 from .plan import Plan, plan, remarks
-from .runs import AtWork, RunDirectory, SweepDirectory
+from .runs import AtWork, RunDirectory, SweepDirectory, yaml_or_empty
 
 ADDED = "added.json"
 STOPPED = "cancel.json"
@@ -146,15 +146,6 @@ def places(cluster: ClusterConfig, ranks: int, rate: float) -> Places:
     threads = cluster.threads_per_job if cluster.threads_per_job is not None else max(1, cores // (jobs * ranks))
     # More ranks than cores are no faster than the cores.
     return Places(jobs, threads, rate * min(ranks * threads, max(threads, cores)))
-
-
-def yaml_or_empty(path: Path) -> dict[str, Any]:
-    """A YAML mapping, or nothing where there is none."""
-    with contextlib.suppress(OSError, yaml.YAMLError):
-        value = yaml.safe_load(path.read_text(encoding="utf-8"))
-        if isinstance(value, dict):
-            return value
-    return {}
 
 
 def fill_budgets(config: SweepConfig, room: Places) -> None:

@@ -14,7 +14,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -94,7 +94,7 @@ class RunDirectory:
         """
         path = self.path / "config.yaml"
         try:
-            values = yaml.load(path.read_text(encoding="utf-8"), _LOADER)
+            values = read_yaml(path)
             config = from_dict(RunConfig, values)
         except (OSError, UnicodeDecodeError, yaml.YAMLError, TypeError, AttributeError) as error:
             raise UserError(
@@ -281,7 +281,7 @@ class SweepDirectory:
         """sweep.yaml: the resolved config that made the current plan, and where it came from."""
         path = self.path / "sweep.yaml"
         try:
-            return dict(yaml.safe_load(path.read_text(encoding="utf-8")))
+            return dict(read_yaml(path))
         except (OSError, yaml.YAMLError, TypeError, ValueError) as error:
             raise UserError(f"{path} cannot be read ({error}); run sweep.py again to write it anew") from error
 
@@ -354,6 +354,20 @@ def this_user() -> str:
     except (KeyError, OSError):  # a container may have no name for a user
         name = f"user {os.getuid()}"
     return f"{name} on {this_node()}"
+
+
+def read_yaml(path: Path) -> Any:
+    """What a YAML file of a sweep holds; the errors are those of reading and of YAML."""
+    return yaml.load(path.read_text(encoding="utf-8"), _LOADER)
+
+
+def yaml_or_empty(path: Path) -> dict[str, Any]:
+    """A YAML mapping, or nothing where there is none."""
+    with suppress(OSError, UnicodeDecodeError, yaml.YAMLError):
+        value = read_yaml(path)
+        if isinstance(value, dict):
+            return value
+    return {}
 
 
 def lock_token(path: Path) -> str:

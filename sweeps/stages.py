@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterable
 
-from . import planning
+from . import attempts, planning
 from .config import SweepConfig
 from .planning import Prepared
-from .runs import RunDirectory
+from .runs import Busy, RunDirectory
 
 
 def is_scored(run: RunDirectory, config: SweepConfig) -> bool:
@@ -15,6 +17,14 @@ def is_scored(run: RunDirectory, config: SweepConfig) -> bool:
     from .evaluation import is_scored as scored
 
     return scored(run, dataclasses.asdict(config.evaluate))
+
+
+def renew(runs: Iterable[RunDirectory]) -> None:
+    """Gives a new budget to those that had come to an end, for somebody asks for them again."""
+    for run in runs:
+        if run.state().state in ("failed", "diverged", "cancelled"):
+            with contextlib.suppress(Busy):
+                attempts.retry_by_hand(run)
 
 
 def prepare_data(run: RunDirectory) -> None:

@@ -25,7 +25,7 @@ from . import accounting, attempts, heartbeat, retries, slurm
 from .attempts import Attempt
 from .config import ClusterConfig
 from .retries import Policy
-from .runs import OPEN, STATES, RunDirectory, SweepDirectory, now_on
+from .runs import OPEN, STATES, RunDirectory, SweepDirectory, now_on, yaml_or_empty
 
 Row = dict[str, Any]
 SQUEUE_SECONDS = 5.0  # that a look waits for an explanation
@@ -42,7 +42,6 @@ def open_sweep(path: Path | str) -> SweepDirectory:
     sweep = SweepDirectory.open(path)
     if absent := lacking(sweep.plan()):
         from .. import __version__
-        from .planning import yaml_or_empty
 
         wrote = yaml_or_empty(sweep.path / "sweep.yaml").get("isoflop_version", "an unknown version")
         raise UserError(

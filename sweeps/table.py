@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from ..train.files import read_json, read_json_lines, write_atomic
-from .runs import RunDirectory, SweepDirectory
+from .runs import RunDirectory, SweepDirectory, yaml_or_empty
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -70,11 +68,7 @@ def _row(run: RunDirectory, planned: dict[str, Any]) -> dict[str, Any]:
 
 def _configured(run: RunDirectory) -> dict[str, Any]:
     """From config.yaml as it was frozen, whichever version wrote it; a field that it lacks is left empty."""
-    try:
-        config = yaml.safe_load((run.path / "config.yaml").read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError):
-        config = None
-    groups = config if isinstance(config, dict) else {}
+    groups = yaml_or_empty(run.path / "config.yaml")
     return {name: (groups.get(group) or {}).get(field) for name, (group, field) in CONFIGURED.items()}
 
 

@@ -23,6 +23,7 @@ from isoflop.train.errors import UserError
 from isoflop.train.flops import flops_exact, training_flops_per_token
 from isoflop.train.parallel.control import RankError
 from isoflop.train.schedule import trunk_steps
+from small_runs import planned
 
 FORK = multiprocessing.get_context("fork")
 POLICY = Policy(heartbeat_seconds=0.05, hang_seconds=60.0)
@@ -41,10 +42,7 @@ def a_config(seed: int = 0, **changes: object) -> RunConfig:
 
 def a_run(folder: Path, config: RunConfig | None = None) -> RunDirectory:
     config = config or a_config()
-    run = RunDirectory(folder / "runs" / run_id(config))
-    run.freeze(config)
-    run.set_state("planned")
-    return run
+    return planned(folder, config)
 
 
 @pytest.fixture

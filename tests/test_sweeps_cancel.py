@@ -17,16 +17,11 @@ from isoflop.sweeps.retries import Policy
 from isoflop.sweeps.runs import RunDirectory
 from isoflop.train.config import (
     DataConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
     RunConfig,
-    ScheduleConfig,
-    TrackerConfig,
-    run_id,
 )
 from isoflop.train.loop import Stopped, train
 from isoflop.train.parallel.environment import Ranks
+from small_runs import forty_steps, own_signals, planned
 
 POLICY = Policy()
 
@@ -35,31 +30,19 @@ POLICY = Policy()
 def signals(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What trains takes over the signals of its process, and here asks at every step whether to cancel."""
     monkeypatch.setattr(attempt, "ASK_SECONDS", -1.0)
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR2)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
+    with own_signals():
+        yield
 
 
 @pytest.fixture(scope="module")
 def base(small_corpus: Callable[..., DataConfig]) -> RunConfig:
-    return RunConfig(
-        model=ModelConfig(width=16, depth=1, heads=2, vocab_size=256),
-        data=small_corpus(512, ["tensor", "loss", "of", "the"]),
-        optimizer=OptimizerConfig(batch_size=4), schedule=ScheduleConfig(warmup_tokens=128),
-        parallel=ParallelConfig(device="cpu"), tracker=TrackerConfig(kind="none"), tokens=40 * 64, log_every=5,
-        validations=2,
-    )  # fmt: skip
+    return forty_steps(small_corpus(512, ["tensor", "loss", "of", "the"]))
 
 
 @pytest.fixture
 def make(tmp_path: Path, base: RunConfig) -> Callable[[int], RunDirectory]:
     def make(seed: int) -> RunDirectory:
-        config = replace(base, seed=seed)
-        run = RunDirectory(tmp_path / "runs" / run_id(config))
-        run.freeze(config)
-        run.set_state("planned")
-        return run
+        return planned(tmp_path, replace(base, seed=seed))
 
     return make
 

@@ -18,7 +18,8 @@ from isoflop.sweeps import attempt, attempts, heartbeat
 from isoflop.sweeps.heartbeat import Heartbeat, age, is_stale
 from isoflop.sweeps.retries import Policy
 from isoflop.sweeps.runs import Busy, RunDirectory, now_on
-from isoflop.train.config import ModelConfig, RunConfig, run_id
+from isoflop.train.config import ModelConfig, RunConfig
+from small_runs import planned
 
 FORK = multiprocessing.get_context("fork")
 POLICY = Policy(heartbeat_seconds=0.05, hang_seconds=60.0)
@@ -31,10 +32,7 @@ def small_margin(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def a_run(folder: Path, seed: int = 0) -> RunDirectory:
     config = RunConfig(model=ModelConfig(vocab_size=256), tokens=4096, seed=seed)
-    run = RunDirectory(folder / "runs" / run_id(config))
-    run.freeze(config)
-    run.set_state("planned")
-    return run
+    return planned(folder, config)
 
 
 @pytest.fixture

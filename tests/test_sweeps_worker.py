@@ -27,12 +27,7 @@ from isoflop.sweeps.runs import AtWork, RunDirectory, SweepDirectory
 from isoflop.train.config import (
     CheckpointConfig,
     DataConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
     RunConfig,
-    ScheduleConfig,
-    TrackerConfig,
     run_id,
 )
 from isoflop.train.ensemble import Ended
@@ -41,6 +36,7 @@ from isoflop.train.files import HALVED, note_once, write_json
 from isoflop.train.loop import Diverged, Stopped, train
 from isoflop.train.parallel.environment import Ranks, detect
 from isoflop.train.schedule import trunk_steps
+from small_runs import forty_steps, own_signals
 
 SUMMARY = {"val_loss": 1.0}
 POLICY = Policy(retries=0)
@@ -49,25 +45,13 @@ POLICY = Policy(retries=0)
 @pytest.fixture(autouse=True)
 def signals() -> Iterator[None]:
     """A worker takes over the signals of its process."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR2)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
+    with own_signals():
+        yield
 
 
 @pytest.fixture(scope="module")
 def base(small_corpus: Callable[..., DataConfig]) -> RunConfig:
-    return RunConfig(
-        model=ModelConfig(width=16, depth=1, heads=2, vocab_size=256),
-        data=small_corpus(512, ["tensor", "loss", "of", "the"]),
-        optimizer=OptimizerConfig(batch_size=4),
-        schedule=ScheduleConfig(warmup_tokens=128),
-        parallel=ParallelConfig(device="cpu"),
-        tracker=TrackerConfig(kind="none"),
-        tokens=40 * 64,
-        log_every=5,
-        validations=2,
-    )  # fmt: skip
+    return forty_steps(small_corpus(512, ["tensor", "loss", "of", "the"]))
 
 
 class Bench:

@@ -1,0 +1,47 @@
+"""Runs for tests of those that train them: small, on a CPU, planned in a folder."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from isoflop.sweeps.runs import RunDirectory
+from isoflop.train.config import (
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RunConfig,
+    ScheduleConfig,
+    TrackerConfig,
+    run_id,
+)
+
+
+def forty_steps(data: DataConfig) -> RunConfig:
+    """A run of 40 steps on a corpus of the fixture `small_corpus`."""
+    return RunConfig(
+        model=ModelConfig(width=16, depth=1, heads=2, vocab_size=256), data=data,
+        optimizer=OptimizerConfig(batch_size=4), schedule=ScheduleConfig(warmup_tokens=128),
+        parallel=ParallelConfig(device="cpu"), tracker=TrackerConfig(kind="none"), tokens=40 * 64, log_every=5,
+        validations=2,
+    )  # fmt: skip
+
+
+def planned(folder: Path, config: RunConfig) -> RunDirectory:
+    """The directory of a run in a sweep's folder."""
+    run = RunDirectory(folder / "runs" / run_id(config))
+    run.freeze(config)
+    run.set_state("planned")
+    return run
+
+
+@contextmanager
+def own_signals() -> Iterator[None]:
+    """For what takes over the signals of its process, as a worker does."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR2)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
