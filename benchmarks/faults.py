@@ -129,10 +129,6 @@ def disturb(
     strikes = inject(injector, kinds or injector.kinds(), count, every, began + patience)
     over = wait_until_over(sweep, began + patience)
     complaints = [] if over else [f"not over after {patience:.0f} s: {describe(sweep)}"]
-    if len(strikes) < count:
-        complaints.append(
-            f"{len(strikes)} of {count} faults could be injected before all was done; give more --seconds"
-        )
     complaints += launchers_ended(injector)
     complaints += check(sweep, reference)
     outcome = Outcome(strikes, complaints, time.monotonic() - began, sweep)
@@ -357,6 +353,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             given.kind or (),
         )
         print_table(outcome)
+        if (struck := len(outcome.strikes)) < given.faults:
+            said = f"{struck} of {given.faults} faults could be injected before all was done; give more --seconds"
+            outcome.complaints.append(said)
         for complaint in outcome.complaints:
             print(f"WRONG: {complaint}")
     return 1 if outcome.complaints else 0

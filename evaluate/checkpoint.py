@@ -1,14 +1,19 @@
-"""One checkpoint in, one file of scores out.
+"""One checkpoint in, one file of scores out, and beside it one of all items.
 
 Special here:
-- The file is complete after every task (written aside, renamed), so a killed evaluation goes on at the next task.
+- Both files are complete after every task (written aside, renamed), and answers are kept as they come, so a killed
+  evaluation goes on at the next request and ends with the same numbers.
 - A task is not scored twice: a score stands while checkpoint, items, prompts, lm-eval, precision and our own scoring
   are the same. A file that cannot be read is moved aside, never trusted and never deleted.
+- What does not depend on the model (tasks, prompts, their tokens, contamination) is made once for all checkpoints of a
+  process: hand the same `suite` and `tokens` to each call.
+- Of several ranks, and of several evaluations into one file, one writes; the others wait.
 """
 
 from __future__ import annotations
 
-import os
+import contextlib
+import math
 import time
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -17,16 +22,24 @@ from typing import Any
 
 import torch
 
-from ..train.config import run_id
+from ..train.config import canonical_json, run_id, to_dict
 from ..train.errors import UserError
-from ..train.files import read_json, write_json
-from ..train.flops import count_parameters
-from .harness import make_lm, score_task
-from .tasks import DEFAULT_LIMIT, Report, Suite, load_suite
+from ..train.flops import count_parameters, training_flops_per_token
+from .harness import answer_task, make_lm
+from .items import as_dicts
+from .meter import Meter
+from .metrics import task_scores
+from .ranks import Ranks
+from .record import ALONE, Record, from_first, only_one
+from .suite import Suite, SuiteTask, quiet
+from .suites import expand, suite_names
+from .tasks import DEFAULT_LIMIT, Report, load_suite
+from .tokens import TokenCache
 
-SCORING = 1  # bumped when our arithmetic changes, so that an old score is never taken for a new one
+SCORING = 2  # bumped when our arithmetic changes, so that an old score is never taken for a new one
 # Small enough on a CPU to stay in its caches, large enough on a GPU to fill it.
 BATCH_TOKENS = {"cpu": 4096, "cuda": 65536}
+Contamination = tuple[dict[str, set[int]], str | None]  # contaminated items by task; why there are none to be had
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -41,14 +54,19 @@ def evaluate_checkpoint(
     device: str = "auto",
     precision: str = "fp32",
     suite: Suite | None = None,
+    tokens: dict[str, TokenCache] | None = None,
+    overlaps: dict[str, Contamination] | None = None,
     cache: Path | str | None = None,
+    ngram: int | None = None,
+    ranks: Ranks = ALONE,
+    keep_items: bool = True,
     progress: Report | None = None,
 ) -> dict[str, Any]:
-    """Scores a checkpoint and writes the scores as JSON.
+    """Scores a checkpoint and writes the scores as JSON, and every item beside them (see `items.items_path`).
 
     Args:
         path: a checkpoint directory, or a run directory (its newest valid checkpoint).
-        tasks: a suite, or lm-eval task names; unused when `suite` is given.
+        tasks: see `tasks.load_suite`; unused when `suite` is given.
         output: where the scores go; tasks that it holds already for this very checkpoint are kept.
         limit: items a task; None means all.
         batch_tokens: bound on rows times length of one forward pass; default: what suits the device.
@@ -56,37 +74,57 @@ def evaluate_checkpoint(
         device: auto (CUDA where there is one), cpu or cuda.
         precision: fp32 or bf16, of the weights.
         suite: loaded tasks, to share between the checkpoints of one process.
+        tokens: token caches by tokenizer, filled in here, to share likewise.
+        overlaps: contaminated items by corpus, filled in here, to share with the same suite.
         cache: folder of the staged benchmarks.
-        progress: called with a line of text a task.
+        ngram: words in a row that an item shares with the run's training text to count as contaminated; None: not
+            asked. Where the training text is not at hand the reason is recorded instead.
+        ranks: the processes that share the work (`ranks.on_ranks`); only the first one writes.
+        keep_items: whether to write the items too.
+        progress: called with a line of text a task, and every few seconds of a long one.
 
     Raises:
         UserError: no checkpoint there, an unknown task, data that cannot be had, or an output that cannot be written.
     """
-    say = progress or (lambda line: None)
-    output = Path(output)
-    device = choose_device(device)
-    if precision not in PRECISIONS:
-        raise UserError(f"precision is {precision!r}; it must be one of {', '.join(PRECISIONS)}")
-    if batch_tokens is not None and batch_tokens < 1:
-        raise UserError(f"batch_tokens is {batch_tokens}; it must be 1 or more")
+    say = progress if progress is not None and ranks.rank == 0 else (lambda line: None)
+    output, device = Path(output), choose_device(device)
+    _check(precision, batch_tokens, ngram)
     loaded = _load(Path(path), device, PRECISIONS[precision])
-    suite = suite or load_suite(tasks, limit, cache=cache, progress=progress)
-    scores = _header(loaded, device, precision)
-    kept = _kept(output, scores, suite, say)
-    scores["tasks"], scores["held_out"] = kept.get("tasks", {}), held_out or kept.get("held_out")
-    lm = make_lm(loaded, device, batch_tokens or BATCH_TOKENS[device])
-    for name, entry in suite.tasks.items():
-        if name in scores["tasks"]:
-            continue
-        start = time.perf_counter()
-        result = score_task(lm, entry)
-        scores["tasks"][name] = {**result, "seconds": round(time.perf_counter() - start, 3)}
-        _write(output, scores)
-        say(f"{name}: {_in_words(result)}")
-    if scores["held_out"] is None:
-        scores["held_out"] = _held_out(loaded)
-    _write(output, scores)
-    return scores
+    suite = suite or load_suite(tasks, limit, cache=cache, progress=say)
+    header = _header(loaded, device, precision)
+    with only_one(output, say, ranks):
+        record = Record.open(output, header, suite, ngram, say, ranks, keep_items)
+        record.scores["held_out"] = held_out or record.scores["held_out"]
+        if missing := [entry for name, entry in suite.tasks.items() if name not in record.tasks]:
+            known = overlaps if overlaps is not None else {}
+            corpus = canonical_json([to_dict(loaded.config.data), ngram])
+            if corpus not in known:
+                known[corpus] = from_first(ranks, lambda: _contamination(loaded, suite, ngram, cache, say))
+            found, record.scores["contamination_withheld"] = known[corpus]
+            fingerprint = loaded.tokenizer.fingerprint
+            shared = (tokens if tokens is not None else {}).setdefault(fingerprint, TokenCache(fingerprint))
+            with record.answers() as answers:
+                meter = Meter(answers, say)
+                room = batch_tokens or BATCH_TOKENS[device]
+                lm = make_lm(loaded, device, room, tokens=shared, answers=meter, ranks=ranks, say=say)
+                for place, entry in enumerate(missing, 1):
+                    meter.begin(f"{entry.name} ({place} of {len(missing)})", len(entry.task.instances))
+                    _score(record, lm, entry, ngram, found.get(entry.name))
+                    say(f"{entry.name}: {_in_words(record.tasks[entry.name])}")
+        record.finish(lambda: _held_out(loaded), _suites())
+    return record.scores
+
+
+def _score(record: Record, lm: Any, entry: SuiteTask, ngram: int | None, contaminated: set[int] | None) -> None:
+    """One task, from its requests to its place on disk."""
+    start = time.perf_counter()
+    with quiet(progress_bars=True):  # keeps the templates that lm-eval compiles until all of its items are read
+        items, others = answer_task(lm, entry)
+    scores = task_scores(items, contaminated)
+    scores |= dict.fromkeys(others) if scores["withheld"] else others
+    scores |= {"subset": entry.subset, "version": entry.version, "shots": entry.shots, "ngram": ngram}
+    scores["seconds"] = round(time.perf_counter() - start, 3)
+    record.enter(entry.name, scores, as_dicts(entry.name, items, contaminated))
 
 
 def choose_device(device: str) -> str:
@@ -104,32 +142,83 @@ def choose_device(device: str) -> str:
     return device
 
 
-def _load(path: Path, device: str, dtype: torch.dtype) -> Any:
-    from ..train.checkpoint import load_for_evaluation
+def _check(precision: str, batch_tokens: int | None, ngram: int | None) -> None:
+    if precision not in PRECISIONS:
+        raise UserError(f"precision is {precision!r}; it must be one of {', '.join(PRECISIONS)}")
+    if batch_tokens is not None and batch_tokens < 1:
+        raise UserError(f"batch_tokens is {batch_tokens}; it must be 1 or more")
+    if ngram is not None and ngram < 1:
+        raise UserError(f"ngram is {ngram}; it must be 1 or more words, or null")
 
+
+def _load(path: Path, device: str, dtype: torch.dtype) -> Any:
+    from ..train.checkpoint import find, load_for_evaluation
+
+    if (path / "manifest.json").is_file() and not (path / "tokenizer").is_dir():
+        raise UserError(
+            f"checkpoint {path} has no tokenizer, so no text can be scored; put the folder `tokenizer` of another "
+            "checkpoint of its run there"
+        )
+    path = find(path)
     return load_for_evaluation(path, device, dtype)
 
 
 def _held_out(loaded: Any) -> dict[str, Any]:
-    """Held-out loss on the run's own corpus. Where that is not at hand (another machine), the reason instead."""
-    from ..train.heldout import validate_checkpoint
+    """Held-out loss on the run's own corpus, and where it is worst; where there is none, the reason instead."""
+    from .worst import worst_windows
 
     try:
-        return dict(validate_checkpoint(loaded))
+        found = worst_windows(loaded)
+    except UserError as error:  # the corpus is on another machine
+        return _NO_LOSS | {"withheld": str(error)}
+    if not math.isfinite(found["val_loss"]):
+        return _NO_LOSS | {"withheld": f"the held-out loss is {found['val_loss']}"}
+    return dict(found)
+
+
+_NO_LOSS = {"val_loss": None, "val_loss_se": None, "val_bpb": None}
+
+
+def _contamination(
+    loaded: Any, suite: Suite, ngram: int | None, cache: Path | str | None, say: Report
+) -> Contamination:
+    """Items of each task that the training text holds; where it is not at hand, no task and the reason."""
+    if ngram is None:
+        return {}, None
+    from ..train.data.shards import prepare
+    from .contamination import overlaps
+    from .staging import cache_root
+
+    try:
+        return overlaps(prepare(loaded.config.data), suite, ngram, cache_root(cache), say), None
     except UserError as error:
-        return {"val_loss": None, "val_loss_se": None, "val_bpb": None, "withheld": str(error)}
+        return {}, str(error)
+
+
+def _suites() -> dict[str, list[str]]:
+    """The tasks of each suite that has a list of its own."""
+    members = {}
+    for name in suite_names():
+        with contextlib.suppress(UserError):  # it waits for a path, or has no tasks
+            members[name] = expand([name])
+    return members
 
 
 def _header(loaded: Any, device: str, precision: str) -> dict[str, Any]:
     config = loaded.config
+    counts, length = count_parameters(config.model), config.data.sequence_length
+    tokens = loaded.step * config.batch_tokens
     return {
         "checkpoint": str(loaded.path),
         "checkpoint_sha256": loaded.checksum,
         "run_id": run_id(config),
         "step": loaded.step,
-        "N_total": count_parameters(config.model).N_total,
-        "tokens": loaded.step * config.batch_tokens,
-        "sequence_length": config.data.sequence_length,
+        "N_total": counts.N_total,
+        "N_non_embedding": counts.N_non_embedding,
+        "tokens": tokens,
+        "flops": float(training_flops_per_token(config.model, length)) * tokens,
+        "sequence_length": length,
+        "tokenizer": loaded.tokenizer.fingerprint,
         "lm_eval_version": version("lm_eval"),
         "scoring": SCORING,
         "precision": precision,
@@ -137,56 +226,14 @@ def _header(loaded: Any, device: str, precision: str) -> dict[str, Any]:
     }
 
 
-def _kept(output: Path, header: dict[str, Any], suite: Suite, say: Report) -> dict[str, Any]:
-    """What an earlier file says about this checkpoint, less the tasks of this suite whose items or prompts changed."""
-    if not output.exists():
-        return {}
-    old = read_json(output)
-    if old is None or not _is_whole(old):
-        aside = _free_name(output)
-        os.replace(output, aside)
-        say(f"{output} is not a file of scores; moved to {aside.name}, scoring again")
-        return {}
-    same = ("checkpoint_sha256", "lm_eval_version", "scoring", "precision")
-    if any(old.get(key) != header[key] for key in same):
-        return {}
-    tasks = {
-        name: scores
-        for name, scores in old["tasks"].items()
-        if name not in suite.tasks or scores["subset"] == suite.tasks[name].subset
-    }
-    return {"tasks": tasks, "held_out": old.get("held_out")}
-
-
-def _is_whole(old: dict[str, Any]) -> bool:
-    tasks = old.get("tasks")
-    return isinstance(tasks, dict) and all(
-        isinstance(scores, dict) and isinstance(scores.get("subset"), dict) and "items" in scores
-        for scores in tasks.values()
-    )
-
-
-def _free_name(path: Path) -> Path:
-    candidates = (path.with_name(f"{path.name}.corrupt-{number}") for number in range(1, 1_000_000))
-    return next(candidate for candidate in candidates if not candidate.exists())
-
-
-def _write(output: Path, scores: dict[str, Any]) -> None:
-    scores["seconds"] = round(sum(task["seconds"] for task in scores["tasks"].values()), 3)
-    try:
-        write_json(output, scores)
-    except OSError as error:
-        raise UserError(
-            f"scores cannot be written to {output} ({error.strerror or error}); free space or choose another output"
-        ) from error
-
-
-def _in_words(result: dict[str, Any]) -> str:
-    if result["withheld"]:
-        return f"withheld, {result['withheld']}"
+def _in_words(scores: dict[str, Any]) -> str:
+    if scores["withheld"]:
+        return f"withheld, {scores['withheld']}"
     parts = []
-    if result["acc"] is not None:
-        parts.append(f"accuracy {result['acc']:.3f} (chance {result['chance']:.3f})")
-    if result["gold_bpb"] is not None:
-        parts.append(f"gold BPB {result['gold_bpb']:.3f}")
-    return ", ".join(parts) or f"{result['items']} items"
+    if scores["acc"] is not None:
+        parts.append(f"accuracy {scores['acc']:.3f} (chance {scores['chance'] or 0.0:.3f})")
+    if scores["gold_bpb"] is not None:
+        parts.append(f"gold BPB {scores['gold_bpb']:.3f}")
+    if scores["bpb"] is not None:
+        parts.append(f"{scores['bpb']:.3f} bits per byte")
+    return ", ".join(parts) or f"{scores['items']} items"

@@ -1,16 +1,21 @@
-"""What a task's item results add up to: accuracy, gold bits per byte, chance, and a standard error with each.
+"""What a task's item results add up to: each number with a standard error, chance beside it, and a whole suite's mean.
 
 Special here:
-- Below a billion parameters accuracy sits at chance and jumps about, while the bits per byte that the model spends on
-  the right answer fall smoothly with compute. Both are kept, and the chance level beside them.
+- Below a billion parameters accuracy sits at chance and jumps about, while what the model gives to the right answer
+  (gold bits per byte, its probability among the choices) moves smoothly with compute. All are kept.
 - A model that returns NaN (or an infinite log-probability) has no score: the task's numbers are None and the item is
   named. Zero would be a lie, and lm-eval's argmax over NaN would count such an item as answered.
+- Whole texts are unequal in length, so their bits per byte is a ratio of sums, with a ratio's standard error.
+
+p_right and margin: Magnusson et al. 2025 (arXiv:2504.11393). Centered accuracy: Li et al. 2024
+(arXiv:2406.11794).
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +34,11 @@ class ItemResult:
         chance: probability that a uniform guess among the choices is right; None where guessing has no meaning.
         truncated: whether the model's context was too short for the prompt.
         failed: whether the model returned NaN on the way to a generated answer.
+        prompt: text before the continuations, as asked.
+        choices: the continuations, one a log-probability; None where there is nothing to choose.
+        right: places of the right ones.
+        answer: the generated text, and `target` the text that was wanted (also of a single continuation).
+        bytes: UTF-8 bytes of a whole text whose log-probability was asked (rolling tasks).
     """
 
     index: int
@@ -38,10 +48,49 @@ class ItemResult:
     chance: float | None = None
     truncated: bool = False
     failed: bool = False
+    prompt: str = ""
+    choices: list[str] | None = None
+    right: list[int] | None = None
+    answer: str | None = None
+    target: str | None = None
+    bytes: int | None = None
 
     @property
     def is_finite(self) -> bool:
         return not self.failed and all(math.isfinite(value) for value in self.log_probabilities)
+
+    @property
+    def gold_bpb(self) -> float | None:
+        """Bits per byte of the right answer."""
+        return None if self.gold is None else gold_bits_per_byte(*self.gold)
+
+    @property
+    def bpb(self) -> float | None:
+        """Bits per byte of a whole text."""
+        return -sum(self.log_probabilities) / math.log(2) / self.bytes if self.bytes else None
+
+    @property
+    def p_right(self) -> float | None:
+        """Probability of the right choices among all of them: a softmax over their log-probabilities, in [0, 1]."""
+        shares = self._shares
+        return None if shares is None else float(shares[self.right].sum())
+
+    @property
+    def margin(self) -> float | None:
+        """p_right less the probability of the likeliest wrong choice, in [-1, 1]."""
+        shares, right = self._shares, self.p_right
+        if shares is None or right is None or len(set(self.right or ())) == len(shares):
+            return None
+        return right - float(np.delete(shares, self.right or []).max())
+
+    @functools.cached_property
+    def _shares(self) -> np.ndarray | None:
+        """The softmax (choices,); None where nothing is chosen."""
+        if not self.choices or not self.right or len(self.log_probabilities) < len(self.choices) or not self.is_finite:
+            return None
+        nats = np.asarray(self.log_probabilities[: len(self.choices)])
+        shares = np.exp(nats - nats.max())
+        return np.asarray(shares / shares.sum())
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float | None, float | None]:
@@ -64,25 +113,92 @@ def gold_bits_per_byte(log_probability: float, text: str) -> float:
     return -log_probability / math.log(2) / len(text.encode("utf-8"))
 
 
-def task_scores(items: Sequence[ItemResult]) -> dict[str, Any]:
-    """One task's numbers: `<metric>` and `<metric>_se` for each metric, gold_bpb, chance, items, truncated_items.
+def ratio_and_error(amounts: Sequence[float], sizes: Sequence[float]) -> tuple[float | None, float | None]:
+    """sum(amounts) / sum(sizes) and its standard error over units that have both (Cochran 1977, chapter 6).
 
-    `acc`, `acc_norm` and `gold_bpb` are always there; None means that the task has no such number. `withheld` is None,
-    or says which item made the model fail; every score is None then.
+    The residuals `amount - ratio * size` of n units vary as sums of the numerator do, so that the error is
+    sqrt(n) * s / sum(sizes), with s their sample deviation about zero (n - 1). None where undefined.
+    """
+    if not len(amounts):
+        return None, None
+    y, x = np.asarray(amounts, dtype=np.float64), np.asarray(sizes, dtype=np.float64)
+    ratio = float(y.sum() / x.sum())
+    if len(y) < 2:
+        return ratio, None
+    spread = float(np.sqrt(((y - ratio * x) ** 2).sum() / (len(y) - 1)))
+    return ratio, math.sqrt(len(y)) * spread / float(x.sum())
+
+
+# Numbers of an item whose mean is the task's, and that lm-eval does not compute.
+OWN = ("gold_bpb", "p_right", "margin")
+ALWAYS = ("acc", "acc_norm")
+
+
+def task_scores(items: Sequence[ItemResult], contaminated: Collection[int] | None = None) -> dict[str, Any]:
+    """One task's numbers: `<metric>` and `<metric>_se` for each, chance, items, truncated_items, withheld, clean.
+
+    `acc`, `acc_norm`, `gold_bpb`, `p_right`, `margin` and `bpb` are always there; None means that the task has no such
+    number. `withheld` is None, or says which item made the model fail; every score is None then. With `contaminated`,
+    the indices of items whose text the model was trained on, `clean` has the numbers of the other items.
     """
     broken = next((item for item in items if not item.is_finite), None)
-    names = ["acc", "acc_norm", *sorted({name for item in items for name in item.values} - {"acc", "acc_norm"})]
-    scores: dict[str, Any] = {}
-    for name in names:
-        values = [] if broken else [item.values[name] for item in items if name in item.values]
-        scores[name], scores[f"{name}_se"] = mean_and_error(values)
-    golds = [] if broken else [gold_bits_per_byte(*item.gold) for item in items if item.gold is not None]
-    scores["gold_bpb"], scores["gold_bpb_se"] = mean_and_error(golds)
+    names = [*ALWAYS, *sorted({name for item in items for name in item.values} - {*ALWAYS, *OWN, "bpb"})]
+    scores = _numbers([] if broken else items, names)
     scores["chance"] = mean_and_error([item.chance for item in items if item.chance is not None])[0]
     scores["items"] = len(items)
     scores["truncated_items"] = sum(item.truncated for item in items)
     scores["withheld"] = f"item {broken.index}: {_what_is_wrong(broken)}" if broken else None
+    scores["contaminated_items"] = scores["clean"] = None
+    if contaminated is not None:
+        clean = [item for item in items if item.index not in contaminated]
+        scores["contaminated_items"] = len(items) - len(clean)
+        scores["clean"] = _numbers([] if broken else clean, names) | {"items": len(clean)}
     return scores
+
+
+def _numbers(items: Sequence[ItemResult], names: Sequence[str]) -> dict[str, Any]:
+    scores: dict[str, Any] = {}
+    for name in names:
+        values = [item.values[name] for item in items if name in item.values]
+        scores[name], scores[f"{name}_se"] = mean_and_error(values)
+    for name in OWN:
+        own = [value for item in items if (value := getattr(item, name)) is not None]
+        scores[name], scores[f"{name}_se"] = mean_and_error(own)
+    texts = [item for item in items if item.bytes]
+    bits = [-sum(item.log_probabilities) / math.log(2) for item in texts]
+    scores["bpb"], scores["bpb_se"] = ratio_and_error(bits, [float(item.bytes or 0) for item in texts])
+    return scores
+
+
+def centered(scores: Mapping[str, Any]) -> tuple[float, float | None] | None:
+    """(acc - chance) / (1 - chance) of one task and its standard error: 0 is guessing, 1 is all right.
+
+    None where the task has no accuracy.
+    """
+    acc, chance = scores.get("acc"), scores.get("chance") or 0.0
+    if acc is None or chance >= 1:
+        return None
+    error = scores.get("acc_se")
+    return (acc - chance) / (1 - chance), None if error is None else error / (1 - chance)
+
+
+def suite_scores(tasks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Mean centered accuracy over the tasks of a suite that have an accuracy, each task counting once.
+
+    Returns:
+        `centered`, `centered_se` (of items within these tasks: other tasks are no part of it), `tasks` the number that
+        entered, and `withheld`: None, or why there is no mean.
+    """
+    withheld = next((scores["withheld"] for scores in tasks if scores.get("withheld")), None)
+    each = [] if withheld else [one for scores in tasks if (one := centered(scores)) is not None]
+    errors = [error for _, error in each if error is not None]
+    whole = bool(each) and len(errors) == len(each)
+    return {
+        "centered": sum(value for value, _ in each) / len(each) if each else None,
+        "centered_se": math.sqrt(sum(error**2 for error in errors)) / len(each) if whole else None,
+        "tasks": len(each),
+        "withheld": withheld,
+    }
 
 
 def _what_is_wrong(item: ItemResult) -> str:

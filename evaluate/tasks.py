@@ -1,101 +1,89 @@
-"""Suites of lm-eval tasks, loaded once and asked many times.
+"""Tasks by name, loaded once and asked many times: from staged data, by lm-eval's name, or from files of your own.
 
 Special here:
-- Prompts, choices, filters and metrics are lm-eval's own (its YAML). For the tasks of the suite `small` only the data
-  are redirected, to the files that `staging.py` keeps; they load in well under a second, without the index of all
-  14,000 tasks. Every other lm-eval task or group goes lm-eval's usual way, by name.
-- A suite scores a fixed subset of each task: items are ranked by a hash of (seed, task, place), so the choice is the
-  same on every machine, forever, and a smaller limit is a subset of a larger one.
-- Documents and requests are built once and used for checkpoint after checkpoint.
+- An entry is a suite (`small`), a task (`piqa`), a task with examples in its prompts (`piqa@5`), a folder of lm-eval
+  YAML, a `.jsonl` of questions, or `text:FOLDER`. Results go by the entry as it was written.
+- Staged tasks (`staged_tasks.py`) load without lm-eval's index of 14,000 tasks, and only the chosen items are parsed.
+- Staged tasks have no training split. Their examples are drawn, by lm-eval's own sampler, from a fixed part of the
+  scored split, never the item itself; MMLU's are the five of its subject. Every score records where they are from.
+- Every other lm-eval task or group goes lm-eval's usual way, its data from the Hub or from copies of it (`hub.py`).
 - lm-eval is imported where it is used: staging and listing need neither it nor torch.
 """
 
 from __future__ import annotations
 
-import contextlib
-import difflib
-import hashlib
-import io
 import json
-import logging
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from importlib.util import find_spec
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..train.errors import UserError
+from .staged_tasks import STAGED, StagedTask, definition
 from .staging import BENCHMARKS, Report, benchmarks_directory, is_staged, stage_benchmarks, staged_lines
+from .suite import Suite, SuiteTask, choose_items, freeze, quiet
+from .suites import expand
 
 if TYPE_CHECKING:
-    from lm_eval.api.task import Task
     from lm_eval.tasks import TaskManager
 
-__all__ = ["DEFAULT_LIMIT", "SUITES", "Suite", "SuiteTask", "benchmarks_directory", "choose_items", "is_staged",
-           "load_suite", "stage_benchmarks", "task_names"]  # fmt: skip
+__all__ = ["DEFAULT_LIMIT", "Suite", "SuiteTask", "benchmarks_directory", "choose_items", "is_staged", "load_suite",
+           "stage_benchmarks", "stage_tasks", "task_names"]  # fmt: skip
 
-SUITES: dict[str, tuple[str, ...]] = {"small": ("hellaswag", "arc_easy", "lambada_openai")}
 DEFAULT_LIMIT = 100  # items a task
-FEWSHOT_SEED = 1234  # lm-eval's default
-
-# Where the definitions of the staged tasks lie inside lm-eval.
-_DEFINITIONS = {
-    "hellaswag": "hellaswag/hellaswag.yaml",
-    "arc_easy": "arc/arc_easy.yaml",
-    "lambada_openai": "lambada/lambada_openai.yaml",
-}
+EXAMPLES = 200  # items of a scored split that examples are drawn from
 
 
-@dataclass
-class SuiteTask:
-    """One lm-eval task with its chosen items.
+@dataclass(frozen=True)
+class Entry:
+    """One entry of a list of tasks.
 
     Attributes:
-        task: the lm-eval task, its requests built.
-        indices: places of the chosen items in the split, ascending.
-        subset: what is recorded with a score: items, of, split, seed, source, and a SHA-256 of all prompts and answers.
-        version: lm-eval's version of the task.
+        written: as the user wrote it.
+        name: without the number of examples.
+        shots: that number; None where none was given.
+        kind: text | path | staged | named.
     """
 
+    written: str
     name: str
-    task: Task
-    indices: list[int]
-    subset: dict[str, Any]
-    version: Any
+    shots: int | None
+    kind: str
 
 
-@dataclass
-class Suite:
-    """Tasks by name."""
+def parse_entry(written: str) -> Entry:
+    """By syntax alone: nothing is looked up but a name without any sign of a path, among staged tasks."""
+    if written.startswith("text:"):
+        return Entry(written, written.removeprefix("text:"), None, "text")
+    name, shots = written, None
+    if match := re.fullmatch(r"(.+)@(\d+)", written):
+        name, shots = match[1], int(match[2])
+    elif re.fullmatch(r"[\w.-]+@.*", written):
+        raise UserError(f"task {written!r} has no number after its @; write the number of examples, such as piqa@5")
+    is_path = "/" in name or name.endswith((".jsonl", ".jsonl.gz", ".yaml")) or name in (".", "..")
+    return Entry(written, name, shots, "path" if is_path else "staged" if name in STAGED else "named")
 
-    name: str
-    tasks: dict[str, SuiteTask]
+
+def anchored(tasks: Sequence[str]) -> list[str]:
+    """The same entries, with files and folders named from the root: whoever reads them may work in another folder."""
+    found = []
+    for written in tasks:
+        entry = parse_entry(written)
+        if entry.kind in ("text", "path"):
+            place = Path(entry.name).expanduser().absolute()
+            written = f"text:{place}" if entry.kind == "text" else f"{place}" + written.removeprefix(entry.name)
+        found.append(written)
+    return found
 
 
 def task_names(tasks: str | Sequence[str]) -> list[str]:
-    """Task names, with suites spelled out: `"small"`, `"hellaswag,piqa"`, or a list. No name comes twice.
+    """Entries with suites spelled out: `"small"`, `"hellaswag,piqa@5"`, or a list. None comes twice.
 
     Raises:
         UserError: when none is named.
     """
-    given = tasks.split(",") if isinstance(tasks, str) else list(tasks)
-    names = [task for name in given if name.strip() for task in SUITES.get(name.strip(), (name.strip(),))]
-    if not names:
-        raise UserError(
-            f"tasks is {tasks!r}; name a suite ({', '.join(SUITES)}) or lm-eval tasks such as hellaswag,piqa"
-        )
-    return list(dict.fromkeys(names))
-
-
-def choose_items(name: str, count: int, limit: int | None, seed: int) -> list[int]:
-    """Places of the items to score, ascending: the `limit` smallest by a hash.
-
-    Not by a random generator, because its stream may change between library versions.
-    """
-    if limit is None or limit >= count:
-        return list(range(count))
-    ranked = sorted(range(count), key=lambda index: hashlib.sha256(f"{seed}/{name}/{index}".encode()).digest())
-    return sorted(ranked[:limit])
+    return expand(tasks)
 
 
 def load_suite(
@@ -110,150 +98,171 @@ def load_suite(
     """Loads tasks, chooses their items and builds their requests.
 
     Args:
-        tasks: a suite's name, task names with commas between, or a list of names.
+        tasks: entries with commas between, or a list of them.
         limit: items a task; None means all.
         seed: of the choice of items.
-        cache: folder of the staged benchmarks; they are staged first where they are not there.
+        cache: folder of the staged data; what the wheel has is staged first where it is not there.
         progress: called with a line of text at each stage of that.
         manager: lm-eval's index of tasks; every name is looked up in it. Default: staged tasks need none, and it
-            is built when another task is named (about 10 s).
+            is built when another task is named (10 s, once a machine).
 
     Raises:
         UserError: an unknown task (the nearest names are given), or data that cannot be had.
     """
-    names = task_names(tasks)
+    entries = [parse_entry(written) for written in task_names(tasks)]
     if limit is not None and limit < 1:
         raise UserError(f"limit is {limit}; it must be 1 or more items a task, or null for all of them")
-    others = [name for name in names if manager is not None or name not in _DEFINITIONS]
-    if others:
-        with quiet():
-            manager = manager or _task_manager()
-        _check_names(others, manager)
+    if manager is not None:
+        entries = [replace(one, kind="named") if one.kind == "staged" else one for one in entries]
+    directory = _stage_wheel(entries, cache, progress)
     loaded: dict[str, SuiteTask] = {}
-    for name in names:
-        if name not in others:
-            loaded[name] = _load_staged(name, limit, seed, stage_benchmarks(cache, progress))
-        elif manager is not None:
-            loaded |= _load_by_name(name, limit, seed, manager)
+    sources: dict[str, str] = {}
+    for entry in entries:
+        if entry.kind == "staged":
+            staged = load_staged(entry.name, entry.shots, limit, seed, directory, entry.written)
+            found = {entry.written: staged}
+        elif entry.kind == "text":
+            from .texts import load_texts
+
+            found = load_texts(Path(entry.name), limit, seed)
+        elif entry.kind == "path":
+            found = _load_files(entry, limit, seed)
+        else:
+            from .hub import load_named, task_manager
+
+            manager = manager or task_manager(cache, progress)
+            if entry.name not in manager.all_tasks and Path(entry.name).is_dir():
+                found = _load_files(entry, limit, seed)
+            else:
+                found = load_named(entry.name, entry.shots, limit, seed, manager, cache, progress)
+        for name in found:
+            _refuse_namesake(name, entry, sources)
+        loaded |= found
     return Suite(tasks if isinstance(tasks, str) else ",".join(tasks), loaded)
 
 
-def _load_staged(name: str, limit: int | None, seed: int, directory: Path) -> SuiteTask:
-    """lm-eval's definition with the data taken from the staged file; only the chosen items are ever parsed."""
-    import datasets
+def _refuse_namesake(name: str, entry: Entry, sources: dict[str, str]) -> None:
+    """Two files may hold a task of one name, whose scores would take each other's place. A group may hold a task that
+    is named by itself too: that is the same one.
+    """
+    other = sources.setdefault(name, entry.written)
+    if other != entry.written and "path" in (entry.kind, parse_entry(other).kind):
+        raise UserError(f"tasks: {name!r} comes from {other} and from {entry.written}; rename one of the two")
+
+
+def _load_files(entry: Entry, limit: int | None, seed: int) -> dict[str, SuiteTask]:
+    from .custom import load_custom
+
+    return load_custom(Path(entry.name), entry.shots or 0, limit, seed)
+
+
+def stage_tasks(
+    tasks: str | Sequence[str], cache: Path | str | None = None, progress: Report | None = None
+) -> list[Path]:
+    """Fetches what the tasks need while there is a network; nodes without one then load them.
+
+    Returns:
+        The folders that hold the data.
+
+    Raises:
+        UserError: an unknown task, or data that cannot be had.
+    """
+    entries = [parse_entry(written) for written in task_names(tasks)]
+    folders = []
+    if any(entry.kind == "staged" for entry in entries):
+        folders.append(_stage_wheel(entries, cache, progress))
+    if named := [entry.name for entry in entries if entry.kind == "named" and not Path(entry.name).is_dir()]:
+        from .hub import stage_named
+
+        folders += stage_named(named, cache, progress)
+    return folders
+
+
+def _stage_wheel(entries: list[Entry], cache: Path | str | None, progress: Report | None) -> Path:
+    """The folder of the staged benchmarks, in which the files of these tasks are sound."""
+    names: set[str] = set()
+    for entry in entries:
+        if entry.kind == "staged":
+            names |= STAGED[entry.name].files
+    return stage_benchmarks(cache, progress, names=names) if names else benchmarks_directory(cache)
+
+
+def load_staged(
+    name: str, shots: int | None, limit: int | None, seed: int, directory: Path, written: str | None = None
+) -> SuiteTask:
+    """A task's definition with the data taken from the staged file; only the items that are asked are ever parsed.
+
+    Args:
+        name: one of STAGED.
+        shots: examples in each prompt; None: as the definition says, mostly none.
+        limit: items; None: all.
+        seed: of the choice of items.
+        directory: what `stage_benchmarks` returned.
+        written: name of the result; default: `name`.
+    """
     from lm_eval.tasks import TaskManager
     from lm_eval.tasks._yaml_loader import load_yaml
 
-    split = BENCHMARKS[name].split
-    lines = staged_lines(directory, name)
+    staged = STAGED[name]
+    benchmark = BENCHMARKS[staged.data]
+    lines, split = staged_lines(directory, staged.data), benchmark.split
     indices = choose_items(name, len(lines), limit, seed)
-    rows = [json.loads(lines[index]) for index in indices]
-    spec = find_spec("lm_eval")
-    assert spec is not None
-    assert spec.submodule_search_locations is not None
-    definition = Path(spec.submodule_search_locations[0]) / "tasks" / _DEFINITIONS[name]
-    config: dict[str, Any] = load_yaml(definition) | {
-        # Only the scored split is staged; without examples to draw from, a staged task is zero-shot.
-        **{f"{kind}_split": split if kind == split else None for kind in ("training", "validation", "test")},
-        "custom_dataset": lambda **_: {split: datasets.Dataset.from_list(rows)},
-    }
+    chosen = _dataset([lines[index] for index in indices])
+    config: dict[str, Any] = load_yaml(definition(staged)) | {
+        "task": written or name, "training_split": None, "validation_split": None,
+        # lm-eval leaves an item out of its own examples only where both are from the test split.
+        "test_split": split, "fewshot_split": split,
+        "custom_dataset": lambda **_: {split: chosen},
+    }  # fmt: skip
+    shots = int(config.get("num_fewshot") or 0) if shots is None else shots
+    if shots and config["output_type"] == "loglikelihood_rolling":
+        raise UserError(f"task {written!r} asks for examples, but {name} scores whole texts; write {name}")
     with quiet():
-        task = TaskManager(include_defaults=False).load([config])["tasks"][name]
-    return _freeze(name, task, indices, len(lines), seed, split, directory.name, already_chosen=True)
+        task = TaskManager(include_defaults=False).load([config])["tasks"][written or name]
+        remarks = {"note": benchmark.note} if benchmark.note else {}
+        if shots:
+            remarks |= {"examples": _give_examples(task, name, staged, shots, seed, directory, lines, config)}
+    return freeze(written or name, task, indices, len(lines), seed, split, directory.name, True, shots=shots, **remarks)
 
 
-def _task_manager() -> TaskManager:
-    from lm_eval.tasks import TaskManager
+def _dataset(lines: list[bytes]) -> Any:
+    import datasets
 
-    return TaskManager()
-
-
-def _check_names(names: list[str], manager: TaskManager) -> None:
-    known = sorted({*manager.all_tasks, *SUITES, *_DEFINITIONS})
-    for name in names:
-        if name not in manager.all_tasks:
-            near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-            hint = f"the nearest names are {', '.join(near)}" if near else "`lm-eval ls tasks` lists the names"
-            raise UserError(f"task {name!r} is not known to lm-eval; {hint}")
+    return datasets.Dataset.from_list([json.loads(line) for line in lines])
 
 
-def _load_by_name(name: str, limit: int | None, seed: int, manager: TaskManager) -> dict[str, SuiteTask]:
-    """A task, or every task of a group or a tag, with data from wherever its definition says."""
-    try:
-        with quiet():
-            tasks = manager.load([name])["tasks"]
-    except Exception as error:  # the hub's client, its HTTP library and `datasets` each raise their own kinds
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UserError(
-            f"task {name!r} cannot be loaded ({type(error).__name__}: {reason}); its data come from the Hugging Face "
-            f"Hub, without which {', '.join(_DEFINITIONS)} are what `isoflop data benchmarks` provides"
-        ) from error
-    result = {}
-    for leaf, task in tasks.items():
-        if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
-            raise UserError(f"task {leaf!r} runs generated code or needs images; only text tasks can be scored here")
-        count = len(task.eval_docs)
-        split = "test" if task.has_test_docs() else "validation"
-        source = str(task.config.dataset_path)
-        indices = choose_items(leaf, count, limit, seed)
-        result[leaf] = _freeze(leaf, task, indices, count, seed, split, source, already_chosen=False)
-    return result
+def _give_examples(
+    task: Any, name: str, staged: StagedTask, shots: int, seed: int, directory: Path, lines: list[bytes],
+    config: dict[str, Any],
+) -> str:  # fmt: skip
+    """Gives the task its examples and returns where they are from, in words."""
+    if staged.examples:
+        pool = list(_dataset(staged_lines(directory, staged.examples)))
+        task.sampler = SameGroup(pool, staged.group)
+        most = min(sum(doc[staged.group] == value for doc in pool) for value in {doc[staged.group] for doc in pool})
+        source = f"the first of the split {BENCHMARKS[staged.examples].split} with the item's {staged.group}"
+    else:
+        places = choose_items(f"{name}/examples", len(lines), EXAMPLES, seed)
+        docs = _dataset([lines[place] for place in places])
+        process = config.get("process_docs")
+        task.sampler.replace_df(list(process(docs) if process else docs))
+        most = len(places) - 1
+        source = f"{len(places)} items of the scored split {BENCHMARKS[staged.data].split}, without the item itself"
+    if shots > most:
+        raise UserError(f"task {name}@{shots} asks for {shots} examples; {name} has {most} to offer")
+    return source
 
 
-def _frozen_class(base: Any) -> Any:
-    """A task class whose documents are the chosen ones, and whose requests are built only once.
+@dataclass
+class SameGroup:
+    """Stands in for lm-eval's sampler: the first examples that share a column with the item, as MMLU's subjects."""
 
-    lm-eval's evaluator asks a task for documents and requests anew for every model; neither depends on the model.
-    """
+    pool: list[dict[str, Any]]
+    column: str
 
-    class Frozen(base):
-        frozen_docs: list[Any]
-        frozen_instances: list[Any]
+    def set_rnd(self, seed: int | None) -> None:
+        """Nothing is drawn."""
 
-        @property
-        def eval_docs(self) -> list[Any]:
-            return self.frozen_docs
-
-        def build_all_requests(self, **kwargs: Any) -> None:
-            if not self.frozen_instances:
-                super().build_all_requests(**kwargs)
-                self.frozen_instances = self._instances
-            for instance in self.frozen_instances:
-                instance.resps, instance.filtered_resps = [], {}
-
-    return Frozen
-
-
-def _freeze(
-    name: str, task: Any, indices: list[int], count: int, seed: int, split: str, source: str, already_chosen: bool
-) -> SuiteTask:
-    with quiet():
-        docs = task.eval_docs
-        task.frozen_docs = list(docs) if already_chosen else [docs[index] for index in indices]
-        task.frozen_instances = []
-        task.__class__ = _frozen_class(task.__class__)
-        # As lm-eval's simple_evaluate does before it evaluates.
-        if task.get_config("num_fewshot") is None:
-            task.set_config(key="num_fewshot", value=0)
-        task.set_fewshot_seed(seed=FEWSHOT_SEED)
-        task.build_all_requests(limit=None, samples=None, rank=0, world_size=1)
-    content = [
-        [list(instance.args) for instance in task.instances],
-        [task.doc_to_target(doc) for doc in task.frozen_docs],
-    ]
-    digest = hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
-    subset = {"items": len(indices), "of": count, "split": split, "seed": seed, "source": source, "sha256": digest}
-    return SuiteTask(name, task, indices, subset, task.VERSION)
-
-
-@contextlib.contextmanager
-def quiet(progress_bars: bool = False) -> Iterator[None]:
-    """Keeps lm-eval's remarks, and unless `progress_bars` what it draws, off the screen; errors still raise."""
-    logger = logging.getLogger("lm_eval")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with contextlib.nullcontext() if progress_bars else contextlib.redirect_stderr(io.StringIO()):
-            yield
-    finally:
-        logger.setLevel(level)
+    def sample(self, n: int, eval_doc: dict[str, Any], **_: Any) -> list[dict[str, Any]]:
+        """The first `n` of the item's group."""
+        return [doc for doc in self.pool if doc[self.column] == eval_doc[self.column]][:n]

@@ -51,9 +51,11 @@ if TYPE_CHECKING:
     from .powerlaw import PowerLaw
     from .published import PublishedLaw, compare_published, published_law, published_laws
     from .published_data import download_published, load_published, published_runs
+    from .recipes import RecipeLaw, by_recipe
     from .repetition import RepetitionLaw
     from .report import write_report
     from .saved import answer
+    from .serving import Device, Served
     from .table import RunTable, read_table
     from .tasklaw import TaskLaw
 
@@ -88,9 +90,11 @@ _MODULES = {
     "powerlaw": "PowerLaw",
     "published": "PublishedLaw compare_published published_law published_laws",
     "published_data": "download_published load_published published_runs",
+    "recipes": "RecipeLaw by_recipe",
     "repetition": "RepetitionLaw",
     "report": "write_report",
     "saved": "answer",
+    "serving": "Device Served",
     "table": "RunTable read_table",
     "tasklaw": "TaskLaw",
 }

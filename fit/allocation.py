@@ -19,6 +19,7 @@ from numpy.typing import ArrayLike
 from .errors import Array, InputError, positive
 from .isoloss import EqualLoss, lowest, optimum, root, serving_optimum, tokens_for_loss
 from .optimum import Constants, Optimum, aligned, answer, divide, exactly_one
+from .serving import Device, Served, decode, prefill
 
 __all__ = [
     "Optimum",
@@ -166,6 +167,33 @@ class Prices:
             if not (least < value <= most and np.isfinite(value)) and not (name == "output_share" and value == 0.0):
                 accepted = "a share above 0 and at most 1" if most == 1.0 else "a finite number above zero"
                 raise InputError(f"{name} is {value}; it must be {accepted}.")
+
+    @classmethod
+    def from_roofline(
+        cls, train: Device, serve: Device, model: Served, batch: float, prompt: float, answer: float,
+        train_mfu: float = 0.5,
+    ) -> Prices:  # fmt: skip
+        """Prices in which the MFU of serving is computed and not guessed; see `serving`.
+
+        Both MFUs count 2 N FLOPs a token, as `inference_aware` does, so what attention and the reading of the cache
+        cost lowers them. They are those of a model about as large as the answer will be, for they change with N slowly.
+
+        Args:
+            train, serve: devices, with their hourly prices.
+            model: that is served, a single one.
+            batch: requests served together.
+            prompt, answer: tokens of a request, read and written.
+            train_mfu: of training.
+        """
+        read = prefill(model, serve, batch, prompt).seconds_per_token
+        written = decode(model, serve, batch, prompt + answer / 2.0).seconds_per_token
+        if read.ndim or written.ndim:
+            raise InputError("the served model is an array of models; prices belong to one.")
+        least = 2.0 * float(np.asarray(model.N)) / serve.peak  # seconds a token at the peak
+        return cls(
+            train.hour, train.peak, serve.hour, serve.peak, train_mfu, least / float(read), least / float(written),
+            answer / (prompt + answer),
+        )  # fmt: skip
 
     @property
     def train(self) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ from .errors import InputError, positive
 from .flops import flops_per_token
 from .formatting import estimate_json, plain_json
 from .isoflop import IsoflopProfiles
+from .recipes import RecipeLaw, by_recipe, sentences, split
 from .table import RunTable
 from .uncertainty import resampled_together
 
@@ -35,7 +36,7 @@ QUICK = 300  # resamples behind the intervals of side tables: conventions and ta
 @dataclass
 class Analysis:
     """What `analyze` found. `approaches` maps envelope, isoflop and parametric to an `Approach`; `law` is None where it
-    has no fit.
+    has no fit. `table` is of one data recipe; `recipes` has the law of each where there are several.
     """
 
     table: RunTable
@@ -50,6 +51,7 @@ class Analysis:
     tasks: list[TaskVerdict]
     resamples: int
     seed: int
+    recipes: list[RecipeLaw] = field(default_factory=list)
     warnings: tuple[Warning, ...] = ()
 
     @property
@@ -84,6 +86,8 @@ class Analysis:
                 "suspects": self.verdict.suspects,
                 "conventions": [row.to_dict() for row in self.conventions],
                 "tasks": [task.to_dict() for task in self.tasks],
+                "recipes": [one.to_dict() for one in self.recipes],
+                "recipes_compared": sentences(self.recipes),
                 "interior_minima": self.interior_minima,
                 "profiles": [
                     {
@@ -130,6 +134,9 @@ def analyze(
 ) -> Analysis:
     """Fit all three approaches to a table of finished runs.
 
+    Runs of several data recipes are never pooled: everything is of the base recipe's runs alone (raw text, where the
+    table has some), and `recipes` has a law for each, compared with it.
+
     targets: FLOP budgets to answer for. bootstrap: resamples over runs, 0 for no intervals. law: the parametric law to
     fit, for other options than its defaults; it is not changed. Raises InputError when a target is not a positive
     number or the bootstrap is negative.
@@ -141,6 +148,9 @@ def analyze(
         )
     if law is not None and law.objective == "se" and table.known_se is None:
         raise InputError("objective is 'se', which needs a loss_se above zero in every row of the table.")
+    groups = split(table)
+    laws = by_recipe(table, goals, bootstrap, seed, law) if len(groups) > 1 else []
+    table = next(iter(groups.values()))
     fitted, reason = _parametric(law or ChinchillaLaw(), table, bootstrap, seed)
     profiles = IsoflopProfiles("cubic").fit(table.N, table.D, table.loss, table.flops, table.budget, table.weight)
     envelope = Envelope().fit(table.N, table.D, table.loss, table.flops, table.budget)
@@ -167,6 +177,7 @@ def analyze(
         tasks=fit_tasks(table, goals, fitted, quick, seed) if fitted is not None and bootstrap else [],
         resamples=bootstrap,
         seed=seed,
+        recipes=laws,
     )
     found.warnings = run_checks(found)
     return found

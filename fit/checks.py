@@ -42,6 +42,16 @@ def _missing_approaches(a: Analysis) -> Iterator[Warning]:
             yield Warning(f"no_{approach.key}", f"{approach.title} has no answer: {approach.reason.rstrip('.')}.")
 
 
+def _recipes(a: Analysis) -> Iterator[Warning]:
+    if len(a.recipes) > 1:
+        base, *others = (one.recipe for one in a.recipes)
+        yield Warning(
+            "recipes_apart",
+            f"The table has runs of {len(a.recipes)} data recipes; everything here is of {base} alone "
+            f"({len(a.table)} runs), and {', '.join(others)} have laws of their own beside it.",
+        )
+
+
 def _solver(a: Analysis) -> Iterator[Warning]:
     law = a.law
     if law is None:
@@ -156,4 +166,4 @@ def _few_trunks(a: Analysis) -> Iterator[Warning]:
 
 
 STOPS: tuple[Check, ...] = (_missing_approaches, _solver)
-SHOWS: tuple[Check, ...] = (_outliers, _disagreement, _profiles, _few_trunks)
+SHOWS: tuple[Check, ...] = (_recipes, _outliers, _disagreement, _profiles, _few_trunks)

@@ -48,6 +48,7 @@ COLUMNS = {
     "batch": ("batch_tokens", "batch_size", "global_batch_size", "bs"),
     "trials": ("trials", "sweep_size"),
     "parent": ("parent",),
+    "recipe": ("recipe",),
 }
 
 

@@ -29,6 +29,7 @@ Columns that are read besides those that are fitted, under any of these names in
   learning_rate, lr, peak_lr, max_lr                     peak learning rate
   batch_tokens, batch_size, global_batch_size, bs        batch size
   trials, sweep_size                                     how many runs the row was chosen from
+  recipe                                                 what was done to the training text; empty: nothing
   parent                                                 run_id of the run that this one branches from
 
 Besiroglu et al. 2024 (arXiv:2404.10102); Porian et al. 2024 (arXiv:2406.19146).
@@ -51,7 +52,7 @@ from .doctor_training import (
     swept,
     unmatched_schedules,
 )
-from .doctor_units import embeddings, flop_convention, mixed_tokenizers, mixed_units, units
+from .doctor_units import embeddings, flop_convention, mixed_recipes, mixed_tokenizers, mixed_units, units
 from .errors import Array, positive
 from .formatting import scientific, times
 from .isoflop import budget_levels
@@ -177,6 +178,7 @@ CHECKS: tuple[Callable[[RunTable], Iterator[Warning]], ...] = (
     units,
     mixed_units,
     mixed_tokenizers,
+    mixed_recipes,
     mixed_losses,
     mixed_schedules,
     unmatched_schedules,

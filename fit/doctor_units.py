@@ -119,6 +119,17 @@ def mixed_tokenizers(t: RunTable) -> Iterator[Warning]:
     )
 
 
+def mixed_recipes(t: RunTable) -> Iterator[Warning]:
+    """Runs that were trained on different text."""
+    recipes = sorted({recipe or "raw" for recipe in texts(t, "recipe")})
+    if len(recipes) > 1:
+        yield Warning(
+            "recipes_mixed",
+            f"The runs were trained on {len(recipes)} data recipes ({', '.join(recipes)}); one law through them fits "
+            "the choice of recipe as noise, so fit one recipe at a time (`fit.by_recipe`).",
+        )
+
+
 def _per_byte(t: RunTable) -> Array:
     """The loss of each run over its bits per byte: ln 2 times the bytes of a token, if the loss is in nats."""
     return t.loss / numbers(t, "bits_per_byte")

@@ -88,6 +88,7 @@ def build_page(
     _head(page, a, title, origin)
     _backtest(page, a)  # before any extrapolation
     _targets(page, a)
+    sections.recipes(page, a)
     _law(page, a)
     _runs(page, a, curves)
     _optimum(page, a)

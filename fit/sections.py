@@ -15,8 +15,9 @@ from . import figures_law
 from .analysis import Analysis
 from .conventions import ConventionRow
 from .downstream import TaskVerdict
-from .formatting import amount, count, interval, ratio, scientific, text
+from .formatting import amount, count, interval, loss, ratio, scientific, text
 from .page import Page, cell, table
+from .recipes import RecipeLaw, sentences
 
 KEYS = ("parametric", "isoflop", "envelope")
 SHOWN = 8  # rungs and budgets of the influence table; the rest moved less
@@ -90,6 +91,39 @@ def _convention_row(row: ConventionRow) -> str:
     else:
         cells += [cell("–"), cell("–")]
     return f"<tr>{name}{''.join(cells)}</tr>"
+
+
+def recipes(page: Page, a: Analysis) -> None:
+    """The laws of the data recipes side by side; nothing where there is one recipe."""
+    laws = a.recipes
+    if len(laws) < 2:
+        return
+    target = scientific(laws[0].target)
+    head = ("recipe", "runs", "E", "α", "β", f"N at {target}", f"loss at {target}", "paired runs", "laws")
+    said = "".join(f"<p>{text(sentence)}</p>" for sentence in sentences(laws))
+    page.add(
+        "<h2>Data recipes</h2><p>One law a recipe, all scored on the same held-out text. The rest of this report is "
+        f"about {text(laws[0].recipe)} alone.</p>{said}"
+        f'<div class="scroll">{table(head, [_recipe_row(one) for one in laws])}</div>'
+        "<p class=caption>With 95 % intervals. The last two columns are losses less that of the first row, in nats per "
+        f"token: of runs that differ in recipe alone, and of the laws at {target} FLOPs, each at its own best size.</p>"
+    )
+
+
+def _recipe_row(one: RecipeLaw) -> str:
+    cells = [f"<td>{text(one.recipe)}</td>", cell(str(len(one.table)))]
+    law, e = one.law, one.estimate
+    if law is None or e is None:
+        cells.append(f'<td colspan="5" class="sub">no law: {text(one.reason)}</td>')
+    else:
+        for name in ("E", "alpha", "beta"):
+            cells.append(cell(loss(law.constants_[name]), interval(law.interval(name) if law.draws_ else None, loss)))
+        cells.append(cell(count(e.N), interval(e.intervals["N"], count)))
+        cells.append(cell(loss(e.loss), interval(e.intervals["loss"], loss)))
+    for gap in (one.paired, one.at_target):
+        shown = "" if gap is None else interval(gap.interval, lambda v: f"{v:+.4f}")
+        cells.append(cell("–" if gap is None else f"{gap.value:+.4f}", shown))
+    return f"<tr>{''.join(cells)}</tr>"
 
 
 def downstream(page: Page, a: Analysis) -> None:

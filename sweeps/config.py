@@ -29,6 +29,7 @@ class GridConfig:
 
     kind: str = "product"  # isoflop | ladder | product | points | adaptive
     seeds: list[int] | None = None  # every point once a seed; None: the run's own seed
+    recipes: list[list[str]] | None = None  # every point once a data recipe; None: the run's own, data.recipe
     # A run that diverges is tried once more, as a new run, with its learning rate times this; None: it is not.
     diverged_rate_factor: float | None = None
 
@@ -160,11 +161,17 @@ class ClusterConfig:
 
 @dataclass
 class EvaluateConfig:
-    """How final checkpoints are scored. No tasks: no scoring."""
+    """How checkpoints are scored. No tasks: no scoring."""
 
-    tasks: list[str] = field(default_factory=list)  # suites (small) or any lm-eval tasks
+    # Suites of conf/evaluate, lm-eval tasks (name@5: five examples), folders of lm-eval YAML, .jsonl files of question,
+    # choices, answer, and text:FOLDER, whose subfolders are domains.
+    tasks: list[str] = field(default_factory=list)
+    path: str | None = None  # of the suite `custom`: a folder or a file
     limit: int | None = 150  # items a task, a fixed recorded subset; None: all of them
+    every: int | None = None  # steps: checkpoints in between are kept and scored too; None: the final one alone
     batch_tokens: int | None = None  # tokens in one forward pass; None: what suits the device
+    ngram: int | None = 13  # words in a row that make an item contaminated where the training text has them too; None:
+    # not asked
 
 
 @dataclass

@@ -16,7 +16,7 @@ from rich.table import Table
 from ..train.config import from_dict
 from ..train.errors import UserError
 from ..train.files import read_json, write_json
-from . import calibration, tracking
+from . import calibration, pages, tracking
 from .accounting import account
 from .config import ClusterConfig
 from .estimates import measured
@@ -30,7 +30,7 @@ SHOWN = 3  # causes of waste that the terminal names
 
 
 def finish(sweep: SweepDirectory, targets: list[float] | None = None) -> dict[str, Any]:
-    """Writes table.csv, costs.json, fit/law.json and fit/report.html from whatever the runs have written.
+    """Writes table.csv, costs.json, fit/law.json and the pages in fit/ from whatever the runs have written.
 
     Args:
         sweep: the sweep's directory.
@@ -61,6 +61,7 @@ def finish(sweep: SweepDirectory, targets: list[float] | None = None) -> dict[st
         analysis, sweep.path / "fit", curves=loss_curves(sweep), title=sweep.path.name, provenance=provenance,
         costs=costs,
     )  # fmt: skip
+    pages.write_pages(sweep, table, analysis.tasks)
     _teach(sweep, settings)
     tracking.push_results(sweep, _say)
     return analysis.to_dict()
@@ -83,7 +84,7 @@ def _say(line: str) -> None:
 
 
 def print_result(sweep: SweepDirectory) -> None:
-    """What a sweep ends with: the laws in a table, the warnings, the cost, and where the report is."""
+    """What a sweep ends with: the laws in a table, the warnings, the cost, and where the pages are."""
     law = read_json(sweep.path / "fit" / "law.json")
     if law is None:
         return
@@ -91,6 +92,8 @@ def print_result(sweep: SweepDirectory) -> None:
     if (costs := read_json(sweep.path / COSTS)) is not None:
         print("\n".join(cost_lines(costs)))
     print(f"report: {sweep.path / 'fit' / 'report.html'}")
+    if (benchmarks := sweep.path / "fit" / "evaluation.html").exists():
+        print(f"benchmarks: {benchmarks}")
 
 
 def print_law(law: dict[str, Any], name: str) -> None:
@@ -106,6 +109,8 @@ def print_law(law: dict[str, Any], name: str) -> None:
         out.print(table)
     if law.get("verdict"):
         out.print(law["verdict"], highlight=False, soft_wrap=True)
+    for line in law.get("recipes_compared", []):
+        out.print(escape(line), highlight=False, soft_wrap=True)
     for suspect in law.get("suspects", []):
         out.print(f"  may be why: {escape(suspect)}", highlight=False, soft_wrap=True)
     for warning in law.get("warnings", []):

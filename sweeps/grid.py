@@ -10,7 +10,8 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from ..train.config import ModelConfig, RunConfig, run_id, validate
+from ..train.config import DataConfig, ModelConfig, RunConfig, run_id, validate
+from ..train.data import recipe
 from ..train.errors import UserError
 from ..train.flops import count_parameters, tokens_for_budget, training_flops_per_token
 from . import architectures
@@ -46,9 +47,12 @@ def expand(grid: GridConfig, base: RunConfig) -> list[RunConfig]:
     else:
         raise UserError(f"grid.kind is {grid.kind!r}; it must be isoflop, ladder, product, points or adaptive")
     runs: dict[str, RunConfig] = {}
+    fingerprints: dict[tuple[str, ...], str | None] = {}  # a model of gigabytes is read once, not once a run
     for point in points:
-        for seed in grid.seeds if grid.seeds is not None else [point.seed]:
-            run = dataclasses.replace(point, seed=seed)
+        recipes = grid.recipes if grid.recipes is not None else [point.data.recipe]
+        seeds = grid.seeds if grid.seeds is not None else [point.seed]
+        for steps, seed in itertools.product(recipes, seeds):
+            run = dataclasses.replace(point, data=_with_recipe(point.data, steps, fingerprints), seed=seed)
             validate(run)
             runs.setdefault(run_id(run), run)
     if not runs:
@@ -59,7 +63,16 @@ def expand(grid: GridConfig, base: RunConfig) -> list[RunConfig]:
 
 
 def label(run: RunConfig) -> str:
-    return f"N{short(count_parameters(run.model).N_total)}_D{short(run.D)}_s{run.seed}"
+    named = f"N{short(count_parameters(run.model).N_total)}_D{short(run.D)}_s{run.seed}"
+    return f"{named}_{recipe.label(run.data.recipe)}" if run.data.recipe else named
+
+
+def _with_recipe(data: DataConfig, words: Sequence[str], fingerprints: dict[tuple[str, ...], str | None]) -> DataConfig:
+    """The same data with a recipe, in its one spelling, and what the recipe is known by."""
+    steps = tuple(recipe.canonical(words))
+    if steps not in fingerprints:
+        fingerprints[steps] = recipe.fingerprint(steps)
+    return dataclasses.replace(data, recipe=list(steps), recipe_fingerprint=fingerprints[steps])
 
 
 def _isoflop(grid: IsoflopGrid, base: RunConfig) -> Iterator[RunConfig]:
@@ -120,6 +133,10 @@ def _first_round(grid: AdaptiveGrid, base: RunConfig) -> list[RunConfig]:
 
 
 def _check_adaptive(grid: AdaptiveGrid) -> None:
+    if grid.recipes is not None and len(grid.recipes) != 1:
+        raise UserError(
+            f"grid.recipes has {len(grid.recipes)} recipes; an adaptive grid suggests runs for one law, so it takes one"
+        )
     for name in ("flops_budget", "target_flops", "max_flops", "tolerance", "size_tolerance"):
         value = getattr(grid, name)
         if value is not None and not 0 < value < math.inf:

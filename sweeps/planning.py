@@ -27,6 +27,7 @@ from ..train.errors import UserError
 from ..train.files import read_json, write_atomic, write_json
 from . import calibration, grid, probe, trunks
 from .config import ClusterConfig, IsoflopGrid, SweepConfig, base_run, from_mapping
+from .evaluation import keep_between
 from .plan import Plan, plan, remarks
 from .runs import AtWork, RunDirectory, SweepDirectory, yaml_or_empty
 
@@ -73,6 +74,10 @@ def from_config(config: SweepConfig) -> Prepared:
     """
     assert config.sweep is not None
     sweep = SweepDirectory(Path(config.output_root) / config.sweep)
+    if config.evaluate.tasks:
+        from ..evaluate.tasks import anchored
+
+        config.evaluate.tasks = anchored(config.evaluate.tasks)
     rate = measure(config, sweep)
     fill_budgets(config, places(config.cluster, 1, rate))
     runs = {run_id(run): run for run in resolve_runs(config)}
@@ -109,6 +114,8 @@ def _prepare(sweep: SweepDirectory, config: SweepConfig, runs: list[RunConfig], 
     said: list[str] = []
     if config.trunks:
         runs, said = share_trunks(sweep, runs, config)
+    if config.evaluate.tasks:
+        runs = keep_between(runs, config.evaluate.every)
     room = places(config.cluster, config.parallel.world_size, rate)
     measured = calibration.of_sweep(sweep.path, config.cluster, room.threads)
     planned = plan(runs, config.cluster, room.flops_per_second, room.jobs, config.ensembles, room.threads, measured)

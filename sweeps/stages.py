@@ -13,7 +13,7 @@ from .runs import Busy, RunDirectory
 
 
 def is_scored(run: RunDirectory, config: SweepConfig) -> bool:
-    """Whether the final checkpoint has a scores file for this evaluation."""
+    """Whether every wanted checkpoint has a scores file for this evaluation."""
     from .evaluation import is_scored as scored
 
     return scored(run, dataclasses.asdict(config.evaluate))

@@ -180,6 +180,7 @@ def stand(sweep: SweepDirectory, config: SweepConfig, target_flops: float | None
     """
     from ..fit import ChinchillaLaw, InputError, compute_optimal, read_table
     from ..fit.flops import flops_per_token
+    from ..fit.recipes import split
     from ..fit.uncertainty import resampled_together
 
     options = config.fit
@@ -193,6 +194,10 @@ def stand(sweep: SweepDirectory, config: SweepConfig, target_flops: float | None
         )
     try:
         table = read_table(frame)
+        if len(recipes := split(table)) > 1:
+            raise NothingToSuggest(
+                f"{sweep.path} has the data recipes {', '.join(recipes)}; a law is of one, so give it a sweep of one"
+            )
         law.fit(table.N, table.D, table.loss, table.weight, table.known_se)
         groups = resampled_together(table.group, table.run_id, law.problem_.free)
         law.bootstrap(max(options.bootstrap, RESAMPLES), groups, options.seed)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from ..train.data.recipe import label
+from ..train.errors import UserError
 from ..train.files import read_json, read_json_lines, write_atomic
 from .runs import RunDirectory, SweepDirectory, yaml_or_empty
 
@@ -12,9 +15,14 @@ if TYPE_CHECKING:
 
 # Numbers of a task that become columns `<task>/<number>`.
 SCORES = ("acc", "acc_se", "acc_norm", "acc_norm_se", "gold_bpb", "gold_bpb_se", "chance", "items")
+# Those that become columns where a task has them: `<task>/clean_<number>` is of its items that were not trained on.
+MORE = ("p_right", "p_right_se", "margin", "margin_se", "bpb", "bpb_se", "contaminated_items")
+CLEAN = ("acc", "acc_se", "gold_bpb", "gold_bpb_se")
 # What of a run's summary becomes a column under its own name.
 MEASURED = ("N_total", "N_non_embedding", "N_kaplan", "flops_6nd", "flops_exact", "val_bpb", "train_loss", "seconds",
             "device", "tokens_per_s", "mfu", "epochs", "unique_tokens", "warmup_share", "precision")  # fmt: skip
+# What of these holds at every step of the run.
+OF_THE_RUN = ("N_total", "N_non_embedding", "N_kaplan", "device", "precision")
 # What of a run's config becomes a column, by group and field: what makes runs comparable, and is asked before a fit.
 CONFIGURED = {
     "schedule": ("schedule", "kind"),
@@ -28,11 +36,13 @@ CONFIGURED = {
 
 
 def build_table(sweep: SweepDirectory) -> pd.DataFrame:
-    """One row a final checkpoint of every run that is done, with its scores where there are any."""
+    """One row a final checkpoint of every run that is done, with its scores where there are any, and below it one of
+    each checkpoint on its way that has scores.
+    """
     import pandas as pd
 
     planned = {run["run_id"]: run for run in sweep.plan()["runs"]}
-    rows = [_row(run, planned[run.run_id]) for run in sweep.runs() if run.is_done()]
+    rows = [row for run in sweep.runs() if run.is_done() for row in _rows(run, planned[run.run_id])]
     columns = ["run_id", "step", "final", "state", "N", "D", "flops", "loss", "loss_se"]
     return pd.DataFrame(rows) if rows else pd.DataFrame(columns=columns)
 
@@ -44,8 +54,35 @@ def write_table(sweep: SweepDirectory) -> pd.DataFrame:
     return table
 
 
-def _row(run: RunDirectory, planned: dict[str, Any]) -> dict[str, Any]:
-    summary = run.summary() or {}
+def evaluations(run: RunDirectory) -> dict[int, dict[str, Any]]:
+    """The scores of a run's checkpoints, by step; a file that cannot be read is as good as none."""
+    found = {}
+    for path in (run.path / "eval").glob("step_*.json"):
+        step = path.stem.removeprefix("step_")
+        if step.isdigit() and isinstance((scores := read_json(path) or {}).get("tasks"), dict):
+            found[int(step)] = scores
+    return dict(sorted(found.items()))
+
+
+def _rows(run: RunDirectory, planned: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    summary, scored = run.summary() or {}, evaluations(run)
+    last = summary["step"]
+    row = _row(run, planned, summary)
+    yield row | _scores(scored.get(last, {}))
+    between = dict.fromkeys((*MEASURED, "estimated_seconds")) | {name: row[name] for name in OF_THE_RUN}
+    for step, scores in scored.items():
+        if step < last:
+            held_out = scores.get("held_out") or {}
+            D = scores.get("tokens")
+            own = {
+                "step": step, "final": False, "D": D, "flops": scores.get("flops"), "flops_exact": scores.get("flops"),
+                "flops_6nd": None if D is None else 6 * row["N"] * D, "loss": held_out.get("val_loss"),
+                "loss_se": held_out.get("val_loss_se"), "val_bpb": held_out.get("val_bpb"),
+            }  # fmt: skip
+            yield row | between | own | _scores(scores)
+
+
+def _row(run: RunDirectory, planned: dict[str, Any], summary: dict[str, Any]) -> dict[str, Any]:
     row = {
         "run_id": run.run_id,
         "name": planned["name"],
@@ -63,23 +100,31 @@ def _row(run: RunDirectory, planned: dict[str, Any]) -> dict[str, Any]:
     row |= {name: planned[name] for name in ("width", "depth", "heads", "seed", "estimated_seconds")}
     # A branch shares its trunk's data and luck: `fit` resamples what has one trunk together.
     row["trunk"] = planned["parent"]
-    return row | _configured(run) | _scores(run, summary["step"])
+    return row | _configured(run)
 
 
 def _configured(run: RunDirectory) -> dict[str, Any]:
     """From config.yaml as it was frozen, whichever version wrote it; a field that it lacks is left empty."""
     groups = yaml_or_empty(run.path / "config.yaml")
-    return {name: (groups.get(group) or {}).get(field) for name, (group, field) in CONFIGURED.items()}
+    values = {name: (groups.get(group) or {}).get(field) for name, (group, field) in CONFIGURED.items()}
+    return values | {"recipe": _recipe((groups.get("data") or {}).get("recipe") or [])}
 
 
-def _scores(run: RunDirectory, step: int) -> dict[str, Any]:
-    scores = read_json(run.path / "eval" / f"step_{step}.json") or {}
-    return {
-        f"{task}/{name}": values.get(name)
-        for task, values in (scores.get("tasks") or {}).items()
-        for name in SCORES
-        if name in values
-    }
+def _recipe(steps: list[str]) -> str:
+    try:
+        return label(steps)
+    except UserError:  # a step that this version does not know
+        return "+".join(steps)
+
+
+def _scores(scores: dict[str, Any]) -> dict[str, Any]:
+    columns: dict[str, Any] = {}
+    for task, values in (scores.get("tasks") or {}).items():
+        clean = values.get("clean") or {}
+        columns |= {f"{task}/{name}": values[name] for name in SCORES if name in values}
+        columns |= {f"{task}/{name}": values[name] for name in MORE if values.get(name) is not None}
+        columns |= {f"{task}/clean_{name}": clean[name] for name in CLEAN if clean.get(name) is not None}
+    return columns
 
 
 def loss_curves(sweep: SweepDirectory) -> pd.DataFrame:

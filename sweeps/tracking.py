@@ -27,7 +27,7 @@ from ..train.errors import UserError
 from ..train.files import read_json, write_json
 from ..train.tracker import LINEAGE, PUSHED, Tracker, is_online, logged_in, open_run, server, unreachable
 from .runs import OPEN, Busy, RunDirectory, SweepDirectory
-from .table import SCORES
+from .table import SCORES, evaluations
 
 RESULTS = ("fit/law.json", "fit/report.html", "table.csv", "plan.json", "sweep.yaml")
 AT_ONCE = 8  # runs that are sent at a time
@@ -124,9 +124,8 @@ def scores(sweep: SweepDirectory) -> tuple[list[str | int], list[Iterable[Any]]]
     columns: list[str | int] = ["run_id", "name", "N", "step", "tokens", "task", *SCORES]
     rows: list[Iterable[Any]] = []
     for planned in sweep.plan()["runs"]:
-        for path in sorted((sweep.run(planned["run_id"]).path / "eval").glob("step_*.json")):
-            scored = read_json(path) or {}
-            for task, values in (scored.get("tasks") or {}).items():
+        for scored in evaluations(sweep.run(planned["run_id"])).values():
+            for task, values in scored["tasks"].items():
                 about = [planned["run_id"], planned["name"], scored.get("N_total"), scored.get("step")]
                 rows.append([*about, scored.get("tokens"), task, *(values.get(name) for name in SCORES)])
     return columns, rows

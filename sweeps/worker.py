@@ -274,7 +274,7 @@ def _follow(run: RunDirectory, ranks: Ranks) -> None:
 
 
 def evaluate_runs(sweep_path: str, run_ids: list[str]) -> None:
-    """Scores the final checkpoint of each run that has no scores yet; the tasks are loaded once for all of them.
+    """Scores the wanted checkpoints of each run that have no scores yet; the tasks are loaded once for all of them.
 
     Raises:
         RunFailed: a run could not be scored; the others were.
@@ -284,7 +284,7 @@ def evaluate_runs(sweep_path: str, run_ids: list[str]) -> None:
     settings = sweep.settings()["config"]["evaluate"]
     from .evaluation import evaluate_run, is_scored, open_suite
 
-    suite, failures = None, []
+    scoring, failures = None, []
     for name in run_ids:
         run = sweep.run(name)
         if not run.is_done():
@@ -294,8 +294,8 @@ def evaluate_runs(sweep_path: str, run_ids: list[str]) -> None:
             # Not the run's own lock: nobody trains what is done, and a command must not wait for a scoring.
             with FileLock(run.path / ".scoring.lock", timeout=0):
                 if not is_scored(run, settings):
-                    suite = suite or open_suite(settings)
-                    evaluate_run(run, settings, suite)
+                    scoring = scoring or open_suite(settings, run.log)
+                    evaluate_run(run, settings, scoring)
         except Timeout:
             print(f"left out: somebody else scores run {name}")
         except Exception as error:

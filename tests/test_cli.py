@@ -154,6 +154,69 @@ def test_bad_input_is_a_sentence_and_exit_code_2(run: Run, arguments: list[str],
     assert "Traceback" not in output + error
 
 
+@pytest.fixture(scope="module")
+def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A task of one's own, for no benchmark is at hand everywhere."""
+    path = tmp_path_factory.mktemp("questions") / "colours.jsonl"
+    rows = [{"question": "<b>The sky</b> is", "choices": [" blue", " green"], "answer": n % 2} for n in range(4)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_evaluate_writes_scores_items_and_a_page_with_peers_of_its_sweep(
+    run: Run, sweep: Path, questions: Path, tmp_path: Path
+) -> None:
+    checkpoint, other = sorted(sweep.glob("runs/*/checkpoints/step_*"))[:2]
+    options = ["--tasks", str(questions), "--device", "cpu", "--ngram", "0"]
+    code, out, _ = run("evaluate", str(checkpoint), *options, "--output", str(tmp_path / "out"))
+    assert code == 0
+    assert "colours" in out
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        ".scores.json.lock", "scores.json", "scores.items.jsonl.gz", "report.html",
+    }  # fmt: skip
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert str(checkpoint) in out + page
+    assert "<b>The sky" not in page
+    code, out, _ = run("evaluate", str(checkpoint), *options, "--output", str(tmp_path / "out"), "--json")
+    scores = json.loads(out)
+    assert scores == json.loads((tmp_path / "out" / "scores.json").read_text())
+    assert scores["held_out"]["worst"]
+
+    code, out, _ = run(
+        "evaluate", str(checkpoint), str(other), *options, "--output", str(tmp_path / "both"), "--json", "--precision",
+        "bf16", "--against", str(tmp_path / "out" / "scores.json"),
+    )  # fmt: skip
+    assert code == 0
+    both = json.loads(out)
+    assert [one["precision"] for one in both] == ["bf16", "bf16"]
+    names = {f"{path.parent.parent.name}_{path.name}" for path in (checkpoint, other)}
+    assert {path.name for path in (tmp_path / "both").iterdir()} == names
+    assert "Compared" in (tmp_path / "both" / sorted(names)[0] / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--device", "tpu"], "device is 'tpu'"),
+        (["--precision", "fp8"], "precision is 'fp8'"),
+        (["--batch-tokens", "0"], "batch_tokens is 0"),
+        (["--limit", "0"], "limit is 0"),
+        (["--ranks", "0"], "ranks is 0"),
+        (["--against", "pyproject.toml"], "is not a file of scores"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_a_sentence_and_writes_nothing(
+    run: Run, sweep: Path, questions: Path, tmp_path: Path, arguments: list[str], says: str
+) -> None:
+    checkpoint = next(sweep.glob("runs/*/checkpoints/step_*"))
+    given = ["--tasks", str(questions), *arguments, "--output", str(tmp_path / "out")]
+    code, out, error = run("evaluate", str(checkpoint), *given)
+    assert code == 2
+    assert says in error
+    assert "Traceback" not in out + error
+    assert not list(tmp_path.glob("out/*"))
+
+
 def test_data_prepare_builds_the_shards_once(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ISOFLOP_CACHE", str(tmp_path / "cache"))
     (tmp_path / "corpus").mkdir()

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from isoflop.evaluate import generate as generation
+from isoflop.evaluate.answers import Memory
 from isoflop.evaluate.generate import Sampling, draw, generate
-from isoflop.evaluate.harness import CheckpointLM
-from isoflop.train.config import ModelConfig
+from isoflop.evaluate.harness import CheckpointLM, answer_task, make_lm
+from isoflop.evaluate.metrics import ItemResult
+from isoflop.evaluate.scoring import Scorer
+from isoflop.evaluate.tasks import load_suite
+from isoflop.evaluate.tokens import TokenCache
+from isoflop.train.config import DataConfig, ModelConfig, RunConfig
 from isoflop.train.model import GPT
 from lm_eval.api.instance import Instance
+from lm_eval.tasks import TaskManager
 from torch import Tensor, nn
 
 END = 256
@@ -130,7 +141,7 @@ def test_greedy_means_what_greedy_decoding_would_write() -> None:
         context.append(int(model(torch.tensor([context]))[0, -1].argmax()))
     model_says = context[5:]
     scores = lm._loglikelihood_tokens(
-        [(("", ""), ids("hello"), model_says), (("", ""), ids("hello"), [*model_says[:3], (model_says[3] + 1) % 256])]
+        [(("", "a"), ids("hello"), model_says), (("", "b"), ids("hello"), [*model_says[:3], (model_says[3] + 1) % 256])]
     )
     assert [greedy for _, greedy in scores] == [True, False]
 
@@ -174,6 +185,247 @@ def test_rolling_sums_are_the_windowed_reference() -> None:
             expected += direct(model, stream[start:end], target[done:end])[0]
             done = end
         assert nats == pytest.approx(expected, abs=1e-10)
+
+
+def gpt(seed: int = 0, T: int = 32) -> GPT:
+    torch.manual_seed(seed)
+    return GPT(ModelConfig(width=32, depth=2, heads=2, vocab_size=257), T).double().eval()
+
+
+@torch.no_grad()
+def by_forward(model: GPT, inputs: list[int], targets: list[int]) -> float:
+    """Nats of the last len(targets) predictions by the model's own forward."""
+    log_p = torch.log_softmax(model(torch.tensor([inputs]))[0, -len(targets) :], dim=-1)
+    return float(log_p[range(len(targets)), targets].sum())
+
+
+def windowed(model: GPT, stream: list[int], T: int) -> float:
+    """Nats of stream[1:], each token once, the last window reaching back as far as it can."""
+    total, done = 0.0, 0
+    while done < len(stream) - 1:
+        end = min(done + T, len(stream) - 1)
+        total += by_forward(model, stream[0 if done == 0 else end - T : end], stream[done + 1 : end + 1])
+        done = end
+    return total
+
+
+def test_prompts_continuations_and_texts_of_any_length_are_what_a_gpts_forward_says() -> None:
+    rng, T, model = np.random.default_rng(11), 32, gpt()
+    lm = CheckpointLM(model, Bytes(), T, batch_tokens=150)
+    prompts = [random_text(rng, 0, 60) for _ in range(12)]
+    pairs = [(prompt, " " + random_text(rng, 0, 12)) for prompt in prompts for _ in range(3)]
+    pairs += [("a prompt", " " + "".join(rng.choice(list("abc"), size=length))) for length in (T - 1, T, 3 * T)]
+    for pair, (nats, _) in zip(pairs, lm.loglikelihood([request(*pair) for pair in pairs]), strict=True):
+        whole, target = ids("".join(pair)), ids(pair[1])
+        if len(target) <= T:
+            expected = by_forward(model, whole[-(T + 1) :][:-1], target)
+        else:
+            expected = windowed(model, whole[-len(target) - 1 :], T)
+        assert nats == pytest.approx(expected, abs=1e-10)
+        assert (pair in lm.truncated) == (len(whole) > T + 1)
+    texts = ["", *("".join(rng.choice(list("abcd é"), size=n)) for n in (1, T - 1, T, T + 1, 3 * T + 7))]
+    rolled = lm.loglikelihood_rolling([request(text, kind="loglikelihood_rolling") for text in texts])
+    for text, nats in zip(texts, rolled, strict=True):
+        assert nats == pytest.approx(windowed(model, [END, *ids(text)], T), abs=1e-10)
+
+
+# --- what is kept between evaluations --------------------------------------------------------------------------------
+
+
+class Killed(Exception):
+    """A process that ends here."""
+
+
+def test_an_interrupted_evaluation_goes_on_at_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng, model = np.random.default_rng(12), gpt()
+    pairs = [request(random_text(rng, 0, 25), " " + random_text(rng, 0, 9)) for _ in range(30)]
+    texts = [request("".join(rng.choice(list("abc"), size=n))) for n in (5, 50, 100, 150)]
+    writes = [request(random_text(rng, 0, 9), {"until": [], "max_gen_toks": 9}) for _ in range(6)]
+
+    def ask(answers: Memory | None, lm: CheckpointLM | None = None) -> tuple[Any, ...]:
+        lm = lm or CheckpointLM(model, Bytes(), 32, batch_tokens=64, answers=answers)
+        return lm.loglikelihood(pairs), lm.loglikelihood_rolling(texts), lm.generate_until(writes), lm.truncated
+
+    expected, passes, real = ask(None), 0, Scorer._pass
+
+    def dies_at(number: int) -> None:
+        def counted(scorer: Scorer, batch: Any) -> Any:
+            nonlocal passes
+            passes += 1
+            if passes == number:
+                raise Killed
+            return real(scorer, batch)
+
+        nonlocal passes
+        passes = 0
+        monkeypatch.setattr(Scorer, "_pass", counted)
+
+    dies_at(-1)
+    assert ask(None) == expected
+    whole, answers = passes, Memory()
+    for number in (3, 5, whole):
+        dies_at(number)
+        try:
+            ask(answers)
+        except Killed:
+            continue
+    dies_at(-1)
+    resumed = ask(answers)
+    assert passes < whole - 5
+    # Batches are other ones after a kill; float64.
+    np.testing.assert_allclose([n for n, _ in resumed[0]], [n for n, _ in expected[0]], rtol=1e-12)
+    np.testing.assert_allclose(resumed[1], expected[1], rtol=1e-12)
+    assert resumed[2:] == expected[2:]
+    # Now everything is known, through JSON as well, and the model is not asked.
+    stored = Memory()
+    stored.put(json.loads(json.dumps(answers._answers)).items())
+    dies_at(1)
+    monkeypatch.setattr(generation.Generation, "step", None)
+    assert ask(stored) == resumed
+
+
+def test_nan_is_kept_as_nan() -> None:
+    model = gpt()
+    with torch.no_grad():
+        model.embedding.weight[ord("!")] = torch.nan
+    answers = Memory()
+    for _ in range(2):
+        lm = CheckpointLM(model, Bytes(), 32, answers=answers)
+        assert np.isnan(lm.loglikelihood([request("oh!", " no")])[0][0])
+        assert lm.generate_until([request("oh!", {"until": []})]) == [""]
+        assert lm.failed == {("oh!",)}
+    assert len(answers) == 2
+
+
+class Counted(Bytes):
+    """Counts the texts that it encodes."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        self.texts += texts
+        return [self.encode(text) for text in texts]
+
+
+def test_the_next_checkpoint_encodes_nothing_and_scores_with_its_own_weights() -> None:
+    rng, tokenizer, tokens = np.random.default_rng(13), Counted(), TokenCache("the same")
+    prompts = [random_text(rng, 0, 30) for _ in range(5)]
+    pairs = [request(prompt, " " + random_text(rng, 0, 9)) for prompt in prompts for _ in range(4)]
+    scores = [CheckpointLM(gpt(seed), tokenizer, 32, tokens=tokens).loglikelihood(pairs) for seed in (0, 1)]
+    assert len(tokenizer.texts) == len(set(tokenizer.texts)) > 20
+    assert scores[0] != scores[1] == CheckpointLM(gpt(1), Bytes(), 32).loglikelihood(pairs)
+
+
+def test_a_cache_of_tokens_keeps_to_its_memory() -> None:
+    tokenizer = Counted()
+    cache = TokenCache("", largest=1000)
+    texts = [f"text {number:04}" * 5 for number in range(20)]
+    for _ in range(2):
+        assert cache.encode(texts, tokenizer.encode_batch) == {text: ids(text) for text in texts}
+    assert 0 < len(cache) < 20
+    assert cache.bytes <= 1000
+    assert len(tokenizer.texts) == 20 + 20 - len(cache)
+
+
+# --- every kind of task ----------------------------------------------------------------------------------------------
+
+ROWS = [
+    {
+        "q": f"Word {n} is", "a": ["one", "two three", "four"], "gold": n % 3,
+        "who": [f"The cat {n} saw the dog since the cat", f"The cat {n} saw the dog since the dog"], "then": "ran",
+    }
+    for n in range(9)
+]  # fmt: skip
+
+KINDS: dict[str, dict[str, Any]] = {
+    "choice": {"output_type": "multiple_choice", "doc_to_text": "{{q}}", "doc_to_choice": "{{a}}",
+               "doc_to_target": "gold", "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}]},
+    "mutual": {"output_type": "multiple_choice", "doc_to_text": "{{q}}", "doc_to_choice": "{{a}}",
+               "doc_to_target": "gold", "metric_list": [{"metric": "acc"}, {"metric": "acc_mutual_info"}]},
+    "who": {"output_type": "multiple_choice", "doc_to_text": "{{gold % 2}}", "doc_to_choice": "{{who}}",
+            "doc_to_target": "{{then}}", "metric_list": [{"metric": "acc"}]},
+    "last": {"output_type": "loglikelihood", "doc_to_text": "{{q}}", "doc_to_target": " {{a[0]}}",
+             "metric_list": [{"metric": "acc"}, {"metric": "perplexity", "aggregation": "perplexity"}]},
+    "text": {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{q}} é {{a[1]}}",
+             "metric_list": [{"metric": "bits_per_byte", "aggregation": "bits_per_byte"}]},
+    "write": {"output_type": "generate_until", "doc_to_text": "{{q}}", "doc_to_target": "{{a[0]}}", "repeats": 2,
+              "generation_kwargs": {"until": ["\n"], "max_gen_toks": 5}, "metric_list": [{"metric": "exact_match"}],
+              "filter_list": [{"name": "first", "filter": [{"function": "take_first"}]},
+                              {"name": "letter", "filter": [{"function": "regex", "regex_pattern": "([a-z])"},
+                                                            {"function": "take_first"}]}]},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory: pytest.TempPathFactory) -> TaskManager:
+    """Tasks of every kind as lm-eval YAML over a local file; `shots` is `choice` with two examples."""
+    folder = tmp_path_factory.mktemp("tasks")
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    for name, config in {**KINDS, "shots": {**KINDS["choice"], "num_fewshot": 2}}.items():
+        metrics = [{"aggregation": "mean", "higher_is_better": True, **metric} for metric in config["metric_list"]]
+        dataset = {"data_files": {"test": str(folder / "rows.jsonl")}, "cache_dir": str(folder / "hub")}
+        full = {**config, "task": name, "dataset_path": "json", "dataset_kwargs": dataset, "test_split": "test",
+                "fewshot_split": "test", "metric_list": metrics, "metadata": {"version": 1}}  # fmt: skip
+        (folder / f"{name}.yaml").write_text(json.dumps(full))
+    return TaskManager(include_defaults=False, include_path=str(folder))
+
+
+@pytest.fixture(scope="module")
+def items(tasks: TaskManager) -> dict[str, list[ItemResult]]:
+    suite = load_suite([*KINDS, "shots"], None, manager=tasks)
+    config = RunConfig(model=ModelConfig(vocab_size=257), data=DataConfig(sequence_length=128))
+    lm = make_lm(SimpleNamespace(model=gpt(T=128), config=config, tokenizer=Bytes(), step=1))
+    return {name: answer_task(lm, entry)[0] for name, entry in suite.tasks.items()}
+
+
+def nats_of(prompt: str, answer: str) -> float:
+    whole = ids(prompt + answer)
+    return by_forward(gpt(T=128), whole[:-1], ids(answer))
+
+
+def test_an_item_of_choices_says_what_was_asked_and_what_was_right(items: dict[str, list[ItemResult]]) -> None:
+    for name in ("choice", "mutual"):
+        for row, item in zip(ROWS, items[name], strict=True):
+            assert (item.prompt, item.choices) == (row["q"], [" one", " two three", " four"])
+            assert item.right == [row["gold"]]
+            expected = [nats_of(row["q"], choice) for choice in item.choices]
+            assert item.log_probabilities == pytest.approx(expected, abs=1e-10)
+            assert item.values["acc"] == float(np.argmax(expected) == row["gold"])
+            assert item.p_right == pytest.approx(float(torch.softmax(torch.tensor(expected), 0)[row["gold"]]), abs=1e-6)
+    assert set(items["mutual"][0].values) == {"acc", "acc_mutual_info"}
+    for row, item in zip(ROWS, items["shots"], strict=True):
+        assert item.prompt.endswith("\n\n" + row["q"])
+        assert item.prompt.count("Word") == 3
+        expected = [nats_of(item.prompt, choice) for choice in item.choices or []]
+        assert item.log_probabilities == pytest.approx(expected, abs=1e-10)
+
+
+def test_contexts_that_differ_are_choices_that_read_as_they_were_asked(items: dict[str, list[ItemResult]]) -> None:
+    for row, item in zip(ROWS, items["who"], strict=True):
+        assert item.prompt == row["who"][0].removesuffix("cat")
+        assert item.choices == ["cat ran", "dog ran"]
+        assert item.right == [row["gold"] % 2]
+        assert item.log_probabilities == pytest.approx([nats_of(who, " ran") for who in row["who"]], abs=1e-10)
+
+
+def test_items_without_choices_say_what_was_wanted(items: dict[str, list[ItemResult]]) -> None:
+    for row, item in zip(ROWS, items["last"], strict=True):
+        assert (item.prompt, item.target, item.choices, item.right) == (row["q"], " one", None, None)
+        assert item.log_probabilities == pytest.approx([nats_of(row["q"], " one")], abs=1e-10)
+    for row, item in zip(ROWS, items["text"], strict=True):
+        text = f"{row['q']} é two three"
+        assert (item.prompt, item.bytes, item.choices) == (text, len(text.encode()), None)
+        nats = windowed(gpt(T=128), [END, *ids(text)], 128)
+        assert item.bpb == pytest.approx(-nats / math.log(2) / len(text.encode()), abs=1e-10)
+    for row, item in zip(ROWS, items["write"], strict=True):
+        prompt = ids(row["q"])
+        written = Bytes().decode(naive(gpt(T=128), prompt, 5, 128))
+        assert (item.prompt, item.target, item.answer) == (row["q"], "one", written.split("\n")[0])
+        assert set(item.values) == {"exact_match,first", "exact_match,letter"}
+
+
+# --- generation ------------------------------------------------------------------------------------------------------
 
 
 def naive(model: nn.Module, prompt: list[int], count: int, T: int) -> list[int]:

@@ -9,7 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from isoflop.evaluate.metrics import ItemResult, gold_bits_per_byte, mean_and_error, task_scores
+from isoflop.evaluate.metrics import (
+    ItemResult,
+    centered,
+    gold_bits_per_byte,
+    mean_and_error,
+    ratio_and_error,
+    suite_scores,
+    task_scores,
+)
 from isoflop.evaluate.report import format_scores, render, write_checkpoint_report
 
 
@@ -55,6 +63,118 @@ def test_a_tasks_scores_are_means_over_its_items() -> None:
     assert scores["gold_bpb_se"] == pytest.approx(2 / math.sqrt(3) / math.log(2) / 4)
     assert (scores["chance"], scores["items"], scores["truncated_items"]) == (0.5, 3, 1)
     assert scores["withheld"] is None
+
+
+def chosen(index: int, nats: list[float], right: list[int], **more: Any) -> ItemResult:
+    return ItemResult(index, {"acc": 0.0}, nats, choices=[f" {n}" for n in range(len(nats))], right=right, **more)
+
+
+def test_the_probability_of_the_right_choice_is_scipys_softmax() -> None:
+    from scipy.special import softmax
+
+    rng = np.random.default_rng(2)
+    for _ in range(200):
+        nats = rng.normal(-40, 15, size=rng.integers(2, 7)).tolist()
+        right = int(rng.integers(len(nats)))
+        one, shares = chosen(0, nats, [right]), softmax(nats)
+        assert one.p_right == pytest.approx(shares[right], rel=1e-12)
+        assert one.margin == pytest.approx(shares[right] - max(np.delete(shares, right)), rel=1e-9, abs=1e-15)
+    # Hundreds of nats apart, where a plain exponential is 0 or infinite.
+    assert chosen(0, [-1500.0, -1501.0], [0]).p_right == pytest.approx(1 / (1 + math.exp(-1)))
+    assert chosen(0, [800.0, -800.0], [1]).margin == -1.0
+
+
+def test_several_right_choices_are_summed_and_without_a_wrong_one_there_is_no_margin() -> None:
+    nats = [math.log(share) for share in (0.1, 0.2, 0.3, 0.4)]
+    two = chosen(0, nats, [1, 2])
+    assert two.p_right == pytest.approx(0.5)
+    assert two.margin == pytest.approx(0.5 - 0.4)
+    assert chosen(0, nats, [0, 1, 2, 3]).p_right == pytest.approx(1.0)
+    assert chosen(0, nats, [0, 1, 2, 3]).margin is None
+    for without in (ItemResult(0, {}, nats), chosen(0, nats, []), chosen(0, [math.nan, 1.0], [0])):
+        assert without.p_right is without.margin is None
+
+
+def test_every_number_of_a_task_has_scipys_standard_error() -> None:
+    from scipy.stats import sem
+
+    rng = np.random.default_rng(3)
+    items = [
+        chosen(i, rng.normal(-20, 3, size=4).tolist(), [int(rng.integers(4))], gold=(float(rng.normal(-9, 1)), " yes"))
+        for i in range(40)
+    ]
+    scores = task_scores(items)
+    for name in ("p_right", "margin", "gold_bpb"):
+        values = [getattr(one, name) for one in items]
+        assert scores[name] == pytest.approx(np.mean(values), rel=1e-12)
+        assert scores[f"{name}_se"] == pytest.approx(sem(values), rel=1e-12)
+    assert scores["bpb"] is scores["bpb_se"] is None
+
+
+def text_of(index: int, nats: float, size: int) -> ItemResult:
+    return ItemResult(index, {}, [nats], bytes=size)
+
+
+def test_bits_per_byte_of_texts_is_all_their_bits_over_all_their_bytes() -> None:
+    scores = task_scores([text_of(0, -10 * math.log(2), 5), text_of(1, -20 * math.log(2), 20)])
+    assert scores["bpb"] == pytest.approx(30 / 25)
+    # Residuals are 10 - 1.2 * 5 = 4 and 20 - 1.2 * 20 = -4: sqrt(2) * sqrt(32 / 1) / 25.
+    assert scores["bpb_se"] == pytest.approx(math.sqrt(2) * math.sqrt(32) / 25)
+    assert task_scores([text_of(0, -1.0, 5)])["bpb_se"] is None
+
+
+def test_the_error_of_texts_is_what_a_bootstrap_over_documents_finds() -> None:
+    from scipy.stats import bootstrap
+
+    rng = np.random.default_rng(4)
+    sizes = rng.lognormal(6, 0.6, size=200).astype(int) + 1
+    bits = sizes * rng.normal(1.1, 0.15, size=200)
+    _, error = ratio_and_error(bits.tolist(), sizes.tolist())
+    found = bootstrap(
+        (bits, sizes), lambda y, x: y.sum() / x.sum(), paired=True, vectorized=False, n_resamples=2000, rng=5
+    )
+    assert error == pytest.approx(found.standard_error, rel=0.06)  # 2000 resamples know it to 2 %
+
+
+def test_equal_texts_have_the_error_of_a_mean() -> None:
+    values = np.random.default_rng(6).normal(2, 0.3, size=30)
+    assert ratio_and_error((values * 50).tolist(), [50] * 30) == pytest.approx(mean_and_error(values.tolist()))
+
+
+def test_the_clean_part_is_the_score_of_the_items_that_were_not_seen() -> None:
+    items = [item(3, 1, -2.0), item(5, 0, -4.0), item(9, 1, -6.0)]
+    scores = task_scores(items, {5, 7})
+    assert scores["contaminated_items"] == 1
+    alone = task_scores([items[0], items[2]])
+    assert scores["clean"]["items"] == 2
+    assert all(scores["clean"][name] == alone[name] for name in ("acc", "acc_se", "gold_bpb", "gold_bpb_se", "p_right"))
+    assert scores["acc"] == task_scores(items)["acc"]
+    assert task_scores(items)["contaminated_items"] is task_scores(items)["clean"] is None
+    none_left = task_scores(items, {3, 5, 9})["clean"]
+    assert (none_left["items"], none_left["acc"]) == (0, None)
+    assert task_scores([item(3, 1, math.nan), *items], {5})["clean"]["acc"] is None
+
+
+def test_centered_accuracy_is_0_at_chance_and_1_when_all_is_right() -> None:
+    assert centered({"acc": 0.25, "acc_se": 0.03, "chance": 0.25}) == (0.0, pytest.approx(0.04))
+    assert centered({"acc": 1.0, "acc_se": 0.0, "chance": 0.25}) == (1.0, 0.0)
+    assert centered({"acc": 0.4, "acc_se": None, "chance": 0.0}) == (0.4, None)
+    assert centered({"acc": None, "chance": None}) is None
+
+
+def test_a_suites_mean_counts_each_task_once_and_adds_errors_in_squares() -> None:
+    tasks = [
+        {"acc": 0.5, "acc_se": 0.03, "chance": 0.25, "withheld": None},
+        {"acc": 0.1, "acc_se": 0.02, "chance": 0.0, "withheld": None},
+        {"acc": None, "acc_se": None, "chance": None, "withheld": None},  # has no accuracy
+    ]
+    scores = suite_scores(tasks)
+    assert scores["centered"] == pytest.approx((1 / 3 + 0.1) / 2)
+    assert scores["centered_se"] == pytest.approx(math.hypot(0.04, 0.02) / 2)
+    assert (scores["tasks"], scores["withheld"]) == (2, None)
+    withheld = suite_scores([*tasks, {"acc": None, "withheld": "item 3: NaN"}])
+    assert (withheld["centered"], withheld["withheld"]) == (None, "item 3: NaN")
+    assert suite_scores(tasks[2:])["centered"] is None
 
 
 @pytest.mark.parametrize("bad", [math.nan, -math.inf])

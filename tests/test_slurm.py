@@ -264,7 +264,7 @@ def test_a_rank_is_a_task_and_one_that_is_told_to_stop_stops_them_all_for_one_re
 ) -> None:
     spread = sweep("spread")
     mesh = ["parallel.tp=2", "parallel.dp=2", "parallel.zero=1", "cluster.ranks_per_node=2", "cluster.gpus_per_job=1"]
-    spread.submit(*LONG, "tokens=200_000", "grid.axes={seed: [0]}", *mesh)
+    spread.submit(*LONG, "tokens=80_000", "grid.axes={seed: [0]}", *mesh)
     (run,) = spread.runs().values()
     until(lambda: run.last_metrics().get("step", 0) >= 20, "20 steps")
     shown = slurm("scontrol", "-o", "show", "job", run.state().job_id or "")
@@ -286,7 +286,7 @@ def test_a_rank_is_a_task_and_one_that_is_told_to_stop_stops_them_all_for_one_re
 def test_a_rank_that_is_killed_ends_its_job_and_is_named(sweep: Callable[..., Sweep]) -> None:
     """Rank 0 of one run, which then has nobody to write its state, and the other rank of the other."""
     killed = sweep("ranks")
-    grid = [*LONG, "tokens=200_000", "grid.axes={seed: [0, 1]}", "checkpoint.every_seconds=0.1", "parallel.dp=2"]
+    grid = [*LONG, "tokens=100_000", "grid.axes={seed: [0, 1]}", "checkpoint.every_seconds=0.1", "parallel.dp=2"]
     killed.submit(*grid, "cluster.ranks_per_node=2")
     runs = list(killed.runs().values())
     for rank, run in enumerate(runs):

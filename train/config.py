@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from .errors import UserError
+from .model_shape import check_model
 from .parallel.shapes import check_shapes
 
 # Bumped whenever the trainer's arithmetic changes, so that an old result is never taken for a new one.
@@ -33,6 +34,11 @@ T = TypeVar("T")
 def cosmetic(default: Any) -> Any:
     """A field that says how or where, never what: it is left out of the run's identity."""
     return field(default=default, metadata={"cosmetic": True})
+
+
+def later(default: Any) -> Any:
+    """A field that came after runs had ids: science, but left out of the identity at its default, so old ids stand."""
+    return field(default=default, metadata={"later": True})
 
 
 @dataclass
@@ -95,6 +101,9 @@ class DataConfig:
     cache_dir: str | None = cosmetic(None)  # where shards are kept; None: $ISOFLOP_CACHE, else ~/.cache/isoflop
     fingerprint: str | None = None  # hash of the corpus' content, filled in by the planner
     tokenizer_fingerprint: str | None = None  # bytes, bpe, or a hash of the tokenizer.json, filled in by the planner
+    # What training documents go through, in order, such as [gopher, exact, "near:0.8"]; see train/data/recipe.py.
+    recipe: list[str] = dataclasses.field(default_factory=list, metadata={"cosmetic": True})
+    recipe_fingerprint: str | None = later(None)  # hash of those steps, their rules and model files; by the planner
 
 
 @dataclass
@@ -225,8 +234,10 @@ def identity(config: RunConfig) -> dict[str, Any]:
 
 def _strip_cosmetic(node: Any) -> dict[str, Any]:
     result: dict[str, Any] = {}
-    for name, is_float, is_group in _science(node.__class__):
+    for name, is_float, is_group, *default in _science(node.__class__):
         value = getattr(node, name)
+        if default and value == default[0]:
+            continue  # `later`
         if is_float and isinstance(value, int):
             value = float(value)  # 1 and 1.0 are the same science
         result[name] = _strip_cosmetic(value) if is_group else value
@@ -235,10 +246,15 @@ def _strip_cosmetic(node: Any) -> dict[str, Any]:
 
 
 @functools.cache
-def _science(node: type) -> list[tuple[str, bool, bool]]:
-    """Fields of a dataclass that are not cosmetic: the name, whether it is a float, and whether it is a group."""
+def _science(node: type) -> list[tuple[Any, ...]]:
+    """Fields of a dataclass that are not cosmetic: the name, whether it is a float, whether it is a group, and for a
+    `later` field its default.
+    """
     fields = (item for item in dataclasses.fields(node) if not item.metadata.get("cosmetic"))
-    return [(item.name, item.type == "float", item.name in _GROUPS) for item in fields]
+    return [
+        (item.name, item.type == "float", item.name in _GROUPS, *([item.default] if "later" in item.metadata else []))
+        for item in fields
+    ]
 
 
 def canonical_json(value: Any) -> str:
@@ -292,7 +308,7 @@ def validate(config: RunConfig) -> None:
     Raises:
         UserError: one sentence with the field, the value and what would be accepted.
     """
-    _validate_model(config.model)
+    check_model(config.model)
     _choice("data.corpus", config.data.corpus, ("stdlib", "text", "hf"))
     _choice("schedule.kind", config.schedule.kind, ("wsd", "cosine", "constant"))
     _choice("precision", config.precision, ("fp32", "bf16", "fp16"))
@@ -365,6 +381,11 @@ def validate(config: RunConfig) -> None:
         raise UserError(f"seed is {config.seed}; it must be at least 0 and below 2^63")
     if config.data.validation_fraction == 0:
         raise UserError("data.validation_fraction is 0; a run is scored on held-out documents, so it must be above 0")
+    if config.data.recipe and config.data.recipe_fingerprint is None:
+        raise UserError(
+            f"data.recipe_fingerprint is None with data.recipe {config.data.recipe}; it must be "
+            "isoflop.train.data.recipe.fingerprint of it, or the run would pass for one on raw text"
+        )
     _validate_window(config)
     check_shapes(config)
 
@@ -375,29 +396,6 @@ def _validate_window(config: RunConfig) -> None:
         raise UserError(
             f"model.window is {window}; it must be 1 to data.sequence_length {length}, or null for no window"
         )
-
-
-def _validate_model(model: ModelConfig) -> None:
-    for name in ("width", "depth", "heads", "vocab_multiple"):
-        if getattr(model, name) < 1:
-            raise UserError(f"model.{name} is {getattr(model, name)}; it must be 1 or more")
-    if model.width % model.heads:
-        divisors = ", ".join(str(d) for d in range(1, model.width + 1) if model.width % d == 0)
-        raise UserError(f"model.heads is {model.heads}; it must divide model.width {model.width}: {divisors}")
-    if model.head_dim % 2:
-        raise UserError(
-            f"model.heads is {model.heads}; width {model.width} / heads must be even for rotary positions, "
-            f"it is {model.head_dim}"
-        )
-    if model.num_kv_heads < 1 or model.heads % model.num_kv_heads:
-        raise UserError(f"model.kv_heads is {model.kv_heads}; it must divide model.heads {model.heads}")
-    for name in ("hidden", "vocab_size"):
-        value = getattr(model, name)
-        if value is not None and value < 1:
-            raise UserError(f"model.{name} is {value}; it must be 1 or more")
-    for name in ("rope_theta", "norm_eps"):
-        if not getattr(model, name) > 0:
-            raise UserError(f"model.{name} is {getattr(model, name)}; it must be greater than 0")
 
 
 def _floats(node: Any, prefix: str = "") -> Iterator[tuple[str, float]]:

@@ -33,6 +33,11 @@ def below_fraction(digest: int, fraction: float) -> bool:
     return digest < int(fraction * 2.0**64)
 
 
+def below_threshold(digests: npt.NDArray[np.uint64], fraction: float) -> npt.NDArray[np.bool_]:
+    """`below_fraction` of many."""
+    return digests < np.uint64(min(int(fraction * 2.0**64), 2**64 - 1))
+
+
 class MixedDocuments:
     """Collects tokenized documents in any order and gives them back in the order of their content's hash.
 

@@ -8,13 +8,16 @@ Special here:
   always held out and the highest never, so that two distinct documents are enough for both parts.
 - Documents stand in the order of that hash (see `mixing.py`): the stream is mixed, and its order owes nothing to
   file names.
+- A recipe (`recipe.py`) takes documents from the training part alone: what is held out, and the tokenizer, come from
+  the raw text, so that recipes are compared on the same ground. `manifest["recipe"]` says what each step removed, and
+  `recipe.examples.jsonl` shows some of it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -24,14 +27,17 @@ import numpy.typing as npt
 
 from ..config import DataConfig
 from ..errors import UserError
+from . import recipe
 from .corpora import Corpus, open_corpus
 from .mixing import MixedDocuments, Tokens, below_fraction, content_hash
+from .refine import Refined, Refinery
 from .storage import Progress, building, cache_directory, checksum, locked, read_json, write_json
 from .tokenizers import Tokenizer, load_tokenizer
 
 # Bumped when the same corpus would give other files.
 FORMAT = 1
 PARTS = ("train", "validation")
+EXAMPLES = "recipe.examples.jsonl"
 _BATCH_BYTES = 1 << 20  # of text that is encoded at a time
 _WRITE_TOKENS = 1 << 20  # tokens that are written at a time
 
@@ -66,12 +72,14 @@ class Shards:
                     raise UserError(f"{self.directory / name} differs from its manifest; delete the folder to rebuild")
 
 
-def prepare(config: DataConfig, progress: Progress | None = None) -> Shards:
+def prepare(config: DataConfig, progress: Progress | None = None, processes: int | None = None) -> Shards:
     """The shards of a config's corpus, built unless the cache has them. Processes that ask at once build once.
 
     Args:
-        config: what to read; where `fingerprint` is set, the corpus must still have it.
+        config: what to read; where `fingerprint` or `recipe_fingerprint` is set, the corpus and the recipe must still
+            have it.
         progress: called with (stage, done, total). Stage "tokenize" counts tokens, with an estimated total.
+        processes: that work on a recipe; None: one a core.
 
     Raises:
         UserError: on text that cannot be read or has changed since it was planned, on too little text, a full disk,
@@ -86,17 +94,66 @@ def prepare(config: DataConfig, progress: Progress | None = None) -> Shards:
             f"data.fingerprint is {config.fingerprint}; the corpus found has {fingerprint}, so the text has changed "
             "since it was planned: restore it, or plan again"
         )
+    steps = recipe.fingerprint(config.recipe)
+    if config.recipe_fingerprint not in (None, steps):
+        raise UserError(
+            f"data.recipe_fingerprint is {config.recipe_fingerprint}; the recipe {recipe.label(config.recipe)} has "
+            f"{steps}, so its rules or its model changed since it was planned: restore them, or plan again"
+        )
     tokenizer = load_tokenizer(config, corpus, cache, progress)
-    key = checksum([FORMAT, fingerprint, tokenizer.fingerprint, config.validation_fraction])[:16]
+    content = [FORMAT, fingerprint, tokenizer.fingerprint, config.validation_fraction]
+    key = checksum([*content, *([steps] if steps else [])])[:16]
     directory = cache / "shards" / key
     if (found := _open_if_sound(directory, tokenizer)) is not None:
-        return found
+        return _enough(found, config)
     with locked(cache, f"shards-{key}", progress):
         if (found := _open_if_sound(directory, tokenizer)) is None:
             with building(directory) as temporary:
-                _build(corpus, fingerprint, tokenizer, config, temporary, progress)
+                source = _Source(corpus, fingerprint, config)
+                if steps is None:
+                    _build(source, tokenizer, temporary, progress)
+                else:
+                    _refine(source, cache, processes, tokenizer, temporary, progress)
             found = open_shards(directory, tokenizer)
-    return found
+    return _enough(found, config)
+
+
+def _enough(shards: Shards, config: DataConfig) -> Shards:
+    """Refuses what a recipe left where it is shorter than one window; raw text is the loader's to refuse."""
+    steps = shards.manifest.get("recipe", {}).get("steps")
+    if steps and len(shards.train) <= config.sequence_length:
+        worst = max(steps, key=lambda step: int(step["bytes"]))
+        raise UserError(
+            f"data.recipe leaves {len(shards.train)} tokens of training text, and data.sequence_length is "
+            f"{config.sequence_length}; {worst['step']!r} removed most, {worst['documents']:,} documents, so loosen it "
+            "or leave it out"
+        )
+    return shards
+
+
+@dataclass(frozen=True)
+class _Source:
+    corpus: Corpus
+    fingerprint: str
+    config: DataConfig
+
+
+def _refine(
+    source: _Source,
+    cache: Path,
+    processes: int | None,
+    tokenizer: Tokenizer,
+    directory: Path,
+    progress: Progress | None,
+) -> None:
+    """`_build` of what a recipe leaves."""
+    config = source.config
+    refinery = Refinery(
+        source.corpus, source.fingerprint, config.recipe, config.validation_fraction, cache, progress, processes
+    )
+    with locked(cache, f"recipe-{refinery.key}", progress):  # its folder serves every tokenizer
+        _build(source, tokenizer, directory, progress, refinery.run())
+        refinery.remove()
 
 
 def _open_if_sound(directory: Path, tokenizer: Tokenizer) -> Shards | None:
@@ -143,28 +200,30 @@ def open_shards(directory: str | Path, tokenizer: Tokenizer) -> Shards:
 
 
 def _build(
-    corpus: Corpus,
-    fingerprint: str,
-    tokenizer: Tokenizer,
-    config: DataConfig,
-    directory: Path,
-    progress: Progress | None,
+    source: _Source, tokenizer: Tokenizer, directory: Path, progress: Progress | None, refined: Refined | None = None
 ) -> None:
+    config = source.config
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
     spool = directory / "spool"
     mixed = MixedDocuments(spool, dtype)
-    _tokenize(corpus, tokenizer, mixed, progress)
-    if mixed.lowest == mixed.highest:
+    texts = source.corpus.documents() if refined is None else refined.documents()
+    size = None if progress is None else source.corpus.size_bytes() if refined is None else refined.size_bytes()
+    _tokenize(texts, size, tokenizer, mixed, progress)
+    if refined is None:
+        lowest, highest, documents = mixed.lowest, mixed.highest, mixed.documents
+    else:
+        lowest, highest, documents = refined.lowest, refined.highest, len(refined.held)
+    if lowest == highest:
         raise UserError(
-            f"data.corpus is {config.corpus}; its {mixed.documents} document(s) are all the same text, and "
+            f"data.corpus is {config.corpus}; its {documents} document(s) are all the same text, and "
             "holding one out for validation needs at least two distinct documents"
         )
-    if corpus.fingerprint() != fingerprint:
+    if source.corpus.fingerprint() != source.fingerprint:
         raise UserError(f"data.corpus is {config.corpus}; its text changed while it was read, run again")
     writers = {part: _PartWriter(directory / f"{part}.bin", dtype) for part in PARTS}
     for done, (digest, tokens, text_bytes) in enumerate(mixed, start=1):
-        held_out = below_fraction(digest, config.validation_fraction) or digest == mixed.lowest
-        writers["validation" if held_out and digest != mixed.highest else "train"].add(tokens, text_bytes)
+        held_out = below_fraction(digest, config.validation_fraction) or digest == lowest
+        writers["validation" if held_out and digest != highest else "train"].add(tokens, text_bytes)
         if progress is not None and done % 256 == 0:
             progress("write", float(done), float(mixed.documents))
     for part, writer in writers.items():
@@ -173,10 +232,12 @@ def _build(
     if spool.exists():
         spool.rmdir()
     tokenizer.save(directory)
+    if refined is not None:
+        refined.write_examples(directory / EXAMPLES)
     files = {path.name: _described(path) for path in sorted(directory.iterdir())}
     manifest = {
         "format": FORMAT,
-        "corpus": {"kind": config.corpus, "fingerprint": fingerprint},
+        "corpus": {"kind": config.corpus, "fingerprint": source.fingerprint},
         "tokenizer": {
             "fingerprint": tokenizer.fingerprint,
             "vocab_size": tokenizer.vocab_size,
@@ -186,15 +247,22 @@ def _build(
         "validation_fraction": config.validation_fraction,
         "copies": mixed.copies,  # documents that equal another one
         **{part: writer.counts for part, writer in writers.items()},
+        **({} if refined is None else {"recipe": refined.report}),
         "files": files,
     }
     write_json(directory / "manifest.json", manifest)
 
 
-def _tokenize(corpus: Corpus, tokenizer: Tokenizer, mixed: MixedDocuments, progress: Progress | None) -> None:
-    size = corpus.size_bytes() if progress is not None else None
+def _tokenize(
+    documents: Iterable[str],
+    size: int | None,
+    tokenizer: Tokenizer,
+    mixed: MixedDocuments,
+    progress: Progress | None,
+) -> None:
+    """`size`: about the bytes of the documents, where it is known."""
     tokens_done, bytes_done = 0, 0
-    for texts in _batches(corpus.documents()):
+    for texts in _batches(documents):
         for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
             encoded = text.encode()
             ids = np.append(ids, ids.dtype.type(tokenizer.end_of_document))
@@ -206,7 +274,7 @@ def _tokenize(corpus: Corpus, tokenizer: Tokenizer, mixed: MixedDocuments, progr
             progress("tokenize", float(tokens_done), total)
 
 
-def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
+def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
     batch: list[str] = []
     characters = 0
     for text in texts:

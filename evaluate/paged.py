@@ -1,0 +1,228 @@
+"""Keys and values in pages, so that requests of any length share one block of memory, and attention that reads it.
+
+Special here:
+- a page holds the keys of `PAGE` positions of one request, for all key/value heads of a block: (kv_heads, PAGE, d) in
+  a row, so that all pages of all heads together are one batched matrix product, read where they lie and never copied;
+- a page's query is its owner's; what comes out is put in the order of the request's positions for one softmax, and
+  back. So the work goes by pages in use, whatever the lengths: no padding, and no kernel of our own;
+- pages in use are kept at the front of the memory (`PagedCache.compact`), for the product runs over all up to the last;
+- pages are found through a table a request (`pages`), and given back as soon as a window or the end of a document
+  hides them.
+
+Kwon et al. 2023, arXiv 2309.06180 (PagedAttention); Ainslie et al. 2023, arXiv 2305.13245 (grouped queries: only
+kv_heads are kept).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+PAGE = 32  # positions; on CPUs 16 to 128 took about the same time, and more hold more room that nobody uses
+
+Ids = npt.NDArray[np.int64]
+
+
+@dataclass
+class Pages:
+    """Where the keys and values of one request lie.
+
+    Attributes:
+        table: page of each stretch of `page` positions, from stretch `first` on.
+        first: stretches before it have been given back.
+    """
+
+    table: list[int] = field(default_factory=list)
+    first: int = 0
+
+    @property
+    def end(self) -> int:
+        """The first stretch that has no page."""
+        return self.first + len(self.table)
+
+
+class PagedCache:
+    """Memory for keys and values, and which of its pages are free.
+
+    Args:
+        depth: blocks of the model.
+        kv_heads, head_dim: of each.
+        pages: how many there are; the bound on memory, 2 depth kv_heads head_dim page numbers each.
+        dtype, device: of the model.
+        page: positions a page.
+
+    Attributes:
+        keys, values: (depth, pages, kv_heads, page, head_dim).
+    """
+
+    def __init__(
+        self, depth: int, kv_heads: int, head_dim: int, pages: int, dtype: torch.dtype, device: torch.device,
+        page: int = PAGE,
+    ) -> None:  # fmt: skip
+        shape = (depth, pages, kv_heads, page, head_dim)
+        self.keys = torch.empty(shape, dtype=dtype, device=device)
+        self.values = torch.empty(shape, dtype=dtype, device=device)
+        self.page, self.kv_heads = page, kv_heads
+        self._free = list(range(pages))  # a heap: the lowest is taken first
+        self._users: dict[int, Pages] = {}
+
+    @property
+    def free(self) -> int:
+        """Pages that nobody uses."""
+        return len(self._free)
+
+    @property
+    def top(self) -> int:
+        """All pages in use lie below."""
+        return max(self._users, default=-1) + 1
+
+    def stretches(self, first: int, length: int) -> int:
+        """Pages that positions first, …, length - 1 lie in."""
+        return -(-length // self.page) - first // self.page
+
+    def extend(self, pages: Pages, length: int) -> bool:
+        """Gives a request pages up to position length - 1; gives nothing and says False where there are too few."""
+        missing = -(-length // self.page) - pages.end
+        if missing > self.free:
+            return False
+        taken = [heapq.heappop(self._free) for _ in range(missing)]
+        self._users.update(dict.fromkeys(taken, pages))
+        pages.table += taken
+        if taken:
+            # What hidden positions hold is multiplied by a weight of zero, and may be another request's NaN.
+            self.values[:, torch.tensor(taken, device=self.values.device)] = 0.0
+        return True
+
+    def forget(self, pages: Pages, before: int) -> bool:
+        """Takes back the pages of which no position from `before` on is part; says whether there were any."""
+        hidden = min(before // self.page - pages.first, len(pages.table))
+        if hidden <= 0:
+            return False
+        self._give_back(pages.table[:hidden])
+        del pages.table[:hidden]
+        pages.first += hidden
+        return True
+
+    def release(self, pages: Pages) -> None:
+        """Takes all pages of a request back."""
+        self._give_back(pages.table)
+        pages.table, pages.first = [], 0
+
+    def compact(self) -> bool:
+        """Moves pages to the front where over a third of those before the last are free; says whether it did."""
+        used = len(self._users)
+        if 3 * used >= 2 * self.top:
+            return False
+        moved = sorted(page for page in self._users if page >= used)
+        places = heapq.nsmallest(len(moved), self._free)
+        source, target = (torch.tensor(ids, device=self.keys.device) for ids in (moved, places))
+        for store in (self.keys, self.values):
+            for block in store:
+                block[target] = block[source]
+        renamed = dict(zip(moved, places, strict=True))
+        owners = {id(pages): pages for pages in (self._users[page] for page in moved)}
+        for pages in owners.values():
+            pages.table = [renamed.get(page, page) for page in pages.table]
+        self._users = {renamed.get(page, page): pages for page, pages in self._users.items()}
+        self._free = sorted({*self._free, *moved} - {*places})
+        return True
+
+    def write(self, block: int, rows: Tensor, key: Tensor, value: Tensor) -> None:
+        """Keeps keys and values (n, kv_heads, d) of one block at `rows` (n kv_heads,), see `rows`."""
+        d = key.shape[-1]
+        self.keys[block].view(-1, d).index_copy_(0, rows, key.reshape(-1, d))
+        self.values[block].view(-1, d).index_copy_(0, rows, value.reshape(-1, d))
+
+    def rows(self, pages: Sequence[Pages], positions: Sequence[Ids]) -> Ids:
+        """Where positions (n,) of each request lie among all (page, head, position in its page): (sum n kv_heads,)."""
+        own = [np.array(one.table)[at // self.page - one.first] for one, at in zip(pages, positions, strict=True)]
+        page, place = np.concatenate(own), np.concatenate(positions) % self.page
+        heads = np.arange(self.kv_heads)
+        return ((page[:, None] * self.kv_heads + heads) * self.page + place[:, None]).ravel()
+
+    def _give_back(self, table: Sequence[int]) -> None:
+        for page in table:
+            del self._users[page]
+            heapq.heappush(self._free, page)
+
+
+class PagedBatch:
+    """Requests that decode together: which page is whose, as `attend` reads it. Valid until a table changes.
+
+    With B requests, P pages up to the last in use, and S stretches in the longest table.
+    """
+
+    def __init__(self, cache: PagedCache, pages: Sequence[Pages], heads: int) -> None:
+        self.cache, self.pages, self.heads = cache, pages, heads
+        self.top = cache.top
+        longest = max(len(one.table) for one in pages)
+        table = np.zeros((len(pages), longest), np.int64)  # (B, S); where a table ends earlier, any page: it is masked
+        owner = np.zeros(self.top, np.int64)  # (P,)
+        place = np.zeros(self.top, np.int64)  # (P,) stretch in its owner's table
+        for row, one in enumerate(pages):
+            table[row, : len(one.table)] = one.table
+            owner[one.table] = row
+            place[one.table] = np.arange(len(one.table))
+        head = np.arange(heads)
+        device = cache.keys.device
+        put = lambda array: torch.from_numpy(np.ascontiguousarray(array)).to(device)  # noqa: E731
+        self.owner = put(owner)
+        self.in_order = put((table[:, None] * heads + head[:, None]).ravel())  # (B, heads, S) rows of (P, heads)
+        # (P, heads) rows of (B, heads, S)
+        self.by_page = put(((owner[:, None] * heads + head) * longest + place[:, None]).ravel())
+        self.bags = put(np.concatenate([one.table for one in pages]))
+        self.bag_starts = put(np.cumsum([0, *(len(one.table) for one in pages[:-1])]))
+        first = np.array([one.first for one in pages]) * cache.page
+        self._column = first[:, None] + np.arange(longest * cache.page)  # (B, S page) position of each column
+
+    def step(self, positions: Ids, first: Ids) -> PagedStep:
+        """One token a request, at `positions` (B,), which sees those from `first` (B,) on, itself included."""
+        hidden = (self._column > positions[:, None]) | (self._column < first[:, None])
+        rows = self.cache.rows(self.pages, [positions[row : row + 1] for row in range(len(positions))])
+        device = self.owner.device
+        return PagedStep(self, torch.from_numpy(hidden).to(device)[:, None], torch.from_numpy(rows).to(device))
+
+
+@dataclass
+class PagedStep:
+    """Attention of one new token a request.
+
+    Attributes:
+        hidden: (B, 1, S page) what it does not see.
+        rows: (B kv_heads,) where its keys and values go.
+    """
+
+    batch: PagedBatch
+    hidden: Tensor
+    rows: Tensor
+
+    def attend(self, block: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Keeps key and value, and reads all that the queries see: as `forward.Attend`, with n = B."""
+        cache, batch = self.cache, self.batch
+        cache.write(block, self.rows, key, value)
+        requests, heads, d = query.shape
+        pages, products = batch.top, batch.top * cache.kv_heads
+        keys = cache.keys[block, :pages].view(products, cache.page, d)
+        values = cache.values[block, :pages].view(products, cache.page, d)
+        # Queries of a group share their keys: (P kv_heads, group, d).
+        query = (query.reshape(requests, heads * d) * d**-0.5).index_select(0, batch.owner)
+        scores = torch.bmm(query.view(products, -1, d), keys.transpose(1, 2)).view(pages * heads, cache.page)
+        scores = scores.index_select(0, batch.in_order).view(requests, heads, -1)
+        # Filled, not added to: what other requests have left in hidden places may be anything.
+        scores = scores.masked_fill_(self.hidden, float("-inf"))
+        weights = torch.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+        weights = weights.to(query.dtype).view(-1, cache.page).index_select(0, batch.by_page)
+        parts = torch.bmm(weights.view(products, -1, cache.page), values).view(pages, heads * d)
+        mixed = F.embedding_bag(batch.bags, parts, batch.bag_starts, mode="sum")  # the sum over a request's pages
+        return mixed.view(requests, heads, d)
+
+    @property
+    def cache(self) -> PagedCache:
+        return self.batch.cache

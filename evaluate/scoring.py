@@ -1,0 +1,254 @@
+"""How likely continuations are after their prefixes, with a GPT: what requests share is computed once.
+
+Special here:
+- Requests are packed as trees of tokens (`trees.py`); matrices work on all tokens of a batch in one list, without
+  padding (`forward.py`), and attention on the trees, one a row, under a mask where they branch.
+- Logits are computed where a request reads them and nowhere else, once for all that do, and a few at a time: an array
+  of (tokens, vocabulary) never exists. A choice of one token costs nothing: the prompt's last logits answer it.
+- Where memory runs out the batch is halved, down to a single request, and stays small from then on.
+- Sums over tokens are float64, so batching changes nothing beyond the rounding of the model itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..train.attention import causal_attention
+from ..train.errors import UserError
+from ..train.model import GPT
+from .forward import last_hidden, logits_of
+from .trees import Costs, Request, Tree, batches, plan
+
+Score = tuple[float, bool]  # (nats, whether greedy decoding would write it)
+Done = Callable[[list[tuple[int, Score]]], None]  # (place of the request, its score) of those that are finished
+
+LOGITS_A_TOKEN = 1024  # entries of logits held at a time, for each token of the budget
+# Under a mask an operation of attention takes longer than one of a matrix product; measured best with few-shot prompts
+# on a CPU, 3 and 12 being within a fifth.
+ATTENTION_SLOWNESS = 10.0
+
+
+class Scores(Protocol):
+    """Whatever scores requests."""
+
+    def score(self, requests: Sequence[Request], done: Done | None = None) -> list[Score]: ...
+
+
+class Scorer:
+    """Scores requests with a GPT.
+
+    Args:
+        model: in eval mode, in any precision.
+        device: where the model lies.
+        batch_tokens: bound on rows times length of one pass; a request that is longer goes alone.
+        say: is told when memory ran out and the bound was lowered.
+    """
+
+    def __init__(
+        self, model: GPT, device: str | torch.device, batch_tokens: int, say: Callable[[str], None] | None = None
+    ) -> None:
+        self.model, self.device, self.batch_tokens = model, torch.device(device), batch_tokens
+        self._say = say or (lambda line: None)
+        config = model.config
+        block = sum(parameter.numel() for parameter in model.blocks[0].parameters())
+        # Of one block: two operations a weight; and two products with half of the pairs of tokens, for they see back.
+        self._costs = Costs(token=2 * block, pair=2 * ATTENTION_SLOWNESS * config.heads * config.head_dim)
+
+    def score(self, requests: Sequence[Request], done: Done | None = None) -> list[Score]:
+        """(nats, greedy) of each request, in their order; `done` hears of them batch by batch.
+
+        Raises:
+            UserError: there is not enough memory for a single request.
+        """
+        # Nothing is certain, and greedy decoding writes it.
+        results: list[Score | None] = [None if len(request.continuation) else (0.0, True) for request in requests]
+        if done is not None and (empty := [(place, score) for place, score in enumerate(results) if score is not None]):
+            done(empty)
+        while waiting := [place for place, score in enumerate(results) if score is None]:
+            for batch in batches(self._plan(requests, waiting), self.batch_tokens):
+                scored = self._try(requests, batch)
+                if scored is None:
+                    break  # the rest is planned anew for a smaller budget
+                for place, score in scored:
+                    results[place] = score
+                if done is not None:
+                    done(scored)
+        return [score for score in results if score is not None]
+
+    def _plan(self, requests: Sequence[Request], waiting: Sequence[int]) -> list[Tree]:
+        return plan(requests, waiting, self._costs, self.batch_tokens, self.model.end_of_document)
+
+    def _try(self, requests: Sequence[Request], batch: list[Tree]) -> list[tuple[int, Score]] | None:
+        """None: memory ran out, and the budget was lowered."""
+        try:
+            return self._isolated(requests, batch)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+        # Outside of the clause: the frames of the error, which hold tensors, are gone.
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        longest = max(map(len, batch))
+        if len(batch) == 1 and len(batch[0].scored) == 1 and self.batch_tokens <= longest:
+            raise UserError(
+                f"memory ran out on {self.device} over one request of {longest} tokens; precision=bf16 or a machine "
+                "with more memory would do"
+            )
+        # A batch that did not fill its budget says more than the budget.
+        self.batch_tokens = max(1, min(self.batch_tokens, len(batch) * longest) // 2)
+        self._say(f"memory ran out; batch_tokens is {self.batch_tokens} from here on")
+        return None
+
+    def _isolated(self, requests: Sequence[Request], batch: list[Tree]) -> list[tuple[int, Score]]:
+        """NaN passes masks. What is NaN in company is asked again alone, so that the right request is blamed."""
+        scored = self._pass(batch)
+        company = {one.place for tree in batch if len(tree.scored) > 1 for one in tree.scored}
+        return [
+            self._pass(self._plan(requests, [place]))[0] if np.isnan(score[0]) and place in company else (place, score)
+            for place, score in scored
+        ]
+
+    @torch.inference_mode()
+    def _pass(self, batch: list[Tree]) -> list[tuple[int, Score]]:
+        tokens = self._put(np.concatenate([tree.tokens for tree in batch]))
+        positions = self._put(np.concatenate([tree.positions for tree in batch]))
+        attention = _TreeAttention(batch, self.model, self.device)
+        hidden = last_hidden(self.model, tokens, positions, attention)  # (n, width)
+        starts = np.cumsum([0, *map(len, batch)])
+        scored = [one for tree in batch for one in tree.scored]
+        nodes = [one.nodes + start for tree, start in zip(batch, starts, strict=False) for one in tree.scored]
+        nats, hits = self._targets(hidden, np.concatenate(nodes), np.concatenate([one.targets for one in scored]))
+        firsts = np.cumsum([0, *(len(one.targets) for one in scored)])[:-1]
+        sums, greedy = np.add.reduceat(nats, firsts), np.logical_and.reduceat(hits, firsts)
+        return [(one.place, (float(s), bool(g))) for one, s, g in zip(scored, sums, greedy, strict=True)]
+
+    def _targets(self, hidden: Tensor, nodes: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Log p of targets (p,) after nodes (p,), in float64, and whether each is the likeliest token."""
+        order = np.argsort(nodes, kind="stable")
+        read, inverse = np.unique(nodes[order], return_inverse=True)  # (u,) whose logits are read, (p,) by whom
+        wanted = self._put(targets[order])
+        rows = max(1, self.batch_tokens * LOGITS_A_TOKEN // self.model.head.vocab_size)
+        nats, hits = [], []
+        for start in range(0, len(read), rows):
+            low, high = np.searchsorted(inverse, (start, start + rows))
+            logits = logits_of(self.model, hidden[self._put(read[start : start + rows])])  # (rows, V)
+            found, likeliest = _read(logits, self._put(inverse[low:high] - start), wanted[low:high])
+            nats.append(found)
+            hits.append(likeliest)
+        back = np.argsort(order)
+        return torch.cat(nats).double().cpu().numpy()[back], torch.cat(hits).cpu().numpy()[back]
+
+    def _put(self, ids: np.ndarray) -> Tensor:
+        return torch.from_numpy(ids).to(self.device)
+
+
+def _read(logits: Tensor, rows: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Nats of targets (p,) by rows (p,) of logits (r, V), and whether each is the likeliest, of equals the first."""
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    nats = torch.log_softmax(logits, dim=1)[rows, targets]  # on CPUs in half the time of logsumexp
+    hits = logits[rows, targets] == logits.amax(dim=1)[rows]
+    some = hits.nonzero()[:, 0]  # where it ends takes 20 times as long to find as how high it is
+    hits[some] = logits[rows[some]].argmax(dim=1) == targets[some]
+    return nats, hits
+
+
+class _TreeAttention:
+    """Attention over trees, one a row of a padded batch; see `forward.Attend`."""
+
+    def __init__(self, batch: list[Tree], model: GPT, device: torch.device) -> None:
+        sizes = np.array([len(tree) for tree in batch])
+        self.rows, self.longest = len(batch), int(sizes.max())
+        # Where each token stands in the padded batch, and which token stands at each place there, padding being
+        # whatever comes next; None: there is no padding.
+        column, starts = np.arange(self.longest), np.cumsum(sizes) - sizes
+        places = np.flatnonzero(column < sizes[:, None])
+        self.places = self.source = None
+        if len(places) < self.rows * self.longest:
+            self.places = torch.from_numpy(places).to(device)
+            source = np.minimum(starts[:, None] + column, len(places) - 1)
+            self.source = torch.from_numpy(source.ravel()).to(device)
+        self.mask = self._mask(batch, model, device)
+
+    def _mask(self, batch: list[Tree], model: GPT, device: torch.device) -> Tensor | None:
+        """(rows, 1, longest, longest), 0 or -inf; None where every token sees all before it in its row."""
+        window = model.config.window
+        narrow = window is not None and any(int(tree.positions.max()) >= window for tree in batch)
+        apart = any(tree.documents.any() for tree in batch)
+        if not narrow and not apart and not any(tree.branches for tree in batch):
+            return None
+        # Padding sees itself and what pads before it: a row of -inf alone would be NaN.
+        ends = self._padded([tree.ends for tree in batch], self.longest, device)
+        index = torch.arange(self.longest, dtype=torch.int32, device=device)
+        seen = (index[:, None] >= index) & (index[:, None] < ends[:, None, :])
+        positions = self._padded([tree.positions for tree in batch], self.longest, device)
+        if window is not None and narrow:
+            seen &= positions[:, :, None] - positions[:, None, :] < window
+        if apart:
+            documents = self._padded([tree.documents for tree in batch], 0, device)
+            seen &= positions[:, None, :] >= documents[:, :, None]
+        mask = torch.zeros(seen.shape, dtype=model.embedding.weight.dtype, device=device)
+        return mask.masked_fill_(~seen, float("-inf"))[:, None]
+
+    def _padded(self, parts: list[np.ndarray], value: int, device: torch.device) -> Tensor:
+        out = np.full((self.rows, self.longest), value, dtype=np.int32)
+        for row, part in enumerate(parts):
+            out[row, : len(part)] = part
+        return torch.from_numpy(out).to(device)
+
+    def __call__(self, block: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        query, key, value = (self._rows(x).transpose(1, 2) for x in (query, key, value))
+        mixed = causal_attention(query, key, value, self.mask).transpose(1, 2).flatten(0, 1)
+        return mixed if self.places is None else mixed.index_select(0, self.places)
+
+    def _rows(self, x: Tensor) -> Tensor:
+        """(n, heads, d) -> (rows, longest, heads, d)."""
+        if self.source is not None:
+            x = x.index_select(0, self.source)
+        return x.view(self.rows, self.longest, *x.shape[1:])
+
+
+class WholeRows:
+    """Scores requests with any causal module, tokens (B, T) -> logits (B, T, V), every request a whole padded row."""
+
+    def __init__(self, model: nn.Module, device: str | torch.device, batch_tokens: int) -> None:
+        self.model, self.device, self.batch_tokens = model, torch.device(device), batch_tokens
+
+    @torch.inference_mode()
+    def score(self, requests: Sequence[Request], done: Done | None = None) -> list[Score]:
+        """As `Scorer.score`."""
+        results: list[Score] = [(0.0, True)] * len(requests)
+        inputs = [request.inputs for request in requests]
+        order = sorted((n for n, r in enumerate(requests) if r.continuation), key=lambda place: -len(inputs[place]))
+        start = 0
+        while start < len(order):
+            rows = max(1, self.batch_tokens // len(inputs[order[start]]))
+            batch = order[start : start + rows]
+            tokens = np.zeros((len(batch), len(inputs[batch[0]])), dtype=np.int64)  # padded on the right, unseen
+            for row, place in enumerate(batch):
+                tokens[row, : len(inputs[place])] = inputs[place]
+            logits = self.model(torch.from_numpy(tokens).to(self.device))
+            for row, place in enumerate(batch):
+                results[place] = _row_score(logits[row, : len(inputs[place])], requests[place].continuation)
+            if done is not None:
+                done([(place, results[place]) for place in batch])
+            start += rows
+        return results
+
+
+def _row_score(logits: Tensor, continuation: Sequence[int]) -> Score:
+    logits = logits[-len(continuation) :]
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    targets = torch.tensor(continuation, device=logits.device)
+    nats = logits.gather(1, targets[:, None])[:, 0] - logits.logsumexp(dim=1)
+    return float(nats.double().sum()), bool((logits.argmax(dim=1) == targets).all())
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """CUDA's allocator has a class of its own; the CPU's raises a RuntimeError that says so."""
+    words = ("not enough memory", "can't allocate memory", "cannot allocate memory", "DefaultCPUAllocator")
+    return isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in words)

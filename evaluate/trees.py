@@ -1,0 +1,178 @@
+"""Requests as trees of tokens: what several of them share stands in a tree once. Pure; NumPy alone.
+
+Special here:
+- In preorder a token i sees a token j exactly where j <= i < end(j), end(j) being where j's branch ends: one number a
+  token says what attention may see, whatever the tree. A single sequence is the tree with end = n everywhere.
+- In lexicographic order what a request shares with any earlier one it shares with the one just before it, so one pass
+  over the sorted requests builds the trees.
+- A request joins the tree before it where that saves more arithmetic than attention over the larger tree costs: choices
+  share their question, and few-shot prompts their examples until a tree has grown too large.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Ids = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Request:
+    """Tokens to be scored, and the tokens before them (at least one)."""
+
+    prefix: Sequence[int]
+    continuation: Sequence[int]
+
+    @property
+    def inputs(self) -> Ids:
+        """What a model reads: the last token is only predicted."""
+        return np.asarray([*self.prefix, *self.continuation[:-1]], dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class Scored:
+    """One request inside a tree."""
+
+    place: int  # of the request in its list
+    nodes: Ids  # (k,) after which of the tree's tokens each of its k tokens is predicted
+    targets: Ids  # (k,) those tokens
+
+
+@dataclass(frozen=True)
+class Tree:
+    """n tokens in preorder.
+
+    Attributes:
+        tokens, positions: (n,); positions count from the root.
+        ends: (n,) token j is seen by the tokens j <= i < ends[j].
+        documents: (n,) position at which the token's document begins; 0 where documents are not kept apart.
+        scored: the requests that it answers.
+    """
+
+    tokens: Ids
+    positions: Ids
+    ends: Ids
+    documents: Ids
+    scored: list[Scored]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def branches(self) -> bool:
+        return bool((self.ends != len(self)).any())
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a tree of n tokens costs: token * n + pair * n^2, in any unit."""
+
+    token: float
+    pair: float
+
+    def of(self, tokens: int) -> float:
+        return self.token * tokens + self.pair * tokens * tokens
+
+
+def plan(
+    requests: Sequence[Request], waiting: Sequence[int], costs: Costs, largest: int, end_of_document: int | None = None
+) -> list[Tree]:
+    """Packs requests into trees.
+
+    Args:
+        requests: all of them; those in `waiting`, none of them with an empty continuation, are packed.
+        waiting: places in `requests`.
+        costs: decide whether sharing pays.
+        largest: tokens of a tree at most; a request that is longer has a tree of its own.
+        end_of_document: the token after which another document begins, which sees nothing of the one before.
+    """
+    trees: list[Tree] = []
+    growing: _Growing | None = None
+    for place, inputs in ordered(requests, waiting):
+        shared = 0 if growing is None else growing.shared(inputs)
+        if growing is not None and shared:
+            larger = len(growing) + len(inputs) - shared
+            if larger > largest or costs.of(larger) > costs.of(len(growing)) + costs.of(len(inputs)):
+                shared = 0
+        if growing is None or not shared:
+            if growing is not None:
+                trees.append(growing.tree())
+            growing = _Growing(end_of_document)
+        growing.add(place, inputs, shared, np.asarray(requests[place].continuation, dtype=np.int64))
+    return trees if growing is None else [*trees, growing.tree()]
+
+
+def ordered(requests: Sequence[Request], waiting: Sequence[int]) -> list[tuple[int, Ids]]:
+    """(place, inputs) of those that wait, lexicographically by inputs: what begins alike stands together."""
+    inputs = {place: requests[place].inputs for place in waiting}
+    # Numbers of four bytes, the highest first, compare as their bytes do.
+    order = sorted(waiting, key=lambda place: inputs[place].astype(">u4").tobytes())
+    return [(place, inputs[place]) for place in order]
+
+
+def common(first: Ids, second: Ids) -> int:
+    """How many tokens two sequences begin with alike."""
+    length = min(len(first), len(second))
+    differ = np.flatnonzero(first[:length] != second[:length])
+    return int(differ[0]) if len(differ) else length
+
+
+def batches(trees: Sequence[Tree], batch_tokens: int) -> Iterator[list[Tree]]:
+    """The longest first, in batches of at most `batch_tokens` rows times length; those that branch by themselves, for
+    attention over the others needs no mask.
+    """
+    order = sorted(trees, key=lambda tree: (tree.branches, -len(tree)))
+    start = 0
+    while start < len(order):
+        stop = min(start + max(1, batch_tokens // len(order[start])), len(order))
+        batch = [tree for tree in order[start:stop] if tree.branches == order[start].branches]
+        yield batch
+        start += len(batch)
+
+
+class _Growing:
+    """A tree, and the path to the tokens of the request that was added last."""
+
+    def __init__(self, end_of_document: int | None) -> None:
+        self._end = end_of_document
+        self._tokens: list[Ids] = []
+        self._positions: list[Ids] = []
+        self._documents: list[Ids] = []
+        self._closed: list[tuple[Ids, int]] = []  # (tokens whose branch has ended, where)
+        self._scored: list[Scored] = []
+        self._size = 0
+        self._inputs = self._path = np.zeros(0, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return self._size
+
+    def shared(self, inputs: Ids) -> int:
+        return common(self._inputs, inputs)
+
+    def add(self, place: int, inputs: Ids, shared: int, targets: Ids) -> None:
+        new = len(inputs) - shared
+        self._closed.append((self._path[shared:], self._size))
+        self._path = np.concatenate([self._path[:shared], np.arange(self._size, self._size + new)])
+        self._tokens.append(inputs[shared:])
+        self._positions.append(np.arange(shared, len(inputs)))
+        self._documents.append(self._document_starts(inputs)[shared:])
+        self._scored.append(Scored(place, self._path[len(inputs) - len(targets) :], targets))
+        self._inputs, self._size = inputs, self._size + new
+
+    def _document_starts(self, inputs: Ids) -> Ids:
+        begins = np.zeros(len(inputs), dtype=np.int64)
+        if self._end is not None:  # a document begins after the token that ends one
+            begins[1:] = np.where(inputs[:-1] == self._end, np.arange(1, len(inputs)), 0)
+        return np.maximum.accumulate(begins)
+
+    def tree(self) -> Tree:
+        ends = np.full(self._size, self._size)
+        for nodes, where in self._closed:
+            ends[nodes] = where
+        parts = (self._tokens, self._positions, self._documents)
+        tokens, positions, documents = (np.concatenate(part) for part in parts)
+        return Tree(tokens, positions, ends, documents, self._scored)

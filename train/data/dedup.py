@@ -1,0 +1,224 @@
+"""Which documents to keep of those that are alike: exact copies, near duplicates by MinHash, overlap by a Bloom filter.
+
+Special here:
+- Documents stand in an order of their own, `rank`: those held out first, then by the hash of their text. The first of
+  its kind stays, so the result does not depend on files, their order, or the number of processes.
+- Nothing but hashes is in memory: about 60 bytes a document, and one band's hashes at a time.
+- Pairs that share a band are only candidates; each is verified by the exact Jaccard similarity of the two sets, so that
+  nothing below the threshold is a pair. What is near to what is near is one cluster, as everywhere: a member may be
+  below the threshold from the one that stays.
+
+Broder 1997; Leskovec, Rajaraman and Ullman, Mining of Massive Datasets, section 3.4; Lee et al. 2022
+(arXiv:2107.06499). The Bloom filter follows BFF (Li et al. 2024, DCLM, arXiv:2406.11794) and Dolma (Soldaini et al.
+2024, arXiv:2402.00159).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import UserError
+from .shingles import Hashes, Offsets
+
+Flags = npt.NDArray[np.bool_]
+Integers = npt.NDArray[np.int64]
+BLOOM_ERROR = 1e-3  # share of new n-grams that the filter takes for old ones
+_PAIR_HASHES = 1 << 22  # compared at a time
+
+
+@dataclass(frozen=True)
+class Duplicates:
+    """What a step finds in documents in a given order, (n,) each.
+
+    `removed`: goes. `leaked`: goes for being near a held-out document. `like`: which document it is near; itself where
+    it stays.
+    """
+
+    removed: Flags
+    leaked: Flags
+    like: Integers
+
+
+def ranks(digests: Hashes, held: Flags) -> Integers:
+    """(n,) the place of each document in the order in which the first of its kind stays."""
+    rank = np.empty(len(digests), np.int64)
+    rank[np.lexsort((digests, ~held))] = np.arange(len(digests))
+    return rank
+
+
+def exact(digests: Hashes, held: Flags) -> Duplicates:
+    """Further copies of a text. All copies of a held-out text are held out, and none of them goes."""
+    order = np.argsort(digests, kind="stable")
+    first = np.concatenate([[True], digests[order][1:] != digests[order][:-1]]) if len(order) else np.empty(0, bool)
+    like = np.empty(len(digests), np.int64)
+    like[order] = order[np.maximum.accumulate(np.where(first, np.arange(len(order)), 0))] if len(order) else order
+    removed = (like != np.arange(len(digests))) & ~held
+    like[~removed] = np.flatnonzero(~removed)
+    return Duplicates(removed, np.zeros_like(removed), like)
+
+
+def candidates(band: Callable[[int], Hashes], bands: int, usable: Flags) -> Flags:
+    """(n,) whether a document shares any band with another one."""
+    found = np.zeros(len(usable), bool)
+    for number in range(bands):
+        order, group = _groups(band(number), usable, np.arange(len(usable)))
+        found[order[np.bincount(group)[group] > 1]] = True
+    return found
+
+
+def near(
+    band: Callable[[int], Hashes],
+    bands: int,
+    sets: npt.NDArray[np.uint32],
+    offsets: Offsets,
+    digests: Hashes,
+    held: Flags,
+    threshold: float,
+    progress: Callable[[int], None] = lambda done: None,
+) -> Duplicates:
+    """Near duplicates.
+
+    Args:
+        band: (n,) hashes of a band of the documents, by its number.
+        bands: how many there are.
+        sets: the n-grams of each document, sorted; those of candidates are enough, the others may be empty.
+        offsets: (n + 1,) where each document's begin.
+        digests: (n,) hashes of the texts.
+        held: (n,) whether a document is held out.
+        threshold: the Jaccard similarity from which two documents are near.
+        progress: called with the number of bands that are done.
+    """
+    from scipy.sparse import coo_array
+    from scipy.sparse.csgraph import connected_components
+
+    rank, usable = ranks(digests, held), np.diff(offsets) > 0
+    n = len(rank)
+    cluster = np.arange(n, dtype=np.int64)
+    for number in range(bands):
+        order, group = _groups(band(number), usable, rank)
+        edges = _verified(order, group, cluster, lambda a, b: jaccard(a, b, sets, offsets) >= threshold)
+        if len(edges):
+            graph = coo_array((np.ones(len(edges), bool), (cluster[edges[:, 0]], cluster[edges[:, 1]])), shape=(n, n))
+            cluster = connected_components(graph, directed=False)[1].astype(np.int64)[cluster]
+        progress(number + 1)
+    return _firsts(cluster, rank, held)
+
+
+def _groups(hashes: Hashes, usable: Flags, rank: Integers) -> tuple[Integers, Integers]:
+    """Documents that have a hash in common with others, by rank inside their group, and the number of that group."""
+    at = np.flatnonzero(usable)
+    order = at[np.lexsort((rank[at], hashes[at]))]
+    ordered = hashes[order]
+    new = np.concatenate([[True], ordered[1:] != ordered[:-1]]) if len(order) else np.empty(0, bool)
+    group = np.cumsum(new) - 1
+    several = np.bincount(group, minlength=1)[group] > 1
+    return order[several], group[several]
+
+
+def _verified(
+    order: Integers, group: Integers, cluster: Integers, alike: Callable[[Integers, Integers], Flags]
+) -> Integers:
+    """(edges, 2) pairs that are near: each group's members with its first; those that are not near, among themselves.
+
+    A group of unlike documents would cost its size squared; what is left after 32 rounds is left to other bands.
+    """
+    edges = [np.empty((0, 2), np.int64)]
+    for _ in range(32):
+        if not len(order):
+            break
+        first = np.concatenate([[True], group[1:] != group[:-1]])
+        leader = order[np.maximum.accumulate(np.where(first, np.arange(len(order)), 0))]
+        open_pairs = cluster[order] != cluster[leader]
+        linked = ~open_pairs
+        linked[open_pairs] = alike(order[open_pairs], leader[open_pairs])
+        edges.append(np.stack([order, leader], 1)[linked & open_pairs])
+        order, group = order[~linked], group[~linked]
+    return np.concatenate(edges)
+
+
+def jaccard(a: Integers, b: Integers, sets: npt.NDArray[np.uint32], offsets: Offsets) -> npt.NDArray[np.float64]:
+    """(pairs,) exact Jaccard similarity of documents a and b, each (pairs,)."""
+    sizes = np.diff(offsets)
+    both = sizes[a] + sizes[b]
+    shared = np.zeros(len(a), np.int64)
+    start = 0
+    total = np.cumsum(both)
+    while start < len(a):
+        limit = (total[start - 1] if start else 0) + _PAIR_HASHES
+        end = max(start + 1, int(np.searchsorted(total, limit, side="right")))
+        pair = np.concatenate([np.arange(end - start)] * 2)
+        documents = np.concatenate([a[start:end], b[start:end]])
+        keys = _gathered(documents, pair, sets, offsets)
+        keys.sort()
+        again = keys[1:][keys[1:] == keys[:-1]] >> np.uint64(32)
+        shared[start:end] = np.bincount(again.astype(np.int64), minlength=end - start)
+        start = end
+    return shared / np.maximum(both - shared, 1)
+
+
+def _gathered(documents: Integers, pair: Integers, sets: npt.NDArray[np.uint32], offsets: Offsets) -> Hashes:
+    """The hashes of documents with the number of their pair before them."""
+    counts = offsets[documents + 1] - offsets[documents]
+    begins = np.repeat(offsets[documents] - (np.cumsum(counts) - counts), counts)
+    values = np.asarray(sets[begins + np.arange(len(begins))]).astype(np.uint64)
+    return (np.repeat(pair, counts).astype(np.uint64) << np.uint64(32)) | values
+
+
+def _firsts(cluster: Integers, rank: Integers, held: Flags) -> Duplicates:
+    """Of each cluster the first by rank stays, and what is held out."""
+    order = np.lexsort((rank, cluster))
+    new = np.concatenate([[True], cluster[order][1:] != cluster[order][:-1]]) if len(order) else np.empty(0, bool)
+    like = np.empty(len(rank), np.int64)
+    like[order] = order[np.maximum.accumulate(np.where(new, np.arange(len(order)), 0))] if len(order) else order
+    removed = (like != np.arange(len(rank))) & ~held
+    leaked = removed & held[like]
+    like[~removed] = np.flatnonzero(~removed)
+    return Duplicates(removed, leaked, like)
+
+
+def bloom(
+    hashes: Hashes,
+    offsets: Offsets,
+    digests: Hashes,
+    held: Flags,
+    share: float,
+    progress: Callable[[int], None] = lambda done: None,
+) -> Duplicates:
+    """Documents of whose n-grams at least `share` occurred in documents before them. `like` is not known.
+
+    Args:
+        hashes: n-grams of all documents.
+        offsets: (n + 1,) where each document's begin.
+        digests: (n,) hashes of the texts.
+        held: (n,) whether a document is held out; overlap with these is `leaked`, and counts for itself.
+        share: of the n-grams of a document, repeated ones too.
+        progress: called with the number of documents that are done.
+    """
+    try:
+        from rbloom import Bloom
+    except ImportError:
+        raise UserError("data.recipe contains 'bloom', which needs rbloom: pip install rbloom") from None
+    n = len(digests)
+    removed, leaked = np.zeros(n, bool), np.zeros(n, bool)
+    order = np.argsort(ranks(digests, held))
+    sizes = np.diff(offsets)
+    # What is hashed are numbers, whose hash in Python is the same in every process.
+    seen = [Bloom(max(1, int(sizes[flags].sum())), BLOOM_ERROR) for flags in (~held, held)]
+    for done, i in enumerate(order.tolist(), start=1):
+        own: list[Any] = hashes[offsets[i] : offsets[i + 1]].tolist()
+        if not own:
+            continue
+        if not held[i]:
+            overlap = [sum(value in part for value in own) for part in seen]
+            leaked[i] = overlap[1] >= share * len(own)
+            removed[i] = leaked[i] or overlap[0] >= share * len(own)
+        if not removed[i]:
+            seen[int(held[i])].update(own)
+        if done % 4096 == 0:
+            progress(done)
+    return Duplicates(removed, leaked, np.arange(n))
