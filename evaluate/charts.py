@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from .page import compute, text
+from .page import compute, number, text
 
 BAR = 120  # width of a bar, in pixels
 STRIP = 230
@@ -58,7 +58,7 @@ def strip(own: float, error: float | None, others: Sequence[tuple[float, str]], 
     parts.append(f'<path class="whisker" d="M{x(low)} 13H{x(high)}"/>')
     parts.append(f'<circle class="me" cx="{x(own)}" cy="13" r="5.5"><title>this checkpoint: {own:.4f}</title></circle>')
     for end, anchor in ((min(values), "start"), (max(values), "end")):
-        parts.append(f'<text class="tick" x="{x(end)}" y="32" text-anchor="{anchor}">{end:.3f}</text>')
+        parts.append(f'<text class="tick" x="{x(end)}" y="32" text-anchor="{anchor}">{number(end)}</text>')
     return (
         f'<svg class="strip" viewBox="0 0 {STRIP} 34" role="img" '
         f'aria-label="this checkpoint {own:.3f}; {len(others)} others, from {min(values):.3f} to {max(values):.3f}">'
@@ -120,7 +120,7 @@ def _round_ticks(low: float, high: float) -> list[tuple[float, str]]:
     step = next(scale * m for m in (1, 2, 2.5, 5, 10) if scale * m >= rough * 0.999)
     digits = max(0, -math.floor(math.log10(step) + 1e-9) + (1 if step / scale == 2.5 else 0))
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-    return [(place * step, f"{place * step:.{digits}f}") for place in range(first, last + 1)]
+    return [(place * step, number(place * step, digits)) for place in range(first, last + 1)]
 
 
 @dataclass

@@ -80,7 +80,7 @@ def evaluate_checkpoint(
         ngram: words in a row that an item shares with the run's training text to count as contaminated; None: not
             asked. Where the training text is not at hand the reason is recorded instead.
         ranks: the processes that share the work (`ranks.on_ranks`); only the first one writes.
-        keep_items: whether to write the items too.
+        keep_items: whether to write the items too; they are kept up where there are some.
         progress: called with a line of text a task, and every few seconds of a long one.
 
     Raises:
@@ -89,8 +89,8 @@ def evaluate_checkpoint(
     say = progress if progress is not None and ranks.rank == 0 else (lambda line: None)
     output, device = Path(output), choose_device(device)
     _check(precision, batch_tokens, ngram)
-    loaded = _load(Path(path), device, PRECISIONS[precision])
-    suite = suite or load_suite(tasks, limit, cache=cache, progress=say)
+    loaded = ranks.together(lambda: _load(Path(path), device, PRECISIONS[precision]))
+    suite = suite or ranks.together(lambda: load_suite(tasks, limit, cache=cache, progress=say))
     header = _header(loaded, device, precision)
     with only_one(output, say, ranks):
         record = Record.open(output, header, suite, ngram, say, ranks, keep_items)
@@ -108,7 +108,7 @@ def evaluate_checkpoint(
                 room = batch_tokens or BATCH_TOKENS[device]
                 lm = make_lm(loaded, device, room, tokens=shared, answers=meter, ranks=ranks, say=say)
                 for place, entry in enumerate(missing, 1):
-                    meter.begin(f"{entry.name} ({place} of {len(missing)})", len(entry.task.instances))
+                    meter.begin(f"{entry.name} ({place} of {len(missing)})")
                     _score(record, lm, entry, ngram, found.get(entry.name))
                     say(f"{entry.name}: {_in_words(record.tasks[entry.name])}")
         record.finish(lambda: _held_out(loaded), _suites())
@@ -154,13 +154,17 @@ def _check(precision: str, batch_tokens: int | None, ngram: int | None) -> None:
 def _load(path: Path, device: str, dtype: torch.dtype) -> Any:
     from ..train.checkpoint import find, load_for_evaluation
 
-    if (path / "manifest.json").is_file() and not (path / "tokenizer").is_dir():
-        raise UserError(
-            f"checkpoint {path} has no tokenizer, so no text can be scored; put the folder `tokenizer` of another "
-            "checkpoint of its run there"
-        )
-    path = find(path)
-    return load_for_evaluation(path, device, dtype)
+    try:
+        found = find(path)
+    except UserError:
+        for one in (path, *path.glob("checkpoints/step_*")):
+            if (one / "manifest.json").is_file() and not (one / "tokenizer").is_dir():
+                raise UserError(
+                    f"checkpoint {one} has no tokenizer, so no text can be scored; put the folder `tokenizer` of "
+                    "another checkpoint of its run there"
+                ) from None
+        raise
+    return load_for_evaluation(found, device, dtype)
 
 
 def _held_out(loaded: Any) -> dict[str, Any]:
@@ -185,12 +189,12 @@ def _contamination(
     """Items of each task that the training text holds; where it is not at hand, no task and the reason."""
     if ngram is None:
         return {}, None
-    from ..train.data.shards import prepare
+    from ..train.data.shards import at_hand
     from .contamination import overlaps
     from .staging import cache_root
 
     try:
-        return overlaps(prepare(loaded.config.data), suite, ngram, cache_root(cache), say), None
+        return overlaps(at_hand(loaded.config.data, loaded.tokenizer), suite, ngram, cache_root(cache), say), None
     except UserError as error:
         return {}, str(error)
 

@@ -246,7 +246,9 @@ def _stream(shards: Shards, index: _Index, progress: Report | None) -> None:
         if progress is not None and now - said >= _SAY_SECONDS:
             said, done = now, share * text_bytes / 1e6
             rate = done / (now - began)
-            progress(f"contamination: {done:,.0f} of {text_bytes / 1e6:,.0f} MB of text, {rate:,.0f} MB/s")
+            left = (1 - share) / share * (now - began) / 60
+            of = f"{done:,.0f} of {text_bytes / 1e6:,.0f} MB of text, {rate:,.0f} MB/s"
+            progress(f"contamination: {of}, {left:.0f} min left")
 
     workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with ThreadPoolExecutor(workers) as pool:

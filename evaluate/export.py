@@ -19,14 +19,18 @@ from safetensors.torch import save_file
 
 from ..train.checkpoint import LoadedCheckpoint, find, load_for_evaluation
 from ..train.errors import UserError
-from ..train.files import fsync_path, temporary_directory_beside, write_json
+from ..train.files import fsync_path, read_json, temporary_directory_beside, write_json
 from .hf_tokenizer import content_of, write_tokenizer
 from .hf_weights import ARCHITECTURES, hf_config, model_type, to_hf, window_of
-from .model_card import Facts, model_card
+from .model_card import Facts, imported_from, model_card
 
 # What weights may be stored in.
 FORMATS = {"hf": ("fp32", "bf16"), "gguf": ("fp32", "fp16")}
-_MODEL_FILES = ("config.json", "*.gguf", "checkpoints")  # what tells a folder that may be replaced
+# What an export writes, beside a .gguf; only a folder of such files, or of an import, is ever replaced.
+_WRITTEN = {
+    "README.md", "config.json", "generation_config.json", "model.safetensors", "special_tokens_map.json",
+    "tokenizer.json", "tokenizer_config.json",
+}  # fmt: skip
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -73,22 +77,37 @@ def export_checkpoint(
     with temporary_directory_beside(output) as temporary:
         architecture = write(temporary)
         notes = _notes(loaded, format, temporary)
-        (temporary / "README.md").write_text(model_card(loaded, facts or Facts(), notes), encoding="utf-8")
+        (temporary / "README.md").write_text(model_card(loaded, facts or Facts(), notes, format), encoding="utf-8")
         put_in_place(temporary, output)
     return Exported(output, architecture, sorted(file.name for file in output.iterdir()))
 
 
 def check_free(output: Path, overwrite: bool, source: Path) -> None:
     """Raises UserError where something lies already that must not be replaced, such as what is about to be read."""
+    if output.is_symlink():
+        raise UserError(f"{output} is a link; it must be a folder, new or empty")
     if output.is_dir() and any(output.iterdir()):
         if not overwrite:
             raise UserError(f"{output} is not empty; choose another folder, or replace it with --overwrite")
         if source.resolve().is_relative_to(output.resolve()):
             raise UserError(f"{output} holds {source.name}, which is to be read; choose another folder")
-        if not any(list(output.glob(name)) for name in _MODEL_FILES):
-            raise UserError(f"{output} holds something else than a model, so it is not replaced; choose another folder")
-    elif not output.is_dir() and (output.exists() or output.is_symlink()):
+        foreign = sorted(file.name for file in output.iterdir() if not _is_ours(file))
+        if foreign:
+            raise UserError(
+                f"{output} holds {foreign[0]}, which no export or import wrote, so it is not replaced; "
+                "choose another folder"
+            )
+    elif output.exists() and not output.is_dir():
         raise UserError(f"{output} is a file; it must be a folder, new or empty")
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether an export writes such a file, or an import this folder: the checkpoints of a training are never ours."""
+    if path.name == "checkpoints":
+        return path.is_dir() and all(
+            "imported_from" in (read_json(each / "trainer.json") or {}) for each in path.iterdir()
+        )
+    return path.is_file() and (path.name in _WRITTEN or path.suffix == ".gguf")
 
 
 def put_in_place(temporary: Path, output: Path) -> None:
@@ -140,7 +159,10 @@ def _notes(loaded: LoadedCheckpoint, format: str, folder: Path) -> list[str]:
     else:
         (name,) = (file.name for file in folder.glob("*.gguf"))
         notes.append(f"`{name}` is for llama.cpp and what is built on it.")
-    notes.append(f"It was trained on sequences of {length} tokens and has seen no position beyond.")
+    if imported_from(loaded) is None:
+        notes.append(f"It was trained on sequences of {length} tokens and has seen no position beyond.")
+    else:
+        notes.append(f"Its context is {length} tokens.")
     if (window := window_of(config.model, length)) is not None:
         notes.append(f"A token sees the last {window} tokens, itself included.")
     if config.data.separate_documents:

@@ -26,7 +26,8 @@ from torch import Tensor, nn
 
 from ..train.errors import UserError
 from ..train.model import GPT
-from .decoding import Decoder, prefill, recomputed
+from .decoding import decode, prefill, recomputed
+from .forward import Forward
 from .paged import PAGE, PagedBatch, PagedCache, Pages
 from .sampling import Sampling, choose, draw
 from .scoring import is_out_of_memory
@@ -161,9 +162,9 @@ class Generation:
             request.start = ends[-1] + 1 if ends else 0
         self._batch: PagedBatch | None = None  # of `running`, until that or a table changes
         self.cache: PagedCache | None = None
-        self.decoder: Decoder | None = None
+        self.forward: Forward | None = None
         if isinstance(model, GPT) and self.waiting and max_tokens > 0:
-            self.cache, self.decoder = self._new_cache(cache_bytes, page), Decoder(model)
+            self.cache, self.forward = self._new_cache(cache_bytes, page), Forward(model)
 
     @property
     def over(self) -> bool:
@@ -209,16 +210,16 @@ class Generation:
         if not self.running:
             return [], None
         assert self.cache is not None
-        assert self.decoder is not None
+        assert self.forward is not None
         if self._batch is None:
             self.cache.compact()
-            heads = self.decoder.model.config.heads
+            heads = self.forward.model.config.heads
             self._batch = PagedBatch(self.cache, [request.pages for request in self.running], heads)
         texts = [request.text for request in self.running]
         positions = np.array([len(text) - 1 for text in texts])
         first = np.array([self._first(request) for request in self.running])
         tokens = [text[-1] for text in texts]
-        logits = self._attempt(partial(self.decoder, self._batch, tokens, positions, first))
+        logits = self._attempt(partial(decode, self.forward, self._batch, tokens, positions, first))
         if logits is None:
             self.together = self._halved(len(self.running))
             while len(self.running) > self.together:
@@ -230,9 +231,9 @@ class Generation:
         if not joined:
             return [], None
         assert self.cache is not None
-        assert isinstance(self.model, GPT)
+        assert self.forward is not None
         texts, pages = [request.text for request in joined], [request.pages for request in joined]
-        logits = self._attempt(partial(prefill, self.model, self.cache, texts, pages))
+        logits = self._attempt(partial(prefill, self.forward, self.cache, texts, pages))
         self.running += joined
         self._batch = None
         if logits is None:

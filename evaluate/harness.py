@@ -14,6 +14,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import chain
+from numbers import Real
 from typing import Any, Protocol
 
 import lm_eval
@@ -36,7 +38,7 @@ from .sampling import Sampling
 from .scoring import Score, Scorer, Scores, WholeRows
 from .suite import Suite, SuiteTask, quiet
 from .tokens import TokenCache
-from .trees import Request
+from .trees import Request, common
 
 ROUND_TOKENS = 1 << 18  # that a rank scores before all ranks' answers are stored
 ROUND_PROMPTS = 64  # that a rank continues before they are
@@ -128,6 +130,9 @@ class CheckpointLM(TemplateLM):
             whole, before = ids[context + continuation], ids[start]
             if context == "" and whole[:1] == [self.prefix_token_id]:
                 before = whole[:1]
+            if len(before) >= len(whole) and context + continuation != start:
+                # No token is the answer's alone, so those that reach over the border are.
+                before = whole[: min(common(np.asarray(before), np.asarray(whole)), len(whole) - 1)]
             split.append(((context, continuation), before, whole[len(before) :]))
         return self._loglikelihood_tokens(split)
 
@@ -160,34 +165,27 @@ class CheckpointLM(TemplateLM):
 
     def _sums(self, names: list[str], windows: list[list[Request]]) -> list[Score]:
         """Of each request the sum over its windows; from the answers where it is there, else into them."""
-        wanted = dict(zip(names, windows, strict=True))
-        sums = {name: (float(nats), bool(greedy)) for name, (nats, greedy) in self._known(wanted).items()}
-        flat = [(name, request) for name in wanted if name not in sums for request in wanted[name]]
-        requests = [request for _, request in flat]
-        places: dict[str, list[int]] = {}
-        for place, (name, _) in enumerate(flat):
-            places.setdefault(name, []).append(place)
-        scores: dict[int, Score] = {}
+        # A long text is kept window by window, for its windows do not stand together in the batches.
+        parts = [[f"{name}.{number}" for number in range(len(of))] for name, of in zip(names, windows, strict=True)]
+        wanted = dict(zip(chain(*parts), chain(*windows), strict=True))
+        scores = {name: (float(nats), bool(greedy)) for name, (nats, greedy) in self._known(wanted).items()}
+        missing = [name for name in wanted if name not in scores]
+        requests = [wanted[name] for name in missing]
 
         def done(batch: list[tuple[int, Score]]) -> None:
-            scores.update(batch)
-            whole = {}
-            for name in dict.fromkeys(flat[place][0] for place, _ in batch):
-                parts = [scores[place] for place in places[name] if place in scores]
-                if len(parts) == len(places[name]):
-                    whole[name] = (sum(nats for nats, _ in parts), all(greedy for _, greedy in parts))
-            sums.update(whole)
-            self._keep([(name, list(score)) for name, score in whole.items()])
+            new = {missing[place]: score for place, score in batch}
+            scores.update(new)
+            self._keep([(name, list(score)) for name, score in new.items()])
 
         if self._ranks.size == 1:
             self._scorer.score(requests, done)
         else:
-            for parts in shares(requests, self._ranks.size, ROUND_TOKENS):
-                mine = [requests[place] for place in parts[self._ranks.rank]]
+            for shared in shares(requests, self._ranks.size, ROUND_TOKENS):
+                mine = [requests[place] for place in shared[self._ranks.rank]]
                 found = self._ranks.gather(partial(self._scorer.score, mine))
-                for part, scored in zip(parts, found, strict=True):
-                    done(list(zip(part, scored, strict=True)))
-        return [sums.get(name, (0.0, True)) for name in names]  # without windows nothing was asked
+                done(list(zip(chain(*shared), chain(*found), strict=True)))
+        # Without windows nothing was asked: certain, and greedy decoding writes it.
+        return [(sum((scores[one][0] for one in of), 0.0), all(scores[one][1] for one in of)) for of in parts]
 
     def _known(self, names: Iterable[str]) -> dict[str, Any]:
         """Answers that the first rank has."""
@@ -201,8 +199,10 @@ class CheckpointLM(TemplateLM):
         return self._ranks.gather(find)[0]
 
     def _keep(self, answers: list[tuple[str, Any]]) -> None:
-        if self._answers is not None and self._ranks.rank == 0:
-            self._answers.put(answers)
+        """With the first rank; where it cannot write them, all raise."""
+        store = self._answers
+        if store is not None:
+            self._ranks.together(lambda: store.put(answers) if self._ranks.rank == 0 else None)
 
     # --- generation --------------------------------------------------------------------------------------------------
 
@@ -253,26 +253,25 @@ class CheckpointLM(TemplateLM):
                 batch_tokens=self.batch_tokens, done=done,
             )  # fmt: skip
 
-        def take(name: str, output: list[int] | None) -> None:
-            texts[name] = None if output is None else postprocess_generated_text(self._decode(output), stops, None)
-            self._keep([(name, [texts[name]])])
+        def take(outputs: list[tuple[str, list[int] | None]]) -> None:
+            for name, output in outputs:
+                texts[name] = None if output is None else postprocess_generated_text(self._decode(output), stops, None)
+            self._keep([(name, [texts[name]]) for name, _ in outputs])
 
         self._share_prompts(missing, ask, take)
         self.failed |= {(context,) for context, name in zip(contexts, names, strict=True) if texts[name] is None}
         return [texts[name] or "" for name in names]
 
-    def _share_prompts(self, missing: list[str], ask: Any, take: Callable[[str, list[int] | None], None]) -> None:
+    def _share_prompts(self, missing: list[str], ask: Any, take: Callable[[list[Any]], None]) -> None:
         """Alone what is finished is kept at once; several ranks take every size-th prompt, round by round."""
         size, rank = self._ranks.size, self._ranks.rank
         if size == 1:
-            ask(missing, lambda number, output: take(missing[number], output))
+            ask(missing, lambda number, output: take([(missing[number], output)]))
             return
         for start in range(0, len(missing), size * ROUND_PROMPTS):
             part = missing[start : start + size * ROUND_PROMPTS]
             found = self._ranks.gather(partial(ask, part[rank::size]))
-            for other, outputs in enumerate(found):
-                for name, output in zip(part[other::size], outputs, strict=True):
-                    take(name, output)
+            take([pair for other in range(size) for pair in zip(part[other::size], found[other], strict=True)])
 
     def _decode(self, ids: list[int]) -> str:
         return self.text.decode([token for token in ids if token != self.eot_token_id])
@@ -322,8 +321,8 @@ def answer_task(lm: CheckpointLM, entry: SuiteTask) -> tuple[list[ItemResult], d
     others = {}
     for metric, value in output["results"][entry.name].items():
         name, _, kind = metric.partition(",")
-        if kind and isinstance(value, int | float) and name not in averaged:
-            others[name if kind == "none" else metric] = value if np.isfinite(value) else None
+        if kind and isinstance(value, Real) and name not in averaged:
+            others[name if kind == "none" else metric] = float(value) if np.isfinite(float(value)) else None
     return items, others
 
 

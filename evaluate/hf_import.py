@@ -26,7 +26,7 @@ from ..train.errors import UserError
 from ..train.files import read_json, temporary_directory_beside, write_json
 from ..train.storage import MOMENTS, WEIGHTS
 from .export import check_free, put_in_place
-from .hf_tokenizer import read_tokenizer
+from .hf_tokenizer import TOKENIZER_CONFIG, read_tokenizer
 from .hf_weights import from_hf, model_config
 
 _ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -63,6 +63,7 @@ def import_checkpoint(
                 f"vocab_size is {config.model.vocab_size} in config.json; tokenizer.json has ids up to "
                 f"{tokenizer.vocab_size - 1}, so they do not belong together"
             )
+        _check_end(folder, described, tokenizer.end_of_document)
         if isinstance(tokenizer, ByteTokenizer):
             config.data.tokenizer = "bytes"
         # As the planner would have it.
@@ -80,6 +81,18 @@ def import_checkpoint(
         publish(checkpoint, temporary / "checkpoints" / "step_0", {})
         put_in_place(temporary, output)
     return output / "checkpoints" / "step_0"
+
+
+def _check_end(folder: Path, described: dict[str, Any], end: int) -> None:
+    """Raises UserError where the token that ends a document is a guess, and config.json says another one."""
+    said = described.get("eos_token_id")
+    named = (read_json(folder / TOKENIZER_CONFIG) or {}).get("eos_token")
+    if said is None or named is not None or end in (said if isinstance(said, list) else [said]):
+        return
+    raise UserError(
+        f"eos_token_id is {said!r} in config.json, and id {end} ends a document by the names in tokenizer.json; "
+        f"a {TOKENIZER_CONFIG} with an eos_token must say which"
+    )
 
 
 def _length(described: dict[str, Any], wanted: int | None) -> int:

@@ -225,8 +225,12 @@ def _rope_theta(config: Mapping[str, Any]) -> float:
         rope = config.get(name)
         if rope is None:
             continue
-        kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else rope
-        if kind != "default" or rope.get("partial_rotary_factor", 1.0) != 1.0:
+        plain = (
+            isinstance(rope, dict)
+            and rope.get("rope_type", rope.get("type", "default")) == "default"
+            and rope.get("partial_rotary_factor", 1.0) == 1.0
+        )
+        if not plain:
             raise UserError(f"{name} is {rope!r} in config.json; only rotary positions without scaling can be imported")
         theta = rope.get("rope_theta", theta)
     return 10000.0 if theta is None else float(theta)

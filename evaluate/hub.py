@@ -15,6 +15,7 @@ import difflib
 import hashlib
 import inspect
 import json
+import logging
 import os
 import shutil
 import tempfile
@@ -83,7 +84,7 @@ def check_name(name: str, manager: TaskManager) -> None:
     known = sorted({*manager.all_tasks, *suite_names(), *STAGED})
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     hint = f"the nearest names are {', '.join(near)}" if near else "`lm-eval ls tasks` lists the names"
-    raise UserError(f"task {name!r} is not known to lm-eval; {hint}")
+    raise UserError(f"task {name!r} is not known to lm-eval, and no folder; {hint}")
 
 
 # --- tasks -----------------------------------------------------------------------------------------------------------
@@ -203,8 +204,11 @@ def copies(
         if is_damaged and progress is not None:
             progress(f"{folder} is damaged; the data are fetched again")
         if data is None:
+            if progress is not None and keep is None and not is_damaged and "/" in str(wanted.get("path")):
+                progress(f"{wanted['path']} is not staged; the Hugging Face Hub is asked")
             try:
-                data = original(*arguments, **options)
+                with _less_noise():
+                    data = original(*arguments, **options)
             except Exception as error:
                 if not is_damaged:
                     raise
@@ -221,6 +225,18 @@ def copies(
         yield
     finally:
         datasets.load_dataset, is_open = original, False
+
+
+@contextlib.contextmanager
+def _less_noise() -> Iterator[None]:
+    """The Hub's client tells of each of its attempts, in two lines; what comes of them is enough."""
+    logger = logging.getLogger("huggingface_hub")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def copy_folder(arguments: dict[str, Any], cache: Path | str | None = None) -> Path:

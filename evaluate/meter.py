@@ -26,16 +26,17 @@ class Meter:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self._answers, self._say, self._seconds, self._clock = answers, say, seconds, clock
-        self.begin("", 0)
+        self.begin("")
 
-    def begin(self, name: str, requests: int) -> None:
-        """A new task of so many requests."""
-        self._name, self._total, self._found, self._new = name, requests, 0, 0
+    def begin(self, name: str) -> None:
+        """A new task; what it looks up is what it asks for."""
+        self._name, self._total, self._found, self._new = name, 0, 0, 0
         self._start = self._said = self._clock()
 
     def get(self, key: str) -> Any | None:
         """What the store says."""
         answer = self._answers.get(key)
+        self._total += 1
         self._found += answer is not None
         return answer
 
@@ -45,14 +46,14 @@ class Meter:
         self._answers.put(batch)
         self._new += len(batch)
         now = self._clock()
-        if now - self._said >= self._seconds:
+        if batch and now - self._said >= self._seconds:
             self._said = now
             self._say(self._line(now))
 
     def _line(self, now: float) -> str:
         # What was there from an earlier evaluation took no time, so it does not count towards the rate.
         rate = self._new / max(now - self._start, 1e-9)
-        done = min(self._found + self._new, self._total)
+        done = self._found + self._new
         left = (self._total - done) / rate
         return f"{self._name}: {done:,} of {self._total:,} requests, {rate:.3g} a second, {_in_words(left)} left"
 

@@ -98,6 +98,8 @@ def mean_and_error(values: Sequence[float]) -> tuple[float | None, float | None]
     if not len(values):
         return None, None
     array = np.asarray(values, dtype=np.float64)
+    if not np.isfinite(array).all():  # a metric that is undefined for an item
+        return None, None
     error = float(array.std(ddof=1) / math.sqrt(len(array))) if len(array) > 1 else None
     return float(array.mean()), error
 
@@ -110,7 +112,7 @@ def gold_bits_per_byte(log_probability: float, text: str) -> float:
             was asked for, so it is part of the text too.
         text: what was scored, not empty.
     """
-    return -log_probability / math.log(2) / len(text.encode("utf-8"))
+    return -log_probability / math.log(2) / len(text.encode("utf-8", errors="replace"))
 
 
 def ratio_and_error(amounts: Sequence[float], sizes: Sequence[float]) -> tuple[float | None, float | None]:

@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..train.checkpoint import LoadedCheckpoint
 from ..train.config import run_id, to_dict
+from ..train.files import read_json
 from ..train.flops import count_parameters, training_flops_per_token
 
-SCORES = ("acc", "acc_norm", "gold_bpb", "bpb")
+SCORES = {"acc": "accuracy", "acc_norm": "length-normalised", "exact_match": "exact match", "gold_bpb": "gold BPB",
+          "bpb": "BPB"}  # fmt: skip
+# What may stand in front of a number of items.
+CAVEATS = {"truncated_items": "prompts cut to the context", "contaminated_items": "share text with the training data"}
 
 
 @dataclass(frozen=True)
@@ -36,7 +41,7 @@ class Facts:
     version: str | None = None
 
 
-def model_card(loaded: LoadedCheckpoint, facts: Facts, notes: list[str]) -> str:
+def model_card(loaded: LoadedCheckpoint, facts: Facts, notes: list[str], format: str = "hf") -> str:
     """Markdown; `notes` are said under how to use it, a paragraph each."""
     config = loaded.config
     model, count = config.model, count_parameters(config.model)
@@ -54,7 +59,7 @@ def model_card(loaded: LoadedCheckpoint, facts: Facts, notes: list[str]) -> str:
         *_law(facts.law),
     ]
     parts = [
-        "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n- isoflop\n- scaling-laws\n---",
+        _front_matter(loaded, format),
         f"# {_title(loaded)}",
         f"A decoder of width {model.width} and depth {model.depth}, {model.heads} heads"
         f" ({model.num_kv_heads} for keys and values), {model.vocab_size} tokens, context "
@@ -65,10 +70,26 @@ def model_card(loaded: LoadedCheckpoint, facts: Facts, notes: list[str]) -> str:
         "## Use",
         *notes,
         "## How it was trained",
-        _trained_by(loaded, facts),
-        f"```json\n{json.dumps(to_dict(config), indent=1, default=str)}\n```",
+        *_trained_by(loaded, facts),
+        "No licence is stated here: whoever publishes these weights chooses one, and the text they were trained on has "
+        "its own.",
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def imported_from(loaded: LoadedCheckpoint) -> str | None:
+    """The folder that the weights came from, where we did not train them."""
+    return (read_json(loaded.path / "trainer.json") or {}).get("imported_from")
+
+
+def _front_matter(loaded: LoadedCheckpoint, format: str) -> str:
+    """What the Hub reads of a card."""
+    data = loaded.config.data
+    lines = ["library_name: transformers"] if format == "hf" else []
+    lines += ["pipeline_tag: text-generation", "tags:", "- isoflop", "- scaling-laws"]
+    if data.corpus == "hf" and data.name:
+        lines += ["datasets:", f"- {json.dumps(data.name)}"]
+    return "\n".join(["---", *lines, "---"])
 
 
 def _title(loaded: LoadedCheckpoint) -> str:
@@ -79,9 +100,10 @@ def _title(loaded: LoadedCheckpoint) -> str:
 def _plain(text: str) -> str:
     """One line of it, which neither Markdown nor a page takes for markup."""
     line = " ".join(str(text).split())
-    for character in "\\`*_<>[]|#":
-        line = line.replace(character, f"&#{ord(character)};")
-    return line
+    # An underscore inside a word marks nothing up, and names are full of them.
+    return re.sub(
+        r"[\\`*<>\[\]|#&]|(?<![^\W_])_|_(?![^\W_])", lambda found: f"&#{ord(found.group())};", line
+    )  # fmt: skip
 
 
 def _flops(value: float) -> str:
@@ -112,25 +134,44 @@ def _law(law: Mapping[str, Any] | None) -> list[tuple[str, str]]:
 
 
 def _scores(scores: Mapping[str, Any]) -> list[str]:
-    rows = []
-    for name, task in sorted((scores.get("tasks") or {}).items()):
-        values = [_with_error(task[key], task.get(f"{key}_se")) if _is_number(task.get(key)) else "" for key in SCORES]
-        chance = f"{task['chance']:.3f}" if _is_number(task.get("chance")) else ""
-        said = _plain(task["withheld"]) if task.get("withheld") else ""
-        rows.append((_plain(name), str(task.get("items", "")), *values, chance, said))
-    if not rows:
+    tasks = dict(sorted((scores.get("tasks") or {}).items()))
+    if not tasks:
         return []
-    head = ("task", "items", "accuracy", "length-normalised", "gold BPB", "BPB", "chance", "withheld")
+    shown = {key: name for key, name in SCORES.items() if any(_is_number(task.get(key)) for task in tasks.values())}
+    rows = []
+    for name, task in tasks.items():
+        values = [_with_error(task[key], task.get(f"{key}_se")) if _is_number(task.get(key)) else "" for key in shown]
+        chance = f"{task['chance']:.3f}" if _is_number(task.get("chance")) else ""
+        rows.append((_plain(name), _items(task), str(task.get("shots", "")), *values, chance, _caveats(task)))
+    head = ("task", "items", "shots", *shown.values(), "chance", "mind")
     return ["## Scores", "With lm-eval's prompts; ± is a standard error over items.", _table(head, rows)]
 
 
-def _trained_by(loaded: LoadedCheckpoint, facts: Facts) -> str:
+def _items(task: Mapping[str, Any]) -> str:
+    scored, whole = task.get("items", ""), (task.get("subset") or {}).get("of")
+    return str(scored) if whole in (None, scored) else f"{scored} of {whole}"
+
+
+def _caveats(task: Mapping[str, Any]) -> str:
+    """What the numbers of a task must not be read without."""
+    said = [f"withheld: {_plain(task['withheld'])}"] if task.get("withheld") else []
+    return "; ".join([*said, *(f"{task[key]} {name}" for key, name in CAVEATS.items() if task.get(key))])
+
+
+def _trained_by(loaded: LoadedCheckpoint, facts: Facts) -> list[str]:
+    exported = f" Exported by isoflop {_plain(facts.version)}." if facts.version else ""
+    if (source := imported_from(loaded)) is not None:
+        return [
+            f"The weights were imported from `{_plain(source)}`; how they were trained is not known here.{exported}"
+        ]
     made = facts.provenance
     code = f"isoflop {_plain(made['isoflop_version'])}" if made.get("isoflop_version") else "isoflop"
     if made.get("git_commit"):
         code += f", commit `{_plain(made['git_commit'])}`{' with changes' if made.get('git_dirty') else ''}"
-    exported = f" Exported by isoflop {_plain(facts.version)}." if facts.version else ""
-    return f"By {code}, from checkpoint `{loaded.checksum}`.{exported} The run's configuration, complete:"
+    return [
+        f"By {code}, from checkpoint `{loaded.checksum}`.{exported} The run's configuration, complete:",
+        f"```json\n{json.dumps(to_dict(loaded.config), indent=1, default=str)}\n```",
+    ]
 
 
 def _with_error(value: float, error: Any) -> str:

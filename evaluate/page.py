@@ -57,7 +57,7 @@ background:var(--warnwash)}.warnings li{padding:3px 0;overflow-wrap:anywhere}
 border-radius:8px}
 table{border-collapse:collapse;width:100%;font-size:.89rem}caption{text-align:left;color:var(--soft);padding:0 0 4px}
 tr.first>*{border-top:1px solid var(--line)}
-th,td{padding:5px 9px;text-align:left;border-bottom:1px solid var(--faint);vertical-align:baseline}
+th,td{padding:5px 8px;text-align:left;border-bottom:1px solid var(--faint);vertical-align:baseline}
 thead th{border-bottom:1px solid var(--soft);font-weight:600;font-size:.84rem;vertical-align:bottom}
 tbody th{font-weight:500;overflow-wrap:anywhere;min-width:11.5rem}td.r,th.r{text-align:right;white-space:nowrap;
 font-variant-numeric:tabular-nums}td.r small,th small{color:var(--soft);font-weight:400;font-size:.9em}
@@ -78,9 +78,9 @@ SFMono-Regular,Menlo,Consolas,monospace;background:var(--wash);border:1px solid 
 padding:8px 11px;max-height:13.5rem;overflow-y:auto}
 footer{margin-top:52px;padding-top:12px;border-top:1px solid var(--line);color:var(--soft);font-size:.85rem;
 overflow-wrap:anywhere}
-td.r i{color:var(--soft);font-style:normal;font-size:.9em}
-@media (max-width:1120px){td.r small{display:block;margin:0}td.r small.in{display:inline;margin-left:.35em}
-td.r i{display:block}td.nowrap{white-space:normal}tbody th{min-width:7rem}
+td.r i{color:var(--soft);font-style:normal;font-size:.9em;display:block;white-space:normal;overflow-wrap:anywhere}
+@media (max-width:1240px){td.r small{display:block;margin:0}td.r small.in{display:inline;margin-left:.35em}
+td.nowrap{white-space:normal}tbody th{min-width:9rem}
 th,td{padding:5px 6px}tr.part th{padding-left:14px}
 svg.bar{width:90px}svg.strip{width:190px}}
 @media (max-width:640px){main{padding:20px 12px 48px}th,td{padding:5px 7px}}

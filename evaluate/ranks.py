@@ -41,6 +41,9 @@ class Ranks(Protocol):
     def rank(self) -> int: ...
     @property
     def size(self) -> int: ...
+    def together(self, function: Callable[[], T]) -> T:
+        """What the function gives on this rank; where it raises on one, all raise."""
+
     def gather(self, function: Callable[[], T]) -> list[T]:
         """What the function gives on each rank, by rank, on all ranks; where it raises on one, all raise."""
 
@@ -49,6 +52,9 @@ class Alone:
     """One process."""
 
     rank, size = 0, 1
+
+    def together(self, function: Callable[[], T]) -> T:
+        return function()
 
     def gather(self, function: Callable[[], T]) -> list[T]:
         return [function()]
@@ -61,8 +67,11 @@ class Team:
         self._mesh = mesh
         self.rank, self.size = mesh.rank, mesh.size
 
+    def together(self, function: Callable[[], T]) -> T:
+        return together(self._mesh, function)
+
     def gather(self, function: Callable[[], T]) -> list[T]:
-        mine = together(self._mesh, function)
+        mine = self.together(function)
         if self._mesh.control is None:
             return [mine]
         everyone: list[Any] = [None] * self.size

@@ -41,12 +41,19 @@ def only_one(output: Path, say: Report, ranks: Ranks = ALONE) -> Iterator[None]:
     The kernel drops the lock with its holder.
 
     Raises:
-        UserError: the folder cannot be written.
+        UserError: the folder cannot be written, or the output is one.
     """
-    if ranks.rank > 0:
-        yield
-        return
     lock = FileLock(output.with_name(f".{output.name}.lock"))
+    from_first(ranks, lambda: _acquire(lock, output, say))
+    try:
+        yield
+    finally:
+        lock.release()  # of a rank that holds none: nothing
+
+
+def _acquire(lock: FileLock, output: Path, say: Report) -> None:
+    if output.is_dir():
+        raise UserError(f"output {output} is a folder; it must be a file, such as {output / 'scores.json'}")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -56,10 +63,6 @@ def only_one(output: Path, say: Report, ranks: Ranks = ALONE) -> Iterator[None]:
             lock.acquire()
     except OSError as error:
         raise unwritable(output, error) from error
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 class Record:
@@ -70,7 +73,9 @@ class Record:
     """
 
     def __init__(self, output: Path, scores: dict[str, Any], ranks: Ranks, say: Report, keep_items: bool) -> None:
-        self.output, self.scores, self._ranks, self._say, self._keeps = output, scores, ranks, say, keep_items
+        self.output, self.scores, self._ranks, self._say = output, scores, ranks, say
+        # Where there are items already, they must not fall behind their scores.
+        self._keeps = ranks.rank == 0 and (keep_items or items_path(output).exists())
         self._members: dict[str, bytes] = {}  # packed items by task
 
     @classmethod
@@ -83,7 +88,7 @@ class Record:
         record = cls(output, header, ranks, say, keep_items)
         known: dict[str, Any] = {"tasks": {}, "suites": {}, "held_out": None, "contamination_withheld": None}
         record.scores |= known | {name: old[name] for name in known if name in old}
-        if ranks.rank == 0 and keep_items:
+        if record._keeps:
             record._read_members()
         return record
 
@@ -96,11 +101,14 @@ class Record:
     @contextlib.contextmanager
     def answers(self) -> Iterator[Store]:
         """The answers so far, which the first rank keeps; they are deleted when the block ends without an error."""
-        if self._ranks.rank > 0:
-            yield Memory()
-            return
         path = self.output.with_name(f"{self.output.stem}.answers.jsonl")
-        answers = Answers.open(path, {key: self.scores[key] for key in SAME}, self._say)
+        header = {key: self.scores[key] for key in SAME}
+        answers = self._ranks.together(
+            lambda: Answers.open(path, header, self._say) if self._ranks.rank == 0 else Memory()
+        )
+        if not isinstance(answers, Answers):
+            yield answers
+            return
         with contextlib.closing(answers):
             yield answers
             answers.remove()
@@ -112,18 +120,19 @@ class Record:
             UserError: the files cannot be written; the old ones stay.
         """
         self.tasks[name] = scores
-        if self._ranks.rank == 0 and self._keeps:
+        if self._keeps:
             self._members[name] = pack(items)
         from_first(self._ranks, lambda: self._write(flush=False))
 
     def finish(self, held_out: Callable[[], dict[str, Any]], suites: Mapping[str, Sequence[str]]) -> None:
-        """The last numbers: the held-out loss where it is not known, and the means of the suites that are whole.
+        """The last numbers: the held-out loss where none is known, and the means of the suites that are whole.
 
         Args:
             held_out: asked where no loss is known.
             suites: the tasks of each suite.
         """
-        if self.scores["held_out"] is None:
+        known = self.scores["held_out"]
+        if known is None or known.get("withheld"):  # the corpus may be at hand by now
             self.scores["held_out"] = from_first(self._ranks, held_out)
         self.scores["suites"] = {
             suite: suite_scores([self.tasks[name] for name in names])
@@ -167,7 +176,8 @@ def _stands(scores: dict[str, Any], entry: Any, ngram: int | None) -> bool:
     """Whether a score answers what is asked now; a task that is not asked about stands."""
     if entry is None:
         return True
-    return bool(scores["subset"] == entry.subset) and ngram in (None, scores.get("ngram"))
+    asked = (scores["subset"], scores.get("version")) == (entry.subset, entry.version)
+    return asked and ngram in (None, scores.get("ngram"))
 
 
 def _is_whole(old: dict[str, Any]) -> bool:

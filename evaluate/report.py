@@ -145,7 +145,8 @@ def _benchmarks(scores: Mapping[str, Any], sampled: Sequence[str]) -> str:
 def _uncontaminated(tasks: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """How many tasks were looked through and found clean; nothing where nobody looked."""
     clean = sum(task.get("contaminated_items") == 0 for task in tasks.values())
-    return [f"No item of {clean} of the {len(tasks)} tasks shares text with the training data."] if clean else []
+    among = f"the {len(tasks)}" if clean == len(tasks) else f"{clean} of the {len(tasks)}"
+    return [f"No item of {among} tasks shares text with the training data."] if clean else []
 
 
 def _suites(scores: Mapping[str, Any]) -> list[str]:
@@ -156,6 +157,11 @@ def _suites(scores: Mapping[str, Any]) -> list[str]:
         for name, mean in (scores.get("suites") or {}).items()
         if is_number(mean.get("centered"))
     ]
+
+
+def _of(part: int, whole: int) -> str:
+    """How many there are, and of how many where that is more."""
+    return f"{part:,}" if part == whole else f"{part:,} of {whole:,}"
 
 
 def _is_domain(task: Mapping[str, Any]) -> bool:
@@ -170,7 +176,7 @@ def _named(name: str, sampled: Sequence[str]) -> str:
 
 def _cells(task: Mapping[str, Any]) -> list[str]:
     shots = cell(str(task.get("shots", "–")))
-    many = cell(f"{task['items']:,} of {task['subset']['of']:,}")
+    many = cell(_of(task["items"], task["subset"]["of"]))
     if task["withheld"]:
         return [many, shots, '<td colspan="7" class="soft">withheld</td>']
     return [many, shots, *_numbers(task, bar(task.get("acc"), task.get("acc_se"), task["chance"], what="accuracy"))]
@@ -181,12 +187,12 @@ def _clean_cells(clean: Mapping[str, Any], task: Mapping[str, Any]) -> list[str]
 
 
 def _numbers(task: Mapping[str, Any], picture: str) -> list[str]:
-    further = [f"<i>{text(key)}</i> {soften(value)}" for key, value in _further(task).items()]
+    further = [f"<div><i>{name_of(key)}</i> {soften(value)}</div>" for key, value in _further(task).items()]
     if task.get("acc") is not None or not further:
         further.insert(0, soften(with_error(task.get("acc"), task.get("acc_se"))))
     scored = [cell(with_error(task.get(key), task.get(f"{key}_se"))) for key in PLACED[1:-1]]
     return [
-        f'<td class="r">{"<br>".join(further)}</td>',
+        f'<td class="r">{"".join(further)}</td>',
         f'<td class="pic">{picture}</td>',
         cell(number(task.get("chance"))),
         *scored,
@@ -206,7 +212,7 @@ def _domains(scores: Mapping[str, Any]) -> str:
     largest = max(task["bpb"] for task in tasks.values()) * 1.05
     rows = [
         row(text(name), [
-            cell(f"{task['items']:,} of {task['subset']['of']:,}"), cell(with_error(task["bpb"], task["bpb_se"], 4)),
+            cell(_of(task["items"], task["subset"]["of"])), cell(with_error(task["bpb"], task["bpb_se"], 4)),
             f'<td class="pic">{bar(task["bpb"], task["bpb_se"], None, largest, "bits per byte")}</td>',
         ])
         for name, task in sorted(tasks.items(), key=lambda entry: entry[1]["bpb"])
@@ -224,15 +230,17 @@ def _warnings(scores: Mapping[str, Any]) -> list[str]:
     cut = {name: task for name, task in tasks.items() if task["truncated_items"] and not task["withheld"]}
     context = f"on the left to the model's context of {scores['sequence_length']} tokens"
     if len(cut) > MANY:
-        listed = ", ".join(f"{name} {task['truncated_items']} of {task['items']}" for name, task in cut.items())
+        listed = ", ".join(f"{name} {task['truncated_items']:,} of {task['items']:,}" for name, task in cut.items())
         lines.append(f"Prompts of {len(cut)} tasks were cut {context}: {listed}.")
     else:
         for name, task in cut.items():
-            many = f"{task['truncated_items']} of {task['items']}"
+            many = f"{task['truncated_items']:,} of {task['items']:,}"
             lines.append(f"{name}: the prompts of {many} items were cut {context}.")
     found = {name: task for name, task in tasks.items() if task.get("contaminated_items")}
     if found:
-        listed = ", ".join(f"{name} {task['contaminated_items']} of {task['items']}" for name, task in found.items())
+        listed = ", ".join(
+            f"{name} {task['contaminated_items']:,} of {task['items']:,}" for name, task in found.items()
+        )
         lines.append(f"Items that share text with the training data: {listed}.")
     if scores.get("contamination_withheld"):
         lines.append(f"Contamination is not known: {scores['contamination_withheld']}.")

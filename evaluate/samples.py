@@ -91,4 +91,4 @@ def _right_choices(task: Any, doc: Any, choices: int) -> list[int]:
     labels = label if isinstance(label, list) else [label]
     texts = task.doc_to_choice(doc)
     places = [texts.index(one) if isinstance(one, str) and one in texts else one for one in labels]
-    return [place for place in places if isinstance(place, int) and 0 <= place < choices]
+    return list(dict.fromkeys(place for place in places if isinstance(place, int) and 0 <= place < choices))

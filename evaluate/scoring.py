@@ -3,8 +3,9 @@
 Special here:
 - Requests are packed as trees of tokens (`trees.py`); matrices work on all tokens of a batch in one list, without
   padding (`forward.py`), and attention on the trees, one a row, under a mask where they branch.
-- Logits are computed where a request reads them and nowhere else, once for all that do, and a few at a time: an array
-  of (tokens, vocabulary) never exists. A choice of one token costs nothing: the prompt's last logits answer it.
+- Logits, and the last block, are computed where a request reads them and nowhere else, once for all that do, and
+  logits a few at a time: an array of (tokens, vocabulary) never exists. A choice of one token costs nothing: the
+  prompt's last logits answer it.
 - Where memory runs out the batch is halved, down to a single request, and stays small from then on.
 - Sums over tokens are float64, so batching changes nothing beyond the rounding of the model itself.
 """
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from ..train.attention import causal_attention
 from ..train.errors import UserError
 from ..train.model import GPT
-from .forward import last_hidden, logits_of
+from .forward import Forward
 from .trees import Costs, Request, Tree, batches, plan
 
 Score = tuple[float, bool]  # (nats, whether greedy decoding would write it)
@@ -53,7 +54,7 @@ class Scorer:
         self, model: GPT, device: str | torch.device, batch_tokens: int, say: Callable[[str], None] | None = None
     ) -> None:
         self.model, self.device, self.batch_tokens = model, torch.device(device), batch_tokens
-        self._say = say or (lambda line: None)
+        self._forward, self._say = Forward(model), say or (lambda line: None)
         config = model.config
         block = sum(parameter.numel() for parameter in model.blocks[0].parameters())
         # Of one block: two operations a weight; and two products with half of the pairs of tokens, for they see back.
@@ -117,27 +118,28 @@ class Scorer:
     def _pass(self, batch: list[Tree]) -> list[tuple[int, Score]]:
         tokens = self._put(np.concatenate([tree.tokens for tree in batch]))
         positions = self._put(np.concatenate([tree.positions for tree in batch]))
-        attention = _TreeAttention(batch, self.model, self.device)
-        hidden = last_hidden(self.model, tokens, positions, attention)  # (n, width)
         starts = np.cumsum([0, *map(len, batch)])
         scored = [one for tree in batch for one in tree.scored]
         nodes = [one.nodes + start for tree, start in zip(batch, starts, strict=False) for one in tree.scored]
-        nats, hits = self._targets(hidden, np.concatenate(nodes), np.concatenate([one.targets for one in scored]))
+        # (u,) tokens whose logits are read, and by which of the targets (p,).
+        read, reader = np.unique(np.concatenate(nodes), return_inverse=True)
+        attention = _TreeAttention(batch, self.model, self.device, places := self._put(read))
+        hidden = self._forward.hidden(tokens, positions, attention, places)  # (u, width)
+        nats, hits = self._targets(hidden, reader, np.concatenate([one.targets for one in scored]))
         firsts = np.cumsum([0, *(len(one.targets) for one in scored)])[:-1]
         sums, greedy = np.add.reduceat(nats, firsts), np.logical_and.reduceat(hits, firsts)
         return [(one.place, (float(s), bool(g))) for one, s, g in zip(scored, sums, greedy, strict=True)]
 
-    def _targets(self, hidden: Tensor, nodes: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Log p of targets (p,) after nodes (p,), in float64, and whether each is the likeliest token."""
-        order = np.argsort(nodes, kind="stable")
-        read, inverse = np.unique(nodes[order], return_inverse=True)  # (u,) whose logits are read, (p,) by whom
-        wanted = self._put(targets[order])
+    def _targets(self, hidden: Tensor, reader: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Log p of targets (p,) by rows (p,) of hidden (u, width), in float64, and whether each is the likeliest."""
+        order = np.argsort(reader, kind="stable")
+        rising, wanted = reader[order], self._put(targets[order])
         rows = max(1, self.batch_tokens * LOGITS_A_TOKEN // self.model.head.vocab_size)
         nats, hits = [], []
-        for start in range(0, len(read), rows):
-            low, high = np.searchsorted(inverse, (start, start + rows))
-            logits = logits_of(self.model, hidden[self._put(read[start : start + rows])])  # (rows, V)
-            found, likeliest = _read(logits, self._put(inverse[low:high] - start), wanted[low:high])
+        for start in range(0, len(hidden), rows):
+            low, high = np.searchsorted(rising, (start, start + rows))
+            logits = self._forward.logits(hidden[start : start + rows])  # (rows, V)
+            found, likeliest = _read(logits, self._put(rising[low:high] - start), wanted[low:high])
             nats.append(found)
             hits.append(likeliest)
         back = np.argsort(order)
@@ -158,19 +160,19 @@ def _read(logits: Tensor, rows: Tensor, targets: Tensor) -> tuple[Tensor, Tensor
 
 
 class _TreeAttention:
-    """Attention over trees, one a row of a padded batch; see `forward.Attend`."""
+    """Attention over trees, one a row of a padded batch; see `forward.Attend`. In the last block `read` alone ask."""
 
-    def __init__(self, batch: list[Tree], model: GPT, device: torch.device) -> None:
-        sizes = np.array([len(tree) for tree in batch])
+    def __init__(self, batch: list[Tree], model: GPT, device: torch.device, read: Tensor) -> None:
+        self.read, sizes = read, np.array([len(tree) for tree in batch])
         self.rows, self.longest = len(batch), int(sizes.max())
-        # Where each token stands in the padded batch, and which token stands at each place there, padding being
-        # whatever comes next; None: there is no padding.
+        # Where each token stands in the padded batch, and which token stands at each place there; None: there is no
+        # padding. Padding is a copy of the row's own last token: NaN passes masks, and must stay in its row.
         column, starts = np.arange(self.longest), np.cumsum(sizes) - sizes
         places = np.flatnonzero(column < sizes[:, None])
         self.places = self.source = None
         if len(places) < self.rows * self.longest:
             self.places = torch.from_numpy(places).to(device)
-            source = np.minimum(starts[:, None] + column, len(places) - 1)
+            source = starts[:, None] + np.minimum(column, sizes[:, None] - 1)
             self.source = torch.from_numpy(source.ravel()).to(device)
         self.mask = self._mask(batch, model, device)
 
@@ -201,9 +203,13 @@ class _TreeAttention:
         return torch.from_numpy(out).to(device)
 
     def __call__(self, block: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        few = len(query) < len(key)
+        if few:  # where nobody asks, zeros do
+            query = query.new_zeros(len(key), *query.shape[1:]).index_copy_(0, self.read, query)
         query, key, value = (self._rows(x).transpose(1, 2) for x in (query, key, value))
         mixed = causal_attention(query, key, value, self.mask).transpose(1, 2).flatten(0, 1)
-        return mixed if self.places is None else mixed.index_select(0, self.places)
+        mixed = mixed if self.places is None else mixed.index_select(0, self.places)
+        return mixed.index_select(0, self.read) if few else mixed
 
     def _rows(self, x: Tensor) -> Tensor:
         """(n, heads, d) -> (rows, longest, heads, d)."""

@@ -294,10 +294,10 @@ def _panel(sweep: Sweep, task: str, keys: Sequence[str], name: str, view: tuple[
     spoken = set(points) if len(points) <= FEW else {place for line in lines.values() for place in line}
     errors = [(x, y, error) for place, (x, y, error) in points.items() if error and place in spoken]
     heights = [y for _, y, _ in points.values()] + [y + side * 2 * error for _, y, error in errors for side in (-1, 1)]
-    heights = [max(height, 0.0) for height in heights]  # neither bits nor accuracy can be negative
-    panel = Panel(f"{name} by {label}", axis, Axis.around(heights), label, errors=errors)
-    if keys == SCORE and (chance := sweep.chance(task)) is not None:
-        panel.chance, panel.y = chance, Axis.around([*heights, chance])
+    chance = sweep.chance(task) if keys == SCORE else None
+    upright = Axis.around(heights if chance is None else [*heights, chance])
+    upright.low = max(upright.low, 0.0)  # neither bits nor accuracy can be negative
+    panel = Panel(f"{name} by {label}", axis, upright, label, errors=errors, chance=chance)
     for place, (x, y, _) in points.items():
         group = panel.dots if sweep.rows[place].get("final", True) else panel.faint
         group.setdefault(sweep.colour(place), []).append((place, x, y))

@@ -65,13 +65,32 @@ def parse_entry(written: str) -> Entry:
     return Entry(written, name, shots, "path" if is_path else "staged" if name in STAGED else "named")
 
 
-def anchored(tasks: Sequence[str]) -> list[str]:
-    """The same entries, with files and folders named from the root: whoever reads them may work in another folder."""
+def anchored(tasks: Sequence[str], progress: Report | None = None) -> list[str]:
+    """The same tasks, suites spelled out, with files and folders named from the root: whoever reads them may work in
+    another folder, and hours later.
+
+    Args:
+        tasks: entries as `load_suite` takes them.
+        progress: called with a line of text when lm-eval's index is built.
+
+    Raises:
+        UserError: a file or a folder that is not there, or a name that lm-eval does not know.
+    """
     found = []
-    for written in tasks:
+    for written in expand(tasks):
         entry = parse_entry(written)
-        if entry.kind in ("text", "path"):
+        is_folder = entry.kind == "named" and Path(entry.name).is_dir()
+        if entry.kind == "named":
+            from .hub import check_name, task_manager
+
+            manager = task_manager(progress=progress)
+            is_folder = is_folder and entry.name not in manager.all_tasks  # as `load_suite` decides
+            if not is_folder:
+                check_name(entry.name, manager)
+        if entry.kind in ("text", "path") or is_folder:
             place = Path(entry.name).expanduser().absolute()
+            if not place.exists():
+                raise UserError(f"task {written!r} names {place}, which does not exist; give a file or a folder")
             written = f"text:{place}" if entry.kind == "text" else f"{place}" + written.removeprefix(entry.name)
         found.append(written)
     return found

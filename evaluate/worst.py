@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..train.data.loader import bytes_of, validation_windows
-from ..train.data.shards import prepare
+from ..train.data.shards import at_hand
 from ..train.heldout import held_out
 from ..train.model import sequence_losses
 
@@ -30,7 +30,7 @@ def worst_windows(loaded: LoadedCheckpoint, count: int = 20) -> dict[str, Any]:
     """
     config = loaded.config
     length = config.data.sequence_length
-    windows = validation_windows(prepare(config.data), length, config.data.validation_tokens)
+    windows = validation_windows(at_hand(config.data, loaded.tokenizer), length, config.data.validation_tokens)
     losses = sequence_losses(loaded.model, torch.from_numpy(windows))  # (n,) nats
     numbers = held_out(losses, length, bytes_of(windows[:, 1:], loaded.tokenizer))
     order = torch.sort(losses, descending=True, stable=True).indices[:count].tolist()  # NaN counts as the largest

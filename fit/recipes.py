@@ -4,7 +4,7 @@ Special here:
 - Recipes are scored on the same held-out text with the same tokenizer, so their losses may be compared; a law through
   runs of several would fit the choice of recipe as noise.
 - What decides between recipes at the scale of the runs is not the laws but the runs that differ in recipe alone: the
-  mean difference of their losses at equal (N, D, seed) has an interval of its own, far narrower than a law's.
+  mean difference of their losses at equal N, D and seed has an interval of its own, far narrower than a law's.
 - The law says what the difference becomes at a larger budget. Differences there take the draws of the two laws as
   independent, though the recipes share noise of initialization and of the held-out text: the interval errs to be wide.
 
@@ -14,6 +14,7 @@ Penedo et al. 2024 (FineWeb, arXiv:2406.17557); Li et al. 2024 (DCLM, arXiv:2406
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,6 +31,8 @@ from .uncertainty import percentile_interval, resampled_together
 
 COLUMN = "recipe"
 RAW = "raw"
+# Columns that runs have in common which differ in recipe alone, as far as a table has them.
+ALIKE = ("seed", "schedule", "decay_share", "learning_rate", "batch_size", "sequence_length", "width", "depth", "heads")
 Interval = tuple[float, float]
 
 
@@ -39,7 +42,7 @@ class Difference:
 
     value: float
     interval: Interval | None
-    pairs: int = 0  # runs of equal (N, D, seed) behind it; 0: of two laws
+    pairs: int = 0  # runs that differ in recipe alone behind it; 0: of two laws
 
     @property
     def clear(self) -> bool:
@@ -98,7 +101,7 @@ def split(runs: RunTable) -> dict[str, RunTable]:
     if COLUMN not in runs.frame:
         return {RAW: runs}
     names = runs.frame[COLUMN].iloc[runs.rows]
-    recipes = np.where(names.isna(), RAW, names.astype(str))
+    recipes = np.where(names.isna() | (names.astype(str).str.strip() == ""), RAW, names.astype(str))
     found = sorted(dict.fromkeys(recipes.tolist()), key=lambda name: name != RAW)
     if len(found) == 1:
         return {found[0]: runs}
@@ -146,7 +149,7 @@ def _fitted(name: str, runs: RunTable, C: float, bootstrap: int, seed: int, opti
 
 
 def paired(base: RunTable, other: RunTable) -> Difference | None:
-    """Mean difference of the losses of runs that have N, D and seed in common; None where no two have.
+    """Mean difference of the losses of runs that have N, D and what else is `ALIKE` in common; None where no two have.
 
     The interval is Student's over groups (a trunk and its branches count as one), for which it takes two at least.
     """
@@ -169,9 +172,12 @@ def paired(base: RunTable, other: RunTable) -> Difference | None:
     return Difference(value, (value - half, value + half), len(shared))
 
 
-def _points(runs: RunTable) -> dict[tuple[float, ...], int]:
-    seeds = np.nan_to_num(runs.column("seed"))
-    return {(N, D, seed): i for i, (N, D, seed) in enumerate(zip(runs.N, runs.D, seeds, strict=True))}
+def _points(runs: RunTable) -> dict[tuple[Any, ...], int]:
+    """The run at each point; none where several are, for which of them would be the pair of another's is not known."""
+    others = [runs.frame[name].iloc[runs.rows].astype(str) for name in ALIKE if name in runs.frame]
+    keys = list(zip(runs.N.tolist(), runs.D.tolist(), *others, strict=True))
+    count = Counter(keys)
+    return {key: i for i, key in enumerate(keys) if count[key] == 1}
 
 
 def _at_target(base: RecipeLaw, other: RecipeLaw) -> Difference | None:
@@ -207,7 +213,8 @@ def sentences(laws: Sequence[RecipeLaw]) -> list[str]:
         parts = []
         if one.paired is not None:
             word = _direction(one.paired)
-            parts.append(f"at the {one.paired.pairs} points that both have, its loss is {word}")
+            points = "one point" if one.paired.pairs == 1 else f"{one.paired.pairs} points"
+            parts.append(f"at the {points} that both have, its loss is {word}")
         if one.at_target is not None:
             parts.append(f"at {scientific(one.target)} FLOPs its law is {_direction(one.at_target)}")
         rest = "; ".join(parts) if parts else "it has no run at a point of the base, and no law"

@@ -11,6 +11,7 @@ Special here:
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import math
 import statistics
@@ -33,7 +34,17 @@ from ..train.config import (
 )
 from ..train.errors import UserError
 from .bench_train import require_transformers
-from .benchmarks import THREADS, Contender, Row, bench_device, contract_row, fastest, pinned_threads, take_turns
+from .benchmarks import (
+    THREADS,
+    Contender,
+    Row,
+    bench_device,
+    contract_row,
+    fastest,
+    pinned_threads,
+    seconds_a_step,
+    take_turns,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -82,7 +93,7 @@ def bench_evaluate(
 
     Args:
         device: auto | cpu | cuda.
-        rounds: turns of each side where time is measured; one before them is not counted.
+        rounds: turns of each side where time is measured; a shorter one before them is not counted.
         items: of HellaSwag and LAMBADA; ARC-E is scored whole, unless this is below 500.
         cases: some of `CASES`.
         sweep: a finished sweep whose gold BPB is asked whether it falls with compute, too.
@@ -99,7 +110,11 @@ def bench_evaluate(
     if {"agreement", "throughput", "generation"} & set(cases):
         require_transformers()
     if {"agreement", "throughput"} & set(cases):
-        require_peer()
+        require("accelerate", "lm-eval's hf model needs")
+    if "duplicates" in cases:
+        require("datasketch", "duplicates are measured beside")
+    if sweep is not None:
+        yield falling(sweep)
     with pinned_threads(THREADS), tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if {"agreement", "throughput"} & set(cases):
@@ -120,17 +135,15 @@ def bench_evaluate(
         from .bench_dedup import bench_dedup
 
         yield from bench_dedup(setting.documents)
-    if sweep is not None:
-        yield falling(sweep)
 
 
-def require_peer() -> None:
-    """Raises UserError where lm-eval's `hf` model lacks something."""
+def require(library: str, why: str) -> None:
+    """Raises UserError where a library is missing: at once, and not after the cases before it."""
     try:
-        import accelerate  # type: ignore[import-not-found, unused-ignore]  # noqa: F401
+        importlib.import_module(library)
     except ImportError:
         raise UserError(
-            "accelerate is not installed, which lm-eval's hf model needs; it comes with pip install 'isoflop[bench]'"
+            f"{library} is not installed, which {why}; it comes with pip install 'isoflop[bench]'"
         ) from None
 
 
@@ -225,12 +238,14 @@ class Pair:
         """Items of HellaSwag a second, from prompts to answers; ours encodes all text anew in each turn, as theirs."""
         trial, entry = load("hellaswag", min(items, TRIAL_ITEMS)), load("hellaswag", items)
         peers = {size: self.peer(size) for size in BATCH_SIZES}
-        trials = {size: Contender(str(size), partial(answers, lm, trial)) for size, lm in peers.items()}
-        take_turns(list(trials.values()), 1, 1, self.device)
-        size = int(fastest(list(trials.values())).name)
+        trials = [Contender(str(size), partial(answers, lm, trial)) for size, lm in peers.items()]
+        # Ours too: the trial is what warms both sides up, for a whole turn of the peer takes a minute.
+        take_turns([*trials, Contender("ours", lambda: answers(self.ours(), trial))], 1, 1, self.device)
+        size = int(fastest(trials).name)
         ours = Contender("ours", lambda: answers(self.ours(), entry))
         peer = Contender(PEER, lambda: answers(peers[size], entry))
-        take_turns([ours, peer], rounds, 1, self.device)
+        for side in [ours, peer] * rounds:
+            side.seconds.append(seconds_a_step(side.step, 1, self.device))
         case = f"HellaSwag, {len(entry.indices)} items, {_millions(self.loaded.config)}, fp32"
         name = f"{PEER}, batch size {size}"
         return contract_row(case, len(entry.indices), "items/s", ours.seconds, peer.seconds, name, self.device)

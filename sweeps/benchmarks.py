@@ -246,7 +246,9 @@ def print_benchmark(rows: list[Row], about: str = "") -> None:
     if not rows:
         print("nothing was measured")
         return
-    devices, peers, units = (dict.fromkeys(row[key] for row in rows) for key in ("device", "peer_name", "unit"))
+    devices, peers, units = (
+        dict.fromkeys(row[key] for row in rows if row[key]) for key in ("device", "peer_name", "unit")
+    )
     title = [f"ours beside the peer, in turn, on {', '.join(devices)}"]
     title += [f"peer: {', '.join(peers)}"] * (len(peers) == 1) + [f"in {', '.join(units)}"] * (len(units) == 1)
     screen = console()
@@ -261,12 +263,14 @@ def print_benchmark(rows: list[Row], about: str = "") -> None:
         table.add_column({"unit": "unit", "peer_name": "peer is"}[key])
     for row in rows:
         values = [column.form(row) if column.key in row else "" for column in extra]
-        ratio = f"{row['ratio']:.2f} ± {row['spread']:.2f}"
-        table.add_row(
-            row["case"], _number(row["ours"]), _number(row["peer"]), ratio, *values, *(row[key] for key in last)
-        )
+        ratio = "" if row["ratio"] is None else f"{row['ratio']:.2f} ± {row['spread'] or 0:.2f}"
+        shown = [_number(row["ours"]), _number(row["peer"]), ratio, *values, *(row[key] or "" for key in last)]
+        table.add_row(row["case"], *shown)
     screen.print(table)
 
 
-def _number(value: float) -> str:
+def _number(value: float | None) -> str:
+    """Empty where there is none: some rows have no peer."""
+    if value is None:
+        return ""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -14,6 +14,8 @@ from . import cli_generate, cli_models, cli_sweep
 from .cli_sweep import Json, show
 from .entry import guarded
 
+INTERRUPTED = 130
+
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
 for commands in (cli_sweep, cli_models, cli_generate):
     app.add_typer(commands.app)
@@ -39,6 +41,8 @@ def _run() -> int:
             error.show()
             return int(error.exit_code)
         raise
+    if code == INTERRUPTED:  # newer versions of typer answer Ctrl-C with this, without a word
+        raise KeyboardInterrupt
     return code if isinstance(code, int) else 0  # what `typer.Exit` was given
 
 
@@ -283,15 +287,18 @@ def bench_evaluations(
     items: Annotated[int, typer.Option(min=1, help="Of HellaSwag and LAMBADA; ARC-E is whole from 500 on.")] = 500,
     case: Annotated[
         list[str] | None,
-        typer.Option(help="agreement, throughput, overhead, generation or duplicates; all when not given."),
+        typer.Option(help="agreement, throughput, overhead, generation or duplicates; all when nothing is asked."),
     ] = None,
-    sweep: Annotated[Path | None, typer.Option(help="A finished sweep: does gold BPB fall with compute?")] = None,
+    sweep: Annotated[
+        Path | None, typer.Option(help="A finished sweep: does gold BPB fall with compute? Without --case only this.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Our evaluation beside lm-eval's own hf model on the same checkpoint: same answers, items a second, overhead."""
     from .bench_evaluate import ABOUT, CASES, bench_evaluate
 
-    _show_rows(bench_evaluate(device, rounds, items, case or CASES, sweep), as_json, ABOUT)
+    cases = case or (() if sweep else CASES)
+    _show_rows(bench_evaluate(device, rounds, items, cases, sweep), as_json, ABOUT)
 
 
 @bench.command(name="queue")

@@ -63,7 +63,7 @@ def generate(
                 break
     except KeyboardInterrupt:
         print(flush=True)
-        raise typer.Exit(130) from None
+        sys.exit(130)  # what has been printed says it all
     rest = pieces.rest()
     if not as_json:
         print(rest, flush=True)

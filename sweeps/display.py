@@ -46,7 +46,9 @@ def _table_of(plan: Plan) -> Table:
     for column in ("run", "N_total", "D", "C exact", "D/N", "shape", "steps", "time"):
         table.add_column(column, justify="left" if column == "run" else "right", no_wrap=True)
     together = {name: unit.name for unit in plan.units for name in unit.runs if len(unit.runs) > 1}
+    refined = any(run.recipe for run in plan.runs)
     optional = {
+        "recipe": {run.run_id: run.recipe or "raw" for run in plan.runs if refined},
         "ranks": {run.run_id: _ranks(run) for run in plan.runs if run.mesh},
         "branches from": {run.run_id: f"{run.parent} at {run.first_step:,}" for run in plan.runs if run.parent},
         "together": together,

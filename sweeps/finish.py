@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import platform
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from rich import box
@@ -129,7 +130,7 @@ def _estimates(law: dict[str, Any]) -> list[list[str]]:
             name,
             _with_interval(item["N"], item.get("N_ci"), short),
             _with_interval(item["D"], item.get("D_ci"), short),
-            f"{item['D'] / item['N']:.3g}",
+            "–" if not item["N"] or item["D"] is None else f"{item['D'] / item['N']:.3g}",
             _with_interval(item["loss"], item.get("loss_ci"), lambda value: f"{value:.3f}"),
         ]
         for flops, name, item in rows
@@ -140,10 +141,14 @@ def _by_approach(law: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
     return {name: approach.get("optimal", []) for name, approach in (law.get("approaches") or {}).items()}
 
 
-def _with_interval(value: float | None, interval: list[float] | None, say: Any) -> str:
+def _with_interval(value: float | None, interval: list[float | None] | None, say: Callable[[float], str]) -> str:
+    """JSON has no infinity: a bound of an interval without an end is None there."""
     if value is None:
         return "–"
-    return f"{say(value)} [{say(interval[0])}, {say(interval[1])}]" if interval else say(value)
+    if not interval:
+        return say(value)
+    low, high = interval
+    return f"{say(value)} [{'−∞' if low is None else say(low)}, {'∞' if high is None else say(high)}]"
 
 
 def cost_lines(costs: dict[str, Any]) -> list[str]:

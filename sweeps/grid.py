@@ -71,6 +71,7 @@ def _with_recipe(data: DataConfig, words: Sequence[str], fingerprints: dict[tupl
     """The same data with a recipe, in its one spelling, and what the recipe is known by."""
     steps = tuple(recipe.canonical(words))
     if steps not in fingerprints:
+        recipe.require(steps)
         fingerprints[steps] = recipe.fingerprint(steps)
     return dataclasses.replace(data, recipe=list(steps), recipe_fingerprint=fingerprints[steps])
 

@@ -82,7 +82,7 @@ def _scores_file(sweep: SweepDirectory, row: Mapping[str, Any]) -> Path:
 
 
 def signals(table: pd.DataFrame, verdicts: Iterable[TaskVerdict]) -> dict[str, dict[str, Any]]:
-    """How clearly each task tells the runs apart, in accuracy and in gold bits per byte.
+    """How clearly each task tells the runs apart, in accuracy and in bits per byte (of the right answer, or of texts).
 
     As the fit judged it; for what it did not judge (few runs, or a task without accuracy) the noise is that of the
     items.
@@ -90,7 +90,7 @@ def signals(table: pd.DataFrame, verdicts: Iterable[TaskVerdict]) -> dict[str, d
     judged = {verdict.task: verdict for verdict in verdicts}
     finals = table[table["final"]]
     names = sorted(
-        {str(name).rpartition("/")[0] for name in table.columns if str(name).endswith(("/acc", "/gold_bpb"))}
+        {str(name).rpartition("/")[0] for name in table.columns if str(name).endswith(("/acc", "/gold_bpb", "/bpb"))}
     )
     found: dict[str, dict[str, Any]] = {}
     for task in names:
@@ -99,7 +99,7 @@ def signals(table: pd.DataFrame, verdicts: Iterable[TaskVerdict]) -> dict[str, d
         gold = verdict.loss if verdict and verdict.measure == "gold_bpb" else None
         found[task] = {
             "acc": _signal(acc or _by_items(finals, f"{task}/acc")),
-            "gold_bpb": _signal(gold or _by_items(finals, f"{task}/gold_bpb")),
+            "gold_bpb": _signal(gold or _by_items(finals, f"{task}/gold_bpb") or _by_items(finals, f"{task}/bpb")),
         }
     return found
 

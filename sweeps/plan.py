@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ..train.config import ParallelConfig, RunConfig, run_id
+from ..train.data.recipe import label
 from ..train.errors import UserError
 from ..train.flops import count_parameters, flops_6nd, flops_exact
 from ..train.schedule import trunk_steps
@@ -74,6 +75,7 @@ class PlannedRun:
     estimated_seconds: float  # of the steps that the run itself takes, alone
     parent: str | None = None  # the trunk that it branches from
     first_step: int = 0  # where it does
+    recipe: str = ""  # what is done to its text, as tables name it; empty for raw text
     paid_seconds: float = 0.0  # of its unit's time: less than it takes alone, where runs are trained together
 
 
@@ -284,4 +286,5 @@ def _planned(name: str, run: RunConfig, cluster: ClusterConfig, rates: Rates, th
         estimated_seconds=own / rates.of(run),
         parent=run.parent,
         first_step=trunk_steps(run) if run.parent is not None else 0,
+        recipe=label(run.data.recipe) if run.data.recipe else "",
     )

@@ -77,7 +77,7 @@ def from_config(config: SweepConfig) -> Prepared:
     if config.evaluate.tasks:
         from ..evaluate.tasks import anchored
 
-        config.evaluate.tasks = anchored(config.evaluate.tasks)
+        config.evaluate.tasks = anchored(config.evaluate.tasks, print)
     rate = measure(config, sweep)
     fill_budgets(config, places(config.cluster, 1, rate))
     runs = {run_id(run): run for run in resolve_runs(config)}

@@ -187,9 +187,9 @@ def stand(sweep: SweepDirectory, config: SweepConfig, target_flops: float | None
     law = ChinchillaLaw(options.objective, options.delta, options.tied, options.E)
     free = 5 - options.tied - (options.E is not None)
     frame = build_table(sweep)
-    if len(frame) <= free:
+    if (done := int(frame["final"].sum()) if len(frame) else 0) <= free:
         raise NothingToSuggest(
-            f"{len(frame)} runs of {sweep.path} are done, and the law has {free} constants; at least {free + 1} runs "
+            f"{done} runs of {sweep.path} are done, and the law has {free} constants; at least {free + 1} runs "
             "must be done before others can be suggested"
         )
     try:

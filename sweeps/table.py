@@ -121,7 +121,9 @@ def _scores(scores: dict[str, Any]) -> dict[str, Any]:
     columns: dict[str, Any] = {}
     for task, values in (scores.get("tasks") or {}).items():
         clean = values.get("clean") or {}
-        columns |= {f"{task}/{name}": values[name] for name in SCORES if name in values}
+        # Whole texts have no accuracy, so no such columns either: a fit would ask why they are empty.
+        always = SCORES if values.get("bpb") is None else ("items",)
+        columns |= {f"{task}/{name}": values[name] for name in always if name in values}
         columns |= {f"{task}/{name}": values[name] for name in MORE if values.get(name) is not None}
         columns |= {f"{task}/clean_{name}": clean[name] for name in CLEAN if clean.get(name) is not None}
     return columns

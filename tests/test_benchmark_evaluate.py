@@ -14,6 +14,7 @@ import pytest
 from isoflop.evaluate.metrics import ItemResult
 from isoflop.sweeps import bench_evaluate as bench
 from isoflop.sweeps.bench_overhead import overhead, time_passes
+from isoflop.sweeps.benchmarks import print_benchmark
 from isoflop.train.config import ModelConfig
 from isoflop.train.errors import UserError
 
@@ -79,6 +80,7 @@ def test_gold_bpb_falls_where_the_best_run_of_each_budget_is_better_than_that_of
     assert found["tasks"] == {"a": True, "b": False}
     assert (found["ours"], found["peer"], found["ratio"]) == (1, 2, 0.5)
     assert "3 budgets" in found["case"]
+    assert list(bench.bench_evaluate("cpu", cases=(), sweep=tmp_path)) == [found], "asked alone, alone is measured"
     finished(tmp_path, rows[:2])
     with pytest.raises(UserError, match="must have runs of two budgets or more, scored on tasks"):
         bench.falling(tmp_path)
@@ -93,6 +95,9 @@ def test_a_case_that_there_is_not_and_a_peer_that_is_missing_are_refused(monkeyp
     monkeypatch.setitem(__import__("sys").modules, "accelerate", None)
     with pytest.raises(UserError, match="accelerate is not installed"):
         next(bench.bench_evaluate("cpu", cases=["agreement"]))
+    monkeypatch.setitem(__import__("sys").modules, "datasketch", None)
+    with pytest.raises(UserError, match="datasketch is not installed"):
+        next(bench.bench_evaluate("cpu", cases=["generation", "duplicates"]))
 
 
 @pytest.mark.slow
@@ -117,3 +122,14 @@ def test_the_second_checkpoint_of_a_process_has_less_overhead(tmp_path: Path) ->
     row = overhead(tmp_path, ("hellaswag,arc_easy", 10), vocab_size=512)
     assert set(row) == ROW
     assert 0 < row["ours"] < row["peer"]
+
+
+def test_rows_without_a_peer_a_ratio_or_a_spread_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    alone: dict[str, Any] = dict.fromkeys(sorted(ROW)) | {"case": "start of a worker", "ours": 1.25, "unit": "s"}
+    alone["device"] = "cpu"
+    once = alone | {"case": "measured once", "peer": 250.0, "peer_name": "a peer", "unit": "rows", "ratio": 2.0}
+    print_benchmark([alone, once])
+    first, second = capsys.readouterr().out.splitlines()[-3:-1]
+    assert [part.strip() for part in first.split("│")[1:-1]][1:] == ["1.25", "", "", "s"]
+    assert [part.strip() for part in second.split("│")[1:-1]][1:] == ["1.25", "250", "2.00 ± 0.00", "rows"]
+    print_benchmark([alone])

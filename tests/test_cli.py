@@ -295,3 +295,13 @@ def test_strange_units_are_asked_about(run: Run, tmp_path: Path, columns: dict[s
     code, output, _ = run("fit", tmp_path / "t.csv", "--bootstrap", "20", "--json")
     assert code == 0
     assert "units" in {warning["code"] for warning in json.loads(output)["warnings"]}
+
+
+def test_ctrl_c_during_an_evaluation_is_a_sentence(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("isoflop.sweeps.scoring.score_all", interrupted)
+    code, _, error = run("evaluate", "checkpoint")
+    assert code == 130
+    assert error.startswith("interrupted; everything finished so far is kept")

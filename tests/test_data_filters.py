@@ -134,8 +134,6 @@ def test_languages_are_told_apart() -> None:
     ]
     assert reasons("language:en", texts) == [None, "language de", "language fr"]
     assert reasons("language:de@0.5", texts)[1] is None
-    with pytest.raises(UserError, match=r"'language:xx@0.65'; language knows .*\bde\b.*\ben\b"):
-        reasons("language:xx", texts)
 
 
 def write_fasttext(path: Path, words: dict[str, list[float]], labels: dict[str, list[float]]) -> Path:
@@ -203,3 +201,8 @@ def test_a_hugging_face_classifier_scores_as_it_does_alone(tmp_path: Path) -> No
     middle = sorted(expected)[20] - 1e-4  # away from any score, beyond what padding changes
     found = reasons(f"quality:{tmp_path / 'model'}@{middle}", texts)
     assert found == [None if value >= middle else "low quality" for value in expected]
+    # Without a trained head the library would make one up, another in each process.
+    model.bert.save_pretrained(tmp_path / "headless")
+    tokenizer.save_pretrained(tmp_path / "headless")
+    with pytest.raises(UserError, match=r"lacks weights of a classifier, such as classifier\.bias"):
+        reasons(f"quality:{tmp_path / 'headless'}@0.5", texts)

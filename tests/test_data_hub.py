@@ -12,7 +12,8 @@ import pytest
 from huggingface_hub import errors
 from isoflop.train.config import DataConfig
 from isoflop.train.data.corpora import open_corpus
-from isoflop.train.data.shards import prepare
+from isoflop.train.data.shards import at_hand, prepare
+from isoflop.train.data.tokenizers import ByteTokenizer
 from isoflop.train.errors import UserError
 
 datasets = pytest.importorskip("datasets")
@@ -44,6 +45,20 @@ def test_a_dataset_streams_up_to_max_bytes(folder: Path) -> None:
 def test_a_dataset_becomes_shards(folder: Path, tmp_path: Path) -> None:
     shards = prepare(hub(folder, cache_dir=str(tmp_path / "cache"), validation_fraction=0.2))
     assert shards.manifest["train"]["documents"] + shards.manifest["validation"]["documents"] == len(DOCUMENTS)
+
+
+def test_a_checkpoint_finds_its_text_in_the_cache_and_fetches_none(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = hub(folder, cache_dir=str(tmp_path / "cache"), validation_fraction=0.2, tokenizer="bytes")
+    config.fingerprint = open_corpus(config).fingerprint()
+    with monkeypatch.context() as context:
+        context.setattr(datasets, "load_dataset", Mock(side_effect=AssertionError("the Hub was asked")))
+        with pytest.raises(UserError, match=r"the text of .* is not in .*; `isoflop data prepare`"):
+            at_hand(config, ByteTokenizer())
+    built = prepare(config)
+    monkeypatch.setattr(datasets, "load_dataset", Mock(side_effect=AssertionError("the Hub was asked")))
+    assert at_hand(config, ByteTokenizer()).directory == built.directory
 
 
 def test_what_a_dataset_lacks_is_named(folder: Path) -> None:

@@ -20,9 +20,11 @@ from isoflop.sweeps import grid
 from isoflop.sweeps.config import LadderGrid, ProductGrid
 from isoflop.sweeps.data_report import recipe_lines
 from isoflop.train.config import DataConfig, ModelConfig, RunConfig, run_id
-from isoflop.train.data import parts, recipe
+from isoflop.train.data import parts, quality, recipe
+from isoflop.train.data.corpora import open_corpus
 from isoflop.train.data.mixing import content_hash
 from isoflop.train.data.pool import Pool
+from isoflop.train.data.refine import Refinery
 from isoflop.train.data.shards import Shards, prepare
 from isoflop.train.errors import UserError
 
@@ -75,7 +77,7 @@ def texts_of(shards: Shards, part: str = "train") -> list[str]:
 def test_a_recipe_has_one_spelling() -> None:
     assert recipe.canonical(["gopher", " near ", "length:050-1e3", "language:EN"]) == [
         "gopher", "near:0.8", "length:50-1000", "language:en@0.65"]  # fmt: skip
-    assert recipe.fingerprint(["near"]) == recipe.fingerprint(["near:0.80"])
+    assert recipe.fingerprint(["near"]) == recipe.fingerprint(["near:0.80"]) != recipe.fingerprint(["near:0.8000001"])
     assert recipe.fingerprint([]) is None
     assert recipe.label([]) == "raw"
     assert recipe.label(["exact", "near"]) == "exact+near:0.8"
@@ -105,6 +107,7 @@ def test_a_model_counts_by_its_content_wherever_it_lies(tmp_path: Path) -> None:
     [
         ("gohper", r"gohper', which is no step \(nearest: gopher\); it takes gopher, .*near\[:JACCARD\]"),
         ("near:1.5", "above 0 and at most 1"),
+        ("near:0.02", "near must be at least 0.05"),  # one band, which would miss 98 % of such pairs
         ("near:high", "'high' is no number"),
         ("exact:1", "exact takes no argument"),
         ("length:7", "MIN-MAX"),
@@ -117,6 +120,25 @@ def test_a_model_counts_by_its_content_wherever_it_lies(tmp_path: Path) -> None:
 def test_a_bad_step_is_named_with_what_is_accepted(step: str, said: str) -> None:
     with pytest.raises(UserError, match=rf"data.recipe contains '.*{said}"):
         recipe.fingerprint([step])
+
+
+def test_what_a_step_needs_is_missed_by_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    base = RunConfig(model=ModelConfig(vocab_size=256), tokens=100_000)
+    with pytest.raises(UserError, match=r"'language:xx@0.65'; language knows .*en"):
+        grid.expand(ProductGrid(axes={"data.recipe": [["language:xx"]]}), base)
+    monkeypatch.setattr(recipe, "find_spec", lambda name: None)
+    for step, package in (("near", "rensa"), ("bloom", "rbloom"), ("language:en", "py3langid"),
+                          ("quality:model.bin@0.5", "fasttext-predict")):  # fmt: skip
+        with pytest.raises(UserError, match=rf"needs {package}: pip install {package}"):
+            grid.expand(ProductGrid(axes={"data.recipe": [[step]]}), base)
+    assert len(grid.expand(ProductGrid(axes={"data.recipe": [["gopher", "exact"]]}), base)) == 1
+
+
+def test_another_model_of_the_language_library_is_another_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = [recipe.fingerprint([step]) for step in ("language:en", "gopher")]
+    monkeypatch.setattr(quality, "language_model_digest", lambda: "of another release")
+    assert [recipe.fingerprint([step]) == old for step, old in zip(("language:en", "gopher"), before, strict=True)] == [
+        False, True]  # fmt: skip
 
 
 def test_a_recipe_is_science_and_raw_text_keeps_every_old_id() -> None:
@@ -234,7 +256,8 @@ def test_the_table_of_a_prepare_says_what_each_step_removed(corpus: DataConfig) 
 def test_a_recipe_that_leaves_nothing_names_the_step_that_took_most(corpus: DataConfig, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"leaves none of \d+ training documents; 'length:10000-' removed most"):
         made(corpus, ["exact", "length:10000-"])
-    assert not list((tmp_path / "cache" / "shards").glob("*"))
+    for folder in ("shards", "recipes"):
+        assert not list((tmp_path / "cache" / folder).glob("*"))
 
 
 def test_a_recipe_that_leaves_less_than_a_window_names_the_step_too(corpus: DataConfig) -> None:
@@ -270,27 +293,48 @@ print("done")
 """
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
-def test_a_killed_prepare_goes_on_from_what_it_had_finished(corpus: DataConfig, tmp_path: Path, how: int) -> None:
-    """The second start does the jobs that the first had not done, and no other; the result is that of one start."""
+@pytest.mark.parametrize(("how", "kills"), [(signal.SIGKILL, (5, 16)), (signal.SIGINT, (26,))])
+def test_a_killed_prepare_goes_on_from_what_it_had_finished(
+    corpus: DataConfig, tmp_path: Path, how: int, kills: tuple[int, ...]
+) -> None:
+    """The last start does the jobs that those before had not done, and no other; the result is that of one start."""
     command = [sys.executable, "-c", SLOW, str(corpus.path), str(tmp_path / "killed"), " ".join(FULL)]
     total = 2 * 11 + 11  # jobs of the three kinds, of 11 parts each
-    for kill_after in (5, 16, 26):
+    seen = 0
+    for kill_at in kills:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         assert process.stdout is not None
-        lines = [process.stdout.readline() for _ in range(kill_after if kill_after == 5 else 11)]
+        lines = [process.stdout.readline() for _ in range(kill_at - seen)]
         assert "done" not in lines[-1]
         process.send_signal(how)
         process.wait()
+        seen = kill_at - 1  # the job that the kill hit is not done
         assert not [path for path in (tmp_path / "killed" / "shards").glob("*") if ".tmp-" not in path.name]
     last = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     assert last[-1] == "done"
-    # Each of three kills costs at most the job that it hit, and the line that was in the pipe.
-    assert len(last) - 1 <= total - (4 + 10 + 10) + 3
+    # Each kill costs at most the job that it hit, and the line that was in the pipe.
+    assert len(last) - 1 <= total - seen + len(kills)
     expected = made(corpus, FULL, cache_dir=str(tmp_path / "whole"))
     (found,) = (path for path in (tmp_path / "killed" / "shards").iterdir() if path.is_dir())
     assert {path.name: path.read_bytes() for path in found.iterdir()} == contents(expected)
     assert not list((tmp_path / "killed" / "recipes").iterdir())
+
+
+def test_parts_of_before_do_not_add_to_those_of_now(
+    corpus: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A corpus of the same text in other files may be cut into fewer parts than a prepare left that was killed."""
+
+    def refined() -> tuple[Path, int]:
+        refinery = Refinery(open_corpus(corpus), "same text", ["length:5-"], 0.1, tmp_path, processes=1)
+        return refinery.folder, len(refinery.run().held)
+
+    folder, count = refined()
+    (folder / "parts.npz").unlink()  # killed before it had noted how many there are
+    monkeypatch.setattr(parts, "PART_DOCUMENTS", 101)
+    for found in folder.glob("*.0.npz"):
+        found.unlink()
+    assert refined() == (folder, count)
 
 
 def test_a_pool_reads_ahead_by_little_and_gives_every_result() -> None:
@@ -318,3 +362,27 @@ def test_an_error_in_a_worker_is_the_callers(processes: int) -> None:
 def test_a_worker_that_dies_is_one_sentence() -> None:
     with Pool(2) as pool, pytest.raises(UserError, match="ended with 9"):
         list(pool.map(os._exit, [(9,)]))
+
+
+def test_files_of_the_folder_a_prepare_runs_in_are_no_modules_of_its_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "pickle.py").write_text("raise SystemExit(3)")
+    monkeypatch.chdir(tmp_path)
+    with Pool(2) as pool:
+        assert sorted(pool.map(abs, [(-1,), (-2,)])) == [1, 2]
+
+
+FAILS_AT_ONCE = """
+from isoflop.train.data.pool import Pool
+def jobs():
+    yield (1,)
+    raise ValueError("unreadable")
+with Pool(2) as pool:
+    list(pool.map(abs, jobs()))
+"""
+
+
+def test_a_pool_whose_jobs_fail_while_its_workers_start_ends() -> None:
+    ended = subprocess.run([sys.executable, "-c", FAILS_AT_ONCE], capture_output=True, text=True, timeout=60)
+    assert ended.stderr.splitlines()[-1] == "ValueError: unreadable"

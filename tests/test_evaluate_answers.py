@@ -106,14 +106,19 @@ def test_the_meter_says_rate_and_time_left_and_passes_answers_through() -> None:
     now, lines, store = [0.0], list[str](), Memory()
     store.put([("old", 1)])
     meter = Meter(store, lines.append, seconds=10, clock=lambda: now[0])
-    meter.begin("piqa (1 of 2)", 101)
-    assert meter.get("old") == 1
+    meter.begin("piqa (1 of 2)")
+    assert [meter.get(key) for key in ("old", *range(100))] == [1, *[None] * 100]
     for second in range(1, 26):
         now[0] = second
         meter.put([(f"{second}/{place}", place) for place in range(2)])
-    assert meter.get("25/1") == 1
+        meter.put([])
+    assert store.get("25/1") == 1
     # 20 answers in 10 s, and one that was there before: 80 are left.
     assert lines[0] == "piqa (1 of 2): 21 of 101 requests, 2 a second, 40 s left"
+    assert len(lines) == 2
+    meter.begin("texts (2 of 2)")
+    now[0] = 99
+    meter.put([])  # nothing is finished yet, so there is no rate
     assert len(lines) == 2
 
 

@@ -159,7 +159,10 @@ def test_nothing_is_scored_twice_and_everything_that_changed_is(tmp_path: Path, 
     assert again(suite_of(7, ("chosen",))) == ["chosen"]  # other items
     assert set(json.loads(out.read_text())["tasks"]) == {"chosen", "last_word"}
     assert [item["task"] for item in read_items(items_path(out))] == ["last_word"] * 6 + ["chosen"] * 7
-    assert again(suite_of(7, ("chosen",)), precision="bf16") == ["chosen"]
+    newer = suite_of(7, ("chosen",))
+    newer.tasks["chosen"].version = 2
+    assert again(newer) == ["chosen"]
+    assert again(newer, precision="bf16") == ["chosen"]
     assert again(suite_of(7, ("chosen",)), "other") == ["chosen"]  # another checkpoint: nothing of the old one stays
     assert set(json.loads(out.read_text())["tasks"]) == {"chosen"}
 
@@ -296,6 +299,32 @@ def test_an_output_that_cannot_be_written_is_one_sentence(tmp_path: Path, asked:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="scores cannot be written to"):
         evaluate(tmp_path / "file" / "s.json", suite_of(2, ("chosen",)))
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(UserError, match=r"folder is a folder; it must be a file, such as .*folder/scores\.json"):
+        evaluate(tmp_path / "folder", suite_of(2, ("chosen",)))
+    assert (tmp_path / "folder").is_dir()
+    with pytest.raises(UserError, match="scores cannot be written to"):  # and no rank waits for the first one
+        on_ranks(2, lambda ranks: evaluate(tmp_path / "file" / "s.json", suite_of(2, ("chosen",)), ranks=ranks))
+
+
+def test_a_disk_that_fills_up_under_one_rank_ends_all_of_them(
+    tmp_path: Path, asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise UserError("answers cannot be written")
+
+    monkeypatch.setattr("isoflop.evaluate.answers.Answers.put", full)
+    with pytest.raises(UserError, match="answers cannot be written"):
+        on_ranks(2, lambda ranks: evaluate(tmp_path / "s.json", suite_of(4, ("chosen",)), ranks=ranks))
+
+
+def test_items_that_are_there_do_not_fall_behind_their_scores(tmp_path: Path, asked: list[str]) -> None:
+    out = tmp_path / "s.json"
+    evaluate(out, suite_of(3, ("chosen",)), keep_items=False)
+    assert not items_path(out).exists()
+    evaluate(out, suite_of(4, ("chosen",)))
+    evaluate(out, suite_of(5, ("chosen",)), keep_items=False)
+    assert len(read_items(items_path(out))) == 5
 
 
 def test_a_full_disk_is_one_sentence_and_leaves_nothing_half_written(
@@ -377,6 +406,10 @@ def test_training_text_that_is_elsewhere_costs_no_score(
     assert scores["held_out"]["withheld"] == scores["contamination_withheld"] == "data.path is gone"
     assert scores["tasks"]["chosen"]["acc"] is not None
     assert scores["tasks"]["chosen"]["clean"] is None
+    # Once it is at hand the loss is asked for again.
+    monkeypatch.setattr(checkpoint, "_held_out", lambda loaded: HELD_OUT)
+    assert evaluate(tmp_path / "s.json", suite_of(3, ("chosen",)), held_out=None)["held_out"] == HELD_OUT
+    assert asked == ["chosen"]
 
 
 def test_a_whole_suite_has_a_mean_of_its_own(tmp_path: Path, asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -440,5 +473,6 @@ def test_a_trained_checkpoint_is_scored_from_its_files(tmp_path: Path) -> None:
 def test_a_checkpoint_without_a_tokenizer_is_one_sentence(tmp_path: Path) -> None:
     path = saved(tmp_path)
     shutil.rmtree(path / "tokenizer")
-    with pytest.raises(UserError, match="has no tokenizer, so no text can be scored"):
-        evaluate_checkpoint(path, output=tmp_path / "t.json", suite=suite_of(5, ("chosen",)), device="cpu")
+    for given in (path, tmp_path):  # the checkpoint, its run
+        with pytest.raises(UserError, match=r"step_3 has no tokenizer, so no text can be scored"):
+            evaluate_checkpoint(given, output=tmp_path / "t.json", suite=suite_of(5, ("chosen",)), device="cpu")

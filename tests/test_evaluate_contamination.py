@@ -306,7 +306,7 @@ def test_progress_says_how_much_was_read_and_how_fast(
     lines: list[str] = []
     overlaps(*leaked, progress=lines.append)
     assert lines
-    assert re.fullmatch(r"contamination: 0 of 0 MB of text, [\d,]+ MB/s", lines[-1])
+    assert re.fullmatch(r"contamination: 0 of 0 MB of text, [\d,]+ MB/s, 0 min left", lines[-1])
 
 
 # Words and hashes

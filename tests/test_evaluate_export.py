@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from isoflop.evaluate.export import export_checkpoint
 from isoflop.evaluate.hf_import import import_checkpoint
 from isoflop.evaluate.hf_tokenizer import byte_characters
@@ -259,6 +260,21 @@ def test_weights_in_several_files_and_a_shorter_context_are_read(tmp_path: Path)
         assert torch.equal(left, right), name
 
 
+def test_another_end_than_config_json_says_is_refused_where_no_tokenizer_config_decides(tmp_path: Path) -> None:
+    source = checkpoint(tmp_path / "checkpoints", ModelConfig(width=16, depth=1, heads=2))
+    folder = export_checkpoint(source, tmp_path / "hf").folder
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": [7, 9]}))
+    import_checkpoint(folder, tmp_path / "named")
+    (folder / "tokenizer_config.json").unlink()
+    with pytest.raises(UserError, match=r"eos_token_id is \[7, 9\] in config.json, and id 255 ends a document"):
+        import_checkpoint(folder, tmp_path / "guessed")
+    assert not (tmp_path / "guessed").exists()
+    for fitting in ([7, 255], 255, None):
+        (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": fitting}))
+        import_checkpoint(folder, tmp_path / "guessed", overwrite=True)
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "head_dim": ({"head_dim": 16}, "head_dim is 16 in config.json; it must be hidden_size / num_attention_heads = 12"),
     "bias": ({"attention_bias": True}, "attention_bias is True"),
@@ -266,6 +282,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "activation": ({"hidden_act": "gelu"}, "hidden_act is 'gelu' in config.json; only 'silu' can be imported"),
     "scaling": ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling is .* without scaling"),
     "yarn": ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_parameters is .* without scaling"),
+    "odd": ({"rope_scaling": "default"}, "rope_scaling is 'default'"),
     "experts": ({"num_local_experts": 8}, "num_local_experts is 8"),
     "quantized": ({"quantization_config": {"bits": 4}}, "quantization_config is"),
     "kind": ({"model_type": "gpt2"}, "model_type is 'gpt2' in config.json; it must be one of llama, mistral, qwen3"),
@@ -324,18 +341,43 @@ def test_a_folder_that_holds_something_is_replaced_only_when_asked(tmp_path: Pat
     with pytest.raises(UserError, match="out is not empty; choose another folder, or replace it with --overwrite"):
         export_checkpoint(path, tmp_path / "out")
     assert (tmp_path / "out" / "mine.txt").read_text() == "mine"
+    with pytest.raises(UserError, match=r"out holds mine\.txt, which no export or import wrote, so it is not replaced"):
+        export_checkpoint(path, tmp_path / "out", overwrite=True)
+    (tmp_path / "out" / "mine.txt").unlink()
+    (tmp_path / "out" / "README.md").write_text("old")
     export_checkpoint(path, tmp_path / "out", overwrite=True)
-    assert not (tmp_path / "out" / "mine.txt").exists()
+    assert (tmp_path / "out" / "README.md").read_text() != "old"
     with pytest.raises(UserError, match="holds step_7, which is to be read"):
         export_checkpoint(path, path.parent, overwrite=True)
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "me.jpg").write_text("")
-    with pytest.raises(UserError, match="holds something else than a model, so it is not replaced"):
+    with pytest.raises(UserError, match=r"holds me\.jpg, which no export or import wrote"):
         export_checkpoint(path, tmp_path / "photos", overwrite=True)
+    (tmp_path / "link").symlink_to("out")
+    with pytest.raises(UserError, match="link is a link; it must be a folder, new or empty"):
+        export_checkpoint(path, tmp_path / "link", overwrite=True)
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="file is a file; it must be a folder"):
         export_checkpoint(path, tmp_path / "file", overwrite=True)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoints", "file", "out", "photos"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoints", "file", "link", "out", "photos"]
+
+
+def test_neither_a_run_nor_its_checkpoint_is_ever_replaced_and_an_import_is(tmp_path: Path) -> None:
+    run, tiny = tmp_path / "run", ModelConfig(width=16, depth=1, heads=2)
+    path = checkpoint(run / "checkpoints", tiny)
+    other = checkpoint(tmp_path / "other", tiny, seed=1)
+    exported = export_checkpoint(other, tmp_path / "hf").folder
+    for output in (run, path):  # the run has nothing beside its checkpoints, as an import
+        before = sorted(output.rglob("*"))
+        with pytest.raises(UserError, match="which no export or import wrote, so it is not replaced"):
+            import_checkpoint(exported, output, overwrite=True)
+        with pytest.raises(UserError, match="which no export or import wrote, so it is not replaced"):
+            export_checkpoint(other, output, overwrite=True)
+        assert sorted(output.rglob("*")) == before
+    first = import_checkpoint(exported, tmp_path / "imported")
+    (first / "scores.json").write_text("{}")
+    assert import_checkpoint(exported, tmp_path / "imported", overwrite=True) == first
+    assert not (first / "scores.json").exists(), "of what was there"
 
 
 def test_an_export_that_fails_leaves_the_old_folder_and_nothing_else(
@@ -365,12 +407,20 @@ def test_a_format_or_a_dtype_that_there_is_not_is_refused(tmp_path: Path) -> Non
 
 def test_the_card_has_every_count_and_score_and_takes_no_markup_from_names(tmp_path: Path) -> None:
     loaded = load_for_evaluation(checkpoint(tmp_path / "checkpoints", SHAPES["LlamaForCausalLM"], separate=True))
-    loaded.config.name = "<script>|*x*"
+    loaded.config.name = "<script>|*x* N1M_D2M_s0 &#95;"
+    loaded.config.data.corpus, loaded.config.data.name = "hf", 'a/b: "c"'
     facts = Facts(
         scores={
             "held_out": {"val_loss": 1.25, "val_loss_se": 0.01, "val_bpb": 1.8},
             "tasks": {
-                "piqa": {"acc": 0.5, "acc_se": 0.05, "gold_bpb": 1.5, "chance": 0.5, "items": 100},
+                "piqa": {"acc": 0.5, "acc_se": 0.05, "gold_bpb": 1.5, "chance": 0.5, "items": 100, "shots": 0},
+                "arc_easy": {
+                    "acc": 0.5,
+                    "items": 20,
+                    "subset": {"of": 2376},
+                    "truncated_items": 3,
+                    "contaminated_items": 2,
+                },
                 "broken": {"acc": None, "withheld": "item 3: NaN", "items": 5},
             },
         },
@@ -383,11 +433,26 @@ def test_the_card_has_every_count_and_score_and_takes_no_markup_from_names(tmp_p
     flops = [6.0 * count.N_total * tokens, float(training_flops_per_token(loaded.config.model, LENGTH) * tokens)]
     assert all(f" {number:,} |" in card for number in numbers)
     assert all(f" {value:.4g} FLOPs |" in card for value in flops)
-    for said in ("1.2500 ± 0.0100", "1.8000", "| piqa | 100 | 0.5000 ± 0.0500", "item 3: NaN",
+    for said in ("1.2500 ± 0.0100", "1.8000", "| piqa | 100 | 0 | 0.5000 ± 0.0500 | 1.5000 | 0.500 |  |",
+                 "withheld: item 3: NaN", "| arc_easy | 20 of 2376 |",
+                 "3 prompts cut to the context; 2 share text with the training data", "No licence is stated",
                  "1.3000 (95 %: 1.2000 to 1.4000)", "0.0.9, commit `abc123` with changes", "Note."):  # fmt: skip
         assert said in card, said
     title = card.split("\n# ")[1].splitlines()[0]
-    assert not set("<>|*") & set(title)
+    assert title == "&#60;script&#62;&#124;&#42;x&#42; N1M_D2M_s0 &#38;&#35;95;, step 7"
+    front = yaml.safe_load(card.split("---")[1])
+    assert (front["library_name"], front["datasets"]) == ("transformers", ['a/b: "c"'])
+    assert "library_name" not in model_card(loaded, facts, [], "gguf")
+
+
+def test_the_card_of_imported_weights_makes_up_no_training(tmp_path: Path) -> None:
+    source = checkpoint(tmp_path / "checkpoints", ModelConfig(width=16, depth=1, heads=2))
+    imported = import_checkpoint(export_checkpoint(source, tmp_path / "hf").folder, tmp_path / "imported")
+    again = export_checkpoint(imported, tmp_path / "again", facts=Facts(version="1.2")).folder
+    card = (again / "README.md").read_text()
+    assert "how they were trained is not known here. Exported by isoflop 1.2." in card
+    for invented in ("By isoflop", "learning_rate", "FLOPs |", "It was trained on"):
+        assert invented not in card
 
 
 def test_the_card_is_told_what_lies_around_the_checkpoint(tmp_path: Path) -> None:

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from isoflop.evaluate import decoding
-from isoflop.evaluate.decoding import Decoder, prefill
+from isoflop.evaluate import forward
+from isoflop.evaluate.decoding import decode, prefill
+from isoflop.evaluate.forward import Forward
 from isoflop.evaluate.generate import Generation, Sampling, generate, stream
 from isoflop.evaluate.paged import PagedBatch, PagedCache, Pages
 from isoflop.evaluate.sampling import choose, draw
@@ -179,7 +180,7 @@ def test_nan_fails_its_prompt_and_reaches_neither_neighbours_nor_those_that_come
         list(stream(gpt, poisoned[0], 5, max_length=40))
 
 
-@pytest.mark.parametrize("name", ["prefill", "recomputed", "Decoder"])
+@pytest.mark.parametrize("name", ["prefill", "recomputed", "decode"])
 def test_where_memory_runs_out_fewer_go_on_and_one_alone_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from isoflop.evaluate import generate as module
 
@@ -198,16 +199,7 @@ def test_where_memory_runs_out_fewer_go_on_and_one_alone_is_refused(name: str, m
 
         return run
 
-    if name == "Decoder":
-        monkeypatch.setattr(module, name, lambda model: limited_decoder(true(model)))
-    else:
-        monkeypatch.setattr(module, name, limited(true, {"prefill": 2, "recomputed": 1}[name]))
-
-    def limited_decoder(decoder: Any) -> Any:
-        run = limited(decoder, 1)
-        run.model = decoder.model
-        return run
-
+    monkeypatch.setattr(module, name, limited(true, {"prefill": 2, "recomputed": 1, "decode": 2}[name]))
     assert generate(gpt, prompts, 12, max_length=14, finished=lambda new: False) == expected
     assert max(sizes) > most  # it did run out
     most = 0
@@ -228,7 +220,7 @@ def test_logits_of_prefill_and_decode_are_the_models(dtype: torch.dtype, toleran
         for one, text in zip(pages, texts, strict=True):
             assert cache.extend(one, len(text))
         with torch.inference_mode():
-            first = prefill(gpt, cache, [text[:-1] for text in texts], pages)
+            first = prefill(Forward(gpt), cache, [text[:-1] for text in texts], pages)
             starts = [
                 0 if gpt.end_of_document is None or END not in text[:-1] else len(text) - 1 - text[-2::-1].index(END)
                 for text in texts
@@ -236,18 +228,55 @@ def test_logits_of_prefill_and_decode_are_the_models(dtype: torch.dtype, toleran
             lengths, window = np.array(list(map(len, texts))), gpt.config.window or 64
             seen = np.maximum(lengths - window, starts)
             batch = PagedBatch(cache, pages, gpt.config.heads)
-            second = Decoder(gpt)(batch, [text[-1] for text in texts], lengths - 1, seen)
+            second = decode(Forward(gpt), batch, [text[-1] for text in texts], lengths - 1, seen)
             for row, text in enumerate(texts):
                 whole = gpt(torch.tensor([text]))[0, :, :size].double()
                 for logits, expected in ((first[row], whole[-2]), (second[row], whole[-1])):
                     assert (logits.double() - expected).abs().max() < tolerance * whole.abs().max()
 
 
-def test_packed_matrices_and_plain_ones_give_the_same_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fault", ["missing", "refuses", "wrong", "too large"])
+def test_without_packed_products_the_plain_ones_give_the_same_tokens(
+    fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A PyTorch without these operations, a processor that they refuse, and one on which they are wrong."""
     gpt = random_gpt(random.Random(3), 64, torch.float32)
     expected = generate(gpt, [[5, 6, 7], [8]], 20, max_length=64, finished=lambda new: False)
-    monkeypatch.setattr(decoding, "PACKED_BYTES", 0)
-    assert generate(gpt, [[5, 6, 7], [8]], 20, max_length=64, finished=lambda new: False) == expected
+    true = forward._product
+
+    def faulty(weight: torch.Tensor, packed: bool) -> Any:
+        if packed and fault == "missing":
+            raise AttributeError("no such operation")
+        if packed and fault == "refuses":
+            raise RuntimeError("could not create a primitive descriptor")
+        return (lambda x: true(weight, False)(x) + 1) if packed else true(weight, False)
+
+    if fault == "too large":
+        monkeypatch.setattr(forward, "PACKED_BYTES", 0)
+    monkeypatch.setattr(forward, "_product", faulty)
+    forward._packs.cache_clear()
+    try:
+        assert generate(gpt, [[5, 6, 7], [8]], 20, max_length=64, finished=lambda new: False) == expected
+    finally:
+        forward._packs.cache_clear()
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.02)])
+def test_packed_products_are_the_plain_ones_whatever_the_rows(dtype: torch.dtype, tolerance: float) -> None:
+    """Tolerance: a few roundings of the type. Another width or type is refused and never computed."""
+    if not forward._packs(dtype):
+        pytest.skip(f"needs packed products of {dtype}: this PyTorch or processor has none")
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(48, 32, generator=generator).to(dtype)
+    product = forward._product(weight, True)
+    wide = torch.randn(40, 64, generator=generator).to(dtype)
+    for rows in (wide[:, :32], wide[:1, 32:], wide[::2, :32], wide[:0, :32], wide[:32, :40].t()):
+        expected = rows.double() @ weight.double().t()
+        assert product(rows).dtype == dtype
+        assert torch.allclose(product(rows).double(), expected, rtol=tolerance, atol=tolerance * 10)
+    for rows in (wide[:, :16], wide, wide[:, :32].double()):
+        with pytest.raises(RuntimeError):
+            product(rows)
 
 
 def test_pages_stay_at_the_front_and_keep_what_they_hold() -> None:

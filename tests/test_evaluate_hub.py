@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -72,6 +73,22 @@ def test_a_damaged_copy_is_said_and_fetched_again(
     (tmp_path / "my_choice.jsonl").unlink()
     with pytest.raises(UserError, match=r"copy .* is damaged.*run `isoflop data benchmarks --tasks my_choice`"):
         load_suite("my_choice", 5, cache=tmp_path)
+
+
+def test_a_hub_that_is_not_reached_is_named_once_without_its_clients_noise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def unreachable(path: str) -> None:
+        logging.getLogger("huggingface_hub.utils._http").warning("Retrying in 8s [Retry 5/5].")
+        raise ConnectionError(f"no way to {path}")
+
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    logging.getLogger("huggingface_hub.utils._http").setLevel(logging.NOTSET)
+    lines: list[str] = []
+    with pytest.raises(ConnectionError), hub.copies(tmp_path, lines.append):
+        datasets.load_dataset("some/data")
+    assert lines == ["some/data is not staged; the Hugging Face Hub is asked"]
+    assert caplog.records == []
 
 
 def test_a_copy_keeps_types_and_splits_and_knows_its_arguments(tmp_path: Path) -> None:

@@ -48,7 +48,9 @@ def test_the_standard_error_covers_the_truth_as_often_as_it_should() -> None:
 
 def test_one_item_has_no_standard_error_and_none_has_no_mean() -> None:
     assert mean_and_error([0.5]) == (0.5, None)
+    assert gold_bits_per_byte(-math.log(2), "\ud800") == 1.0  # what UTF-8 cannot hold is encoded as a question mark
     assert mean_and_error([]) == (None, None)
+    assert mean_and_error([0.5, math.nan]) == (None, None)  # undefined for an item: no number of the task, never NaN
 
 
 def item(index: int, acc: float, nats: float, **other: Any) -> ItemResult:

@@ -127,6 +127,8 @@ def save_on(tp: int, root: Path) -> None:
 
 
 def test_a_checkpoint_of_tensor_parallel_ranks_is_scored_like_that_of_one_process(tmp_path: Path) -> None:
+    import torch.distributed.checkpoint  # noqa: F401  (once, before the ranks are forked)
+
     for tp in (1, 2):
         run_ranks(tp, save_on, tp, tmp_path / str(tp))
     one, ours = (load_for_evaluation(tmp_path / str(tp)) for tp in (1, 2))

@@ -340,6 +340,16 @@ def test_runs_of_a_budget_stand_together_and_the_best_has_the_lowest_loss() -> N
     assert len(Sweep.of(named).budgets) == 1, "where runs name their budget, that counts"
 
 
+def test_no_axis_of_a_panel_goes_below_zero_where_nothing_can() -> None:
+    rows = make_rows(("arc_easy",))
+    for entry in rows:
+        entry["tasks"]["arc_easy"] |= {"acc": 0.0, "acc_se": 0.0, "chance": 0.0}
+    html = sweep_report.render(rows, {}, "sweep", {})
+    ticks = re.findall(r'<text class="tick"[^>]*>([^<]*)<', html)
+    assert "0.000" in ticks
+    assert not [tick for tick in ticks if tick.startswith(("-", "−"))]
+
+
 def test_rank_correlation_agrees_with_scipy() -> None:
     rng = np.random.default_rng(1)
     for _ in range(50):

@@ -176,6 +176,32 @@ def test_samples_are_filtered_sorted_searched_and_walked_through_and_hostile_tex
     assert said["labels"], "every control has a label"
 
 
+def test_every_column_of_the_tables_is_seen_at_once_on_a_screen_and_on_half_of_one(tmp_path: Path) -> None:
+    whole = {"items": 10042, "subset": {"items": 10042, "of": 10042}}
+    names = ("hellaswag", "commonsense_qa_cloze", "mmlu_high_school_macroeconomics_cloze", "with-dashes-and-long")
+    tasks = {name: numbers(margin=-0.5, **whole, clean=numbers(items=9034)) for name in names}
+    tasks |= {"half": numbers(subset={"items": 500, "of": 10042}, items=500), "text_news": domain(1.5, **whole)}
+    further = {"exact_match": 0.1, "exact_match_se": 0.01, "exact_match,flexible-extract": 0.2}
+    tasks["gsm8k"] = numbers(acc=None, p_right=None, **further, **{"exact_match,flexible-extract_se": 0.02})
+    page = render(header(tasks), (), [header(tasks, run_id="p", flops=1.4e11)])
+    widths = [1280, 1245, 1235, 1100, 900]
+    # A frame is a window of its own to the style.
+    steps = f"""
+      said.cut = {{}};
+      const source = document.documentElement.outerHTML.replace(/<script[^]*?<.script>/g, '');
+      for (const width of {widths}) {{
+        const frame = document.createElement('iframe');
+        frame.style.width = width + 'px'; frame.srcdoc = source; document.body.append(frame);
+        await new Promise(go => {{ frame.onload = go; }});
+        const tables = [...frame.contentDocument.querySelectorAll('.scroll')];
+        said.cut[width] = tables.map(box => box.scrollWidth - box.clientWidth);
+        frame.remove();
+      }}"""
+    said = probe(tmp_path, page, 1400, steps)
+    assert said["faults"] == []
+    assert said["cut"] == {str(width): [0, 0, 0] for width in widths}
+
+
 def test_a_missed_escape_still_cannot_run_and_ten_thousand_items_are_25_on_the_page(tmp_path: Path) -> None:
     page = render(header({"t": numbers()}), make_items("t", 10_000))
     attack = f"<script>{RAN}</script><img src=x onerror={RAN}><svg onload={RAN}></svg><a href='javascript:{RAN}'>x</a>"
@@ -186,12 +212,11 @@ def test_a_missed_escape_still_cannot_run_and_ten_thousand_items_are_25_on_the_p
     assert seen.count('<li class="card"') == 25
 
 
-@pytest.mark.parametrize("hostile", [False, True])
-def test_a_sweeps_panels_name_the_run_under_the_pointer_and_its_table_sorts(tmp_path: Path, hostile: bool) -> None:
-    rows = make_rows(text=HOSTILE if hostile else "", recipes=("a", f"b{HOSTILE}") if hostile else (None,))
+def test_a_sweeps_panels_name_the_run_under_the_pointer_and_its_table_sorts(tmp_path: Path) -> None:
+    rows = make_rows(text=HOSTILE, recipes=("a", f"b{HOSTILE}"))
     tasks = list(rows[0]["tasks"])
     signal = {tasks[0]: {"acc": signal_of(3) | {"source": HOSTILE}, "gold_bpb": signal_of(20)}}
-    page = render_sweep(rows, signal, "spine" + HOSTILE * hostile, {row["run_id"]: HOSTILE for row in rows})
+    page = render_sweep(rows, signal, f"spine{HOSTILE}", {row["run_id"]: HOSTILE for row in rows})
     said = probe(tmp_path, page, 900, SWEEP)
     assert said["faults"] == []
     assert said["ran"] is None

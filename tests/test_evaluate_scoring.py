@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from isoflop.evaluate import scoring
+from isoflop.evaluate.forward import Forward
 from isoflop.evaluate.scoring import Score, Scorer, WholeRows
 from isoflop.evaluate.trees import Costs, Request, Tree, batches, plan
 from isoflop.train.config import ModelConfig
@@ -203,16 +203,16 @@ class Small:
     """A machine whose memory holds passes of at most so many tokens."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, tokens: int, error: type[RuntimeError] = RuntimeError) -> None:
-        self.refused, self.largest, real = 0, 0, scoring.last_hidden
+        self.refused, self.largest, real = 0, 0, Forward.hidden
 
-        def last_hidden(model: GPT, ids: torch.Tensor, *rest: Any) -> torch.Tensor:
+        def hidden(forward: Forward, ids: torch.Tensor, *rest: Any) -> torch.Tensor:
             if len(ids) > tokens:
                 self.refused += 1
                 raise error(WORDS)
             self.largest = max(self.largest, len(ids))
-            return real(model, ids, *rest)
+            return real(forward, ids, *rest)
 
-        monkeypatch.setattr(scoring, "last_hidden", last_hidden)
+        monkeypatch.setattr(Forward, "hidden", hidden)
 
 
 @pytest.mark.parametrize("error", [RuntimeError, torch.OutOfMemoryError])
@@ -245,7 +245,7 @@ def test_other_errors_are_not_taken_for_a_lack_of_memory(monkeypatch: pytest.Mon
     def broken(*_: Any) -> torch.Tensor:
         raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
 
-    monkeypatch.setattr(scoring, "last_hidden", broken)
+    monkeypatch.setattr(Forward, "hidden", broken)
     with pytest.raises(RuntimeError, match="mat1"):
         Scorer(gpt(), "cpu", 1000).score(groups(0))
 
@@ -261,6 +261,13 @@ def test_nan_is_blamed_on_the_request_that_meets_it() -> None:
     # The last token is predicted, not read.
     assert [bool(np.isnan(nats)) for nats, _ in scores] == [False, True, False, False]
     assert_close([scores[0], *scores[2:]], [alone(model, requests[k]) for k in (0, 2, 3)], 1e-10)
+    # Nor does it pass from row to row, where rows of unequal length are padded.
+    rng = np.random.default_rng(11)
+    apart = [Request([place, *rng.integers(4, 29, rng.integers(3, 40)).tolist()], [1, 2]) for place in range(30)]
+    for place in (5, 17):
+        apart[place] = Request([place, 30, *apart[place].prefix[2:]], [1, 2])
+    scores = Scorer(model, "cpu", 400).score(apart)
+    assert [place for place, (nats, _) in enumerate(scores) if np.isnan(nats)] == [5, 17]
 
 
 @pytest.mark.gpu

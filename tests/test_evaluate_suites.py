@@ -296,9 +296,12 @@ def test_files_are_named_from_the_root_and_tasks_are_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    given = ["small", "piqa@5", "quiz.jsonl@2", "my/tasks", "text:held_out", "/far/away.yaml"]
+    for folder in ("my/tasks", "held_out"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "quiz.jsonl").touch()
+    given = ["small", "piqa@5", "quiz.jsonl@2", "my/tasks", "text:held_out", f"{tmp_path}/quiz.jsonl"]
     assert anchored(given) == [
-        "small", "piqa@5", f"{tmp_path}/quiz.jsonl@2", f"{tmp_path}/my/tasks", f"text:{tmp_path}/held_out",
-        "/far/away.yaml",
+        *SMALL, "piqa@5", f"{tmp_path}/quiz.jsonl@2", f"{tmp_path}/my/tasks", f"text:{tmp_path}/held_out",
+        f"{tmp_path}/quiz.jsonl",
     ]  # fmt: skip
     assert anchored(anchored(given)) == anchored(given)

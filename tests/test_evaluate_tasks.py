@@ -120,16 +120,16 @@ def test_scores_of_staged_tasks_have_a_closed_form(cache: Path, items: dict[str,
 
 def test_accuracy_and_its_error_are_lm_evals_own(cache: Path) -> None:
     suite = load_suite(THREE, None, cache=cache)
-    for seed in range(3):
-        loaded = checkpoint_of(Bigram(seed))
-        ours = score(loaded, suite)
-        tasks = {name: entry.task for name, entry in suite.tasks.items()}
-        theirs = lm_eval.evaluate(make_lm(loaded), {"tasks": tasks, "groups": {}}, bootstrap_iters=100)["results"]
-        for name, scores in ours.items():
-            for metric in {"acc", "acc_norm"} & {key.split(",")[0] for key in theirs[name]}:
-                assert scores[metric] == pytest.approx(theirs[name][f"{metric},none"], rel=1e-12)
-                assert scores[f"{metric}_se"] == pytest.approx(theirs[name][f"{metric}_stderr,none"], rel=1e-12)
-        assert ours["lambada_openai"]["perplexity"] == theirs["lambada_openai"]["perplexity,none"]
+    loaded = checkpoint_of(Bigram(seed=2))
+    ours = score(loaded, suite)
+    tasks = {name: entry.task for name, entry in suite.tasks.items()}
+    # Of these errors only perplexity's, which is not compared, is bootstrapped.
+    theirs = lm_eval.evaluate(make_lm(loaded), {"tasks": tasks, "groups": {}}, bootstrap_iters=2)["results"]
+    for name, scores in ours.items():
+        for metric in {"acc", "acc_norm"} & {key.split(",")[0] for key in theirs[name]}:
+            assert scores[metric] == pytest.approx(theirs[name][f"{metric},none"], rel=1e-12)
+            assert scores[f"{metric}_se"] == pytest.approx(theirs[name][f"{metric}_stderr,none"], rel=1e-12)
+    assert ours["lambada_openai"]["perplexity"] == theirs["lambada_openai"]["perplexity,none"]
 
 
 def test_a_suite_serves_checkpoint_after_checkpoint(cache: Path) -> None:
@@ -235,9 +235,11 @@ def test_bad_suites_are_one_sentence(cache: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="limit is 0"):
         load_suite(THREE, 0, cache=cache)
     manager = custom_tasks(tmp_path)
-    with pytest.raises(UserError, match=r"'my_choise' is not known to lm-eval; the nearest names are my_choice"):
+    with pytest.raises(
+        UserError, match=r"'my_choise' is not known to lm-eval, and no folder; the nearest names are my_choice"
+    ):
         load_suite("my_choise", manager=manager)
-    with pytest.raises(UserError, match=r"'zzqxv' is not known to lm-eval; `lm-eval ls tasks` lists"):
+    with pytest.raises(UserError, match=r"'zzqxv' is not known to lm-eval, and no folder; `lm-eval ls tasks` lists"):
         load_suite("zzqxv", manager=manager)
     (tmp_path / "my_choice.jsonl").unlink()
     with pytest.raises(UserError, match=r"'my_choice' cannot be loaded \(FileNotFoundError"):
@@ -298,7 +300,7 @@ def test_the_real_suites_have_the_known_items() -> None:
 
 @pytest.mark.usefixtures("real_cache")
 def test_a_model_that_knows_letter_pairs_beats_one_that_knows_nothing_on_the_real_suite() -> None:
-    suite = load_suite("small", 10)
+    suite = load_suite("small", 4)
     text = Path(os.__file__).read_bytes()
     counts = np.full((257, 257), 0.1)
     np.add.at(counts, (np.frombuffer(text[:-1], np.uint8), np.frombuffer(text[1:], np.uint8)), 1)

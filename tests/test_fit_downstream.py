@@ -137,6 +137,7 @@ def test_a_resample_goes_through_both_steps():
     np.testing.assert_allclose(law.predict_draws(1e9, 2e10), draws[0])
 
 
+@pytest.mark.slow
 def test_the_accuracy_of_a_larger_model_and_of_one_run_of_it_are_covered_at_their_rate():
     trials, covered, run = 30, 0, 0
     N, D = 3e9, 6e10  # fifty times the compute of the largest run

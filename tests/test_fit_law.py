@@ -64,6 +64,7 @@ def test_an_integer_weight_is_that_many_copies_and_zero_is_none():
     np.testing.assert_allclose(weighted.alpha_, copied.alpha_, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_random_known_laws_come_back_inside_their_own_intervals():
     rng = np.random.default_rng(0)
     inside = {name: 0 for name in TRUTH} | {"N": 0}

@@ -44,18 +44,24 @@ def test_each_recipe_has_the_law_that_it_has_alone() -> None:
 def test_the_base_is_raw_text_wherever_it_stands_and_an_empty_cell_is_raw() -> None:
     table = runs({"gopher": {}, "raw": {}})
     assert list(split(fit.read_table(table))) == [RAW, "gopher"]
-    empty = table.assign(recipe=table.recipe.replace("raw", None))
-    assert list(split(fit.read_table(empty))) == [RAW, "gopher"]
+    for cell in (None, ""):
+        empty = table.assign(recipe=table.recipe.where(table.recipe != "raw", cell))
+        assert list(split(fit.read_table(empty))) == [RAW, "gopher"]
     assert list(split(fit.read_table(table.drop(columns="recipe")))) == [RAW]
 
 
-def test_an_analysis_never_pools_recipes() -> None:
-    table = runs({"raw": {}, "gopher": {"E": 2.5, "beta": 0.4}})
-    both = fit.analyze(fit.read_table(table), (1e18,), 50)
-    alone = fit.analyze(fit.read_table(table[table.recipe == "raw"]), (1e18,), 50)
+@pytest.fixture(scope="module")
+def both() -> fit.Analysis:
+    return fit.analyze(fit.read_table(runs({"raw": {}, "gopher": {"E": 2.5, "beta": 0.4}})), (1e18,), 20)
+
+
+def test_an_analysis_never_pools_recipes(both: fit.Analysis) -> None:
+    table = both.table.frame
+    alone = fit.analyze(fit.read_table(table[table.recipe == "raw"]), (1e18,))
     assert both.law is not None
     assert alone.law is not None
     assert both.law.constants_ == alone.law.constants_
+    assert all(both.backtest[name] == alone.backtest[name] for name in ("steps", "predicted", "measured"))
     assert alone.recipes == []
     assert "recipes_apart" in {warning.code for warning in both.warnings}
     assert "recipes_mixed" not in {warning.code for warning in both.warnings}
@@ -119,14 +125,35 @@ def test_a_recipe_without_a_law_says_why_and_is_still_compared() -> None:
     assert gopher.paired.value == pytest.approx(-0.1, abs=0.05)
 
 
-def test_the_report_shows_the_recipes_side_by_side_and_escapes_them() -> None:
-    table = runs({"raw": {}, "<script>alert(1)</script>": {"E": 1.6}})
-    page = Page("")
-    sections.recipes(page, fit.analyze(fit.read_table(table), (1e18,), 20))
+def test_runs_are_paired_that_differ_in_recipe_alone() -> None:
+    """Where a rate is varied too, a run is paired with that of its own rate, and with none where several may be it."""
+    points = pd.DataFrame({"N": [1e5, 1e5, 1e6, 1e6], "D": 1e7, "learning_rate": [1e-3, 2e-3] * 2, "seed": 0})
+    loss = np.array([3.0, 3.5, 2.0, 2.5])
+    raw = points.assign(loss=loss, recipe="raw").drop(index=1)  # a run that failed
+    near = points.assign(loss=loss - 0.1, recipe="near:0.8")
+    table = pd.concat([raw, near], ignore_index=True)
+    found = fit.by_recipe(fit.read_table(table))[1].paired
+    assert found is not None
+    assert (found.pairs, found.value) == (3, pytest.approx(-0.1, abs=1e-12))
+    assert fit.by_recipe(fit.read_table(table.drop(columns="learning_rate")))[1].paired is None
+
+
+def test_recipes_of_one_run_each_are_compared_without_an_interval() -> None:
+    table = runs({"raw": {}, "exact": {"E": 1.6}}).groupby("recipe", sort=False).head(1)
+    raw, exact = fit.by_recipe(fit.read_table(table), (1e18,), 20)
+    assert raw.law is exact.law is None
+    assert exact.paired is not None
+    assert (exact.paired.pairs, exact.paired.interval, exact.paired.clear) == (1, None, False)
+    assert "at the one point that both have" in sentences([raw, exact])[0]
+
+
+def test_the_report_shows_the_recipes_side_by_side_and_escapes_them(both: fit.Analysis) -> None:
+    page, alone = Page(""), Page("")
+    raw, gopher = both.recipes
+    sections.recipes(page, replace(both, recipes=[raw, replace(gopher, recipe="<script>alert(1)</script>")]))
     section = "".join(page.parts)
     assert "&lt;script&gt;alert(1)" in section
     assert "<script>" not in section
     assert section.count("<tr>") == 3
-    alone = Page("")
-    sections.recipes(alone, fit.analyze(fit.read_table(runs({"raw": {}})), (1e18,), 20))
+    sections.recipes(alone, replace(both, recipes=[]))
     assert alone.parts == []

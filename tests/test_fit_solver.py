@@ -352,6 +352,7 @@ def test_a_power_law_matches_polyfit_and_with_an_offset_matches_scipy():
     assert law.starts_["agreeing"] == law.starts_["tried"]
 
 
+@pytest.mark.slow
 def test_power_law_intervals_cover_the_truth_at_their_rate():
     rng = np.random.default_rng(0)
     C = np.geomspace(1e17, 1e21, 12)

@@ -143,6 +143,7 @@ def compiled() -> Iterator[str]:
         yield target
 
 
+@pytest.mark.slow
 def test_it_compiles_without_a_gpu() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, check=False)

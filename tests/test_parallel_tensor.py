@@ -377,6 +377,7 @@ def test_a_second_backward_pass_through_overwritten_logits_is_refused() -> None:
     run_ranks(2, check)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_blocks_may_be_compiled_and_recomputed(sequence_parallel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     # Through dynamo and aot_autograd; what inductor would add is minutes of C++.

@@ -182,6 +182,7 @@ def control_c(process: subprocess.Popen[str], root: Path) -> None:
         pytest.param(control_c, 130, "preempted", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_an_interrupted_sweep_goes_on_and_ends_with_the_same_losses(
     disturb: Callable[[subprocess.Popen[str], Path], None],
     exit_code: int,
@@ -352,7 +353,7 @@ def test_a_budget_below_the_smallest_model_is_refused(tmp_path: Path, capsys: py
 
 
 def test_no_grid_names_the_grids(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "+grid=NAME with one of adaptive, chinchilla, ladder, points, product, smoke" in refused(
+    assert "+grid=NAME with one of adaptive, chinchilla, data_recipe, ladder, points, product, smoke" in refused(
         ["cluster=local"], capsys
     )
 

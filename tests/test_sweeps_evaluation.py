@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
@@ -15,10 +16,12 @@ import yaml
 from isoflop import fit
 from isoflop.sweeps import evaluation, pages, planning, worker
 from isoflop.sweeps.config import EvaluateConfig, SweepConfig
+from isoflop.sweeps.entry import compose
 from isoflop.sweeps.evaluation import is_scored, keep_between, steps_between, wanted_steps
+from isoflop.sweeps.finish import print_law
 from isoflop.sweeps.retries import Policy
 from isoflop.sweeps.runs import RunDirectory, SweepDirectory
-from isoflop.sweeps.table import build_table, write_table
+from isoflop.sweeps.table import _scores, build_table, write_table
 from isoflop.sweeps.trunks import merge
 from isoflop.train.config import DataConfig, RunConfig, run_id
 from isoflop.train.errors import UserError
@@ -66,6 +69,36 @@ def test_the_plan_of_a_sweep_has_them(tmp_path: Path, monkeypatch: pytest.Monkey
     config.evaluate.tasks = []
     unscored = planning._prepare(SweepDirectory(tmp_path), config, runs, 1e11)
     assert [run.checkpoint.at_steps for run in unscored.runs] == [[32], None]
+
+
+def test_tasks_of_ones_own_are_named_from_the_root_and_missed_before_anything_is_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_corpus: Callable[..., DataConfig]
+) -> None:
+    data = small_corpus(512)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "quiz.jsonl").write_text('{"question": "a", "choices": ["b", "c"], "answer": 0}')
+    monkeypatch.setattr("isoflop.evaluate.hub.task_manager", lambda **_: SimpleNamespace(all_tasks=["mmlu"]))
+
+    def planned(path: str) -> list[str]:
+        config = compose(
+            ["+grid=smoke", "cluster=local", "cluster.flops_per_second=1e11", "tracker=none", "evaluate=custom",
+             f"evaluate.path={path}", "data=text", f"data.path={data.path}", f"data.cache_dir={data.cache_dir}",
+             "data.tokenizer=bytes"]
+        )  # fmt: skip
+        config.sweep, config.output_root = "sweep", str(tmp_path)
+        return planning.from_config(config).config.evaluate.tasks
+
+    assert planned("quiz.jsonl") == [f"{tmp_path}/quiz.jsonl"]
+    for missing in ("quis.jsonl", "text:held_out"):
+        with pytest.raises(UserError, match="does not exist; give a file or a folder"):
+            planned(missing)
+    with pytest.raises(UserError, match="'quiz' is not known to lm-eval, and no folder"):
+        planned("quiz")
+    (tmp_path / "quiz").mkdir()
+    assert planned("quiz") == [f"{tmp_path}/quiz"]
+    (tmp_path / "mmlu").mkdir()
+    assert planned("mmlu") == ["mmlu"]  # lm-eval's name comes first, as where the tasks are loaded
+    assert not (tmp_path / "sweep").exists()
 
 
 @pytest.fixture(scope="module")
@@ -170,6 +203,13 @@ def test_a_scored_checkpoint_is_a_row_and_only_final_ones_are_fitted(scored: Pat
     assert "7 intermediate checkpoints are left out of the fits." in runs.notes
 
 
+def test_text_has_no_columns_of_accuracy() -> None:
+    none = dict.fromkeys(("acc", "acc_se", "gold_bpb", "gold_bpb_se"))
+    text = none | {"bpb": 2.0, "bpb_se": 0.1, "chance": None, "items": 9}
+    assert _scores({"tasks": {"text_a": text}}) == {"text_a/items": 9, "text_a/bpb": 2.0, "text_a/bpb_se": 0.1}
+    assert {"t/acc", "t/gold_bpb"} <= _scores({"tasks": {"t": none | {"withheld": "item 0"}}}).keys()
+
+
 def test_a_recipe_of_the_data_is_a_column(scored: Path, tmp_path: Path) -> None:
     folder = tmp_path / "family"
     shutil.copytree(scored, folder)
@@ -221,12 +261,30 @@ def test_of_many_checkpoints_the_best_of_each_budget_get_pages_first() -> None:
     assert len(pages.chosen(rows[:4])) == 4
 
 
+def test_an_interval_without_an_end_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    estimate = {
+        "flops": 1e12,
+        "N": 2e4,
+        "D": 9e6,
+        "loss": 1.5,
+        "N_ci": [0.0, 7e5],
+        "D_ci": [2e5, None],
+        "loss_ci": None,
+    }
+    print_law({"approaches": {"parametric": {"optimal": [estimate]}}}, "few")
+    assert "9M [200k, ∞]" in capsys.readouterr().out
+
+
 def test_signal_to_noise_is_the_fits_or_else_that_of_the_items() -> None:
     table = pd.DataFrame(
         {"final": [True] * 4 + [False], "t/acc": [0.2, 0.3, 0.4, 0.5, 9.0], "t/acc_se": [0.05] * 5,
-         "t/gold_bpb": [2.0, 1.5, None, None, 9.0], "t/gold_bpb_se": [0.1] * 5}
+         "t/gold_bpb": [2.0, 1.5, None, None, 9.0], "t/gold_bpb_se": [0.1] * 5,
+         "text_a/bpb": [4.0, 3.0, 2.5, 2.0, 9.0], "text_a/bpb_se": [0.25] * 5}
     )  # fmt: skip
-    found = pages.signals(table, [])["t"]
+    both = pages.signals(table, [])
+    assert both["text_a"]["acc"] is None
+    assert both["text_a"]["gold_bpb"]["ratio"] == pytest.approx(2.0 / 0.25)  # of texts, by their own bits per byte
+    found = both["t"]
     assert found["gold_bpb"] is None  # two runs say nothing
     assert found["acc"]["ratio"] == pytest.approx(0.3 / 0.05)
     assert found["acc"]["source"] == "standard error of the items"

@@ -330,6 +330,7 @@ def test_on_every_mesh_training_is_the_same_to_the_bit(dp: int, tp: int, stage: 
         assert full - none == Counter(again)  # two of each a block, of which there are two
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dp", "tp", "stage", "mode"), [(1, 2, 0, "selective"), (2, 1, 3, "full")])
 def test_compiled_blocks_train_the_same_on_a_mesh(dp: int, tp: int, stage: int, mode: str, traced: Traced) -> None:
     def on_this_rank() -> tuple[float, dict[str, list[Counter[str]]]]:

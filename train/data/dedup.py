@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import UserError
 from .shingles import Hashes, Offsets
 
 Flags = npt.NDArray[np.bool_]
@@ -199,10 +198,8 @@ def bloom(
         share: of the n-grams of a document, repeated ones too.
         progress: called with the number of documents that are done.
     """
-    try:
-        from rbloom import Bloom
-    except ImportError:
-        raise UserError("data.recipe contains 'bloom', which needs rbloom: pip install rbloom") from None
+    from rbloom import Bloom
+
     n = len(digests)
     removed, leaked = np.zeros(n, bool), np.zeros(n, bool)
     order = np.argsort(ranks(digests, held))

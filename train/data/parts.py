@@ -42,6 +42,10 @@ def cut(texts: Iterable[str]) -> Iterator[list[str]]:
         yield part
 
 
+def digest(text: str) -> int:
+    return content_hash(text.encode())
+
+
 def part_file(folder: Path, number: int, kind: str) -> Path:
     return folder / f"{number:06d}.{kind}"
 

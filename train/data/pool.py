@@ -39,12 +39,16 @@ class Pool:
         self._count = processes or cores()
         self._free: queue.SimpleQueue[subprocess.Popen[bytes]] = queue.SimpleQueue()
         self._started: list[subprocess.Popen[bytes]] = []
+        self._starting = threading.Lock()
+        self._over = False
         self._threads = ThreadPoolExecutor(self._count)
 
     def __enter__(self) -> Pool:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        with self._starting:
+            self._over = True  # a thread that is about to start a worker would start one that nobody ends
         for process in self._started:
             if kind is not None:
                 process.kill()
@@ -86,9 +90,9 @@ class Pool:
             good, result = pickle.load(process.stdout)
         except (EOFError, BrokenPipeError, pickle.UnpicklingError):
             code = process.wait()
+            why = " (killed, as is done where memory runs out)" if code == -9 else ""
             raise UserError(
-                f"a process that prepares data ended with {code}, which is -9 where memory ran out; the same command "
-                "goes on from what is done"
+                f"a process that prepares data ended with {code}{why}; the same command goes on from what is done"
             ) from None
         self._free.put(process)
         if not good:
@@ -99,11 +103,15 @@ class Pool:
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         for name in ("OMP_NUM_THREADS", "RAYON_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
             environment[name] = "1"
-        process = subprocess.Popen(
-            [sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment,
-            start_new_session=True,  # Ctrl-C reaches the parent alone
-        )  # fmt: skip
-        self._started.append(process)
+        with self._starting:
+            if self._over:
+                raise RuntimeError("the pool has ended")
+            # -P: a file of the user's folder must not pass for a module.
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment,
+                start_new_session=True,  # Ctrl-C reaches the parent alone
+            )  # fmt: skip
+            self._started.append(process)
         return process
 
 

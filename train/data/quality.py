@@ -12,7 +12,10 @@ Lui and Baldwin 2012 (langid.py); Joulin et al. 2017 (arXiv:1607.01759); Li et a
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
+from functools import cache
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -26,20 +29,29 @@ JUDGED_CHARACTERS = 20_000
 _BATCH, _TOKENS = 16, 512  # of a Hugging Face classifier
 
 
-def language(step: Step) -> Filter:
-    """Documents that are not in a language with the probability that the step names go.
+@cache
+def _identifier() -> Any:
+    from py3langid.langid import MODEL_FILE, LanguageIdentifier
 
-    Raises:
-        UserError: py3langid is not installed, or does not know the language.
-    """
-    try:
-        from py3langid.langid import MODEL_FILE, LanguageIdentifier
-    except ImportError:
-        raise _needs(step, "py3langid") from None
-    identifier = LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
-    known = sorted(map(str, identifier.labels))
-    if step.name not in known:
-        raise UserError(f"data.recipe contains {step.word!r}; language knows {', '.join(known)}")
+    return LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
+
+
+def languages() -> list[str]:
+    """Codes of the languages that are told apart."""
+    return sorted(map(str, _identifier().labels))
+
+
+@cache
+def language_model_digest() -> str:
+    """SHA-256 of the model that tells them: another release of the library may bring another."""
+    from py3langid.langid import MODEL_FILE
+
+    return hashlib.sha256((files("py3langid") / MODEL_FILE).read_bytes()).hexdigest()
+
+
+def language(step: Step) -> Filter:
+    """Documents that are not in a language with the probability that the step names go."""
+    identifier = _identifier()
 
     def judge(text: str) -> str | None:
         found, probability = identifier.classify(text[:JUDGED_CHARACTERS])
@@ -72,10 +84,8 @@ def good_label(labels: Sequence[str]) -> int:
 
 
 def _fasttext(step: Step) -> Callable[[list[str]], list[float]]:
-    try:
-        import fasttext
-    except ImportError:
-        raise _needs(step, "fasttext-predict") from None
+    import fasttext
+
     try:
         model = fasttext.load_model(step.name)
         said, _ = _predicted(model, "a")
@@ -102,17 +112,21 @@ def _predicted(model: Any, text: str) -> tuple[list[str], list[float]]:
 
 
 def _hugging_face(step: Step) -> Callable[[list[str]], list[float]]:
-    try:
-        import torch
-        from transformers import AutoModelForSequenceClassification, AutoTokenizer
-    except ImportError:
-        raise _needs(step, "transformers") from None
+    import torch
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
     try:
         tokenizer = AutoTokenizer.from_pretrained(step.name)
-        model = AutoModelForSequenceClassification.from_pretrained(step.name).eval()
+        model, loaded = AutoModelForSequenceClassification.from_pretrained(step.name, output_loading_info=True)
     except (OSError, ValueError, KeyError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
         raise UserError(f"data.recipe contains {step.word!r}; it cannot be loaded ({reason})") from None
+    if loaded["missing_keys"]:  # which transformers fills with random numbers, others in every process
+        raise UserError(
+            f"data.recipe contains {step.word!r}; the folder lacks weights of a classifier, such as "
+            f"{min(loaded['missing_keys'])}: it must hold one that was trained"
+        )
+    model.eval()
     labels = [model.config.id2label[i] for i in range(model.config.num_labels)]
     if len(labels) < 2:
         raise UserError(f"data.recipe contains {step.word!r}; its model has one output, it needs two labels or more")
@@ -132,7 +146,3 @@ def _hugging_face(step: Step) -> Callable[[list[str]], list[float]]:
         return found
 
     return score
-
-
-def _needs(step: Step, package: str) -> UserError:
-    return UserError(f"data.recipe contains {step.word!r}, which needs {package}: pip install {package}")

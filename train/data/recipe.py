@@ -5,6 +5,8 @@ Special here:
 - The fingerprint is part of a run's identity, and of the shards' key: a hash of the steps in one spelling
   (`near` and `near:0.8` are one), of a version of each step's rules, and of the content of model files, wherever they
   lie. Bump a version when the same step would keep other documents.
+- What a step needs (a library, a model, a language that the model knows) is missed by `require`, which planning calls,
+  and not in a job.
 - No heavy import: planning a grid reads recipes.
 """
 
@@ -15,6 +17,7 @@ import hashlib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from ..config import canonical_json
@@ -37,8 +40,8 @@ class Step:
             most = f"{self.upper:.15g}" if self.upper < float("inf") else ""
             return f"length:{self.number:.15g}-{most}"
         if self.name:
-            return f"{self.kind}:{self.name}@{self.number:g}"
-        return f"{self.kind}:{self.number:g}" if self.kind in _NUMBERED else self.kind
+            return f"{self.kind}:{self.name}@{self.number:.15g}"
+        return f"{self.kind}:{self.number:.15g}" if self.kind in _NUMBERED else self.kind
 
 
 # Steps by kind: the version of its rules, and what is accepted, for errors. Those of WHOLE look at all documents
@@ -49,7 +52,11 @@ VERSIONS = {
 }  # fmt: skip
 WHOLE = ("exact", "near", "bloom")
 MODELS = (".bin", ".ftz")  # fastText's
+LEAST_NEAR = 0.05  # below, a signature is too short to find most pairs; see shingles.bands_and_rows
 _NUMBERED = {"symbols": 0.1, "near": 0.8, "bloom": 0.8}  # their defaults
+# Modules that a step imports, and what installs them.
+_NEEDS = {"near": ("rensa", "rensa"), "bloom": ("rbloom", "rbloom"), "language": ("py3langid", "py3langid")}
+_FASTTEXT, _TRANSFORMERS = ("fasttext", "fasttext-predict"), ("transformers", "transformers")
 _ACCEPTED = (
     "gopher, gopher_quality, gopher_repetition, length:MIN-MAX (words), symbols[:SHARE], language:CODE[@PROBABILITY], "
     "quality:MODEL@THRESHOLD, exact, near[:JACCARD], bloom[:SHARE]"
@@ -86,6 +93,8 @@ def _share(kind: str, argument: str, word: str) -> Step:
     number = _number(argument, word, f"{kind}[:SHARE]") if argument else _NUMBERED[kind]
     if not 0 < number <= 1:
         raise _refused(word, f"the number of {kind} must be above 0 and at most 1")
+    if kind == "near" and number < LEAST_NEAR:
+        raise _refused(word, f"the Jaccard similarity of near must be at least {LEAST_NEAR}")
     return Step(kind, number)
 
 
@@ -144,7 +153,7 @@ def canonical(recipe: Sequence[str]) -> list[str]:
 def label(recipe: Sequence[str]) -> str:
     """A recipe for people and tables: its steps joined by "+", model files by their name; "raw" where it has none."""
     words = [
-        f"quality:{Path(step.name).name}@{step.number:g}" if step.kind == "quality" else step.word
+        f"quality:{Path(step.name).name}@{step.number:.15g}" if step.kind == "quality" else step.word
         for step in parse(recipe)
     ]
     return "+".join(words) or "raw"
@@ -164,15 +173,45 @@ def fingerprint(recipe: Sequence[str]) -> str | None:
 
 
 def _nameless(step: Step) -> str:
-    return f"quality@{step.number:g}" if step.kind == "quality" else step.word
+    return f"quality@{step.number:.15g}" if step.kind == "quality" else step.word
+
+
+def require(recipe: Sequence[str]) -> None:
+    """Refuses steps that cannot be run here.
+
+    Raises:
+        UserError: a step is none, its library is not installed, or its language is not known.
+    """
+    for step in parse(recipe):
+        _require_library(step)
+        if step.kind == "language":
+            from .quality import languages
+
+            if step.name not in (known := languages()):
+                raise UserError(f"data.recipe contains {step.word!r}; language knows {', '.join(known)}")
+
+
+def _require_library(step: Step) -> None:
+    needed = _NEEDS.get(step.kind)
+    if step.kind == "quality":
+        needed = _TRANSFORMERS if Path(step.name).is_dir() else _FASTTEXT
+    if needed is not None and find_spec(needed[0]) is None:
+        raise UserError(f"data.recipe contains {step.word!r}, which needs {needed[1]}: pip install {needed[1]}")
 
 
 def model_digest(step: Step) -> str | None:
-    """SHA-256 of the model that a `quality` step names, a file or a folder; None for other steps.
+    """SHA-256 of the model that a step asks: of `quality`, a file or a folder; of `language`, the library's own.
+
+    None for other steps.
 
     Raises:
         UserError: it is missing, cannot be read, or is no kind of model that is known.
     """
+    if step.kind == "language":
+        _require_library(step)
+        from .quality import language_model_digest
+
+        return language_model_digest()
     if step.kind != "quality":
         return None
     path = Path(step.name)

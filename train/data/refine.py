@@ -28,7 +28,7 @@ from .corpora import Corpus
 from .mixing import below_threshold
 from .parts import Flags, load, part_file, save
 from .pool import Pool
-from .recipe import WHOLE, Step, fingerprint, parse
+from .recipe import WHOLE, Step, fingerprint, parse, require
 from .storage import Progress, checksum
 
 # Bumped when files of parts would be read wrongly.
@@ -91,7 +91,7 @@ class Refinery:
         processes: int | None = None,
     ) -> None:
         self._corpus = corpus
-        self._steps = parse(recipe)
+        self._recipe, self._steps = recipe, parse(recipe)
         self._fraction = validation_fraction
         self._progress = progress or (lambda stage, done, total: None)
         self._processes = processes
@@ -108,6 +108,7 @@ class Refinery:
         Raises:
             UserError: a step cannot be run, the texts are all the same, or nothing is left.
         """
+        require(self._recipe)
         self.folder.mkdir(parents=True, exist_ok=True)
         with Pool(self._processes) as pool:
             self._pool = pool
@@ -137,14 +138,12 @@ class Refinery:
         done = self.folder / "parts.npz"
         if not done.exists():
             total = float(self._corpus.size_bytes() or 0)
-            read, count = 0.0, 0
+            read = 0.0
             jobs = self._unwritten(self._corpus.documents())
             for written in self._pool.map(parts.write_part, jobs):
                 read += float(load(part_file(self.folder, written, "npz"))["sizes"].sum())
                 self._progress("read", read, max(total, read) if total else 0.0)
-            while part_file(self.folder, count, "npz").exists():
-                count += 1
-            save(done, parts=np.array(count))
+            save(done, parts=np.array(self._count))
         count = int(load(done)["parts"])
         found = [load(part_file(self.folder, number, "npz")) for number in range(count)]
         self._sizes = [len(part["digests"]) for part in found]
@@ -153,21 +152,15 @@ class Refinery:
         self._bytes = np.concatenate([part["sizes"] for part in found])
 
     def _unwritten(self, texts: Iterator[str]) -> Iterator[tuple[Path, int, list[str]]]:
+        """Parts that are not there. One of before counts only if it has the texts that the corpus has there now: the
+        files of one fingerprint may stand in another order by now, and be cut into fewer parts.
+        """
+        self._count = 0
         for number, part in enumerate(parts.cut(texts)):
+            self._count = number + 1
             path = part_file(self.folder, number, "npz")
-            if not (path.exists() and self._is(path, part)):
+            if not (path.exists() and load(path)["digests"].tolist() == list(map(parts.digest, part))):
                 yield self.folder, number, part
-
-    @staticmethod
-    def _is(path: Path, part: list[str]) -> bool:
-        """Whether a part of before has the texts that the corpus has there now: their sizes, and the ends' hashes."""
-        there = load(path)
-        ends = [parts.content_hash(text.encode()) for text in (part[0], part[-1])]
-        return (
-            len(there["digests"]) == len(part)
-            and there["digests"][[0, -1]].tolist() == ends
-            and bool((there["sizes"] == [len(text.encode()) for text in part]).all())
-        )
 
     def _hold_out(self) -> None:
         self.lowest, self.highest = int(self._digests.min()), int(self._digests.max())
@@ -311,6 +304,7 @@ class Refinery:
         if (self._removed[training] >= 0).all() and self.lowest != self.highest:
             counts = np.bincount(self._removed[training], minlength=len(self._steps))
             worst = int(counts.argmax())
+            self.remove()  # no other recipe can go on from it
             raise UserError(
                 f"data.recipe leaves none of {int(training.sum())} training documents; {self._steps[worst].word!r} "
                 f"removed most, {int(counts[worst])} of them, so loosen it or leave it out"

@@ -101,9 +101,8 @@ def prepare(config: DataConfig, progress: Progress | None = None, processes: int
             f"{steps}, so its rules or its model changed since it was planned: restore them, or plan again"
         )
     tokenizer = load_tokenizer(config, corpus, cache, progress)
-    content = [FORMAT, fingerprint, tokenizer.fingerprint, config.validation_fraction]
-    key = checksum([*content, *([steps] if steps else [])])[:16]
-    directory = cache / "shards" / key
+    directory = _directory(config, fingerprint, steps, tokenizer)
+    key = directory.name
     if (found := _open_if_sound(directory, tokenizer)) is not None:
         return _enough(found, config)
     with locked(cache, f"shards-{key}", progress):
@@ -116,6 +115,29 @@ def prepare(config: DataConfig, progress: Progress | None = None, processes: int
                     _refine(source, cache, processes, tokenizer, temporary, progress)
             found = open_shards(directory, tokenizer)
     return _enough(found, config)
+
+
+def at_hand(config: DataConfig, tokenizer: Tokenizer) -> Shards:
+    """As `prepare`, for a checkpoint that carries its tokenizer; but nothing is fetched: text of the Hub must be in the
+    cache already.
+
+    Raises:
+        UserError: as `prepare`, or it is not there.
+    """
+    if config.corpus != "hf":
+        return prepare(config)
+    directory = _directory(config, str(config.fingerprint), config.recipe_fingerprint, tokenizer)
+    if (found := _open_if_sound(directory, tokenizer)) is None:
+        raise UserError(
+            f"the text of {config.name} is not in {directory.parent}; `isoflop data prepare` as for the sweep "
+            "puts it there"
+        )
+    return found
+
+
+def _directory(config: DataConfig, fingerprint: str, steps: str | None, tokenizer: Tokenizer) -> Path:
+    content = [FORMAT, fingerprint, tokenizer.fingerprint, config.validation_fraction, *([steps] if steps else [])]
+    return cache_directory(config) / "shards" / checksum(content)[:16]
 
 
 def _enough(shards: Shards, config: DataConfig) -> Shards:
@@ -342,7 +364,8 @@ def prepare_with_progress(config: DataConfig) -> Shards:
             return Text(text)
 
     columns = (TextColumn("{task.description}"), BarColumn(), Speed(""), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         tasks: dict[str, Any] = {}
 
         def show(stage: str, done: float, total: float) -> None:

@@ -75,14 +75,25 @@ def _words(texts: list[bytes]) -> tuple[Hashes, Offsets]:
     inside = _WORD[joined]
     edges = np.flatnonzero(np.diff(inside, prepend=False, append=False))
     starts, ends = edges[::2], edges[1::2]
-    powers, inverses, table = _powers(1 << (len(joined) - 1).bit_length())
-    sums = np.zeros(len(joined) + 1, np.uint64)
-    np.cumsum(table[joined] * powers[: len(joined)], out=sums[1:])
-    hashes = (sums[ends] - sums[starts]) * inverses[starts]
+    hashes = np.empty(len(starts), np.uint64)
+    first = 0
+    while first < len(starts):  # some words at a time: a long document would need 40 times its size
+        last = max(first + 1, int(np.searchsorted(ends, starts[first] + _BATCH, side="right")))
+        hashes[first:last] = _hashed(joined, starts[first:last], ends[first:last])
+        first = last
     lengths = np.fromiter((len(text) + 1 for text in texts), np.int64, len(texts))
     return _mixed(hashes), np.bincount(
         np.searchsorted(np.cumsum(lengths), starts, side="right"), minlength=len(texts)
     ).astype(np.int64)
+
+
+def _hashed(joined: npt.NDArray[np.uint8], starts: Offsets, ends: Offsets) -> Hashes:
+    """The polynomial of each word of some that follow each other."""
+    part = joined[starts[0] : ends[-1]]
+    powers, inverses, table = _powers(1 << (len(part) - 1).bit_length())
+    sums = np.zeros(len(part) + 1, np.uint64)
+    np.cumsum(table[part] * powers[: len(part)], out=sums[1:])
+    return (sums[ends - starts[0]] - sums[starts - starts[0]]) * inverses[starts - starts[0]]
 
 
 @cache
@@ -121,10 +132,8 @@ def bands_and_rows(threshold: float, missed: float = 0.02, slots: int = SLOTS) -
 
 def signatures(hashes: Hashes, offsets: Offsets) -> npt.NDArray[np.uint32]:
     """(documents, SLOTS) MinHash signatures; a document without n-grams has a meaningless one."""
-    try:
-        from rensa import RMinHash
-    except ImportError:
-        raise UserError("data.recipe contains 'near', which needs rensa: pip install rensa") from None
+    from rensa import RMinHash
+
     if (version := RMinHash.ALGORITHM_VERSION) != ALGORITHM:
         raise UserError(
             f"data.recipe contains 'near', and the installed rensa signs documents by its algorithm {version}; this "
