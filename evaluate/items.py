@@ -12,8 +12,6 @@ from __future__ import annotations
 import gzip
 import json
 import math
-import os
-import tempfile
 import zlib
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
@@ -75,27 +73,6 @@ def pack(items: Iterable[dict[str, Any]]) -> bytes:
     """Items of one task as a gzip member."""
     lines = "".join(json.dumps(item, default=plain) + "\n" for item in items)
     return gzip.compress(lines.encode(), compresslevel=5, mtime=0)
-
-
-def write_items(path: Path, members: Iterable[bytes], flush: bool = True) -> None:
-    """Replaces the file in one step by what `pack` made of each task; `flush` as in `train.files.write_atomic`.
-
-    Raises:
-        OSError: for example when the disk is full; the old file stays.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.writelines(members)
-            if flush:
-                file.flush()
-                os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
 
 
 def read_items(path: Path, say: Callable[[str], None] = lambda line: None) -> list[dict[str, Any]]:

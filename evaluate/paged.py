@@ -143,9 +143,12 @@ class PagedCache:
     def rows(self, pages: Sequence[Pages], positions: Sequence[Ids]) -> Ids:
         """Where positions (n,) of each request lie among all (page, head, position in its page): (sum n kv_heads,)."""
         own = [np.array(one.table)[at // self.page - one.first] for one, at in zip(pages, positions, strict=True)]
-        page, place = np.concatenate(own), np.concatenate(positions) % self.page
+        return self.places(np.concatenate(own), np.concatenate(positions))
+
+    def places(self, page: Ids, positions: Ids) -> Ids:
+        """The same for positions (n,) whose pages (n,) are known."""
         heads = np.arange(self.kv_heads)
-        return ((page[:, None] * self.kv_heads + heads) * self.page + place[:, None]).ravel()
+        return ((page[:, None] * self.kv_heads + heads) * self.page + positions[:, None] % self.page).ravel()
 
     def _give_back(self, table: Sequence[int]) -> None:
         for page in table:
@@ -160,7 +163,7 @@ class PagedBatch:
     """
 
     def __init__(self, cache: PagedCache, pages: Sequence[Pages], heads: int) -> None:
-        self.cache, self.pages, self.heads = cache, pages, heads
+        self.cache, self.heads = cache, heads
         self.top = cache.top
         longest = max(len(one.table) for one in pages)
         table = np.zeros((len(pages), longest), np.int64)  # (B, S); where a table ends earlier, any page: it is masked
@@ -179,13 +182,15 @@ class PagedBatch:
         self.by_page = put(((owner[:, None] * heads + head) * longest + place[:, None]).ravel())
         self.bags = put(np.concatenate([one.table for one in pages]))
         self.bag_starts = put(np.cumsum([0, *(len(one.table) for one in pages[:-1])]))
-        first = np.array([one.first for one in pages]) * cache.page
-        self._column = first[:, None] + np.arange(longest * cache.page)  # (B, S page) position of each column
+        self._table, self._first = table, np.array([one.first for one in pages])
+        # (B, S page) position of each column
+        self._column = self._first[:, None] * cache.page + np.arange(longest * cache.page)
 
     def step(self, positions: Ids, first: Ids) -> PagedStep:
         """One token a request, at `positions` (B,), which sees those from `first` (B,) on, itself included."""
         hidden = (self._column > positions[:, None]) | (self._column < first[:, None])
-        rows = self.cache.rows(self.pages, [positions[row : row + 1] for row in range(len(positions))])
+        own = self._table[np.arange(len(positions)), positions // self.cache.page - self._first]
+        rows = self.cache.places(own, positions)
         device = self.owner.device
         return PagedStep(self, torch.from_numpy(hidden).to(device)[:, None], torch.from_numpy(rows).to(device))
 

@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 from filelock import FileLock, Timeout
 
 from ..train.errors import UserError
-from ..train.files import read_json, write_json
+from ..train.files import read_json, write_atomic, write_json
 from .answers import Answers, Memory, Store, move_aside
-from .items import items_path, pack, read_items, write_items
+from .items import items_path, pack, read_items
 from .metrics import suite_scores
 from .ranks import Alone, Ranks
 from .suite import Suite
@@ -146,7 +146,7 @@ class Record:
         self.scores["seconds"] = round(sum(task["seconds"] for task in self.tasks.values()), 3)
         try:
             if self._keeps:  # first, for a task whose scores are there is not scored again
-                write_items(items_path(self.output), self._members.values(), flush)
+                write_atomic(items_path(self.output), self._members.values(), flush)
             write_json(self.output, self.scores, flush)
         except OSError as error:
             raise unwritable(self.output, error) from error

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 from isoflop.evaluate.answers import Answers, Memory, key
-from isoflop.evaluate.items import CUT, LONGEST, as_dicts, items_path, pack, read_items, shortened, write_items
+from isoflop.evaluate.items import CUT, LONGEST, as_dicts, items_path, pack, read_items, shortened
 from isoflop.evaluate.meter import Meter
 from isoflop.evaluate.metrics import ItemResult
 from isoflop.train.errors import UserError
+from isoflop.train.files import write_atomic
 
 HEADER = {"checkpoint_sha256": "c0ffee", "precision": "fp32", "scoring": 2, "lm_eval_version": "0.4.13"}
 
@@ -133,7 +134,7 @@ def test_items_are_written_and_read_back(tmp_path: Path) -> None:
     assert whole[0]["log_probabilities"] == [-1.0, None]
     assert whole[0]["contaminated"] is True
     assert as_dicts("t", [item()], None)[0]["contaminated"] is None
-    write_items(path, [pack(whole), pack(as_dicts("u", [item()], None))])
+    write_atomic(path, [pack(whole), pack(as_dicts("u", [item()], None))])
     assert [one["task"] for one in read_items(path)] == ["t", "u"]
     assert read_items(path)[0] == whole[0]
     assert read_items(tmp_path / "absent") == []
@@ -162,13 +163,13 @@ def test_a_damaged_file_of_items_is_moved_aside(tmp_path: Path, content: bytes) 
 
 def test_items_that_cannot_be_written_leave_the_old_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "s.items.jsonl.gz"
-    write_items(path, [pack(as_dicts("t", [item()], None))])
+    write_atomic(path, [pack(as_dicts("t", [item()], None))])
 
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.fsync", full)
     with pytest.raises(OSError, match="No space"):
-        write_items(path, [])
+        write_atomic(path, [])
     assert len(read_items(path)) == 1
     assert list(tmp_path.iterdir()) == [path]

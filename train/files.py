@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -24,16 +24,18 @@ def plain(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} cannot be written as JSON")
 
 
-def write_atomic(path: Path, text: str, flush: bool = True) -> None:
+def write_atomic(path: Path, content: str | Iterable[bytes], flush: bool = True) -> None:
     """Replaces `path` in one step: temporary file beside it, fsync, rename. On any error the old file stays.
+
+    The content is a text, or bytes in parts.
 
     Without `flush` it does not wait for the disk: a reader sees the old or the new, but a power cut may leave none.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            file.writelines([content.encode()] if isinstance(content, str) else content)
             if flush:
                 file.flush()
                 os.fsync(file.fileno())
