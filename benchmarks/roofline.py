@@ -82,8 +82,8 @@ def measure(device: torch.device, precision: str, rounds: int) -> dict[str, Any]
         seconds = min(rounds_of(gpt, batch, prompt, 1)[0] for _ in range(max(3, rounds // 4)))
         rows.append(row("prefill", batch, prompt, seconds, serving.prefill(model, machine, batch, prompt)))
     return {
-        "device": device_name(device), "precision": precision, "N": np.asarray(model.N).item(), "matmul_flops_per_s": peak,
-        "bytes_per_s": speed, "balance": machine.balance, "passes": rows,
+        "device": device_name(device), "precision": precision, "N": np.asarray(model.N).item(),
+        "matmul_flops_per_s": peak, "bytes_per_s": speed, "balance": machine.balance, "passes": rows,
     }  # fmt: skip
 
 
