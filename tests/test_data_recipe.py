@@ -275,8 +275,9 @@ def test_a_recipe_that_changed_since_it_was_planned_is_refused(corpus: DataConfi
 
 
 SLOW = """
-import sys, time
+import signal, sys, time
 from pathlib import Path
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests in the background ignores it
 from isoflop.train.config import DataConfig
 from isoflop.train.data import parts, refine
 from isoflop.train.data.shards import prepare

@@ -298,6 +298,7 @@ window.addEventListener('load', () => setTimeout(() => {
 """
 
 
+@pytest.mark.slow
 @pytest.mark.browser
 @pytest.mark.skipif(not CHROMIUM, reason="needs chromium")
 @pytest.mark.parametrize(("kind", "width"), [("full", 1300), ("hostile", 500), ("smoke", 1300)])
