@@ -12,6 +12,7 @@ move at small scale.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -194,9 +195,14 @@ def _stands_out(one: Mapping[str, Any] | None) -> float:
     return float(one["ratio"] / one["by_luck"])
 
 
+def _is_judged(one: Mapping[str, Any]) -> bool:
+    """A ratio may be infinite; it is NaN where nothing measures the noise."""
+    return isinstance(one["ratio"], int | float) and not math.isnan(one["ratio"])
+
+
 def verdict(entry: Mapping[str, Any] | None) -> str:
     """What a task is good for at this scale, in words."""
-    known = {key: one for key in ("acc", "gold_bpb") if (one := (entry or {}).get(key))}
+    known = {key: one for key in ("acc", "gold_bpb") if (one := (entry or {}).get(key)) and _is_judged(one)}
     clear = {key for key, one in known.items() if one.get("clear")}
     if not known:
         return "not known"

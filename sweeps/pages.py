@@ -95,13 +95,18 @@ def signals(table: pd.DataFrame, verdicts: Iterable[TaskVerdict]) -> dict[str, d
     found: dict[str, dict[str, Any]] = {}
     for task in names:
         verdict = judged.get(task)
-        acc = verdict.score if verdict else None
-        gold = verdict.loss if verdict and verdict.measure == "gold_bpb" else None
+        acc = _known(verdict.score) if verdict else None
+        gold = _known(verdict.loss) if verdict and verdict.measure == "gold_bpb" else None
         found[task] = {
             "acc": _signal(acc or _by_items(finals, f"{task}/acc")),
             "gold_bpb": _signal(gold or _by_items(finals, f"{task}/gold_bpb") or _by_items(finals, f"{task}/bpb")),
         }
     return found
+
+
+def _known(signal: SignalToNoise | None) -> SignalToNoise | None:
+    """None where the fit had nothing to measure noise by."""
+    return signal if signal is not None and math.isfinite(signal.noise) else None
 
 
 def _by_items(finals: pd.DataFrame, column: str) -> SignalToNoise | None:

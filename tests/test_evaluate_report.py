@@ -380,6 +380,10 @@ def test_verdicts_are_words() -> None:
     assert verdict({"acc": None, "gold_bpb": clear}) == "BPB tells runs apart"
     assert verdict({"acc": clear, "gold_bpb": noise}) == "accuracy tells runs apart, BPB is noise"
     assert verdict({"acc": noise, "gold_bpb": noise}) == "noise: differences between runs mean nothing"
+    unjudged = noise | {"ratio": math.nan}
+    assert verdict({"acc": clear, "gold_bpb": unjudged}) == "accuracy tells runs apart"
+    assert verdict({"acc": unjudged, "gold_bpb": unjudged}) == "not known"
+    assert verdict({"acc": None, "gold_bpb": clear | {"ratio": math.inf}}) == "BPB tells runs apart"
     assert verdict({"acc": None, "gold_bpb": None}) == verdict(None) == "not known"
 
 

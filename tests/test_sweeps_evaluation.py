@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,6 +15,7 @@ import pandas as pd
 import pytest
 import yaml
 from isoflop import fit
+from isoflop.fit.downstream import SignalToNoise, TaskVerdict
 from isoflop.sweeps import evaluation, pages, planning, worker
 from isoflop.sweeps.config import EvaluateConfig, SweepConfig
 from isoflop.sweeps.entry import compose
@@ -289,3 +291,7 @@ def test_signal_to_noise_is_the_fits_or_else_that_of_the_items() -> None:
     assert found["acc"]["ratio"] == pytest.approx(0.3 / 0.05)
     assert found["acc"]["source"] == "standard error of the items"
     assert found["acc"]["clear"] is True
+    # What the fit had nothing to measure noise by is judged by the items too.
+    unknown = SignalToNoise(0.5, math.nan, math.nan, 2.0, "")
+    refused = TaskVerdict("text_a", "gold_bpb", 4, "too few runs", unknown, unknown)
+    assert pages.signals(table, [refused])["text_a"] == both["text_a"]
