@@ -42,9 +42,20 @@ def build_table(sweep: SweepDirectory) -> pd.DataFrame:
     import pandas as pd
 
     planned = {run["run_id"]: run for run in sweep.plan()["runs"]}
-    rows = [row for run in sweep.runs() if run.is_done() for row in _rows(run, planned[run.run_id])]
+    rows = apart([row for run in sweep.runs() if run.is_done() for row in _rows(run, planned[run.run_id])])
     columns = ["run_id", "step", "final", "state", "N", "D", "flops", "loss", "loss_se"]
     return pd.DataFrame(rows) if rows else pd.DataFrame(columns=columns)
+
+
+def apart(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows in which recipes of one name that do different things, as with two models in files of one name, differ."""
+    known: dict[str, set[str | None]] = {}
+    for row in rows:
+        known.setdefault(row["recipe"], set()).add(row["recipe_fingerprint"])
+    return [
+        row | {"recipe": f"{row['recipe']} ({row['recipe_fingerprint']})"} if len(known[row["recipe"]]) > 1 else row
+        for row in rows
+    ]
 
 
 def write_table(sweep: SweepDirectory) -> pd.DataFrame:
@@ -107,7 +118,8 @@ def _configured(run: RunDirectory) -> dict[str, Any]:
     """From config.yaml as it was frozen, whichever version wrote it; a field that it lacks is left empty."""
     groups = yaml_or_empty(run.path / "config.yaml")
     values = {name: (groups.get(group) or {}).get(field) for name, (group, field) in CONFIGURED.items()}
-    return values | {"recipe": _recipe((groups.get("data") or {}).get("recipe") or [])}
+    data = groups.get("data") or {}
+    return values | {"recipe": _recipe(data.get("recipe") or []), "recipe_fingerprint": data.get("recipe_fingerprint")}
 
 
 def _recipe(steps: list[str]) -> str:

@@ -23,7 +23,7 @@ from isoflop.sweeps.evaluation import is_scored, keep_between, steps_between, wa
 from isoflop.sweeps.finish import print_law
 from isoflop.sweeps.retries import Policy
 from isoflop.sweeps.runs import RunDirectory, SweepDirectory
-from isoflop.sweeps.table import _scores, build_table, write_table
+from isoflop.sweeps.table import _scores, apart, build_table, write_table
 from isoflop.sweeps.trunks import merge
 from isoflop.train.config import DataConfig, RunConfig, run_id
 from isoflop.train.errors import UserError
@@ -295,3 +295,13 @@ def test_signal_to_noise_is_the_fits_or_else_that_of_the_items() -> None:
     unknown = SignalToNoise(0.5, math.nan, math.nan, 2.0, "")
     refused = TaskVerdict("text_a", "gold_bpb", 4, "too few runs", unknown, unknown)
     assert pages.signals(table, [refused])["text_a"] == both["text_a"]
+
+
+def test_recipes_of_one_name_that_do_different_things_are_told_apart() -> None:
+    rows = [{"recipe": "exact", "recipe_fingerprint": "e"}] + [
+        {"recipe": "quality:m.bin@0.5", "recipe_fingerprint": print_} for print_ in ("a", "b", "a")
+    ]
+    assert [row["recipe"] for row in apart(rows)] == [
+        "exact", "quality:m.bin@0.5 (a)", "quality:m.bin@0.5 (b)", "quality:m.bin@0.5 (a)",
+    ]  # fmt: skip
+    assert apart(rows[:2]) == rows[:2]
