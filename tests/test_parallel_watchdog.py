@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -197,6 +199,35 @@ def test_a_rank_that_never_starts_is_named(tmp_path: Path) -> None:
     watchdog = Watchdog(mesh, store, 0.3, lambda reason: None)
     with pytest.raises(RankError, match=r"^rank 1 on b did not start within 0\.3 s$"), watchdog:
         pass
+
+
+def test_a_rank_leaves_only_once_the_store_has_its_last_word() -> None:
+    """Else a busy store reads it after the others have seen that the process is gone, and they mourn it."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+
+    def keep() -> None:
+        store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        theirs.send(store.port)
+        theirs.recv()
+
+    keeper = context.Process(target=keep, daemon=True)
+    keeper.start()
+    store = dist.TCPStore("localhost", ours.recv(), is_master=False, wait_for_workers=False)
+    answers = threading.Event()
+
+    def thaw() -> None:
+        answers.set()
+        os.kill(keeper.pid or 0, signal.SIGCONT)
+
+    with Watchdog(Mesh(hosts=("a",)), store, 2 * TIMEOUT, lambda reason: None):
+        os.kill(keeper.pid or 0, signal.SIGSTOP)
+        timer = threading.Timer(1.5, thaw)  # longer than threads are waited for
+        timer.start()
+    assert answers.is_set()
+    timer.join()
+    keeper.kill()
+    keeper.join()
 
 
 def test_one_process_without_a_launcher_is_not_watched() -> None:

@@ -121,6 +121,8 @@ class Watchdog:
         self._beat = replace(self._beat, ended=True)
         with suppress(dist.DistError):  # the rank that keeps the store may be the one that died
             self._publish()
+            # A set is not answered: a busy store may read it only after others have seen that this process is gone.
+            self._store.check([_key(self._mesh.rank)])
         self._left.set()
         for thread in self._threads:
             thread.join(2 * self._poll)
