@@ -104,6 +104,14 @@ def mean_and_error(values: Sequence[float]) -> tuple[float | None, float | None]
     return float(array.mean()), error
 
 
+def error_of_alike(count: int) -> float:
+    """Standard error of a share of which all answers are right, or all wrong: theirs do not spread, and 0 would look
+    certain. That of two more answers of each kind: sqrt(p (1 - p) / (n + 4)), p = 2 / (n + 4) (Agresti & Coull 1998).
+    """
+    share = 2 / (count + 4)
+    return math.sqrt(share * (1 - share) / (count + 4))
+
+
 def gold_bits_per_byte(log_probability: float, text: str) -> float:
     """-log2 p(text) / UTF-8 bytes of the text.
 
@@ -163,6 +171,8 @@ def _numbers(items: Sequence[ItemResult], names: Sequence[str]) -> dict[str, Any
     for name in names:
         values = [item.values[name] for item in items if name in item.values]
         scores[name], scores[f"{name}_se"] = mean_and_error(values)
+        if len(values) > 1 and (set(values) == {0.0} or set(values) == {1.0}):
+            scores[f"{name}_se"] = error_of_alike(len(values))
     for name in OWN:
         own = [value for item in items if (value := getattr(item, name)) is not None]
         scores[name], scores[f"{name}_se"] = mean_and_error(own)

@@ -32,6 +32,7 @@ LOGITS_A_TOKEN = 1024  # entries of logits held at a time, for each token of the
 # Under a mask an operation of attention takes longer than one of a matrix product; measured best with few-shot prompts
 # on a CPU, 3 and 12 being within a fifth.
 ATTENTION_SLOWNESS = 10.0
+LARGEST_TREE = 8192  # tokens: its mask has the square of that
 
 
 class Scores(Protocol):
@@ -82,7 +83,8 @@ class Scorer:
         return [score for score in results if score is not None]
 
     def _plan(self, requests: Sequence[Request], waiting: Sequence[int]) -> list[Tree]:
-        return plan(requests, waiting, self._costs, self.batch_tokens, self.model.end_of_document)
+        largest = min(self.batch_tokens, LARGEST_TREE)
+        return plan(requests, waiting, self._costs, largest, self.model.end_of_document)
 
     def _try(self, requests: Sequence[Request], batch: list[Tree]) -> list[tuple[int, Score]] | None:
         """None: memory ran out, and the budget was lowered."""

@@ -31,8 +31,9 @@ class SuiteTask:
     Attributes:
         task: the lm-eval task, its requests built.
         indices: places of the chosen items in the split, ascending.
-        subset: what is recorded with a score: items, of, split, seed, source, a SHA-256 of all prompts and answers, and
-            where there is something to say, `examples` (where a prompt's examples are from) and `note`.
+        subset: what is recorded with a score: items, of, split, seed, source, a SHA-256 of all prompts, answers,
+            metrics and filters, and where there is something to say, `examples` (where a prompt's examples are from)
+            and `note`.
         version: lm-eval's version of the task.
         shots: examples in each prompt.
     """
@@ -118,10 +119,16 @@ def freeze(
         content = [
             [list(instance.args) for instance in task.instances],
             [task.doc_to_target(doc) for doc in task.frozen_docs],
+            [task.get_config(part) for part in ("output_type", "process_results", "metric_list", "filter_list")],
         ]
-    digest = hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True, default=_written).encode()).hexdigest()
     subset = {"items": len(indices), "of": count, "split": split, "seed": seed, "source": source, "sha256": digest}
     return SuiteTask(name, task, indices, subset | remarks, task.VERSION, shots)
+
+
+def _written(value: Any) -> str:
+    """A function by its name, for where it lies in memory is another thing in every process."""
+    return str(getattr(value, "__qualname__", value))
 
 
 @contextlib.contextmanager

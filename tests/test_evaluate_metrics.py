@@ -57,6 +57,16 @@ def item(index: int, acc: float, nats: float, **other: Any) -> ItemResult:
     return ItemResult(index, {"acc": acc, "acc_norm": 1 - acc}, [nats, -9.0], (nats, " yes"), 0.5, **other)
 
 
+@pytest.mark.parametrize("right", [0.0, 1.0])
+def test_answers_that_are_all_alike_are_not_certain(right: float) -> None:
+    scores = task_scores([item(n, right, -1.0) for n in range(20)])
+    assert scores["acc"] == right
+    # A task of which a model knows as much as the upper end of two errors says gets 20 alike now and then, not never.
+    assert scores["acc_se"] == pytest.approx(math.sqrt(2 / 24 * 22 / 24 / 24), rel=1e-12)
+    assert 0.01 < (1 - 2 * scores["acc_se"]) ** 20 < 0.2
+    assert scores["gold_bpb_se"] == 0  # no share: 20 equal numbers do not spread
+
+
 def test_a_tasks_scores_are_means_over_its_items() -> None:
     scores = task_scores([item(3, 1, -2.0, truncated=True), item(5, 0, -4.0), item(9, 1, -6.0)])
     assert scores["acc"] == pytest.approx(2 / 3)

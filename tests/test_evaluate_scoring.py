@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from isoflop.evaluate import scoring as module
 from isoflop.evaluate.forward import Forward
 from isoflop.evaluate.scoring import Score, Scorer, WholeRows
 from isoflop.evaluate.trees import Costs, Request, Tree, batches, plan
@@ -163,6 +164,19 @@ def test_prompts_share_their_examples_only_where_that_pays() -> None:
     # No tree is larger than the budget, if a request is not.
     assert all(len(tree) <= 700 for tree in plan(requests, range(20), Costs(1, 0), 700))
     assert [len(tree) for tree in plan(requests, range(20), Costs(1, 0), 100)] == [535] * 20
+
+
+def test_no_tree_outgrows_what_its_mask_may_take_however_large_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Examples so cheap beside attention that all prompts would share them in one tree."""
+    requests, model = groups(3, header=20), gpt()
+    free = Scorer(model, "cpu", 10_000)
+    free._costs = Costs(token=1.0, pair=0.0)
+    (whole,) = free._plan(requests, range(len(requests)))
+    monkeypatch.setattr(module, "LARGEST_TREE", len(whole) // 3)
+    bounded = Scorer(model, "cpu", 10_000)
+    bounded._costs = free._costs
+    assert max(map(len, bounded._plan(requests, range(len(requests))))) <= len(whole) // 3
+    assert_close(bounded.score(requests), free.score(requests), 1e-10)
 
 
 def test_in_a_tree_a_token_sees_its_own_path_and_nothing_else() -> None:

@@ -24,7 +24,7 @@ from isoflop.train.config import (
     RunConfig,
     TrackerConfig,
 )
-from isoflop.train.heldout import validate_checkpoint
+from isoflop.train.heldout import score_windows
 from isoflop.train.loop import train
 from isoflop.train.model import GPT
 from isoflop.train.parametrization import build_model
@@ -344,6 +344,6 @@ def test_a_checkpoint_is_scored_with_the_documents_apart_that_it_was_trained_on(
     summary = train(config, tmp_path / "run", report=lambda line: None)
     loaded = load_for_evaluation(tmp_path / "run")
     # The same weights on the same windows; the summary's are of the training's own batches of windows.
-    assert validate_checkpoint(loaded)["val_loss"] == pytest.approx(summary["val_loss"], rel=1e-6)
+    assert score_windows(loaded)[2].val_loss == pytest.approx(summary["val_loss"], rel=1e-6)
     loaded.model.end_of_document = None
-    assert validate_checkpoint(loaded)["val_loss"] != pytest.approx(summary["val_loss"], rel=1e-4)
+    assert score_windows(loaded)[2].val_loss != pytest.approx(summary["val_loss"], rel=1e-4)

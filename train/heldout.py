@@ -6,12 +6,13 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from .config import RunConfig
 from .data.loader import bytes_of, validation_windows
-from .data.shards import prepare
+from .data.shards import at_hand
 from .model import sequence_losses
 
 if TYPE_CHECKING:
@@ -42,10 +43,17 @@ def validation_steps(config: RunConfig) -> set[int]:
     return {math.ceil(config.steps * i / config.validations) for i in range(1, config.validations + 1)}
 
 
-def validate_checkpoint(loaded: LoadedCheckpoint) -> dict[str, float]:
-    """Held-out loss of a checkpoint on the data that its run was trained beside."""
+def score_windows(loaded: LoadedCheckpoint) -> tuple[np.ndarray, Tensor, HeldOut]:
+    """A checkpoint on the held-out text of the data that its run was trained beside.
+
+    Returns:
+        The windows, (n, T + 1) ids; the nats of each, (n,), summed over its T targets; and what they come to.
+
+    Raises:
+        UserError: the corpus is not at hand, or has changed.
+    """
     config = loaded.config
     length = config.data.sequence_length
-    windows = validation_windows(prepare(config.data), length, config.data.validation_tokens)
+    windows = validation_windows(at_hand(config.data, loaded.tokenizer), length, config.data.validation_tokens)
     losses = sequence_losses(loaded.model, torch.from_numpy(windows))
-    return vars(held_out(losses, length, bytes_of(windows[:, 1:], loaded.tokenizer)))
+    return windows, losses, held_out(losses, length, bytes_of(windows[:, 1:], loaded.tokenizer))
