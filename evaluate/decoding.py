@@ -11,12 +11,11 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from ..train.attention import causal_attention, document_starts, first_visible, visible_mask
+from ..train.attention import document_starts, first_visible, visible_mask
 from ..train.model import GPT
-from .forward import Forward, logits_of
+from .forward import Forward, attention_alone, logits_of
 from .paged import Ids, PagedBatch, PagedCache, Pages
 
 
@@ -39,8 +38,9 @@ def prefill(forward: Forward, cache: PagedCache, texts: Sequence[Sequence[int]],
         written = (key, value) if kept_tokens is None else (key[kept_tokens], value[kept_tokens])
         cache.write(block, rows, *written)
         asking = lengths if len(query) == len(key) else [1] * len(texts)
-        parts = zip(query.split(asking), key.split(lengths), value.split(lengths), masks, strict=True)
-        return torch.cat([_attention(q, k, v, mask, model.config.window) for q, k, v, mask in parts])
+        seen = masks if len(query) == len(key) else [None if mask is None else mask[:, :, -1:] for mask in masks]
+        parts = zip(query.split(asking), key.split(lengths), value.split(lengths), seen, strict=True)
+        return torch.cat([attention_alone(q, k, v, mask, model.config.window) for q, k, v, mask in parts])
 
     positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
     return forward.logits(forward.hidden(tokens, positions, attend, torch.from_numpy(ends - 1).to(device)))
@@ -51,16 +51,6 @@ def _mask(model: GPT, tokens: Tensor) -> Tensor | None:
     starts = None if model.end_of_document is None else document_starts(row, model.end_of_document)
     first = first_visible(row, starts, model.config.window)
     return None if first is None else visible_mask(first, model.embedding.weight.dtype)
-
-
-def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, window: int | None) -> Tensor:
-    """Of one text, all of its tokens or the last alone: (time or 1, heads, d) -> (time or 1, heads, d)."""
-    query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
-    if query.shape[2] == key.shape[2]:
-        return causal_attention(query, key, value, mask, window)[0].transpose(0, 1)
-    row = None if mask is None else mask[:, :, -1:]
-    mixed = F.scaled_dot_product_attention(query, key, value, row, enable_gqa=query.shape[1] > key.shape[1])
-    return mixed[0].transpose(0, 1)
 
 
 def decode(forward: Forward, batch: PagedBatch, tokens: Sequence[int], positions: Ids, first: Ids) -> Tensor:

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..train.attention import causal_attention
 from ..train.model import GPT, Attention, Block
 
 # (number of the block, query (n, heads, d), key (n, kv_heads, d), value (n, kv_heads, d)) -> (n, heads, d), rotated.
@@ -77,6 +78,28 @@ class Forward:
     def logits(self, hidden: Tensor) -> Tensor:
         """(n, width) -> (n, vocab_size): the padding of the vocabulary is cut off."""
         return self._head(hidden)[:, : self.model.head.vocab_size]
+
+
+def attention_alone(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, window: int | None = None
+) -> Tensor:
+    """Attention within one sequence of t tokens, of which all ask, or m of them, m < t.
+
+    Args:
+        query: (t or m, heads, d).
+        key, value: (t, kv_heads, d).
+        mask: added to the scores, (1, 1, t or m, t); None: all see what is before them, or the last alone asks.
+        window: that the mask was made with.
+
+    Returns:
+        (t or m, heads, d).
+    """
+    query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
+    if query.shape[2] == key.shape[2]:
+        mixed = causal_attention(query, key, value, mask, window)
+    else:
+        mixed = F.scaled_dot_product_attention(query, key, value, mask, enable_gqa=query.shape[1] > key.shape[1])
+    return mixed[0].transpose(0, 1)
 
 
 def logits_of(model: GPT, hidden: Tensor) -> Tensor:

@@ -2,7 +2,8 @@
 
 Special here:
 - Requests are packed as trees of tokens (`trees.py`); matrices work on all tokens of a batch in one list, without
-  padding (`forward.py`), and attention on the trees, one a row, under a mask where they branch.
+  padding (`forward.py`), and attention on the trees, under a mask where they branch: on a CPU one after the other,
+  else side by side, padded to one length.
 - Logits, and the last block, are computed where a request reads them and nowhere else, once for all that do, and
   logits a few at a time: an array of (tokens, vocabulary) never exists. A choice of one token costs nothing: the
   prompt's last logits answer it.
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from ..train.attention import causal_attention
 from ..train.errors import UserError
 from ..train.model import GPT
-from .forward import Forward
+from .forward import Forward, attention_alone
 from .trees import Costs, Request, Tree, batches, plan
 
 Score = tuple[float, bool]  # (nats, whether greedy decoding would write it)
@@ -125,7 +126,10 @@ class Scorer:
         nodes = [one.nodes + start for tree, start in zip(batch, starts, strict=False) for one in tree.scored]
         # (u,) tokens whose logits are read, and by which of the targets (p,).
         read, reader = np.unique(np.concatenate(nodes), return_inverse=True)
-        attention = _TreeAttention(batch, self.model, self.device, places := self._put(read))
+        one_by_one = self.device.type == "cpu" and _is_masked(batch, self.model)
+        attend = _OneByOne if one_by_one else _SideBySide
+        places = self._put(read)
+        attention = attend(batch, self.model, self.device, places)
         hidden = self._forward.hidden(tokens, positions, attention, places)  # (u, width)
         nats, hits = self._targets(hidden, reader, np.concatenate([one.targets for one in scored]))
         firsts = np.cumsum([0, *(len(one.targets) for one in scored)])[:-1]
@@ -161,7 +165,59 @@ def _read(logits: Tensor, rows: Tensor, targets: Tensor) -> tuple[Tensor, Tensor
     return nats, hits
 
 
-class _TreeAttention:
+def _is_masked(batch: list[Tree], model: GPT) -> bool:
+    """Whether a token must not see all tokens before it in its row."""
+    window = model.config.window
+    narrow = window is not None and any(int(tree.positions.max()) >= window for tree in batch)
+    return narrow or any(tree.branches or tree.documents.any() for tree in batch)
+
+
+def _mask(batch: list[Tree], longest: int, model: GPT, device: torch.device) -> Tensor:
+    """What is added to scores: 0 or -inf, (rows, 1, longest, longest)."""
+    # Padding sees itself and what pads before it: a row of -inf alone would be NaN.
+    ends = _padded([tree.ends for tree in batch], longest, longest, device)
+    index = torch.arange(longest, dtype=torch.int32, device=device)
+    seen = (index[:, None] >= index) & (index[:, None] < ends[:, None, :])
+    positions = _padded([tree.positions for tree in batch], longest, 0, device)
+    if (window := model.config.window) is not None:
+        seen &= positions[:, :, None] - positions[:, None, :] < window
+    if any(tree.documents.any() for tree in batch):
+        documents = _padded([tree.documents for tree in batch], longest, 0, device)
+        seen &= positions[:, None, :] >= documents[:, :, None]
+    mask = torch.zeros(seen.shape, dtype=model.embedding.weight.dtype, device=device)
+    return mask.masked_fill_(~seen, float("-inf"))[:, None]
+
+
+def _padded(parts: list[np.ndarray], longest: int, value: int, device: torch.device) -> Tensor:
+    """(rows, longest) of rows that are shorter."""
+    out = np.full((len(parts), longest), value, dtype=np.int32)
+    for row, part in enumerate(parts):
+        out[row, : len(part)] = part
+    return torch.from_numpy(out).to(device)
+
+
+class _OneByOne:
+    """Attention over trees one after the other, where they lie; see `forward.Attend`. For CPUs, under masks: nothing is
+    padded, copied, or too large for a cache.
+    """
+
+    def __init__(self, batch: list[Tree], model: GPT, device: torch.device, read: Tensor) -> None:
+        self.lengths = [len(tree) for tree in batch]
+        ends = np.cumsum(self.lengths)
+        self.asked = np.diff(np.searchsorted(read.numpy(), [0, *ends])).tolist()  # tokens of each tree that are read
+        self.masks = [_mask([tree], len(tree), model, device) for tree in batch]
+        starts = torch.from_numpy(np.repeat(ends - self.lengths, self.asked))
+        rows = zip(self.masks, (read - starts).split(self.asked), strict=True)
+        self.masks_of_read = [mask[:, :, places] for mask, places in rows]
+
+    def __call__(self, block: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        few = len(query) < len(key)
+        asking, masks = (self.asked, self.masks_of_read) if few else (self.lengths, self.masks)
+        parts = zip(query.split(asking), key.split(self.lengths), value.split(self.lengths), masks, strict=True)
+        return torch.cat([attention_alone(q, k, v, mask) for q, k, v, mask in parts])
+
+
+class _SideBySide:
     """Attention over trees, one a row of a padded batch; see `forward.Attend`. In the last block `read` alone ask."""
 
     def __init__(self, batch: list[Tree], model: GPT, device: torch.device, read: Tensor) -> None:
@@ -176,33 +232,7 @@ class _TreeAttention:
             self.places = torch.from_numpy(places).to(device)
             source = starts[:, None] + np.minimum(column, sizes[:, None] - 1)
             self.source = torch.from_numpy(source.ravel()).to(device)
-        self.mask = self._mask(batch, model, device)
-
-    def _mask(self, batch: list[Tree], model: GPT, device: torch.device) -> Tensor | None:
-        """(rows, 1, longest, longest), 0 or -inf; None where every token sees all before it in its row."""
-        window = model.config.window
-        narrow = window is not None and any(int(tree.positions.max()) >= window for tree in batch)
-        apart = any(tree.documents.any() for tree in batch)
-        if not narrow and not apart and not any(tree.branches for tree in batch):
-            return None
-        # Padding sees itself and what pads before it: a row of -inf alone would be NaN.
-        ends = self._padded([tree.ends for tree in batch], self.longest, device)
-        index = torch.arange(self.longest, dtype=torch.int32, device=device)
-        seen = (index[:, None] >= index) & (index[:, None] < ends[:, None, :])
-        positions = self._padded([tree.positions for tree in batch], self.longest, device)
-        if window is not None and narrow:
-            seen &= positions[:, :, None] - positions[:, None, :] < window
-        if apart:
-            documents = self._padded([tree.documents for tree in batch], 0, device)
-            seen &= positions[:, None, :] >= documents[:, :, None]
-        mask = torch.zeros(seen.shape, dtype=model.embedding.weight.dtype, device=device)
-        return mask.masked_fill_(~seen, float("-inf"))[:, None]
-
-    def _padded(self, parts: list[np.ndarray], value: int, device: torch.device) -> Tensor:
-        out = np.full((self.rows, self.longest), value, dtype=np.int32)
-        for row, part in enumerate(parts):
-            out[row, : len(part)] = part
-        return torch.from_numpy(out).to(device)
+        self.mask = _mask(batch, self.longest, model, device) if _is_masked(batch, model) else None
 
     def __call__(self, block: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         few = len(query) < len(key)

@@ -76,9 +76,14 @@ def assert_close(ours: Sequence[Score], expected: Sequence[Score], tolerance: fl
     assert [greedy for _, greedy in ours] == [greedy for _, greedy in expected]
 
 
+@pytest.mark.parametrize("as_on_gpus", [False, True])
 @pytest.mark.parametrize("separate", [False, True])
 @pytest.mark.parametrize("name", MODELS)
-def test_what_is_shared_is_scored_as_if_each_request_were_alone(name: str, separate: bool) -> None:
+def test_what_is_shared_is_scored_as_if_each_request_were_alone(
+    name: str, separate: bool, as_on_gpus: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if as_on_gpus:
+        monkeypatch.setattr(module, "_OneByOne", module._SideBySide)
     model = gpt(separate=separate, **MODELS[name])
     requests = groups(0, 6) + groups(1, 6, header=12)
     requests += [Request(request.prefix, written(model, request.prefix, 3)) for request in requests[:5]]
@@ -275,7 +280,16 @@ def test_nan_is_blamed_on_the_request_that_meets_it() -> None:
     # The last token is predicted, not read.
     assert [bool(np.isnan(nats)) for nats, _ in scores] == [False, True, False, False]
     assert_close([scores[0], *scores[2:]], [alone(model, requests[k]) for k in (0, 2, 3)], 1e-10)
-    # Nor does it pass from row to row, where rows of unequal length are padded.
+
+
+@pytest.mark.parametrize("as_on_gpus", [False, True])
+def test_nan_does_not_pass_from_tree_to_tree(as_on_gpus: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if as_on_gpus:  # where trees of unequal length are padded
+        monkeypatch.setattr(module, "_OneByOne", module._SideBySide)
+    model = gpt(11, window=9)
+    with torch.no_grad():
+        model.embedding.weight[30] = torch.nan
+        model.head.weight = torch.nn.Parameter(gpt(12).head.weight.detach().clone())
     rng = np.random.default_rng(11)
     apart = [Request([place, *rng.integers(4, 29, rng.integers(3, 40)).tolist()], [1, 2]) for place in range(30)]
     for place in (5, 17):
