@@ -349,6 +349,7 @@ def check_kills(tmp_path: Path, forked: Callable[[Callable[[], object]], int], p
 def operations(tmp_path: Path, forked: Callable[[Callable[[], object]], int], monkeypatch: pytest.MonkeyPatch) -> int:
     """How many file operations it takes to go through `planned`."""
     monkeypatch.setattr("isoflop.train.loop.train", trained)
+    monkeypatch.setattr(worker, "POLL_SECONDS", 0.005)  # a worker looks once more before it takes what a dead one held
     made, answer = planned(tmp_path / "whole"), tmp_path / "operations"
     os.waitpid(forked(lambda: answer.write_text(str(work(made)))), 0)
     return int(answer.read_text())

@@ -28,16 +28,16 @@ NEAR_WORDS, BLOOM_WORDS = 5, 13  # words of an n-gram
 Flags = npt.NDArray[np.bool_]
 
 
-def cut(texts: Iterable[str]) -> Iterator[list[str]]:
-    """Texts in parts."""
+def in_parts(texts: Iterable[str], size: int, documents: int | None = None) -> Iterator[list[str]]:
+    """Texts in lists, each as short as makes up `size` characters or, where that is said, so many documents."""
     part: list[str] = []
-    size = 0
+    characters = 0
     for text in texts:
         part.append(text)
-        size += len(text)
-        if size >= PART_BYTES or len(part) >= PART_DOCUMENTS:
+        characters += len(text)
+        if characters >= size or len(part) == documents:
             yield part
-            part, size = [], 0
+            part, characters = [], 0
     if part:
         yield part
 

@@ -156,7 +156,7 @@ class Refinery:
         files of one fingerprint may stand in another order by now, and be cut into fewer parts.
         """
         self._count = 0
-        for number, part in enumerate(parts.cut(texts)):
+        for number, part in enumerate(parts.in_parts(texts, parts.PART_BYTES, parts.PART_DOCUMENTS)):
             self._count = number + 1
             path = part_file(self.folder, number, "npz")
             if not (path.exists() and load(path)["digests"].tolist() == list(map(parts.digest, part))):

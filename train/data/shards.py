@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -30,6 +30,7 @@ from ..errors import UserError
 from . import recipe
 from .corpora import Corpus, open_corpus
 from .mixing import MixedDocuments, Tokens, below_fraction, content_hash
+from .parts import in_parts
 from .refine import Refined, Refinery
 from .storage import Progress, building, cache_directory, checksum, locked, read_json, write_json
 from .tokenizers import Tokenizer, load_tokenizer
@@ -38,7 +39,7 @@ from .tokenizers import Tokenizer, load_tokenizer
 FORMAT = 1
 PARTS = ("train", "validation")
 EXAMPLES = "recipe.examples.jsonl"
-_BATCH_BYTES = 1 << 20  # of text that is encoded at a time
+_BATCH_CHARACTERS = 1 << 20  # that are encoded at a time
 _WRITE_TOKENS = 1 << 20  # tokens that are written at a time
 
 
@@ -284,7 +285,7 @@ def _tokenize(
 ) -> None:
     """`size`: about the bytes of the documents, where it is known."""
     tokens_done, bytes_done = 0, 0
-    for texts in _batches(documents):
+    for texts in in_parts(documents, _BATCH_CHARACTERS):
         for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
             encoded = text.encode()
             ids = np.append(ids, ids.dtype.type(tokenizer.end_of_document))
@@ -294,19 +295,6 @@ def _tokenize(
         if progress is not None:
             total = tokens_done / bytes_done * max(size, bytes_done) if size else 0.0
             progress("tokenize", float(tokens_done), total)
-
-
-def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
-    batch: list[str] = []
-    characters = 0
-    for text in texts:
-        batch.append(text)
-        characters += len(text)
-        if characters >= _BATCH_BYTES:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch
 
 
 class _PartWriter:
