@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from datatrove.data import Document
+from datatrove.pipeline.filters import gopher_quality_filter, gopher_repetition_filter
 from isoflop.train.data.filters import gopher_quality, gopher_repetition, make_filter
 from isoflop.train.data.recipe import parse
 from isoflop.train.errors import UserError
@@ -91,11 +93,6 @@ def messy_texts(count: int) -> list[str]:
 
 def test_datatrove_removes_the_same_documents(monkeypatch: pytest.MonkeyPatch) -> None:
     """Given the same words, which is all that is ours to choose."""
-    pytest.importorskip("datatrove", reason="needs datatrove")
-    pytest.importorskip("loguru", reason="needs datatrove's own dependencies")
-    from datatrove.data import Document
-    from datatrove.pipeline.filters import gopher_quality_filter, gopher_repetition_filter
-
     kept = 0
     for module, kind, ours in (
         (gopher_quality_filter, "GopherQualityFilter", gopher_quality),
