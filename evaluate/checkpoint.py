@@ -70,7 +70,8 @@ def evaluate_checkpoint(
         output: where the scores go; tasks that it holds already for this very checkpoint are kept.
         limit: items a task; None means all.
         batch_tokens: bound on rows times length of one forward pass; default: what suits the device.
-        held_out: val_loss, val_loss_se, val_bpb, where the training has them; computed otherwise.
+        held_out: val_loss, val_loss_se, val_bpb, where the training has them; computed otherwise, as are the windows
+            where the loss is worst if items are kept.
         device: auto (CUDA where there is one), cpu or cuda.
         precision: fp32 or bf16, of the weights.
         suite: loaded tasks, to share between the checkpoints of one process.
@@ -94,7 +95,9 @@ def evaluate_checkpoint(
     header = _header(loaded, device, precision)
     with only_one(output, say, ranks):
         record = Record.open(output, header, suite, ngram, say, ranks, keep_items)
-        record.scores["held_out"] = held_out or record.scores["held_out"]
+        if held_out is not None:
+            worst = (record.scores["held_out"] or {}).get("worst")
+            record.scores["held_out"] = held_out if worst is None else held_out | {"worst": worst}
         if missing := [entry for name, entry in suite.tasks.items() if name not in record.tasks]:
             known = overlaps if overlaps is not None else {}
             corpus = canonical_json([to_dict(loaded.config.data), ngram])

@@ -73,7 +73,7 @@ class Record:
     """
 
     def __init__(self, output: Path, scores: dict[str, Any], ranks: Ranks, say: Report, keep_items: bool) -> None:
-        self.output, self.scores, self._ranks, self._say = output, scores, ranks, say
+        self.output, self.scores, self._ranks, self._say, self._keep_items = output, scores, ranks, say, keep_items
         # Where there are items already, they must not fall behind their scores.
         self._keeps = ranks.rank == 0 and (keep_items or items_path(output).exists())
         self._members: dict[str, bytes] = {}  # packed items by task
@@ -125,15 +125,20 @@ class Record:
         from_first(self._ranks, lambda: self._write(flush=False))
 
     def finish(self, held_out: Callable[[], dict[str, Any]], suites: Mapping[str, Sequence[str]]) -> None:
-        """The last numbers: the held-out loss where none is known, and the means of the suites that are whole.
+        """The last numbers: what held-out text says, as far as it is not known, and the means of the suites that are
+        whole.
 
         Args:
-            held_out: asked where no loss is known.
+            held_out: asked where no loss is known, and where items are kept for the windows where it is worst; a loss
+                that is known stays.
             suites: the tasks of each suite.
         """
         known = self.scores["held_out"]
         if known is None or known.get("withheld"):  # the corpus may be at hand by now
             self.scores["held_out"] = from_first(self._ranks, held_out)
+        elif self._keep_items and "worst" not in known:
+            found = from_first(self._ranks, held_out)
+            self.scores["held_out"] = known | {name: found[name] for name in ("worst",) if name in found}
         self.scores["suites"] = {
             suite: suite_scores([self.tasks[name] for name in names])
             for suite, names in suites.items()

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 from filelock import FileLock
-from isoflop.evaluate import checkpoint, worst
+from isoflop.evaluate import checkpoint
 from isoflop.evaluate.checkpoint import evaluate_checkpoint
 from isoflop.evaluate.items import items_path, read_items
 from isoflop.evaluate.ranks import on_ranks
@@ -35,7 +35,7 @@ from isoflop.train.saver import Saver
 from lm_eval.tasks import TaskManager
 from torch import nn
 
-HELD_OUT = {"val_loss": 1.5, "val_loss_se": 0.01, "val_bpb": 2.164}
+HELD_OUT: dict[str, Any] = {"val_loss": 1.5, "val_loss_se": 0.01, "val_bpb": 2.164, "worst": []}
 KINDS: dict[str, dict[str, Any]] = {
     "chosen": {"output_type": "multiple_choice", "doc_to_choice": "{{a}}", "doc_to_target": "gold",
                "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}]},
@@ -399,17 +399,37 @@ def test_training_text_that_is_elsewhere_costs_no_score(
     def missing(*_: Any) -> Any:
         raise UserError("data.path is gone")
 
-    monkeypatch.setattr(worst, "at_hand", missing)
+    monkeypatch.setattr("isoflop.train.heldout.at_hand", missing)
     monkeypatch.setattr("isoflop.train.data.shards.at_hand", missing)
     scores = evaluate(tmp_path / "s.json", suite_of(3, ("chosen",)), held_out=None, ngram=13)
     assert scores["held_out"]["val_bpb"] is None
     assert scores["held_out"]["withheld"] == scores["contamination_withheld"] == "data.path is gone"
     assert scores["tasks"]["chosen"]["acc"] is not None
     assert scores["tasks"]["chosen"]["clean"] is None
+    # What the training knows stays, without the windows that only the text can show.
+    known = {name: HELD_OUT[name] for name in ("val_loss", "val_loss_se", "val_bpb")}
+    assert evaluate(tmp_path / "t.json", suite_of(3, ("chosen",)), held_out=known)["held_out"] == known
     # Once it is at hand the loss is asked for again.
     monkeypatch.setattr(checkpoint, "_held_out", lambda loaded: HELD_OUT)
     assert evaluate(tmp_path / "s.json", suite_of(3, ("chosen",)), held_out=None)["held_out"] == HELD_OUT
-    assert asked == ["chosen"]
+    assert asked == ["chosen", "chosen"]
+
+
+def test_where_the_loss_is_worst_is_looked_for_once_and_where_items_are_kept(
+    tmp_path: Path, asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[Any] = []
+    window = {"index": 3, "loss": 9.0, "text": "odd"}
+    monkeypatch.setattr(
+        checkpoint, "_held_out", lambda loaded: looked.append(loaded) or {"val_loss": 5.0, "worst": [window]}
+    )
+    known, suite = {"val_loss": 1.0, "val_loss_se": None, "val_bpb": 2.0}, suite_of(3, ("chosen",))
+    scores = evaluate(tmp_path / "s.json", suite, held_out=known, keep_items=False)
+    assert (scores["held_out"], looked) == (known, [])
+    for _ in range(2):
+        scores = evaluate(tmp_path / "t.json", suite, held_out=known)
+        assert scores["held_out"] == known | {"worst": [window]}
+        assert len(looked) == 1
 
 
 def test_a_whole_suite_has_a_mean_of_its_own(tmp_path: Path, asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -165,8 +165,11 @@ def test_the_loss_is_the_trainings_where_it_has_one_and_is_computed_otherwise(sc
     trunk, _, _ = opened(scored)
     of = {step: (read_json(trunk.path / "eval" / f"step_{step}.json") or {})["held_out"] for step in (10, 40, 80)}
     summary = trunk.summary() or {}
+    worst = of[80].pop("worst")  # for the final one's page, which has samples
     assert of[80] == {name: summary[name] for name in ("val_loss", "val_loss_se", "val_bpb")}
-    assert "worst" not in of[40]  # validations=2: the training has it
+    assert worst[0]["loss"] >= summary["val_loss"] > 0
+    assert worst[0]["text"]
+    assert "worst" not in of[40]  # validations=2: the training has the rest
     assert of[10]["worst"][0]["loss"] >= of[10]["worst"][-1]["loss"] > 0
     assert of[10]["val_loss"] > of[40]["val_loss"] > of[80]["val_loss"]
 
