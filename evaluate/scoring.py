@@ -198,7 +198,7 @@ def _padded(parts: list[np.ndarray], longest: int, value: int, device: torch.dev
 
 class _OneByOne:
     """Attention over trees one after the other, where they lie; see `forward.Attend`. For CPUs, under masks: nothing is
-    padded, copied, or too large for a cache.
+    padded or gathered, and what belongs to a small tree stays in a cache.
     """
 
     def __init__(self, batch: list[Tree], model: GPT, device: torch.device, read: Tensor) -> None:
