@@ -187,9 +187,9 @@ def inject(
 
 
 def jobs_of(sweep: SweepDirectory) -> list[str]:
-    """Names of the sweep's jobs that are in the queue."""
-    listed = faults.slurm("squeue", "-h", "-r", "-o", "%j", patience=60.0).split()
-    return sorted(name for name in listed if name.startswith(f"{sweep.path.name}-"))
+    """The sweep's jobs that are in the queue: name, state, and why they wait."""
+    listed = faults.slurm("squeue", "-h", "-r", "-o", "%j %T %r", patience=60.0).splitlines()
+    return sorted(line for line in listed if line.startswith(f"{sweep.path.name}-"))
 
 
 def wait_until_over(sweep: SweepDirectory, deadline: float) -> bool:

@@ -1,8 +1,8 @@
 """The keeper: a tiny SLURM job that looks after a sweep for a moment, starts what must be started again, and goes.
 
 Special here:
-- nothing on a login node has to live: two keepers always wait in the queue, each after the other, and the first thing
-  that one does is to see to it that there are two again;
+- nothing on a login node has to live: two keepers always wait in the queue, for a time each, and the first thing that
+  one does is to see to it that there are two again;
 - a pass holds the sweep, so there is one at a time, and leaves on disk all that it decides: it can be killed at any
   moment, and the next one goes on;
 - what a job or a run came to is read from the run directories; SLURM is asked which jobs live, and where it does not

@@ -196,18 +196,18 @@ class SlurmLauncher(Inventory):
             began.superseded.append(before)
 
     def _add_keepers(self, began: Transaction) -> int:
-        """Each waits for the one before it, and so long that they come one by one."""
+        """Each waits so long that they come one by one, and not for the one before it: SLURM may hold that one up, or
+        take it for running long after it has ended, as a controller does that was killed.
+        """
         from . import keeper
 
-        waiting, own = self._waiting_keepers(), _own_job()
+        waiting = self._waiting_keepers()
         shape = JobShape(0, 1, min(2.0, self.cluster.memory_gb), min(30, self.cluster.time_minutes))
         call = Call(keeper.keep, (str(self.sweep.path.resolve()),))
         with contextlib.suppress(QueueFull):
             while len(waiting) < KEEPERS:
                 begin = f"now+{math.ceil(self.cluster.keeper_seconds * (1 + len(waiting)))}"
-                before = [*([own] if own in self.record.keepers else []), *waiting][-1:]
-                request = Request("keeper", shape, after(before), light=True, begin=begin)
-                waiting += began.submit(request, [call])
+                waiting += began.submit(Request("keeper", shape, light=True, begin=begin), [call])
         self.record.keepers = [job for job in self.record.keepers if job in self.live - set(waiting)] + waiting
         return len(waiting)
 

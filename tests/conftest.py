@@ -71,12 +71,16 @@ def alone_on_the_cluster(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def own_cluster() -> Path:
-    """The folder of the cluster that tests/slurm_cluster.sh has brought up; skips where SLURM is another one."""
+def own_cluster() -> Iterator[Path]:
+    """The folder of the cluster that tests/slurm_cluster.sh has brought up; skips where SLURM is another one.
+
+    What a test that failed has left in its queue is nobody else's concern.
+    """
     folder = Path(os.environ.get("SLURM_CONF", "/nonexistent")).parent
     if not (folder / "first_job_id").exists():
         pytest.skip("needs the cluster of tests/slurm_cluster.sh: SLURM_CONF names another")
-    return folder
+    yield folder
+    subprocess.run(["scancel", f"--user={os.getuid()}"], capture_output=True, timeout=60, check=False)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -14,7 +14,7 @@ import pytest
 from isoflop.sweeps.attempts import read
 from isoflop.sweeps.runs import RunDirectory
 from isoflop.train.files import read_json
-from slurm_sweeps import EVERY, LONG, Sweep, process_of, sweeps_in, until
+from slurm_sweeps import EVERY, LONG, Sweep, process_of, slurm, sweeps_in, until
 
 pytestmark = pytest.mark.slurm
 
@@ -125,3 +125,16 @@ def isoflop(*arguments: str) -> str:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def test_a_keeper_that_is_held_up_holds_up_no_other(sweep: Callable[[str], Sweep]) -> None:
+    """As by a controller that was killed, and takes it for running. Here it is on hold, until the other releases it."""
+    stuck = sweep("stuck")
+    stuck.submit(*LONG, *KEPT, "tokens=200_000", "grid.axes={seed: [0]}", "cluster.queue_minutes=0")
+    slurm("scontrol", "hold", min(stuck.queue("keeper"), key=int))
+    (run,) = stuck.runs().values()
+    until(lambda: list(run.path.glob("checkpoints/step_*/*")), "a checkpoint")
+    os.kill(process_of(run, 0), signal.SIGKILL)
+    over(stuck)
+    assert causes(run) == ["killed", "done"], stuck.job_logs()
+    assert (stuck.path / "fit" / "report.html").exists()
