@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..train.attention import document_starts, first_visible, visible_mask
 from ..train.model import GPT
-from .forward import Forward, attention_alone, logits_of
+from .forward import Forward, attention_apart, logits_of
 from .paged import Ids, PagedBatch, PagedCache, Pages
 
 
@@ -37,10 +37,10 @@ def prefill(forward: Forward, cache: PagedCache, texts: Sequence[Sequence[int]],
     def attend(block: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         written = (key, value) if kept_tokens is None else (key[kept_tokens], value[kept_tokens])
         cache.write(block, rows, *written)
-        asking = lengths if len(query) == len(key) else [1] * len(texts)
-        seen = masks if len(query) == len(key) else [None if mask is None else mask[:, :, -1:] for mask in masks]
-        parts = zip(query.split(asking), key.split(lengths), value.split(lengths), seen, strict=True)
-        return torch.cat([attention_alone(q, k, v, mask, model.config.window) for q, k, v, mask in parts])
+        asking, seen = lengths, masks
+        if len(query) < len(key):  # of each text the last token alone
+            asking, seen = [1] * len(texts), [None if mask is None else mask[:, :, -1:] for mask in masks]
+        return attention_apart(query, key, value, asking, lengths, seen, model.config.window)
 
     positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
     return forward.logits(forward.hidden(tokens, positions, attend, torch.from_numpy(ends - 1).to(device)))

@@ -12,7 +12,7 @@ Special here:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import cast
 
@@ -80,20 +80,29 @@ class Forward:
         return self._head(hidden)[:, : self.model.head.vocab_size]
 
 
-def attention_alone(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, window: int | None = None
-) -> Tensor:
-    """Attention within one sequence of t tokens, of which all ask, or m of them, m < t.
+def attention_apart(
+    query: Tensor, key: Tensor, value: Tensor, asking: Sequence[int], lengths: Sequence[int],
+    masks: Sequence[Tensor | None], window: int | None = None,
+) -> Tensor:  # fmt: skip
+    """Attention within sequences that stand one after the other, of each by itself: nothing is padded or gathered.
 
     Args:
-        query: (t or m, heads, d).
-        key, value: (t, kv_heads, d).
-        mask: added to the scores, (1, 1, t or m, t); None: all see what is before them, or the last alone asks.
-        window: that the mask was made with.
+        query: (m, heads, d).
+        key, value: (n, kv_heads, d).
+        asking: queries of each sequence; they sum to m.
+        lengths: tokens of each sequence; they sum to n.
+        masks: of each what is added to its scores, (1, 1, asking, length); None: all of its tokens ask and see what is
+            before them, or its last one alone asks.
+        window: that the masks were made with.
 
     Returns:
-        (t or m, heads, d).
+        (m, heads, d).
     """
+    parts = zip(query.split(asking), key.split(lengths), value.split(lengths), masks, strict=True)
+    return torch.cat([_alone(q, k, v, mask, window) for q, k, v, mask in parts])
+
+
+def _alone(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, window: int | None) -> Tensor:
     query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
     if query.shape[2] == key.shape[2]:
         mixed = causal_attention(query, key, value, mask, window)

@@ -171,7 +171,7 @@ def _numbers(items: Sequence[ItemResult], names: Sequence[str]) -> dict[str, Any
     for name in names:
         values = [item.values[name] for item in items if name in item.values]
         scores[name], scores[f"{name}_se"] = mean_and_error(values)
-        if len(values) > 1 and (set(values) == {0.0} or set(values) == {1.0}):
+        if len(values) > 1 and set(values) in ({0.0}, {1.0}):
             scores[f"{name}_se"] = error_of_alike(len(values))
     for name in OWN:
         own = [value for item in items if (value := getattr(item, name)) is not None]

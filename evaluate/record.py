@@ -137,8 +137,8 @@ class Record:
         if known is None or known.get("withheld"):  # the corpus may be at hand by now
             self.scores["held_out"] = from_first(self._ranks, held_out)
         elif self._keep_items and "worst" not in known:
-            found = from_first(self._ranks, held_out)
-            self.scores["held_out"] = known | {name: found[name] for name in ("worst",) if name in found}
+            worst = from_first(self._ranks, held_out).get("worst")
+            self.scores["held_out"] = known if worst is None else known | {"worst": worst}
         self.scores["suites"] = {
             suite: suite_scores([self.tasks[name] for name in names])
             for suite, names in suites.items()

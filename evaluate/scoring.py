@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ..train.attention import causal_attention
 from ..train.errors import UserError
 from ..train.model import GPT
-from .forward import Forward, attention_alone
+from .forward import Attend, Forward, attention_apart
 from .trees import Costs, Request, Tree, batches, plan
 
 Score = tuple[float, bool]  # (nats, whether greedy decoding would write it)
@@ -126,10 +126,7 @@ class Scorer:
         nodes = [one.nodes + start for tree, start in zip(batch, starts, strict=False) for one in tree.scored]
         # (u,) tokens whose logits are read, and by which of the targets (p,).
         read, reader = np.unique(np.concatenate(nodes), return_inverse=True)
-        one_by_one = self.device.type == "cpu" and _is_masked(batch, self.model)
-        attend = _OneByOne if one_by_one else _SideBySide
-        places = self._put(read)
-        attention = attend(batch, self.model, self.device, places)
+        attention = _attention(batch, self.model, self.device, places := self._put(read))
         hidden = self._forward.hidden(tokens, positions, attention, places)  # (u, width)
         nats, hits = self._targets(hidden, reader, np.concatenate([one.targets for one in scored]))
         firsts = np.cumsum([0, *(len(one.targets) for one in scored)])[:-1]
@@ -163,6 +160,13 @@ def _read(logits: Tensor, rows: Tensor, targets: Tensor) -> tuple[Tensor, Tensor
     some = hits.nonzero()[:, 0]  # where it ends takes 20 times as long to find as how high it is
     hits[some] = logits[rows[some]].argmax(dim=1) == targets[some]
     return nats, hits
+
+
+def _attention(batch: list[Tree], model: GPT, device: torch.device, read: Tensor) -> Attend:
+    masked = _is_masked(batch, model)
+    if masked and device.type == "cpu":
+        return _OneByOne(batch, model, device, read)
+    return _SideBySide(batch, model, device, read, masked)
 
 
 def _is_masked(batch: list[Tree], model: GPT) -> bool:
@@ -213,14 +217,13 @@ class _OneByOne:
     def __call__(self, block: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         few = len(query) < len(key)
         asking, masks = (self.asked, self.masks_of_read) if few else (self.lengths, self.masks)
-        parts = zip(query.split(asking), key.split(self.lengths), value.split(self.lengths), masks, strict=True)
-        return torch.cat([attention_alone(q, k, v, mask) for q, k, v, mask in parts])
+        return attention_apart(query, key, value, asking, self.lengths, masks)
 
 
 class _SideBySide:
     """Attention over trees, one a row of a padded batch; see `forward.Attend`. In the last block `read` alone ask."""
 
-    def __init__(self, batch: list[Tree], model: GPT, device: torch.device, read: Tensor) -> None:
+    def __init__(self, batch: list[Tree], model: GPT, device: torch.device, read: Tensor, masked: bool = True) -> None:
         self.read, sizes = read, np.array([len(tree) for tree in batch])
         self.rows, self.longest = len(batch), int(sizes.max())
         # Where each token stands in the padded batch, and which token stands at each place there; None: there is no
@@ -232,7 +235,7 @@ class _SideBySide:
             self.places = torch.from_numpy(places).to(device)
             source = starts[:, None] + np.minimum(column, sizes[:, None] - 1)
             self.source = torch.from_numpy(source.ravel()).to(device)
-        self.mask = _mask(batch, self.longest, model, device) if _is_masked(batch, model) else None
+        self.mask = _mask(batch, self.longest, model, device) if masked else None
 
     def __call__(self, block: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         few = len(query) < len(key)

@@ -177,6 +177,8 @@ def test_the_worst_windows_are_those_of_the_held_out_loss(small_corpus: Callable
         ]
     assert found["val_loss"] == pytest.approx(np.mean(losses), rel=1e-6)
     assert found["val_loss_se"] == pytest.approx(np.std(losses, ddof=1) / math.sqrt(len(losses)), rel=1e-5)
+    text = int((windows[:, 1:] != ByteTokenizer().end_of_document).sum())  # a byte token is a byte of text
+    assert found["val_bpb"] == pytest.approx(16 * sum(losses) / math.log(2) / text, rel=1e-6)
     order = np.argsort([-loss for loss in losses], kind="stable")[:7]
     assert [one["index"] for one in worst] == order.tolist()
     for one in worst:
