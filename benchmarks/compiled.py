@@ -22,7 +22,7 @@ CHILD = """
 import json, sys, time
 from pathlib import Path
 import torch
-from isoflop.sweeps.bench_train import bench_config, build_stepper
+from isoflop.bench.train import bench_config, build_stepper
 from isoflop.train.data.shards import prepare
 from isoflop.train.parallel.mesh import Mesh
 folder, depth, threads = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])

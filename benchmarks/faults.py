@@ -27,8 +27,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from isoflop.sweeps import attempts, doctor
-from isoflop.sweeps.runs import RunDirectory, SweepDirectory
+from isoflop.sweeps.observe import doctor
+from isoflop.sweeps.runs import attempts
+from isoflop.sweeps.runs.directory import RunDirectory, SweepDirectory
 from isoflop.train.files import read_json_lines
 
 ROOT = Path(__file__).resolve().parent.parent

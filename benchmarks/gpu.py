@@ -53,17 +53,17 @@ class Section:
 def rows_of(section: str, device: str, quick: bool) -> Iterable[Row]:
     """A section's rows as they are measured; with `quick` of shapes that say nothing."""
     if section == "attention":
-        from isoflop.sweeps import bench_attention
+        from isoflop.bench import attention as bench_attention
 
         shapes = [bench_attention.Shape(2, 64, 4, 2, 16)] if quick else None
         return bench_attention.bench_attention(device, 2 if quick else 7, 1 if quick else None, shapes)
     if section == "loss":
-        from isoflop.sweeps import bench_loss
+        from isoflop.bench import loss as bench_loss
 
         some = [bench_loss.Shape(128, 32, 256)] if quick else None
         return bench_loss.bench_loss(device, 2 if quick else 7, 1 if quick else None, some)
     if section == "ensemble":
-        from isoflop.sweeps import bench_ensemble
+        from isoflop.bench import ensemble as bench_ensemble
 
         cases = [bench_ensemble.Case(5e3, 2, 16, rows=2)] if quick else None
         return bench_ensemble.bench_ensemble(device, 2 if quick else 5, 1 if quick else 4, cases)
@@ -71,8 +71,8 @@ def rows_of(section: str, device: str, quick: bool) -> Iterable[Row]:
 
 
 def _train_rows(device: str, quick: bool) -> Iterator[Row]:
-    from isoflop.sweeps.bench_train_gpu import SIZES, Setting, Size, bench_sizes
-    from isoflop.sweeps.benchmarks import bench_device
+    from isoflop.bench.contenders import bench_device
+    from isoflop.bench.train_gpu import SIZES, Setting, Size, bench_sizes
 
     sizes = (Size("tiny", 32, 2, 2, 64, vocabulary=256, length=16, rows=4),) if quick else SIZES
     setting = Setting(bench_device(device), rounds=2 if quick else 4, steps=1 if quick else 3, compiled=not quick)

@@ -17,12 +17,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from isoflop.evaluate.generate import Generation
-from isoflop.fit import serving
-from isoflop.sweeps.bench_generate import MODEL
-from isoflop.sweeps.benchmarks import bench_device, synchronize
+from isoflop.bench.contenders import bench_device, synchronize
+from isoflop.bench.generate import MODEL
+from isoflop.evaluate.inference.generate import Generation
+from isoflop.fit.allocation import serving
 from isoflop.train.hardware import device_name, matmul_peak
-from isoflop.train.model import GPT
+from isoflop.train.model.gpt import GPT
 
 DECODES = ((1, 64), (4, 64), (16, 64), (64, 64), (1, 512), (4, 512), (16, 512))
 PREFILLS = ((1, 16), (1, 64), (1, 256), (16, 256))

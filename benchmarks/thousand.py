@@ -24,9 +24,11 @@ import time
 from itertools import pairwise
 from pathlib import Path
 
-from isoflop.sweeps import attempts, conduct_slurm, planning
 from isoflop.sweeps.entry import compose
-from isoflop.sweeps.runs import SweepDirectory
+from isoflop.sweeps.execute import conduct_slurm
+from isoflop.sweeps.plan import planning
+from isoflop.sweeps.runs import attempts
+from isoflop.sweeps.runs.directory import SweepDirectory
 
 ROOT = Path(__file__).resolve().parent.parent
 WORKERS = 2
@@ -134,7 +136,9 @@ def timed_isoflop(*arguments: str) -> float:
 
 
 def isoflop(*arguments: str) -> None:
-    subprocess.run([sys.executable, "-m", "isoflop.sweeps.cli", *arguments], cwd=ROOT, capture_output=True, check=True)
+    subprocess.run(
+        [sys.executable, "-m", "isoflop.sweeps.cli.main", *arguments], cwd=ROOT, capture_output=True, check=True
+    )
 
 
 def show(what: str, seconds: list[float]) -> None:

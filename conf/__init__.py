@@ -1,1 +1,0 @@
-"""Every default, as Hydra YAML, one group a concern."""

@@ -26,15 +26,15 @@ from ..train.config import canonical_json, run_id, to_dict
 from ..train.errors import UserError
 from ..train.flops import count_parameters, training_flops_per_token
 from .harness import answer_task, make_lm
-from .items import as_dicts
-from .meter import Meter
+from .inference.ranks import Ranks
+from .inference.tokens import TokenCache
 from .metrics import task_scores
-from .ranks import Ranks
-from .record import ALONE, Record, from_first, only_one
-from .suite import Suite, SuiteTask, quiet
-from .suites import expand, suite_names
-from .tasks import DEFAULT_LIMIT, Report, load_suite
-from .tokens import TokenCache
+from .records.items import as_dicts
+from .records.meter import Meter
+from .records.record import ALONE, Record, from_first, only_one
+from .tasks.suite import Suite, SuiteTask, quiet
+from .tasks.suites import expand, suite_names
+from .tasks.tasks import DEFAULT_LIMIT, Report, load_suite
 
 SCORING = 2  # bumped when our arithmetic changes, so that an old score is never taken for a new one
 # Small enough on a CPU to stay in its caches, large enough on a GPU to fill it.
@@ -155,7 +155,7 @@ def _check(precision: str, batch_tokens: int | None, ngram: int | None) -> None:
 
 
 def _load(path: Path, device: str, dtype: torch.dtype) -> Any:
-    from ..train.checkpoint import find, load_for_evaluation
+    from ..train.checkpoint.checkpoint import find, load_for_evaluation
 
     try:
         found = find(path)
@@ -172,7 +172,7 @@ def _load(path: Path, device: str, dtype: torch.dtype) -> Any:
 
 def _held_out(loaded: Any) -> dict[str, Any]:
     """Held-out loss on the run's own corpus, and where it is worst; where there is none, the reason instead."""
-    from .worst import worst_windows
+    from .records.worst import worst_windows
 
     try:
         found = worst_windows(loaded)
@@ -193,8 +193,8 @@ def _contamination(
     if ngram is None:
         return {}, None
     from ..train.data.shards import at_hand
-    from .contamination import overlaps
-    from .staging import cache_root
+    from .contamination.contamination import overlaps
+    from .tasks.staging import cache_root
 
     try:
         return overlaps(at_hand(loaded.config.data, loaded.tokenizer), suite, ngram, cache_root(cache), say), None

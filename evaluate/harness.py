@@ -28,17 +28,17 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import nn
 
 from ..train.config import RunConfig
-from ..train.model import GPT
-from .answers import Store, key
-from .generate import generate
+from ..train.model.gpt import GPT
+from .inference.generate import generate
+from .inference.ranks import Alone, Ranks, shares
+from .inference.sampling import Sampling
+from .inference.scoring import Score, Scorer, Scores, WholeRows
+from .inference.tokens import TokenCache
+from .inference.trees import Request, common
 from .metrics import ItemResult, task_scores
-from .ranks import Alone, Ranks, shares
-from .samples import item_results
-from .sampling import Sampling
-from .scoring import Score, Scorer, Scores, WholeRows
-from .suite import Suite, SuiteTask, quiet
-from .tokens import TokenCache
-from .trees import Request, common
+from .records.answers import Store, key
+from .records.samples import item_results
+from .tasks.suite import Suite, SuiteTask, quiet
 
 ROUND_TOKENS = 1 << 18  # that a rank scores before all ranks' answers are stored
 ROUND_PROMPTS = 64  # that a rank continues before they are

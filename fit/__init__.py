@@ -16,28 +16,40 @@ from typing import TYPE_CHECKING, Any
 from .errors import InputError
 
 if TYPE_CHECKING:
-    from .allocation import Prices, compute_optimal, fixed_size, inference_aware, overtraining_cost, token_limited
+    from .allocation.allocation import (
+        Prices,
+        compute_optimal,
+        fixed_size,
+        inference_aware,
+        overtraining_cost,
+        token_limited,
+    )
+    from .allocation.optimum import Optimum
+    from .allocation.serving import Device, Served
     from .analysis import Analysis, analyze
-    from .approaches import Verdict, verdict
-    from .broken import BrokenPowerLaw
-    from .chinchilla import ChinchillaLaw
-    from .conventions import by_convention
-    from .critical_batch import CriticalBatchLaw, tokens_to_loss
-    from .custom import FunctionLaw
-    from .doctor import examine
-    from .downstream import TaskVerdict, fit_tasks, signal_to_noise
-    from .envelope import Envelope
+    from .approaches.approaches import Verdict, verdict
+    from .approaches.conventions import by_convention
+    from .approaches.envelope import Envelope
+    from .approaches.isoflop import IsoflopProfiles
+    from .approaches.recipes import RecipeLaw, by_recipe
+    from .checks.doctor import examine
+    from .checks.outliers import Outliers, find_outliers
+    from .downstream.downstream import TaskVerdict, fit_tasks, signal_to_noise
+    from .downstream.tasklaw import TaskLaw
     from .flops import FlopsPerToken
-    from .hyperparameter_cells import CellOptimum, cell_optima, read_sweep
-    from .hyperparameter_surface import HyperparameterSurface
-    from .hyperparameters import HyperparameterLaw
-    from .isoflop import IsoflopProfiles
-    from .kaplan import KaplanLaw
-    from .law import Law
-    from .optimum import Optimum
-    from .outliers import Outliers, find_outliers
-    from .overtraining import OvertrainingLaw
-    from .persistence import read_law
+    from .hyperparameters.cells import CellOptimum, cell_optima, read_sweep
+    from .hyperparameters.critical_batch import CriticalBatchLaw, tokens_to_loss
+    from .hyperparameters.hyperparameters import HyperparameterLaw
+    from .hyperparameters.settings_surface import HyperparameterSurface
+    from .laws.broken import BrokenPowerLaw
+    from .laws.chinchilla import ChinchillaLaw
+    from .laws.custom import FunctionLaw
+    from .laws.kaplan import KaplanLaw
+    from .laws.law import Law
+    from .laws.overtraining import OvertrainingLaw
+    from .laws.persistence import read_law
+    from .laws.powerlaw import PowerLaw
+    from .laws.repetition import RepetitionLaw
     from .plots import (
         plot_allocation,
         plot_backtest,
@@ -48,55 +60,50 @@ if TYPE_CHECKING:
         plot_residuals,
         save_figures,
     )
-    from .powerlaw import PowerLaw
     from .published import PublishedLaw, compare_published, published_law, published_laws
     from .published_data import download_published, load_published, published_runs
-    from .recipes import RecipeLaw, by_recipe
-    from .repetition import RepetitionLaw
-    from .report import write_report
-    from .saved import answer
-    from .serving import Device, Served
+    from .report.report import write_report
+    from .report.saved import answer
     from .table import RunTable, read_table
-    from .tasklaw import TaskLaw
 
 # Where each name lives. A module is loaded when one of its names is first asked for, and so `from isoflop import fit`
 # takes a tenth of a second.
 _MODULES = {
-    "allocation": "Prices compute_optimal fixed_size inference_aware overtraining_cost token_limited",
+    "allocation.allocation": "Prices compute_optimal fixed_size inference_aware overtraining_cost token_limited",
     "analysis": "Analysis analyze",
-    "approaches": "Verdict verdict",
-    "broken": "BrokenPowerLaw",
-    "chinchilla": "ChinchillaLaw",
-    "conventions": "by_convention",
-    "critical_batch": "CriticalBatchLaw tokens_to_loss",
-    "custom": "FunctionLaw",
-    "doctor": "examine",
-    "downstream": "TaskVerdict fit_tasks signal_to_noise",
-    "envelope": "Envelope",
+    "approaches.approaches": "Verdict verdict",
+    "laws.broken": "BrokenPowerLaw",
+    "laws.chinchilla": "ChinchillaLaw",
+    "approaches.conventions": "by_convention",
+    "hyperparameters.critical_batch": "CriticalBatchLaw tokens_to_loss",
+    "laws.custom": "FunctionLaw",
+    "checks.doctor": "examine",
+    "downstream.downstream": "TaskVerdict fit_tasks signal_to_noise",
+    "approaches.envelope": "Envelope",
     "flops": "FlopsPerToken",
-    "hyperparameter_cells": "CellOptimum cell_optima read_sweep",
-    "hyperparameter_surface": "HyperparameterSurface",
-    "hyperparameters": "HyperparameterLaw",
-    "isoflop": "IsoflopProfiles",
-    "kaplan": "KaplanLaw",
-    "law": "Law",
-    "optimum": "Optimum",
-    "outliers": "Outliers find_outliers",
-    "overtraining": "OvertrainingLaw",
-    "persistence": "read_law",
+    "hyperparameters.cells": "CellOptimum cell_optima read_sweep",
+    "hyperparameters.settings_surface": "HyperparameterSurface",
+    "hyperparameters.hyperparameters": "HyperparameterLaw",
+    "approaches.isoflop": "IsoflopProfiles",
+    "laws.kaplan": "KaplanLaw",
+    "laws.law": "Law",
+    "allocation.optimum": "Optimum",
+    "checks.outliers": "Outliers find_outliers",
+    "laws.overtraining": "OvertrainingLaw",
+    "laws.persistence": "read_law",
     "plots": (
         "plot_allocation plot_backtest plot_cloud plot_contours plot_curves plot_isoflop plot_residuals save_figures"
     ),
-    "powerlaw": "PowerLaw",
+    "laws.powerlaw": "PowerLaw",
     "published": "PublishedLaw compare_published published_law published_laws",
     "published_data": "download_published load_published published_runs",
-    "recipes": "RecipeLaw by_recipe",
-    "repetition": "RepetitionLaw",
-    "report": "write_report",
-    "saved": "answer",
-    "serving": "Device Served",
+    "approaches.recipes": "RecipeLaw by_recipe",
+    "laws.repetition": "RepetitionLaw",
+    "report.report": "write_report",
+    "report.saved": "answer",
+    "allocation.serving": "Device Served",
     "table": "RunTable read_table",
-    "tasklaw": "TaskLaw",
+    "downstream.tasklaw": "TaskLaw",
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names.split()}
 

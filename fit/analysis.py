@@ -13,20 +13,20 @@ from typing import Any
 
 import numpy as np
 
-from . import approaches as side
-from .approaches import Approach, Verdict, verdict
-from .backtest import backtest
-from .checks import run_checks
-from .chinchilla import NAMES, ChinchillaLaw
-from .conventions import ConventionRow, by_convention
-from .diagnosis import Warning
-from .downstream import TaskVerdict, fit_tasks
-from .envelope import Envelope
+from .approaches import approaches as side
+from .approaches.approaches import Approach, Verdict, verdict
+from .approaches.backtest import backtest
+from .approaches.conventions import ConventionRow, by_convention
+from .approaches.envelope import Envelope
+from .approaches.isoflop import IsoflopProfiles
+from .approaches.recipes import RecipeLaw, by_recipe, sentences, split
+from .checks.checks import run_checks
+from .checks.diagnosis import Warning
+from .downstream.downstream import TaskVerdict, fit_tasks
 from .errors import InputError, positive
 from .flops import flops_per_token
 from .formatting import estimate_json, plain_json
-from .isoflop import IsoflopProfiles
-from .recipes import RecipeLaw, by_recipe, sentences, split
+from .laws.chinchilla import NAMES, ChinchillaLaw
 from .table import RunTable
 from .uncertainty import resampled_together
 

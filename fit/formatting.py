@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from .approaches import Estimate
-    from .law import Law
+    from .approaches.approaches import Estimate
+    from .laws.law import Law
 
 WIDE = 1e5  # an interval of more than five decades is no answer
 UNDETERMINED = "undetermined"

@@ -19,9 +19,9 @@ from .formatting import count, scientific
 
 if TYPE_CHECKING:
     from .analysis import Analysis
-    from .chinchilla import ChinchillaLaw
-    from .isoflop import IsoflopProfiles
-    from .law import Law
+    from .approaches.isoflop import IsoflopProfiles
+    from .laws.chinchilla import ChinchillaLaw
+    from .laws.law import Law
 
 APPROACHES = {"envelope": ("#009E73", ":", "D"), "isoflop": ("#D55E00", "--", "s"), "parametric": ("#0072B2", "-", "o")}
 SIZE = (6.0, 4.2)

@@ -24,15 +24,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from .chinchilla import ChinchillaLaw
+from .allocation.isoloss import optimum
+from .allocation.optimum import Optimum
+from .constants.published_constants import RECORDS, Record
+from .constants.published_tuning import TUNING
 from .errors import Array, InputError, positive
-from .isoloss import optimum
-from .kaplan import KaplanLaw
-from .optimum import Optimum
-from .overtraining import OvertrainingLaw
-from .published_constants import RECORDS, Record
-from .published_tuning import TUNING
-from .repetition import RepetitionLaw
+from .laws.chinchilla import ChinchillaLaw
+from .laws.kaplan import KaplanLaw
+from .laws.overtraining import OvertrainingLaw
+from .laws.repetition import RepetitionLaw
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..train.errors import UserError
-from . import probe
 from .config import SCHEMAS, SweepConfig, register
+from .plan import probe
 
 CONFIG = Path(__file__).resolve().parent.parent / "conf"
 
@@ -38,7 +38,7 @@ def _compose_and_conduct(arguments: list[str]) -> int:
 
     @hydra.main(version_base="1.3", config_path=str(CONFIG), config_name="config")
     def task(config: object) -> None:
-        from .conduct import conduct
+        from .execute.conduct import conduct
 
         try:
             codes.append(conduct(to_sweep_config(config), command=["python", "sweep.py", *arguments]))

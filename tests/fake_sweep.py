@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import yaml
-from isoflop.sweeps import grid
 from isoflop.sweeps.config import ClusterConfig, FitConfig, GridConfig, SweepConfig, base_run
-from isoflop.sweeps.plan import plan
-from isoflop.sweeps.runs import SweepDirectory
-from isoflop.sweeps.trunks import merge
+from isoflop.sweeps.grid import expand as grid
+from isoflop.sweeps.grid.trunks import merge
+from isoflop.sweeps.plan.sweep_plan import plan
+from isoflop.sweeps.runs.directory import SweepDirectory
 from isoflop.train.config import RunConfig, run_id
 from isoflop.train.files import write_json
 from isoflop.train.flops import count_parameters, flops_exact

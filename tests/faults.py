@@ -22,7 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from isoflop.sweeps.runs import RunDirectory, SweepDirectory
+from isoflop.sweeps.runs.directory import RunDirectory, SweepDirectory
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "tests" / "slurm_cluster.sh"

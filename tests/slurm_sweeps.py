@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from isoflop.sweeps.runs import RunDirectory, SweepDirectory
+from isoflop.sweeps.runs.directory import RunDirectory, SweepDirectory
 
 ROOT = Path(__file__).resolve().parent.parent
 DEADLINE = 240.0  # seconds after which something that should have happened is taken never to

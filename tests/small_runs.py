@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from isoflop.sweeps.runs import RunDirectory
+from isoflop.sweeps.runs.directory import RunDirectory
 from isoflop.train.config import (
     DataConfig,
     ModelConfig,

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from .errors import UserError
-from .model_shape import check_model
-from .parallel.shapes import check_shapes
+from .model.model_shape import check_model
+from .planner.shapes import check_shapes
 
 # Bumped whenever the trainer's arithmetic changes, so that an old result is never taken for a new one.
 RECIPE = 3
@@ -101,7 +101,7 @@ class DataConfig:
     cache_dir: str | None = cosmetic(None)  # where shards are kept; None: $ISOFLOP_CACHE, else ~/.cache/isoflop
     fingerprint: str | None = None  # hash of the corpus' content, filled in by the planner
     tokenizer_fingerprint: str | None = None  # bytes, bpe, or a hash of the tokenizer.json, filled in by the planner
-    # What training documents go through, in order, such as [gopher, exact, "near:0.8"]; see train/data/recipe.py.
+    # What training documents go through, in order, such as [gopher, exact, "near:0.8"]; see train/data/recipe.
     recipe: list[str] = dataclasses.field(default_factory=list, metadata={"cosmetic": True})
     recipe_fingerprint: str | None = later(None)  # hash of those steps, their rules and model files; by the planner
 
@@ -384,7 +384,7 @@ def validate(config: RunConfig) -> None:
     if config.data.recipe and config.data.recipe_fingerprint is None:
         raise UserError(
             f"data.recipe_fingerprint is None with data.recipe {config.data.recipe}; it must be "
-            "isoflop.train.data.recipe.fingerprint of it, or the run would pass for one on raw text"
+            "isoflop.train.data.recipe.recipe.fingerprint of it, or the run would pass for one on raw text"
         )
     _validate_window(config)
     check_shapes(config)

@@ -8,7 +8,7 @@ import time
 import torch
 
 from .errors import UserError
-from .session import kept
+from .job.session import kept
 
 
 def pick_device(wanted: str) -> torch.device:

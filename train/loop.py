@@ -21,23 +21,23 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .checkpoint import resume
+from .checkpoint.checkpoint import resume
+from .checkpoint.heldout import HeldOut, held_out, validation_steps
+from .checkpoint.saver import Saver
 from .config import RunConfig, run_id, validate
-from .course import Course, Diverged
 from .data.loader import TrainStream, bytes_of, validation_windows
 from .data.shards import Shards, prepare
 from .errors import UserError
 from .files import HALVED, JsonLines, write_json
 from .flops import count_parameters, flops_6nd, flops_exact, training_flops_per_token
 from .hardware import device_name, kept_peak
-from .heldout import HeldOut, held_out, validation_steps
-from .parallel.job import Job, join
+from .job.course import Course, Diverged
+from .job.job import Job, join
+from .job.session import kept
 from .parallel.layout import Held
 from .parallel.zero import StepResult
 from .precision import PastStep, set_matmul_precision
-from .saver import Saver
 from .schedule import learning_rate_factor, warmup_steps
-from .session import kept
 from .stepper import Stepper
 from .tracker import Tracker
 

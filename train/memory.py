@@ -26,10 +26,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 
-from .activations import block_workspace, kept_by_block, kept_by_head, loss_workspace, mask_bytes
 from .config import RunConfig
+from .model.activations import block_workspace, kept_by_block, kept_by_head, loss_workspace, mask_bytes
 from .parallel.buckets import fill, pack, units
-from .parallel.share import Share, share_of
+from .planner.share import Share, share_of
 
 WIDE = 4  # bytes of an fp32 number
 

@@ -19,20 +19,20 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from .compiled import Compiled
 from .config import RunConfig
 from .data.loader import TrainStream
 from .data.prefetch import Prefetch
 from .files import read_json, write_json
-from .graphs import CudaGraph, Recording, flops_per_launch, launch_bound
 from .memory import halved_micro_batch
-from .model import sequence_losses
+from .model.compiled import Compiled
+from .model.gpt import sequence_losses
+from .model.graphs import CudaGraph, Recording, flops_per_launch, launch_bound
+from .model.parametrization import empty_model, initial_weights, parameter_groups
 from .parallel.collectives import all_gather
 from .parallel.mesh import Mesh
-from .parallel.share import micro_batch_of
 from .parallel.tensor import split_model
 from .parallel.zero import StepResult, Zero
-from .parametrization import empty_model, initial_weights, parameter_groups
+from .planner.share import micro_batch_of
 from .precision import LossScaler, compute_dtype
 from .schedule import learning_rate_factor
 

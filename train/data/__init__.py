@@ -1,1 +1,0 @@
-"""Text to tokens: corpora, tokenizers, memory-mapped shards and a deterministic order of samples."""

@@ -27,11 +27,11 @@ import numpy.typing as npt
 
 from ..config import DataConfig
 from ..errors import UserError
-from . import recipe
 from .corpora import Corpus, open_corpus
 from .mixing import MixedDocuments, Tokens, below_fraction, content_hash
-from .parts import in_parts
-from .refine import Refined, Refinery
+from .recipe import recipe
+from .recipe.parts import in_parts
+from .recipe.refine import Refined, Refinery
 from .storage import Progress, building, cache_directory, checksum, locked, read_json, write_json
 from .tokenizers import Tokenizer, load_tokenizer
 

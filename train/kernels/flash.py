@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..attention import first_visible
 from ..errors import UserError
+from ..model.attention import first_visible
 
 HEAD_DIMS = (16, 32, 64, 96, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

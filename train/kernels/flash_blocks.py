@@ -2,8 +2,8 @@
 
 Special here:
 - A pure table, no autotuner: the first step of a run launches what every later step launches, and every node the same.
-- Chosen from what the compiler says (`tests/test_kernels_compile.py` prints it): large blocks whose inner loops spill
-  next to nothing, in the shared memory of the smallest GPU of the generation. Not timed yet: where a GPU is, do.
+- Chosen from what the compiler says (`tests/train/kernels/test_compile.py` prints it): large blocks whose inner loops
+  spill next to nothing, in the shared memory of the smallest GPU of the generation. Not timed yet: where a GPU is, do.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ as (batch * time / tp, width), consecutive tokens a rank.
 from __future__ import annotations
 
 from ..config import ModelConfig
-from ..model import GPT, MLP, Attention
+from ..model.gpt import GPT, MLP, Attention
 from .layout import Piece, Placement, Shape, split, whole
 from .linear import ColumnLinear, RowLinear
 from .mesh import Mesh

@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..activations import LOGITS_AT_A_TIME
-from ..model import table_gradient
+from ..model.activations import LOGITS_AT_A_TIME
+from ..model.gpt import table_gradient
 from .layout import Shape
 from .linear import ColumnLinear, SplitWeight, all_gather, all_reduce, reduce_scatter, wait
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, Work
 
-from ..model import GPT
+from ..model.gpt import GPT
 from .buckets import Bucket, Range
 from .collectives import all_gather
 

@@ -26,8 +26,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..config import OptimizerConfig
-from ..model import GPT
-from ..parametrization import ParameterGroup
+from ..model.gpt import GPT
+from ..model.parametrization import ParameterGroup
 from .buckets import Range, Slot, clip, counted, fill, pack, partial, units
 from .data import Gradients
 from .layout import Held, Placement

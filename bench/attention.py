@@ -1,0 +1,231 @@
+"""Our attention beside PyTorch's and the flash-attn packages, forward and backward: `isoflop bench attention`.
+
+Special here:
+- every contender gets the same leaves in the layout in which a model's projections leave them, (batch, time, heads,
+  head_dim), and gives its result in that layout;
+- on a GPU ours is the Triton kernel, and the peer of a row is the fastest of SDPA's backends and whatever flash-attn is
+  installed; on a CPU ours is what the model calls, and the peer is SDPA;
+- how far the outputs and gradients of both are apart is told in each row, as a share of the peer's largest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..train.model import backends
+from .contenders import (
+    THREADS,
+    Contender,
+    Peak,
+    Row,
+    bench_device,
+    contract_row,
+    fastest,
+    memory_and_difference,
+    pinned_threads,
+    steps_for,
+    take_turns,
+    with_mfu,
+)
+
+if TYPE_CHECKING:
+    from torch.nn.attention import SDPBackend
+
+ABOUT = (
+    "FLOPs of causal attention: 4 T^2 d heads / 2 a sequence forward, 2.5 times as many backward; MFU: those over the "
+    "matmul peak of the same run; "
+    "peak memory is what a call asks for beyond its inputs"
+)
+Attention = Callable[
+    [Tensor, Tensor, Tensor], Tensor
+]  # query, key, value -> output, all (batch, time, heads, head_dim)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What is attended to."""
+
+    batch: int
+    time: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.time
+
+    @property
+    def forward_flops(self) -> float:
+        """Causal convention: of the two products of the T x T square, half."""
+        return 4.0 * self.time**2 * self.head_dim * self.heads / 2 * self.batch
+
+    def __str__(self) -> str:
+        groups = f", {self.kv_heads} key/value heads" if self.kv_heads != self.heads else ""
+        return f"T={self.time}, B={self.batch}, {self.heads} heads of {self.head_dim}{groups}"
+
+
+def gpu_shapes(lengths: Sequence[int] = (1024, 2048, 4096, 8192, 16384), tokens: int = 16384) -> list[Shape]:
+    """A width of 2048 in heads of 64 and of 128; the tokens of a batch stay the same."""
+    return [
+        Shape(tokens // time, time, 2048 // head_dim, 2048 // head_dim, head_dim)
+        for head_dim in (64, 128)
+        for time in lengths
+    ]
+
+
+def cpu_shapes(lengths: Sequence[int] = (128, 256, 512, 1024), tokens: int = 4096) -> list[Shape]:
+    """The 4 heads of 32 of the project's figures, without and with grouped queries."""
+    return [Shape(tokens // time, time, 4, kv_heads, 32) for kv_heads in (4, 2) for time in lengths]
+
+
+def bench_attention(
+    device: str = "auto", rounds: int = 15, steps: int | None = None, shapes: Sequence[Shape] | None = None,
+    threads: int = THREADS,
+) -> Iterator[Row]:  # fmt: skip
+    """Causal attention of ours and of the fastest peer.
+
+    Args:
+        device: auto | cpu | cuda.
+        rounds: turns of each contender; one step before them is not counted.
+        steps: calls in a turn; None: as many as take some 30 ms, for those on a GPU are too short to be timed alone.
+        shapes: what is measured; by default `gpu_shapes` or `cpu_shapes`.
+        threads: of the CPU.
+
+    Yields:
+        One row a case, in the format of every `isoflop bench`. On a GPU in bf16 and TFLOP/s, forward alone and with
+        backward; on a CPU in fp32 and bf16 and tokens/s, forward with backward.
+    """
+    place = bench_device(device)
+    with pinned_threads(threads):
+        if place.type == "cuda":
+            peak = Peak(place, torch.bfloat16)
+            for shape in shapes or gpu_shapes():
+                for backward in (False, True):
+                    yield _bench(shape, peak, backward, rounds, steps)
+        else:
+            for peak in (Peak(place, torch.float32), Peak(place, torch.bfloat16)):
+                for shape in shapes or cpu_shapes():
+                    yield _bench(shape, peak, True, rounds, steps)
+
+
+def _bench(shape: Shape, peak: Peak, backward: bool, rounds: int, steps: int | None) -> Row:
+    device, dtype = peak.device, peak.dtype
+    inputs = Inputs.random(shape, dtype, device)
+    ours = Contender("ours", partial(inputs.run, our_attention(inputs), backward))
+    functions = working(peers(device, shape), inputs, backward)
+    contenders = {
+        name: Contender(name, partial(inputs.run, function, backward)) for name, function in functions.items()
+    }
+    steps = steps or steps_for(ours.step, device)
+    take_turns([ours, *contenders.values()], rounds, steps, device, peak.measure)
+    peer = fastest(list(contenders.values()))
+    passes = "forward + backward" if backward else "forward"
+    gpu = device.type == "cuda"
+    flops = shape.forward_flops * (3.5 if backward else 1.0)
+    work = flops / 1e12 if gpu else float(shape.tokens)
+    row = contract_row(
+        f"attention {str(dtype).removeprefix('torch.')}, {passes}, {shape}", work, "TFLOP/s" if gpu else "tokens/s",
+        ours.seconds, peer.seconds, peer.name, device,
+    )  # fmt: skip
+    return with_mfu(row, flops / work, peak) | memory_and_difference(ours, peer, device)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Query, key and value, and the gradient that comes back."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    gradient: Tensor
+
+    @classmethod
+    def random(cls, shape: Shape, dtype: torch.dtype, device: torch.device) -> Inputs:
+        generator = torch.Generator(device).manual_seed(0)
+
+        def normal(heads: int) -> Tensor:
+            size = (shape.batch, shape.time, heads, shape.head_dim)
+            return torch.randn(size, generator=generator, device=device).to(dtype)
+
+        query, key, value = (normal(n).requires_grad_() for n in (shape.heads, shape.kv_heads, shape.kv_heads))
+        return cls(query, key, value, normal(shape.heads))
+
+    def run(self, attention: Attention, backward: bool) -> tuple[Tensor, ...]:
+        """The output, and with `backward` the gradients of query, key and value."""
+        leaves = (self.query, self.key, self.value)
+        with torch.set_grad_enabled(backward):
+            output = attention(*leaves)
+        return (output, *torch.autograd.grad(output, leaves, self.gradient)) if backward else (output,)
+
+
+def our_attention(inputs: Inputs) -> Attention:
+    """The kernel on a GPU; on a CPU what the model calls."""
+    query = inputs.query
+    if query.device.type == "cuda":
+        return backends.load("ours")
+    _, backend = backends.select("auto", query.device, query.dtype, query.shape[-1], False, False)
+    return backend
+
+
+def peers(device: torch.device, shape: Shape) -> dict[str, Attention]:
+    """By name, those that are installed; which heads, devices and types they take is their own affair."""
+    grouped = shape.heads != shape.kv_heads
+    if device.type == "cpu":
+        if not grouped:
+            return {"F.scaled_dot_product_attention": _sdpa}
+        return {
+            "F.scaled_dot_product_attention, enable_gqa": partial(_sdpa, grouped=True),
+            "F.scaled_dot_product_attention, heads repeated": _repeated_sdpa,
+        }
+    from torch.nn.attention import SDPBackend
+
+    found: dict[str, Attention] = {
+        name: partial(_one_backend, backend=backend, grouped=grouped)
+        for name, backend in {
+            "SDPA flash": SDPBackend.FLASH_ATTENTION,
+            "SDPA cuDNN": SDPBackend.CUDNN_ATTENTION,
+            "SDPA efficient": SDPBackend.EFFICIENT_ATTENTION,
+        }.items()
+    }
+    for name in sorted(backends.installed() - {"ours", "sdpa"}):
+        with contextlib.suppress(ImportError):
+            found[backends.PACKAGES[name]] = backends.load(name)
+    return found
+
+
+def working(functions: Mapping[str, Attention], inputs: Inputs, backward: bool) -> dict[str, Attention]:
+    """Those that take these inputs."""
+    found = {}
+    for name, function in functions.items():
+        try:
+            inputs.run(function, backward)
+        except (RuntimeError, NotImplementedError, AssertionError):
+            continue
+        found[name] = function
+    return found
+
+
+def _sdpa(query: Tensor, key: Tensor, value: Tensor, grouped: bool = False) -> Tensor:
+    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped).transpose(1, 2)
+
+
+def _repeated_sdpa(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    groups = query.shape[2] // key.shape[2]
+    return _sdpa(query, key.repeat_interleave(groups, dim=2), value.repeat_interleave(groups, dim=2))
+
+
+def _one_backend(query: Tensor, key: Tensor, value: Tensor, backend: SDPBackend, grouped: bool) -> Tensor:
+    from torch.nn.attention import sdpa_kernel
+
+    with sdpa_kernel(backend):
+        return _sdpa(query, key, value, grouped)

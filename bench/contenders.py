@@ -1,0 +1,276 @@
+"""What every benchmark shares: contenders that take turns, a row of the contract, peak memory, the table.
+
+Special here:
+- contenders alternate in one process, round by round, so that what else the machine does falls on all of them alike; a
+  figure is the median over rounds, its spread half the interquartile range of the rounds' own ratios;
+- the ratio is ours over the peer's in the direction in which more is better, and a peer with several ways to do the
+  work is represented by its fastest;
+- a device is waited for at the ends of a turn and not between its steps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from ..train.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+
+EXACT = (
+    "MFU: exact FLOPs (matrix products, attention over the full T x T square, backward twice the forward) "
+    "over the matmul peak of the same run"
+)
+THREADS = 2  # of everything measured on CPUs, or a figure would be of the machine's size
+Row = dict[str, Any]
+Step = Callable[[], Any]
+
+
+@dataclasses.dataclass
+class Contender:
+    """One way to do the work, with the seconds a step that each round measured."""
+
+    name: str
+    step: Step
+    seconds: list[float] = dataclasses.field(default_factory=list)
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+
+def bench_device(wanted: str) -> torch.device:
+    """The device of `--device`: `auto` takes the GPU where there is one.
+
+    Raises:
+        UserError: no such choice, or no such device here.
+    """
+    import torch
+
+    if wanted not in ("auto", "cpu", "cuda"):
+        raise UserError(f"--device is {wanted!r}; it must be auto, cpu or cuda")
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device is 'cuda' and no CUDA device is visible; use auto or cpu")
+    return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+@contextmanager
+def pinned_threads(count: int) -> Iterator[None]:
+    """So many threads of torch; as many as before at the end."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def take_turns(
+    contenders: Sequence[Contender], rounds: int, steps: int, device: torch.device,
+    between: Callable[[], None] = lambda: None,
+) -> None:  # fmt: skip
+    """Fills the contenders' seconds: `rounds` turns of `steps` steps each, after a step that is not counted.
+
+    `between` is called after every round.
+    """
+    for turn in range(rounds + 1):
+        for contender in contenders:
+            seconds = seconds_a_step(contender.step, 1 if turn == 0 else steps, device)
+            if turn > 0:
+                contender.seconds.append(seconds)
+        between()
+
+
+def seconds_a_step(step: Step, count: int, device: torch.device) -> float:
+    """Wall clock of one of `count` steps in a row."""
+    synchronize(device)
+    start = time.perf_counter()
+    for _ in range(count):
+        step()
+    synchronize(device)
+    return (time.perf_counter() - start) / count
+
+
+def steps_for(step: Step, device: torch.device, seconds: float = 0.03) -> int:
+    """How many steps take about so long."""
+    step()  # the first one compiles
+    return max(1, round(seconds / seconds_a_step(step, 3, device)))
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits for the device's queue."""
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def fastest(contenders: Sequence[Contender]) -> Contender:
+    """The one with the lowest median."""
+    return min(contenders, key=lambda contender: contender.median)
+
+
+def peak_bytes(step: Step, device: torch.device) -> int:
+    """Memory that one step asks of torch's allocator beyond what was held before it, at its highest."""
+    import torch
+
+    if device.type == "cuda":
+        synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        held = torch.cuda.memory_allocated(device)
+        step()
+        synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - held
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler writes when it starts and stops
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        step()
+    assert profile.profiler is not None
+    events = profile.profiler.kineto_results.events()
+    held = highest = 0
+    for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: int(e.start_ns())):
+        held += event.nbytes()
+        highest = max(highest, held)
+    return highest
+
+
+def apart(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> float:
+    """The largest difference between two lists of tensors, each as a share of the largest value of the second."""
+    pairs = [(a.detach().float(), b.detach().float()) for a, b in zip(ours, theirs, strict=True)]
+    return max(((a - b).abs().max() / b.abs().max()).item() for a, b in pairs)
+
+
+def memory_and_difference(ours: Contender, peer: Contender, device: torch.device) -> Row:
+    """What both ask for in one step, and how far apart the tensors are that it gives."""
+    return {
+        "peak_bytes": peak_bytes(ours.step, device),
+        "peer_peak_bytes": peak_bytes(peer.step, device),
+        "difference": apart(ours.step(), peer.step()),
+    }
+
+
+def contract_row(
+    case: str, work: float, unit: str, ours: list[float], theirs: list[float], peer: str, device: torch.device
+) -> Row:
+    """A row of the contract.
+
+    Args:
+        case: what is measured, with its shapes and number format.
+        work: what a step does, in the unit's numerator: tokens, models, ….
+        unit: of the figures, such as tokens/s.
+        ours: seconds a step, one a round.
+        theirs: the peer's in the same rounds.
+        peer: its name.
+        device: that both ran on.
+    """
+    from ..train.hardware import device_name
+
+    rates = [work / statistics.median(seconds) for seconds in (ours, theirs)]
+    return {
+        "case": case,
+        "ours": rates[0],
+        "peer": rates[1],
+        "peer_name": peer,
+        "unit": unit,
+        "ratio": rates[0] / rates[1],
+        "spread": spread([b / a for a, b in zip(ours, theirs, strict=True)]),
+        "device": device_name(device),
+    }
+
+
+@dataclasses.dataclass
+class Peak:
+    """The plain matmul rate of a device, the best of the times it was measured."""
+
+    device: torch.device
+    dtype: torch.dtype
+    best: float = 0.0
+
+    def measure(self) -> None:
+        """Once more."""
+        from ..train.hardware import matmul_peak
+
+        self.best = max(self.best, matmul_peak(self.device, self.dtype))
+
+
+def with_mfu(row: Row, flops: float, peak: Peak) -> Row:
+    """Adds the share of the matmul peak that each side reaches; `flops` are those of one of its units."""
+    share = flops / peak.best
+    return row | {"mfu": row["ours"] * share, "peer_mfu": row["peer"] * share, "matmul_peak": peak.best}
+
+
+def spread(ratios: Sequence[float]) -> float:
+    """Half the interquartile range; of a single round there is none."""
+    if len(ratios) < 2:
+        return 0.0
+    quarters = statistics.quantiles(ratios, n=4)
+    return (quarters[2] - quarters[0]) / 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """A column that some benchmarks have: its heading, a key that its rows have, and what it says of a row."""
+
+    heading: str
+    key: str
+    form: Callable[[Row], str]
+
+
+COLUMNS = (
+    Column("MFU / peer", "mfu", lambda row: f"{row['mfu']:.0%} / {row['peer_mfu']:.0%}"),
+    Column("GFLOP/s peak", "matmul_peak", lambda row: f"{row['matmul_peak'] / 1e9:,.0f}"),
+    Column(
+        "MiB / peer",
+        "peak_bytes",
+        lambda row: f"{row['peak_bytes'] / 2**20:,.1f} / {row['peer_peak_bytes'] / 2**20:,.1f}",
+    ),
+    Column("seconds / peer", "seconds", lambda row: f"{row['seconds']:,.1f} / {row['peer_seconds']:,.1f}"),
+    Column("share of FLOPs", "flops_share", lambda row: f"{row['flops_share']:.3f}"),
+    Column("apart by", "difference", lambda row: f"{row['difference']:.1g}"),
+)
+
+
+def print_benchmark(rows: list[Row], about: str = "") -> None:
+    """The rows as a table for people; `about` says in the title what the columns cannot, such as a FLOP convention."""
+    from rich.table import Table
+
+    from ..sweeps.terminal import console
+
+    if not rows:
+        print("nothing was measured")
+        return
+    devices, peers, units = (
+        dict.fromkeys(row[key] for row in rows if row[key]) for key in ("device", "peer_name", "unit")
+    )
+    title = [f"ours beside the peer, in turn, on {', '.join(devices)}"]
+    title += [f"peer: {', '.join(peers)}"] * (len(peers) == 1) + [f"in {', '.join(units)}"] * (len(units) == 1)
+    screen = console()
+    screen.print("; ".join(filter(None, [*title, about])))
+    extra = [column for column in COLUMNS if any(column.key in row for row in rows)]
+    last = ["unit"] * (len(units) > 1) + ["peer_name"] * (len(peers) > 1)
+    table = Table()
+    table.add_column("case")
+    for heading in ("ours", "peer", "ratio", *(column.heading for column in extra)):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for key in last:
+        table.add_column({"unit": "unit", "peer_name": "peer is"}[key])
+    for row in rows:
+        values = [column.form(row) if column.key in row else "" for column in extra]
+        ratio = "" if row["ratio"] is None else f"{row['ratio']:.2f} ± {row['spread'] or 0:.2f}"
+        shown = [_number(row["ours"]), _number(row["peer"]), ratio, *values, *(row[key] or "" for key in last)]
+        table.add_row(row["case"], *shown)
+    screen.print(table)
+
+
+def _number(value: float | None) -> str:
+    """Empty where there is none: some rows have no peer."""
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

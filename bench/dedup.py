@@ -1,0 +1,199 @@
+"""Near-duplicate removal of our recipes beside datasketch's MinHash and LSH: documents a second, memory, recall.
+
+Special here:
+- Documents are random words whose frequencies fall as those of words do; planted pairs share so many words in a row
+  that the Jaccard similarity of their 5-grams is just what is said (the least possible value at or above it), and is
+  computed exactly before anything is measured.
+- Ours is the whole step, as `data prepare` runs it: texts in parts on disk, all cores, verified pairs. datasketch's
+  is one process, as it comes, on a sample: a Python loop that takes hours for the whole. The rate of its first part is
+  its best, for its dictionaries grow.
+- Memory is that of all processes together, sampled from /proc as proportional shares (PSS), its peak.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..train.data.recipe import parts, shingles
+from ..train.data.recipe.pool import cores
+from ..train.data.recipe.refine import Refinery
+
+ABOUT = "Near-duplicate removal at Jaccard 0.8 (word 5-grams); ratio: ours over the peer's, more is better."
+THRESHOLD = 0.8
+PLANTED = (0.6, 0.7, 0.8, 0.9)
+PAIRS = 2000  # of each similarity
+WORDS = (50, 100)  # of a document
+VOCABULARY = 50_000
+SECONDS, GIBIBYTES, RECALL = 180.0, 4.0, 0.95  # for a million documents, at most and at least
+FIGURE, PEER = "figure to reach", "datasketch"
+Row = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Planted:
+    """A corpus in memory: texts, and pairs of their indices by the Jaccard similarity that they were made for."""
+
+    texts: list[str]
+    pairs: dict[float, np.ndarray]
+
+    def documents(self) -> Iterator[str]:
+        return iter(self.texts)
+
+    def fingerprint(self) -> str:
+        return f"{len(self.texts)} planted"
+
+    def size_bytes(self) -> int:
+        return sum(map(len, self.texts))
+
+    def sample(self, size: int) -> Iterator[str]:
+        return iter(self.texts)
+
+
+def planted_corpus(documents: int, pairs: int = PAIRS, seed: int = 0) -> Planted:
+    """So many short documents of random words, with so many planted pairs of each similarity among them, shuffled."""
+    random = np.random.default_rng(seed)
+    letters = random.integers(97, 123, (VOCABULARY, 9)).astype(np.uint8)
+    words = [bytes(row[: 2 + i % 8]).decode() for i, row in enumerate(letters)]
+    cumulative = np.cumsum(1.0 / (np.arange(VOCABULARY) + 2.7))
+    lengths = random.integers(WORDS[0], WORDS[1] + 1, documents)
+    drawn = np.searchsorted(cumulative, random.random(int(lengths.sum())) * cumulative[-1]).clip(max=VOCABULARY - 1)
+    starts = np.cumsum(lengths) - lengths
+    partner = random.permutation(documents)[: 2 * pairs * len(PLANTED)].reshape(len(PLANTED), pairs, 2)
+    texts = [
+        " ".join([words[i] for i in drawn[start : start + length]])
+        for start, length in zip(starts.tolist(), lengths.tolist(), strict=True)
+    ]
+    for similarity, both in zip(PLANTED, partner, strict=True):
+        for first, second in both.tolist():
+            texts[second] = _like(texts[first].split(), texts[second].split(), similarity)
+    return Planted(texts, {similarity: both for similarity, both in zip(PLANTED, partner, strict=True)})
+
+
+def _like(words: list[str], others: list[str], similarity: float) -> str:
+    """A text of as many words whose end is that of another: 5-grams in common, over all, at least `similarity`."""
+    n = len(words) - parts.NEAR_WORDS + 1
+    common = int(np.ceil(2 * n * similarity / (1 + similarity)))
+    kept = common + parts.NEAR_WORDS - 1
+    fresh = (others * 3)[: len(words) - kept]
+    return " ".join([*words[:kept], *fresh])
+
+
+def exact_jaccard(texts: Sequence[str], pairs: np.ndarray) -> np.ndarray:
+    """(pairs,) similarity of texts by Python's own sets of strings: nothing of ours is in it."""
+
+    def ngrams(i: int) -> set[tuple[str, ...]]:
+        words = texts[i].split()
+        return set(zip(*(words[k:] for k in range(parts.NEAR_WORDS)), strict=False))
+
+    return np.array([len(ngrams(a) & ngrams(b)) / len(ngrams(a) | ngrams(b)) for a, b in pairs.tolist()])
+
+
+def bench_dedup(documents: int = 1_000_000, sample: int = 10_000, pairs: int = PAIRS) -> list[Row]:
+    """Rows of the contract: speed beside datasketch's; time, memory, recall and precision beside what is to be reached.
+
+    Args:
+        documents: that ours works on.
+        sample: that datasketch works on; 0: no peer.
+        pairs: planted ones of each similarity.
+    """
+    corpus = planted_corpus(documents, pairs)
+    device = f"cpu, {cores()} cores"
+    peer = _datasketch(corpus.texts[:sample]) if sample else None
+    with tempfile.TemporaryDirectory() as folder:
+        refinery = Refinery(corpus, corpus.fingerprint(), [f"near:{THRESHOLD}"], 1e-6, Path(folder))
+        with _Memory() as memory:
+            began = time.perf_counter()
+            refined = refinery.run()
+            seconds = time.perf_counter() - began
+    gone = refined.removed >= 0
+    speed = documents / seconds
+    rows = [_row("wall clock", SECONDS * documents / 1e6, seconds, "s", device, lower=True)]
+    if peer:
+        rows.append(_row("speed", sample / peer, speed, "documents/s", device, PEER))
+    rows.append(_row("peak memory", GIBIBYTES, memory.peak / 2**30, "GiB", device, lower=True))
+    for similarity, both in corpus.pairs.items():
+        caught = float((gone[both[:, 0]] | gone[both[:, 1]]).mean())
+        if similarity < THRESHOLD:
+            rows.append(_row(f"pairs at {similarity} kept", 1.0, 1 - caught, "share", device))
+        else:
+            rows.append(_row(f"pairs at {similarity} found", RECALL, caught, "share", device))
+    rows.append(_row("of what went, duplicates", 1.0, _precision(corpus, gone), "share", device))
+    return rows
+
+
+def _precision(corpus: Planted, gone: np.ndarray) -> float:
+    """Share of what went that was planted, with a similarity of at least the threshold."""
+    right = 0
+    for both in corpus.pairs.values():
+        right += int((gone[both].any(1) & (exact_jaccard(corpus.texts, both) >= THRESHOLD)).sum())
+    return right / max(1, int(gone.sum()))
+
+
+def _datasketch(texts: Sequence[str]) -> float:
+    """Seconds that datasketch takes for its signatures and its LSH, in one process."""
+    from datasketch import MinHash, MinHashLSH
+
+    began = time.perf_counter()
+    index = MinHashLSH(threshold=THRESHOLD, num_perm=shingles.SLOTS)
+    for i, text in enumerate(texts):
+        words = text.split()
+        signature = MinHash(num_perm=shingles.SLOTS)
+        signature.update_batch(
+            [" ".join(words[k : k + parts.NEAR_WORDS]).encode() for k in range(len(words) - parts.NEAR_WORDS + 1)]
+        )
+        if not index.query(signature):
+            index.insert(str(i), signature)
+    return time.perf_counter() - began
+
+
+class _Memory:
+    """Peak of the memory of this process, the corpus in it too, and of the processes that it starts."""
+
+    def __enter__(self) -> _Memory:
+        self.peak = 0
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._over.wait(0.2):
+            self.peak = max(self.peak, sum(map(_pss, _family(os.getpid()))))
+
+
+def _family(pid: int) -> list[int]:
+    try:
+        children = Path(f"/proc/{pid}/task").glob("*/children")
+        own = [int(child) for file in children for child in file.read_text().split()]
+    except OSError:
+        own = []
+    return [pid, *(member for child in own for member in _family(child))]
+
+
+def _pss(pid: int) -> int:
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:")), 0)
+
+
+def _row(case: str, peer: float, ours: float, unit: str, device: str, name: str = FIGURE, lower: bool = False) -> Row:
+    """`lower`: less is better. Each is measured once, so that there is no spread."""
+    return {
+        "case": f"near duplicates, {case}", "ours": ours, "peer": peer, "peer_name": name, "unit": unit,
+        "ratio": peer / ours if lower else ours / peer, "spread": 0.0, "device": device,
+    }  # fmt: skip

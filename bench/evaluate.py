@@ -1,0 +1,341 @@
+"""Our evaluation beside lm-eval's own `hf` model, on one checkpoint and its export: `isoflop bench evaluate`.
+
+Special here:
+- both sides answer the very same requests, of tasks loaded once, through lm-eval's own evaluator: what differs is the
+  model behind it. Agreement is counted item by item, and in nats;
+- the model is trained for a moment on Python's standard library, so that its answers are no coin tosses between equal
+  choices; the peer reads the folder that `isoflop export` writes, and gets its fastest batch size;
+- what is known of the parts lies elsewhere: `bench_overhead.py`, `bench_generate.py`, `bench_dedup.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import math
+import statistics
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..train.config import (
+    CheckpointConfig,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RunConfig,
+    ScheduleConfig,
+    TrackerConfig,
+)
+from ..train.errors import UserError
+from .contenders import (
+    THREADS,
+    Contender,
+    Row,
+    bench_device,
+    contract_row,
+    fastest,
+    pinned_threads,
+    seconds_a_step,
+    take_turns,
+)
+from .train import require_transformers
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..evaluate.metrics import ItemResult
+    from ..evaluate.tasks.suite import SuiteTask
+
+ABOUT = "ratio: ours over the peer's, more is better; of nats, what is allowed over what was found"
+CASES = ("agreement", "throughput", "overhead", "generation", "duplicates")
+ITEMS, ALLOWED_NATS = 500, 1e-3
+PEER = "lm-eval hf"
+BATCH_SIZES = (8, 16, 32, 64)  # of the peer; its `auto` finds 64 on a CPU
+TRIAL_ITEMS = 50  # by which its batch size is chosen
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is measured.
+
+    Attributes:
+        model: the architecture; 10M parameters.
+        vocab_size: of the BPE that is trained on the standard library.
+        text_bytes: how much of that.
+        length: context.
+        tokens: that it is trained on.
+        generation: prompts of GSM8K, and new tokens that each may have.
+        overhead: tasks and items a task by which overhead is measured.
+        documents: of the removal of near duplicates.
+    """
+
+    model: ModelConfig = field(default_factory=lambda: ModelConfig(width=256, depth=10, heads=8))
+    vocab_size: int = 8192
+    text_bytes: int = 8 << 20
+    length: int = 1024
+    tokens: int = 1 << 16
+    generation: tuple[int, int] = (20, 64)
+    overhead: tuple[str, int] = ("small", 100)
+    documents: int = 1_000_000
+
+
+def bench_evaluate(
+    device: str = "auto", rounds: int = 3, items: int = ITEMS, cases: Sequence[str] = CASES, sweep: Path | None = None,
+    setting: Setting | None = None,
+) -> Iterator[Row]:  # fmt: skip
+    """Rows of the contract, case by case.
+
+    Args:
+        device: auto | cpu | cuda.
+        rounds: turns of each side where time is measured; a shorter one before them is not counted.
+        items: of HellaSwag and LAMBADA; ARC-E is scored whole, unless this is below 500.
+        cases: some of `CASES`.
+        sweep: a finished sweep whose gold BPB is asked whether it falls with compute, too.
+        setting: what is measured.
+
+    Raises:
+        UserError: a case that there is not, or a peer that is not installed.
+    """
+    setting = setting or Setting()
+    for case in cases:
+        if case not in CASES:
+            raise UserError(f"--case is {case!r}; it must be one of {', '.join(CASES)}")
+    place = bench_device(device)
+    if {"agreement", "throughput", "generation"} & set(cases):
+        require_transformers()
+    if {"agreement", "throughput"} & set(cases):
+        require("accelerate", "lm-eval's hf model needs")
+    if "duplicates" in cases:
+        require("datasketch", "duplicates are measured beside")
+    if sweep is not None:
+        yield falling(sweep)
+    with pinned_threads(THREADS), tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if {"agreement", "throughput"} & set(cases):
+            pair = Pair.make(folder, setting, place)
+            if "agreement" in cases:
+                yield from pair.agreement(items)
+            if "throughput" in cases:
+                yield pair.throughput(items, rounds)
+        if "overhead" in cases:
+            from .overhead import overhead
+
+            yield overhead(folder, setting.overhead, setting.vocab_size)
+    if "generation" in cases:
+        from .generate import bench_generate
+
+        yield from bench_generate(device, rounds)
+    if "duplicates" in cases:
+        from .dedup import bench_dedup
+
+        yield from bench_dedup(setting.documents)
+
+
+def require(library: str, why: str) -> None:
+    """Raises UserError where a library is missing: at once, and not after the cases before it."""
+    try:
+        importlib.import_module(library)
+    except ImportError:
+        raise UserError(
+            f"{library} is not installed, which {why}; it comes with pip install 'isoflop[bench]'"
+        ) from None
+
+
+def trained(folder: Path, setting: Setting) -> Path:
+    """A checkpoint that was trained for a moment."""
+    from ..train.data.corpora import open_corpus
+    from ..train.loop import train
+
+    data = DataConfig(
+        corpus="stdlib", max_bytes=setting.text_bytes, tokenizer="bpe", vocab_size=setting.vocab_size,
+        sequence_length=setting.length, validation_tokens=4 * setting.length,
+    )  # fmt: skip
+    data.fingerprint, data.tokenizer_fingerprint = open_corpus(data).fingerprint(), "bpe"
+    config = RunConfig(
+        model=replace(setting.model, vocab_size=setting.vocab_size), data=data, tokens=setting.tokens,
+        optimizer=OptimizerConfig(batch_size=2), schedule=ScheduleConfig(warmup_tokens=0),
+        parallel=ParallelConfig(device="cpu"), tracker=TrackerConfig(kind="none"), validations=1,
+        checkpoint=CheckpointConfig(every_seconds=1e9),
+    )  # fmt: skip
+    summary = train(config, folder / "run", report=lambda line: None)
+    return folder / "run" / str(summary["checkpoint"])
+
+
+@dataclass
+class Pair:
+    """One checkpoint and its export."""
+
+    loaded: Any
+    exported: Path
+    setting: Setting
+    device: torch.device
+
+    @classmethod
+    def make(cls, folder: Path, setting: Setting, device: torch.device) -> Pair:
+        """Trains a model, and exports it."""
+        from ..evaluate.export.export import export_checkpoint
+        from ..train.checkpoint.checkpoint import load_for_evaluation
+
+        checkpoint = trained(folder, setting)
+        exported = export_checkpoint(checkpoint, folder / "hf").folder
+        return cls(load_for_evaluation(checkpoint, device.type), exported, setting, device)
+
+    def ours(self) -> Any:
+        """Our side, which has seen no text yet."""
+        from ..evaluate.checkpoint import BATCH_TOKENS
+        from ..evaluate.harness import make_lm
+
+        return make_lm(self.loaded, self.device, BATCH_TOKENS[self.device.type])
+
+    def peer(self, batch_size: int) -> Any:
+        """lm-eval's side."""
+        from lm_eval.models.huggingface import HFLM
+
+        with silence():
+            lm = HFLM(str(self.exported), dtype="float32", device=self.device.type, batch_size=batch_size)
+        lm.truncated, lm.failed = set(), set()  # what our side says of itself beside its answers
+        return lm
+
+    def agreement(self, items: int) -> Iterator[Row]:
+        """Of each task the items that both answer alike, and how far apart log-likelihoods are at most."""
+        prompts, new = self.setting.generation
+        whole = items >= ITEMS
+        ours, peer = self.ours(), self.peer(BATCH_SIZES[1])
+        for name, limit, said in (
+            ("hellaswag", items, "HellaSwag"),
+            ("arc_easy", None if whole else items, "ARC-E"),
+            ("lambada_openai", items, "LAMBADA"),
+            ("gsm8k", min(prompts, items), f"GSM8K, generation of {new} tokens"),
+        ):
+            entry = load(name, limit)
+            limit_new_tokens(entry, new)
+            pairs = list(zip(answers(ours, entry), answers(peer, entry), strict=True))
+            alike = sum(same_answer(a, b) for a, b in pairs)
+            yield self._row(f"{said}, {len(pairs)} items: the same answer", alike, len(pairs), PEER, "items equal")
+            if any(a.log_probabilities for a, _ in pairs):
+                nats = max(apart(a, b) for a, b in pairs)
+                case = f"{said}: log-likelihoods apart, at most"
+                yield self._row(
+                    case, nats, ALLOWED_NATS, "what is allowed", "max nats", ALLOWED_NATS / max(nats, 1e-12)
+                )
+
+    def _row(self, case: str, ours: float, peer: float, peer_name: str, unit: str, ratio: float | None = None) -> Row:
+        from ..train.hardware import device_name
+
+        ratio = ours / peer if ratio is None else ratio
+        return {
+            "case": case, "ours": ours, "peer": peer, "peer_name": peer_name, "unit": unit, "ratio": ratio,
+            "spread": 0.0, "device": device_name(self.device),
+        }  # fmt: skip
+
+    def throughput(self, items: int, rounds: int) -> Row:
+        """Items of HellaSwag a second, from prompts to answers; ours encodes all text anew in each turn, as theirs."""
+        trial, entry = load("hellaswag", min(items, TRIAL_ITEMS)), load("hellaswag", items)
+        peers = {size: self.peer(size) for size in BATCH_SIZES}
+        trials = [Contender(str(size), partial(answers, lm, trial)) for size, lm in peers.items()]
+        # Ours too: the trial is what warms both sides up, for a whole turn of the peer takes a minute.
+        take_turns([*trials, Contender("ours", lambda: answers(self.ours(), trial))], 1, 1, self.device)
+        size = int(fastest(trials).name)
+        ours = Contender("ours", lambda: answers(self.ours(), entry))
+        peer = Contender(PEER, lambda: answers(peers[size], entry))
+        for side in [ours, peer] * rounds:
+            side.seconds.append(seconds_a_step(side.step, 1, self.device))
+        case = f"HellaSwag, {len(entry.indices)} items, {_millions(self.loaded.config)}, fp32"
+        name = f"{PEER}, batch size {size}"
+        return contract_row(case, len(entry.indices), "items/s", ours.seconds, peer.seconds, name, self.device)
+
+
+def _millions(config: RunConfig) -> str:
+    from ..train.flops import count_parameters
+
+    return f"{count_parameters(config.model).N_total / 1e6:.1f}M parameters"
+
+
+def load(name: str, limit: int | None) -> SuiteTask:
+    """One task with its requests."""
+    from ..evaluate.tasks.tasks import load_suite
+
+    (entry,) = load_suite(name, limit).tasks.values()
+    return entry
+
+
+def limit_new_tokens(entry: SuiteTask, most: int) -> None:
+    """No answer that is written may be longer, on either side."""
+    for request in entry.task.instances:
+        if request.request_type == "generate_until":
+            context, settings = request.args
+            request.arguments = (context, settings | {"max_gen_toks": most})
+
+
+def answers(lm: Any, entry: SuiteTask) -> list[ItemResult]:
+    """What a model answers, item by item, by lm-eval's evaluator."""
+    from ..evaluate.harness import answer_task
+
+    with silence():
+        return answer_task(lm, entry)[0]
+
+
+@contextlib.contextmanager
+def silence() -> Iterator[None]:
+    """Without the peer's progress bars."""
+    with contextlib.redirect_stderr(io.StringIO()):
+        yield
+
+
+def same_answer(ours: ItemResult, theirs: ItemResult) -> bool:
+    """Whether both chose, or wrote, the same, and lm-eval's metrics of the item are equal."""
+
+    def choice(item: ItemResult) -> int | None:
+        nats = item.log_probabilities
+        return nats.index(max(nats)) if nats else None
+
+    return (
+        ours.index == theirs.index
+        and ours.values == theirs.values
+        and ours.answer == theirs.answer
+        and choice(ours) == choice(theirs)
+    )
+
+
+def apart(ours: ItemResult, theirs: ItemResult) -> float:
+    """The largest difference between two items' log-likelihoods; infinite where one is no number."""
+    pairs = zip(ours.log_probabilities, theirs.log_probabilities, strict=True)
+    differences = [abs(a - b) for a, b in pairs]
+    return max((math.inf if math.isnan(d) else d for d in differences), default=0.0)
+
+
+def falling(sweep: Path) -> Row:
+    """On how many tasks gold BPB of the best run (lowest loss) of each budget falls from budget to budget.
+
+    Raises:
+        UserError: no table, or nothing scored, or fewer than two budgets.
+    """
+    import pandas as pd
+
+    from ..sweeps.runs.directory import SweepDirectory
+
+    directory = SweepDirectory.open(sweep)
+    budgets = {run["run_id"]: run["budget"] for run in directory.plan()["runs"]}
+    try:
+        table = pd.read_csv(sweep / "table.csv", dtype={"run_id": str})
+    except OSError:
+        raise UserError(f"--sweep is {str(sweep)!r}; it has no table.csv, so it is not finished") from None
+    table = table[table["final"].astype(bool)].assign(budget=lambda rows: rows["run_id"].map(budgets))
+    best = table.dropna(subset=["budget", "loss"]).sort_values("loss").groupby("budget").head(1).sort_values("budget")
+    columns = [str(name) for name in best if str(name).endswith("/gold_bpb") and best[name].notna().all()]
+    if len(best) < 2 or not columns:
+        raise UserError(f"--sweep is {str(sweep)!r}; it must have runs of two budgets or more, scored on tasks")
+    steps = {name.removesuffix("/gold_bpb"): best[name].diff().dropna() for name in columns}
+    down = {name: bool((step < 0).all()) for name, step in steps.items()}
+    case = f"gold BPB of the best run of each of {len(best)} budgets falls with compute"
+    return {
+        "case": case, "ours": sum(down.values()),
+        "peer": len(down), "peer_name": "tasks scored", "unit": "tasks", "ratio": statistics.mean(down.values()),
+        "spread": 0.0, "device": "cpu", "tasks": down,
+    }  # fmt: skip

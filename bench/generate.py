@@ -1,0 +1,128 @@
+"""Our generation beside transformers' `generate` on the same weights: a part of `isoflop bench evaluate`.
+
+Special here:
+- one model of 10M parameters, 16 prompts of 64 to 256 tokens, 128 new ones each and no stop, so that both sides do the
+  same work; transformers gets its cache and left padding, as its documentation has it;
+- each round times the whole and the first token alone; what lies between is decode;
+- how many of the greedy tokens are the same is told in each row, as a share.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..evaluate.export.hf_weights import hf_config, to_hf
+from ..evaluate.inference.generate import Sampling, generate
+from ..train.config import ModelConfig
+from ..train.model.gpt import GPT
+from .contenders import THREADS, Contender, Row, bench_device, contract_row, pinned_threads, take_turns
+
+MODEL = ModelConfig(vocab_size=8192, width=256, depth=8, heads=8)
+SHORTEST, LONGEST, NEW, BATCH = 64, 256, 128, 16
+SAMPLED = Sampling(temperature=0.8, top_k=50, top_p=0.95)
+PEER = "transformers generate"
+Prompts = list[list[int]]
+
+
+def bench_generate(device: str = "auto", rounds: int = 5, model: ModelConfig = MODEL, new: int = NEW) -> Iterator[Row]:
+    """Prefill, decode and both, greedy, then both, sampled; in fp32.
+
+    Args:
+        device: auto | cpu | cuda.
+        rounds: turns of each side; one before them is not counted.
+        model: the architecture, without a window.
+        new: tokens a prompt.
+
+    Yields:
+        Rows in the format of every `isoflop bench`, in tokens/s.
+    """
+    place = bench_device(device)
+    with pinned_threads(THREADS):
+        gpt, llama = pair(model, LONGEST + new, place)
+        prompts = random_prompts(BATCH, model.vocab_size or 0)
+        shape = f"{BATCH} prompts of {SHORTEST} to {LONGEST}, {new} new, fp32"
+        first, whole, peer_first, peer_whole = contenders = [
+            Contender(name, partial(run, prompts, count, Sampling()))
+            for name, run in (("ours", partial(our_tokens, gpt)), (PEER, partial(peer_tokens, llama)))
+            for count in (1, new)
+        ]
+        take_turns(contenders, rounds, 1, place)
+        same = {"same_tokens": shared(whole.step(), peer_whole.step())}
+        written, read = BATCH * new, sum(map(len, prompts))
+        yield contract_row(
+            f"generate, greedy, {shape}", written, "tokens/s", whole.seconds, peer_whole.seconds, PEER, place
+        ) | same  # fmt: skip
+        yield contract_row(f"prefill, {shape}", read, "tokens/s", first.seconds, peer_first.seconds, PEER, place)
+        ours, theirs = (
+            [all_of_it - one for all_of_it, one in zip(long.seconds, short.seconds, strict=True)]
+            for long, short in ((whole, first), (peer_whole, peer_first))
+        )
+        yield contract_row(f"decode, {shape}", written - BATCH, "tokens/s", ours, theirs, PEER, place)
+        sampled = Contender("ours", partial(our_tokens, gpt, prompts, new, SAMPLED))
+        peer_sampled = Contender(PEER, partial(peer_tokens, llama, prompts, new, SAMPLED))
+        take_turns([sampled, peer_sampled], rounds, 1, place)
+        how = f"temperature {SAMPLED.temperature}, top-k {SAMPLED.top_k}, top-p {SAMPLED.top_p}"
+        yield contract_row(
+            f"generate, {how}, {shape}", written, "tokens/s", sampled.seconds, peer_sampled.seconds, PEER, place
+        )
+
+
+def pair(config: ModelConfig, length: int, device: torch.device) -> tuple[GPT, Any]:
+    """A GPT of random weights, and a transformers model of the same ones."""
+    from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
+
+    assert config.vocab_size is not None
+    gpt = GPT(config, length).eval()
+    generator = torch.Generator().manual_seed(0)
+    for parameter in gpt.parameters():
+        if parameter.ndim == 2:  # ours start at zero in places, and a model of zeros predicts nothing
+            torch.nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5, generator=generator)
+    shape = {k: v for k, v in hf_config(config, length, 0, "float32").items() if k != "architectures"}
+    llama: Any = AutoModelForCausalLM.from_config(LlamaConfig(**shape), attn_implementation="sdpa")
+    llama.load_state_dict(to_hf(gpt), strict=not config.tied_embeddings)
+    llama.generation_config = GenerationConfig(pad_token_id=0)  # and no token ends a text
+    return gpt.to(device), llama.eval().to(device)
+
+
+def random_prompts(count: int, vocabulary: int) -> Prompts:
+    """Of random tokens, lengths spread evenly over what is measured."""
+    chance = random.Random(0)
+    lengths = [SHORTEST + round((LONGEST - SHORTEST) * row / max(1, count - 1)) for row in range(count)]
+    chance.shuffle(lengths)
+    return [[chance.randrange(1, vocabulary) for _ in range(length)] for length in lengths]
+
+
+def our_tokens(gpt: GPT, prompts: Prompts, new: int, sampling: Sampling) -> list[list[int]]:
+    """New tokens of each prompt."""
+    results = generate(
+        gpt, prompts, new, max_length=gpt.max_length, finished=lambda tokens: False, sampling=sampling,
+        device=gpt.cos.device,
+    )  # fmt: skip
+    return [tokens or [] for tokens in results]
+
+
+@torch.inference_mode()
+def peer_tokens(llama: Any, prompts: Prompts, new: int, sampling: Sampling) -> list[list[int]]:
+    """The same by transformers: padded on the left, with its default cache."""
+    longest = max(map(len, prompts))
+    tokens = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts], device=llama.device)
+    mask = torch.tensor(
+        [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=llama.device
+    )  # fmt: skip
+    how: dict[str, Any] = {"do_sample": False}
+    if sampling.temperature > 0:
+        how = {"do_sample": True, "temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
+    output = llama.generate(input_ids=tokens, attention_mask=mask, max_new_tokens=new, use_cache=True, **how)
+    written: list[list[int]] = output[:, longest:].tolist()
+    return written
+
+
+def shared(ours: Prompts, theirs: Prompts) -> float:
+    """Share of tokens that are the same."""
+    pairs = [a == b for mine, other in zip(ours, theirs, strict=True) for a, b in zip(mine, other, strict=True)]
+    return sum(pairs) / len(pairs)

@@ -1,0 +1,127 @@
+"""Our head and loss in one beside the logits and `F.cross_entropy`, forward and backward: `isoflop bench loss`.
+
+The peer is what everybody writes, `F.cross_entropy(F.linear(x, W).float(), targets)`; on a GPU the same compiled too,
+and Liger's kernel where it is installed, of which the fastest counts. How far loss and gradients are apart is told in
+each row, as a share of the peer's largest.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..train.model.loss import linear_cross_entropy
+from .contenders import (
+    THREADS,
+    Contender,
+    Peak,
+    Row,
+    bench_device,
+    contract_row,
+    fastest,
+    memory_and_difference,
+    pinned_threads,
+    steps_for,
+    take_turns,
+    with_mfu,
+)
+
+ABOUT = (
+    "forward and backward; MFU: 6 FLOPs a token and weight of the head over the matmul peak of the same run; "
+    "peak memory is what a call asks for beyond its inputs, gradients included"
+)
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]  # x (n, width), weight (vocabulary, width), targets (n,) -> scalar
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What is scored: a round vocabulary, so that nobody has padding."""
+
+    tokens: int
+    width: int
+    vocabulary: int
+
+    def __str__(self) -> str:
+        return f"V={self.vocabulary}, {self.tokens} tokens, width {self.width}"
+
+
+CPU_SHAPES = tuple(Shape(2048, 128, vocabulary) for vocabulary in (256, 4096, 32768))
+GPU_SHAPES = tuple(Shape(16384, 1024, vocabulary) for vocabulary in (256, 4096, 32768, 50304, 131072))
+
+
+def bench_loss(
+    device: str = "auto", rounds: int = 15, steps: int | None = None, shapes: Sequence[Shape] | None = None,
+    threads: int = THREADS,
+) -> Iterator[Row]:  # fmt: skip
+    """Tokens a second and peak memory of the loss from the head's input, both ways through.
+
+    Args:
+        device: auto | cpu | cuda.
+        rounds: turns of each contender; one step before them is not counted.
+        steps: calls in a turn; None: as many as take some 30 ms.
+        shapes: what is measured; by default `CPU_SHAPES` or `GPU_SHAPES`.
+        threads: of the CPU.
+
+    Yields:
+        One row a case, in the format of every `isoflop bench`; bf16, and on a CPU fp32 too.
+    """
+    place = bench_device(device)
+    gpu = place.type == "cuda"
+    with pinned_threads(threads):
+        for dtype in (torch.bfloat16,) if gpu else (torch.float32, torch.bfloat16):
+            peak = Peak(place, dtype)
+            for shape in shapes or (GPU_SHAPES if gpu else CPU_SHAPES):
+                yield _bench(shape, peak, rounds, steps)
+
+
+def _bench(shape: Shape, peak: Peak, rounds: int, steps: int | None) -> Row:
+    device, dtype = peak.device, peak.dtype
+    leaves = _inputs(shape, dtype, device)
+    ours = Contender("ours", partial(_both_ways, _ours, *leaves))
+    others = [Contender(name, partial(_both_ways, loss, *leaves)) for name, loss in peers(device).items()]
+    take_turns([ours, *others], rounds, steps or steps_for(ours.step, device), device, peak.measure)
+    peer = fastest(others)
+    case = f"loss {str(dtype).removeprefix('torch.')}, {shape}"
+    row = contract_row(case, shape.tokens, "tokens/s", ours.seconds, peer.seconds, peer.name, device)
+    return with_mfu(row, 6.0 * shape.width * shape.vocabulary, peak) | memory_and_difference(ours, peer, device)
+
+
+def _inputs(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """A normalised stream, a head whose logits have variance 1, and random targets."""
+    generator = torch.Generator(device).manual_seed(0)
+    x = torch.randn(shape.tokens, shape.width, generator=generator, device=device)
+    weight = torch.randn(shape.vocabulary, shape.width, generator=generator, device=device) * shape.width**-0.5
+    targets = torch.randint(shape.vocabulary, (shape.tokens,), generator=generator, device=device)
+    return x.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), targets
+
+
+def _both_ways(loss: Loss, x: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
+    value = loss(x, weight, targets)
+    return (value, *torch.autograd.grad(value, (x, weight)))
+
+
+def _ours(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    return linear_cross_entropy(x, weight, targets, len(weight))
+
+
+def _logits_and_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(F.linear(x, weight).float(), targets)
+
+
+def peers(device: torch.device) -> dict[str, Loss]:
+    """By name."""
+    found: dict[str, Loss] = {"F.cross_entropy of F.linear": _logits_and_loss}
+    if device.type == "cuda":
+        found["the same, compiled"] = torch.compile(_logits_and_loss, dynamic=False)
+        try:
+            liger = importlib.import_module("liger_kernel.transformers").LigerFusedLinearCrossEntropyLoss()
+        except ImportError:
+            return found
+        found["Liger's fused linear cross-entropy"] = lambda x, weight, targets: liger(weight, x, targets)
+    return found

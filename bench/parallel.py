@@ -1,0 +1,138 @@
+"""Our parallel trainer beside PyTorch's own, on forked ranks over gloo, each rank pinned to a core, in turn in one run.
+
+Special here:
+- both sides train the same model on the same rows from the same weights: `Stepper.step` against a step with DDP,
+  ZeroRedundancyOptimizer, `fully_shard` or `parallelize_module`, torch's fused AdamW and torch's own clipping;
+- rounds of a few steps alternate; a figure is the median over rounds of the first rank's clock, its spread half the
+  interquartile range of the rounds' own ratios;
+- the last case is a step that starts an asynchronous checkpoint, against the same step without one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .contenders import Contender, contract_row
+from .train import bench_config, build_stepper, counted, shape_of
+
+if TYPE_CHECKING:
+    from ..train.config import RunConfig
+
+# case, (tp, dp, zero), sequence parallel, peer
+CASES = (
+    ("data parallel, 2 ranks", (1, 2, 0), False, "DistributedDataParallel"),
+    ("ZeRO-1, 2 ranks", (1, 2, 1), False, "DDP + ZeroRedundancyOptimizer"),
+    ("ZeRO-3, 2 ranks", (1, 2, 3), False, "fully_shard"),
+    ("tensor parallel, 2 ranks", (2, 1, 0), False, "parallelize_module"),
+    ("tensor and sequence parallel, 2 ranks", (2, 1, 0), True, "parallelize_module"),
+)
+
+
+def bench_parallel(rounds: int = 15, steps: int = 3) -> list[dict[str, Any]]:
+    """Tokens a second of our step and of the peer's on the same ranks, and what an asynchronous save costs a step.
+
+    Args:
+        rounds: how often each contender has its turn; the first one is not counted.
+        steps: steps in a turn.
+
+    Returns:
+        One row a case, in the format of every `isoflop bench`.
+    """
+    from ..train.data.shards import prepare
+
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for case, (tp, dp, zero), sequence_parallel, peer in CASES:
+            config = bench_config("fp32", Path(folder), compiled=False)
+            config.parallel = dataclasses.replace(
+                config.parallel, tp=tp, dp=dp, zero=zero, sequence_parallel=sequence_parallel
+            )
+            prepare(config.data)
+            rows.append(_measure(case, peer, config, rounds, steps))
+        rows.append(_checkpoint_row(bench_config("fp32", Path(folder), compiled=False), Path(folder), rounds))
+    return rows
+
+
+def _measure(case: str, peer: str, config: RunConfig, rounds: int, steps: int) -> dict[str, Any]:
+    from ..train.job.fork import run_ranks
+
+    answers = run_ranks(config.parallel.world_size, _take_turns, config, peer, rounds, steps, timeout=1800.0)
+    ours, theirs = answers[0]
+    return _row(case, config, ours, theirs, peer)
+
+
+def _row(case: str, config: RunConfig, ours: list[float], theirs: list[float], peer: str) -> dict[str, Any]:
+    import torch
+
+    return contract_row(
+        f"{case}, {shape_of(config)}", config.batch_tokens, "tokens/s", ours, theirs, peer, torch.device("cpu")
+    )
+
+
+def _pin(rank: int) -> None:
+    """A core a rank, or they wander; where there are more ranks than cores they share them in order."""
+    if hasattr(os, "sched_setaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[rank % len(cores)]})
+
+
+def _take_turns(config: RunConfig, peer: str, rounds: int, steps: int) -> tuple[list[float], list[float]]:
+    """On every rank: seconds a step of ours and of the peer's in each round."""
+    import warnings
+
+    import torch
+    import torch.distributed as dist
+
+    from ..train.parallel.mesh import build_mesh
+    from . import peers as bench_peers
+
+    warnings.simplefilter("ignore")  # torch's own code calls collectives by names that torch warns of
+
+    mesh = build_mesh(config.parallel.dp, config.parallel.tp, torch.device("cpu"))
+    _pin(mesh.rank)
+    ours = Contender("ours", counted(build_stepper(config, mesh).step))
+    theirs = Contender(peer, counted(bench_peers.build(peer, config, mesh)))
+    for turn in range(rounds + 1):
+        for contender in (ours, theirs):
+            dist.barrier()
+            start = time.perf_counter()
+            for _ in range(1 if turn == 0 else steps):
+                contender.step()
+            dist.barrier()
+            if turn > 0:
+                contender.seconds.append((time.perf_counter() - start) / steps)
+    return ours.seconds, theirs.seconds
+
+
+def _checkpoint_row(config: RunConfig, folder: Path, rounds: int) -> dict[str, Any]:
+    """The step during which a checkpoint starts, against a plain one, in one process on one of two cores."""
+    from ..train.job.fork import run_ranks
+
+    (answer,) = run_ranks(1, _save_in_turn, config, folder, rounds, timeout=1800.0)
+    saving, plain = answer
+    return _row("a step that starts to save", config, saving, plain, "a plain step")
+
+
+def _save_in_turn(config: RunConfig, folder: Path, rounds: int) -> tuple[list[float], list[float]]:
+    from ..train.checkpoint.saver import Saver
+    from ..train.data.shards import prepare
+    from ..train.parallel.mesh import Mesh
+
+    stepper = build_stepper(config, Mesh())
+    saver = Saver(folder / "checkpoints", Mesh(), config, prepare(config.data).tokenizer, print)
+    step = counted(stepper.step)
+    saving, plain = list[float](), list[float]()
+    for turn in range(2 * (rounds + 1)):
+        start = time.perf_counter()
+        if turn % 2:
+            saver.save(turn, stepper.zero.held(), stepper.state())
+        step()
+        (saving if turn % 2 else plain).append(time.perf_counter() - start)
+        saver.wait()
+    saver.close()
+    return saving[1:], plain[1:]

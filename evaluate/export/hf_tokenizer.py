@@ -1,0 +1,118 @@
+"""Our tokenizers as Hugging Face reads them, and theirs as ours.
+
+Special here:
+- a tokenizer gives the same ids on both sides, for every text: special tokens are never read out of text here, and the
+  exported `tokenizer_config.json` says so (`split_special_tokens`). Text that spells out the end of a document is text;
+- bytes become a byte-level BPE without merges, whose ids are the bytes. 0xFF occurs in no UTF-8, so its id is free to
+  be the special token that ends a document; read back, it is our byte tokenizer again;
+- the end of a document also stands where a model wants something in front of a text (`bos_token`), as in GPT-2; nothing
+  is put in front unasked.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ...train.data.tokenizers import END_TOKENS, ByteTokenizer, Tokenizer, load_tokenizer
+from ...train.errors import UserError
+from ...train.files import read_json, write_json
+
+TOKENIZER, TOKENIZER_CONFIG, SPECIAL = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
+
+
+def byte_characters() -> list[str]:
+    """The visible character by which byte-level tokenizers write each byte (Radford et al. 2019, GPT-2)."""
+    visible = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    shifted = (chr(256 + place) for place in range(256))
+    return [chr(byte) if byte in visible else next(shifted) for byte in range(256)]
+
+
+def byte_level_content() -> dict[str, Any]:
+    """The tokenizer.json of `ByteTokenizer`."""
+    end = ByteTokenizer.end_of_document
+    tokens = [*byte_characters()[:end], END_TOKENS[0]]
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [_special(end, END_TOKENS[0])],
+        "normalizer": None,
+        "pre_tokenizer": level,
+        "post_processor": None,
+        "decoder": level,
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": False,
+            "vocab": {token: index for index, token in enumerate(tokens)},
+            "merges": [],
+        },
+    }
+
+
+def _special(index: int, token: str) -> dict[str, Any]:
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    return {"id": index, "content": token, **flags}
+
+
+def content_of(tokenizer: Tokenizer, saved: Path) -> dict[str, Any]:
+    """The tokenizer.json of a tokenizer that a checkpoint keeps in the folder `saved`."""
+    if isinstance(tokenizer, ByteTokenizer):
+        return byte_level_content()
+    content: dict[str, Any] = json.loads((saved / TOKENIZER).read_text(encoding="utf-8"))
+    return content
+
+
+def end_token(content: dict[str, Any], index: int) -> str:
+    """How a tokenizer.json writes the token that ends a document."""
+    return str(next(token["content"] for token in content["added_tokens"] if token["id"] == index))
+
+
+def write_tokenizer(content: dict[str, Any], end: int, longest: int, folder: Path) -> None:
+    """Writes tokenizer.json, tokenizer_config.json and special_tokens_map.json.
+
+    Args:
+        content: of tokenizer.json.
+        end: id of the token that ends a document.
+        longest: tokens that the model takes.
+        folder: there already.
+    """
+    token = end_token(content, end)
+    (folder / TOKENIZER).write_text(json.dumps(content, ensure_ascii=False, indent=1), encoding="utf-8")
+    special = {"bos_token": token, "eos_token": token}
+    config = {
+        # Not LlamaTokenizer and its like, which put their own rules in place of the file's.
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **special,
+        "model_max_length": longest,
+        "clean_up_tokenization_spaces": False,
+        "split_special_tokens": True,
+        "add_bos_token": False,
+        "add_eos_token": False,
+    }
+    write_json(folder / TOKENIZER_CONFIG, config)
+    write_json(folder / SPECIAL, special)
+
+
+def read_tokenizer(folder: Path, cache: Path) -> Tokenizer:
+    """The tokenizer of a Hugging Face folder; one that is our bytes comes back as them.
+
+    Raises:
+        UserError: there is no tokenizer.json, or it is not one, or nothing in it ends a document.
+    """
+    from ...train.config import DataConfig
+
+    path = folder / TOKENIZER
+    if not path.is_file():
+        raise UserError(f"{folder} has no {TOKENIZER}; only tokenizers of the `tokenizers` library can be read")
+    if read_json(path) == byte_level_content():
+        return ByteTokenizer()
+    return load_tokenizer(DataConfig(tokenizer=str(path)), None, cache)

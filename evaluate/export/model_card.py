@@ -1,0 +1,182 @@
+"""The README.md of an exported model: what it is, what it cost, how good it is, and how far to trust that.
+
+Special here: numbers keep their convention (N_total or N_non_embedding, 6ND or exact FLOPs), and what is not known is
+left out or said to be unknown, never filled in.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...train.checkpoint.checkpoint import LoadedCheckpoint
+from ...train.config import run_id, to_dict
+from ...train.files import read_json
+from ...train.flops import count_parameters, training_flops_per_token
+
+SCORES = {"acc": "accuracy", "acc_norm": "length-normalised", "exact_match": "exact match", "gold_bpb": "gold BPB",
+          "bpb": "BPB"}  # fmt: skip
+# What may stand in front of a number of items.
+CAVEATS = {"truncated_items": "prompts cut to the context", "contaminated_items": "share text with the training data"}
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of a checkpoint beside itself.
+
+    Attributes:
+        scores: a file of scores, see `checkpoint.evaluate_checkpoint`; `held_out` alone will do.
+        law: what the law of its sweep says of this N and D: `form`, `predicted_loss`, `interval` (low, high) or None.
+        provenance: isoflop_version, git_commit, git_dirty of the training.
+        version: of the isoflop that exports.
+    """
+
+    scores: Mapping[str, Any] | None = None
+    law: Mapping[str, Any] | None = None
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+    version: str | None = None
+
+
+def model_card(loaded: LoadedCheckpoint, facts: Facts, notes: list[str], format: str = "hf") -> str:
+    """Markdown; `notes` are said under how to use it, a paragraph each."""
+    config = loaded.config
+    model, count = config.model, count_parameters(config.model)
+    tokens = loaded.step * config.batch_tokens
+    exact = training_flops_per_token(model, config.data.sequence_length) * tokens
+    known = tokens > 0
+    rows = [
+        ("N_total (every weight)", f"{count.N_total:,}"),
+        ("N_non_embedding", f"{count.N_non_embedding:,}"),
+        ("N_kaplan (matrices inside the blocks)", f"{count.N_kaplan:,}"),
+        ("D, tokens", f"{tokens:,}" if known else "unknown: the weights were imported"),
+        ("C, 6 N_total D", _flops(6.0 * count.N_total * tokens) if known else "unknown"),
+        ("C, exact", _flops(float(exact)) if known else "unknown"),
+        *_held_out((facts.scores or {}).get("held_out") or {}),
+        *_law(facts.law),
+    ]
+    parts = [
+        _front_matter(loaded, format),
+        f"# {_title(loaded)}",
+        f"A decoder of width {model.width} and depth {model.depth}, {model.heads} heads"
+        f" ({model.num_kv_heads} for keys and values), {model.vocab_size} tokens, context "
+        f"{config.data.sequence_length}, {'tied' if model.tied_embeddings else 'untied'} embeddings"
+        f"{', RMSNorm on queries and keys' if model.qk_norm else ''}; run `{run_id(config)}`, step {loaded.step}.",
+        _table(("", ""), rows),
+        *_scores(facts.scores or {}),
+        "## Use",
+        *notes,
+        "## How it was trained",
+        *_trained_by(loaded, facts),
+        "No licence is stated here: whoever publishes these weights chooses one, and the text they were trained on has "
+        "its own.",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def imported_from(loaded: LoadedCheckpoint) -> str | None:
+    """The folder that the weights came from, where we did not train them."""
+    return (read_json(loaded.path / "trainer.json") or {}).get("imported_from")
+
+
+def _front_matter(loaded: LoadedCheckpoint, format: str) -> str:
+    """What the Hub reads of a card."""
+    data = loaded.config.data
+    lines = ["library_name: transformers"] if format == "hf" else []
+    lines += ["pipeline_tag: text-generation", "tags:", "- isoflop", "- scaling-laws"]
+    if data.corpus == "hf" and data.name:
+        lines += ["datasets:", f"- {json.dumps(data.name)}"]
+    return "\n".join(["---", *lines, "---"])
+
+
+def _title(loaded: LoadedCheckpoint) -> str:
+    name = loaded.config.name or f"isoflop {run_id(loaded.config)}"
+    return _plain(f"{name}, step {loaded.step}")
+
+
+def _plain(text: str) -> str:
+    """One line of it, which neither Markdown nor a page takes for markup."""
+    line = " ".join(str(text).split())
+    # An underscore inside a word marks nothing up, and names are full of them.
+    return re.sub(
+        r"[\\`*<>\[\]|#&]|(?<![^\W_])_|_(?![^\W_])", lambda found: f"&#{ord(found.group())};", line
+    )  # fmt: skip
+
+
+def _flops(value: float) -> str:
+    return f"{value:.4g} FLOPs"
+
+
+def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    lines = [head, tuple("---" for _ in head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _held_out(held_out: Mapping[str, Any]) -> list[tuple[str, str]]:
+    loss, bits = held_out.get("val_loss"), held_out.get("val_bpb")
+    rows = []
+    if loss is not None and _is_number(loss):
+        rows.append(("Held-out loss, nats a token", _with_error(loss, held_out.get("val_loss_se"))))
+    if _is_number(bits):
+        rows.append(("Held-out bits per byte", f"{bits:.4f}"))
+    return rows
+
+
+def _law(law: Mapping[str, Any] | None) -> list[tuple[str, str]]:
+    if law is None:
+        return []
+    interval = law.get("interval")
+    within = f" (95 %: {interval[0]:.4f} to {interval[1]:.4f})" if interval else ""
+    return [(f"Loss that the sweep's {law['form']} law gives for this N and D", f"{law['predicted_loss']:.4f}{within}")]
+
+
+def _scores(scores: Mapping[str, Any]) -> list[str]:
+    tasks = dict(sorted((scores.get("tasks") or {}).items()))
+    if not tasks:
+        return []
+    shown = {key: name for key, name in SCORES.items() if any(_is_number(task.get(key)) for task in tasks.values())}
+    rows = []
+    for name, task in tasks.items():
+        values = [_with_error(task[key], task.get(f"{key}_se")) if _is_number(task.get(key)) else "" for key in shown]
+        chance = f"{task['chance']:.3f}" if _is_number(task.get("chance")) else ""
+        rows.append((_plain(name), _items(task), str(task.get("shots", "")), *values, chance, _caveats(task)))
+    head = ("task", "items", "shots", *shown.values(), "chance", "mind")
+    return ["## Scores", "With lm-eval's prompts; ± is a standard error over items.", _table(head, rows)]
+
+
+def _items(task: Mapping[str, Any]) -> str:
+    scored, whole = task.get("items", ""), (task.get("subset") or {}).get("of")
+    return str(scored) if whole in (None, scored) else f"{scored} of {whole}"
+
+
+def _caveats(task: Mapping[str, Any]) -> str:
+    """What the numbers of a task must not be read without."""
+    said = [f"withheld: {_plain(task['withheld'])}"] if task.get("withheld") else []
+    return "; ".join([*said, *(f"{task[key]} {name}" for key, name in CAVEATS.items() if task.get(key))])
+
+
+def _trained_by(loaded: LoadedCheckpoint, facts: Facts) -> list[str]:
+    exported = f" Exported by isoflop {_plain(facts.version)}." if facts.version else ""
+    if (source := imported_from(loaded)) is not None:
+        return [
+            f"The weights were imported from `{_plain(source)}`; how they were trained is not known here.{exported}"
+        ]
+    made = facts.provenance
+    code = f"isoflop {_plain(made['isoflop_version'])}" if made.get("isoflop_version") else "isoflop"
+    if made.get("git_commit"):
+        code += f", commit `{_plain(made['git_commit'])}`{' with changes' if made.get('git_dirty') else ''}"
+    return [
+        f"By {code}, from checkpoint `{loaded.checksum}`.{exported} The run's configuration, complete:",
+        f"```json\n{json.dumps(to_dict(loaded.config), indent=1, default=str)}\n```",
+    ]
+
+
+def _with_error(value: float, error: Any) -> str:
+    return f"{value:.4f} ± {error:.4f}" if _is_number(error) else f"{value:.4f}"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,0 +1,355 @@
+"""Text from a model, token by token: greedy or sampled, many prompts at a time.
+
+Special here:
+- batching is continuous: a request that is finished leaves, the next one is read and joins, and no one waits for the
+  longest; in one round those that join are prefilled, those that run decode, those that slide are recomputed;
+- memory is bounded by the pages of the cache: who finds none waits, and where those that run outgrow them the one that
+  came last goes back to wait, with what it has written;
+- every prompt draws from a random stream of its own, so its text depends on neither its neighbours nor such waits;
+- a text longer than the model's context sees its last `max_length` tokens alone. All positions change with every token
+  then, so no cache helps, and the window is recomputed;
+- where memory runs out half as many go on, and so on until one cannot.
+
+Yu et al. 2022 (Orca, OSDI 22) for continuous batching; Kwon et al. 2023, arXiv 2309.06180, for pages and preemption.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ...train.errors import UserError
+from ...train.model.gpt import GPT
+from .decoding import decode, prefill, recomputed
+from .forward import Forward
+from .paged import PAGE, PagedBatch, PagedCache, Pages
+from .sampling import Sampling, choose, draw
+from .scoring import is_out_of_memory
+
+__all__ = ["Generation", "Sampling", "draw", "generate", "stream"]
+
+MOST_TOGETHER = 256  # requests that decode in one pass
+CACHE_BYTES = 1 << 30  # of keys and values on a CPU, where the caller does not say; on a GPU half of what is free
+_DRAWN_AHEAD = 64  # random numbers of a stream
+GREEDY = Sampling()
+CPU = torch.device("cpu")
+
+
+def generate(
+    model: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    max_tokens: int,
+    *,
+    max_length: int,
+    finished: Callable[[list[int]], bool],
+    sampling: Sampling = GREEDY,
+    seeds: Sequence[int] | None = None,
+    device: str | torch.device = "cpu",
+    batch_tokens: int = 4096,
+    cache_bytes: int | None = None,
+    done: Callable[[int, list[int] | None], None] | None = None,
+) -> list[list[int] | None]:
+    """Continues every prompt.
+
+    Args:
+        model: a GPT in eval mode. Any other module, token ids (batch, time) -> logits (batch, time, vocabulary), has no
+            cache, and is computed anew for every token.
+        prompts: token ids, none empty; only the last `max_length` count, and the window slides on as the text grows.
+        max_tokens: at most so many new tokens a prompt.
+        max_length: longest sequence that the model accepts.
+        finished: is asked after each token with all new ones of that prompt; True ends it (that token is kept).
+        sampling: temperature, top-k, top-p.
+        seeds: one a prompt, for sampling; default its place in the list.
+        device: where the model lies.
+        batch_tokens: bound on the tokens of one forward pass; a longer prompt goes alone.
+        cache_bytes: bound on the memory of keys and values, 1 GiB by default and half of what is free on a GPU; one
+            prompt always has its place.
+        done: is called with a prompt's place and its result as soon as it is there.
+
+    Returns:
+        New tokens of each prompt; None where the model's logits were NaN.
+
+    Raises:
+        UserError: a single prompt does not fit the memory.
+    """
+    generation = Generation(
+        model, prompts, max_tokens, max_length, sampling, seeds, torch.device(device), batch_tokens, cache_bytes
+    )
+    results: list[list[int] | None] = [None] * len(prompts)
+    while not generation.over:
+        for request in generation.step(finished):
+            results[request.index] = None if request.failed else request.new
+            if done is not None:
+                done(request.index, results[request.index])
+    return results
+
+
+def stream(
+    model: nn.Module, prompt: Sequence[int], max_tokens: int, *, max_length: int, sampling: Sampling = GREEDY,
+    seed: int = 0, device: str | torch.device = "cpu",
+) -> Iterator[int]:  # fmt: skip
+    """The tokens that follow one prompt, each as soon as it is there; see `generate`.
+
+    Raises:
+        UserError: the model's logits are NaN.
+    """
+    generation = Generation(model, [prompt], max_tokens, max_length, sampling, [seed], torch.device(device))
+    (request,) = generation.waiting
+    while not generation.over:
+        before = len(request.new)
+        generation.step(lambda new: False)
+        if request.failed:
+            raise UserError("the model returned NaN, so no token follows; give a checkpoint of a healthy run")
+        yield from request.new[before:]
+
+
+@dataclass(eq=False)
+class Request:
+    """A prompt on its way.
+
+    Attributes:
+        text: its last tokens, at most `max_length` + 1 of them while it is cached.
+        new: what it has written.
+        start: where the document of its last token starts in `text`, where documents are kept apart.
+    """
+
+    index: int
+    text: list[int]
+    random: torch.Generator
+    new: list[int] = field(default_factory=list)
+    pages: Pages = field(default_factory=Pages)
+    start: int = 0
+    failed: bool = False
+    _ahead: list[float] = field(default_factory=list)
+
+    def uniform(self) -> float:
+        """The next number of its stream."""
+        if not self._ahead:
+            drawn = torch.rand(_DRAWN_AHEAD, dtype=torch.float64, generator=self.random)
+            self._ahead = drawn.flip(0).tolist()
+        return self._ahead.pop()
+
+
+class Generation:
+    """Prompts on their way through a model, round by round. For the arguments see `generate`; `page`: positions a page.
+
+    A request waits, then runs (cached) or slides (recomputed), and leaves when it ends.
+    """
+
+    def __init__(
+        self, model: nn.Module, prompts: Sequence[Sequence[int]], max_tokens: int, max_length: int,
+        sampling: Sampling = GREEDY, seeds: Sequence[int] | None = None, device: torch.device = CPU,
+        batch_tokens: int = 4096, cache_bytes: int | None = None, page: int = PAGE,
+    ) -> None:  # fmt: skip
+        self.model, self.max_tokens, self.max_length, self.sampling = model, max_tokens, max_length, sampling
+        self.device, self.batch_tokens, self.together = device, batch_tokens, min(batch_tokens, MOST_TOGETHER)
+        self.end = model.end_of_document if isinstance(model, GPT) else None
+        self.window = (model.config.window if isinstance(model, GPT) else None) or max_length
+        self.waiting = deque(
+            Request(index, list(prompt[-max_length:]), torch.Generator().manual_seed(seed))
+            for index, (prompt, seed) in enumerate(zip(prompts, seeds or range(len(prompts)), strict=True))
+        )
+        self.running: list[Request] = []
+        self.sliding: list[Request] = []
+        for request in self.waiting:
+            ends = [] if self.end is None else [place for place, t in enumerate(request.text[:-1]) if t == self.end]
+            request.start = ends[-1] + 1 if ends else 0
+        self._batch: PagedBatch | None = None  # of `running`, until that or a table changes
+        self.cache: PagedCache | None = None
+        self.forward: Forward | None = None
+        if isinstance(model, GPT) and self.waiting and max_tokens > 0:
+            self.cache, self.forward = self._new_cache(cache_bytes, page), Forward(model)
+
+    @property
+    def over(self) -> bool:
+        """Nothing is left to do."""
+        return not (self.waiting or self.running or self.sliding)
+
+    @torch.inference_mode()
+    def step(self, finished: Callable[[list[int]], bool]) -> list[Request]:
+        """One round: a token for every request that runs, slides or joins. Returns those that have ended."""
+        if self.max_tokens < 1:
+            ended, self.waiting = list(self.waiting), deque()
+            return ended
+        if self.cache is None:
+            self.sliding += self.waiting
+            self.waiting.clear()
+        ended = []
+        # In this order, so that a request has at most one token a round, and what one leaves another has at once.
+        for work in (self._slide, self._decode, self._prefill):
+            requests, logits = work()
+            if logits is not None:
+                ended += self._take(requests, logits, finished)
+        return ended
+
+    # Each of these gives requests and the logits after their texts; None: nobody is there, or memory ran out, and the
+    # next round tries with fewer.
+
+    def _slide(self) -> tuple[list[Request], Tensor | None]:
+        requests, start = self.sliding, 0
+        parts: list[Tensor] = []
+        while start < len(requests):
+            chunk = requests[start : start + max(1, self.batch_tokens // self.max_length)]
+            texts = [request.text[-self.max_length :] for request in chunk]
+            logits = self._attempt(partial(recomputed, self.model, texts, self.device))
+            if logits is None:
+                self.batch_tokens = self._halved(len(chunk)) * self.max_length
+                continue
+            parts.append(logits)
+            start += len(chunk)
+        return requests, torch.cat(parts) if parts else None
+
+    def _decode(self) -> tuple[list[Request], Tensor | None]:
+        self._make_room()
+        if not self.running:
+            return [], None
+        assert self.cache is not None
+        assert self.forward is not None
+        if self._batch is None:
+            self.cache.compact()
+            heads = self.forward.model.config.heads
+            self._batch = PagedBatch(self.cache, [request.pages for request in self.running], heads)
+        texts = [request.text for request in self.running]
+        positions = np.array([len(text) - 1 for text in texts])
+        first = np.array([self._first(request) for request in self.running])
+        tokens = [text[-1] for text in texts]
+        logits = self._attempt(partial(decode, self.forward, self._batch, tokens, positions, first))
+        if logits is None:
+            self.together = self._halved(len(self.running))
+            while len(self.running) > self.together:
+                self._wait_again()
+        return self.running, logits
+
+    def _prefill(self) -> tuple[list[Request], Tensor | None]:
+        joined = self._admit()
+        if not joined:
+            return [], None
+        assert self.cache is not None
+        assert self.forward is not None
+        texts, pages = [request.text for request in joined], [request.pages for request in joined]
+        logits = self._attempt(partial(prefill, self.forward, self.cache, texts, pages))
+        self.running += joined
+        self._batch = None
+        if logits is None:
+            self.batch_tokens = self._halved(sum(map(len, texts)), len(joined) == 1)
+            for _ in joined:
+                self._wait_again()
+        return joined, logits
+
+    def _admit(self) -> list[Request]:
+        """Those that wait, in their order, while there is a place, a budget, and a page for each to grow into."""
+        joined: list[Request] = []
+        tokens = 0
+        while self.waiting and len(self.running) + len(joined) < self.together:
+            assert self.cache is not None
+            request = self.waiting[0]
+            tokens += len(request.text)
+            request.pages.first = self._first(request) // self.cache.page
+            company = len(self.running) + len(joined)
+            needed = self.cache.stretches(self._first(request), len(request.text))
+            if (joined and tokens > self.batch_tokens) or (company and needed + company + 1 > self.cache.free):
+                break
+            if not self.cache.extend(request.pages, len(request.text)):
+                break
+            joined.append(self.waiting.popleft())
+        return joined
+
+    def _take(self, requests: list[Request], logits: Tensor, finished: Callable[[list[int]], bool]) -> list[Request]:
+        """Gives each its next token. Those that end leave; those whose text outgrows the model slide from now on."""
+        greedy = self.sampling.temperature == 0
+        uniforms = None if greedy else torch.tensor([request.uniform() for request in requests], dtype=torch.float64)
+        tokens, failed = choose(logits, self.sampling, None if uniforms is None else uniforms.to(logits.device))
+        ended, outgrown = [], []
+        for request, token, bad in zip(requests, tokens.tolist(), failed.tolist(), strict=True):
+            request.failed = bad
+            if bad:
+                ended.append(request)
+                continue
+            if request.text[-1] == self.end:
+                request.start = len(request.text)
+            request.text.append(token)
+            request.new.append(token)
+            if finished(request.new) or len(request.new) >= self.max_tokens:
+                ended.append(request)
+            elif len(request.text) > self.max_length:
+                outgrown.append(request)
+        if ended or outgrown:
+            self._leave({*ended, *outgrown})
+        self.sliding += outgrown
+        return ended
+
+    def _leave(self, requests: set[Request]) -> None:
+        for request in requests:
+            if request.pages.table:
+                assert self.cache is not None
+                self.cache.release(request.pages)
+                self._batch = None
+        self.running = [request for request in self.running if request not in requests]
+        self.sliding = [request for request in self.sliding if request not in requests]
+
+    def _make_room(self) -> None:
+        """A page for the next token of each that runs; where there are too few, the last to come wait again."""
+        place = 0
+        while place < len(self.running):
+            assert self.cache is not None
+            request = self.running[place]
+            pages, length = request.pages, len(request.text)
+            if self.cache.forget(pages, self._first(request)):
+                self._batch = None
+            if pages.end * self.cache.page < length:
+                self._batch = None
+                if not self.cache.extend(pages, length):
+                    self._wait_again()  # which may be the one that asks
+                    continue
+            place += 1
+
+    def _wait_again(self) -> None:
+        """The one that came last goes back to the head of the queue."""
+        assert self.cache is not None
+        request = self.running.pop()
+        self.cache.release(request.pages)
+        self.waiting.appendleft(request)
+        self._batch = None
+
+    def _first(self, request: Request) -> int:
+        """The first position that the last token of its text sees."""
+        return max(len(request.text) - self.window, request.start)
+
+    def _attempt(self, work: Callable[[], Tensor]) -> Tensor | None:
+        """None: memory ran out."""
+        try:
+            return work()
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+        # Outside of the clause: the frames of the error, which hold tensors, are gone.
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return None
+
+    def _halved(self, size: int, alone: bool = False) -> int:
+        """Half of what memory ran out over."""
+        if size == 1 or alone:
+            raise UserError(
+                f"memory ran out on {self.device} over a single text; precision=bf16 or a machine with more memory "
+                "would do"
+            )
+        return size // 2
+
+    def _new_cache(self, cache_bytes: int | None, page: int) -> PagedCache:
+        """With pages for all requests at once, or as many as the bound allows, or at least for the longest one."""
+        assert isinstance(self.model, GPT)
+        config, dtype = self.model.config, self.model.embedding.weight.dtype
+        if cache_bytes is None:
+            cache_bytes = CACHE_BYTES if self.device.type == "cpu" else torch.cuda.mem_get_info(self.device)[0] // 2
+        lengths = [min(len(request.text) + self.max_tokens, self.max_length) for request in self.waiting]
+        least, most = -(-max(lengths) // page), sum(-(-length // page) for length in lengths)
+        fitting = cache_bytes // (2 * config.depth * config.num_kv_heads * config.head_dim * page * dtype.itemsize)
+        shape = (config.depth, config.num_kv_heads, config.head_dim)
+        return PagedCache(*shape, max(least, min(most, fitting)), dtype, self.device, page)

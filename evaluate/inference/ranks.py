@@ -1,0 +1,148 @@
+"""One evaluation over several processes, each with the whole model and a share of the requests.
+
+Special here:
+- Tasks, prompts and metrics are the same on every rank, computed by each; only what the model does is shared out, and
+  every rank gets all of its answers. So code above this file is code for one process.
+- Requests go out in lexicographic order, which keeps what shares a prompt together, in pieces of equal new tokens.
+- They go out in rounds, so that what is done can be stored between them.
+- An error on one rank is raised on all of them, once what it raised in has ended.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from ...train.config import ParallelConfig
+from ...train.errors import UserError
+from ...train.job.control import together
+from ...train.job.environment import detect
+from ...train.job.fork import run_ranks
+from ...train.job.rendezvous import join
+from ...train.parallel.mesh import Mesh, build_mesh
+from .trees import Request, common, ordered
+
+T = TypeVar("T")
+
+PATIENCE = timedelta(days=2)  # that a rank waits for another one; one that has died is noticed at once
+
+
+class Ranks(Protocol):
+    """The processes of an evaluation, as one of them sees them."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    def together(self, function: Callable[[], T]) -> T:
+        """What the function gives on this rank; where it raises on one, all raise."""
+
+    def gather(self, function: Callable[[], T]) -> list[T]:
+        """What the function gives on each rank, by rank, on all ranks; where it raises on one, all raise."""
+
+
+class Alone:
+    """One process."""
+
+    rank, size = 0, 1
+
+    def together(self, function: Callable[[], T]) -> T:
+        return function()
+
+    def gather(self, function: Callable[[], T]) -> list[T]:
+        return [function()]
+
+
+class Team:
+    """The ranks of a mesh; they speak over the host, whatever their devices."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self.rank, self.size = mesh.rank, mesh.size
+
+    def together(self, function: Callable[[], T]) -> T:
+        return together(self._mesh, function)
+
+    def gather(self, function: Callable[[], T]) -> list[T]:
+        mine = self.together(function)
+        if self._mesh.control is None:
+            return [mine]
+        everyone: list[Any] = [None] * self.size
+        dist.all_gather_object(everyone, mine, group=self._mesh.control)
+        return everyone
+
+
+def shares(requests: Sequence[Request], ranks: int, round_tokens: int) -> Iterator[list[list[int]]]:
+    """Places of the requests, a list for each rank, round by round. Pure, so all ranks agree.
+
+    Args:
+        requests: none with an empty continuation.
+        ranks: how many there are.
+        round_tokens: of a rank in one round, about.
+    """
+    places, new, before = [], [], np.zeros(0, dtype=np.int64)
+    for place, inputs in ordered(requests, range(len(requests))):
+        places.append(place)
+        new.append(max(1, len(inputs) - common(before, inputs)))  # what it shares with the one before is computed there
+        before = inputs
+    done = np.cumsum(new)
+    rounds = max(1, round(int(done[-1]) / (ranks * round_tokens))) if places else 0
+    # A request belongs to the piece in which its middle token lies.
+    piece = ((done - np.asarray(new) / 2) * (rounds * ranks) // done[-1]).astype(int) if places else np.zeros(0, int)
+    for number in range(rounds):
+        yield [[places[k] for k in np.flatnonzero(piece == number * ranks + rank)] for rank in range(ranks)]
+
+
+def on_ranks(count: int, function: Callable[[Ranks], T], *, device: str = "cpu", folder: Path = Path()) -> T:
+    """Calls a function on every rank of a job and returns what it gave on the first one.
+
+    Under torchrun or submitit the ranks are those of the job, each with a GPU of its own where `device` is `cuda`.
+    Without a launcher this process forks `count` ranks, which share its cores, a thread each.
+
+    Args:
+        count: ranks; a launcher with another number is refused, unless it is 1.
+        function: must do the same on every rank.
+        device: cpu or cuda.
+        folder: that all ranks see, where they meet under submitit.
+
+    Raises:
+        UserError: what the function raised as such, on any rank; a number of ranks that cannot be had.
+        RuntimeError: a rank raised something else, or died; holds its words.
+    """
+    if count < 1:
+        raise UserError(f"ranks is {count}; it must be 1 or more")
+    launched = detect()
+    if launched.size > 1:
+        if count not in (1, launched.size):
+            raise UserError(f"ranks is {count}, and {launched.source} started {launched.size}; leave it out")
+        parallel = ParallelConfig(dp=launched.size, timeout_seconds=PATIENCE.total_seconds())
+        with join(launched, folder, parallel, torch.device(device)) as (mesh, _):
+            return function(Team(mesh))
+    if count == 1:
+        return function(Alone())
+    if device != "cpu":
+        raise UserError(f"ranks is {count} on {device}; start one a GPU with torchrun --nproc-per-node {count}")
+
+    # The library's own threads do not survive a fork, and say so.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+    def rank() -> tuple[bool, Any]:
+        try:
+            result = function(Team(build_mesh(count, 1, torch.device("cpu"))))
+            return True, result if dist.get_rank() == 0 else None
+        except UserError as error:
+            return False, str(error)
+
+    answers = run_ranks(count, rank, timeout=PATIENCE.total_seconds())
+    for fine, words in answers:
+        if not fine:
+            raise UserError(words)
+    result: T = answers[0][1]
+    return result

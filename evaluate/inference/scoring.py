@@ -1,0 +1,295 @@
+"""How likely continuations are after their prefixes, with a GPT: what requests share is computed once.
+
+Special here:
+- Requests are packed as trees of tokens (`trees.py`); matrices work on all tokens of a batch in one list, without
+  padding (`forward.py`), and attention on the trees, under a mask where they branch: on a CPU one after the other,
+  else side by side, padded to one length.
+- Logits, and the last block, are computed where a request reads them and nowhere else, once for all that do, and
+  logits a few at a time: an array of (tokens, vocabulary) never exists. A choice of one token costs nothing: the
+  prompt's last logits answer it.
+- Where memory runs out the batch is halved, down to a single request, and stays small from then on.
+- Sums over tokens are float64, so batching changes nothing beyond the rounding of the model itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ...train.errors import UserError
+from ...train.model.attention import causal_attention
+from ...train.model.gpt import GPT
+from .forward import Attend, Forward, attention_apart
+from .trees import Costs, Request, Tree, batches, plan
+
+Score = tuple[float, bool]  # (nats, whether greedy decoding would write it)
+Done = Callable[[list[tuple[int, Score]]], None]  # (place of the request, its score) of those that are finished
+
+LOGITS_A_TOKEN = 1024  # entries of logits held at a time, for each token of the budget
+# Under a mask an operation of attention takes longer than one of a matrix product; measured best with few-shot prompts
+# on a CPU, 3 and 12 being within a fifth.
+ATTENTION_SLOWNESS = 10.0
+LARGEST_TREE = 8192  # tokens: its mask has the square of that
+
+
+class Scores(Protocol):
+    """Whatever scores requests."""
+
+    def score(self, requests: Sequence[Request], done: Done | None = None) -> list[Score]: ...
+
+
+class Scorer:
+    """Scores requests with a GPT.
+
+    Args:
+        model: in eval mode, in any precision.
+        device: where the model lies.
+        batch_tokens: bound on rows times length of one pass; a request that is longer goes alone.
+        say: is told when memory ran out and the bound was lowered.
+    """
+
+    def __init__(
+        self, model: GPT, device: str | torch.device, batch_tokens: int, say: Callable[[str], None] | None = None
+    ) -> None:
+        self.model, self.device, self.batch_tokens = model, torch.device(device), batch_tokens
+        self._forward, self._say = Forward(model), say or (lambda line: None)
+        config = model.config
+        block = sum(parameter.numel() for parameter in model.blocks[0].parameters())
+        # Of one block: two operations a weight; and two products with half of the pairs of tokens, for they see back.
+        self._costs = Costs(token=2 * block, pair=2 * ATTENTION_SLOWNESS * config.heads * config.head_dim)
+
+    def score(self, requests: Sequence[Request], done: Done | None = None) -> list[Score]:
+        """(nats, greedy) of each request, in their order; `done` hears of them batch by batch.
+
+        Raises:
+            UserError: there is not enough memory for a single request.
+        """
+        # Nothing is certain, and greedy decoding writes it.
+        results: list[Score | None] = [None if len(request.continuation) else (0.0, True) for request in requests]
+        if done is not None and (empty := [(place, score) for place, score in enumerate(results) if score is not None]):
+            done(empty)
+        while waiting := [place for place, score in enumerate(results) if score is None]:
+            for batch in batches(self._plan(requests, waiting), self.batch_tokens):
+                scored = self._try(requests, batch)
+                if scored is None:
+                    break  # the rest is planned anew for a smaller budget
+                for place, score in scored:
+                    results[place] = score
+                if done is not None:
+                    done(scored)
+        return [score for score in results if score is not None]
+
+    def _plan(self, requests: Sequence[Request], waiting: Sequence[int]) -> list[Tree]:
+        largest = min(self.batch_tokens, LARGEST_TREE)
+        return plan(requests, waiting, self._costs, largest, self.model.end_of_document)
+
+    def _try(self, requests: Sequence[Request], batch: list[Tree]) -> list[tuple[int, Score]] | None:
+        """None: memory ran out, and the budget was lowered."""
+        try:
+            return self._isolated(requests, batch)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+        # Outside of the clause: the frames of the error, which hold tensors, are gone.
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        longest = max(map(len, batch))
+        if len(batch) == 1 and len(batch[0].scored) == 1 and self.batch_tokens <= longest:
+            raise UserError(
+                f"memory ran out on {self.device} over one request of {longest} tokens; precision=bf16 or a machine "
+                "with more memory would do"
+            )
+        # A batch that did not fill its budget says more than the budget.
+        self.batch_tokens = max(1, min(self.batch_tokens, len(batch) * longest) // 2)
+        self._say(f"memory ran out; batch_tokens is {self.batch_tokens} from here on")
+        return None
+
+    def _isolated(self, requests: Sequence[Request], batch: list[Tree]) -> list[tuple[int, Score]]:
+        """NaN passes masks. What is NaN in company is asked again alone, so that the right request is blamed."""
+        scored = self._pass(batch)
+        company = {one.place for tree in batch if len(tree.scored) > 1 for one in tree.scored}
+        return [
+            self._pass(self._plan(requests, [place]))[0] if np.isnan(score[0]) and place in company else (place, score)
+            for place, score in scored
+        ]
+
+    @torch.inference_mode()
+    def _pass(self, batch: list[Tree]) -> list[tuple[int, Score]]:
+        tokens = self._put(np.concatenate([tree.tokens for tree in batch]))
+        positions = self._put(np.concatenate([tree.positions for tree in batch]))
+        starts = np.cumsum([0, *map(len, batch)])
+        scored = [one for tree in batch for one in tree.scored]
+        nodes = [one.nodes + start for tree, start in zip(batch, starts, strict=False) for one in tree.scored]
+        # (u,) tokens whose logits are read, and by which of the targets (p,).
+        read, reader = np.unique(np.concatenate(nodes), return_inverse=True)
+        attention = _attention(batch, self.model, self.device, places := self._put(read))
+        hidden = self._forward.hidden(tokens, positions, attention, places)  # (u, width)
+        nats, hits = self._targets(hidden, reader, np.concatenate([one.targets for one in scored]))
+        firsts = np.cumsum([0, *(len(one.targets) for one in scored)])[:-1]
+        sums, greedy = np.add.reduceat(nats, firsts), np.logical_and.reduceat(hits, firsts)
+        return [(one.place, (float(s), bool(g))) for one, s, g in zip(scored, sums, greedy, strict=True)]
+
+    def _targets(self, hidden: Tensor, reader: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Log p of targets (p,) by rows (p,) of hidden (u, width), in float64, and whether each is the likeliest."""
+        order = np.argsort(reader, kind="stable")
+        rising, wanted = reader[order], self._put(targets[order])
+        rows = max(1, self.batch_tokens * LOGITS_A_TOKEN // self.model.head.vocab_size)
+        nats, hits = [], []
+        for start in range(0, len(hidden), rows):
+            low, high = np.searchsorted(rising, (start, start + rows))
+            logits = self._forward.logits(hidden[start : start + rows])  # (rows, V)
+            found, likeliest = _read(logits, self._put(rising[low:high] - start), wanted[low:high])
+            nats.append(found)
+            hits.append(likeliest)
+        back = np.argsort(order)
+        return torch.cat(nats).double().cpu().numpy()[back], torch.cat(hits).cpu().numpy()[back]
+
+    def _put(self, ids: np.ndarray) -> Tensor:
+        return torch.from_numpy(ids).to(self.device)
+
+
+def _read(logits: Tensor, rows: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Nats of targets (p,) by rows (p,) of logits (r, V), and whether each is the likeliest, of equals the first."""
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    nats = torch.log_softmax(logits, dim=1)[rows, targets]  # on CPUs in half the time of logsumexp
+    hits = logits[rows, targets] == logits.amax(dim=1)[rows]
+    some = hits.nonzero()[:, 0]  # where it ends takes 20 times as long to find as how high it is
+    hits[some] = logits[rows[some]].argmax(dim=1) == targets[some]
+    return nats, hits
+
+
+def _attention(batch: list[Tree], model: GPT, device: torch.device, read: Tensor) -> Attend:
+    masked = _is_masked(batch, model)
+    if masked and device.type == "cpu":
+        return _OneByOne(batch, model, device, read)
+    return _SideBySide(batch, model, device, read, masked)
+
+
+def _is_masked(batch: list[Tree], model: GPT) -> bool:
+    """Whether a token must not see all tokens before it in its row."""
+    window = model.config.window
+    narrow = window is not None and any(int(tree.positions.max()) >= window for tree in batch)
+    return narrow or any(tree.branches or tree.documents.any() for tree in batch)
+
+
+def _mask(batch: list[Tree], longest: int, model: GPT, device: torch.device) -> Tensor:
+    """What is added to scores: 0 or -inf, (rows, 1, longest, longest)."""
+    # Padding sees itself and what pads before it: a row of -inf alone would be NaN.
+    ends = _padded([tree.ends for tree in batch], longest, longest, device)
+    index = torch.arange(longest, dtype=torch.int32, device=device)
+    seen = (index[:, None] >= index) & (index[:, None] < ends[:, None, :])
+    positions = _padded([tree.positions for tree in batch], longest, 0, device)
+    if (window := model.config.window) is not None:
+        seen &= positions[:, :, None] - positions[:, None, :] < window
+    if any(tree.documents.any() for tree in batch):
+        documents = _padded([tree.documents for tree in batch], longest, 0, device)
+        seen &= positions[:, None, :] >= documents[:, :, None]
+    mask = torch.zeros(seen.shape, dtype=model.embedding.weight.dtype, device=device)
+    return mask.masked_fill_(~seen, float("-inf"))[:, None]
+
+
+def _padded(parts: list[np.ndarray], longest: int, value: int, device: torch.device) -> Tensor:
+    """(rows, longest) of rows that are shorter."""
+    out = np.full((len(parts), longest), value, dtype=np.int32)
+    for row, part in enumerate(parts):
+        out[row, : len(part)] = part
+    return torch.from_numpy(out).to(device)
+
+
+class _OneByOne:
+    """Attention over trees one after the other, where they lie; see `forward.Attend`. For CPUs, under masks: nothing is
+    padded or gathered, and what belongs to a small tree stays in a cache.
+    """
+
+    def __init__(self, batch: list[Tree], model: GPT, device: torch.device, read: Tensor) -> None:
+        self.lengths = [len(tree) for tree in batch]
+        ends = np.cumsum(self.lengths)
+        self.asked = np.diff(np.searchsorted(read.numpy(), [0, *ends])).tolist()  # tokens of each tree that are read
+        self.masks = [_mask([tree], len(tree), model, device) for tree in batch]
+        starts = torch.from_numpy(np.repeat(ends - self.lengths, self.asked))
+        rows = zip(self.masks, (read - starts).split(self.asked), strict=True)
+        self.masks_of_read = [mask[:, :, places] for mask, places in rows]
+
+    def __call__(self, block: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        few = len(query) < len(key)
+        asking, masks = (self.asked, self.masks_of_read) if few else (self.lengths, self.masks)
+        return attention_apart(query, key, value, asking, self.lengths, masks)
+
+
+class _SideBySide:
+    """Attention over trees, one a row of a padded batch; see `forward.Attend`. In the last block `read` alone ask."""
+
+    def __init__(self, batch: list[Tree], model: GPT, device: torch.device, read: Tensor, masked: bool = True) -> None:
+        self.read, sizes = read, np.array([len(tree) for tree in batch])
+        self.rows, self.longest = len(batch), int(sizes.max())
+        # Where each token stands in the padded batch, and which token stands at each place there; None: there is no
+        # padding. Padding is a copy of the row's own last token: NaN passes masks, and must stay in its row.
+        column, starts = np.arange(self.longest), np.cumsum(sizes) - sizes
+        places = np.flatnonzero(column < sizes[:, None])
+        self.places = self.source = None
+        if len(places) < self.rows * self.longest:
+            self.places = torch.from_numpy(places).to(device)
+            source = starts[:, None] + np.minimum(column, sizes[:, None] - 1)
+            self.source = torch.from_numpy(source.ravel()).to(device)
+        self.mask = _mask(batch, self.longest, model, device) if masked else None
+
+    def __call__(self, block: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        few = len(query) < len(key)
+        if few:  # where nobody asks, zeros do
+            query = query.new_zeros(len(key), *query.shape[1:]).index_copy_(0, self.read, query)
+        query, key, value = (self._rows(x).transpose(1, 2) for x in (query, key, value))
+        mixed = causal_attention(query, key, value, self.mask).transpose(1, 2).flatten(0, 1)
+        mixed = mixed if self.places is None else mixed.index_select(0, self.places)
+        return mixed.index_select(0, self.read) if few else mixed
+
+    def _rows(self, x: Tensor) -> Tensor:
+        """(n, heads, d) -> (rows, longest, heads, d)."""
+        if self.source is not None:
+            x = x.index_select(0, self.source)
+        return x.view(self.rows, self.longest, *x.shape[1:])
+
+
+class WholeRows:
+    """Scores requests with any causal module, tokens (B, T) -> logits (B, T, V), every request a whole padded row."""
+
+    def __init__(self, model: nn.Module, device: str | torch.device, batch_tokens: int) -> None:
+        self.model, self.device, self.batch_tokens = model, torch.device(device), batch_tokens
+
+    @torch.inference_mode()
+    def score(self, requests: Sequence[Request], done: Done | None = None) -> list[Score]:
+        """As `Scorer.score`."""
+        results: list[Score] = [(0.0, True)] * len(requests)
+        inputs = [request.inputs for request in requests]
+        order = sorted((n for n, r in enumerate(requests) if r.continuation), key=lambda place: -len(inputs[place]))
+        start = 0
+        while start < len(order):
+            rows = max(1, self.batch_tokens // len(inputs[order[start]]))
+            batch = order[start : start + rows]
+            tokens = np.zeros((len(batch), len(inputs[batch[0]])), dtype=np.int64)  # padded on the right, unseen
+            for row, place in enumerate(batch):
+                tokens[row, : len(inputs[place])] = inputs[place]
+            logits = self.model(torch.from_numpy(tokens).to(self.device))
+            for row, place in enumerate(batch):
+                results[place] = _row_score(logits[row, : len(inputs[place])], requests[place].continuation)
+            if done is not None:
+                done([(place, results[place]) for place in batch])
+            start += rows
+        return results
+
+
+def _row_score(logits: Tensor, continuation: Sequence[int]) -> Score:
+    logits = logits[-len(continuation) :]
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    targets = torch.tensor(continuation, device=logits.device)
+    nats = logits.gather(1, targets[:, None])[:, 0] - logits.logsumexp(dim=1)
+    return float(nats.double().sum()), bool((logits.argmax(dim=1) == targets).all())
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """CUDA's allocator has a class of its own; the CPU's raises a RuntimeError that says so."""
+    words = ("not enough memory", "can't allocate memory", "cannot allocate memory", "DefaultCPUAllocator")
+    return isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in words)

@@ -1,0 +1,309 @@
+"""Tasks that lm-eval knows by name: its index without the wait, and copies of their data for nodes without a network.
+
+Special here:
+- lm-eval reads 14,000 YAML files to know its names, 10 s in every process. The names and paths are kept in the cache
+  for this installation of lm-eval; the definitions themselves are always read from their own files.
+- Whatever a task asks of `datasets.load_dataset` while it is staged is written as Parquet, with a manifest and
+  checksums, under the arguments of the call; the same call reads it back later. So groups, tags and tasks that are
+  Python classes need nothing of their own. One lock, one rename: a kill never leaves half a copy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import hashlib
+import inspect
+import json
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from filelock import FileLock
+
+from ...train.errors import UserError
+from ...train.files import read_json, write_json
+from .staged_tasks import STAGED
+from .staging import Report, cache_root, file_sha256
+from .suite import SuiteTask, choose_items, freeze, quiet
+from .suites import suite_names
+
+if TYPE_CHECKING:
+    from lm_eval.tasks import TaskManager
+
+# Arguments of load_dataset that say how the data are fetched, not which.
+_MANNERS = {"cache_dir", "download_mode", "download_config", "keep_in_memory", "num_proc", "save_infos",
+            "storage_options", "token", "trust_remote_code", "verification_mode"}  # fmt: skip
+
+_UNTEXTUAL = {"unsafe_code", "doc_to_image", "doc_to_audio"}  # keys of definitions
+
+
+# --- names -----------------------------------------------------------------------------------------------------------
+
+
+def task_manager(cache: Path | str | None = None, progress: Report | None = None) -> TaskManager:
+    """lm-eval's index of its own tasks, from the cache where it has been built before."""
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+    from lm_eval.tasks._index import Entry, Kind
+
+    root = Path(lm_eval.__file__).parent / "tasks"
+    header = {"lm_eval": lm_eval.__version__, "root": str(root), "changed": root.stat().st_mtime_ns}
+    path = cache_root(cache) / "lm_eval_tasks.json"
+    kept = read_json(path)
+    with quiet():
+        if kept is not None and kept.get("header") == header:
+            with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
+                manager = TaskManager(include_defaults=False)
+                index = {
+                    name: Entry(name, Kind[kind], root / file if file else None, None, set(tags))
+                    for name, (kind, file, tags) in kept["names"].items()
+                }
+                manager._index, manager._all_tasks = index, sorted(index)
+                return manager
+        if progress is not None:
+            progress("reading lm-eval's definitions (10 s, once)")
+        manager = TaskManager()
+    names = {
+        name: [entry.kind.name, str(entry.yaml_path.relative_to(root)) if entry.yaml_path else None, sorted(entry.tags)]
+        for name, entry in manager.task_index.items()
+    }
+    with contextlib.suppress(OSError):
+        write_json(path, {"header": header, "names": names})
+    return manager
+
+
+def check_name(name: str, manager: TaskManager) -> None:
+    """Raises UserError, with the nearest names, where lm-eval has no such task, group or tag."""
+    if name in manager.all_tasks:
+        return
+    known = sorted({*manager.all_tasks, *suite_names(), *STAGED})
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    hint = f"the nearest names are {', '.join(near)}" if near else "`lm-eval ls tasks` lists the names"
+    raise UserError(f"task {name!r} is not known to lm-eval, and no folder; {hint}")
+
+
+# --- tasks -----------------------------------------------------------------------------------------------------------
+
+
+def load_named(
+    name: str, shots: int | None, limit: int | None, seed: int, manager: TaskManager, cache: Path | str | None = None,
+    progress: Report | None = None,
+) -> dict[str, SuiteTask]:  # fmt: skip
+    """A task, or every task of a group or a tag, with data from wherever its definition says, staged copies first.
+
+    Raises:
+        UserError: an unknown name, a task of another kind, or data that cannot be had.
+    """
+    check_name(name, manager)
+    result = {}
+    ending = "" if shots is None else f"@{shots}"
+    with copies(cache, progress), _explained(name):
+        for leaf, task in _text_tasks(name, manager).items():
+            if shots is not None:
+                task.set_config(key="num_fewshot", value=shots)
+            with quiet():
+                count = len(task.eval_docs)
+            split = str(task.config.test_split if task.has_test_docs() else task.config.validation_split)
+            dataset = [task.config.dataset_path, task.config.dataset_name]
+            source = "/".join(str(part) for part in dataset if part)
+            indices = choose_items(leaf, count, limit, seed)
+            written = leaf + ending
+            task.set_config(key="task", value=written)
+            result[written] = freeze(written, task, indices, count, seed, split, source, False, shots=shots)
+    return result
+
+
+def _text_tasks(name: str, manager: TaskManager) -> dict[str, Any]:
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    entry = manager.task_index[name]
+    with quiet():
+        # Looked at before it is loaded, where that is possible: such tasks fetch programs while they load.
+        refused = (
+            {name} if entry.yaml_path and _UNTEXTUAL & load_yaml(entry.yaml_path, resolve_func=False).keys() else set()
+        )
+        tasks: dict[str, Any] = {} if refused else manager.load([name])["tasks"]
+    refused |= {
+        leaf
+        for leaf, task in tasks.items()
+        if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False)
+    }
+    if refused:
+        raise UserError(
+            f"task {min(refused)!r} runs generated code or needs images; only text tasks can be scored here"
+        )
+    return tasks
+
+
+@contextlib.contextmanager
+def _explained(name: str) -> Iterator[None]:
+    """Whatever goes wrong with a task's data becomes one sentence that says what to run."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # the hub's client, its HTTP library and `datasets` each raise their own kinds
+        reason = (str(error).strip().splitlines() or [""])[0]
+        raise UserError(
+            f"task {name!r} cannot be loaded ({type(error).__name__}: {reason}); its data come from the Hugging Face "
+            f"Hub: run `isoflop data benchmarks --tasks {name}` once on a machine with network and ISOFLOP_CACHE on a "
+            "shared disk, or choose tasks of the suites small, core and domains, which need no Hub"
+        ) from error
+
+
+def stage_named(names: list[str], cache: Path | str | None = None, progress: Report | None = None) -> list[Path]:
+    """Keeps copies of all data that these tasks load; returns their folders.
+
+    Raises:
+        UserError: an unknown name, a task of another kind, or data that cannot be had.
+    """
+    manager = task_manager(cache, progress)
+    for name in names:
+        check_name(name, manager)
+    folders: list[Path] = []
+    for name in names:
+        if progress is not None:
+            progress(f"fetching the data of {name}")
+        with _explained(name), copies(cache, progress, keep=folders):
+            _text_tasks(name, manager)
+    return list(dict.fromkeys(folders))
+
+
+# --- copies ----------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def copies(
+    cache: Path | str | None = None, progress: Report | None = None, keep: list[Path] | None = None
+) -> Iterator[None]:
+    """While open, `datasets.load_dataset` reads a staged copy where there is a sound one.
+
+    Args:
+        cache: as elsewhere.
+        progress: told when a copy is damaged.
+        keep: if a list, data without a copy are copied, and the folders of all that was asked for are appended.
+    """
+    import datasets
+
+    original, is_open = datasets.load_dataset, True
+    signature = inspect.signature(original)
+
+    def load_dataset(*arguments: Any, **options: Any) -> Any:
+        if not is_open:  # a task's own module may have imported this one by name
+            return original(*arguments, **options)
+        given = dict(signature.bind(*arguments, **options).arguments)
+        wanted = given | given.pop("config_kwargs", {})
+        folder = copy_folder({name: value for name, value in wanted.items() if value is not None}, cache)
+        data = read_copy(folder)
+        is_damaged = data is None and folder.exists()
+        if is_damaged and progress is not None:
+            progress(f"{folder} is damaged; the data are fetched again")
+        if data is None:
+            if progress is not None and keep is None and not is_damaged and "/" in str(wanted.get("path")):
+                progress(f"{wanted['path']} is not staged; the Hugging Face Hub is asked")
+            try:
+                with _less_noise():
+                    data = original(*arguments, **options)
+            except Exception as error:
+                if not is_damaged:
+                    raise
+                why = f"the copy {folder} is damaged, and {type(error).__name__}: {error}"
+                raise RuntimeError(why) from error
+            if keep is not None or is_damaged:
+                write_copy(folder, data, wanted)
+        if keep is not None and folder.exists():
+            keep.append(folder)
+        return data
+
+    datasets.load_dataset = load_dataset
+    try:
+        yield
+    finally:
+        datasets.load_dataset, is_open = original, False
+
+
+@contextlib.contextmanager
+def _less_noise() -> Iterator[None]:
+    """The Hub's client tells of each of its attempts, in two lines; what comes of them is enough."""
+    logger = logging.getLogger("huggingface_hub")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def copy_folder(arguments: dict[str, Any], cache: Path | str | None = None) -> Path:
+    """Where the copy of what `load_dataset` returns for these arguments lies (or would)."""
+    which = {name: value for name, value in arguments.items() if name not in _MANNERS}
+    digest = hashlib.sha256(json.dumps(which, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    plain = "".join(
+        letter if letter.isalnum() else "-" for letter in str(arguments.get("path", "data")).rpartition("/")[2]
+    )
+    return cache_root(cache) / "hub" / f"{plain}-{digest}"
+
+
+def read_copy(folder: Path) -> Any | None:
+    """The data of a copy, every file compared with its checksum; None where there is none or it is damaged."""
+    import datasets
+    import pyarrow.parquet
+
+    manifest = read_json(folder / "manifest.json")
+    if manifest is None:
+        return None
+    try:
+        splits = {}
+        for split, kept in manifest["files"].items():
+            if file_sha256(folder / kept["file"]) != kept["sha256"]:
+                return None
+            splits[split] = datasets.Dataset(pyarrow.parquet.read_table(folder / kept["file"]))
+    except (OSError, KeyError, TypeError, AttributeError, pyarrow.ArrowException):
+        return None
+    return datasets.DatasetDict(splits) if manifest["kind"] == "splits" else splits["data"]
+
+
+def write_copy(folder: Path, data: Any, arguments: dict[str, Any]) -> None:
+    """Replaces a copy in one rename. What is streamed is not copied.
+
+    Raises:
+        UserError: the cache cannot be written.
+    """
+    import datasets
+
+    if not isinstance(data, datasets.Dataset | datasets.DatasetDict):
+        return
+    splits = dict(data) if isinstance(data, datasets.DatasetDict) else {"data": data}
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        # The kernel drops this lock with its holder, so a killed staging never blocks the next one.
+        with FileLock(folder.parent / ".lock"):
+            for leftover in folder.parent.glob(".staging-*"):
+                shutil.rmtree(leftover, ignore_errors=True)
+            temporary = Path(tempfile.mkdtemp(prefix=".staging-", dir=folder.parent))
+            try:
+                ready, files = temporary / "ready", {}
+                ready.mkdir()
+                for number, (split, rows) in enumerate(splits.items()):
+                    path = ready / f"{number}.parquet"
+                    with quiet():
+                        rows.to_parquet(path)
+                    files[str(split)] = {"file": path.name, "sha256": file_sha256(path), "items": len(rows)}
+                kind = "splits" if isinstance(data, datasets.DatasetDict) else "one"
+                asked = json.loads(json.dumps(arguments, default=str))
+                write_json(ready / "manifest.json", {"arguments": asked, "kind": kind, "files": files})
+                if folder.exists():
+                    os.replace(folder, temporary / "old")
+                os.replace(ready, folder)
+            finally:
+                shutil.rmtree(temporary, ignore_errors=True)
+    except OSError as error:
+        raise UserError(
+            f"data cannot be staged in {folder.parent}: {error.strerror or error}; free or choose a folder "
+            "(ISOFLOP_CACHE) and run `isoflop data benchmarks` again"
+        ) from error

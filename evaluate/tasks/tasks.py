@@ -1,0 +1,287 @@
+"""Tasks by name, loaded once and asked many times: from staged data, by lm-eval's name, or from files of your own.
+
+Special here:
+- An entry is a suite (`small`), a task (`piqa`), a task with examples in its prompts (`piqa@5`), a folder of lm-eval
+  YAML, a `.jsonl` of questions, or `text:FOLDER`. Results go by the entry as it was written.
+- Staged tasks (`staged_tasks.py`) load without lm-eval's index of 14,000 tasks, and only the chosen items are parsed.
+- Staged tasks have no training split. Their examples are drawn, by lm-eval's own sampler, from a fixed part of the
+  scored split, never the item itself; MMLU's are the five of its subject. Every score records where they are from.
+- Every other lm-eval task or group goes lm-eval's usual way, its data from the Hub or from copies of it (`hub.py`).
+- lm-eval is imported where it is used: staging and listing need neither it nor torch.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...train.errors import UserError
+from .staged_tasks import STAGED, StagedTask, definition
+from .staging import BENCHMARKS, Report, benchmarks_directory, is_staged, stage_benchmarks, staged_lines
+from .suite import Suite, SuiteTask, choose_items, freeze, quiet
+from .suites import expand
+
+if TYPE_CHECKING:
+    from lm_eval.tasks import TaskManager
+
+__all__ = ["DEFAULT_LIMIT", "Suite", "SuiteTask", "benchmarks_directory", "choose_items", "is_staged", "load_suite",
+           "stage_benchmarks", "stage_tasks", "task_names"]  # fmt: skip
+
+DEFAULT_LIMIT = 100  # items a task
+EXAMPLES = 200  # items of a scored split that examples are drawn from
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One entry of a list of tasks.
+
+    Attributes:
+        written: as the user wrote it.
+        name: without the number of examples.
+        shots: that number; None where none was given.
+        kind: text | path | staged | named.
+    """
+
+    written: str
+    name: str
+    shots: int | None
+    kind: str
+
+
+def parse_entry(written: str) -> Entry:
+    """By syntax alone: nothing is looked up but a name without any sign of a path, among staged tasks."""
+    if written.startswith("text:"):
+        return Entry(written, written.removeprefix("text:"), None, "text")
+    name, shots = written, None
+    if match := re.fullmatch(r"(.+)@(\d+)", written):
+        name, shots = match[1], int(match[2])
+    elif re.fullmatch(r"[\w.-]+@.*", written):
+        raise UserError(f"task {written!r} has no number after its @; write the number of examples, such as piqa@5")
+    is_path = "/" in name or name.endswith((".jsonl", ".jsonl.gz", ".yaml")) or name in (".", "..")
+    return Entry(written, name, shots, "path" if is_path else "staged" if name in STAGED else "named")
+
+
+def anchored(tasks: Sequence[str], progress: Report | None = None) -> list[str]:
+    """The same tasks, suites spelled out, with files and folders named from the root: whoever reads them may work in
+    another folder, and hours later.
+
+    Args:
+        tasks: entries as `load_suite` takes them.
+        progress: called with a line of text when lm-eval's index is built.
+
+    Raises:
+        UserError: a file or a folder that is not there, or a name that lm-eval does not know.
+    """
+    found = []
+    for written in expand(tasks):
+        entry = parse_entry(written)
+        is_folder = entry.kind == "named" and Path(entry.name).is_dir()
+        if entry.kind == "named":
+            from .hub import check_name, task_manager
+
+            manager = task_manager(progress=progress)
+            is_folder = is_folder and entry.name not in manager.all_tasks  # as `load_suite` decides
+            if not is_folder:
+                check_name(entry.name, manager)
+        if entry.kind in ("text", "path") or is_folder:
+            place = Path(entry.name).expanduser().absolute()
+            if not place.exists():
+                raise UserError(f"task {written!r} names {place}, which does not exist; give a file or a folder")
+            written = f"text:{place}" if entry.kind == "text" else f"{place}" + written.removeprefix(entry.name)
+        found.append(written)
+    return found
+
+
+def task_names(tasks: str | Sequence[str]) -> list[str]:
+    """Entries with suites spelled out: `"small"`, `"hellaswag,piqa@5"`, or a list. None comes twice.
+
+    Raises:
+        UserError: when none is named.
+    """
+    return expand(tasks)
+
+
+def load_suite(
+    tasks: str | Sequence[str] = "small",
+    limit: int | None = DEFAULT_LIMIT,
+    *,
+    seed: int = 0,
+    cache: Path | str | None = None,
+    progress: Report | None = None,
+    manager: TaskManager | None = None,
+) -> Suite:
+    """Loads tasks, chooses their items and builds their requests.
+
+    Args:
+        tasks: entries with commas between, or a list of them.
+        limit: items a task; None means all.
+        seed: of the choice of items.
+        cache: folder of the staged data; what the wheel has is staged first where it is not there.
+        progress: called with a line of text at each stage of that.
+        manager: lm-eval's index of tasks; every name is looked up in it. Default: staged tasks need none, and it
+            is built when another task is named (10 s, once a machine).
+
+    Raises:
+        UserError: an unknown task (the nearest names are given), or data that cannot be had.
+    """
+    entries = [parse_entry(written) for written in task_names(tasks)]
+    if limit is not None and limit < 1:
+        raise UserError(f"limit is {limit}; it must be 1 or more items a task, or null for all of them")
+    if manager is not None:
+        entries = [replace(one, kind="named") if one.kind == "staged" else one for one in entries]
+    directory = _stage_wheel(entries, cache, progress)
+    loaded: dict[str, SuiteTask] = {}
+    sources: dict[str, str] = {}
+    for entry in entries:
+        if entry.kind == "staged":
+            staged = load_staged(entry.name, entry.shots, limit, seed, directory, entry.written)
+            found = {entry.written: staged}
+        elif entry.kind == "text":
+            from .texts import load_texts
+
+            found = load_texts(Path(entry.name), limit, seed)
+        elif entry.kind == "path":
+            found = _load_files(entry, limit, seed)
+        else:
+            from .hub import load_named, task_manager
+
+            manager = manager or task_manager(cache, progress)
+            if entry.name not in manager.all_tasks and Path(entry.name).is_dir():
+                found = _load_files(entry, limit, seed)
+            else:
+                found = load_named(entry.name, entry.shots, limit, seed, manager, cache, progress)
+        for name in found:
+            _refuse_namesake(name, entry, sources)
+        loaded |= found
+    return Suite(tasks if isinstance(tasks, str) else ",".join(tasks), loaded)
+
+
+def _refuse_namesake(name: str, entry: Entry, sources: dict[str, str]) -> None:
+    """Two files may hold a task of one name, whose scores would take each other's place. A group may hold a task that
+    is named by itself too: that is the same one.
+    """
+    other = sources.setdefault(name, entry.written)
+    if other != entry.written and "path" in (entry.kind, parse_entry(other).kind):
+        raise UserError(f"tasks: {name!r} comes from {other} and from {entry.written}; rename one of the two")
+
+
+def _load_files(entry: Entry, limit: int | None, seed: int) -> dict[str, SuiteTask]:
+    from .custom import load_custom
+
+    return load_custom(Path(entry.name), entry.shots or 0, limit, seed)
+
+
+def stage_tasks(
+    tasks: str | Sequence[str], cache: Path | str | None = None, progress: Report | None = None
+) -> list[Path]:
+    """Fetches what the tasks need while there is a network; nodes without one then load them.
+
+    Returns:
+        The folders that hold the data.
+
+    Raises:
+        UserError: an unknown task, or data that cannot be had.
+    """
+    entries = [parse_entry(written) for written in task_names(tasks)]
+    folders = []
+    if any(entry.kind == "staged" for entry in entries):
+        folders.append(_stage_wheel(entries, cache, progress))
+    if named := [entry.name for entry in entries if entry.kind == "named" and not Path(entry.name).is_dir()]:
+        from .hub import stage_named
+
+        folders += stage_named(named, cache, progress)
+    return folders
+
+
+def _stage_wheel(entries: list[Entry], cache: Path | str | None, progress: Report | None) -> Path:
+    """The folder of the staged benchmarks, in which the files of these tasks are sound."""
+    names: set[str] = set()
+    for entry in entries:
+        if entry.kind == "staged":
+            names |= STAGED[entry.name].files
+    return stage_benchmarks(cache, progress, names=names) if names else benchmarks_directory(cache)
+
+
+def load_staged(
+    name: str, shots: int | None, limit: int | None, seed: int, directory: Path, written: str | None = None
+) -> SuiteTask:
+    """A task's definition with the data taken from the staged file; only the items that are asked are ever parsed.
+
+    Args:
+        name: one of STAGED.
+        shots: examples in each prompt; None: as the definition says, mostly none.
+        limit: items; None: all.
+        seed: of the choice of items.
+        directory: what `stage_benchmarks` returned.
+        written: name of the result; default: `name`.
+    """
+    from lm_eval.tasks import TaskManager
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    staged = STAGED[name]
+    benchmark = BENCHMARKS[staged.data]
+    lines, split = staged_lines(directory, staged.data), benchmark.split
+    indices = choose_items(name, len(lines), limit, seed)
+    chosen = _dataset([lines[index] for index in indices])
+    config: dict[str, Any] = load_yaml(definition(staged)) | {
+        "task": written or name, "training_split": None, "validation_split": None,
+        # lm-eval leaves an item out of its own examples only where both are from the test split.
+        "test_split": split, "fewshot_split": split,
+        "custom_dataset": lambda **_: {split: chosen},
+    }  # fmt: skip
+    shots = int(config.get("num_fewshot") or 0) if shots is None else shots
+    if shots and config["output_type"] == "loglikelihood_rolling":
+        raise UserError(f"task {written!r} asks for examples, but {name} scores whole texts; write {name}")
+    with quiet():
+        task = TaskManager(include_defaults=False).load([config])["tasks"][written or name]
+        remarks = {"note": benchmark.note} if benchmark.note else {}
+        if shots:
+            remarks |= {"examples": _give_examples(task, name, staged, shots, seed, directory, lines, config)}
+    return freeze(written or name, task, indices, len(lines), seed, split, directory.name, True, shots=shots, **remarks)
+
+
+def _dataset(lines: list[bytes]) -> Any:
+    import datasets
+
+    return datasets.Dataset.from_list([json.loads(line) for line in lines])
+
+
+def _give_examples(
+    task: Any, name: str, staged: StagedTask, shots: int, seed: int, directory: Path, lines: list[bytes],
+    config: dict[str, Any],
+) -> str:  # fmt: skip
+    """Gives the task its examples and returns where they are from, in words."""
+    if staged.examples:
+        pool = list(_dataset(staged_lines(directory, staged.examples)))
+        task.sampler = SameGroup(pool, staged.group)
+        most = min(sum(doc[staged.group] == value for doc in pool) for value in {doc[staged.group] for doc in pool})
+        source = f"the first of the split {BENCHMARKS[staged.examples].split} with the item's {staged.group}"
+    else:
+        places = choose_items(f"{name}/examples", len(lines), EXAMPLES, seed)
+        docs = _dataset([lines[place] for place in places])
+        process = config.get("process_docs")
+        task.sampler.replace_df(list(process(docs) if process else docs))
+        most = len(places) - 1
+        source = f"{len(places)} items of the scored split {BENCHMARKS[staged.data].split}, without the item itself"
+    if shots > most:
+        raise UserError(f"task {name}@{shots} asks for {shots} examples; {name} has {most} to offer")
+    return source
+
+
+@dataclass
+class SameGroup:
+    """Stands in for lm-eval's sampler: the first examples that share a column with the item, as MMLU's subjects."""
+
+    pool: list[dict[str, Any]]
+    column: str
+
+    def set_rnd(self, seed: int | None) -> None:
+        """Nothing is drawn."""
+
+    def sample(self, n: int, eval_doc: dict[str, Any], **_: Any) -> list[dict[str, Any]]:
+        """The first `n` of the item's group."""
+        return [doc for doc in self.pool if doc[self.column] == eval_doc[self.column]][:n]

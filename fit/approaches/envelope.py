@@ -1,0 +1,175 @@
+"""The compute-efficient envelope (approach 1): the best run at each level of compute, and power laws through those.
+
+Special here:
+- By default the points are *finished runs*. Hoffmann et al. read the envelope off whole loss curves, but a point in the
+  middle of a schedule that decays later has a higher loss than a run that was finished there, so such an envelope
+  favours small models that have decayed. `fit_curves` is there for curves of constant learning rate, or for the part
+  of them before the decay, where every point is worth as much as the next.
+- A winner that is the smallest or the largest of its rivals shows where the sizes end and not where the optimum is; it
+  is left out (`edges_` counts them). Curves have many such levels: at the highest C only the largest model is left.
+- The envelope knows the optimum only to within the neighbouring sizes, so each bootstrap draw moves the winner at
+  random halfway to its neighbours. Without that a coarse grid would look certain.
+
+Hoffmann et al. 2022 (arXiv:2203.15556), section 3.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from ..errors import Array, InputError, positive, same_length
+from ..laws.powerlaw import PowerLaw
+from ..uncertainty import cluster_counts
+from .isoflop import budget_levels
+
+BIN_WIDTH = 0.1  # decades of C that compete with each other where the table has no budgets
+CURVE_LEVELS = 60  # levels of C at which loss curves are compared
+
+
+class Envelope:
+    """Approach 1. After `fit`: flops_, N_, D_, loss_ (levels,), N_law_, D_law_ (PowerLaw, or None below 2 levels),
+    loss_law_ (None below 4 levels), edges_ (levels left out because an end of their sizes won), source_ ("final
+    points" or "loss curves").
+    """
+
+    def fit(
+        self, N: ArrayLike, D: ArrayLike, loss: ArrayLike, flops: ArrayLike, budget: ArrayLike | None = None
+    ) -> Envelope:
+        """Finished runs: N, D, loss, flops (n,). Raises InputError for values that are not positive finite numbers."""
+        N, D, loss, flops = positive("N", N), positive("D", D), positive("loss", loss), positive("flops", flops)
+        same_length(N=N, D=D, loss=loss, flops=flops)
+        labels, levels = budget_levels(flops, N, budget)
+        if len(levels) < 2:
+            bins = np.floor((np.log10(flops) - np.log10(flops.min())) / BIN_WIDTH).astype(int)
+            _, labels = np.unique(bins, return_inverse=True)
+            labels = labels.ravel()
+        self.source_ = "final points"
+        self._points = (N, D, loss, flops)
+        self._labels = labels
+        self._bare = len(levels) < 2
+        self._settle(*_winners(N, D, loss, flops, labels, np.ones(len(N)), self._bare, None))
+        return self
+
+    def fit_curves(self, curves: Any, N: Mapping[str, float], until: float = 1.0) -> Envelope:
+        """Loss curves of constant learning rate: a DataFrame with run_id, tokens, flops, loss, and N by run_id.
+
+        `until` is the share of a run's tokens up to which its rate is constant, 0.8 where the last fifth decays. At
+        each of CURVE_LEVELS levels of C the curves that reach it compete by interpolated loss. No bootstrap: points of
+        one curve are not independent, and runs enter and leave with C.
+        """
+        if not 0.0 < until <= 1.0:
+            raise InputError(f"until is {until}; a share of each run's tokens, above 0 and at most 1, is expected.")
+        lines = _lines(curves, N, until)
+        low, high = min(line[1][0] for line in lines), max(line[1][-1] for line in lines)
+        best, edges, lowest = [], 0, np.inf
+        for C in np.linspace(low, high, CURVE_LEVELS):
+            reached = [line for line in lines if line[1][0] <= C <= line[1][-1]]
+            if not reached:
+                continue
+            at = [(float(np.interp(C, x, y)), size, float(np.interp(C, x, d))) for size, x, d, y in reached]
+            winner = min(at)
+            if winner[0] >= lowest:
+                continue
+            lowest, sizes = winner[0], [size for _, size, _ in at]
+            if min(sizes) < winner[1] < max(sizes):
+                best.append((C, *winner))
+            else:
+                edges += 1
+        log_c, log_loss, size, log_d = np.array(best).reshape(-1, 4).T
+        self.source_ = "loss curves"
+        self._settle(np.stack([np.exp(log_c), size, np.exp(log_d), np.exp(log_loss)]), edges)
+        return self
+
+    def bootstrap(self, n: int = 1000, groups: Any = None, seed: int = 0) -> Envelope:
+        """Resample whole runs (`groups` (points,)) `n` times; laws get draws."""
+        if self.source_ != "final points":
+            raise InputError("an envelope of loss curves has no bootstrap; fit final points for intervals.")
+        if self.N_law_ is None:
+            return self
+        N, D, loss, flops = self._points
+        groups = np.arange(len(N)) if groups is None else groups
+        counts = cluster_counts(groups, n, seed)
+        generator = np.random.default_rng(seed + 1)
+        # Draws share the full fit's levels, so that the laws' points line up; a level that a draw misses is NaN.
+        draws = np.full((3, n, len(self.flops_)), np.nan)
+        for row, count in enumerate(counts):
+            (C, *best), _ = _winners(N, D, loss, flops, self._labels, count, self._bare, generator)
+            place = np.abs(np.log(C)[:, None] - np.log(self.flops_)[None, :]).argmin(axis=1) if len(C) else []
+            draws[:, row, place] = np.array(best)
+        for law, values in zip((self.N_law_, self.D_law_, self.loss_law_), draws, strict=True):
+            if law is not None:
+                law.fit_draws(values)
+        return self
+
+    def _settle(self, columns: Array, edges: int) -> None:
+        flops, N, D, loss = self.flops_, self.N_, self.D_, self.loss_ = columns
+        self.edges_ = edges
+        enough = len(flops) >= 2
+        self.N_law_ = PowerLaw().fit(flops, N) if enough else None
+        self.D_law_ = PowerLaw().fit(flops, D) if enough else None
+        self.loss_law_ = PowerLaw(offset=True).fit(flops, loss) if len(flops) >= 4 else None
+
+    def __repr__(self) -> str:
+        if not hasattr(self, "flops_"):
+            return "Envelope()"
+        return f"Envelope({len(self.flops_)} levels of {self.source_}, N* law: {self.N_law_})"
+
+
+def _lines(curves: Any, N: Mapping[str, float], until: float) -> list[tuple[float, Array, Array, Array]]:
+    """N, log C, log D and log loss of every curve of at least two points, by rising C."""
+    missing = [name for name in ("run_id", "tokens", "flops", "loss") if name not in curves]
+    if missing:
+        raise InputError(f"curves have no column {missing[0]!r}; there are {', '.join(map(str, curves.columns))}.")
+    lines = []
+    for run, rows in curves.dropna(subset=["tokens", "flops", "loss"]).groupby("run_id"):
+        rows = rows[rows["tokens"] <= until * rows["tokens"].max()].sort_values("flops")
+        if str(run) in N and len(rows) > 1:
+            x, d, y = (np.log(positive(name, rows[name])) for name in ("flops", "tokens", "loss"))
+            lines.append((N[str(run)], x, d, y))
+    if not lines:
+        raise InputError("curves hold no run of the table with at least 2 points; one curve per run is expected.")
+    return lines
+
+
+def _winners(
+    N: Array,
+    D: Array,
+    loss: Array,
+    flops: Array,
+    labels: np.ndarray,
+    counts: Array,
+    bare: bool,
+    jitter: np.random.Generator | None,
+) -> tuple[Array, int]:
+    """flops, N, D and loss (4, levels) of the best run of each level, where it also beats every cheaper level and has
+    smaller and larger rivals; and how many had not.
+    """
+    best = []
+    edges, lowest = 0, np.inf
+    for level in np.unique(labels[labels >= 0]):
+        everyone = labels == level
+        rows = np.flatnonzero(everyone & (counts > 0))
+        # A bin of one or two sizes is no competition.
+        if len(np.unique(N[rows])) < (3 if bare else 2):
+            continue
+        winner = rows[loss[rows].argmin()]
+        if loss[winner] >= lowest:
+            continue
+        lowest = loss[winner]
+        if not N[everyone].min() < N[winner] < N[everyone].max():
+            edges += 1
+            continue
+        shift = 0.0 if jitter is None else _within_neighbours(N[everyone], N[winner], jitter)
+        best.append((np.median(flops[everyone]), N[winner] * np.exp(shift), D[winner] * np.exp(-shift), loss[winner]))
+    return np.array(best).reshape(-1, 4).T, edges
+
+
+def _within_neighbours(sizes: Array, winner: float, generator: np.random.Generator) -> float:
+    """A uniform shift in log N, at most halfway to the next size on either side of an inner one."""
+    steps = np.unique(np.log(sizes)) - np.log(winner)
+    up, down = steps[steps > 1e-9].min(), -steps[steps < -1e-9].max()
+    return float(generator.uniform(-0.5 * down, 0.5 * up))

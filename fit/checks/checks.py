@@ -1,0 +1,169 @@
+"""What a careful reader would ask of a fit, asked first: plain warnings, worst first.
+
+Special here: `doctor.py` asks what the table alone can answer, before any fit; here is what needs the fit. Each check
+is one small function from an analysis to warnings, listed in STOPS or SHOWS; adding one is adding a function. A code is
+stable, for programs; a message is for people and names the numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..allocation.allocation import optimum
+from ..formatting import ratio, scientific
+from ..laws.chinchilla import FLAT_EXPONENT
+from .diagnosis import Warning
+from .doctor import examine
+from .outliers import find_outliers
+
+if TYPE_CHECKING:
+    from ..analysis import Analysis
+
+NAMED = 5
+MANY_OUTLIERS = 0.05  # share of the runs from which they have a cause in common
+# What limits a fit without being a fault of it comes last.
+MILD = ("few_runs", "few_sizes", "narrow_span", "flop_convention", "vertex_uncertain", "dropped_worst", "derived_d")
+
+
+def run_checks(analysis: Analysis) -> tuple[Warning, ...]:
+    """All warnings of an analysis, worst first: what stops a fit, the table's faults, the fit's, and limits of both."""
+    # A profile whose lowest loss is at an edge is refused by its fit, with its own reason: said once is enough.
+    before = [w for w in examine(analysis.table, analysis.targets) if w.code != "edge_minimum"]
+    stops, shows = ([w for check in checks for w in check(analysis)] for checks in (STOPS, SHOWS))
+    return tuple(sorted([*stops, *before, *shows], key=lambda w: w.code in MILD))
+
+
+def _missing_approaches(a: Analysis) -> Iterator[Warning]:
+    for approach in a.approaches.values():
+        if not approach.available:
+            yield Warning(f"no_{approach.key}", f"{approach.title} has no answer: {approach.reason.rstrip('.')}.")
+
+
+def _recipes(a: Analysis) -> Iterator[Warning]:
+    if len(a.recipes) > 1:
+        base, *others = (one.recipe for one in a.recipes)
+        yield Warning(
+            "recipes_apart",
+            f"The table has runs of {len(a.recipes)} data recipes; everything here is of {base} alone "
+            f"({len(a.table)} runs), and {', '.join(others)} have laws of their own beside it.",
+        )
+
+
+def _solver(a: Analysis) -> Iterator[Warning]:
+    law = a.law
+    if law is None:
+        return
+    tried, agree = law.starts_["tried"], law.starts_["agreeing"]
+    if not law.converged_:
+        yield Warning(
+            "not_converged", f"The parametric fit did not converge from any of {tried} starts; do not use its numbers."
+        )
+    elif agree < 0.9 * tried:
+        yield Warning(
+            "starts_disagree",
+            f"{agree} of {tried} starts agree on the parametric optimum; the data hardly pin the law down.",
+        )
+    for name in law.degenerate_:
+        what = {"E": "the irreducible loss E is zero", "A": "the term in N vanished", "B": "the term in D vanished"}
+        said = what.get(name, f"{name} = {getattr(law, name + '_'):.3g} is at the end of its range")
+        yield Warning(
+            "degenerate_parameter",
+            f"In the parametric fit {said}; its optimum cannot be trusted without runs over a wider range of N and D.",
+        )
+    if law.draws_ is not None and not law.degenerate_:
+        stuck = (law.draws_["alpha"] < FLAT_EXPONENT) | (law.draws_["beta"] < FLAT_EXPONENT)
+        if law.E is None:
+            stuck |= law.draws_["E"] <= 0
+        if stuck.mean() > 0.05:
+            yield Warning(
+                "degenerate_bootstrap",
+                f"{stuck.mean():.0%} of bootstrap refits put E, alpha or beta at zero; more runs are needed.",
+            )
+        lost = law.bootstrap_["unconverged"]
+        if lost:
+            yield Warning(
+                "bootstrap_unconverged", f"{lost} bootstrap refits did not converge and are left out of the intervals."
+            )
+
+
+def _outliers(a: Analysis) -> Iterator[Warning]:
+    if a.law is None or not a.law.converged_:
+        return
+    found, n = find_outliers(a.law), len(a.table)
+    if not found.rows.size:
+        return
+    shown = ", ".join(
+        f"{a.table.run_id[i]} (loss {a.table.loss[i]:.4g}, {np.expm1(found.residual[i]):+.0%})"
+        for i in found.rows[:NAMED]
+    )
+    more = f" and {found.rows.size - NAMED} more" if found.rows.size > NAMED else ""
+    many = found.rows.size > max(NAMED, MANY_OUTLIERS * n)
+    yield Warning(
+        "loss_outlier",
+        f"{found.rows.size} of {n} runs lie far from the law that the others follow to within about "
+        f"{found.scatter:.1%}: {shown}{more}. Without them {_moved(a, found.constants)}; "
+        + (
+            "so many have a cause in common, such as diverged, repeated or short runs, and the law is not theirs."
+            if many
+            else "find out what happened to them, and fit without those that are no runs of this kind."
+        ),
+    )
+
+
+def _moved(a: Analysis, without: dict[str, float]) -> str:
+    """What other constants do to D/N at the first target and to the exponents."""
+    assert a.law is not None
+    C = np.array([a.targets[0]])
+    (N, D, _), (n, d, _) = optimum(C, a.law.constants_), optimum(C, without)
+    exponents = ", ".join(
+        f"{name} from {a.law.constants_[name]:.3f} to {without[name]:.3f}" for name in ("alpha", "beta")
+    )
+    said = f"D/N at {scientific(C[0])} FLOPs goes from {ratio(float(D[0] / N[0]))} to {ratio(float(d[0] / n[0]))}"
+    return f"{said}, {exponents}"
+
+
+def _disagreement(a: Analysis) -> Iterator[Warning]:
+    found = a.verdict
+    if found.agree is False:
+        why = f" What may be why: {' '.join(found.suspects)}" if found.suspects else ""
+        yield Warning("approaches_disagree", f"{found.sentence} Trust none of them before the reason is known.{why}")
+
+
+def _profiles(a: Analysis) -> Iterator[Warning]:
+    for profile in a.profiles.profiles_:
+        if not profile.accepted:
+            yield Warning(
+                "vertex_refused",
+                f"The isoFLOP minimum at {scientific(profile.flops)} FLOPs is refused: {profile.reason}.",
+            )
+    wide = [
+        p
+        for p in a.profiles.accepted_
+        if (i := p.interval()) is not None and not (p.N.min() / 3 < i[0] and i[1] < p.N.max() * 3)
+    ]
+    if wide:
+        said = ", ".join(f"{scientific(p.flops)}" for p in wide)
+        yield Warning("vertex_uncertain", f"The minimum at {said} FLOPs is uncertain by more than the sizes tried.")
+
+
+Check = Callable[["Analysis"], Iterator[Warning]]
+
+
+def _few_trunks(a: Analysis) -> Iterator[Warning]:
+    """Trunks too few to be resampled, so that runs were."""
+    if a.law is None or a.law.draws_ is None:
+        return
+    trunks = len(np.unique(a.table.group))
+    if len(np.unique(a.law.groups_)) > trunks:
+        yield Warning(
+            "few_trunks",
+            f"The {len(a.table)} runs come from {trunks} trunks, too few to resample: the parametric intervals "
+            "resample runs, which share their trunk's luck, and are too narrow. More sizes or seeds would mend that.",
+        )
+
+
+STOPS: tuple[Check, ...] = (_missing_approaches, _solver)
+SHOWS: tuple[Check, ...] = (_recipes, _outliers, _disagreement, _profiles, _few_trunks)

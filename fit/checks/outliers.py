@@ -1,0 +1,78 @@
+"""Runs that the law of the others does not explain, and the fit without them.
+
+Special here:
+- A residual is studentised: divided by a robust scale of the others and by the root of what its own pull on the fit
+  leaves of it (one less its leverage), because a run at a corner of the design draws the law to itself.
+- The bound is that of Laplace noise, under which a log-Huber fit of small delta is close to maximum likelihood: of a
+  thousand tables with such noise one has a run beyond it. Gaussian bounds cry wolf on every published table.
+- Outliers hide each other, so the farthest are left out first, with those at least half as far, and the law is fitted
+  again until no run is beyond the bound.
+
+Cook and Weisberg 1982, Residuals and influence in regression; Besiroglu et al. 2024 (arXiv:2404.10102) for five runs
+that move an allocation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..errors import Array
+from ..laws.law import Law
+
+ONCE_IN = 1000.0  # healthy tables
+ROUNDING = 1e-6  # no loss is known better than this, so no scale is smaller
+FREEDOM = 8  # runs beyond the law's constants below which their scatter is anyone's guess
+MOST = 1 / 3  # share of the runs that can be outliers of the others
+
+
+@dataclass(frozen=True)
+class Outliers:
+    """rows (k,) by falling distance from the law of the others, whose constants these are; residual (n,) in log loss
+    from that law; scatter, the median size of the residuals that are no outliers'.
+    """
+
+    rows: np.ndarray
+    residual: Array
+    scatter: float
+    constants: dict[str, float]
+
+
+def find_outliers(law: Law) -> Outliers:
+    """The outliers of a fitted law, and its constants without them."""
+    constants, used = law.constants_, law.weight_ > 0
+    kept, columns = used.copy(), [law.data_[name] for name in law.inputs]
+    while True:
+        residual = law.problem_.target - np.log(law.evaluate(constants, *columns))
+        centred = residual - np.median(residual[kept])
+        size = np.sort(np.abs(centred[kept]))
+        # A nearly L1 fit runs through as many points as it has constants; those say nothing about the scale.
+        scatter = max(float(np.median(size[min(law.problem_.free, len(size) - 1) :])), ROUNDING)
+        pull = _leverage(law, constants, columns, kept)
+        distance = np.abs(centred) / (scatter / np.log(2)) / np.sqrt(1 - pull)
+        beyond = kept & (distance > np.log(used.sum() * ONCE_IN)) & (distance >= 0.5 * distance[kept].max())
+        left = int((kept & ~beyond).sum())
+        if not beyond.any() or left < max(law.problem_.free + FREEDOM, (1 - MOST) * used.sum()):
+            break
+        without = {name: float(value[0]) for name, value in law.refit(kept & ~beyond).items()}
+        if not all(map(np.isfinite, without.values())):
+            break
+        constants, kept = without, kept & ~beyond
+    rows = np.flatnonzero(used & ~kept)
+    return Outliers(rows[np.argsort(-np.abs(centred[rows]))], residual, scatter, constants)
+
+
+def _leverage(law: Law, constants: Mapping[str, float], columns: list[Array], kept: np.ndarray) -> Array:
+    """How much of each run's own loss enters its fitted value (n,), from 0 to 1; 0 for runs left out."""
+
+    def fitted(name: str, factor: float) -> Array:
+        return np.log(law.evaluate({**constants, name: constants[name] * factor}, *columns))[kept]
+
+    slope = np.stack([fitted(name, 1 + 1e-5) - fitted(name, 1 - 1e-5) for name in law.names], axis=1)
+    slope /= np.maximum(np.linalg.norm(slope, axis=0), 1e-300)
+    basis, singular, _ = np.linalg.svd(slope, full_matrices=False)
+    found = np.zeros(len(kept))
+    found[kept] = np.minimum((basis[:, singular > 1e-6] ** 2).sum(axis=1), 0.95)
+    return found

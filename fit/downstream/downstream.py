@@ -1,0 +1,365 @@
+"""Which benchmark tasks may be extrapolated from a table of small runs, what they are predicted to score, and why the
+others are refused.
+
+Special here:
+- A task is judged before it is fitted: enough runs, a score above chance by more than luck, a range over the grid
+  beyond what its noise alone would show, and accuracy that rises as the task's loss falls. A refusal is a sentence with
+  the numbers in it. A prediction at a budget can be refused by itself, for reaching too far below the losses seen or
+  for an interval that says nothing.
+- Noise comes from the best source that the table has, and the source is named: the last checkpoints of the runs, else
+  runs of one size and length (seeds), else the standard error of the items. Checkpoints are compared with their
+  neighbours, so that what a run still learns at its end is not taken for noise.
+- The range of n noisy scores grows with n. The ratio is therefore judged against the range that noise alone would give
+  that many runs.
+
+Heineman et al. 2025 (arXiv:2508.13144) for signal and noise; Bhagia et al. 2024 (arXiv:2412.04403) for the two steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..allocation.isoloss import optimum
+from ..errors import Array, InputError, positive
+from ..table import RunTable
+from ..uncertainty import resampled_together
+from .tasklaw import TaskLaw, intervals
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["SignalToNoise", "TaskLaw", "TaskPrediction", "TaskVerdict", "fit_tasks", "signal_to_noise", "task_names"]
+
+FEWEST = 9  # runs: five constants and what a bootstrap needs beyond them
+CLEAR = 2.0  # the range of the scores over the range that noise alone would show
+LUCK = 0.01  # chance that the best of the runs would look this good if all of them guessed
+MONOTONE = 0.5  # rank correlation of accuracy with falling loss
+REACH = 0.5  # how far below the losses seen a prediction may go, in units of their range
+VAGUE = 0.4  # a run's interval wider than this share of what lies between chance and 1 says nothing
+LAST = 6  # checkpoints at the end of a run that measure noise
+SKIPPED = 0.1  # share of a run's steps whose checkpoints are not used: Bhagia et al. 2024 skip as many
+
+
+@dataclass(frozen=True)
+class SignalToNoise:
+    """signal: range of the final scores over their mean; noise: standard deviation of one score over the same mean;
+    ratio: the one over the other; by_luck: the ratio that noise alone would show; source: where the noise is from.
+    """
+
+    signal: float
+    noise: float
+    ratio: float
+    by_luck: float
+    source: str
+
+    @property
+    def clear(self) -> bool:
+        """Whether the scores range over more than noise explains."""
+        return self.ratio >= CLEAR * self.by_luck
+
+
+@dataclass(frozen=True)
+class TaskPrediction:
+    """A task at one budget: N and D of its optimum, the task loss and the accuracy of the law there, with intervals;
+    run_interval is for the score of one run. `reason` says why it must not be relied on, and is empty otherwise.
+    """
+
+    flops: float
+    N: float
+    D: float
+    loss: float
+    loss_interval: tuple[float, float]
+    acc: float
+    acc_interval: tuple[float, float]
+    run_interval: tuple[float, float]
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class TaskVerdict:
+    """What may be said of a task. `reason` is empty where it may be extrapolated; `measure` is the loss of its first
+    step (gold_bpb, or loss where the task has none); `law` and `predictions` are absent where it was refused.
+    """
+
+    task: str
+    measure: str
+    runs: int
+    reason: str
+    score: SignalToNoise | None = None
+    loss: SignalToNoise | None = None
+    law: TaskLaw | None = None
+    predictions: tuple[TaskPrediction, ...] = field(default=())
+
+    @property
+    def extrapolate(self) -> bool:
+        """Whether the task may be extrapolated at all; each prediction still has a reason of its own."""
+        return not self.reason
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything but the rows, with Python's own types."""
+        law = None
+        if self.law:
+            ci = {name: self.law.constant_interval(name) for name in self.law.names}
+            law = {"link": self.law.link, "constants": self.law.constants_, "ci": ci}
+        known = {name: getattr(self, name) for name in ("task", "measure", "runs", "extrapolate", "reason")}
+        signals = {name: signal and asdict(signal) for name, signal in (("score", self.score), ("loss", self.loss))}
+        return known | signals | {"law": law, "predictions": [asdict(p) for p in self.predictions]}
+
+    def __repr__(self) -> str:
+        if self.reason:
+            return f"{self.task}: refused, {self.reason}"
+        lines = [f"{self.task}: {self.law!r}"]
+        for p in self.predictions:
+            low, high = p.acc_interval
+            said = f" (refused: {p.reason})" if p.reason else ""
+            lines.append(f"  at {p.flops:.3g} FLOPs: {p.acc:.3f} [{low:.3f}, {high:.3f}]{said}")
+        return "\n".join(lines)
+
+
+def signal_to_noise(scores: Any, noise: float, source: str = "given") -> SignalToNoise:
+    """Of final scores (runs,) of a grid and the standard deviation of one score. Heineman et al. 2025."""
+    from scipy.special import ndtri
+
+    scores = np.asarray(scores, dtype=np.float64)
+    mean, n = float(np.abs(scores.mean())), len(scores)
+    spread = float(np.ptp(scores))
+    # Blom's approximation to the expected range of n standard normals.
+    by_luck = 2.0 * float(ndtri((n - 0.375) / (n + 0.25))) if n > 1 else math.inf
+    ratio = spread / noise if noise != 0 else (math.inf if spread > 0 else 0.0)
+    scale = mean if mean > 0 else math.nan
+    return SignalToNoise(spread / scale, noise / scale, ratio, by_luck, source)
+
+
+def task_names(table: RunTable) -> list[str]:
+    """Tasks that the table has scores of, in its order."""
+    return [str(name)[: -len("/acc")] for name in table.frame.columns if str(name).endswith("/acc")]
+
+
+def fit_tasks(
+    table: RunTable,
+    targets: Sequence[float] = (),
+    law: Any = None,
+    bootstrap: int = 1000,
+    seed: int = 0,
+    link: str = "sigmoid",
+) -> list[TaskVerdict]:
+    """A verdict for every task of the table, with predictions at the optimum of each target budget (FLOPs, C = 6 N D).
+
+    `law`: a `ChinchillaLaw` fitted to the table's rows, which says where the optimum is. The same resamples of runs go
+    through it and through both steps of every task. Raises InputError when targets are given without a law of these
+    rows, or are not positive, and for a bootstrap of nothing: a prediction is judged by its interval.
+    """
+    if bootstrap < 1:
+        raise InputError(f"bootstrap is {bootstrap}; tasks need a positive number of resamples.")
+    goals = positive("target", targets) if len(targets) else np.zeros(0)
+    if len(goals) and (law is None or law.form != "chinchilla" or len(law.data_["N"]) != len(table)):
+        raise InputError(f"law is {law!r}; targets need a ChinchillaLaw that is fitted to the {len(table)} runs.")
+    return [_verdict(task, table, goals, law, bootstrap, seed, link) for task in task_names(table)]
+
+
+@dataclass(frozen=True)
+class _Scores:
+    """One task's rows: those of finished runs first, then checkpoints. `at` (finished,) are their places in the table,
+    step (rows,) orders the rows of a run.
+    """
+
+    measure: str
+    at: np.ndarray
+    run: np.ndarray
+    group: np.ndarray
+    step: Array
+    final: np.ndarray
+    loss: Array
+    acc: Array
+    acc_se: Array | None
+    chance: float
+
+
+def _verdict(task: str, table: RunTable, goals: Array, law: Any, bootstrap: int, seed: int, link: str) -> TaskVerdict:
+    rows = _scores(task, table)
+    runs = len(rows.at)
+    if runs < FEWEST:
+        return TaskVerdict(task, rows.measure, runs, f"only {runs} runs have a score; at least {FEWEST} are needed.")
+    acc, loss = rows.acc[rows.final], rows.loss[rows.final]
+    score = signal_to_noise(acc, *_noise(rows, rows.acc, rows.acc_se, table))
+    signal = signal_to_noise(loss, *_noise(rows, rows.loss, None, table))
+    reason = _unknown(score) or _at_chance(rows, score) or _unclear(score) or _not_monotone(acc, loss)
+    if reason:
+        return TaskVerdict(task, rows.measure, runs, reason, score, signal)
+    N, D = (np.full(len(rows.acc), np.nan) for _ in range(2))
+    N[rows.final], D[rows.final] = table.N[rows.at], table.D[rows.at]
+    try:
+        fitted = TaskLaw(link).fit(N, D, rows.loss, rows.acc, rows.acc_se, rows.chance, rows.final)
+        fitted.bootstrap(bootstrap, resampled_together(rows.group, rows.run, fitted.law_.problem_.free), seed)
+    except InputError as error:
+        return TaskVerdict(task, rows.measure, runs, str(error), score, signal)
+    if not fitted.converged_:
+        return TaskVerdict(task, rows.measure, runs, "the fit of its two steps did not converge.", score, signal)
+    predictions = tuple(_predictions(fitted, rows, table, goals, law, seed)) if len(goals) else ()
+    return TaskVerdict(task, rows.measure, runs, "", score, signal, fitted, predictions)
+
+
+def _scores(task: str, table: RunTable) -> _Scores:
+    """What the table has of a task; rows without a score or a loss are left out."""
+    frame = table.frame
+    acc, gold, error = (_numbers(frame, f"{task}/{name}") for name in ("acc", "gold_bpb", "acc_se"))
+    measure = "gold_bpb" if np.isfinite(gold[table.rows]).any() else "loss"
+    loss = gold if measure == "gold_bpb" else _numbers(frame, "loss" if "loss" in frame else "val_loss")
+    if measure == "loss":
+        loss[table.rows] = table.loss
+    scored = np.isfinite(acc) & (loss > 0)
+    at = np.flatnonzero(scored[table.rows])
+    step = _numbers(frame, "step")
+    checkpoints, owner = _checkpoints(table, at, step)
+    keep = scored[checkpoints]
+    places = np.concatenate([table.rows[at], checkpoints[keep]])
+    error = np.where(np.isfinite(error), error, np.nanmedian(error) if np.isfinite(error).any() else np.nan)[places]
+    chance = table.column(f"{task}/chance")[at]
+    return _Scores(
+        measure=measure,
+        at=at,
+        run=np.concatenate([table.run_id[at], table.run_id[owner[keep]]]),
+        group=np.concatenate([table.group[at], table.group[owner[keep]]]),
+        step=np.where(np.isfinite(step), step, np.inf)[places],
+        final=np.arange(len(places)) < len(at),
+        loss=loss[places],
+        acc=acc[places],
+        acc_se=error if np.isfinite(error).all() and len(places) else None,
+        chance=float(np.median(chance[np.isfinite(chance)])) if np.isfinite(chance).any() else 0.0,
+    )
+
+
+def _checkpoints(table: RunTable, at: np.ndarray, step: Array) -> tuple[np.ndarray, np.ndarray]:
+    """Places in the frame of the checkpoints of the runs at `at`, the first of their steps skipped, and the place in
+    the table of the run that each belongs to.
+    """
+    frame = table.frame
+    if not {"run_id", "final", "step"} <= set(frame.columns):
+        return np.zeros(0, dtype=int), np.zeros(0, dtype=int)
+    owner = {table.run_id[i]: i for i in at}
+    names = frame["run_id"].astype(str).to_numpy()
+    ended = frame["final"].astype(str).str.strip().str.lower().isin(["true", "1", "1.0"]).to_numpy(dtype=bool)
+    own = np.array([name in owner for name in names]) & ~ended
+    places = np.flatnonzero(own)
+    owners = np.array([owner[name] for name in names[places]], dtype=int)
+    late = step[places] >= SKIPPED * step[table.rows[owners]]
+    return places[late], owners[late]
+
+
+def _numbers(frame: pd.DataFrame, name: str) -> Array:
+    """A column of the whole frame, NaN where it is absent or no number."""
+    import pandas as pd
+
+    if name not in frame:
+        return np.full(len(frame), np.nan)
+    return pd.to_numeric(frame[name], errors="coerce").to_numpy(dtype=np.float64, na_value=np.nan).copy()
+
+
+def _noise(rows: _Scores, values: Array, errors: Array | None, table: RunTable) -> tuple[float, str]:
+    """Standard deviation of one score, and the best source for it that there is."""
+    squares: list[float] = []
+    for run in np.unique(rows.run):
+        own = np.flatnonzero(rows.run == run)
+        last = values[own[np.argsort(rows.step[own], kind="stable")][-LAST:]]
+        if len(last) >= 3:
+            # Half the mean squared difference of neighbours is the variance, and hardly knows of a trend.
+            squares += list(0.5 * np.diff(last) ** 2)
+    if squares:
+        return math.sqrt(float(np.mean(squares))), "last checkpoints"
+    _, twin = np.unique(np.stack([table.N[rows.at], table.D[rows.at]]), axis=1, return_inverse=True)
+    alike = [values[rows.final][twin.ravel() == i] for i in range(int(twin.max()) + 1)]
+    freedom = sum(len(group) - 1 for group in alike)
+    if freedom >= 3:
+        total = sum(float(((group - group.mean()) ** 2).sum()) for group in alike)
+        return math.sqrt(total / freedom), "runs of one size and length"
+    if errors is not None:
+        return math.sqrt(float(np.mean(errors[rows.final] ** 2))), "standard error of the items"
+    return math.nan, ""
+
+
+def _at_chance(rows: _Scores, score: SignalToNoise) -> str:
+    """The reason where no run is above chance by more than luck, else empty."""
+    from scipy.special import ndtri
+
+    acc = rows.acc[rows.final]
+    error = score.noise * abs(float(acc.mean())) if rows.acc_se is None else rows.acc_se[rows.final]
+    above = np.where(acc > rows.chance, (acc - rows.chance) / np.maximum(error, 1e-12), 0.0)
+    best = float(above.max())
+    if best > float(ndtri(1.0 - LUCK / len(acc))):
+        return ""
+    return (
+        f"no run is above chance ({rows.chance:.3g}) by more than luck: the best of {len(acc)} is {best:.1f} standard "
+        f"errors above it."
+    )
+
+
+def _unknown(score: SignalToNoise) -> str:
+    if not math.isnan(score.ratio):
+        return ""
+    return "nothing in the table says how noisy its scores are: no checkpoints, no repeated runs, no standard errors."
+
+
+def _unclear(score: SignalToNoise) -> str:
+    if score.clear:
+        return ""
+    return (
+        f"its scores range over {score.ratio:.1f} times their noise ({score.source}), and noise alone would make that "
+        f"{score.by_luck:.1f}; at least {CLEAR * score.by_luck:.1f} is needed."
+    )
+
+
+def _not_monotone(acc: Array, loss: Array) -> str:
+    correlation = float(np.corrcoef(_ranks(acc), _ranks(-loss))[0, 1])
+    if correlation >= MONOTONE:
+        return ""
+    return (
+        f"its accuracy does not follow its loss: their rank correlation is {correlation:.2f}, and at least {MONOTONE} "
+        f"is needed."
+    )
+
+
+def _ranks(values: Array) -> Array:
+    """Ranks from 0, the mean rank for equal values."""
+    _, place, count = np.unique(values, return_inverse=True, return_counts=True)
+    return (np.cumsum(count) - 0.5 * (count + 1))[place]
+
+
+def _predictions(
+    fitted: TaskLaw, rows: _Scores, table: RunTable, goals: Array, law: Any, seed: int
+) -> Iterator[TaskPrediction]:
+    draws, level = fitted.bootstrapped(), fitted.widened(0.95)
+    # A run that the task has no score of is in every resample once.
+    counts = np.ones((len(fitted.counts_), len(table)))
+    counts[:, rows.at] = fitted.counts_[:, rows.final]
+    frontier = law.refit(counts)
+    rng = np.random.default_rng(seed)
+    for C in goals:
+        N, D, _ = (float(v) for v in optimum(C, law.constants_))
+        loss = float(fitted.task_loss(fitted.constants_, N, D))
+        there = fitted.task_loss(draws, *optimum(C, frontier)[:2])
+        acc, score = float(fitted.accuracy(fitted.constants_, loss)), fitted.accuracy(draws, there)
+        bounds = [intervals(v, level) for v in (there, score, fitted.noisy(draws, there, rng))]
+        found = TaskPrediction(float(C), N, D, loss, bounds[0], acc, bounds[1], bounds[2])
+        yield replace(found, reason=_unreliable(found, rows))
+
+
+def _unreliable(p: TaskPrediction, rows: _Scores) -> str:
+    """Why a prediction must not be relied on, or empty."""
+    unit = "bits per byte" if rows.measure == "gold_bpb" else "nats"
+    if not (math.isfinite(p.N) and math.isfinite(p.D) and p.N > 0 and p.D > 0):
+        return "the law has no finite optimum there."
+    low, high = float(rows.loss.min()), float(rows.loss.max())
+    beyond = low - p.loss
+    if beyond > REACH * (high - low):
+        return (
+            f"its loss there would be {p.loss:.3f} {unit}, {beyond:.3f} below the lowest seen; runs that span "
+            f"{high - low:.3f} reach at most {REACH * (high - low):.3f} further."
+        )
+    if p.run_interval[1] - p.run_interval[0] > VAGUE * (1.0 - rows.chance):
+        return f"the interval of a run, {p.run_interval[0]:.2f} to {p.run_interval[1]:.2f}, says nothing."
+    return ""

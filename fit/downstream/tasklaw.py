@@ -1,0 +1,371 @@
+"""A task's accuracy in two steps: (N, D) to task loss by a law, and task loss to accuracy by a curve.
+
+Special here:
+- Both steps are refitted on the same resample of runs, so a draw is a pair that belongs together, and intervals carry
+  the uncertainty of both.
+- Rows that are not final (checkpoints of a run) teach the second step alone: what a model scores at a loss does not
+  depend on how it came there, but its loss at (N, D) does depend on the schedule having ended.
+- The curve never falls below its floor. With `chance` given that floor is known, which takes one of three parameters
+  away from data that lies mostly near it.
+
+  sigmoid      acc = floor + (ceiling - floor) / (1 + exp(-slope (middle - loss)))
+               Bhagia et al. 2024 (arXiv:2412.04403)
+  exponential  acc = floor + exp(slope (middle - loss)), which is error = eps - k exp(-gamma loss) of Gadre et al. 2024
+               (arXiv:2403.08540) with eps = 1 - floor, gamma = slope and k = exp(slope middle)
+
+The second step is weighted least squares: weights 1 / (acc_se^2 + tau^2), tau a scatter of runs beyond the sampling of
+items, found so that each degree of freedom is worth one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from ..errors import Array, InputError, enough, positive, same_length
+from ..laws.chinchilla import ChinchillaLaw
+from ..laws.law import Law
+from ..solver.forms import FunctionForm
+from ..solver.solver import Solution, solve
+from ..uncertainty import cluster_counts, excess_scatter, identifiable_counts, percentile_interval
+
+LINKS = {"sigmoid": ("floor", "ceiling", "middle", "slope"), "exponential": ("floor", "middle", "slope")}
+OFFSETS = np.linspace(-6.0, 4.0, 11)  # starts of the curve: its argument at the mean loss ...
+LOG_SLOPES = np.log([0.2, 0.5, 1.0, 2.0, 5.0])  # ... and its slope, in units of the loss's spread
+FALLBACK_STARTS = 3
+FAR = 15.0  # bounds of the curve's argument at the mean loss
+
+
+class TaskLaw:
+    """Accuracy at (N, D), by way of the task's loss.
+
+    Parameters
+    ----------
+    link : {"sigmoid", "exponential"}
+        The curve from task loss to accuracy.
+    ceiling : float or None
+        What the sigmoid tends to at low loss; None fits it, which takes runs that come near it.
+    law : Law, optional
+        An unfitted law of (N, D) for the first step; `ChinchillaLaw()` by default.
+
+    Notes:
+    -----
+    After `fit`: law_ (the first step), constants_ (those of the law, floor, ceiling, middle, slope), scatter_ (tau),
+    items_ (how many items the standard errors speak of, or None), converged_. After `bootstrap`: draws_, counts_ (the
+    resample of each draw, (resamples, rows)), bootstrap_.
+    """
+
+    form = "task"
+    inputs = ("N", "D")
+
+    def __init__(self, link: str = "sigmoid", ceiling: float | None = 1.0, law: Law | None = None) -> None:
+        if link not in LINKS:
+            raise InputError(f"link is {link!r}; choose one of {', '.join(LINKS)}.")
+        if ceiling is not None and not 0 < ceiling <= 1:
+            raise InputError(f"ceiling is {ceiling}; it must be above 0 and at most 1, or None to be fitted.")
+        if law is not None and law.inputs != ("N", "D"):
+            raise InputError(f"law takes {', '.join(law.inputs)}; the first step needs a law of N and D.")
+        self.link, self.ceiling, self.law = link, ceiling, ChinchillaLaw() if law is None else law
+        self.draws_: dict[str, Array] | None = None
+
+    def fit(
+        self,
+        N: ArrayLike,
+        D: ArrayLike,
+        task_loss: ArrayLike,
+        acc: ArrayLike,
+        acc_se: ArrayLike | None = None,
+        chance: float | None = 0.0,
+        final: ArrayLike | None = None,
+    ) -> Self:
+        """Fit to n rows: N parameters, D tokens, task_loss (gold bits per byte, or any loss), acc a share, all (n,).
+
+        acc_se (n,): standard error of acc from its items. chance: the curve's floor; None fits it. final (n,): the rows
+        of the first step, by default all; N and D of the others are not read. Raises InputError.
+        """
+        self.data_ = _rows(N, D, task_loss, acc, acc_se, final)
+        if chance is not None and not 0 <= chance < 1:
+            raise InputError(f"chance is {chance}; it must be at least 0 and below 1, or None to be fitted.")
+        self.chance = chance
+        d = self.data_
+        done = d["final"]
+        first: Any = type(self.law)(**self.law.options())
+        self.law_ = first.fit(d["N"][done], d["D"][done], d["loss"][done])
+        self._curve = _Curve(self.link, d["loss"], d["acc"], chance, self.ceiling)
+        enough(len(np.unique(d["loss"])), self._curve.free, "the curve from task loss to accuracy")
+        self._solve_scatter()
+        self.names = (*self.law_.names, *LINKS[self.link])
+        curve = self._curve.constants(self._theta[None, :])
+        self.constants_ = self.law_.constants_ | {name: float(curve[name][0]) for name in LINKS[self.link]}
+        spread = d["acc"] * (1 - d["acc"]) / np.maximum(d["se"], 1e-12) ** 2
+        self.items_ = round(float(np.median(spread))) if acc_se is not None else None
+        self.draws_ = None
+        return self
+
+    def _solve_scatter(self) -> None:
+        """Alternate between the curve and the scatter of the runs around it."""
+        acc, se = self.data_["acc"], self.data_["se"]
+        freedom = len(acc) - self._curve.free
+        self.scatter_ = 0.0
+        for _ in range(30):
+            variance = se**2 + self.scatter_**2
+            self._weight = 1.0 / np.where(variance > 0, variance, 1.0)
+            found = self._curve.solve(self._weight[None, :])
+            residual = self._curve.score(found.theta, self.data_["loss"])[0] - acc
+            before, self.scatter_ = self.scatter_, excess_scatter(residual**2, np.maximum(se**2, 1e-20), freedom)
+            if abs(before - self.scatter_) <= 1e-6 * (self.scatter_ + 1e-12):
+                break
+        self._theta = found.theta[0]
+        self.converged_ = bool(found.converged[0]) and self.law_.converged_
+
+    def refit(self, counts: ArrayLike) -> dict[str, Array]:
+        """All constants (P,) with row i counted `counts` (P, n) times; NaN where either step did not converge."""
+        self._fitted()
+        counts = np.atleast_2d(np.asarray(counts, dtype=np.float64))
+        first = self.law_.refit(counts[:, self.data_["final"]])
+        found = self._curve.solve(counts * self._weight, self._theta)
+        both = first | {k: np.where(found.converged, v, np.nan) for k, v in self._curve.constants(found.theta).items()}
+        whole = np.isfinite(np.stack([both[name] for name in self.names])).all(axis=0)
+        return {name: np.where(whole, both[name], np.nan) for name in self.names}
+
+    def bootstrap(self, n: int = 1000, groups: ArrayLike | None = None, seed: int = 0) -> Self:
+        """Refit both steps on `n` resamples of whole groups (`groups` (rows,): run ids). Returns self.
+
+        Raises InputError where there are too few groups with a final row.
+        """
+        self._fitted()
+        rows = len(self.data_["acc"])
+        groups = (np.arange(rows) if groups is None else np.asarray(groups)).astype(str)
+        if len(groups) != rows:
+            raise InputError(f"groups has {len(groups)} values and the fit has {rows} points; each needs one.")
+        counts, redrawn = self.resamples(groups, n, seed)
+        found = self.refit(counts)
+        keep = np.isfinite(found["slope"])
+        self.groups_ = len(np.unique(groups[self.data_["final"]]))
+        self.counts_ = counts[keep]
+        self.draws_ = {name: values[keep] for name, values in found.items()}
+        self.bootstrap_ = {"resamples": int(keep.sum()), "redrawn": redrawn, "unconverged": int((~keep).sum())}
+        return self
+
+    def widened(self, level: float) -> float:
+        """The level whose percentiles of the draws cover at `level`, given how few runs there are.
+
+        Percentiles of n resampled runs are those of a normal distribution with too small a variance, by (n - k) / n for
+        k constants; the expanded percentile interval (Hesterberg 2014, arXiv:1411.5279) undoes that and puts Student's
+        t with n - k degrees of freedom in the normal's place.
+        """
+        from scipy.special import ndtr, stdtrit
+
+        freedom = max(self.groups_ - self.law_.problem_.free, 1)
+        reach = np.sqrt(self.groups_ / freedom) * stdtrit(freedom, 0.5 + 0.5 * level)
+        return float(1.0 - 2.0 * ndtr(-reach))
+
+    def resamples(self, groups: np.ndarray, n: int, seed: int) -> tuple[Array, int]:
+        """Counts (n, rows) that identify the first step; runs without a final row are drawn among themselves."""
+        done, p = self.data_["final"], self.law_.problem_
+        inputs = np.stack([self.data_["N"][done], self.data_["D"][done]])
+        counts, redrawn = identifiable_counts(groups[done], n, seed, inputs, np.ones(int(done.sum())), p.axes, p.free)
+        every = np.zeros((n, len(groups)))
+        place = {group: i for i, group in enumerate(groups[done])}
+        own = np.array([group in place for group in groups])
+        every[:, own] = counts[:, [place[group] for group in groups[own]]]
+        if not own.all():
+            every[:, ~own] = cluster_counts(groups[~own], n, seed + 1)
+        return every, redrawn
+
+    # Reading.
+
+    def task_loss(self, constants: Mapping[str, Any], N: Any, D: Any) -> Array:
+        """The first step under the constants given, which broadcast with N and D."""
+        with np.errstate(over="ignore"):
+            return np.asarray(self.law_.evaluate(constants, N, D))
+
+    def accuracy(self, constants: Mapping[str, Any], loss: Any) -> Array:
+        """The second step: accuracy at a task loss."""
+        u = constants["slope"] * (constants["middle"] - loss)
+        top = constants["ceiling"] - constants["floor"] if self.link == "sigmoid" else 1.0
+        return np.asarray(constants["floor"] + top * _shape(self.link, u)[0])
+
+    def predict(self, N: ArrayLike, D: ArrayLike) -> Any:
+        """Accuracy at N parameters and D tokens (broadcast together); a float for two floats."""
+        self._fitted()
+        value = self.accuracy(self.constants_, self.task_loss(self.constants_, *_pair(N, D)))
+        return float(value) if value.ndim == 0 else value
+
+    def predict_draws(self, N: ArrayLike, D: ArrayLike) -> Array:
+        """Accuracy under each bootstrap draw: (resamples,) for scalars, (points, resamples) for (points,)."""
+        draws = self.bootstrapped()
+        n, d = (v[..., None] for v in _pair(N, D))
+        return self.accuracy(draws, self.task_loss(draws, n, d))
+
+    def interval(self, N: ArrayLike, D: ArrayLike, level: float = 0.95) -> Any:
+        """Interval of the law's accuracy: (low, high) for scalars, (points, 2) for (points,)."""
+        return intervals(self.predict_draws(N, D), self.widened(level))
+
+    def prediction_interval(
+        self, N: ArrayLike, D: ArrayLike, level: float = 0.95, items: int | None = None, seed: int = 0
+    ) -> Any:
+        """Interval for the score of one new run: the law's own, the luck of a run in both steps, and its items.
+
+        `items` of the benchmark, by default as many as those of the fit. Shapes as of `interval`.
+        """
+        draws, rng = self.bootstrapped(), np.random.default_rng(seed)
+        n, d = (v[..., None] for v in _pair(N, D))
+        return intervals(self.noisy(draws, self.task_loss(draws, n, d), rng, items), self.widened(level))
+
+    def noisy(
+        self, constants: Mapping[str, Any], loss: Array, rng: np.random.Generator, items: int | None = None
+    ) -> Array:
+        """Scores that single runs might get where the law says `loss`."""
+        luck = rng.choice(self.law_.residuals(), size=loss.shape)
+        acc = self.accuracy(constants, loss * np.exp(luck))
+        acc = np.clip(acc + self.scatter_ * rng.standard_normal(loss.shape), 0.0, 1.0)
+        items = items or self.items_
+        return rng.binomial(items, acc) / items if items else acc
+
+    def equation(self, say: Callable[[str], str]) -> str:
+        """Both steps as text, each constant through `say(name)`."""
+        first = self.law_.equation(say).split("= ", 1)[1]
+        u = f"{say('slope')} ({say('middle')} - L)"
+        if self.link == "exponential":
+            return f"acc = {say('floor')} + exp({u}), L = {first}"
+        return f"acc = {say('floor')} + ({say('ceiling')} - {say('floor')}) / (1 + exp(-{u})), L = {first}"
+
+    def constant_interval(self, name: str, level: float = 0.95) -> tuple[float, float]:
+        """Interval of a constant of either step."""
+        draws = self.bootstrapped()
+        if name not in draws:
+            raise InputError(f"interval of {name!r} is not known; choose one of {', '.join(self.names)}.")
+        return percentile_interval(draws[name], self.widened(level))
+
+    def say(self, name: str) -> str:
+        """A constant with its interval where there is one."""
+        shown = f"{self.constants_[name]:.4g}"
+        if self.draws_ is None or np.ptp(self.draws_[name]) == 0:
+            return shown
+        low, high = self.constant_interval(name)
+        return f"{shown} [{low:.4g}, {high:.4g}]"
+
+    def __repr__(self) -> str:
+        if not hasattr(self, "constants_"):
+            return f"TaskLaw(link={self.link!r}, ceiling={self.ceiling}, law={self.law!r})"
+        state = "converged" if self.converged_ else "NOT converged"
+        return f"{self.equation(self.say)}   ({len(self.data_['acc'])} points, {state})"
+
+    def _fitted(self) -> None:
+        if not hasattr(self, "constants_"):
+            raise InputError("this TaskLaw is not fitted; call fit(N, D, task_loss, acc) first.")
+
+    def bootstrapped(self) -> dict[str, Array]:
+        """The draws; raises InputError before `bootstrap`."""
+        self._fitted()
+        if self.draws_ is None:
+            raise InputError("this TaskLaw has no intervals yet; call bootstrap(n, groups=run_id) first.")
+        return self.draws_
+
+
+class _Curve:
+    """The second step over one table, in the solver's coordinates: (floor, ceiling, u at the mean loss, log slope)."""
+
+    def __init__(self, link: str, loss: Array, acc: Array, chance: float | None, ceiling: float | None) -> None:
+        self.link, self.acc = link, acc
+        self.mean, self.spread = float(loss.mean()), float(loss.std()) or 1.0
+        self.z = (loss - self.mean) / self.spread
+        self.form = FunctionForm(self._derivatives, 4, len(loss))
+        top = 1.0 if link == "exponential" else ceiling
+        low, high = float(acc.min()), float(acc.max())
+        self.lower = np.array([0.0 if chance is None else chance, high if top is None else top, -FAR, np.log(1e-2)])
+        self.upper = np.array([high if chance is None else chance, 1.0 if top is None else top, FAR, np.log(50.0)])
+        self.free = int((self.lower < self.upper).sum())
+        floor, roof = np.clip(low, self.lower[0], self.upper[0]), 0.5 * (self.lower[1] + self.upper[1])
+        offset, slope = (grid.ravel() for grid in np.meshgrid(OFFSETS, LOG_SLOPES, indexing="ij"))
+        self.starts = np.stack([np.full_like(offset, floor), np.full_like(offset, roof), offset, slope], axis=1)
+
+    def solve(self, weights: Array, near: Array | None = None) -> Solution:
+        """The best curve of each problem (P, n): from every start, or from `near` and the best few."""
+        starts = np.broadcast_to(self.starts, (len(weights), *self.starts.shape))
+        if near is not None:
+            error = weights @ ((self._derivatives(self.starts)[0] - self.acc) ** 2).T
+            best = np.argsort(error, axis=1)[:, :FALLBACK_STARTS]
+            here = np.broadcast_to(near, (len(weights), 1, 4))
+            starts = np.concatenate([here, self.starts[best]], axis=1)
+        return solve(self.form, self.acc, weights, starts, self.lower, self.upper, np.inf)
+
+    def constants(self, theta: Array) -> dict[str, Array]:
+        floor, ceiling, offset, log_slope = theta.T
+        found = {"floor": floor, "ceiling": ceiling, "slope": np.exp(log_slope) / self.spread}
+        found["middle"] = self.mean + offset / found["slope"]
+        return {name: found[name] for name in LINKS[self.link]}
+
+    def score(self, theta: Array, loss: Array) -> Array:
+        z = (loss - self.mean) / self.spread
+        u = theta[:, 2:3] - np.exp(theta[:, 3:]) * z
+        top = theta[:, 1:2] - theta[:, :1] if self.link == "sigmoid" else 1.0
+        return theta[:, :1] + top * _shape(self.link, u)[0]
+
+    def _derivatives(self, theta: Array) -> tuple[Array, Array, Array]:
+        """Accuracy (P, n) at the table's losses, its gradient (P, n, 4) and Hessian (P, n, 4, 4)."""
+        floor, ceiling, offset = (theta[:, i : i + 1] for i in range(3))
+        v = np.exp(theta[:, 3:]) * self.z
+        g, g1, g2 = _shape(self.link, offset - v)
+        # The exponential has no ceiling: its height is one, and the floor does not lower it.
+        bounded = 1.0 if self.link == "sigmoid" else 0.0
+        height = ceiling - floor if bounded else np.ones_like(floor)
+        first = np.stack([1.0 - bounded * g, bounded * g, height * g1, -height * g1 * v], axis=2)
+        second = np.zeros((*g.shape, 4, 4))
+        second[..., 2, 2] = height * g2
+        second[..., 2, 3] = second[..., 3, 2] = -height * g2 * v
+        second[..., 3, 3] = height * (g2 * v**2 - g1 * v)
+        for i, sign in ((0, -bounded), (1, bounded)):
+            second[..., i, 2] = second[..., 2, i] = sign * g1
+            second[..., i, 3] = second[..., 3, i] = -sign * g1 * v
+        return floor + height * g, first, second
+
+
+def _shape(link: str, u: Any) -> tuple[Array, Array, Array]:
+    """The curve of unit height at u, with its first and second derivative."""
+    if link == "exponential":
+        g = np.exp(np.minimum(u, 50.0))
+        return g, g, g
+    from scipy.special import expit
+
+    g = expit(u)
+    slope = g * (1.0 - g)
+    return g, slope, slope * (1.0 - 2.0 * g)
+
+
+def _pair(N: ArrayLike, D: ArrayLike) -> tuple[Array, Array]:
+    return np.asarray(N, dtype=np.float64), np.asarray(D, dtype=np.float64)
+
+
+def intervals(draws: Array, level: float) -> Any:
+    if draws.ndim == 1:
+        return percentile_interval(draws, level)
+    return np.array([percentile_interval(row, level) for row in draws])
+
+
+def _rows(
+    N: ArrayLike, D: ArrayLike, loss: ArrayLike, acc: ArrayLike, se: ArrayLike | None, final: ArrayLike | None
+) -> dict[str, Array]:
+    """The checked columns; a standard error of zero (every item right, or none) becomes half of the median one."""
+    rows = {name: np.atleast_1d(np.asarray(v, dtype=np.float64)) for name, v in (("N", N), ("D", D), ("acc", acc))}
+    rows["loss"] = positive("task_loss", loss)
+    rows["se"] = np.zeros(len(rows["acc"])) if se is None else np.asarray(se, dtype=np.float64)
+    done = np.ones(len(rows["acc"]), dtype=bool) if final is None else np.asarray(final).astype(bool)
+    same_length(**rows, final=done)
+    for name in ("N", "D"):
+        positive(name, rows[name][done])
+    bad = ~((rows["acc"] >= 0) & (rows["acc"] <= 1))
+    if bad.any():
+        first = int(np.argmax(bad))
+        raise InputError(f"acc is {rows['acc'][first]:g} in row {first}; it must be a share from 0 to 1.")
+    bad = ~((rows["se"] >= 0) & np.isfinite(rows["se"]))
+    if bad.any():
+        first = int(np.argmax(bad))
+        raise InputError(f"acc_se is {rows['se'][first]:g} in row {first}; it must be a finite number, zero or more.")
+    if (rows["se"] > 0).any():
+        rows["se"] = np.maximum(rows["se"], 0.5 * np.median(rows["se"][rows["se"] > 0]))
+    return rows | {"final": done}

@@ -1,0 +1,200 @@
+"""The best learning rate and batch of each cell of a sweep: every (N, D) at which a grid of settings was trained.
+
+Special here:
+- Three ideas of best. "near" is the middle of all settings within a fraction of the lowest loss (Bi et al.: 0.25 %);
+  "best" is the setting of the lowest loss (Li et al.); "surface" is the minimum of a polynomial through the runs near
+  the best.
+- "best" falls on the grid, so it errs by up to half a step, and it picks whatever run was lucky. "near" averages that
+  out and leans to the side where the loss rises slowly. "surface" does neither, and wants a dozen runs near the best of
+  every cell.
+- An optimum that the settings do not enclose is refused with the reason, and enters no law.
+
+Bi et al. 2024 (DeepSeek, arXiv:2401.02954), section 3.1; Li et al. 2025 (Step Law, arXiv:2503.04715).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from ..errors import Array, InputError, positive, same_length
+from ..table import RunTable
+
+NEAR = 0.0025
+WINDOW = 0.01
+CUBIC_RUNS = 16  # runs near the best from which the surface of one cell has cubic terms
+METHODS = ("near", "best", "surface")
+SETTINGS = ("learning_rate", "batch")
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Runs over settings: N, D, learning_rate, batch (tokens), loss, each (n,)."""
+
+    N: Array
+    D: Array
+    learning_rate: Array
+    batch: Array
+    loss: Array
+
+    def __iter__(self) -> Iterator[Array]:
+        """In the order that `cell_optima` and `HyperparameterSurface.fit` take."""
+        return iter((self.N, self.D, self.learning_rate, self.batch, self.loss))
+
+
+def read_sweep(table: RunTable, sequence_length: float | None = None) -> Sweep:
+    """The settings of a table's runs, from its columns `learning_rate` or `lr`, and `batch_tokens`, or `batch_size` or
+    `bs` (sequences) times `sequence_length` (an argument or a column).
+
+    Raises InputError for a column that is missing or not positive.
+    """
+    rate = _column(table, "learning_rate", "lr")
+    if "batch_tokens" in table.frame:
+        return Sweep(table.N, table.D, rate, _column(table, "batch_tokens"), table.loss)
+    sequences = _column(table, "batch_size", "bs")
+    if sequence_length is not None:
+        length = positive("sequence_length", [sequence_length])
+    elif "sequence_length" in table.frame:
+        length = _column(table, "sequence_length")
+    else:
+        raise InputError(
+            f"{table.source} counts its batch in sequences and has no column 'sequence_length'; give sequence_length."
+        )
+    return Sweep(table.N, table.D, rate, sequences * length, table.loss)
+
+
+@dataclass(frozen=True)
+class CellOptimum:
+    """The best settings at one (N, D), from `used` of its `runs`; `reason` is empty when the optimum is accepted.
+
+    learning_rate_se and batch_se are standard errors of the logarithms, which only "surface" knows. A setting that the
+    cell did not vary has no optimum (NaN).
+    """
+
+    N: float
+    D: float
+    loss: float
+    runs: int
+    used: int
+    method: str
+    learning_rate: float = float("nan")
+    batch: float = float("nan")
+    learning_rate_se: float = float("nan")
+    batch_se: float = float("nan")
+    reason: str = ""
+
+    @property
+    def accepted(self) -> bool:
+        return not self.reason
+
+    @property
+    def C(self) -> float:
+        """FLOPs, 6ND."""
+        return 6.0 * self.N * self.D
+
+
+def cell_optima(
+    N: ArrayLike,
+    D: ArrayLike,
+    learning_rate: ArrayLike,
+    batch: ArrayLike,
+    loss: ArrayLike,
+    method: Literal["near", "best", "surface"] = "near",
+    within: float | None = None,
+) -> list[CellOptimum]:
+    """The optimum of each cell, by rising N and D, from all runs (n,); batch in tokens.
+
+    `within` is the relative excess loss up to which a run is near (0.0025), or is used by the surface (0.01).
+    """
+    if method not in METHODS:
+        raise InputError(f"method is {method!r}; choose one of {', '.join(METHODS)}.")
+    within = {"near": NEAR, "best": 0.0, "surface": WINDOW}[method] if within is None else within
+    if not 0 <= within < 1:
+        raise InputError(f"within is {within}; a relative excess loss such as {NEAR} is expected.")
+    given = {"N": N, "D": D, "learning_rate": learning_rate, "batch": batch, "loss": loss}
+    columns = {name: positive(name, values) for name, values in given.items()}
+    same_length(**columns)
+    cell = cells_of(columns["N"], columns["D"])
+    find = _from_surface if method == "surface" else _from_grid
+    return [
+        find(Sweep(*(values[cell == label] for values in columns.values())), method, within)
+        for label in range(cell.max() + 1)
+    ]
+
+
+def _from_grid(runs: Sweep, method: str, within: float) -> CellOptimum:
+    """Geometric mean of the settings near the best (within 0: the best alone)."""
+    near = near_best(runs.N, runs.D, runs.loss, np.ones_like(runs.loss), within)
+    if method == "best":  # of equal losses the first
+        near = np.arange(len(near)) == int(np.argmin(runs.loss))
+    found: dict[str, Any] = {
+        name: float(np.exp(np.log(getattr(runs, name)[near]).mean())) for name in SETTINGS if _varies(runs, name)
+    }
+    return replace(_bare(runs, method, int(near.sum())), **found, reason=_edge(runs))
+
+
+def _from_surface(runs: Sweep, method: str, within: float) -> CellOptimum:
+    from .settings_surface import HyperparameterSurface
+
+    near = near_best(runs.N, runs.D, runs.loss, np.ones_like(runs.loss), within)
+    bare = _bare(runs, method, int(near.sum()))
+    laws: dict[str, Any] = {name: () if _varies(runs, name) else None for name in SETTINGS}
+    order = 3 if near.sum() >= CUBIC_RUNS else 2
+    try:
+        surface = HyperparameterSurface(**laws, order=order, window=within).fit(*runs)
+    except InputError as error:
+        return replace(bare, reason=str(error).rstrip("."))
+    best, errors = surface.optimal(runs.N[0], runs.D[0]), surface.standard_errors()
+    found: dict[str, Any] = {name: getattr(best, name) for name in surface.laws}
+    found |= {f"{name}_se": errors[f"{name}_k"] for name in surface.laws}
+    outside = [
+        name
+        for name in surface.laws
+        if not getattr(runs, name)[near].min() < found[name] < getattr(runs, name)[near].max()
+    ]
+    reason = f"the minimum lies outside of the {' and '.join(outside)} near the best" if outside else _edge(runs)
+    return replace(bare, **found, reason=reason)
+
+
+def _bare(runs: Sweep, method: str, used: int) -> CellOptimum:
+    return CellOptimum(float(runs.N[0]), float(runs.D[0]), float(runs.loss.min()), len(runs.loss), used, method)
+
+
+def _edge(runs: Sweep) -> str:
+    """Why a best run at an end of the settings cannot be trusted; empty where it is inside."""
+    best = int(np.argmin(runs.loss))
+    for name in SETTINGS:
+        values = getattr(runs, name)
+        if _varies(runs, name) and values[best] in (values.min(), values.max()):
+            side = "smallest" if values[best] == values.min() else "largest"
+            return f"the lowest loss is at the {side} {name.replace('_', ' ')}, an edge of the settings tried"
+    return ""
+
+
+def _varies(runs: Sweep, name: str) -> bool:
+    return bool(np.ptp(getattr(runs, name)) > 0)
+
+
+def _column(table: RunTable, *names: str) -> Array:
+    for name in names:
+        if name in table.frame:
+            return positive(name, table.column(name), table.rows)
+    exist = ", ".join(map(str, table.frame.columns))
+    raise InputError(f"{table.source} has no column {' or '.join(map(repr, names))}; it has {exist}.")
+
+
+def cells_of(N: Array, D: Array) -> np.ndarray:
+    """The cell of each run, 0, 1, ...: runs of one N and one D."""
+    return np.unique(np.stack([N, D]), axis=1, return_inverse=True)[1].ravel()
+
+
+def near_best(N: Array, D: Array, loss: Array, weight: Array, within: float) -> np.ndarray:
+    """Which runs that count have a loss within a fraction `within` of the lowest of their cell, (n,)."""
+    cell = cells_of(N, D)
+    lowest = np.full(cell.max() + 1, np.inf)
+    np.minimum.at(lowest, cell[weight > 0], loss[weight > 0])
+    return (weight > 0) & (loss <= lowest[cell] * (1.0 + within))

@@ -1,0 +1,211 @@
+"""Learning-rate and batch-size laws, y = k N^p_N D^p_D or in other inputs, through the optimum of each cell of a sweep.
+
+Special here:
+- A *cell* is a grid of settings trained at one (N, D). Its optimum is one observation: rows of one cell are not
+  independent, and a bootstrap over rows (Li et al.) gives intervals that are too narrow.
+- The cells are designed and few, so the bootstrap keeps them all and moves their residuals. The residual of a cell is
+  that of the fit without it, as large as its error and larger where the cell has leverage (the jackknife's covariance,
+  MacKinnon and White 1985); its sign is drawn, and its size from the spread that so few cells leave open (Student's t).
+- The same law serves other optima: critical batch against loss is Kaplan's (B* = k, alpha_B = -1 / p_loss), against D
+  that of Zhang et al. 2024 (arXiv:2410.21676).
+
+Li et al. 2025 (arXiv:2503.04715), equation 1; Bi et al. 2024 (arXiv:2401.02954), equation 1 and section 3.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from ..errors import Array, InputError
+from ..laws.law import Law, Problem
+from ..laws.resampling import left_out_residuals
+from ..solver.forms import LogSumExp
+
+if TYPE_CHECKING:
+    from .cells import CellOptimum
+
+COLLINEAR = 0.01  # smallest over largest singular value of the log inputs, each scaled, below which exponents are one
+
+
+class DesignedLaw(Law):
+    """A law whose independent units were designed and are few: cells of a sweep, or single rows."""
+
+    def _designs(self) -> list[Array]:
+        """The inputs of each log-linear part, (n, m): what remains when a cell is left out must identify it."""
+        raise NotImplementedError
+
+    def _cells(self) -> np.ndarray:
+        """The cell of each row, (n,)."""
+        return np.arange(len(self.weight_))
+
+    def bootstrap(self, n: int = 1000, groups: Any = None, seed: int = 0, method: str = "wild") -> Self:
+        """Refit `n` draws; rows of a cell move together, unless `groups` (rows,) says what does.
+
+        method "wild" keeps every cell and moves the residuals that the fits without each have (see the module);
+        "pairs" draws whole cells with replacement, and needs many. Raises InputError where a cell is the only one
+        that tells two constants apart, or where "pairs" has too few.
+        """
+        self._fitted()
+        groups = self._cells() if groups is None else np.asarray(groups)
+        if method != "wild" or len(groups) != len(self.weight_) or n < 1:
+            return super().bootstrap(n, groups, seed, method)  # which also says what is wrong
+        labels, member = np.unique(groups.astype(str), return_inverse=True)
+        member = member.ravel()
+        freedom = len(labels) - max(design.shape[1] for design in self._designs())
+        self._need_every_cell(labels, member, freedom)
+        error = left_out_residuals(self, groups.astype(str)) * np.sqrt(1.0 - 1.0 / len(labels))
+        generator = np.random.default_rng(seed)
+        signs = generator.choice([-1.0, 1.0], size=(n, len(labels)))
+        signs *= np.sqrt(freedom / generator.chisquare(freedom, n))[:, None]
+        fitted = self.problem_.form.value(self.theta_[None, :])[0][0]
+        found = self._refit(np.ones((n, len(member))), fitted + signs[:, member] * error)
+        kept = int(found.converged.sum())
+        self.draws_ = self.problem_.constants(found.theta[found.converged])
+        self.groups_ = groups.astype(str)
+        self.bootstrap_ = {"resamples": kept, "redrawn": 0, "unconverged": n - kept, "method": method, "seed": seed}
+        return self
+
+    def _need_every_cell(self, labels: np.ndarray, member: np.ndarray, freedom: int) -> None:
+        if freedom < 1:
+            raise InputError(
+                f"{self.title} has {len(labels)} cells, too few for an interval; at least {len(labels) - freedom + 1} "
+                "are needed."
+            )
+        for design in self._designs():
+            for cell in range(len(labels)):
+                if collinear(design[member != cell]):
+                    raise InputError(
+                        f"without cell {labels[cell]} the other {len(labels) - 1} cannot tell the exponents of "
+                        f"{self.title} apart; add cells before asking for an interval."
+                    )
+
+
+class HyperparameterLaw(DesignedLaw):
+    """target = k prod_i input_i^p_i, by least squares in the logarithm (or another objective of `Law`).
+
+    `target` says what is predicted ("learning_rate", "batch", "critical_batch", ...) and `inputs` of what, as in ("N",
+    "D") or ("C",). After `fit`: constants_ (k, p_N, p_D, ...), and what `Law` lists.
+    """
+
+    form = "hyperparameter"
+    title = "the law"
+    k_: float
+
+    def __init__(
+        self,
+        target: str = "learning_rate",
+        inputs: Sequence[str] = ("N", "D"),
+        objective: str = "squares",
+        delta: float = 1e-3,
+    ) -> None:
+        super().__init__(objective, delta)
+        inputs = (inputs,) if isinstance(inputs, str) else tuple(inputs)
+        if not inputs or len({*inputs, target}) <= len(inputs):
+            raise InputError(f"inputs is {inputs} for target {target!r}; one or more different names are needed.")
+        self.inputs, self.output = inputs, target
+        self.names = ("k", *(f"p_{name}" for name in inputs))
+        self.title = f"the law of {target} in {', '.join(inputs)}"
+
+    def options(self) -> dict[str, Any]:
+        return {"target": self.output, "inputs": list(self.inputs)} | super().options()
+
+    def fit(self, *columns: ArrayLike, weight: ArrayLike | None = None, loss_se: ArrayLike | None = None) -> Self:
+        """Columns (cells,): the inputs in order, then the target. `loss_se` is the target's standard error.
+
+        Raises InputError for fewer than one cell more than constants, and for inputs that do not vary separately.
+        """
+        if len(columns) != len(self.inputs) + 1:
+            wanted = ", ".join((*self.inputs, self.output))
+            raise InputError(f"fit was given {len(columns)} columns; {wanted} are expected.")
+        return self._fit(columns, weight, loss_se)
+
+    def fit_cells(self, cells: Sequence[CellOptimum]) -> Self:
+        """Fit to the accepted optima of `cell_optima`, in N, D or C = 6ND; objective "se" reads their uncertainty."""
+        good = [cell for cell in cells if cell.accepted]
+        if not good:
+            reason = f", the first because {cells[0].reason}" if cells else ""
+            raise InputError(f"none of {len(cells)} cells has an optimum{reason}.")
+        unknown = [name for name in self.inputs if name not in ("N", "D", "C")]
+        if unknown or self.output not in ("learning_rate", "batch"):
+            said = f"inputs is {self.inputs} for target {self.output!r}"
+            raise InputError(f"{said}; cells know learning_rate or batch, in N, D and C.")
+        columns = [np.array([getattr(cell, name) for cell in good]) for name in (*self.inputs, self.output)]
+        se = None
+        if self.objective == "se":
+            se = np.array([getattr(cell, f"{self.output}_se") for cell in good]) * columns[-1]
+        return self.fit(*columns, loss_se=se)
+
+    @staticmethod
+    def evaluate(constants: Mapping[str, Any], *inputs: Any) -> Any:
+        """The product k prod_i input_i^p_i; the exponents are `constants` after k, in order."""
+        powers = [value for name, value in constants.items() if name != "k"]
+        with np.errstate(over="ignore"):
+            return np.exp(
+                np.log(constants["k"]) + sum(p * np.log(value) for p, value in zip(powers, inputs, strict=True))
+            )
+
+    def equation(self, say: Callable[[str], str]) -> str:
+        product = " ".join(f"{name}^{say(f'p_{name}')}" for name in self.inputs)
+        return f"{self.output}({', '.join(self.inputs)}) = {say('k')} {product}"
+
+    # The law as the solver sees it.
+
+    def _designs(self) -> list[Array]:
+        return [log_design([self.data_[name] for name in self.inputs], len(self.weight_))]
+
+    def _check(self, inputs: tuple[Array, ...], observed: Array) -> None:
+        super()._check(inputs, observed)
+        if collinear(log_design(list(inputs), len(observed))):
+            raise InputError(
+                f"{' and '.join(self.inputs)} do not vary separately over the cells, so the exponents of {self.title} "
+                "are not identifiable; add cells, or fewer inputs."
+            )
+
+    def _problem(self, inputs: tuple[Array, ...], observed: Array, centred: bool = True) -> Problem:
+        """Coordinates: log k (at the mean log inputs), then the exponents."""
+        design, target = log_design(list(inputs), len(observed)), np.log(observed)
+        middle = design[:, 1:].mean(axis=0) if centred else np.zeros(len(inputs))
+        design = np.concatenate([design[:, :1], design[:, 1:] - middle], axis=1)
+        free = design.shape[1]
+
+        def constants(theta: Array) -> dict[str, Array]:
+            with np.errstate(over="ignore"):
+                k = np.exp(theta[:, 0] - theta[:, 1:] @ middle)
+            return {"k": k} | dict(zip(self.names[1:], theta.T[1:].copy(), strict=True))
+
+        def starts(weights: Array, keep: int | None) -> Array:
+            best = np.linalg.lstsq(design, target, rcond=None)[0]
+            return np.broadcast_to(best, (len(weights), 1, free))
+
+        return Problem(
+            form=LogSumExp(free, [(range(free), design)]),
+            target=target,
+            lower=np.full(free, -np.inf),
+            upper=np.full(free, np.inf),
+            coordinates=self.names,
+            logarithmic=(True, *(False for _ in inputs)),
+            axes=np.log(np.stack(inputs)),
+            starts=starts,
+            constants=constants,
+        )
+
+
+def log_design(inputs: list[Array], rows: int) -> Array:
+    """A one and the logarithm of each input, (rows, 1 + inputs)."""
+    return np.stack([np.ones(rows), *(np.log(values) for values in inputs)], axis=1)
+
+
+def collinear(design: Array) -> bool:
+    """Whether the columns of a `log_design` cannot be told apart."""
+    if design.shape[1] == 1:
+        return len(design) == 0
+    centred = design[:, 1:] - design[:, 1:].mean(axis=0)
+    scale = np.linalg.norm(centred, axis=0)
+    if (scale < 1e-3).any():
+        return True
+    spread = np.linalg.svd(centred / scale, compute_uv=False)
+    return len(centred) <= centred.shape[1] or bool(spread[-1] < COLLINEAR * spread[0])

@@ -1,0 +1,254 @@
+"""Smoothly broken power laws, y = a + b x^-c0 prod_i (1 + (x / d_i)^(1 / f_i))^(-c_i f_i).
+
+Special here:
+- In log-log the slope of y - a goes from -c0 to -(c0 + c1) around d1, over a width of about 4 f1 in log x; and so on.
+- With a and the places and widths of the breaks given, log(y - a) is linear in log b and the slopes; the starts are the
+  best of a grid solved that way.
+- Three more constants a break fit almost anything. A break counts as supported only inside the data and where it lowers
+  the corrected Akaike criterion; else `degenerate_` names its place d_i, and the law must not be extrapolated.
+- The points of such a law are designed, so its bootstrap flips residuals and keeps x, as with `PowerLaw`.
+
+Caballero et al. 2022 (arXiv:2210.14891), equation 1; Hurvich and Tsai 1989 for the criterion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from itertools import combinations
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from ..errors import Array, InputError
+from ..solver.solver import variable_projection
+from ..solver.terms import LogSumTerms, Term
+from .law import Law, Problem
+
+BREAKS = (0, 1, 2, 3)
+STEEPEST = 20.0  # |c_i|; Caballero et al. find up to 6
+SHARPEST = 0.02  # f_i: a bend within 8 % of x
+MARGIN = 0.25  # how far outside of the data a break may lie, in spans of log x
+VANISHED = 12.0  # an offset below exp(-12) of the smallest y is called zero
+WIDE = 50.0  # how far log b may lie from log y
+OFFSET_GRID = (0.0, 0.5, 0.8, 0.95, 0.99)  # of the smallest y
+PLACES = {1: 12, 2: 9, 3: 8}  # how many places inside the data the starts try, by the number of breaks
+WIDTH_GRID = (0.02, 0.06, 0.2)  # of the span of log x, for the starts
+STARTS = 48
+CHUNK = 200  # resamples whose starts are projected at once, to bound memory
+
+
+class BrokenPowerLaw(Law):
+    """y = a + b x^-c0 prod_i (1 + (x / d_i)^(1 / f_i))^(-c_i f_i), with 0 to 3 `breaks`; a is zero without `offset`.
+
+    After `fit`: a_, b_, c0_, for every break c1_, d1_, f1_, ..., in the order of their places, and what `Law` lists.
+    `degenerate_` names d_i where the break lies outside of the data, and the weakest one where the data are no better
+    described than with one break fewer (`support`). After `bootstrap`: draws_.
+    """
+
+    form = "broken"
+    title = "the broken power law"
+    inputs = ("x",)
+    output = "y"
+    a_: float
+    b_: float
+    c0_: float
+
+    def __init__(self, breaks: int = 1, offset: bool = True, objective: str = "squares", delta: float = 1e-3) -> None:
+        super().__init__(objective, delta)
+        if breaks not in BREAKS:
+            raise InputError(f"breaks is {breaks}; it must be 0, 1, 2 or 3.")
+        self.breaks, self.offset = int(breaks), bool(offset)
+        each = tuple(f"{name}{i}" for i in range(1, breaks + 1) for name in "cdf")
+        self.names = ("a", "b", "c0", *each)
+
+    def options(self) -> dict[str, Any]:
+        return {"breaks": self.breaks, "offset": self.offset} | super().options()
+
+    def fit(
+        self, x: ArrayLike, y: ArrayLike, weight: ArrayLike | None = None, loss_se: ArrayLike | None = None
+    ) -> Self:
+        """x, y (n,) positive; weight and standard errors of y (n,) optional. Returns self.
+
+        Raises InputError where there are not more different x than constants.
+        """
+        return self._fit((x, y), weight, loss_se)
+
+    def bootstrap(self, n: int = 1000, groups: Any = None, seed: int = 0, method: str = "wild") -> Self:
+        return super().bootstrap(n, groups, seed, method)
+
+    @staticmethod
+    def evaluate(constants: Mapping[str, Any], *inputs: Any) -> Any:
+        """The law, a + b x^-c0 prod_i (1 + (x / d_i)^(1 / f_i))^(-c_i f_i), at inputs (x,)."""
+        c, u = constants, np.log(inputs[0])
+        log = np.log(c["b"]) - c["c0"] * u
+        i = 1
+        while f"d{i}" in c:
+            log = log - c[f"c{i}"] * c[f"f{i}"] * np.logaddexp(0.0, (u - np.log(c[f"d{i}"])) / c[f"f{i}"])
+            i += 1
+        with np.errstate(over="ignore"):
+            return c["a"] + np.exp(log)
+
+    def equation(self, say: Callable[[str], str]) -> str:
+        bends = "".join(
+            f" (1 + (x / {say(f'd{i}')})^(1 / {say(f'f{i}')}))^(-({say(f'c{i}')}) {say(f'f{i}')})"
+            for i in range(1, self.breaks + 1)
+        )
+        return f"y = {say('a') + ' + ' if self.offset else ''}{say('b')} x^-({say('c0')}){bends}"
+
+    # Whether the data support the breaks.
+
+    def aicc(self) -> float:
+        """The corrected Akaike criterion of the fit, less a constant of the data; infinity where n - k - 1 < 1.
+
+        The scatter is Gaussian where the objective is a sum of squares, and Laplacian for huber and l1.
+        """
+        self._fitted()
+        weight = self.weight_ * self._precision
+        n, k = int((weight > 0).sum()), self.problem_.free + 1
+        residual = np.abs(self.residuals())
+        power = 2.0 if self.objective in ("squares", "se") else 1.0
+        # A scatter below rounding is no better than rounding.
+        scatter = max(float(weight @ residual**power / weight.sum()), 1e-13**power)
+        return 2.0 / power * n * np.log(scatter) + (2.0 * k * n / (n - k - 1) if n > k + 1 else np.inf)
+
+    def simpler(self) -> BrokenPowerLaw:
+        """The law with one break fewer, fitted to the same data."""
+        self._fitted()
+        if self.breaks == 0:
+            raise InputError("breaks is 0, so there is no simpler law.")
+        law = BrokenPowerLaw(self.breaks - 1, self.offset, self.objective, self.delta)
+        return law.fit(self.data_["x"], self.data_["y"], self.weight_, self.se_)
+
+    def support(self) -> float:
+        """How much one break fewer raises the corrected Akaike criterion: below zero, the data do not want this break;
+        above ten, they can hardly do without.
+        """
+        return self.simpler().aicc() - self.aicc()
+
+    def _accept(self, found: Any) -> None:
+        super()._accept(found)
+        if not self.breaks:
+            return
+        c, x = self.constants_, self.data_["x"][self.weight_ > 0]
+        outside = [f"d{i}" for i in range(1, self.breaks + 1) if not x.min() < c[f"d{i}"] < x.max()]
+        weakest = min(range(1, self.breaks + 1), key=lambda i: abs(c[f"c{i}"]))
+        unwanted = [] if self.support() > 0 else [f"d{weakest}"]
+        self.degenerate_ += [name for name in dict.fromkeys(outside + unwanted) if name not in self.degenerate_]
+
+    # The law as the solver sees it.
+
+    def _check(self, inputs: tuple[Array, ...], observed: Array) -> None:
+        distinct = len(np.unique(np.round(np.log(inputs[0]), 6)))
+        if distinct <= self.problem_.free:
+            raise InputError(
+                f"{self.title} with {self.breaks} breaks has {self.problem_.free} constants and there are {distinct} "
+                f"different x; it needs at least {self.problem_.free + 1}."
+            )
+
+    def _problem(self, inputs: tuple[Array, ...], observed: Array, centred: bool = True) -> Problem:
+        """Coordinates: log b (of the law without breaks, at the mean log x), c0, and for every break c_i, log d_i and
+        log f_i; log a with an offset.
+        """
+        log_x, target = np.log(inputs[0]), np.log(observed)
+        x0 = float(log_x.mean()) if centred else 0.0
+        u, span = log_x - x0, max(float(np.ptp(log_x)), 1e-3)
+        names = [name for name in self.names if name != "a" or self.offset]
+        at = {name: i for i, name in enumerate(names)}
+        low, high = float(target.min()), float(target.max())
+        bounds = {
+            "a": (low - VANISHED, high),
+            "b": (low - WIDE, high + WIDE) if centred else (-np.inf, np.inf),
+            "c": (-STEEPEST, STEEPEST),
+            "d": (float(u.min()) - MARGIN * span, float(u.max()) + MARGIN * span),
+            "f": (np.log(SHARPEST), np.log(max(span, 2.0 * SHARPEST))),
+        }
+
+        def constants(theta: Array) -> dict[str, Array]:
+            return self._constants(theta, at, x0, bounds["a"][0])
+
+        def starts(weights: Array, keep: int | None) -> Array:
+            return _starts(u, observed, self.breaks, at, weights, keep or STARTS)
+
+        return Problem(
+            form=LogSumTerms(lambda v, with_second: _terms(v, u, self.breaks, with_second), at, len(u)),
+            target=target,
+            lower=np.array([bounds[name[0]][0] for name in names]),
+            upper=np.array([bounds[name[0]][1] for name in names]),
+            coordinates=tuple(names),
+            logarithmic=tuple(name[0] in "abdf" for name in names),
+            axes=log_x[None, :],
+            starts=starts,
+            constants=constants,
+        )
+
+    def _constants(self, theta: Array, at: Mapping[str, int], x0: float, floor: float) -> dict[str, Array]:
+        """Constants (P,) by name, the breaks in the order of their places."""
+        with np.errstate(over="ignore"):
+            found = {"a": np.zeros(len(theta)), "b": np.exp(theta[:, at["b"]] + theta[:, at["c0"]] * x0)}
+        if self.offset:
+            log = theta[:, at["a"]]
+            found["a"] = np.where(log <= floor, 0.0, np.exp(log))
+        found["c0"] = theta[:, at["c0"]].copy()
+        if not self.breaks:
+            return found
+        columns = {kind: theta[:, [at[f"{kind}{i}"] for i in range(1, self.breaks + 1)]] for kind in "cdf"}
+        order = np.argsort(columns["d"], axis=1)
+        columns = {kind: np.take_along_axis(values, order, axis=1) for kind, values in columns.items()}
+        columns |= {"d": np.exp(columns["d"] + x0), "f": np.exp(columns["f"])}
+        return found | {f"{kind}{i + 1}": columns[kind][:, i] for i in range(self.breaks) for kind in "cdf"}
+
+
+def _terms(v: Mapping[str, Array], u: Array, breaks: int, with_second: bool) -> list[Term]:
+    """The logarithm of the broken power, and log a where there is an offset."""
+    value = v["b"] - v["c0"] * u
+    first = {"b": np.ones(1), "c0": -u}
+    second: dict[tuple[str, str], Array] = {}
+    for i in range(1, breaks + 1):
+        c, f, t = v[f"c{i}"], np.exp(v[f"f{i}"]), u - v[f"d{i}"]
+        soft = f * np.logaddexp(0.0, t / f)
+        value = value - c * soft
+        above = np.exp(t / f - np.logaddexp(0.0, t / f))  # the share of the way past the break
+        C, D, F = f"c{i}", f"d{i}", f"f{i}"
+        by_f = soft - t * above
+        first |= {C: -soft, D: c * above, F: -c * by_f}
+        if not with_second:
+            continue
+        bend = above * (1.0 - above) / f
+        second |= {(C, D): above, (C, F): -by_f}
+        second |= {(D, D): -c * bend, (D, F): -c * bend * t, (F, F): -c * (by_f + t**2 * bend)}
+    terms = [Term(value, first, second)]
+    return [*terms, Term(v["a"] + 0.0 * u, {"a": np.ones(1)})] if "a" in v else terms
+
+
+def _starts(u: Array, y: Array, breaks: int, at: Mapping[str, int], weights: Array, keep: int) -> Array:
+    """Starts (P, G, k): log b and the slopes by least squares in log(y - a), over a grid of a, places and widths."""
+    span = float(np.ptp(u))
+    inner = np.quantile(u, np.linspace(0.0, 1.0, PLACES.get(breaks, 1) + 2)[1:-1])
+    grid = [
+        (places, width * span) for places in combinations(inner, breaks) for width in (WIDTH_GRID if breaks else (1.0,))
+    ]
+    places = np.array([p for p, _ in grid]).reshape(len(grid), breaks)
+    width = np.array([w for _, w in grid])
+    bends = [-width[:, None] * np.logaddexp(0.0, (u - places[:, i : i + 1]) / width[:, None]) for i in range(breaks)]
+    basis = np.stack([np.ones((len(grid), len(u))), np.broadcast_to(-u, (len(grid), len(u))), *bends], axis=2)
+    found = []
+    for part in np.array_split(weights, max(1, len(weights) // CHUNK)):
+        starts, errors = [], []
+        for share in OFFSET_GRID if "a" in at else (0.0,):
+            left = y - share * y.min()
+            # What is an error in log y is one of y / left in the logarithm of what is left.
+            slopes, error = variable_projection(basis, np.log(left), part * (left / y) ** 2)
+            one = np.empty((*error.shape, len(at)))
+            one[..., at["b"]], one[..., at["c0"]] = slopes[..., 0], slopes[..., 1]
+            for i in range(breaks):
+                one[..., at[f"c{i + 1}"]] = slopes[..., 2 + i]
+                one[..., at[f"d{i + 1}"]] = places[:, i]
+                one[..., at[f"f{i + 1}"]] = np.log(width)
+            if "a" in at:
+                one[..., at["a"]] = np.log(max(share, 0.02) * y.min())
+            starts.append(one)
+            errors.append(error)
+        order = np.argsort(np.concatenate(errors, axis=1), axis=1)[:, :keep, None]
+        found.append(np.take_along_axis(np.concatenate(starts, axis=1), order, axis=1))
+    return np.concatenate(found)

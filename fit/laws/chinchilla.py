@@ -1,0 +1,231 @@
+"""The parametric law L(N, D) = E + A / N^alpha + B / D^beta and the optimum that follows from it (approach 3).
+
+Special here:
+- The fit is the global optimum of its objective, from a grid of starts that each solve for E, A and B at fixed
+  exponents; `starts_` says how many of them ended at the same optimum, and `converged_` is never true for one that did
+  not.
+- N and D are centred in the logarithm inside the solver, so that bounds and conditioning do not depend on units.
+- `tied=True` holds alpha = beta, the assumption behind a constant D/N (Muennighoff et al. 2023; Gadre et al. 2024).
+  `E=` fixes the irreducible loss, as where it is known from the entropy of the data.
+
+Hoffmann et al. 2022 (arXiv:2203.15556), section 3.3 and appendix D.3; Besiroglu et al. 2024 (arXiv:2404.10102).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from ..allocation.allocation import Optimum, optimum
+from ..errors import Array, InputError, identifiable, positive
+from ..solver.forms import LogSumExp
+from ..solver.solver import variable_projection
+from .law import Law, Problem
+
+NAMES = ("E", "A", "B", "alpha", "beta")
+EXPONENT_GRID = np.geomspace(0.03, 1.5, 8)
+EXPONENT_BOUNDS = (0.0, 3.0)
+VANISHED = 12.0  # a term below exp(-12) of the smallest loss is called zero
+FLAT_EXPONENT = 0.01  # over three decades such a term changes by 7 %, so it cannot be told from E
+FAR = 200.0  # bounds of coordinates that are not centred: wide enough for exp(a) of any units
+
+
+class ChinchillaLaw(Law):
+    """L(N, D) = E + A / N^alpha + B / D^beta.
+
+    Parameters
+    ----------
+    objective : {"huber", "l1", "squares", "se"}
+        What is minimised in log loss; see `fit.law`. "se" needs `loss_se`.
+    delta : float
+        Where Huber's function turns from quadratic to linear, in log loss. 1e-3 is Hoffmann et al.'s.
+    tied : bool
+        Hold alpha = beta.
+    E : float, optional
+        Fix the irreducible loss, in the unit of the loss; zero leaves the term out.
+
+    Notes:
+    -----
+    After `fit`: E_, A_, B_, alpha_, beta_ (floats; loss in the unit of the input, N and D in parameters and tokens),
+    and what `Law` lists; `degenerate_` also names an exponent near zero. After `bootstrap`: draws_ and intervals.
+    """
+
+    form = "chinchilla"
+    title = "the law E + A/N^alpha + B/D^beta"
+    names = NAMES
+    resample_starts = 1  # on 4000 resamples of published runs no other start of 64 ended lower
+    E_: float
+    A_: float
+    B_: float
+    alpha_: float
+    beta_: float
+
+    def __init__(
+        self, objective: str = "huber", delta: float = 1e-3, tied: bool = False, E: float | None = None
+    ) -> None:
+        super().__init__(objective, delta)
+        if E is not None and not 0 <= E < np.inf:
+            raise InputError(f"E is {E}; it must be zero or more and below the lowest loss, or None to be fitted.")
+        self.tied, self.E = bool(tied), None if E is None else float(E)
+
+    def options(self) -> dict[str, Any]:
+        return super().options() | {"tied": self.tied, "E": self.E}
+
+    def fit(
+        self,
+        N: ArrayLike,
+        D: ArrayLike,
+        loss: ArrayLike,
+        weight: ArrayLike | None = None,
+        loss_se: ArrayLike | None = None,
+    ) -> Self:
+        """Fit to n runs: N parameters, D tokens, loss (nats per token), all (n,). Returns self.
+
+        `weight` (n,) multiplies each run's term. `loss_se` (n,) is the loss's standard error, for objective "se".
+        Raises InputError when a value is not a positive finite number, when there are too few different runs, or when N
+        and D do not vary separately.
+        """
+        return self._fit((N, D, loss), weight, loss_se)
+
+    @staticmethod
+    def evaluate(constants: Mapping[str, Any], *inputs: Any) -> Any:
+        """E + A / N^alpha + B / D^beta at inputs (N, D)."""
+        N, D = inputs
+        c = constants
+        return c["E"] + c["A"] * np.power(N, -c["alpha"]) + c["B"] * np.power(D, -c["beta"])
+
+    def equation(self, say: Callable[[str], str]) -> str:
+        return f"L(N, D) = {say('E')} + {say('A')} / N^{say('alpha')} + {say('B')} / D^{say('beta')}"
+
+    def optimal(self, flops: ArrayLike, level: float = 0.95) -> Optimum:
+        """The N and D that minimise the loss under C = 6 N D, in closed form (Hoffmann et al. 2022, equation 4).
+
+        `flops` is a scalar or (targets,). Intervals are filled in once `bootstrap` has run. `fit.allocation` has other
+        FLOP conventions, token limits, and inference.
+        """
+        self._fitted()
+        C = np.atleast_1d(positive("flops", np.atleast_1d(np.asarray(flops, dtype=np.float64))))
+        N, D, loss = optimum(C, self.constants_)
+        draws = {} if self.draws_ is None else self.optimal_draws(C)
+        return Optimum(C, N, D, loss, draws=draws, level=level)
+
+    def optimal_draws(self, flops: ArrayLike) -> dict[str, Array]:
+        """N, D, loss and ratio under each bootstrap draw: arrays of shape (targets, resamples)."""
+        draws = self._bootstrapped()
+        C = np.atleast_1d(np.asarray(flops, dtype=np.float64))[:, None]
+        N, D, loss = optimum(C, {name: draws[name][None, :] for name in self.names})
+        return {"N": N, "D": D, "loss": loss, "ratio": D / N}
+
+    @property
+    def exponents_(self) -> tuple[float, float]:
+        """(a, b) of N* = G (C/6)^a and D* = (C/6)^b / G: a = beta / (alpha + beta), b = 1 - a."""
+        self._fitted()
+        a = self.beta_ / (self.alpha_ + self.beta_) if self.alpha_ + self.beta_ > 0 else float("nan")
+        return a, 1.0 - a
+
+    def interval(self, name: str, level: float = 0.95, method: str = "percentile") -> tuple[float, float]:
+        """Interval of a constant by percentile, bca or profile; of `a`, the exponent of N*(C), by the first two."""
+        if name != "a":
+            return super().interval(name, level, method)
+        return self.interval_of(_exponent_of_size, level, method)
+
+    def plot(self, axes: Any = None) -> Any:
+        """Loss contours over (N, D) with the runs and the compute-efficient frontier; returns the matplotlib axes."""
+        self._fitted()
+        from ..plots import plot_contours
+
+        return plot_contours(self, self.data_["N"], self.data_["D"], self.data_["loss"], axes)
+
+    # The law as the solver sees it.
+
+    def _check(self, inputs: tuple[Array, ...], observed: Array) -> None:
+        super()._check(inputs, observed)
+        identifiable(*inputs)
+        if self.E is not None and observed.min() <= self.E:
+            raise InputError(f"E is {self.E:g}; it must be below the lowest loss, {observed.min():.4g}.")
+
+    def _accept(self, found: Any) -> None:
+        super()._accept(found)
+        for name in ("alpha",) if self.tied else ("alpha", "beta"):
+            if self.constants_[name] < FLAT_EXPONENT and name not in self.degenerate_:
+                self.degenerate_.append(name)
+
+    def _problem(self, inputs: tuple[Array, ...], observed: Array, centred: bool = True) -> Problem:
+        """Coordinates: log A and log B (at the mean log N and log D), log E unless fixed, and one or two exponents."""
+        log_n, log_d = np.log(inputs[0]), np.log(inputs[1])
+        x0, y0 = (float(log_n.mean()), float(log_d.mean())) if centred else (0.0, 0.0)
+        x, y = log_n - x0, log_d - y0
+        target = np.log(observed)
+        names = ["A", "alpha", "B"] + ([] if self.tied else ["beta"]) + (["E"] if self.E is None else [])
+        at = {name: i for i, name in enumerate(names)}
+        at.setdefault("beta", at["alpha"])
+        one = np.ones_like(x)
+        terms: list[tuple[Any, ...]] = [
+            ((at["A"], at["alpha"]), np.stack([one, -x], 1)),
+            ((at["B"], at["beta"]), np.stack([one, -y], 1)),
+        ]
+        if self.E is None:
+            terms.append(((at["E"],), one[:, None]))
+        elif self.E > 0:
+            terms.append(((), np.zeros((len(x), 0)), np.full(len(x), np.log(self.E))))
+        logarithmic = tuple(name in "ABE" for name in names)
+        floor, ceiling = float(target.min()) - VANISHED, float(target.max()) + 2.0
+        low, high = (floor, ceiling) if centred else (-FAR, FAR)
+        fixed = self.E
+
+        def constants(theta: Array) -> dict[str, Array]:
+            with np.errstate(over="ignore"):
+                value = {name: np.exp(theta[:, i] + shift(name, theta)) for name, i in at.items() if name in "ABE"}
+            for name in value:  # a term that vanished is exactly zero
+                value[name] = np.where(theta[:, at[name]] <= low, 0.0, value[name])
+            value.setdefault("E", np.full(len(theta), fixed))
+            return value | {name: theta[:, at[name]].copy() for name in ("alpha", "beta")}
+
+        def shift(name: str, theta: Array) -> Any:
+            return {"A": x0 * theta[:, at["alpha"]], "B": y0 * theta[:, at["beta"]], "E": 0.0}[name]
+
+        return Problem(
+            form=LogSumExp(len(names), terms),
+            target=target,
+            lower=np.array([low if log else EXPONENT_BOUNDS[0] for log in logarithmic]),
+            upper=np.array([high if log else EXPONENT_BOUNDS[1] for log in logarithmic]),
+            coordinates=tuple(names),
+            logarithmic=logarithmic,
+            axes=np.stack([log_n, log_d]),
+            starts=lambda weights, keep: _starts(x, y, observed, fixed, at, weights, keep),
+            constants=constants,
+        )
+
+
+def _exponent_of_size(constants: Mapping[str, Any]) -> Any:
+    with np.errstate(invalid="ignore"):
+        return np.divide(constants["beta"], np.add(constants["alpha"], constants["beta"]))
+
+
+def _starts(
+    x: Array, y: Array, loss: Array, E: float | None, at: Mapping[str, int], weights: Array, keep: int | None
+) -> Array:
+    """Starts (P, G, k) by variable projection over the grid of exponents; the `keep` best ones, or all."""
+    alpha, beta = (grid.ravel() for grid in np.meshgrid(EXPONENT_GRID, EXPONENT_GRID, indexing="ij"))
+    if at["alpha"] == at["beta"]:
+        alpha = beta = np.geomspace(EXPONENT_GRID[0], EXPONENT_GRID[-1], len(alpha))
+    terms = [np.exp(-alpha[:, None] * x), np.exp(-beta[:, None] * y)]
+    if E is None:
+        terms.append(np.ones((len(alpha), len(x))))
+    # Divided by the loss, a residual is one in log loss to first order.
+    basis = np.stack(terms, axis=2) / loss[None, :, None]
+    amplitudes, error = variable_projection(basis, np.ones_like(loss) - (E or 0.0) / loss, weights)
+    # Where least squares wants a negative amplitude the start is a small positive one instead.
+    log = np.log(np.maximum(amplitudes, 0.02 * loss.min()))
+    error = np.where((amplitudes > 0).all(axis=2), error, error * 4.0)
+    starts = np.empty((*error.shape, max(at.values()) + 1))
+    for name, column in zip(("A", "B", "E"), np.moveaxis(log, 2, 0), strict=False):
+        starts[..., at[name]] = column
+    starts[..., at["alpha"]], starts[..., at["beta"]] = alpha, beta
+    if keep is None:
+        return starts
+    order = np.argsort(error, axis=1)[:, :keep, None]
+    return np.take_along_axis(starts, order, axis=1)

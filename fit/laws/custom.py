@@ -1,0 +1,272 @@
+"""Any law that is written as a Python function, fitted and resampled as the built-in ones are.
+
+    def precision(c, N, D, P):  # Kumar et al. 2024: weights of P bits act as fewer parameters
+        return c["E"] + c["A"] / (N * (1 - np.exp(-P / c["gamma"]))) ** c["alpha"] + c["B"] / D ** c["beta"]
+
+    bounds = {"E": (0.1, 10), "A": (1, 1e6), "B": (1, 1e6), "alpha": (0.05, 2), "beta": (0.05, 2), "gamma": (0.1, 20)}
+    law = FunctionLaw(precision, bounds, inputs=("N", "D", "P")).fit(N, D, P, loss)
+
+Special here:
+- Derivatives are complex steps through the function, exact to rounding, so it must take complex constants: arithmetic,
+  exp, log, powers, and no abs, maximum or cast to float. A fit checks that and refuses a function that does not.
+- A constant whose bounds are above zero is fitted in its logarithm, another as it is. Starts are a Latin hypercube
+  inside the bounds, of which the best are kept, and those given; `starts_` says how many agree.
+- A file holds everything but the function. `FunctionLaw.from_json(source, function)` takes it again, and checks that it
+  gives the stored objective.
+
+The precision law: Kumar et al. 2024 (arXiv:2411.04330), section 3. Complex steps: Squire and Trapp 1998.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from ..errors import Array, InputError
+from ..solver.forms import ComplexStepForm
+from .law import L1_DELTA, Law, Problem
+
+Function = Callable[..., Any]
+CANDIDATES = 16  # points of the Latin hypercube for each start that is kept
+CHECKED = 8  # points where the complex step is compared with a difference
+UNUSABLE = 1e6  # stands for the squared error of a start without a finite prediction
+# Attributes of a fitted law, less the underscore at their end.
+TAKEN = {"bootstrap", "constants", "converged", "data", "degenerate", "draws", "groups"}
+TAKEN |= {"objective", "problem", "scatter", "se", "starts", "theta", "weight"}
+
+
+class FunctionLaw(Law):
+    """The law `function(constants, *inputs)`.
+
+    Parameters
+    ----------
+    function : callable
+        Takes constants (name -> array) and the inputs, which broadcast together, and gives predictions above zero.
+    parameters : mapping
+        name -> (lowest, highest), both finite; equal ones hold a constant.
+    inputs, output : names
+        Of the columns that `fit` takes, in order, and of what is predicted.
+    starts : sequence of mappings, optional
+        Constants to start from besides the drawn ones, each complete.
+    tries, seed
+        How many starts are drawn, and from which seed.
+    name : str, optional
+        What to call the law; by default the function's own name.
+
+    Notes:
+    -----
+    After `fit`: every constant as an attribute, as in `gamma_`, and what `Law` lists; `degenerate_` also names a
+    constant that no prediction depends on.
+    """
+
+    form = "function"
+
+    def __init__(
+        self,
+        function: Function | None = None,
+        parameters: Mapping[str, Sequence[float]] | None = None,
+        inputs: Sequence[str] = ("N", "D"),
+        output: str = "loss",
+        starts: Iterable[Mapping[str, float]] = (),
+        tries: int = 64,
+        seed: int = 0,
+        name: str | None = None,
+        objective: str = "huber",
+        delta: float = 1e-3,
+    ) -> None:
+        super().__init__(objective, delta)
+        self.function = function
+        self.bounds = _bounds(parameters or {})
+        self.names, self.inputs = tuple(self.bounds), tuple(inputs)
+        self.output = str(output)
+        if not self.inputs or len({*self.inputs, self.output}) != len(self.inputs) + 1:
+            raise InputError(f"inputs is {inputs!r} and output {output!r}; names that differ are needed.")
+        if tries < 1:
+            raise InputError(f"tries is {tries}; at least one start is needed.")
+        self.starts = [self._start(start) for start in starts]
+        self.tries, self.seed = int(tries), int(seed)
+        self.name = name or getattr(function, "__name__", "function")
+        self.title = f"the law {self.name}"
+
+    def options(self) -> dict[str, Any]:
+        """The constructor's arguments, but for the function."""
+        return super().options() | {
+            "parameters": {name: list(pair) for name, pair in self.bounds.items()},
+            "inputs": list(self.inputs),
+            "output": self.output,
+            "starts": self.starts,
+            "tries": self.tries,
+            "seed": self.seed,
+            "name": self.name,
+        }
+
+    def fit(
+        self, *columns: ArrayLike, weight: ArrayLike | None = None, loss_se: ArrayLike | None = None, **named: ArrayLike
+    ) -> Self:
+        """Fit to the inputs in order and then what was observed, all (n,) and above zero; by position or by name.
+
+        `weight` (n,) multiplies each run's term. `loss_se` (n,) is the standard error of what was observed, for
+        objective "se". Raises InputError when a column is missing or not positive, when there are too few different
+        runs, or when the function does not take arrays of complex constants. Returns self.
+        """
+        wanted = (*self.inputs, self.output)
+        given = dict(zip(wanted, columns, strict=False)) | named
+        if len(columns) + len(named) != len(wanted) or set(given) != set(wanted):
+            said = ", ".join([*(f"#{i + 1}" for i in range(len(columns))), *named]) or "nothing"
+            raise InputError(f"fit was given {said}; it takes {', '.join(wanted)}, each once.")
+        return self._fit(tuple(given[name] for name in wanted), weight, loss_se)
+
+    def evaluate(self, constants: Mapping[str, Any], *inputs: Any) -> Any:  # type: ignore[override]
+        """The function; it is not known to a law that was read without it."""
+        if self.function is None:
+            raise InputError(f"{self.title} has no function; give it to FunctionLaw or to from_json(source, function).")
+        return self.function(constants, *inputs)
+
+    def equation(self, say: Callable[[str], str]) -> str:
+        constants = ", ".join(f"{name} = {say(name)}" for name in self.names)
+        return f"{self.output}({', '.join(self.inputs)}) = {self.name}({constants})"
+
+    @classmethod
+    def from_json(cls, source: Any, function: Function | None = None) -> Self:
+        """A fitted law from a file or from `to_json`'s text, with the function that it was fitted with.
+
+        Raises InputError without one, or where it does not give the stored objective.
+        """
+        if function is None:
+            raise InputError(
+                "function is missing; a file cannot hold it, so give the one that the law was fitted with."
+            )
+        law = super().from_json(source)
+        law.function = function
+        form = law.problem_.form
+        if isinstance(form, ComplexStepForm):
+            form.check(law.theta_[None, :])
+        delta = {"huber": law.delta, "l1": L1_DELTA}.get(law.objective, np.inf)
+        residual = law.residuals()
+        slope = np.clip(residual, -delta, delta)
+        objective = float((law.weight_ * law._precision) @ (slope * (residual - 0.5 * slope)))
+        if not np.isclose(objective, law.objective_, rtol=1e-6, atol=1e-18):
+            raise InputError(
+                f"function gives an objective of {objective:.6g} on the stored data and the law states "
+                f"{law.objective_:.6g}; it is not the one that the law was fitted with."
+            )
+        return law
+
+    # The law as the solver sees it.
+
+    def _check(self, inputs: tuple[Array, ...], observed: Array) -> None:
+        if not self.names:
+            raise InputError("parameters is empty; give each constant's bounds, as in {'E': (0.1, 10)}.")
+        super()._check(inputs, observed)
+        problem, form = self.problem_, self.problem_.form
+        if isinstance(form, ComplexStepForm):
+            form.check(problem.starts(np.ones((1, form.points)), CHECKED)[0])
+
+    def _accept(self, found: Any) -> None:
+        super()._accept(found)
+        first = self.problem_.form.value(self.theta_[None, :])[1][0][0]  # (n, k)
+        moved = np.abs(first[self.weight_ > 0]).max(axis=0) > 0.0
+        still = [
+            name
+            for name, moves, (low, high) in zip(self.names, moved, self.bounds.values(), strict=True)
+            if not moves and low < high
+        ]
+        self.degenerate_ += [name for name in still if name not in self.degenerate_]
+
+    def _problem(self, inputs: tuple[Array, ...], observed: Array, centred: bool = True) -> Problem:
+        """Coordinates: every constant, in its logarithm where its bounds are above zero."""
+        target, k = np.log(observed), len(self.names)
+        logarithmic = np.array([low > 0.0 for low, _ in self.bounds.values()], dtype=bool)
+        box = np.array(list(self.bounds.values())).reshape(k, 2)
+        box[logarithmic] = np.log(box[logarithmic])
+
+        def constants(theta: Any) -> dict[str, Any]:
+            return {
+                name: np.exp(theta[:, i]) if logarithmic[i] else theta[:, i].copy() for i, name in enumerate(self.names)
+            }
+
+        def log_value(theta: Any) -> Any:
+            """Log predictions (P, n) at theta (P, k), complex or not; NaN where there is none."""
+            columns = {name: value[:, None] for name, value in constants(theta).items()}
+            with np.errstate(all="ignore"):
+                value = np.asarray(self.evaluate(columns, *inputs))
+                value = np.broadcast_to(value, (len(theta), len(target)))
+                return np.log(np.where(value.real > 0.0, value, np.nan))
+
+        def starts(weights: Array, keep: int | None) -> Array:
+            points = self._points(box, logarithmic)
+            error = weights @ _squares(log_value, points, target).T
+            if keep is None:  # those given are never left out of the full fit
+                error[:, : len(self.starts)] = -1.0
+            order = np.argsort(error, axis=1, kind="stable")[:, : keep or len(self.starts) + self.tries]
+            return points[order]
+
+        return Problem(
+            form=ComplexStepForm(log_value, k, len(target)),
+            target=target,
+            lower=box[:, 0],
+            upper=box[:, 1],
+            coordinates=self.names,
+            logarithmic=tuple(bool(log) for log in logarithmic),
+            axes=np.log(np.stack([column for column in inputs if np.ptp(column) > 0.0] or [inputs[0]])),
+            starts=starts,
+            constants=constants,
+        )
+
+    def _points(self, box: Array, logarithmic: np.ndarray) -> Array:
+        """Where the fit may start (G, k): the constants given, and the Latin hypercube."""
+        given = np.array([[start[name] for name in self.names] for start in self.starts]).reshape(-1, len(box))
+        given[:, logarithmic] = np.log(given[:, logarithmic])
+        drawn = box[:, 0] + latin_hypercube(CANDIDATES * self.tries, len(box), self.seed) * np.ptp(box, axis=1)
+        return np.concatenate([given, drawn])
+
+    def _start(self, start: Mapping[str, float]) -> dict[str, float]:
+        if set(start) != set(self.names):
+            raise InputError(f"starts holds {', '.join(start) or 'nothing'}; each start needs {', '.join(self.names)}.")
+        for name, value in start.items():
+            low, high = self.bounds[name]
+            if not low <= value <= high:
+                raise InputError(f"starts holds {name} = {value}; it must lie within its bounds, {low:g} and {high:g}.")
+        return {name: float(start[name]) for name in self.names}
+
+
+def _squares(log_value: Function, points: Array, target: Array) -> Array:
+    """Squared errors (G, n) of the predictions at points (G, k)."""
+    try:
+        value = log_value(points)
+    except InputError:
+        raise
+    except Exception as error:  # it is the user's function, and may raise anything
+        raise InputError(
+            f"function fails on arrays ({type(error).__name__}: {error}); it takes constants of shape (P, 1) by name, "
+            "inputs of shape (n,), and gives what broadcasts to (P, n)."
+        ) from None
+    if not np.isfinite(value).all(axis=1).any():
+        raise InputError("function gives no finite value above zero for every run within the bounds; check these.")
+    return np.nan_to_num((value - target) ** 2, nan=UNUSABLE, posinf=UNUSABLE)
+
+
+def latin_hypercube(points: int, dimensions: int, seed: int) -> Array:
+    """`points` in the unit cube (points, dimensions), one in every slice of each axis (McKay et al. 1979)."""
+    rng = np.random.default_rng(seed)
+    slices = rng.permuted(np.tile(np.arange(points), (dimensions, 1)), axis=1).T
+    return (slices + rng.random((points, dimensions))) / points
+
+
+def _bounds(parameters: Mapping[str, Sequence[float]]) -> dict[str, tuple[float, float]]:
+    """Pairs (lowest, highest) by name, checked."""
+    bounds = {}
+    for name, pair in parameters.items():
+        if not str(name).isidentifier() or name in TAKEN:
+            raise InputError(f"parameters has {name!r}; a Python name that the law does not use itself is needed.")
+        try:
+            low, high = (float(v) for v in pair)
+        except (TypeError, ValueError):
+            raise InputError(f"parameters has {name} = {pair!r}; a pair of numbers is needed.") from None
+        if not (np.isfinite([low, high]).all() and low <= high):
+            raise InputError(f"parameters has {name} = ({low:g}, {high:g}); finite bounds in order are needed.")
+        bounds[name] = (low, high)
+    return bounds

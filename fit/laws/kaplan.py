@@ -1,0 +1,196 @@
+"""Kaplan's joint law L(N, D) = [(N_c / N)^(alpha_N / alpha_D) + D_c / D]^alpha_D.
+
+Special here:
+- It has no irreducible loss, and its two lines are joined by a power mean: with enough data the loss is
+  (N_c / N)^alpha_N, with enough parameters (D_c / D)^alpha_D.
+- N_c and D_c are where those lines would reach a loss of one, far beyond any run, and they move by orders of magnitude
+  with the exponents. The solver therefore works with the two lines at the middle of the data, and N_c and D_c are
+  computed at the end; their intervals are wide, those of predictions are not.
+- N is Kaplan's count, without embeddings; another count gives other exponents.
+
+Kaplan et al. 2020 (arXiv:2001.08361), equation 1.5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from ..allocation.optimum import Optimum, aligned, answer
+from ..errors import Array, identifiable
+from ..solver.solver import variable_projection
+from ..solver.terms import LogSumTerms, Term
+from .law import Law, Problem
+
+EXPONENT_GRID = np.geomspace(0.03, 0.8, 8)
+RATIO_GRID = np.geomspace(0.25, 4.0, 8)  # of alpha_N to alpha_D; far from one, the power mean is a corner
+STARTS = 32  # of a full fit: the better half of the grid
+EXPONENT_BOUNDS = (0.01, 3.0)  # over three decades an exponent below this changes the loss by less than 7 %
+VANISHED = 12.0  # a line with a share below exp(-12) at the middle of the data is called zero
+WIDE = 20.0  # how far the line of the data may lie from the losses, in log loss
+COORDINATES = ("N_c", "alpha_N", "D_c", "alpha_D")
+FAR = 700.0  # of log N_c and log D_c: the largest that a float can hold
+
+
+class KaplanLaw(Law):
+    """L(N, D) = [(N_c / N)^(alpha_N / alpha_D) + D_c / D]^alpha_D.
+
+    After `fit`: N_c_, D_c_ (parameters and tokens), alpha_N_, alpha_D_, and what `Law` lists.
+    """
+
+    form = "kaplan"
+    title = "the law [(N_c/N)^(alpha_N/alpha_D) + D_c/D]^alpha_D"
+    names = ("N_c", "D_c", "alpha_N", "alpha_D")
+    N_c_: float
+    D_c_: float
+    alpha_N_: float
+    alpha_D_: float
+
+    def fit(
+        self,
+        N: ArrayLike,
+        D: ArrayLike,
+        loss: ArrayLike,
+        weight: ArrayLike | None = None,
+        loss_se: ArrayLike | None = None,
+    ) -> Self:
+        """Fit to n runs: N parameters, D tokens, loss (nats per token), all (n,). Returns self.
+
+        `weight` (n,) multiplies each run's term. `loss_se` (n,) is the loss's standard error, for objective "se".
+        Raises InputError when a value is not a positive finite number, when there are too few different runs, or when N
+        and D do not vary separately.
+        """
+        return self._fit((N, D, loss), weight, loss_se)
+
+    @staticmethod
+    def evaluate(constants: Mapping[str, Any], *inputs: Any) -> Any:
+        """[(N_c / N)^(alpha_N / alpha_D) + D_c / D]^alpha_D at inputs (N, D)."""
+        N, D = inputs
+        c = constants
+        with np.errstate(divide="ignore"):
+            size = c["alpha_N"] / c["alpha_D"] * (np.log(c["N_c"]) - np.log(N))
+            data = np.log(c["D_c"]) - np.log(D)
+        return np.exp(c["alpha_D"] * np.logaddexp(size, data))
+
+    def equation(self, say: Callable[[str], str]) -> str:
+        power = f"({say('alpha_N')} / {say('alpha_D')})"
+        return f"L(N, D) = [({say('N_c')} / N)^{power} + {say('D_c')} / D]^{say('alpha_D')}"
+
+    def optimal(self, flops: ArrayLike, level: float = 0.95) -> Optimum:
+        """The N and D of lowest loss under C = 6 N D, in closed form: N^(1 + r) = r N_c^r C / (6 D_c), with
+        r = alpha_N / alpha_D.
+
+        `flops` is a scalar or (targets,). Intervals are filled in once `bootstrap` has run.
+        """
+        C = aligned(flops=flops)[0]
+
+        def solve(c: Mapping[str, Any]) -> dict[str, Array]:
+            r = c["alpha_N"] / c["alpha_D"]
+            with np.errstate(divide="ignore"):
+                log_n = (np.log(r * C / 6.0) + r * np.log(c["N_c"]) - np.log(c["D_c"])) / (1.0 + r)
+            N = np.exp(log_n)
+            D = C / 6.0 / N
+            return {"flops": C, "N": N, "D": D, "loss": self.evaluate(c, N, D)}
+
+        return answer(self, solve, level)
+
+    # The law as the solver sees it.
+
+    def _check(self, inputs: tuple[Array, ...], observed: Array) -> None:
+        super()._check(inputs, observed)
+        identifiable(*inputs)
+
+    def _accept(self, found: Any) -> None:
+        super()._accept(found)
+        if self.theta_[0] >= self.problem_.upper[0]:  # one coordinate says which of the two lines is gone
+            self.degenerate_[self.degenerate_.index("N_c")] = "D_c"
+
+    def _problem(self, inputs: tuple[Array, ...], observed: Array, centred: bool = True) -> Problem:
+        """Coordinates: D_c is the logarithm of the line of the data at the mean log D, N_c how far the other lies above
+        it there, in units of alpha_D; uncentred they are log D_c and log N_c. And the two exponents.
+        """
+        log_n, log_d = np.log(inputs[0]), np.log(inputs[1])
+        x0, y0 = (float(log_n.mean()), float(log_d.mean())) if centred else (0.0, 0.0)
+        x, y, target = log_n - x0, log_d - y0, np.log(observed)
+        at = {name: i for i, name in enumerate(COORDINATES)}
+
+        def constants(theta: Array) -> dict[str, Array]:
+            above, alpha_N, data, alpha_D = theta.T
+            if not centred:
+                log_N_c, log_D_c = above, data
+            else:
+                log_N_c, log_D_c = x0 + (data + alpha_D * above) / alpha_N, y0 + data / alpha_D
+                log_N_c = np.where(above <= -VANISHED, -np.inf, log_N_c)
+                log_D_c = np.where(above >= VANISHED, -np.inf, log_D_c)
+            N_c, D_c = (np.exp(np.minimum(log, FAR)) for log in (log_N_c, log_D_c))
+            return {"N_c": N_c, "D_c": D_c, "alpha_N": alpha_N.copy(), "alpha_D": alpha_D.copy()}
+
+        least, most = EXPONENT_BOUNDS
+        low, high = (float(target.min()) - WIDE, float(target.max()) + WIDE) if centred else (-FAR, FAR)
+        apart = VANISHED if centred else FAR
+        return Problem(
+            form=LogSumTerms(lambda v, second: [_term(v, x, y, centred, second)], at, len(x)),
+            target=target,
+            lower=np.array([-apart, least, low, least]),
+            upper=np.array([apart, most, high, most]),
+            coordinates=COORDINATES,
+            logarithmic=(True, False, True, False),
+            axes=np.stack([log_n, log_d]),
+            starts=lambda weights, keep: _starts(x, y, target, centred, weights, keep),
+            constants=constants,
+        )
+
+
+def _term(v: Mapping[str, Array], x: Array, y: Array, centred: bool, with_second: bool) -> Term:
+    """The log loss, s log(exp(g/s) + exp(h/s)), s = alpha_D, with g and h the logarithms of the two lines.
+
+    Its Hessian in (g, h, s) is (w1 w2 / s) z z^T with z = (1, -1, -(g - h) / s), w1 and w2 the shares of the lines.
+    """
+    N_c, alpha_N, D_c, s = (v[name] for name in COORDINATES)
+    one = np.ones_like(s)
+    # The lines, how each moves with the coordinates, and the second derivatives that are not zero.
+    if centred:
+        g, h = D_c + s * N_c - alpha_N * x, D_c - s * y
+        g_by, g_by2 = {"N_c": s, "alpha_N": -x, "D_c": one, "alpha_D": N_c}, {("N_c", "alpha_D"): one}
+        h_by, h_by2 = {"D_c": one, "alpha_D": -y}, {}
+    else:
+        g, h = alpha_N * (N_c - x), s * (D_c - y)
+        g_by, g_by2 = {"N_c": alpha_N, "alpha_N": N_c - x}, {("N_c", "alpha_N"): one}
+        h_by, h_by2 = {"D_c": s, "alpha_D": D_c - y}, {("D_c", "alpha_D"): one}
+    gap = (g - h) / s
+    either = np.logaddexp(gap, 0.0)
+    share, other = np.exp(gap - either), np.exp(-either)
+    first = {name: share * g_by.get(name, 0.0) + other * h_by.get(name, 0.0) for name in COORDINATES}
+    first["alpha_D"] = first["alpha_D"] + either - share * gap
+    value = h + s * either
+    if not with_second:
+        return Term(value, first)
+    z = {name: g_by.get(name, 0.0) - h_by.get(name, 0.0) for name in COORDINATES}
+    z["alpha_D"] = z["alpha_D"] - gap
+    bend = share * other / s
+    second = {(p, q): bend * z[p] * z[q] for i, p in enumerate(COORDINATES) for q in COORDINATES[i:]}
+    for weight, by2 in ((share, g_by2), (other, h_by2)):
+        for pair, derivative in by2.items():
+            second[pair] = second[pair] + weight * derivative
+    return Term(value, first, second)
+
+
+def _starts(x: Array, y: Array, target: Array, centred: bool, weights: Array, keep: int | None) -> Array:
+    """Starts (P, G, 4) from a grid of exponents: given these, loss^(1 / alpha_D) is linear in the two amplitudes."""
+    ratio, alpha_D = (grid.ravel() for grid in np.meshgrid(RATIO_GRID, EXPONENT_GRID, indexing="ij"))
+    powered = (target - target.mean())[None, :] / alpha_D[:, None]
+    basis = np.stack([np.exp(-ratio[:, None] * x - powered), np.exp(-y - powered)], axis=2)
+    # Divided by the powered loss, a residual is 1 / alpha_D times one in log loss to first order.
+    amplitudes, error = variable_projection(basis, np.ones_like(x), weights)
+    error = np.where((amplitudes <= 0).any(axis=2), 4.0, 1.0) * error * alpha_D**2
+    log = np.log(np.maximum(amplitudes, 0.1))
+    ratio, alpha_D = np.broadcast_to(ratio, error.shape), np.broadcast_to(alpha_D, error.shape)
+    data = alpha_D * log[..., 1] + target.mean()
+    above = log[..., 0] - log[..., 1]
+    if not centred:
+        above, data = (data + alpha_D * above) / (ratio * alpha_D), data / alpha_D
+    starts = np.stack([above, ratio * alpha_D, data, alpha_D], axis=2)
+    return np.take_along_axis(starts, np.argsort(error, axis=1)[:, : keep or STARTS, None], axis=1)

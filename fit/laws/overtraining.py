@@ -1,0 +1,172 @@
+"""The law of over-training, L(C, M) = E + (a M^eta + b M^-eta) C^-eta, with M = D / N and C = 6 N D.
+
+Special here:
+- It is the law E + A / N^alpha + B / D^alpha in other words: eta = alpha / 2, a = A 6^eta, b = B 6^eta. At every M the
+  reducible loss falls with the same power of C, so that training beyond the optimum moves a line and does not bend it.
+- The fit is that of `ChinchillaLaw` in 6 N^2 and 6 D^2, whose exponent is eta; `chinchilla` and `from_chinchilla` go
+  between the two without a fit.
+
+Gadre et al. 2024 (arXiv:2403.08540), equation 4.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from ..allocation.optimum import Optimum, aligned, answer, divide
+from ..errors import Array, InputError, identifiable
+from .chinchilla import FLAT_EXPONENT, ChinchillaLaw
+from .law import Law, Problem
+
+RENAMED = {"A": "a", "B": "b", "alpha": "eta"}
+
+
+class OvertrainingLaw(Law):
+    """L(C, M) = E + (a M^eta + b M^-eta) C^-eta; fitted to N and D, with C = 6 N D and M = D / N.
+
+    `E` fixes the irreducible loss. After `fit`: E_, a_, b_, eta_, and what `Law` lists.
+    """
+
+    form = "overtraining"
+    title = "the law E + (a M^eta + b M^-eta) C^-eta"
+    names = ("E", "a", "b", "eta")
+    E_: float
+    a_: float
+    b_: float
+    eta_: float
+
+    def __init__(self, objective: str = "huber", delta: float = 1e-3, E: float | None = None) -> None:
+        super().__init__(objective, delta)
+        self.E = self._tied(E).E
+
+    def options(self) -> dict[str, Any]:
+        return super().options() | {"E": self.E}
+
+    def fit(
+        self,
+        N: ArrayLike,
+        D: ArrayLike,
+        loss: ArrayLike,
+        weight: ArrayLike | None = None,
+        loss_se: ArrayLike | None = None,
+    ) -> Self:
+        """Fit to n runs: N parameters, D tokens, loss (nats per token), all (n,). Returns self.
+
+        `weight` (n,) multiplies each run's term. `loss_se` (n,) is the loss's standard error, for objective "se".
+        Raises InputError when a value is not a positive finite number, when there are too few different runs, or when N
+        and D do not vary separately.
+        """
+        return self._fit((N, D, loss), weight, loss_se)
+
+    @staticmethod
+    def evaluate(constants: Mapping[str, Any], *inputs: Any) -> Any:
+        """E + (a M^eta + b M^-eta) C^-eta at inputs (N, D)."""
+        N, D = inputs
+        c = constants
+        size, data = (6.0 * np.square(np.asarray(v, dtype=np.float64)) for v in (N, D))
+        return c["E"] + c["a"] * np.power(size, -c["eta"]) + c["b"] * np.power(data, -c["eta"])
+
+    def equation(self, say: Callable[[str], str]) -> str:
+        eta = say("eta")
+        return f"L(C, M) = {say('E')} + ({say('a')} M^{eta} + {say('b')} M^-{eta}) C^-{eta}"
+
+    def at(self, flops: ArrayLike, ratio: ArrayLike) -> Any:
+        """The predicted loss of `flops` = 6 N D of training at `ratio` = D / N tokens per parameter."""
+        C, M = np.asarray(flops, dtype=np.float64), np.asarray(ratio, dtype=np.float64)
+        return self.predict(N=np.sqrt(C / (6.0 * M)), D=np.sqrt(C * M / 6.0))
+
+    def optimal(self, flops: ArrayLike, level: float = 0.95) -> Optimum:
+        """The N and D of lowest loss under C = 6 N D: M = (b / a)^(1 / (2 eta)) tokens per parameter at every C.
+
+        `flops` is a scalar or (targets,). Intervals are filled in once `bootstrap` has run.
+        """
+        C = aligned(flops=flops)[0]
+
+        def solve(c: Mapping[str, Any]) -> dict[str, Array]:
+            with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+                M = divide(c["b"], c["a"]) ** (0.5 / c["eta"])
+                N, D = np.sqrt(C / (6.0 * M)), np.sqrt(C * M / 6.0)
+                return {"flops": C, "N": N, "D": D, "loss": self.evaluate(c, N, D)}
+
+        return answer(self, solve, level)
+
+    # To and from the law E + A / N^alpha + B / D^alpha.
+
+    def chinchilla(self) -> ChinchillaLaw:
+        """The same fitted law, with its draws, as a `ChinchillaLaw(tied=True)`; nothing is fitted again."""
+        self._fitted()
+        draws = None if self.draws_ is None else tied_constants(self.draws_)
+        return _translated(self, ChinchillaLaw, {new: old for old, new in RENAMED.items()}, draws)
+
+    @classmethod
+    def from_chinchilla(cls, law: ChinchillaLaw) -> Self:
+        """A fitted `ChinchillaLaw(tied=True)`, with its draws, in these constants; nothing is fitted again."""
+        law._fitted()
+        if not law.tied:
+            raise InputError("the ChinchillaLaw has two exponents; fit it with tied=True, as this law has only one.")
+        draws = None if law.draws_ is None else own_constants(law.draws_)
+        return _translated(law, cls, RENAMED, draws)
+
+    # The law as the solver sees it.
+
+    def _tied(self, E: float | None) -> ChinchillaLaw:
+        return ChinchillaLaw(self.objective, self.delta, tied=True, E=E)
+
+    def _check(self, inputs: tuple[Array, ...], observed: Array) -> None:
+        super()._check(inputs, observed)
+        identifiable(*inputs)
+        if self.E is not None and observed.min() <= self.E:
+            raise InputError(f"E is {self.E:g}; it must be below the lowest loss, {observed.min():.4g}.")
+
+    def _accept(self, found: Any) -> None:
+        super()._accept(found)
+        if 2.0 * self.constants_["eta"] < FLAT_EXPONENT and "eta" not in self.degenerate_:
+            self.degenerate_.append("eta")
+
+    def _problem(self, inputs: tuple[Array, ...], observed: Array, centred: bool = True) -> Problem:
+        """That of `ChinchillaLaw(tied=True)` in 6 N^2 and 6 D^2: its A is a, its B is b and its alpha is eta."""
+        size, data = (6.0 * v**2 for v in inputs)
+        problem = self._tied(self.E)._problem((size, data), observed, centred)
+
+        def constants(theta: Array) -> dict[str, Array]:
+            found = problem.constants(theta)
+            return {"E": found["E"], "a": found["A"], "b": found["B"], "eta": found["alpha"]}
+
+        coordinates = tuple(RENAMED.get(name, name) for name in problem.coordinates)
+        return replace(problem, coordinates=coordinates, constants=constants)
+
+
+def tied_constants(constants: Mapping[str, Any]) -> dict[str, Any]:
+    """E, A, B, alpha = beta of the tied Chinchilla law from E, a, b, eta."""
+    c, six = constants, np.power(6.0, -constants["eta"])
+    return {"E": c["E"], "A": c["a"] * six, "B": c["b"] * six, "alpha": 2.0 * c["eta"], "beta": 2.0 * c["eta"]}
+
+
+def own_constants(constants: Mapping[str, Any]) -> dict[str, Any]:
+    """E, a, b, eta from the constants of a tied Chinchilla law."""
+    c, eta = constants, 0.5 * constants["alpha"]
+    six = np.power(6.0, eta)
+    return {"E": c["E"], "a": c["A"] * six, "b": c["B"] * six, "eta": eta}
+
+
+def _translated(law: Law, to: Any, renamed: Mapping[str, str], draws: Mapping[str, Array] | None) -> Any:
+    """The fitted law as class `to`, by way of its file. The mean of log 6 N^2 is log 6 + 2 mean log N, so the solver's
+    coordinates are the same, but for a factor of two in the exponent.
+    """
+    content = law.to_dict()
+    exponent = law.problem_.coordinates.index("eta" if to is ChinchillaLaw else "alpha")
+    content["fit"]["theta"][exponent] *= 2.0 if to is ChinchillaLaw else 0.5
+    content["fit"]["degenerate"] = [renamed.get(name, name) for name in law.degenerate_]
+    content["form"] = to.form
+    content["options"].pop("tied", None)
+    if to is ChinchillaLaw:
+        content["options"]["tied"] = True
+    if draws is not None:
+        content["bootstrap"]["draws"] = {name: values.tolist() for name, values in draws.items()}
+    return to.from_json(json.dumps(content))

@@ -1,0 +1,171 @@
+"""Single power laws, y = k x^p, and with an offset, y = E + k x^p: N*(C), D*(C) and the best loss L*(C).
+
+Special here:
+- Least squares in log y by default, since the points are few and already averages; the options of every law are there.
+- The points of such a law are designed (budgets), so its bootstrap flips residuals and keeps the budgets.
+- A power law can be fitted to *draws* of its points (`fit_draws`), so that the uncertainty of each point, however it
+  came about, is carried into exponents, coefficients and extrapolations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from ..errors import Array, InputError
+from ..solver.forms import LogSumExp
+from ..solver.solver import variable_projection
+from .law import Law, Problem
+
+OFFSET_GRID = np.geomspace(0.01, 1.0, 8)
+STEEPEST = 3.0  # |p| of a law with an offset
+VANISHED = 12.0  # a term below exp(-12) of the smallest y is called zero
+
+
+class PowerLaw(Law):
+    """y = k x^p; with `offset`, y = E + k x^p with E >= 0 and p in [-3, 0].
+
+    After `fit`: k_, p_, E_ (0 without an offset), and what `Law` lists. After `bootstrap` or `fit_draws`: draws_.
+    """
+
+    form = "power"
+    title = "the law y = k x^p"
+    names = ("E", "k", "p")
+    inputs = ("x",)
+    output = "y"
+    E_: float
+    k_: float
+    p_: float
+
+    def __init__(self, offset: bool = False, objective: str = "squares", delta: float = 1e-3) -> None:
+        super().__init__(objective, delta)
+        self.offset = bool(offset)
+
+    def options(self) -> dict[str, Any]:
+        return {"offset": self.offset} | super().options()
+
+    def fit(
+        self, x: ArrayLike, y: ArrayLike, weight: ArrayLike | None = None, loss_se: ArrayLike | None = None
+    ) -> Self:
+        """x, y (n,) positive; weight and standard errors of y (n,) optional. Returns self.
+
+        Needs 2 different x, or 4 with an offset, else InputError.
+        """
+        return self._fit((x, y), weight, loss_se)
+
+    def bootstrap(self, n: int = 1000, groups: Any = None, seed: int = 0, method: str = "wild") -> Self:
+        self._fitted()
+        if len(self.weight_) <= self.problem_.free:
+            raise InputError(
+                f"a power law through {len(self.weight_)} points has no residuals to resample; "
+                f"it needs {self.problem_.free + 1}."
+            )
+        return super().bootstrap(n, groups, seed, method)
+
+    def fit_draws(self, y: Array) -> Self:
+        """Refit to draws of the points: y (draws, n), NaN where a draw has no such point. Returns self.
+
+        Draws keep their places, so that those of two laws over the same points belong together: one with too few points
+        is NaN.
+        """
+        self._fitted()
+        present = np.isfinite(y) & (y > 0)
+        keep = present.sum(axis=1) >= (4 if self.offset else 2)
+        self.draws_ = {name: np.full(len(y), np.nan) for name in self.names}
+        if keep.any():
+            log_y, weights = np.log(np.where(present, y, 1.0))[keep], present[keep].astype(np.float64)
+            if self.offset or self.objective in ("huber", "l1"):
+                found = self._refit(weights, log_y)
+                theta, keep[keep] = found.theta[found.converged], found.converged
+            else:
+                log_x = np.log(self.data_["x"])
+                theta = _straight(log_x - log_x.mean(), log_y, weights * self.weight_ * self._precision)
+            for name, values in self.problem_.constants(theta).items():
+                self.draws_[name][keep] = values
+        self.groups_ = np.arange(len(self.weight_)).astype(str)
+        counted = {"resamples": int(keep.sum()), "redrawn": 0, "unconverged": int((~keep).sum())}
+        self.bootstrap_ = counted | {"method": "draws", "seed": None}
+        return self
+
+    @staticmethod
+    def evaluate(constants: Mapping[str, Any], *inputs: Any) -> Any:
+        """E + k x^p at inputs (x,)."""
+        with np.errstate(over="ignore", divide="ignore"):
+            return constants["E"] + np.exp(np.log(constants["k"]) + constants["p"] * np.log(inputs[0]))
+
+    def equation(self, say: Callable[[str], str]) -> str:
+        start = f"{say('E')} + " if self.offset else ""
+        return f"y = {start}{say('k')} x^{say('p')}"
+
+    # The law as the solver sees it.
+
+    def _check(self, inputs: tuple[Array, ...], observed: Array) -> None:
+        needed = 4 if self.offset else 2
+        distinct = len(np.unique(np.round(np.log(inputs[0]), 6)))
+        if distinct < needed:
+            form = "y = E + k x^p" if self.offset else "y = k x^p"
+            raise InputError(f"{form} needs at least {needed} different x; there are {distinct}.")
+
+    def _problem(self, inputs: tuple[Array, ...], observed: Array, centred: bool = True) -> Problem:
+        """Coordinates: log k (at the mean log x), p, and log E with an offset."""
+        log_x, target = np.log(inputs[0]), np.log(observed)
+        x0 = float(log_x.mean()) if centred else 0.0
+        u = log_x - x0
+        one = np.ones_like(u)
+        floor, ceiling = (float(target.min()) - VANISHED, float(target.max()) + 2.0) if centred else (-500.0, 500.0)
+        terms: list[tuple[Any, ...]] = [((0, 1), np.stack([one, u], 1))]
+        if not self.offset:
+            lower, upper = np.array([-np.inf, -np.inf]), np.array([np.inf, np.inf])
+        else:
+            terms.append(((2,), one[:, None]))
+            lower, upper = np.array([floor, -STEEPEST, floor]), np.array([ceiling, 0.0, ceiling])
+
+        def constants(theta: Array) -> dict[str, Array]:
+            E = np.zeros(len(theta))
+            if self.offset:
+                E = np.where(theta[:, 2] <= floor, 0.0, np.exp(theta[:, 2]))
+            with np.errstate(over="ignore"):
+                return {"E": E, "k": np.exp(theta[:, 0] - theta[:, 1] * x0), "p": theta[:, 1].copy()}
+
+        def starts(weights: Array, keep: int | None) -> Array:
+            return _starts(u, observed, self.offset, weights, keep)
+
+        names, logarithmic = ("k", "p", "E"), (True, False, True)
+        free = 3 if self.offset else 2
+        return Problem(
+            form=LogSumExp(free, terms),
+            target=target,
+            lower=lower,
+            upper=upper,
+            coordinates=names[:free],
+            logarithmic=logarithmic[:free],
+            axes=log_x[None, :],
+            starts=starts,
+            constants=constants,
+        )
+
+
+def _starts(u: Array, y: Array, offset: bool, weights: Array, keep: int | None) -> Array:
+    """Starts (P, G, k): the straight line in the logarithm, or with an offset one start an exponent."""
+    if not offset:
+        return _straight(u, np.log(y)[None, :], weights)[:, None, :]
+    basis = np.stack([np.exp(-OFFSET_GRID[:, None] * u), np.ones((len(OFFSET_GRID), len(u)))], 2)
+    amplitudes, error = variable_projection(basis / y[None, :, None], np.ones_like(y), weights)
+    log = np.log(np.maximum(amplitudes, 0.02 * y.min()))
+    starts = np.stack([log[..., 0], np.broadcast_to(-OFFSET_GRID, error.shape), log[..., 1]], axis=2)
+    if keep is None:
+        return starts
+    return np.take_along_axis(starts, np.argsort(error, axis=1)[:, :keep, None], axis=1)
+
+
+def _straight(u: Array, log_y: Array, weights: Array) -> Array:
+    """(log k, p) of weighted least squares in the logarithm, (P, 2); log_y (P, n) or (1, n), weights (P, n)."""
+    total = weights.sum(axis=1)
+    mean_u, mean_y = weights @ u / total, (weights * log_y).sum(axis=1) / total
+    centred = u[None, :] - mean_u[:, None]
+    variance = np.maximum((weights * centred**2).sum(axis=1), 1e-300)
+    p = (weights * centred * log_y).sum(axis=1) / variance
+    return np.stack([mean_y - p * mean_u, p], axis=1)

@@ -1,0 +1,71 @@
+"""A law that an earlier fit saved, asked about other budgets; nothing is fitted again.
+
+Special here: the answer has the shape of `isoflop fit --json`, and brings along the warnings that the report had. A
+number that was doubtful when it was fitted is no better for having been saved.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..approaches.approaches import parametric
+from ..errors import positive
+from ..formatting import estimate_json, plain_json, scientific, times
+from ..laws.chinchilla import NAMES, ChinchillaLaw
+from ..laws.persistence import read_law
+
+FAR = 100.0  # times the largest run
+DEFAULT_TARGETS = (10.0, 100.0, 1000.0)
+
+
+def answer(source: str | Path, targets: Sequence[float] | None = None) -> dict[str, Any]:
+    """N*, D* and loss at FLOP budgets `targets` (by default 10, 100 and 1000 times the largest run) under C = 6ND.
+
+    `source` is a file of `to_json` or a report's law.json. Raises InputError for what is no law of this version.
+    """
+    law = read_law(source, ChinchillaLaw)
+    largest = float((6.0 * law.data_["N"] * law.data_["D"]).max())
+    goals = positive("target", np.asarray(targets or [largest * factor for factor in DEFAULT_TARGETS]))
+    approach = parametric(law, "")
+    estimates = [estimate_json(approach.at(float(C))) for C in goals]
+    warnings = _warnings_of(source, law)
+    far = [float(C) for C in goals if FAR * largest < C]
+    if far:
+        said = ", ".join(f"{scientific(C)} FLOPs ({times(C / largest)})" for C in far)
+        warnings.append(
+            {"code": "extrapolation", "message": f"The target {said} lies beyond {FAR:g} times the largest run."}
+        )
+    return plain_json(
+        {
+            "law": {"form": law.form} | law.constants_,
+            "ci": {} if law.draws_ is None else {name: law.interval(name) for name in NAMES},
+            "starts": law.starts_,
+            "objective": law.objective_,
+            "optimal": estimates,
+            "approaches": {"parametric": {"optimal": estimates}},
+            "backtest": {},
+            "warnings": warnings,
+            "runs": len(law.weight_),
+            "converged": law.converged_,
+        }
+    )
+
+
+def _warnings_of(source: str | Path, law: ChinchillaLaw) -> list[dict[str, str]]:
+    """What the report said beside the law; of a law alone, what it knows of itself."""
+    if Path(source).is_file():
+        content = json.loads(Path(source).read_text())
+        if isinstance(content.get("warnings"), list):
+            return [w for w in content["warnings"] if w.get("code") != "extrapolation"]
+    found = []
+    if not law.converged_:
+        found.append({"code": "not_converged", "message": "The fit of this law did not converge; do not use it."})
+    if law.degenerate_:
+        held = ", ".join(law.degenerate_)
+        found.append({"code": "at_bound", "message": f"{held} could not be determined and stopped at a bound."})
+    return found

@@ -1,0 +1,333 @@
+"""Damped Newton in a box for many problems at once: far from the optimum, and near it.
+
+Special here:
+- *Far*: the step of Levenberg and Marquardt, with the weights of iteratively reweighted least squares, and the
+  correction of Transtrum and Sethna along the curve of equal predictions. Between most starts and the optimum of a sum
+  of power laws lies a valley that is narrow and bent; the correction halves the number of steps in it.
+- *Near*: Newton with the exact Hessian, in stages of a falling delta. Huber's function with a small delta is nearly L1:
+  its Hessian sees only the points inside delta. So the length of a step is searched on the linearised residuals, where
+  the objective is piecewise quadratic, before anything is evaluated (Madsen and Nielsen 1990).
+- Convergence is judged on the gradient and on the sign of the curvature, never on a small change of the objective.
+- Problems leave the batch as they finish.
+
+Bertsekas 1982 (SIAM J. Control Optim. 20, 221): Newton in a box. Madsen and Nielsen 1990 (BIT 30, 682). Transtrum and
+Sethna 2012 (arXiv:1201.5885), section 4; Nielsen 1999 (IMM-REP-1999-05): how the damping moves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from ..errors import Array
+from .forms import LogForm
+
+GRADIENT_TOLERANCE = 1e-9  # a gradient is zero below this share of the terms that cancel in it ...
+RESIDUAL_ROUNDING = 1e-13  # ... or where residuals of this size would explain it: so a perfect fit converges too
+OBJECTIVE_ROUNDING = 1e-13  # a change of the objective below this share cannot be measured
+FAR_GAIN = 1e-6  # `approach` ends where a step would gain less than this share of the objective
+STAGE_GAIN = 1e-2  # and so does a stage of `refine`
+MOST_TURN = 0.75  # the largest correction of a step, in units of the step
+MATTERS = 1.5  # what crossing its box is thought to do to log predictions: so no parameter is damped less than this
+LENGTHS = np.linspace(0.0, 1.0, 5)  # where the slope along a step is looked at
+FAR_DAMPING, NEAR_DAMPING, MOST_DAMPING = 1e-4, 1e-9, 1e12
+CAUTION = 4.0  # a rejected step raises the damping by this, the next one by twice as much, and so on
+
+
+@dataclass(frozen=True)
+class Minimum:
+    """Where each of P problems ended.
+
+    theta (P, k); objective (P,); converged (P,): the gradient inside the box is zero to tolerance and the Hessian there
+    has no negative curvature; at_bound (P, k): parameters held by the box; steps (P,).
+    """
+
+    theta: Array
+    objective: Array
+    converged: np.ndarray
+    at_bound: np.ndarray
+    steps: np.ndarray
+
+    def take(self, rows: Any) -> Minimum:
+        return Minimum(*(getattr(self, name)[rows] for name in self.__dataclass_fields__))
+
+
+@dataclass(frozen=True)
+class Batch:
+    """P problems: target (1, n) or (P, n), weights (P, n), lower and upper (P, k), delta (P,); and where each one is.
+
+    theta (P, k); residual (P, n) in units of delta; pull (P, n), the weighted slope of Huber's function in these units;
+    objective (P,); cache, what the form keeps of theta. least (P, k) is a curvature that each parameter is thought to
+    have at the least, rounding (P,) an objective that means a perfect fit.
+    """
+
+    form: LogForm
+    target: Array
+    weights: Array
+    lower: Array
+    upper: Array
+    delta: Array
+    least: Array
+    rounding: Array
+    theta: Array
+    residual: Array
+    pull: Array
+    objective: Array
+    cache: list[Array]
+
+    @classmethod
+    def start(
+        cls, form: LogForm, target: Array, weights: Array, lower: Array, upper: Array, delta: Array, theta: Array
+    ) -> Batch:
+        """`theta` (P, k) is put into the box."""
+        total = weights.sum(axis=1)
+        width = upper - lower
+        least = np.divide(MATTERS, width, out=np.zeros_like(width), where=(width > 0) & np.isfinite(width)) ** 2
+        least = np.maximum(least * total[:, None], 1e-300)
+        problem = (form, target, weights, lower, upper, delta, least, total * RESIDUAL_ROUNDING**2)
+        return cls(*problem, theta, weights, weights, total, []).at(theta)
+
+    def at(self, theta: Array) -> Batch:
+        """The same problems at another point, the nearest in the box."""
+        theta = np.minimum(np.maximum(theta, self.lower), self.upper)
+        residual, cache = self.form.value(theta)
+        residual -= self.target
+        residual /= self.delta[:, None]
+        pull, objective = _huber(self.weights, residual, self.delta)
+        problem = (self.form, self.target, self.weights, self.lower, self.upper, self.delta, self.least, self.rounding)
+        return Batch(*problem, theta, residual, pull, objective, cache)
+
+    def with_delta(self, delta: Array) -> Batch:
+        """The same problems at the same point under another delta."""
+        residual = self.residual * (self.delta / delta)[:, None]
+        pull, objective = _huber(self.weights, residual, delta)
+        return replace(self, delta=delta, residual=residual, pull=pull, objective=objective)
+
+    def take(self, rows: np.ndarray) -> Batch:
+        if rows.all():
+            return self
+        at = np.flatnonzero(rows)
+
+        def of(array: Array) -> Array:
+            return array.take(at, axis=0)  # twice as fast as array[rows]
+
+        target = self.target if len(self.target) == 1 else of(self.target)
+        problem = (of(self.weights), of(self.lower), of(self.upper), of(self.delta), of(self.least), of(self.rounding))
+        place = (of(self.theta), of(self.residual), of(self.pull), of(self.objective))
+        return Batch(self.form, target, *problem, *place, [of(array) for array in self.cache])
+
+    def restore(self, rows: np.ndarray, before: Batch) -> None:
+        """Put `rows` back to where they were."""
+        at = np.flatnonzero(rows)
+        if at.size:
+            mine = (self.theta, self.residual, self.pull, self.objective, *self.cache)
+            theirs = (before.theta, before.residual, before.pull, before.objective, *before.cache)
+            for now, then in zip(mine, theirs, strict=True):
+                now[at] = then.take(at, axis=0)
+
+    @property
+    def slope(self) -> Array:
+        """Derivative of the objective by each prediction."""
+        return self.pull * self.delta[:, None]
+
+    @property
+    def inside(self) -> Array:
+        """Its second derivative: the weight where the residual is within delta, else zero."""
+        return self.weights * (np.abs(self.residual) <= 1.0)
+
+    @property
+    def spread(self) -> Array:
+        """The weights of reweighted least squares: a bound on the curvature that never vanishes."""
+        size = np.abs(self.residual)
+        np.maximum(size, 1.0, out=size)
+        return np.divide(self.weights, size, out=size)
+
+    def held(self, gradient: Array) -> np.ndarray:
+        """Parameters that the box holds: at a bound and pushed against it, or fixed."""
+        low, high = self.theta <= self.lower, self.theta >= self.upper
+        return (low & (gradient > 0)) | (high & (gradient < 0)) | (low & high)
+
+    def flat(self, gradient: Array) -> np.ndarray:
+        """Whether the gradient inside the box is zero: a small share of what cancels in it, or rounding."""
+        absolute, reach = self.form.sizes(self.cache, self.slope, self.spread)
+        zero = np.abs(gradient) <= GRADIENT_TOLERANCE * absolute + RESIDUAL_ROUNDING * reach
+        return np.asarray((self.held(gradient) | zero).all(axis=1))
+
+
+def _huber(weights: Array, residual: Array, delta: Array) -> tuple[Array, Array]:
+    """Weighted slope of Huber's function of residuals in units of delta, and the objective in units of residuals."""
+    slope = np.clip(residual, -1.0, 1.0)
+    pull = weights * slope
+    slope *= -0.5
+    slope += residual
+    return pull, delta**2 * _rows_dot(pull, slope)
+
+
+def approach(batch: Batch, iterations: int) -> tuple[Array, Array, np.ndarray]:
+    """Bring each problem to the neighbourhood of an optimum: theta (P, k), objective (P,) and steps (P,)."""
+    theta, objective = batch.theta.copy(), batch.objective.copy()
+    rows, steps = np.arange(len(theta)), np.zeros(len(theta), dtype=int)
+    damping, caution = np.full(len(theta), FAR_DAMPING), np.full(len(theta), CAUTION)
+    for _ in range(iterations):
+        form, cache, spread = batch.form, batch.cache, batch.spread
+        gradient, hessian = form.derivatives(cache, batch.slope, spread, second=False)
+        scale = np.maximum(np.einsum("pii->pi", hessian), batch.least)
+        system = _System(hessian, scale, batch.held(gradient), damping)
+        damping = system.damping
+        step = system.solve(-gradient)
+        gain = -_dot(gradient, step) - 0.5 * _quadratic(hessian, step)
+        # The curve of equal predictions leaves the straight line by this much.
+        turn = -0.5 * system.solve(form.gradient(cache, spread * form.bend(cache, step)))
+        most = 0.5 * MOST_TURN * np.sqrt(_dot(scale * step, step) / np.maximum(_dot(scale * turn, turn), 1e-300))
+        there = batch.at(batch.theta + step + np.minimum(most, 1.0)[:, None] * turn)
+
+        ratio = (batch.objective - there.objective) / np.maximum(gain, 1e-300)
+        good = ratio > 1e-3
+        there.restore(~good, batch)
+        done = (gain <= FAR_GAIN * batch.objective + batch.rounding) & (damping <= 1.0) | (damping >= MOST_DAMPING)
+        shrink = np.maximum(0.5, 1.0 - (2.0 * np.minimum(ratio, 1.0) - 1.0) ** 3)
+        damping = np.maximum(damping * np.where(good, shrink, caution), NEAR_DAMPING)
+        caution = np.where(good, CAUTION, 2.0 * caution)
+        theta[rows], objective[rows] = there.theta, there.objective
+        steps[rows] += 1
+        keep = ~done
+        if done.all():
+            break
+        batch, rows, damping, caution = there.take(keep), rows[keep], damping[keep], caution[keep]
+    return theta, objective, steps
+
+
+def refine(batch: Batch, stage: np.ndarray, deltas: Array, iterations: int) -> Minimum:
+    """Newton through the stages deltas[stage:] of each problem to an optimum under the last one.
+
+    The batch's delta is deltas[stage].
+    """
+    theta, objective = batch.theta.copy(), batch.objective.copy()
+    lower, upper = batch.lower, batch.upper
+    rows, steps = np.arange(len(theta)), np.zeros(len(theta), dtype=int)
+    converged = np.zeros(len(theta), dtype=bool)
+    damping = np.full(len(theta), NEAR_DAMPING)
+    _, hessian = batch.form.derivatives(batch.cache, batch.slope, batch.spread, second=False)
+    scale = np.maximum(np.einsum("pii->pi", hessian), batch.least)
+    last = len(deltas) - 1
+    for _ in range(iterations):
+        inside = batch.inside
+        gradient, hessian = batch.form.derivatives(batch.cache, batch.slope, inside, second=True)
+        system = _System(hessian, scale, batch.held(gradient), damping)
+        system.make_definite()
+        step = system.solve(-gradient)
+        gain = -0.5 * _dot(gradient, step)
+
+        settled = (stage == last) & (gain <= OBJECTIVE_ROUNDING * batch.objective + batch.rounding)
+        if settled.any():
+            settled[settled] = batch.take(settled).flat(gradient[settled])
+            settled[settled] = system.curves_up(settled)
+            converged[rows[settled]] = True
+        damping = system.damping
+        keep = ~settled & (damping < MOST_DAMPING)
+        if not keep.any():
+            break
+        if not keep.all():
+            batch, rows, stage, damping, scale = batch.take(keep), rows[keep], stage[keep], damping[keep], scale[keep]
+            hessian, inside, step, gain = hessian[keep], inside[keep], step[keep], gain[keep]
+
+        step = np.minimum(np.maximum(step, batch.lower - batch.theta), batch.upper - batch.theta)
+        curvature = _quadratic(hessian, step)
+        length = _search(batch, inside, step, curvature)
+        there = batch.at(batch.theta + length[:, None] * step)
+        gained = batch.objective - there.objective
+        # At the optimum's own rounding a gain cannot be measured; a step that small is safe to take.
+        good = (gained > 1e-4 * length * gain) | (np.abs(gained) <= OBJECTIVE_ROUNDING * batch.objective)
+        there.restore(~good, batch)
+        damping = np.where(good, np.maximum(0.1 * damping, NEAR_DAMPING), np.maximum(10.0 * damping, 1e-4))
+        ahead = good & (stage < last) & (gain <= STAGE_GAIN * batch.objective + batch.rounding)
+        batch = there
+        if ahead.any():
+            stage = stage + ahead
+            batch = there.with_delta(deltas[stage])
+        theta[rows], objective[rows] = batch.theta, batch.objective
+        steps[rows] += 1
+    at_bound = ((theta <= lower) | (theta >= upper)) & (lower < upper)
+    return Minimum(theta, objective, converged, at_bound, steps)
+
+
+def _search(batch: Batch, inside: Array, step: Array, curvature: Array) -> Array:
+    """The share in (0, 1] of each step that minimises the objective with linearised residuals, (P,).
+
+    Along a step its slope is piecewise linear there; what the Hessian has beyond the linearised residuals adds a
+    straight line. The zero of the slope is bracketed among `LENGTHS` and interpolated.
+    """
+    change = batch.form.along(batch.cache, step)
+    change /= batch.delta[:, None]
+    rest = curvature / batch.delta**2 - _rows_dot(inside * change, change)
+    pull = batch.weights * change
+    start = _rows_dot(batch.pull, change)
+    full = _rows_dot(pull, np.clip(batch.residual + change, -1.0, 1.0)) + rest
+    length = np.ones(len(step))
+    rows = np.flatnonzero((full > -0.1 * start) & (start < 0))
+    if rows.size:
+        between = LENGTHS[1:-1, None] * change[rows, None]
+        between += batch.residual[rows, None]
+        np.clip(between, -1.0, 1.0, out=between)
+        slopes = np.empty((len(rows), len(LENGTHS)))
+        slopes[:, 0], slopes[:, -1] = start[rows], full[rows]
+        slopes[:, 1:-1] = (between @ pull[rows][:, :, None])[:, :, 0] + rest[rows, None] * LENGTHS[1:-1]
+        after, each = (slopes > 0).argmax(axis=1), np.arange(len(rows))
+        low, high = slopes[each, after - 1], slopes[each, after]
+        length[rows] = LENGTHS[after] - (LENGTHS[after] - LENGTHS[after - 1]) * high / (high - low)
+    return length
+
+
+class _System:
+    """(H + damping * scale) x = b for P problems without their held parameters, in units where scale is one.
+
+    A problem that is not finite stays where it is, with a damping that says so.
+    """
+
+    def __init__(self, hessian: Array, scale: Array, held: np.ndarray, damping: Array) -> None:
+        self._unit = ~held / np.sqrt(scale)
+        self._matrix = hessian * (self._unit[:, :, None] * self._unit[:, None, :])
+        np.einsum("pii->pi", self._matrix)[...] += held
+        lost = ~np.isfinite(self._matrix.sum(axis=(1, 2)))
+        if lost.any():
+            self._matrix[lost], self._unit[lost] = np.eye(held.shape[1]), 0.0
+        self.damping = np.where(lost, MOST_DAMPING, damping)
+        self._damped = self._with_damping()
+
+    def _with_damping(self) -> Array:
+        damped = self._matrix.copy()
+        np.einsum("pii->pi", damped)[...] += self.damping[:, None]
+        return damped
+
+    def make_definite(self) -> None:
+        """Raise the damping where the matrix is not positive definite."""
+        try:
+            np.linalg.cholesky(self._damped)
+        except np.linalg.LinAlgError:
+            least = np.linalg.eigvalsh(self._matrix)[:, 0]
+            indefinite = least + self.damping <= 1e-11
+            self.damping = np.where(indefinite, np.maximum(10.0 * self.damping, 1e-6 - 1.5 * least), self.damping)
+            self._damped = self._with_damping()
+
+    def solve(self, right: Array) -> Array:
+        right = np.where(self._unit > 0, right * self._unit, 0.0)
+        return np.linalg.solve(self._damped, right[:, :, None])[:, :, 0] * self._unit
+
+    def curves_up(self, rows: np.ndarray) -> np.ndarray:
+        """Whether the free part of the Hessian has no negative curvature (to rounding): a minimum and not a saddle."""
+        return np.linalg.eigvalsh(self._matrix[rows])[:, 0] > -1e-9
+
+
+def _rows_dot(a: Array, b: Array) -> Array:
+    """sum_i a_i b_i for each problem, (P, n) and (P, n) to (P,): faster than einsum for long rows."""
+    return (a[:, None, :] @ b[:, :, None])[:, 0, 0]
+
+
+def _dot(a: Array, b: Array) -> Array:
+    return np.einsum("pi,pi->p", a, b)
+
+
+def _quadratic(hessian: Array, step: Array) -> Array:
+    return np.einsum("pi,pij,pj->p", step, hessian, step)

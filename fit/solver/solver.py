@@ -1,0 +1,273 @@
+"""One batched solver for every law: many problems times many starts at once, in NumPy.
+
+Special here:
+- A law is fitted as a *log form*: f(theta) predicts log loss, and sum_i w_i rho(f_i - log loss_i) is minimised, rho
+  being Huber's function (Hoffmann et al. 2022, equation 3 and appendix D.3). The sum is never divided by the number of
+  points: with a mean the usual tolerances of library optimizers stop far from the optimum, which is how a published fit
+  went wrong (Besiroglu et al. 2024).
+- Sums of power laws become the log-sum-exp of affine functions of theta. Their gradient and Hessian are matrix products
+  with constant tables, so a thousand resamples cost little more than one. Another law slots in by implementing
+  `LogForm`.
+- Huber's function with a small delta is nearly L1, and full of small valleys. So every start first finds an optimum
+  under a large delta, and follows it while delta is lowered. Starts that meet under the large delta go on as one.
+- The answer does not depend on how many threads work on it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, fields, replace
+from typing import TypeVar
+
+import numpy as np
+
+from ..errors import Array
+from .forms import LogForm
+from .newton import Batch, Minimum, approach, refine
+
+STAGES = (100.0, 10.0, 3.0, 1.0)  # multiples of the wanted delta, each the start of the next ...
+COARSE = 0.03  # ... after as many factors of ten as it takes to begin near this
+LEAST_SQUARES = 2.0**30  # stands for a delta of infinity: no residual in log loss is larger
+ITERATIONS = 200
+CHUNK = 60_000  # numbers per working array: they stay in cache, and BLAS does not start threads of its own for them
+MET_THETA, MET_OBJECTIVE = 1e-3, 1e-6  # relative; starts that agree on both under the large delta have met
+AGREE = 1e-7  # relative difference of two objectives that are the same optimum
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Solution:
+    """The best optimum that was found of each of P problems.
+
+    theta (P, k); objective (P,), the weighted *sum*; converged (P,), as in `Minimum`; at_bound (P, k): parameters held
+    by the box; tried (P,): starts; agreeing (P,): how many of them led to a converged optimum of this objective
+    (relative 1e-7). Starts that met at one point under a larger delta are followed as one from there, and all count.
+    """
+
+    theta: Array
+    objective: Array
+    converged: np.ndarray
+    at_bound: np.ndarray
+    tried: np.ndarray
+    agreeing: np.ndarray
+
+
+def solve(
+    form: LogForm,
+    target: Array,
+    weights: Array,
+    starts: Array,
+    lower: Array,
+    upper: Array,
+    delta: float,
+    warm: Array | None = None,
+    threads: int | None = None,
+) -> Solution:
+    """Minimise sum_i w_i huber_delta(f_i(theta) - target_i) over a box, for P problems from G starts each.
+
+    target (n,) or (P, n) log losses; weights (P, n); starts (P, G, k) or (1, G, k); lower and upper (k,) or (P, k),
+    where equal bounds fix a parameter; `delta` in log loss, infinity for least squares. `warm` (k,) or (P, k) is one
+    more start that is thought to lie near the optimum, as that of all runs does for a resample; it is refined under
+    `delta` at once. `threads` is by default as many as this process has cores, or OMP_NUM_THREADS where that is less.
+    """
+    P, k = len(weights), form.parameters
+    lower, upper = (np.broadcast_to(bound, (P, k)) for bound in (lower, upper))
+    target = np.atleast_2d(target)
+
+    def part(rows: slice) -> Solution:
+        return _solve(
+            form,
+            target if len(target) == 1 else target[rows],
+            weights[rows],
+            starts if len(starts) == 1 else starts[rows],
+            lower[rows],
+            upper[rows],
+            delta,
+            None if warm is None else np.broadcast_to(warm, (P, k))[rows],
+        )
+
+    rows = starts.shape[1] + (warm is not None)  # a problem's, in one batch
+    parts = in_chunks(part, P, CHUNK // (form.points * rows), threads)
+    return Solution(*(np.concatenate([getattr(p, f.name) for p in parts]) for f in fields(Solution)))
+
+
+def minimise(
+    form: LogForm,
+    target: Array,
+    weights: Array,
+    starts: Array,
+    lower: Array,
+    upper: Array,
+    delta: float,
+    stages: Sequence[float] = STAGES,
+    iterations: int = ITERATIONS,
+) -> Minimum:
+    """As `solve`, for one start a problem, starts (P, k), each followed to its own end; weights (n,) or (P, n).
+
+    The last of `stages` must be 1; (1,) alone starts under `delta` at once.
+    """
+    P, k = starts.shape
+    lower, upper = (np.broadcast_to(bound, (P, k)) for bound in (lower, upper))
+    target, weights = np.atleast_2d(target), np.broadcast_to(weights, (P, form.points))
+    deltas = _deltas(delta, stages)
+
+    def part(rows: slice) -> Minimum:
+        with np.errstate(all="ignore"):
+            goal = target if len(target) == 1 else target[rows]
+            first = np.zeros(rows.stop - rows.start, dtype=int)
+            batch = Batch.start(form, goal, weights[rows], lower[rows], upper[rows], deltas[first], starts[rows])
+            theta, _, steps = approach(batch, iterations)
+            found = refine(batch.at(theta).with_delta(deltas[first + 1]), first + 1, deltas, iterations)
+            return replace(found, steps=found.steps + steps)
+
+    parts = in_chunks(part, P, CHUNK // form.points)
+    return Minimum(*(np.concatenate([getattr(p, f.name) for p in parts]) for f in fields(Minimum)))
+
+
+def _deltas(delta: float, stages: Sequence[float] = STAGES) -> Array:
+    """The delta under which starts are brought near, and then that of each stage; even L1 begins smooth."""
+    if len(stages) == 1 or delta >= LEAST_SQUARES:
+        return np.full(2, min(delta, LEAST_SQUARES))
+    first = delta * stages[0]
+    coarse = [first * 10.0**e for e in range(int(np.ceil(np.log10(max(COARSE / first, 1.0)))), 0, -1)]
+    return np.array([*coarse, *(delta * stage for stage in stages)])
+
+
+def _solve(
+    form: LogForm,
+    target: Array,
+    weights: Array,
+    starts: Array,
+    lower: Array,
+    upper: Array,
+    delta: float,
+    warm: Array | None,
+) -> Solution:
+    """`solve` for a chunk of problems."""
+    P, k = lower.shape
+    G = starts.shape[1]
+    deltas = _deltas(delta)
+
+    def batch(problem: np.ndarray, stage: np.ndarray, theta: Array) -> Batch:
+        goal = target if len(target) == 1 else target[problem]
+        return Batch.start(form, goal, weights[problem], lower[problem], upper[problem], deltas[stage], theta)
+
+    with np.errstate(all="ignore"):
+        every = np.repeat(np.arange(P), G)
+        first = batch(every, np.zeros(P * G, dtype=int), np.broadcast_to(starts, (P, G, k)).reshape(-1, k))
+        theta, objective, _ = approach(first, ITERATIONS)
+        leader = _leaders(theta.reshape(P, G, k), objective.reshape(P, G), first.rounding[::G])
+        problem, at = np.nonzero(leader == np.arange(G))
+        followers = (leader[problem] == at[:, None]).sum(axis=1)
+        theta, stage = theta.reshape(P, G, k)[problem, at], np.ones(len(problem), dtype=int)
+        if warm is not None:
+            problem, theta = np.concatenate([problem, np.arange(P)]), np.concatenate([theta, warm])
+            followers = np.concatenate([followers, np.ones(P, dtype=int)])
+            stage = np.concatenate([stage, np.full(P, len(deltas) - 1)])
+        found = refine(batch(problem, stage, theta), stage, deltas, ITERATIONS)
+    # The best of each problem: converged before not, then by objective.
+    order = np.lexsort((found.objective, ~found.converged, problem))
+    best = found.take(order[np.searchsorted(problem[order], np.arange(P))])
+    same = found.converged & (found.objective <= best.objective[problem] * (1.0 + AGREE) + 1e-20)
+    return Solution(
+        best.theta,
+        best.objective,
+        best.converged,
+        best.at_bound,
+        tried=np.full(P, G + (warm is not None)),
+        agreeing=np.bincount(problem, weights=followers * same, minlength=P).astype(int),
+    )
+
+
+def _leaders(theta: Array, objective: Array, rounding: Array) -> np.ndarray:
+    """Which point each of G points (P, G, k) has met, by index, (P, G): itself or one of lower objective (P, G)."""
+    P, G, _ = theta.shape
+    objective = np.where(np.isfinite(objective), objective, np.inf)
+    leader = np.full((P, G), -1)
+    while (alone := leader < 0).any():
+        best = np.where(alone, objective, np.inf).argmin(axis=1)
+        # Where none is left finite, the first one that is alone.
+        best = np.where(alone[np.arange(P), best], best, alone.argmax(axis=1))
+        there = theta[np.arange(P), best][:, None]
+        near = (np.abs(theta - there) <= MET_THETA * (1.0 + np.abs(there))).all(axis=2)
+        level = objective[np.arange(P), best] * (1.0 + MET_OBJECTIVE) + 1e6 * rounding
+        met = alone & near & (objective <= level[:, None])
+        met[np.arange(P), best] = alone[np.arange(P), best]
+        leader = np.where(met, best[:, None], leader)
+    return leader
+
+
+def in_chunks(part: Callable[[slice], Result], rows: int, size: int, threads: int | None = None) -> list[Result]:
+    """`part` of each chunk of at most `size` of `rows`, in order; on threads, which NumPy lets run side by side."""
+    size = max(1, size)
+    chunks = [slice(begin, min(begin + size, rows)) for begin in range(0, rows, size)]
+    workers = min(len(chunks), cores() if threads is None else threads)
+    if workers <= 1:
+        return [part(chunk) for chunk in chunks]
+    with ThreadPoolExecutor(workers) as pool:
+        return list(pool.map(part, chunks))
+
+
+def cores() -> int:
+    """How many cores this process may use: its affinity, or OMP_NUM_THREADS where that is less."""
+    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    asked = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
+    return min(available, max(1, int(asked))) if asked.isdigit() else available
+
+
+def huber(residual: Array, delta: float) -> tuple[Array, Array, np.ndarray]:
+    """Huber's rho, its slope psi, and whether each residual lies in the quadratic part."""
+    slope = np.clip(residual, -delta, delta)
+    return slope * (residual - 0.5 * slope), slope, np.abs(residual) <= delta
+
+
+def variable_projection(basis: Array, target: Array, weights: Array) -> tuple[Array, Array]:
+    """Least squares for the linear parameters of a law at each of G settings of its nonlinear ones, for P problems at
+    once.
+
+    basis (G, n, m), target (n,), weights (P, n). Returns amplitudes (P, G, m) and the sum of squares (P, G). The normal
+    equations of all problems are two matrix products, because the basis does not depend on the weights.
+    (Golub and Pereyra 1973.)
+    """
+    G, _, m = basis.shape
+    entries = [(i, j) for i in range(m) for j in range(i, m)]
+    products = [basis[:, :, i] * basis[:, :, j] for i, j in entries] + [basis[:, :, i] * target for i in range(m)]
+    table = np.ascontiguousarray(np.concatenate(products).T)
+
+    def part(rows: slice) -> tuple[Array, Array]:
+        sums = (weights[rows] @ table).reshape(-1, len(products), G)
+        right = [sums[:, len(entries) + i] for i in range(m)]
+        amplitudes = _solve_normal({entry: sums[:, q] for q, entry in enumerate(entries)}, right)
+        error = (weights[rows] @ target**2)[:, None] - np.sum(
+            [a * b for a, b in zip(amplitudes, right, strict=True)], axis=0
+        )
+        return np.stack(amplitudes, axis=2), np.maximum(error, 0.0)
+
+    # Few and large products: these are worth BLAS's own threads, and would only be in the way of ours.
+    parts = in_chunks(part, len(weights), 20 * CHUNK // (G * len(products)), threads=1)
+    amplitudes, errors = zip(*parts, strict=True)
+    return np.concatenate(amplitudes), np.concatenate(errors)
+
+
+def _solve_normal(matrix: dict[tuple[int, int], Array], right: list[Array]) -> list[Array]:
+    """Cholesky's solution of many small systems at once: matrix[i, j], i <= j, and right[i] are arrays over systems.
+
+    A ridge of 1e-10 of the diagonal keeps two equal columns from a division by zero.
+    """
+    m = len(right)
+    A, x, pivots = dict(matrix), list(right), []
+    for j in range(m):
+        pivots.append(np.maximum(A[j, j] + 1e-10 * matrix[j, j], 1e-11 * matrix[j, j] + 1e-300))
+        for i in range(j + 1, m):
+            ratio = A[j, i] / pivots[j]
+            x[i] = x[i] - ratio * x[j]
+            for q in range(i, m):
+                A[i, q] = A[i, q] - ratio * A[j, q]
+    for j in reversed(range(m)):
+        for q in range(j + 1, m):
+            x[j] = x[j] - A[j, q] * x[q]
+        x[j] = x[j] / pivots[j]
+    return x

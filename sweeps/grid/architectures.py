@@ -1,0 +1,92 @@
+"""From a wanted N to a real model: width, depth and heads that tile well. Pure.
+
+Depth follows the square root of the width (2 blocks at width 16, 4 at 64, 14 at 768, 32 at 4096, close to published
+families). Widths are multiples of the head size, which is a power of two; below width 32 one head is all there is, and
+widths go in steps of 4, because there the embedding tables are most of N and coarser steps would leave gaps.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import math
+from functools import cache
+
+from ...train.config import ModelConfig
+from ...train.flops import count_parameters
+
+SHAPE_WEIGHT = 0.8  # how much a depth off the rule counts against a size off the target, both as logarithms
+
+_Candidate = tuple[int, float, ModelConfig]  # see `candidates`
+
+
+def head_dim(width: int) -> int:
+    """Head size for a width: the width itself below 32, then 16 to 128, growing with the model."""
+    if width < 32:
+        return width
+    for limit, size in ((128, 16), (256, 32), (1024, 64)):
+        if width <= limit:
+            return size
+    return 128
+
+
+@cache
+def widths(largest: int = 16384) -> tuple[int, ...]:
+    """Every width that is a multiple of its own head size."""
+    found = list(range(8, 32, 4))
+    width = 32
+    while width <= largest:
+        found.append(width)
+        width += head_dim(width + 1)
+    return tuple(found)
+
+
+def ideal_depth(width: int) -> float:
+    """Depth that the rule gives a width."""
+    return 0.5 * math.sqrt(width)
+
+
+def shaped(base: ModelConfig, width: int, depth: int) -> ModelConfig:
+    """The base model at a width and depth, keeping its options and its ratio of query to key/value heads."""
+    heads = width // head_dim(width)
+    groups = base.heads // base.num_kv_heads
+    kv_heads = None if groups == 1 else max(1, heads // groups)
+    if kv_heads is not None and heads % kv_heads:
+        kv_heads = next(k for k in range(kv_heads, 0, -1) if heads % k == 0)
+    return dataclasses.replace(base, width=width, depth=depth, heads=heads, kv_heads=kv_heads, hidden=None)
+
+
+@cache
+def _candidates(frozen_base: tuple[tuple[str, object], ...]) -> tuple[_Candidate, ...]:
+    base = ModelConfig(**dict(frozen_base))  # type: ignore[arg-type]
+    result = []
+    for width in widths():
+        ideal = ideal_depth(width)
+        for depth in range(max(1, math.floor(ideal / 2)), math.ceil(2 * ideal) + 1):
+            model = shaped(base, width, depth)
+            result.append((count_parameters(model).N_total, abs(math.log(depth / ideal)), model))
+    return tuple(sorted(result, key=lambda item: item[:2]))
+
+
+def candidates(base: ModelConfig) -> tuple[_Candidate, ...]:
+    """Every well-shaped model as (N_total, distance from the depth rule, config), smallest first."""
+    return _candidates(tuple(dataclasses.asdict(base).items()))
+
+
+def nearest(base: ModelConfig, wanted: float, above: int = 0) -> ModelConfig:
+    """The well-shaped model whose N_total is nearest to `wanted`, among those with N_total > `above`."""
+    pool = candidates(base)
+    pool = pool[bisect.bisect_right(pool, above, key=_total) :]
+
+    def distance(item: _Candidate) -> float:
+        return abs(math.log(item[0] / wanted)) + SHAPE_WEIGHT * item[1]
+
+    # What is farther off in size alone than some model is in all cannot be nearer.
+    some = pool[min(bisect.bisect_left(pool, wanted, key=_total), len(pool) - 1)]
+    reach = math.exp(distance(some)) * (1 + 1e-9)
+    first = bisect.bisect_left(pool, wanted / reach, key=_total)
+    return min(pool[first : bisect.bisect_right(pool, wanted * reach, key=_total)], key=distance)[2]
+
+
+def _total(item: _Candidate) -> int:
+    return item[0]

@@ -1,0 +1,297 @@
+"""A grid config becomes a list of RunConfigs. Pure: the same config gives the same runs, everywhere."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from ...train.config import DataConfig, ModelConfig, RunConfig, run_id, validate
+from ...train.data.recipe import recipe
+from ...train.errors import UserError
+from ...train.flops import count_parameters, tokens_for_budget, training_flops_per_token
+from ..config import AdaptiveGrid, GridConfig, IsoflopGrid, LadderGrid, PointsGrid, ProductGrid
+from ..terminal import short
+from . import architectures
+from .trunks import merge, own_flops
+
+FIRST_BUDGETS, FIRST_SIZES = 3, 4  # of an adaptive grid's first round: enough to fit a law's five constants
+FIRST_STEP = 3.0  # between two of these budgets
+FIRST_TRIES = 81  # budgets that are tried for the largest of them, over four decades
+
+
+def expand(grid: GridConfig, base: RunConfig) -> list[RunConfig]:
+    """Every run of a grid, once each, in the grid's own order.
+
+    Args:
+        grid: which runs.
+        base: what they share; `model.vocab_size` and `data.fingerprint` must be filled in.
+
+    Raises:
+        UserError: the grid is empty, contradicts itself, or asks for a run that cannot be trained.
+    """
+    if isinstance(grid, AdaptiveGrid):
+        points = iter(_first_round(grid, base))
+    elif isinstance(grid, IsoflopGrid):
+        points = _isoflop(grid, base)
+    elif isinstance(grid, LadderGrid):
+        points = _ladder(grid, base)
+    elif isinstance(grid, ProductGrid):
+        points = _product(grid, base)
+    elif isinstance(grid, PointsGrid):
+        points = _points(grid, base)
+    else:
+        raise UserError(f"grid.kind is {grid.kind!r}; it must be isoflop, ladder, product, points or adaptive")
+    runs: dict[str, RunConfig] = {}
+    fingerprints: dict[tuple[str, ...], str | None] = {}  # a model of gigabytes is read once, not once a run
+    for point in points:
+        recipes = grid.recipes if grid.recipes is not None else [point.data.recipe]
+        seeds = grid.seeds if grid.seeds is not None else [point.seed]
+        for steps, seed in itertools.product(recipes, seeds):
+            run = dataclasses.replace(point, data=_with_recipe(point.data, steps, fingerprints), seed=seed)
+            validate(run)
+            runs.setdefault(run_id(run), run)
+    if not runs:
+        raise UserError("grid has no runs; give it at least one size and one D")
+    for run in runs.values():
+        run.name = label(run)
+    return list(runs.values())
+
+
+def label(run: RunConfig) -> str:
+    named = f"N{short(count_parameters(run.model).N_total)}_D{short(run.D)}_s{run.seed}"
+    return f"{named}_{recipe.label(run.data.recipe)}" if run.data.recipe else named
+
+
+def _with_recipe(data: DataConfig, words: Sequence[str], fingerprints: dict[tuple[str, ...], str | None]) -> DataConfig:
+    """The same data with a recipe, in its one spelling, and what the recipe is known by."""
+    steps = tuple(recipe.canonical(words))
+    if steps not in fingerprints:
+        recipe.require(steps)
+        fingerprints[steps] = recipe.fingerprint(steps)
+    return dataclasses.replace(data, recipe=list(steps), recipe_fingerprint=fingerprints[steps])
+
+
+def _isoflop(grid: IsoflopGrid, base: RunConfig) -> Iterator[RunConfig]:
+    _refuse_tokens(grid, base)
+    if not grid.budgets:
+        raise UserError(f"grid.budgets is {grid.budgets}; give a list of training FLOPs such as [1e12,3e12]")
+    if grid.convention not in ("exact", "6nd"):
+        raise UserError(f"grid.convention is {grid.convention!r}; it must be exact or 6nd")
+    if not (grid.sizes >= 1 and 1 <= grid.span < math.inf):
+        raise UserError(f"grid.sizes is {grid.sizes} and grid.span is {grid.span}; both must be at least 1")
+    if not (0 < grid.expected_N < math.inf and 0 < grid.expected_flops < math.inf):
+        raise UserError(
+            f"grid.expected_N is {grid.expected_N} and grid.expected_flops is {grid.expected_flops}; both must be "
+            "positive numbers"
+        )
+    if not 0 <= grid.expected_exponent <= 2:
+        raise UserError(f"grid.expected_exponent is {grid.expected_exponent}; it must be at least 0 and at most 2")
+    _positive("grid.budgets", grid.budgets, "a budget is a positive number of FLOPs")
+    for budget in sorted(set(grid.budgets)):
+        yield from _isoflop_budget(grid, base, budget)
+
+
+def _isoflop_budget(grid: IsoflopGrid, base: RunConfig, budget: float) -> Iterator[RunConfig]:
+    least = grid.min_steps * base.batch_tokens
+    smallest = architectures.candidates(base.model)[0][2]
+    if tokens_for_budget(smallest, base.data.sequence_length, budget, grid.convention) < least:
+        floor = training_flops_per_token(smallest, base.data.sequence_length) * float(least)
+        raise UserError(
+            f"grid.budgets contains {budget:.3g}, and the smallest model ({count_parameters(smallest).N_total:,} "
+            f"parameters) needs {floor:.2g} FLOPs for grid.min_steps {grid.min_steps}; give at least that"
+        )
+    for model in isoflop_sizes(grid, base.model, budget):
+        tokens = tokens_for_budget(model, base.data.sequence_length, budget, grid.convention)
+        if tokens >= least:
+            yield dataclasses.replace(base, model=model, tokens=whole_steps(tokens, base), budget=budget)
+
+
+def _first_round(grid: AdaptiveGrid, base: RunConfig) -> list[RunConfig]:
+    """The largest small isoFLOP grid that grid.first_share of the FLOPs pays for."""
+    _check_adaptive(grid)
+    reference = list(_isoflop(grid, base))
+    total = grid.flops_budget or _trained_flops(reference)
+    top = largest_flops(grid)
+    smallest = architectures.candidates(base.model)[0][2]
+    each = training_flops_per_token(smallest, base.data.sequence_length) * float(grid.min_steps * base.batch_tokens)
+    for i in range(FIRST_TRIES):
+        budgets = [top * 10 ** (-4 * i / (FIRST_TRIES - 1)) / FIRST_STEP**j for j in range(FIRST_BUDGETS)]
+        if budgets[-1] < each:
+            break
+        small = dataclasses.replace(grid, budgets=budgets, sizes=FIRST_SIZES)
+        runs = list(_isoflop(small, base))
+        if _trained_flops(runs) <= grid.first_share * total:
+            return runs
+    raise UserError(
+        f"grid.flops_budget is {total:.3g}, of which grid.first_share {grid.first_share:g} pays for no first round of "
+        f"{FIRST_BUDGETS} budgets and {FIRST_SIZES} sizes of at least grid.min_steps {grid.min_steps} steps; give more"
+    )
+
+
+def _check_adaptive(grid: AdaptiveGrid) -> None:
+    if grid.recipes is not None and len(grid.recipes) != 1:
+        raise UserError(
+            f"grid.recipes has {len(grid.recipes)} recipes; an adaptive grid suggests runs for one law, so it takes one"
+        )
+    for name in ("flops_budget", "target_flops", "max_flops", "tolerance", "size_tolerance"):
+        value = getattr(grid, name)
+        if value is not None and not 0 < value < math.inf:
+            raise UserError(f"grid.{name} is {value}; it must be a positive number, or null")
+    if not 0 < grid.first_share < 1:
+        raise UserError(f"grid.first_share is {grid.first_share}; it must be above 0 and below 1")
+    for name, value in (("rounds", grid.rounds), ("round_runs", grid.round_runs)):
+        if value < 1:
+            raise UserError(f"grid.{name} is {value}; it must be 1 or more")
+
+
+def largest_flops(grid: AdaptiveGrid) -> float:
+    """The most that one run of an adaptive grid may cost."""
+    return grid.max_flops or max(grid.budgets or [math.inf])
+
+
+def adaptive_flops(grid: AdaptiveGrid, base: RunConfig) -> float:
+    """Training FLOPs of an adaptive grid, all rounds together: flops_budget, or what the isoFLOP grid costs."""
+    return grid.flops_budget or _trained_flops(list(_isoflop(grid, base)))
+
+
+def _trained_flops(runs: list[RunConfig]) -> float:
+    """Of runs that share their trunks, as far as their schedule allows."""
+    return sum(map(own_flops, merge(runs).runs))
+
+
+def whole_steps(tokens: float, base: RunConfig, rounded: Callable[[float], int] = round) -> int:
+    """The nearest D that is a whole number of steps: never most of a step off, and written in one way only."""
+    step = max(1, base.batch_tokens)  # a batch of nothing is refused with the run
+    return max(1, rounded(tokens / step)) * step
+
+
+def isoflop_sizes(grid: IsoflopGrid, base: ModelConfig, budget: float) -> list[ModelConfig]:
+    """Distinct models, log-spaced by grid.span around the expected optimum of a budget, smallest first.
+
+    All budgets take their sizes from one lattice, so that neighbours have most in common and runs of one size share a
+    trunk. The middle is therefore off the optimum, by half a gap between two sizes at most.
+    """
+    expected = grid.expected_N * (budget / grid.expected_flops) ** grid.expected_exponent
+    gap = math.log(grid.span) / (grid.sizes - 1) if grid.sizes > 1 else 0.0
+    if gap > 0:
+        expected = grid.expected_N * math.exp(gap * round(math.log(expected / grid.expected_N) / gap))
+    models: list[ModelConfig] = []
+    for i in range(grid.sizes):
+        target = expected * math.exp(gap * (i - (grid.sizes - 1) / 2))
+        above = count_parameters(models[-1]).N_total if models else 0
+        models.append(architectures.nearest(base, target, above=above))
+    return models
+
+
+def _ladder(grid: LadderGrid, base: RunConfig) -> Iterator[RunConfig]:
+    _refuse_tokens(grid, base)
+    if (grid.tokens is None) == (grid.tokens_per_parameter is None):
+        raise UserError(
+            f"grid.tokens is {grid.tokens} and grid.tokens_per_parameter is {grid.tokens_per_parameter}; "
+            "a ladder needs exactly one of them"
+        )
+    _positive("grid.sizes", grid.sizes, "a size is a positive number of parameters")
+    _positive("grid.tokens", grid.tokens, "a D is a positive number of tokens")
+    _positive("grid.tokens_per_parameter", grid.tokens_per_parameter, "a ratio is a positive number")
+    for size in grid.sizes:
+        model = architectures.nearest(base.model, size)
+        N = count_parameters(model).N_total
+        multiples = [ratio * N for ratio in grid.tokens_per_parameter or ()]
+        for tokens in multiples if grid.tokens is None else grid.tokens:
+            yield dataclasses.replace(base, model=model, tokens=whole_steps(tokens, base))
+
+
+def _positive(name: str, values: Sequence[float] | None, what: str) -> None:
+    for value in values or ():
+        if not (math.isfinite(value) and value > 0):
+            raise UserError(f"{name} contains {value}; {what}")
+
+
+def _product(grid: ProductGrid, base: RunConfig) -> Iterator[RunConfig]:
+    if grid.axes is not None and not isinstance(grid.axes, dict):
+        raise UserError(f"grid.axes is {grid.axes!r}; it must map fields to values, as {{seed:[0,1]}}")
+    axes = dict(_dotted(grid.axes or {}))
+    if not axes:
+        raise UserError(
+            "grid.axes is empty; name at least one field and its values, as {optimizer.learning_rate:[4e-3,8e-3]}"
+        )
+    for name, values in axes.items():
+        if not isinstance(values, list) or not values:
+            raise UserError(f"grid.axes.{name} is {values!r}; it must be a list of values")
+    for combination in itertools.product(*axes.values()):
+        run = copy.deepcopy(base)
+        for name, value in zip(axes, combination, strict=True):
+            _assign(run, name, value)
+        if run.tokens <= 0:
+            raise UserError("tokens is not set; a product grid needs tokens=… or an axis of that name")
+        yield run
+
+
+def _points(grid: PointsGrid, base: RunConfig) -> Iterator[RunConfig]:
+    if not isinstance(grid.points, list) or not grid.points:
+        raise UserError(
+            f"grid.points is {grid.points!r}; it must be a list of runs, each a mapping as {{tokens:1000000,seed:1}}"
+        )
+    for number, point in enumerate(grid.points):
+        where = f"grid.points[{number}]"
+        if not isinstance(point, dict) or not point:
+            raise UserError(f"{where} is {point!r}; it must map fields to values, as {{tokens:1000000,seed:1}}")
+        run = copy.deepcopy(base)
+        for name, value in _dotted(point):
+            _assign(run, name, value, where)
+        if run.tokens <= 0:
+            raise UserError(f"{where} has no tokens; give it, or tokens=… for all points")
+        yield run
+
+
+def _dotted(axes: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """{a: {b: [1]}} and {a.b: [1]} both mean the axis a.b."""
+    for name, value in axes.items():
+        if isinstance(value, dict):
+            yield from _dotted(value, f"{prefix}{name}.")
+        else:
+            yield prefix + str(name), value
+
+
+def _assign(run: RunConfig, name: str, value: Any, where: str = "grid.axes") -> None:
+    from omegaconf.errors import OmegaConfBaseException
+
+    *groups, last = name.split(".")
+    node: Any = run
+    for group in groups:
+        node = getattr(node, group, None)
+    if not dataclasses.is_dataclass(node) or last not in {item.name for item in dataclasses.fields(node)}:
+        raise UserError(f"{where} names {name!r}, which is not a field of a run; see conf/ for the fields")
+    if dataclasses.is_dataclass(getattr(node, last)):
+        raise UserError(
+            f"{where} names the group {name!r}; name one of its fields, such as {name}.{_first_field(node, last)}"
+        )
+    kind: Any = type(node)
+    typed = _typed(kind)
+    try:
+        typed[last] = value
+    except OmegaConfBaseException as error:
+        raise UserError(f"{where}.{name} contains {value!r}: {str(error).splitlines()[0]}") from error
+    setattr(node, last, typed[last])
+
+
+@functools.cache
+def _typed(kind: type) -> Any:
+    """A mapping that takes for each field of a dataclass only what it may be; making one takes milliseconds."""
+    from omegaconf import OmegaConf
+
+    return OmegaConf.structured(kind)
+
+
+def _first_field(node: Any, group: str) -> str:
+    return dataclasses.fields(getattr(node, group))[0].name
+
+
+def _refuse_tokens(grid: GridConfig, base: RunConfig) -> None:
+    if base.tokens:
+        raise UserError(f"tokens is {base.tokens}, but a grid of kind {grid.kind} chooses D itself; leave tokens out")

@@ -1,0 +1,296 @@
+"""Runs that differ in D alone share the constant-rate part of the longest: a trunk, and branches that decay from it.
+
+Special here:
+- there is no other kind of run: a trunk is an ordinary run that also saves where its branches begin
+  (`checkpoint.at_steps`), and a branch an ordinary run with a `parent`; both fields are cosmetic, so every run keeps
+  its id, and would train alone to the same bits;
+- before a branch trains, `graft` puts the trunk's checkpoint among its own, and the trainer resumes from it;
+- what is on disk limits the choice: a run that is past a step and has not saved it serves nobody there.
+
+Haegele et al. 2024 (arXiv 2405.18392), section 5: a scaling law from one constant-rate run and a cooldown for each D.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from filelock import FileLock
+
+from ...train.config import RunConfig, canonical_json, identity, run_id
+from ...train.errors import UserError
+from ...train.files import fsync_path, read_json, read_json_lines, temporary_directory_beside, write_atomic
+from ...train.flops import flops_exact
+from ...train.schedule import same_until, trunk_steps
+from ..runs.directory import RunDirectory
+from ..terminal import short
+
+SHOWN = 3  # runs that a remark names
+
+_Named = tuple[str, RunConfig]  # a run with its id, which takes longer to make than all else here
+
+
+class NotThere(UserError):
+    """The trunk has not come to where a branch begins."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a run has on disk, as far as trunks go. The default is a run that nobody has started."""
+
+    fixed: bool = False  # it is done, or a process has it: what its config.yaml says stays
+    step: int = 0  # it saves nothing more at or before this step
+    saved: frozenset[int] = frozenset()  # steps whose checkpoints are there, or will be
+    parent: str | None = None  # as its config.yaml has it
+
+    def can_save(self, step: int) -> bool:
+        return step in self.saved or step > self.step
+
+
+@dataclass(frozen=True)
+class Merged:
+    """The same runs in the same order, with the same ids."""
+
+    runs: list[RunConfig]  # trunks with `checkpoint.at_steps`, branches with `parent`
+    remarks: list[str]  # sentences for a person: what is spared, and what is not merged and why
+
+
+def merge(runs: Sequence[RunConfig], progress: Mapping[str, Progress] | None = None) -> Merged:
+    """Makes branches of the runs that a longer one can serve as a trunk. Pure.
+
+    Args:
+        runs: from `grid.expand`.
+        progress: what is on disk, by run id; a run that is not in it has not been started.
+    """
+    families: dict[str, list[_Named]] = {}
+    named = [(run_id(run), run) for run in runs]
+    for name, run in named:
+        families.setdefault(canonical_json({**identity(run), "tokens": 0}), []).append((name, run))
+    parents: dict[str, str | None] = {}
+    apart: list[_Apart] = []
+    for family in families.values():
+        apart += _merge_family(family, progress or {}, parents)
+    begins: dict[str, set[int]] = {}  # steps at which branches begin, by trunk
+    for name, run in named:
+        if (trunk := parents[name]) is not None:
+            begins.setdefault(trunk, set()).add(trunk_steps(run))
+    merged = []
+    for name, run in named:
+        steps = begins.get(name, set()).union(run.checkpoint.at_steps or ())
+        saves = replace(run.checkpoint, at_steps=sorted(steps) or None)
+        merged.append(replace(run, parent=parents[name], checkpoint=saves))
+    return Merged(merged, [*_saving(merged), *_obstacles(apart)])
+
+
+def own_steps(run: RunConfig) -> int:
+    """Steps that a run of a merged plan makes itself: a branch makes those after its trunk's part."""
+    return run.steps if run.parent is None else run.steps - trunk_steps(run)
+
+
+def own_flops(run: RunConfig) -> float:
+    """Training FLOPs, exact convention, that a run of a merged plan spends itself."""
+    return flops_exact(run) / run.steps * own_steps(run)
+
+
+@dataclass(frozen=True)
+class _Apart:
+    """A run that differs from a longer one in D alone, and is trained from its first step all the same."""
+
+    run: RunConfig
+    why: str  # past | cosine | warm-up | decay
+
+
+def _merge_family(
+    family: list[_Named], progress: Mapping[str, Progress], parents: dict[str, str | None]
+) -> list[_Apart]:
+    """Fills in `parents` of runs that differ in D alone; returns those that stay apart.
+
+    Longest first, so that whoever could be a run's trunk has been seen before it; and of those that can be, the longest
+    is taken, so that one trunk serves as many as possible.
+    """
+    apart = []
+    roots: list[_Named] = []  # make the steps before their decay themselves, or have them behind them
+    for name, run in sorted(family, key=lambda item: (-item[1].steps, -item[1].tokens)):
+        begin, mine = trunk_steps(run), progress.get(name, Progress())
+        if mine.fixed or any(step >= begin for step in mine.saved):
+            parents[name] = mine.parent  # who has made its first steps is a fact
+            roots.append((name, run))
+            continue
+        alike = [root for root, its in roots if 0 < begin <= same_until(its, run)]
+        able = [root for root in alike if progress.get(root, Progress()).can_save(begin)]
+        parents[name] = able[0] if able else None
+        if not able:
+            if roots:
+                apart.append(_Apart(run, _why(run, begin, bool(alike))))
+            roots.append((name, run))
+    return apart
+
+
+def _why(run: RunConfig, begin: int, alike: bool) -> str:
+    if alike:
+        return "past"
+    if run.schedule.kind == "cosine":
+        return "cosine"
+    return "warm-up" if begin > 0 else "decay"
+
+
+def _saving(merged: Sequence[RunConfig]) -> list[str]:
+    """What branching spares, in a sentence; nothing where nothing branches."""
+    branches = [run for run in merged if run.parent is not None]
+    if not branches:
+        return []
+    trunks, apart = len({run.parent for run in branches}), sum(map(flops_exact, merged))
+    spent = sum(map(own_flops, merged))
+    return [
+        f"{len(branches)} of {len(merged)} runs branch from {trunks} trunk{'s' * (trunks > 1)}: {spent:.3g} training "
+        f"FLOPs instead of {apart:.3g}, {1 - spent / apart:.0%} fewer"
+    ]
+
+
+def _obstacles(apart: Sequence[_Apart]) -> list[str]:
+    """Why runs that differ from a longer one in D alone do not branch from it, in a sentence for each reason."""
+    said = []
+    for why in dict.fromkeys(each.why for each in apart):
+        runs = [each.run for each in apart if each.why == why]
+        named = ", ".join(run.name or run_id(run) for run in runs[:SHOWN])
+        more = f" and {len(runs) - SHOWN} more" if len(runs) > SHOWN else ""
+        said.append(
+            f"{len(runs)} run{'s differ' if len(runs) > 1 else ' differs'} from a longer one in D alone and cannot "
+            f"branch from it ({named}{more}): {_reason(why, runs[0])}"
+        )
+    return said
+
+
+def _reason(why: str, run: RunConfig) -> str:
+    schedule = run.schedule
+    if why == "cosine":
+        return "with schedule.kind cosine the learning rate of every step depends on D; with wsd it would not"
+    if why == "warm-up":
+        fixed = schedule.warmup_tokens
+        least = schedule.warmup_per_parameter if fixed is None else fixed
+        unit = "tokens a parameter" if fixed is None else "tokens"
+        return (
+            f"schedule.warmup_max_share {schedule.warmup_max_share:g} cuts a warm-up, which so depends on D; "
+            f"from {short(least / schedule.warmup_max_share)} {unit} on it does not"
+        )
+    if why == "decay":
+        return f"schedule.decay_share {schedule.decay_share:g} leaves no step before the decay"
+    return "what could be the trunk is past the step where they would begin, and has kept no checkpoint of it"
+
+
+def progress_of(run: RunDirectory, live: bool = False) -> Progress:
+    """Reads what `merge` wants to know of a run: the names of its checkpoints, its state, its config.
+
+    No file is hashed: a checkpoint that turns out to be damaged costs what it would have spared, and no more.
+
+    Args:
+        run: its directory; it need not exist.
+        live: whether a process or a job in the queue has the run: it saves what its config.yaml says, and no more.
+    """
+    try:
+        config = run.config()
+    except UserError:
+        return Progress()  # nothing there, or what `RunDirectory.config` refuses as soon as it is needed
+    saved, fixed = _published(run), live or run.is_done()
+    told = config.checkpoint.at_steps or () if live else ()
+    return Progress(
+        fixed, config.steps if fixed else max(saved, default=0), frozenset(saved).union(told), config.parent
+    )
+
+
+def has_checkpoint(run: RunDirectory, step: int) -> bool:
+    """Whether a checkpoint of that step has been published; its files are not looked into."""
+    return (_checkpoint(run, step) / "manifest.json").is_file()
+
+
+def can_start(branch: RunDirectory, trunk: RunDirectory, step: int) -> bool:
+    """Whether a branch that begins at `step` of its trunk finds what it needs: there, or among its own checkpoints."""
+    return has_checkpoint(trunk, step) or any(own >= step for own in _published(branch))
+
+
+def graft(branch: RunDirectory, trunk: RunDirectory) -> str | None:
+    """Puts the trunk's checkpoint of the step where the branch begins among the branch's own.
+
+    To be called with the branch's lock held, by its first rank, before it trains. Nothing is done where the branch has
+    a whole checkpoint of its own from that step on. An empty metrics.jsonl gets the trunk's lines up to there.
+
+    Returns:
+        A line for the log; None where nothing was done.
+
+    Raises:
+        NotThere: the trunk has no checkpoint of that step.
+        UserError: it is damaged.
+        OSError: for example when the disk is full; nothing half-written stays.
+    """
+    from ...train.checkpoint.checkpoint import damage
+
+    step = trunk_steps(branch.config())
+    source, final = _checkpoint(trunk, step), _checkpoint(branch, step)
+    begins = f"run {branch.run_id} begins at step {step} of run {trunk.run_id}"
+    with FileLock(branch.path / ".graft.lock"):
+        if any(own >= step and damage(_checkpoint(branch, own)) is None for own in _published(branch)):
+            return None
+        if not has_checkpoint(trunk, step):
+            state = trunk.state()
+            reason = "" if state.reason is None else f" ({state.reason})"
+            raise NotThere(
+                f"{begins}, which has no checkpoint there and is {state.state}{reason}; sweep again, or give "
+                "trunks=false to train every run from its first step"
+            )
+        if (problem := damage(source)) is not None:
+            raise UserError(f"{begins}, whose checkpoint there is damaged: {problem}; remove {source} and sweep again")
+        _begin_metrics(branch, trunk, step)
+        how = "linked" if _transplant(source, final) else "copied"
+    return f"begins at step {step} of run {trunk.run_id}, whose checkpoint is {how} here"
+
+
+def _checkpoint(run: RunDirectory, step: int) -> Path:
+    return run.path / "checkpoints" / f"step_{step}"
+
+
+def _published(run: RunDirectory) -> list[int]:
+    """Steps that a run has checkpoints of, as far as their manifests tell."""
+    names = (path.parent.name.removeprefix("step_") for path in (run.path / "checkpoints").glob("step_*/manifest.json"))
+    return sorted(int(name) for name in names if name.isdigit())
+
+
+def _begin_metrics(branch: RunDirectory, trunk: RunDirectory, step: int) -> None:
+    """The trunk's lines are the branch's until they part, so that its curve is whole."""
+    path = branch.path / "metrics.jsonl"
+    if any(line["step"] >= step for line in read_json_lines(path)):
+        return
+    # A run that was resumed says some steps twice.
+    lines = {line["step"]: line for line in read_json_lines(trunk.path / "metrics.jsonl")}
+    write_atomic(path, "".join(json.dumps(lines[number]) + "\n" for number in sorted(lines) if number <= step))
+
+
+def _transplant(source: Path, final: Path) -> bool:
+    """Makes `final` the same checkpoint as `source`, in one rename; whether its files are the same on disk too.
+
+    Checkpoints are replaced and never changed in place, so that one file may serve both.
+    """
+    from ...train.checkpoint.checkpoint import publish
+
+    linked = True
+    with temporary_directory_beside(final) as temporary:
+        manifest = read_json(source / "manifest.json") or {}
+        for name in manifest:
+            (temporary / name).parent.mkdir(parents=True, exist_ok=True)
+            linked &= _link_or_copy(source / name, temporary / name)
+        publish(temporary, final, manifest)
+    return linked
+
+
+def _link_or_copy(source: Path, target: Path) -> bool:
+    """A second name for a file, or a copy that is on the disk where the file system has no second names."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+        fsync_path(target)
+        return False
+    return True

@@ -1,0 +1,248 @@
+"""What a terminal shows before and while runs train: the plan; a bar a run with its loss; the ETA of the whole.
+
+Without a terminal the bars become a plain line a run.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
+
+from ..config import ClusterConfig
+from ..plan.placement import batches, split, workers_for
+from ..plan.sweep_plan import JobShape, Plan, PlannedRun, makespan
+from ..runs import attempts
+from ..runs.directory import RunDirectory, SweepDirectory
+from ..terminal import console, describe, short
+
+MOST_ROWS, FIRST_ROWS, LAST_ROWS = 40, 20, 5  # of a plan: up to so many all are shown, else the first and the last
+OVER = ("done", "failed", "diverged", "cancelled", "preempted")  # states of a run that nobody is at
+
+
+def print_plan(plan: Plan, cluster: ClusterConfig, starts: Mapping[JobShape, str] | None = None) -> None:
+    """The dry run's table: the runs, of many the longest and the shortest, then what all of them cost.
+
+    Args:
+        plan: what is to be shown.
+        cluster: where it is to run.
+        starts: when SLURM expects that a job of a shape would start, where it says so.
+    """
+    out = console()
+    out.print(_table_of(plan))
+    for line in [_cost(plan, cluster), _source(plan, cluster), *_jobs(plan, cluster, starts or {})]:
+        out.print(line, highlight=False, soft_wrap=True)
+
+
+def _table_of(plan: Plan) -> Table:
+    table = Table(title=f"{len(plan.runs)} runs", title_justify="left", box=box.SIMPLE)
+    for column in ("run", "N_total", "D", "C exact", "D/N", "shape", "steps", "time"):
+        table.add_column(column, justify="left" if column == "run" else "right", no_wrap=True)
+    together = {name: unit.name for unit in plan.units for name in unit.runs if len(unit.runs) > 1}
+    refined = any(run.recipe for run in plan.runs)
+    optional = {
+        "recipe": {run.run_id: run.recipe or "raw" for run in plan.runs if refined},
+        "ranks": {run.run_id: _ranks(run) for run in plan.runs if run.mesh},
+        "branches from": {run.run_id: f"{run.parent} at {run.first_step:,}" for run in plan.runs if run.parent},
+        "together": together,
+    }
+    columns = {name: cells for name, cells in optional.items() if cells}
+    for name in columns:
+        table.add_column(name, no_wrap=True)
+    folded = len(plan.runs) > MOST_ROWS
+    for number, run in enumerate(plan.runs):
+        if folded and FIRST_ROWS <= number < len(plan.runs) - LAST_ROWS:
+            if number == FIRST_ROWS:
+                table.add_row(f"… {len(plan.runs) - FIRST_ROWS - LAST_ROWS} more …")
+            continue
+        table.add_row(
+            run.run_id, short(run.N_total), short(run.D), f"{run.flops_exact:.2e}", f"{run.D / run.N_total:.0f}",
+            f"{run.width}x{run.depth}", f"{run.steps:,}", describe(run.estimated_seconds),
+            *(cells.get(run.run_id, "") for cells in columns.values()),
+        )  # fmt: skip
+    return table
+
+
+def _cost(plan: Plan, cluster: ClusterConfig) -> str:
+    cost = f"total {plan.total_flops:.3g} FLOPs (exact)"
+    if plan.total_flops < plan.separate_flops:
+        cost += f", which is {plan.total_flops / plan.separate_flops:.0%} of the runs' own,"
+    cost += f" about {describe(plan.estimated_seconds)} of training"
+    cost += f" with {plan.jobs_at_once} at a time on {cluster.kind}"
+    cost += f", {plan.gpu_hours:.3g} GPU-hours" if cluster.gpus_per_job else f", {plan.core_hours:.3g} core-hours"
+    if plan.dollars is not None:
+        cost += f", ${plan.dollars:,.2f}"
+    return cost
+
+
+def _source(plan: Plan, cluster: ClusterConfig) -> str:
+    where = "this machine" if cluster.kind == "local" else "this partition"
+    if plan.measured_runs:
+        return f"times are estimated from {plan.measured_runs} runs that were measured on {where}"
+    return f"times are estimated from assumed rates; runs of this kind have not been measured on {where} yet"
+
+
+def _jobs(plan: Plan, cluster: ClusterConfig, starts: Mapping[JobShape, str]) -> list[str]:
+    """How the plan becomes jobs of SLURM, and when they may start."""
+    if cluster.kind != "slurm":
+        return []
+    planned = {run.run_id: run for run in plan.runs}
+    queued, apart = split(plan.units, planned, cluster)
+    workers = sum(workers_for(batch, planned, cluster) for batch in batches(queued, planned, {}, {}))
+    said = []
+    if apart:
+        said.append(f"{len(apart)} array task{'s' * (len(apart) > 1)}")
+    if queued:
+        said.append(f"{workers} worker{'s' * (workers > 1)} for a queue of {len(queued)} shorter ones")
+    lines = [f"jobs: {' and '.join(said)}"]
+    lines += [f"a job of {_shape(shape)} would start about {start}, says SLURM" for shape, start in starts.items()]
+    return lines
+
+
+def _shape(shape: JobShape) -> str:
+    gpus = f"{shape.gpus} GPU{'s' * (shape.gpus > 1)}, " if shape.gpus else ""
+    each = f"{gpus}{shape.cpus} core{'s' * (shape.cpus > 1)} and {shape.memory_gb:g} GB"
+    if shape.ranks == 1:
+        return each
+    nodes = f" on {shape.nodes} nodes" if shape.nodes > 1 else ""
+    return f"{shape.ranks} ranks{nodes}, each with {each}"
+
+
+def _ranks(run: PlannedRun) -> str:
+    nodes = f" on {run.shape.nodes} nodes" if run.shape.nodes > 1 else ""
+    return f"{run.mesh}{nodes}"
+
+
+class Display:
+    """Live view of a local sweep; a context manager around the pool's ticks."""
+
+    def __init__(
+        self, plan: Plan, sweep: SweepDirectory, waiting: list[RunDirectory], scoring: list[RunDirectory] | None = None
+    ) -> None:
+        self._sweep, self._jobs = sweep, plan.jobs_at_once
+        self._planned = {run.run_id: run for run in plan.runs}
+        self._left = {run.run_id: self._planned[run.run_id].estimated_seconds for run in waiting}
+        self._total, self._started = len(waiting), time.monotonic()
+        self._estimate = sum(self._left.values())
+        # An attempt beyond the one that a run now begins is a retry.
+        self._attempt = {run.run_id: run.state().attempt + 1 for run in waiting}
+        self._open: set[str] = set()  # runs that were said to have ended, and are to be tried again
+        self._scoring = scoring or []
+        self._scored = 0
+        self._live: Any = None
+        self._bars: dict[str, Any] = {}
+
+    def __enter__(self) -> Display:
+        if sys.stderr.isatty():
+            columns = (TextColumn("{task.description}"), BarColumn(bar_width=30), TextColumn("{task.fields[note]}"))
+            self._live = Progress(*columns, console=Console(stderr=True), transient=True)
+            self._live.start()
+            total = self._estimate if self._total else len(self._scoring)
+            self._all = self._live.add_task("all runs" if self._total else "scoring", total=total, note="")
+        elif self._scoring:
+            print(f"scoring {len(self._scoring)} checkpoints", flush=True)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def update(self, running: list[str], ended: list[str]) -> None:
+        """Called at every tick with the run ids that train and those that have just ended."""
+        progress = {name: self._share(name) for name in running}
+        for name in running:
+            self._say_retried(name)
+        for name in [*ended, *(name for name in sorted(self._open) if name not in ended)]:
+            if name in running or self._sweep.run(name).state().state not in OVER:
+                self._open.add(name)
+                continue
+            self._open.discard(name)
+            self._left.pop(name, None)
+            self._say(self._ended_line(name))
+            if self._live is not None and name in self._bars:
+                self._live.remove_task(self._bars.pop(name))
+        if self._live is None:
+            return
+        left = self._remaining(progress)
+        done = self._total - len(self._left)
+        self._live.update(
+            self._all, completed=self._estimate - left,
+            note=f"{done}/{self._total} done · {describe(self._eta(left))} left",
+        )  # fmt: skip
+        for name in running:
+            self._draw(name, progress[name])
+
+    def update_scores(self) -> None:
+        """Called at every tick while checkpoints are scored."""
+        scored = sum((run.path / "eval").is_dir() for run in self._scoring)
+        if scored != self._scored and self._live is not None:
+            self._live.update(self._all, completed=scored, note=f"{scored}/{len(self._scoring)} checkpoints")
+        self._scored = scored
+
+    def _say_retried(self, name: str) -> None:
+        """A line where a run that trains has ended since it was last seen, and is tried again."""
+        run = self._sweep.run(name)
+        number = run.state().attempt
+        if number <= self._attempt.get(name, number):
+            return
+        self._attempt[name] = number
+        if name not in self._left:  # it had been said to be over
+            self._left[name] = self._planned[name].estimated_seconds
+            self._open.add(name)
+        before = next((each for each in reversed(attempts.read(run)) if each.attempt < number), None)
+        if before is not None:
+            self._say(f"run {name}: attempt {before.attempt} ended ({before.cause}: {before.reason}); trying again")
+
+    def _share(self, name: str) -> float:
+        run = self._planned[name]
+        taken = float(self._sweep.run(name).last_metrics().get("step", 0)) - run.first_step
+        return max(0.0, taken) / (run.steps - run.first_step)
+
+    def _remaining(self, progress: dict[str, float]) -> float:
+        return sum(seconds * (1 - progress.get(name, 0.0)) for name, seconds in self._left.items())
+
+    def _eta(self, left: float) -> float:
+        """Planned seconds that are left, corrected by how the plan has held so far."""
+        spent = time.monotonic() - self._started
+        done = self._estimate - left
+        pace = spent * self._jobs / done if done > 0.02 * self._estimate else 1.0
+        return (
+            makespan(sorted(self._left.values(), reverse=True), self._jobs)
+            * pace
+            * left
+            / max(sum(self._left.values()), 1e-9)
+        )
+
+    def _draw(self, name: str, share: float) -> None:
+        run = self._planned[name]
+        record = self._sweep.run(name).last_metrics()
+        note = f"loss {record['smoothed_loss']:.3f} · {short(record['tokens_per_s'])} tok/s" if record else "starting"
+        label = f"{name} N {short(run.N_total):>5} D {short(run.D):>5}"
+        if name not in self._bars:
+            self._bars[name] = self._live.add_task(label, total=1.0, note=note)
+        self._live.update(self._bars[name], completed=share, note=note)
+
+    def _ended_line(self, name: str) -> str:
+        run, directory = self._planned[name], self._sweep.run(name)
+        state, summary = directory.state(), directory.summary()
+        done = self._total - len(self._left)
+        head = f"[{done:>{len(str(self._total))}}/{self._total}] {name} N {short(run.N_total):>5} D {short(run.D):>5}"
+        if state.state == "done" and summary is not None:
+            eta = describe(self._eta(sum(self._left.values())))
+            return f"{head}  loss {summary['val_loss']:.4f}  {describe(summary['seconds']):>7}  ETA {eta}"
+        return f"{head}  {state.state}: {state.reason}"
+
+    def _say(self, line: str) -> None:
+        if self._live is not None:
+            self._live.console.print(line, highlight=False, markup=False)
+        else:
+            print(line, flush=True)

@@ -1,0 +1,142 @@
+"""What runs have said: a run's log and its job's own output, all of it, its newest lines, or as it grows.
+
+Special here:
+- following is looking twice a second at sizes, which works on any file system and needs no process beside this one;
+- a file that has become shorter, or another file, is read from its beginning; half a line waits for its end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..execute.control import find_runs
+from ..plan.planning import members
+from ..runs.directory import RunDirectory, SweepDirectory
+from ..runs.retries import Policy
+from .status import cluster_of, is_over
+
+POLL_SECONDS = 0.5
+TAIL_BYTES = 16384  # of a file, when only its newest lines are wanted
+JOB_LINES = 10  # of a job's output, after the log of its run
+LINES = 3  # of each run, where no run is named
+
+
+def one(sweep: SweepDirectory, prefix: str, follow: bool) -> None:
+    """Prints what a run has said, then the newest lines of its job's output; with `follow` until it ends for good.
+
+    Raises:
+        UserError: no run begins so, or several do.
+    """
+    (run,) = find_runs(sweep, [prefix])
+    files = [run.path / "log.txt", *sorted(run.path.glob("log-rank*.txt"))]
+    if follow:
+        policy = Policy.of(cluster_of(sweep.settings()))
+        _follow(lambda: [*_labelled(files), *_labelled(job_files(sweep, run))], lambda: is_over(run, policy))
+        return
+    if not any(path.exists() for path in files):
+        print(f"run {run.run_id} has not started")
+    for path in files:
+        with contextlib.suppress(OSError):
+            print(path.read_text(encoding="utf-8", errors="replace"), end="")
+    for path in job_files(sweep, run):
+        if lines := tail(path, JOB_LINES):
+            print(f"newest lines of {path}:", *lines, sep="\n")
+
+
+def overview(sweep: SweepDirectory, follow: bool) -> None:
+    """Prints the newest lines of every run that runs or failed; with `follow` goes on until none is left to run."""
+    runs = members(sweep)
+    states = {run.run_id: run.state().state for run in runs}
+    shown = [run for run in runs if states[run.run_id] in ("running", "failed", "diverged")]
+    for run in shown:
+        for line in tail(run.path / "log.txt", LINES):
+            print(f"{run.run_id} {states[run.run_id]}: {line}")
+    if not shown:
+        counts = Counter(states.values())
+        print(f"no run runs or failed ({', '.join(f'{count} {state}' for state, count in counts.items())})")
+    if follow:
+        policy = Policy.of(cluster_of(sweep.settings()))
+        logs = [(f"{run.run_id}: ", run.path / "log.txt") for run in runs]
+        _follow(lambda: logs, lambda: all(is_over(run, policy) for run in runs), from_start=False)
+
+
+def job_files(sweep: SweepDirectory, run: RunDirectory) -> list[Path]:
+    """What the job of a run's newest attempt wrote to standard output and error, rank by rank, where it is found."""
+    job = run.state().job_id
+    return [] if job is None else sorted(sweep.path.glob(f"jobs/*/{job}_*_log.*"))
+
+
+def tail(path: Path, lines: int) -> list[str]:
+    """The newest lines of a file; none where it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            file.seek(0, os.SEEK_END)
+            file.seek(max(0, file.tell() - TAIL_BYTES))
+            return file.read().decode("utf-8", errors="replace").splitlines()[-lines:]
+    except OSError:
+        return []
+
+
+def _labelled(paths: Iterable[Path]) -> Iterator[tuple[str, Path]]:
+    for path in paths:
+        yield ("" if path.name == "log.txt" else f"{path.name}: "), path
+
+
+@dataclass
+class Follower:
+    """What a growing file has that was not read yet."""
+
+    path: Path
+    position: int = 0
+    inode: int | None = None
+    rest: bytes = b""  # of a line without its end
+
+    def skip(self) -> None:
+        """Counts all that is there as read."""
+        with contextlib.suppress(OSError):
+            found = self.path.stat()
+            self.position, self.inode = found.st_size, found.st_ino
+
+    def lines(self) -> list[str]:
+        """Whole lines that are new since the last call; those of a file that was replaced or cut, from its start."""
+        try:
+            found = self.path.stat()
+            if found.st_ino != self.inode or found.st_size < self.position:
+                self.position, self.inode, self.rest = 0, found.st_ino, b""
+            if found.st_size == self.position:
+                return []
+            with self.path.open("rb") as file:
+                file.seek(self.position)
+                content = file.read()
+        except OSError:
+            return []
+        self.position += len(content)
+        *whole, self.rest = (self.rest + content).split(b"\n")
+        return [line.decode("utf-8", errors="replace") for line in whole]
+
+
+def _follow(
+    files: Callable[[], Iterable[tuple[str, Path]]], is_over: Callable[[], bool], from_start: bool = True
+) -> None:
+    """Prints what files grow by, each line with its file's label, until all is over or Ctrl-C."""
+    followers: dict[Path, Follower] = {}
+    with contextlib.suppress(KeyboardInterrupt):
+        while True:
+            over = is_over()  # asked before the last look: what is written before the end is then seen
+            for label, path in files():
+                if path not in followers:
+                    followers[path] = Follower(path)
+                    if not from_start:
+                        followers[path].skip()
+                for line in followers[path].lines():
+                    print(f"{label}{line}", flush=True)
+            from_start = True  # of files that appear later
+            if over:
+                return
+            time.sleep(POLL_SECONDS)

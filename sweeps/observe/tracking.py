@@ -1,0 +1,214 @@
+"""A sweep on wandb: where its runs come from, its results as a run of their own, and sending what was tracked offline.
+
+Special here:
+- what is sent is what our own files say: metrics.jsonl and summary.json through the trainer's `Tracker`, line by line
+  from where the server is. `wandb sync` (0.31) stops at the torn file of a killed attempt, sends none of a batch with
+  an empty one, leaves with 0 all the same, and waits without end for a server that is silent;
+- so `sync` can be cut off and repeated at any moment, and sends nothing twice. Beside each run wandb.json says how far
+  the server has confirmed; one that is to go on is left alone, for it will have a tracker of its own;
+- results are one run of job type `fit` in the sweep's group, with one id however often the laws are fitted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import tempfile
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ...train.config import RunConfig, TrackerConfig, from_dict
+from ...train.errors import UserError
+from ...train.files import read_json, write_json
+from ...train.tracker import LINEAGE, PUSHED, Tracker, is_online, logged_in, open_run, server, unreachable
+from ..results.table import SCORES, evaluations
+from ..runs.directory import OPEN, Busy, RunDirectory, SweepDirectory
+
+RESULTS = ("fit/law.json", "fit/report.html", "table.csv", "plan.json", "sweep.yaml")
+AT_ONCE = 8  # runs that are sent at a time
+SEND_SECONDS = 60.0  # that a run or the results may take to arrive; a report is some megabytes
+PROVENANCE = ("isoflop_version", "git_commit", "git_dirty", "host", "command", "written")
+
+
+def note_lineage(run: RunDirectory, config: RunConfig) -> None:
+    """Leaves word beside a run that is about to train of where it comes from, for its tracker. Never an error."""
+    if config.tracker.kind == "none":
+        return
+    sweep = run.path.parent.parent / "sweep.yaml"
+    with suppress(OSError, UserError):
+        state = run.state()
+        attempt = {"attempt": state.attempt, "host": state.host, "job_id": state.job_id}
+        write_json(run.path / LINEAGE, attempt | _code(sweep.parent, sweep.stat().st_mtime_ns))
+
+
+@functools.lru_cache(maxsize=4)
+def _code(sweep: Path, written: int) -> dict[str, Any]:
+    """What code a sweep was planned with. A worker asks before each run, and sweep.yaml takes 25 ms to read."""
+    settings = SweepDirectory(sweep).settings()
+    return {key: settings.get(key) for key in ("isoflop_version", "git_commit", "git_dirty")}
+
+
+def push_results(sweep: SweepDirectory, report: Callable[[str], None] = print, **changes: Any) -> None:
+    """Logs the laws, the report, the table and all scores, as a run of the sweep's group; nothing when tracker=none.
+
+    Never an error: what fails is one line.
+
+    Args:
+        sweep: a sweep that was fitted.
+        report: gets the line.
+        changes: to the sweep's tracker settings.
+    """
+    try:
+        settings = dataclasses.replace(tracker_of(sweep), **changes)
+        if settings.kind == "wandb" and not _results_are_sent(sweep):
+            _push_results(sweep, settings, report)
+    except Exception as error:
+        # The results are on disk, and a network or a quota must not make a sweep of them that failed.
+        words = " ".join(str(error).split())
+        report(f"the results were not sent to wandb ({type(error).__name__}: {words}); `isoflop sync` tries again")
+
+
+def _push_results(sweep: SweepDirectory, settings: TrackerConfig, report: Callable[[str], None]) -> None:
+    import wandb
+
+    law = read_json(sweep.path / "fit" / "law.json")
+    if law is None:
+        return
+    before, written = _digest(sweep), sweep.settings()
+    run = open_run(
+        settings, Path(settings.directory) if settings.directory else sweep.path, report, SEND_SECONDS,
+        id=results_id(sweep), name=f"{sweep.path.name}: fit", job_type="fit",
+        config={**{key: written.get(key) for key in PROVENANCE}, "sweep": written["config"]},
+    )  # fmt: skip
+    try:
+        run.log_artifact(_artifact(sweep))
+        columns, rows = scores(sweep)
+        if rows:
+            run.log({"scores": wandb.Table(columns=columns, data=rows)})
+        run.summary.update({key: law.get(key) for key in ("law", "ci", "optimal", "verdict", "runs")})
+    finally:
+        run.finish()
+    if is_online(run):
+        write_json(sweep.path / "fit" / PUSHED, {"digest": before})
+
+
+def _artifact(sweep: SweepDirectory) -> Any:
+    import wandb
+
+    artifact = wandb.Artifact(f"{_plain(sweep.path.name)}-results", type="scaling-law")
+    for name in RESULTS:
+        if (sweep.path / name).is_file():
+            artifact.add_file(str(sweep.path / name), name=Path(name).name)
+    summaries = [summary for run in sweep.runs() if (summary := run.summary()) is not None]
+    with artifact.new_file("summaries.jsonl", mode="w") as file:
+        file.writelines(json.dumps(summary) + "\n" for summary in summaries)
+    return artifact
+
+
+def results_id(sweep: SweepDirectory) -> str:
+    """The wandb id of a sweep's results: the same for the same folder, and no other's."""
+    return "fit-" + hashlib.sha256(str(sweep.path.resolve()).encode()).hexdigest()[:10]
+
+
+def _plain(name: str) -> str:
+    return "".join(letter if letter.isalnum() or letter in "-_." else "-" for letter in name)
+
+
+def scores(sweep: SweepDirectory) -> tuple[list[str | int], list[Iterable[Any]]]:
+    """Every score of every checkpoint of the sweep: the columns, and a row a (checkpoint, task)."""
+    columns: list[str | int] = ["run_id", "name", "N", "step", "tokens", "task", *SCORES]
+    rows: list[Iterable[Any]] = []
+    for planned in sweep.plan()["runs"]:
+        for scored in evaluations(sweep.run(planned["run_id"])).values():
+            for task, values in scored["tasks"].items():
+                about = [planned["run_id"], planned["name"], scored.get("N_total"), scored.get("step")]
+                rows.append([*about, scored.get("tokens"), task, *(values.get(name) for name in SCORES)])
+    return columns, rows
+
+
+def tracker_of(sweep: SweepDirectory) -> TrackerConfig:
+    """What sweep.yaml says of the tracker."""
+    return from_dict(TrackerConfig, sweep.settings()["config"]["tracker"], "tracker.")
+
+
+def _digest(sweep: SweepDirectory) -> str:
+    """Of what the results are made of; law.json and table.csv change with every run and every score."""
+    content = hashlib.sha256()
+    for name in RESULTS[:3:2]:
+        content.update((sweep.path / name).read_bytes() if (sweep.path / name).is_file() else b"")
+    return content.hexdigest()
+
+
+def _results_are_sent(sweep: SweepDirectory) -> bool:
+    return (read_json(sweep.path / "fit" / PUSHED) or {}).get("digest") == _digest(sweep)
+
+
+def sync(sweep: SweepDirectory, progress: Callable[[str], None] = print) -> int:
+    """Sends to wandb what it does not have of a sweep's runs, and the results. May be cut off and repeated.
+
+    Args:
+        sweep: the sweep's directory.
+        progress: gets a line a run.
+
+    Returns:
+        Runs that were sent.
+
+    Raises:
+        UserError: nobody is logged in, the server does not answer, nothing was tracked, or something did not arrive.
+    """
+    tracked = [run for run in sweep.runs() if _is_tracked(run)]
+    if not tracked:
+        raise UserError(f"{sweep.path} has nothing to send: none of its runs has trained with tracker=wandb")
+    if not logged_in():
+        raise UserError(f"nobody is logged in at {server()}; run `wandb login`, or set WANDB_API_KEY, and sync again")
+    if (silence := unreachable()) is not None:
+        raise UserError(f"{silence}; sync again when it does")
+    waiting, sent = [run for run in tracked if not _is_sent(run)], 0
+    with tempfile.TemporaryDirectory(prefix="wandb-", ignore_cleanup_errors=True) as folder:
+        with ThreadPoolExecutor(AT_ONCE) as pool:  # most of a run's time is waiting for the server
+            runs = {pool.submit(_send, run, folder): run for run in waiting}
+            try:
+                for future in as_completed(runs):
+                    sent += future.result()
+                    end = f"was sent, {sent} of {len(waiting)}" if future.result() else "is to go on and was left alone"
+                    progress(f"run {runs[future].run_id} {end}")
+            finally:
+                pool.shutdown(cancel_futures=True)  # what one has failed of the others would
+        push_results(sweep, _refuse, mode="online", directory=folder)
+    if not waiting:
+        progress("wandb has every run already")
+    return sent
+
+
+def _send(run: RunDirectory, folder: str) -> bool:
+    """Sends a run, unless it is to go on: whoever is to train it must not wait for the lock."""
+    if run.state().state in OPEN:
+        return False
+    config = run.config()
+    config.tracker.mode, config.tracker.directory = "online", folder
+    try:
+        with run.lock(timeout=0.0):
+            view = Tracker(config, run.run_id, run.path, _refuse, SEND_SECONDS)
+            view.finish(run.summary() if run.is_done() else None)
+    except Busy:
+        return False
+    return True
+
+
+def _refuse(line: str) -> None:
+    """What is only said while a run trains ends a sync: the next run would wait as long for the same."""
+    raise UserError(f"{line}, so try again later")
+
+
+def _is_tracked(run: RunDirectory) -> bool:
+    return bool(run.last_metrics()) and run.config().tracker.kind == "wandb"
+
+
+def _is_sent(run: RunDirectory) -> bool:
+    pushed = read_json(run.path / PUSHED) or {}
+    return pushed.get("step", -1) >= run.last_metrics().get("step", 0) and pushed.get("finished") == run.is_done()

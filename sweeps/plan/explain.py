@@ -1,0 +1,167 @@
+"""How to spread a run over ranks, for a person to read: what was chosen, its bytes and seconds, and what was not.
+
+`isoflop plan` asks for one run, `python sweep.py … dry_run=true explain=true` for every distinct shape of a grid.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from ...train.config import RunConfig, from_dict, validate
+from ...train.errors import UserError
+from ...train.flops import count_parameters
+from ...train.planner.cost import Hardware
+from ...train.planner.planner import Candidate, Choice, choose, gigabytes
+from ..config import ClusterConfig
+from ..terminal import console, short
+
+STATE = ("parameters", "gradients", "optimizer")
+PASSING = ("gathered", "reduction", "activations", "head", "loss_workspace", "block_workspace", "table_gradients")
+
+
+def read_run(path: Path) -> RunConfig:
+    """The config of a run directory, or of a config.yaml.
+
+    Raises:
+        UserError: there is none, or it is not that of a run.
+    """
+    file = path / "config.yaml" if path.is_dir() else path
+    try:
+        values = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except OSError:
+        raise UserError(f"{path} has no config.yaml; give a run directory, or the config.yaml of a run") from None
+    except (yaml.YAMLError, UnicodeDecodeError):
+        values = None
+    if not isinstance(values, dict):
+        raise UserError(f"{file} is no config of a run; give a run directory, or the config.yaml of a run")
+    config = from_dict(RunConfig, values)
+    validate(config)
+    if config.model.vocab_size is None:
+        raise UserError(f"{file} has no model.vocab_size; give the config.yaml of a planned run, which has one")
+    return config
+
+
+def hardware_of(cluster: ClusterConfig, flops_per_second: float) -> Hardware:
+    """What a rank of a job on this cluster has.
+
+    Args:
+        cluster: says memory, links and how many ranks a node has.
+        flops_per_second: matrix-product peak of one rank.
+    """
+    gpus = cluster.gpus_per_job > 0
+    return Hardware(
+        memory_bytes=(cluster.gpu_memory_gb if gpus else cluster.memory_gb) * 1e9,
+        flops_per_second=flops_per_second,
+        half_speed_width=cluster.half_speed_width,
+        memory_bandwidth=cluster.memory_gb_per_s * 1e9,
+        intra_bandwidth=cluster.node_gb_per_s * 1e9,
+        inter_bandwidth=cluster.network_gb_per_s * 1e9,
+        latency=cluster.latency_us * 1e-6,
+        ranks_per_node=cluster.ranks_per_node or 2**30,
+        device="cuda" if gpus else "cpu",
+    )
+
+
+def distinct(runs: list[RunConfig]) -> list[RunConfig]:
+    """One run of each shape: of model, sequence, batch and precision. Seeds, D and learning rates change no plan."""
+
+    def shape(run: RunConfig) -> str:
+        return json.dumps([vars(run.model), run.data.sequence_length, run.optimizer.batch_size, run.precision])
+
+    return list({shape(run): run for run in reversed(runs)}.values())[::-1]
+
+
+def explain(choice: Choice) -> dict[str, Any]:
+    """A choice as plain values: the settings to use, why, and every way that was considered, fastest first."""
+    model = choice.config.model
+    return {
+        "model": {"width": model.width, "depth": model.depth, "N_total": count_parameters(model).N_total},
+        "sequence_length": choice.config.data.sequence_length,
+        "batch_size": choice.config.optimizer.batch_size,
+        "precision": choice.config.precision,
+        "ranks": choice.ranks,
+        "margin": choice.margin,
+        "hardware": dataclasses.asdict(choice.hardware),
+        "why": choice.why(),
+        "chosen": None if choice.best is None else _described(choice, choice.best),
+        "considered": [_described(choice, candidate) for candidate in choice.candidates],
+    }
+
+
+def _described(choice: Choice, candidate: Candidate) -> dict[str, Any]:
+    chosen = candidate.parallel
+    return {
+        "tp": chosen.tp, "dp": chosen.dp, "zero": chosen.zero, "micro_batch_size": chosen.micro_batch_size,
+        "recompute": chosen.recompute, "sequence_parallel": chosen.sequence_parallel,
+        "fits": choice.fits(candidate), "verdict": choice.verdict(candidate),
+        "seconds": dataclasses.asdict(candidate.time) | {"total": candidate.time.total},
+        "bytes": dataclasses.asdict(candidate.memory) | {"peak": candidate.memory.peak},
+    }  # fmt: skip
+
+
+def print_choice(choice: Choice) -> None:
+    """The choice for a terminal: why, what was considered, and where bytes and seconds go."""
+    out = console()
+    model, config = choice.config.model, choice.config
+    out.print(
+        f"N {short(count_parameters(model).N_total)} ({model.width}x{model.depth}), {config.optimizer.batch_size} "
+        f"sequences of {config.data.sequence_length} tokens a step, {config.precision}, on {choice.ranks} ranks",
+        highlight=False, soft_wrap=True,
+    )  # fmt: skip
+    out.print(choice.why(), highlight=False, soft_wrap=True)
+    _print_considered(choice, out)
+    best = choice.best
+    if best is None:
+        return
+    _print_terms(best, out)
+    chosen = best.parallel
+    out.print(
+        f"use it with: parallel.tp={chosen.tp} parallel.dp={chosen.dp} parallel.zero={chosen.zero} "
+        f"parallel.micro_batch_size={chosen.micro_batch_size} parallel.recompute={chosen.recompute}",
+        highlight=False, soft_wrap=True,
+    )  # fmt: skip
+
+
+def _print_considered(choice: Choice, out: Console) -> None:
+    table = Table(box=box.SIMPLE, title="the fastest of each tp and ZeRO stage, in time's order", title_justify="left")
+    for column in ("tp", "dp", "zero", "micro-batch", "recompute", "s a step", "GB", "verdict"):
+        left = column in ("recompute", "verdict")
+        table.add_column(column, justify="left" if left else "right", no_wrap=True)
+    for candidate in choice.notable():
+        parallel = candidate.parallel
+        style = "bold" if candidate is choice.best else None if choice.fits(candidate) else "dim"
+        table.add_row(
+            str(parallel.tp), str(parallel.dp), str(parallel.zero), str(parallel.micro_batch_size), parallel.recompute,
+            f"{candidate.time.total:.3g}", f"{candidate.memory.peak / 1e9:.3g}", choice.verdict(candidate), style=style,
+        )  # fmt: skip
+    out.print(table)
+
+
+def _print_terms(best: Candidate, out: Console) -> None:
+    """Bytes and seconds of the choice, side by side."""
+    memory, time = best.memory, best.time
+    sizes = [(name, getattr(memory, name)) for name in STATE] + [(name, getattr(memory, name)) for name in PASSING]
+    sizes.append((f"peak ({memory.worst})", memory.peak))
+    seconds = [(item.name, getattr(time, item.name)) for item in dataclasses.fields(time)] + [("step", time.total)]
+    table = Table(box=box.SIMPLE)
+    for column in ("bytes a rank", "", "seconds a step", ""):
+        table.add_column(column, justify="right" if not column else "left", no_wrap=True)
+    for row in range(max(len(sizes), len(seconds))):
+        size = (sizes[row][0].replace("_", " "), gigabytes(sizes[row][1])) if row < len(sizes) else ("", "")
+        spent = (seconds[row][0], f"{seconds[row][1]:.3g}") if row < len(seconds) else ("", "")
+        table.add_row(*size, *spent)
+    out.print(table)
+
+
+def explain_runs(runs: list[RunConfig], cluster: ClusterConfig, flops_per_second: float) -> None:
+    """Prints the choice for every distinct shape among the runs, each on the ranks that it asks for."""
+    for run in distinct(runs):
+        print_choice(choose(run, run.parallel.world_size, hardware_of(cluster, flops_per_second)))

@@ -1,0 +1,300 @@
+"""Runs become units of work: one run, an ensemble in one process, or processes that share a device. Pure, no torch.
+
+Special here:
+- runs are put together only where the estimate says that the whole sweep then ends no later: two places get two
+  ensembles of four and not one of eight. Of packings that end equally soon the one with the least work wins;
+- a branch is never put together with a run that is none: what it waits for could be its neighbour;
+- the order is longest first, and a trunk before what is no longer than it, because its branches wait for it.
+
+The search goes through the shapes one by one, tries every size of ensemble for each, and stops when nothing helps.
+"""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain, pairwise
+
+from ...train.config import RunConfig, run_id
+from ...train.ensemble.members import refusal, shape_of
+from ...train.memory import memory
+from ...train.schedule import trunk_steps
+
+LEAST_GAIN = 1.15  # of an ensemble, below which the estimate is no reason to make one
+
+ROUNDING = 1e-9  # what times may differ by and still be equal
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What one job trains."""
+
+    how: str  # alone | ensemble | shared: processes of their own on one device
+    runs: tuple[str, ...]  # run ids, longest first
+
+    @property
+    def name(self) -> str:
+        """For people: the first run, and how many more."""
+        return self.runs[0] + (f"+{len(self.runs) - 1}" if len(self.runs) > 1 else "")
+
+
+def ensemble_speedup(width: int, members: int, launch_bound_width: float) -> float:
+    """Tokens/s of an ensemble over those of its members one after another: launches are paid once for all members.
+
+    Args:
+        width: of the model.
+        members: of the ensemble.
+        launch_bound_width: width at which launching operations takes half of a step of one model alone.
+    """
+    launches = launch_bound_width / (width + launch_bound_width)
+    return 1 / (1 - launches + launches / members)
+
+
+def pack(
+    runs: Sequence[RunConfig], seconds: Mapping[str, float], *, places: int, ensembles: int, runs_per_gpu: int = 1,
+    room_bytes: float | None = None, launch_bound_width: float, device: str = "cuda",
+) -> list[Unit]:  # fmt: skip
+    """Units of a sweep in the order in which they are to start.
+
+    Args:
+        runs: complete; a branch names its trunk as `parent`.
+        seconds: by run id, of each run trained alone, and of a branch without what it shares with its trunk.
+        places: jobs that run at a time.
+        ensembles: most members of an ensemble; 1 makes none.
+        runs_per_gpu: most processes that share a device, each with its part of the memory; 1 makes none.
+        room_bytes: of the device; None: enough for anything.
+        launch_bound_width: see `ensemble_speedup`.
+        device: cpu | cuda, whose memory is counted.
+    """
+    by_id = {run_id(run): run for run in runs}
+    if len(by_id) < len(runs):
+        raise ValueError("a run was given twice; every run is trained once")
+    clock = _Clock(by_id, seconds, launch_bound_width)
+    packing = {name: clock.piece(Unit("alone", (name,))) for name in by_id}  # what trains each run
+    groups = _groups(by_id, clock)
+    ways = [list(_ensembles(group, clock, places, ensembles, room_bytes, device)) for group in groups]
+    packing = _improve(packing, ways, clock, places)
+    if runs_per_gpu > 1:
+        part = None if room_bytes is None else room_bytes / runs_per_gpu
+        left = {name: run for name, run in by_id.items() if packing[name].unit.how == "alone"}
+        ways = [list(_shared(names, clock, runs_per_gpu)) for names in _small(left, clock, part, device)]
+        packing = _improve(packing, ways, clock, places)
+    return [piece.unit for piece in _in_order(packing)]
+
+
+def unit_seconds(
+    unit: Unit, runs: Mapping[str, RunConfig], seconds: Mapping[str, float], launch_bound_width: float
+) -> float:
+    """Estimated time of a unit. `runs` and `seconds` by run id, as `pack` takes them."""
+    return _Clock({name: runs[name] for name in unit.runs}, seconds, launch_bound_width).piece(unit).seconds
+
+
+def paid_seconds(
+    unit: Unit, runs: Mapping[str, RunConfig], seconds: Mapping[str, float], launch_bound_width: float
+) -> dict[str, float]:
+    """What of a unit's time each of its runs pays, by run id: at any time an equal share with those that still train.
+
+    Arguments as `unit_seconds` takes them, and all shares together are its result.
+    """
+    piece = _Clock({name: runs[name] for name in unit.runs}, seconds, launch_bound_width).piece(unit)
+    names = sorted(unit.runs, key=lambda name: seconds[name])
+    lengths = [end - before for before, end in pairwise([0.0, *piece.passed])]
+    shares = accumulate(length / (len(names) - ended) for ended, length in enumerate(lengths))
+    return dict(zip(names, shares, strict=True))
+
+
+def wall_clock(
+    units: Sequence[Unit], runs: Mapping[str, RunConfig], seconds: Mapping[str, float], places: int,
+    launch_bound_width: float,
+) -> float:  # fmt: skip
+    """Estimated time of all units: each place takes the first that can start; a branch can once its trunk is there."""
+    clock = _Clock(runs, seconds, launch_bound_width)
+    return clock.wall_clock([clock.piece(unit) for unit in units], places)
+
+
+@dataclass(frozen=True, eq=False)
+class _Piece:
+    """A unit with its times. Its runs end one by one, shortest first, and what is left then goes on faster."""
+
+    unit: Unit
+    ends: list[float]  # own time, as if alone, at which the runs end; ascending
+    passed: list[float]  # time since the unit's start at those ends
+    slowdown: list[float]  # before each end: time that goes by over time as if alone
+    order: tuple[float, bool, tuple[str, ...]]  # longest first; of equal ones those that others wait for
+    serves: list[tuple[str, float]]  # branches, and how long after its start each finds what it waits for
+
+    @property
+    def seconds(self) -> float:
+        """From its start to the end of its last run."""
+        return self.passed[-1]
+
+
+Packing = dict[str, _Piece]  # what trains each run
+Way = list[_Piece]  # one way to put the runs of a group together
+
+
+class _Clock:
+    """What takes how long, and what waits for what."""
+
+    def __init__(self, runs: Mapping[str, RunConfig], seconds: Mapping[str, float], launch_bound_width: float) -> None:
+        self.seconds, self.bound = seconds, launch_bound_width
+        self.width = {name: run.model.width for name, run in runs.items()}
+        self.branches = {name for name, run in runs.items() if run.parent is not None}
+        self.trunks = {run.parent for run in runs.values() if run.parent is not None}
+        # By trunk: branches, each of which starts when the trunk has done so much of its own time.
+        self.behind: dict[str, list[tuple[str, float]]] = {}
+        for name, run in runs.items():
+            if run.parent is not None and run.parent in runs:  # one whose trunk is not here starts at once
+                until = seconds[run.parent] * trunk_steps(run) / runs[run.parent].steps
+                self.behind.setdefault(run.parent, []).append((name, until))
+
+    def longest_first(self, names: Iterable[str]) -> list[str]:
+        return sorted(names, key=lambda name: (-self.seconds[name], name))
+
+    def piece(self, unit: Unit) -> _Piece:
+        names = sorted(unit.runs, key=lambda name: self.seconds[name])
+        ends = [self.seconds[name] for name in names]
+        slowdown = [self._slowdown(unit.how, names[number:]) for number in range(len(names))]
+        lengths = [end - before for before, end in pairwise([0.0, *ends])]
+        passed = list(accumulate(length * slow for length, slow in zip(lengths, slowdown, strict=True)))
+
+        def reaches(until: float) -> float:
+            """From the start until each of the runs has done `until` of its own time, or has ended."""
+            phase = min(bisect.bisect_left(ends, until), len(ends) - 1)
+            return passed[phase] - max(0.0, ends[phase] - until) * slowdown[phase]
+
+        serves = [(branch, reaches(until)) for name in names for branch, until in self.behind.get(name, ())]
+        order = (-passed[-1], self.trunks.isdisjoint(unit.runs), unit.runs)
+        return _Piece(unit, ends, passed, slowdown, order, serves)
+
+    def _slowdown(self, how: str, active: Sequence[str]) -> float:
+        """Time that runs take side by side over what each takes alone."""
+        widths = [self.width[name] for name in active]
+        if how == "ensemble":
+            return len(active) / ensemble_speedup(widths[0], len(active), self.bound)
+        # Processes fill the device as if each left it idle while it launches, and together use no more than all of it.
+        return max(1.0, sum(width / (width + self.bound) for width in widths))
+
+    def wall_clock(self, pieces: Sequence[_Piece], places: int) -> float:
+        """See the function of that name; the queue of a launch (`queue.py`) hands units out in the same way."""
+        home = {name: number for number, piece in enumerate(pieces) for name in piece.unit.runs}
+        lacking = [0] * len(pieces)  # trunks that have not begun
+        at = [0.0] * len(pieces)  # when the others are there
+        for piece in pieces:
+            for name, _ in piece.serves:
+                if name in home:
+                    lacking[home[name]] += 1
+        ready = [number for number, count in enumerate(lacking) if not count]  # a heap, as it is sorted
+        coming: list[tuple[float, int]] = []
+        free = [0.0] * max(1, places)
+        while ready or coming:
+            now = free[0] if ready else max(free[0], coming[0][0])
+            while coming and coming[0][0] <= now:
+                heapq.heappush(ready, heapq.heappop(coming)[1])
+            begun = pieces[heapq.heappop(ready)]
+            heapq.heapreplace(free, now + begun.passed[-1])
+            for name, after in begun.serves:
+                if (number := home.get(name)) is None:
+                    continue
+                lacking[number] -= 1
+                at[number] = max(at[number], now + after)
+                if not lacking[number]:
+                    heapq.heappush(coming, (at[number], number))
+        return max(free)
+
+
+def _in_order(packing: Packing) -> list[_Piece]:
+    return sorted(dict.fromkeys(packing.values()), key=lambda piece: piece.order)
+
+
+def _work(pieces: Iterable[_Piece]) -> float:
+    return math.fsum(piece.seconds for piece in pieces)
+
+
+def _improve(packing: Packing, ways: Sequence[Sequence[Way]], clock: _Clock, places: int) -> Packing:
+    """Takes for each group in turn the way that costs least, given the others', until no group gains.
+
+    What is to be small is the wall clock, then the work of all places.
+    """
+    pieces = _in_order(packing)
+    ends, work, gained = clock.wall_clock(pieces, places), _work(pieces), True
+    while gained:
+        gained = False
+        for pieces in chain.from_iterable(ways):
+            tried = {name: piece for piece in pieces for name in piece.unit.runs}
+            tried_work = work - _work({packing[name] for name in tried}) + _work(pieces)
+            least = max([tried_work / max(1, places), *(piece.seconds for piece in pieces)])  # whatever the order
+            if _less(ends, least) or not (_less(least, ends) or _less(tried_work, work)):
+                continue
+            tried = packing | tried
+            tried_ends = clock.wall_clock(_in_order(tried), places)
+            if _less(tried_ends, ends) or (not _less(ends, tried_ends) and _less(tried_work, work)):
+                packing, ends, work, gained = tried, min(ends, tried_ends), tried_work, True
+    return packing
+
+
+def _less(one: float, other: float) -> bool:
+    return one < other * (1 - ROUNDING)
+
+
+def _groups(runs: Mapping[str, RunConfig], clock: _Clock) -> list[dict[str, RunConfig]]:
+    """Runs that one ensemble could hold; the groups with the most to train come first."""
+    groups: dict[tuple[object, ...], dict[str, RunConfig]] = {}
+    for name, run in runs.items():
+        if refusal(run) is None and not _in_between(name, clock):
+            key = (name in clock.branches, *sorted(shape_of(run).items()))
+            groups.setdefault(key, {})[name] = run
+    several = [group for group in groups.values() if len(group) > 1]
+    return sorted(several, key=lambda group: (-math.fsum(clock.seconds[name] for name in group), min(group)))
+
+
+def _in_between(name: str, clock: _Clock) -> bool:
+    """Whether a run waits for another and is waited for."""
+    return name in clock.branches and name in clock.trunks
+
+
+def _ensembles(
+    group: Mapping[str, RunConfig], clock: _Clock, places: int, most: int, room: float | None, device: str
+) -> Iterator[Way]:
+    """Ways to make ensembles of runs of one shape: as large as may be, half of that, down to none; or one a place."""
+    if room is not None:
+        most = min(most, int(room // max(memory(run, device).peak for run in group.values())))
+    names = clock.longest_first(group)
+    width = clock.width[names[0]]
+    counts = {-(-len(names) // (most // 2**halving)) for halving in range(most.bit_length())} | {len(names)}
+    if places * most >= len(names) >= places:
+        counts.add(places)
+    for count in sorted(counts):
+        # Members of a length end together; but ensembles of a length, with long and short members, keep places even.
+        starts = [len(names) * number // count for number in range(count + 1)]
+        alike = [names[first:last] for first, last in pairwise(starts)]
+        even = [names[first::count] for first in range(count)]
+        if any(len(part) > 1 and ensemble_speedup(width, len(part), clock.bound) < LEAST_GAIN for part in alike):
+            continue
+        for parts in (alike, even):
+            yield [_piece("ensemble", part, clock) for part in parts]
+
+
+def _small(left: Mapping[str, RunConfig], clock: _Clock, room: float | None, device: str) -> Iterator[list[str]]:
+    """Runs that may share a device, longest first: those that wait for nothing, and branches."""
+    small = [
+        name for name, run in left.items()
+        if run.parallel.world_size == 1 and not _in_between(name, clock)
+        and (room is None or memory(run, device).peak <= room)
+    ]  # fmt: skip
+    for branch in (False, True):
+        yield clock.longest_first(name for name in small if (name in clock.branches) == branch)
+
+
+def _shared(names: Sequence[str], clock: _Clock, most: int) -> Iterator[Way]:
+    """Ways to put processes of similar length on one device: as many as allowed, fewer, down to each its own."""
+    for size in range(most, 0, -1):
+        parts = [names[start : start + size] for start in range(0, len(names), size)]
+        yield [_piece("shared", part, clock) for part in parts]
+
+
+def _piece(how: str, names: Sequence[str], clock: _Clock) -> _Piece:
+    return clock.piece(Unit(how if len(names) > 1 else "alone", tuple(names)))

@@ -1,0 +1,170 @@
+"""Which units become array tasks and which go through a queue, in how many jobs, within what SLURM takes. Pure.
+
+Special here:
+- a trunk and its branches go the same way: through a queue, which hands a branch out when its trunk has come far
+  enough, or as array tasks that wait for one another. Where one of them is long all are array tasks;
+- where the queue of SLURM is too short for all, array tasks and workers share what there is, and of the tasks those
+  come first that are longest, trunks before branches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ..config import ClusterConfig
+from .packing import Unit
+from .sweep_plan import JobShape, PlannedRun
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Units that are submitted together, in the order in which they are to start."""
+
+    shape: JobShape
+    units: tuple[Unit, ...]
+    waits: tuple[str, ...] = ()  # jobs whose end all of them wait for
+    avoid: tuple[str, ...] = ()  # nodes
+
+    @property
+    def runs(self) -> list[str]:
+        return [name for unit in self.units for name in unit.runs]
+
+
+def split(
+    units: Sequence[Unit], planned: Mapping[str, PlannedRun], cluster: ClusterConfig
+) -> tuple[list[Unit], list[Unit]]:
+    """Units for queues, and units for array tasks, each in the order given.
+
+    Args:
+        units: what is to be trained.
+        planned: every run of the plan, by id.
+        cluster: says what is short.
+    """
+    family = families(units, planned)
+    shape = {family[unit.runs[0]]: shape_of(unit, planned) for unit in units}
+    # A queue holds units of one shape, and looks for a trunk among its own.
+    apart = {
+        family[unit.runs[0]]
+        for unit in units
+        if not _is_short(unit, planned, cluster) or shape_of(unit, planned) != shape[family[unit.runs[0]]]
+    }
+    through_queue = [unit for unit in units if family[unit.runs[0]] not in apart]
+    return through_queue, [unit for unit in units if family[unit.runs[0]] in apart]
+
+
+def families(units: Sequence[Unit], planned: Mapping[str, PlannedRun]) -> dict[str, int]:
+    """By run id, a number that runs have in common which come from one another, or whose relations share a unit."""
+    number = {name: index for index, unit in enumerate(units) for name in unit.runs}
+    while True:
+        joined = dict(number)
+        for unit in units:
+            parents = {planned[name].parent for name in unit.runs}
+            together = [*unit.runs, *(parent for parent in parents if parent in number)]
+            least = min(joined[name] for name in together)
+            joined |= dict.fromkeys(together, least)
+        if joined == number:
+            return number
+        number = joined
+
+
+def of_family(values: Mapping[str, Iterable[str]], family: Mapping[str, int]) -> dict[str, tuple[str, ...]]:
+    """By run id, what any run of its family has in `values`."""
+    found: dict[int, set[str]] = {}
+    for name, number in family.items():
+        found.setdefault(number, set()).update(values.get(name, ()))
+    return {name: tuple(sorted(found[number])) for name, number in family.items()}
+
+
+def seconds(unit: Unit, planned: Mapping[str, PlannedRun]) -> float:
+    """Estimate of a unit, from above where its runs are trained together."""
+    each = [planned[name].estimated_seconds for name in unit.runs]
+    return max(each) if unit.how == "shared" else math.fsum(each)
+
+
+def batches(
+    units: Iterable[Unit], planned: Mapping[str, PlannedRun], waits: Mapping[str, tuple[str, ...]],
+    avoid: Mapping[str, tuple[str, ...]],
+) -> list[Batch]:  # fmt: skip
+    """Units of one shape that wait for the same jobs and avoid the same nodes, together, in the order given.
+
+    Args:
+        units: to be put together.
+        planned: every run of the plan, by id.
+        waits: by the id of a run, jobs that it waits for.
+        avoid: by the id of a run, nodes that it is not to get.
+    """
+    alike: dict[tuple[JobShape, tuple[str, ...], tuple[str, ...]], list[Unit]] = {}
+    for unit in units:
+        jobs = sorted({job for name in unit.runs for job in waits.get(name, ())})
+        nodes = sorted({node for name in unit.runs for node in avoid.get(name, ())})
+        alike.setdefault((shape_of(unit, planned), tuple(jobs), tuple(nodes)), []).append(unit)
+    return [Batch(shape, tuple(members), jobs, nodes) for (shape, jobs, nodes), members in alike.items()]
+
+
+def chunks(batch: Batch, most: int) -> Iterator[Batch]:
+    """A batch in parts of at most so many units."""
+    for start in range(0, len(batch.units), most):
+        yield replace(batch, units=batch.units[start : start + most])
+
+
+def shape_of(unit: Unit, planned: Mapping[str, PlannedRun]) -> JobShape:
+    """What a unit's job asks for; see `shape_in`."""
+    return shape_in(unit, planned[unit.runs[0]].shape)
+
+
+def shape_in(unit: Unit, shape: JobShape) -> JobShape:
+    """Of a unit whose runs have this shape alone.
+
+    Runs that share a device as processes have cores and memory each; those of an ensemble are one process.
+    """
+    if unit.how != "shared":
+        return shape
+    return replace(shape, cpus=shape.cpus * len(unit.runs), memory_gb=shape.memory_gb * len(unit.runs))
+
+
+def levels(units: Sequence[Unit], planned: Mapping[str, PlannedRun]) -> list[list[Unit]]:
+    """Units by how many trunks come before them, those without one first; each level in the order given."""
+
+    def depth(name: str) -> int:
+        count, parent = 0, planned[name].parent
+        while parent is not None and parent in planned:
+            count, parent = count + 1, planned[parent].parent
+        return count
+
+    found: dict[int, list[Unit]] = {}
+    for unit in units:
+        found.setdefault(max(depth(name) for name in unit.runs), []).append(unit)
+    return [found[count] for count in sorted(found)]
+
+
+def workers_for(batch: Batch, planned: Mapping[str, PlannedRun], cluster: ClusterConfig) -> int:
+    """Workers that a queue should get: as many as make each last about `cluster.queue_minutes`."""
+    total = math.fsum(seconds(unit, planned) for unit in batch.units)
+    return max(1, min(len(batch.units), cluster.array_parallelism, math.ceil(total / (60 * cluster.queue_minutes))))
+
+
+def allot(room: int | None, workers: Sequence[int], tasks: int) -> tuple[list[int], int]:
+    """How many workers each queue gets, and how many array tasks may be submitted.
+
+    Args:
+        room: jobs that there is room for; None: for any number.
+        workers: that each queue should get.
+        tasks: array tasks that there are.
+    """
+    if room is None or sum(workers) + tasks <= room:
+        return list(workers), tasks
+    room = max(0, room)
+    for_workers = min(sum(workers), max(room - tasks, min(room, max(len(workers), room // 2))))
+    given = [0] * len(workers)
+    while sum(given) < for_workers:  # one each, again and again, so that none starves
+        for number, wanted in enumerate(workers):
+            if given[number] < wanted and sum(given) < for_workers:
+                given[number] += 1
+    return given, min(tasks, room - for_workers)
+
+
+def _is_short(unit: Unit, planned: Mapping[str, PlannedRun], cluster: ClusterConfig) -> bool:
+    one_rank = all(planned[name].shape.ranks == 1 for name in unit.runs)
+    return one_rank and seconds(unit, planned) < 60 * cluster.queue_minutes

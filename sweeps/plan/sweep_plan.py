@@ -1,0 +1,290 @@
+"""Runs become jobs: their cost, their order, what is trained together, and their shape. Pure.
+
+Special here:
+- how fast a run trains is what past sweeps measured on such a device (`calibration.py`), and where none has, peak *
+  width / (width + half_speed_width) of its plain matrix-product rate, which is what small models do; the report
+  compares the estimate with what was spent;
+- estimates decide on order and place alone. Which runs there are, and what comes of them, does not depend on them;
+- a branch (`trunks.py`) costs what it trains itself, from where it leaves its trunk; C and D are those of the whole
+  run, which is what its loss belongs to.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from ...train.config import ParallelConfig, RunConfig, run_id
+from ...train.data.recipe.recipe import label
+from ...train.errors import UserError
+from ...train.flops import count_parameters, flops_6nd, flops_exact
+from ...train.schedule import trunk_steps
+from ..config import ClusterConfig
+from ..grid.trunks import own_flops
+from .calibration import Calibration, kind_of
+from .packing import Unit, pack, paid_seconds, wall_clock
+
+MANY_STEPS = 200_000  # beyond which a batch is far below what a run of that length can use
+
+
+@dataclass(frozen=True)
+class JobShape:
+    """What one run asks of the machine: something for each rank, and ranks. Runs of one shape share an array."""
+
+    gpus: int  # for a rank
+    cpus: int  # for a rank
+    memory_gb: float  # for a rank
+    time_minutes: int
+    nodes: int = 1
+    ranks_per_node: int = 1
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+    def for_one_process(self) -> JobShape:
+        """What a process gets that works on the whole run, such as its scoring: the memory of all ranks of a node."""
+        return replace(self, memory_gb=self.memory_gb * self.ranks_per_node, nodes=1, ranks_per_node=1)
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """One run with its size under each convention, its cost and its place."""
+
+    run_id: str
+    name: str
+    N_total: int
+    N_non_embedding: int
+    N_kaplan: int
+    D: int
+    flops_6nd: float
+    flops_exact: float
+    flops_own: float  # exact convention, of the steps that the run itself takes
+    budget: float | None
+    width: int
+    depth: int
+    heads: int
+    steps: int
+    seed: int
+    sequence_length: int
+    precision: str
+    shape: JobShape
+    mesh: str  # how the run is spread over its ranks, as "tp2 dp4 zero1"; empty for one rank
+    estimated_seconds: float  # of the steps that the run itself takes, alone
+    parent: str | None = None  # the trunk that it branches from
+    first_step: int = 0  # where it does
+    recipe: str = ""  # what is done to its text, as tables name it; empty for raw text
+    paid_seconds: float = 0.0  # of its unit's time: less than it takes alone, where runs are trained together
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A sweep's runs, longest first, and what they cost together."""
+
+    runs: list[PlannedRun]
+    units: list[Unit]  # what jobs train, in the order in which they are started
+    jobs_at_once: int
+    estimated_seconds: float  # wall clock at that concurrency, training alone
+    total_flops: float  # exact convention, as trained: what branches share with a trunk counts once
+    separate_flops: float  # the same had every run been trained from its first step
+    gpu_hours: float
+    core_hours: float
+    dollars: float | None
+    measured_runs: int = 0  # of past sweeps, behind the estimates; 0: some rate is assumed
+    # Of each kind of run by width: the FLOP/s that were measured, and by how many runs; a sweep goes on with these.
+    rates: dict[str, dict[int, tuple[float, int]]] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Estimate of each run alone, by run id."""
+        return {run.run_id: run.estimated_seconds for run in self.runs}
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def plan(
+    runs: Sequence[RunConfig], cluster: ClusterConfig, flops_per_second: float, jobs_at_once: int, ensembles: int = 1,
+    threads: int | None = None, measured: Calibration | None = None,
+) -> Plan:  # fmt: skip
+    """Cost, order and placement of a grid.
+
+    Args:
+        runs: from `grid.expand`, and with trunks and branches from `trunks.merge`.
+        cluster: what a job may ask for, and the price.
+        flops_per_second: matrix-product peak of what one job gets, all ranks together.
+        jobs_at_once: how many run side by side.
+        ensembles: most runs that may be trained together as one ensemble.
+        threads: cores that a rank has; None: `cluster.cpus_per_task`.
+        measured: what past sweeps reached on such a device; None: nothing is known.
+
+    Raises:
+        UserError: a run's ranks do not fit on the cluster's nodes.
+    """
+    rates = Rates(cluster, flops_per_second, measured or Calibration())
+    by_id = {run_id(run): run for run in runs}
+    planned = [_planned(name, run, cluster, rates, threads) for name, run in by_id.items()]
+    # Longest first: the last job to start is then the shortest, and no core idles behind a long tail.
+    planned.sort(key=lambda run: (-run.estimated_seconds, run.run_id))
+    seconds = {run.run_id: run.estimated_seconds for run in planned}
+    units = units_of(runs, seconds, cluster, jobs_at_once, ensembles)
+    bound = launch_bound_width(cluster)
+    paid: dict[str, float] = {}
+    for unit in units:
+        paid |= paid_seconds(unit, by_id, seconds, bound)
+    planned = [replace(run, paid_seconds=paid[run.run_id]) for run in planned]
+    gpu_hours = sum(run.paid_seconds * run.shape.gpus * run.shape.ranks for run in planned) / 3600
+    core_hours = sum(run.paid_seconds * run.shape.cpus * run.shape.ranks for run in planned) / 3600
+    if cluster.kind == "local":  # so many places are one GPU
+        gpu_hours /= cluster.runs_per_gpu
+    price = cluster.dollars_per_gpu_hour
+    return Plan(
+        runs=planned,
+        units=units,
+        jobs_at_once=jobs_at_once,
+        estimated_seconds=wall_clock(units, by_id, seconds, jobs_at_once, bound),
+        total_flops=sum(run.flops_own for run in planned),
+        separate_flops=sum(run.flops_exact for run in planned),
+        gpu_hours=gpu_hours,
+        core_hours=core_hours,
+        dollars=None if price is None else gpu_hours * price,
+        measured_runs=rates.measured_runs(by_id.values()),
+        rates={kind: dict(rates.measured.rates.get(kind, {})) for kind in sorted(set(map(_kind, runs)))},
+    )
+
+
+def units_of(
+    runs: Sequence[RunConfig], seconds: Mapping[str, float], cluster: ClusterConfig, jobs_at_once: int, ensembles: int
+) -> list[Unit]:
+    """What of these runs is trained together, in the order in which it is started.
+
+    Args:
+        runs: all of a sweep's, or those that are still to be trained.
+        seconds: estimate of each alone, by run id.
+        cluster: what a job has.
+        jobs_at_once: how many run side by side.
+        ensembles: most runs of one ensemble.
+    """
+    gpus = cluster.gpus_per_job > 0
+    room, sharing = (cluster.gpu_memory_gb, cluster.runs_per_gpu) if gpus else (cluster.memory_gb, 1)
+    if cluster.kind == "local":  # so many jobs have the same GPU anyway
+        room, sharing = room / sharing, 1
+    return pack(
+        runs, seconds, places=jobs_at_once, ensembles=ensembles, runs_per_gpu=sharing, room_bytes=room * 1e9,
+        launch_bound_width=launch_bound_width(cluster), device="cuda" if gpus else "cpu",
+    )  # fmt: skip
+
+
+def launch_bound_width(cluster: ClusterConfig) -> float:
+    """See `packing.ensemble_speedup`."""
+    assumed = 512.0 if cluster.gpus_per_job > 0 else 4.0
+    return assumed if cluster.launch_bound_width is None else cluster.launch_bound_width
+
+
+def remarks(plan: Plan) -> list[str]:
+    """What a person should know before the plan is started, in sentences."""
+    said = []
+    longest = max(plan.runs, key=lambda run: run.steps)
+    if longest.steps > MANY_STEPS:
+        said.append(
+            f"run {longest.run_id} makes {longest.steps:,} steps of {longest.D // longest.steps:,} tokens; "
+            "optimizer.batch_size and data.sequence_length are small for this budget"
+        )
+    return said
+
+
+@dataclass(frozen=True)
+class Rates:
+    """How fast runs are expected to train: as measured, or else as assumed."""
+
+    cluster: ClusterConfig
+    flops_per_second: float  # matrix-product peak of a job
+    measured: Calibration
+
+    def of(self, run: RunConfig) -> float:
+        """FLOP/s, exact convention, that training a run alone is expected to reach."""
+        found = self.measured.rate(_kind(run), run.model.width, self.assumed)
+        return self.assumed(run.model.width) if found is None else found
+
+    def assumed(self, width: float) -> float:
+        """FLOP/s that training a model of this width reaches if nothing else is known."""
+        return self.flops_per_second * width / (width + self.cluster.half_speed_width)
+
+    def measured_runs(self, runs: Iterable[RunConfig]) -> int:
+        """How many measured runs are behind the estimates of these; 0 where some of them has none."""
+        kinds = {_kind(run) for run in runs}
+        return self.measured.runs(kinds) if all(self.measured.runs([kind]) for kind in kinds) else 0
+
+
+def _kind(run: RunConfig) -> str:
+    return kind_of(run.precision, describe_mesh(run.parallel), run.batch_tokens, run.data.sequence_length)
+
+
+def makespan(seconds: list[float], at_once: int) -> float:
+    """Wall clock of jobs started in the given order, each on the first free one of `at_once` places."""
+    places = [0.0] * max(1, at_once)
+    for duration in seconds:
+        heapq.heapreplace(places, places[0] + duration)
+    return max(places)
+
+
+def job_shape(parallel: ParallelConfig, cluster: ClusterConfig, threads: int | None = None) -> JobShape:
+    """The nodes and ranks of a run. Every node has as many ranks, and a tensor-parallel group stays within one node.
+
+    Args:
+        parallel: how the run is spread.
+        cluster: what a rank gets, and how many ranks a node takes.
+        threads: cores of a rank; None: `cluster.cpus_per_task`.
+
+    Raises:
+        UserError: a node does not take a whole tensor-parallel group.
+    """
+    groups = parallel.dp  # tensor-parallel groups on a node
+    if cluster.kind == "slurm" and cluster.ranks_per_node is not None:
+        room = cluster.ranks_per_node // parallel.tp
+        if room < 1:
+            raise UserError(
+                f"parallel.tp is {parallel.tp}, and tensor-parallel ranks share a node, of which "
+                f"cluster.ranks_per_node allows {cluster.ranks_per_node}; it must be at most that"
+            )
+        groups = max(divisor for divisor in range(1, room + 1) if parallel.dp % divisor == 0)
+    return JobShape(
+        cluster.gpus_per_job, threads or cluster.cpus_per_task, cluster.memory_gb, cluster.time_minutes,
+        nodes=parallel.dp // groups, ranks_per_node=groups * parallel.tp,
+    )  # fmt: skip
+
+
+def describe_mesh(parallel: ParallelConfig) -> str:
+    """How a run is spread over its ranks, for people; empty for one rank."""
+    if parallel.world_size == 1:
+        return ""
+    return f"tp{parallel.tp} dp{parallel.dp}" + (f" zero{parallel.zero}" if parallel.zero else "")
+
+
+def _planned(name: str, run: RunConfig, cluster: ClusterConfig, rates: Rates, threads: int | None) -> PlannedRun:
+    own = own_flops(run)
+    return PlannedRun(
+        run_id=name,
+        name=run.name or name,
+        **vars(count_parameters(run.model)),
+        D=run.D,
+        flops_6nd=flops_6nd(run),
+        flops_exact=flops_exact(run),
+        flops_own=own,
+        budget=run.budget,
+        width=run.model.width,
+        depth=run.model.depth,
+        heads=run.model.heads,
+        steps=run.steps,
+        seed=run.seed,
+        sequence_length=run.data.sequence_length,
+        precision=run.precision,
+        shape=job_shape(run.parallel, cluster, threads),
+        mesh=describe_mesh(run.parallel),
+        estimated_seconds=own / rates.of(run),
+        parent=run.parent,
+        first_step=trunk_steps(run) if run.parent is not None else 0,
+        recipe=label(run.data.recipe) if run.data.recipe else "",
+    )

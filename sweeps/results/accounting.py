@@ -1,0 +1,251 @@
+"""What a sweep was planned to cost and what it has cost: device-hours, dollars and FLOPs, and what was wasted, and why.
+
+Special here:
+- the books are those of the attempts that have ended, as attempts.jsonl has them; a step is useful as long as a result,
+  or a checkpoint that a run can go on from, stands on it. What is useful and what is wasted add up to what was done;
+- a step is lost to what ended the attempt after which a run went back behind it, whoever had made it;
+- runs that are trained together share their device: at any time each pays as much as every other that still trains;
+- of a branch only its own steps count, and a trunk that diverged was of use as far as its branches begin.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from ...train.errors import UserError
+from ..plan.estimates import Error, Planned, compare, error_of_all, errors_by_width, planned_seconds, result_of
+from ..runs import attempts
+from ..runs.attempts import Attempt
+from ..runs.directory import SweepDirectory
+from ..slurm import commands as slurm
+
+
+@dataclass(frozen=True)
+class Amount:
+    """Of work: device-hours, dollars where a GPU-hour has a price, and FLOPs by the exact convention."""
+
+    hours: float
+    dollars: float | None
+    flops: float
+
+
+@dataclass(frozen=True)
+class Wasted:
+    """What one cause has cost."""
+
+    attempts: int  # that it ended
+    hours: float
+    flops: float
+
+
+@dataclass(frozen=True)
+class Account:
+    """The books of a sweep."""
+
+    unit: str  # GPU-hours | core-hours
+    runs: int
+    done: int
+    planned: Amount
+    used: Amount
+    useful: Amount
+    wasted: Amount
+    causes: dict[str, Wasted]  # by cause, the dearest first
+    attempts: int
+    retries: int
+    retry_budget: int
+    measured_runs: int  # of past sweeps, behind the estimate; 0: it was assumed
+    error: Error | None  # of the estimate of all runs that are done, together
+    errors: dict[int, Error] = field(default_factory=dict)  # by width; medians
+    cluster_hours: float | None = None  # that SLURM counts for the jobs that trained; None: it does not say
+    scoring_hours: float | None = None  # that it counts for those that scored
+
+    @property
+    def overhead_hours(self) -> float | None:
+        """What SLURM counts beyond the attempts: start-up, and waiting for work."""
+        return None if self.cluster_hours is None else self.cluster_hours - self.used.hours
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as costs.json has them."""
+        return asdict(self) | {"overhead_hours": self.overhead_hours}
+
+
+def account(sweep: SweepDirectory) -> Account:
+    """The books of a sweep as its directories have them now; SLURM is asked where the sweep went there.
+
+    Raises:
+        UserError: plan.json or sweep.yaml cannot be read.
+    """
+    plan, cluster = sweep.plan(), sweep.settings()["config"]["cluster"]
+    runs = {run["run_id"]: run for run in plan["runs"]}
+    histories = {name: attempts.read(sweep.run(name)) for name in runs}
+    results = {name: result_of(sweep.run(name)) for name in runs}
+    paid = paid_seconds(histories)
+    books, served = _Books(), _served(runs, results)
+    planned_hours = 0.0
+    for name, run in runs.items():
+        part = devices(run["shape"], cluster)
+        planned_hours += planned_seconds(run) * part / 3600
+        books.enter(run, histories[name], paid[name], results[name], served.get(name, 0), part)
+    gpus = any(run["shape"]["gpus"] for run in runs.values())
+    price = cluster.get("dollars_per_gpu_hour") if gpus else None
+
+    def amount(hours: float, flops: float) -> Amount:
+        return Amount(hours, None if price is None else hours * price, float(flops))
+
+    wasted_hours, wasted_flops = sum(books.lost_hours.values()), sum(books.lost_flops.values())
+    compared = compare(runs, results, histories, paid, sweep)
+    return Account(
+        unit="GPU-hours" if gpus else "core-hours",
+        runs=len(runs),
+        done=sum(result is not None for result in results.values()),
+        planned=amount(planned_hours, plan["total_flops"]),
+        used=amount(books.hours + wasted_hours, float(books.flops) + float(wasted_flops)),
+        useful=amount(books.hours, books.flops),
+        wasted=amount(wasted_hours, wasted_flops),
+        causes=books.causes(),
+        attempts=sum(map(len, histories.values())),
+        retries=attempts.retries_spent(sweep),
+        retry_budget=cluster.get("sweep_retries", 0),
+        measured_runs=plan.get("measured_runs", 0),
+        error=error_of_all(compared),
+        errors=errors_by_width(runs, compared),
+        **_by_slurm(sweep, runs, histories, cluster),
+    )
+
+
+def devices(shape: Mapping[str, Any], cluster: Mapping[str, Any]) -> float:
+    """GPUs of a run, or cores where it has none."""
+    each = shape["gpus"] or shape["cpus"]
+    shared = cluster.get("runs_per_gpu", 1) if shape["gpus"] and cluster["kind"] == "local" else 1
+    return each * shape["nodes"] * shape["ranks_per_node"] / shared
+
+
+def lost_steps(history: Sequence[Attempt], begins: int, done: bool, served: int = 0) -> list[Counter[str]]:
+    """Steps of each attempt on which nothing stands, by the cause that took them away. Pure.
+
+    Args:
+        history: attempts of a run, oldest first.
+        begins: where the run leaves its trunk; 0 where it has none.
+        done: whether it has a result.
+        served: the last step that another run's result stands on.
+    """
+    lost: list[Counter[str]] = [Counter() for _ in history]
+    kept = [(attempt.first_step, attempt.last_step) for attempt in history]
+
+    def go_back(until: int, to: int, cause: str) -> None:
+        for index, (low, high) in enumerate(kept[:until]):
+            left = (max(low, begins), min(high, to)) if min(high, to) > max(low, begins) else (low, low)
+            lost[index][cause] += (high - low) - (left[1] - left[0])
+            kept[index] = left
+
+    for index in range(1, len(history)):
+        go_back(index, history[index].first_step, history[index - 1].cause)
+    if history and not done:
+        last = history[-1]
+        go_back(len(history), served if last.cause == "diverged" else max(last.saved_step, served), last.cause)
+    return [+counts for counts in lost]
+
+
+def paid_seconds(histories: Mapping[str, Sequence[Attempt]]) -> dict[str, list[float]]:
+    """Time of each attempt, by run id; of attempts that share a process or a device, each one's part of it. Pure."""
+    paid = {name: [attempt.seconds for attempt in history] for name, history in histories.items()}
+    together = defaultdict(list)  # attempts that have a job together, though perhaps one after the other
+    for name, history in histories.items():
+        for index, attempt in enumerate(history):
+            if attempt.share < 1:
+                together[attempt.host, attempt.job_id].append((attempt.began, attempt.ended, name, index))
+    for sharers in together.values():
+        moments = sorted({moment for began, ended, _, _ in sharers for moment in (began, ended)})
+        for _, _, name, index in sharers:
+            paid[name][index] = 0.0
+        for start, end in pairwise(moments):
+            there = [(name, index) for began, ended, name, index in sharers if began <= start and end <= ended]
+            for name, index in there:
+                paid[name][index] += (end - start) / len(there)
+    return paid
+
+
+@dataclass
+class _Books:
+    """Sums over runs; FLOPs are whole numbers, so that they add up."""
+
+    hours: float = 0.0  # useful
+    flops: int = 0  # useful
+    lost_hours: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))  # by cause
+    lost_flops: Counter[str] = field(default_factory=Counter)
+    ended: Counter[str] = field(default_factory=Counter)
+
+    def enter(
+        self, run: Planned, history: Sequence[Attempt], paid: Sequence[float], result: Mapping[str, Any] | None,
+        served: int, devices: float,
+    ) -> None:  # fmt: skip
+        """Adds a run."""
+        step_flops, begins = round(run["flops_exact"] / run["steps"]), run.get("first_step", 0)
+        lost = lost_steps(history, begins, result is not None, served)
+        kept = 0
+        for attempt, seconds, counts in zip(history, paid, lost, strict=True):
+            hours, steps = seconds * devices / 3600, attempt.last_step - attempt.first_step
+            if attempt.cause != "done":
+                self.ended[attempt.cause] += 1
+                if not steps:  # it has not come to its first step: all its time went to what ended it
+                    self.lost_hours[attempt.cause] += hours
+                    continue
+            for cause, count in counts.items():
+                self.lost_hours[cause] += hours * count / steps
+                self.lost_flops[cause] += count * step_flops
+            self.hours += hours * (1 - counts.total() / steps) if steps else hours
+            kept += steps - counts.total()
+        if result is not None:
+            # A run that is done has made all its steps, whether or not the lines of all its attempts are there.
+            kept = run["steps"] - begins
+            if not history:
+                self.hours += result["seconds"] * kept / run["steps"] * devices / 3600
+        self.flops += kept * step_flops
+
+    def causes(self) -> dict[str, Wasted]:
+        names = self.ended.keys() | self.lost_hours.keys()
+        found = {name: Wasted(self.ended[name], self.lost_hours[name], float(self.lost_flops[name])) for name in names}
+        return dict(sorted(found.items(), key=lambda item: (-item[1].hours, -item[1].attempts, item[0])))
+
+
+def _served(runs: Mapping[str, Planned], results: Mapping[str, Any]) -> dict[str, int]:
+    """Of trunks the last step that a branch's result stands on."""
+    served: dict[str, int] = {}
+    for name, run in runs.items():
+        if run.get("parent") is not None and results[name] is not None:
+            served[run["parent"]] = max(served.get(run["parent"], 0), run["first_step"])
+    return served
+
+
+def _by_slurm(
+    sweep: SweepDirectory, runs: Mapping[str, Planned], histories: Mapping[str, Sequence[Attempt]],
+    cluster: Mapping[str, Any],
+) -> dict[str, float | None]:  # fmt: skip
+    """Device-hours that SLURM counts for the jobs that trained, and for those that scored; None where it does not."""
+    if cluster["kind"] != "slurm":
+        return {"cluster_hours": None, "scoring_hours": None}
+    from ..slurm.launch_record import LaunchRecord
+
+    try:
+        record = LaunchRecord.read(sweep)
+    except UserError:  # the books need no record, and `isoflop doctor` makes it anew
+        return {"cluster_hours": None, "scoring_hours": None}
+    one = {name: devices(run["shape"] | {"nodes": 1, "ranks_per_node": 1}, cluster) for name, run in runs.items()}
+    scoring = {job: one[name] for name, job in record.scoring.items() if name in one}
+    training = {
+        attempt.job_id: devices(runs[name]["shape"], cluster)
+        for name, history in histories.items() for attempt in history if attempt.job_id is not None
+    }  # fmt: skip
+    for queue in record.queues.values():  # also of workers that came too late for a run
+        training |= dict.fromkeys(queue.workers, devices(asdict(queue.shape), cluster))
+    seconds = slurm.elapsed([*training, *scoring])
+
+    def hours(jobs: Mapping[str, float]) -> float | None:
+        known = [seconds[job] * each for job, each in jobs.items() if job in seconds]
+        return sum(known) / 3600 if known else None
+
+    return {"cluster_hours": hours(training), "scoring_hours": hours(scoring)}

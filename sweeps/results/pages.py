@@ -1,0 +1,149 @@
+"""What a sweep's benchmarks look like: one page of the sweep, and one of each of its best checkpoints.
+
+Special here: a page of a checkpoint holds its samples and takes a tenth of a second or more, so of a large sweep only
+some get one: the best of every budget first, then the largest. `isoflop evaluate RUN` makes that of any other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..runs.directory import SweepDirectory
+from .table import evaluations
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from ...fit.downstream.downstream import SignalToNoise, TaskVerdict
+
+MOST = 24  # checkpoints of a sweep that get a page of their own
+FEWEST = 3  # runs below which a range says nothing
+ABOUT = ("run_id", "name", "step", "final", "N", "D", "flops", "loss", "recipe", "budget")
+
+
+def write_pages(sweep: SweepDirectory, table: pd.DataFrame, verdicts: Iterable[TaskVerdict]) -> Path | None:
+    """Writes fit/evaluation.html and the pages of checkpoints, runs/<id>/eval/step_<n>.html.
+
+    Args:
+        sweep: whose table.csv is `table`.
+        table: see `table.build_table`.
+        verdicts: what the fit says of its tasks.
+
+    Returns:
+        The sweep's page; None where nothing has been scored.
+    """
+    from ...evaluate.pages.report import write_checkpoint_report
+    from ...evaluate.pages.sweep_report import write_sweep_report
+    from ...evaluate.records.items import items_path, read_items
+
+    scores = {run_id: evaluations(sweep.run(run_id)) for run_id in table["run_id"].unique()}
+    rows = [
+        {name: _plain(row[name]) for name in ABOUT if name in row} | {"tasks": found["tasks"]}
+        for row in table.to_dict("records")
+        if (found := scores[row["run_id"]].get(row["step"])) is not None
+    ]
+    if not rows:
+        return None
+    finals = [row for row in rows if row["final"]]
+    peers = [scores[row["run_id"]][row["step"]] | {"name": row["name"]} for row in finals]
+    shown = {(row["run_id"], row["step"]) for row in chosen(finals)}
+    newest = max(_scores_file(sweep, row).stat().st_mtime_ns for row in finals) if finals else 0
+    links = {}
+    for row, own in zip(finals, peers, strict=True):
+        page = (file := _scores_file(sweep, row)).with_suffix(".html")
+        is_new = page.exists() and page.stat().st_mtime_ns > newest
+        if (row["run_id"], row["step"]) in shown and not is_new:
+            write_checkpoint_report(own, page, read_items(items_path(file)), peers)
+        if page.exists():
+            links[row["run_id"]] = f"../runs/{row['run_id']}/eval/{page.name}"
+    path = sweep.path / "fit" / "evaluation.html"
+    write_sweep_report(path, rows, signals(table, verdicts), sweep.path.name, links)
+    return path
+
+
+def chosen(finals: list[dict[str, Any]], most: int = MOST) -> list[dict[str, Any]]:
+    """The checkpoints that get a page: those of the lowest loss in each budget, then those of most FLOPs."""
+    best: dict[Any, dict[str, Any]] = {}
+    for row in finals:
+        group = row["budget"] if row["budget"] is not None else round(math.log2(max(row["flops"], 1.0)))
+        if group not in best or row["loss"] < best[group]["loss"]:
+            best[group] = row
+    first = sorted(best.values(), key=lambda row: -row["flops"])
+    rest = sorted((row for row in finals if not any(row is one for one in first)), key=lambda row: -row["flops"])
+    return [*first, *rest][:most]
+
+
+def _scores_file(sweep: SweepDirectory, row: Mapping[str, Any]) -> Path:
+    return sweep.run(row["run_id"]).path / "eval" / f"step_{row['step']}.json"
+
+
+def signals(table: pd.DataFrame, verdicts: Iterable[TaskVerdict]) -> dict[str, dict[str, Any]]:
+    """How clearly each task tells the runs apart, in accuracy and in bits per byte (of the right answer, or of texts).
+
+    As the fit judged it; for what it did not judge (few runs, or a task without accuracy) the noise is that of the
+    items.
+    """
+    judged = {verdict.task: verdict for verdict in verdicts}
+    finals = table[table["final"]]
+    names = sorted(
+        {str(name).rpartition("/")[0] for name in table.columns if str(name).endswith(("/acc", "/gold_bpb", "/bpb"))}
+    )
+    found: dict[str, dict[str, Any]] = {}
+    for task in names:
+        verdict = judged.get(task)
+        acc = _known(verdict.score) if verdict else None
+        gold = _known(verdict.loss) if verdict and verdict.measure == "gold_bpb" else None
+        found[task] = {
+            "acc": _signal(acc or _by_items(finals, f"{task}/acc")),
+            "gold_bpb": _signal(gold or _by_items(finals, f"{task}/gold_bpb") or _by_items(finals, f"{task}/bpb")),
+        }
+    return found
+
+
+def _known(signal: SignalToNoise | None) -> SignalToNoise | None:
+    """None where the fit had nothing to measure noise by."""
+    return signal if signal is not None and math.isfinite(signal.noise) else None
+
+
+def _by_items(finals: pd.DataFrame, column: str) -> SignalToNoise | None:
+    import numpy as np
+
+    from ...fit import signal_to_noise
+
+    if column not in finals or f"{column}_se" not in finals:
+        return None
+    part = finals[[column, f"{column}_se"]].astype(float).dropna()
+    if len(part) < FEWEST:
+        return None
+    noise = float(np.sqrt((part[f"{column}_se"] ** 2).mean()))
+    return signal_to_noise(part[column].to_numpy(), noise, "standard error of the items")
+
+
+def _signal(signal: SignalToNoise | None) -> dict[str, Any] | None:
+    return None if signal is None else asdict(signal) | {"clear": signal.clear}
+
+
+def _plain(value: Any) -> Any:
+    """A cell as JSON knows it; an empty one is None."""
+    value = value.item() if hasattr(value, "item") else value
+    return None if isinstance(value, float) and math.isnan(value) else value
+
+
+def peers_of(checkpoint: Path) -> list[dict[str, Any]]:
+    """Scores of the other final checkpoints of the sweep that a checkpoint belongs to; none where it is in no sweep."""
+    run = checkpoint.parent.parent
+    root = run.parent.parent
+    if run.parent.name != "runs" or not (root / "plan.json").is_file():
+        return []
+    sweep = SweepDirectory(root)
+    found = []
+    for planned in sweep.plan()["runs"]:
+        other = sweep.run(planned["run_id"])
+        scores = evaluations(other).get((other.summary() or {}).get("step", -1))
+        if scores is not None and other.run_id != run.name:
+            found.append(scores | {"name": planned["name"]})
+    return found

@@ -1,0 +1,160 @@
+"""Run directories become one DataFrame, a row a (run, checkpoint): what `fit` eats."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from ...train.data.recipe.recipe import label
+from ...train.errors import UserError
+from ...train.files import read_json, read_json_lines, write_atomic
+from ..runs.directory import RunDirectory, SweepDirectory, yaml_or_empty
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+# Numbers of a task that become columns `<task>/<number>`.
+SCORES = ("acc", "acc_se", "acc_norm", "acc_norm_se", "gold_bpb", "gold_bpb_se", "chance", "items")
+# Those that become columns where a task has them: `<task>/clean_<number>` is of its items that were not trained on.
+MORE = ("p_right", "p_right_se", "margin", "margin_se", "bpb", "bpb_se", "contaminated_items")
+CLEAN = ("acc", "acc_se", "gold_bpb", "gold_bpb_se")
+# What of a run's summary becomes a column under its own name.
+MEASURED = ("N_total", "N_non_embedding", "N_kaplan", "flops_6nd", "flops_exact", "val_bpb", "train_loss", "seconds",
+            "device", "tokens_per_s", "mfu", "epochs", "unique_tokens", "warmup_share", "precision")  # fmt: skip
+# What of these holds at every step of the run.
+OF_THE_RUN = ("N_total", "N_non_embedding", "N_kaplan", "device", "precision")
+# What of a run's config becomes a column, by group and field: what makes runs comparable, and is asked before a fit.
+CONFIGURED = {
+    "schedule": ("schedule", "kind"),
+    "decay_share": ("schedule", "decay_share"),
+    "learning_rate": ("optimizer", "learning_rate"),
+    "batch_size": ("optimizer", "batch_size"),
+    "sequence_length": ("data", "sequence_length"),
+    "vocab_size": ("model", "vocab_size"),
+    "tokenizer": ("data", "tokenizer_fingerprint"),
+}
+
+
+def build_table(sweep: SweepDirectory) -> pd.DataFrame:
+    """One row a final checkpoint of every run that is done, with its scores where there are any, and below it one of
+    each checkpoint on its way that has scores.
+    """
+    import pandas as pd
+
+    planned = {run["run_id"]: run for run in sweep.plan()["runs"]}
+    rows = apart([row for run in sweep.runs() if run.is_done() for row in _rows(run, planned[run.run_id])])
+    columns = ["run_id", "step", "final", "state", "N", "D", "flops", "loss", "loss_se"]
+    return pd.DataFrame(rows) if rows else pd.DataFrame(columns=columns)
+
+
+def apart(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows in which recipes of one name that do different things, as with two models in files of one name, differ."""
+    known: dict[str, set[str | None]] = {}
+    for row in rows:
+        known.setdefault(row["recipe"], set()).add(row["recipe_fingerprint"])
+    return [
+        row | {"recipe": f"{row['recipe']} ({row['recipe_fingerprint']})"} if len(known[row["recipe"]]) > 1 else row
+        for row in rows
+    ]
+
+
+def write_table(sweep: SweepDirectory) -> pd.DataFrame:
+    """Writes table.csv and returns it."""
+    table = build_table(sweep)
+    write_atomic(sweep.path / "table.csv", table.to_csv(index=False))
+    return table
+
+
+def evaluations(run: RunDirectory) -> dict[int, dict[str, Any]]:
+    """The scores of a run's checkpoints, by step; a file that cannot be read is as good as none."""
+    found = {}
+    for path in (run.path / "eval").glob("step_*.json"):
+        step = path.stem.removeprefix("step_")
+        if step.isdigit() and isinstance((scores := read_json(path) or {}).get("tasks"), dict):
+            found[int(step)] = scores
+    return dict(sorted(found.items()))
+
+
+def _rows(run: RunDirectory, planned: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    summary, scored = run.summary() or {}, evaluations(run)
+    last = summary["step"]
+    row = _row(run, planned, summary)
+    yield row | _scores(scored.get(last, {}))
+    between = dict.fromkeys((*MEASURED, "estimated_seconds")) | {name: row[name] for name in OF_THE_RUN}
+    for step, scores in scored.items():
+        if step < last:
+            held_out = scores.get("held_out") or {}
+            D = scores.get("tokens")
+            own = {
+                "step": step, "final": False, "D": D, "flops": scores.get("flops"), "flops_exact": scores.get("flops"),
+                "flops_6nd": None if D is None else 6 * row["N"] * D, "loss": held_out.get("val_loss"),
+                "loss_se": held_out.get("val_loss_se"), "val_bpb": held_out.get("val_bpb"),
+            }  # fmt: skip
+            yield row | between | own | _scores(scores)
+
+
+def _row(run: RunDirectory, planned: dict[str, Any], summary: dict[str, Any]) -> dict[str, Any]:
+    row = {
+        "run_id": run.run_id,
+        "name": planned["name"],
+        "step": summary["step"],
+        "final": True,
+        "state": run.state().state,
+        "budget": planned["budget"],
+        "N": summary["N_total"],
+        "D": summary["D"],
+        "flops": summary["flops_exact"],
+        "loss": summary["val_loss"],
+        "loss_se": summary["val_loss_se"],
+    }
+    row |= {name: summary.get(name) for name in MEASURED}
+    row |= {name: planned[name] for name in ("width", "depth", "heads", "seed", "estimated_seconds")}
+    # A branch shares its trunk's data and luck: `fit` resamples what has one trunk together.
+    row["trunk"] = planned["parent"]
+    return row | _configured(run)
+
+
+def _configured(run: RunDirectory) -> dict[str, Any]:
+    """From config.yaml as it was frozen, whichever version wrote it; a field that it lacks is left empty."""
+    groups = yaml_or_empty(run.path / "config.yaml")
+    values = {name: (groups.get(group) or {}).get(field) for name, (group, field) in CONFIGURED.items()}
+    data = groups.get("data") or {}
+    return values | {"recipe": _recipe(data.get("recipe") or []), "recipe_fingerprint": data.get("recipe_fingerprint")}
+
+
+def _recipe(steps: list[str]) -> str:
+    try:
+        return label(steps)
+    except UserError:  # a step that this version does not know
+        return "+".join(steps)
+
+
+def _scores(scores: dict[str, Any]) -> dict[str, Any]:
+    columns: dict[str, Any] = {}
+    for task, values in (scores.get("tasks") or {}).items():
+        clean = values.get("clean") or {}
+        # Whole texts have no accuracy, so no such columns either: a fit would ask why they are empty.
+        always = SCORES if values.get("bpb") is None else ("items",)
+        columns |= {f"{task}/{name}": values[name] for name in always if name in values}
+        columns |= {f"{task}/{name}": values[name] for name in MORE if values.get(name) is not None}
+        columns |= {f"{task}/clean_{name}": clean[name] for name in CLEAN if clean.get(name) is not None}
+    return columns
+
+
+def loss_curves(sweep: SweepDirectory) -> pd.DataFrame:
+    """metrics.jsonl of every run of the plan, long: run_id, step, tokens, flops, loss (smoothed), val_loss.
+
+    A resumed run repeats the steps since its checkpoint, with the same numbers; the last line of a step counts.
+    """
+    import pandas as pd
+
+    frames = []
+    for run in sweep.runs():
+        records = {record["step"]: record for record in read_json_lines(run.path / "metrics.jsonl") if "step" in record}
+        if records:
+            frame = pd.DataFrame(records.values()).reindex(
+                columns=["step", "tokens", "flops", "smoothed_loss", "val_loss"]
+            )
+            frames.append(frame.rename(columns={"smoothed_loss": "loss"}).assign(run_id=run.run_id))
+    columns = ["run_id", "step", "tokens", "flops", "loss", "val_loss"]
+    return pd.concat(frames, ignore_index=True)[columns] if frames else pd.DataFrame(columns=columns)

@@ -1,0 +1,291 @@
+"""SLURM's own commands, called and read: what is in the queue, what became of a job, and back into the queue with it.
+
+Special here:
+- a job that is being cancelled and one that is being put back in the queue both read COMPLETING; the count of restarts
+  tells them apart, so that a cancelled job is never brought back;
+- an array task is always named `array_task`: the last task's plain id is the id of its whole array, and requeueing that
+  would restart every task;
+- a controller that restarts is away for seconds to minutes. What must not be missed is asked again for `patience`
+  seconds; any command may also be missing, which is an answer that says nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import subprocess
+import time
+from collections.abc import Collection, Iterable, Iterator
+
+from ...train.errors import UserError
+
+SECONDS = 60  # that a busy controller may take to answer
+PATIENCE = 20.0  # seconds for which a controller that is away is asked again
+# What SLURM's commands say of a controller that does not answer, as against one that refuses. The last is `scontrol
+# requeue`'s word for a connection that failed.
+AWAY = re.compile(
+    r"unable to contact|connection (refused|timed out|reset)|connect failure|socket timed out|zero bytes were|"
+    r"unable to establish|unexpected message received",
+    re.IGNORECASE,
+)
+STRANDED = re.compile(r"requeued.held", re.IGNORECASE)  # of the reasons that squeue shows
+
+
+def inside_job() -> bool:
+    """Whether this process is a job that was submitted to SLURM, and not a local one inside somebody's allocation."""
+    return os.environ.get("SUBMITIT_EXECUTOR") == "slurm"
+
+
+def job_id() -> str:
+    """The id of this job, `array_task` for a task of an array; the process id where this is no SLURM job."""
+    if not inside_job():
+        return str(os.getpid())
+    array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
+    return f"{array}_{task}" if array else os.environ["SLURM_JOB_ID"]
+
+
+def restarts() -> int:
+    """How often this job has been put back in the queue before."""
+    return int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+
+
+def live_jobs(patience: float = PATIENCE, own: bool = False) -> set[str]:
+    """Ids of everybody's jobs that wait or run, `array_task` for tasks of arrays: a sweep may be of several users.
+
+    Args:
+        patience: seconds for which a controller that is away is asked again.
+        own: this user's alone, which count against limits.
+
+    Raises:
+        UserError: SLURM does not answer.
+    """
+    return set(_queue("%i", patience, own).split())
+
+
+def stranded(patience: float = PATIENCE) -> set[str]:
+    """Ids of this user's jobs that SLURM itself has put on hold, for they could not be launched: they wait for ever.
+
+    That happens to a job whose node thinks that it still runs there, and where its log cannot be opened.
+
+    Raises:
+        UserError: SLURM does not answer.
+    """
+    return {job for job, reason in _reasons(patience).items() if STRANDED.search(reason)}
+
+
+def held_jobs(patience: float = PATIENCE) -> set[str]:
+    """Ids of this user's jobs that are on hold as if by the user.
+
+    Raises:
+        UserError: SLURM does not answer.
+    """
+    return {job for job, reason in _reasons(patience).items() if reason == "JobHeldUser"}
+
+
+def _reasons(patience: float) -> dict[str, str]:
+    """Why jobs wait, by id."""
+    lines = (line.partition("|") for line in _queue("%i|%r", patience).splitlines())
+    return {job: reason for job, _, reason in lines}
+
+
+def release(jobs: Iterable[str]) -> str | None:
+    """Lets jobs start that are on hold; returns SLURM's words where some stay there.
+
+    Those that are gone, or have started, are no error, whatever SLURM says of them.
+
+    Args:
+        jobs: ids, of an array for all of its tasks.
+    """
+    if not (names := sorted(jobs)):
+        return None
+    answer = ask("scontrol", "release", ",".join(names), patience=PATIENCE)
+    if not answer.returncode:
+        return None
+    try:
+        reasons = _reasons(PATIENCE)
+    except UserError:
+        return words(answer)
+    held = {job for job, reason in reasons.items() if reason == "JobHeldUser" or STRANDED.search(reason)}
+    return words(answer) if (held | {job.split("_")[0] for job in held}).intersection(names) else None
+
+
+def _queue(what: str, patience: float, own: bool = True) -> str:
+    whose = ["-u", str(os.getuid())] if own else []
+    answer = ask("squeue", "-h", "-r", *whose, "-o", what, patience=patience)
+    if answer.returncode:
+        raise UserError(
+            f"cluster is 'slurm' and squeue does not answer ({words(answer)}); use cluster=local, or try later"
+        )
+    return answer.stdout
+
+
+def fate(job: str, restarts_before: int) -> str:
+    """What SLURM does with a job that still runs: `running`, `requeued`, `cancelled`, or `timeout` (over its limit).
+
+    A controller that does not answer does nothing with it yet: `running`.
+
+    Args:
+        job: the id, `array_task` for a task of an array.
+        restarts_before: how often the job had been requeued when it started.
+    """
+    shown = ask("scontrol", "-o", "show", "job", job, patience=PATIENCE).stdout
+    fields = dict(re.findall(r"\b(JobState|Restarts|RunTime|TimeLimit)=(\S+)", shown))
+    if int(fields.get("Restarts", 0)) > restarts_before:
+        return "requeued"
+    if fields.get("JobState") not in ("COMPLETING", "CANCELLED"):
+        return "running"
+    limit = seconds(fields.get("TimeLimit", ""))
+    over = limit is not None and (seconds(fields.get("RunTime", "")) or 0) >= limit
+    return "timeout" if over else "cancelled"
+
+
+def requeue(job: str, restarts_before: int) -> str | None:
+    """Puts this job back in the queue; returns SLURM's words where it refuses, or is away for long."""
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        answer = ask("scontrol", "requeue", job)
+        # SLURM takes a requeued job's processes away, and that can hit the command before it has heard the answer.
+        if not answer.returncode or fate(job, restarts_before) == "requeued":
+            return None
+        if not is_away(answer) or time.monotonic() > deadline:
+            return words(answer)
+        time.sleep(1.0)
+
+
+def outcomes(jobs: Iterable[str]) -> dict[str, tuple[str, str | None]]:
+    """How jobs ended, in SLURM's word (COMPLETED, CANCELLED, OUT_OF_MEMORY, …), and the node that each was on last.
+
+    Accounting says so, or else the controller, each asked for many at once; nothing of a job that neither remembers.
+
+    Args:
+        jobs: ids, `array_task` for tasks of arrays; those that are not SLURM's are left out.
+
+    Returns:
+        State and node by job id; several nodes as SLURM writes them (`node[1-2]`), None where nobody knows.
+    """
+    wanted, found = {job for job in jobs if re.fullmatch(r"\d+(_\d+)?", job)}, dict[str, tuple[str, str | None]]()
+    arrays = sorted({job.split("_")[0] for job in wanted})
+    for start in range(0, len(arrays), 200):  # what a command line holds
+        names = ",".join(arrays[start : start + 200])
+        # By the array: a task that never started may have no record but the array's own, as 7_[0-2%2].
+        lines = ask("sacct", "-n", "-X", "-P", "-j", names, "-o", "JobID,State,NodeList").stdout.splitlines()
+        found |= _matching(wanted, [tuple(line.split("|")) for line in lines])
+    for array in sorted({job.split("_")[0] for job in wanted - found.keys()}):
+        shown = ask("scontrol", "-o", "show", "job", array).stdout
+        found |= _matching(wanted - found.keys(), [_shown(line) for line in shown.splitlines()])
+    return found
+
+
+def _matching(wanted: Collection[str], records: Iterable[tuple[str, ...]]) -> dict[str, tuple[str, str | None]]:
+    """State and node of jobs by records of job id, state and nodes; one of several tasks is of each of them."""
+    own, shared = dict[str, tuple[str, str | None]](), dict[str, tuple[str, str | None]]()
+    for job, state, nodes in (record for record in records if len(record) == 3 and record[1]):
+        into = shared if "[" in job else own
+        into[job] = (state.split()[0], None if nodes in ("", "(null)", "None assigned") else nodes)
+    covered = {job: said for record, said in shared.items() for job in wanted if _covers(record, job)}
+    return {job: said for job, said in (covered | own).items() if job in wanted}
+
+
+def _shown(line: str) -> tuple[str, str, str]:
+    """A line of `scontrol -o show job` as a record of `sacct`."""
+    values: dict[str, str] = dict(re.findall(r"(?<!\w)(JobId|ArrayJobId|ArrayTaskId|JobState|NodeList)=(\S+)", line))
+    job, task = values.get("ArrayJobId", values.get("JobId", "")), values.get("ArrayTaskId")
+    if task is not None:
+        job = f"{job}_{task}" if task.isdigit() else f"{job}_[{task}]"
+    return job, values.get("JobState", ""), values.get("NodeList", "")
+
+
+def elapsed(jobs: Iterable[str]) -> dict[str, float]:
+    """Seconds that jobs have run in all their starts, as accounting has it; none of a job that it does not know.
+
+    Args:
+        jobs: ids, `array_task` for tasks of arrays.
+    """
+    wanted, total = set(jobs), dict[str, float]()
+    arrays = sorted({job.split("_")[0] for job in wanted})
+    for start in range(0, len(arrays), 200):  # what a command line holds
+        names = ",".join(arrays[start : start + 200])
+        # With the duplicates: each start of a requeued job is a record of its own.
+        answer = ask("sacct", "-n", "-X", "-P", "-D", "-j", names, "-o", "JobID,ElapsedRaw")
+        for line in answer.stdout.splitlines():
+            job, _, duration = line.partition("|")
+            if job in wanted and duration.isdigit():
+                total[job] = total.get(job, 0.0) + float(duration)
+    return total
+
+
+def _covers(record: str, job: str) -> bool:
+    """Whether a record of an array's tasks, as `7_[0-2,5%2]`, is of a task as well."""
+    array, _, task = job.partition("_")
+    found = re.fullmatch(rf"{array}_\[([\d,-]+)(?:%\d+)?\]", record)
+    if found is None or not task:
+        return False
+    ends = [part.split("-") for part in found[1].split(",")]
+    return any(int(part[0]) <= int(task) <= int(part[-1]) for part in ends)
+
+
+def first_to_end(log: str) -> str | None:
+    """Which task of a job's last attempt ended badly before others did, as `srun` wrote in the job's error log."""
+    attempt = log.rpartition("DUE TO JOB REQUEUE")[2]
+    found = re.search(r"^srun: error: (\S+): task(s?) ([\d,-]+): (.+)$", attempt, re.MULTILINE)
+    return None if found is None else f"rank{found[2]} {found[3]} on {found[1]} ended first ({found[4]})"
+
+
+def cancel(jobs: Iterable[str]) -> None:
+    """Cancels jobs; those that have ended already are no error."""
+    if names := sorted(jobs):
+        ask("scancel", *names, patience=PATIENCE)
+
+
+@contextlib.contextmanager
+def outside_any_job() -> Iterator[None]:
+    """Hides an allocation that this process runs in: its variables would become those of the jobs submitted from it."""
+    prefixes = ("SLURM_", "SLURMD_", "SRUN_", "SUBMITIT_")
+    hidden = {key: value for key, value in os.environ.items() if key.startswith(prefixes) and key != "SLURM_CONF"}
+    if "SLURM_JOB_ID" not in hidden:
+        hidden = {}
+    for key in hidden:
+        del os.environ[key]
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
+
+
+def ask(*command: str, timeout: float = SECONDS, patience: float = 0.0) -> subprocess.CompletedProcess[str]:
+    """Calls one of SLURM's commands. One that is missing, or takes longer than `timeout`, has failed with those words.
+
+    Args:
+        command: with its arguments.
+        timeout: seconds for one call.
+        patience: seconds for which it is called again while the controller is away.
+    """
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            answer = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return subprocess.CompletedProcess(command, 1, "", str(error))
+        if not is_away(answer) or time.monotonic() > deadline:
+            return answer
+        time.sleep(1.0)
+
+
+def is_away(answer: subprocess.CompletedProcess[str]) -> bool:
+    """Whether a command failed because nobody answered it."""
+    return answer.returncode != 0 and AWAY.search(answer.stderr) is not None
+
+
+def words(answer: subprocess.CompletedProcess[str]) -> str:
+    """What a command said of its failure."""
+    return " ".join((answer.stderr or answer.stdout).split()) or f"exit code {answer.returncode}"
+
+
+def seconds(clock: str) -> int | None:
+    """SLURM's `[days-]hours:minutes:seconds` or `minutes:seconds` in seconds; None for UNLIMITED and the like."""
+    found = re.fullmatch(r"(?:(?:(\d+)-)?(\d+):)?(\d+):(\d+)", clock)
+    if found is None:
+        return None
+    days, hours, minutes, rest = (int(part or 0) for part in found.groups())
+    return ((days * 24 + hours) * 60 + minutes) * 60 + rest

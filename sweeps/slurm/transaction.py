@@ -1,0 +1,185 @@
+"""Everything that one launch submits, or nothing of it: jobs on hold, written down, released.
+
+Special here:
+- the order is: say in jobs/slurm.json that a transaction begins; submit on hold; write down all jobs, and from then on
+  they count; write the runs' states; release. Whatever kills the launcher on its way, `recover` does the rest of it;
+- keepers are not on hold (`submission.py`). One that begins before its launcher has ended waits for the sweep's lock;
+- what is refused, or interrupted, takes all jobs of the transaction out of the queue again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from ...train.errors import UserError
+from ...train.files import read_json, write_json
+from ..config import ClusterConfig
+from ..execute import snapshot
+from ..execute.queue import Queue
+from ..runs.directory import RunDirectory, SweepDirectory
+from . import commands as slurm
+from .launch_record import LaunchRecord, label, labelled_jobs
+from .submission import Call, QueueFull, Request, Submission, is_held
+
+
+class Transaction:
+    """One, open. `record` is what will be written down."""
+
+    def __init__(
+        self, sweep: SweepDirectory, cluster: ClusterConfig, record: LaunchRecord, name: str, room: int | None
+    ) -> None:
+        self.sweep, self.record, self.name, self._room = sweep, record, name, room
+        record.folder = record.folder or os.getcwd()
+        self.queued: dict[str, str | None] = {}  # by run id, the job of what waits; None: a queue's workers
+        self.superseded: list[str] = []  # jobs that need not start any more
+        # Never a folder of an earlier submission: where job ids start anew, a job would find another's files there.
+        folder = sweep.path.resolve() / "jobs" / f"slurm-{name}"
+        self._submission = Submission(
+            sweep.path.name, label(sweep, name), cluster, folder, Path(record.folder),
+            snapshot.take(sweep),
+        )  # fmt: skip
+
+    @property
+    def jobs(self) -> list[str]:
+        """What was submitted."""
+        return self._submission.jobs
+
+    @property
+    def room(self) -> int | None:
+        """Jobs that may still be submitted; None: any number."""
+        return None if self._room is None else max(0, self._room - len(self.jobs))
+
+    def submit(self, request: Request, calls: Sequence[Call]) -> list[str]:
+        """See `Submission.submit`; the queue is full also where there is no room by what was known before."""
+        if self.room is not None and len(calls) > self.room:
+            raise QueueFull("the queue takes no more jobs (cluster.max_submit); sweep again later")
+        return self._submission.submit(request, calls)
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Where the queue is full before the last of what is submitted herein, none of it stays."""
+        before = len(self.jobs)
+        try:
+            yield
+        except QueueFull:
+            slurm.cancel(self.jobs[before:])
+            del self.jobs[before:]
+            raise
+
+    def commit(self) -> None:
+        """Writes the jobs down, and lets them start."""
+        if self._submission.doubtful:
+            slurm.cancel(_jobs_of(self.sweep, self.name) - set(self.jobs))
+        self.record.held = sorted({job.split("_")[0] for job in self.jobs})
+        self.record.begun = None
+        self.record.write(self.sweep)
+        finish(self.sweep, self._submission.cluster, self.record)
+        if self.superseded:
+            slurm.ask("scancel", "--state=PENDING", *self.superseded)
+
+
+@contextlib.contextmanager
+def transaction(
+    sweep: SweepDirectory, cluster: ClusterConfig, record: LaunchRecord, room: int | None
+) -> Iterator[Transaction]:
+    """Submits what is submitted herein, all of it or nothing; the caller holds the sweep.
+
+    Args:
+        sweep: whose jobs.
+        cluster: what they may ask for.
+        record: as it is on disk. It may be changed herein, and is worthless after an error.
+        room: jobs that may be submitted; None: any number.
+    """
+    name = os.urandom(4).hex()
+    began = Transaction(sweep, cluster, record, name, room)
+    record.begun = name
+    record.write(sweep)
+    try:
+        yield began
+    except BaseException:  # Ctrl-C too
+        slurm.cancel(began.jobs)
+        with contextlib.suppress(UserError):
+            recover(sweep, cluster, LaunchRecord.read(sweep))
+        raise
+    began.commit()
+
+
+def recover(sweep: SweepDirectory, cluster: ClusterConfig, record: LaunchRecord) -> None:
+    """Ends what a launcher left that was killed: jobs that it had not written down are cancelled, the others released.
+
+    The runs of these have the states by then that the launcher meant to write.
+
+    Raises:
+        UserError: SLURM does not answer, or does not release them.
+    """
+    if record.begun is not None:
+        # Among them may be this very process: a keeper is not on hold, and comes to see what the launcher left.
+        slurm.cancel(_jobs_of(sweep, record.begun) - ({slurm.job_id()} if slurm.inside_job() else set()))
+        record.begun = None
+        record.write(sweep)
+    finish(sweep, cluster, record)
+
+
+def finish(sweep: SweepDirectory, cluster: ClusterConfig, record: LaunchRecord) -> None:
+    """What is left to do once the record is written; after a kill on the way it may be done again.
+
+    Raises:
+        UserError: SLURM does not release the jobs, in its own words.
+    """
+    for run, job in _promised(sweep, record):
+        run.forget_failure()
+        run.set_state("queued", host=None, job_id=job)
+    retire_queues(sweep, record)
+    if record.held:
+        if not is_held(cluster) and (said := slurm.release(record.held)) is not None:
+            raise UserError(
+                f"SLURM does not release the sweep's jobs ({said}), and they are on hold; sweep again later"
+            )
+        record.held = []
+        record.write(sweep)
+
+
+def _promised(sweep: SweepDirectory, record: LaunchRecord) -> Iterator[tuple[RunDirectory, str | None]]:
+    """Runs whose jobs are held and whose states do not say so yet, with their jobs; None of those in a queue."""
+    held = set(record.held)
+    for name, job in record.training.items():
+        run = sweep.run(name)
+        # A state that names the job was written before, and the job may have gone on from there.
+        if job.split("_")[0] in held and run.state().job_id != job and not run.is_done():
+            yield run, job
+    for folder, jobs in record.queues.items():
+        if not jobs.workers or not held.issuperset(worker.split("_")[0] for worker in jobs.workers):
+            continue  # it is not new, though some of its workers may be
+        for unit in Queue.open(sweep, sweep.path / "jobs" / folder).left():
+            for run in map(sweep.run, unit.runs):
+                state = run.state()
+                if (state.state, state.job_id) != ("queued", None):
+                    yield run, None
+
+
+def release_forgotten(sweep: SweepDirectory, cluster: ClusterConfig, record: LaunchRecord) -> None:
+    """Lets jobs start that SLURM holds because it could not launch them, or because it forgot that they were released.
+
+    A controller that is killed forgets its last seconds. A job that is on hold as if by its user is released once, for
+    the user may hold it too.
+    """
+    known = sweep.path / "jobs" / "released.json"
+    before = set((read_json(known) or {}).get("jobs") or [])
+    forgotten = set() if is_held(cluster) else slurm.held_jobs() - before
+    if wanted := (slurm.stranded() | forgotten) & record.jobs():
+        write_json(known, {"jobs": sorted(before | (forgotten & wanted))})
+        slurm.release(wanted)
+
+
+def retire_queues(sweep: SweepDirectory, record: LaunchRecord) -> None:
+    """Puts queues of runs aside that the record does not know: nobody will ever work through them."""
+    for folder in (sweep.path / "jobs").glob("queue-*"):
+        if folder.name not in record.queues:
+            folder.rename(folder.with_name(f"past-{folder.name}"))
+
+
+def _jobs_of(sweep: SweepDirectory, transaction: str) -> set[str]:
+    return {job for job, name in labelled_jobs(sweep).items() if name == transaction}

@@ -1,0 +1,140 @@
+"""`isoflop bench evaluate`: what counts as the same answer, what is overhead, and rows of the contract."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pandas as pd
+import pytest
+from isoflop.bench import evaluate as bench
+from isoflop.bench.contenders import print_benchmark
+from isoflop.bench.overhead import overhead, time_passes
+from isoflop.evaluate.metrics import ItemResult
+from isoflop.train.config import ModelConfig
+from isoflop.train.errors import UserError
+
+ROW = {"case", "ours", "peer", "peer_name", "unit", "ratio", "spread", "device"}
+
+
+def test_an_answer_is_the_same_when_choice_text_and_metrics_are() -> None:
+    item = ItemResult(3, {"acc": 1.0}, [-2.0, -1.0, -3.0])
+    assert bench.same_answer(item, replace(item, log_probabilities=[-2.1, -0.9, -3.0]))
+    assert not bench.same_answer(item, replace(item, log_probabilities=[-0.9, -1.0, -3.0]))
+    assert not bench.same_answer(item, replace(item, values={"acc": 0.0}))
+    assert not bench.same_answer(item, replace(item, index=4))
+    written = ItemResult(0, {"exact_match": 0.0}, answer="seven")
+    assert bench.same_answer(written, written)
+    assert not bench.same_answer(written, replace(written, answer="seven "))
+
+
+def test_items_are_as_far_apart_as_their_furthest_choice_and_nan_is_infinitely_far() -> None:
+    item = ItemResult(0, {}, [-2.0, -1.0])
+    assert bench.apart(item, replace(item, log_probabilities=[-2.5, -1.1])) == pytest.approx(0.5)
+    assert bench.apart(item, replace(item, log_probabilities=[math.nan, -1.0])) == math.inf
+
+
+def test_passes_of_the_model_are_timed_even_when_they_fail() -> None:
+    class Engine:
+        def _pass(self, batch: int) -> int:
+            time.sleep(0.01)
+            if batch < 0:
+                raise RuntimeError
+            return batch + 1
+
+    seconds: list[float] = []
+    time_passes(Engine, seconds)
+    assert Engine()._pass(2) == 3
+    with pytest.raises(RuntimeError):
+        Engine()._pass(-1)
+    assert len(seconds) == 2
+    assert all(each >= 0.01 for each in seconds)
+
+
+def finished(folder: Path, rows: list[dict[str, Any]]) -> Path:
+    """A sweep's folder with a plan and a table; every row has a budget."""
+    plan = {"runs": [{"run_id": row["run_id"], "budget": row["budget"]} for row in rows]}
+    (folder / "plan.json").write_text(json.dumps(plan))
+    table = [{key: value for key, value in row.items() if key != "budget"} | {"final": True} for row in rows]
+    pd.DataFrame(table).to_csv(folder / "table.csv", index=False)
+    return folder
+
+
+def test_gold_bpb_falls_where_the_best_run_of_each_budget_is_better_than_that_of_the_one_before(tmp_path: Path) -> None:
+    def row(name: str, budget: float, loss: float, a: float, b: float) -> dict[str, Any]:
+        return {"run_id": name, "budget": budget, "loss": loss, "a/gold_bpb": a, "b/gold_bpb": b}
+
+    rows = [
+        row("0000000001", 1e10, 3.0, 1.5, 2.0),
+        row("0000000002", 1e10, 2.9, 1.4, 1.9),  # the best of its budget
+        row("0000000003", 1e11, 2.5, 1.3, 1.95),
+        row("0000000004", 1e12, 2.0, 1.2, 1.8),
+        row("0000000005", 1e12, 2.2, 9.0, 9.0),
+    ]
+    found = bench.falling(finished(tmp_path, rows))
+    assert set(found) - {"tasks"} == ROW
+    assert found["tasks"] == {"a": True, "b": False}
+    assert (found["ours"], found["peer"], found["ratio"]) == (1, 2, 0.5)
+    assert "3 budgets" in found["case"]
+    assert list(bench.bench_evaluate("cpu", cases=(), sweep=tmp_path)) == [found], "asked alone, alone is measured"
+    finished(tmp_path, rows[:2])
+    with pytest.raises(UserError, match="must have runs of two budgets or more, scored on tasks"):
+        bench.falling(tmp_path)
+    (tmp_path / "table.csv").unlink()
+    with pytest.raises(UserError, match=r"it has no table\.csv"):
+        bench.falling(tmp_path)
+
+
+def test_a_case_that_there_is_not_and_a_peer_that_is_missing_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match="--case is 'speed'; it must be one of agreement, throughput"):
+        next(bench.bench_evaluate("cpu", cases=["speed"]))
+
+    def missing(library: str) -> ModuleType:
+        raise ImportError(library)
+
+    # Only here: transformers asks once in a process whether there is one, and remembers.
+    monkeypatch.setattr(bench, "importlib", SimpleNamespace(import_module=missing))
+    with pytest.raises(UserError, match="accelerate is not installed"):
+        next(bench.bench_evaluate("cpu", cases=["agreement"]))
+    with pytest.raises(UserError, match="datasketch is not installed"):
+        next(bench.bench_evaluate("cpu", cases=["generation", "duplicates"]))
+
+
+@pytest.mark.slow
+def test_both_sides_of_a_small_model_agree_on_every_item() -> None:
+    pytest.importorskip("accelerate")
+    small = bench.Setting(
+        model=ModelConfig(width=64, depth=2, heads=2), vocab_size=1024, text_bytes=1 << 20, length=512,
+        tokens=1 << 14, generation=(3, 12),
+    )  # fmt: skip
+    rows = list(bench.bench_evaluate("cpu", 1, 12, ["agreement", "throughput"], setting=small))
+    assert all(set(row) == ROW for row in rows)
+    counted = [row for row in rows if row["unit"] == "items equal"]
+    assert [row["ours"] for row in counted] == [row["peer"] for row in counted] == [12, 12, 12, 3]
+    nats = [row for row in rows if row["unit"] == "max nats"]
+    assert len(nats) == 3
+    assert all(row["ours"] < bench.ALLOWED_NATS for row in nats)
+    assert rows[-1]["unit"] == "items/s"
+
+
+@pytest.mark.slow
+def test_the_second_checkpoint_of_a_process_has_less_overhead(tmp_path: Path) -> None:
+    row = overhead(tmp_path, ("hellaswag,arc_easy", 10), vocab_size=512)
+    assert set(row) == ROW
+    assert 0 < row["ours"] < row["peer"]
+
+
+def test_rows_without_a_peer_a_ratio_or_a_spread_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    alone: dict[str, Any] = dict.fromkeys(sorted(ROW)) | {"case": "start of a worker", "ours": 1.25, "unit": "s"}
+    alone["device"] = "cpu"
+    once = alone | {"case": "measured once", "peer": 250.0, "peer_name": "a peer", "unit": "rows", "ratio": 2.0}
+    print_benchmark([alone, once])
+    first, second = capsys.readouterr().out.splitlines()[-3:-1]
+    assert [part.strip() for part in first.split("│")[1:-1]][1:] == ["1.25", "", "", "s"]
+    assert [part.strip() for part in second.split("│")[1:-1]][1:] == ["1.25", "250", "2.00 ± 0.00", "rows"]
+    print_benchmark([alone])

@@ -1,0 +1,75 @@
+"""The benchmarks of attention and of the loss: both sides compute the same, and the rows say on what and how much."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from isoflop.bench import attention as bench_attention
+from isoflop.bench import loss as bench_loss
+from isoflop.bench.contenders import apart, print_benchmark
+
+CONTRACT = {"case", "ours", "peer", "peer_name", "unit", "ratio", "spread", "device"}
+# bf16 keeps 8 bits, and what is compared was rounded several times on either side.
+APART = {"float32": 1e-5, "bfloat16": 0.05}
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_both_sides_attend_alike(kv_heads: int, capsys: pytest.CaptureFixture[str]) -> None:
+    shape = bench_attention.Shape(2, 48, 4, kv_heads, 16)
+    rows = list(bench_attention.bench_attention("cpu", rounds=2, steps=1, shapes=[shape], threads=1))
+    assert rows == json.loads(json.dumps(rows))
+    assert len(rows) == 2
+    for row, (name, bound) in zip(rows, APART.items(), strict=True):
+        assert set(row) >= CONTRACT
+        assert name in row["case"]
+        assert "T=48" in row["case"]
+        assert ("key/value heads" in row["case"]) == (kv_heads != 4)
+        assert row["ratio"] == row["ours"] / row["peer"] > 0
+        assert row["device"].startswith("cpu")
+        assert row["difference"] < bound
+        # The output and three gradients at least.
+        assert min(row["peak_bytes"], row["peer_peak_bytes"]) >= 2 * 48 * 16 * (8 + 2 * kv_heads) * (
+            4 if bound < 0.01 else 2
+        )
+    print_benchmark(rows, bench_attention.ABOUT)
+    assert "MiB / peer" in capsys.readouterr().out
+
+
+def test_attention_is_counted_by_the_causal_convention() -> None:
+    (shape,) = bench_attention.gpu_shapes(lengths=[1024])[:1]
+    assert (shape.tokens, shape.heads * shape.head_dim, shape.head_dim) == (16384, 2048, 64)
+    assert shape.forward_flops == 4 * 1024**2 * 64 * 32 / 2 * 16
+    assert {s.head_dim for s in bench_attention.gpu_shapes()} == {64, 128}
+    assert {s.time for s in bench_attention.gpu_shapes()} == {1024, 2048, 4096, 8192, 16384}
+
+
+def test_a_difference_is_seen() -> None:
+    one = (torch.tensor([1.0, -2.0]), torch.tensor([4.0]))
+    assert apart(one, one) == 0
+    assert apart((one[0], torch.tensor([3.0])), one) == 0.25
+
+
+def test_a_peer_that_does_not_work_here_is_left_out() -> None:
+    def broken(*inputs: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("no kernel for this")
+
+    inputs = bench_attention.Inputs.random(bench_attention.Shape(1, 8, 1, 1, 8), torch.float32, torch.device("cpu"))
+    functions = {"broken": broken, "sdpa": bench_attention._sdpa}
+    assert list(bench_attention.working(functions, inputs, backward=True)) == ["sdpa"]
+
+
+def test_both_sides_have_the_same_loss_and_gradients() -> None:
+    shape = bench_loss.Shape(tokens=96, width=32, vocabulary=384)
+    rows = list(bench_loss.bench_loss("cpu", rounds=2, steps=1, shapes=[shape], threads=1))
+    assert rows == json.loads(json.dumps(rows))
+    assert len(rows) == 2
+    for row, (name, bound) in zip(rows, APART.items(), strict=True):
+        assert set(row) >= CONTRACT
+        assert name in row["case"]
+        assert "V=384" in row["case"]
+        assert row["ratio"] == row["ours"] / row["peer"] > 0
+        assert row["difference"] < bound
+        assert row["peer_peak_bytes"] >= 2 * 4 * 96 * 384  # logits in fp32, and their gradient
+        assert row["peak_bytes"] > 0

@@ -1,0 +1,63 @@
+"""The benchmark of the trainer's parallelism runs, and its peers train the very same."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from isoflop.bench import parallel as bench_parallel
+from isoflop.bench import peers as bench_peers
+from isoflop.bench.contenders import print_benchmark
+from isoflop.bench.train import bench_config, build_stepper
+from isoflop.train.config import RunConfig
+from isoflop.train.data.shards import prepare
+from isoflop.train.job.fork import run_ranks
+from isoflop.train.parallel.mesh import build_mesh
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    config = bench_config("fp32", tmp_path, compiled=False)
+    config.model.width, config.model.depth, config.model.heads = 32, 2, 2
+    prepare(config.data)
+    return config
+
+
+@pytest.mark.parametrize(("case", "mesh", "sequence", "peer"), bench_parallel.CASES, ids=lambda value: str(value))
+def test_a_peer_takes_our_steps(
+    case: str, mesh: tuple[int, int, int], sequence: bool, peer: str, config: RunConfig
+) -> None:
+    tp, dp, zero = mesh
+    config.parallel = dataclasses.replace(config.parallel, tp=tp, dp=dp, zero=zero, sequence_parallel=sequence)
+
+    def losses() -> tuple[list[float], list[float]]:
+        warnings.simplefilter("ignore")
+        here = build_mesh(dp, tp, torch.device("cpu"))
+        ours, theirs = build_stepper(config, here), bench_peers.build(peer, config, here)
+        # Fused matrices are cut elsewhere by the tensor-parallel peer, so it is the same model in its first step only.
+        steps = 4 if tp == 1 else 1
+        return [ours.step(n).loss.item() for n in range(steps)], [theirs(n).item() for n in range(steps)]
+
+    answers = run_ranks(2, losses)
+    for step, loss in enumerate(answers[0][0]):
+        # A dp peer knows the loss of its own half of the batch.
+        peers = sum(theirs[step] for _, theirs in answers) / 2
+        assert peers == pytest.approx(loss, rel=1e-5)
+
+
+def test_rows_have_the_format_of_every_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = json.loads(json.dumps(bench_parallel.bench_parallel(rounds=2, steps=1)))
+    assert len(rows) == len(bench_parallel.CASES) + 1
+    for row in rows:
+        assert {"case", "ours", "peer", "peer_name", "unit", "ratio", "spread", "device"} <= set(row)
+        assert row["ratio"] == row["ours"] / row["peer"] > 0
+    print_benchmark(rows)
+    said = capsys.readouterr().out
+    assert "fully_shard" in said
+    assert "MFU" not in said

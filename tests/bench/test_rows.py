@@ -1,0 +1,96 @@
+"""What every benchmark is made of: rows of the contract, ratios that point the right way, memory that is counted."""
+
+from __future__ import annotations
+
+import statistics
+
+import pytest
+import torch
+from isoflop.bench.contenders import (
+    Contender,
+    bench_device,
+    contract_row,
+    fastest,
+    peak_bytes,
+    pinned_threads,
+    print_benchmark,
+    spread,
+    take_turns,
+)
+from isoflop.train.errors import UserError
+
+CPU = torch.device("cpu")
+
+
+def test_a_ratio_above_one_says_that_ours_needs_fewer_seconds() -> None:
+    row = contract_row("case", 1000.0, "tokens/s", [1.0, 2.0, 2.0], [4.0, 4.0, 8.0], "peer", CPU)
+    assert row["ours"] == 500
+    assert row["peer"] == 250
+    assert row["ratio"] == 2
+    assert row["spread"] == spread([4.0, 2.0, 4.0]) == 1.0
+    assert row["device"].startswith("cpu ")
+
+
+def test_contenders_alternate_and_the_first_step_is_not_counted() -> None:
+    order: list[str] = []
+    contenders = [Contender(name, lambda name=name: order.append(name)) for name in "ab"]
+    take_turns(contenders, rounds=3, steps=2, device=CPU, between=lambda: order.append("|"))
+    assert "".join(order) == "ab|" + 3 * "aabb|"
+    assert [len(contender.seconds) for contender in contenders] == [3, 3]
+    assert all(seconds >= 0 for contender in contenders for seconds in contender.seconds)
+
+
+def test_the_fastest_is_the_one_with_the_lowest_median() -> None:
+    slow, quick = Contender("slow", lambda: None, [1.0, 5.0, 5.0]), Contender("quick", lambda: None, [9.0, 2.0, 3.0])
+    assert fastest([slow, quick]) is quick
+    assert quick.median == statistics.median(quick.seconds)
+
+
+def test_peak_memory_is_the_most_that_is_held_at_once_beyond_what_was_there() -> None:
+    size = 1 << 20
+    held = torch.ones(size)
+
+    def step() -> torch.Tensor:
+        two = held + held.neg()  # the negated one and the sum live at once
+        one = two.sum()
+        del two
+        return one + held.mul(2).sum()
+
+    with pinned_threads(1):
+        measured = peak_bytes(step, CPU)
+    assert 2 * 4 * size <= measured < 2 * 4 * size + 4096
+
+
+def test_threads_are_pinned_and_given_back() -> None:
+    before = torch.get_num_threads()
+
+    def interrupted() -> None:
+        with pinned_threads(before + 1):
+            assert torch.get_num_threads() == before + 1
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert torch.get_num_threads() == before
+
+
+def test_a_device_that_is_no_device_is_refused_in_a_sentence() -> None:
+    assert bench_device("cpu").type == "cpu"
+    with pytest.raises(UserError, match="--device is 'tpu'; it must be auto, cpu or cuda"):
+        bench_device("tpu")
+    if not torch.cuda.is_available():
+        assert bench_device("auto").type == "cpu"
+        with pytest.raises(UserError, match="no CUDA device is visible"):
+            bench_device("cuda")
+
+
+def test_the_table_has_the_columns_that_its_rows_have(capsys: pytest.CaptureFixture[str]) -> None:
+    row = contract_row("loss", 10.0, "tokens/s", [1.0], [1.0], "peer", CPU)
+    print_benchmark([row, row | {"peak_bytes": 3 * 2**20, "peer_peak_bytes": 2**20}], "as counted")
+    said = capsys.readouterr().out
+    assert "as counted" in said
+    assert "3.0 / 1.0" in said
+    assert "peer: peer; in tokens/s" in said
+    assert "MFU" not in said
+    print_benchmark([])
+    assert "nothing was measured" in capsys.readouterr().out

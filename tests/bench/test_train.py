@@ -1,0 +1,126 @@
+"""The benchmark of the training step: the peer is the same model, and both sides' rows say what was measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from isoflop.bench import train as bench_train
+from isoflop.bench import train_gpu as bench_train_gpu
+from isoflop.bench.contenders import Peak, pinned_threads
+from isoflop.bench.llama import LlamaStep
+from isoflop.bench.tokens import random_shards
+from isoflop.bench.train_gpu import Setting, Size, bench_sizes
+from isoflop.train.data.loader import TrainStream
+from isoflop.train.flops import count_parameters
+from isoflop.train.model.gpt import GPT
+from isoflop.train.model.parametrization import build_model
+from torch import Tensor
+
+CPU = torch.device("cpu")
+TINY = Size("tiny", width=32, depth=2, heads=2, hidden=64, vocabulary=256, length=16, rows=4)
+
+
+def as_llama(gpt: GPT) -> dict[str, Tensor]:
+    """Our weights under transformers' names; the fused matrices are cut into theirs."""
+    weights = gpt.state_dict()
+    found = {
+        "model.embed_tokens.weight": weights["embedding.weight"],
+        "model.norm.weight": weights["norm.weight"] * gpt.output_scale,
+        "lm_head.weight": weights["head.weight"],
+    }
+    for name, weight in weights.items():
+        if not name.startswith("blocks."):
+            continue
+        _, index, part = name.split(".", 2)
+        theirs = {
+            "attention_norm.weight": ["input_layernorm"],
+            "mlp_norm.weight": ["post_attention_layernorm"],
+            "attention.qkv.weight": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+            "attention.out.weight": ["self_attn.o_proj"],
+            "mlp.gate_up.weight": ["mlp.gate_proj", "mlp.up_proj"],
+            "mlp.down.weight": ["mlp.down_proj"],
+        }[part]
+        for piece, other in zip(weight.chunk(len(theirs)), theirs, strict=True):
+            found[f"model.layers.{index}.{other}.weight"] = piece
+    return found
+
+
+def test_the_peer_is_the_same_model() -> None:
+    config = TINY.config(CPU, micro=2, compiled=False)
+    config.precision = "fp32"
+    gpt = build_model(config.model, config.optimizer, TINY.length, seed=0)
+    shards = random_shards(TINY.vocabulary, tokens=64 * TINY.length)
+    rows = torch.from_numpy(TrainStream(shards, TINY.length, seed=0).batch(0, TINY.rows))
+    peer = LlamaStep(config, rows, torch.float32)
+    peer.llama.load_state_dict(as_llama(gpt), strict=True)
+    ours = gpt.loss(rows[:, :-1], rows[:, 1:])
+    # Rows in two micro-batches, and in all else as ours: only the order of fp32 sums differs.
+    assert peer().item() == pytest.approx(ours.item(), rel=1e-6)
+    assert sum(p.numel() for p in peer.llama.parameters()) == count_parameters(config.model).N_total
+    assert peer().item() < ours.item()  # it trains
+
+
+@pytest.mark.parametrize("size", bench_train_gpu.SIZES, ids=lambda size: size.name)
+def test_sizes_have_the_parameters_that_their_names_say(size: Size) -> None:
+    N = count_parameters(size.config(CPU, 1, compiled=False).model).N_total
+    number, unit = float(size.name[:-1]), {"M": 1e6, "B": 1e9}[size.name[-1]]
+    assert pytest.approx(number * unit, rel=0.06) == N
+    assert size.bytes_of(size.rows) > size.bytes_of(1) > 18 * N
+
+
+def test_a_micro_batch_that_does_not_fit_is_halved_until_it_does() -> None:
+    tried: list[int] = []
+
+    def build(config: object) -> object:
+        micro = config.parallel.micro_batch_size  # type: ignore[attr-defined]
+        tried.append(micro)
+        if micro > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return lambda: None
+
+    peak = Peak(CPU, torch.float32, best=1.0)
+    setting = Setting(CPU, rounds=2, steps=1, compiled=False)
+    contender, micro = bench_train_gpu._largest_that_fits(TINY, build, setting, peak)  # type: ignore[arg-type]
+    assert tried == [4, 2, 1]
+    assert micro == 1
+    assert len(contender.seconds) == 2
+
+
+def test_random_tokens_fall_off_like_words() -> None:
+    tokens = random_shards(1000, tokens=40_000).train
+    assert 0 <= tokens.min() < tokens.max() < 1000
+    counts = [(tokens == token).sum() for token in (0, 9, 99)]
+    assert counts[0] > 2 * counts[1] > 8 * counts[2] > 0
+
+
+def test_rows_of_the_sizes_for_gpus_have_the_format_of_every_benchmark() -> None:
+    with pinned_threads(1):
+        rows = list(bench_sizes(Setting(CPU, rounds=2, steps=1, compiled=False), [TINY, TINY], every_way=False))
+    assert rows == json.loads(json.dumps(rows))
+    first, second = rows
+    for row in rows:
+        assert {"case", "ours", "peer", "peer_name", "unit", "ratio", "spread", "device"} <= set(row)
+        assert row["ratio"] == row["ours"] / row["peer"] > 0
+        assert row["mfu"] / row["peer_mfu"] == pytest.approx(row["ratio"])
+        assert "LlamaForCausalLM" in row["peer_name"]
+        assert "tiny, T=16, V=256, B=4" in row["case"]
+    assert first["peer_name"] == second["peer_name"]  # the way that was faster for the first
+
+
+@pytest.mark.slow
+def test_rows_on_a_cpu_have_the_format_of_every_benchmark() -> None:
+    rows = list(bench_train.bench_train("cpu", rounds=2, steps=1, compiled=False, threads=1))
+    assert [row["case"].split(",")[0] for row in rows] == ["train fp32", "train bf16"]
+    for row in rows:
+        assert row["ratio"] == row["ours"] / row["peer"] > 0
+        assert 0 < row["mfu"] < 1.2
+        assert row["device"].startswith("cpu")
+
+
+def test_a_case_says_how_large_its_model_is(tmp_path: Path) -> None:
+    config = bench_train.bench_config("fp32", tmp_path, compiled=False)
+    assert count_parameters(config.model).N_total == 1_055_104
+    assert bench_train.shape_of(config) == "1.06M parameters, T=256, B=16"

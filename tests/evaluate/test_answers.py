@@ -1,0 +1,175 @@
+"""The store of answers: what is put comes back the same, after a kill too; damage and other models begin it anew."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from isoflop.evaluate.metrics import ItemResult
+from isoflop.evaluate.records.answers import Answers, Memory, key
+from isoflop.evaluate.records.items import CUT, LONGEST, as_dicts, items_path, pack, read_items, shortened
+from isoflop.evaluate.records.meter import Meter
+from isoflop.train.errors import UserError
+from isoflop.train.files import write_atomic
+
+HEADER = {"checkpoint_sha256": "c0ffee", "precision": "fp32", "scoring": 2, "lm_eval_version": "0.4.13"}
+
+
+def opened(path: Path, lines: list[str] | None = None, **changes: Any) -> Answers:
+    return Answers.open(path, HEADER | changes, (lines if lines is not None else []).append)
+
+
+def test_a_key_names_a_request_by_its_parts() -> None:
+    assert key("a", [1, 2], "x") == key("a", [1, 2], "x")
+    assert len({key("a", "b"), key("b", "b"), key("a", "b", None), key("a", ["b"]), key("ab"), key("a", "é")}) == 6
+    assert len(key("a")) == 32
+    assert key("a", np.int64(3)) == key("a", 3)
+
+
+def test_answers_come_back_to_the_last_bit(tmp_path: Path) -> None:
+    path, values = tmp_path / "a.jsonl", np.random.default_rng(0).normal(size=200).tolist()
+    store = opened(path)
+    store.put((f"k{place}", [value, True]) for place, value in enumerate(values))
+    store.put([("text", ["an é\n"]), ("nan", [math.nan, False])])
+    store.put([])
+    store.close()
+    again = opened(path)
+    assert [again.get(f"k{place}")[0] for place in range(200)] == values  # type: ignore[index]
+    assert again.get("text") == ["an é\n"]
+    assert math.isnan(again.get("nan")[0])  # type: ignore[index]
+    assert again.get("other") is None
+    assert len(path.read_text().splitlines()) == 3  # the header, and a line a batch
+
+
+def test_a_torn_last_line_is_dropped_and_written_over(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    store = opened(path)
+    store.put([("a", 1)])
+    store.put([("b", 2)])
+    store.close()
+    whole = path.read_bytes()
+    for cut in range(len(whole)):
+        path.write_bytes(whole[:cut])
+        lines: list[str] = []
+        again = opened(path, lines)
+        assert again.get("b") is None
+        again.put([("c", 3)])
+        again.close()
+        last = opened(path)
+        assert (last.get("c"), lines) == (3, [])
+        last.close()
+
+
+def test_answers_of_another_model_are_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    store = opened(path)
+    store.put([("a", 1)])
+    store.close()
+    for change in ({"checkpoint_sha256": "beef"}, {"precision": "bf16"}, {"scoring": 3}):
+        other = opened(path, **change)
+        assert other.get("a") is None
+        other.close()
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("line", ["{no json", "3", "null", '"text"'])
+def test_a_damaged_file_is_moved_aside_and_said(tmp_path: Path, line: str) -> None:
+    path, lines = tmp_path / "a.jsonl", list[str]()
+    content = json.dumps(HEADER) + "\n" + line + '\n{"a": 1}\n'
+    path.write_text(content)
+    store = opened(path, lines)
+    assert store.get("a") is None
+    assert (tmp_path / "a.jsonl.corrupt-1").read_text() == content
+    assert "is damaged; moved to a.jsonl.corrupt-1" in lines[0]
+    store.remove()
+    assert not path.exists()
+
+
+def test_a_file_that_cannot_be_written_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="answers cannot be written to"):
+        opened(tmp_path / "file" / "a.jsonl")
+    store = opened(tmp_path / "a.jsonl")
+
+    def full(record: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(store._lines, "write", full)
+    with pytest.raises(UserError, match=r"\(No space left on device\); free space or choose another output"):
+        store.put([("a", 1)])
+
+
+def test_the_meter_says_rate_and_time_left_and_passes_answers_through() -> None:
+    now, lines, store = [0.0], list[str](), Memory()
+    store.put([("old", 1)])
+    meter = Meter(store, lines.append, seconds=10, clock=lambda: now[0])
+    meter.begin("piqa (1 of 2)")
+    assert [meter.get(key) for key in ("old", *range(100))] == [1, *[None] * 100]
+    for second in range(1, 26):
+        now[0] = second
+        meter.put([(f"{second}/{place}", place) for place in range(2)])
+        meter.put([])
+    assert store.get("25/1") == 1
+    # 20 answers in 10 s, and one that was there before: 80 are left.
+    assert lines[0] == "piqa (1 of 2): 21 of 101 requests, 2 a second, 40 s left"
+    assert len(lines) == 2
+    meter.begin("texts (2 of 2)")
+    now[0] = 99
+    meter.put([])  # nothing is finished yet, so there is no rate
+    assert len(lines) == 2
+
+
+def item(**more: Any) -> ItemResult:
+    return ItemResult(4, {"acc": 1.0}, [-1.0, math.nan], prompt="<b>", choices=[" a", " b"], right=[0], **more)
+
+
+def test_items_are_written_and_read_back(tmp_path: Path) -> None:
+    path = items_path(tmp_path / "eval" / "step_7.json")
+    assert path.name == "step_7.items.jsonl.gz"
+    whole = as_dicts("t", [item()], {4})
+    assert whole[0]["log_probabilities"] == [-1.0, None]
+    assert whole[0]["contaminated"] is True
+    assert as_dicts("t", [item()], None)[0]["contaminated"] is None
+    write_atomic(path, [pack(whole), pack(as_dicts("u", [item()], None))])
+    assert [one["task"] for one in read_items(path)] == ["t", "u"]
+    assert read_items(path)[0] == whole[0]
+    assert read_items(tmp_path / "absent") == []
+    assert pack(whole) == pack(whole)
+
+
+def test_long_texts_keep_their_beginning_and_their_end() -> None:
+    text = "a" * LONGEST + "b" * LONGEST
+    cut = shortened(text)
+    assert len(cut) == LONGEST
+    assert cut.startswith("aaa")
+    assert cut.endswith("bbb")
+    assert CUT in cut
+    assert shortened("a" * LONGEST) == "a" * LONGEST
+
+
+@pytest.mark.parametrize("content", [b"", b"no gzip", pack([{"task": "t", "index": 1}])[:-3], pack([])[:4]])
+def test_a_damaged_file_of_items_is_moved_aside(tmp_path: Path, content: bytes) -> None:
+    path, lines = tmp_path / "s.items.jsonl.gz", list[str]()
+    path.write_bytes(content)
+    assert read_items(path, lines.append) == []
+    if content:  # an empty file holds no item, and nothing is wrong with it
+        assert "moved to s.items.jsonl.gz.corrupt-1" in lines[0]
+        assert not path.exists()
+
+
+def test_items_that_cannot_be_written_leave_the_old_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "s.items.jsonl.gz"
+    write_atomic(path, [pack(as_dicts("t", [item()], None))])
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        write_atomic(path, [])
+    assert len(read_items(path)) == 1
+    assert list(tmp_path.iterdir()) == [path]

@@ -1,0 +1,344 @@
+"""Overlap of task items with training text, against sets of tuples of words, over bytes and BPE tokens."""
+
+from __future__ import annotations
+
+import json
+import re
+import unicodedata
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from isoflop.evaluate.contamination import contamination
+from isoflop.evaluate.contamination.contamination import item_texts, overlaps
+from isoflop.evaluate.contamination.ngrams import END, gram_hashes, normalised, word_hashes, words_and_ends
+from isoflop.evaluate.tasks.custom import load_custom
+from isoflop.evaluate.tasks.suite import Suite
+from isoflop.evaluate.tasks.texts import load_texts
+from isoflop.train.config import DataConfig
+from isoflop.train.data.shards import Shards, prepare
+from isoflop.train.errors import UserError
+
+WORDS = [f"{a}{b}" for a in ["tensor", "kernel", "loss", "law", "naïve", "Straße", "10x"] for b in "abcdef"]
+
+
+def text_of(rng: np.random.Generator, count: int) -> str:
+    """Words with all kinds of punctuation between them."""
+    between = [" ", ", ", " — ", "\n\n", " (", "_", "'", "…"]
+    return "".join(str(rng.choice(WORDS)) + between[rng.choice(8, p=[0.79] + [0.03] * 7)] for _ in range(count))
+
+
+def shards_of(folder: Path, documents: list[str], tokenizer: str = "bytes") -> Shards:
+    """Shards that hold all of these documents for training; the held-out ones are others."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "corpus.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    config = DataConfig(
+        corpus="text", path=str(folder / "corpus.jsonl"), tokenizer=tokenizer, vocab_size=300,
+        validation_fraction=1e-9, cache_dir=str(folder / "cache"),
+    )  # fmt: skip
+    return prepare(config)
+
+
+def training_texts(shards: Shards) -> list[str]:
+    ends = shards.train_documents
+    return [shards.tokenizer.decode(shards.train[ends[i] : ends[i + 1]]) for i in range(len(ends) - 1)]
+
+
+def suite_of(folder: Path, items: list[dict[str, Any]], name: str = "quiz") -> Suite:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
+    return Suite(name, load_custom(folder / f"{name}.jsonl"))
+
+
+def plain_words(text: str) -> list[str]:
+    """The definition of a word, in the plainest Python."""
+    return re.findall(r"[^\W_]+", unicodedata.normalize("NFKC", text).lower())
+
+
+def brute_force(documents: list[str], items: list[str], n: int) -> set[int]:
+    streams = [plain_words(document) for document in documents]
+
+    def occurs(gram: tuple[str, ...]) -> bool:
+        return any(
+            tuple(words[i : i + len(gram)]) == gram for words in streams for i in range(len(words) - len(gram) + 1)
+        )
+
+    found = set()
+    for place, item in enumerate(items):
+        words = plain_words(item)
+        length = n if len(words) >= n else len(words)
+        if length == n or length >= 8:
+            grams = {tuple(words[i : i + length]) for i in range(len(words) - length + 1)}
+            found |= {place} if any(occurs(gram) for gram in grams) else set()
+    return found
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a short text is read in many chunks."""
+    monkeypatch.setattr(contamination, "_CHUNK_BYTES", 700)
+    monkeypatch.setattr(contamination, "_OVERLAP_TOKENS", 400)
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
+@pytest.mark.parametrize("ngram", [3, 13])
+def test_overlaps_are_those_of_a_brute_force_search(
+    tmp_path: Path, tokenizer: str, ngram: int, small_chunks: None
+) -> None:
+    rng = np.random.default_rng(ngram)
+    documents = [text_of(rng, int(rng.integers(5, 300))) for _ in range(30)]
+    items = []
+    for place in range(40):  # a quarter begins with words of the corpus, more or fewer than n
+        text = text_of(rng, int(rng.integers(6, 14)))
+        if place % 4 == 0:
+            words = re.split(r"(?<=\s)", documents[int(rng.integers(30))])
+            start = int(rng.integers(max(1, len(words) - 30)))
+            text = "".join(words[start : start + int(rng.integers(8, 30))]) + " " + text
+        items.append({"question": text, "answer": "the answer"})
+    shards = shards_of(tmp_path, documents, tokenizer)
+    expected = brute_force(training_texts(shards), [f"{item['question']} {item['answer']}" for item in items], ngram)
+    assert 3 <= len(expected) < 40
+    assert overlaps(shards, suite_of(tmp_path, items), ngram)["quiz"] == expected
+
+
+def test_a_planted_item_is_found_whatever_its_case_and_punctuation_and_twelve_of_its_words_are_not(
+    tmp_path: Path,
+) -> None:
+    rng = np.random.default_rng(1)
+    items = [{"question": " ".join(f"q{place}w{i}" for i in range(12)), "answer": "yes"} for place in range(4)]
+    filler = [text_of(rng, 100) for _ in range(20)]
+    sentences = [f"{item['question']} {item['answer']}" for item in items]
+    filler[3] += "\n" + sentences[0] + "\n" + filler[3]
+    filler[5] += re.sub(" ", " -- ", sentences[1].upper()) + "!"
+    filler[7] += " " + " ".join(sentences[2].split()[:12]) + " no"
+    filler[8] += " " + " ".join(sentences[2].split()[1:])
+    filler[9] += " " + " ".join(sentences[3].split()[:7])  # two halves in two documents
+    filler.append(" ".join(sentences[3].split()[7:]) + " " + filler[9])
+    assert overlaps(shards_of(tmp_path, filler), suite_of(tmp_path, items)) == {"quiz": {0, 1}}
+
+
+def test_half_a_word_at_a_cut_is_no_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The text repeats itself every 30 bytes and is cut every 101, so that it is cut at every place."""
+    monkeypatch.setattr(contamination, "_CHUNK_BYTES", 1)
+    monkeypatch.setattr(contamination, "_OVERLAP_TOKENS", 101)
+    text = "concat a b c d e f g h i j kl " * 110
+    shards = shards_of(tmp_path, [text, "another", "a third"])
+    assert text in training_texts(shards)
+    sentences = ["cat a b c d e f g h i j kl concat", "concat a b c d e f g h i j kl con", text[:37]]
+    items = [{"question": sentence[: sentence.rindex(" ")], "answer": sentence.split()[-1]} for sentence in sentences]
+    assert all(len(sentence.split()) == 13 for sentence in sentences)
+    assert overlaps(shards, suite_of(tmp_path, items)) == {"quiz": {2}}
+
+
+def test_tokenizers_that_are_not_byte_level_are_decoded(tmp_path: Path, small_chunks: None) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    rng = np.random.default_rng(4)
+    documents = [text_of(rng, 200) for _ in range(8)]
+    backend: Any = Tokenizer(models.BPE(unk_token="?"))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    backend.train_from_iterator(documents, trainers.BpeTrainer(vocab_size=200, special_tokens=["?", "</s>"]))
+    backend.save(str(tmp_path / "tokenizer.json"))
+    shards = shards_of(tmp_path, documents, str(tmp_path / "tokenizer.json"))
+    texts = training_texts(shards)
+    items = [" ".join(plain_words(texts[place])[20:40]) for place in range(5)] + [text_of(rng, 20) for _ in range(5)]
+    suite = suite_of(tmp_path, [{"question": item, "answer": "so"} for item in items])
+    assert overlaps(shards, suite)["quiz"] == brute_force(texts, items, 13) == {0, 1, 2, 3, 4}
+
+
+def test_an_ngram_never_spans_two_documents(tmp_path: Path) -> None:
+    item = ["a1", "a2", "a3", "a4", "a5", "a6", "a7", "b1", "b2", "b3", "b4", "b5", "b6"]
+    for attempt in range(50):  # until the halves follow each other in the stream, whose order is that of a hash
+        halves = [f"start{attempt} " + " ".join(item[:7]), " ".join(item[7:])]
+        shards = shards_of(tmp_path / str(attempt), [*halves, f"other{attempt}"])
+        if training_texts(shards) == halves:
+            break
+    assert training_texts(shards) == halves
+    suite = suite_of(tmp_path, [{"question": " ".join(item[:-1]), "answer": item[-1]}])
+    assert overlaps(shards, suite) == {"quiz": set()}
+
+
+def test_short_items_are_found_whole_from_eight_words_on(tmp_path: Path) -> None:
+    seven, eight = "one two three four five six seven", "eins zwei drei vier fünf sechs sieben acht"
+    documents = [f"now {seven} and {eight} end", "another document", "a third one"]
+    items = [{"question": text.rsplit(" ", 1)[0], "answer": text.rsplit(" ", 1)[1]} for text in (seven, eight)]
+    assert overlaps(shards_of(tmp_path, documents), suite_of(tmp_path, items)) == {"quiz": {1}}
+
+
+def test_a_template_around_the_question_hides_nothing(tmp_path: Path) -> None:
+    rng = np.random.default_rng(2)
+    questions = [" ".join(f"{rng.integers(10**9)}" for _ in range(9)) for _ in range(30)]
+    items = [{"question": f"Question: {text}?\nAnswer:", "answer": f"z{i}"} for i, text in enumerate(questions)]
+    documents = [f"{questions[4]}: z4", f"Question: {questions[5]}? Answer: z5", f"{questions[6]} z5", "something"]
+    assert overlaps(shards_of(tmp_path, [*documents, "more"]), suite_of(tmp_path, items)) == {"quiz": {4, 5}}
+
+
+def test_only_the_training_part_counts(tmp_path: Path) -> None:
+    documents = [" ".join(f"d{place}w{i}" for i in range(20)) for place in range(50)]
+    shards = shards_of(tmp_path, documents)
+    trained = {int(text.split("w")[0][1:]) for text in training_texts(shards)}
+    assert 0 < len(trained) < 50
+    suite = suite_of(tmp_path, [{"question": text, "answer": "no"} for text in documents])
+    assert overlaps(shards, suite)["quiz"] == trained
+
+
+def test_places_are_those_of_the_split_and_examples_are_no_part_of_an_item(tmp_path: Path) -> None:
+    documents = [" ".join(f"d{place}w{i}" for i in range(20)) for place in range(3)]
+    shards = shards_of(tmp_path, documents)
+    items = [{"question": " ".join(f"q{place}w{i}" for i in range(20)), "answer": "no"} for place in range(30)]
+    leak = training_texts(shards)[0]
+    suite_of(tmp_path, [*items[:17], {"question": leak, "answer": "yes"}, *items[17:]])
+    suite = Suite("quiz", load_custom(tmp_path / "quiz.jsonl", shots=5, limit=None))
+    assert any(leak in instance.args[0] for instance in suite.tasks["quiz@5"].task.instances if instance.doc_id != 17)
+    assert overlaps(shards, suite) == {"quiz@5": {17}}
+    some = Suite("quiz", load_custom(tmp_path / "quiz.jsonl", limit=12, seed=3))
+    assert overlaps(shards, some)["quiz"] == {17} & set(some.tasks["quiz"].indices)
+
+
+def test_texts_to_be_scored_whole_are_items_too(tmp_path: Path) -> None:
+    documents = [" ".join(f"d{place}w{i}" for i in range(20)) for place in range(6)]
+    shards = shards_of(tmp_path / "shards", documents)
+    folder = tmp_path / "held"
+    (folder / "web").mkdir(parents=True)
+    for place, text in enumerate(["nothing of the kind " * 9, training_texts(shards)[0], training_texts(shards)[1]]):
+        (folder / "web" / f"{place}.txt").write_text(text)
+    assert overlaps(shards, Suite("texts", load_texts(folder))) == {"text_held_web": {1, 2}}
+
+
+class FakeTask:
+    OUTPUT_TYPE = "multiple_choice"
+
+    def __init__(self, text: Any, target: Any, choices: list[str]) -> None:
+        self.text, self.target, self.choices = text, target, choices
+
+    def doc_to_text(self, doc: Any) -> Any:
+        return self.text
+
+    def doc_to_target(self, doc: Any) -> Any:
+        return self.target
+
+    def doc_to_choice(self, doc: Any) -> list[str]:
+        return self.choices
+
+
+def test_an_item_is_its_question_and_its_right_answer() -> None:
+    assert item_texts(FakeTask("q", 1, ["a", "b"]), {}) == ("q", "b")
+    assert item_texts(FakeTask("q", [1, 0], ["a", "b"]), {}) == ("q", "b")
+    assert item_texts(FakeTask("q", "b", ["a", "b"]), {}) == ("q", "b")
+    # As WinoGrande: the choices are contexts, and the place of the right one is where the text would be.
+    assert item_texts(FakeTask(1, "so", ["Ann went,", "Bob went,"]), {}) == ("Bob went,", "so")
+
+
+# The cache
+
+
+@pytest.fixture
+def leaked(tmp_path: Path) -> tuple[Shards, Suite]:
+    documents = [" ".join(f"d{place}w{i}" for i in range(20)) for place in range(4)]
+    shards = shards_of(tmp_path / "shards", documents)
+    return shards, suite_of(tmp_path, [{"question": training_texts(shards)[0], "answer": "no"}])
+
+
+def counting(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    calls: list[int] = []
+    stream = contamination._stream
+    monkeypatch.setattr(contamination, "_stream", lambda *args: (calls.append(1), stream(*args)))
+    return lambda: len(calls)
+
+
+def test_results_are_kept_by_text_items_and_length(
+    tmp_path: Path, leaked: tuple[Shards, Suite], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shards, suite = leaked
+    streamed, cache = counting(monkeypatch), tmp_path / "cache"
+    assert overlaps(shards, suite, cache=cache) == overlaps(shards, suite, cache=cache) == {"quiz": {0}}
+    assert streamed() == 1
+    overlaps(shards, suite, 12, cache=cache)
+    other = suite_of(tmp_path, [{"question": "other " * 20, "answer": "no"}], "other")
+    both = Suite("both", suite.tasks | other.tasks)
+    assert overlaps(shards, both, cache=cache) == {"quiz": {0}, "other": set()}
+    assert overlaps(shards_of(tmp_path / "more", ["a b", "c d"]), suite, cache=cache) == {"quiz": set()}
+    assert streamed() == 4
+
+
+def test_a_damaged_result_is_computed_again(tmp_path: Path, leaked: tuple[Shards, Suite]) -> None:
+    shards, suite = leaked
+    overlaps(shards, suite, cache=tmp_path)
+    (file,) = (tmp_path / "contamination").iterdir()
+    whole = file.read_text()
+    for damaged in ("", whole[:30], whole.replace("\n  0\n", "\n  7\n"), "[]", '{"checksum": "0"}'):
+        assert damaged != whole
+        file.write_text(damaged)
+        assert overlaps(shards, suite, cache=tmp_path) == {"quiz": {0}}
+        assert file.read_text() == whole
+
+
+def test_an_interrupt_leaves_nothing(
+    tmp_path: Path, leaked: tuple[Shards, Suite], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shards, suite = leaked
+
+    def interrupted(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(contamination, "_look_up", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            overlaps(shards, suite, cache=tmp_path)
+    assert not (tmp_path / "contamination").exists()
+    assert overlaps(shards, suite, cache=tmp_path) == {"quiz": {0}}
+
+
+def test_what_cannot_be_asked_is_said(tmp_path: Path, leaked: tuple[Shards, Suite]) -> None:
+    with pytest.raises(UserError, match="ngram is 0; it must be 1 word or more"):
+        overlaps(*leaked, ngram=0)
+    (tmp_path / "contamination").write_text("a file where the folder would be")
+    with pytest.raises(UserError, match="cannot be written"):
+        overlaps(*leaked, cache=tmp_path)
+
+
+def test_progress_says_how_much_was_read_and_how_fast(
+    leaked: tuple[Shards, Suite], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(contamination, "_SAY_SECONDS", 0.0)
+    lines: list[str] = []
+    overlaps(*leaked, progress=lines.append)
+    assert lines
+    assert re.fullmatch(r"contamination: 0 of 0 MB of text, [\d,]+ MB/s, 0 min left", lines[-1])
+
+
+# Words and hashes
+
+
+def test_equal_words_have_equal_hashes_and_others_do_not() -> None:
+    rng = np.random.default_rng(5)
+    text = text_of(rng, 5000)
+    words = plain_words(text)
+    hashes = word_hashes(normalised(text)).tolist()
+    assert len(hashes) == len(words)
+    assert len({*zip(words, hashes, strict=True)}) == len(set(words)) == len(set(hashes))
+    for length in (1, 2, 5, 13):
+        grams = [tuple(words[i : i + length]) for i in range(len(words) - length + 1)]
+        hashed = gram_hashes(word_hashes(normalised(text)), length).tolist()
+        assert len(hashed) == len(grams)
+        assert len({*zip(grams, hashed, strict=True)}) == len(set(grams)) == len(set(hashed))
+
+
+def test_hashes_spread_over_all_bits() -> None:
+    words = word_hashes(normalised(" ".join(str(i) for i in range(20_000))))
+    shares = [float(((words >> np.uint64(bit)) & np.uint64(1)).mean()) for bit in range(64)]
+    assert len(set(words.tolist())) == 20_000
+    assert 0.5 - 0.02 < min(shares) <= max(shares) < 0.5 + 0.02  # 5.6 standard deviations of a fair coin
+
+
+def test_documents_in_bytes_are_normalised_as_texts_are() -> None:
+    texts = ["Ünïcode — Text", "plain ASCII text_with-signs", "ﬁne Ⅳ", "汉字kana カナ", ""]
+    joined = normalised(END.join(text.encode() for text in texts))
+    hashes, ends = words_and_ends(joined)
+    expected = [word_hashes(normalised(text)) for text in texts]
+    assert hashes.tolist() == np.concatenate(expected).tolist()
+    assert np.bincount(ends, minlength=5).tolist() == [len(words) for words in expected]
+    assert word_hashes(normalised("ÄÖ ﬁne Ⅳ")).tolist() == word_hashes(normalised("äö fine IV")).tolist()
+    assert len(expected[3]) == 5  # two ideographs, a word, two kana

@@ -1,0 +1,483 @@
+"""To Hugging Face and back: the same logits, the same ids, and a sentence for what cannot be the same."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from isoflop.evaluate.export.export import export_checkpoint
+from isoflop.evaluate.export.hf_import import import_checkpoint
+from isoflop.evaluate.export.hf_tokenizer import byte_characters
+from isoflop.evaluate.export.model_card import Facts, model_card
+from isoflop.sweeps.cli.models import facts_about
+from isoflop.train.checkpoint.checkpoint import ALONE, load_for_evaluation, restore, whole_weights
+from isoflop.train.checkpoint.saver import Saver
+from isoflop.train.config import CheckpointConfig, DataConfig, ModelConfig, OptimizerConfig, RunConfig
+from isoflop.train.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
+from isoflop.train.errors import UserError
+from isoflop.train.flops import count_parameters, training_flops_per_token
+from isoflop.train.model.parametrization import build_model
+from safetensors.torch import load_file, save_file
+
+LENGTH = 64
+# Both sides compute in fp32, in other orders; logits reach about 6 here, where a rounding is 5e-7.
+SAME = 1e-4
+SHAPES = {
+    "LlamaForCausalLM": ModelConfig(width=48, depth=3, heads=4),
+    "LlamaForCausalLM, grouped, untied": ModelConfig(
+        width=48, depth=3, heads=4, kv_heads=2, tied_embeddings=False, rope_theta=5e3, norm_eps=1e-6
+    ),
+    "Qwen3ForCausalLM": ModelConfig(width=48, depth=3, heads=4, kv_heads=2, qk_norm=True),
+    "MistralForCausalLM": ModelConfig(width=48, depth=3, heads=4, window=7),
+    "Qwen3ForCausalLM, window": ModelConfig(width=48, depth=3, heads=4, window=7, qk_norm=True),
+}
+
+
+def checkpoint(
+    root: Path, model: ModelConfig, tokenizer: Tokenizer | None = None, separate: bool = False, seed: int = 0
+) -> Path:
+    """A checkpoint of random weights in which no norm is 1 and no head is 0; muP's multiplier is no power of two."""
+    tokenizer = tokenizer or ByteTokenizer()
+    config = RunConfig(
+        model=replace(model, vocab_size=tokenizer.vocab_size),
+        data=DataConfig(sequence_length=LENGTH, separate_documents=separate),
+        optimizer=OptimizerConfig(base_width=20),
+        checkpoint=CheckpointConfig(asynchronous=False),
+    )
+    gpt = build_model(config.model, config.optimizer, LENGTH, seed)
+    generator = torch.Generator().manual_seed(seed + 1)
+    with torch.no_grad():
+        for name, parameter in gpt.named_parameters():
+            if parameter.dim() == 1:
+                parameter.uniform_(0.5, 1.5, generator=generator)
+            elif name.startswith("head"):
+                parameter.normal_(std=0.1, generator=generator)
+    return Saver(root, ALONE, config, tokenizer).save(7, whole_weights(gpt), {})
+
+
+@pytest.fixture(scope="module")
+def bpe(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder = tmp_path_factory.mktemp("bpe")
+    text = " ".join(f"the scaling law {n} of größe 漢字 <|endoftext|> falls" for n in range(400))
+    (folder / "text.txt").write_text(text)
+    config = DataConfig(corpus="text", path=str(folder / "text.txt"), tokenizer="bpe", vocab_size=320)
+    return load_tokenizer(config, None, folder / "cache")
+
+
+def logits_of_both(path: Path, folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ours and transformers' on the same random tokens, (batch, time, vocabulary)."""
+    from transformers import AutoModelForCausalLM
+
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+    ours = load_for_evaluation(path)
+    size = ours.config.model.vocab_size
+    assert size is not None
+    tokens = torch.randint(size, (4, LENGTH), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        return ours.model(tokens)[..., :size], theirs(tokens).logits
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_transformers_computes_the_same_logits(name: str, tmp_path: Path) -> None:
+    path = checkpoint(tmp_path / "checkpoints", SHAPES[name])
+    exported = export_checkpoint(path, tmp_path / "out")
+    assert exported.architecture == name.split(",")[0]
+    ours, theirs = logits_of_both(path, exported.folder)
+    # No column of theirs is left over: the padding of the vocabulary is not there to be predicted.
+    assert ours.shape == theirs.shape
+    assert ours.std() > 0.5
+    assert (ours - theirs).abs().max() < SAME
+
+
+def test_a_window_one_token_wider_would_be_seen(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path / "checkpoints", SHAPES["MistralForCausalLM"])
+    folder = export_checkpoint(path, tmp_path / "out").folder
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"sliding_window": 8}))
+    ours, theirs = logits_of_both(path, folder)
+    assert (ours - theirs).abs().max() > 100 * SAME
+
+
+def test_a_window_as_long_as_the_context_hides_nothing_and_is_no_window(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path / "checkpoints", ModelConfig(width=32, depth=1, heads=2, window=LENGTH))
+    assert export_checkpoint(path, tmp_path / "out").architecture == "LlamaForCausalLM"
+
+
+def test_documents_kept_apart_are_the_same_one_at_a_time_and_the_card_says_so(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    path = checkpoint(tmp_path / "checkpoints", SHAPES["LlamaForCausalLM"], separate=True)
+    folder = export_checkpoint(path, tmp_path / "out").folder
+    ours, theirs = load_for_evaluation(path), AutoModelForCausalLM.from_pretrained(folder).eval()
+    tokens = torch.randint(255, (2, LENGTH), generator=torch.Generator().manual_seed(3))  # none ends a document
+    with torch.no_grad():
+        assert (ours.model(tokens) - theirs(tokens).logits).abs().max() < SAME
+        tokens[:, LENGTH // 2] = 255
+        assert (ours.model(tokens) - theirs(tokens).logits).abs().max() > 100 * SAME
+    card = (folder / "README.md").read_text()
+    assert "give it one document at a time" in card
+    assert f"The output multiplier of muP, {ours.model.output_scale:g}," in card
+
+
+def test_the_commands_write_and_read_what_they_say(tmp_path: Path) -> None:
+    from isoflop.sweeps.cli.models import app
+    from typer.testing import CliRunner
+
+    checkpoint(tmp_path / "run" / "checkpoints", ModelConfig(width=16, depth=1, heads=2))
+    said = CliRunner().invoke(app, ["export", f"{tmp_path}/run", f"{tmp_path}/out", "--dtype", "bf16", "--json"])
+    written = json.loads(said.output)
+    assert written["architecture"] == "LlamaForCausalLM"
+    assert {"config.json", "generation_config.json", "model.safetensors", "README.md"} <= set(written["files"])
+    said = CliRunner().invoke(app, ["import", f"{tmp_path}/out", f"{tmp_path}/back", "--sequence-length", "9"])
+    assert said.exit_code == 0, said.output
+    assert load_for_evaluation(tmp_path / "back").config.data.sequence_length == 9
+
+
+def test_bf16_weights_are_ours_rounded(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path / "checkpoints", SHAPES["Qwen3ForCausalLM"])
+    wide = load_file(export_checkpoint(path, tmp_path / "wide").folder / "model.safetensors")
+    narrow = load_file(export_checkpoint(path, tmp_path / "narrow", dtype="bf16").folder / "model.safetensors")
+    assert narrow.keys() == wide.keys()
+    assert all(torch.equal(narrow[name], wide[name].bfloat16()) for name in wide)
+    assert json.loads((tmp_path / "narrow" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_text_that_spells_a_special_token_and_any_other_has_the_same_ids_on_both_sides(
+    tmp_path: Path, bpe: Tokenizer
+) -> None:
+    from transformers import AutoTokenizer
+
+    rng = random.Random(0)
+    texts = ["", " ", "a  b\n\t c", "<|endoftext|> is text", " 😀 größe 漢字\u200b", "the scaling law 17 of"]
+    texts += ["".join(chr(rng.choice([rng.randrange(0x20, 0xD800), rng.randrange(256)])) for _ in range(200))
+              for _ in range(20)]  # fmt: skip
+    for kind, tokenizer in {"bytes": ByteTokenizer(), "bpe": bpe}.items():
+        path = checkpoint(tmp_path / kind, ModelConfig(width=16, depth=1, heads=2), tokenizer)
+        theirs = AutoTokenizer.from_pretrained(export_checkpoint(path, tmp_path / f"hf-{kind}").folder)
+        assert theirs.eos_token_id == theirs.bos_token_id == tokenizer.end_of_document
+        assert theirs.model_max_length == LENGTH
+        for text in texts:
+            ids = theirs(text, add_special_tokens=True)["input_ids"]
+            assert ids == tokenizer.encode(text).tolist()
+            assert theirs.decode(ids) == tokenizer.decode(ids) == text
+        for _ in range(20):  # ids that are no text: half characters, ends of documents
+            ids = [rng.randrange(tokenizer.vocab_size) for _ in range(50)]
+            assert theirs.decode(ids, skip_special_tokens=True) == tokenizer.decode(ids)
+        assert theirs.decode([tokenizer.end_of_document]) == "<|endoftext|>"
+
+
+def test_the_visible_characters_of_bytes_are_those_of_the_library() -> None:
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    assert set(byte_characters()) == set(ByteLevel.alphabet())
+    split = ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str
+    for text in ("".join(map(chr, range(1, 128))), "ÀéĀ漢😀"):
+        said = "".join(piece for piece, _ in split(text))
+        assert said == "".join(byte_characters()[byte] for byte in text.encode())
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_export_import_export_gives_the_same_files(name: str, tmp_path: Path, bpe: Tokenizer) -> None:
+    tokenizer = bpe if "Qwen3" in name else ByteTokenizer()
+    path = checkpoint(tmp_path / "checkpoints", SHAPES[name], tokenizer)
+    first = export_checkpoint(path, tmp_path / "first").folder
+    back = load_for_evaluation(import_checkpoint(first, tmp_path / "back"))
+    assert type(back.tokenizer) is type(tokenizer)
+    assert back.tokenizer.fingerprint == tokenizer.fingerprint
+    second = export_checkpoint(tmp_path / "back", tmp_path / "second").folder
+    before, after = (load_file(folder / "model.safetensors") for folder in (first, second))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    for file in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        assert (first / file).read_text() == (second / file).read_text(), file
+
+
+def random_hf(folder: Path, kind: str, **changes: Any) -> Any:
+    """A random transformers model in a folder, with a byte tokenizer beside it; returns the model."""
+    import transformers
+
+    shape = {"vocab_size": 300, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "head_dim": 12,
+             "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": LENGTH}  # fmt: skip
+    config = getattr(transformers, f"{kind}Config")(**shape | changes)
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.uniform_(0.5, 1.5) if parameter.dim() == 1 else parameter.mul_(8)
+    model.save_pretrained(folder)
+    source = checkpoint(folder.with_name("source"), ModelConfig(width=16, depth=1, heads=2))
+    tokenizer = export_checkpoint(source, folder.with_name("tokenizer"), overwrite=True).folder
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tokenizer / file, folder)
+    return model
+
+
+IMPORTS: dict[str, dict[str, Any]] = {
+    "Llama": {"rope_parameters": {"rope_type": "default", "rope_theta": 3e4}},
+    "Llama tied": {"tie_word_embeddings": True},
+    "Qwen3": {},
+    "Qwen3 window": {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 0},
+    "Mistral": {"sliding_window": None},
+    "Mistral window": {"sliding_window": 9},
+}
+
+
+@pytest.mark.parametrize("name", IMPORTS)
+def test_a_model_of_transformers_computes_the_same_here(name: str, tmp_path: Path) -> None:
+    theirs = random_hf(tmp_path / "hf", name.split()[0], **IMPORTS[name])
+    ours = load_for_evaluation(import_checkpoint(tmp_path / "hf", tmp_path / "ours"))
+    tokens = torch.randint(300, (4, LENGTH), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected, logits = theirs(tokens).logits, ours.model(tokens)
+    assert expected.std() > 0.5
+    assert (logits[..., :300] - expected).abs().max() < SAME
+    assert logits[..., 300:].isneginf().all()
+    assert ours.config.data.sequence_length == LENGTH
+
+
+def test_weights_in_several_files_and_a_shorter_context_are_read(tmp_path: Path) -> None:
+    random_hf(tmp_path / "hf", "Llama")
+    whole = load_file(tmp_path / "hf" / "model.safetensors")
+    names = sorted(whole)
+    parts = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for file, keys in parts.items():
+        save_file({key: whole[key] for key in keys}, tmp_path / "hf" / file)
+    index = {"weight_map": {key: file for file, keys in parts.items() for key in keys}}
+    one = load_for_evaluation(import_checkpoint(tmp_path / "hf", tmp_path / "one", sequence_length=10))
+    (tmp_path / "hf" / "model.safetensors").unlink()
+    (tmp_path / "hf" / "model.safetensors.index.json").write_text(json.dumps(index))
+    several = load_for_evaluation(import_checkpoint(tmp_path / "hf", tmp_path / "several"))
+    assert one.model.max_length == 10
+    for (name, left), (_, right) in zip(one.model.named_parameters(), several.model.named_parameters(), strict=True):
+        assert torch.equal(left, right), name
+
+
+def test_another_end_than_config_json_says_is_refused_where_no_tokenizer_config_decides(tmp_path: Path) -> None:
+    source = checkpoint(tmp_path / "checkpoints", ModelConfig(width=16, depth=1, heads=2))
+    folder = export_checkpoint(source, tmp_path / "hf").folder
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": [7, 9]}))
+    import_checkpoint(folder, tmp_path / "named")
+    (folder / "tokenizer_config.json").unlink()
+    with pytest.raises(UserError, match=r"eos_token_id is \[7, 9\] in config.json, and id 255 ends a document"):
+        import_checkpoint(folder, tmp_path / "guessed")
+    assert not (tmp_path / "guessed").exists()
+    for fitting in ([7, 255], 255, None):
+        (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": fitting}))
+        import_checkpoint(folder, tmp_path / "guessed", overwrite=True)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "head_dim": ({"head_dim": 16}, "head_dim is 16 in config.json; it must be hidden_size / num_attention_heads = 12"),
+    "bias": ({"attention_bias": True}, "attention_bias is True"),
+    "mlp": ({"mlp_bias": True}, "mlp_bias is True"),
+    "activation": ({"hidden_act": "gelu"}, "hidden_act is 'gelu' in config.json; only 'silu' can be imported"),
+    "scaling": ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling is .* without scaling"),
+    "yarn": ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_parameters is .* without scaling"),
+    "odd": ({"rope_scaling": "default"}, "rope_scaling is 'default'"),
+    "experts": ({"num_local_experts": 8}, "num_local_experts is 8"),
+    "quantized": ({"quantization_config": {"bits": 4}}, "quantization_config is"),
+    "kind": ({"model_type": "gpt2"}, "model_type is 'gpt2' in config.json; it must be one of llama, mistral, qwen3"),
+    "size": ({"hidden_size": "48"}, "hidden_size is '48'"),
+    "length": ({"max_position_embeddings": 0}, "max_position_embeddings is 0"),
+    "vocabulary": ({"vocab_size": 200}, "vocab_size is 200 in config.json; tokenizer.json has ids up to 255"),
+    "depth": ({"num_hidden_layers": 3}, "have no model.layers.2"),
+    "fewer": ({"num_hidden_layers": 1}, "have model.layers.1.*, which our model has no place for"),
+    "width": ({"intermediate_size": 72}, r"shape \(48, 80\); its config.json says \(48, 72\)"),
+    "layers": (
+        {"model_type": "qwen3", "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+        "layer_types is .* every layer's or none's",
+    ),
+}
+
+
+def test_what_our_model_cannot_compute_is_refused_by_its_field(tmp_path: Path) -> None:
+    random_hf(tmp_path / "hf", "Llama")
+    file = tmp_path / "hf" / "config.json"
+    described = json.loads(file.read_text())
+    described.pop("rope_parameters", None)
+    for name, (change, sentence) in REFUSED.items():
+        file.write_text(json.dumps(described | change))
+        with pytest.raises(UserError, match=sentence):
+            import_checkpoint(tmp_path / "hf", tmp_path / "out")
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "source", "tokenizer"], name
+    file.write_text(json.dumps(described))
+    with pytest.raises(UserError, match="--sequence-length is 65; it must be 1 to max_position_embeddings 64"):
+        import_checkpoint(tmp_path / "hf", tmp_path / "out", sequence_length=65)
+    for missing, sentence in (("model.safetensors", "only safetensors"), ("tokenizer.json", "has no tokenizer.json"),
+                              ("config.json", "has no config.json")):  # fmt: skip
+        (tmp_path / "hf" / missing).unlink()
+        with pytest.raises(UserError, match=sentence):
+            import_checkpoint(tmp_path / "hf", tmp_path / "out")
+
+
+def test_training_does_not_go_on_from_an_imported_checkpoint(tmp_path: Path) -> None:
+    from isoflop.train.parallel.layout import Held, whole
+
+    random_hf(tmp_path / "hf", "Llama")
+    path = import_checkpoint(tmp_path / "hf", tmp_path / "ours")
+    loaded = load_for_evaluation(path)
+    moments = [
+        Held(name, "exp_avg", whole(p.shape), 0, p.numel(), torch.zeros(p.numel()))
+        for name, p in loaded.model.named_parameters()
+    ]
+    with pytest.raises(UserError, match=r"does not cover the model: it has no .*exp_avg"):
+        restore(path, moments, loaded.config)
+
+
+def test_a_folder_that_holds_something_is_replaced_only_when_asked(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path / "checkpoints", ModelConfig(width=16, depth=1, heads=2))
+    (tmp_path / "out").mkdir()
+    export_checkpoint(path, tmp_path / "out")  # empty: no matter
+    (tmp_path / "out" / "mine.txt").write_text("mine")
+    with pytest.raises(UserError, match="out is not empty; choose another folder, or replace it with --overwrite"):
+        export_checkpoint(path, tmp_path / "out")
+    assert (tmp_path / "out" / "mine.txt").read_text() == "mine"
+    with pytest.raises(UserError, match=r"out holds mine\.txt, which no export or import wrote, so it is not replaced"):
+        export_checkpoint(path, tmp_path / "out", overwrite=True)
+    (tmp_path / "out" / "mine.txt").unlink()
+    (tmp_path / "out" / "README.md").write_text("old")
+    export_checkpoint(path, tmp_path / "out", overwrite=True)
+    assert (tmp_path / "out" / "README.md").read_text() != "old"
+    with pytest.raises(UserError, match="holds step_7, which is to be read"):
+        export_checkpoint(path, path.parent, overwrite=True)
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "me.jpg").write_text("")
+    with pytest.raises(UserError, match=r"holds me\.jpg, which no export or import wrote"):
+        export_checkpoint(path, tmp_path / "photos", overwrite=True)
+    (tmp_path / "link").symlink_to("out")
+    with pytest.raises(UserError, match="link is a link; it must be a folder, new or empty"):
+        export_checkpoint(path, tmp_path / "link", overwrite=True)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="file is a file; it must be a folder"):
+        export_checkpoint(path, tmp_path / "file", overwrite=True)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoints", "file", "link", "out", "photos"]
+
+
+def test_neither_a_run_nor_its_checkpoint_is_ever_replaced_and_an_import_is(tmp_path: Path) -> None:
+    run, tiny = tmp_path / "run", ModelConfig(width=16, depth=1, heads=2)
+    path = checkpoint(run / "checkpoints", tiny)
+    other = checkpoint(tmp_path / "other", tiny, seed=1)
+    exported = export_checkpoint(other, tmp_path / "hf").folder
+    for output in (run, path):  # the run has nothing beside its checkpoints, as an import
+        before = sorted(output.rglob("*"))
+        with pytest.raises(UserError, match="which no export or import wrote, so it is not replaced"):
+            import_checkpoint(exported, output, overwrite=True)
+        with pytest.raises(UserError, match="which no export or import wrote, so it is not replaced"):
+            export_checkpoint(other, output, overwrite=True)
+        assert sorted(output.rglob("*")) == before
+    first = import_checkpoint(exported, tmp_path / "imported")
+    (first / "scores.json").write_text("{}")
+    assert import_checkpoint(exported, tmp_path / "imported", overwrite=True) == first
+    assert not (first / "scores.json").exists(), "of what was there"
+
+
+def test_an_export_that_fails_leaves_the_old_folder_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = checkpoint(tmp_path / "checkpoints", ModelConfig(width=16, depth=1, heads=2))
+    before = export_checkpoint(path, tmp_path / "out").folder
+    names = sorted(p.name for p in before.iterdir())
+
+    def full(*_: object) -> str:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("isoflop.evaluate.export.export.model_card", full)
+    with pytest.raises(OSError, match="No space"):
+        export_checkpoint(path, tmp_path / "out", overwrite=True)
+    assert sorted(p.name for p in before.iterdir()) == names
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoints", "out"]
+
+
+def test_a_format_or_a_dtype_that_there_is_not_is_refused(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path / "checkpoints", ModelConfig(width=16, depth=1, heads=2))
+    with pytest.raises(UserError, match="--format is 'onnx'; it must be one of hf, gguf"):
+        export_checkpoint(path, tmp_path / "out", format="onnx")
+    with pytest.raises(UserError, match="--dtype is 'fp16'; with --format hf it must be one of fp32, bf16"):
+        export_checkpoint(path, tmp_path / "out", dtype="fp16")
+
+
+def test_the_card_has_every_count_and_score_and_takes_no_markup_from_names(tmp_path: Path) -> None:
+    loaded = load_for_evaluation(checkpoint(tmp_path / "checkpoints", SHAPES["LlamaForCausalLM"], separate=True))
+    loaded.config.name = "<script>|*x* N1M_D2M_s0 &#95;"
+    loaded.config.data.corpus, loaded.config.data.name = "hf", 'a/b: "c"'
+    facts = Facts(
+        scores={
+            "held_out": {"val_loss": 1.25, "val_loss_se": 0.01, "val_bpb": 1.8},
+            "tasks": {
+                "piqa": {"acc": 0.5, "acc_se": 0.05, "gold_bpb": 1.5, "chance": 0.5, "items": 100, "shots": 0},
+                "arc_easy": {
+                    "acc": 0.5,
+                    "items": 20,
+                    "subset": {"of": 2376},
+                    "truncated_items": 3,
+                    "contaminated_items": 2,
+                },
+                "broken": {"acc": None, "withheld": "item 3: NaN", "items": 5},
+            },
+        },
+        law={"form": "chinchilla", "predicted_loss": 1.3, "interval": (1.2, 1.4)},
+        provenance={"isoflop_version": "0.0.9", "git_commit": "abc123", "git_dirty": True},
+    )
+    card = model_card(loaded, facts, ["Note."])
+    count, tokens = count_parameters(loaded.config.model), 7 * loaded.config.batch_tokens
+    numbers = [count.N_total, count.N_non_embedding, count.N_kaplan, tokens]
+    flops = [6.0 * count.N_total * tokens, float(training_flops_per_token(loaded.config.model, LENGTH) * tokens)]
+    assert all(f" {number:,} |" in card for number in numbers)
+    assert all(f" {value:.4g} FLOPs |" in card for value in flops)
+    for said in ("1.2500 ± 0.0100", "1.8000", "| piqa | 100 | 0 | 0.5000 ± 0.0500 | 1.5000 | 0.500 |  |",
+                 "withheld: item 3: NaN", "| arc_easy | 20 of 2376 |",
+                 "3 prompts cut to the context; 2 share text with the training data", "No licence is stated",
+                 "1.3000 (95 %: 1.2000 to 1.4000)", "0.0.9, commit `abc123` with changes", "Note."):  # fmt: skip
+        assert said in card, said
+    title = card.split("\n# ")[1].splitlines()[0]
+    assert title == "&#60;script&#62;&#124;&#42;x&#42; N1M_D2M_s0 &#38;&#35;95;, step 7"
+    front = yaml.safe_load(card.split("---")[1])
+    assert (front["library_name"], front["datasets"]) == ("transformers", ['a/b: "c"'])
+    assert "library_name" not in model_card(loaded, facts, [], "gguf")
+
+
+def test_the_card_of_imported_weights_makes_up_no_training(tmp_path: Path) -> None:
+    source = checkpoint(tmp_path / "checkpoints", ModelConfig(width=16, depth=1, heads=2))
+    imported = import_checkpoint(export_checkpoint(source, tmp_path / "hf").folder, tmp_path / "imported")
+    again = export_checkpoint(imported, tmp_path / "again", facts=Facts(version="1.2")).folder
+    card = (again / "README.md").read_text()
+    assert "how they were trained is not known here. Exported by isoflop 1.2." in card
+    for invented in ("By isoflop", "learning_rate", "FLOPs |", "It was trained on"):
+        assert invented not in card
+
+
+def test_the_card_is_told_what_lies_around_the_checkpoint(tmp_path: Path) -> None:
+    from isoflop import fit
+
+    run = tmp_path / "runs" / "0123456789"
+    path = checkpoint(run / "checkpoints", ModelConfig(width=16, depth=1, heads=2))
+    assert facts_about(path).law is None  # there is nothing yet
+    summary = {"step": 7, "N_total": 5e6, "D": 1e8, "val_loss": 1.5, "val_loss_se": 0.1, "val_bpb": 2.0}
+    (run / "summary.json").write_text(json.dumps(summary))
+    (tmp_path / "sweep.yaml").write_text("isoflop_version: 0.0.9\ngit_commit: abc\n")
+    N, D = (x.ravel() for x in np.meshgrid(np.geomspace(1e6, 1e8, 4), np.geomspace(1e7, 1e10, 4)))
+    law = fit.ChinchillaLaw().fit(N, D, 1.7 + 400 / N**0.34 + 410 / D**0.28)
+    (tmp_path / "fit").mkdir()
+    law.to_json(tmp_path / "fit" / "law.json")
+    facts = facts_about(path)
+    assert facts.scores is not None
+    assert facts.scores["held_out"] == {name: summary[name] for name in ("val_loss", "val_loss_se", "val_bpb")}
+    assert facts.provenance["git_commit"] == "abc"
+    assert facts.law == {"form": "chinchilla", "predicted_loss": law.predict(N=5e6, D=1e8), "interval": None}
+    (run / "eval").mkdir()
+    (run / "eval" / "step_7.json").write_text(json.dumps({"held_out": {"val_loss": 1.4}, "tasks": {"piqa": {}}}))
+    facts = facts_about(path)
+    assert facts.scores is not None
+    assert facts.scores["held_out"]["val_loss"] == 1.4
+    assert "piqa" in facts.scores["tasks"]
+    (run / "summary.json").write_text(json.dumps(summary | {"step": 8}))  # of another checkpoint
+    assert facts_about(path).law is None

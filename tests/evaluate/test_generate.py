@@ -1,0 +1,366 @@
+"""Generation with a paged cache and continuous batching, against recomputing the window for every token in float64."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from isoflop.evaluate.inference import forward
+from isoflop.evaluate.inference.decoding import decode, prefill
+from isoflop.evaluate.inference.forward import Forward
+from isoflop.evaluate.inference.generate import Generation, Sampling, generate, stream
+from isoflop.evaluate.inference.paged import PagedBatch, PagedCache, Pages
+from isoflop.evaluate.inference.sampling import choose, draw
+from isoflop.train.config import ModelConfig
+from isoflop.train.errors import UserError
+from isoflop.train.model.gpt import GPT
+
+CPU, END, STOP = torch.device("cpu"), 3, 2
+Finished = Callable[[list[int]], bool]
+
+
+def random_gpt(chance: random.Random, max_length: int, dtype: torch.dtype = torch.float64, **fixed: Any) -> GPT:
+    """Any architecture that there is, with weights large enough for texts that do not repeat themselves."""
+    heads = chance.choice([2, 4])
+    options: dict[str, Any] = {
+        "vocab_size": chance.choice([17, 40]), "depth": chance.choice([1, 2]), "width": 8 * heads, "heads": heads,
+        "kv_heads": chance.choice([count for count in (1, 2, 4) if heads % count == 0]),
+        "qk_norm": chance.random() < 0.5, "window": chance.choice([None, 5, 9]),
+        "tied_embeddings": chance.random() < 0.5,
+    }  # fmt: skip
+    gpt = GPT(ModelConfig(**options | fixed), max_length, output_scale=chance.choice([1.0, 2.5]))
+    generator = torch.Generator().manual_seed(chance.randrange(10**6))
+    for parameter in gpt.parameters():
+        torch.nn.init.normal_(parameter, std=0.4, generator=generator)
+    if chance.random() < 0.6:
+        gpt.separate_documents(END)
+    return gpt.to(dtype).eval()
+
+
+@torch.inference_mode()
+def naive(
+    gpt: torch.nn.Module, prompt: list[int], count: int, max_length: int, finished: Finished, sampling: Sampling,
+    seed: int,
+) -> list[int]:  # fmt: skip
+    """One prompt, the model's own forward pass over the last `max_length` tokens for each new one."""
+    random_numbers, text, new = torch.Generator().manual_seed(seed), list(prompt), []
+    while len(new) < count and not (new and finished(new)):
+        logits = gpt(torch.tensor([text[-max_length:]]))[0, -1]
+        new.append(draw(logits, sampling, random_numbers))
+        text.append(new[-1])
+    return new
+
+
+def ends_with(stop: int, new: list[int]) -> bool:
+    return new[-1] == stop
+
+
+def finish(generation: Generation, finished: Finished = lambda new: False) -> dict[int, list[int] | None]:
+    """All results, with what must hold in every round."""
+    results: dict[int, list[int] | None] = {}
+    for _ in range(5000):
+        if generation.over:
+            break
+        for request in generation.step(finished):
+            assert request.index not in results
+            results[request.index] = None if request.failed else request.new
+        if (cache := generation.cache) is not None:
+            tables = [page for request in generation.running for page in request.pages.table]
+            assert len(tables) == len({*tables}) == cache.keys.shape[1] - cache.free
+    assert generation.over
+    return results
+
+
+@pytest.mark.parametrize("first", range(0, 40, 10))
+def test_every_token_is_that_of_recomputation(first: int) -> None:
+    waited = slid = 0
+    for seed in range(first, first + 10):
+        chance = random.Random(seed)
+        max_length, page = chance.choice([12, 30, 50]), chance.choice([1, 2, 4, 8])
+        gpt = random_gpt(chance, max_length)
+        size = gpt.config.vocab_size or 0
+        sampling = chance.choice(
+            [Sampling(), Sampling(1.0), Sampling(0.7, 5), Sampling(1.3, 0, 0.8), Sampling(1.0, 7, 0.6)]
+        )
+        prompts = [
+            [chance.randrange(size) for _ in range(chance.randrange(1, max_length + 5))]
+            for _ in range(chance.randrange(1, 9))
+        ]
+        count, stop = chance.randrange(1, 25), chance.choice([STOP, -1])
+        finished = partial(ends_with, stop)
+        page_bytes = 2 * gpt.config.depth * gpt.config.num_kv_heads * 8 * page * 8
+        generation = Generation(
+            gpt, prompts, count, max_length, sampling, None, CPU, chance.choice([1, 7, 40, 1000]),
+            page_bytes * chance.choice([0, 8, 20, 1000]), page,
+        )  # fmt: skip
+        results = finish(generation, finished)
+        for index, prompt in enumerate(prompts):
+            expected = naive(gpt, prompt, count, max_length, finished, sampling, index)
+            assert results[index] == expected, (seed, index, gpt.config)
+            slid += len(prompt) + len(expected) > max_length
+        waited += len(prompts) > 1 and generation.cache is not None and generation.cache.keys.shape[1] < 20
+    assert waited
+    assert slid
+
+
+def test_requests_that_find_no_page_wait_and_go_on_where_they_were() -> None:
+    chance = random.Random(5)
+    gpt = random_gpt(chance, 40, window=None)
+    gpt.end_of_document = None
+    prompts = [[chance.randrange(17) for _ in range(6)] for _ in range(6)]
+    generation = Generation(gpt, prompts, 30, 40, Sampling(1.0), None, CPU, cache_bytes=0, page=4)
+    assert generation.cache is not None
+    assert generation.cache.keys.shape[1] == 9  # of 54 that all would need: one request of 36
+    most, came_back = 0, False
+    results: dict[int, list[int] | None] = {}
+    while not generation.over:
+        results |= {request.index: request.new for request in generation.step(lambda new: False)}
+        most = max(most, len(generation.running))
+        came_back |= any(request.new for request in generation.waiting)
+    assert most > 1
+    assert came_back
+    for index, prompt in enumerate(prompts):
+        assert results[index] == naive(gpt, prompt, 30, 40, lambda new: False, Sampling(1.0), index)
+
+
+def test_a_window_and_the_end_of_a_document_give_pages_back() -> None:
+    chance = random.Random(0)
+    gpt = random_gpt(chance, 200, window=9, vocab_size=17)
+    generation = Generation(gpt, [[5] * 100, [4] * 90 + [END, 4]], 60, 200, page=4)
+    assert generation.cache is not None
+    most = 0
+    while not generation.over:
+        generation.step(lambda new: False)
+        most = max(most, *(len(request.pages.table) for request in generation.running), 0)
+    assert 0 < most <= 4  # 9 positions touch at most 4 pages of 4
+
+
+def test_results_do_not_depend_on_neighbours_and_are_told_as_they_come() -> None:
+    chance = random.Random(2)
+    gpt = random_gpt(chance, 60)
+    prompts = [[chance.randrange(17) for _ in range(chance.randrange(1, 30))] for _ in range(12)]
+    told: dict[int, list[int] | None] = {}
+    options: dict[str, Any] = {"max_length": 60, "finished": lambda new: new[-1] == STOP, "sampling": Sampling(1.2)}
+    seeds = [chance.randrange(1 << 30) for _ in prompts]
+    together = generate(gpt, prompts, 25, seeds=seeds, done=told.__setitem__, **options)
+    alone = [generate(gpt, [p], 25, seeds=[s], **options)[0] for p, s in zip(prompts, seeds, strict=True)]
+    assert together == alone == [told[index] for index in range(12)]
+    assert generate(gpt, prompts, 0, **options) == [[]] * 12
+    assert generate(gpt, [], 5, **options) == []
+
+
+def test_a_stream_is_the_greedy_text_token_by_token() -> None:
+    chance = random.Random(4)
+    gpt = random_gpt(chance, 16)
+    expected = naive(gpt, [5, 6], 30, 16, lambda new: False, Sampling(), 0)
+    tokens = stream(gpt, [5, 6], 30, max_length=16)
+    assert [next(tokens) for _ in range(3)] == expected[:3]
+    assert list(tokens) == expected[3:]
+
+
+def test_nan_fails_its_prompt_and_reaches_neither_neighbours_nor_those_that_come_after() -> None:
+    chance = random.Random(7)
+    gpt = random_gpt(chance, 40, window=None, vocab_size=17, tied_embeddings=False)
+    healthy = [[chance.randrange(16) for _ in range(5)] for _ in range(8)]
+    options: dict[str, Any] = {"max_length": 40, "finished": lambda new: False}
+    with torch.no_grad():
+        gpt.head.weight[16] = 0.0
+        gpt.embedding.weight[16] = float("nan")
+    poisoned = [prompt if index % 3 else [16, *prompt] for index, prompt in enumerate(healthy)]
+    expected = [generate(gpt, [prompt], 12, **options)[0] for prompt in poisoned]
+    assert [result is None for result in expected] == [index % 3 == 0 for index in range(8)]
+    assert generate(gpt, poisoned, 12, **options, cache_bytes=0) == expected
+    assert generate(gpt, poisoned, 12, **options) == expected
+    with pytest.raises(UserError, match="the model returned NaN"):
+        list(stream(gpt, poisoned[0], 5, max_length=40))
+
+
+@pytest.mark.parametrize("name", ["prefill", "recomputed", "decode"])
+def test_where_memory_runs_out_fewer_go_on_and_one_alone_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from isoflop.evaluate.inference import generate as module
+
+    chance = random.Random(9)
+    gpt = random_gpt(chance, 14)
+    prompts = [[chance.randrange(17) for _ in range(chance.randrange(2, 14))] for _ in range(9)]
+    expected = generate(gpt, prompts, 12, max_length=14, finished=lambda new: False)
+    true, sizes, most = getattr(module, name), [], 2
+
+    def limited(work: Any, place: int) -> Any:
+        def run(*arguments: Any) -> Any:
+            sizes.append(len(arguments[place]))
+            if sizes[-1] > most:
+                raise torch.OutOfMemoryError("not enough memory")
+            return work(*arguments)
+
+        return run
+
+    monkeypatch.setattr(module, name, limited(true, {"prefill": 2, "recomputed": 1, "decode": 2}[name]))
+    assert generate(gpt, prompts, 12, max_length=14, finished=lambda new: False) == expected
+    assert max(sizes) > most  # it did run out
+    most = 0
+    with pytest.raises(UserError, match="memory ran out on cpu over a single text"):
+        generate(gpt, prompts, 12, max_length=14, finished=lambda new: False)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-5), (torch.bfloat16, 0.1)])
+def test_logits_of_prefill_and_decode_are_the_models(dtype: torch.dtype, tolerance: float) -> None:
+    """Tolerance: of the largest logit, some roundings of the type."""
+    for seed in range(8):
+        chance = random.Random(seed)
+        gpt = random_gpt(chance, 64, dtype)
+        size = gpt.config.vocab_size or 0
+        texts = [[chance.randrange(size) for _ in range(chance.randrange(2, 40))] for _ in range(5)]
+        cache = PagedCache(gpt.config.depth, gpt.config.num_kv_heads, 8, 60, dtype, CPU, page=4)
+        pages = [Pages() for _ in texts]
+        for one, text in zip(pages, texts, strict=True):
+            assert cache.extend(one, len(text))
+        with torch.inference_mode():
+            first = prefill(Forward(gpt), cache, [text[:-1] for text in texts], pages)
+            starts = [
+                0 if gpt.end_of_document is None or END not in text[:-1] else len(text) - 1 - text[-2::-1].index(END)
+                for text in texts
+            ]
+            lengths, window = np.array(list(map(len, texts))), gpt.config.window or 64
+            seen = np.maximum(lengths - window, starts)
+            batch = PagedBatch(cache, pages, gpt.config.heads)
+            second = decode(Forward(gpt), batch, [text[-1] for text in texts], lengths - 1, seen)
+            for row, text in enumerate(texts):
+                whole = gpt(torch.tensor([text]))[0, :, :size].double()
+                for logits, expected in ((first[row], whole[-2]), (second[row], whole[-1])):
+                    assert (logits.double() - expected).abs().max() < tolerance * whole.abs().max()
+
+
+@pytest.mark.parametrize("fault", ["missing", "refuses", "wrong", "too large"])
+def test_without_packed_products_the_plain_ones_give_the_same_tokens(
+    fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A PyTorch without these operations, a processor that they refuse, and one on which they are wrong."""
+    gpt = random_gpt(random.Random(3), 64, torch.float32)
+    expected = generate(gpt, [[5, 6, 7], [8]], 20, max_length=64, finished=lambda new: False)
+    true = forward._product
+
+    def faulty(weight: torch.Tensor, packed: bool) -> Any:
+        if packed and fault == "missing":
+            raise AttributeError("no such operation")
+        if packed and fault == "refuses":
+            raise RuntimeError("could not create a primitive descriptor")
+        return (lambda x: true(weight, False)(x) + 1) if packed else true(weight, False)
+
+    if fault == "too large":
+        monkeypatch.setattr(forward, "PACKED_BYTES", 0)
+    monkeypatch.setattr(forward, "_product", faulty)
+    forward._packs.cache_clear()
+    try:
+        assert generate(gpt, [[5, 6, 7], [8]], 20, max_length=64, finished=lambda new: False) == expected
+    finally:
+        forward._packs.cache_clear()
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.02)])
+def test_packed_products_are_the_plain_ones_whatever_the_rows(dtype: torch.dtype, tolerance: float) -> None:
+    """Tolerance: a few roundings of the type. Another width or type is refused and never computed."""
+    if not forward._packs(dtype):
+        pytest.skip(f"needs packed products of {dtype}: this PyTorch or processor has none")
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(48, 32, generator=generator).to(dtype)
+    product = forward._product(weight, True)
+    wide = torch.randn(40, 64, generator=generator).to(dtype)
+    for rows in (wide[:, :32], wide[:1, 32:], wide[::2, :32], wide[:0, :32], wide[:32, :40].t()):
+        expected = rows.double() @ weight.double().t()
+        assert product(rows).dtype == dtype
+        assert torch.allclose(product(rows).double(), expected, rtol=tolerance, atol=tolerance * 10)
+    for rows in (wide[:, :16], wide, wide[:, :32].double()):
+        with pytest.raises(RuntimeError):
+            product(rows)
+
+
+def test_pages_stay_at_the_front_and_keep_what_they_hold() -> None:
+    chance = random.Random(1)
+    cache = PagedCache(2, 2, 4, 40, torch.float64, CPU, page=4)
+    held: list[tuple[Pages, torch.Tensor]] = []
+    for _ in range(300):
+        if held and chance.random() < 0.5:
+            cache.release(held.pop(chance.randrange(len(held)))[0])
+        else:
+            pages, length = Pages(), chance.randrange(1, 30)
+            if not cache.extend(pages, length):
+                assert cache.free < -(-length // 4)
+                continue
+            content = torch.randn(length, 2, 4, dtype=torch.float64)
+            rows = torch.from_numpy(cache.rows([pages], [np.arange(length)]))
+            cache.write(1, rows, content, -content)
+            held.append((pages, content))
+        cache.compact()
+        used = 40 - cache.free
+        assert 2 * cache.top <= 3 * used
+        for pages, content in held:
+            rows = torch.from_numpy(cache.rows([pages], [np.arange(len(content))]))
+            assert torch.equal(cache.keys[1].view(-1, 4)[rows].view_as(content), content)
+            assert torch.equal(cache.values[1].view(-1, 4)[rows].view_as(content), -content)
+
+
+def probabilities(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """By the definitions, in loops."""
+    p = torch.softmax(logits.double() / sampling.temperature, 0)
+    order = sorted(range(len(p)), key=lambda token: -float(p[token]))
+    if sampling.top_k:
+        order = order[: sampling.top_k]
+    total, kept, before = sum(float(p[token]) for token in order), [], 0.0
+    for token in order:
+        if kept and before >= sampling.top_p:
+            break
+        kept.append(token)
+        before += float(p[token]) / total
+    result = torch.zeros_like(p)
+    result[kept] = p[kept] / p[kept].sum()
+    return result
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [Sampling(1.0), Sampling(0.6, 4), Sampling(1.5, 0, 0.7), Sampling(1.0, 90, 0.5), Sampling(3.0, 0, 0.999)],
+)
+def test_drawn_tokens_follow_the_definitions(sampling: Sampling) -> None:
+    """Over an even grid of uniform numbers each token comes up as often as its probability says, within one."""
+    generator = torch.Generator().manual_seed(0)
+    for scale in (0.5, 3.0):
+        logits, n = scale * torch.randn(300, generator=generator), 4000
+        uniforms = (torch.arange(n, dtype=torch.float64) + 0.5) / n
+        tokens, _ = choose(logits.expand(n, -1), sampling, uniforms)
+        counts = torch.bincount(tokens, minlength=300)
+        assert (counts - n * probabilities(logits, sampling)).abs().max() <= 1.0 + 1e-6
+
+
+def test_the_ends_of_the_uniform_range_never_draw_what_has_no_probability() -> None:
+    logits = torch.tensor([[float("-inf"), 0.0, 1.0, float("-inf")]] * 2)
+    uniforms = torch.tensor([0.0, 1.0 - 2.0**-53], dtype=torch.float64)
+    for sampling in (Sampling(1.0), Sampling(1.0, 4), Sampling(1.0, 0, 0.99)):
+        assert {*choose(logits, sampling, uniforms)[0].tolist()} == {1, 2}
+
+
+def test_a_module_without_a_cache_is_recomputed() -> None:
+    table = torch.randn(11, 11, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    class Bigram(torch.nn.Module):
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return table[tokens]
+
+    results = generate(Bigram(), [[1], [2, 3], [4] * 9], 12, max_length=6, finished=lambda new: False, batch_tokens=7)
+    for index, prompt in enumerate([[1], [2, 3], [4] * 9]):
+        assert results[index] == naive(Bigram(), prompt, 12, 6, lambda new: False, Sampling(), index)
+
+
+@pytest.mark.gpu
+def test_a_gpu_writes_what_the_host_does() -> None:
+    chance = random.Random(0)
+    for seed in range(6):
+        gpt = random_gpt(random.Random(seed), 60)
+        prompts = [[chance.randrange(17) for _ in range(chance.randrange(1, 30))] for _ in range(9)]
+        options: dict[str, Any] = {"max_length": 60, "finished": lambda new: False, "sampling": Sampling(1.0, 9, 0.9)}
+        expected = generate(gpt, prompts, 40, **options, cache_bytes=1 << 14)
+        assert generate(gpt.cuda(), prompts, 40, **options, device="cuda", cache_bytes=1 << 14) == expected

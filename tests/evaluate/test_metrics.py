@@ -1,0 +1,264 @@
+"""Scores from item results, and the page that shows them."""
+
+from __future__ import annotations
+
+import math
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from isoflop.evaluate.metrics import (
+    ItemResult,
+    centered,
+    gold_bits_per_byte,
+    mean_and_error,
+    ratio_and_error,
+    suite_scores,
+    task_scores,
+)
+from isoflop.evaluate.pages.report import format_scores, render, write_checkpoint_report
+
+
+def test_gold_bits_per_byte_is_the_code_length_of_the_answer_over_its_bytes() -> None:
+    assert gold_bits_per_byte(math.log(2**-12), " abc") == pytest.approx(3.0, rel=1e-15)  # 12 bits, 4 bytes
+    assert gold_bits_per_byte(math.log(1 / 257) * 4, " 漢") == pytest.approx(math.log2(257), rel=1e-15)
+
+
+def test_the_standard_error_is_the_samples_deviation_over_the_root_of_n() -> None:
+    values = np.random.default_rng(0).normal(3, 2, size=57)
+    mean, error = mean_and_error(list(values))
+    assert mean == pytest.approx(sum(values) / 57, rel=1e-14)
+    assert mean is not None
+    assert error == pytest.approx(math.sqrt(sum((v - mean) ** 2 for v in values) / 56 / 57), rel=1e-12)
+
+
+def test_the_standard_error_covers_the_truth_as_often_as_it_should() -> None:
+    rng = np.random.default_rng(1)
+    inside = 0
+    for _ in range(2000):
+        mean, error = mean_and_error(list(rng.random(100) < 0.3))
+        assert mean is not None
+        assert error is not None
+        inside += abs(mean - 0.3) < 2 * error
+    # 95 % nominal; the binomial's skew at n = 100 costs about a point, 4 standard deviations of 2000 trials are two.
+    assert 0.92 < inside / 2000 < 0.975
+
+
+def test_one_item_has_no_standard_error_and_none_has_no_mean() -> None:
+    assert mean_and_error([0.5]) == (0.5, None)
+    assert gold_bits_per_byte(-math.log(2), "\ud800") == 1.0  # what UTF-8 cannot hold is encoded as a question mark
+    assert mean_and_error([]) == (None, None)
+    assert mean_and_error([0.5, math.nan]) == (None, None)  # undefined for an item: no number of the task, never NaN
+
+
+def item(index: int, acc: float, nats: float, **other: Any) -> ItemResult:
+    return ItemResult(index, {"acc": acc, "acc_norm": 1 - acc}, [nats, -9.0], (nats, " yes"), 0.5, **other)
+
+
+@pytest.mark.parametrize("right", [0.0, 1.0])
+def test_answers_that_are_all_alike_are_not_certain(right: float) -> None:
+    scores = task_scores([item(n, right, -1.0) for n in range(20)])
+    assert scores["acc"] == right
+    # A task of which a model knows as much as the upper end of two errors says gets 20 alike now and then, not never.
+    assert scores["acc_se"] == pytest.approx(math.sqrt(2 / 24 * 22 / 24 / 24), rel=1e-12)
+    assert 0.01 < (1 - 2 * scores["acc_se"]) ** 20 < 0.2
+    assert scores["gold_bpb_se"] == 0  # no share: 20 equal numbers do not spread
+
+
+def test_a_tasks_scores_are_means_over_its_items() -> None:
+    scores = task_scores([item(3, 1, -2.0, truncated=True), item(5, 0, -4.0), item(9, 1, -6.0)])
+    assert scores["acc"] == pytest.approx(2 / 3)
+    assert scores["acc_norm"] == pytest.approx(1 / 3)
+    assert scores["gold_bpb"] == pytest.approx(4 / math.log(2) / 4)
+    assert scores["gold_bpb_se"] == pytest.approx(2 / math.sqrt(3) / math.log(2) / 4)
+    assert (scores["chance"], scores["items"], scores["truncated_items"]) == (0.5, 3, 1)
+    assert scores["withheld"] is None
+
+
+def chosen(index: int, nats: list[float], right: list[int], **more: Any) -> ItemResult:
+    return ItemResult(index, {"acc": 0.0}, nats, choices=[f" {n}" for n in range(len(nats))], right=right, **more)
+
+
+def test_the_probability_of_the_right_choice_is_scipys_softmax() -> None:
+    from scipy.special import softmax
+
+    rng = np.random.default_rng(2)
+    for _ in range(200):
+        nats = rng.normal(-40, 15, size=rng.integers(2, 7)).tolist()
+        right = int(rng.integers(len(nats)))
+        one, shares = chosen(0, nats, [right]), softmax(nats)
+        assert one.p_right == pytest.approx(shares[right], rel=1e-12)
+        assert one.margin == pytest.approx(shares[right] - max(np.delete(shares, right)), rel=1e-9, abs=1e-15)
+    # Hundreds of nats apart, where a plain exponential is 0 or infinite.
+    assert chosen(0, [-1500.0, -1501.0], [0]).p_right == pytest.approx(1 / (1 + math.exp(-1)))
+    assert chosen(0, [800.0, -800.0], [1]).margin == -1.0
+
+
+def test_several_right_choices_are_summed_and_without_a_wrong_one_there_is_no_margin() -> None:
+    nats = [math.log(share) for share in (0.1, 0.2, 0.3, 0.4)]
+    two = chosen(0, nats, [1, 2])
+    assert two.p_right == pytest.approx(0.5)
+    assert two.margin == pytest.approx(0.5 - 0.4)
+    assert chosen(0, nats, [0, 1, 2, 3]).p_right == pytest.approx(1.0)
+    assert chosen(0, nats, [0, 1, 2, 3]).margin is None
+    for without in (ItemResult(0, {}, nats), chosen(0, nats, []), chosen(0, [math.nan, 1.0], [0])):
+        assert without.p_right is without.margin is None
+
+
+def test_every_number_of_a_task_has_scipys_standard_error() -> None:
+    from scipy.stats import sem
+
+    rng = np.random.default_rng(3)
+    items = [
+        chosen(i, rng.normal(-20, 3, size=4).tolist(), [int(rng.integers(4))], gold=(float(rng.normal(-9, 1)), " yes"))
+        for i in range(40)
+    ]
+    scores = task_scores(items)
+    for name in ("p_right", "margin", "gold_bpb"):
+        values = [getattr(one, name) for one in items]
+        assert scores[name] == pytest.approx(np.mean(values), rel=1e-12)
+        assert scores[f"{name}_se"] == pytest.approx(sem(values), rel=1e-12)
+    assert scores["bpb"] is scores["bpb_se"] is None
+
+
+def text_of(index: int, nats: float, size: int) -> ItemResult:
+    return ItemResult(index, {}, [nats], bytes=size)
+
+
+def test_bits_per_byte_of_texts_is_all_their_bits_over_all_their_bytes() -> None:
+    scores = task_scores([text_of(0, -10 * math.log(2), 5), text_of(1, -20 * math.log(2), 20)])
+    assert scores["bpb"] == pytest.approx(30 / 25)
+    # Residuals are 10 - 1.2 * 5 = 4 and 20 - 1.2 * 20 = -4: sqrt(2) * sqrt(32 / 1) / 25.
+    assert scores["bpb_se"] == pytest.approx(math.sqrt(2) * math.sqrt(32) / 25)
+    assert task_scores([text_of(0, -1.0, 5)])["bpb_se"] is None
+
+
+def test_the_error_of_texts_is_what_a_bootstrap_over_documents_finds() -> None:
+    from scipy.stats import bootstrap
+
+    rng = np.random.default_rng(4)
+    sizes = rng.lognormal(6, 0.6, size=200).astype(int) + 1
+    bits = sizes * rng.normal(1.1, 0.15, size=200)
+    _, error = ratio_and_error(bits.tolist(), sizes.tolist())
+    found = bootstrap(
+        (bits, sizes), lambda y, x: y.sum() / x.sum(), paired=True, vectorized=False, n_resamples=2000, rng=5
+    )
+    assert error == pytest.approx(found.standard_error, rel=0.06)  # 2000 resamples know it to 2 %
+
+
+def test_equal_texts_have_the_error_of_a_mean() -> None:
+    values = np.random.default_rng(6).normal(2, 0.3, size=30)
+    assert ratio_and_error((values * 50).tolist(), [50] * 30) == pytest.approx(mean_and_error(values.tolist()))
+
+
+def test_the_clean_part_is_the_score_of_the_items_that_were_not_seen() -> None:
+    items = [item(3, 1, -2.0), item(5, 0, -4.0), item(9, 1, -6.0)]
+    scores = task_scores(items, {5, 7})
+    assert scores["contaminated_items"] == 1
+    alone = task_scores([items[0], items[2]])
+    assert scores["clean"]["items"] == 2
+    assert all(scores["clean"][name] == alone[name] for name in ("acc", "acc_se", "gold_bpb", "gold_bpb_se", "p_right"))
+    assert scores["acc"] == task_scores(items)["acc"]
+    assert task_scores(items)["contaminated_items"] is task_scores(items)["clean"] is None
+    none_left = task_scores(items, {3, 5, 9})["clean"]
+    assert (none_left["items"], none_left["acc"]) == (0, None)
+    assert task_scores([item(3, 1, math.nan), *items], {5})["clean"]["acc"] is None
+
+
+def test_centered_accuracy_is_0_at_chance_and_1_when_all_is_right() -> None:
+    assert centered({"acc": 0.25, "acc_se": 0.03, "chance": 0.25}) == (0.0, pytest.approx(0.04))
+    assert centered({"acc": 1.0, "acc_se": 0.0, "chance": 0.25}) == (1.0, 0.0)
+    assert centered({"acc": 0.4, "acc_se": None, "chance": 0.0}) == (0.4, None)
+    assert centered({"acc": None, "chance": None}) is None
+
+
+def test_a_suites_mean_counts_each_task_once_and_adds_errors_in_squares() -> None:
+    tasks = [
+        {"acc": 0.5, "acc_se": 0.03, "chance": 0.25, "withheld": None},
+        {"acc": 0.1, "acc_se": 0.02, "chance": 0.0, "withheld": None},
+        {"acc": None, "acc_se": None, "chance": None, "withheld": None},  # has no accuracy
+    ]
+    scores = suite_scores(tasks)
+    assert scores["centered"] == pytest.approx((1 / 3 + 0.1) / 2)
+    assert scores["centered_se"] == pytest.approx(math.hypot(0.04, 0.02) / 2)
+    assert (scores["tasks"], scores["withheld"]) == (2, None)
+    withheld = suite_scores([*tasks, {"acc": None, "withheld": "item 3: NaN"}])
+    assert (withheld["centered"], withheld["withheld"]) == (None, "item 3: NaN")
+    assert suite_scores(tasks[2:])["centered"] is None
+
+
+@pytest.mark.parametrize("bad", [math.nan, -math.inf])
+def test_a_model_without_numbers_has_no_score_and_the_item_is_named(bad: float) -> None:
+    scores = task_scores([item(3, 1, -2.0), item(17, 1, bad), item(18, 0, bad)])
+    assert "item 17" in scores["withheld"]
+    assert str(bad) in scores["withheld"]
+    for name in ("acc", "acc_se", "acc_norm", "acc_norm_se", "gold_bpb", "gold_bpb_se"):
+        assert scores[name] is None
+    failed = task_scores([ItemResult(4, {"exact_match": 0.0}, failed=True)])
+    assert failed["exact_match"] is None
+    assert "item 4" in failed["withheld"]
+
+
+def scores_of(name: str = "arc_easy", **task: Any) -> dict[str, Any]:
+    subset = {"items": 3, "of": 2376, "split": "test", "seed": 0, "sha256": "00"}
+    result = task_scores([item(3, 1, -2.0, truncated=True), item(5, 0, -4.0), item(9, 1, -6.0)])
+    return {
+        "checkpoint": "runs/abc/checkpoints/step_10", "run_id": "abc", "step": 10, "N_total": 14960, "tokens": 20480,
+        "sequence_length": 128, "lm_eval_version": "0.4.13", "device": "cpu", "seconds": 1.25,
+        "tasks": {name: {**result, "subset": subset, "version": 1.0, **task}},
+        "held_out": {"val_loss": 1.5, "val_loss_se": 0.01, "val_bpb": 2.164},
+    }  # fmt: skip
+
+
+class Page(HTMLParser):
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.texts: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+
+def test_the_page_shows_scores_with_errors_and_chance_and_says_what_was_cut(tmp_path: Path) -> None:
+    write_checkpoint_report(scores_of(), tmp_path / "deep" / "report.html")
+    page = Page((tmp_path / "deep" / "report.html").read_text(encoding="utf-8"))
+    text = " ".join(page.texts)
+    for expected in ("arc_easy", "0.667 ± 0.333", "0.500", "3 of 2,376", "1.5000 ± 0.0100", "2.1640", "14,960"):
+        assert expected in text
+    assert "1 of 3 items were cut" in text
+    assert page.tags.count("svg") == 1
+    assert not {"script", "link", "img", "iframe"} & set(page.tags)  # one file, no network
+    assert not [value for name, value in page.attributes if name in ("src", "href")]
+
+
+def test_hostile_text_stays_text() -> None:
+    hostile = "<script>alert(1)</script><img src=x onerror=alert(2)>\"'&"
+    scores = scores_of(hostile, withheld=hostile)
+    scores |= {"checkpoint": hostile, "run_id": hostile, "lm_eval_version": hostile, "device": hostile}
+    scores["held_out"] = {"val_loss": None, "val_bpb": None, "withheld": hostile}
+    page = Page(render(scores))
+    assert not {"script", "img"} & set(page.tags)
+    assert sum(hostile in text for text in page.texts) >= 6  # path, title, facts, task, both warnings
+
+
+def test_missing_numbers_are_a_dash_in_page_and_table_never_a_zero() -> None:
+    scores = scores_of(acc=None, acc_se=None, acc_norm=None, acc_norm_se=None, gold_bpb=None, gold_bpb_se=None)
+    page = Page(render(scores))
+    assert "svg" not in page.tags
+    row = next(line for line in format_scores(scores).splitlines() if line.startswith("arc_easy"))
+    assert row.split() == ["arc_easy", "3", "–", "0.500", "–", "–"]
+
+
+def test_the_plain_table_prints_chance_beside_accuracy() -> None:
+    lines = format_scores(scores_of()).splitlines()
+    assert lines[0].split() == ["task", "items", "accuracy", "chance", "acc_norm", "gold", "BPB"]
+    assert "0.667 ± 0.333  0.500" in lines[1]

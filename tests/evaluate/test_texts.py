@@ -1,0 +1,213 @@
+"""Folders of text as perplexity suites, and the worst windows of the held-out text."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+import zstandard
+from isoflop.evaluate.harness import CheckpointLM, score_task
+from isoflop.evaluate.records.worst import worst_windows
+from isoflop.evaluate.tasks.suite import SuiteTask
+from isoflop.evaluate.tasks.texts import DOCUMENT_BYTES, domains, load_texts
+from isoflop.train.config import DataConfig, ModelConfig, RunConfig
+from isoflop.train.data.loader import validation_windows
+from isoflop.train.data.shards import prepare
+from isoflop.train.data.tokenizers import ByteTokenizer
+from isoflop.train.errors import UserError
+from isoflop.train.model.gpt import GPT
+
+
+def asked(entry: SuiteTask) -> list[str]:
+    return [instance.args[0] for instance in entry.task.instances or []]
+
+
+def lines(texts: list[str]) -> bytes:
+    return "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    made = tmp_path / "held"
+    (made / "web" / "2024").mkdir(parents=True)
+    (made / "code").mkdir()
+    (made / "web" / "a.txt").write_text("web one")
+    (made / "web" / "2024" / "b.md").write_text("web two")
+    (made / "web" / ".hidden.txt").write_text("hidden")
+    (made / "web" / "picture.png").write_bytes(b"\x89PNG")
+    (made / "code" / "c.jsonl.gz").write_bytes(gzip.compress(lines(["code one", "  ", "code two"])))
+    (made / "code" / "d.jsonl.zst").write_bytes(zstandard.ZstdCompressor().compress(lines(["code three"])))
+    (made / "wiki.jsonl").write_bytes(lines([f"wiki {i}" for i in range(30)]))
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["books"]}), made / "books.v1.parquet")
+    (made / "x.txt").write_text("loose one")
+    (made / "y.md").write_text("loose two")
+    return made
+
+
+def test_subfolders_files_of_many_documents_and_loose_texts_are_domains(folder: Path) -> None:
+    loaded = load_texts(folder)
+    assert {name: asked(entry) for name, entry in loaded.items() if name != "text_held_wiki"} == {
+        "text_held_books": ["books"],
+        "text_held_code": ["code one", "code two", "code three"],
+        "text_held_files": ["loose one", "loose two"],
+        "text_held_web": ["web two", "web one"],
+    }
+    entry = loaded["text_held_wiki"]
+    assert entry.task.OUTPUT_TYPE == "loglikelihood_rolling"
+    assert len(asked(entry)) == entry.subset["of"] == 30
+    assert entry.subset["source"] == "held/wiki"
+
+
+def test_a_limit_takes_the_same_documents_of_a_domain_every_time(folder: Path) -> None:
+    ten, twenty = (load_texts(folder, limit)["text_held_wiki"] for limit in (10, 20))
+    assert asked(ten) == [f"wiki {i}" for i in ten.indices]
+    assert set(asked(ten)) < set(asked(twenty))
+    assert load_texts(folder, 10, seed=1)["text_held_wiki"].indices != ten.indices
+    assert ten.subset["of"] == 30
+
+
+def test_a_long_document_counts_with_its_beginning_and_a_single_text_in_pieces(tmp_path: Path) -> None:
+    book = "".join(f"Line {i} of a bök.\n\n" for i in range(2000))
+    for domain in ("alone", "among"):
+        (tmp_path / "held" / domain).mkdir(parents=True)
+        (tmp_path / "held" / domain / "book.txt").write_text(book)
+    (tmp_path / "held" / "among" / "note.txt").write_text("a note")
+    (tmp_path / "held" / "rows.jsonl").write_bytes(lines(["é" * DOCUMENT_BYTES, "a note"]))
+    loaded = load_texts(tmp_path / "held")
+    pieces = asked(loaded["text_held_alone"])
+    assert "".join(pieces) == book
+    assert max(len(piece.encode()) for piece in pieces) <= DOCUMENT_BYTES
+    assert asked(loaded["text_held_among"]) == [pieces[0], "a note"]
+    assert asked(loaded["text_held_rows"]) == ["é" * (DOCUMENT_BYTES // 2), "a note"]
+
+
+def small_model() -> GPT:
+    return GPT(ModelConfig(width=16, depth=1, heads=2, vocab_size=256), 16)
+
+
+def test_bits_per_byte_are_total_bits_over_total_bytes(folder: Path) -> None:
+    """Both lm-eval's number and ours, of a model that knows nothing."""
+    model = small_model()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    entry = load_texts(folder)["text_held_web"]
+    scores: Any = score_task(CheckpointLM(model, ByteTokenizer(), 16), entry)
+    scores = scores[0] if isinstance(scores, tuple) else scores
+    assert math.isclose(scores["bits_per_byte"], 8.0, rel_tol=1e-6)  # log2(256)
+    assert math.isclose(scores["bpb"], 8.0, rel_tol=1e-6)
+    assert scores["items"] == 2
+
+
+def write_bad(folder: Path, kind: str) -> None:
+    (folder / "bad").mkdir(parents=True)
+    if kind == "blank":
+        (folder / "bad" / "a.txt").write_text(" \n")
+    elif kind == "not UTF-8":
+        (folder / "bad" / "a.txt").write_bytes(b"caf\xe9 au lait")
+    elif kind == "no field":
+        (folder / "bad" / "a.jsonl").write_text('{"content": "x"}\n')
+    elif kind == "cut":
+        (folder / "bad" / "a.jsonl.gz").write_bytes(gzip.compress(lines(["x"]))[:-5])
+    elif kind == "no text files":
+        (folder / "bad" / "a.png").write_bytes(b"x")
+
+
+@pytest.mark.parametrize(
+    ("kind", "complaint"),
+    [
+        ("blank", "domain 'bad' holds no text"),
+        ("not UTF-8", r"a.txt is not UTF-8 text \(byte 0xe9"),
+        ("no field", "the text must be in a field 'text'; line 1 of .*a.jsonl has 'content'"),
+        ("cut", "a.jsonl.gz is damaged"),
+        ("no text files", "holds no file of an accepted kind: .txt"),
+        ("empty folder", "holds no file of an accepted kind"),
+    ],
+)
+def test_what_cannot_be_read_is_named_in_one_sentence(tmp_path: Path, kind: str, complaint: str) -> None:
+    write_bad(tmp_path / "held", kind)
+    with pytest.raises(UserError, match=complaint) as raised:
+        load_texts(tmp_path / "held")
+    assert str(raised.value).startswith(f"task 'text:{tmp_path / 'held'}'")
+    assert "data." not in str(raised.value)
+
+
+def test_a_folder_that_is_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="names no folder"):
+        load_texts(tmp_path / "none")
+
+
+def test_domains_that_would_share_a_name_are_refused(tmp_path: Path) -> None:
+    for name in ("a b", "a,b"):
+        (tmp_path / "held" / name).mkdir(parents=True)
+        (tmp_path / "held" / name / "x.txt").write_text("text")
+    assert list(domains(tmp_path / "held")) == ["a b", "a,b"]
+    with pytest.raises(UserError, match="two domains that are written 'text_held_a_b'"):
+        load_texts(tmp_path / "held")
+
+
+# The worst windows
+
+
+def loaded_of(data: DataConfig, model: GPT) -> Any:
+    return SimpleNamespace(model=model, tokenizer=ByteTokenizer(), config=RunConfig(data=data))
+
+
+def test_the_worst_windows_are_those_of_the_held_out_loss(small_corpus: Callable[..., DataConfig]) -> None:
+    data = small_corpus(validation_tokens=2048)
+    torch.manual_seed(0)
+    loaded = loaded_of(data, small_model())
+    found = worst_windows(loaded, count=7)
+    worst = found["worst"]
+    windows = torch.from_numpy(validation_windows(prepare(data), 16, 2048))
+    with torch.no_grad():
+        losses = [
+            torch.nn.functional.cross_entropy(loaded.model(window[None, :-1])[0].double(), window[1:]).item()
+            for window in windows
+        ]
+    assert found["val_loss"] == pytest.approx(np.mean(losses), rel=1e-6)
+    assert found["val_loss_se"] == pytest.approx(np.std(losses, ddof=1) / math.sqrt(len(losses)), rel=1e-5)
+    text = int((windows[:, 1:] != ByteTokenizer().end_of_document).sum())  # a byte token is a byte of text
+    assert found["val_bpb"] == pytest.approx(16 * sum(losses) / math.log(2) / text, rel=1e-6)
+    order = np.argsort([-loss for loss in losses], kind="stable")[:7]
+    assert [one["index"] for one in worst] == order.tolist()
+    for one in worst:
+        assert math.isclose(one["loss"], losses[one["index"]], rel_tol=1e-5)  # float32 logits, in batches
+        expected = ByteTokenizer().decode(windows[one["index"]][1:].numpy())
+        assert one["text"] == expected
+        assert len(expected) <= 16
+
+
+def test_fewer_windows_than_asked_for_are_all_given(small_corpus: Callable[..., DataConfig]) -> None:
+    loaded = loaded_of(small_corpus(validation_tokens=64), small_model())
+    found = worst_windows(loaded)
+    losses = [one["loss"] for one in found["worst"]]
+    assert len(losses) == 4
+    assert losses == sorted(losses, reverse=True)
+    assert math.isclose(sum(losses) / 4, found["val_loss"], rel_tol=1e-12)
+
+
+def test_a_loss_that_is_no_number_stays_no_number(small_corpus: Callable[..., DataConfig]) -> None:
+    model = small_model()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(math.nan)
+    found = worst_windows(loaded_of(small_corpus(validation_tokens=64), model), count=1)
+    assert math.isnan(found["val_loss"])
+    assert math.isnan(found["worst"][0]["loss"])
+
+
+def test_a_corpus_that_is_not_at_hand_is_said(tmp_path: Path) -> None:
+    data = DataConfig(corpus="text", path=str(tmp_path / "none.txt"), cache_dir=str(tmp_path))
+    with pytest.raises(UserError, match="there is no such file"):
+        worst_windows(loaded_of(data, small_model()))

@@ -1,0 +1,388 @@
+"""Allocation: closed forms against numeric searches, every question against an independent one, published examples."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from isoflop import fit
+from isoflop.fit.allocation import allocation
+from isoflop.fit.allocation.allocation import Prices
+from isoflop.fit.flops import FlopsPerToken
+from isoflop.fit.laws.repetition import RepetitionLaw
+from isoflop.train.config import ModelConfig
+from isoflop.train.flops import count_parameters, training_flops_per_token
+from scipy.optimize import minimize_scalar
+
+HOFFMANN = {"E": 1.69, "A": 406.4, "B": 410.7, "alpha": 0.34, "beta": 0.28}
+# The constants of Hoffmann et al. with a digit more, as Sardana et al. 2023 and de Vries 2023 use them.
+SHARPER = {"E": 1.69, "A": 406.4, "B": 410.7, "alpha": 0.336, "beta": 0.283}
+
+
+def chinchilla(constants, N, D):
+    return constants["E"] + constants["A"] / N ** constants["alpha"] + constants["B"] / D ** constants["beta"]
+
+
+def repeating(constants, N, D, U):
+    """Muennighoff et al. 2023, equation 5, with excess parameters as good as fresh ones."""
+    repeats, R = D / U - 1.0, constants["R_D"]
+    return chinchilla(constants, N, U + U * R * -np.expm1(-repeats / R))
+
+
+@dataclass
+class Known:
+    """A law with given constants, as a fitted one shows itself."""
+
+    constants_: dict
+    draws_: dict | None = None
+    form: str = "chinchilla"
+    inputs: tuple = ("N", "D")
+    evaluate: object = field(default=staticmethod(chinchilla))
+
+
+def random_constants(seed, n):
+    """Laws whose terms are both 0.05 to 1.5 at 1e9 parameters and 3e10 tokens."""
+    rng = np.random.default_rng(seed)
+    alpha, beta = rng.uniform(0.2, 0.6, (2, n))
+    size, data = rng.uniform(0.05, 1.5, (2, n))
+    E = rng.uniform(0.5, 2.5, n)
+    return {"E": E, "A": size * 1e9**alpha, "B": data * 3e10**beta, "alpha": alpha, "beta": beta}
+
+
+def each(draws):
+    return [{name: float(v[i]) for name, v in draws.items()} for i in range(len(draws["E"]))]
+
+
+def drawn(seed=0, n=30, **options):
+    draws = random_constants(seed, n)
+    return Known(each(draws)[0], draws, **options)
+
+
+def peer(loss, low, high):
+    """SciPy's bounded minimum in the logarithm, from the best of a grid: the place to 1e-6, its value to rounding."""
+    x = np.linspace(np.log(low), np.log(high), 400)
+    i = int(np.clip(np.argmin([loss(np.exp(v)) for v in x]), 1, len(x) - 2))
+    found = minimize_scalar(
+        lambda v: loss(np.exp(v)), bounds=(x[i - 1], x[i + 1]), method="bounded", options={"xatol": 1e-10}
+    )
+    return np.exp(found.x), found.fun
+
+
+def test_the_closed_form_is_the_search_and_the_search_is_scipys():
+    law = drawn()
+    budgets = np.array([1e18, 1e22, 1e26])
+    closed = allocation.compute_optimal(law, budgets)
+    searched = allocation.compute_optimal(law, budgets, lambda N: 6 * N)
+    # The loss is flat at its minimum, so a search places it to the root of rounding.
+    np.testing.assert_allclose(closed.draws["N"], searched.draws["N"], rtol=1e-6)
+    np.testing.assert_allclose(closed.draws["loss"], searched.draws["loss"], rtol=1e-13)
+    np.testing.assert_allclose(6 * closed.draws["N"] * closed.draws["D"], budgets[:, None] * np.ones(30), rtol=1e-12)
+    for j, constants in enumerate(each(law.draws_)):
+        N, loss = peer(lambda n, c=constants: chinchilla(c, n, 1e22 / 6 / n), 1e3, 1e18)
+        np.testing.assert_allclose(closed.draws["N"][1, j], N, rtol=1e-5)
+        np.testing.assert_allclose(closed.draws["loss"][1, j], loss, rtol=1e-12)
+
+
+def test_another_coefficient_is_another_budget():
+    law = Known(HOFFMANN)
+    eight, six = allocation.compute_optimal(law, 8e21, 8.0), allocation.compute_optimal(law, 6e21)
+    np.testing.assert_allclose([eight.N, eight.D], [six.N, six.D], rtol=1e-13)
+
+
+def test_units_do_not_matter_to_the_search():
+    """N in millions and D in billions: C/6 is then in units of 1e15."""
+    small = HOFFMANN | {"A": HOFFMANN["A"] / 1e6**0.34, "B": HOFFMANN["B"] / 1e9**0.28}
+    plain = allocation.compute_optimal(Known(HOFFMANN), 1e22, lambda N: 6 * N)
+    scaled = allocation.compute_optimal(Known(small), 1e22 / 1e15, lambda N: 6 * N)
+    np.testing.assert_allclose([scaled.N * 1e6, scaled.D * 1e9], [plain.N, plain.D], rtol=1e-6)
+
+
+def test_a_term_that_vanished_sends_the_optimum_to_an_end():
+    for convention in (6.0, lambda N: 6 * N):
+        no_size = allocation.compute_optimal(Known(HOFFMANN | {"A": 0.0}), 1e22, convention)
+        no_data = allocation.compute_optimal(Known(HOFFMANN | {"B": 0.0}), 1e22, convention)
+        flat = allocation.compute_optimal(Known(HOFFMANN | {"alpha": 0.0}), 1e22, 6.0)
+        assert (no_size.N[0], no_size.D[0]) == (0.0, np.inf)
+        assert (no_data.N[0], no_data.D[0]) == (np.inf, 0.0)
+        assert (flat.N[0], flat.D[0]) == (0.0, np.inf)
+        np.testing.assert_allclose([no_size.loss[0], no_data.loss[0]], 1.69, atol=1e-6)
+        np.testing.assert_allclose(flat.loss, 1.69 + 406.4)
+
+
+def test_flops_per_token_are_read_off_runs_and_hold_far_beyond_them():
+    """The exact FLOPs of this project's models, whose width grows with their depth; 6N is 8 % off at the largest."""
+
+    def model(depth):
+        return ModelConfig(depth=depth, width=64 * depth, heads=depth, vocab_size=4096)
+
+    small, large = [model(depth) for depth in range(2, 9)], model(32)
+    N = np.array([count_parameters(m).N_total for m in small], dtype=float)
+    flops = np.array([training_flops_per_token(m, 1024) for m in small], dtype=float)
+    D = np.geomspace(1e8, 1e9, len(N))
+    spend = FlopsPerToken.measured(N, D, flops * D)
+    N_large = float(count_parameters(large).N_total)
+    assert 6 * N_large < 0.93 * training_flops_per_token(large, 1024)
+    np.testing.assert_allclose(spend(N_large), training_flops_per_token(large, 1024), rtol=0.03)
+    exact = FlopsPerToken(6.0, 3e3)
+    np.testing.assert_allclose(FlopsPerToken.measured(N, D, exact(N) * D).attention, 3e3, rtol=1e-9)
+
+
+def test_the_optimum_under_exact_flops_is_scipys():
+    spend = FlopsPerToken(6.0, 2e4)
+    law = drawn(3, 10)
+    found = allocation.compute_optimal(law, 1e20, spend)
+    for j, constants in enumerate(each(law.draws_)):
+        N, loss = peer(lambda n, c=constants: chinchilla(c, n, 1e20 / spend(n)), 1e4, 1e14)
+        np.testing.assert_allclose(found.draws["N"][0, j], N, rtol=1e-5)
+        np.testing.assert_allclose(found.draws["loss"][0, j], loss, rtol=1e-12)
+
+
+def test_a_law_of_another_form_is_searched():
+    def kaplan(c, N, D):
+        return ((c["N_c"] / N) ** (c["alpha_N"] / c["alpha_D"]) + c["D_c"] / D) ** c["alpha_D"]
+
+    constants = {"N_c": 8.8e13, "D_c": 5.4e13, "alpha_N": 0.076, "alpha_D": 0.103}
+    found = allocation.compute_optimal(Known(constants, form="kaplan", evaluate=kaplan), 1e21)
+    N, loss = peer(lambda n: kaplan(constants, n, 1e21 / 6 / n), 1e6, 1e14)
+    np.testing.assert_allclose(found.N, N, rtol=1e-5)
+    np.testing.assert_allclose(found.loss, loss, rtol=1e-12)
+    with pytest.raises(fit.InputError, match="form 'kaplan'"):
+        allocation.overtraining_cost(Known(constants, form="kaplan"), 1e21, size=0.5)
+
+
+def test_few_tokens_cap_a_plain_law_at_one_epoch_and_the_rest_goes_into_size():
+    law = drawn(5)
+    free = allocation.compute_optimal(law, 1e23)
+    for convention, price in ((6.0, lambda n: 6 * n), (FlopsPerToken(6.0, 2e4),) * 2):
+        capped = allocation.token_limited(law, 1e23, 1e11, convention)
+        D, N = capped.draws["D"][0], capped.draws["N"][0]
+        assert (D <= 1e11).all()
+        np.testing.assert_allclose(price(N) * D, 1e23, rtol=1e-9)
+        for j, constants in enumerate(each(law.draws_)):
+            _, loss = peer(lambda n, c=constants, p=price: chinchilla(c, n, min(1e23 / p(n), 1e11)), 1e3, 1e18)
+            np.testing.assert_allclose(capped.draws["loss"][0, j], loss, rtol=1e-7)  # the peer stops beside the kink
+    plenty = allocation.token_limited(law, 1e23, 1e18)
+    np.testing.assert_allclose([plenty.N, plenty.loss], [free.N, free.loss], rtol=1e-12)
+
+
+def test_the_optimum_over_epochs_is_scipys_and_lies_between_one_epoch_and_fresh_tokens():
+    law = drawn(6, 12, form="repetition", inputs=("N", "D", "U"), evaluate=repeating)
+    law.draws_["R_D"] = np.linspace(2.0, 30.0, 12)
+    law.constants_ = each(law.draws_)[0]
+    U, C = 1e10, 1e22
+    found = allocation.token_limited(law, C, U)
+    for j, constants in enumerate(each(law.draws_)):
+
+        def loss(n, c=constants):
+            D = C / 6 / n
+            return repeating(c, n, D, min(U, D))
+
+        N, best = peer(loss, 1e4, 1e18)
+        np.testing.assert_allclose(found.draws["N"][0, j], N, rtol=1e-4)
+        np.testing.assert_allclose(found.draws["loss"][0, j], best, rtol=1e-10)
+    plain = Known(law.constants_, law.draws_)
+    capped, fresh = allocation.token_limited(plain, C, U), allocation.compute_optimal(plain, C)
+    assert (found.draws["loss"] <= capped.draws["loss"] * (1 + 1e-12)).all()
+    assert (found.draws["loss"] >= fresh.draws["loss"] * (1 - 1e-12)).all()
+    np.testing.assert_allclose(found.draws["epochs"], np.maximum(found.draws["D"] / U, 1.0))
+    assert found.more["epochs"][0] > 1.5
+
+
+def test_the_optimum_of_the_repetition_law_is_scipys():
+    """With excess parameters worth less too, at the constants of Muennighoff et al. 2023."""
+    constants = {"E": 1.87, "A": 521.0, "B": 1488.0, "alpha": 0.353, "beta": 0.353, "R_D": 15.4, "R_N": 5.3}
+    law = Known(constants, form="repetition", inputs=RepetitionLaw.inputs, evaluate=RepetitionLaw.evaluate)
+    for U, C in ((25e9, 1e22), (2e9, 1e21), (1e12, 1e21)):
+        found = allocation.token_limited(law, C, U)
+        N, best = peer(lambda n, C=C, U=U: RepetitionLaw.evaluate(constants, n, C / 6 / n, U), 1e4, 1e18)
+        np.testing.assert_allclose(found.N, N, rtol=1e-4)
+        np.testing.assert_allclose(found.loss, best, rtol=1e-12)
+    assert found.more["epochs"][0] == 1.0
+    np.testing.assert_allclose(found.N, allocation.compute_optimal(Known(constants), 1e21).N, rtol=1e-4)
+
+
+def test_serving_moves_the_optimum_to_where_scipy_finds_it():
+    law, served = drawn(7), 3e12
+    goals = allocation.compute_optimal(law, 1e22).draws["loss"][0]
+    for j, constants in enumerate(each(law.draws_)):
+        found = allocation.inference_aware(Known(constants), served, loss=goals[j])
+
+        def cost(n, c=constants, goal=goals[j]):
+            left = goal - c["E"] - c["A"] / n ** c["alpha"]
+            return np.inf if left <= 0 else n * (6 * (c["B"] / left) ** (1 / c["beta"]) + 2 * served)
+
+        N, total = peer(cost, found.N[0] / 30, found.N[0] * 30)
+        np.testing.assert_allclose(found.more["total_flops"], total, rtol=1e-12)
+        np.testing.assert_allclose(found.N, N, rtol=1e-6)
+        np.testing.assert_allclose(chinchilla(constants, found.N, found.D), goals[j], rtol=1e-12)
+        # The best loss of that budget is this loss, reached by this model.
+        dual = allocation.inference_aware(Known(constants), served, budget=found.more["total_flops"])
+        np.testing.assert_allclose([dual.N, dual.D, dual.loss], [found.N, found.D, found.loss], rtol=1e-9)
+        np.testing.assert_allclose(dual.more["saving"], found.more["saving"], atol=1e-9)
+        assert found.more["saving"][0] > 0
+
+
+def test_a_model_that_is_hardly_used_is_the_training_optimum():
+    best = allocation.compute_optimal(Known(HOFFMANN), 1e22)
+    for options in ({"loss": best.loss}, {"budget": 1e22}):
+        found = allocation.inference_aware(Known(HOFFMANN), 1.0, **options)
+        np.testing.assert_allclose([found.N, found.D], [best.N, best.D], rtol=1e-9)
+        np.testing.assert_allclose(found.more["saving"], 0.0, atol=1e-9)
+
+
+def test_the_published_example_of_serving():
+    """Sardana et al. 2023, figure 1: a model of a 13B's quality that serves 2T tokens should be a 7B, which saves 17 %
+    (1.7e22 FLOPs).
+    """
+    law = Known(SHARPER)
+    share = SHARPER["beta"] / (SHARPER["alpha"] + SHARPER["beta"])
+    goal = SHARPER["E"] + SHARPER["A"] / 13e9 ** SHARPER["alpha"] / share
+    found = allocation.inference_aware(law, 2e12, loss=goal)
+    assert round(found.N[0] / 1e9) == 7
+    assert round(found.more["saving"][0], 2) == 0.17
+    saved = found.more["total_flops"] / (1 - found.more["saving"]) * found.more["saving"]
+    np.testing.assert_allclose(saved, 1.7e22, rtol=0.02)
+
+
+def test_prices_weigh_serving_against_training():
+    law, served = Known(HOFFMANN), 1e12
+    even = Prices(2.0, 1e15, 2.0, 1e15, train_mfu=0.4, input_mfu=0.4, output_share=0.0)
+    plain = allocation.inference_aware(law, served, loss=2.1)
+    found = allocation.inference_aware(law, served, loss=2.1, prices=even)
+    np.testing.assert_allclose([found.N, found.D], [plain.N, plain.D], rtol=1e-12)
+    np.testing.assert_allclose(found.more["dollars"], plain.more["total_flops"] * 2.0 / 3600 / 1e15 / 0.4, rtol=1e-12)
+    # Writing at a fortieth of the utilisation is serving forty times the tokens.
+    slow = Prices(2.0, 1e15, 2.0, 1e15, train_mfu=0.4, output_mfu=0.01, output_share=1.0)
+    many = allocation.inference_aware(law, 40 * served, loss=2.1)
+    found = allocation.inference_aware(law, served, loss=2.1, prices=slow)
+    np.testing.assert_allclose([found.N, found.D], [many.N, many.D], rtol=1e-9)
+    dual = allocation.inference_aware(law, served, budget=found.more["dollars"], prices=slow)
+    np.testing.assert_allclose([dual.N, dual.loss], [found.N, found.loss], rtol=1e-9)
+    np.testing.assert_allclose(dual.more["dollars"], found.more["dollars"], rtol=1e-12)
+
+
+def test_a_fixed_size_spends_a_budget_or_says_what_a_loss_needs():
+    law = drawn(8)
+    spent = allocation.fixed_size(law, 1e9, flops=[1e20, 1e22])
+    np.testing.assert_allclose(spent.D, [1e20 / 6e9, 1e22 / 6e9])
+    np.testing.assert_allclose(spent.loss, chinchilla(law.constants_, 1e9, spent.D), rtol=1e-14)
+    needed = allocation.fixed_size(law, 1e9, loss=spent.loss)
+    np.testing.assert_allclose([needed.D, needed.flops], [spent.D, [1e20, 1e22]], rtol=1e-9)
+
+
+def test_a_loss_out_of_reach_costs_infinity_and_counts_in_the_interval():
+    draws = {name: np.full(100, value) for name, value in HOFFMANN.items()}
+    draws["E"] = np.where(np.arange(100) < 10, 2.2, 1.69)  # a tenth of the draws lie above the goal
+    law = Known(HOFFMANN, draws)
+    found = allocation.fixed_size(law, [1e9, 1e7], loss=2.2)
+    assert np.isfinite(found.D[0])
+    assert np.isinf(found.D[1])  # 406.4 / 1e7^0.34 alone is 1.7
+    assert found.interval("flops")[0][1] == np.inf
+    assert np.isfinite(found.interval("flops", level=0.7)[0]).all()
+    served = allocation.inference_aware(law, 1e12, loss=2.2)
+    assert np.isfinite(served.N[0])
+    assert served.interval("N")[0][1] == np.inf
+    assert "∞" in repr(found)
+
+
+def test_with_equal_exponents_the_price_of_overtraining_is_a_hyperbolic_cosine():
+    gamma = 0.3
+    law = Known(HOFFMANN | {"alpha": gamma, "beta": gamma})
+    k = np.array([0.2, 1.0, 4.0, 20.0])
+    found = allocation.overtraining_cost(law, 1e21, ratio=k)
+    np.testing.assert_allclose(1 + found.more["overhead"], np.cosh(gamma * np.log(k) / 2) ** (2 / gamma), rtol=1e-9)
+    best = allocation.compute_optimal(law, 1e21)
+    np.testing.assert_allclose(found.ratio / best.ratio, k, rtol=1e-9)
+    np.testing.assert_allclose(chinchilla(law.constants_, found.N, found.D), best.loss[0], rtol=1e-12)
+
+
+def test_the_price_of_a_smaller_model_is_de_vriess_formula():
+    law = drawn(9)
+    k = 0.6
+    found = allocation.overtraining_cost(law, 1e21, size=k)
+    a, b = law.draws_["alpha"], law.draws_["beta"]
+    with np.errstate(invalid="ignore"):
+        tokens = (1 - (k**-a - 1) * b / a) ** (-1 / b)  # at the optimum the terms stand as beta to alpha
+    expected = np.where(np.isnan(tokens), np.inf, k * tokens - 1)
+    np.testing.assert_allclose(found.draws["overhead"][0], expected, rtol=1e-8)
+
+
+def test_the_smallest_model_for_an_overhead_undoes_the_overhead_of_a_size():
+    law = Known(HOFFMANN)
+    sizes = np.array([0.9, 0.5, 0.2])
+    costs = allocation.overtraining_cost(law, 1e21, size=sizes).more["overhead"]
+    np.testing.assert_allclose(
+        allocation.overtraining_cost(law, 1e24, overhead=costs).more["size"], sizes, rtol=1e-6
+    )  # and the budget does not matter
+    limit = (0.28 / 0.62) ** (1 / 0.34)
+    found = allocation.overtraining_cost(law, 1e21, size=[limit * 1.001, limit * 0.999])
+    assert np.isfinite(found.flops[0])
+    assert np.isinf(found.flops[1])
+
+
+def test_intervals_are_the_percentiles_of_one_answer_a_draw_and_cover_the_truth():
+    rng = np.random.default_rng(0)
+    N, D = 10 ** rng.uniform(7.5, 10.5, 60), 10 ** rng.uniform(9, 12, 60)
+    loss = chinchilla(HOFFMANN, N, D) * np.exp(0.003 * rng.standard_normal(60))
+    law = fit.ChinchillaLaw().fit(N, D, loss).bootstrap(200)
+    truth, questions = Known(HOFFMANN), {}
+    for said, known in ((True, law), (False, truth)):
+        questions[said] = [
+            allocation.compute_optimal(known, 1e22),
+            allocation.token_limited(known, 1e22, 5e10),
+            allocation.inference_aware(known, 1e12, loss=2.3),
+            allocation.inference_aware(known, 1e12, budget=1e22),
+            allocation.fixed_size(known, 1e9, loss=2.5),
+            allocation.overtraining_cost(known, 1e22, overhead=0.2),
+        ]
+    for found, true in zip(*(questions[said] for said in (True, False)), strict=True):
+        assert set(found.intervals) == set(found.values)
+        for name, interval in found.intervals.items():
+            low, high = interval[0]
+            if high <= low * (1 + 1e-9):  # what was asked for
+                continue
+            assert low < found.values[name][0] < high
+            assert low < true.values[name][0] < high, name
+            wider = found.interval(name, 0.999)[0]
+            assert wider[0] <= low
+            assert high <= wider[1]
+    one = {name: v[7] for name, v in law.draws_.items()}
+    alone = allocation.inference_aware(Known(one), 1e12, budget=1e22)
+    np.testing.assert_allclose(questions[True][3].draws["N"][0, 7], alone.N[0], rtol=1e-12)
+    assert truth.draws_ is None
+    assert questions[False][0].intervals == {}
+    assert np.isnan(questions[False][0].interval("N")).all()
+
+
+def test_answers_print_as_a_sentence_and_as_a_table():
+    plain = allocation.compute_optimal(Known(HOFFMANN), 5.76e23)
+    assert repr(plain) == "C = 5.76e23, N = 32.2B, D = 2.98T, D/N = 92.6, loss = 1.9307"
+    shown = allocation.token_limited(drawn(), [1e21, 1e22], 1e10)
+    assert len(repr(shown).splitlines()) == 2
+    assert "epochs = 1.00" in repr(shown)
+    assert "[" in repr(shown)
+    assert shown._repr_html_().count("<tr>") == 3
+    assert "<th>D/N</th>" in shown._repr_html_()
+
+
+WRONG = [
+    (lambda law: allocation.compute_optimal(law, -1e21), "flops is -1e\\+21"),
+    (lambda law: allocation.compute_optimal(law, 1e21, 0.0), "flops_per_token is 0"),
+    (lambda law: allocation.compute_optimal(law, 1e21, level=95), "level is 95"),
+    (lambda law: allocation.compute_optimal(law, 1e21).interval("n"), "interval of 'n'"),
+    (lambda law: allocation.compute_optimal(fit.ChinchillaLaw(), 1e21), "not fitted"),
+    (lambda law: allocation.token_limited(law, [1e21, 1e22], [1e9, 1e10, 1e11]), "flops has 2, unique_tokens has 3"),
+    (lambda law: allocation.fixed_size(law, 1e9), "nothing was given; exactly one of flops, loss"),
+    (lambda law: allocation.fixed_size(law, 1e9, flops=1e21, loss=2.0), "flops and loss was given"),
+    (lambda law: allocation.inference_aware(law, 0.0, loss=2.0), "lifetime_tokens is 0"),
+    (lambda law: allocation.overtraining_cost(law, 1e21, size=np.nan), "size is nan"),
+    (lambda law: Prices(2.0, 1e15, 2.0, 1e15, output_mfu=1.5), "output_mfu is 1.5; it must be a share"),
+    (lambda law: Prices(0.0, 1e15, 2.0, 1e15), "train_hour is 0.0; it must be a finite number above zero"),
+    (lambda law: FlopsPerToken.measured([1e9, 1e9], [1e9, 1e10], [1e19]), "columns differ in length"),
+    (lambda law: allocation.compute_optimal(Known({}, form="x", inputs=("C",)), 1e21), "the law takes C"),
+]
+
+
+@pytest.mark.parametrize(("ask", "said"), WRONG)
+def test_bad_questions_are_refused_in_one_sentence(ask, said):
+    with pytest.raises(fit.InputError, match=said):
+        ask(Known(HOFFMANN))

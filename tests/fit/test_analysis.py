@@ -1,0 +1,204 @@
+"""The whole analysis: the contract's JSON, an answer from whatever the table allows, each warning where it belongs."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import pytest
+from isoflop import fit
+from isoflop.fit.approaches.approaches import QUANTITIES
+from isoflop.fit.checks.checks import run_checks
+
+
+def sweep(budgets=(2e15, 6e15, 2e16, 6e16), sizes=6, noise=0.002, seed=0, **columns):
+    """A sweep's table: exact FLOPs 3 % above 6ND, an intermediate checkpoint for each run, and a known law."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for C in budgets:
+        best = 0.11 * C**0.5
+        for N in best * np.geomspace(0.2, 5, sizes):
+            D = C / (6 * N * 1.03)
+            loss = (1.5 + 40 / N**0.3 + 85 / D**0.3) * np.exp(noise * rng.standard_normal())
+            run = f"{len(rows):010x}"
+            row = {
+                "run_id": run,
+                "state": "done",
+                "budget": C,
+                "N": round(N),
+                "D": D,
+                "loss": loss,
+                "flops": C,
+            } | columns
+            rows.append(row | {"final": False, "step": 1, "D": D / 2, "flops": C / 2, "loss": loss + 0.4})
+            rows.append(row | {"final": True, "step": 2})
+    return pd.DataFrame(rows)
+
+
+def analyze(table, **options):
+    return fit.analyze(fit.read_table(table), **({"targets": (1e18,), "bootstrap": 200} | options))
+
+
+def codes(found):
+    return {w.code for w in found.warnings}
+
+
+def test_a_good_sweep_gets_three_answers_that_agree_and_cover_the_truth():
+    found = analyze(sweep())
+    assert found.interior_minima == 4
+    assert found.verdict.sentence.startswith("The approaches agree within their intervals")
+    truth = (40 / 85) ** (1 / 0.6) * (1e18 / 6) ** 0.5
+    for approach in found.approaches.values():
+        low, high = approach.at(1e18).intervals["N"]
+        assert low < truth < high
+        assert approach.exponent_interval[0] < 0.5 < approach.exponent_interval[1]
+    assert codes(found) <= {"extrapolation"}
+
+
+def test_the_json_is_the_contracts():
+    found = analyze(sweep(), targets=(1e17, 1e18))
+    said = json.loads(json.dumps(found.to_dict(), allow_nan=False))
+    assert list(said["law"]) == ["form", "E", "A", "B", "alpha", "beta"]
+    assert said["law"]["form"] == "chinchilla"
+    assert set(said["ci"]) == {"E", "A", "B", "alpha", "beta"}
+    assert all(low < said["law"][name] < high for name, (low, high) in said["ci"].items())
+    assert set(said["starts"]) == {"tried", "agreeing"}
+    assert said["objective"] == found.law.objective_
+    assert [o["flops"] for o in said["optimal"]] == [1e17, 1e18]
+    for optimum in said["optimal"]:
+        assert {"flops", "N", "D", "loss", "N_ci", "D_ci", "loss_ci"} <= set(optimum)
+        for name in ("N", "D", "loss"):
+            low, high = optimum[f"{name}_ci"]
+            assert low < optimum[name] < high
+    assert set(said["approaches"]) == {"envelope", "isoflop", "parametric"}
+    assert said["interior_minima"] == 4
+    assert all(set(w) == {"code", "message"} for w in said["warnings"])
+    assert {"loss_error", "N_predicted", "N_measured", "steps"} <= set(said["backtest"])
+
+
+def test_the_same_seed_gives_the_same_numbers():
+    first, again, other = (analyze(sweep(), bootstrap=30, seed=seed).to_dict() for seed in (0, 0, 1))
+    assert first == again
+    assert first != other
+
+
+def test_four_runs_still_get_an_analysis_with_no_law():
+    found = analyze(sweep(budgets=(2e15, 6e15), sizes=2))
+    said = found.to_dict()
+    assert said["law"] is None
+    assert said["ci"] == {}
+    assert said["optimal"] == []
+    assert said["objective"] is None
+    assert {"no_parametric", "no_isoflop", "few_sizes", "narrow_span"} <= codes(found)
+    assert "5 parameters" in said["approaches"]["parametric"]["reason"]
+    json.dumps(said, allow_nan=False)
+
+
+@pytest.mark.parametrize("runs", [1, 2, 5, 6, 7])
+def test_any_number_of_runs_gives_an_analysis(runs):
+    table = sweep(noise=0.01)
+    table = table[table.final].sample(runs, random_state=0)
+    json.dumps(analyze(table, bootstrap=20).to_dict(), allow_nan=False)
+
+
+def test_no_bootstrap_means_no_intervals():
+    found = analyze(sweep(), bootstrap=0)
+    assert found.to_dict()["ci"] == {}
+    assert all(e["N_ci"] is None for a in found.to_dict()["approaches"].values() for e in a["optimal"])
+    assert "agreement cannot be judged" in found.verdict.sentence
+
+
+def test_the_backtest_holds_out_the_highest_budget_and_predicts_it():
+    found = analyze(sweep(noise=0.0005))
+    test = found.backtest
+    assert test["held_out_flops"] == 6e16
+    assert test["runs_fitted"] == 18
+    assert test["runs_predicted"] == 6
+    assert test["loss_error"] < 0.003
+    assert 0.8 < test["N_predicted"] / test["N_measured"] < 1.25
+    assert [s["held_out_flops"] for s in test["steps"]] == [2e16, 6e16]
+    train = sweep(noise=0.0005).query("final and budget < 6e16")
+    alone = fit.ChinchillaLaw().fit(train.N, train.D, train.loss)
+    np.testing.assert_allclose(
+        test["predicted"],
+        alone.predict(*(v[found.table.budget == 6e16] for v in (found.table.N, found.table.D))),
+        rtol=1e-9,
+    )
+
+
+def test_bands_contain_their_values_for_every_approach():
+    found = analyze(sweep())
+    C = np.geomspace(2e15, 1e17, 5)
+    for approach in found.approaches.values():
+        values, bands = approach.values(C), approach.bands(C)
+        for name in QUANTITIES:
+            assert (bands[name][:, 0] <= values[name] * (1 + 1e-6)).all(), (approach.key, name)
+            assert (values[name] * (1 - 1e-6) <= bands[name][:, 1]).all(), (approach.key, name)
+
+
+def with_outlier():
+    table = sweep()
+    table.loc[table.index[25], "loss"] *= 1.2
+    return table
+
+
+WARNED = [
+    ("loss_outlier", with_outlier, {}),
+    ("extrapolation", sweep, {"targets": (1e24,)}),
+    ("narrow_span", lambda: sweep(budgets=(2e15, 6e15)), {}),
+    ("few_sizes", lambda: sweep(sizes=4), {}),
+    ("repeated_data", lambda: sweep(epochs=6.0), {}),
+    ("long_warmup", lambda: sweep(warmup_share=0.3), {}),
+    ("flop_convention", lambda: sweep().assign(flops=lambda t: t.flops * 2), {}),
+    ("vertex_refused", lambda: sweep().query("N < 0.09 * budget ** 0.5"), {}),
+    ("units", lambda: sweep().assign(N=lambda t: t.N / 1e6), {}),
+    ("units", lambda: sweep().assign(loss=lambda t: t.loss * 8), {}),
+    ("few_runs", lambda: sweep(budgets=(2e15, 6e16), sizes=4), {}),
+    ("duplicate_runs", lambda: pd.concat([sweep(), sweep().tail(1)]), {}),
+]
+
+
+@pytest.mark.parametrize(("code", "table", "options"), WARNED)
+def test_a_warning_comes_where_it_belongs_and_only_there(code, table, options):
+    assert code in codes(analyze(table(), **({"bootstrap": 50} | options)))
+    assert code not in codes(analyze(sweep(), targets=(1e18,), bootstrap=50))
+
+
+def test_an_approach_that_is_made_to_disagree_is_said_to():
+    """The parametric law of runs of the same budgets whose models are all five times larger."""
+    found = analyze(sweep(noise=0.0005))
+    larger = analyze(sweep(noise=0.0005).assign(N=lambda t: 5 * t.N, D=lambda t: t.D / 5))
+    approaches = found.approaches | {"parametric": larger.approaches["parametric"]}
+    mixed = replace(found, approaches=approaches, verdict=fit.verdict(approaches, found.targets, found.table))
+    assert "approaches_disagree" not in codes(found)
+    assert found.verdict.agree
+    assert "approaches_disagree" in {warning.code for warning in run_checks(mixed)}
+    assert mixed.verdict.agree is False
+
+
+def test_bad_targets_and_resamples_are_one_sentence():
+    runs = fit.read_table(sweep())
+    with pytest.raises(fit.InputError, match="target is -1"):
+        fit.analyze(runs, targets=(-1,))
+    with pytest.raises(fit.InputError, match="target is empty"):
+        fit.analyze(runs, targets=())
+    with pytest.raises(fit.InputError, match="bootstrap is -5"):
+        fit.analyze(runs, bootstrap=-5)
+
+
+def test_a_ladder_of_few_trunks_has_intervals_and_says_what_they_leave_out():
+    rng = np.random.default_rng(3)
+    sizes, ratios = np.geomspace(1e6, 1e8, 4), (10, 20, 40, 80, 160)
+    rows = [
+        {
+            "run_id": f"{i}-{ratio}", "N": N, "D": ratio * N, "trunk": f"{i}-160",
+            "loss": (1.5 + 40 / N**0.3 + 85 / (ratio * N) ** 0.3) * np.exp(0.002 * rng.standard_normal()),
+        }
+        for i, N in enumerate(sizes) for ratio in ratios
+    ]  # fmt: skip
+    found = analyze(pd.DataFrame(rows))
+    assert found.to_dict()["ci"], "four trunks are fewer than five constants, and yet there are intervals"
+    assert "few_trunks" in codes(found)
+    apart = analyze(pd.DataFrame(rows).drop(columns="trunk"))
+    assert "few_trunks" not in codes(apart)
+    assert apart.to_dict()["ci"] == found.to_dict()["ci"]

@@ -1,0 +1,195 @@
+"""The envelope, and the verdict on the three approaches: what they agree on, and evidence for why they do not."""
+
+import numpy as np
+import pandas as pd
+import pytest
+from isoflop import fit
+from isoflop.fit.approaches import approaches as side
+from isoflop.fit.checks.suspects import find_suspects
+
+
+def grid(budgets=(1e18, 1e19, 1e20, 1e21), sizes=6, spread=4.0, centre=1.0):
+    """An exact isoFLOP grid whose optimum is N = 0.05 C^0.5 and whose loss is a parabola in log N around it."""
+    rows = []
+    for C in budgets:
+        best = 0.05 * C**0.5
+        for N in best * centre * np.geomspace(1 / spread, spread, sizes):
+            rows.append((N, C / (6 * N), (1.7 + 800 * C**-0.155) * (1 + 0.04 * np.log(N / best) ** 2), C))
+    return np.array(rows).T
+
+
+def test_the_envelope_is_the_best_run_of_each_budget_and_never_a_worse_one():
+    N, D, loss, C = grid()
+    found = fit.Envelope().fit(N, D, loss, C)
+    assert found.source_ == "final points"
+    np.testing.assert_allclose(found.flops_, [1e18, 1e19, 1e20, 1e21])
+    np.testing.assert_allclose(found.loss_, [loss[c == C].min() for c in (1e18, 1e19, 1e20, 1e21)])
+    np.testing.assert_allclose(found.N_law_.p_, 0.5, rtol=1e-9)
+    np.testing.assert_array_equal(found.edges_, 0)
+    loss[C == 1e20] += 2.0  # a budget that improves on nothing cheaper is not on the envelope
+    assert 1e20 not in fit.Envelope().fit(N, D, loss, C).flops_
+
+
+def test_the_envelopes_interval_knows_the_spacing_of_the_sizes():
+    widths = {}
+    for sizes in (5, 41):
+        N, D, loss, C = grid(sizes=sizes)
+        law = fit.Envelope().fit(N, D, loss, C).bootstrap(200).N_law_
+        low, high = law.interval("p")
+        assert low < 0.5 < high
+        widths[sizes] = high - low
+    assert widths[41] < widths[5]
+
+
+def test_an_envelope_of_constant_rate_curves_finds_the_crossing_points():
+    """L = E + A/N^0.3 + B/D^0.3: among curves of all sizes the envelope follows the law's own optimum."""
+    curves, sizes = [], {}
+    for i, N in enumerate(np.geomspace(1e6, 1e9, 40)):
+        D = np.geomspace(N * 0.3, N * 3000, 80)
+        loss = 1.5 + 60 / N**0.3 + 60 / D**0.3
+        curves.append(pd.DataFrame({"run_id": f"r{i}", "tokens": D, "flops": 6 * N * D, "loss": loss}))
+        sizes[f"r{i}"] = N
+    found = fit.Envelope().fit_curves(pd.concat(curves), sizes)
+    assert found.source_ == "loss curves"
+    np.testing.assert_allclose(found.N_, (found.flops_ / 6) ** 0.5, rtol=0.12)  # sizes are 19 % apart
+    np.testing.assert_allclose(found.N_law_.p_, 0.5, atol=0.01)
+    # At the lowest and the highest C a smallest or a largest model wins for want of rivals.
+    assert found.edges_ > 5
+    assert found.N_.min() > 1e6
+    assert found.N_.max() < 1e9
+    with pytest.raises(fit.InputError, match="no bootstrap"):
+        found.bootstrap(10)
+    with pytest.raises(fit.InputError, match="no column 'tokens'"):
+        fit.Envelope().fit_curves(pd.concat(curves).drop(columns="tokens"), sizes)
+    with pytest.raises(fit.InputError, match="no run of the table"):
+        fit.Envelope().fit_curves(pd.concat(curves), {})
+
+
+def test_an_envelope_of_curves_stops_where_the_decay_begins():
+    """A decay over the last fifth lowers the loss by 5 %, at another C in every curve."""
+    curves, sizes = [], {}
+    for i, N in enumerate(np.geomspace(1e6, 1e8, 15)):
+        D = np.linspace(0.02, 1.0, 100) * 300 * N**0.9 * 1e7**0.1
+        loss = (1.5 + 60 / N**0.3 + 60 / D**0.3) * (1 - 0.25 * np.maximum(D / D[-1] - 0.8, 0.0))
+        curves.append(pd.DataFrame({"run_id": i, "tokens": D, "flops": 6 * N * D, "loss": loss}))
+        sizes[str(i)] = N
+    whole, stable = (fit.Envelope().fit_curves(pd.concat(curves), sizes, until) for until in (1.0, 0.8))
+    np.testing.assert_allclose(stable.N_, (stable.flops_ / 6) ** 0.5, rtol=0.2)  # sizes are 39 % apart
+    # With the decay the winner is always the curve that is just ending, the smallest of those that get so far.
+    assert whole.N_law_ is None
+    assert whole.edges_ > 5
+    with pytest.raises(fit.InputError, match="until is 0"):
+        fit.Envelope().fit_curves(pd.concat(curves), sizes, 0.0)
+
+
+def test_a_winner_at_an_end_of_its_sizes_is_no_optimum():
+    N, D, loss, C = grid(centre=6.0)
+    found = fit.Envelope().fit(N, D, loss, C).bootstrap(20)
+    assert found.edges_ == 4
+    assert len(found.flops_) == 0
+    assert side.envelope(found).reason == "0 levels of compute improve on cheaper ones, and a law in C needs 2"
+
+
+def sweep(budgets=(2e15, 6e15, 2e16, 6e16), sizes=6, noise=0.0005, alpha=0.3, beta=0.3, spread=5.0, seed=0):
+    """Runs of L = 1.5 + A/N^alpha + B/D^beta whose optimum at 1e16 FLOPs is near 1e7 parameters."""
+    rng = np.random.default_rng(seed)
+    A, B = 40 * 1e7 ** (alpha - 0.3), 85 * 1.7e8 ** (beta - 0.3)
+    rows = []
+    for C in budgets:
+        best = (alpha * A / (beta * B)) ** (1 / (alpha + beta)) * (C / 6) ** (beta / (alpha + beta))
+        for N in best * np.geomspace(1 / spread, spread, sizes):
+            D = C / (6 * N)
+            loss = (1.5 + A / N**alpha + B / D**beta) * np.exp(noise * rng.standard_normal())
+            rows.append({"run_id": f"r{len(rows)}", "budget": C, "N": N, "D": D, "flops": C, "loss": loss})
+    return pd.DataFrame(rows)
+
+
+def judged(frame, bootstrap=60, method="parabola"):
+    """A table and its three approaches."""
+    t = fit.read_table(frame)
+    law = fit.ChinchillaLaw().fit(t.N, t.D, t.loss)
+    profiles = fit.IsoflopProfiles(method).fit(t.N, t.D, t.loss, t.flops, t.budget)
+    envelope = fit.Envelope().fit(t.N, t.D, t.loss, t.flops, t.budget)
+    if bootstrap:
+        for one in (law, profiles, envelope):
+            one.bootstrap(bootstrap)
+    return t, {
+        "envelope": side.envelope(envelope),
+        "isoflop": side.isoflop(profiles),
+        "parametric": side.parametric(law, ""),
+    }
+
+
+def test_approaches_that_agree_are_said_to_with_how_little_that_says():
+    table, found = judged(sweep())
+    verdict = side.verdict(found, (1e18,), table)
+    assert verdict.agree is True
+    assert verdict.suspects == ()
+    widest = max(np.divide(*a.at(1e18).intervals["N"][::-1]) for a in found.values())
+    assert verdict.sentence == (
+        f"The approaches agree within their intervals, which span up to a factor of {widest:.2g} in N."
+    )
+
+
+def test_without_intervals_or_rivals_nothing_is_judged():
+    table, found = judged(sweep(), bootstrap=0)
+    assert side.verdict(found, (1e18,), table).agree is None
+    alone = {"isoflop": found["isoflop"], "parametric": side.parametric(None, "too few runs")}
+    verdict = side.verdict(alone, (1e18,), table)
+    assert verdict.agree is None
+    assert "nothing confirms it" in verdict.sentence
+
+
+def test_approaches_that_disagree_are_named_with_their_sizes_and_the_suspects():
+    """D grows faster than the FLOPs say, which bends the parametric law and leaves the vertices in N where they are."""
+    table, found = judged(sweep().assign(D=lambda t: t.D * (t.budget / 2e15) ** 0.7))
+    verdict = side.verdict(found, (1e18,), table)
+    assert verdict.agree is False
+    assert verdict.sentence.startswith("The approaches disagree beyond their intervals: ")
+    for clash in side.clashes(found, (6e16, 1e18)):
+        one, two = (found[key].at(clash.flops) for key in clash.keys)
+        assert str(clash) in verdict.sentence
+        assert clash.N == (one.N, two.N)
+        low, high = sorted((one.intervals["N"], two.intervals["N"]))
+        assert low[1] < high[0]
+    assert verdict.suspects[0].startswith("FLOPs are 0.09 to 1.00 times 6ND")
+
+
+def with_outlier():
+    return sweep().assign(loss=lambda t: np.where(t.index == 13, t.loss * 1.1, t.loss))
+
+
+def bent():
+    """The optimum flattens: each budget's sizes, and with them the losses, are shifted."""
+    frame = sweep(budgets=np.geomspace(1e15, 1e17, 6), noise=0.0002)
+    shift = np.exp(-0.08 * np.log(frame.budget / 1e16) ** 2)
+    return frame.assign(N=frame.N * shift, D=frame.D / shift)
+
+
+SUSPECTS = [
+    ("times 6ND", lambda: sweep().assign(flops=lambda t: t.flops * 1.5)),
+    ("Embeddings are", lambda: sweep().assign(N_non_embedding=lambda t: t.N - 1000 * t.N**0.5)),
+    ("of 24 runs do not follow", with_outlier),
+    ("The parametric fit holds beta", lambda: sweep().assign(loss=lambda t: 1.5 + 40 / t.N**0.3)),
+    ("isoFLOP vertices are refused (2e15 FLOPs)", lambda: sweep().query("budget > 3e15 or N > 6e6")),
+    ("fewer than 5 sizes", lambda: sweep(sizes=4)),
+    ("isoFLOP profiles are lopsided", lambda: sweep(alpha=0.8, beta=0.25)),
+    ("flattens with C", bent),
+    ("won by the smallest or largest size", lambda: sweep().query("budget > 3e15 or N > 6e6")),
+    ("envelope rests on 3 points", lambda: sweep(budgets=(2e15, 6e15, 6e16))),
+    ("a factor of 3 in C", lambda: sweep(budgets=(2e15, 3e15, 6e15))),
+]
+
+
+@pytest.mark.parametrize(("said", "frame"), SUSPECTS)
+def test_a_suspect_is_named_where_the_runs_show_it_and_only_there(said, frame):
+    table, found = judged(frame())
+    assert said in " ".join(find_suspects(found, {6e16}, table))
+    table, found = judged(sweep())
+    assert find_suspects(found, {6e16}, table) == ()
+
+
+def test_a_disagreement_beyond_the_runs_alone_is_one_of_extrapolation():
+    table, found = judged(sweep())
+    (said,) = find_suspects(found, {6e18}, table)
+    assert said.startswith("They agree at the largest run and differ only 100 times beyond it")

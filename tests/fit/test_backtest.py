@@ -1,0 +1,157 @@
+"""The backtest: each step is a fit to the cheaper runs alone, and leaving a rung out is a fit without it."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from isoflop import fit
+from isoflop.fit.approaches.backtest import MOVED, backtest, hold_out, leave_one_out
+
+TARGET = 1e18
+
+
+def runs(noise=0.001, budgets=(2e15, 6e15, 2e16, 6e16), sizes=6, seed=0):
+    """L = 1.5 + 40/N^0.3 + 85/D^0.3 on the same sizes at every budget, as a ladder has them."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for C in budgets:
+        for N in 0.11 * 1e8 * np.geomspace(0.2, 5, sizes):
+            D = C / (6 * N)
+            loss = (1.5 + 40 / N**0.3 + 85 / D**0.3) * np.exp(noise * rng.standard_normal())
+            rows.append({"budget": C, "N": N, "D": D, "flops": C, "loss": loss})
+    return pd.DataFrame(rows)
+
+
+def fitted(frame, bootstrap=0, **options):
+    """Table, profiles and law."""
+    t = fit.read_table(frame)
+    profiles = fit.IsoflopProfiles(**options).fit(t.N, t.D, t.loss, t.flops, t.budget)
+    law = fit.ChinchillaLaw().fit(t.N, t.D, t.loss)
+    return t, profiles, law.bootstrap(bootstrap) if bootstrap else law
+
+
+def influence(frame, bootstrap=0):
+    t, profiles, law = fitted(frame, bootstrap)
+    return t, law, leave_one_out(t, law, profiles.labels_, profiles.budgets_, TARGET)
+
+
+def test_each_step_is_a_fit_to_the_cheaper_runs_alone():
+    t, profiles, law = fitted(runs())
+    steps = backtest(t, profiles, law, TARGET)["steps"]
+    assert [s["held_out_flops"] for s in steps] == [2e16, 6e16]  # one budget alone is collinear
+    for s in steps:
+        cheap, held = t.flops < s["held_out_flops"], t.flops == s["held_out_flops"]
+        beyond = t.flops >= s["held_out_flops"]
+        alone = fit.ChinchillaLaw().fit(t.N[cheap], t.D[cheap], t.loss[cheap])
+        error = alone.predict(t.N, t.D) / t.loss - 1
+        np.testing.assert_allclose(s["loss_error"], np.abs(error[held]).mean(), rtol=1e-6)
+        np.testing.assert_allclose(s["loss_bias"], error[held].mean(), rtol=1e-6)
+        np.testing.assert_allclose(s["loss_error_beyond"], np.abs(error[beyond]).mean(), rtol=1e-6)
+        np.testing.assert_allclose(s["tokens_per_parameter_at_target"], alone.optimal(TARGET).ratio, rtol=1e-6)
+        assert s["runs_beyond"] == beyond.sum()
+        assert hold_out(t, s["held_out_flops"], TARGET, law)["loss_error"] == s["loss_error_beyond"]
+
+
+@pytest.mark.parametrize("method", ["parabola", "akima"])
+def test_approach_2_is_asked_for_the_same_budget_by_the_same_method(method):
+    budgets = (1e14, 1e15, 1e16, 1e17)
+    rows = [
+        (C, N, C / (6 * N), 1.5 + 300 * C**-0.15 + 0.02 * np.log(N / (0.1 * C**0.5)) ** 2)
+        for C in budgets
+        for N in 0.1 * C**0.5 * np.geomspace(0.2, 5, 7)
+    ]
+    frame = pd.DataFrame(rows, columns=["budget", "N", "D", "loss"]).assign(flops=lambda t: t.budget)
+    last = backtest(*fitted(frame, method=method), 1e18)["steps"][-1]
+    np.testing.assert_allclose(last["N_predicted_isoflop"], 0.1 * 1e17**0.5, rtol=1e-6)
+    np.testing.assert_allclose(last["N_measured"], 0.1 * 1e17**0.5, rtol=1e-6)
+    np.testing.assert_allclose(last["tokens_per_parameter_predicted_isoflop"], 1 / 0.06, rtol=1e-6)
+    np.testing.assert_allclose(last["tokens_per_parameter_at_target_isoflop"], 1 / 0.06, rtol=1e-6)
+
+
+def test_leaving_a_rung_or_a_budget_out_is_a_fit_without_it():
+    t, law, found = influence(runs(noise=0.003), bootstrap=100)
+    assert [(e["kind"], e["runs"]) for e in found["left_out"]] == [("size", 4)] * 6 + [("budget", 6)] * 4
+    full = law.optimal(TARGET)
+    for e in found["left_out"]:
+        kept = np.abs((t.N if e["kind"] == "size" else t.flops) / e["value"] - 1) > 1e-9
+        alone = fit.ChinchillaLaw().fit(t.N[kept], t.D[kept], t.loss[kept])
+        best = alone.optimal(TARGET)
+        said = [e[name] for name in ("alpha", "beta", "N", "tokens_per_parameter", "loss")]
+        np.testing.assert_allclose(said, [alone.alpha_, alone.beta_, best.N[0], best.ratio[0], best.loss[0]], rtol=1e-6)
+        low, high = law.interval("alpha")
+        np.testing.assert_allclose(e["moves"]["alpha"], (alone.alpha_ - law.alpha_) / (high - low), rtol=1e-5)
+        low, high = full.interval("N")[0]
+        np.testing.assert_allclose(e["moves"]["N"], np.log(best.N[0] / full.N[0]) / np.log(high / low), rtol=1e-5)
+
+
+def test_the_most_influential_rung_is_the_one_with_the_largest_move():
+    """A smallest size that is 1 % off is named; in the middle of the design the law would hardly feel it."""
+    frame = runs(noise=0.0005, sizes=8)
+    size = frame.N.min()
+    off = frame.assign(loss=frame.loss.where(size < frame.N, frame.loss * 1.01))
+    most = {}
+    for name, table in (("clean", frame), ("off", off)):
+        _, _, found = influence(table, bootstrap=100)
+        most[name] = found["most"]
+        largest = max(abs(move) for e in found["left_out"] for move in e["moves"].values())
+        assert abs(most[name]["moves"][most[name]["moved"]]) == largest
+        assert most[name]["moved"] in MOVED
+    assert most["off"]["kind"] == "size"
+    np.testing.assert_allclose(most["off"]["value"], size, rtol=1e-12)
+
+
+def test_without_intervals_the_largest_move_is_that_of_the_size():
+    _, law, found = influence(runs(noise=0.003))
+    assert all(move is None for e in found["left_out"] for move in e["moves"].values())
+    N = law.optimal(TARGET).N[0]
+    assert found["most"]["moved"] == "N"
+    assert abs(np.log(found["most"]["N"] / N)) == max(abs(np.log(e["N"] / N)) for e in found["left_out"])
+
+
+def test_what_cannot_be_fitted_without_a_rung_is_said_to_have_no_answer():
+    two = runs(noise=0.0, budgets=(2e15, 6e16), sizes=4)
+    _, _, found = influence(two)
+    by_kind = {kind: [e["N"] for e in found["left_out"] if e["kind"] == kind] for kind in ("size", "budget")}
+    assert None not in by_kind["size"]  # six runs are left, one more than the law has constants
+    assert by_kind["budget"] == [None, None]
+    same = pd.concat([runs(budgets=(6e16,), sizes=6), runs(budgets=(2e15,), sizes=3)])
+    t, profiles, _ = fitted(same)
+    assert backtest(t, profiles, None, TARGET)["influence"] is None
+
+
+def test_a_hold_out_needs_runs_on_both_sides():
+    t, _, law = fitted(runs())
+    with pytest.raises(fit.InputError, match=r"below is 1e\+17 FLOPs; it must be at most the largest run, 6e\+16"):
+        hold_out(t, 1e17, TARGET, law)
+    with pytest.raises(fit.InputError, match="no cheaper run"):
+        hold_out(t, 1e10, TARGET, law)
+
+
+@pytest.fixture(scope="module")
+def epoch():
+    path = Path(os.environ["ISOFLOP_DATA"]) / "epoch" / "svg_extracted_data.csv"
+    columns = {"N": "Model Size", "flops": "Training FLOP"}
+    table = fit.read_table(path, columns, derive_d="6nd", drop_worst=5)
+    return table, fit.ChinchillaLaw().fit(table.N, table.D, table.loss).bootstrap(400)
+
+
+@pytest.mark.published
+def test_below_1e21_flops_the_epoch_data_predict_loss_to_1_percent_and_halve_tokens_per_parameter(epoch):
+    table, law = epoch
+    found = hold_out(table, 1e21, 5.76e23, law)
+    assert (found["runs_fitted"], found["runs_predicted"]) == (217, 23)
+    np.testing.assert_allclose(found["loss_error"], 0.0105, atol=5e-5)
+    np.testing.assert_allclose(found["tokens_per_parameter_at_target"], 8.59, atol=0.005)
+    np.testing.assert_allclose(found["tokens_per_parameter_at_target_full"], 17.92, atol=0.005)
+
+
+@pytest.mark.published
+def test_one_budget_of_the_epoch_data_decides_tokens_per_parameter(epoch):
+    table, law = epoch
+    profiles = fit.IsoflopProfiles().fit(table.N, table.D, table.loss, table.flops)
+    most = leave_one_out(table, law, profiles.labels_, profiles.budgets_, 5.76e23)["most"]
+    assert (most["kind"], most["runs"]) == ("budget", 19)
+    np.testing.assert_allclose(most["value"], 9.3e18, rtol=0.01)
+    np.testing.assert_allclose(most["tokens_per_parameter"], 39.6, atol=0.1)

@@ -1,0 +1,191 @@
+"""Conventions: a family of models whose optimum is known under every count, and runs of Porian et al."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from isoflop import fit
+from isoflop.fit.approaches.conventions import by_convention
+from isoflop.fit.flops import FlopsPerToken
+from isoflop.train.config import ModelConfig
+from isoflop.train.flops import count_parameters, training_flops_per_token
+
+E, A, B, ALPHA, BETA = 1.8, 480.0, 2100.0, 0.35, 0.37
+VOCABULARY, CONTEXT = 50_000, 2048
+BUDGETS = (1e17, 3e17, 1e18, 3e18, 1e19, 3e19)
+
+
+def models(width):
+    """Tied embeddings of 50k x width, width / 64 layers of 12 width^2: two counts of N, and exact FLOPs a token."""
+    inner = 12 * width**3 / 64
+    total = inner + VOCABULARY * width
+    return {"N_total": total, "N_non_embedding": inner, "exact": 6 * total + 12 * width**2 / 64 * CONTEXT}
+
+
+def loss_of(total, D):
+    return E + A / total**ALPHA + B / D**BETA
+
+
+def family(noise=0.0005, own="exact", sizes=9, seed=0):
+    """IsoFLOP runs whose loss is a law in N_total, at budgets in the FLOPs that `own` names."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for C in BUDGETS:
+        best = (ALPHA * A / (BETA * B)) ** (1 / (ALPHA + BETA)) * (C / 6) ** (BETA / (ALPHA + BETA))
+        widths = np.geomspace(16, 8192, 20_001)
+        centre = widths[np.argmin(np.abs(models(widths)["N_total"] - best))]
+        for m in map(models, centre * np.geomspace(0.55, 1.8, sizes)):
+            D = C / (m["exact"] if own == "exact" else 6 * m[own])
+            loss = loss_of(m["N_total"], D) * np.exp(noise * rng.standard_normal())
+            row = {"budget": C, "D": D, "loss": loss, "N_total": m["N_total"], "N_kaplan": m["N_non_embedding"]}
+            rows.append(row | {"flops": C, "flops_exact": m["exact"] * D})
+    return pd.DataFrame(rows)
+
+
+def best(C, count, spend):
+    """The optimal size under a convention, by the lowest loss of 200,000 widths: for C (m,), in `count`."""
+    m = models(np.geomspace(8, 65536, 200_001))
+    each = m["exact"] if spend == "exact" else 6 * m[count]
+    return np.array([m[count][np.argmin(loss_of(m["N_total"], c / each))] for c in np.atleast_1d(C)])
+
+
+def truth(row):
+    """The mean slope of N*(C) over the budgets of a row's profiles."""
+    C = np.array([p.flops for p in row.approaches["isoflop"].profiles.accepted_])[[0, -1]]
+    count = {"N_kaplan": "N_non_embedding"}.get(row.parameters, row.parameters)
+    return np.diff(np.log(best(C, count, row.flops)))[0] / np.log(C[1] / C[0])
+
+
+@pytest.fixture(scope="module")
+def rows():
+    found = by_convention(fit.read_table(family()), targets=(1e21,), bootstrap=60)
+    return {(row.parameters, row.flops): row for row in found}
+
+
+def test_there_is_a_row_for_every_count_and_the_tables_own_is_marked(rows):
+    assert set(rows) == {(count, flops) for count in ("N_total", "N_kaplan") for flops in ("6nd", "exact")}
+    assert [key for key, row in rows.items() if row.own] == [("N_total", "exact")]
+
+
+def test_under_the_count_in_which_loss_is_a_law_every_exponent_is_the_closed_form(rows):
+    row = rows["N_total", "6nd"]
+    a = BETA / (ALPHA + BETA)
+    assert abs(row.approaches["isoflop"].exponent - a) < 0.01
+    assert abs(row.approaches["parametric"].exponent - a) < 0.003
+    low, high = row.approaches["parametric"].exponent_interval
+    assert low < a < high
+    np.testing.assert_allclose(row.approaches["parametric"].at(1e21).N, best(1e21, "N_total", "6nd"), rtol=0.05)
+
+
+def test_under_exact_flops_approach_3_allocates_under_those(rows):
+    approach = rows["N_total", "exact"].approaches["parametric"]
+    np.testing.assert_allclose(approach.exponent, truth(rows["N_total", "exact"]), atol=0.004)
+    # A hundred times beyond the runs: p and q are of the family, so the allocation is too.
+    for C in (1e18, 1e21):
+        np.testing.assert_allclose(approach.at(C).N, best(C, "N_total", "exact"), rtol=0.05)
+    low, high = approach.exponent_interval
+    assert low < approach.exponent < high
+
+
+def test_without_embeddings_the_exponent_is_the_numeric_optimums_and_far_from_the_other(rows):
+    """Loss is a law in N_total only: in N_kaplan approach 2 finds the optimum, approach 3 the best of a wrong form."""
+    for flops, shift in (("6nd", 0.24), ("exact", 0.18)):
+        row, other = rows["N_kaplan", flops], rows["N_total", flops]
+        assert truth(row) - truth(other) > shift
+        for key, tolerance in (("isoflop", 0.03), ("parametric", 0.08)):
+            assert abs(row.approaches[key].exponent - truth(row)) < tolerance
+            assert row.approaches[key].exponent - other.approaches[key].exponent > shift - tolerance
+        for p in row.approaches["isoflop"].profiles.accepted_:
+            np.testing.assert_allclose(p.N_best, best(p.flops, "N_non_embedding", flops), rtol=0.06)
+    assert rows["N_kaplan", "6nd"].moved > 2
+    assert rows["N_kaplan", "exact"].moved == 1.0
+
+
+def test_a_parabola_is_led_astray_by_a_count_under_which_the_profiles_are_lopsided():
+    row = by_convention(fit.read_table(family()), method="parabola")[2]
+    assert (row.parameters, row.flops) == ("N_kaplan", "6nd")
+    profiles = row.approaches["isoflop"].profiles
+    assert profiles.lopsidedness()[0] > 10
+    off = [np.log(p.N_best / best(p.flops, "N_non_embedding", "6nd")[0]) for p in profiles.accepted_]
+    assert max(off) > 0.2
+    assert min(off) < -0.06
+
+
+def test_moving_runs_to_a_shared_budget_finds_the_optimum_that_runs_there_find():
+    """Planned under one convention and read under another, against runs planned under the other."""
+    moved, planned = (
+        {(r.parameters, r.flops): r for r in by_convention(fit.read_table(family(own=own)))}["N_total", "6nd"]
+        for own in ("exact", "N_total")
+    )
+    assert moved.moved > 1.05
+    assert planned.moved == 1.0
+    assert planned.own
+    one, two = (row.approaches["isoflop"].N_law.predict(1e18) for row in (moved, planned))
+    np.testing.assert_allclose(one, two, rtol=0.03)
+
+
+def test_the_own_row_is_the_fit_of_the_table():
+    table = fit.read_table(
+        family().drop(columns=["N_kaplan", "flops_exact"]).assign(flops=lambda t: 6 * t.N_total * t.D)
+    )
+    (row,) = by_convention(table, bootstrap=20)
+    assert row.own
+    law = fit.ChinchillaLaw().fit(table.N, table.D, table.loss).bootstrap(20, groups=table.run_id)
+    profiles = fit.IsoflopProfiles("cubic").fit(table.N, table.D, table.loss, table.flops, table.budget).bootstrap(20)
+    envelope = fit.Envelope().fit(table.N, table.D, table.loss, table.flops, table.budget)
+    exponents = [row.approaches[key].exponent for key in ("parametric", "isoflop", "envelope")]
+    assert exponents == [law.exponents_[0], profiles.N_law_.p_, envelope.N_law_.p_]
+    intervals = [row.approaches[key].exponent_interval for key in ("parametric", "isoflop")]
+    assert intervals == [law.interval("a"), profiles.N_law_.interval("p")]
+
+
+def test_a_count_that_is_missing_or_zero_is_left_out_with_the_reason():
+    frame = family()
+    frame.loc[3, "N_kaplan"] = 0.0
+    frame.loc[4:5, "flops_exact"] = np.nan
+    found = {(r.parameters, r.flops): r for r in by_convention(fit.read_table(frame))}
+    assert found["N_kaplan", "6nd"].reason == "N_kaplan is missing or zero in 1 of 54 runs"
+    assert found["N_total", "exact"].reason == "flops_exact is missing or zero in 2 of 54 runs"
+    assert found["N_total", "6nd"].reason == ""
+    assert found["N_kaplan", "6nd"].to_dict()["approaches"] == {}
+    assert "left out" in repr(found["N_kaplan", "6nd"])
+    plain = family()[["N_total", "D", "loss"]].rename(columns={"N_total": "N"})
+    (only,) = by_convention(fit.read_table(plain))
+    assert (only.parameters, only.flops, only.own) == ("N", "6nd", True)
+
+
+def test_flops_of_a_size_follow_this_projects_own_counts_a_thousand_times_beyond_the_runs():
+    def at(depth):
+        model = ModelConfig(width=64 * depth, depth=depth, heads=depth, vocab_size=32_000)
+        return count_parameters(model).N_total, training_flops_per_token(model, 2048)
+
+    N, each = np.array([at(depth) for depth in range(2, 9)], dtype=float).T
+    D = np.full(len(N), 1e9)
+    spend = FlopsPerToken.measured(N, D, each * D)
+    np.testing.assert_allclose(spend(N), each, rtol=0.02)  # hidden widths are rounded to multiples
+    large, exact = at(80)
+    assert large > 1000 * N.max() / 3
+    np.testing.assert_allclose(spend(np.array([large])), exact, rtol=0.02)
+    assert each[-1] / N[-1] > 1.08 * exact / large  # so a constant 6N, or the runs' mean, would miss by more
+    doubled = FlopsPerToken.measured(N, D, 12 * N * D)
+    np.testing.assert_allclose(doubled(np.array([1e7, 1e12])), 12 * np.array([1e7, 1e12]), rtol=1e-12)
+
+
+@pytest.mark.published
+def test_the_same_runs_of_porian_et_al_move_by_a_sixth_between_counts():
+    """Their tuned runs: the counts differ by an output head of 50432 x width, which every size pins down exactly."""
+    points = pd.read_csv(Path(os.environ["ISOFLOP_DATA"]) / "porian" / "isoflop_points.csv")
+    kaplan = points.query("dataset == 'rw' and hparams == 'base' and param_count == 'kaplan'").n.unique()
+    tuned = points.query("file == 'summary_df' and dataset == 'rw' and hparams == 'tuned' and val == 'val'")
+    counts = dict(zip(np.sort(tuned.n.unique()), np.sort(kaplan), strict=True))
+    heads = (np.array(list(counts)) - np.array(list(counts.values()))) / 50432
+    np.testing.assert_array_equal(heads, np.round(heads))
+    frame = tuned.assign(
+        N_total=tuned.n, N_kaplan=tuned.n.map(counts), D=tuned.flops / (6 * tuned.n), budget=tuned.flops
+    )
+    found = by_convention(fit.read_table(frame.drop(columns="n")), (5.88e23,), method="akima")
+    a = {row.parameters: row.approaches["isoflop"].exponent for row in found if row.flops == "6nd"}
+    assert 0.4907 < a["N_total"] < 0.5045  # their interval for these runs
+    assert 0.64 < a["N_kaplan"] < 0.72  # theirs, with a longer warm-up and training loss: 0.703 to 0.721

@@ -1,0 +1,89 @@
+"""The critical batch: McCandlish's hyperbola, Kaplan's and Zhang's laws of it, and where a run first reaches a loss."""
+
+import numpy as np
+import pytest
+from isoflop import fit
+from isoflop.fit.hyperparameters.critical_batch import CriticalBatchLaw, tokens_to_loss
+from isoflop.fit.hyperparameters.hyperparameters import HyperparameterLaw
+from scipy.optimize import least_squares
+
+E_MIN, S_MIN = 2e9, 5000.0
+B_CRIT = E_MIN / S_MIN
+BATCH = np.geomspace(B_CRIT / 30, B_CRIT * 30, 10)
+
+
+def tokens(noise=0.0, seed=0):
+    return E_MIN * (1 + BATCH / B_CRIT) * np.exp(noise * np.random.default_rng(seed).standard_normal(len(BATCH)))
+
+
+def test_exact_pairs_of_steps_and_tokens_give_the_hyperbola_back():
+    E = tokens()
+    S = E / BATCH
+    np.testing.assert_allclose((S / S_MIN - 1) * (E / E_MIN - 1), 1.0, rtol=1e-10)  # McCandlish et al., equation 2.11
+    law = CriticalBatchLaw().fit(E / S, E)
+    np.testing.assert_allclose([law.E_min_, law.S_min_, law.B_crit_], [E_MIN, S_MIN, B_CRIT], rtol=1e-8)
+    np.testing.assert_allclose(law.predict(batch=B_CRIT), 2 * E_MIN, rtol=1e-8)
+    np.testing.assert_allclose(law.predict(0.2 * B_CRIT), 1.2 * E_MIN, rtol=1e-8)  # Zhang et al.'s 20 %
+
+
+def test_the_fit_is_where_scipys_least_squares_ends():
+    E = tokens(noise=0.1, seed=1)
+    law = CriticalBatchLaw().fit(BATCH, E)
+    peer = least_squares(
+        lambda t: np.log(np.exp(t[0]) + np.exp(t[1]) * BATCH) - np.log(E), np.log([1e9, 1e4]), xtol=1e-14, gtol=1e-14
+    )
+    np.testing.assert_allclose(law.objective_, peer.cost, rtol=1e-10)
+    np.testing.assert_allclose(np.log([law.E_min_, law.S_min_]), peer.x, atol=1e-7)
+
+
+def test_intervals_cover_at_their_rate():
+    trials = 200
+    inside = dict.fromkeys(CriticalBatchLaw.names, 0)
+    for seed in range(trials):
+        law = CriticalBatchLaw().fit(BATCH, tokens(0.05, seed)).bootstrap(150, seed=seed)
+        for name, true in zip(inside, (E_MIN, S_MIN, B_CRIT), strict=True):
+            low, high = law.interval(name)
+            inside[name] += low <= true <= high
+    # 95 % of 200 is 190, with a standard deviation of 3.1.
+    assert all(180 <= count <= 199 for count in inside.values()), inside
+
+
+def test_batches_on_one_side_name_the_constant_that_they_do_not_show():
+    small = CriticalBatchLaw().fit(BATCH, 1e9 * BATCH**-0.01)  # larger batches need no more tokens
+    assert small.degenerate_ == ["S_min"]
+    assert small.B_crit_ == np.inf
+    large = CriticalBatchLaw().fit(BATCH, 1e4 * BATCH**1.01)  # and here no fewer steps
+    assert large.degenerate_ == ["E_min"]
+    with pytest.raises(fit.InputError, match="at least 3 different batches; there are 2"):
+        CriticalBatchLaw().fit([1e5, 1e5, 1e6], [1e9, 1e9, 2e9])
+
+
+def test_kaplans_law_of_the_loss_comes_back_through_the_critical_batch_of_each_loss():
+    """B_crit(L) = B* / L^(1 / alpha_B), Kaplan et al. 2020, table 5: B* = 2.1e8 tokens, alpha_B = 0.21."""
+    losses, found = np.array([4.5, 4.0, 3.5, 3.0, 2.5]), []
+    for L in losses:
+        critical = 2.1e8 / L ** (1 / 0.21)
+        batch = critical * np.geomspace(0.05, 20, 6)
+        found.append(CriticalBatchLaw().fit(batch, 1e9 / L**3 * (1 + batch / critical)).B_crit_)
+    law = HyperparameterLaw("critical_batch", ("loss",)).fit(losses, found)
+    np.testing.assert_allclose([law.k_, -1 / law.p_loss_], [2.1e8, 0.21], rtol=1e-7)
+
+
+def test_the_law_says_its_equation_and_survives_json():
+    law = CriticalBatchLaw().fit(BATCH, tokens(0.05)).bootstrap(50)
+    assert repr(law).startswith(f"tokens = {law.say('E_min')} (1 + batch / {law.B_crit_:.4g} [")
+    back = CriticalBatchLaw.from_json(law.to_json())
+    assert repr(back) == repr(law)
+
+
+def test_a_run_reaches_a_loss_where_its_curve_crosses_it_first():
+    x = np.geomspace(1e6, 1e9, 40)
+    curve = 30 * x**-0.12  # straight in the logarithms, so the interpolation is exact
+    at = tokens_to_loss(x[::-1], curve[::-1], 3.3)
+    np.testing.assert_allclose(30 * at**-0.12, 3.3, rtol=1e-12)
+    assert np.isnan(tokens_to_loss(x, curve, 1.0))
+    assert tokens_to_loss(x, curve, curve[7]) == pytest.approx(x[7], rel=1e-12)
+    bump = np.where(np.arange(40) == 20, 10.0, curve)  # a spike after the first crossing changes nothing
+    assert tokens_to_loss(x, bump, curve[15]) == pytest.approx(x[15], rel=1e-12)
+    with pytest.raises(fit.InputError, match="below it from its first point"):
+        tokens_to_loss(x, curve, 20.0)

@@ -1,0 +1,445 @@
+"""The doctor: a check speaks on a table with its fault, and on none without; published tables hear what they earn."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from isoflop import fit
+from isoflop.fit.checks import doctor
+from isoflop.fit.checks.diagnosis import COLUMNS
+from isoflop.fit.checks.outliers import find_outliers
+
+LAW = {"E": 1.82, "A": 482.0, "B": 2085.0, "alpha": 0.348, "beta": 0.366}
+NATS_TO_BITS = 1 / np.log(2)
+
+
+def healthy(seed=0, noise=0.003, constants=None, sizes=6, budgets=(3e18, 1e19, 3e19, 1e20)):
+    """24 isoFLOP runs around the optimum of a known law, with every column that the doctor reads, all in order."""
+    rng, c, rows = np.random.default_rng(seed), constants or LAW, []
+    for C in budgets:
+        best = (c["alpha"] * c["A"] / c["beta"] / c["B"]) ** (1 / (c["alpha"] + c["beta"])) * (C / 6) ** (
+            c["beta"] / (c["alpha"] + c["beta"])
+        )
+        for N in best * np.geomspace(0.2, 5, sizes):
+            D = round(C / (6 * N) / 2**17) * 2**17
+            loss = (c["E"] + c["A"] / N ** c["alpha"] + c["B"] / D ** c["beta"]) * np.exp(noise * rng.standard_normal())
+            rows.append({"run_id": f"{len(rows):010x}", "budget": C, "N": round(N), "D": D, "loss": loss})
+    t = pd.DataFrame(rows)
+    return t.assign(
+        flops=6.0 * t.N * t.D,
+        loss_se=0.004,
+        N_total=t.N,
+        N_non_embedding=(0.85 * t.N).round(),
+        vocab_size=32000,
+        width=32,
+        tokenizer="bpe",
+        train_loss=t.loss * np.exp(0.01 * rng.standard_normal(len(t))),
+        val_bpb=t.loss * NATS_TO_BITS / 4.2,
+        schedule="wsd",
+        decay_share=0.2,
+        schedule_tokens=t.D,
+        warmup_share=np.minimum(0.05, t.N / t.D),
+        epochs=0.3,
+        learning_rate=6e-3,
+        batch_size=64,
+        trials=1,
+        parent=np.nan,
+    )
+
+
+def bare(**options):
+    return healthy(**options)[["run_id", "N", "D", "loss"]]
+
+
+def with_losses(t, constants, rng):
+    """The table with the losses of a law and noise of 0.4 %."""
+    return t.assign(loss=fit.ChinchillaLaw.evaluate(constants, t.N, t.D) * np.exp(0.004 * rng.standard_normal(len(t))))
+
+
+def ladder(constants, rng):
+    """Five sizes, each at five tokens per parameter."""
+    N = np.repeat(np.geomspace(2e7, 6e8, 5).round(), 5)
+    return with_losses(pd.DataFrame({"N": N, "D": (N * np.tile([5.0, 10, 20, 40, 80], 5)).round()}), constants, rng)
+
+
+def at_random(constants, rng):
+    drawn = 10 ** rng.uniform([7, 8.5], [9, 10.5], (24, 2))
+    return with_losses(pd.DataFrame(drawn, columns=["N", "D"]).round(), constants, rng)
+
+
+def found(table, targets=(), **options):
+    return [w.code for w in doctor.examine(fit.read_table(table, **options), targets)]
+
+
+def changed(name, value, rows=None, table=healthy):
+    """The table with one column set, in all rows or in some."""
+
+    def broken():
+        t = table()
+        new = value(t) if callable(value) else value
+        if rows is None:
+            t[name] = new
+        else:
+            t[name] = t[name].astype(object if isinstance(new, str) else float)
+            t.loc[t.index[rows], name] = new if np.isscalar(new) else new.iloc[rows]
+        return t
+
+    return broken
+
+
+def other_tokenizer():
+    t = healthy()
+    t.loc[::2, "loss"] *= 1.1
+    t["val_loss"] = t["train_loss"] = np.nan
+    return t
+
+
+def few_in_bits():
+    """Too few runs for a surface, so that only bits per byte can tell."""
+    t = healthy(budgets=(3e18, 1e20), sizes=5)
+    t.loc[[1, 4], "loss"] *= NATS_TO_BITS
+    return t
+
+
+def checkpoints_of_four_runs(**columns):
+    t = healthy(budgets=(3e18, 3e19, 3e20), sizes=2)
+    rows = [
+        row._asdict() | {"D": row.D * k / 8, "loss": row.loss + 0.1 * (8 - k), "flops": row.flops * k / 8, "step": k}
+        for row in t.itertuples(index=False)
+        for k in range(1, 9)
+    ]
+    t = pd.DataFrame(rows).drop(columns=["budget", "schedule_tokens", "val_bpb", "warmup_share"])
+    return t.assign(**{name: make(t) for name, make in columns.items()})
+
+
+def swept():
+    rng, t = np.random.default_rng(0), healthy()
+    rates = t.assign(learning_rate=3e-3), t.assign(learning_rate=12e-3, loss=t.loss * (1 + 0.02 * rng.random(len(t))))
+    t = pd.concat([t, *rates], ignore_index=True)
+    return t.assign(run_id=[f"{i:010x}" for i in range(len(t))])
+
+
+def edges(keep):
+    return lambda: healthy(sizes=14).query(keep)
+
+
+FAULTS = [
+    ("units", changed("N", lambda t: t.N / 1e6, table=bare)),
+    ("units", changed("D", lambda t: t.D / 1e9, table=bare)),
+    ("units", changed("flops", lambda t: t.flops / 8.64e19)),
+    ("units", changed("loss", lambda t: t.loss * NATS_TO_BITS, table=bare)),
+    ("units", changed("loss", lambda t: t.loss * 8, table=bare)),
+    ("units", changed("loss", 10.5, rows=[3], table=lambda: healthy().drop(columns="val_bpb"))),
+    ("units", changed("loss_unit", "bits")),
+    ("loss_units_mixed", changed("loss", lambda t: t.loss * NATS_TO_BITS, rows=slice(0, 8), table=bare)),
+    ("loss_units_mixed", changed("loss", lambda t: t.loss * NATS_TO_BITS, rows=slice(1, None, 2), table=bare)),
+    ("loss_units_mixed", few_in_bits),
+    ("loss_units_mixed", changed("loss_unit", ["nats", "bits"] * 12)),
+    ("tokenizers_mixed", changed("tokenizer", "bytes", rows=[0, 5])),
+    ("tokenizers_mixed", changed("vocab_size", 50257, rows=[0, 5])),
+    ("tokenizers_mixed", other_tokenizer),
+    ("losses_mixed", changed("loss_kind", ["train", "val", "val", "val"] * 6)),
+    ("losses_mixed", changed("loss", lambda t: t.train_loss, rows=slice(0, 9))),
+    ("schedules_mixed", changed("schedule", "constant", rows=slice(18, 24))),
+    ("schedules_mixed", changed("decay_share", 0.0, rows=slice(0, 6))),
+    ("schedule_unmatched", changed("schedule_tokens", lambda t: t.D.max())),
+    ("schedule_unmatched", lambda: healthy().drop(columns="schedule_tokens").assign(max_steps=5000, step=2000)),
+    ("long_warmup", changed("warmup_share", 0.3)),
+    ("long_warmup", lambda: healthy().drop(columns="warmup_share").assign(warmup_tokens=1.5e9)),
+    ("long_warmup", lambda: healthy().drop(columns="warmup_share").assign(warmup_steps=3000, steps=9000)),
+    ("N_mixed", changed("N", lambda t: t.N_non_embedding, rows=slice(0, 6))),
+    ("non_embedding_N", lambda: healthy().assign(N=lambda t: t.N_non_embedding, flops=lambda t: 6 * t.N * t.D)),
+    ("non_embedding_N", changed("vocab_size", 256000, table=lambda: healthy().assign(width=2048))),
+    ("checkpoints", checkpoints_of_four_runs),
+    ("checkpoints", lambda: checkpoints_of_four_runs(run_id=lambda t: t.run_id + "/step_" + t.step.astype(str))),
+    ("checkpoints", lambda: checkpoints_of_four_runs(run_id=lambda t: t.index.astype(str))),
+    ("branches", changed("parent", "00000000ff", rows=slice(0, 4))),
+    ("branches", changed("parent", "0000000004", rows=slice(0, 4))),
+    ("duplicate_runs", lambda: pd.concat([healthy(), healthy().tail(2)])),
+    ("duplicate_runs", lambda: pd.concat([healthy(), healthy().tail(2).assign(run_id=["a", "b"])])),
+    ("settings_swept", swept),
+    ("best_of_sweep", changed("learning_rate", lambda t: np.random.default_rng(0).choice([1e-3, 2e-3, 4e-3], len(t)))),
+    ("best_of_sweep", changed("trials", 12)),
+    ("repeated_data", changed("epochs", 6.0, rows=slice(0, 6))),
+    ("repeated_data", lambda: healthy().drop(columns="epochs").assign(unique_tokens=2e8)),
+    ("few_runs", lambda: ladder(LAW, np.random.default_rng(0)).iloc[[0, 2, 4, 10, 12, 14, 20, 22, 24]]),
+    ("few_sizes", lambda: healthy(sizes=4)),
+    ("edge_minimum", edges("N < 0.3 * N.groupby(budget).transform('max')")),
+    ("edge_minimum", edges("N > 0.5 * N.groupby(budget).transform('mean')")),
+    ("narrow_span", lambda: healthy(budgets=(3e18, 1e19))),
+    ("flop_convention", changed("flops", lambda t: t.flops * 1.4)),
+]
+
+
+@pytest.mark.parametrize(("code", "broken"), FAULTS)
+def test_a_fault_is_named_and_nothing_else_is(code, broken):
+    assert set(found(broken())) == {code}
+
+
+@pytest.mark.parametrize("table", [healthy, bare])
+def test_a_table_without_a_fault_hears_nothing(table):
+    assert found(table(), targets=(1e21,)) == []
+
+
+def test_what_the_reader_was_asked_to_do_is_repeated():
+    t = healthy().drop(columns="D")
+    assert found(t, derive_d="6nd") == ["derived_d"]
+    assert found(healthy(), drop_worst=1) == ["dropped_worst"]
+
+
+def test_a_target_beyond_a_hundred_times_the_largest_run_is_an_extrapolation():
+    assert found(healthy(), targets=(9e21, 2e22)) == ["extrapolation"]
+    with pytest.raises(fit.InputError, match="target is -1"):
+        found(healthy(), targets=(-1.0,))
+
+
+def test_tables_of_many_laws_and_designs_hear_nothing():
+    """Isoflop grids, ladders and random designs, whose constants differ by tens of percent from the published law's."""
+    for seed in range(30):
+        rng = np.random.default_rng(seed)
+        constants = {name: value * np.exp(rng.normal(0, 0.1)) for name, value in LAW.items()}
+        grid = healthy(seed, 10 ** rng.uniform(-3.5, -2), constants)
+        for t in (grid, ladder(constants, rng), at_random(constants, rng)):
+            assert found(t) == [], seed
+
+
+@pytest.mark.parametrize("mixed", ["some", "half", "dearest", "first"])
+def test_bits_among_nats_are_found_row_by_row(mixed):
+    """Whichever rows they are, even where the step lies along C and a law could bend to it."""
+    for seed in range(10):
+        t, rng = bare(seed=seed), np.random.default_rng(100 + seed)
+        rows = {
+            "some": rng.choice(len(t), 3, replace=False),
+            "half": np.flatnonzero(rng.random(len(t)) < 0.5),
+            "dearest": np.argsort(t.N * t.D.astype(float)).to_numpy()[-7:],
+            "first": np.arange(len(t) // 3),
+        }[mixed]
+        t.loc[rows, "loss"] *= NATS_TO_BITS
+        warning = doctor.examine(fit.read_table(t))[0]  # a step inside of a budget may move its lowest loss to an edge
+        assert warning.code == "loss_units_mixed"
+        assert f"{len(rows)} of 24 losses" in warning.message
+
+
+def test_one_diverged_run_is_no_other_unit():
+    assert found(changed("loss", lambda t: t.loss * 1.44, rows=[7], table=bare)()) == []
+
+
+def test_a_learning_rate_that_follows_a_rule_is_no_selection():
+    power_law = changed("learning_rate", lambda t: 3e3 * t.N**-0.7 * t.D**0.1)
+    rounded = changed("learning_rate", lambda t: 2.0 ** np.log2(3e3 * t.N**-0.7 * t.D**0.1).round())
+    steps_in_size = changed("learning_rate", lambda t: np.where(t.N.rank() <= 12, 3e-3, 3e-4))
+    for table in (power_law, rounded, steps_in_size):
+        assert found(table()) == []
+
+
+def test_checkpoints_that_are_resampled_together_or_left_out_are_no_fault():
+    named = checkpoints_of_four_runs(run_id=lambda t: t.run_id + "/step_" + t.step.astype(str))
+    assert found(named.assign(group=lambda t: t.run_id.str[:10])) == []
+    assert found(checkpoints_of_four_runs(schedule=lambda t: "constant")) == []
+    assert "checkpoints" not in found(checkpoints_of_four_runs(final=lambda t: t.step == 8))
+
+
+def test_branches_that_name_their_trunk_are_resampled_together():
+    t = changed("parent", "0000000004", rows=slice(0, 4))()
+    assert found(t.assign(trunk=t.parent)) == []
+
+
+def test_seeds_are_no_sweep_and_rounded_losses_no_copies():
+    t = pd.concat([healthy(), healthy(seed=1)], ignore_index=True)
+    t["run_id"] = [f"{i:010x}" for i in range(len(t))]
+    assert found(t) == []
+    twice = pd.concat([bare(), bare().assign(run_id=lambda t: t.run_id + "b")])
+    assert found(twice.assign(loss=twice.loss.round(3))) == []
+
+
+def test_a_column_is_found_by_its_other_names_in_any_case():
+    broken = healthy().drop(columns="warmup_share").assign(**{"Warmup Ratio": 0.4, "LR": 1e-3})
+    assert found(broken) == ["long_warmup"]
+    assert found(changed("schedule", "const", rows=[0])().rename(columns={"schedule": "Decay"})) == ["schedules_mixed"]
+
+
+@pytest.mark.filterwarnings("error")
+def test_whatever_the_columns_hold_the_doctor_answers():
+    """Words among numbers, zeros, infinities, gaps: columns that the fit does not read are the user's own."""
+    oddities = np.array([np.nan, 0, -1, 1, 3.5, "x", "", None, True, "12", "constant", 1e30, np.inf], dtype=object)
+    for seed in range(150):
+        rng = np.random.default_rng(seed)
+        n = int(rng.integers(1, 30))
+        t = pd.DataFrame({"N": 10 ** rng.uniform(3, 10, n), "D": 10 ** rng.uniform(4, 11, n)})
+        t["loss"], t["run_id"] = rng.uniform(0.5, 12, n), rng.choice(["a", "b_step3", "b_step4", "c"], n)
+        for names in COLUMNS.values():
+            if rng.random() < 0.5 and names[0] not in t:
+                t[names[0]] = rng.choice(oddities, n) if rng.random() < 0.5 else rng.uniform(0, 2, n)
+        assert all(code.replace("_", "").isalpha() for code in found(t))
+
+
+def test_every_column_that_is_read_is_in_the_table_of_the_docstring():
+    words = doctor.__doc__.replace(",", " ").replace(";", " ").split()
+    assert {name for names in COLUMNS.values() for name in names} <= set(words)
+
+
+def test_every_message_says_what_was_found_and_ends_a_sentence():
+    for code, broken in FAULTS:
+        [warning] = {w.code: w for w in doctor.examine(fit.read_table(broken()))}.values()
+        assert not warning.message[0].islower(), code
+        assert warning.message.endswith("."), code
+        assert len(warning.message) < 500, code
+
+
+# Outliers.
+
+
+def scattered(seed, n=60, noise=None):
+    rng = np.random.default_rng(seed)
+    N, D = 10 ** rng.uniform(7.5, 10.5, n), 10 ** rng.uniform(9, 12, n)
+    error = rng.standard_normal(n) if noise is None else noise(rng, n)
+    return N, D, fit.ChinchillaLaw.evaluate(LAW, N, D) * np.exp(0.003 * error)
+
+
+def test_planted_outliers_are_found_and_the_fit_without_them_is_that_of_the_others():
+    N, D, loss = scattered(0)
+    planted = [4, 11, 30]
+    loss[planted] *= [1.3, 1.12, 0.92]
+    outliers = find_outliers(fit.ChinchillaLaw().fit(N, D, loss))
+    assert list(outliers.rows) == planted
+    others = np.delete(np.arange(60), planted)
+    alone = fit.ChinchillaLaw().fit(N[others], D[others], loss[others])
+    for name, value in alone.constants_.items():
+        np.testing.assert_allclose(outliers.constants[name], value, rtol=1e-4)  # both stop at the solver's tolerance
+    np.testing.assert_allclose(np.expm1(outliers.residual[4]), 0.3, atol=0.02)
+    assert outliers.scatter < 0.004
+
+
+def test_an_outlier_that_draws_the_law_to_itself_does_not_hide_the_next():
+    """Two runs at the corner of the design, one behind the other: before the first is gone the second looks fair."""
+    N, D, loss = scattered(1)
+    N[:2], D[:2] = [6.8e9, 2e9], [2.5e8, 8e8]
+    loss[:2] = fit.ChinchillaLaw.evaluate(LAW, N[:2], D[:2]) * [1.4, 1.08]
+    assert list(find_outliers(fit.ChinchillaLaw().fit(N, D, loss)).rows) == [0, 1]
+
+
+@pytest.mark.parametrize("n", [16, 60])
+def test_noise_has_no_outliers_even_where_its_tails_are_exponential(n):
+    """One table in a thousand would, by construction; small ones some more, as their scatter is less known."""
+    for seed in range(8):
+        for noise in (None, lambda rng, n: rng.laplace(size=n)):
+            assert not find_outliers(fit.ChinchillaLaw().fit(*scattered(seed, n, noise))).rows.size
+
+
+def test_a_table_too_small_to_know_its_scatter_has_no_outliers():
+    N, D, loss = scattered(2, n=12)
+    loss[3] *= 1.5
+    assert not find_outliers(fit.ChinchillaLaw().fit(N, D, loss)).rows.size
+
+
+def analysed(table, targets=(1e21,), **options):
+    return fit.analyze(fit.read_table(table), targets=targets, **({"bootstrap": 0} | options))
+
+
+def test_an_analysis_names_its_outliers_and_says_what_they_do():
+    t = healthy()
+    t.loc[7, "loss"] *= 1.2
+    [warning] = [w for w in analysed(t).warnings if "outlier" in w.code]
+    assert t.run_id[7] in warning.message
+    assert f"(loss {t.loss[7]:.4g}, +20%)" in warning.message
+    clean = analysed(healthy()).law.optimal(1e21).ratio[0]
+    assert f"D/N at 1e21 FLOPs goes from {analysed(t).law.optimal(1e21).ratio[0]:.3g} to" in warning.message
+    said = float(warning.message.split(" to ")[2].split(",")[0])
+    assert abs(np.log(said / clean)) < 0.2
+
+
+def test_an_analysis_hears_the_doctor_first_and_limits_last():
+    t = edges("N < 0.3 * N.groupby(budget).transform('max')")().assign(epochs=6.0, flops=lambda t: 1.4 * t.flops)
+    codes = [w.code for w in analysed(t).warnings]
+    assert codes.index("repeated_data") < codes.index("vertex_refused")
+    assert codes[-1] == "flop_convention"
+    assert "edge_minimum" not in codes  # the refused vertex says it, with the reason
+    assert analysed(t.head(4)).warnings[0].code == "no_envelope"
+
+
+def test_a_constant_that_was_fixed_is_no_constant_that_degenerated():
+    law = fit.ChinchillaLaw(E=0.0)
+    assert not [w for w in analysed(healthy(), law=law, bootstrap=40).warnings if w.code.startswith("degenerate")]
+
+
+# Published tables.
+
+
+@pytest.fixture
+def data():
+    return Path(os.environ["ISOFLOP_DATA"])
+
+
+def epoch(data, drop):
+    names = {"N": "Model Size", "flops": "Training FLOP"}
+    return fit.read_table(data / "epoch" / "svg_extracted_data.csv", names, "6nd", drop)
+
+
+@pytest.mark.published
+def test_epochs_five_outliers_are_named_with_what_they_do(data):
+    dirty = fit.analyze(epoch(data, 0), targets=(5.76e23,), bootstrap=0)
+    [warning] = [w for w in dirty.warnings if "outlier" in w.code]
+    assert warning.message.startswith("5 of 245 runs")
+    for row, loss in enumerate(("5.006", "4.665", "3.766", "3.794", "3.447")):
+        assert f"{row} (loss {loss}" in warning.message
+    assert "D/N at 5.76e23 FLOPs goes from 6.82 to 17.9" in warning.message
+
+
+@pytest.mark.published
+def test_epochs_other_240_points_have_no_outliers(data):
+    clean = fit.analyze(epoch(data, 5), targets=(5.76e23,), bootstrap=0)
+    assert {w.code for w in clean.warnings} == {"vertex_refused", "few_sizes", "dropped_worst", "derived_d"}
+
+
+@pytest.mark.published
+def test_epoch_in_bits_is_asked_about(data):
+    t = pd.read_csv(data / "epoch" / "svg_extracted_data.csv").rename(columns={"Model Size": "N"})
+    t = t.assign(D=t["Training FLOP"] / (6 * t.N))
+    assert "units" not in found(t)
+    assert "units" in found(t.assign(loss=t.loss * NATS_TO_BITS))
+
+
+@pytest.mark.published
+def test_datablations_repeats_its_data(data):
+    t = pd.read_csv(data / "datablations" / "parametric_fit_runs.csv")
+    assert set(found(t)) == {"repeated_data", "few_sizes", "edge_minimum"}
+    assert "repeated_data" not in found(t[t.D <= 4 * t.U])
+
+
+@pytest.mark.published
+@pytest.mark.parametrize("corpus", ["c4_original", "rpj", "rw_original"])
+def test_gadres_shortest_runs_never_leave_their_warmup(data, corpus):
+    """400 steps of 512 sequences of 2048 tokens are 106% of the run of 79M parameters at 5 tokens each."""
+    t = pd.read_csv(data / "gadre" / "gadre_runs.csv").query("train_dataset == @corpus")
+    t = t.assign(loss=t.loss_c4_val, run_id=t.name)
+    assert found(t) == []
+    t["warmup_tokens"] = t.warmup * t.global_bs * 2048.0
+    [warning] = doctor.examine(fit.read_table(t))
+    assert warning.code == "long_warmup"
+    assert f"up to 106%, which never reaches its learning rate ({corpus}-d=512_l=8_h=4-0.25" in warning.message
+    named = [w for w in doctor.examine(fit.read_table(t, {"N": "N_no_embed"})) if w.code == "non_embedding_N"]
+    assert "3% to 46%" in named[0].message
+
+
+@pytest.mark.published
+def test_porians_experiments_differ_in_their_edges_only(data):
+    points = pd.read_csv(data / "porian" / "isoflop_points.csv").rename(columns={"n": "N"})
+    experiment = ["file", "dataset", "hparams", "warmup", "decay", "param_count", "val"]
+    edges = 0
+    for _, t in points.groupby(experiment):
+        codes = found(t, derive_d="6nd")
+        assert set(codes) <= {"edge_minimum", "derived_d"}
+        # A long warm-up costs large models most where compute is small, and drives the minimum to the smallest size.
+        edges += "edge_minimum" in codes
+        assert "edge_minimum" not in codes or set(t.warmup) == {"long"}
+    assert edges == 3
+    assert set(found(points, derive_d="6nd")) == {"schedules_mixed", "derived_d"}
+
+
+@pytest.mark.published
+def test_step_laws_sweeps_and_the_best_of_them_are_told_apart(data):
+    t = pd.read_csv(data / "steplaw" / "dense_lr_bs_loss.csv")
+    assert found(t) == ["settings_swept"]
+    assert found(t.loc[t.groupby(["N", "D"])["smooth loss"].idxmin()]) == ["best_of_sweep"]

@@ -1,0 +1,475 @@
+"""From runs to benchmark scores: known truths come back and are covered, hopeless tasks are refused with the reason."""
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from isoflop import fit
+from isoflop.fit.downstream import downstream
+from isoflop.fit.downstream.downstream import fit_tasks, signal_to_noise
+from isoflop.fit.downstream.tasklaw import TaskLaw
+from isoflop.fit.laws.repetition import RepetitionLaw
+from scipy.optimize import curve_fit
+
+LAW = {"E": 0.45, "A": 30.0, "B": 120.0, "alpha": 0.3, "beta": 0.32}
+CURVE = {"floor": 0.25, "ceiling": 1.0, "middle": 0.85, "slope": 6.0}
+ITEMS, NOISE = 1000, 0.004
+
+
+def task_loss(N, D):
+    return LAW["E"] + LAW["A"] / N ** LAW["alpha"] + LAW["B"] / D ** LAW["beta"]
+
+
+def accuracy(loss, middle=CURVE["middle"], floor=CURVE["floor"]):
+    return floor + (1 - floor) / (1 + np.exp(-CURVE["slope"] * (middle - loss)))
+
+
+def grid(budgets=5):
+    C = np.repeat(np.geomspace(1e17, 3e19, budgets), 5)
+    N = np.sqrt(C / 120) * np.tile(np.geomspace(0.3, 3, 5), budgets)
+    return N, C / 6 / N
+
+
+def score(p, rng):
+    acc = rng.binomial(ITEMS, np.clip(p, 0, 1)) / ITEMS
+    return acc, np.sqrt(acc * (1 - acc) / ITEMS)
+
+
+def sample(seed, scatter=0.0):
+    rng = np.random.default_rng(seed)
+    N, D = grid()
+    loss = task_loss(N, D) * np.exp(NOISE * rng.standard_normal(len(N)))
+    return N, D, loss, *score(accuracy(loss) + scatter * rng.standard_normal(len(N)), rng)
+
+
+def test_both_steps_of_exact_data_come_back_exactly():
+    N, D = grid()
+    loss = task_loss(N, D)
+    law = TaskLaw(ceiling=None).fit(N, D, loss, accuracy(loss), chance=0.25)
+    for name, value in (LAW | CURVE).items():
+        np.testing.assert_allclose(law.constants_[name], value, rtol=1e-4)
+    assert law.converged_
+    np.testing.assert_allclose(law.predict(1e10, 2e11), accuracy(task_loss(1e10, 2e11)), rtol=1e-6)
+    assert isinstance(law.predict(1e10, 2e11), float)
+    assert law.predict(N[:, None], D[None, :]).shape == (25, 25)
+
+
+@pytest.mark.parametrize("link", ["sigmoid", "exponential"])
+def test_the_curve_is_that_of_scipys_curve_fit(link):
+    N, D, loss, acc, _ = sample(3)
+    law = TaskLaw(link).fit(N, D, loss, acc, chance=None if link == "exponential" else 0.25)
+
+    def sigmoid(x, middle, slope):
+        return 0.25 + 0.75 / (1 + np.exp(-slope * (middle - x)))
+
+    def exponential(x, floor, middle, slope):
+        return floor + np.exp(slope * (middle - x))
+
+    peer, start = (sigmoid, [0.8, 4.0]) if link == "sigmoid" else (exponential, [0.1, 0.5, 1.0])
+    found, _ = curve_fit(peer, loss, acc, p0=start, bounds=(0, np.inf), ftol=1e-14, xtol=1e-14, gtol=1e-14)
+    names = ("middle", "slope") if link == "sigmoid" else ("floor", "middle", "slope")
+    np.testing.assert_allclose([law.constants_[name] for name in names], found, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(law.accuracy(law.constants_, loss), peer(loss, *found), rtol=1e-6)
+
+
+@pytest.mark.parametrize("link", ["sigmoid", "exponential"])
+def test_the_curves_derivatives_are_those_of_central_differences(link):
+    N, D, loss, acc, _ = sample(0)
+    curve = TaskLaw(link, ceiling=None).fit(N, D, loss, acc, chance=None)._curve
+    theta = np.array([[0.2, 0.9, -0.3, 0.4], [0.1, 0.8, 0.7, -0.5]])
+    _, first, second = curve._derivatives(theta)
+    h = 1e-5
+    for i in range(4):
+        step = h * np.eye(4)[i]
+        above, below = curve._derivatives(theta + step), curve._derivatives(theta - step)
+        np.testing.assert_allclose(first[..., i], (above[0] - below[0]) / (2 * h), atol=1e-9)
+        np.testing.assert_allclose(second[..., i], (above[1] - below[1]) / (2 * h), atol=1e-9)
+
+
+def test_checkpoints_teach_the_second_step_and_not_the_first():
+    N, D, loss, acc, se = sample(1)
+    rng = np.random.default_rng(9)
+    early = loss + rng.uniform(0.05, 0.4, len(loss))  # not what (N, D) comes to: the schedule has not ended
+    more, more_se = score(accuracy(early), rng)
+    alone = TaskLaw().fit(N, D, loss, acc, se, chance=0.25)
+    both = TaskLaw().fit(
+        np.append(N, N * np.nan),
+        np.append(D, D * np.nan),
+        np.append(loss, early),
+        np.append(acc, more),
+        np.append(se, more_se),
+        chance=0.25,
+        final=np.arange(50) < 25,
+    )
+    assert {k: alone.constants_[k] for k in LAW} == {k: both.constants_[k] for k in LAW}
+    assert both.constants_["slope"] != alone.constants_["slope"]
+    runs = np.tile(np.arange(25), 2)
+    widths = [
+        np.std(law.bootstrap(200, groups=group).draws_["slope"]) for law, group in ((alone, runs[:25]), (both, runs))
+    ]
+    assert widths[1] < widths[0]
+    # A run and its checkpoints are one group, so a resample counts them alike.
+    np.testing.assert_array_equal(both.counts_[:, :25], both.counts_[:, 25:])
+
+
+def test_a_resample_goes_through_both_steps():
+    N, D, loss, acc, se = sample(2)
+    law = TaskLaw().fit(N, D, loss, acc, se, chance=0.25).bootstrap(60)
+    assert law.bootstrap_["resamples"] == 60
+    for i in (0, 17, 41):
+        rows = np.repeat(np.arange(25), law.counts_[i].astype(int))
+        first = fit.ChinchillaLaw().fit(N[rows], D[rows], loss[rows])
+        np.testing.assert_allclose(law.draws_["alpha"][i], first.alpha_, rtol=1e-5)
+        second, _ = curve_fit(
+            lambda x, middle, slope: 0.25 + 0.75 / (1 + np.exp(-slope * (middle - x))),
+            loss[rows],
+            acc[rows],
+            p0=[0.8, 4.0],
+            sigma=1 / np.sqrt(law._weight[rows]),
+        )
+        np.testing.assert_allclose([law.draws_["middle"][i], law.draws_["slope"][i]], second, rtol=1e-4)
+    draws = law.predict_draws([1e9, 1e10], [2e10, 2e11])
+    assert draws.shape == (2, 60)
+    assert law.interval([1e9, 1e10], [2e10, 2e11]).shape == (2, 2)
+    np.testing.assert_allclose(law.predict_draws(1e9, 2e10), draws[0])
+
+
+@pytest.mark.slow
+def test_the_accuracy_of_a_larger_model_and_of_one_run_of_it_are_covered_at_their_rate():
+    trials, covered, run = 30, 0, 0
+    N, D = 3e9, 6e10  # fifty times the compute of the largest run
+    for seed in range(trials):
+        scatter = 0.01 * (seed % 2)
+        law = TaskLaw().fit(*sample(seed, scatter), chance=0.25).bootstrap(200, seed=seed)
+        low, high = law.interval(N, D)
+        covered += low <= accuracy(task_loss(N, D)) <= high
+        rng = np.random.default_rng(1000 + seed)
+        loss = task_loss(N, D) * np.exp(NOISE * rng.standard_normal())
+        seen, _ = score(accuracy(loss) + scatter * rng.standard_normal(), rng)
+        low, high = law.prediction_interval(N, D)
+        run += low <= seen <= high
+    # 95 % nominal: of 30, fewer than 25 is 3 sigma low.
+    assert covered >= 25
+    assert run >= 25
+
+
+def test_the_interval_of_a_run_widens_with_fewer_items():
+    law = TaskLaw().fit(*sample(5), chance=0.25).bootstrap(250)
+    assert abs(law.items_ - ITEMS) <= 1
+    widths = [np.ptp(law.prediction_interval(1e8, 2e9, items=items)) for items in (100, 1000, 100_000)]
+    assert widths[0] > 1.5 * widths[1] > 1.5 * widths[2]
+    assert widths[2] >= 0.9 * np.ptp(law.interval(1e8, 2e9))
+
+
+def test_a_scatter_beyond_the_items_is_found():
+    found = [TaskLaw().fit(*sample(seed, scatter=0.03), chance=0.25).scatter_ for seed in range(8)]
+    np.testing.assert_allclose(np.mean(found), 0.03, rtol=0.2)
+    assert np.median([TaskLaw().fit(*sample(seed), chance=0.25).scatter_ for seed in range(8)]) < 0.005
+
+
+def test_a_law_prints_both_steps_with_intervals():
+    law = TaskLaw().fit(*sample(5), chance=0.25)
+    assert repr(TaskLaw()).startswith("TaskLaw(link='sigmoid'")
+    assert repr(law).startswith("acc = 0.25 + (1 - 0.25) / (1 + exp(-")
+    assert "converged" in repr(law.bootstrap(50))
+    assert "[" in repr(law)
+    assert " + exp(" in repr(TaskLaw("exponential").fit(*sample(5)))
+    low, high = law.constant_interval("slope")
+    assert f"[{low:.4g}, {high:.4g}]" in repr(law)
+    with pytest.raises(fit.InputError, match="interval of 'gamma' is not known"):
+        law.constant_interval("gamma")
+
+
+WRONG = [
+    ({"acc": np.full(25, 1.2)}, "acc is 1.2 in row 0; it must be a share"),
+    ({"acc_se": np.full(25, np.nan)}, "acc_se is nan in row 0"),
+    ({"task_loss": np.zeros(25)}, "task_loss is 0 in row 0"),
+    ({"chance": 1.0}, "chance is 1.0"),
+    ({"acc": np.full(24, 0.5)}, "columns differ in length"),
+    ({"N": np.full(25, 1e8)}, "N is 1e\\+08 in every row"),
+]
+
+
+@pytest.mark.parametrize(("change", "said"), WRONG)
+def test_bad_rows_are_refused_in_one_sentence(change, said):
+    given = dict(zip(("N", "D", "task_loss", "acc", "acc_se"), sample(0), strict=True)) | change
+    with pytest.raises(fit.InputError, match=said):
+        TaskLaw().fit(**given)
+
+
+def test_bad_options_are_refused():
+    with pytest.raises(fit.InputError, match="link is 'probit'"):
+        TaskLaw("probit")
+    with pytest.raises(fit.InputError, match="ceiling is 2"):
+        TaskLaw(ceiling=2)
+    with pytest.raises(fit.InputError, match="law takes N, D, U"):
+        TaskLaw(law=RepetitionLaw())
+    with pytest.raises(fit.InputError, match="not fitted"):
+        TaskLaw().predict(1e9, 1e10)
+    with pytest.raises(fit.InputError, match="no intervals yet"):
+        TaskLaw().fit(*sample(0)).interval(1e9, 1e10)
+
+
+# Tables of tasks.
+
+
+def table(seed=0, checkpoints=0, seeds=1, **tasks):
+    """A grid of runs with tasks: each a function (loss, rng) -> accuracy, or None for scores at the first runs only."""
+    rng = np.random.default_rng(seed)
+    N, D = (np.tile(v, seeds) for v in grid())
+    rows = []
+    for i, (n, d) in enumerate(zip(N, D, strict=True)):
+        for step in [*np.linspace(50, 950, checkpoints), 1000]:
+            final = step == 1000
+            loss = task_loss(n, d * step / 1000) * np.exp(NOISE * rng.standard_normal())
+            row = {"run_id": f"r{i}", "step": int(step), "final": final, "N": n, "D": d, "loss": 2 * loss}
+            for name, of in tasks.items():
+                acc, se = score(of(loss, rng), rng)
+                row |= {f"{name}/acc": acc, f"{name}/acc_se": se, f"{name}/chance": 0.25, f"{name}/gold_bpb": loss}
+            rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def good(loss, rng):
+    return accuracy(loss)
+
+
+def guess(loss, rng):
+    return 0.25
+
+
+def verdicts(frame, targets=(), bootstrap=30):
+    runs = fit.read_table(frame)
+    law = fit.ChinchillaLaw().fit(runs.N, runs.D, runs.loss) if len(targets) else None
+    return {v.task: v for v in fit_tasks(runs, targets, law, bootstrap)}
+
+
+def test_a_sound_task_is_extrapolated_to_the_optimum_of_each_budget():
+    found = verdicts(table(good=good), targets=[1e20, 1e21], bootstrap=300)["good"]
+    assert found.extrapolate
+    assert found.measure == "gold_bpb"
+    assert found.runs == 25
+    law = fit.ChinchillaLaw().fit(*(fit.read_table(table(good=good)).column(k) for k in ("N", "D", "loss")))
+    for prediction, C in zip(found.predictions, (1e20, 1e21), strict=True):
+        best = law.optimal(C)
+        np.testing.assert_allclose([prediction.N, prediction.D], [best.N[0], best.D[0]])
+        np.testing.assert_allclose(prediction.acc, found.law.predict(prediction.N, prediction.D))
+        truth = accuracy(task_loss(prediction.N, prediction.D))
+        assert prediction.acc_interval[0] < truth < prediction.acc_interval[1]
+        assert prediction.run_interval[0] <= prediction.acc_interval[0] < prediction.acc_interval[1]
+        assert prediction.loss_interval[0] < task_loss(prediction.N, prediction.D) < prediction.loss_interval[1]
+        assert prediction.reason == ""
+    assert "at 1e+20 FLOPs: 0." in repr(found)
+
+
+def test_the_frontier_is_that_of_the_same_resample():
+    """Also where the task has no score of some runs: those are in every resample once."""
+    frame = table(good=good)
+    frame.loc[[3, 11], ["good/acc", "good/gold_bpb"]] = np.nan
+    found = verdicts(frame, targets=[1e21], bootstrap=60)["good"]
+    counts = np.insert(found.law.counts_, [3, 10], 1.0, axis=1)
+    bits = []
+    for i, row in enumerate(counts):
+        again = np.repeat(np.arange(25), row.astype(int))
+        best = fit.ChinchillaLaw().fit(*(frame[k].to_numpy()[again] for k in ("N", "D", "loss"))).optimal(1e21)
+        draw = {name: values[i] for name, values in found.law.draws_.items()}
+        bits.append(float(found.law.task_loss(draw, best.N[0], best.D[0])))
+    expected = downstream.intervals(np.array(bits), found.law.widened(0.95))
+    np.testing.assert_allclose(found.predictions[0].loss_interval, expected, rtol=1e-4)
+
+
+def test_hopeless_tasks_are_refused_with_the_reason():
+    def slight(loss, rng):
+        return 0.31 + 0.1 * (accuracy(loss) - 0.6)
+
+    def backwards(loss, rng):
+        return accuracy(1.45 - loss)
+
+    frame = table(good=good, chance=guess, slight=slight, backwards=backwards)
+    few = frame["run_id"].isin([f"r{i}" for i in range(5)])
+    for name in ("acc", "acc_se", "chance", "gold_bpb"):
+        frame[f"few/{name}"] = frame[f"good/{name}"].where(few)
+    found = verdicts(frame)
+    assert found["good"].extrapolate
+    said = {
+        "chance": "no run is above chance (0.25) by more than luck",
+        "slight": "its scores range over",
+        "backwards": "its accuracy does not follow its loss",
+        "few": "only 5 runs have a score; at least 9 are needed",
+    }
+    for name, reason in said.items():
+        assert not found[name].extrapolate
+        assert reason in found[name].reason, found[name].reason
+        assert found[name].law is None
+        assert reason in repr(found[name])
+
+
+def test_guessing_is_refused_whatever_the_seed():
+    frames = [table(seed, **{f"t{i}": guess for i in range(20)}) for seed in range(5)]
+    refused = [not v.extrapolate for frame in frames for v in verdicts(frame).values()]
+    assert all(refused)  # 1 % each would pass the first check, and none of those has signal enough
+
+
+def test_predictions_too_far_below_the_losses_seen_or_too_vague_are_refused_one_by_one():
+    near, far = verdicts(table(good=good), targets=[1e20, 1e28], bootstrap=200)["good"].predictions
+    assert near.reason == ""
+    assert "below the lowest seen" in far.reason
+    assert "bits per byte" in far.reason
+
+    def jumpy(loss, rng):
+        return accuracy(loss, middle=0.6) + 0.08 * rng.standard_normal()
+
+    (vague,) = verdicts(table(jumpy=jumpy), targets=[1e21], bootstrap=200)["jumpy"].predictions
+    assert vague.reason.startswith("the interval of a run, 0.")
+
+
+def test_noise_is_read_from_checkpoints_then_seeds_then_items():
+    def jumpy(loss, rng):
+        return accuracy(loss) + 0.02 * rng.standard_normal()
+
+    items = verdicts(table(jumpy=jumpy))["jumpy"].score
+    seeds = verdicts(table(seeds=3, jumpy=jumpy))["jumpy"].score
+    steps = verdicts(table(checkpoints=20, jumpy=jumpy))["jumpy"].score
+    assert items.source == "standard error of the items"
+    assert seeds.source == "runs of one size and length"
+    assert steps.source == "last checkpoints"
+    binomial = np.sqrt(0.7 * 0.3 / ITEMS)
+    run = np.hypot(binomial, 0.02)
+    mean = 0.75
+    np.testing.assert_allclose(items.noise * mean, binomial, rtol=0.2)
+    np.testing.assert_allclose([seeds.noise * mean, steps.noise * mean], run, rtol=0.25)
+
+
+def test_a_run_that_still_learns_is_not_taken_for_noise():
+    steady = verdicts(table(checkpoints=20, good=good))["good"]
+    assert steady.loss.source == "last checkpoints"
+    np.testing.assert_allclose(steady.loss.noise, NOISE, rtol=0.35)
+
+
+def test_checkpoints_are_used_but_for_the_first_of_a_run():
+    found = verdicts(table(checkpoints=19, good=good))["good"]  # steps 50, 100, ...: the first is below a tenth
+    assert found.runs == 25
+    assert len(found.law.data_["acc"]) == 25 * 19
+    assert found.law.data_["final"].sum() == 25
+
+
+def test_rows_dropped_by_the_user_are_no_checkpoints():
+    frame = table(good=good)
+    runs = fit.read_table(frame, drop_worst=3)
+    (found,) = fit_tasks(runs)
+    assert len(found.law.data_["acc"]) == found.runs == 22
+
+
+def test_a_task_without_gold_bytes_goes_through_the_loss_of_the_table():
+    frame = table(good=good).drop(columns=["good/gold_bpb", "good/chance"])
+    found = verdicts(frame)["good"]
+    assert found.measure == "loss"
+    assert found.law.constants_["floor"] == 0.0
+    np.testing.assert_allclose(found.law.data_["loss"], frame["loss"])
+
+
+def test_a_table_that_does_not_know_its_noise_is_refused():
+    frame = table(good=good).drop(columns=["good/acc_se"])
+    assert "nothing in the table says how noisy" in verdicts(frame)["good"].reason
+
+
+def test_a_verdict_is_plain_data():
+    accepted = verdicts(table(good=good), targets=[1e21])["good"].to_dict()
+    assert json.loads(json.dumps(accepted))["predictions"][0]["flops"] == 1e21
+    assert set(accepted["law"]["constants"]) == set(LAW) | set(CURVE)
+    refused = verdicts(table(chance=guess))["chance"].to_dict()
+    assert (refused["law"], refused["predictions"], refused["extrapolate"]) == (None, [], False)
+
+
+def test_signal_to_noise_is_range_over_noise():
+    found = signal_to_noise([0.4, 0.5, 0.6, 0.7], 0.02, "items")
+    np.testing.assert_allclose([found.signal, found.noise, found.ratio], [0.3 / 0.55, 0.02 / 0.55, 15.0])
+    assert found.clear
+    # The range that noise alone shows, against its expectation over many draws.
+    ranges = np.ptp(np.random.default_rng(0).standard_normal((20_000, 25)), axis=1)
+    np.testing.assert_allclose(signal_to_noise(np.zeros(25), 1.0).by_luck, ranges.mean(), rtol=0.01)
+    assert not signal_to_noise(np.zeros(25), 0.0).clear
+
+
+def test_targets_need_the_law_of_these_runs():
+    runs = fit.read_table(table(good=good))
+    with pytest.raises(fit.InputError, match="targets need a ChinchillaLaw"):
+        fit_tasks(runs, [1e20])
+    with pytest.raises(fit.InputError, match="bootstrap is 0"):
+        fit_tasks(runs, bootstrap=0)
+    with pytest.raises(fit.InputError, match="target is -1"):
+        fit_tasks(runs, [-1.0], fit.ChinchillaLaw().fit(runs.N, runs.D, runs.loss))
+
+
+# Published runs.
+
+# The average over these 17 tasks is what Gadre et al. 2024 predict.
+GADRE_TASKS = (
+    *("bigbench_operators", "pubmed_qa_labeled", "hellaswag_zeroshot", "boolq", "arc_easy", "coqa", "copa", "squad"),
+    *("bigbench_dyck_languages", "lambada_openai", "bigbench_novel_concepts", "winograd", "bigbench_cs_algorithms"),
+    *("commonsense_qa", "bigbench_qa_wikidata", "hellaswag", "piqa"),
+)
+
+
+@pytest.fixture(scope="module")
+def gadre():
+    if "ISOFLOP_DATA" not in os.environ:
+        pytest.skip("ISOFLOP_DATA names no folder of published results")
+    folder = Path(os.environ["ISOFLOP_DATA"]) / "gadre"
+    runs = pd.read_csv(folder / "gadre_runs.csv").rename(columns={"name": "run_id", "loss_c4_val": "loss"})
+    runs = runs[runs["train_dataset"] == "rpj"].reset_index(drop=True)
+    about = pd.read_csv(folder / "eval_metadata.csv").set_index("Eval Task")
+    columns = {"average": runs[[f"acc_{task}" for task in GADRE_TASKS]].mean(axis=1)}
+    for task in (name[4:] for name in runs.columns if name.startswith("acc_")):
+        acc = columns[f"{task}/acc"] = runs[f"acc_{task}"]
+        columns[f"{task}/acc_se"] = np.sqrt(acc * (1 - acc) / about.loc[task, "#datapoints"])
+        columns[f"{task}/chance"] = pd.Series(about.loc[task, "Random baseline"] / 100, runs.index)
+    return pd.concat([runs, pd.DataFrame(columns)], axis=1)
+
+
+@pytest.mark.published
+def test_the_published_average_error_of_held_out_runs(gadre):
+    """Gadre et al. 2024 fit loss to 5 small runs and error to those and one of 1.4B. They report a relative error of
+    the average top-1 error of 3.6 % at 1.4B, 32 times over-trained, and of 0.05 % at 6.9B.
+    """
+    sizes = np.sort(gadre["N"].unique())
+    ladder = (gadre["N"] <= sizes[4]) & (gadre["token_mult"] == 20)
+    rows = gadre[ladder | (gadre["N"] == sizes[0]) & (gadre["token_mult"] == 320)]
+    law = TaskLaw("exponential", law=fit.ChinchillaLaw("squares", tied=True)).fit(
+        rows["N"], rows["D"], rows["loss"], rows["average"], chance=None, final=rows["N"] < sizes[4]
+    )
+    large = gadre[(gadre["N"] == sizes[4]) & (gadre["token_mult"] == 640)].iloc[0]
+    larger = gadre[(gadre["N"] == sizes[5]) & (gadre["token_mult"] == 20)].iloc[0]
+    for run, published in ((large, 0.036), (larger, 0.0005)):
+        relative = (1 - law.predict(run["N"], run["D"])) / (1 - run["average"]) - 1
+        # Their first step minimises squares of the loss and ours of its logarithm.
+        assert abs(relative - published) < 0.006
+    # The second step alone, at the losses that were measured, is theirs to rounding.
+    theirs, _ = curve_fit(lambda t, a, b, E: E - a * np.exp(-b * t), rows["loss"], 1 - rows["average"], maxfev=10000)
+    at = np.array([large["loss"], larger["loss"]])
+    np.testing.assert_allclose(
+        1 - law.accuracy(law.constants_, at), theirs[2] - theirs[0] * np.exp(-theirs[1] * at), rtol=1e-5
+    )
+
+
+@pytest.mark.published
+def test_published_tasks_are_predicted_within_their_intervals_or_refused(gadre):
+    """Each of 46 tasks by itself, from runs of up to 411M parameters, against runs of 1.4B and 6.9B."""
+    small, held = gadre[gadre["N"] < 1e9], gadre[gadre["N"] >= 1e9]
+    found = fit_tasks(fit.read_table(small), bootstrap=250)
+    accepted = [v for v in found if v.extrapolate]
+    refused = {v.task: v.reason for v in found if not v.extrapolate}
+    assert {"mmlu", "winogender_mc_male", "siqa", "logi_qa"} <= set(refused)
+    assert {"lambada_openai", "piqa", "arc_easy", "hellaswag"} <= {v.task for v in accepted}
+    inside, clear = [], []
+    for v in accepted:
+        low, high = v.law.prediction_interval(held["N"], held["D"]).T
+        true = held[f"{v.task}/acc"].to_numpy()
+        inside += list((low <= true) & (true <= high))
+        narrow = high - low < downstream.VAGUE * (1 - v.law.constants_["floor"])
+        clear += list(np.abs(v.law.predict(held["N"], held["D"]) - true)[narrow])
+    assert np.mean(inside) >= 0.85  # of 39 scores, which share 13 fits; 0.95 was measured
+    assert np.mean(clear) <= 0.06

@@ -1,0 +1,238 @@
+"""IsoFLOP profiles: closed forms and SciPy's curves, refusals with their reasons, noise, and intervals that cover."""
+
+import numpy as np
+import pytest
+from isoflop import fit
+from isoflop.fit.approaches.isoflop import budget_levels
+from scipy.interpolate import Akima1DInterpolator
+from scipy.optimize import minimize_scalar
+
+CURVES = ("parabola", "cubic", "akima")
+
+
+def grid(budgets=(1e18, 1e19, 1e20, 1e21), sizes=6, noise=0.0, seed=0, spread=4.0, centre=1.0):
+    """An exact isoFLOP grid whose optimum is N = 0.05 C^0.5 and whose loss is a parabola in log N around it."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for C in budgets:
+        best = 0.05 * C**0.5
+        for N in best * centre * np.geomspace(1 / spread, spread, sizes):
+            loss = (1.7 + 800 * C**-0.155) * (1 + 0.04 * np.log(N / best) ** 2) + noise * rng.standard_normal()
+            rows.append((N, C / (6 * N), loss, C))
+    return np.array(rows).T
+
+
+def lopsided(budgets=(1e18, 1e19, 1e20, 1e21), sizes=6, noise=0.0, seed=0):
+    """Profiles of L = E + A/N^0.55 + B/D^0.28: half as steep towards large N, with the optimum N = G (C/6)^0.337."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for C in budgets:
+        best = (0.55 * 8000 / (0.28 * 400)) ** (1 / 0.83) * (C / 6) ** (0.28 / 0.83)
+        for N in best * np.geomspace(1 / 6, 6, sizes):
+            loss = 1.8 + 8000 / N**0.55 + 400 / (C / 6 / N) ** 0.28
+            rows.append((N, C / (6 * N), loss * np.exp(noise * rng.standard_normal()), C, best))
+    return np.array(rows).T
+
+
+def test_vertices_and_laws_of_exact_parabolas_are_exact():
+    N, D, loss, C = grid()
+    found = fit.IsoflopProfiles().fit(N, D, loss, C)
+    assert len(found.accepted_) == 4
+    for p in found.profiles_:
+        np.testing.assert_allclose(p.N_best, 0.05 * p.flops**0.5, rtol=1e-9)
+        np.testing.assert_allclose(6 * p.N_best * p.D_best, p.flops, rtol=1e-9)
+        np.testing.assert_allclose(p.loss_best, 1.7 + 800 * p.flops**-0.155, rtol=1e-9)
+        np.testing.assert_allclose(p.curve(p.N), p.loss, rtol=1e-9)
+    np.testing.assert_allclose([found.N_law_.p_, found.N_law_.k_], [0.5, 0.05], rtol=1e-8)
+    np.testing.assert_allclose([found.D_law_.p_, found.D_law_.k_], [0.5, 1 / 0.3], rtol=1e-8)
+    np.testing.assert_allclose([found.loss_law_.E_, found.loss_law_.p_], [1.7, -0.155], rtol=1e-6)
+
+
+@pytest.mark.parametrize(("method", "trials"), [("parabola", 80), ("cubic", 40), ("akima", 40)])
+def test_vertex_and_exponent_intervals_cover_at_their_rate(method, trials):
+    vertex, exponent = 0, 0  # three budgets: without a fourth there is no loss law to spend time on
+    for seed in range(trials):
+        N, D, loss, C = grid(budgets=(1e18, 1e19, 1e20), noise=0.01, seed=seed)
+        found = fit.IsoflopProfiles(method).fit(N, D, loss, C).bootstrap(120, seed=seed)
+        low, high = found.profiles_[1].interval()
+        vertex += low <= 0.05 * 1e19**0.5 <= high
+        low, high = found.N_law_.interval("p")
+        exponent += low <= 0.5 <= high
+    # 95 % nominal, and 3.5 sigma low; Akima's are wider than they need be.
+    lowest = 0.95 * trials - 3.5 * np.sqrt(0.0475 * trials)
+    assert vertex >= lowest
+    assert exponent >= lowest
+
+
+def test_akimas_vertex_is_the_lowest_point_of_scipys_interpolant():
+    N, D, loss, C = grid(sizes=9, noise=0.02, seed=5)
+    for p in fit.IsoflopProfiles("akima").fit(N, D, loss, C).profiles_:
+        curve = Akima1DInterpolator(np.log(p.N), np.log(p.loss))
+        x = np.linspace(*np.log(p.N[[0, -1]]), 20001)
+        i = int(np.argmin(curve(x)))
+        best = minimize_scalar(curve, bounds=(x[i - 1], x[i + 1]), method="bounded", options={"xatol": 1e-10}).x
+        np.testing.assert_allclose(np.log(p.N_best), best, atol=1e-7)  # half the digits: the minimum is flat
+        np.testing.assert_allclose(np.log(p.loss_best), curve(best), atol=1e-12)
+        np.testing.assert_allclose(p.curve(np.exp(x)), np.exp(curve(x)), rtol=1e-10)
+        assert np.isnan(p.curve(p.N[-1] * 1.01))
+
+
+def test_a_cubics_vertex_is_numpys():
+    N, D, loss, C = grid(sizes=8, noise=0.01, seed=2)
+    for p in fit.IsoflopProfiles("cubic").fit(N, D, loss, C).profiles_:
+        curve = np.polynomial.Polynomial.fit(np.log(p.N), p.loss, 3)
+        roots = curve.deriv().roots()
+        (valley,) = [float(r.real) for r in roots if abs(r.imag) < 1e-9 and curve.deriv(2)(r.real) > 0]
+        np.testing.assert_allclose(np.log(p.N_best), valley, rtol=1e-9)
+        np.testing.assert_allclose(p.loss_best, curve(valley), rtol=1e-12)
+
+
+@pytest.mark.parametrize("method", CURVES)
+def test_runs_that_share_a_size_are_averaged_and_their_noise_with_them(method):
+    N, D, loss, C = grid(noise=0.01, seed=1)
+    seeds = np.concatenate([loss * 1.003, loss / 1.003])
+    many = fit.IsoflopProfiles(method, noise=0.01).fit(np.tile(N, 2), np.tile(D, 2), seeds, np.tile(C, 2))
+    mean = fit.IsoflopProfiles(method, noise=0.01 / np.sqrt(2)).fit(N, D, seeds.reshape(2, -1).mean(axis=0), C)
+    for one, other in zip(many.profiles_, mean.profiles_, strict=True):
+        np.testing.assert_allclose(one.N_best, other.N_best, rtol=1e-9)
+    widths = [np.log(np.divide(*p.bootstrap(2000).profiles_[1].interval()[::-1])) for p in (many, mean)]
+    np.testing.assert_allclose(*widths, rtol=0.09)  # 2000 draws know the ends of an interval to about 4 %
+
+
+@pytest.mark.parametrize("method", CURVES)
+def test_the_noise_is_estimated_without_bias(method):
+    found, freedom = [], 0.0
+    for seed in range(40):
+        N, D, loss, C = grid(budgets=(1e18, 1e19, 1e20), sizes=7, noise=0.01, seed=seed)
+        profiles = fit.IsoflopProfiles(method).fit(N, D, loss, C)
+        truth = np.mean([0.01 / p.loss.min() for p in profiles.profiles_])
+        found.append((profiles.sigma_ / truth) ** 2)
+        freedom += profiles.freedom_
+    # A variance on f degrees of freedom has a spread of sqrt(2 / f).
+    assert abs(np.mean(found) - 1.0) < 3.5 * np.sqrt(2.0 / freedom)
+
+
+def test_known_noise_sets_the_width_of_the_interval():
+    N, D, loss, C = grid(budgets=(1e18, 1e19, 1e20), noise=0.001, seed=4)
+
+    def width(noise, **more):
+        found = fit.IsoflopProfiles(noise=noise).fit(N, D, loss, C, **more).bootstrap(2000)
+        return np.log(np.divide(*found.profiles_[2].interval()[::-1]))
+
+    np.testing.assert_allclose(width(0.004), 2 * width(0.002), rtol=0.02)  # the same draws; a vertex is all but linear
+    np.testing.assert_allclose(width("loss_se", loss_se=np.full(len(N), 0.002)), width(0.002), rtol=1e-12)
+    with pytest.raises(fit.InputError, match="noise is 'loss_se' and no loss_se is given"):
+        fit.IsoflopProfiles(noise="loss_se").fit(N, D, loss, C)
+    with pytest.raises(fit.InputError, match="loss_se is nan in row 0"):
+        fit.IsoflopProfiles(noise="loss_se").fit(N, D, loss, C, loss_se=np.full(len(N), np.nan))
+    for wrong in (0.0, -1.0, np.nan, "guess"):
+        with pytest.raises(fit.InputError, match="noise is"):
+            fit.IsoflopProfiles(noise=wrong)
+    with pytest.raises(fit.InputError, match="method is 'spline'; choose one of parabola, cubic, akima"):
+        fit.IsoflopProfiles("spline")
+
+
+def test_a_lopsided_profile_biases_the_parabola_is_said_to_and_does_not_bias_the_others():
+    N, D, loss, C, best = lopsided()
+    bias = {}
+    for method in CURVES:
+        found = fit.IsoflopProfiles(method).fit(N, D, loss, C)
+        bias[method] = np.mean([np.log(p.N_best / best[p.flops == C][0]) for p in found.profiles_])
+    assert 0.10 < bias["parabola"] < 0.13
+    assert max(abs(bias["cubic"]), abs(bias["akima"])) < 0.03
+    t, shift = fit.IsoflopProfiles().fit(*lopsided(noise=0.002, seed=1)[:4]).lopsidedness()
+    assert t < -3.5
+    np.testing.assert_allclose(shift, -bias["parabola"], atol=0.03)
+
+
+def test_even_profiles_are_called_lopsided_as_rarely_as_students_t_is_large():
+    even = [grid(budgets=(1e18, 1e19, 1e20), noise=0.01, seed=seed) for seed in range(300)]
+    found = [abs(fit.IsoflopProfiles().fit(*runs).lopsidedness()[0]) for runs in even]
+    # Three budgets of six sizes leave 6 degrees of freedom, whose 95 % point is 2.447.
+    assert abs(np.mean(np.array(found) > 2.447) - 0.05) < 3 * np.sqrt(0.0475 / 300)
+    assert fit.IsoflopProfiles().fit(*grid(sizes=4)).lopsidedness() is None
+
+
+def test_vertices_that_scatter_beyond_their_own_noise_widen_the_interval_of_the_exponent():
+    N, D, loss, C = grid(budgets=np.geomspace(1e18, 1e21, 7), noise=0.001)
+    rng = np.random.default_rng(8)
+    shifted = np.exp(0.2 * rng.standard_normal(7))[np.repeat(np.arange(7), 6)]
+    quiet = fit.IsoflopProfiles().fit(N, D, loss, C).bootstrap(400)
+    restless = fit.IsoflopProfiles().fit(N * shifted, D / shifted, loss, C).bootstrap(400)
+    assert quiet.scatter_ < 0.02
+    assert 0.1 < restless.scatter_ < 0.4
+    width = [np.subtract(*p.N_law_.interval("p")[::-1]) for p in (quiet, restless)]
+    # A slope through 7 points of scatter 0.2 over ln(1000).
+    np.testing.assert_allclose(width[1], 3.92 * restless.scatter_ / np.log(1e3) * np.sqrt(12 * 6 / 7 / 8), rtol=0.3)
+    assert width[1] > 4 * width[0]
+
+
+REFUSED = [
+    ({"sizes": 2}, "only 2 sizes at this budget, and a parabola needs 3"),
+    ({"centre": 30.0}, "outside of the sizes tried; add smaller ones"),
+    ({"centre": 1 / 30.0}, "outside of the sizes tried; add larger ones"),
+]
+
+
+@pytest.mark.parametrize(("change", "reason"), REFUSED)
+def test_a_vertex_that_the_sizes_do_not_enclose_is_refused_with_the_reason(change, reason):
+    N, D, loss, C = grid(**change)
+    found = fit.IsoflopProfiles().fit(N, D, loss, C, budget=C).bootstrap(50)
+    assert found.accepted_ == []
+    assert found.N_law_ is None
+    assert all(reason in p.reason for p in found.profiles_)
+
+
+def test_a_concave_profile_and_a_minimum_at_an_edge_are_refused():
+    N, D, loss, C = grid(budgets=(1e19,))
+    concave = fit.IsoflopProfiles().fit(N, D, 5.0 - loss, C).profiles_[0]
+    assert "concave" in concave.reason
+    assert concave.N_best is None
+    for method in CURVES:
+        edge = fit.IsoflopProfiles(method).fit(N, D, np.r_[loss.min() - 0.001, loss[1:]], C).profiles_[0]
+        assert "the smallest size" in edge.reason or "add smaller ones" in edge.reason
+    # The parabola's vertex stays inside; the lowest run is the smallest.
+    assert (
+        "lowest measured loss is at the smallest size"
+        in fit.IsoflopProfiles().fit(N, D, np.r_[loss.min() - 0.001, loss[1:]], C).profiles_[0].reason
+    )
+    two = fit.IsoflopProfiles("akima").fit(N[:2], D[:2], loss[:2], C[:2], budget=C[:2]).profiles_[0]
+    assert two.reason == "only 2 sizes at this budget, and Akima's curve needs 3"
+    with pytest.raises(fit.InputError, match="has no curve: only 2 sizes"):
+        two.curve(N)
+
+
+def test_a_cubic_is_a_parabola_where_there_are_fewer_than_five_sizes():
+    few = fit.IsoflopProfiles("cubic").fit(*grid(sizes=4, noise=0.01)).bootstrap(50)
+    same = fit.IsoflopProfiles("parabola").fit(*grid(sizes=4, noise=0.01)).bootstrap(50)
+    assert [p.method for p in few.profiles_] == ["parabola"] * 4
+    assert few.N_law_.interval("p") == same.N_law_.interval("p")
+
+
+def test_three_sizes_have_a_vertex_but_no_interval_by_themselves():
+    N, D, loss, C = grid(budgets=(1e19,), sizes=3)
+    found = fit.IsoflopProfiles().fit(N, D, loss, C).bootstrap(100)
+    assert found.profiles_[0].accepted
+    assert found.profiles_[0].interval() is None
+
+
+def test_noise_beyond_the_curvature_makes_the_interval_unbounded():
+    N, D, loss, C = grid(noise=0.3, seed=3)
+    found = fit.IsoflopProfiles().fit(N, D, loss, C).bootstrap(400)
+    ends = [p.interval() for p in found.profiles_ if p.N_best]
+    assert any(low == 0.0 or np.isinf(high) for low, high in ends)
+    for method in CURVES:  # noise larger than the losses themselves
+        found = fit.IsoflopProfiles(method, noise=5.0).fit(*grid()).bootstrap(100)
+        assert all(p.interval()[0] < p.N.min() and p.interval()[1] > p.N.max() for p in found.profiles_)
+
+
+def test_budgets_are_the_named_ones_or_read_off_the_flops():
+    N, _, _, C = grid()
+    labels, levels = budget_levels(C * np.random.default_rng(0).uniform(0.99, 1.01, len(C)), N)
+    np.testing.assert_array_equal(labels, np.repeat(np.arange(4), 6))
+    np.testing.assert_allclose(levels, [1e18, 1e19, 1e20, 1e21], rtol=0.02)
+    named, levels = budget_levels(C, N, budget=np.where(C < 1e20, C, np.nan))
+    assert levels.tolist() == [1e18, 1e19]
+    assert (named[C >= 1e20] == -1).all()
+    scattered = np.geomspace(1e18, 1e21, 24)  # an eighth of a decade apart: no two runs share a budget
+    assert budget_levels(scattered, N)[1].size == 0

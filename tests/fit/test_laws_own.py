@@ -1,0 +1,370 @@
+"""What each of the other laws has of its own: closed forms, conversions, limits, honest refusals."""
+
+import numpy as np
+import pytest
+from isoflop import fit
+from isoflop.fit.allocation.allocation import compute_optimal
+from isoflop.fit.laws.broken import BrokenPowerLaw
+from isoflop.fit.laws.custom import FunctionLaw, latin_hypercube
+from isoflop.fit.laws.kaplan import KaplanLaw
+from isoflop.fit.laws.law import Law
+from isoflop.fit.laws.overtraining import OvertrainingLaw, own_constants, tied_constants
+from isoflop.fit.laws.repetition import RepetitionLaw
+from isoflop.fit.laws.repetition_form import saturated
+
+# Kaplan et al. 2020, section 1.2; Muennighoff et al. 2023, the repository's README.
+KAPLAN = {"N_c": 6.4e13, "D_c": 1.8e13, "alpha_N": 0.076, "alpha_D": 0.103}
+A, B, E = np.exp([6.255414, 7.3049974, 0.6254804])
+MUENNIGHOFF = {"E": E, "A": A, "B": B, "alpha": 0.3526596, "beta": 0.3526596, "R_D": 15.387756, "R_N": 5.309743}
+C4 = {name: MUENNIGHOFF[name] for name in ("E", "A", "B", "alpha", "beta")}
+
+
+def sizes(seed, n=50):
+    rng = np.random.default_rng(seed)
+    return 10 ** rng.uniform(7, 9.5, n), 10 ** rng.uniform(9, 11.5, n), rng.standard_normal(n)
+
+
+def repeated(seed, n=60, noise=0.0):
+    rng = np.random.default_rng(seed)
+    N, U = 10 ** rng.uniform(7, 9.5, n), 10 ** rng.uniform(8, 10.5, n)
+    D = U * 10 ** np.maximum(rng.uniform(-0.5, 2, n), 0.0)
+    return N, D, U, RepetitionLaw.evaluate(MUENNIGHOFF, N, D, U) * np.exp(noise * rng.standard_normal(n))
+
+
+# Kaplan.
+
+
+def test_kaplans_law_has_its_two_lines_as_limits():
+    N, D = 3e8, 7e9
+    assert KaplanLaw.evaluate(KAPLAN, N, 1e40) == pytest.approx((6.4e13 / N) ** 0.076, rel=1e-9)
+    assert KaplanLaw.evaluate(KAPLAN, 1e60, D) == pytest.approx((1.8e13 / D) ** 0.103, rel=1e-9)
+    said = ((6.4e13 / N) ** (0.076 / 0.103) + 1.8e13 / D) ** 0.103
+    assert KaplanLaw.evaluate(KAPLAN, N, D) == pytest.approx(said, rel=1e-13)
+
+
+def test_kaplans_optimum_in_closed_form_is_where_a_search_ends():
+    N, D, noise = sizes(0)
+    law = KaplanLaw().fit(N, D, KaplanLaw.evaluate(KAPLAN, N, D) * np.exp(0.003 * noise)).bootstrap(20)
+    C = [1e19, 1e23, 1e27]
+    ours, searched = law.optimal(C), compute_optimal(law, C)
+    np.testing.assert_allclose(ours.N, searched.N, rtol=1e-5)  # a search ends within the root of rounding
+    np.testing.assert_allclose(ours.loss, searched.loss, rtol=1e-12)
+    np.testing.assert_allclose(6 * ours.N * ours.D, C, rtol=1e-12)
+    np.testing.assert_allclose(ours.draws["N"], searched.draws["N"], rtol=1e-4)
+    growth = np.diff(np.log(ours.N)) / np.diff(np.log(C))
+    np.testing.assert_allclose(growth, law.alpha_D_ / (law.alpha_N_ + law.alpha_D_), rtol=1e-10)
+
+
+def test_constants_beyond_any_run_by_a_hundred_orders_come_back():
+    """With an exponent of 0.02, the line of the sizes reaches a loss of one at 10^32 parameters."""
+    truth = {"N_c": 1e32, "D_c": 3e14, "alpha_N": 0.02, "alpha_D": 0.09}
+    N, D, _ = sizes(1)
+    law = KaplanLaw().fit(N, D, KaplanLaw.evaluate(truth, N, D))
+    assert law.converged_
+    for name, value in truth.items():
+        assert law.constants_[name] == pytest.approx(value, rel=1e-6), name
+
+
+def test_data_with_one_line_alone_leave_the_other_at_zero_and_say_so():
+    N, D, _ = sizes(2)
+    law = KaplanLaw().fit(N, D, (3e14 / D) ** 0.1)
+    assert (law.N_c_, law.degenerate_[0]) == (0.0, "N_c")
+    np.testing.assert_allclose([law.alpha_D_, law.D_c_], [0.1, 3e14], rtol=1e-3)  # what is left of the other line
+    law = KaplanLaw().fit(N, D, (3e13 / N) ** 0.1)
+    assert (law.D_c_, law.degenerate_) == (0.0, ["D_c"])
+    np.testing.assert_allclose([law.alpha_N_, law.N_c_], [0.1, 3e13], rtol=1e-3)
+    assert KaplanLaw.from_json(law.to_json()).predict(N, D) == pytest.approx((3e13 / N) ** 0.1, rel=1e-5)
+
+
+# Over-training.
+
+
+def test_the_over_training_law_is_the_tied_chinchilla_law():
+    N, D, noise = sizes(3)
+    loss = (1.8 + 400 / N**0.34 + 1200 / D**0.34) * np.exp(0.003 * noise)
+    ours, tied = OvertrainingLaw().fit(N, D, loss), fit.ChinchillaLaw(tied=True).fit(N, D, loss)
+    assert ours.objective_ == pytest.approx(tied.objective_, rel=1e-12)
+    assert ours.eta_ == pytest.approx(tied.alpha_ / 2, rel=1e-7)
+    C, M = 6 * N * D, D / N
+    said = ours.E_ + (ours.a_ * M**ours.eta_ + ours.b_ * M**-ours.eta_) * C**-ours.eta_
+    np.testing.assert_allclose(ours.predict(N, D), said, rtol=1e-12)
+    np.testing.assert_allclose(ours.at(C, M), said, rtol=1e-12)
+
+
+def test_constants_go_to_chinchilla_and_back_exactly():
+    N, D, noise = sizes(4)
+    loss = (1.8 + 400 / N**0.34 + 1200 / D**0.34) * np.exp(0.003 * noise)
+    law = OvertrainingLaw(delta=np.inf, E=1.8).fit(N, D, loss).bootstrap(15, groups=np.arange(50) // 2)
+    there = law.chinchilla()
+    assert (there.tied, there.E, there.delta) == (True, 1.8, np.inf)
+    np.testing.assert_allclose(there.predict(N, D), law.predict(N, D), rtol=1e-13)
+    np.testing.assert_allclose(there.predict_draws(N[:3], D[:3]), law.predict_draws(N[:3], D[:3]), rtol=1e-13)
+    assert tied_constants(law.constants_) == pytest.approx(there.constants_, rel=1e-13)
+    back = OvertrainingLaw.from_chinchilla(there)
+    assert back.constants_ == pytest.approx(law.constants_, rel=1e-14)
+    assert own_constants(there.constants_) == pytest.approx(law.constants_, rel=1e-13)
+    assert back.starts_ == law.starts_
+    ours, theirs = law.optimal([1e20, 1e24]), there.optimal([1e20, 1e24])
+    for name in ("N", "D", "loss"):
+        np.testing.assert_allclose(getattr(ours, name), getattr(theirs, name), rtol=1e-12)
+        np.testing.assert_allclose(ours.interval(name), theirs.interval(name), rtol=1e-12)
+    np.testing.assert_allclose(ours.ratio[0], ours.ratio[1], rtol=1e-12)
+
+
+def test_a_law_with_two_exponents_is_no_over_training_law():
+    N, D, _ = sizes(5)
+    free = fit.ChinchillaLaw().fit(N, D, 1.8 + 400 / N**0.34 + 1200 / D**0.4)
+    with pytest.raises(fit.InputError, match="two exponents; fit it with tied=True"):
+        OvertrainingLaw.from_chinchilla(free)
+    with pytest.raises(fit.InputError, match=r"E is 9; it must be below the lowest loss"):
+        OvertrainingLaw(E=9).fit(N, D, 1.8 + 400 / N**0.34 + 1200 / D**0.4)
+    with pytest.raises(fit.InputError, match="not fitted"):
+        OvertrainingLaw().chinchilla()
+
+
+# Repetition.
+
+
+def test_the_law_of_repetition_gives_the_authors_own_numbers():
+    assert RepetitionLaw.evaluate(MUENNIGHOFF, 6.34e9, 242e9, 25e9) == pytest.approx(2.2256440889984477, rel=1e-13)
+    assert RepetitionLaw.evaluate(MUENNIGHOFF, 8.67e9, 178e9, 25e9) == pytest.approx(2.2269634075087867, rel=1e-13)
+
+
+def test_without_repetition_and_excess_it_is_chinchillas_law():
+    N, D, _ = sizes(6)
+    D = np.maximum(D, 30 * N)  # above 20 tokens per parameter no parameter is in excess
+    plain = fit.ChinchillaLaw.evaluate(C4, N, D)
+    np.testing.assert_allclose(RepetitionLaw.evaluate(MUENNIGHOFF, N, D, D), plain, rtol=1e-13)
+    np.testing.assert_allclose(RepetitionLaw.evaluate(MUENNIGHOFF, N, D, 5 * D), plain, rtol=1e-13)
+
+
+def test_repeats_are_worth_between_nothing_and_new_tokens():
+    s = np.linspace(0, 6, 50)
+    np.testing.assert_allclose(saturated(s, np.log(1e12)), s, atol=1e-8)
+    np.testing.assert_allclose(saturated(s, np.log(1e-9)), 0.0, atol=1e-8)
+    at_most = np.log1p(15.0)
+    assert (np.diff(saturated(s, np.log(15.0))) >= 0).all()
+    assert saturated(np.array(600.0), np.log(15.0)) == pytest.approx(at_most, rel=1e-14)
+
+
+def test_the_best_allocation_under_a_token_limit_is_the_published_one():
+    """The repository's README: 9.26e21 FLOPs on 25B tokens want 227B tokens, 9.1 epochs and 6.8B parameters."""
+    law = RepetitionLaw(base=C4).fit(*repeated(7))
+    np.testing.assert_allclose([law.R_D_, law.R_N_], [15.387756, 5.309743], rtol=1e-8)
+    best = law.optimal(6 * 8.67e9 * 178e9, 25e9)
+    assert best.D[0] == pytest.approx(227e9, rel=0.005)  # their grid is that coarse
+    assert best.N[0] == pytest.approx(6.8e9, rel=0.005)
+    assert best.more["epochs"][0] == pytest.approx(9.1, rel=0.005)
+
+
+def test_the_base_is_held_and_has_no_interval():
+    law = RepetitionLaw(base=C4).fit(*repeated(8, noise=0.003)).bootstrap(30)
+    assert {name: law.constants_[name] for name in C4} == C4
+    assert all(np.ptp(law.draws_[name]) == 0 for name in C4)
+    assert law.interval("R_D")[0] < law.R_D_ < law.interval("R_D")[1]
+    assert "R_D = " in repr(law)
+    assert f"R_N = {law.R_N_:.4g} [" in repr(law)
+
+
+def test_excess_parameters_that_no_run_has_are_not_fitted():
+    N, D, U, _ = repeated(9)
+    N = U / 100  # far below the optimal size
+    law = RepetitionLaw(base=C4).fit(N, D, U, RepetitionLaw.evaluate(MUENNIGHOFF, N, D, U))
+    np.testing.assert_allclose(law.R_D_, 15.387756, rtol=1e-6)
+    assert law.degenerate_ == ["R_N"]
+
+
+def test_runs_without_repetition_and_a_broken_base_are_refused():
+    N, D, _, loss = repeated(10)
+    with pytest.raises(fit.InputError, match="no run repeats its data"):
+        RepetitionLaw().fit(N, D, 2 * D, loss)
+    with pytest.raises(fit.InputError, match="base has no beta; it needs E, A, B, alpha and beta"):
+        RepetitionLaw(base={"E": 1, "A": 1, "B": 1, "alpha": 1})
+    with pytest.raises(fit.InputError, match="base has alpha = 0; it must be a finite number above zero"):
+        RepetitionLaw(base=C4 | {"alpha": 0})
+    with pytest.raises(fit.InputError, match="base has E = None; it must be"):
+        RepetitionLaw(base=C4 | {"E": None})
+    with pytest.raises(fit.InputError, match="tied and base were both given"):
+        RepetitionLaw(base=C4, tied=True)
+
+
+# Broken power laws.
+
+
+def test_without_breaks_it_is_a_power_law_with_an_offset():
+    x = np.geomspace(1e3, 1e8, 20)
+    y = (0.4 + 7 * x**-0.2) * np.exp(0.003 * np.random.default_rng(0).standard_normal(20))
+    ours, plain = BrokenPowerLaw(breaks=0).fit(x, y), fit.PowerLaw(offset=True).fit(x, y)
+    assert ours.objective_ == pytest.approx(plain.objective_, rel=1e-10)
+    np.testing.assert_allclose([ours.a_, ours.b_, -ours.c0_], [plain.E_, plain.k_, plain.p_], rtol=1e-6)
+    straight = BrokenPowerLaw(breaks=0, offset=False).fit(x, 7 * x**-0.2)
+    np.testing.assert_allclose([straight.a_, straight.b_, straight.c0_], [0, 7, 0.2], rtol=1e-9)
+
+
+@pytest.mark.parametrize("breaks", [2, 3])
+def test_several_breaks_come_back_in_the_order_of_their_places(breaks):
+    x = np.geomspace(1e2, 1e10, 70)
+    truth = {"a": 0.05, "b": 40.0, "c0": 0.3, "c1": 0.3, "d1": 2e4, "f1": 0.4, "c2": -0.4, "d2": 3e6, "f2": 0.3}
+    if breaks == 3:
+        truth |= {"c3": 0.35, "d3": 2e8, "f3": 0.5}
+    law = BrokenPowerLaw(breaks).fit(x, BrokenPowerLaw.evaluate(truth, x))
+    assert law.converged_
+    for name, value in truth.items():
+        assert law.constants_[name] == pytest.approx(value, rel=1e-5), name
+    assert law.degenerate_ == []
+    assert law.support() > 10
+
+
+def test_a_break_that_the_data_do_not_show_is_called_degenerate():
+    """A plain power law with noise: in most draws the criterion does not want a break, and never strongly."""
+    x = np.geomspace(1e3, 1e8, 30)
+    supported = []
+    for seed in range(8):
+        y = (0.4 + 7 * x**-0.2) * np.exp(0.005 * np.random.default_rng(seed).standard_normal(30))
+        law = BrokenPowerLaw().fit(x, y)
+        assert ("d1" in law.degenerate_) >= (law.support() <= 0)
+        supported.append(law.support())
+    assert np.mean(np.array(supported) <= 0) > 0.7
+    assert max(supported) < 10
+
+
+def test_a_break_outside_of_the_data_is_called_degenerate():
+    """Caballero et al.'s simulated four-digit addition: the break lies at 613 samples, the runs end at 405."""
+    truth = {"a": 0.41388453, "b": 2.27727229, "c0": 0.05507735, "c1": 5.6629038, "d1": 612.58362, "f1": 0.05919304}
+    x = np.unique(np.geomspace(1, 4095, 300).astype(int)).astype(float)
+    seen = x <= 405
+    whole = BrokenPowerLaw().fit(x, BrokenPowerLaw.evaluate(truth, x))
+    for name, value in truth.items():
+        assert whole.constants_[name] == pytest.approx(value, rel=1e-6), name
+    assert whole.degenerate_ == []
+    part = BrokenPowerLaw().fit(x[seen], BrokenPowerLaw.evaluate(truth, x[seen]))
+    assert "d1" in part.degenerate_
+
+
+def test_a_criterion_needs_points_to_spare():
+    x = np.geomspace(1e3, 1e8, 8)
+    y = 0.4 + 7 * x**-0.2 + 0.01 * np.cos(np.arange(8))
+    law = BrokenPowerLaw().fit(x, y)  # 6 constants and a scatter on 8 points
+    assert law.aicc() == np.inf
+    assert "d1" in law.degenerate_
+    with pytest.raises(fit.InputError, match="with 1 breaks has 6 constants and there are 6 different x"):
+        BrokenPowerLaw().fit(x[:6], y[:6])
+    with pytest.raises(fit.InputError, match="breaks is 4; it must be 0, 1, 2 or 3"):
+        BrokenPowerLaw(breaks=4)
+    with pytest.raises(fit.InputError, match="no simpler law"):
+        BrokenPowerLaw(breaks=0).fit(x, y).simpler()
+
+
+# A law of one's own.
+
+
+def precision(c, N, D, P):
+    return c["E"] + c["A"] / (N * (1 - np.exp(-P / c["gamma"]))) ** c["alpha"] + c["B"] / D ** c["beta"]
+
+
+BOUNDS = {"E": (0.3, 5), "A": (10, 1e5), "B": (10, 1e5), "alpha": (0.1, 1), "beta": (0.1, 1), "gamma": (0.5, 10)}
+TRUTH = {"E": 1.8, "A": 400.0, "B": 2000.0, "alpha": 0.34, "beta": 0.37, "gamma": 2.7}
+
+
+def bits(seed, noise=0.003, n=50):
+    rng = np.random.default_rng(seed)
+    N, D, P = 10 ** rng.uniform(7, 9, n), 10 ** rng.uniform(9, 11, n), rng.choice([3.0, 4, 6, 8, 16], n)
+    return N, D, P, precision(TRUTH, N, D, P) * np.exp(noise * rng.standard_normal(n))
+
+
+def own(function=precision, parameters=BOUNDS, inputs=("N", "D", "P"), **options):
+    return FunctionLaw(function, parameters, inputs, **{"tries": 16} | options)
+
+
+def test_a_function_fits_as_the_built_in_law_of_the_same_form():
+    N, D, noise = sizes(11)
+    loss = (1.8 + 400 / N**0.34 + 1200 / D**0.4) * np.exp(0.003 * noise)
+    bounds = {name: BOUNDS[name] for name in C4}
+    ours = own(lambda c, N, D: c["E"] + c["A"] / N ** c["alpha"] + c["B"] / D ** c["beta"], bounds, ("N", "D"))
+    ours, built_in = ours.fit(N, D, loss), fit.ChinchillaLaw().fit(N, D, loss)
+    assert ours.objective_ == pytest.approx(built_in.objective_, rel=1e-9)
+    assert ours.constants_ == pytest.approx(built_in.constants_, rel=1e-5)
+    weights = np.random.default_rng(0).integers(0, 3, (5, 50))
+    for name, values in ours.refit(weights).items():
+        np.testing.assert_allclose(values, built_in.refit(weights)[name], rtol=1e-4)
+
+
+def test_constants_may_be_negative_or_held():
+    x = np.linspace(1, 5, 30)
+    law = FunctionLaw(
+        lambda c, x: np.exp(c["slope"] * x + c["level"]), {"slope": (-3, 3), "level": (2.0, 2.0)}, ("x",), "y"
+    ).fit(x, np.exp(2.0 - 0.7 * x))
+    assert law.constants_ == pytest.approx({"slope": -0.7, "level": 2.0}, rel=1e-9)
+    assert law.problem_.free == 1
+
+
+def test_starts_that_are_given_are_tried_and_the_rest_fill_the_box():
+    columns = bits(12, noise=0)
+    assert own(tries=1, starts=[TRUTH]).fit(*columns).objective_ < 1e-20
+    assert own(tries=5, starts=[TRUTH]).fit(*columns).starts_["tried"] == 6
+    points = latin_hypercube(40, 3, seed=0)
+    assert (np.sort((points * 40).astype(int), axis=0) == np.arange(40)[:, None]).all()  # one in every slice
+    assert (points == latin_hypercube(40, 3, seed=0)).all()
+
+
+def test_columns_go_by_name_too_and_a_missing_one_is_named():
+    N, D, P, loss = bits(13)
+    law = own().fit(P=P, N=N, D=D, loss=loss)
+    assert law.constants_ == own().fit(N, D, P, loss).constants_
+    with pytest.raises(fit.InputError, match=r"fit was given #1, #2; it takes N, D, P, loss, each once"):
+        own().fit(N, D)
+    with pytest.raises(fit.InputError, match=r"fit was given #1, #2, #3, bits; it takes"):
+        own().fit(N, D, loss, bits=P)
+
+
+def test_a_file_without_its_function_says_so():
+    columns = bits(14)
+    text = own(name="precision").fit(*columns).to_json()
+    with pytest.raises(fit.InputError, match="function is missing; a file cannot hold it"):
+        FunctionLaw.from_json(text)
+    with pytest.raises(fit.InputError, match="it is not the one that the law was fitted with"):
+        FunctionLaw.from_json(text, lambda c, N, D, P: 1.001 * precision(c, N, D, P))
+    with pytest.raises(fit.InputError, match="the law's function fails"):
+        FunctionLaw.from_json(text, lambda c, N: N)
+    blind = Law.from_json(text)
+    assert "gamma = " in repr(blind)
+    with pytest.raises(fit.InputError, match="the law precision has no function"):
+        blind.predict(1e9, 1e10, 8)
+
+
+def test_a_constant_that_nothing_depends_on_is_called_degenerate():
+    law = own(parameters=BOUNDS | {"idle": (0.1, 10)}).fit(*bits(15))
+    assert law.degenerate_ == ["idle"]
+
+
+BAD = [
+    (dict(function=lambda c, N, D, P: abs(precision(c, N, D, P))), "real numbers for complex parameters"),
+    (dict(function=lambda c, N, D, P: precision(c, N, D, P).real + 0j), "not analytic in parameter 0"),
+    (dict(function=lambda c, N, D, P: -precision(c, N, D, P)), "no finite value above zero for every run"),
+    (
+        dict(function=lambda c, N: N),
+        "function fails on arrays .TypeError: .* it takes constants of shape .P, 1. by name",
+    ),
+    (dict(function=lambda c, N, D, P: c["F"]), "function fails on arrays .KeyError: 'F'"),
+    (dict(function=lambda c, N, D, P: N[:3]), "function fails on arrays .ValueError"),
+    (dict(function=None), "has no function; give it to"),
+    (dict(parameters={}), "parameters is empty; give each constant's bounds"),
+    (dict(parameters={"E": (2, 1)}), r"parameters has E = \(2, 1\); finite bounds in order"),
+    (dict(parameters={"E": (0, np.inf)}), r"parameters has E = \(0, inf\); finite bounds in order"),
+    (dict(parameters={"E": 1.0}), "parameters has E = 1.0; a pair of numbers is needed"),
+    (dict(parameters={"data": (0, 1)}), "parameters has 'data'; a Python name that the law does not use itself"),
+    (dict(parameters={"R*": (0, 1)}), r"parameters has 'R\*'; a Python name"),
+    (dict(inputs=("N", "N", "P")), "inputs is .* and output 'loss'; names that differ"),
+    (dict(starts=[{"E": 1.0}]), "starts holds E; each start needs E, A, B, alpha, beta, gamma"),
+    (dict(starts=[TRUTH | {"E": 9.0}]), "starts holds E = 9.0; it must lie within its bounds, 0.3 and 5"),
+    (dict(tries=0), "tries is 0; at least one start is needed"),
+    (dict(objective="mean"), "objective is 'mean'; choose one of"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), BAD, ids=[message[:30] for _, message in BAD])
+def test_what_cannot_be_fitted_is_refused_in_one_sentence(change, message):
+    with pytest.raises(fit.InputError, match=message) as caught:
+        own(**change).fit(*bits(16))
+    assert "\n" not in str(caught.value)
+    assert str(caught.value).endswith(".")

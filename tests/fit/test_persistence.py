@@ -1,0 +1,148 @@
+"""Laws on disk: an exact round trip, answers without a new fit, and one sentence for whatever is no law."""
+
+import json
+
+import numpy as np
+import pytest
+from isoflop import fit
+from isoflop.fit.laws.persistence import FORMAT, VERSION
+from isoflop.sweeps.cli.main import app
+from typer.testing import CliRunner
+
+
+def points(seed=0, n=40, noise=0.003):
+    rng = np.random.default_rng(seed)
+    N, D = 10 ** rng.uniform(7, 10, n), 10 ** rng.uniform(9, 12, n)
+    return N, D, (1.8 + 480 / N**0.35 + 2100 / D**0.37) * np.exp(noise * rng.standard_normal(n))
+
+
+@pytest.fixture(scope="module")
+def law():
+    return fit.ChinchillaLaw(delta=3e-3).fit(*points()).bootstrap(30, groups=np.arange(40) // 2)
+
+
+@pytest.fixture
+def saved(law, tmp_path):
+    law.to_json(tmp_path / "law.json")
+    return tmp_path / "law.json"
+
+
+def test_a_law_comes_back_to_the_bit_without_a_fit(law, saved, monkeypatch):
+    monkeypatch.setattr("isoflop.fit.laws.law.solve", None)  # whoever fits now fails
+    back = fit.read_law(saved)
+    assert type(back) is fit.ChinchillaLaw
+    assert repr(back) == repr(law)
+    assert back.constants_ == law.constants_
+    assert back.options() == law.options()
+    for name in law.names:
+        assert (back.draws_[name] == law.draws_[name]).all()
+    assert (back.residuals() == law.residuals()).all()
+    assert (back.optimal(1e24).interval("N") == law.optimal(1e24).interval("N")).all()
+    assert back.to_dict() | {"provenance": 0} == law.to_dict() | {"provenance": 0}
+    assert fit.ChinchillaLaw.from_json(law.to_json()).constants_ == law.constants_
+
+
+def test_what_comes_back_can_be_resampled_again(law, saved):
+    again = fit.read_law(saved).bootstrap(30, groups=np.arange(40) // 2)
+    assert (again.draws_["alpha"] == law.draws_["alpha"]).all()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: fit.ChinchillaLaw(tied=True).fit(*points()),
+        lambda: fit.ChinchillaLaw(E=1.7).fit(*points()),
+        lambda: fit.ChinchillaLaw("se").fit(*points(), loss_se=np.full(40, 1e-3)),
+        lambda: fit.ChinchillaLaw("squares", np.inf).fit(*points()),
+        lambda: fit.PowerLaw(offset=True).fit(np.geomspace(1, 100, 9), 1 + np.geomspace(1, 100, 9) ** -0.5),
+    ],
+)
+def test_every_option_survives_the_round_trip(make):
+    law = make()
+    back = fit.read_law(law.to_json())
+    assert repr(back) == repr(law)
+    assert back.options() == law.options()
+    assert back.scatter_ == law.scatter_
+    some = [law.data_[name] for name in law.inputs]
+    assert (back.predict(*some) == law.predict(*some)).all()
+
+
+def test_provenance_says_version_date_and_the_hash_of_the_data(law):
+    content = law.to_dict()
+    assert set(content["provenance"]) == {"isoflop", "date"}
+    assert len(content["data"]["sha256"]) == 64
+    other = fit.ChinchillaLaw().fit(*points(1)).to_dict()
+    assert other["data"]["sha256"] != content["data"]["sha256"]
+
+
+def change(content, *path, to):
+    content = json.loads(json.dumps(content))
+    place = content
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = to
+    return json.dumps(content)
+
+
+BAD = [
+    (lambda c: change(c, "version", to=7), f"is version 7 of the law format; this isoflop reads version {VERSION}"),
+    (lambda c: change(c, "format", to="x"), f"is not a law \\(no format '{FORMAT}'\\)"),
+    (lambda c: change(c, "form", to="x"), "holds a law of form 'x'; known are chinchilla"),
+    (lambda c: change(c, "data", "columns", "N", 3, to=1e9), "holds data whose hash differs"),
+    (lambda c: change(c, "options", to={"gamma": 1}), "is not a whole law"),
+    (lambda c: change(c, "fit", to={}), "is not a whole law"),
+    (lambda c: json.dumps(c)[:-50], "is not JSON"),
+    (lambda c: "[]", "is not a law"),
+    (lambda c: "", "is not JSON"),
+]
+
+
+@pytest.mark.parametrize(("damage", "message"), BAD)
+def test_a_file_that_is_no_law_is_one_sentence_and_exit_code_2(law, tmp_path, damage, message):
+    path = tmp_path / "law.json"
+    path.write_text(damage(law.to_dict()))
+    with pytest.raises(fit.InputError, match=message) as caught:
+        fit.read_law(path)
+    assert "\n" not in str(caught.value)
+    result = CliRunner().invoke(app, ["fit", str(path)])
+    assert isinstance(result.exception, fit.InputError)  # which the command turns into exit code 2
+
+
+def test_a_law_of_another_form_is_refused_by_a_class():
+    power = fit.PowerLaw().fit([1.0, 2.0, 4.0], [1.0, 2.0, 4.5])
+    with pytest.raises(fit.InputError, match="form 'power'; 'chinchilla' is expected"):
+        fit.ChinchillaLaw.from_json(power.to_json())
+
+
+def test_a_missing_file_is_one_sentence(tmp_path):
+    with pytest.raises(fit.InputError, match=r"cannot be read \(No such file"):
+        fit.read_law(tmp_path / "law.json")
+
+
+def test_a_saved_law_answers_as_the_law_does(law, saved):
+    said = fit.answer(saved, [1e22, 1e26])
+    best = law.optimal([1e22, 1e26])
+    np.testing.assert_allclose([row["N"] for row in said["optimal"]], best.N)
+    np.testing.assert_allclose([row["N_ci"] for row in said["optimal"]], best.interval("N"))
+    assert said["law"] == {"form": "chinchilla"} | law.constants_
+    assert [w["code"] for w in said["warnings"]] == ["extrapolation"]
+    assert fit.answer(saved, [1e20])["warnings"] == []
+    with pytest.raises(fit.InputError, match="target is -1"):
+        fit.answer(saved, [-1.0])
+
+
+def test_a_reports_law_keeps_its_warnings_when_asked_again(tmp_path):
+    import pandas as pd
+
+    N, D, loss = points(noise=0.003)
+    loss[3] *= 1.5  # an outlier, which the report warns about
+    runs = fit.read_table(pd.DataFrame({"N": N, "D": D, "loss": loss}))
+    analysis = fit.analyze(runs, targets=(1e23,), bootstrap=20)
+    fit.write_report(analysis, tmp_path)
+    said = fit.answer(tmp_path / "law.json", [1e20])
+    assert any("outlier" in w["code"] for w in said["warnings"])
+    result = CliRunner().invoke(app, ["fit", str(tmp_path / "law.json"), "--target-flops", "1e20", "--json"])
+    assert result.exit_code == 0
+    assert json.loads(result.stdout)["optimal"][0]["N"] == said["optimal"][0]["N"]
+    refused = CliRunner().invoke(app, ["fit", str(tmp_path / "law.json"), "--tied"])
+    assert "only --target-flops and --json apply" in str(refused.exception)

@@ -1,0 +1,376 @@
+"""The solver finds the optimum that independent optimizers find, never a worse one, and claims only what it reached."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from isoflop.fit import ChinchillaLaw, InputError, PowerLaw, read_table
+from isoflop.fit.solver import solver
+from isoflop.fit.solver.forms import ComplexStepForm, FunctionForm
+from isoflop.fit.solver.solver import _leaders, huber, minimise, solve, variable_projection
+from scipy.optimize import least_squares, minimize
+from scipy.special import logsumexp
+
+
+def law_points(seed, n=60, noise=0.003, alpha=0.35, beta=0.37, E=1.8, A=480.0, B=2100.0):
+    """Runs of a known law over three decades of N and D, with Gaussian noise in log loss."""
+    rng = np.random.default_rng(seed)
+    N, D = 10 ** rng.uniform(7.5, 10.5, n), 10 ** rng.uniform(9, 12, n)
+    return N, D, (E + A / N**alpha + B / D**beta) * np.exp(noise * rng.standard_normal(n))
+
+
+def problem(seed, **options):
+    """A Chinchilla law's problem over known runs, and its 64 starts."""
+    law = ChinchillaLaw().fit(*law_points(seed, **options))
+    return law.problem_, law.problem_.starts(np.ones((1, len(law.weight_))), None)
+
+
+def resamples(seed, problems, n=60):
+    return np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=problems).astype(float)
+
+
+def test_huber_is_quadratic_inside_delta_linear_outside_and_smooth_between():
+    r = np.linspace(-3, 3, 4001)
+    rho, slope, inside = huber(r, 1.0)
+    expected = np.where(np.abs(r) <= 1, r**2 / 2, np.abs(r) - 0.5)
+    np.testing.assert_allclose(rho, expected, atol=1e-15)
+    np.testing.assert_allclose(np.gradient(rho, r)[1:-1], slope[1:-1], atol=1e-3)  # central differences, step 1.5e-3
+    assert inside.sum() == (np.abs(r) <= 1).sum()
+
+
+@pytest.mark.parametrize("delta", [1e-3, 1e-2, np.inf])
+def test_no_start_of_an_independent_optimizer_finds_a_lower_objective(delta):
+    for seed in range(3):
+        N, D, loss = law_points(seed)
+        law = ChinchillaLaw(delta=delta).fit(N, D, loss)
+        assert law.converged_
+
+        x, y, one, target = np.log(N), np.log(D), np.ones(len(N)), np.log(loss)
+
+        def objective(t, x=x, y=y, one=one, target=target):
+            u = np.stack([t[0] - t[1] * x, t[2] - t[3] * y, t[4] * one])
+            f = logsumexp(u, axis=0)
+            p = np.exp(u - f)
+            rho, slope, _ = huber(f - target, delta)
+            gradient = [p[0] @ slope, -(p[0] * x) @ slope, p[1] @ slope, -(p[1] * y) @ slope, p[2] @ slope]
+            return 1e3 * rho.sum(), 1e3 * np.array(gradient)
+
+        rng = np.random.default_rng(seed)
+        found = []
+        for _ in range(10):
+            start = rng.uniform([0, 0.1, 0, 0.1, -0.5], [15, 0.8, 15, 0.8, 1.0])
+            options = {"maxiter": 2000, "ftol": 1e-15, "gtol": 1e-10}
+            found.append(minimize(objective, start, jac=True, method="L-BFGS-B", options=options).fun / 1e3)
+        assert law.objective_ <= min(found) * (1 + 1e-9)
+
+
+def test_least_squares_agrees_with_scipy_in_every_constant():
+    N, D, loss = law_points(5)
+    law = ChinchillaLaw(delta=np.inf).fit(N, D, loss)
+
+    def residual(t):
+        return np.log(t[0] + np.exp(t[1]) / N ** t[2] + np.exp(t[3]) / D ** t[4]) - np.log(loss)
+
+    start = [1.7, np.log(400), 0.33, np.log(2000), 0.36]
+    peer = least_squares(residual, start, xtol=1e-15, ftol=1e-15, gtol=1e-15, x_scale="jac").x
+    ours = [law.E_, np.log(law.A_), law.alpha_, np.log(law.B_), law.beta_]
+    np.testing.assert_allclose(ours, peer, rtol=1e-6)  # scipy stops at the square root of rounding in these parameters
+
+
+def test_exact_data_give_the_constants_back_and_count_as_converged():
+    N, D, loss = law_points(2, noise=0.0)
+    law = ChinchillaLaw().fit(N, D, loss)
+    assert law.converged_
+    np.testing.assert_allclose(
+        [law.E_, law.A_, law.B_, law.alpha_, law.beta_], [1.8, 480, 2100, 0.35, 0.37], rtol=1e-7
+    )  # conditioning 1e6 times rounding 1e-15, with room
+
+
+def test_nearly_every_start_agrees_on_a_known_law_with_noise():
+    agree = [ChinchillaLaw().fit(*law_points(seed)).starts_ for seed in range(10)]
+    assert sum(s["agreeing"] for s in agree) >= 0.99 * sum(s["tried"] for s in agree)
+
+
+def test_a_gradient_that_is_not_zero_is_never_called_converged():
+    p, starts = problem(3)
+    box, ones = (p.lower, p.upper, 1e-3), np.ones(60)
+    stopped = minimise(p.form, p.target, ones, starts[0], *box, iterations=2)
+    assert not stopped.converged.any()
+    done = minimise(p.form, p.target, ones, starts[0], *box)
+    assert done.converged.all()
+    assert (stopped.objective >= done.objective.min()).all()
+
+
+def test_converged_means_that_the_gradient_inside_the_box_is_zero_and_nothing_near_is_lower():
+    """By the sums themselves, and by looking: along no direction does the objective fall."""
+    p, starts = problem(5)
+    weights = resamples(0, 8)
+    found = solve(p.form, p.target, weights, starts, p.lower, p.upper, 1e-3)
+    assert found.converged.all()
+    f, cache = p.form.value(found.theta)
+    first = np.stack([p.form.along(cache, np.tile(unit, (8, 1))) for unit in np.eye(5)], axis=2)
+    terms = (weights * huber(f - p.target, 1e-3)[1])[:, :, None] * first
+    assert (np.abs(terms.sum(axis=1)) <= 2e-9 * np.abs(terms).sum(axis=1)).all()
+    for direction in np.random.default_rng(0).normal(size=(20, 5)):
+        near = huber(p.form.value(found.theta + 1e-4 * direction)[0] - p.target, 1e-3)[0]
+        assert ((weights * near).sum(axis=1) >= found.objective).all()
+
+
+def test_a_saddle_is_not_an_optimum():
+    """The form x^2 - y^2 has, fitted to -1, a zero gradient at the origin and negative curvature there."""
+
+    def function(theta):
+        x, y = theta.T
+        first = np.stack([2 * x, -2 * y], 1)[:, None, :]
+        second = np.broadcast_to(np.diag([2.0, -2.0]), (len(theta), 1, 2, 2))
+        return (x**2 - y**2)[:, None], first, second
+
+    form, box = FunctionForm(function, 2, 1), (np.full(2, -10.0), np.full(2, 10.0))
+    stuck = minimise(form, np.array([-1.0]), np.ones(1), np.zeros((1, 2)), *box, np.inf, iterations=5)
+    assert not stuck.converged[0]
+    moved = minimise(form, np.array([-1.0]), np.ones(1), np.array([[0.5, 0.3]]), *box, np.inf)
+    assert moved.converged[0]
+    assert moved.objective[0] < 1e-20
+
+
+def parabola(theta):
+    """The point (x, x^2), two log predictions: two of its points may be nearest to one that lies above its vertex."""
+    x = theta[:, :1]
+    first, second = np.stack([np.ones_like(x), 2 * x], axis=1), np.zeros((len(x), 2, 1, 1))
+    second[:, 1] = 2.0
+    return np.concatenate([x, x**2], axis=1), first, second
+
+
+ABOVE, LEFT = np.array([0.0, 2.0]), np.array([-0.1, 2.0])  # of the vertex, and a little to the left of it
+WIDE = (np.array([-5.0]), np.array([5.0]), np.inf)
+
+
+def nearest(target, side):
+    """Where the distance's derivative, x - a + 2 x (x^2 - b), is zero; there are three such points."""
+    return sorted(np.roots([2.0, 0.0, 1.0 - 2.0 * target[1], -target[0]]).real)[0 if side < 0 else -1]
+
+
+def test_only_starts_that_end_in_the_best_valley_agree():
+    form = FunctionForm(parabola, 1, 2)
+    starts = np.array([-1.9, -1.2, -1.0, 0.8, 0.9, 1.1, 1.3, 1.5])[None, :, None]
+    found = solve(form, LEFT, np.ones((2, 2)), starts, *WIDE)
+    np.testing.assert_allclose(found.theta, nearest(LEFT, -1), rtol=1e-9)
+    assert found.converged.all()
+    assert found.agreeing.tolist() == [3, 3]
+    assert found.tried.tolist() == [8, 8]
+    other = solve(form, LEFT, np.ones((1, 2)), starts[:, 3:], *WIDE)
+    np.testing.assert_allclose(other.theta[0, 0], nearest(LEFT, 1), rtol=1e-9)
+    assert other.agreeing.tolist() == other.tried.tolist() == [5]
+
+
+def test_starts_have_met_where_both_place_and_objective_are_the_same():
+    theta = np.array([[[1.0, 2.0], [-1.0, 2.0], [1.0, 2.0005], [1.0, 2.0], [np.nan, 0.0]]])
+    objective = np.array([[3.0 + 1e-7, 3.0, 3.0, 4.0, np.nan]])
+    assert _leaders(theta, objective, np.zeros(1)).tolist() == [[2, 1, 2, 3, 4]]
+
+
+def test_two_valleys_of_one_depth_are_one_objective_and_all_starts_agree_on_it():
+    starts = np.array([-1.4, -0.8, 0.9, 1.2])[None, :, None]
+    found = solve(FunctionForm(parabola, 1, 2), ABOVE, np.ones((1, 2)), starts, *WIDE)
+    assert found.agreeing.tolist() == [4]
+
+
+def test_a_warm_start_in_another_valley_does_not_hide_the_better_one():
+    form, one = FunctionForm(parabola, 1, 2), np.ones((1, 2))
+    for start, warm in ((-1.4, 1.2), (1.4, -1.2)):
+        found = solve(form, LEFT, one, np.array([[[start]]]), *WIDE, warm=np.array([warm]))
+        np.testing.assert_allclose(found.theta[0, 0], nearest(LEFT, -1), rtol=1e-9)
+        assert (found.tried[0], found.agreeing[0]) == (2, 1)
+
+
+def test_a_problem_without_an_optimum_is_said_not_to_have_converged():
+    """exp(-theta) comes ever nearer to what is below it, and never arrives; and a prediction may be no number."""
+
+    def falling(theta):
+        value = np.exp(-theta)
+        return value, -value[:, :, None], value[:, :, None, None]
+
+    everywhere, starts = (np.array([-np.inf]), np.array([np.inf])), np.array([[[0.0], [1.0], [2.0]]])
+    for function, target in ((falling, -1.0), (lambda t: tuple(np.nan * part for part in falling(t)), -1.0)):
+        found = solve(FunctionForm(function, 1, 1), np.array([target]), np.ones((1, 1)), starts, *everywhere, np.inf)
+        assert not found.converged[0]
+        assert found.agreeing[0] == 0
+        assert found.tried[0] == 3
+
+
+def test_a_start_without_a_prediction_is_left_and_the_others_go_on():
+    def half(theta):
+        return np.where(theta[:, :1].real > 5, np.nan, np.log(theta[:, :1] + theta[:, 1:] * np.linspace(1, 2, 6)))
+
+    target = np.log(1.5 + 0.7 * np.linspace(1, 2, 6))
+    starts = np.array([[[9.0, 1.0], [1.0, 1.0], [2.0, 0.1], [7.0, 7.0]]])
+    box = (np.array([0.1, 0.01]), np.array([10.0, 10.0]))
+    found = solve(ComplexStepForm(half, 2, 6), target, np.ones((1, 6)), starts, *box, 1e-3)
+    np.testing.assert_allclose(found.theta[0], [1.5, 0.7], rtol=1e-8)  # exact data; conditioning 1e2
+    assert found.agreeing[0] == 2
+    each = minimise(ComplexStepForm(half, 2, 6), target, np.ones(6), starts[0], *box, 1e-3)
+    assert each.converged.tolist() == [False, True, True, False]
+    assert (each.steps[~each.converged] <= 1).all()
+
+
+def test_equal_bounds_fix_a_parameter_and_bounds_are_reported():
+    p, starts = problem(6)
+    lower, upper = p.lower.copy(), p.upper.copy()
+    at = {name: i for i, name in enumerate(p.coordinates)}
+    lower[at["E"]] = upper[at["E"]] = np.log(1.7)
+    upper[at["alpha"]] = 0.2  # it wants more
+    found = solve(p.form, p.target, np.ones((1, 60)), starts, lower, upper, 1e-3)
+    assert found.converged[0]
+    assert found.theta[0, at["E"]] == np.log(1.7)
+    assert found.theta[0, at["alpha"]] == 0.2
+    assert [p.coordinates[i] for i in np.flatnonzero(found.at_bound[0])] == ["alpha"]
+
+
+def test_bounds_of_each_problem_are_its_own():
+    """As in a profile likelihood: E fixed at another value in each."""
+    p, starts = problem(6)
+    fixed = np.log(np.linspace(1.6, 1.9, 7))
+    at = p.coordinates.index("E")
+    lower, upper = (np.repeat(bound[None, :], 7, axis=0) for bound in (p.lower, p.upper))
+    lower[:, at] = upper[:, at] = fixed
+    together = solve(p.form, p.target, np.ones((7, 60)), starts, lower, upper, 1e-3)
+    assert together.converged.all()
+    np.testing.assert_array_equal(together.theta[:, at], fixed)
+    for i in range(7):
+        alone = solve(p.form, p.target, np.ones((1, 60)), starts, lower[i], upper[i], 1e-3)
+        np.testing.assert_allclose(together.objective[i], alone.objective[0], rtol=1e-12)
+    assert together.objective.argmin() not in (0, 6)
+
+
+def test_targets_and_starts_may_be_one_for_all_or_one_each():
+    p, starts = problem(2)
+    weights = resamples(1, 4)
+    shared = solve(p.form, p.target, weights, starts, p.lower, p.upper, 1e-3)
+    targets, own = np.repeat(p.target[None], 4, axis=0), np.repeat(starts, 4, axis=0)
+    each = solve(p.form, targets, weights, own, p.lower, p.upper, 1e-3)
+    for name in ("theta", "objective", "agreeing"):
+        np.testing.assert_array_equal(getattr(shared, name), getattr(each, name))
+
+
+@pytest.mark.parametrize("delta", [1e-6, 1e-3, np.inf])
+def test_following_starts_that_met_as_one_finds_what_following_each_to_its_end_finds(delta):
+    p, starts = problem(7)
+    weights = resamples(2, 6)
+    found = solve(p.form, p.target, weights, starts, p.lower, p.upper, delta)
+    assert found.converged.all()
+    for i, weight in enumerate(weights):
+        alone = minimise(p.form, p.target, weight, starts[0], p.lower, p.upper, delta)
+        best = alone.objective[alone.converged].min()
+        np.testing.assert_allclose(found.objective[i], best, rtol=1e-10)
+        assert found.agreeing[i] == (alone.converged & (alone.objective <= best * (1 + 1e-7))).sum()
+
+
+def test_two_starts_and_the_optimum_of_all_runs_find_what_every_start_finds():
+    """What a bootstrap does, against the exhaustive search."""
+    p, starts = problem(8)
+    weights = resamples(3, 200)
+    whole = solve(p.form, p.target, np.ones((1, 60)), starts, p.lower, p.upper, 1e-3)
+    arguments = (p.lower, p.upper, 1e-3)
+    quick = solve(p.form, p.target, weights, p.starts(weights, 2), *arguments, warm=whole.theta[0])
+    slow = solve(p.form, p.target, weights, starts, *arguments)
+    assert quick.converged.all()
+    assert quick.tried.tolist() == [3] * 200
+    assert (quick.objective <= slow.objective * (1 + 1e-9)).all()
+
+
+def test_the_number_of_threads_does_not_change_a_bit(monkeypatch):
+    monkeypatch.setattr(solver, "CHUNK", 3000)  # several chunks of few problems
+    p, _ = problem(9)
+    weights = resamples(4, 60)
+    starts = p.starts(weights, 2)
+    results = [solve(p.form, p.target, weights, starts, p.lower, p.upper, 1e-3, threads=t) for t in (1, 2, 5)]
+    for other in results[1:]:
+        for name in ("theta", "objective", "converged", "at_bound", "tried", "agreeing"):
+            np.testing.assert_array_equal(getattr(results[0], name), getattr(other, name))
+
+
+def test_threads_are_the_cores_of_this_process_unless_omp_asks_for_fewer(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    every = solver.cores()
+    assert 1 <= every <= os.cpu_count()
+    for asked, given in (("1", 1), ("1,2", 1), (str(every + 3), every), ("0", 1), ("many", every)):
+        monkeypatch.setenv("OMP_NUM_THREADS", asked)
+        assert solver.cores() == given
+
+
+@pytest.mark.published
+def test_every_start_and_every_resample_of_the_published_data_finds_the_global_optimum():
+    folder = os.environ.get("ISOFLOP_DATA")
+    if not folder:
+        pytest.skip("needs published results: ISOFLOP_DATA names no folder")
+    columns = {"N": "Model Size", "flops": "Training FLOP"}
+    path = Path(folder) / "epoch" / "svg_extracted_data.csv"
+    t = read_table(path, columns=columns, derive_d="6nd", drop_worst=5)
+    law = ChinchillaLaw().fit(t.N, t.D, t.loss)
+    assert law.starts_ == {"tried": 64, "agreeing": 64}
+    p, weights = law.problem_, resamples(0, 100, len(t))
+    arguments = (p.lower, p.upper, 1e-3)
+    quick = solve(p.form, p.target, weights, p.starts(weights, 1), *arguments, warm=law.theta_)
+    every = solve(p.form, p.target, weights, p.starts(weights, None), *arguments)
+    assert every.agreeing.tolist() == [64] * 100
+    assert quick.agreeing.tolist() == [2] * 100
+    np.testing.assert_allclose(quick.objective, every.objective, rtol=1e-12)
+
+
+def test_variable_projection_is_weighted_least_squares_at_every_setting():
+    rng = np.random.default_rng(0)
+    basis, target, weights = rng.normal(size=(4, 15, 3)), rng.normal(size=15), rng.uniform(0.1, 2, size=(2, 15))
+    amplitudes, error = variable_projection(basis, target, weights)
+    for p in range(2):
+        for g in range(4):
+            root = np.sqrt(weights[p])
+            c, rest, *_ = np.linalg.lstsq(basis[g] * root[:, None], target * root, rcond=None)
+            np.testing.assert_allclose(amplitudes[p, g], c, rtol=1e-6)  # normal equations, ridge 1e-10
+            np.testing.assert_allclose(error[p, g], rest[0], rtol=1e-6)
+
+
+def test_a_power_law_matches_polyfit_and_with_an_offset_matches_scipy():
+    rng = np.random.default_rng(3)
+    C = np.geomspace(1e17, 1e21, 9)
+    y = 0.1 * C**0.5 * np.exp(0.05 * rng.standard_normal(9))
+    law = PowerLaw().fit(C, y)
+    p, k = np.polyfit(np.log(C), np.log(y), 1)
+    np.testing.assert_allclose([law.p_, np.log(law.k_)], [p, k], rtol=1e-10)
+
+    loss = (1.7 + 1e3 * C**-0.16) * np.exp(1e-3 * rng.standard_normal(9))
+    law = PowerLaw(offset=True).fit(C, loss)
+    u = np.log(C / 1e19)
+    peer = least_squares(
+        lambda t: np.log(t[0] + np.exp(t[1] - t[2] * u)) - np.log(loss),
+        [1.6, -0.5, 0.2],
+        xtol=1e-15,
+        ftol=1e-15,
+        gtol=1e-15,
+    ).x
+    np.testing.assert_allclose([law.E_, -law.p_], peer[[0, 2]], rtol=1e-5)
+    assert law.converged_
+    assert law.starts_["agreeing"] == law.starts_["tried"]
+
+
+@pytest.mark.slow
+def test_power_law_intervals_cover_the_truth_at_their_rate():
+    rng = np.random.default_rng(0)
+    C = np.geomspace(1e17, 1e21, 12)
+    inside = 0
+    for trial in range(200):
+        y = 0.3 * C**0.5 * np.exp(0.1 * rng.standard_normal(12))
+        low, high = PowerLaw().fit(C, y).bootstrap(200, seed=trial).interval("p")
+        inside += low <= 0.5 <= high
+    assert inside >= 178  # 95 % nominal; 12 points of residual bootstrap lose a few percent; 89 % is 3 sigma below 94 %
+
+
+def test_power_laws_refuse_what_they_cannot_fit():
+    with pytest.raises(InputError, match="at least 2 different x"):
+        PowerLaw().fit([1e18, 1e18], [1.0, 2.0])
+    with pytest.raises(InputError, match="at least 4 different x"):
+        PowerLaw(offset=True).fit([1e17, 1e18, 1e19], [3.0, 2.5, 2.2])
+    with pytest.raises(InputError, match="y is nan in row 1"):
+        PowerLaw().fit([1e17, 1e18], [3.0, np.nan])
+    with pytest.raises(InputError, match="no residuals"):
+        PowerLaw().fit([1e17, 1e18], [3.0, 2.0]).bootstrap(10)

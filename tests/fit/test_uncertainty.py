@@ -1,0 +1,339 @@
+"""Intervals that hold their level: simulations of known laws, closed forms, and independent implementations."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from isoflop import fit
+from isoflop.fit.laws.profiles import profile, profile_interval, tolerated_rise
+from isoflop.fit.laws.resampling import left_out_residuals
+from isoflop.fit.solver.solver import solve
+from isoflop.fit.uncertainty import bca_interval
+from scipy import optimize, stats
+
+NOISE = 0.003
+LAWS = 200
+
+
+def designed(rng):
+    """An isoFLOP grid: 4 budgets over 2 decades, 6 sizes each over a factor of 16."""
+    C = np.repeat(6e18 * 10 ** np.linspace(0, 2, 4), 6)
+    N = np.sqrt(C / 120) * np.tile(np.geomspace(1 / 4, 4, 6), 4)
+    return N, C / 6 / N
+
+
+def scattered(rng, runs=60):
+    return 10 ** rng.uniform(7.5, 10.5, runs), 10 ** rng.uniform(9, 12, runs)
+
+
+def random_truth(rng, N, D):
+    """A law whose terms are 0.3 to 1.5 in the middle of the runs, as in real sweeps."""
+    truth = {"E": rng.uniform(1, 2.5), "alpha": rng.uniform(0.25, 0.5), "beta": rng.uniform(0.25, 0.5)}
+    truth["A"] = rng.uniform(0.3, 1.5) * np.exp(np.log(N).mean() * truth["alpha"])
+    truth["B"] = rng.uniform(0.3, 1.5) * np.exp(np.log(D).mean() * truth["beta"])
+    return truth
+
+
+def holds(interval, value):
+    return interval[0] <= value <= interval[1]
+
+
+@pytest.fixture(scope="module")
+def known_laws():
+    """200 random known laws, half on grids of 24 runs, half of 60 scattered runs: what their 95 % intervals held."""
+    rng = np.random.default_rng(0)
+    found = {"interval": [], "profile": [], "run": [], "mean": [], "scale": []}
+    for trial in range(LAWS):
+        N, D = designed(rng) if trial % 2 else scattered(rng)
+        truth = random_truth(rng, N, D)
+        clean = fit.ChinchillaLaw.evaluate(truth, N, D)
+        law = fit.ChinchillaLaw().fit(N, D, clean * np.exp(NOISE * rng.standard_normal(len(N))))
+        most = tolerated_rise(law)
+        found["profile"].append([profile(law, name, [value])[0] <= most for name, value in truth.items()])
+        law.bootstrap(250, seed=trial)
+        edge = float((6 * N * D).max())
+        best, at = law.optimal([edge, 100 * edge]), fit.allocation.optimum(np.array([edge, 100 * edge]), truth)
+        held = {name: holds(law.interval(name), value) for name, value in truth.items()}
+        held["a"] = holds(law.interval("a"), truth["beta"] / (truth["alpha"] + truth["beta"]))
+        for target, where in enumerate(("at the edge", "100x beyond")):
+            exact = dict(zip(("N", "D", "loss"), (float(v[target]) for v in at), strict=True))
+            exact["ratio"] = exact["D"] / exact["N"]
+            held |= {f"{name} {where}": holds(best.interval(name)[target], v) for name, v in exact.items()}
+        found["interval"].append(held)
+        again = clean * np.exp(NOISE * rng.standard_normal(len(N)))
+        for kind, value in (("run", again), ("mean", clean)):
+            low, high = law.predict_interval(N, D, kind=kind).T
+            found[kind].append(np.mean((low <= value) & (value <= high)))
+        found["scale"].append(law.residual_scale_)
+    return found
+
+
+# Coverage.
+
+
+@pytest.mark.slow
+def test_every_constant_of_200_random_known_laws_lies_in_its_interval_at_the_nominal_rate(known_laws):
+    """So do the exponent of N*, and N*, D*, D/N and the loss at the largest budget and at 100 times it."""
+    rates = {name: np.mean([held[name] for held in known_laws["interval"]]) for name in known_laws["interval"][0]}
+    assert 0.93 <= np.mean(list(rates.values())) <= 0.97, rates
+    # One quantity over 200 laws: 95 % +- 1.5 % is one standard deviation of the simulation.
+    assert min(rates.values()) >= 0.905, rates
+    assert max(rates.values()) <= 0.99, rates
+
+
+@pytest.mark.slow
+def test_profile_intervals_hold_the_constants_at_the_nominal_rate(known_laws):
+    rates = np.mean(known_laws["profile"], axis=0)
+    assert 0.93 <= rates.mean() <= 0.97, rates
+    assert rates.min() >= 0.905, rates
+
+
+@pytest.mark.slow
+def test_a_new_run_lands_in_its_prediction_interval_at_the_nominal_rate(known_laws):
+    assert 0.93 <= np.mean(known_laws["run"]) <= 0.97
+
+
+@pytest.mark.slow
+def test_the_value_of_the_law_at_the_runs_lies_in_its_interval_at_the_nominal_rate(known_laws):
+    # The points of one law move together: 1 % is one standard deviation of the simulation.
+    assert 0.92 <= np.mean(known_laws["mean"]) <= 0.98
+
+
+@pytest.mark.slow
+def test_the_residual_scale_is_that_of_the_noise(known_laws):
+    """Squared, because that is what the degrees of freedom make unbiased, for a fit that is nearly least squares."""
+    root_mean_square = np.sqrt(np.mean(np.square(known_laws["scale"])))
+    np.testing.assert_allclose(root_mean_square, NOISE, rtol=0.06)  # an L1 fit leaves a little more than squares do
+
+
+@pytest.mark.slow
+def test_checkpoints_of_one_run_share_its_noise_and_only_clustered_intervals_cover():
+    rng = np.random.default_rng(1)
+    held, landed = {"clustered": [], "naive": []}, []
+    run = np.repeat(np.arange(24), 5)
+    for trial in range(80):
+        N, D = scattered(rng, 24)
+        N, D = N[run], D[run] * np.tile(np.geomspace(0.2, 1, 5), 24)
+        truth = random_truth(rng, N, D)
+        noise = NOISE * rng.standard_normal(24)[run] + NOISE / 6 * rng.standard_normal(120)
+        law = fit.ChinchillaLaw("squares").fit(N, D, fit.ChinchillaLaw.evaluate(truth, N, D) * np.exp(noise))
+        for key, groups in (("clustered", run), ("naive", None)):
+            law.bootstrap(200, groups=groups, seed=trial)
+            held[key].append([holds(law.interval(name), value) for name, value in truth.items()])
+            if key == "clustered":
+                again = NOISE * rng.standard_normal(24)[run] + NOISE / 6 * rng.standard_normal(120)
+                low, high = law.predict_interval(N, D, kind="run").T
+                again = fit.ChinchillaLaw.evaluate(truth, N, D) * np.exp(again)
+                landed.append(np.mean((low <= again) & (again <= high)))
+    assert 0.92 <= np.mean(held["clustered"]) <= 0.98  # five constants that move together: 2 % is about one deviation
+    assert np.mean(held["naive"]) < 0.75
+    assert 0.93 <= np.mean(landed) <= 0.97  # new runs
+
+
+# Exact references.
+
+
+def straight_line(seed=0, runs=14):
+    rng = np.random.default_rng(seed)
+    x = np.geomspace(1e18, 1e21, runs)
+    return x, 3 * x**0.5 * np.exp(0.05 * rng.standard_normal(runs))
+
+
+def hat(x):
+    X = np.stack([np.ones_like(x), np.log(x) - np.log(x).mean()], axis=1)
+    return X, X @ np.linalg.solve(X.T @ X, X.T)
+
+
+def test_residuals_of_fits_that_leave_runs_out_are_the_closed_form():
+    """For a straight line r_i / (1 - h_i), and (I - H_gg)^-1 r_g for a group g."""
+    x, y = straight_line()
+    law = fit.PowerLaw().fit(x, y)
+    _, H = hat(x)
+    alone = left_out_residuals(law, np.arange(14).astype(str))
+    np.testing.assert_allclose(alone, law.residuals() / (1 - np.diag(H)), rtol=1e-8)
+    groups = np.arange(14) // 2
+    block = np.eye(14) - H * (groups[:, None] == groups[None, :])
+    together = left_out_residuals(law, groups.astype(str))
+    np.testing.assert_allclose(together, np.linalg.solve(block, law.residuals()), rtol=1e-8)
+
+
+def test_the_wild_bootstrap_has_the_jackknifes_variance():
+    """For a straight line its exact variance is that of HC3 times (1 - 1/n), times that of Student's t."""
+    x, y = straight_line(1)
+    law = fit.PowerLaw().fit(x, y).bootstrap(40_000, method="wild")
+    X, H = hat(x)
+    bread = np.linalg.inv(X.T @ X)
+    meat = X.T @ np.diag((law.residuals() / (1 - np.diag(H))) ** 2) @ X
+    expected = (bread @ meat @ bread)[1, 1] * (1 - 1 / 14) * 12 / (12 - 2)
+    np.testing.assert_allclose(law.draws_["p"].var(), expected, rtol=0.03)  # 40,000 draws: 1 % is one deviation
+    np.testing.assert_allclose(law.draws_["p"].mean(), law.p_, atol=5 * np.sqrt(expected / 40_000))
+
+
+def test_the_profile_of_a_straight_line_is_students_t():
+    x, y = straight_line(2)
+    law = fit.PowerLaw().fit(x, y)
+    line = stats.linregress(np.log(x), np.log(y))
+    for level in (0.5, 0.95, 0.999):
+        reach = stats.t.ppf(0.5 + 0.5 * level, 12)
+        expected = [line.slope - reach * line.stderr, line.slope + reach * line.stderr]
+        np.testing.assert_allclose(law.interval("p", level, method="profile"), expected, rtol=1e-9)
+        expected = np.exp([line.intercept + side * reach * line.intercept_stderr for side in (-1, 1)])
+        np.testing.assert_allclose(law.interval("k", level, method="profile"), expected, rtol=1e-6)
+
+
+def test_bca_is_scipys_on_the_same_draws():
+    data = np.random.default_rng(0).exponential(size=25)
+    theirs = stats.bootstrap((data,), np.mean, n_resamples=20_000, method="BCa", rng=np.random.default_rng(1))
+    left = [np.delete(data, i).mean() for i in range(25)]
+    ours = bca_interval(theirs.bootstrap_distribution, data.mean(), left)
+    # The ends are order statistics here and interpolated there; 20,000 draws lie close.
+    np.testing.assert_allclose(ours, theirs.confidence_interval, atol=1e-3)
+
+
+def test_bca_of_a_law_leaves_out_one_group_at_a_time():
+    x, y = straight_line(3)
+    groups = np.arange(14) // 2
+    law = fit.PowerLaw().fit(x, y).bootstrap(500, groups=groups, method="pairs")
+    left = [fit.PowerLaw().fit(x[groups != g], y[groups != g]).p_ for g in range(7)]
+    assert law.interval("p", method="bca") == pytest.approx(bca_interval(law.draws_["p"], law.p_, left), rel=1e-9)
+    tenfold = law.interval_of(lambda c: 10 ** c["p"], method="bca")
+    np.testing.assert_allclose(np.log10(tenfold), law.interval("p", method="bca"), rtol=1e-9)
+
+
+# An independent implementation.
+
+
+@pytest.mark.parametrize("objective", ["squares", "huber"])
+def test_at_the_ends_of_a_profile_scipys_minimum_has_the_tolerated_rise(objective):
+    rng = np.random.default_rng(4)
+    N, D = designed(rng)
+    truth = random_truth(rng, N, D)
+    loss = fit.ChinchillaLaw.evaluate(truth, N, D) * np.exp(NOISE * rng.standard_normal(24))
+    law = fit.ChinchillaLaw(objective).fit(N, D, loss)
+    delta = np.inf if objective == "squares" else law.delta
+    x, y = np.log(N) - np.log(N).mean(), np.log(D) - np.log(D).mean()
+
+    def residual(free, alpha):
+        a, b, beta, e = free
+        return np.logaddexp(np.logaddexp(a - alpha * x, b - beta * y), e) - np.log(loss)
+
+    def rho(free, alpha):
+        r = residual(free, alpha)
+        bent = np.clip(r, -delta, delta)
+        return float(np.sum(bent * (r - 0.5 * bent)))
+
+    for alpha in law.interval("alpha", method="profile"):
+        start = [np.log(law.A_) - law.alpha_ * np.log(N).mean(), np.log(law.B_) - law.beta_ * np.log(D).mean()]
+        free = np.array([*start, law.beta_, np.log(law.E_)])
+        for _ in range(20):  # a simplex that is started again, since Huber's curve has kinks
+            free = optimize.minimize(
+                rho, free, (alpha,), method="Nelder-Mead", options={"xatol": 1e-10, "fatol": 1e-14, "maxiter": 4000}
+            ).x
+        np.testing.assert_allclose(rho(free, alpha) - law.objective_, tolerated_rise(law), rtol=2e-3)
+
+
+def test_a_profile_ends_in_the_valley_that_a_search_from_every_start_finds():
+    rng = np.random.default_rng(9)
+    N, D = scattered(rng)
+    loss = fit.ChinchillaLaw.evaluate(random_truth(rng, N, D), N, D) * np.exp(NOISE * rng.standard_normal(60))
+    law = fit.ChinchillaLaw().fit(N, D, loss)
+    p, E = law.problem_, np.linspace(0.8, 1.1, 9) * law.E_
+    place = p.coordinates.index("E")  # the one coordinate that centring leaves as it is
+    lower, upper, weights = np.tile(p.lower, (9, 1)), np.tile(p.upper, (9, 1)), np.ones((9, 60))
+    lower[:, place] = upper[:, place] = np.log(E)
+    found = solve(p.form, p.target, weights, p.starts(weights[:1], None), lower, upper, law.delta)
+    np.testing.assert_allclose(profile(law, "E", E), found.objective - law.objective_, rtol=1e-6, atol=1e-12)
+
+
+# What is and is not determined.
+
+
+def test_a_constant_that_the_runs_do_not_determine_has_an_open_end():
+    rng = np.random.default_rng(0)
+    N, D = scattered(rng)
+    law = fit.ChinchillaLaw().fit(N, D, (2 + 400 / N**0.35) * np.exp(0.001 * rng.standard_normal(60)))
+    assert profile_interval(law, "beta") == (0.0, np.inf)
+    assert profile_interval(law, "B")[0] == 0.0
+    low, high = profile_interval(law, "alpha")
+    assert 0.3 < low < 0.35 < high < 0.4
+
+
+def test_one_run_that_alone_determines_a_constant_is_named():
+    rng = np.random.default_rng(0)
+    N, D = 10 ** rng.uniform(7, 10, 12), np.r_[1e9, np.full(11, 1e10)]
+    law = fit.ChinchillaLaw(E=1.8).fit(N, D, 1.8 + 400 / N**0.35 + 2000 / D**0.37 + 1e-3 * rng.standard_normal(12))
+    with pytest.raises(fit.InputError, match="without run first the other 11 independent runs do not determine"):
+        law.bootstrap(50, groups=["first", *map(str, range(11))])
+
+
+def test_rows_that_do_not_count_change_nothing():
+    rng = np.random.default_rng(5)
+    N, D = designed(rng)
+    loss = fit.ChinchillaLaw.evaluate(random_truth(rng, N, D), N, D) * np.exp(NOISE * rng.standard_normal(24))
+    weight = np.ones(24)
+    weight[20:] = 0.0
+    some = fit.ChinchillaLaw("squares").fit(N, D, loss, weight=weight).bootstrap(20)
+    alone = fit.ChinchillaLaw("squares").fit(N[:20], D[:20], loss[:20])
+    np.testing.assert_allclose(some.residual_scale_, alone.residual_scale_, rtol=1e-8)
+    np.testing.assert_allclose(tolerated_rise(some), tolerated_rise(alone), rtol=1e-8)
+    np.testing.assert_allclose(profile_interval(some, "beta"), profile_interval(alone, "beta"), rtol=1e-4)
+
+
+def test_few_runs_keep_every_run_and_many_are_drawn_with_replacement():
+    rng = np.random.default_rng(6)
+    for runs, method in ((99, "wild"), (100, "pairs")):
+        N, D = scattered(rng, runs)
+        loss = fit.ChinchillaLaw.evaluate(random_truth(rng, N, D), N, D) * np.exp(NOISE * rng.standard_normal(runs))
+        law = fit.ChinchillaLaw().fit(N, D, loss).bootstrap(20)
+        assert law.bootstrap_["method"] == method
+        assert law.bootstrap(20, groups=np.arange(runs) // 2).bootstrap_["method"] == "wild"
+
+
+def test_a_prediction_of_a_run_is_wider_than_that_of_the_law_and_a_level_widens_both():
+    rng = np.random.default_rng(7)
+    N, D = designed(rng)
+    loss = fit.ChinchillaLaw.evaluate(random_truth(rng, N, D), N, D) * np.exp(NOISE * rng.standard_normal(24))
+    law = fit.ChinchillaLaw().fit(N, D, loss).bootstrap(500)
+    mean, run = (law.predict_interval(N, D, kind=kind) for kind in ("mean", "run"))
+    assert mean.shape == run.shape == (24, 2)
+    assert (np.ptp(run, axis=1) > np.ptp(mean, axis=1)).all()
+    assert (np.ptp(law.predict_interval(N, D, level=0.5, kind="run"), axis=1) < np.ptp(run, axis=1)).all()
+    low, high = law.predict_interval(N=1e9, D=1e11)
+    assert low < law.predict(N=1e9, D=1e11) < high
+    assert (law.predict_interval(N, D, kind="run") == run).all()  # the same draws give the same interval
+    with pytest.raises(fit.InputError, match="kind is 'seed'; choose mean"):
+        law.predict_interval(N, D, kind="seed")
+
+
+def test_a_profile_refuses_what_it_cannot_know():
+    rng = np.random.default_rng(8)
+    N, D = designed(rng)
+    loss = fit.ChinchillaLaw.evaluate(random_truth(rng, N, D), N, D) * np.exp(NOISE * rng.standard_normal(24))
+    law = fit.ChinchillaLaw().fit(N, D, loss)
+    with pytest.raises(fit.InputError, match="profile of 'a' is not known; choose one of A, alpha, B, beta, E"):
+        profile(law, "a", [0.5])
+    with pytest.raises(fit.InputError, match="values holds 0; each must be above zero"):
+        profile(law, "E", [0.0])
+    law.bootstrap(20, groups=np.arange(24) // 2)
+    with pytest.raises(fit.InputError, match="24 rows of this law move in 12 groups"):
+        law.interval("alpha", method="profile")
+    with pytest.raises(fit.InputError, match="method is 'profile'; choose percentile or bca"):
+        law.interval("a", method="profile")
+    with pytest.raises(fit.InputError, match="method is 'sideways'; choose auto, pairs or wild"):
+        law.bootstrap(20, method="sideways")
+
+
+@pytest.mark.published
+def test_the_240_published_points_are_enough_for_pairs_as_published():
+    folder = os.environ.get("ISOFLOP_DATA")
+    if not folder or not (Path(folder) / "epoch" / "svg_extracted_data.csv").is_file():
+        pytest.skip("ISOFLOP_DATA names no folder with epoch/svg_extracted_data.csv")
+    columns = {"N": "Model Size", "flops": "Training FLOP"}
+    path = Path(folder) / "epoch" / "svg_extracted_data.csv"
+    runs = fit.read_table(path, columns, derive_d="6nd", drop_worst=5)
+    law = fit.ChinchillaLaw().fit(runs.N, runs.D, runs.loss).bootstrap(1000)
+    assert law.bootstrap_["method"] == "pairs"
+    # An end of a 95 % interval moves by about a tenth of the interval's width between bootstraps of 1000.
+    np.testing.assert_allclose(law.interval("alpha"), [0.317, 0.373], atol=0.005)
+    np.testing.assert_allclose(law.interval("beta"), [0.331, 0.415], atol=0.008)

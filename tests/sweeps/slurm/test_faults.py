@@ -1,0 +1,79 @@
+"""A sweep that faults strike at random comes to the numbers of an undisturbed one: benchmarks/faults.py in small.
+
+It kills daemons of the cluster, so it has the cluster to itself (`alone_on_the_cluster` in conftest.py).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from isoflop.sweeps.runs.directory import SweepDirectory
+
+SCRIPT = Path(__file__).resolve().parents[3] / "benchmarks" / "faults.py"
+FAULTS = 6  # at most: a quick machine has trained everything before the last
+
+pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("own_cluster")]
+
+
+@pytest.fixture(scope="module")
+def suite() -> Iterator[ModuleType]:
+    spec = importlib.util.spec_from_file_location("fault_suite", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["fault_suite"] = module  # dataclasses look there
+    path = list(sys.path)
+    spec.loader.exec_module(module)
+    yield module
+    sys.path[:] = path
+
+
+@pytest.fixture(scope="module")
+def grid(suite: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Six runs of some seconds, whatever this machine's speed."""
+    return suite.grid(6, suite.tokens_for(3.0, tmp_path_factory.mktemp("faults")))
+
+
+@pytest.fixture(scope="module")
+def reference(suite: ModuleType, grid: list[str], tmp_path_factory: pytest.TempPathFactory) -> SweepDirectory:
+    """The grid, undisturbed."""
+    return suite.undisturbed(grid, tmp_path_factory.mktemp("faults"))
+
+
+def test_the_suite_sees_what_it_is_there_to_see(suite: ModuleType, reference: SweepDirectory, tmp_path: Path) -> None:
+    """Of a sweep that was not disturbed it says nothing, and of each damage what it is."""
+    shutil.copytree(reference.path, tmp_path / "sweep")
+    sweep = SweepDirectory.open(tmp_path / "sweep")
+    assert suite.check(sweep, reference) == []
+    first, second, third, fourth, *_ = sweep.runs()
+    summary = json.loads((first.path / "summary.json").read_text())
+    (first.path / "summary.json").write_text(json.dumps(summary | {"val_loss": summary["val_loss"] + 1e-9}))
+    metrics = (second.path / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (second.path / "metrics.jsonl").write_text("".join([*metrics[:9], metrics[4], *metrics[9:]]))
+    (line,) = (third.path / "attempts.jsonl").read_text().splitlines()
+    again = json.loads(line)
+    again |= {"attempt": 2, "began": again["ended"] - 1.0}
+    with (third.path / "attempts.jsonl").open("a") as file:
+        file.write(json.dumps(again) + "\n")
+    fourth.set_state("failed", reason="it was lost")
+    said = "\n".join(suite.check(sweep, reference))
+    assert f"run {first.run_id}: val_loss is" in said
+    assert f"run {second.run_id}: its steps go back 1 times in 1 starts, so two trained it at once" in said
+    assert f"run {third.run_id}: its attempts ended as ['done', 'done']" in said
+    assert f"run {third.run_id}: attempt 2 began 1.00 s before the end" in said
+    assert f"run {fourth.run_id}: is failed: it was lost" in said
+
+
+def test_faults_cost_time_and_change_nothing(suite: ModuleType, grid: list[str], reference: SweepDirectory) -> None:
+    with suite.scratch(None) as (folder, disk):
+        outcome = suite.disturb(grid, reference, disk or folder, disk, count=FAULTS, seed=0, patience=240.0, every=2.0)
+        assert outcome.complaints == []
+        assert outcome.strikes
+        assert len({strike.kind for strike in outcome.strikes}) == len(outcome.strikes), "each of its own kind"

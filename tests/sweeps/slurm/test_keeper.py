@@ -1,0 +1,140 @@
+"""Sweeps that look after themselves on a real SLURM: what is lost comes back without anybody at a terminal."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from isoflop.sweeps.runs.attempts import read
+from isoflop.sweeps.runs.directory import RunDirectory
+from isoflop.train.files import read_json
+from slurm_sweeps import EVERY, LONG, Sweep, process_of, slurm, sweeps_in, until
+
+pytestmark = pytest.mark.slurm
+
+# Looks every three seconds, and does not wait long before it tries again.
+KEPT = [
+    "cluster.retries=3", "cluster.keeper_seconds=3", "cluster.heartbeat_seconds=1", "cluster.backoff_seconds=1",
+    "checkpoint.every_seconds=0.5",
+]  # fmt: skip
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> Iterator[Callable[[str], Sweep]]:
+    with sweeps_in(tmp_path / "outputs") as make:
+        yield make
+
+
+def over(sweep: Sweep) -> None:
+    until(lambda: not sweep.queue(EVERY), f"the end of {sweep.name}, keepers and all")
+
+
+def causes(run: RunDirectory) -> list[str]:
+    return [attempt.cause for attempt in read(run)]
+
+
+def test_what_is_killed_is_trained_again_and_fitted_with_nobody_at_the_terminal(
+    sweep: Callable[[str], Sweep],
+) -> None:
+    """Seed 0 is a task of its own, and its process is killed; seed 1 is stopped dead, so that no sign of life comes."""
+    kept = sweep("kept")
+    kept.submit(*LONG, *KEPT, "tokens=300_000", "grid.axes={seed: [0]}", "cluster.queue_minutes=0")
+    (run,) = kept.runs().values()
+    until(lambda: list(run.path.glob("checkpoints/step_*/*")), "a checkpoint")
+    os.kill(process_of(run, 0), signal.SIGKILL)
+    over(kept)
+    assert (kept.states(), causes(run)) == (["done"], ["killed", "done"]), kept.job_logs()
+    assert re.search(r"resumed from step_\d+", (run.path / "log.txt").read_text())
+    assert (kept.path / "fit" / "report.html").exists()
+    assert (read_json(kept.path / "jobs" / "keeper.json") or {})["over"] is True
+    first, second = read(run)
+    assert first.flops_wasted == pytest.approx((first.last_step - first.saved_step) * run_flops_per_step(run))
+    assert second.first_step == first.saved_step
+    assert second.flops_wasted == 0
+
+
+def run_flops_per_step(run: RunDirectory) -> float:
+    summary = run.summary() or {}
+    return summary["flops_exact"] / summary["step"]
+
+
+def test_the_runs_of_a_queue_outlive_their_worker(sweep: Callable[[str], Sweep]) -> None:
+    """One worker for three short runs; it is killed in the second, and another one goes on where it was."""
+    queued = sweep("queued")
+    grid = ["grid.axes={seed: [0, 1, 2]}", "cluster.queue_minutes=10", "cluster.array_parallelism=1"]
+    queued.submit(*LONG, *KEPT, "tokens=200_000", *grid)
+    runs = list(queued.runs().values())
+    until(lambda: sum(run.is_done() for run in runs) == 1, "the first run's end")
+    until(lambda: any(run.state().state == "running" for run in runs), "the second run")
+    (running,) = [run for run in runs if run.state().state == "running"]
+    os.kill(process_of(running, 0), signal.SIGKILL)
+    over(queued)
+    assert queued.states() == ["done"] * 3, queued.job_logs()
+    assert sorted(causes(run) for run in runs) == [["done"], ["done"], ["killed", "done"]]
+    assert (queued.path / "fit" / "report.html").exists()
+
+
+def test_a_run_that_diverges_is_replaced_where_the_grid_says_so(sweep: Callable[[str], Sweep]) -> None:
+    mixed = sweep("mixed")
+    grid = ["grid.axes={optimizer.learning_rate: [1e12]}", "grid.diverged_rate_factor=1e-14"]
+    mixed.submit(*LONG, *KEPT, "tokens=20_000", *grid)
+    over(mixed)
+    states = {run.config().optimizer.learning_rate: run.state().state for run in mixed.runs().values()}
+    assert states == {1e12: "diverged", 1e-2: "done"}, mixed.job_logs()
+    assert len((mixed.path / "table.csv").read_text().splitlines()) == 1 + 1
+
+
+def test_what_the_queue_takes_no_more_of_is_submitted_later(sweep: Callable[[str], Sweep]) -> None:
+    many = sweep("many")
+    grid = ["grid.axes={seed: [0, 1, 2, 3]}", "cluster.max_submit=6", "cluster.queue_minutes=0"]
+    printed = many.submit(*LONG, *KEPT, "tokens=20_000", *grid)
+    assert "held back 1 runs" in printed
+    assert len(many.queue(EVERY)) <= 6
+    over(many)
+    assert many.states() == ["done"] * 4, many.job_logs()
+    assert len((many.path / "table.csv").read_text().splitlines()) == 1 + 4
+
+
+def test_a_sweep_is_extended_while_it_runs_and_a_run_of_it_cancelled(sweep: Callable[[str], Sweep]) -> None:
+    grown = sweep("grown")
+    grown.submit(*LONG, *KEPT, "tokens=600_000", "grid.axes={seed: [0, 1]}", "cluster.queue_minutes=0")
+    first, second = grown.runs().values()
+    until(lambda: all(run.last_metrics() for run in (first, second)), "first steps")
+    command = ["-m", "isoflop.sweeps.cli.main"]
+    isoflop(*command, "extend", str(grown.path), "grid.axes={seed: [2], tokens: [20_000]}")
+    (third,) = [run for name, run in grown.runs().items() if name not in (first.run_id, second.run_id)]
+    isoflop(*command, "cancel", str(grown.path), second.run_id[:6])
+    until(lambda: second.state().state == "cancelled", "the second run to stop")
+    over(grown)
+    assert (first.state().state, third.state().state) == ("done", "done"), grown.job_logs()
+    assert second.summary() is None
+    isoflop(*command, "retry", str(grown.path), second.run_id)
+    over(grown)
+    assert causes(second) == ["cancelled", "done"], grown.job_logs()
+
+
+def isoflop(*arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *arguments], text=True, capture_output=True, timeout=120, check=False, stdin=subprocess.DEVNULL
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_a_keeper_that_is_held_up_holds_up_no_other(sweep: Callable[[str], Sweep]) -> None:
+    """As by a controller that was killed, and takes it for running. Here it is on hold, until the other releases it."""
+    stuck = sweep("stuck")
+    stuck.submit(*LONG, *KEPT, "tokens=200_000", "grid.axes={seed: [0]}", "cluster.queue_minutes=0")
+    slurm("scontrol", "hold", min(stuck.queue("keeper"), key=int))
+    (run,) = stuck.runs().values()
+    until(lambda: list(run.path.glob("checkpoints/step_*/*")), "a checkpoint")
+    os.kill(process_of(run, 0), signal.SIGKILL)
+    over(stuck)
+    assert causes(run) == ["killed", "done"], stuck.job_logs()
+    assert (stuck.path / "fit" / "report.html").exists()

@@ -1,0 +1,119 @@
+"""What is submitted to a real SLURM: tests/slurm_cluster.sh brings up a cluster that has what is needed here.
+
+That is at least four nodes, and an account `small` that may have 8 jobs in the queue.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import runpy
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from isoflop.sweeps.config import ClusterConfig
+from isoflop.sweeps.execute import conduct, snapshot
+from isoflop.sweeps.plan.sweep_plan import JobShape
+from isoflop.sweeps.runs.directory import SweepDirectory
+from isoflop.sweeps.slurm import commands
+from isoflop.sweeps.slurm.launch_record import LaunchRecord, labelled_jobs
+from isoflop.sweeps.slurm.submission import Call, Request, Submission
+from slurm_sweeps import EVERY, ROOT, Sweep, slurm, sweeps_in, until
+
+pytestmark = pytest.mark.slurm
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> Iterator[Callable[..., Sweep]]:
+    with sweeps_in(tmp_path / "outputs") as make:
+        yield make
+
+
+def test_a_job_has_its_cpus_the_sweeps_code_and_hugging_faces_evaluate(tmp_path: Path) -> None:
+    script, answer, sweep = tmp_path / "script.py", tmp_path / "answer.json", SweepDirectory(tmp_path / "sweep")
+    script.write_text(
+        "import json, os, sys, evaluate, isoflop.evaluate.tasks.tasks as ours\n"
+        "threads = os.environ['OMP_NUM_THREADS']\n"
+        "answer = [evaluate.__file__, hasattr(evaluate, 'load'), ours.__file__, sys.path[0] or os.getcwd(), threads]\n"
+        f"open({str(answer)!r}, 'w').write(json.dumps(answer))\n"
+    )
+    code, folder = snapshot.take(sweep), sweep.path.resolve() / "jobs" / "slurm-0"
+    # It is launched from the root of the code, where a folder `evaluate` lies.
+    jobs = Submission("grid", "isoflop:0:0", ClusterConfig(kind="slurm"), folder, ROOT, code)
+    (job,) = jobs.submit(Request("train", JobShape(0, 2, 1.0, 5)), [Call(runpy.run_path, (str(script),))])
+    assert slurm("squeue", "-h", "-j", job, "-o", "%T %r").split() == ["PENDING", "JobHeldUser"]
+    assert commands.release([job]) is None
+    assert commands.release([job]) is None, "once more, while it starts"
+    until(lambda: job not in commands.live_jobs(), "an end of the job")
+    file, has_load, ours, first, threads = json.loads(answer.read_text())
+    assert has_load
+    assert "site-packages" in file
+    assert Path(ours) == code / "isoflop" / "evaluate" / "tasks.py"
+    assert Path(first) == folder
+    assert threads == "2"
+    steps = dict(
+        line.split("|") for line in slurm("sacct", "-n", "-P", "-j", job, "-o", "JobID,AllocCPUS").splitlines()
+    )
+    assert steps[f"{job}.0"] == "2", "the CPUs that the job asked for are its task's"
+
+
+def launched(directory: SweepDirectory) -> int:
+    """A process of this one's kind, which has imported everything, and launches what the sweep wants."""
+    if (child := os.fork()) > 0:
+        return child
+    try:
+        conduct.resume(directory)
+    except BaseException:
+        os._exit(1)
+    os._exit(0)
+
+
+def test_launchers_that_are_killed_at_random_times_submit_every_run_once(sweep: Callable[..., Sweep]) -> None:
+    """What they submit the user wants on hold, so that it can be counted."""
+    shot, rolls, killed, usual = sweep("shot"), random.Random(6), 0, None
+    shot.submit("+grid=smoke", "cluster.additional_parameters={hold: true}")
+    directory = SweepDirectory(shot.path)
+    for _ in range(8):
+        slurm("scancel", *shot.queue(EVERY))
+        until(lambda: not shot.queue(EVERY), "an empty queue")
+        if usual is not None:
+            process = launched(directory)
+            time.sleep(usual * rolls.random())
+            os.kill(process, signal.SIGKILL)
+            killed += os.WIFSIGNALED(os.waitpid(process, 0)[1])
+        begun = time.monotonic()
+        assert os.waitpid(launched(directory), 0)[1] == 0
+        usual = usual or time.monotonic() - begun
+        record = LaunchRecord.read(directory)
+        assert labelled_jobs(directory).keys() == record.jobs() & commands.live_jobs()
+        assert len(shot.queue("train")) == len({record.training[name] for name in shot.runs()}) == 4
+        assert (len(shot.queue("fit")), len(shot.queue("keeper"))) == (1, 2)
+    assert killed >= 4
+
+
+def test_an_account_with_room_for_few_jobs_never_refuses_one_and_gets_all_done(sweep: Callable[..., Sweep]) -> None:
+    few = sweep("few")
+    # Two of the eight that the account may have are somebody else's.
+    for _ in range(2):
+        slurm(
+            "sbatch", "--hold", "--account=small", f"--job-name={few.name}-queue", "--output=/dev/null", "--wrap=true"
+        )
+    printed = few.submit("cluster.account=small", "cluster.keeper_seconds=1", "+grid=smoke", "fit.bootstrap=50")
+    assert "held back 1 runs" in printed
+    most = 0
+
+    def over() -> bool:
+        nonlocal most
+        most = max(most, len(few.queue(EVERY)))
+        return not few.queue("train,evaluate,fit,keeper")
+
+    until(over, "no job of the sweep")
+    assert few.states() == ["done"] * 4, few.job_logs()
+    assert most <= 8
+    attempts = [len((run.path / "attempts.jsonl").read_text().splitlines()) for run in few.runs().values()]
+    assert attempts == [1] * 4
+    assert (few.path / "fit" / "report.html").exists()

@@ -1,0 +1,353 @@
+"""Sweeps through a real SLURM: tests/slurm_cluster.sh brings up a cluster that has what is needed here.
+
+That is a default partition, a partition `low` that it preempts by requeueing, and at least two nodes.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from isoflop.evaluate.tasks.staging import benchmarks_directory, is_staged
+from isoflop.sweeps.runs.directory import RunDirectory
+from isoflop.train.files import read_json, read_json_lines
+from slurm_sweeps import LONG, ROOT, Sweep, process_of, slurm, sweeps_in, until
+
+pytestmark = pytest.mark.slurm
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> Iterator[Callable[..., Sweep]]:
+    with sweeps_in(tmp_path / "outputs") as make:
+        yield make
+
+
+@pytest.fixture(scope="module")
+def smoke(tmp_path_factory: pytest.TempPathFactory) -> Sweep:
+    """The grid `smoke`, left alone until its last job has gone. As far as it can tell, it was submitted from a job."""
+    result = Sweep(f"smoke-{os.getpid()}", tmp_path_factory.mktemp("smoke"))
+    allocation = {"SLURM_JOB_ID": "1", "SLURM_ARRAY_JOB_ID": "1", "SLURM_ARRAY_TASK_ID": "7", "SLURM_NTASKS": "3"}
+    printed = result.submit("+grid=smoke", "cluster.gpus_per_job=1", **allocation)
+    assert "submitted 4 runs" in printed
+    # The fit waits for all the others, so the command has returned before any of it was done.
+    assert result.queue("fit", "%T") == ["PENDING"]
+    assert not (result.path / "fit").exists()
+    result.wait()
+    return result
+
+
+def test_the_grid_runs_end_to_end(smoke: Sweep) -> None:
+    assert smoke.states() == ["done"] * 4, smoke.job_logs()
+    assert (smoke.path / "fit" / "report.html").stat().st_size > 10_000
+    law = read_json(smoke.path / "fit" / "law.json")
+    assert law is not None
+    table = (smoke.path / "table.csv").read_text().splitlines()
+    assert len(table) == 1 + 4
+    for run in smoke.runs().values():
+        assert run.state().attempt == 1
+        assert re.fullmatch(r"\d+_\d", run.state().job_id or "")
+    assert len({run.state().job_id for run in smoke.runs().values()}) == 4, "one array of four tasks"
+
+
+def test_once_all_is_done_the_same_command_trains_nothing(smoke: Sweep) -> None:
+    before = {path: path.read_bytes() for path in smoke.path.glob("runs/*/*") if path.is_file()}
+    assert len(before) >= 4 * 4
+    printed = smoke.submit("+grid=smoke")
+    assert "submitted" not in printed
+    assert "report.html" in printed
+    assert not smoke.queue()
+    assert before == {path: path.read_bytes() for path in smoke.path.glob("runs/*/*") if path.is_file()}
+
+
+def test_a_preempted_job_ends_with_the_numbers_of_an_undisturbed_one(sweep: Callable[..., Sweep]) -> None:
+    """Seed 0 is preempted by a higher partition, seed 1 told of its time limit, seed 2 requeued by somebody else."""
+    grid = [*LONG, "tokens=500_000"]
+    low, other, undisturbed = sweep("low"), sweep("other"), sweep("undisturbed")
+    # Exclusive, so that whoever takes the node takes it from this run alone.
+    low.submit(
+        *grid, "grid.axes={seed: [0]}", "cluster.partition=low", "cluster.additional_parameters={exclusive: true}"
+    )
+    other.submit(*grid, "grid.axes={seed: [1, 2]}")
+    by_seed = {run.config().seed: run for run in [*low.runs().values(), *other.runs().values()]}
+    for run in by_seed.values():
+        until(lambda: run.last_metrics().get("step", 0) >= 20, f"20 steps of {run.run_id}")  # noqa: B023
+    jobs = {seed: run.state().job_id or "" for seed, run in by_seed.items()}
+
+    slurm("scancel", "--signal=USR2", jobs[1])
+    slurm("scontrol", "requeue", jobs[2])
+    node = slurm("squeue", "-h", "-j", jobs[0], "-o", "%N").strip()
+    slurm("sbatch", "--exclusive", f"--nodelist={node}", "--output=/dev/null", "--wrap=sleep 1")
+    for run in by_seed.values():
+        until(lambda: run.state().state == "preempted", f"{run.run_id} preempted")  # noqa: B023
+    # What depends on them waits on, though their first attempts have ended.
+    assert low.queue("fit", "%T") == other.queue("fit", "%T") == ["PENDING"]
+
+    local = ["cluster=local", "cluster.jobs=2", "cluster.threads_per_job=1"]
+    done = undisturbed.command(*grid, "grid.axes={seed: [0, 1, 2]}", *local)
+    assert done.returncode == 0, done.stdout + done.stderr
+    low.wait()
+    other.wait()
+
+    # A cluster says preemption by either signal, as it is set up.
+    for seed, sign in ((0, "(USR2|TERM)"), (1, "USR2"), (2, "TERM")):
+        run, reference = by_seed[seed], undisturbed.runs()[by_seed[seed].run_id]
+        log = (run.path / "log.txt").read_text()
+        assert (run.state().state, run.state().attempt) == ("done", 2), log
+        assert run.state().job_id == jobs[seed], "the same job, requeued"
+        step = re.search(rf"preempted: signal SIG{sign}; stopped at step (\d+) of", log)
+        assert step is not None, log
+        assert f"resumed from step_{step[step.lastindex or 1]} of" in log
+        exact = ("val_loss", "val_loss_se", "val_bpb", "train_loss")
+        mine, theirs = run.summary() or {}, reference.summary() or {}
+        assert [mine[name] for name in exact] == [theirs[name] for name in exact]
+        assert _curve(run) == _curve(reference)
+    for disturbed in (low, other):
+        assert (disturbed.path / "fit" / "report.html").exists(), disturbed.job_logs()
+
+
+def _curve(run: RunDirectory) -> dict[int, tuple[float, float, float]]:
+    """Losses by step; a step that was done twice must have come to the same."""
+    curve: dict[int, tuple[float, float, float]] = {}
+    for line in read_json_lines(run.path / "metrics.jsonl"):
+        values = (line["train_loss"], line["grad_norm"], line.get("val_loss"))
+        assert curve.setdefault(line["step"], values) == values
+    return curve
+
+
+def test_a_run_that_diverges_is_not_scored_and_the_fit_goes_on_without_it(sweep: Callable[..., Sweep]) -> None:
+    if not (is_staged(benchmarks_directory()) or os.environ.get("ISOFLOP_STAGE_BENCHMARKS")):
+        pytest.skip("benchmarks are not staged (`isoflop data benchmarks`) and ISOFLOP_STAGE_BENCHMARKS is not set")
+    mixed = sweep("mixed")
+    grid = [*LONG, "tokens=20_000", "grid.axes={optimizer.learning_rate: [1e-2, 1e12, 2e-2]}"]
+    scoring = ["evaluate.tasks=[lambada_openai]", "evaluate.limit=2"]
+    mixed.submit(*grid, *scoring)
+    mixed.wait()
+    rate = {run.config().optimizer.learning_rate: run for run in mixed.runs().values()}
+    assert rate[1e12].state().state == "diverged", mixed.job_logs()
+    assert not (rate[1e12].path / "eval").exists()
+    jobs = (read_json(mixed.path / "jobs" / "slurm.json") or {})["scoring"]
+    outcome = slurm("sacct", "-n", "-X", "-P", "-o", "State", "-j", jobs[rate[1e12].run_id])
+    assert outcome.startswith("CANCELLED"), outcome
+    for good in (rate[1e-2], rate[2e-2]):
+        assert good.state().state == "done"
+        scores = read_json(good.path / "eval" / f"step_{(good.summary() or {})['step']}.json")
+        assert scores is not None, mixed.job_logs()
+        assert "lambada_openai" in scores["tasks"]
+    assert len((mixed.path / "table.csv").read_text().splitlines()) == 1 + 2
+    assert (mixed.path / "fit" / "report.html").exists(), mixed.job_logs()
+
+
+def test_editing_conf_while_jobs_are_pending_changes_nothing(
+    smoke: Sweep, sweep: Callable[..., Sweep], tmp_path: Path
+) -> None:
+    copy = tmp_path / "isoflop"
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "outputs", "*.egg-info", "__pycache__"))
+    held = sweep("held", copy)
+    # Two of the grid's four runs, from the copy, which comes before any installed package.
+    grid = ["+grid=smoke", "grid.tokens=[16384]", "cluster.additional_parameters={hold: true}"]
+    held.submit(*grid, PYTHONPATH=str(tmp_path))
+    assert held.states() == ["queued", "queued"]
+    jobs = held.queue()
+    assert len(jobs) == 2 + 1
+
+    again = held.submit(*grid, PYTHONPATH=str(tmp_path))
+    assert "submitted" not in again
+    assert "3 jobs are in the queue" in again
+    assert held.queue() == jobs, "nothing is submitted twice"
+
+    for path in (copy / "conf").rglob("*.yaml"):
+        path.write_text("this: [is no configuration\n")
+    slurm("scontrol", "release", *sorted({job.split("_")[0] for job in jobs}))
+    held.wait()
+    assert held.states() == ["done", "done"], held.job_logs()
+    assert held.losses().items() <= smoke.losses().items()
+    assert (held.path / "fit" / "report.html").exists()
+
+
+def test_cancelled_jobs_stay_cancelled(sweep: Callable[..., Sweep]) -> None:
+    """One run is cancelled while it trains, the other while it waits for its turn."""
+    stopped = sweep("stopped")
+    grid = [*LONG, "tokens=1_000_000_000", "grid.axes={seed: [0, 1]}", "cluster.array_parallelism=1"]
+    stopped.submit(*grid)
+    until(lambda: any(run.last_metrics() for run in stopped.runs().values()), "a first step")
+    jobs = stopped.queue("train")
+    assert len(jobs) == 2
+    slurm("scancel", *jobs)
+    stopped.wait()
+    assert stopped.states() == ["cancelled", "cancelled"], stopped.job_logs()
+    reasons = [run.state().reason or "" for run in stopped.runs().values()]
+    waited, trained = sorted(reasons, key=lambda reason: "SIGTERM" in reason)
+    assert "was cancelled in SLURM; signal SIGTERM; stopped at step" in trained
+    assert "SLURM calls the job CANCELLED" in waited
+    # What was trained is kept for whoever sweeps again.
+    assert len(list(stopped.path.glob("runs/*/checkpoints/step_*"))) == 1
+
+
+def test_a_worker_that_is_killed_is_named_and_its_run_goes_on_later(sweep: Callable[..., Sweep]) -> None:
+    killed = sweep("killed")
+    grid = [*LONG, "tokens=200_000", "grid.axes={seed: [0]}", "checkpoint.every_seconds=0.1"]
+    killed.submit(*grid)
+    (run,) = killed.runs().values()
+    until(lambda: list(run.path.glob("checkpoints/step_*/*")), "a checkpoint")
+    # As the kernel does when memory is short. The cluster's nodes are this machine, so the process is to be found here.
+    (process,) = re.findall(r"process (\d+)", (run.path / "log.txt").read_text())
+    os.kill(int(process), signal.SIGKILL)
+    until(lambda: run.state().state == "failed", "the keeper to see it")
+    assert "left it, and SLURM calls the job FAILED" in (run.state().reason or "")
+    assert run.summary() is None
+    done = killed.command(*grid, "cluster=slurm", "wait=true")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (run.state().state, run.state().attempt) == ("done", 2)
+    assert re.search(r"resumed from step_\d+", (run.path / "log.txt").read_text())
+    assert "report.html" in done.stdout
+
+
+def test_a_refused_job_is_said_in_one_sentence_and_the_sweep_goes_on_later(sweep: Callable[..., Sweep]) -> None:
+    refused = sweep("refused")
+    done = refused.command("+grid=smoke", "cluster=slurm", "cluster.partition=no_such_partition")
+    assert done.returncode == 2
+    assert "cluster.partition is 'no_such_partition', which SLURM does not have; it has low, main" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+    assert not refused.path.exists()
+    printed = refused.submit("+grid=smoke", "cluster.additional_parameters={hold: true}")
+    assert "submitted 4 runs" in printed
+
+
+def test_a_submission_that_is_refused_halfway_leaves_nothing_in_the_queue(
+    sweep: Callable[..., Sweep], tmp_path: Path
+) -> None:
+    """An sbatch that refuses whatever depends on another job stands for whatever SLURM may dislike in the middle."""
+    real, wrapper = shutil.which("sbatch"), tmp_path / "bin" / "sbatch"
+    wrapper.parent.mkdir()
+    wrapper.write_text(
+        '#!/bin/sh\nif grep -q dependency "$1"; then echo "error: Invalid account or the like" >&2; exit 1; fi\n'
+        f'exec {real} "$@"\n'
+    )
+    wrapper.chmod(0o755)
+    half = sweep("half")
+    path = f"{wrapper.parent}{os.pathsep}{os.environ['PATH']}"
+    done = half.command("+grid=smoke", "cluster=slurm", "cluster.additional_parameters={hold: true}", PATH=path)
+    assert done.returncode == 2
+    assert "Invalid account" in done.stderr
+    half.wait()
+    assert half.states() == ["planned"] * 4
+
+
+def test_waiting_for_the_jobs_reports_what_failed(sweep: Callable[..., Sweep]) -> None:
+    """`wait=true` is a foreground sweep: its exit code says how it went. The text is gone when the job reads it."""
+    lost = sweep("lost")
+    text = lost.output_root / "text"
+    text.mkdir(parents=True)
+    for number in range(20):
+        (text / f"{number}.txt").write_text(f"document {number} " + "all work and no play " * 500)
+    cache = lost.output_root / "cache"
+    # The setup line runs in the job, before Python: the shards that were built at submission vanish with the text.
+    setup = f"cluster.setup=[rm -rf {text} {cache}]"
+    grid = [*LONG, "data=text", f"data.path={text}", "data.tokenizer=bytes", "data.sequence_length=64", "tokens=20_000"]
+    done = lost.command(*grid, "cluster=slurm", "wait=true", "grid.axes={seed: [0]}", setup, ISOFLOP_CACHE=str(cache))
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert lost.states() == ["failed"]
+    (run,) = lost.runs().values()
+    assert str(text) in (run.state().reason or "")
+    assert f"run {run.run_id} is failed: " in done.stdout
+    assert not lost.queue()
+
+
+def test_a_rank_is_a_task_and_one_that_is_told_to_stop_stops_them_all_for_one_requeue(
+    sweep: Callable[..., Sweep],
+) -> None:
+    spread = sweep("spread")
+    mesh = ["parallel.tp=2", "parallel.dp=2", "parallel.zero=1", "cluster.ranks_per_node=2", "cluster.gpus_per_job=1"]
+    spread.submit(*LONG, "tokens=80_000", "grid.axes={seed: [0]}", *mesh)
+    (run,) = spread.runs().values()
+    until(lambda: run.last_metrics().get("step", 0) >= 20, "20 steps")
+    shown = slurm("scontrol", "-o", "show", "job", run.state().job_id or "")
+    assert re.search(r"\bNumNodes=2 .*\bNumTasks=4\b", shown), shown
+    assert "TresPerNode=gres:gpu:2" in shown
+    hosts = [re.findall(r" on (\w+)", (run.path / f"log-rank{rank}.txt").read_text())[0] for rank in (1, 2, 3)]
+    assert hosts[1] == hosts[2] != hosts[0], "tensor-parallel neighbours share a node"
+
+    os.kill(process_of(run, 3), signal.SIGTERM)
+    until(lambda: run.state().state == "preempted", "preempted")
+    assert re.search(r"another rank was told to stop; stopped at step \d+ of", run.state().reason or "")
+    spread.wait()
+    assert (run.state().state, run.state().attempt) == ("done", 2), spread.job_logs()
+    log = (run.path / "log.txt").read_text()
+    assert len(re.findall(r"resumed from step_\d+", log)) == 1
+    assert (spread.path / "fit" / "report.html").exists(), spread.job_logs()
+
+
+def test_a_rank_that_is_killed_ends_its_job_and_is_named(sweep: Callable[..., Sweep]) -> None:
+    """Rank 0 of one run, which then has nobody to write its state, and the other rank of the other."""
+    killed = sweep("ranks")
+    grid = [*LONG, "tokens=100_000", "grid.axes={seed: [0, 1]}", "checkpoint.every_seconds=0.1", "parallel.dp=2"]
+    killed.submit(*grid, "cluster.ranks_per_node=2")
+    runs = list(killed.runs().values())
+    for rank, run in enumerate(runs):
+        until(lambda: list(run.path.glob("checkpoints/step_*/*")), f"a checkpoint of {run.run_id}")  # noqa: B023
+        os.kill(process_of(run, rank), signal.SIGKILL)
+    until(lambda: killed.states() == ["failed"] * 2, "the keeper to see it")
+    for rank, run in enumerate(runs):
+        assert re.search(rf"rank {rank} on node\d died at step \d+", run.state().reason or ""), run.state()
+    assert "SLURM calls the job FAILED" in (runs[0].state().reason or "")
+    done = killed.command(*grid, "cluster=slurm", "cluster.ranks_per_node=2", "wait=true")
+    assert done.returncode == 0, done.stdout + done.stderr
+    for run in runs:
+        assert (run.state().state, run.state().attempt) == ("done", 2)
+        assert re.search(r"resumed from step_\d+", (run.path / "log.txt").read_text())
+
+
+def test_branches_wait_for_their_trunk_and_end_as_they_do_alone(sweep: Callable[..., Sweep]) -> None:
+    shared, apart = sweep("shared"), sweep("apart")
+    rung = [
+        "+grid=ladder", "grid.sizes=[5e3]", "grid.tokens_per_parameter=[10,20,40]", "data.sequence_length=64",
+        "data.max_bytes=2000000", "data.validation_tokens=8192", "validations=2", "fit.bootstrap=50",
+    ]  # fmt: skip
+    printed = shared.submit(*rung)
+    assert "2 of 3 runs branch from 1 trunk" in printed
+    trunk, *branches = sorted(shared.runs().values(), key=lambda run: -run.config().tokens)
+    shared.wait()
+    assert shared.states() == ["done"] * 3, shared.job_logs()
+    done = apart.command(*rung, "trunks=false", "cluster=local", "cluster.jobs=2", "cluster.threads_per_job=1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert shared.losses() == apart.losses()
+    for run in branches:
+        assert f"of run {trunk.run_id}, whose checkpoint is" in (run.path / "log.txt").read_text()
+
+
+# A node of the cluster has two CPUs, and processes that share a GPU have one each.
+@pytest.mark.parametrize(
+    ("how", "seeds", "settings"),
+    [("ensemble", 4, ["ensembles=4"]), ("shared", 2, ["cluster.gpus_per_job=1", "cluster.runs_per_gpu=2"])],
+)
+def test_runs_that_are_trained_together_are_one_job_that_comes_back_whole(
+    how: str, seeds: int, settings: list[str], sweep: Callable[..., Sweep]
+) -> None:
+    """Requeued on the way, and done in the end with the losses that each has alone."""
+    grid = [*LONG, "tokens=200_000", f"grid.axes={{seed: {list(range(seeds))}}}", "cluster.array_parallelism=1"]
+    together, alone = sweep(how), sweep("alone")
+    together.submit(*grid, *settings)
+    units = (read_json(together.path / "plan.json") or {})["units"]
+    assert [(unit["how"], len(unit["runs"])) for unit in units] == [(how, seeds)]
+    runs = list(together.runs().values())
+    for run in runs:
+        until(lambda: run.last_metrics().get("step", 0) >= 20, f"20 steps of {run.run_id}")  # noqa: B023
+    (job,) = {run.state().job_id or "" for run in runs}
+    slurm("scontrol", "requeue", job)
+    until(lambda: together.states() == ["preempted"] * seeds, "all preempted")
+    assert together.queue("fit", "%T") == ["PENDING"]
+    done = alone.command(*grid, "cluster=local", "cluster.jobs=2", "cluster.threads_per_job=1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    together.wait()
+    assert together.states() == ["done"] * seeds, together.job_logs()
+    assert {run.state().attempt for run in runs} == {2}
+    assert {run.state().job_id for run in runs} == {job}, "the same job, requeued"
+    # An ensemble may round otherwise, where the machine's batched products do.
+    tolerance = 1e-4 if how == "ensemble" else 0.0
+    assert together.losses() == pytest.approx(alone.losses(), rel=tolerance, abs=0)

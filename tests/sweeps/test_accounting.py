@@ -1,0 +1,288 @@
+"""The books of a sweep: every step and second is useful or wasted, by what took it; and how far estimates were off."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from isoflop.sweeps.config import ClusterConfig
+from isoflop.sweeps.plan import estimates
+from isoflop.sweeps.plan.sweep_plan import plan
+from isoflop.sweeps.results import accounting
+from isoflop.sweeps.results.accounting import Account, account, lost_steps, paid_seconds
+from isoflop.sweeps.runs.attempts import Attempt, with_waste
+from isoflop.sweeps.runs.directory import SweepDirectory
+from isoflop.sweeps.slurm import commands as slurm
+from isoflop.train.config import ModelConfig, RunConfig, run_id
+from isoflop.train.flops import flops_exact
+from isoflop.train.schedule import trunk_steps
+
+CAUSES = ("killed", "node", "lost", "hung", "preempted", "time_limit", "disk", "memory", "error", "cancelled")
+
+
+def attempt(number: int, first: int, last: int, saved: int, cause: str = "done", **changes: Any) -> Attempt:
+    """An attempt of ten seconds that began at second 100 times its number, with a FLOP a step."""
+    values: dict[str, Any] = {
+        "attempt": number, "began": 100.0 * number, "ended": 100.0 * number + 10, "seconds": 10.0, "host": "node",
+        "job_id": f"{number}", "cause": cause, "reason": None, "first_step": first, "last_step": last,
+        "saved_step": saved, "flops": float(last - first), "flops_wasted": 0.0,
+    }  # fmt: skip
+    return Attempt(**{**values, **changes})
+
+
+def a_history(chooser: random.Random, begins: int) -> tuple[list[Attempt], bool, list[Counter[str]]]:
+    """A run, step by step: killed at random, resumed from its newest whole checkpoint, now and then given up.
+
+    Returns its attempts, whether it is done, and what was lost of each, as counted while it happened.
+    """
+    steps, saved = begins + chooser.randint(1, 40), [begins]
+    history: list[Attempt] = []
+    lost: list[Counter[str]] = []
+    standing: list[tuple[int, int]] = []  # (attempt, step) on which something stands
+
+    def fall_back(to: int, cause: str) -> None:
+        for made in [made for made in standing if made[1] > to]:
+            standing.remove(made)
+            lost[made[0]][cause] += 1
+
+    for number in range(chooser.randint(1, 8)):
+        while len(saved) > 1 and history and chooser.random() < 0.2:
+            saved.pop()  # it is damaged
+        if history:
+            fall_back(saved[-1], history[-1].cause)
+        lost.append(Counter())
+        step, first, cause = saved[-1], saved[-1], "done"
+        while step < steps:
+            if chooser.random() < 0.08:
+                cause = chooser.choice(CAUSES)
+                break
+            step += 1
+            standing.append((number, step))
+            if chooser.random() < 0.2 or step == steps:
+                saved.append(step)
+        history.append(attempt(number + 1, first, step, saved[-1], cause))
+        if cause == "done":
+            return history, True, lost
+    if chooser.random() < 0.3:
+        history[-1] = dataclasses.replace(history[-1], cause="diverged")
+        fall_back(begins, "diverged")
+    else:
+        fall_back(saved[-1], history[-1].cause)
+    return history, False, lost
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_what_is_lost_equals_a_count_made_step_by_step(seed: int) -> None:
+    chooser = random.Random(seed)
+    begins = chooser.choice([0, 0, 7])
+    history, done, expected = a_history(chooser, begins)
+    found = lost_steps(history, begins, done)
+    assert [+counts for counts in found] == [+counts for counts in expected]
+    # And in sum what the attempts themselves are said to have wasted.
+    wasted = sum(each.flops_wasted for each in with_waste(history))
+    assert sum(counts.total() for counts in found) == pytest.approx(wasted)
+
+
+def test_steps_before_a_run_became_a_branch_are_lost() -> None:
+    history = [attempt(1, 0, 5, 4, "killed"), attempt(2, 20, 30, 30)]
+    assert lost_steps(history, 20, done=True) == [Counter(killed=5), Counter()]
+
+
+def test_a_trunk_that_diverged_was_of_use_as_far_as_its_branches_begin() -> None:
+    history = [attempt(1, 0, 50, 50, "preempted"), attempt(2, 50, 90, 80, "diverged")]
+    assert lost_steps(history, 0, done=False) == [Counter(diverged=50), Counter(diverged=40)]
+    assert lost_steps(history, 0, done=False, served=60) == [Counter(), Counter(diverged=30)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_runs_that_share_a_device_pay_for_its_time_once(seed: int) -> None:
+    """Against a clock that ticks: at each tick those who train pay the same part of it."""
+    chooser = random.Random(seed)
+    histories, expected = {}, {}
+    for name in "abcd":
+        began = chooser.randint(0, 5)
+        ended = began + chooser.randint(1, 9)
+        shared = chooser.random() < 0.8
+        each = attempt(
+            1, 0, 1, 1, began=began, ended=ended, seconds=float(ended - began), share=0.25 if shared else 1.0
+        )
+        histories[name] = [each]
+    for name, (each,) in histories.items():
+        ticks = range(int(each.began), int(each.ended))
+        there = [[o for (o,) in histories.values() if o.share < 1 and o.began <= tick < o.ended] for tick in ticks]
+        expected[name] = sum(1 / len(others) for others in there) if each.share < 1 else each.seconds
+    assert {name: sum(paid) for name, paid in paid_seconds(histories).items()} == pytest.approx(expected, rel=1e-12)
+
+
+def test_attempts_of_two_jobs_share_nothing() -> None:
+    histories = {"a": [attempt(1, 0, 1, 1, share=0.5)], "b": [attempt(1, 0, 1, 1, share=0.5, job_id="other")]}
+    assert paid_seconds(histories) == {"a": [10.0], "b": [10.0]}
+
+
+class Made:
+    """A sweep's folder with a plan, and histories as tests want them."""
+
+    def __init__(self, path: Path, cluster: ClusterConfig, runs: list[RunConfig], ensembles: int = 1) -> None:
+        self.sweep, self.cluster = SweepDirectory(path / "sweep"), cluster
+        self.runs = {run_id(run): run for run in runs}
+        self.plan = plan(runs, cluster, 1e9, 1, ensembles, threads=2)
+        self.sweep.path.mkdir()
+        (self.sweep.path / "plan.json").write_text(json.dumps(self.plan.to_dict()))
+        settings = {"config": {"cluster": dataclasses.asdict(cluster)}}
+        (self.sweep.path / "sweep.yaml").write_text(yaml.safe_dump(settings))
+
+    def add(self, run: RunConfig, history: list[Attempt], state: str = "done", **summary: Any) -> None:
+        """Writes what a run would have written."""
+        directory = self.sweep.run(run_id(run))
+        directory.freeze(run)
+        directory.set_state(state, attempt=len(history))
+        lines = [{key: value for key, value in vars(each).items() if key != "budget"} for each in history]
+        (directory.path / "attempts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        if state == "done":
+            (directory.path / "summary.json").write_text(json.dumps({"device": "gpu", "ensemble": 1} | summary))
+
+
+def run(seed: int = 0, width: int = 16, tokens: int = 100 * 8 * 128) -> RunConfig:
+    return RunConfig(model=ModelConfig(width=width, vocab_size=256), seed=seed, tokens=tokens)
+
+
+def check_sums(books: Account) -> None:
+    assert books.used.hours == books.useful.hours + books.wasted.hours
+    assert books.used.flops == books.useful.flops + books.wasted.flops
+    assert books.wasted.hours == pytest.approx(sum(each.hours for each in books.causes.values()))
+    assert books.wasted.flops == pytest.approx(sum(each.flops for each in books.causes.values()), rel=1e-15)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_hours_dollars_and_flops_of_random_histories_add_up(tmp_path: Path, seed: int) -> None:
+    chooser, cluster = random.Random(seed), ClusterConfig(kind="slurm", gpus_per_job=2, dollars_per_gpu_hour=3.0)
+    made = Made(tmp_path, cluster, [run(seed=number) for number in range(8)])
+    steps, hours, ended = Counter[str](), 0.0, Counter[str]()
+    for each in made.runs.values():
+        history, done, lost = a_history(chooser, 0)
+        each_steps = each.steps
+        if done:  # the run of this plan is longer: its last attempt goes on to its end
+            history[-1] = dataclasses.replace(history[-1], last_step=each_steps, saved_step=each_steps)
+        made.add(each, history, "done" if done else "failed", seconds=10.0)
+        steps["done"] += sum(past.last_step - past.first_step for past in history)
+        steps["lost"] += sum(counts.total() for counts in lost)
+        hours += sum(past.seconds for past in history) * 2 / 3600
+        ended.update(past.cause for past in history if past.cause != "done")
+    step_flops = flops_exact(run()) / run().steps
+    books = account(made.sweep)
+    check_sums(books)
+    assert books.used.flops == steps["done"] * step_flops
+    assert books.wasted.flops == steps["lost"] * step_flops
+    assert books.used.hours == pytest.approx(hours)
+    assert books.used.dollars == pytest.approx(3 * hours)
+    assert {cause: each.attempts for cause, each in books.causes.items() if each.attempts} == ended
+    assert books.planned.hours == pytest.approx(made.plan.gpu_hours)
+    assert books.planned.dollars == pytest.approx(made.plan.dollars)
+    assert json.loads(json.dumps(books.to_dict()))["unit"] == "GPU-hours"
+
+
+def test_hours_are_wasted_as_steps_are(tmp_path: Path) -> None:
+    """Half of a killed attempt's steps are made again; an attempt that never began a step wasted all its time."""
+    made = Made(tmp_path, ClusterConfig(), [run()])
+    history = [attempt(1, 0, 40, 20, "killed"), attempt(2, 20, 20, 20, "disk"), attempt(3, 20, 100, 100)]
+    made.add(run(), history, seconds=12.0)
+    books = account(made.sweep)
+    check_sums(books)
+    assert books.unit == "core-hours"
+    assert books.used.dollars is None
+    a_core_hour = 2 * 10 / 3600  # ten seconds on two cores
+    assert books.causes["killed"].hours == pytest.approx(0.5 * a_core_hour)
+    assert books.causes["disk"].hours == pytest.approx(a_core_hour)
+    assert books.useful.hours == pytest.approx(1.5 * a_core_hour)
+    assert list(books.causes) == ["disk", "killed"], "the dearest first"
+    assert (books.attempts, books.retries, books.retry_budget) == (3, 2, 100)
+
+
+def test_a_run_that_is_done_has_made_its_steps_even_where_lines_are_missing(tmp_path: Path) -> None:
+    made = Made(tmp_path, ClusterConfig(), [run(), run(seed=1)])
+    made.add(run(), [], seconds=36.0)
+    made.add(run(seed=1), [attempt(2, 60, 100, 100)], seconds=36.0)
+    books = account(made.sweep)
+    assert books.useful.flops == books.planned.flops == books.used.flops
+    assert books.used.hours == pytest.approx(2 * (36 + 10) / 3600)
+
+
+def test_of_a_branch_its_own_part_counts(tmp_path: Path) -> None:
+    trunk = run(tokens=400 * 8 * 128)
+    branch = dataclasses.replace(run(tokens=200 * 8 * 128), parent=run_id(trunk))
+    begins = trunk_steps(branch)
+    made = Made(tmp_path, ClusterConfig(), [trunk, branch])
+    made.add(trunk, [attempt(1, 0, 400, 400)], seconds=40.0)
+    made.add(branch, [attempt(1, begins, 200, 200)], seconds=26.0)
+    lines = [{"step": step, "seconds": 0.1 * step} for step in (10, begins - 5)]
+    lines.append({"step": 200, "seconds": 26.0})
+    (made.sweep.run(run_id(branch)).path / "metrics.jsonl").write_text("".join(json.dumps(o) + "\n" for o in lines))
+    books = account(made.sweep)
+    check_sums(books)
+    step_flops = flops_exact(trunk) / trunk.steps
+    assert books.useful.flops == (400 + 200 - begins) * step_flops == books.planned.flops
+    # The trunk's clock says 0.1 s a step up to where the branch begins; what is beyond is the branch's own.
+    planned = {each.run_id: each.paid_seconds for each in made.plan.runs}
+    assert books.error is not None
+    assert books.error.ratio == pytest.approx((40 + 26 - 0.1 * begins) / sum(planned.values()))
+    assert books.error.runs == 2
+
+
+def test_the_error_of_the_estimate_is_said_by_width(tmp_path: Path) -> None:
+    runs = [run(seed, width) for width in (16, 32) for seed in range(3)]
+    made = Made(tmp_path, ClusterConfig(), runs)
+    planned = {each.run_id: each.estimated_seconds for each in made.plan.runs}
+    factors = dict(zip(made.runs, [1.0, 2.0, 4.0, 0.5, 0.5, 0.25], strict=True))
+    for each in runs:
+        made.add(each, [attempt(1, 0, 100, 100)], seconds=planned[run_id(each)] * factors[run_id(each)])
+    books = account(made.sweep)
+    assert {width: error.ratio for width, error in books.errors.items()} == pytest.approx({16: 2.0, 32: 0.5})
+    assert (books.errors[16].low, books.errors[16].high) == pytest.approx((1.5, 3.0))
+    assert books.error is not None
+    total = sum(planned[name] * factor for name, factor in factors.items()) / sum(planned.values())
+    assert books.error.ratio == pytest.approx(total)
+
+
+def test_slurms_own_clock_stands_beside_ours_where_it_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Made(tmp_path, ClusterConfig(kind="slurm", gpus_per_job=4), [run()])
+    made.add(
+        run(), [attempt(1, 0, 50, 50, "preempted", job_id="7_0"), attempt(2, 50, 100, 100, job_id="7_0")], seconds=9.0
+    )
+    (made.sweep.path / "jobs").mkdir()
+    (made.sweep.path / "jobs" / "slurm.json").write_text(json.dumps({"scoring": {run_id(run()): "8_0"}}))
+    monkeypatch.setattr(slurm, "elapsed", lambda jobs: {"7_0": 90.0, "8_0": 18.0})
+    books = account(made.sweep)
+    assert books.cluster_hours == pytest.approx(4 * 90 / 3600)
+    assert books.scoring_hours == pytest.approx(4 * 18 / 3600)
+    assert books.overhead_hours == pytest.approx(4 * 70 / 3600)
+    monkeypatch.setattr(slurm, "elapsed", lambda jobs: {})
+    assert (account(made.sweep).cluster_hours, account(made.sweep).overhead_hours) == (None, None)
+
+
+def test_a_machine_whose_runs_share_a_gpu_counts_it_once() -> None:
+    shape = {"gpus": 1, "cpus": 4, "nodes": 1, "ranks_per_node": 2}
+    assert accounting.devices(shape, {"kind": "local", "runs_per_gpu": 4}) == 0.5
+    assert accounting.devices(shape, {"kind": "slurm", "runs_per_gpu": 4}) == 2
+    assert accounting.devices(shape | {"gpus": 0}, {"kind": "local", "runs_per_gpu": 4}) == 8
+
+
+def test_what_a_run_reached_is_measured_as_if_it_had_trained_alone(tmp_path: Path) -> None:
+    runs = [run(seed) for seed in range(4)]
+    made = Made(tmp_path, ClusterConfig(), runs)
+    flops = flops_exact(run())
+    made.add(runs[0], [attempt(1, 0, 100, 100)], seconds=50.0)
+    made.add(runs[1], [attempt(1, 0, 100, 100, share=0.5)], seconds=25.0, ensemble=2)
+    made.add(runs[2], [attempt(1, 0, 100, 100, share=0.5)], seconds=50.0)  # a process beside another
+    made.add(runs[3], [attempt(1, 0, 100, 100)], seconds=0.9 * estimates.LEAST_SECONDS)
+    found = {each.run_id: each for each in estimates.measured(made.sweep, launch_bound_width=16.0)}
+    assert set(found) == {run_id(runs[0]), run_id(runs[1])}
+    assert found[run_id(runs[0])].flops_per_second == pytest.approx(flops / 50)
+    # Launches take half of a step at this width; two together pay them once: 4/3 as fast.
+    assert found[run_id(runs[1])].flops_per_second == pytest.approx(flops / 25 * 3 / 4)
+    assert found[run_id(runs[0])].width == 16

@@ -1,0 +1,541 @@
+"""Attempts: each start of a run is one line, whatever ended it and whoever writes it, and the steps add up."""
+
+from __future__ import annotations
+
+import errno
+import json
+import multiprocessing
+import os
+import random
+import signal
+from dataclasses import asdict, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+from isoflop.sweeps.execute import attempt
+from isoflop.sweeps.runs import attempts
+from isoflop.sweeps.runs.attempts import Attempt
+from isoflop.sweeps.runs.causes import cause_in, cause_of, warned_after
+from isoflop.sweeps.runs.directory import Busy, RunDirectory, SweepDirectory
+from isoflop.sweeps.runs.retries import CAUSES, RETRIED, Policy
+from isoflop.train.config import ModelConfig, OptimizerConfig, ParallelConfig, RunConfig, ScheduleConfig, run_id
+from isoflop.train.errors import UserError
+from isoflop.train.flops import flops_exact, training_flops_per_token
+from isoflop.train.job.control import RankError
+from isoflop.train.schedule import trunk_steps
+from small_runs import planned
+
+FORK = multiprocessing.get_context("fork")
+POLICY = Policy(heartbeat_seconds=0.05, hang_seconds=60.0)
+
+
+def a_config(seed: int = 0, **changes: object) -> RunConfig:
+    """A run of 100 steps."""
+    run = RunConfig(
+        model=ModelConfig(vocab_size=256), optimizer=OptimizerConfig(batch_size=4), seed=seed,
+        schedule=ScheduleConfig(warmup_tokens=1024), parallel=ParallelConfig(device="cpu"),
+    )  # fmt: skip
+    run = replace(run, tokens=100 * run.batch_tokens, **changes)
+    assert run.steps == 100
+    return run
+
+
+def a_run(folder: Path, config: RunConfig | None = None) -> RunDirectory:
+    config = config or a_config()
+    return planned(folder, config)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return a_run(tmp_path)
+
+
+def save(run: RunDirectory, step: int) -> Path:
+    """What looks like a checkpoint."""
+    folder = run.path / "checkpoints" / f"step_{step}"
+    folder.mkdir(parents=True)
+    (folder / "model.safetensors").write_bytes(b"12345")
+    (folder / "manifest.json").write_text(json.dumps({"model.safetensors": {"bytes": 5, "sha256": ""}}))
+    return folder
+
+
+def log_step(run: RunDirectory, step: int) -> None:
+    with (run.path / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": step}) + "\n")
+
+
+def lines(run: RunDirectory) -> list[str]:
+    path = run.path / attempts.LINES
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def only(run: RunDirectory) -> Attempt:
+    (found,) = attempts.read(run)
+    assert len(lines(run)) == 1
+    return found
+
+
+def per_step(config: RunConfig) -> float:
+    return training_flops_per_token(config.model, config.data.sequence_length) * config.batch_tokens
+
+
+# A line of each end
+
+
+def test_a_run_that_is_done_has_one_line_with_all_its_steps(run: RunDirectory) -> None:
+    with attempt.held(run, "7", POLICY) as begun:
+        assert begun
+        assert (run.state().state, run.state().attempt, run.state().since) == (
+            "running", 1, attempts.under_way(run).began,  # type: ignore[union-attr]
+        )  # fmt: skip
+        assert run.last_sign() is not None
+        assert lines(run) == []
+        save(run, 100)
+        (run.path / "summary.json").write_text("{}")
+        attempt.conclude(run, "done", None)
+    end = only(run)
+    assert (end.attempt, end.cause, end.reason, end.job_id, end.host) == (1, "done", None, "7", run.state().host)
+    assert (end.first_step, end.last_step, end.saved_step, end.gpus, end.share) == (0, 100, 100, 0, 1)
+    assert end.flops == pytest.approx(flops_exact(a_config()), rel=1e-12)  # a product in another order
+    assert end.flops_wasted == 0
+    assert end.seconds == end.ended - end.began >= 0
+    assert run.last_sign() is None
+    assert not (run.path / attempts.UNDER_WAY).exists()
+    with attempt.held(run, "8", POLICY) as begun:
+        assert not begun
+    assert only(run) == end
+
+
+def test_steps_after_the_newest_checkpoint_are_wasted_and_none_of_another_attempt_count(run: RunDirectory) -> None:
+    step = per_step(a_config())
+    with attempt.held(run, "7", POLICY):
+        save(run, 20)
+        log_step(run, 37)
+        attempt.conclude(run, "failed", "KeyError: 'x'")
+    first = only(run)
+    assert (first.cause, first.first_step, first.saved_step, first.last_step) == ("error", 0, 20, 37)
+    assert (first.flops, first.flops_wasted) == pytest.approx((37 * step, 17 * step), rel=1e-12)
+    with attempt.held(run, "8", POLICY):
+        attempt.conclude(run, "failed", "KeyError: 'x'")  # before it wrote anything: the 37 are not its own
+    second = attempts.read(run)[1]
+    assert (second.attempt, second.first_step, second.last_step, second.flops) == (2, 20, 20, 0)
+    with attempt.held(run, "9", POLICY):
+        log_step(run, 30)
+        save(run, 40)
+        attempt.conclude(run, "preempted", "signal SIGUSR2; stopped at step 40 of 100", "time_limit")
+    third = attempts.read(run)[2]
+    assert (third.first_step, third.last_step, third.flops_wasted) == (20, 40, 0)
+
+
+def test_a_branch_counts_its_own_steps_only(tmp_path: Path) -> None:
+    trunk = replace(a_config(), tokens=2 * a_config().tokens)
+    config = replace(a_config(), parent=run_id(trunk))
+    run, begins = a_run(tmp_path, config), trunk_steps(config)
+    assert 0 < begins < 100
+    with attempt.held(run, "7", POLICY):
+        save(run, begins)  # as `graft` does
+        log_step(run, begins)  # of the trunk
+        attempt.conclude(run, "failed", "no luck")
+    end = only(run)
+    assert (end.first_step, end.last_step, end.saved_step, end.flops) == (begins, begins, begins, 0)
+
+
+def test_a_checkpoint_whose_files_have_not_their_sizes_is_none(run: RunDirectory) -> None:
+    assert attempts.newest_checkpoint(run) is None
+    save(run, 9), save(run, 10)
+    torn, half = save(run, 100), save(run, 50)
+    (torn / "model.safetensors").write_bytes(b"123")
+    (half / "manifest.json").unlink()
+    (run.path / "checkpoints" / ".step_200.x").mkdir()
+    (run.path / "checkpoints" / "step_x").mkdir()
+    assert attempts.newest_checkpoint(run) == 10
+    (run.path / "checkpoints" / "step_10" / "manifest.json").write_text('{"model.safetensors": 3}')
+    assert attempts.newest_checkpoint(run) == 9
+
+
+def test_a_run_whose_config_cannot_be_read_has_its_attempt_too(run: RunDirectory) -> None:
+    (run.path / "config.yaml").write_text("[")
+    with attempt.held(run, "7", POLICY):
+        attempt.conclude(run, "failed", "cannot be read", "input")
+    assert (only(run).cause, only(run).flops) == ("input", 0)
+
+
+def test_runs_that_are_trained_together_have_their_share_of_the_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    run = a_run(tmp_path, replace(a_config(), parallel=ParallelConfig(tp=2, dp=2, device="auto")))
+    with attempt.held(run, "7", POLICY, share=0.25):
+        attempt.conclude(run, "failed", "no luck")
+    assert (only(run).gpus, only(run).share) == (1.0, 0.25)
+
+
+# Who is killed is settled by who comes next
+
+
+def die(run: RunDirectory) -> None:
+    with attempt.held(run, "7", POLICY):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_an_attempt_that_was_killed_has_its_line_from_the_next_start(run: RunDirectory) -> None:
+    dead = FORK.Process(target=die, args=(run,))
+    dead.start()
+    dead.join()
+    assert dead.exitcode == -signal.SIGKILL
+    sign = run.last_sign()
+    assert (run.state().state, lines(run)) == ("running", [])
+    save(run, 5), log_step(run, 8)
+    run.note_failure("rank 1 on node3 has made no progress since step 8")
+    with attempt.held(run, "8", POLICY):
+        first = only(run)
+        assert run.failure() is None  # what it says of another attempt is forgotten
+        assert run.state().attempt == 2
+        attempt.conclude(run, "failed", "again")
+    assert (first.attempt, first.cause, first.job_id, first.ended) == (1, "hung", "7", sign)
+    assert (first.last_step, first.saved_step) == (8, 5)
+    assert "rank 1 on node3 has made no progress" in (first.reason or "")
+    assert [each.attempt for each in attempts.read(run)] == [1, 2]
+
+
+def begin(run: RunDirectory, state: str = "running") -> None:
+    begun = attempts.begin(run, "7", "node1")
+    run.set_state(state, attempt=begun.attempt, host="node1", job_id="7")
+
+
+def test_a_run_is_settled_once_by_however_many(run: RunDirectory) -> None:
+    begin(run)
+    said = [attempts.settle_killed(run, "lost", "its job is gone") for _ in range(3)]
+    assert said == [True, False, False]
+    assert (only(run).cause, run.state().state, run.state().reason) == ("lost", "failed", "its job is gone")
+
+
+def settle_all(runs: list[RunDirectory], said: Connection) -> None:
+    found = []
+    for run in runs:
+        with run.lock():
+            found.append(attempts.settle_killed(run, "killed", "gone"))
+    said.send(found)
+
+
+def test_two_processes_that_settle_at_once_write_one_line_a_run(tmp_path: Path) -> None:
+    runs = [a_run(tmp_path, a_config(seed)) for seed in range(30)]
+    for run in runs:
+        begin(run)
+    answers = []
+    for _ in range(2):
+        here, there = FORK.Pipe()
+        FORK.Process(target=settle_all, args=(runs, there)).start()
+        answers.append(here)
+    one, two = (answer.recv() for answer in answers)
+    assert [found + other for found, other in zip(one, two, strict=True)] == [1] * 30
+    assert [only(run).cause for run in runs] == ["killed"] * 30
+
+
+@pytest.mark.parametrize("damage", ["", '{"state": "run', "\0\0\0\0"])
+def test_a_damaged_state_loses_no_attempt_and_repeats_no_number(run: RunDirectory, damage: str) -> None:
+    for _ in range(2):
+        begin(run)
+        attempts.settle_killed(run, "killed", "gone")
+    begin(run)
+    (run.path / "state.json").write_text(damage)
+    assert attempts.settle_killed(run, "killed", "gone")
+    assert run.state().attempt == 3
+    (run.path / "state.json").write_text(damage)
+    begin(run)
+    assert run.state().attempt == 4
+    attempts.settle_killed(run, "killed", "gone")
+    assert [each.attempt for each in attempts.read(run)] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("damage", [None, "", '{"attempt": 2'])
+def test_a_damaged_mark_of_the_attempt_under_way_loses_no_attempt(run: RunDirectory, damage: str | None) -> None:
+    begin(run)
+    attempts.settle_killed(run, "killed", "gone")
+    begin(run)
+    save(run, 30)
+    path = run.path / attempts.UNDER_WAY
+    path.unlink() if damage is None else path.write_text(damage)
+    assert attempts.settle_killed(run, "node", "its node failed")
+    first, second = attempts.read(run)
+    assert (second.attempt, second.cause, second.host, second.job_id) == (2, "node", "node1", "7")
+    assert second.began > first.began
+
+
+def test_a_kill_between_line_and_state_is_finished_as_the_line_says(run: RunDirectory) -> None:
+    ends = {"preempted": "preempted", "time_limit": "preempted", "diverged": "diverged", "disk": "failed"}
+    for number, (cause, state) in enumerate(ends.items(), 1):
+        begin(run)
+        attempts.note(run, cause, f"because {cause}")
+        assert run.state().state == "running"
+        assert attempts.settle_killed(run, "killed", "gone") == (state == "failed")
+        assert (run.state().state, run.state().reason) == (state, f"because {cause}")
+        assert len(lines(run)) == number
+
+
+def test_a_run_that_somebody_has_queued_again_gets_its_line_and_stays_queued(run: RunDirectory) -> None:
+    begin(run, "queued")
+    assert not attempts.settle_killed(run, "lost", "gone")
+    assert (only(run).cause, run.state().state) == ("lost", "queued")
+
+
+def test_a_run_that_could_not_begin_has_an_attempt_of_nobodys_node(run: RunDirectory) -> None:
+    run.set_state("queued", job_id="7")
+    attempts.begin(run, "7")
+    assert attempts.settle_killed(run, "lost", "its job never began")
+    assert (only(run).host, run.state().state, run.state().attempt) == (None, "failed", 1)
+
+
+def test_settling_a_run_that_nobody_was_at_changes_nothing(run: RunDirectory) -> None:
+    before = (run.path / "state.json").read_bytes()
+    assert not attempts.settle_killed(run, "killed", "gone")
+    assert ((run.path / "state.json").read_bytes(), lines(run)) == (before, [])
+
+
+def test_a_job_that_slurm_starts_anew_has_lost_its_node(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin(run)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    monkeypatch.setenv("SLURMD_NODENAME", "node2")
+    with attempt.held(run, "7", POLICY):
+        pass
+    assert (only(run).cause, only(run).host, run.state().host) == ("node", "node1", "node2")
+
+
+@pytest.mark.parametrize("cause", ["node", "preempted"])
+def test_a_job_that_slurm_starts_anew_for_ever_ends_with_the_budget(
+    cause: str, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = replace(POLICY, retries=2, max_requeues=2)
+    started = list[bool]()
+    for restarts in range(4):
+        monkeypatch.setenv("SLURM_RESTART_COUNT", str(restarts))
+        with attempt.held(run, "7", policy) as begun:
+            started.append(begun)
+            if begun and cause == "preempted":
+                attempt.conclude(run, "preempted", "signal SIGUSR2")
+    assert started == [True, True, True, False]
+    assert [each.cause for each in attempts.read(run)] == [cause] * 3
+    assert (run.state().state, "2 re" in str(run.state().reason)) == ("failed", True)
+    with attempt.held(run, "8", policy) as begun:
+        assert begun, "another job was submitted on purpose"
+        attempt.conclude(run, "failed", "no luck", cause)
+    attempts.retry_by_hand(run)
+    with attempt.held(run, "7", policy) as begun:
+        assert begun
+
+
+def test_a_job_that_slurm_starts_anew_counts_against_the_retries_of_the_sweep(
+    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = a_run(tmp_path, a_config(1))
+    for _ in range(3):
+        begin(other)
+        attempts.settle_killed(other, "killed", "gone")
+    begin(run)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    with attempt.held(run, "7", replace(POLICY, sweep_retries=2)) as begun:
+        assert not begun
+    assert "cluster.sweep_retries" in (run.state().reason or "")
+
+
+# A full disk
+
+
+class Full:
+    """A file of lines on a disk that has room for half a line."""
+
+    def __init__(self, path: Path) -> None:
+        with path.open("a") as file:
+            file.write('{"attempt": 1, "beg')
+
+    def write(self, record: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("state", "cause"), [("done", "done"), ("preempted", "preempted"), ("failed", "disk")])
+def test_a_line_that_had_no_room_is_written_by_who_settles_next(run: RunDirectory, state: str, cause: str) -> None:
+    with pytest.MonkeyPatch.context() as patch, attempt.held(run, "7", POLICY):
+        patch.setattr(attempts, "JsonLines", Full)
+        if state == "done":
+            (run.path / "summary.json").write_text("{}")
+        attempt.conclude(run, state, "so it was", cause)
+    assert (run.state().state, attempts.read(run)) == (state, [])
+    ended = run.state().since
+    with attempt.held(run, "8", POLICY) as begun:
+        assert begun == (state != "done")
+    end = attempts.read(run)[0]
+    assert (end.attempt, end.cause, end.reason, end.ended) == (1, cause, "so it was", ended)
+    assert len(lines(run)) == 1
+
+
+def test_a_disk_too_full_to_begin_is_an_attempt_that_ended_for_it(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(state: str, **changes: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(run, "set_state", full)
+    with pytest.raises(OSError, match="No space left"), attempt.held(run, "7", POLICY):
+        pytest.fail("it began")
+    assert only(run).cause == "disk"
+    assert run.last_sign() is None
+
+
+# What is read
+
+
+def test_lines_that_are_torn_damaged_or_twice_there_are_left_out(run: RunDirectory) -> None:
+    for _ in range(3):
+        begin(run)
+        attempts.settle_killed(run, "killed", "gone")
+    whole, path = attempts.read(run), run.path / attempts.LINES
+    one, two, three = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(one + b"\xff\xfe\n[1]\n{}\n3\n" + two.replace(b'"killed"', b'"vanished"') + two + one + three[:40])
+    assert attempts.read(run) == whole[:2]
+    begin(run)
+    attempts.settle_killed(run, "lost", "gone")  # is not glued to what was torn
+    assert [(each.attempt, each.cause) for each in attempts.read(run)] == [(1, "killed"), (2, "killed"), (4, "lost")]
+
+
+def test_what_is_wasted_follows_from_where_later_attempts_began() -> None:
+    """On random histories: each step of the run counts as kept once at most, and those of one that is done once."""
+    draw = random.Random(0)
+    for _ in range(500):
+        history, begins = list[Attempt](), draw.choice([0, 7])
+        saved = begins
+        for number in range(1, draw.randint(2, 8)):
+            first = draw.choice([saved, saved, begins, draw.randint(begins, saved)])  # damaged ones are passed over
+            last = first + draw.choice([0, draw.randint(0, 30)])
+            saved = draw.randint(first, last)
+            cause = draw.choice([cause for cause in CAUSES if cause != "done"])
+            history.append(
+                Attempt(number, 0.0, 1.0, 1.0, None, None, cause, None, first, last, saved, 10.0 * (last - first), 0.0)
+            )
+        reached = history[-1].last_step
+        if done := draw.random() < 0.5:
+            history[-1] = replace(history[-1], cause="done", saved_step=reached)
+        found = attempts.with_waste(history)
+        assert [replace(each, flops_wasted=0.0) for each in found] == history
+        kept = sum(each.flops - each.flops_wasted for each in found)
+        if done:
+            assert kept == pytest.approx(10.0 * (reached - begins), abs=1e-6)
+        elif history[-1].cause == "diverged":
+            assert kept == pytest.approx(0.0, abs=1e-6)
+        else:
+            assert kept <= 10.0 * (history[-1].saved_step - begins) + 1e-6
+        assert all(each.flops_wasted >= 0 for each in found)
+        if history[-1].cause != "diverged":
+            assert all(each.flops_wasted <= each.flops + 1e-6 for each in found)
+
+
+def test_the_waste_of_an_attempt_grows_when_the_next_falls_back_to_an_older_checkpoint(run: RunDirectory) -> None:
+    begin(run)
+    save(run, 10), log_step(run, 25)
+    newest = save(run, 20)
+    attempts.settle_killed(run, "killed", "gone")
+    step = per_step(a_config())
+    assert only(run).flops_wasted == pytest.approx(5 * step, rel=1e-12)
+    (newest / "model.safetensors").write_bytes(b"")
+    begin(run)
+    save(run, 40)
+    attempts.settle_killed(run, "killed", "gone")
+    first, second = attempts.read(run)
+    assert (second.first_step, second.flops_wasted) == (10, 0)
+    assert first.flops_wasted == pytest.approx(15 * step, rel=1e-12)
+
+
+# By hand
+
+
+def test_a_retry_by_hand_is_a_new_budget_and_a_clean_slate(run: RunDirectory, tmp_path: Path) -> None:
+    sweep = SweepDirectory(tmp_path)
+    for _ in range(3):
+        begin(run)
+        attempts.settle_killed(run, "killed", "gone")
+    assert attempts.retries_spent(sweep) == 2  # the third has not been tried again
+    run.ask_cancel("ann on login1")
+    run.note_failure("gone")
+    attempts.retry_by_hand(run, "bob on login2")
+    assert json.loads(lines(run)[-1])["by"] == "bob on login2"
+    assert (run.state().state, run.state().job_id, run.failure(), run.cancel_asked()) == ("planned", None, None, None)
+    assert [each.budget for each in attempts.read(run)] == [0, 0, 0]
+    assert (attempts.current(run), attempts.retries_spent(sweep)) == ([], 0)
+    assert attempts.decision(run, POLICY, 0.0).why == "it has not begun"
+    begin(run)
+    attempts.retry_by_hand(run)  # settles what was killed before it
+    begin(run)
+    attempts.settle_killed(run, "disk", "full")
+    assert [(each.attempt, each.budget) for each in attempts.read(run)] == [(1, 0), (2, 0), (3, 0), (4, 1), (5, 2)]
+    assert attempts.retries_spent(sweep) == 0
+    begin(run)
+    attempts.settle_killed(run, "disk", "full")
+    assert attempts.retries_spent(sweep) == 1
+
+
+def test_a_retry_by_hand_leaves_what_is_done_and_what_is_trained(run: RunDirectory) -> None:
+    other = RunDirectory(run.path)  # a lock of its own keeps out this process too
+    with other.lock(), pytest.raises(Busy):
+        attempts.retry_by_hand(run)
+    (run.path / "summary.json").write_text("{}")
+    run.set_state("done")
+    attempts.retry_by_hand(run)
+    assert run.is_done()
+    assert lines(run) == []
+
+
+def test_amending_a_line_keeps_the_others(run: RunDirectory) -> None:
+    for _ in range(2):
+        begin(run)
+        attempts.note(run, "preempted", "signal SIGUSR2")
+    before = attempts.read(run)
+    attempts.amend(run, "time_limit", "its time was over")
+    assert attempts.read(run) == [before[0], replace(before[1], cause="time_limit", reason="its time was over")]
+
+
+# Causes
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        (UserError("no such text"), "input"), (OSError(errno.ENOSPC, "full"), "disk"),
+        (OSError(errno.EDQUOT, "quota"), "disk"), (OSError(errno.EIO, "broken"), "error"), (ValueError("x"), "error"),
+        (RankError("rank 1 on a: CUDA out of memory", "OutOfMemoryError"), "memory"),
+        (RankError("rank 1 on a: KeyError: 3", "KeyError"), "error"),
+        (RankError("rank 1 on a died at step 4"), "killed"),
+        (RankError("rank 1 on a: OSError: [Errno 122] Disk quota exceeded"), "disk"),
+        (RankError("rank 1 on a.b: OutOfMemoryError: 3"), "memory"), (RankError("rank 1 on a: UserError: x"), "input"),
+        (RankError("rank 1 on a has made no progress since step 4 (in a step) for 60 s"), "hung"),
+        (RankError("rank 1 on a has made no progress since step 4 for 60 s: frozen, or its node is lost"), "node"),
+        (RankError("rank 1 on a: KeyError: 3"), "error"),
+    ],
+)  # fmt: skip
+def test_an_error_has_a_cause(error: Exception, cause: str) -> None:
+    assert cause_of(error) == cause
+    assert cause in CAUSES
+
+
+def test_without_a_word_a_process_was_killed() -> None:
+    assert cause_in(None) == "killed" in RETRIED
+
+
+def test_a_warning_near_the_end_of_a_job_is_that_of_its_time_limit() -> None:
+    def after(seconds: int) -> float:
+        return warned_after({"SLURM_JOB_START_TIME": "1000", "SLURM_JOB_END_TIME": str(1000 + seconds)})
+
+    assert after(14400) == 14400 - 240  # two minutes of warning, and two that a process may take to begin
+    assert after(60) == 15
+    assert warned_after({}) == warned_after({"SLURM_JOB_START_TIME": "x", "SLURM_JOB_END_TIME": "1"}) == float("inf")
+
+
+def test_a_line_is_plain_json(run: RunDirectory) -> None:
+    begin(run)
+    attempts.settle_killed(run, "killed", "gone")
+    written = json.loads(lines(run)[0])
+    assert "budget" not in written
+    assert written == {key: value for key, value in asdict(only(run)).items() if key != "budget"}
+    assert os.linesep not in lines(run)[0]

@@ -1,0 +1,239 @@
+"""Runs that are stopped: cancelled from anywhere, preempted, out of time; and what becomes of their SLURM job."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from isoflop.sweeps.execute import attempt, together
+from isoflop.sweeps.execute.attempt import Interrupt, RunFailed, back_to_the_queue, train_one
+from isoflop.sweeps.runs import attempts
+from isoflop.sweeps.runs.directory import RunDirectory
+from isoflop.sweeps.runs.retries import Policy
+from isoflop.sweeps.slurm import commands as slurm
+from isoflop.train.config import DataConfig, RunConfig
+from isoflop.train.job.environment import Ranks
+from isoflop.train.loop import Stopped, train
+from small_runs import forty_steps, own_signals, planned
+
+POLICY = Policy()
+
+
+@pytest.fixture(autouse=True)
+def signals(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What trains takes over the signals of its process, and here asks at every step whether to cancel."""
+    monkeypatch.setattr(attempt, "ASK_SECONDS", -1.0)
+    with own_signals():
+        yield
+
+
+@pytest.fixture(scope="module")
+def base(small_corpus: Callable[..., DataConfig]) -> RunConfig:
+    return forty_steps(small_corpus(512, ["tensor", "loss", "of", "the"]))
+
+
+@pytest.fixture
+def make(tmp_path: Path, base: RunConfig) -> Callable[[int], RunDirectory]:
+    def make(seed: int) -> RunDirectory:
+        return planned(tmp_path, replace(base, seed=seed))
+
+    return make
+
+
+def ends(run: RunDirectory) -> list[str]:
+    return [end.cause for end in attempts.read(run)]
+
+
+Train = Callable[..., Any]
+
+
+@pytest.fixture
+def trainer(monkeypatch: pytest.MonkeyPatch) -> Callable[[Train], None]:
+    return lambda function: monkeypatch.setattr("isoflop.train.loop.train", function)
+
+
+def test_a_run_that_somebody_cancels_saves_and_ends_and_is_not_begun_again(
+    make: Callable[[int], RunDirectory], trainer: Callable[[Train], None]
+) -> None:
+    run, other = make(1), make(2)
+    interrupt = Interrupt()
+
+    def ask(config: RunConfig, directory: Path, should_stop: Callable[[], bool], **arguments: Any) -> None:
+        assert not should_stop()
+        other.ask_cancel("somebody else's run")
+        assert not should_stop()
+        run.ask_cancel("ann on login1")
+        assert should_stop()
+        raise Stopped("stopped at step 3 of 40")
+
+    trainer(ask)
+    said = train_one(run, Ranks(), interrupt, "7", POLICY)
+    assert said == ("cancelled", "cancelled by ann on login1; stopped at step 3 of 40")
+    assert (run.state().state, ends(run)) == ("cancelled", ["cancelled"])
+    assert not interrupt()  # whoever trained it goes on with others
+    assert train_one(run, Ranks(), interrupt, "8", POLICY) == (
+        "cancelled",
+        "cancelled by ann on login1 before it began",
+    )
+    assert ends(run) == ["cancelled"]
+    attempts.retry_by_hand(run)
+    trainer(
+        lambda config, directory, should_stop, **rest: should_stop() or (directory / "summary.json").write_text("{}")
+    )
+    assert train_one(run, Ranks(), interrupt, "9", POLICY) == ("done", None)
+    assert ends(run) == ["cancelled", "done"]
+
+
+def test_a_run_that_has_ended_before_it_was_cancelled_is_done(
+    make: Callable[[int], RunDirectory], trainer: Callable[[Train], None]
+) -> None:
+    run = make(1)
+    trainer(lambda config, directory, **rest: (run.ask_cancel("ann"), (directory / "summary.json").write_text("{}")))
+    assert train_one(run, Ranks(), Interrupt(), "7", POLICY) == ("done", None)
+    assert train_one(run, Ranks(), Interrupt(), "8", POLICY) == ("done", None)
+
+
+class CancelsAt(Interrupt):
+    """Asks to cancel a run after so many calls: one a step, and those by which a process says that it is at work."""
+
+    def __init__(self, run: RunDirectory, calls: int) -> None:
+        super().__init__()
+        self.run, self.left = run, calls
+
+    def __call__(self) -> bool:
+        self.left -= 1
+        if self.left == 0:
+            self.run.ask_cancel("ann on login1")
+        return super().__call__()
+
+
+def test_of_an_ensemble_one_is_cancelled_and_the_others_go_on_as_if_it_had_ended(
+    make: Callable[[int], RunDirectory], tmp_path: Path
+) -> None:
+    first, cancelled, last = runs = [make(seed) for seed in range(3)]
+    together.train_ensemble(runs, CancelsAt(cancelled, 12), "7", POLICY)
+    assert [run.state().state for run in runs] == ["done", "cancelled", "done"]
+    (end,) = attempts.read(cancelled)
+    said = f"cancelled by ann on login1; stopped at step {end.last_step} of 40"
+    assert (cancelled.state().reason or "").startswith(said)
+    assert 0 < end.last_step < 40
+    assert (end.cause, end.first_step, end.saved_step, end.share) == ("cancelled", 0, end.last_step, 1 / 3)
+    for run in (first, last):
+        assert [(end.cause, end.last_step, end.flops_wasted) for end in attempts.read(run)] == [("done", 40, 0)]
+        alone = train(run.config(), tmp_path / "alone" / run.run_id, report=lambda line: None)
+        # Members sum in another order.
+        assert (run.summary() or {})["val_loss"] == pytest.approx(alone["val_loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize(("seconds", "cause"), [(None, "preempted"), (60, "time_limit"), (86400, "preempted")])
+def test_a_signal_near_the_end_of_the_job_is_its_time_limit(
+    seconds: int | None, cause: str, make: Callable[[int], RunDirectory], trainer: Callable[[Train], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    if seconds is not None:
+        monkeypatch.setenv("SLURM_JOB_START_TIME", "1000")
+        monkeypatch.setenv("SLURM_JOB_END_TIME", str(1000 + seconds))
+    run, interrupt = make(1), Interrupt()
+    interrupt._began -= 30.0  # so long ago it began
+
+    def stop(config: RunConfig, directory: Path, should_stop: Callable[[], bool], **arguments: Any) -> None:
+        os.kill(os.getpid(), signal.SIGUSR2)
+        assert should_stop()
+        raise Stopped("stopped at step 3 of 40")
+
+    trainer(stop)
+    assert train_one(run, Ranks(), interrupt, "7", POLICY)[0] == "preempted"
+    assert ends(run) == [cause]
+
+
+# Back to the queue
+
+
+class Controller:
+    """What SLURM would say, and what it was asked."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.fate, self.refusal, self.requeued = "running", None, list[str]()
+        monkeypatch.setattr(slurm, "fate", lambda job, restarts: self.fate)
+        monkeypatch.setattr(slurm, "requeue", self._requeue)
+        monkeypatch.setattr(slurm, "job_id", lambda: "7")
+
+    def _requeue(self, job: str, restarts: int) -> str | None:
+        self.requeued.append(job)
+        return self.refusal
+
+
+@pytest.fixture
+def controller(monkeypatch: pytest.MonkeyPatch) -> Controller:
+    return Controller(monkeypatch)
+
+
+def stopped(run: RunDirectory, times: int = 1) -> RunDirectory:
+    for _ in range(times):
+        with attempt.held(run, "7", POLICY):
+            attempt.conclude(run, "preempted", "signal SIGUSR2")
+    return run
+
+
+def test_a_job_that_slurm_refuses_to_requeue_leaves_its_runs_preempted_and_records_an_end(
+    make: Callable[[int], RunDirectory], controller: Controller
+) -> None:
+    run = stopped(make(1))
+    controller.refusal = "Unable to contact slurm controller"
+    with pytest.raises(RunFailed, match="SLURM would not requeue its job"):
+        back_to_the_queue([run], POLICY)
+    assert run.state().state == "preempted"
+    assert "signal SIGUSR2; SLURM would not requeue its job (Unable to contact" in (run.state().reason or "")
+    assert ends(run) == ["preempted"]
+
+
+def test_requeues_are_counted_from_the_attempts_since_the_last_retry_by_hand(
+    make: Callable[[int], RunDirectory], controller: Controller
+) -> None:
+    policy = Policy(max_requeues=2)
+    often, seldom = stopped(make(1), 3), stopped(make(2), 2)
+    with pytest.raises(SystemExit, match="1"):
+        back_to_the_queue([often, seldom], policy)  # one of them goes on
+    assert controller.requeued == ["7"]
+    assert [run.state().state for run in (often, seldom)] == ["failed", "preempted"]
+    assert "2 requeues, all that cluster.max_requeues allows; signal SIGUSR2" in (often.state().reason or "")
+    with pytest.raises(RunFailed, match="had to stop again after 2 requeues"):
+        back_to_the_queue([stopped(seldom)], policy)
+    assert controller.requeued == ["7"]
+    attempts.retry_by_hand(often)
+    with pytest.raises(SystemExit):
+        back_to_the_queue([stopped(often)], policy)
+    assert len(controller.requeued) == 2
+
+
+@pytest.mark.parametrize(
+    ("fate", "state", "cause"), [("cancelled", "cancelled", "cancelled"), ("timeout", "preempted", "time_limit")]
+)
+def test_what_slurm_says_of_the_job_corrects_the_line(
+    fate: str, state: str, cause: str, make: Callable[[int], RunDirectory], controller: Controller
+) -> None:
+    run = stopped(make(1))
+    controller.fate = fate
+    with pytest.raises(RunFailed if fate == "cancelled" else SystemExit):
+        back_to_the_queue([run], POLICY)
+    assert (run.state().state, ends(run)) == (state, [cause])
+    assert "signal SIGUSR2" in (run.state().reason or "")
+    assert controller.requeued == (["7"] if fate == "timeout" else [])
+
+
+def test_a_run_that_another_job_has_begun_meanwhile_is_left_alone(
+    make: Callable[[int], RunDirectory], controller: Controller
+) -> None:
+    run = stopped(make(1))
+    controller.fate = "cancelled"
+    other = RunDirectory(run.path)
+    with attempt.held(other, "8", POLICY), pytest.raises(RunFailed):
+        back_to_the_queue([run], POLICY)
+    assert run.state().state == "running"
+    assert json.loads((run.path / attempts.LINES).read_text())["cause"] == "preempted"

@@ -1,0 +1,307 @@
+"""The `isoflop` command on a sweep that is done, and on what is not one."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from isoflop.sweeps.cli import main as cli
+from isoflop.sweeps.runs.directory import SweepDirectory
+
+
+def isoflop(
+    arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error of `isoflop ARGUMENTS`."""
+    monkeypatch.setattr(sys, "argv", ["isoflop", *arguments])
+    with pytest.raises(SystemExit) as exit_:
+        cli.main()
+    captured = capsys.readouterr()
+    return int(exit_.value.code or 0), captured.out, captured.err
+
+
+Run = Any
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    return lambda *arguments: isoflop([str(argument) for argument in arguments], capsys, monkeypatch)
+
+
+@pytest.fixture
+def sweep(smoke: tuple[Path, str], tmp_path: Path) -> Path:
+    """A copy of the smoke sweep that a test may change."""
+    return Path(shutil.copytree(smoke[0], tmp_path / "smoke"))
+
+
+def test_status_counts_states_and_shows_every_run(run: Run, sweep: Path) -> None:
+    code, output, _ = run("status", sweep, "--json")
+    status = json.loads(output)
+    assert code == 0
+    assert status["states"] == {"done": 4}
+    summaries = {item.run_id: item.summary() or {} for item in SweepDirectory.open(sweep).runs()}
+    for item in status["runs"]:
+        assert item["loss"] == summaries[item["run_id"]]["val_loss"]
+        assert item["step"] == item["steps"]
+    code, output, _ = run("status", sweep)
+    assert code == 0
+    assert all(run_id in output for run_id in summaries)
+
+
+def test_status_says_why_a_run_failed(run: Run, sweep: Path) -> None:
+    failed = SweepDirectory.open(sweep).runs()[0]
+    failed.set_state("failed", reason="the disk is full")
+    code, output, _ = run("status", sweep)
+    assert code == 0
+    assert f"{failed.run_id} failed: the disk is full" in output
+    assert "3 done" in output
+    assert "1 failed" in output
+
+
+def test_logs_take_the_first_digits_of_a_run(run: Run, sweep: Path) -> None:
+    run_id = SweepDirectory.open(sweep).runs()[0].run_id
+    code, output, _ = run("logs", sweep, run_id[:6])
+    assert code == 0
+    assert "attempt 1 on " in output
+    code, _, error = run("logs", sweep, "zzz")
+    assert code == 2
+    assert "begins none" in error
+
+
+def test_report_is_written_anew(run: Run, sweep: Path) -> None:
+    shutil.rmtree(sweep / "fit")
+    (sweep / "table.csv").unlink()
+    code, output, _ = run("report", sweep)
+    assert code == 0
+    assert (sweep / "fit" / "report.html").exists()
+    assert (sweep / "table.csv").exists()
+    assert str(sweep / "fit" / "report.html") in output
+
+
+def test_fit_of_a_sweep_directory_writes_its_law_and_report(run: Run, sweep: Path) -> None:
+    shutil.rmtree(sweep / "fit")
+    code, output, _ = run("fit", sweep, "--target-flops", "1e15", "--json")
+    assert code == 0
+    law = json.loads(output)
+    assert law["law"] is None  # four runs are fewer than a law has parameters, and it says so
+    assert "no_parametric" in {warning["code"] for warning in law["warnings"]}
+    assert json.loads((sweep / "fit" / "law.json").read_text())["warnings"] == law["warnings"]
+
+
+def table(path: Path) -> Path:
+    """A table from a known law, with other column names and without D."""
+    generator = np.random.default_rng(0)
+    N = np.repeat(10 ** np.linspace(7, 9.5, 6), 6)
+    D = np.tile(10 ** np.linspace(9, 11, 6), 6)
+    loss = (1.7 + 400 / N**0.34 + 410 / D**0.28) * np.exp(0.001 * generator.standard_normal(36))
+    pd.DataFrame({"Model Size": N, "Training FLOP": 6 * N * D, "loss": loss}).to_csv(path, index=False)
+    return path
+
+
+def test_fit_prints_the_contract_s_json(run: Run, tmp_path: Path) -> None:
+    arguments = ["fit", table(tmp_path / "t.csv"), "--column", "N=Model Size", "--column", "flops=Training FLOP"]
+    arguments += ["--derive-d", "6nd", "--drop-worst", "1", "--target-flops", "1e24", "--bootstrap", "100", "--json"]
+    code, output, error = run(*arguments)
+    assert code == 0, error
+    result = json.loads(output)
+    assert {"law", "ci", "starts", "objective", "optimal", "backtest", "warnings"} <= set(result)
+    assert result["law"]["form"] == "chinchilla"
+    low, high = result["ci"]["alpha"]
+    assert low < 0.34 < high
+    (optimum,) = result["optimal"]
+    assert optimum["flops"] == 1e24
+    assert optimum["N"] * optimum["D"] * 6 == pytest.approx(1e24)
+    assert {"N_ci", "D_ci", "loss", "loss_ci"} <= set(optimum)
+    assert {"derived_d", "dropped_worst"} <= {warning["code"] for warning in result["warnings"]}
+
+
+def test_fit_of_a_table_writes_a_report_where_it_is_told_to(run: Run, tmp_path: Path) -> None:
+    arguments = ["fit", table(tmp_path / "t.csv"), "--column", "N=Model Size", "--column", "flops=Training FLOP"]
+    code, output, _ = run(*arguments, "--derive-d", "6nd", "--bootstrap", "50", "--output", tmp_path / "out")
+    assert code == 0
+    assert (tmp_path / "out" / "report.html").exists()
+    assert "parametric" in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["status", "/nonexistent"], "no plan.json"),
+        (["fit", "/nonexistent.csv"], "does not exist"),
+        (["fit", "TABLE"], "Model Size"),  # the columns that there are
+        (["fit", "TABLE", "--column", "N"], "must be NAME=COLUMN"),
+        (["fit", "TABLE", "--column", "N=Model Size", "--derive-d", "7nd"], "6nd"),
+        (["evaluate", "/nonexistent"], "holds no checkpoint"),
+        (["data", "prepare", "data=text", "data.path=/nonexistent"], "/nonexistent"),
+        (["data", "prepare", "data.pth=x"], "data.pth"),
+        (["fly"], "No such command"),
+        (["fit"], "Missing argument"),
+    ],
+)
+def test_bad_input_is_a_sentence_and_exit_code_2(run: Run, arguments: list[str], says: str, tmp_path: Path) -> None:
+    arguments = [str(table(tmp_path / "t.csv")) if word == "TABLE" else word for word in arguments]
+    code, output, error = run(*arguments)
+    assert code == 2, error
+    assert says in error
+    assert "Traceback" not in output + error
+
+
+@pytest.fixture(scope="module")
+def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A task of one's own, for no benchmark is at hand everywhere."""
+    path = tmp_path_factory.mktemp("questions") / "colours.jsonl"
+    rows = [{"question": "<b>The sky</b> is", "choices": [" blue", " green"], "answer": n % 2} for n in range(4)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_evaluate_writes_scores_items_and_a_page_with_peers_of_its_sweep(
+    run: Run, sweep: Path, questions: Path, tmp_path: Path
+) -> None:
+    checkpoint, other = sorted(sweep.glob("runs/*/checkpoints/step_*"))[:2]
+    options = ["--tasks", str(questions), "--device", "cpu", "--ngram", "0"]
+    code, out, _ = run("evaluate", str(checkpoint), *options, "--output", str(tmp_path / "out"))
+    assert code == 0
+    assert "colours" in out
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        ".scores.json.lock", "scores.json", "scores.items.jsonl.gz", "report.html",
+    }  # fmt: skip
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert str(checkpoint) in out + page
+    assert "<b>The sky" not in page
+    code, out, _ = run("evaluate", str(checkpoint), *options, "--output", str(tmp_path / "out"), "--json")
+    scores = json.loads(out)
+    assert scores == json.loads((tmp_path / "out" / "scores.json").read_text())
+    assert scores["held_out"]["worst"]
+
+    code, out, _ = run(
+        "evaluate", str(checkpoint), str(other), *options, "--output", str(tmp_path / "both"), "--json", "--precision",
+        "bf16", "--against", str(tmp_path / "out" / "scores.json"),
+    )  # fmt: skip
+    assert code == 0
+    both = json.loads(out)
+    assert [one["precision"] for one in both] == ["bf16", "bf16"]
+    names = {f"{path.parent.parent.name}_{path.name}" for path in (checkpoint, other)}
+    assert {path.name for path in (tmp_path / "both").iterdir()} == names
+    assert "Compared" in (tmp_path / "both" / sorted(names)[0] / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--device", "tpu"], "device is 'tpu'"),
+        (["--precision", "fp8"], "precision is 'fp8'"),
+        (["--batch-tokens", "0"], "batch_tokens is 0"),
+        (["--limit", "0"], "limit is 0"),
+        (["--ranks", "0"], "ranks is 0"),
+        (["--against", "pyproject.toml"], "is not a file of scores"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_a_sentence_and_writes_nothing(
+    run: Run, sweep: Path, questions: Path, tmp_path: Path, arguments: list[str], says: str
+) -> None:
+    checkpoint = next(sweep.glob("runs/*/checkpoints/step_*"))
+    given = ["--tasks", str(questions), *arguments, "--output", str(tmp_path / "out")]
+    code, out, error = run("evaluate", str(checkpoint), *given)
+    assert code == 2
+    assert says in error
+    assert "Traceback" not in out + error
+    assert not list(tmp_path.glob("out/*"))
+
+
+def test_data_prepare_builds_the_shards_once(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ISOFLOP_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "corpus").mkdir()
+    for i in range(20):
+        (tmp_path / "corpus" / f"{i}.txt").write_text(f"document {i}: " + "words and more words. " * 40)
+    arguments = [
+        "data",
+        "prepare",
+        "data=text",
+        f"data.path={tmp_path / 'corpus'}",
+        "data.tokenizer=bytes",
+        "cluster=local",
+    ]
+    code, output, _ = run(*arguments)
+    assert code == 0
+    assert "train: " in output
+    built = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.bin")}
+    assert built
+    assert run(*arguments)[1] == output
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.bin")} == built
+
+
+def test_the_console_script_is_installed(smoke: tuple[Path, str]) -> None:
+    script = Path(sys.executable).parent / "isoflop"
+    if not script.exists():
+        pytest.skip("isoflop is not installed beside this interpreter")
+    environment = {**os.environ, "PYTHONWARNINGS": "error::DeprecationWarning:isoflop"}
+    done = subprocess.run([script, "status", smoke[0]], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "4 done" in done.stdout
+
+
+def test_a_closed_pipe_is_no_error(smoke: tuple[Path, str]) -> None:
+    command = f"{sys.executable} -m isoflop.sweeps.cli.main status {smoke[0]} --json | head -1"
+    done = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True, check=False)
+    assert "Traceback" not in done.stderr
+
+
+def runs(**columns: object) -> pd.DataFrame:
+    generator = np.random.default_rng(0)
+    N, D = 10 ** generator.uniform(7, 10, 12), 10 ** generator.uniform(9, 12, 12)
+    return pd.DataFrame({"N": N, "D": D, "loss": 1.8 + 400 / N**0.34 + 2000 / D**0.37}).assign(**columns)
+
+
+BAD_TABLES = {
+    "nan": (lambda: runs(loss=[np.nan] + [3.0] * 11), "loss is nan in row 2"),
+    "infinity": (lambda: runs(N=[np.inf] + [1e9] * 11), "N is inf in row 2"),
+    "zero": (lambda: runs(D=[0.0] + [1e9] * 11), "D is 0 in row 2"),
+    "negative": (lambda: runs(loss=-3.0), "loss is -3 in row 2"),
+    "too few": (lambda: runs().head(5), "has 5 parameters and the table has 5 different points"),
+    "one size": (lambda: runs(N=1e9), "a law in N and D needs more than one size"),
+    "one budget": (lambda: runs(D=lambda t: 1e20 / 6 / t.N), "collinear in (log N, log D)"),
+    "one ratio": (lambda: runs(D=lambda t: 20 * t.N), "alpha and beta are not identifiable"),
+    "no loss": (lambda: runs().drop(columns="loss"), "has no column 'loss'; it has N, D"),
+    "no rows": (lambda: runs().head(0), "has no rows"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_TABLES)
+def test_a_table_that_nothing_can_be_fitted_to_is_one_sentence_and_writes_nothing(
+    run: Run, tmp_path: Path, name: str
+) -> None:
+    make, says = BAD_TABLES[name]
+    make().to_csv(tmp_path / "t.csv", index=False)
+    code, output, error = run("fit", tmp_path / "t.csv", "--bootstrap", "20", "--output", tmp_path / "out")
+    assert code == 2
+    assert says in error
+    assert len(error.strip().splitlines()) == 1
+    assert not output
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("columns", [{"loss": lambda t: t.loss / np.log(2)}, {"N": lambda t: t.N / 1e6}])
+def test_strange_units_are_asked_about(run: Run, tmp_path: Path, columns: dict[str, object]) -> None:
+    runs(**columns).to_csv(tmp_path / "t.csv", index=False)
+    code, output, _ = run("fit", tmp_path / "t.csv", "--bootstrap", "20", "--json")
+    assert code == 0
+    assert "units" in {warning["code"] for warning in json.loads(output)["warnings"]}
+
+
+def test_ctrl_c_during_an_evaluation_is_a_sentence(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("isoflop.sweeps.cli.scoring.score_all", interrupted)
+    code, _, error = run("evaluate", "checkpoint")
+    assert code == 130
+    assert error.startswith("interrupted; everything finished so far is kept")

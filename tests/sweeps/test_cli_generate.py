@@ -1,0 +1,154 @@
+"""`isoflop generate`: the text that recomputation gives, streamed whole characters at a time, and refusals."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+from isoflop.sweeps.cli import generate as cli_generate
+from isoflop.sweeps.cli.generate import Pieces, app
+from isoflop.sweeps.entry import guarded
+from isoflop.train.checkpoint.checkpoint import load_for_evaluation
+from isoflop.train.data.tokenizers import ByteTokenizer
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: Any) -> tuple[int, str, str]:
+    """Exit code and what was printed, as the console script would have it."""
+    command = typer.main.get_command(app)
+    code = guarded(lambda: command.main([str(a) for a in arguments], standalone_mode=False) or 0)
+    printed = capsys.readouterr()
+    return code, printed.out, printed.err
+
+
+@pytest.fixture
+def checkpoint(smoke: tuple[Path, str]) -> Path:
+    return next(iter(sorted((smoke[0] / "runs").iterdir())))
+
+
+def naive(checkpoint: Path, prompt: str, count: int) -> list[int]:
+    """Greedy tokens, the whole window recomputed for each."""
+    loaded = load_for_evaluation(checkpoint)
+    length, end = loaded.config.data.sequence_length, loaded.tokenizer.end_of_document
+    text = loaded.tokenizer.encode(prompt).tolist() or [end]
+    new: list[int] = []
+    while len(new) < count and (not new or new[-1] != end):
+        with torch.inference_mode():
+            new.append(int(loaded.model(torch.tensor([text[-length:]]))[0, -1].argmax()))
+        text.append(new[-1])
+    return new
+
+
+@pytest.mark.parametrize("prompt", ["def run(", ""])
+def test_the_text_is_that_of_recomputation(checkpoint: Path, prompt: str, capsys: pytest.CaptureFixture[str]) -> None:
+    new = naive(checkpoint, prompt, 20)
+    expected = load_for_evaluation(checkpoint).tokenizer.decode(new)
+    code, out, _ = run(capsys, checkpoint, prompt, "--max-tokens", 20, "--device", "cpu")
+    assert (code, out) == (0, expected + "\n")
+    code, out, _ = run(capsys, checkpoint, prompt, "--max-tokens", 20, "--device", "cpu", "--json")
+    said = json.loads(out)
+    assert (said["prompt"], said["text"], said["tokens"]) == (prompt, expected, len(new))
+    assert said["tokens_per_s"]["prefill"] > 0
+    assert len(new) < 2 or said["tokens_per_s"]["decode"] > 0
+
+
+def test_a_seed_repeats_a_sampled_text_and_another_one_does_not(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def sampled(seed: int) -> str:
+        return run(capsys, checkpoint, "x", "--max-tokens", 30, "--temperature", 2, "--seed", seed)[1]
+
+    assert sampled(1) == sampled(1) != sampled(2)
+
+
+def test_the_prompt_comes_from_standard_input(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, expected, _ = run(capsys, checkpoint, "déf", "--max-tokens", 5)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("déf".encode())))
+    assert run(capsys, checkpoint, "-", "--max-tokens", 5)[:2] == (0, expected)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"abc\xff")))
+    assert "standard input is not UTF-8 at byte 3" in run(capsys, checkpoint, "-")[2]
+
+
+def test_pieces_are_whole_characters_and_add_up_to_the_text() -> None:
+    chance, tokenizer = random.Random(0), ByteTokenizer()
+    for _ in range(300):
+        text = "".join(chance.choice("aé😀\n漢") for _ in range(chance.randrange(12)))
+        tokens = list(text.encode())
+        if chance.random() < 0.3:  # bytes that are no UTF-8 come through as U+FFFD
+            tokens.insert(chance.randrange(len(tokens) + 1), 0xC3)
+            text = bytes(tokens).decode(errors="replace")
+        pieces = Pieces(tokenizer.decode)
+        said = []
+        for token in tokens:
+            said.append(pieces.add(token))
+            assert text.startswith("".join(said))
+        assert "".join(said) + pieces.rest() == text == pieces.text
+
+
+def test_nothing_of_a_stop_is_said_however_the_tokens_cut_it() -> None:
+    chance = random.Random(1)
+    for _ in range(500):
+        text = "".join(chance.choice("ab\n") for _ in range(20))
+        stops = ["".join(chance.choice("ab\n") for _ in range(chance.randrange(1, 5))) for _ in range(2)]
+        # The stop that is complete first ends the text; another may begin earlier and be longer.
+        grown = next((text[:n] for n in range(21) if any(stop in text[:n] for stop in stops)), text)
+        cut = min([len(grown), *(place for stop in stops if (place := grown.find(stop)) >= 0)])
+        pieces, said = Pieces(ByteTokenizer().decode, stops), ""
+        for token in text.encode():
+            said += pieces.add(token)
+            assert text[:cut].startswith(said)
+            if pieces.stopped:
+                break
+        assert said + pieces.rest() == pieces.text == text[:cut]
+        assert pieces.stopped == any(stop in text for stop in stops)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--temperature", "-1", "--temperature is -1.0; it must be a finite number, 0 (greedy) or more"),
+        ("--temperature", "nan", "--temperature is nan; it must be"),
+        ("--top-p", "0", "--top-p is 0.0; it must be above 0 and at most 1"),
+        ("--top-p", "1.5", "--top-p is 1.5; it must be above 0 and at most 1"),
+        ("--top-k", "-3", "--top-k is -3; it must be 0 (all tokens) or more"),
+        ("--top-k", "3", "--temperature is 0, which is greedy"),
+        ("--max-tokens", "0", "--max-tokens is 0; it must be 1 or more"),
+        ("--seed", "-1", "--seed is -1; it must be from 0"),
+        ("--stop", "", "--stop is empty; it must be a text"),
+        ("--device", "tpu", "--device is 'tpu'; it must be auto, cpu or cuda"),
+    ],
+)
+def test_bad_input_gets_a_sentence(
+    option: str, value: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = run(capsys, tmp_path, "text", option, value)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert len(err.strip().splitlines()) == 1
+
+
+def test_a_folder_without_a_checkpoint_gets_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, tmp_path, "text")
+    assert code == 2
+    assert "holds no checkpoint; give a run directory" in err
+
+
+def test_an_interrupt_ends_the_line_without_a_traceback(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Interrupted(Pieces):
+        def add(self, token: int) -> str:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli_generate, "Pieces", Interrupted)
+    with pytest.raises(SystemExit, match="130"):
+        run(capsys, checkpoint, "text")
+    assert capsys.readouterr() == ("\n", ""), "what was printed says it all"

@@ -1,0 +1,199 @@
+"""The commands that manage a sweep, as they are typed: what they print, their exit codes, what the shell completes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from isoflop.sweeps.cli import main as cli
+from isoflop.sweeps.cli import sweep as cli_sweep
+from isoflop.sweeps.execute import conduct
+from isoflop.sweeps.grid import extend, suggest
+from isoflop.sweeps.runs.directory import SweepDirectory
+
+Run = Any
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Exit code, standard output and standard error of `isoflop ARGUMENTS`."""
+
+    def isoflop(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["isoflop", *map(str, arguments)])
+        with pytest.raises(SystemExit) as exit_:
+            cli.main()
+        captured = capsys.readouterr()
+        return int(exit_.value.code or 0), captured.out, captured.err
+
+    return isoflop
+
+
+@pytest.fixture
+def sweep(smoke: tuple[Path, str], tmp_path: Path) -> SweepDirectory:
+    """A copy of the smoke sweep that a test may change."""
+    return SweepDirectory(Path(shutil.copytree(smoke[0], tmp_path / "smoke")))
+
+
+def test_status_shows_more_of_a_large_sweep_when_asked(
+    run: Run, sweep: SweepDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("isoflop.sweeps.observe.status_view.ROWS", 3)
+    first, *others = sweep.runs()
+    first.set_state("failed", reason="the disk is full")
+    code, output, _ = run("status", sweep.path)
+    assert code == 0
+    assert first.run_id in output
+    assert "not shown: 3 done; --all shows every run" in output
+    assert not any(other.run_id in output for other in others)
+    _, output, _ = run("status", sweep.path, "--all")
+    assert all(other.run_id in output for other in others)
+
+
+def test_status_watch_ends_with_a_sweep_that_is_over(run: Run, sweep: SweepDirectory) -> None:
+    code, output, _ = run("status", sweep.path, "--watch", "--json")
+    assert code == 0
+    assert json.loads(output)["states"] == {"done": 4}
+    assert run("status", sweep.path, "-w")[0] == 0
+
+
+def test_logs_without_a_run_are_of_what_runs_or_failed(run: Run, sweep: SweepDirectory) -> None:
+    first = sweep.runs()[0]
+    first.set_state("failed", reason="x")
+    code, output, _ = run("logs", sweep.path)
+    assert code == 0
+    assert {line.split(":")[0] for line in output.splitlines()} == {f"{first.run_id} failed"}
+    code, output, _ = run("logs", sweep.path, first.run_id, "--follow")
+    assert code == 0
+    assert "attempt 1 on " in output
+
+
+def test_the_doctor_s_exit_code_says_whether_anything_is_left(run: Run, sweep: SweepDirectory) -> None:
+    assert run("doctor", sweep.path)[:2] == (0, "nothing is wrong\n")
+    first, second = sweep.runs()[:2]
+    (first.path / "state.json").write_text("{")
+    code, output, _ = run("doctor", sweep.path, "--dry-run", "--json")
+    assert code == 1
+    (finding,) = json.loads(output)
+    assert (finding["kind"], finding["mended"]) == ("state", False)
+    assert run("doctor", sweep.path)[0] == 0
+    (second.path / "config.yaml").write_text("{")
+    assert run("doctor", sweep.path)[0] == 1
+
+
+def test_the_doctor_says_that_a_plan_cannot_be_read(run: Run, sweep: SweepDirectory) -> None:
+    (sweep.path / "plan.json").write_text("{")
+    code, output, error = run("doctor", sweep.path)
+    assert (code, error) == (1, "")
+    assert "left: plan.json: plan.json cannot be read" in output
+
+
+@pytest.mark.parametrize("where", ["nowhere/more.yaml", "."])
+def test_a_suggestion_that_cannot_be_written_is_one_sentence(
+    run: Run, sweep: SweepDirectory, where: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(suggest, "suggest", lambda *_, **__: SimpleNamespace(grid={"kind": "points"}))
+    code, _, error = run("suggest", sweep.path, "--budget", 1e12, "--write", tmp_path / where)
+    assert code == 2
+    assert f"--write is {tmp_path / where}" in error
+    assert "name a file" in error
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_cancel_and_retry_pass_on_their_exit_codes(
+    run: Run, sweep: SweepDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conduct, "resume", lambda sweep, only: 1)
+    first = sweep.runs()[0]
+    (first.path / "summary.json").unlink()
+    first.set_state("preempted", reason="signal SIGTERM")
+    code, output, _ = run("cancel", sweep.path, first.run_id[:6])
+    assert (code, output) == (0, f"run {first.run_id} is cancelled\n")
+    assert run("retry", sweep.path)[0] == 0  # it was cancelled by hand, and is not among the failed
+    code, output, _ = run("retry", sweep.path, first.run_id[:6])
+    assert code == 1
+    assert "is tried again; it was cancelled" in output
+    run("cancel", sweep.path, first.run_id[:6])
+    assert f"run {first.run_id} is tried again" in run("retry", sweep.path, "--cancelled")[1]
+
+
+def test_what_a_command_has_changed_is_json_alone(run: Run, sweep: SweepDirectory) -> None:
+    first, second = sweep.runs()[:2]
+    for item in (first, second):
+        (item.path / "summary.json").unlink()
+        item.set_state("preempted", reason="signal SIGTERM")
+    code, output, said = run("cancel", sweep.path, first.run_id[:6], "--json")
+    assert code == 0
+    (changed,) = json.loads(output)["changed"]
+    assert (changed["run_id"], changed["state"]) == (first.run_id, "cancelled")
+    assert f"run {first.run_id} is cancelled" in said
+
+
+def test_report_prints_the_law_as_json(run: Run, sweep: SweepDirectory) -> None:
+    code, output, _ = run("report", sweep.path, "--json")
+    assert code == 0
+    assert json.loads(output)["warnings"] == json.loads((sweep.path / "fit" / "law.json").read_text())["warnings"]
+
+
+def test_extend_hands_on_what_it_was_given(run: Run, sweep: SweepDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[object] = []
+    monkeypatch.setattr(extend, "extend", lambda *arguments: given.append(arguments[1:]) or 0)
+    assert run("extend", sweep.path, "grid.tokens=[65536]")[0] == 0
+    assert run("extend", sweep.path, "--grid", "more.yaml")[0] == 0
+    assert given == [(["grid.tokens=[65536]"], None), ([], Path("more.yaml"))]
+
+
+@pytest.mark.parametrize("command", ["status", "logs", "retry", "cancel", "extend", "doctor", "sync", "report"])
+def test_a_folder_that_is_no_sweep_is_one_sentence(run: Run, command: str, tmp_path: Path) -> None:
+    code, output, error = run(command, tmp_path)
+    assert code == 2
+    assert "is not a sweep directory" in error
+    assert len(error.strip().splitlines()) == 1
+    assert not output
+
+
+@pytest.mark.parametrize("command", ["logs", "retry", "cancel"])
+def test_a_run_that_is_not_there_is_one_sentence(run: Run, sweep: SweepDirectory, command: str) -> None:
+    code, _, error = run(command, sweep.path, "zzz")
+    assert code == 2
+    assert "run is 'zzz', which must begin exactly one run id" in error
+    assert "it begins none" in error
+
+
+@pytest.mark.parametrize("command", ["status", "logs", "retry", "cancel", "report"])
+def test_a_sweep_of_another_version_is_one_sentence(run: Run, sweep: SweepDirectory, command: str) -> None:
+    plan = json.loads((sweep.path / "plan.json").read_text())
+    for planned in plan["runs"]:
+        del planned["estimated_seconds"]
+    (sweep.path / "plan.json").write_text(json.dumps(plan))
+    code, _, error = run(command, sweep.path)
+    assert code == 2
+    assert "lacks estimated_seconds" in error
+    assert "use the version that wrote it" in error
+
+
+def test_the_shell_completes_run_ids(sweep: SweepDirectory) -> None:
+    run_id = sweep.runs()[0].run_id
+    environment = {
+        **os.environ, "_ISOFLOP_COMPLETE": "complete_zsh",
+        "_TYPER_COMPLETE_ARGS": f"isoflop logs {sweep.path} {run_id[:4]}",
+    }  # fmt: skip
+    code = "import sys; sys.argv = ['isoflop']; from isoflop.sweeps.cli.main import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert run_id in done.stdout
+    assert "done, N 218k D 32.8k" in done.stdout
+    assert not any(other.run_id in done.stdout for other in sweep.runs()[1:])
+
+
+def test_nothing_is_completed_where_there_is_no_sweep(sweep: SweepDirectory) -> None:
+    def complete(path: Path) -> list[tuple[str, str]]:
+        return cli_sweep.complete_run(SimpleNamespace(params={"sweep": path}), "")  # type: ignore[arg-type]
+
+    assert [run_id for run_id, _ in complete(sweep.path)] == [run.run_id for run in sweep.runs()]
+    assert complete(sweep.path / "nothing") == []

@@ -1,0 +1,335 @@
+"""`isoflop cancel` and `retry`: what is stopped at once and what is asked to stop, and what is tried again."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from isoflop.sweeps.execute import conduct, control
+from isoflop.sweeps.plan import planning
+from isoflop.sweeps.runs import attempts
+from isoflop.sweeps.runs.directory import Busy, RunDirectory, SweepDirectory
+from isoflop.sweeps.runs.retries import Policy
+from isoflop.train.errors import UserError
+from isoflop.train.files import write_json
+
+POLICY = Policy()
+
+
+@pytest.fixture
+def sweep(smoke: tuple[Path, str], tmp_path: Path) -> SweepDirectory:
+    """A copy of the smoke sweep whose runs have not begun."""
+    sweep = SweepDirectory(Path(shutil.copytree(smoke[0], tmp_path / "smoke")))
+    for run in sweep.runs():
+        for name in ("summary.json", attempts.LINES):
+            (run.path / name).unlink(missing_ok=True)
+        run.set_state("planned", attempt=0, job_id=None, host=None)
+    return sweep
+
+
+@pytest.fixture
+def resumed(monkeypatch: pytest.MonkeyPatch) -> list[set[str]]:
+    """What `retry` had started, instead of training it."""
+    calls: list[set[str]] = []
+
+    def resume(sweep: SweepDirectory, only: set[str]) -> int:
+        calls.append(only)
+        return 0
+
+    monkeypatch.setattr(conduct, "resume", resume)
+    return calls
+
+
+@pytest.fixture
+def busy() -> Iterator[Callable[[RunDirectory], None]]:
+    """Lets a process of its own hold a run."""
+    context, held = multiprocessing.get_context("fork"), list[tuple[object, object]]()
+
+    def hold(run: RunDirectory) -> None:
+        begun, over = context.Event(), context.Event()
+
+        def work() -> None:
+            with run.lock():
+                begun.set()
+                over.wait()
+
+        process = context.Process(target=work)
+        process.start()
+        held.append((process, over))
+        begun.wait()
+
+    yield hold
+    for process, over in held:
+        over.set()  # type: ignore[attr-defined]
+        process.join()  # type: ignore[attr-defined]
+
+
+def states(sweep: SweepDirectory) -> list[str]:
+    return [run.state().state for run in sweep.runs()]
+
+
+def fail(run: RunDirectory, cause: str) -> None:
+    attempts.begin(run, "1")
+    run.set_state("running", attempt=1, job_id="1", host="node1")
+    attempts.note(run, cause, f"{cause} it was")
+    run.set_state("failed", reason=f"{cause} it was")
+
+
+def test_a_run_is_found_by_its_first_digits_and_one_that_is_meant_twice_once(sweep: SweepDirectory) -> None:
+    first, second = sweep.runs()[:2]
+    found = control.find_runs(sweep, [second.run_id[:7], first.run_id, second.run_id])
+    assert [run.run_id for run in found] == [second.run_id, first.run_id]
+
+
+@pytest.mark.parametrize(("prefix", "says"), [("zz", "it begins none"), ("", "2b55d78312, d237d5ba58")])
+def test_a_prefix_of_no_run_or_of_several_is_one_sentence(
+    sweep: SweepDirectory, prefix: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = [sweep.run("2b55d78312"), sweep.run("d237d5ba58")]
+    monkeypatch.setattr(planning, "members", lambda sweep: runs)
+    with pytest.raises(UserError, match="must begin exactly one run id") as error:
+        control.find_runs(sweep, [prefix])
+    assert says in str(error.value)
+
+
+def test_what_nobody_trains_is_cancelled_at_once_and_what_is_over_stays(
+    sweep: SweepDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    planned, queued, dead, diverged = sweep.runs()
+    queued.set_state("queued", job_id="12_0")
+    attempts.begin(dead, "1")
+    dead.set_state("running", attempt=1, job_id="1")  # and nobody holds it
+    diverged.set_state("diverged", reason="the loss is nan")
+    assert control.cancel(sweep, []) == 0
+    assert states(sweep) == ["cancelled", "cancelled", "cancelled", "diverged"]
+    assert [attempt.cause for attempt in attempts.read(dead)] == ["killed"]
+    assert all(run.cancel_asked() is not None for run in (planned, queued, dead))
+    assert capsys.readouterr().out.count("is cancelled") == 3
+    assert control.cancel(sweep, []) == 0
+    assert "every run has ended already" in capsys.readouterr().out
+
+
+def test_a_run_that_trains_is_asked_to_stop_and_left_to_its_worker(
+    sweep: SweepDirectory, busy: Callable[[RunDirectory], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = sweep.runs()[0]
+    run.set_state("running", attempt=1, job_id="1")
+    busy(run)
+    control.cancel(sweep, [run.run_id[:6]])
+    assert run.state().state == "running"
+    assert run.cancel_asked() is not None
+    assert "is asked to save and stop" in capsys.readouterr().out
+    assert states(sweep)[1:] == ["planned"] * 3
+
+
+def test_a_lock_that_does_not_reach_this_node_is_not_taken_for_a_dead_run(sweep: SweepDirectory) -> None:
+    run = sweep.runs()[0]
+    attempts.begin(run, "1")
+    begun = json.loads((run.path / attempts.UNDER_WAY).read_text())
+    write_json(run.path / attempts.UNDER_WAY, begun | {"machine": "another"})
+    run.set_state("running", attempt=1, job_id="1")
+    run.give_sign()
+    with pytest.raises(Busy, match="signs of life"), control.idle(run, POLICY):
+        pass
+    control.cancel(sweep, [run.run_id])
+    assert run.state().state == "running"
+    os.utime(run.path / "heartbeat", (0, 0))
+    with control.idle(run, POLICY):
+        pass
+
+
+def test_of_failed_runs_only_those_are_cancelled_that_would_be_tried_again(sweep: SweepDirectory) -> None:
+    again, never = sweep.runs()[:2]
+    fail(again, "node")
+    fail(never, "error")
+    control.cancel(sweep, [])
+    assert again.state().state == "cancelled"
+    assert "node it was" in (again.state().reason or "")
+    assert never.state().state == "failed"
+
+
+def test_two_people_can_cancel_at_once(sweep: SweepDirectory) -> None:
+    context = multiprocessing.get_context("fork")
+    people = [context.Process(target=control.cancel, args=(sweep, [])) for _ in range(4)]
+    for person in people:
+        person.start()
+    for person in people:
+        person.join()
+    assert [person.exitcode for person in people] == [0] * 4
+    control.cancel(sweep, [])  # of somebody who found the lock taken the wish is left
+    assert states(sweep) == ["cancelled"] * 4
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
+    """SLURM's commands in place of SLURM: squeue names the jobs given; returns what was called."""
+
+    def answer(jobs: str) -> Path:
+        folder, calls = tmp_path / "bin", tmp_path / "calls"
+        folder.mkdir()
+        for name in ("squeue", "scancel", "sacct", "scontrol"):
+            words = f"printf '{jobs}'" if name == "squeue" else "true"
+            (folder / name).write_text(f'#!/bin/sh\necho {name} "$@" >> {calls}\n{words}\n')
+            (folder / name).chmod(stat.S_IRWXU)
+        monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+        return calls
+
+    return answer
+
+
+def test_a_job_is_taken_out_of_the_queue_when_none_of_its_runs_is_left(
+    sweep: SweepDirectory, slurm: Callable[[str], Path]
+) -> None:
+    calls = slurm("12_0\\n12_1\\n")
+    one, two, three, _ = sweep.runs()
+    write_json(sweep.path / "jobs" / "slurm.json", {})
+    one.set_state("queued", job_id="12_0")
+    two.set_state("queued", job_id="12_1")
+    three.set_state("queued", job_id="12_1")
+    control.cancel(sweep, [one.run_id, two.run_id])
+    assert [line for line in calls.read_text().splitlines() if line.startswith("scancel")] == ["scancel 12_0"]
+    control.cancel(sweep, [three.run_id])
+    assert calls.read_text().splitlines()[-1] == "scancel 12_1"
+
+
+def test_retry_without_names_takes_what_failed_and_what_was_killed(
+    sweep: SweepDirectory, resumed: list[set[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    failed, killed, cancelled, _ = sweep.runs()
+    for _attempt in range(5):  # far beyond its budget
+        fail(failed, "node")
+    attempts.begin(killed, "1")
+    killed.set_state("running", attempt=1, job_id="1")
+    cancelled.ask_cancel("somebody")
+    cancelled.set_state("cancelled", reason="cancelled by somebody")
+    assert control.retry(sweep, [], failed=False, diverged=False) == 0
+    assert resumed == [{failed.run_id, killed.run_id}]
+    assert states(sweep) == ["planned", "planned", "cancelled", "planned"]
+    assert "it was failed: node it was" in capsys.readouterr().out
+    assert cancelled.run_id not in resumed[0]
+    assert control.retry(sweep, [cancelled.run_id[:8]], failed=False, diverged=False) == 0
+    assert resumed[1] == {cancelled.run_id}
+    assert cancelled.cancel_asked() is None
+
+
+def test_what_is_done_or_at_work_is_not_tried_again(
+    sweep: SweepDirectory, smoke: tuple[Path, str], resumed: list[set[str]], busy: Callable[[RunDirectory], None],
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    done, running = sweep.runs()[:2]
+    shutil.copy(smoke[0] / "runs" / done.run_id / "summary.json", done.path)
+    done.set_state("done")
+    running.set_state("running", attempt=1, job_id="1")
+    busy(running)
+    control.retry(sweep, [done.run_id, running.run_id], failed=False, diverged=False)
+    printed = capsys.readouterr().out
+    assert f"run {done.run_id} is done, and stays so" in printed
+    assert f"run {running.run_id} is being trained" in printed
+    assert "nothing to try again" in printed
+    assert resumed == []
+    assert states(sweep)[:2] == ["done", "running"]
+
+
+def test_a_run_that_a_job_in_the_queue_will_train_is_left_to_it(
+    sweep: SweepDirectory, slurm: Callable[[str], Path], resumed: list[set[str]]
+) -> None:
+    slurm("12_0\\n")
+    write_json(sweep.path / "jobs" / "slurm.json", {})
+    waits, gone = sweep.runs()[:2]
+    waits.set_state("queued", job_id="12_0")
+    gone.set_state("queued", job_id="12_9")
+    control.retry(sweep, [waits.run_id, gone.run_id], failed=False, diverged=False)
+    assert resumed == [{gone.run_id}]
+    assert waits.state().state == "queued"
+
+
+@pytest.mark.parametrize(("given", "factor"), [(None, 0.5), (0.25, 0.25)])
+def test_a_diverged_run_is_followed_by_a_new_one_at_a_lower_learning_rate_once(
+    sweep: SweepDirectory, resumed: list[set[str]], given: float | None, factor: float
+) -> None:
+    text = (sweep.path / "sweep.yaml").read_text()
+    assert "diverged_rate_factor: null" in text
+    (sweep.path / "sweep.yaml").write_text(
+        text.replace(
+            "diverged_rate_factor: null", f"diverged_rate_factor: {given}" if given else "diverged_rate_factor: null"
+        )
+    )
+    run = sweep.runs()[0]
+    run.set_state("diverged", reason="the loss is nan")
+    control.retry(sweep, [], failed=False, diverged=True)
+    ((name,),) = resumed
+    assert name not in {other.run_id for other in sweep.runs()}
+    new, old = sweep.run(name).config(), run.config()
+    assert new.optimizer.learning_rate == factor * old.optimizer.learning_rate
+    assert (new.model, new.tokens, new.seed) == (old.model, old.tokens, old.seed)
+    assert run.state().state == "diverged"
+    control.retry(sweep, [], failed=False, diverged=True)
+    assert len(resumed) == 1
+
+
+@pytest.mark.slow
+def test_a_failed_run_that_is_tried_again_ends_as_if_it_had_never_failed(
+    smoke: tuple[Path, str], tmp_path: Path
+) -> None:
+    sweep = SweepDirectory(Path(shutil.copytree(smoke[0], tmp_path / "smoke")))
+    run = sweep.runs()[0]
+    before = run.summary()
+    (run.path / "summary.json").unlink()
+    shutil.rmtree(run.path / "checkpoints")
+    run.set_state("failed", reason="the disk is full")
+    command = [sys.executable, "-m", "isoflop.sweeps.cli.main", "retry", str(sweep.path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    after = run.summary()
+    assert before is not None
+    assert after is not None
+    assert after["val_loss"] == before["val_loss"]
+    assert states(sweep) == ["done"] * 4
+
+
+def test_what_was_cancelled_is_tried_again_when_asked_for(
+    sweep: SweepDirectory, resumed: list[set[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    control.cancel(sweep, [])
+    capsys.readouterr()
+    assert control.retry(sweep, [], False, False) == 0
+    assert "nothing to try again; 4 runs are cancelled, which --cancelled tries again" in capsys.readouterr().out
+    assert not resumed
+    control.retry(sweep, [], False, False, cancelled=True)
+    assert resumed == [{run.run_id for run in sweep.runs()}]
+    assert states(sweep) == ["planned"] * 4
+
+
+def test_a_run_that_is_about_to_stop_is_not_to_be_cancelled_first(
+    sweep: SweepDirectory,
+    busy: Callable[[RunDirectory], None],
+    resumed: list[set[str]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = sweep.runs()[0]
+    run.set_state("running", attempt=1, job_id="1")
+    busy(run)
+    control.retry(sweep, [run.run_id], False, False)
+    assert "is being trained; cancel it first" in capsys.readouterr().out
+    control.cancel(sweep, [run.run_id])
+    control.retry(sweep, [run.run_id], False, False)
+    assert "is about to stop; try again in a moment" in capsys.readouterr().out
+
+
+def test_of_a_dead_run_that_is_cancelled_no_sign_of_life_stays(sweep: SweepDirectory) -> None:
+    run = sweep.runs()[0]
+    attempts.begin(run, "1")
+    run.set_state("running", attempt=1, job_id="1")
+    run.give_sign()
+    run.reserve()
+    control.cancel(sweep, [run.run_id])
+    assert run.last_sign() is None
+    assert not (run.path / ".reserve").exists()

@@ -1,0 +1,425 @@
+"""`isoflop doctor`: each thing is broken on purpose; it is found, mended where it can be, and not found again."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import yaml
+from isoflop.sweeps.execute.queue import Queue
+from isoflop.sweeps.observe import doctor, doctor_runs, logs
+from isoflop.sweeps.observe.doctor import Finding, examine
+from isoflop.sweeps.plan.packing import Unit
+from isoflop.sweeps.runs import attempts
+from isoflop.sweeps.runs.directory import RunDirectory, SweepDirectory
+from isoflop.train.files import read_json, read_json_lines, write_json
+
+# As the fixture `smoke` runs it.
+SMOKE = ("+grid=smoke", "cluster=local", "tracker=none", "evaluate=none", "cluster.flops_per_second=1e11")
+LONG_AGO = time.time() - 2 * doctor_runs.OLD_SECONDS
+
+
+@pytest.fixture
+def sweep(smoke: tuple[Path, str], tmp_path: Path) -> SweepDirectory:
+    """A copy of the smoke sweep, which is done, that a test may break."""
+    return SweepDirectory(Path(shutil.copytree(smoke[0], tmp_path / "smoke")))
+
+
+def first(sweep: SweepDirectory) -> RunDirectory:
+    return sweep.runs()[0]
+
+
+def checkpoint(sweep: SweepDirectory) -> Path:
+    return first(sweep).path / str((first(sweep).summary() or {})["checkpoint"])
+
+
+def kinds(found: list[Finding]) -> list[str]:
+    return sorted({finding.kind for finding in found})
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Everything in a folder, but for the names of who held which lock last."""
+    files = (path for path in folder.rglob("*") if path.is_file() and not path.name.startswith((".lock", ".doctor")))
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def test_an_undisturbed_sweep_is_clean_and_is_not_touched(sweep: SweepDirectory) -> None:
+    before = contents(sweep.path)
+    assert examine(sweep, mend=True, deep=True) == []
+    assert contents(sweep.path) == before
+
+
+def leave(path: Path, text: str = "half") -> None:
+    """A file as a writer leaves it that was killed long ago."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    os.utime(path, (LONG_AGO, LONG_AGO))
+
+
+def break_state(sweep: SweepDirectory) -> None:
+    (first(sweep).path / "state.json").write_text('{"state": "do')
+
+
+def lose_state(sweep: SweepDirectory) -> None:
+    (first(sweep).path / "state.json").unlink()
+
+
+def break_summary(sweep: SweepDirectory) -> None:
+    (first(sweep).path / "summary.json").write_text("{")
+
+
+def lose_summary(sweep: SweepDirectory) -> None:
+    (first(sweep).path / "summary.json").unlink()
+
+
+def tear_metrics(sweep: SweepDirectory) -> None:
+    with (first(sweep).path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 9')
+
+
+def tear_attempts(sweep: SweepDirectory) -> None:
+    path = first(sweep).path / attempts.LINES
+    path.write_text("\0\0\0\n" + path.read_text())
+
+
+def leave_a_temporary(sweep: SweepDirectory) -> None:
+    leave(first(sweep).path / ".state.json.ab_12xyz")
+
+
+def leave_a_temporary_of_the_sweep(sweep: SweepDirectory) -> None:
+    leave(sweep.path / ".plan.json.abcdefgh")
+    leave(sweep.path / ".now-abcdefgh")
+    leave(sweep.path / "fit" / ".law.json.abcdefgh")
+
+
+def leave_a_save(sweep: SweepDirectory) -> None:
+    leave(first(sweep).path / "checkpoints" / ".step_99.abcdefgh" / "model.safetensors")
+
+
+def leave_a_checkpoint_without_its_manifest(sweep: SweepDirectory) -> None:
+    leave(first(sweep).path / "checkpoints" / "step_1" / "model.safetensors")
+
+
+def cut_a_checkpoint_of_an_unfinished_run(sweep: SweepDirectory) -> None:
+    path = checkpoint(sweep) / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    (first(sweep).path / "summary.json").unlink()
+    first(sweep).set_state("preempted", reason="signal SIGTERM")
+
+
+def kill(sweep: SweepDirectory) -> None:
+    run = first(sweep)
+    (run.path / "summary.json").unlink()
+    attempts.begin(run, "1")
+    run.reserve()
+    run.give_sign()
+    os.utime(run.path / "heartbeat", (LONG_AGO, LONG_AGO))
+    run.set_state("running", attempt=2, job_id="1", host="node7")
+
+
+def forget_a_sign_of_life(sweep: SweepDirectory) -> None:
+    first(sweep).give_sign()
+
+
+def cancel_while_nobody_looks(sweep: SweepDirectory) -> None:
+    (first(sweep).path / "summary.json").unlink()
+    first(sweep).ask_cancel("somebody")
+    first(sweep).set_state("preempted", reason="signal SIGTERM")
+
+
+def cancel_what_is_done(sweep: SweepDirectory) -> None:
+    first(sweep).ask_cancel("somebody")
+
+
+def break_scores(sweep: SweepDirectory) -> None:
+    leave(first(sweep).path / "eval" / "step_64.json", '{"tasks"')
+
+
+def score_what_is_not_done(sweep: SweepDirectory) -> None:
+    leave(first(sweep).path / "eval" / "step_64.json", "{}")
+    (first(sweep).path / "summary.json").unlink()
+    first(sweep).set_state("planned")
+
+
+def break_the_table(sweep: SweepDirectory) -> None:
+    text = (sweep.path / "table.csv").read_text()
+    (sweep.path / "table.csv").write_text(text[: len(text) // 2])
+
+
+def break_the_law(sweep: SweepDirectory) -> None:
+    (sweep.path / "fit" / "law.json").write_text("{")
+
+
+def break_the_jobs_record(sweep: SweepDirectory) -> None:
+    leave(sweep.path / "jobs" / "slurm.json", "{")
+
+
+def break_a_note(sweep: SweepDirectory) -> None:
+    (first(sweep).path / "failure.json").write_text("{")
+
+
+@pytest.mark.parametrize(
+    ("damage", "kind"),
+    [
+        (break_state, ["state"]),
+        (lose_state, ["state"]),
+        (break_summary, ["result", "unreadable"]),
+        (lose_summary, ["result"]),
+        (tear_metrics, ["torn"]),
+        (tear_attempts, ["torn"]),
+        (leave_a_temporary, ["temporary"]),
+        (leave_a_temporary_of_the_sweep, ["temporary"]),
+        (leave_a_save, ["half-written"]),
+        (leave_a_checkpoint_without_its_manifest, ["half-written"]),
+        (cut_a_checkpoint_of_an_unfinished_run, ["half-written"]),
+        (kill, ["orphan", "temporary"]),
+        (forget_a_sign_of_life, ["heartbeat"]),
+        (cancel_while_nobody_looks, ["cancel"]),
+        (cancel_what_is_done, ["cancel"]),
+        (break_scores, ["unreadable"]),
+        (score_what_is_not_done, ["scores"]),
+        (break_the_table, ["unreadable"]),
+        (break_the_law, ["unreadable"]),
+        (break_the_jobs_record, ["unreadable"]),
+        (break_a_note, ["unreadable"]),
+    ],
+)
+def test_what_is_broken_is_found_and_mended_once(
+    sweep: SweepDirectory, damage: Callable[[SweepDirectory], None], kind: list[str]
+) -> None:
+    damage(sweep)
+    before = contents(sweep.path)
+    found = examine(sweep, mend=False)
+    assert kinds(found) == kind
+    assert all(finding.is_left for finding in found)
+    assert contents(sweep.path) == before, "a dry run changes nothing"
+    mended = examine(sweep, mend=True)
+    assert kinds(mended) == kind
+    assert not any(finding.is_left for finding in mended), mended
+    assert examine(sweep, mend=True) == []
+
+
+def test_what_mending_leaves_is_what_was_whole(sweep: SweepDirectory) -> None:
+    run = first(sweep)
+    metrics, state = read_json_lines(run.path / "metrics.jsonl"), run.state()
+    tear_metrics(sweep)
+    break_state(sweep)
+    examine(sweep, mend=True)
+    assert read_json_lines(run.path / "metrics.jsonl") == metrics
+    assert (run.state().state, run.state().attempt) == ("done", state.attempt)
+    assert run.is_done()
+
+
+def test_a_killed_run_is_settled_and_its_attempt_has_a_line(sweep: SweepDirectory) -> None:
+    kill(sweep)
+    examine(sweep, mend=True)
+    run = first(sweep)
+    assert run.state().state == "failed"
+    assert attempts.read(run)[-1].cause == "killed"
+    assert run.last_sign() is None
+
+
+def test_a_run_without_its_summary_is_planned_again_and_keeps_its_checkpoint(sweep: SweepDirectory) -> None:
+    kept = checkpoint(sweep)
+    lose_summary(sweep)
+    (finding,) = examine(sweep, mend=True)
+    assert first(sweep).state().state == "planned"
+    assert kept.is_dir()
+    assert f"isoflop retry {sweep.path} {first(sweep).run_id}" in finding.how
+
+
+def test_what_is_new_or_at_work_is_left_alone(sweep: SweepDirectory) -> None:
+    (sweep.path / ".plan.json.abcdefgh").write_text("a writer of this moment")
+    run = first(sweep)
+    tear_metrics(sweep)
+    leave_a_save(sweep)
+    run.set_state("running", attempt=2, job_id="1")
+    before = contents(sweep.path)
+    with run.lock():  # its trainer
+        assert examine(sweep, mend=True) == []
+    assert contents(sweep.path) == before
+
+
+def test_a_run_that_only_gives_signs_of_life_is_at_work_elsewhere(sweep: SweepDirectory) -> None:
+    kill(sweep)
+    run = first(sweep)
+    write_json(run.path / attempts.UNDER_WAY, {**(read_json(run.path / attempts.UNDER_WAY) or {}), "machine": "far"})
+    run.give_sign()
+    assert examine(sweep, mend=True) == []
+    assert run.state().state == "running"
+
+
+def test_a_checkpoint_whose_sums_do_not_hold_is_seen_by_a_deep_look(sweep: SweepDirectory) -> None:
+    path = checkpoint(sweep) / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    lose_summary(sweep)
+    first(sweep).set_state("preempted", reason="signal SIGTERM")
+    assert examine(sweep, mend=False, deep=True) == [], "whoever is to train it must not find it held for minutes"
+    first(sweep).set_state("failed", reason="x")
+    assert examine(sweep, mend=False) == []
+    (finding,) = examine(sweep, mend=True, deep=True)
+    assert "does not match its checksum" in finding.what
+    assert not checkpoint_folder(sweep).exists()
+    assert examine(sweep, mend=True, deep=True) == []
+
+
+def checkpoint_folder(sweep: SweepDirectory) -> Path:
+    return first(sweep).path / "checkpoints" / "step_64"
+
+
+def test_the_last_checkpoint_of_a_run_that_is_done_stays_and_a_person_is_told_what_to_do(sweep: SweepDirectory) -> None:
+    (checkpoint(sweep) / "model.safetensors").write_text("")
+    (finding,) = examine(sweep, mend=True)
+    assert finding.severity == "note"  # no task of this sweep needs it
+    assert "its losses stand" in finding.how
+    settings = yaml.safe_load((sweep.path / "sweep.yaml").read_text())
+    settings["config"]["evaluate"]["tasks"] = ["small"]
+    (sweep.path / "sweep.yaml").write_text(yaml.safe_dump(settings))
+    (finding,) = examine(sweep, mend=True)
+    assert finding.is_left
+    (first(sweep).path / "summary.json").unlink()  # what it says
+    examine(sweep, mend=True)
+    assert not checkpoint_folder(sweep).exists()
+    assert first(sweep).state().state == "planned"
+
+
+def test_a_config_that_is_no_longer_the_run_is_left_to_a_person(sweep: SweepDirectory) -> None:
+    path = first(sweep).path / "config.yaml"
+    path.write_text(path.read_text().replace("seed: 0", "seed: 1"))
+    for _ in range(2):
+        (finding,) = examine(sweep, mend=True)
+        assert finding.kind == "config"
+        assert finding.is_left
+
+
+def test_a_folder_that_no_plan_names_is_only_mentioned(sweep: SweepDirectory) -> None:
+    (sweep.path / "runs" / "0123456789").mkdir()
+    (finding,) = examine(sweep, mend=True)
+    assert (finding.kind, finding.is_left) == ("stranger", False)
+    assert (sweep.path / "runs" / "0123456789").exists()
+
+
+@pytest.mark.parametrize(("key", "value"), [("isoflop_version", "0.0.7"), ("recipe", 1)])
+def test_a_sweep_of_another_version_is_looked_at_and_not_touched(
+    sweep: SweepDirectory, key: str, value: object
+) -> None:
+    settings = yaml.safe_load((sweep.path / "sweep.yaml").read_text())
+    (sweep.path / "sweep.yaml").write_text(yaml.safe_dump({**settings, key: value}))
+    tear_metrics(sweep)
+    before = contents(sweep.path)
+    found = examine(sweep, mend=True)
+    assert kinds(found) == ["torn", "version"]
+    assert all(finding.is_left for finding in found)
+    assert str(value) in found[0].what
+    assert contents(sweep.path) == before
+
+
+def test_a_sweep_yaml_that_cannot_be_read_stops_the_mending(sweep: SweepDirectory) -> None:
+    (sweep.path / "sweep.yaml").write_text("a: [")
+    tear_metrics(sweep)
+    found = examine(sweep, mend=True)
+    assert kinds(found) == ["settings", "torn"]
+    assert all(finding.is_left for finding in found)
+
+
+@pytest.mark.parametrize("text", ["{", '{"runs": [{"run_id": "x"}]}'])
+def test_a_plan_that_cannot_be_read_is_all_that_is_said(sweep: SweepDirectory, text: str) -> None:
+    (sweep.path / "plan.json").write_text(text)
+    (finding,) = examine(sweep, mend=True)
+    assert finding.kind == "plan"
+    assert finding.is_left
+
+
+def test_units_of_a_worker_that_died_go_back_to_their_queue(sweep: SweepDirectory) -> None:
+    run = first(sweep)
+    lose_summary(sweep)
+    run.set_state("queued")
+    write_json(sweep.path / "jobs" / "slurm.json", {})
+    folder = sweep.path / "jobs" / "queue-1"
+    dead = Queue.create(sweep, folder, [Unit("alone", (run.run_id,))], {})
+    dead.claim(0)
+    dead.close()
+    assert "queue" in kinds(examine(sweep, mend=True))
+    assert Queue.open(sweep, folder).lost() == []
+    assert "queue" not in kinds(examine(sweep, mend=True))
+
+
+def test_a_run_whose_job_slurm_does_not_know_is_settled_and_a_silent_slurm_settles_nothing(
+    sweep: SweepDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = first(sweep)
+    lose_summary(sweep)
+    run.set_state("queued", job_id="12_0")
+    write_json(sweep.path / "jobs" / "slurm.json", {})
+    program = tmp_path / "bin" / "squeue"
+    program.parent.mkdir()
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+
+    def answer(script: str) -> list[Finding]:
+        program.write_text(f"#!/bin/sh\n{script}\n")
+        program.chmod(stat.S_IRWXU)
+        return examine(sweep, mend=True)
+
+    assert [finding.is_left for finding in answer("exit 1")] == [False]  # a note
+    assert answer("echo 12_0") == []
+    assert run.state().state == "queued"
+    assert kinds(answer("true")) == ["orphan"]
+    assert run.state().state == "failed"
+
+
+def test_a_full_disk_and_locks_that_hold_nobody_are_said(
+    sweep: SweepDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert doctor.locks_work(sweep.path)
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: SimpleNamespace(free=1e6))
+    monkeypatch.setattr(fcntl, "flock", lambda *arguments: None)  # as where a file system takes every lock
+    found = examine(sweep, mend=True)
+    assert kinds(found) == ["disk", "locks"]
+    assert all(finding.is_left for finding in found)
+
+
+def test_findings_are_said_in_lines(sweep: SweepDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    tear_metrics(sweep)
+    (sweep.path / "runs" / "0123456789").mkdir()
+    doctor.print_findings(examine(sweep, mend=True))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(f"mended: runs/{first(sweep).run_id}/metrics.jsonl: 1 of the lines")
+    assert lines[1].startswith("note: runs/0123456789: ")
+    assert lines[2] == "1 mended"
+    assert logs.tail(first(sweep).path / "metrics.jsonl", 1)
+    doctor.print_findings([])
+    assert capsys.readouterr().out == "nothing is wrong\n"
+
+
+def test_json_of_a_finding_is_plain() -> None:
+    finding = Finding("torn", "error", "x", "y", False, "z")
+    assert json.loads(json.dumps(vars(finding)))["kind"] == "torn"
+
+
+@pytest.mark.slow
+def test_a_sweep_at_work_is_clean_at_every_moment_and_is_not_disturbed(smoke: tuple[Path, str], tmp_path: Path) -> None:
+    root = Path(__file__).resolve().parents[2]
+    command = [sys.executable, str(root / "sweep.py"), *SMOKE, f"output_root={tmp_path}"]
+    launched = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    sweep, looks = SweepDirectory(tmp_path / "smoke"), 0
+    while launched.poll() is None:
+        if (sweep.path / "plan.json").exists():
+            assert examine(sweep, mend=True) == []
+            looks += 1
+    assert launched.wait() == 0
+    assert looks > 3
+    undisturbed = {run.run_id: (run.summary() or {})["val_loss"] for run in SweepDirectory(smoke[0]).runs()}
+    assert {run.run_id: (run.summary() or {})["val_loss"] for run in sweep.runs()} == undisturbed
+    assert all(len(attempts.read(run)) == 1 for run in sweep.runs())

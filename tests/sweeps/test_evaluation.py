@@ -1,0 +1,312 @@
+"""Which checkpoints of a sweep are kept and scored, the rows and pages that they become: a trunk and its branch."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pandas as pd
+import pytest
+import yaml
+from isoflop import fit
+from isoflop.fit.downstream.downstream import SignalToNoise, TaskVerdict
+from isoflop.sweeps.config import EvaluateConfig, SweepConfig
+from isoflop.sweeps.entry import compose
+from isoflop.sweeps.execute import worker
+from isoflop.sweeps.grid.trunks import merge
+from isoflop.sweeps.plan import planning
+from isoflop.sweeps.results import evaluation, pages
+from isoflop.sweeps.results.evaluation import is_scored, keep_between, steps_between, wanted_steps
+from isoflop.sweeps.results.finish import print_law
+from isoflop.sweeps.results.table import _scores, apart, build_table, write_table
+from isoflop.sweeps.runs.directory import RunDirectory, SweepDirectory
+from isoflop.sweeps.runs.retries import Policy
+from isoflop.train.config import DataConfig, RunConfig, run_id
+from isoflop.train.errors import UserError
+from isoflop.train.files import read_json, write_json
+from isoflop.train.flops import flops_exact
+from isoflop.train.schedule import trunk_steps
+from small_runs import forty_steps, own_signals
+
+EVERY = 10
+
+
+def family(base: RunConfig) -> list[RunConfig]:
+    """Runs of 80 and of 40 steps: a trunk, and a branch that begins at step 32."""
+    return merge([replace(base, tokens=2 * base.tokens), base]).runs
+
+
+def test_a_run_keeps_every_so_many_steps_before_its_last_and_a_branch_those_after_its_trunk() -> None:
+    trunk, branch = family(forty_steps(DataConfig(sequence_length=16)))
+    assert (trunk_steps(branch), branch.parent) == (32, run_id(trunk))
+    assert steps_between(trunk, 10) == [10, 20, 30, 40, 50, 60, 70]
+    assert steps_between(trunk, 80) == steps_between(trunk, None) == []
+    assert steps_between(branch, 10) == []
+    assert steps_between(branch, 4) == [36]
+    assert steps_between(branch, 32) == []  # that one is the trunk's
+    with pytest.raises(UserError, match=r"evaluate\.every is 0; it must be 1 or more steps"):
+        steps_between(trunk, 0)
+
+
+def test_what_is_kept_for_branches_stays_and_no_run_becomes_another() -> None:
+    runs = family(forty_steps(DataConfig(sequence_length=16)))
+    kept = keep_between(runs, 30)
+    assert [run.checkpoint.at_steps for run in kept] == [[30, 32, 60], None]
+    assert [run_id(run) for run in kept] == [run_id(run) for run in runs]
+    assert keep_between(kept, 30) == kept
+    assert keep_between(runs, None) == runs
+
+
+def test_the_plan_of_a_sweep_has_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = family(forty_steps(DataConfig(sequence_length=16)))
+    monkeypatch.setattr(planning, "share_trunks", lambda sweep, runs, config: (runs, []))
+    config = SweepConfig(evaluate=EvaluateConfig(tasks=["small"], every=30))
+    config.cluster.flops_per_second = 1e11
+    prepared = planning._prepare(SweepDirectory(tmp_path), config, runs, 1e11)
+    assert [run.checkpoint.at_steps for run in prepared.runs] == [[30, 32, 60], None]
+    config.evaluate.tasks = []
+    unscored = planning._prepare(SweepDirectory(tmp_path), config, runs, 1e11)
+    assert [run.checkpoint.at_steps for run in unscored.runs] == [[32], None]
+
+
+def test_tasks_of_ones_own_are_named_from_the_root_and_missed_before_anything_is_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_corpus: Callable[..., DataConfig]
+) -> None:
+    data = small_corpus(512)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "quiz.jsonl").write_text('{"question": "a", "choices": ["b", "c"], "answer": 0}')
+    monkeypatch.setattr("isoflop.evaluate.tasks.hub.task_manager", lambda **_: SimpleNamespace(all_tasks=["mmlu"]))
+
+    def planned(path: str) -> list[str]:
+        config = compose(
+            ["+grid=smoke", "cluster=local", "cluster.flops_per_second=1e11", "tracker=none", "evaluate=custom",
+             f"evaluate.path={path}", "data=text", f"data.path={data.path}", f"data.cache_dir={data.cache_dir}",
+             "data.tokenizer=bytes"]
+        )  # fmt: skip
+        config.sweep, config.output_root = "sweep", str(tmp_path)
+        return planning.from_config(config).config.evaluate.tasks
+
+    assert planned("quiz.jsonl") == [f"{tmp_path}/quiz.jsonl"]
+    for missing in ("quis.jsonl", "text:held_out"):
+        with pytest.raises(UserError, match="does not exist; give a file or a folder"):
+            planned(missing)
+    with pytest.raises(UserError, match="'quiz' is not known to lm-eval, and no folder"):
+        planned("quiz")
+    (tmp_path / "quiz").mkdir()
+    assert planned("quiz") == [f"{tmp_path}/quiz"]
+    (tmp_path / "mmlu").mkdir()
+    assert planned("mmlu") == ["mmlu"]  # lm-eval's name comes first, as where the tasks are loaded
+    assert not (tmp_path / "sweep").exists()
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, small_corpus: Callable[..., DataConfig]) -> Path:
+    """A sweep of that trunk and that branch, trained and not scored."""
+    folder = tmp_path_factory.mktemp("sweeps") / "family"
+    sweep, runs = SweepDirectory(folder), keep_between(family(forty_steps(small_corpus(512))), EVERY)
+    plan = [
+        {"run_id": run_id(run), "name": name, "budget": None, "width": 16, "depth": 1, "heads": 2, "seed": 0,
+         "estimated_seconds": 1.0, "parent": run.parent}
+        for name, run in zip(("trunk", "branch"), runs, strict=True)
+    ]  # fmt: skip
+    write_json(folder / "plan.json", {"runs": plan})
+    questions = [
+        {"question": f"the loss of {word}", "choices": [" tensor", " kernel", " of"], "answer": place % 3}
+        for place, word in enumerate(["the", "loss", "tensor", "kernel", "of", "the loss"])
+    ]
+    (folder / "words.jsonl").write_text("".join(json.dumps(question) + "\n" for question in questions))
+    settings = {"tasks": [str(folder / "words.jsonl")], "limit": None, "every": EVERY, "batch_tokens": None, "ngram": 8}
+    (folder / "sweep.yaml").write_text(yaml.safe_dump({"config": {"evaluate": settings}}))
+    with own_signals():
+        for config in runs:
+            run = sweep.run(run_id(config))
+            run.freeze(config)
+            run.set_state("planned")
+            worker.train_run(str(run.path), Policy(retries=0))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def scored(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("scored") / "family"
+    shutil.copytree(trained, folder)
+    worker.evaluate_runs(str(folder), [run.run_id for run in SweepDirectory(folder).runs()])
+    return folder
+
+
+def opened(folder: Path) -> tuple[RunDirectory, RunDirectory, dict[str, Any]]:
+    sweep = SweepDirectory(folder)
+    trunk, branch = sweep.runs()
+    return trunk, branch, sweep.settings()["config"]["evaluate"]
+
+
+def test_every_kept_checkpoint_and_the_final_one_are_scored_once(
+    trained: Path, scored: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trunk, branch, settings = opened(trained)
+    assert wanted_steps(trunk, settings) == [10, 20, 30, 40, 50, 60, 70, 80]
+    assert wanted_steps(branch, settings) == [40]
+    assert not is_scored(trunk, settings)
+    trunk, branch, settings = opened(scored)
+    assert is_scored(trunk, settings)
+    assert is_scored(branch, settings)
+    assert not is_scored(trunk, settings | {"limit": 3})
+    # The trunk trained through what its branch shares with it, and only final checkpoints keep their items.
+    assert [path.name for path in (trunk.path / "eval").glob("*.items.jsonl.gz")] == ["step_80.items.jsonl.gz"]
+    monkeypatch.setattr(evaluation, "open_suite", lambda *_: pytest.fail("nothing is left to score"))
+    worker.evaluate_runs(str(scored), [trunk.run_id, branch.run_id])
+
+
+def test_the_loss_is_the_trainings_where_it_has_one_and_is_computed_otherwise(scored: Path) -> None:
+    trunk, _, _ = opened(scored)
+    of = {step: (read_json(trunk.path / "eval" / f"step_{step}.json") or {})["held_out"] for step in (10, 40, 80)}
+    summary = trunk.summary() or {}
+    worst = of[80].pop("worst")  # for the final one's page, which has samples
+    assert of[80] == {name: summary[name] for name in ("val_loss", "val_loss_se", "val_bpb")}
+    assert worst[0]["loss"] >= summary["val_loss"] > 0
+    assert worst[0]["text"]
+    assert "worst" not in of[40]  # validations=2: the training has the rest
+    assert of[10]["worst"][0]["loss"] >= of[10]["worst"][-1]["loss"] > 0
+    assert of[10]["val_loss"] > of[40]["val_loss"] > of[80]["val_loss"]
+
+
+def test_a_checkpoint_that_was_not_kept_is_not_missed(scored: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "family"
+    shutil.copytree(scored, folder)
+    trunk, _, settings = opened(folder)
+    shutil.rmtree(trunk.path / "checkpoints" / "step_10")
+    assert wanted_steps(trunk, settings)[0] == 20
+    assert is_scored(trunk, settings)
+    assert wanted_steps(trunk, settings | {"every": 7}) == [70, 80]
+    (trunk.path / "eval" / "step_20.json").unlink()
+    assert not is_scored(trunk, settings)
+
+
+def test_a_scored_checkpoint_is_a_row_and_only_final_ones_are_fitted(scored: Path) -> None:
+    trunk, branch, _ = opened(scored)
+    table = build_table(SweepDirectory(scored))
+    mine = table[table["run_id"] == trunk.run_id]
+    assert list(mine["step"]) == [80, 10, 20, 30, 40, 50, 60, 70]
+    assert list(mine["final"]) == [True] + [False] * 7
+    assert list(table["final"]).count(True) == 2
+    config = trunk.config()
+    first = mine[mine["step"] == 10].iloc[0]
+    assert first["D"] == 10 * config.batch_tokens
+    assert first["flops"] == first["flops_exact"] == flops_exact(config) / 8
+    assert first["flops_6nd"] == 6 * first["N"] * first["D"]
+    assert pd.isna(first["seconds"])
+    assert first["N_non_embedding"] == mine.iloc[0]["N_non_embedding"]
+    assert set(table["recipe"]) == {"raw"}
+    for name in ("acc", "gold_bpb", "p_right", "margin", "p_right_se", "contaminated_items"):
+        assert table[f"words/{name}"].notna().all(), name
+    runs = fit.read_table(table)
+    assert sorted(runs.run_id) == sorted([trunk.run_id, branch.run_id])
+    assert "7 intermediate checkpoints are left out of the fits." in runs.notes
+
+
+def test_text_has_no_columns_of_accuracy() -> None:
+    none = dict.fromkeys(("acc", "acc_se", "gold_bpb", "gold_bpb_se"))
+    text = none | {"bpb": 2.0, "bpb_se": 0.1, "chance": None, "items": 9}
+    assert _scores({"tasks": {"text_a": text}}) == {"text_a/items": 9, "text_a/bpb": 2.0, "text_a/bpb_se": 0.1}
+    assert {"t/acc", "t/gold_bpb"} <= _scores({"tasks": {"t": none | {"withheld": "item 0"}}}).keys()
+
+
+def test_a_recipe_of_the_data_is_a_column(scored: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "family"
+    shutil.copytree(scored, folder)
+    trunk, _, _ = opened(folder)
+    values = yaml.safe_load((trunk.path / "config.yaml").read_text())
+    values["data"]["recipe"] = ["gopher", "near:0.8"]
+    (trunk.path / "config.yaml").write_text(yaml.safe_dump(values))
+    table = build_table(SweepDirectory(folder))
+    assert set(table[table["run_id"] == trunk.run_id]["recipe"]) == {"gopher+near:0.8"}
+
+
+def test_the_pages_link_to_each_other_and_are_written_once(scored: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "family"
+    shutil.copytree(scored, folder)
+    sweep = SweepDirectory(folder)
+    trunk, branch, _ = opened(folder)
+    page = pages.write_pages(sweep, write_table(sweep), [])
+    assert page == folder / "fit" / "evaluation.html"
+    links = [f"../runs/{run.run_id}/eval/step_{step}.html" for run, step in ((trunk, 80), (branch, 40))]
+    assert all(link in page.read_text() for link in links)
+    assert all((page.parent / link).exists() for link in links)
+    before = [(page.parent / link).stat().st_mtime_ns for link in links]
+    pages.write_pages(sweep, write_table(sweep), [])
+    assert [(page.parent / link).stat().st_mtime_ns for link in links] == before
+    peers = pages.peers_of(branch.path / "checkpoints" / "step_40")
+    assert [(peer["run_id"], peer["name"]) for peer in peers] == [(trunk.run_id, "trunk")]
+    assert pages.peers_of(tmp_path / "checkpoints" / "step_1") == []
+
+
+def test_without_scores_there_is_no_page(trained: Path) -> None:
+    sweep = SweepDirectory(trained)
+    assert pages.write_pages(sweep, build_table(sweep), []) is None
+
+
+def test_of_many_checkpoints_the_best_of_each_budget_get_pages_first() -> None:
+    rows = [
+        {
+            "run_id": f"{budget}-{n}",
+            "budget": float(budget),
+            "flops": float(budget),
+            "loss": 2.0 + n / 10 - budget / 100,
+        }
+        for budget in (1, 10, 100)
+        for n in range(30)
+    ]
+    names = [row["run_id"] for row in pages.chosen(rows, 5)]
+    assert names == ["100-0", "10-0", "1-0", "100-1", "100-2"]
+    assert len(pages.chosen(rows)) == pages.MOST
+    assert len(pages.chosen(rows[:4])) == 4
+
+
+def test_an_interval_without_an_end_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    estimate = {
+        "flops": 1e12,
+        "N": 2e4,
+        "D": 9e6,
+        "loss": 1.5,
+        "N_ci": [0.0, 7e5],
+        "D_ci": [2e5, None],
+        "loss_ci": None,
+    }
+    print_law({"approaches": {"parametric": {"optimal": [estimate]}}}, "few")
+    assert "9M [200k, ∞]" in capsys.readouterr().out
+
+
+def test_signal_to_noise_is_the_fits_or_else_that_of_the_items() -> None:
+    table = pd.DataFrame(
+        {"final": [True] * 4 + [False], "t/acc": [0.2, 0.3, 0.4, 0.5, 9.0], "t/acc_se": [0.05] * 5,
+         "t/gold_bpb": [2.0, 1.5, None, None, 9.0], "t/gold_bpb_se": [0.1] * 5,
+         "text_a/bpb": [4.0, 3.0, 2.5, 2.0, 9.0], "text_a/bpb_se": [0.25] * 5}
+    )  # fmt: skip
+    both = pages.signals(table, [])
+    assert both["text_a"]["acc"] is None
+    assert both["text_a"]["gold_bpb"]["ratio"] == pytest.approx(2.0 / 0.25)  # of texts, by their own bits per byte
+    found = both["t"]
+    assert found["gold_bpb"] is None  # two runs say nothing
+    assert found["acc"]["ratio"] == pytest.approx(0.3 / 0.05)
+    assert found["acc"]["source"] == "standard error of the items"
+    assert found["acc"]["clear"] is True
+    # What the fit had nothing to measure noise by is judged by the items too.
+    unknown = SignalToNoise(0.5, math.nan, math.nan, 2.0, "")
+    refused = TaskVerdict("text_a", "gold_bpb", 4, "too few runs", unknown, unknown)
+    assert pages.signals(table, [refused])["text_a"] == both["text_a"]
+
+
+def test_recipes_of_one_name_that_do_different_things_are_told_apart() -> None:
+    rows = [{"recipe": "exact", "recipe_fingerprint": "e"}] + [
+        {"recipe": "quality:m.bin@0.5", "recipe_fingerprint": print_} for print_ in ("a", "b", "a")
+    ]
+    assert [row["recipe"] for row in apart(rows)] == [
+        "exact", "quality:m.bin@0.5 (a)", "quality:m.bin@0.5 (b)", "quality:m.bin@0.5 (a)",
+    ]  # fmt: skip
+    assert apart(rows[:2]) == rows[:2]

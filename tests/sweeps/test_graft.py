@@ -1,0 +1,311 @@
+"""A branch begins with its trunk's checkpoint, whatever happens meanwhile, and gives the bits of a run alone."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import multiprocessing
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from isoflop.sweeps.grid import trunks
+from isoflop.sweeps.grid.trunks import Progress, graft, merge
+from isoflop.sweeps.runs.directory import RunDirectory
+from isoflop.train.checkpoint import checkpoint
+from isoflop.train.checkpoint.checkpoint import file_sha256, load_for_evaluation
+from isoflop.train.config import (
+    CheckpointConfig,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RunConfig,
+    ScheduleConfig,
+    TrackerConfig,
+    run_id,
+)
+from isoflop.train.data.shards import Shards, prepare
+from isoflop.train.errors import UserError
+from isoflop.train.files import read_json_lines
+from isoflop.train.loop import Stopped, train
+
+CLOCK = ("seconds", "tokens_per_s", "mfu", "matmul_peak")
+TRUNK_STEPS, BRANCH_STEPS, BEGIN = 40, 20, 16
+
+
+@pytest.fixture(scope="module")
+def run(small_corpus: Callable[..., DataConfig]) -> RunConfig:
+    return RunConfig(
+        model=ModelConfig(width=16, depth=2, heads=2, vocab_size=256),
+        data=small_corpus(256),
+        optimizer=OptimizerConfig(batch_size=4),
+        schedule=ScheduleConfig(warmup_tokens=128),
+        parallel=ParallelConfig(device="cpu", threads=1),
+        checkpoint=CheckpointConfig(every_seconds=1e9, every_steps=3, keep=1),
+        tracker=TrackerConfig(kind="none"),
+        log_every=1,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def shards(run: RunConfig) -> Shards:
+    return prepare(run.data)
+
+
+def of_steps(run: RunConfig, *steps: int) -> list[RunConfig]:
+    return [replace(run, tokens=number * run.batch_tokens) for number in steps]
+
+
+def directory(root: Path, config: RunConfig) -> RunDirectory:
+    found = RunDirectory(root / run_id(config))
+    found.freeze(config)
+    return found
+
+
+def trained(root: Path, config: RunConfig, shards: Shards) -> RunDirectory:
+    found = directory(root, config)
+    train(config, found.path, report=lambda line: None, shards=shards)
+    found.set_state("done")
+    return found
+
+
+def stop_at(step: int) -> Any:
+    """A should_stop that says yes after that many questions, one a step."""
+    asked = itertools.count(1)
+    return lambda: next(asked) == step
+
+
+def without_clock(record: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in record.items() if key not in CLOCK}
+
+
+def lines(run: RunDirectory) -> dict[int, dict[str, Any]]:
+    return {line["step"]: without_clock(line) for line in read_json_lines(run.path / "metrics.jsonl")}
+
+
+def assert_same(ours: RunDirectory, theirs: RunDirectory, step: int) -> None:
+    """Weights, moments, random-number state, smoothed losses and the summary, bit for bit."""
+    final = [each.path / "checkpoints" / f"step_{step}" for each in (ours, theirs)]
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        assert file_sha256(final[0] / name) == file_sha256(final[1] / name)
+    states = [without_clock(json.loads((path / "trainer.json").read_text())) for path in final]
+    assert states[0] == states[1]
+    summaries = [without_clock(each.summary() or {}) for each in (ours, theirs)]
+    assert summaries[0] == summaries[1]
+    assert summaries[0]["val_loss"] > 0
+
+
+@pytest.fixture(scope="module")
+def alone(run: RunConfig, shards: Shards, tmp_path_factory: pytest.TempPathFactory) -> dict[int, RunDirectory]:
+    """Both runs, each trained from its first step in a sweep that knows no trunks."""
+    root = tmp_path_factory.mktemp("alone")
+    return {config.steps: trained(root, config, shards) for config in of_steps(run, TRUNK_STEPS, BRANCH_STEPS)}
+
+
+@pytest.fixture(scope="module")
+def sweep(run: RunConfig, shards: Shards, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDirectory, RunConfig]:
+    """A trunk that is done, and the config of its branch. Tests leave it as it is."""
+    trunk, branch = merge(of_steps(run, TRUNK_STEPS, BRANCH_STEPS)).runs
+    assert (trunk.checkpoint.at_steps, branch.parent) == ([BEGIN], run_id(trunk))
+    return trained(tmp_path_factory.mktemp("sweep"), trunk, shards), branch
+
+
+def test_a_run_that_saves_for_its_branches_is_the_one_that_does_not(
+    sweep: tuple[RunDirectory, RunConfig], alone: dict[int, RunDirectory]
+) -> None:
+    assert_same(sweep[0], alone[TRUNK_STEPS], TRUNK_STEPS)
+    assert lines(sweep[0]) == lines(alone[TRUNK_STEPS])
+    # Its checkpoints for branches stay, whatever `keep` says, and take nobody's place.
+    kept = {path.name for path in (sweep[0].path / "checkpoints").iterdir()}
+    assert kept == {f"step_{BEGIN}", f"step_{TRUNK_STEPS}"}
+
+
+def test_a_branch_is_the_run_trained_alone_bit_for_bit(
+    sweep: tuple[RunDirectory, RunConfig], alone: dict[int, RunDirectory], shards: Shards, tmp_path: Path
+) -> None:
+    trunk, config = sweep
+    branch = directory(tmp_path, config)
+    assert graft(branch, trunk) == f"begins at step {BEGIN} of run {trunk.run_id}, whose checkpoint is linked here"
+    said: list[str] = []
+    train(branch.config(), branch.path, report=said.append, shards=shards)
+    assert said == [f"resumed from step_{BEGIN} of {BRANCH_STEPS} steps"]
+    assert_same(branch, alone[BRANCH_STEPS], BRANCH_STEPS)
+    curve, whole = lines(branch), lines(alone[BRANCH_STEPS])
+    assert sorted(curve) == sorted(whole) == list(range(1, BRANCH_STEPS + 1))
+    for step, line in whole.items():  # when the held-out set was scored on the way is the trunk's choice
+        assert {key: curve[step][key] for key in line if not key.startswith("val")} == {
+            key: value for key, value in line.items() if not key.startswith("val")
+        }
+    # Its clock counts the trunk's part, so that tokens_per_s and the fitted seconds are those of the whole run.
+    state = json.loads((trunk.path / "checkpoints" / f"step_{BEGIN}" / "trainer.json").read_text())
+    assert (branch.summary() or {})["seconds"] > state["seconds"] > 0
+    # What it leaves belongs to itself.
+    assert run_id(load_for_evaluation(branch.path).config) == branch.run_id
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_so_is_a_branch_of_a_trunk_that_was_stopped_and_resumed_itself(
+    asynchronous: bool, run: RunConfig, alone: dict[int, RunDirectory], shards: Shards, tmp_path: Path
+) -> None:
+    run = replace(run, checkpoint=replace(run.checkpoint, asynchronous=asynchronous))
+    trunk, branch = (directory(tmp_path, config) for config in merge(of_steps(run, TRUNK_STEPS, BRANCH_STEPS)).runs)
+    for questions in (11, 8):  # to step 11, and on to 19
+        with pytest.raises(Stopped):
+            train(trunk.config(), trunk.path, stop_at(questions), report=lambda line: None, shards=shards)
+    graft(branch, trunk)  # the trunk is not done, and need not be
+    with pytest.raises(Stopped):
+        train(branch.config(), branch.path, stop_at(2), report=lambda line: None, shards=shards)
+    assert graft(branch, trunk) is None  # a checkpoint of its own, which is newer
+    said: list[str] = []
+    train(branch.config(), branch.path, report=said.append, shards=shards)
+    assert said == [f"resumed from step_{BEGIN + 2} of {BRANCH_STEPS} steps"]
+    assert_same(branch, alone[BRANCH_STEPS], BRANCH_STEPS)
+
+
+def test_a_branch_of_what_never_decays_ends_with_a_step_of_its_own(
+    run: RunConfig, shards: Shards, tmp_path: Path
+) -> None:
+    long, short = merge(of_steps(replace(run, schedule=ScheduleConfig("constant", warmup_tokens=0)), 12, 5)).runs
+    branch = directory(tmp_path, short)
+    graft(branch, trained(tmp_path, long, shards))
+    said: list[str] = []
+    train(short, branch.path, report=said.append, shards=shards)
+    assert said == ["resumed from step_4 of 5 steps"]
+    reference = trained(tmp_path / "alone", short, shards)
+    assert_same(branch, reference, 5)
+    assert lines(branch)[5] == lines(reference)[5]
+
+
+def test_grafting_twice_or_at_once_does_no_harm(sweep: tuple[RunDirectory, RunConfig], tmp_path: Path) -> None:
+    trunk, config = sweep
+    branch = directory(tmp_path, config)
+    context = multiprocessing.get_context("fork")
+    barrier = context.Barrier(4)
+
+    def work() -> None:
+        barrier.wait()
+        graft(branch, trunk)
+
+    workers = [context.Process(target=work) for _ in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert [worker.exitcode for worker in workers] == [0] * 4
+    assert [path.name for path in (branch.path / "checkpoints").iterdir()] == [f"step_{BEGIN}"]
+    assert checkpoint.damage(branch.path / "checkpoints" / f"step_{BEGIN}") is None
+    assert graft(branch, trunk) is None
+    assert sorted(lines(branch)) == list(range(1, BEGIN + 1))
+
+
+def test_a_checkpoint_takes_no_room_twice_and_is_copied_where_files_have_one_name_only(
+    sweep: tuple[RunDirectory, RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trunk, config = sweep
+    here, there = directory(tmp_path / "here", config), directory(tmp_path / "there", config)
+    graft(here, trunk)
+
+    def refused(*arguments: Any) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refused)
+    assert str(graft(there, trunk)).endswith("is copied here")
+    step = Path("checkpoints") / f"step_{BEGIN}"
+    for name in ("model.safetensors", "optimizer.safetensors", "trainer.json"):
+        assert (here.path / step / name).samefile(trunk.path / step / name)
+        assert not (there.path / step / name).samefile(trunk.path / step / name)
+    for branch in (here, there):
+        assert checkpoint.damage(branch.path / step) is None
+        assert not (branch.path / step / "manifest.json").samefile(trunk.path / step / "manifest.json")
+    shutil.rmtree(here.path)
+    assert checkpoint.damage(trunk.path / step) is None
+
+
+def dying(function: Callable[..., Any], fatal: int) -> Callable[..., Any]:
+    """The function, with a SIGKILL in the place of one of its calls."""
+    calls = itertools.count()
+    return lambda *given: os._exit(9) if next(calls) == fatal else function(*given)
+
+
+def test_a_kill_or_a_full_disk_in_the_middle_leaves_nothing_that_counts(
+    sweep: tuple[RunDirectory, RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trunk, config = sweep
+    branch = directory(tmp_path, config)
+    root = branch.path / "checkpoints"
+
+    def full(*arguments: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for module, name in ((shutil, "copyfile"), (checkpoint, "fsync_path")):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "link", full)
+            patch.setattr(module, name, full)
+            with pytest.raises(OSError, match="No space left"):
+                graft(branch, trunk)
+        assert not root.exists() or not any(root.iterdir())
+    for module, name, fatal in ((os, "link", 3), (checkpoint, "fsync_path", 1), (os, "replace", 0)):
+        if (child := os.fork()) == 0:
+            monkeypatch.setattr(module, name, dying(getattr(module, name), fatal))
+            graft(branch, trunk)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+        assert not trunks.can_start(branch, directory(tmp_path / "nothing", config), BEGIN)
+        assert checkpoint.newest_valid(root, report=lambda line: None) is None
+    assert graft(branch, trunk) is not None
+    assert checkpoint.newest_valid(root, report=lambda line: None) == root / f"step_{BEGIN}"
+
+
+def test_a_trunk_without_a_whole_checkpoint_there_is_refused_in_one_sentence(
+    sweep: tuple[RunDirectory, RunConfig], tmp_path: Path
+) -> None:
+    trunk, config = sweep
+    broken = RunDirectory(Path(shutil.copytree(trunk.path, tmp_path / trunk.run_id)))
+    branch = directory(tmp_path, config)
+    begins = f"run {branch.run_id} begins at step {BEGIN} of run {trunk.run_id}"
+    source = broken.path / "checkpoints" / f"step_{BEGIN}"
+    with (source / "model.safetensors").open("rb+") as file:
+        file.truncate(1000)
+    with pytest.raises(UserError) as raised:
+        graft(branch, broken)
+    size = (trunk.path / "checkpoints" / f"step_{BEGIN}" / "model.safetensors").stat().st_size
+    assert str(raised.value) == (
+        f"{begins}, whose checkpoint there is damaged: model.safetensors has 1000 bytes instead of {size}; remove "
+        f"{source} and sweep again"
+    )
+    shutil.rmtree(source)
+    broken.set_state("diverged", reason="the smoothed loss rose")
+    with pytest.raises(UserError) as raised:
+        graft(branch, broken)
+    assert str(raised.value) == (
+        f"{begins}, which has no checkpoint there and is diverged (the smoothed loss rose); sweep again, or give "
+        "trunks=false to train every run from its first step"
+    )
+    assert not (branch.path / "checkpoints").exists()
+    assert not (branch.path / "metrics.jsonl").exists()
+
+
+def test_what_is_on_disk_is_read_without_opening_a_tensor(
+    sweep: tuple[RunDirectory, RunConfig], tmp_path: Path
+) -> None:
+    trunk, config = sweep
+    assert trunks.progress_of(RunDirectory(tmp_path / "nowhere")) == Progress()
+    done = Progress(True, TRUNK_STEPS, frozenset({BEGIN, TRUNK_STEPS}))
+    assert trunks.progress_of(trunk) == done
+    branch = directory(tmp_path, config)
+    assert trunks.progress_of(branch) == Progress(parent=trunk.run_id)
+    # A process that has the run saves what it was told, and whoever asks now comes too late.
+    assert trunks.progress_of(branch, live=True) == Progress(True, BRANCH_STEPS, frozenset(), trunk.run_id)
+    moving = directory(tmp_path / "moving", trunk.config())
+    assert trunks.progress_of(moving, live=True) == Progress(True, TRUNK_STEPS, frozenset({BEGIN}))
+    assert (trunks.has_checkpoint(trunk, BEGIN), trunks.has_checkpoint(moving, BEGIN)) == (True, False)
+    assert (trunks.can_start(branch, trunk, BEGIN), trunks.can_start(branch, moving, BEGIN)) == (True, False)
+    graft(branch, trunk)
+    assert trunks.progress_of(branch) == Progress(False, BEGIN, frozenset({BEGIN}), trunk.run_id)
+    assert trunks.can_start(branch, moving, BEGIN)  # it has what it needs

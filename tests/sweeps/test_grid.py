@@ -1,0 +1,224 @@
+"""A grid is a pure function from its config to real, distinct, well-shaped runs."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import pytest
+from isoflop.sweeps.config import AdaptiveGrid, GridConfig, IsoflopGrid, LadderGrid, PointsGrid, ProductGrid
+from isoflop.sweeps.grid import architectures
+from isoflop.sweeps.grid import expand as grid
+from isoflop.sweeps.grid.trunks import merge, own_flops
+from isoflop.train.config import ModelConfig, OptimizerConfig, RunConfig, run_id
+from isoflop.train.errors import UserError
+from isoflop.train.flops import count_parameters, flops_6nd, flops_exact
+
+
+def base(**changes: object) -> RunConfig:
+    run = RunConfig(model=ModelConfig(vocab_size=256), tokens=0)
+    for name, value in changes.items():
+        setattr(run, name, value)
+    return run
+
+
+BUDGETS = [1e11, 2e11, 5e11, 1e12]
+
+
+def test_every_isoflop_run_spends_its_budget_to_within_a_step() -> None:
+    runs = grid.expand(IsoflopGrid(budgets=BUDGETS), base())
+    for run in runs:
+        step = flops_exact(run) / run.steps
+        assert run.budget is not None
+        assert abs(flops_exact(run) - run.budget) <= step / 2 * (1 + 1e-9)
+
+
+def test_the_6nd_convention_spends_6nd() -> None:
+    for run in grid.expand(IsoflopGrid(budgets=[1e12], convention="6nd"), base()):
+        assert flops_6nd(run) == pytest.approx(1e12, rel=0.5 / run.steps)
+
+
+def test_each_budget_has_the_wanted_number_of_distinct_sizes_around_the_expected_optimum() -> None:
+    points = IsoflopGrid(budgets=BUDGETS, sizes=6, span=16)
+    runs = grid.expand(points, base())
+    for budget in BUDGETS:
+        sizes = [count_parameters(run.model).N_total for run in runs if run.budget == budget]
+        expected = points.expected_N * (budget / points.expected_flops) ** points.expected_exponent
+        assert len(set(sizes)) == 6
+        assert min(sizes) < expected < max(sizes)
+
+
+def test_sizes_on_a_cluster_are_log_spaced() -> None:
+    """Where models are not tiny, the nearest well-shaped one lies within 10 % of the wanted size."""
+    points = IsoflopGrid(budgets=[1e18], sizes=5, span=16)
+    sizes = [count_parameters(m).N_total for m in grid.isoflop_sizes(points, ModelConfig(vocab_size=32768), 1e18)]
+    ratios = [math.log(b / a) for a, b in itertools.pairwise(sizes)]
+    assert max(abs(ratio - math.log(16) / 4) for ratio in ratios) < 0.2
+
+
+def on_a_cluster() -> RunConfig:
+    run = base(model=ModelConfig(vocab_size=32768), optimizer=OptimizerConfig(batch_size=256))
+    run.data.sequence_length = 1024
+    return run
+
+
+@pytest.mark.parametrize(
+    ("template", "budgets", "share"),
+    [
+        (base(), [5e10, 1e11, 2.5e11, 5e11], 0.77),
+        (base(), BUDGETS, 0.77),
+        (on_a_cluster(), [1e18, 2e18, 5e18, 1e19], 0.85),  # here many a D is too short for the warm-up of its N
+    ],
+)
+def test_neighbouring_budgets_have_sizes_in_common_and_save_what_trunks_can(
+    template: RunConfig, budgets: list[float], share: float
+) -> None:
+    runs = grid.expand(IsoflopGrid(budgets=budgets), template)
+    assert len(runs) == 24
+    assert len({count_parameters(run.model).N_total for run in runs}) <= 9
+    assert sum(map(own_flops, merge(runs).runs)) <= share * sum(map(flops_exact, runs))
+
+
+@pytest.mark.parametrize("sizes", [1, 2, 5, 6])
+def test_the_lattice_moves_the_middle_by_half_a_gap_at_most(sizes: int) -> None:
+    points = IsoflopGrid(sizes=sizes, span=16)
+    for budget in [10 ** (16 + i / 7) for i in range(28)]:
+        found = [count_parameters(m).N_total for m in grid.isoflop_sizes(points, ModelConfig(vocab_size=32768), budget)]
+        expected = points.expected_N * (budget / points.expected_flops) ** points.expected_exponent
+        middle = math.fsum(map(math.log, found)) / sizes
+        half = math.log(16) / (sizes - 1) / 2 if sizes > 1 else 0.0
+        assert abs(middle - math.log(expected)) <= half + 0.2  # the nearest well-shaped model is up to 20 % off
+
+
+def test_a_point_that_is_no_training_is_left_out() -> None:
+    runs = grid.expand(IsoflopGrid(budgets=[2e10], min_steps=200), base())
+    assert 0 < len(runs) < 6
+    assert all(run.steps >= 200 for run in runs)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_architectures_tile_well(seed: int) -> None:
+    """Any wanted size gives whole heads of a size that kernels like, at a depth near the rule."""
+    chooser = random.Random(seed)
+    for _ in range(50):
+        wanted = 10 ** chooser.uniform(4, 10)
+        kv_groups = chooser.choice([1, 2, 4])
+        template = ModelConfig(vocab_size=chooser.choice([256, 32768]), heads=4, kv_heads=4 // kv_groups)
+        model = architectures.nearest(template, wanted)
+        assert model.width % model.heads == 0
+        assert model.heads % model.num_kv_heads == 0
+        assert model.width < 32 or model.head_dim in (16, 32, 64, 128)
+        assert 0.4 < model.depth / architectures.ideal_depth(model.width) < 2.6
+
+
+def test_architectures_keep_the_options_of_the_base() -> None:
+    template = ModelConfig(vocab_size=256, qk_norm=True, tied_embeddings=True, rope_theta=5e5)
+    model = architectures.nearest(template, 1e6)
+    assert (model.qk_norm, model.tied_embeddings, model.rope_theta) == (True, True, 5e5)
+
+
+def test_a_ladder_is_every_size_times_every_d() -> None:
+    runs = grid.expand(LadderGrid(sizes=[1e4, 1e5], tokens_per_parameter=[20, 40]), base())
+    ratios = sorted(run.D / count_parameters(run.model).N_total for run in runs)
+    assert len(runs) == 4
+    # D is the nearest whole number of steps of 1024 tokens, and written as what it is.
+    assert all(run.tokens == run.D for run in runs)
+    assert ratios == pytest.approx([20, 20, 40, 40], rel=512 / 2e5)
+    assert [run.D for run in grid.expand(LadderGrid(sizes=[1e4], tokens=[1, 10_000, 10_300]), base())] == [1024, 10240]
+
+
+def test_a_product_is_every_combination_and_takes_dotted_or_nested_names() -> None:
+    dotted = grid.expand(
+        ProductGrid(axes={"optimizer.learning_rate": [1e-3, 2e-3], "seed": [0, 1, 2]}), base(tokens=4096)
+    )
+    nested = grid.expand(
+        ProductGrid(axes={"optimizer": {"learning_rate": [1e-3, 2e-3]}, "seed": [0, 1, 2]}), base(tokens=4096)
+    )
+    assert len(dotted) == 6
+    assert [run_id(run) for run in dotted] == [run_id(run) for run in nested]
+    assert {(run.optimizer.learning_rate, run.seed) for run in dotted} == {
+        (r, s) for r in (1e-3, 2e-3) for s in range(3)
+    }
+
+
+def test_points_are_runs_one_by_one_and_take_dotted_or_nested_names() -> None:
+    dotted = [{"model.width": 32, "model.heads": 2, "tokens": 4096}, {"tokens": 8192, "seed": 3}]
+    nested = [{"model": {"width": 32, "heads": 2}, "tokens": 4096}, {"tokens": 8192, "seed": 3}]
+    runs = grid.expand(PointsGrid(points=dotted), base())
+    assert [(run.model.width, run.model.heads, run.tokens, run.seed) for run in runs] == [
+        (32, 2, 4096, 0), (64, 4, 8192, 3),
+    ]  # fmt: skip
+    assert [run_id(run) for run in grid.expand(PointsGrid(points=nested), base())] == [run_id(run) for run in runs]
+    assert len(grid.expand(PointsGrid(points=[dotted[0], dotted[0]], seeds=[0, 1]), base())) == 2
+
+
+def test_seeds_repeat_every_point() -> None:
+    runs = grid.expand(LadderGrid(sizes=[1e4], tokens=[4096], seeds=[0, 1, 2]), base())
+    assert sorted(run.seed for run in runs) == [0, 1, 2]
+
+
+def test_expansion_is_deterministic_and_free_of_duplicates() -> None:
+    points = LadderGrid(sizes=[1e4, 1.001e4], tokens=[4096])
+    first, second = grid.expand(points, base()), grid.expand(points, base())
+    assert [run_id(run) for run in first] == [run_id(run) for run in second]
+    assert len(first) == 1  # both wanted sizes are the same model
+
+
+def test_expansion_leaves_the_base_alone() -> None:
+    template = base(tokens=4096)
+    grid.expand(ProductGrid(axes={"optimizer.learning_rate": [1.0]}), template)
+    assert template.optimizer.learning_rate == RunConfig().optimizer.learning_rate
+
+
+REFUSED = [
+    (IsoflopGrid(budgets=[1e6]), {}, r"grid.budgets contains 1e\+06.*needs .*FLOPs"),
+    (IsoflopGrid(budgets=[-1.0]), {}, "positive number of FLOPs"),
+    (IsoflopGrid(budgets=[float("nan")]), {}, "positive number of FLOPs"),
+    (IsoflopGrid(budgets=[]), {}, "give a list"),
+    (IsoflopGrid(budgets=[1e12], convention="7nd"), {}, "exact or 6nd"),
+    (IsoflopGrid(budgets=[1e12], sizes=0), {}, "at least 1"),
+    (IsoflopGrid(budgets=[1e12], span=math.nan), {}, "grid.span is nan; both must be at least 1"),
+    (IsoflopGrid(budgets=[1e12], expected_N=0.0), {}, "grid.expected_N is 0.0 .* both must be positive numbers"),
+    (
+        IsoflopGrid(budgets=[1e12], expected_exponent=float("nan")),
+        {},
+        "grid.expected_exponent is nan; it must be at least",
+    ),
+    (IsoflopGrid(budgets=[1e12]), {"tokens": 5}, "chooses D itself"),
+    (LadderGrid(sizes=[1e4]), {}, "exactly one of them"),
+    (LadderGrid(sizes=[1e4], tokens=[1], tokens_per_parameter=[1]), {}, "exactly one of them"),
+    (LadderGrid(sizes=[0.0], tokens=[1]), {}, "positive number of parameters"),
+    (LadderGrid(sizes=[1e4, math.inf], tokens=[1]), {}, "grid.sizes contains inf; a size is"),
+    (LadderGrid(sizes=[1e4], tokens=[4096, 0]), {}, "grid.tokens contains 0; a D is a positive number of tokens"),
+    (LadderGrid(sizes=[1e4], tokens_per_parameter=[-20]), {}, "grid.tokens_per_parameter contains -20; a ratio is"),
+    (LadderGrid(sizes=[], tokens=[1]), {}, "grid has no runs"),
+    (ProductGrid(axes={}), {"tokens": 1}, "grid.axes is empty"),
+    (ProductGrid(axes=[1, 2]), {"tokens": 1}, "must map fields to values"),
+    (ProductGrid(axes={"seed": [0]}), {}, "tokens is not set"),
+    (ProductGrid(axes={"seed": 3}), {"tokens": 1}, "must be a list"),
+    (ProductGrid(axes={"optimizer.momentum": [1]}), {"tokens": 1}, "not a field of a run"),
+    (ProductGrid(axes={"optimizer": [1]}), {"tokens": 1}, "names the group 'optimizer'"),
+    (ProductGrid(axes={"seed": ["many"]}), {"tokens": 1}, "grid.axes.seed contains 'many'"),
+    (ProductGrid(axes={"model.heads": [5]}), {"tokens": 1}, "model.heads is 5; it must divide model.width 64"),
+    (PointsGrid(), {}, "grid.points is None; it must be a list of runs"),
+    (PointsGrid(points=[]), {}, "grid.points is \\[\\]; it must be a list of runs"),
+    (PointsGrid(points=[7]), {}, "grid.points\\[0\\] is 7; it must map fields to values"),
+    (PointsGrid(points=[{"tokens": 1}, {"seed": 1}]), {}, "grid.points\\[1\\] has no tokens"),
+    (PointsGrid(points=[{"tokens": "many"}]), {}, "grid.points\\[0\\].tokens contains 'many'"),
+    (PointsGrid(points=[{"optimizer.momentum": 1}]), {"tokens": 1}, "grid.points\\[0\\] names 'optimizer.momentum'"),
+    (PointsGrid(points=[{"model.heads": 5, "tokens": 1}]), {}, "model.heads is 5; it must divide model.width 64"),
+    (AdaptiveGrid(budgets=[1e12], first_share=0.0), {}, "grid.first_share is 0.0; it must be above 0 and below 1"),
+    (AdaptiveGrid(budgets=[1e12], rounds=0), {}, "grid.rounds is 0; it must be 1 or more"),
+    (AdaptiveGrid(budgets=[1e12], tolerance=-1.0), {}, "grid.tolerance is -1.0; it must be a positive number, or null"),
+    (AdaptiveGrid(budgets=[1e12], flops_budget=1e10), {}, "grid.flops_budget is 1e\\+10, of which .* no first round"),
+    (AdaptiveGrid(), {}, "grid.budgets is None; give a list"),
+    (GridConfig(kind="spiral"), {}, "isoflop, ladder, product, points or adaptive"),
+]
+
+
+@pytest.mark.parametrize(("points", "changes", "sentence"), REFUSED)
+def test_bad_grids_are_refused_in_one_sentence(points: GridConfig, changes: dict[str, object], sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence) as error:
+        grid.expand(points, base(**changes))
+    assert "\n" not in str(error.value)

@@ -1,0 +1,204 @@
+"""A sweep's plan from its configuration and from its folder, and how a sweep grows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+from isoflop.sweeps.config import SweepConfig
+from isoflop.sweeps.entry import compose
+from isoflop.sweeps.execute import conduct
+from isoflop.sweeps.grid import extend
+from isoflop.sweeps.plan import planning
+from isoflop.sweeps.plan.planning import Prepared
+from isoflop.train.config import DataConfig, run_id
+from isoflop.train.errors import UserError
+from isoflop.train.files import write_json
+
+
+@pytest.fixture(scope="module")
+def data(small_corpus: Callable[..., DataConfig]) -> DataConfig:
+    return small_corpus(validation_tokens=256)
+
+
+@pytest.fixture
+def sweep(data: DataConfig, tmp_path: Path) -> Callable[..., Prepared]:
+    """Plans a small ladder and writes it."""
+
+    def make(*overrides: str) -> Prepared:
+        prepared = planning.from_config(configuration(data, tmp_path, *overrides))
+        planning.write_plan(prepared, ["test"])
+        return prepared
+
+    return make
+
+
+def configuration(data: DataConfig, folder: Path, *overrides: str) -> SweepConfig:
+    config = compose(
+        [
+            "+grid=ladder", "cluster=local", "cluster.flops_per_second=1e11", "tracker=none", "evaluate=none",
+            "data=text", f"data.path={data.path}", f"data.cache_dir={data.cache_dir}", "data.sequence_length=16",
+            "data.tokenizer=bytes",
+            "grid.sizes=[8e3,2e4]", "grid.tokens_per_parameter=[1,2]", "optimizer.batch_size=4", *overrides,
+        ]
+    )  # fmt: skip
+    config.sweep, config.output_root = "sweep", str(folder)
+    return config
+
+
+def ids(prepared: Prepared) -> set[str]:
+    return {run_id(run) for run in prepared.runs}
+
+
+def test_the_plan_from_the_folder_is_that_of_the_configuration(sweep: Callable[..., Prepared]) -> None:
+    planned = sweep()
+    again = planning.from_disk(planned.sweep)
+    assert again.plan == planned.plan
+    assert again.config == planned.config
+    assert {run_id(run): run for run in again.runs} == {run_id(run): run for run in planned.runs}
+
+
+def test_a_plan_from_the_folder_needs_no_corpus(
+    sweep: Callable[..., Prepared], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned = sweep()
+
+    def unreachable(*arguments: object) -> None:
+        raise AssertionError("a compute node may not have the text")
+
+    monkeypatch.setattr("isoflop.train.data.corpora.open_corpus", unreachable)
+    assert planning.from_disk(planned.sweep).plan == planned.plan
+    assert extend.add_grid(planned.sweep, planned.config, extend.as_grid(POINT, "here"), "a test")
+
+
+POINT = {"kind": "points", "points": [{"model.width": 16, "model.depth": 1, "model.heads": 2, "tokens": 640}]}
+
+
+def test_what_is_added_is_in_every_later_plan_and_nothing_is_added_twice(
+    sweep: Callable[..., Prepared], data: DataConfig, tmp_path: Path
+) -> None:
+    planned = sweep()
+    (name,) = extend.add_grid(planned.sweep, planned.config, extend.as_grid(POINT, "here"), "a test")
+    assert extend.add_grid(planned.sweep, planned.config, extend.as_grid(POINT, "here"), "a test") == []
+    assert [run.run_id for run in planning.members(planned.sweep)][-1] == name
+    assert ids(planning.from_disk(planned.sweep)) == ids(planned) | {name}
+    # The command that began the sweep, given once more.
+    assert ids(planning.from_config(configuration(data, tmp_path))) == ids(planned) | {name}
+    assert planned.sweep.run(name).state().state == "planned"
+
+
+def test_a_grid_is_extended_by_what_changes_of_it(
+    sweep: Callable[..., Prepared], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    planned = sweep()
+    started: list[set[str]] = []
+    monkeypatch.setattr(conduct, "resume", lambda sweep, only: started.append(only) or 0)
+    assert extend.extend(planned.sweep, ["grid.tokens_per_parameter=[1,2,4]"]) == 0
+    assert len(started[0]) == 2, "the D that is new, of both sizes"
+    assert not started[0] & ids(planned)
+    file = tmp_path / "grid.yaml"
+    file.write_text(yaml.safe_dump(POINT))
+    assert extend.extend(planned.sweep, [], file) == 0
+    assert len(started[1]) == 1
+    assert extend.extend(planned.sweep, [], file) == 0
+    assert len(started) == 2
+    assert "nothing was added" in capsys.readouterr().out
+    assert len(planning.from_disk(planned.sweep).runs) == 4 + 2 + 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text", "words"),
+    [
+        ([], None, "extend needs what to add"),
+        (["model.width=3"], None, "it must be FIELD=VALUE with a field of the grid"),
+        (["grid.sizes"], None, "it must be FIELD=VALUE"),
+        (["grid.sizs=[1e5]"], None, "sizs"),
+        (["grid.sizes=[x]"], None, "x"),
+        (["grid.sizes=[1e5"], None, r"extend was given 'grid.sizes=\[1e5'"),
+        (["grid.sizes=[${nope}]"], None, "nope"),
+        (["grid.sizs=1"], None, "correct it; conf/grid/ has one of each kind"),
+        (["grid.kind=points"], None, "correct it"),
+        ([], "kind: points\npoints: [", "cannot be read"),
+        ([], "- 1\n", "holds no grid"),
+        ([], "kind: spiral\n", "grid.kind is 'spiral', which is none of"),
+        ([], "kind: [points]\n", "which is none of"),
+        ([], "kind: points\n", "grid.points is None; it must be"),
+        ([], "kind: points\nponts: []\n", "ponts"),
+    ],
+)
+def test_what_cannot_extend_a_sweep_is_refused_and_adds_nothing(
+    sweep: Callable[..., Prepared], tmp_path: Path, overrides: list[str], text: str | None, words: str
+) -> None:
+    planned, file = sweep(), tmp_path / "grid.yaml"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(UserError, match=words) as error:
+        extend.extend(planned.sweep, overrides, file if text is not None else None)
+    assert "version" not in str(error.value), "it is no other one that wrote this"
+    assert not (planned.sweep.path / "added.json").exists()
+
+
+def test_a_sweep_without_runs_cannot_be_extended(sweep: Callable[..., Prepared]) -> None:
+    planned = sweep()
+    write_json(planned.sweep.path / "plan.json", {**planned.sweep.plan(), "runs": []})
+    with pytest.raises(UserError, match="has no runs"):
+        extend.extend(planned.sweep, ["grid.sizes=[1e4]"])
+
+
+def test_a_run_that_diverged_is_tried_once_at_a_lower_rate_where_the_grid_says_so(
+    sweep: Callable[..., Prepared],
+) -> None:
+    planned = sweep()
+    first = planned.directories[0]
+    first.set_state("diverged", reason="a test")
+    assert extend.replace_diverged(planned.sweep, planned.config) == []
+    assert planned.config.grid is not None
+    planned.config.grid.diverged_rate_factor = 0.5
+    (name,) = extend.replace_diverged(planned.sweep, planned.config)
+    assert extend.replace_diverged(planned.sweep, planned.config) == []
+    before, after = first.config(), planned.sweep.run(name).config()
+    assert after.optimizer.learning_rate == before.optimizer.learning_rate / 2
+    assert (after.model, after.tokens, after.seed) == (before.model, before.tokens, before.seed)
+    assert planning.replacements(planned.sweep) == {name: first.run_id}
+    planned.sweep.run(name).set_state("diverged", reason="again")
+    assert extend.replace_diverged(planned.sweep, planned.config) == [], "and not for ever"
+
+
+def test_a_sweep_that_was_cancelled_grows_no_more_until_it_is_started_again(sweep: Callable[..., Prepared]) -> None:
+    planned = sweep("grid.diverged_rate_factor=0.5")
+    planned.directories[0].set_state("diverged", reason="a test")
+    planning.stop(planned.sweep, "a test")
+    assert extend.replace_diverged(planned.sweep, planned.config) == []
+    planning.write_plan(planned)  # as a keeper does
+    assert planning.is_stopped(planned.sweep)
+    planning.write_plan(planned, ["test"])  # as the command does
+    assert len(extend.replace_diverged(planned.sweep, planned.config)) == 1
+
+
+def test_a_folder_of_another_version_is_refused_in_a_sentence(sweep: Callable[..., Prepared]) -> None:
+    planned = sweep()
+    file = planned.sweep.path / "sweep.yaml"
+    settings = yaml.safe_load(file.read_text())
+    settings["config"]["cluster"]["number_of_hamsters"] = 3
+    file.write_text(yaml.safe_dump(settings))
+    with pytest.raises(UserError, match=r"number_of_hamsters.*use the version that wrote it") as caught:
+        planning.from_disk(planned.sweep)
+    assert "\n" not in str(caught.value)
+
+
+def test_added_runs_survive_two_who_add_at_once(sweep: Callable[..., Prepared]) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    planned = sweep()
+
+    def add(seed: int) -> list[str]:
+        grid = POINT | {"points": [POINT["points"][0] | {"seed": seed % 4}]}  # type: ignore[index,operator]
+        return extend.add_grid(planned.sweep, planned.config, extend.as_grid(grid, "here"), "a test")
+
+    with ThreadPoolExecutor(8) as pool:
+        added = [name for names in pool.map(add, range(8)) for name in names]
+    assert len(added) == len(set(added)) == 4
+    assert set(json.loads((planned.sweep.path / "added.json").read_text())) == set(added)

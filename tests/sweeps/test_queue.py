@@ -1,0 +1,370 @@
+"""The queue of a launch: each unit goes to one worker, a branch waits for its trunk, and the dead are noticed."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from isoflop.sweeps.execute import queue as queues
+from isoflop.sweeps.execute import worker
+from isoflop.sweeps.execute.queue import JOURNAL, Queue
+from isoflop.sweeps.plan.packing import Unit
+from isoflop.sweeps.runs import attempts
+from isoflop.sweeps.runs.directory import SweepDirectory
+from isoflop.sweeps.runs.retries import Policy
+from isoflop.train.config import DataConfig, ModelConfig, RunConfig, run_id
+from isoflop.train.files import write_json
+
+STEP = 40
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> SweepDirectory:
+    return SweepDirectory(tmp_path / "sweep")
+
+
+@pytest.fixture
+def forked() -> Iterator[Callable[[Callable[[], object]], int]]:
+    """Runs a function in a process of its own; whatever a test comes to, none of them is left."""
+    started: list[int] = []
+
+    def fork(function: Callable[[], object]) -> int:
+        if (pid := os.fork()) == 0:
+            try:
+                function()
+            finally:
+                os._exit(0)
+        started.append(pid)
+        return pid
+
+    yield fork
+    for pid in started:
+        try:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        except (ProcessLookupError, ChildProcessError):
+            continue
+
+
+def alone(*names: str) -> list[Unit]:
+    return [Unit("alone", (name,)) for name in names]
+
+
+def queue(sweep: SweepDirectory, units: Sequence[Unit], **parents: str) -> Queue:
+    """A queue where each named branch begins at STEP of its trunk."""
+    return Queue.create(sweep, sweep.path / "queue", units, {name: (trunk, STEP) for name, trunk in parents.items()})
+
+
+def again(queue: Queue, sweep: SweepDirectory) -> Queue:
+    """As another process sees it."""
+    return Queue.open(sweep, queue.folder)
+
+
+def claims_and_sleeps(queue: Queue, sweep: SweepDirectory, place: int) -> None:
+    mine = again(queue, sweep)
+    assert mine.claim(place) is not None
+    time.sleep(60)
+    mine.left()  # it is still there: a queue that nobody holds on to has let go of its claims
+
+
+def publish(sweep: SweepDirectory, name: str, step: int) -> None:
+    """What a run leaves that has saved at a step."""
+    folder = sweep.run(name).path / "checkpoints" / f"step_{step}"
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").write_text("{}")
+
+
+def until(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.01)
+
+
+def test_units_are_handed_out_in_order_and_once(sweep: SweepDirectory) -> None:
+    units = [Unit("ensemble", ("a", "b")), *alone("c", "d")]
+    first = queue(sweep, units)
+    second = again(first, sweep)
+    assert (first.claim(0), second.claim(1)) == (units[0], units[1])
+    assert first.left() == second.left() == [units[2]]
+    assert second.running() == {units[0]: 0, units[1]: 1}
+    first.end(units[0])
+    assert second.running() == {units[1]: 1}
+    assert first.claim(0) == units[2]
+    assert (first.claim(0), second.claim(1), second.left()) == (None, None, [])
+    second.end(units[1])
+    first.end(units[2])
+    assert (first.running(), first.lost()) == ({}, [])
+
+
+def test_many_processes_never_get_the_same_unit(
+    sweep: SweepDirectory, forked: Callable[[Callable[[], object]], int], tmp_path: Path
+) -> None:
+    units = alone(*(f"run{number}" for number in range(60)))
+    made = queue(sweep, units)
+
+    def work(place: int) -> None:
+        mine, got = again(made, sweep), []
+        while (unit := mine.claim(place)) is not None:
+            got.append(unit.name)
+            mine.end(unit)
+        (tmp_path / f"{place}.json").write_text(json.dumps(got))
+
+    for pid in [forked(lambda place=place: work(place)) for place in range(4)]:  # type: ignore[misc]
+        os.waitpid(pid, 0)
+    claimed = [json.loads((tmp_path / f"{place}.json").read_text()) for place in range(4)]
+    assert sorted(name for got in claimed for name in got) == sorted(unit.name for unit in units)
+    order = [unit.name for unit in units]
+    assert all(got == sorted(got, key=order.index) for got in claimed)
+
+
+def test_a_unit_whose_worker_was_killed_is_lost_until_it_is_settled(
+    sweep: SweepDirectory, forked: Callable[[Callable[[], object]], int]
+) -> None:
+    units = alone("a", "b")
+    launcher = queue(sweep, units)
+    pid = forked(lambda: claims_and_sleeps(launcher, sweep, 3))
+    until(lambda: launcher.running() == {units[0]: 3})
+    assert launcher.lost() == []
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    assert (launcher.running(), launcher.lost()) == ({}, [units[0]])
+    other = again(launcher, sweep)
+    assert other.claim(0) == units[1]
+    launcher.end(units[0])
+    assert launcher.lost() == []
+    assert other.claim(0) is None
+
+
+def test_a_branch_starts_once_its_trunk_has_saved_and_while_that_still_trains(sweep: SweepDirectory) -> None:
+    units = [*alone("trunk"), Unit("ensemble", ("one", "two")), *alone("free")]
+    workers = queue(sweep, units, one="trunk", two="trunk")
+    other = again(workers, sweep)
+    assert not other.was_claimed()
+    assert workers.claim(0) == units[0]
+    assert other.was_claimed()
+    assert other.ready() == [units[2]]
+    assert other.claim(1) == units[2]  # what is ready is not held up
+    other.end(units[2])
+    publish(sweep, "trunk", STEP - 1)
+    assert other.claim(1) is None
+    assert other.left() == [units[1]]
+    publish(sweep, "trunk", STEP)
+    assert other.claim(1) == units[1]
+    assert other.running() == {units[0]: 0, units[1]: 1}
+
+
+def test_a_branch_with_a_checkpoint_of_its_own_waits_for_nobody(sweep: SweepDirectory) -> None:
+    units = alone("trunk", "branch")
+    workers = queue(sweep, units, branch="trunk")
+    workers.claim(0)
+    publish(sweep, "branch", STEP + 5)
+    assert workers.claim(1) == units[1]
+
+
+def test_a_branch_whose_trunk_is_not_in_this_launch_is_ready(sweep: SweepDirectory) -> None:
+    workers = queue(sweep, alone("branch"), branch="trunk")
+    assert workers.claim(0) == workers.units[0]
+
+
+def test_branches_of_a_trunk_that_ended_or_died_without_a_checkpoint_are_released_to_say_so(
+    sweep: SweepDirectory, forked: Callable[[Callable[[], object]], int]
+) -> None:
+    units = alone("died", "ended", "one", "two")
+    launcher = queue(sweep, units, one="died", two="ended")
+    pid = forked(lambda: claims_and_sleeps(launcher, sweep, 0))
+    until(lambda: launcher.running() == {units[0]: 0})
+    workers = again(launcher, sweep)
+    assert workers.claim(1) == units[1]
+    assert workers.claim(2) is None
+    workers.end(units[1])
+    assert workers.claim(2) == units[3]
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    assert workers.claim(1) is None, "the launcher has not yet said what became of it"
+    launcher.end(units[0])
+    assert workers.claim(1) == units[2]
+
+
+def test_units_that_wait_for_each_other_hang_nobody(sweep: SweepDirectory) -> None:
+    """No plan makes such; a folder that somebody edited may."""
+    workers = queue(sweep, [Unit("ensemble", ("a", "x")), *alone("b")], a="b", b="a", x="a")
+    assert workers.claim(0) == workers.units[0]
+    assert workers.claim(1) is None
+    workers.end(workers.units[0])
+    assert workers.claim(1) == workers.units[1]
+
+
+# Giving back
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The file system's clock, which a test sets."""
+    now = [1000.0]
+    monkeypatch.setattr(Queue, "_now", lambda self: now[0])
+    return now
+
+
+def test_a_unit_that_is_given_back_keeps_its_place_and_is_claimed_again(sweep: SweepDirectory) -> None:
+    units = alone("a", "b", "c")
+    first = queue(sweep, units)
+    second = again(first, sweep)
+    assert (first.claim(0), first.claim(0)) == (units[0], units[1])
+    first.release(units[0])
+    assert second.left() == [units[0], units[2]]
+    assert second.claim(1) == units[0]
+    first.end(units[0])  # no longer its own
+    assert second.running() == {units[0]: 1, units[1]: 0}
+    events = [json.loads(line) for line in (first.folder / JOURNAL).read_text().splitlines()]
+    history = [(event["event"], event.get("worker")) for event in events if event["unit"] == 0]
+    assert history == [("claim", first.worker), ("release", None), ("claim", second.worker)]
+    for unit in units[:2]:
+        second.end(unit)
+        first.end(unit)
+    assert not first.is_over()
+    first.end(units[2])  # nobody has it
+    assert second.claim(1) == units[2]
+    second.end(units[2])
+    assert first.is_over()
+
+
+def test_a_unit_that_is_to_wait_is_claimed_when_its_time_has_come(sweep: SweepDirectory, clock: list[float]) -> None:
+    units = alone("a", "b")
+    workers = queue(sweep, units)
+    other = again(workers, sweep)
+    workers.claim(0)
+    workers.release(units[0], wait_seconds=30)
+    assert (other.ready_in(), other.ready()) == (0, [units[1]])
+    assert other.claim(1) == units[1]
+    assert (other.claim(1), other.left(), other.ready_in()) == (None, [units[0]], 30.0)
+    clock[0] += 29
+    assert other.claim(1) is None
+    clock[0] += 1
+    assert other.ready() == [units[0]]
+    assert other.claim(1) == units[0]
+    assert (other.ready_in(), other.ready()) == (None, [])
+
+
+def test_a_node_that_a_unit_avoids_does_not_get_it_until_it_has_waited_for_another_in_vain(
+    sweep: SweepDirectory, clock: list[float]
+) -> None:
+    units = alone("a")
+    workers = queue(sweep, units)
+    workers.claim(0, "node1")
+    workers.release(units[0], wait_seconds=10, avoid=["node1", "node2"])
+    clock[0] += 10
+    assert workers.avoided() == ("node1", "node2")
+    assert (workers.claim(0, "node1"), workers.left("node1")) == (None, []), "a worker there had better leave"
+    assert workers.left("node3") == units
+    clock[0] += queues.AVOID_SECONDS
+    assert workers.avoided() == ()
+    assert workers.left("node1") == units
+    assert workers.claim(0, "node1") == units[0]
+    workers.release(units[0], avoid=["node1"])
+    assert workers.claim(0) == units[0], "on one machine there is nowhere else to go"
+
+
+def test_a_line_torn_at_any_byte_costs_nothing_that_came_before(sweep: SweepDirectory) -> None:
+    units = alone("a", "b")
+    made = queue(sweep, units)
+    made.claim(0)
+    made.end(units[0])
+    before = (made.folder / JOURNAL).read_bytes()
+    made.claim(0)
+    line = (made.folder / JOURNAL).read_bytes()[len(before) :]
+    for length in range(0, len(line), 7):
+        (made.folder / JOURNAL).write_bytes(before + line[:length])
+        reader = again(made, sweep)
+        assert (reader.left(), reader.lost()) == ([units[1]], [])
+        assert reader.claim(1) == units[1]
+        assert again(made, sweep).running() == {units[1]: 1}
+        reader.close()
+
+
+# Killed between any two file operations
+
+FILE_OPERATIONS = {"open", "os.rename", "os.remove", "os.mkdir", "os.truncate", "os.utime", "fcntl.flock"}
+POLICY = Policy(retries=5, backoff_seconds=0.0)
+
+
+def planned(path: Path) -> Queue:
+    """A sweep of three runs, the last two of which are one unit's, and its queue."""
+    sweep = SweepDirectory(path)
+    configs = [RunConfig(model=ModelConfig(vocab_size=256), data=DataConfig(), tokens=64, seed=seed) for seed in (1, 2)]
+    for config in configs:
+        run = sweep.run(run_id(config))
+        run.freeze(config)
+        run.set_state("planned")
+    names = [run_id(config) for config in configs]
+    write_json(path / "plan.json", {"runs": [{"run_id": name} for name in names]})
+    return Queue.create(sweep, path / "jobs" / "queue", alone(*names), {})
+
+
+def work(made: Queue, kill_at: int | None = None) -> int:
+    """Works through a queue; killed at its n-th file operation in the sweep. Returns how many there were."""
+    operations = itertools.count()
+    folder = str(made.sweep.path)
+
+    def on_event(event: str, arguments: tuple[Any, ...]) -> None:
+        if event not in FILE_OPERATIONS or not (isinstance(arguments[0], int) or str(arguments[0]).startswith(folder)):
+            return
+        if next(operations) == kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(on_event)
+    worker.work(str(made.sweep.path), str(made.folder), 0, POLICY)
+    return next(operations)
+
+
+def trained(config: RunConfig, directory: Path, **arguments: Any) -> None:
+    """In the place of a training: the first attempt finds the disk full, and a later one ends."""
+    if '"attempt": 1,' in (directory / attempts.UNDER_WAY).read_text():
+        raise OSError(28, "No space left on device")
+    write_json(directory / "summary.json", {"val_loss": 1.0})
+
+
+def check_kills(tmp_path: Path, forked: Callable[[Callable[[], object]], int], points: Iterator[int]) -> None:
+    for point in points:
+        made = planned(tmp_path / str(point))
+        os.waitpid(forked(lambda: work(made, point)), 0)  # noqa: B023
+        os.waitpid(forked(lambda: work(made)), 0)  # noqa: B023
+        assert made.is_over(), point
+        for run in made.sweep.runs():
+            assert run.state().state == "done", (point, run.state())
+            tries = attempts.read(run)
+            assert [attempt.attempt for attempt in tries] == list(range(1, len(tries) + 1)), point
+            assert [attempt.cause for attempt in tries].index("done") == len(tries) - 1 <= 2, point
+
+
+@pytest.fixture
+def operations(tmp_path: Path, forked: Callable[[Callable[[], object]], int], monkeypatch: pytest.MonkeyPatch) -> int:
+    """How many file operations it takes to go through `planned`."""
+    monkeypatch.setattr("isoflop.train.loop.train", trained)
+    monkeypatch.setattr(worker, "POLL_SECONDS", 0.005)  # a worker looks once more before it takes what a dead one held
+    made, answer = planned(tmp_path / "whole"), tmp_path / "operations"
+    os.waitpid(forked(lambda: answer.write_text(str(work(made)))), 0)
+    return int(answer.read_text())
+
+
+def test_a_worker_killed_at_a_file_operation_loses_no_unit_and_runs_none_twice(
+    tmp_path: Path, forked: Callable[[Callable[[], object]], int], operations: int
+) -> None:
+    points = random.Random(0).sample(range(operations), 5)
+    check_kills(tmp_path, forked, iter(points))
+
+
+@pytest.mark.slow
+def test_a_worker_killed_at_any_file_operation_loses_no_unit_and_runs_none_twice(
+    tmp_path: Path, forked: Callable[[Callable[[], object]], int], operations: int
+) -> None:
+    check_kills(tmp_path, forked, iter(range(operations)))

@@ -1,0 +1,366 @@
+"""The report: complete, self-contained, safe with hostile strings, whole or absent, and drawn by a real browser."""
+
+import html
+import json
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from isoflop import fit
+from isoflop.fit import formatting
+from isoflop.fit.report import figures, figures_law, figures_optimum
+from isoflop.fit.report.costs import WORDS, what_it_cost
+from isoflop.fit.report.page import Page
+from isoflop.sweeps.runs.retries import CAUSES
+
+HOSTILE = '<script>alert("x")</script>&</code>'
+
+
+def sweep(budgets=(2e11, 5e11, 1.2e12, 3e12), sizes=6, hostile=False, tasks=True):
+    """A small sweep and its loss curves; with `hostile`, strings that would break out of HTML if they were not
+    escaped.
+    """
+    rng = np.random.default_rng(0)
+    rows, curves = [], []
+    for C in budgets:
+        for N in 0.03 * C**0.5 * np.geomspace(0.2, 5, sizes):
+            D = C / (6 * N)
+            loss = (1 + 25 / N**0.42 + 170 / D**0.4) * np.exp(0.003 * rng.standard_normal())
+            run = f"run{len(rows)}" + HOSTILE * hostile
+            row = {"run_id": run, "final": True, "state": "done", "budget": C, "N": N, "D": D, "loss": loss, "flops": C}
+            row |= {"loss_se": 0.01, "width": 16, "depth": 2, "val_bpb": loss / np.log(2), "epochs": 0.1}
+            for task in ("arc_easy", "lambada") if tasks else ():
+                name = task + HOSTILE * hostile
+                row |= {
+                    f"{name}/acc": 0.25 + 0.01 * rng.standard_normal(),
+                    f"{name}/acc_se": 0.02,
+                    f"{name}/chance": 0.25,
+                }
+                row |= {f"{name}/gold_bpb": loss, f"{name}/gold_bpb_se": 0.01}
+            rows.append(row)
+            at = np.linspace(0.05, 1, 20)
+            lines = {"run_id": run, "step": (100 * at).astype(int), "tokens": D * at, "flops": C * at}
+            curves.append(pd.DataFrame(lines | {"loss": 1 + 25 / N**0.42 + 170 / (D * at) ** 0.4}))
+    return pd.DataFrame(rows), pd.concat(curves)
+
+
+def write(folder, table, curves=None, **options):
+    found = fit.analyze(fit.read_table(table), targets=(1e14, 1e18), bootstrap=60)
+    return found, fit.write_report(found, folder, curves, **options)
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory):
+    table, curves = sweep()
+    folder = tmp_path_factory.mktemp("report") / "deep" / "fit"
+    found, path = write(
+        folder, table, curves, title="A & B", provenance={"git commit": "abc<123>", "runs": 24}, costs=COSTS
+    )
+    return found, path
+
+
+COSTS = {
+    "unit": "GPU-hours", "runs": 24, "done": 23, "attempts": 31, "retries": 6, "retry_budget": 100, "measured_runs": 38,
+    "planned": {"hours": 20.0, "dollars": 50.0, "flops": 2.5e19},
+    "used": {"hours": 25.0, "dollars": 62.5, "flops": 2.75e19},
+    "useful": {"hours": 22.0, "dollars": 55.0, "flops": 2.4e19},
+    "wasted": {"hours": 3.0, "dollars": 7.5, "flops": 3.5e18},
+    "causes": {
+        "node": {"attempts": 2, "hours": 1.75, "flops": 2e18}, "diverged": {"attempts": 1, "hours": 1.0, "flops": 1e18},
+        "killed": {"attempts": 3, "hours": 0.25, "flops": 5e17}, "preempted": {"attempts": 2, "hours": 0.0, "flops": 0},
+    },
+    "error": {"runs": 23, "ratio": 1.17, "low": 1.02, "high": 1.31},
+    "errors": {
+        "256": {"runs": 12, "ratio": 1.25, "low": 1.11, "high": 1.4},
+        "512": {"runs": 11, "ratio": 1.1, "low": 1.0, "high": 1.2},
+    },
+    "cluster_hours": 26.5, "overhead_hours": 1.5, "scoring_hours": 0.8,
+}  # fmt: skip
+
+
+def visible(path):
+    """The page without its scripts and styles, as text."""
+    page = re.sub(r"<(script|style)>.*?</\1>", "", path.read_text(), flags=re.S)
+    return html.unescape(re.sub(r"<[^>]+>", " ", page))
+
+
+def test_every_file_is_there_and_nothing_else(full):
+    found, path = full
+    names = {p.name for p in path.parent.iterdir()}
+    pictures = {"isoflop", "contours", "optimal_N", "optimal_D", "optimal_loss", "loss_by_tokens", "loss_by_flops"}
+    pictures |= {"residuals", "bootstrap", "backtest"}
+    assert names == {"report.html", "law.json"} | {f"{p}.png" for p in pictures}
+    for picture in path.parent.glob("*.png"):
+        assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    said = json.loads((path.parent / "law.json").read_text())
+    assert said["law"] == found.to_dict()["law"]
+    assert said["provenance"]["git commit"] == "abc<123>"
+
+
+def test_the_page_says_what_the_analysis_found(full):
+    found, path = full
+    text = " ".join(visible(path).split())
+    assert "A & B" in text
+    for warning in found.warnings:
+        assert warning.code in text
+        assert warning.message in text
+    assert text.index("extrapolation") < text.index("What a budget wants"), "warnings come first"
+    for approach in found.approaches.values():
+        for C in found.targets:
+            e = approach.at(C)
+            assert formatting.count(e.N) in text
+            assert formatting.interval(e.intervals["N"], formatting.count) in text
+            assert formatting.ratio(e.ratio) in text
+    assert formatting.loss(found.law.E_) in text
+    assert found.verdict.sentence in text
+    assert formatting.percent(found.backtest["loss_error"]) in text
+    for run in found.table.run_id:
+        assert run in text
+    assert "abc<123>" in text
+
+
+def cost_section(books):
+    page = Page("costs")
+    what_it_cost(page, books)
+    return " ".join(html.unescape(re.sub(r"<[^>]+>", " ", " ".join(page.parts))).split())
+
+
+def test_every_cause_has_words():
+    assert WORDS.keys() | {"done"} == set(CAUSES)
+
+
+def test_the_page_says_what_the_runs_cost_and_how_the_estimate_held(full):
+    section = cost_section(COSTS)
+    assert section in " ".join(visible(full[1]).split())
+    assert "25.0 GPU-hours, where 20.0 were planned for all. 12.0 % of that was wasted" in section
+    assert "6 of 100 retries were used" in section
+    assert "counts 26.5 GPU-hours for these jobs, 1.50 more" in section
+    assert "Scoring took 0.800 GPU-hours" in section
+    assert "planned 20.0 $50.00 2.5e19 used 31 25.0 $62.50 2.75e19 of that useful 22.0 $55.00 2.4e19" in section
+    assert "of that wasted 3.00 $7.50 3.5e18 node failed 2 1.75 $4.38 2e18 diverged 1 1.00 $2.50 1e18" in section
+    assert "preempted 2 0 $0.00 0" in section
+    assert "from 38 runs of past sweeps" in section
+    assert "width 256 12 1.25 1.11 to 1.40 width 512 11 1.10 1.00 to 1.20 all, together 23 1.17 1.02 to 1.31" in section
+
+
+def test_what_nobody_knows_of_the_costs_is_left_out():
+    free = COSTS | {name: COSTS[name] | {"dollars": None} for name in ("planned", "used", "useful", "wasted")}
+    free |= {"measured_runs": 0, "cluster_hours": None, "scoring_hours": None, "unit": "core-<b>hours", "retries": 0}
+    section = cost_section(free)
+    for word in ("$", "scheduler", "Scoring", "retries"):
+        assert word not in section
+    assert "from an assumed speed" in section
+    assert "core-<b>hours" in section, "escaped"
+    assert "Nothing was wasted." in cost_section(free | {"wasted": {"hours": 0.0, "dollars": None, "flops": 0.0}})
+    assert "estimate" not in cost_section(free | {"errors": {}, "error": None})
+    assert cost_section(None) == "", "nobody kept books"
+
+
+def test_the_page_needs_no_network(full):
+    page = full[1].read_text()
+    assert not re.search(r"<(script|link|img|iframe)[^>]+(src|href)=[\"']?(https?:)?//", page)
+    own = page.split("const FIGURES=")[1]
+    assert "http" not in own
+    assert page.count("Plotly.newPlot(id") == 1
+    assert page.count("plotly.js v") == 1, "plotly.js is inlined once"
+
+
+def test_every_figure_is_valid_plotly_and_holds_data():
+    graph_objects = pytest.importorskip("plotly.graph_objects")
+    table, curves = sweep()
+    found = fit.analyze(fit.read_table(table), targets=(1e18,), bootstrap=50)
+    drawn = [figures.loss_curves(found, curves, by) for by in ("tokens", "flops")]
+    drawn += [figures.isoflop(found), figures.contours(found), figures_optimum.backtest(found)]
+    drawn += [figures_law.residuals(found), figures_law.cloud(found), figures_law.published(found)]
+    drawn += [figures_optimum.allocation(found, q) for q in ("N", "D", "loss")]
+    drawn += [figures_optimum.scores(found, m) for m in ("acc", "gold_bpb")]
+    for figure in drawn:
+        graph_objects.Figure(figure)  # raises for any property that plotly does not know
+        assert all(len(trace["x"]) for trace in figure["data"])
+
+
+def test_strings_from_data_cannot_become_markup(tmp_path):
+    table, curves = sweep(hostile=True)
+    _, path = write(tmp_path, table, curves, title=HOSTILE, provenance={HOSTILE: HOSTILE})
+    page = path.read_text()
+    assert HOSTILE not in page
+    assert "<script>alert" not in page
+    figures_part = page.split("const FIGURES=")[1].split("</script>")[0]
+    assert "<" not in figures_part.split(";\nconst narrow")[0]
+    assert html.escape(HOSTILE) in page
+
+
+def test_four_runs_without_scores_or_curves_still_get_a_report(tmp_path):
+    table, _ = sweep(budgets=(2e11, 5e11), sizes=2, tasks=False)
+    found, path = write(tmp_path, table)
+    text = visible(path)
+    assert found.law is None
+    assert "no_parametric" in text
+    assert "no answer" in text
+    assert "Scores" not in text
+    assert not (tmp_path / "contours.png").exists()
+
+
+def test_one_run_gets_a_report(tmp_path):
+    table, curves = sweep(budgets=(2e11,), sizes=1)
+    _, path = write(tmp_path, table, curves)
+    assert "These runs do not" in visible(path) or "No approach has an answer" in visible(path)
+
+
+def test_curves_of_other_runs_or_with_gaps_are_left_out(tmp_path):
+    table, curves = sweep()
+    curves.loc[curves.step == 50, "loss"] = np.nan
+    found = fit.analyze(fit.read_table(table), bootstrap=20)
+    assert figures.loss_curves(found, curves.assign(run_id="other"), "tokens") is None
+    drawn = figures.loss_curves(found, curves, "tokens")
+    assert all(v is not None for trace in drawn["data"] for v in trace["y"])
+
+
+def test_a_report_replaces_the_old_one_whole_and_leaves_no_temporary_file(tmp_path, monkeypatch):
+    table, curves = sweep()
+    found, path = write(tmp_path, table, curves)
+    before = path.read_text()
+    monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(fit.InputError, match=r"cannot be written \(No space left on device\)"):
+        fit.write_report(found, tmp_path, curves, title="other")
+    assert path.read_text() == before
+    assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
+
+
+def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path):
+    (tmp_path / "file").write_text("")
+    table, curves = sweep(tasks=False)
+    found = fit.analyze(fit.read_table(table), bootstrap=0)
+    with pytest.raises(fit.InputError, match="cannot be made"):
+        fit.write_report(found, tmp_path / "file" / "fit")
+    with pytest.raises(fit.InputError, match="curves have no column 'tokens'"):
+        fit.write_report(found, tmp_path, curves.drop(columns="tokens"))
+
+
+FORMATS = [
+    (formatting.count, 15_234, "15.2k"),
+    (formatting.count, 999_950, "1.00M"),
+    (formatting.count, 70.3e9, "70.3B"),
+    (formatting.count, 1.4e12, "1.40T"),
+    (formatting.count, 3.2e16, "3.2e16"),
+    (formatting.count, 512, "512"),
+    (formatting.count, None, "–"),
+    (formatting.scientific, 1e24, "1e24"),
+    (formatting.scientific, 5.76e23, "5.76e23"),
+    (formatting.scientific, 0, "0"),
+    (formatting.ratio, 17.92, "17.9"),
+    (formatting.ratio, 3.15e9, "3.15e9"),
+    (formatting.percent, 0.00371, "0.37 %"),
+    (formatting.percent, 0.0371, "3.7 %"),
+    (formatting.loss, float("nan"), "–"),
+    (formatting.times, 10.0, "10 times"),
+    (formatting.times, 999.96, "1,000 times"),
+    (formatting.times, 3.3e11, "3.3e11 times"),
+]
+
+
+@pytest.mark.parametrize(("say", "value", "shown"), FORMATS)
+def test_numbers_read_as_people_write_them(say, value, shown):
+    assert say(value) == shown
+
+
+def test_intervals_say_when_an_end_is_open_or_the_range_says_nothing():
+    assert formatting.interval((1e9, 2e9), formatting.count) == "1.00B to 2.00B"
+    assert formatting.interval((1e3, 1e12), formatting.count) == "undetermined"
+    assert formatting.interval(None, formatting.count) == "no interval"
+    assert formatting.interval((float("nan"), 1.0), formatting.count) == "no interval"
+
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+QUIET = "disable-quic no-first-run disable-background-networking disable-component-update disable-sync disable-gpu"
+PROBE = """
+<script>
+window.addEventListener('load', () => setTimeout(() => {
+  const count = plot => plot.querySelectorAll('.scatterlayer .trace path, .contourlayer path').length;
+  const drawn = [...document.querySelectorAll('.plot')].map(plot => plot.id + '=' + count(plot));
+  const wide = document.documentElement.scrollWidth > window.innerWidth;
+  const plot = document.getElementById('figure-optimal-n');
+  const near = plot && plot.layout.xaxis.range[1];
+  if (plot) document.querySelector('.switch button[value=far]').click();
+  const far = plot && plot.layout.xaxis.range[1];
+  const head = document.querySelector('.sortable th:nth-child(3)'); if (head) head.click();
+  const cells = [...document.querySelectorAll('.sortable tbody td:nth-child(3)')].map(cell => Number(cell.dataset.v));
+  const sorted = cells.every((value, i) => i === 0 || cells[i - 1] <= value);
+  const said = document.createElement('div'); said.id = 'probe';
+  said.textContent = JSON.stringify({drawn, wide, sorted, near, far, faults: window.faults});
+  document.body.append(said);
+}, 500));
+</script>
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.browser
+@pytest.mark.skipif(not CHROMIUM, reason="needs chromium")
+@pytest.mark.parametrize(("kind", "width"), [("full", 1300), ("hostile", 500), ("smoke", 1300)])
+def test_a_browser_draws_every_figure_without_an_error(tmp_path, kind, width):
+    sizes = {"budgets": (2e11, 5e11), "sizes": 2} if kind == "smoke" else {}
+    table, curves = sweep(hostile=kind == "hostile", **sizes)
+    _, path = write(tmp_path, table, curves, costs=COSTS)
+    catch = "<script>window.faults=[];window.addEventListener('error',e=>window.faults.push(e.message))</script>"
+    probed = tmp_path / "probed.html"
+    probed.write_text(path.read_text().replace("<head>", "<head>" + catch, 1).replace("</body>", PROBE + "</body>", 1))
+    flags = [f"--{flag}" for flag in QUIET.split()]
+    result = subprocess.run(
+        [
+            *(CHROMIUM, "--headless", "--no-sandbox", *flags, f"--user-data-dir={tmp_path / 'profile'}"),
+            *(f"--window-size={width},2000", "--virtual-time-budget=20000", "--enable-logging=stderr", "--v=0"),
+            *("--dump-dom", f"file://{probed}"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    found = re.search(r'<div id="probe">(.*?)</div>', result.stdout, re.S)
+    assert found, result.stderr[-2000:]
+    said = json.loads(html.unescape(found.group(1)))
+    assert said["faults"] == []
+    assert not re.search(r"CONSOLE.*(error|Uncaught)", result.stderr, re.I), result.stderr[-2000:]
+    counts = {name: int(n) for name, n in (entry.rsplit("=", 1) for entry in said["drawn"])}
+    # Two sizes a budget have no minimum between them, so no approach has an answer to draw.
+    assert len(counts) == {"smoke": 5}.get(kind, 13)
+    assert min(counts.values()) > 0, counts
+    assert said["sorted"]
+    if kind == "smoke":
+        assert said["near"] is None
+    else:
+        assert said["near"] < 14.1 < 18 < said["far"], "the switch goes out to the target of 1e18 FLOPs"
+    assert not said["wide"], "the page scrolls sideways"
+
+
+def test_the_paper_figures_return_axes_and_draw():
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    table, curves = sweep()
+    found = fit.analyze(fit.read_table(table), bootstrap=20)
+    axes = found.law.plot()
+    assert axes.get_xscale() == "log"
+    assert axes.collections
+    from isoflop.fit import plots
+
+    assert len(plots.plot_isoflop(found.profiles).lines) == 4
+    assert plots.plot_allocation(found, "D").get_ylabel() == "optimal tokens D*"
+    assert len(plots.plot_curves(found, curves).lines) == 24
+    import matplotlib.pyplot as plt
+
+    plt.close("all")
+
+
+def test_a_sweep_directory_goes_all_the_way(tmp_path):
+    table, curves = sweep()
+    table.to_csv(tmp_path / "table.csv", index=False)
+    found = fit.analyze(fit.read_table(tmp_path), bootstrap=20)
+    path = fit.write_report(found, tmp_path / "fit", curves)
+    assert path == Path(tmp_path) / "fit" / "report.html"

@@ -1,0 +1,150 @@
+"""What is tried again: causes, budgets, pauses, nodes to avoid. On random histories, for the rules are few and meet."""
+
+from __future__ import annotations
+
+import pickle
+import random
+
+import pytest
+from isoflop.sweeps.config import ClusterConfig
+from isoflop.sweeps.runs import retries
+from isoflop.sweeps.runs.attempts import Attempt
+from isoflop.sweeps.runs.retries import CAUSES, INTERRUPTED, ON_NODE, RETRIED, Policy, decide
+
+NEVER = ("done", "cancelled", "diverged", "input", "error")
+
+
+def an_attempt(number: int, cause: str, host: str | None = "node1", ended: float = 0.0, budget: int = 0) -> Attempt:
+    return Attempt(
+        attempt=number, began=ended - 60, ended=ended, seconds=60.0, host=host, job_id="7", cause=cause, reason=None,
+        first_step=0, last_step=0, saved_step=0, flops=0.0, flops_wasted=0.0, budget=budget,
+    )  # fmt: skip
+
+
+def history(*causes: str) -> list[Attempt]:
+    return [an_attempt(number, cause) for number, cause in enumerate(causes, 1)]
+
+
+def random_history(draw: random.Random, causes: tuple[str, ...] = CAUSES) -> list[Attempt]:
+    budgets = sorted(draw.choices(range(3), k=draw.randint(1, 12)))
+    return [
+        an_attempt(number, draw.choice(causes), draw.choice(["node1", "node2", "node3", None]), 100.0 * number, budget)
+        for number, budget in enumerate(budgets, 1)
+    ]
+
+
+def test_a_run_that_has_not_begun_begins() -> None:
+    assert decide([], Policy(), 0, 0.0) == retries.Decision(True, 0.0, (), "it has not begun")
+
+
+@pytest.mark.parametrize("cause", NEVER)
+def test_what_would_only_happen_again_is_never_tried_again(cause: str) -> None:
+    draw = random.Random(cause)
+    for _ in range(50):
+        decision = decide([*random_history(draw), an_attempt(99, cause, budget=2)], Policy(), 0, 0.0)
+        assert not decision.again
+        assert decision.why
+
+
+@pytest.mark.parametrize("cause", RETRIED)
+@pytest.mark.parametrize("budget", [0, 1, 3])
+def test_a_run_has_as_many_retries_as_its_budget_says(cause: str, budget: int) -> None:
+    policy = Policy(retries=budget)
+    for failures in range(1, 6):
+        assert decide(history(*[cause] * failures), policy, 0, 0.0).again == (failures <= budget)
+
+
+def test_all_runs_together_have_as_many_retries_as_the_sweeps_budget_says() -> None:
+    policy = Policy(sweep_retries=2)
+    said = [decide(history("killed"), policy, spent, 0.0) for spent in range(4)]
+    assert [decision.again for decision in said] == [True, True, False, False]
+    assert "cluster.sweep_retries" in said[2].why
+    assert decide(history("preempted"), policy, 99, 0.0).again  # no retry
+
+
+@pytest.mark.parametrize("most", [0, 2, 20])
+def test_being_told_to_stop_counts_against_requeues_alone_whichever_way_it_came_back(most: int) -> None:
+    policy, draw = Policy(max_requeues=most, retries=0, sweep_retries=0), random.Random(most)
+    for stops in range(1, most + 3):
+        decision = decide(history(*draw.choices(INTERRUPTED, k=stops)), policy, 7, 0.0)
+        assert (decision.again, decision.wait_seconds) == (stops <= most, 0.0)
+    assert f"{most} requeues, all that cluster.max_requeues allows" in decision.why
+
+
+def test_memory_that_runs_out_is_met_once_with_a_smaller_micro_batch() -> None:
+    assert decide(history("memory"), Policy(retries=0), 0, 0.0).again
+    assert decide(history("memory", "preempted"), Policy(), 0, 0.0).again
+    assert not decide(history("memory", "preempted", "memory"), Policy(), 0, 0.0).again
+
+
+def test_the_pause_doubles_and_counts_from_the_end_of_the_last_attempt() -> None:
+    policy = Policy(backoff_seconds=30.0, retries=99)
+    pauses = [decide(history(*["killed"] * n), policy, 0, now=0.0).wait_seconds for n in range(1, 10)]
+    assert pauses[:4] == [30, 60, 120, 240]
+    assert pauses[-1] == retries.LONGEST_WAIT
+    assert [decide(history("lost", "disk"), policy, 0, now).wait_seconds for now in (20.0, 60.0, 1e9)] == [40, 0, 0]
+    # A sign of life may be newer than what another server says of now: no pause grows by that.
+    assert decide(history("killed"), policy, 0, now=-1e6).wait_seconds == 30
+    assert decide(history(*["killed"] * 5000), Policy(retries=10**6), 0, 0.0).wait_seconds == retries.LONGEST_WAIT
+
+
+def test_nodes_that_failed_are_avoided_each_once_and_the_newest_last() -> None:
+    nodes = [("hung", "a"), ("killed", "b"), ("node", "c"), ("lost", "a"), ("disk", "d"), ("lost", None)]
+    attempts = [an_attempt(number, cause, host) for number, (cause, host) in enumerate(nodes, 1)]
+    assert decide(attempts, Policy(retries=99), 0, 0.0).avoid == ("c", "a")
+
+
+def test_the_node_that_a_reason_names_is_at_fault_and_not_that_of_the_first_rank() -> None:
+    attempt = an_attempt(1, "hung", "node1")
+    said = "rank 3 on node07 and rank 4 on gpu-8.local have made no progress since step 5 (in a step, at x) for 60 s"
+    object.__setattr__(attempt, "reason", said)
+    assert decide([attempt], Policy(), 0, 0.0).avoid == ("node07", "gpu-8.local")
+    object.__setattr__(attempt, "reason", "rank 0 on node1: it hung")
+    assert decide([attempt], Policy(), 0, 0.0).avoid == ("node1",)
+
+
+def test_a_retry_by_hand_begins_a_new_budget_and_forgets_the_nodes() -> None:
+    draw = random.Random(0)
+    for _ in range(300):
+        attempts = random_history(draw)
+        newest = [attempt for attempt in attempts if attempt.budget == attempts[-1].budget]
+        assert decide(attempts, Policy(), 5, 1e4) == decide(newest, Policy(), 5, 1e4)
+
+
+def test_random_histories_keep_to_every_rule() -> None:
+    draw = random.Random(1)
+    again = 0
+    for _ in range(2000):
+        attempts = random_history(draw)
+        policy = Policy(*(draw.randint(0, 4) for _ in range(3)), draw.choice([0.0, 1.0, 30.0]))
+        spent, now = draw.randint(0, 4), attempts[-1].ended + draw.uniform(0, 500)
+        decision = decide(attempts, policy, spent, now)
+        last = attempts[-1]
+        ours = [attempt.cause for attempt in attempts if attempt.budget == last.budget]
+        failed, stopped = sum(c in RETRIED for c in ours), sum(c in INTERRUPTED for c in ours)
+        allowed = (
+            (last.cause in RETRIED and failed <= policy.retries and spent < policy.sweep_retries)
+            or (last.cause in INTERRUPTED and stopped <= policy.max_requeues)
+            or (last.cause == "memory" and ours.count("memory") == 1)
+        )
+        assert decision.again == allowed
+        again += allowed
+        assert 0 <= decision.wait_seconds <= policy.backoff_seconds * 2 ** max(0, failed - 1)
+        if not (decision.again and last.cause in RETRIED):
+            assert decision.wait_seconds == 0
+        elif decision.wait_seconds > 0:  # one who waits so long is not told to wait again
+            assert decide(attempts, policy, spent, now + decision.wait_seconds).wait_seconds == 0
+        assert len(set(decision.avoid)) == len(decision.avoid)
+        at_fault = [a.host for a in attempts if a.budget == last.budget and a.cause in ON_NODE and a.host]
+        assert set(decision.avoid) == set(at_fault)
+        assert not at_fault or decision.avoid[-1] == at_fault[-1]
+    assert 300 < again < 1700  # both answers are tried
+
+
+def test_a_policy_is_what_the_cluster_says_and_travels_in_a_jobs_arguments() -> None:
+    cluster = ClusterConfig(
+        max_requeues=1, retries=2, sweep_retries=3, backoff_seconds=4.0, heartbeat_seconds=5.0, hang_minutes=6.0
+    )
+    assert Policy.of(cluster) == Policy(1, 2, 3, 4.0, 5.0, 360.0)
+    assert pickle.loads(pickle.dumps(Policy.of(cluster))) == Policy.of(cluster)
+    assert Policy.of(ClusterConfig()) == Policy()

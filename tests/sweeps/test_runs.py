@@ -1,0 +1,267 @@
+"""Run directories: frozen configs, atomic states, locks that die with their holder."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from isoflop.sweeps.runs.directory import Busy, RunDirectory, SweepDirectory, lock_token, this_node, this_user
+from isoflop.train.config import ModelConfig, ParallelConfig, RunConfig, run_id
+from isoflop.train.errors import UserError
+from isoflop.train.files import read_json_lines
+
+
+def a_run() -> RunConfig:
+    return RunConfig(model=ModelConfig(vocab_size=256), tokens=4096)
+
+
+def directory(tmp_path: Path) -> RunDirectory:
+    run = RunDirectory(tmp_path / run_id(a_run()))
+    run.freeze(a_run())
+    return run
+
+
+def test_a_frozen_config_comes_back_as_it_was(tmp_path: Path) -> None:
+    assert directory(tmp_path).config() == a_run()
+
+
+def test_freezing_again_changes_nothing(tmp_path: Path) -> None:
+    run = directory(tmp_path)
+    before = (run.path / "config.yaml").read_bytes()
+    other = a_run()
+    other.tracker.kind = "none"  # cosmetic: the same run
+    run.freeze(other)
+    assert (run.path / "config.yaml").read_bytes() == before
+
+
+def test_a_run_moved_to_other_ranks_is_the_same_run(tmp_path: Path) -> None:
+    run = directory(tmp_path)
+    other = a_run()
+    other.parallel = ParallelConfig(tp=2, dp=2, zero=3)
+    run.refreeze(other)
+    assert run.config() == other
+    assert run_id(run.config()) == run.run_id
+
+
+def test_a_run_under_way_keeps_its_ranks(tmp_path: Path) -> None:
+    run = directory(tmp_path)
+    other = a_run()
+    other.parallel.dp = 2
+    process = holder(run.path)
+    try:
+        run.refreeze(a_run())  # says nothing new, so that it need not wait
+        with pytest.raises(UserError, match=f"is held by process {process.pid} on .* stay as they are"):
+            run.refreeze(other, timeout=0.1)
+        assert run.config() == a_run()
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_the_first_word_of_a_failure_stays_until_the_next_attempt(tmp_path: Path) -> None:
+    run = directory(tmp_path)
+    assert run.failure() is None
+    for rank in (2, 1):
+        run.note_failure(f"rank {rank} on node7 died at step 40")
+    assert run.failure() == "rank 2 on node7 died at step 40"
+    run.forget_failure()
+    run.forget_failure()
+    assert run.failure() is None
+
+
+def test_the_cause_of_a_failure_goes_with_its_words(tmp_path: Path) -> None:
+    run = directory(tmp_path)
+    assert run.failure_cause() is None
+    run.note_failure("it hung", "hung")
+    assert (run.failure(), run.failure_cause()) == ("it hung", "hung")
+    run.forget_failure()
+    run.note_failure("rank 2 died")
+    assert run.failure_cause() is None
+
+
+def test_who_asks_to_cancel_a_run_is_named_until_it_is_forgotten(tmp_path: Path) -> None:
+    run = directory(tmp_path)
+    assert run.cancel_asked() is None
+    run.forget_cancel()
+    run.ask_cancel("ann on login1")
+    assert RunDirectory(run.path).cancel_asked() == "ann on login1"
+    (run.path / "cancel.json").write_text("{")  # it was asked, by whomever
+    assert run.cancel_asked() == "somebody"
+    run.forget_cancel()
+    assert run.cancel_asked() is None
+
+
+def test_a_process_names_its_node_as_slurm_does_and_its_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURMD_NODENAME", "node7")
+    monkeypatch.setattr("getpass.getuser", lambda: "ann")
+    assert (this_node(), this_user()) == ("node7", "ann on node7")
+    monkeypatch.delenv("SLURMD_NODENAME")
+    assert this_node() == socket.gethostname()
+
+    def nobody() -> str:
+        raise KeyError("uid not found")
+
+    monkeypatch.setattr("getpass.getuser", nobody)
+    assert this_user() == f"user {os.getuid()} on {this_node()}"
+
+
+def test_ranks_write_logs_of_their_own(tmp_path: Path) -> None:
+    run = directory(tmp_path)
+    run.log("first")
+    run.log("second", rank=3)
+    assert (run.path / "log.txt").read_text().endswith(" first\n")
+    assert (run.path / "log-rank3.txt").read_text().endswith(" second\n")
+
+
+def test_a_config_that_was_edited_into_another_run_is_refused(tmp_path: Path) -> None:
+    run = directory(tmp_path)
+    path = run.path / "config.yaml"
+    path.write_text(path.read_text().replace("tokens: 4096", "tokens: 8192"))
+    with pytest.raises(UserError, match="describes run"):
+        run.config()
+
+
+@pytest.mark.parametrize("content", [b"", b"[1, 2", b"just words", b"modl: {}", b"\xff"])
+def test_a_config_that_is_none_is_refused(tmp_path: Path, content: bytes) -> None:
+    run = directory(tmp_path)
+    (run.path / "config.yaml").write_bytes(content)
+    with pytest.raises(UserError):
+        run.config()
+
+
+def test_states_keep_what_is_not_named_but_not_the_reason(tmp_path: Path) -> None:
+    run = directory(tmp_path)
+    run.set_state("running", attempt=2, host="node1", job_id="7_3")
+    run.set_state("failed", reason="the disk is full")
+    assert (run.state().attempt, run.state().host, run.state().reason) == (2, "node1", "the disk is full")
+    run.set_state("queued")
+    assert run.state().reason is None
+
+
+@pytest.mark.parametrize("garbage", ["", "{", '{"state": "flying"}', "[]", '{"state": 3}'])
+def test_a_state_that_cannot_be_read_counts_as_planned(tmp_path: Path, garbage: str) -> None:
+    run = directory(tmp_path)
+    (run.path / "state.json").write_text(garbage)
+    assert run.state().state == "planned"
+
+
+@pytest.mark.parametrize(
+    "garbage", ["", "{", '{"state": "flying"}', "[]", '{"state": 3}', '{"state": "running", "attempt": "x"}']
+)
+def test_a_run_with_a_summary_is_done_whatever_became_of_its_state(tmp_path: Path, garbage: str) -> None:
+    run = directory(tmp_path)
+    run.set_state("running", attempt=3)
+    (run.path / "summary.json").write_text('{"step": 2}')
+    (run.path / "state.json").write_text(garbage)
+    assert run.is_done()
+    run.set_state("done")  # a damaged one is replaced
+    assert json.loads((run.path / "state.json").read_text())["state"] == "done"
+    (run.path / "summary.json").write_text('{"step": 2')
+    (run.path / "state.json").write_text(garbage)
+    assert run.state().state == "planned"
+    assert run.set_state("running", attempt=4).attempt == run.state().attempt == 4
+
+
+def test_done_needs_both_the_state_and_the_summary(tmp_path: Path) -> None:
+    run = directory(tmp_path)
+    run.set_state("done")
+    assert not run.is_done()
+    (run.path / "summary.json").write_text('{"step": 2}')
+    assert run.is_done()
+    run.set_state("running")
+    assert not run.is_done()
+
+
+def test_a_reader_never_sees_half_a_state(tmp_path: Path) -> None:
+    """While one process replaces state.json thousands of times, every read parses."""
+    run = directory(tmp_path)
+    run.set_state("running")
+    writer = subprocess.Popen(
+        [sys.executable, "-c", "import sys; from pathlib import Path\n"
+         "from isoflop.sweeps.runs.directory import RunDirectory\n"
+         "run = RunDirectory(Path(sys.argv[1]))\n"
+         "for i in range(300): run.set_state('running', attempt=i)", str(run.path)]
+    )  # fmt: skip
+    reads = 0
+    while writer.poll() is None:
+        assert json.loads((run.path / "state.json").read_text())["state"] == "running"
+        reads += 1
+    assert writer.returncode == 0
+    assert reads > 100
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from isoflop.sweeps.runs.directory import RunDirectory
+with RunDirectory(Path(sys.argv[1])).lock():
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def holder(path: Path) -> subprocess.Popen[str]:
+    process = subprocess.Popen([sys.executable, "-c", HOLD, str(path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    return process
+
+
+def test_one_directory_has_one_writer_and_the_refusal_names_it(tmp_path: Path) -> None:
+    run = directory(tmp_path)
+    process = holder(run.path)
+    try:
+        with pytest.raises(Busy, match=f"held by process {process.pid} on "), run.lock(timeout=0.1):
+            pytest.fail("two held the run at once")
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_lock_dies_with_its_holder(tmp_path: Path) -> None:
+    run = directory(tmp_path)
+    process = holder(run.path)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    started = time.monotonic()
+    with run.lock(timeout=5):
+        assert time.monotonic() - started < 5
+
+
+def test_a_worker_sees_whether_its_own_launcher_lives(tmp_path: Path) -> None:
+    sweep = SweepDirectory(tmp_path / "sweep")
+    with sweep.lock():
+        token = lock_token(sweep.path)
+        check = "import sys; from pathlib import Path; from isoflop.sweeps.runs.directory import SweepDirectory\n"
+        check += "print(SweepDirectory(Path(sys.argv[1])).launcher_alive(sys.argv[2]))"
+
+        def alive(token: str) -> str:
+            return subprocess.check_output([sys.executable, "-c", check, str(sweep.path), token], text=True).strip()
+
+        assert alive(token) == "True"
+        assert alive("the token of an earlier launcher") == "False"
+    assert alive(token) == "False"
+
+
+def test_of_json_lines_those_are_read_that_hold_an_object(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"a": 1}\n"x"\n3\n\xff\n{"b": "\xff"}\n{"c": 2}\n{"d"')
+    assert read_json_lines(tmp_path / "metrics.jsonl") == [{"a": 1}, {"b": "\N{REPLACEMENT CHARACTER}"}, {"c": 2}]
+
+
+def test_last_metrics_skips_a_torn_line(tmp_path: Path) -> None:
+    run = directory(tmp_path)
+    assert run.last_metrics() == {}
+    (run.path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"step": 3, "tra')
+    assert run.last_metrics() == {"step": 2}
+
+
+def test_a_folder_that_is_no_sweep_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no plan\.json"):
+        SweepDirectory.open(tmp_path)

@@ -1,0 +1,391 @@
+"""`isoflop status` and `isoflop logs`: what is shown of many runs, what is estimated, and what a growing log prints."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from isoflop.sweeps.config import ClusterConfig
+from isoflop.sweeps.observe import logs, status, status_view
+from isoflop.sweeps.plan import planning
+from isoflop.sweeps.plan.sweep_plan import plan
+from isoflop.sweeps.results import accounting
+from isoflop.sweeps.runs import attempts
+from isoflop.sweeps.runs.directory import RunDirectory, SweepDirectory, now_on
+from isoflop.sweeps.runs.retries import Policy
+from isoflop.train.config import ModelConfig, RunConfig, run_id
+from isoflop.train.errors import UserError
+from isoflop.train.files import write_json
+
+
+def make(folder: Path, count: int = 4, gpus: int = 1) -> SweepDirectory:
+    """A sweep of runs that differ in their seed; none has begun."""
+    sweep = SweepDirectory(folder)
+    runs = [RunConfig(model=ModelConfig(vocab_size=256), tokens=2**16, seed=seed) for seed in range(count)]
+    cluster = ClusterConfig(gpus_per_job=gpus)
+    for run in runs:
+        directory = sweep.run(run_id(run))
+        directory.freeze(run)
+        directory.set_state("planned")
+    write_json(folder / "plan.json", plan(runs, cluster, 1e11, 1).to_dict())
+    (folder / "sweep.yaml").write_text("config: {cluster: {heartbeat_seconds: 10.0}}\n")
+    return sweep
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> SweepDirectory:
+    return make(tmp_path / "sweep")
+
+
+def metrics(run: RunDirectory, **values: object) -> None:
+    record = {"step": 10, "tokens": 2**15, "train_loss": 3.0, "tokens_per_s": 2.0**10, "mfu": 0.4, **values}
+    with (run.path / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+def row_of(sweep: SweepDirectory, run: RunDirectory) -> dict[str, Any]:
+    return next(row for row in status.sweep_status(sweep)["runs"] if row["run_id"] == run.run_id)
+
+
+def begin(run: RunDirectory, seconds_ago: float) -> None:
+    """As a worker that began so long ago, and that gave its last sign of life then."""
+    began = now_on(run.path) - seconds_ago
+    run.set_state("running", attempt=1, host="node1", job_id="7_0", since=began)
+    write_json(run.path / "attempt.json", {"began": began, "share": 0.5})
+    run.give_sign()
+    os.utime(run.path / "heartbeat", (began, began))
+
+
+def test_a_running_run_says_when_it_ends_and_what_it_has_cost(sweep: SweepDirectory) -> None:
+    run = sweep.runs()[0]
+    metrics(run)
+    begin(run, seconds_ago=20)
+    row = row_of(sweep, run)
+    assert row["eta_seconds"] == 2**15 / 2**10  # half of its tokens are left
+    assert row["gpu_hours"] == pytest.approx(20 / 3600, rel=0.1)  # nobody else is at the GPU that it shares
+    assert not row["silent"]
+    assert row["heartbeat_age"] == pytest.approx(20, abs=2)
+
+
+def test_a_run_without_a_sign_of_life_for_three_periods_is_called_silent(sweep: SweepDirectory) -> None:
+    run = sweep.runs()[0]
+    begin(run, seconds_ago=100)
+    assert row_of(sweep, run)["silent"]
+    assert "no sign of life for 1.7 min" in status_view._note(row_of(sweep, run))
+
+
+def ended(run: RunDirectory, cause: str, hours: float, number: int = 1, share: float = 1.0) -> None:
+    """The line of an attempt that began so many hours after the epoch as it is the first, second, ..."""
+    began = 3600.0 * number if share == 1.0 else 0.0
+    seconds = 3600 * hours
+    attempt = attempts.Attempt(
+        number, began, began + seconds, seconds, "node1", "7", cause, f"{cause} it was", 0, 10, 0, 1e9, 0.0, 1.0, share
+    )
+    with (run.path / attempts.LINES).open("a") as file:
+        file.write(json.dumps(vars(attempt)) + "\n")
+
+
+def test_hours_are_added_up_over_attempts_and_what_was_tried_again_counts_as_a_retry(sweep: SweepDirectory) -> None:
+    run, last = sweep.runs()[:2]
+    for number, cause in enumerate(["killed", "preempted", "node", "done"], start=1):
+        ended(run, cause, 0.25, number)
+    with (run.path / attempts.LINES).open("ab") as file:
+        file.write(b'"a line"\n3\n\xff\n{"attempt": 9, "cau')
+    ended(last, "killed", 1.0)  # and nobody has tried it again
+    row = row_of(sweep, run)
+    assert (row["gpu_hours"], row["core_hours"], row["retries"]) == (1.0, 0.0, 2)
+    assert row_of(sweep, last)["retries"] == 0
+
+
+def test_hours_are_those_of_the_books(sweep: SweepDirectory) -> None:
+    (sweep.path / "sweep.yaml").write_text("config: {cluster: {kind: local, gpus_per_job: 1, runs_per_gpu: 2}}\n")
+    one, two, alone, _ = sweep.runs()
+    ended(one, "done", 1.0, share=0.5)
+    ended(two, "killed", 10.0, share=0.5)
+    ended(alone, "killed", 2.0)
+    found = status.sweep_status(sweep)
+    assert [row["gpu_hours"] for row in found["runs"]] == [0.25, 4.75, 1.0, 0.0]  # two share a GPU, and one its process
+    assert found["gpu_hours"] == pytest.approx(accounting.account(sweep).used.hours)
+
+
+def test_what_is_dead_costs_no_more_with_every_look_and_has_no_end_in_sight(sweep: SweepDirectory) -> None:
+    run = sweep.runs()[0]
+    metrics(run)
+    begin(run, seconds_ago=2000)
+    seen = now_on(run.path) - 1000
+    os.utime(run.path / "heartbeat", (seen, seen))
+    row = row_of(sweep, run)
+    assert row["silent"]
+    assert row["gpu_hours"] == pytest.approx(1000 / 3600, rel=0.01)
+    assert row["eta_seconds"] is None
+    assert status.sweep_status(sweep)["eta_seconds"] is None, "nobody is at work"
+
+
+def test_a_loss_that_is_no_number_does_not_break_the_json(
+    sweep: SweepDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = sweep.runs()[0]
+    metrics(run, train_loss=float("nan"))
+    run.set_state("diverged", reason="the loss is nan")
+    status_view.print_json(status.sweep_status(sweep))
+    found = json.loads(capsys.readouterr().out)
+    assert [row["loss"] for row in found["runs"]] == [None] * 4
+
+
+def rows(**counts: int) -> list[dict[str, Any]]:
+    """Rows of so many runs a state; what failed did so for one reason."""
+    reason = {"failed": "the disk is full"}
+    return [
+        {"run_id": f"{state}{number}", "state": state, "reason": reason.get(state)}
+        for state, count in counts.items()
+        for number in range(count)
+    ]
+
+
+def test_few_runs_are_all_shown() -> None:
+    shown, hidden = status_view.fold(rows(done=10, running=5), room=20)
+    assert len(shown) == 15
+    assert hidden == {}
+
+
+def test_of_many_runs_those_that_are_done_or_wait_are_counted() -> None:
+    shown, hidden = status_view.fold(rows(done=600, planned=100, queued=9, running=5, failed=2), room=20)
+    assert [row["state"] for row in shown] == ["queued"] * 9 + ["running"] * 5 + ["failed"] * 2
+    assert hidden == {"planned": 100, "done": 600}
+
+
+def test_many_failures_leave_room_for_what_runs_and_the_other_way_round() -> None:
+    shown, hidden = status_view.fold(rows(running=100, failed=50), room=20)
+    states = [row["state"] for row in shown]
+    assert states.count("failed") == 9  # and a line for their reason
+    assert states.count("running") == 10
+    assert hidden == {"running": 90, "failed": 41}
+    everything, hidden = status_view.fold(rows(running=100, failed=50), room=None)
+    assert len(everything) == 150
+    assert not hidden
+
+
+def estimate(state: str, estimated: float, step: int = 0, **values: object) -> dict[str, Any]:
+    return {
+        "state": state, "estimated_seconds": estimated, "step": step, "first_step": 0, "steps": 100, "seconds": 0.0,
+        "eta_seconds": None, "cancel_asked": False, "silent": False, **values,
+    }  # fmt: skip
+
+
+def test_the_sweep_s_end_is_that_of_its_last_run_at_the_places_that_work_now() -> None:
+    running = [estimate("running", 100, eta_seconds=10.0), estimate("running", 100, eta_seconds=40.0)]
+    waiting = [estimate("planned", 100), estimate("queued", 50), estimate("preempted", 60, step=50)]
+    # 100 from the first place at 10, 50 from the second at 40, and the 30 that the last has left from 90.
+    assert status.sweep_eta([*running, *waiting]) == 120.0
+    # The runs that are done took twice their estimate, so those that wait will too: 210 and 140, then 60 from there.
+    done = [estimate("done", 100, seconds=200.0)]
+    assert status.sweep_eta([*running, *waiting, *done]) == 210.0
+    assert status.sweep_eta(waiting) is None
+    cancelled = estimate("planned", 1e6, cancel_asked=True)
+    assert status.sweep_eta([*running, *waiting, cancelled]) == 120.0
+
+
+def test_a_second_look_reads_only_what_has_changed(sweep: SweepDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = sweep.runs()[:2]
+    for run in sweep.runs():
+        run.set_state("failed", reason="x")
+    before = status.sweep_status(sweep)
+    read: list[str] = []
+    real = status._read
+    monkeypatch.setattr(status, "_read", lambda run, *rest: read.append(run.run_id) or real(run, *rest))
+    first.set_state("planned")
+    after = status.sweep_status(sweep, before)
+    assert read == [first.run_id]
+    assert after["states"] == {"planned": 1, "failed": 3}
+    assert status.sweep_status(sweep, after) == status.sweep_status(sweep)
+    assert second.run_id in read
+
+
+def test_what_slurm_says_of_a_waiting_job_is_shown_and_nothing_else_is_asked_of_it(
+    sweep: SweepDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program, calls = tmp_path / "bin" / "squeue", tmp_path / "calls"
+    program.parent.mkdir()
+    program.write_text(f"#!/bin/sh\necho call >> {calls}\necho '12_0|Priority'\necho '12_1|Resources'\n")
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    one, two, three, _ = sweep.runs()
+    one.set_state("queued", job_id="12_1")
+    two.set_state("queued", job_id="12_7")
+    three.set_state("running", job_id="12_0")
+    assert [row_of(sweep, run)["waits"] for run in (one, two, three)] == [None] * 3
+    assert not calls.exists()  # the sweep has no jobs in SLURM
+    write_json(sweep.path / "jobs" / "slurm.json", {})
+    found = {row["run_id"]: row["waits"] for row in status.sweep_status(sweep)["runs"]}
+    assert [found[run.run_id] for run in (one, two, three)] == ["Resources", None, None]
+    assert calls.read_text() == "call\n"
+
+
+def test_without_squeue_a_waiting_run_has_no_explanation(
+    sweep: SweepDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = sweep.runs()[0]
+    run.set_state("queued", job_id="12_1")
+    write_json(sweep.path / "jobs" / "slurm.json", {})
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert row_of(sweep, run)["waits"] is None
+
+
+def test_a_watch_ends_with_the_last_run(
+    sweep: SweepDirectory, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for run in sweep.runs():
+        run.set_state("done")
+        write_json(run.path / "summary.json", {"step": 1, "val_loss": 2.0})
+    last = sweep.runs()[-1]
+    last.set_state("running")
+    monkeypatch.setattr(status_view.time, "sleep", lambda seconds: last.set_state("done"))
+    status_view.watch(sweep, as_json=True)
+    looks = [json.loads(line)["states"] for line in capsys.readouterr().out.splitlines()]
+    assert looks == [{"running": 1, "done": 3}, {"done": 4}]
+
+
+def fail(run: RunDirectory, cause: str) -> None:
+    ended(run, cause, 1.0)
+    run.set_state("failed", reason=f"{cause} it was")
+
+
+def test_a_watch_waits_for_what_is_tried_again_and_not_for_what_has_failed_for_good(
+    sweep: SweepDirectory, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    again, *others = sweep.runs()
+    fail(again, "killed")
+    for run in others:
+        fail(run, "error")
+
+    def pause(seconds: float) -> None:
+        again.set_state("diverged")
+
+    monkeypatch.setattr(status_view.time, "sleep", pause)
+    status_view.watch(sweep, as_json=True)
+    looks = [json.loads(line)["states"] for line in capsys.readouterr().out.splitlines()]
+    assert looks == [{"failed": 4}, {"failed": 3, "diverged": 1}]
+
+
+def test_following_a_log_goes_on_while_the_run_is_tried_again(
+    sweep: SweepDirectory, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    again, never = sweep.runs()[:2]
+    fail(again, "killed")
+    fail(never, "error")
+
+    def pause(seconds: float) -> None:
+        again.log("second attempt")
+        again.set_state("diverged")
+
+    monkeypatch.setattr(logs.time, "sleep", pause)
+    logs.one(sweep, again.run_id, follow=True)
+    assert "second attempt" in capsys.readouterr().out
+    monkeypatch.setattr(logs.time, "sleep", lambda seconds: pytest.fail("it waits for what has ended"))
+    logs.one(sweep, never.run_id, follow=True)
+
+
+def test_a_watch_is_left_quietly(
+    sweep: SweepDirectory, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(status_view.time, "sleep", interrupt)
+    status_view.watch(sweep)
+    printed = capsys.readouterr()
+    assert "4 planned" in printed.out
+    assert not printed.err
+
+
+def test_a_follower_reads_whole_lines_once_and_survives_a_file_that_is_cut_or_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "log.txt"
+    follower = logs.Follower(path)
+    assert follower.lines() == []  # it is not there yet
+    path.write_text("one\ntw")
+    assert follower.lines() == ["one"]
+    with path.open("a") as file:
+        file.write("o\n")
+    assert follower.lines() == ["two"]
+    assert follower.lines() == []
+    path.write_text("new\n")  # shorter
+    assert follower.lines() == ["new"]
+    other = tmp_path / "other"
+    other.write_text("another file, longer than before\n")
+    other.rename(path)
+    assert follower.lines() == ["another file, longer than before"]
+
+
+def test_following_a_log_ends_with_the_run_and_loses_no_line(
+    sweep: SweepDirectory, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logs, "POLL_SECONDS", 0.01)
+    run = sweep.runs()[0]
+    run.set_state("running", job_id="12_3")
+    folder = sweep.path / "jobs" / "slurm-x"
+    folder.mkdir(parents=True)
+
+    def work() -> None:
+        for number in range(20):
+            run.log(f"line {number}")
+            time.sleep(0.002)
+        (folder / "12_3_0_log.err").write_text("srun: error\n")
+        run.log("done")
+        run.set_state("done", job_id="12_3")
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    logs.one(sweep, run.run_id[:6], follow=True)
+    worker.join()
+    printed = capsys.readouterr().out.splitlines()
+    said = [line.split(" ", 2)[2] for line in printed if line.startswith("20")]
+    assert said == [f"line {number}" for number in range(20)] + ["done"]
+    assert "12_3_0_log.err: srun: error" in printed
+
+
+def test_without_a_run_the_newest_lines_of_those_that_run_or_failed_are_shown(
+    sweep: SweepDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, two, three, _ = sweep.runs()
+    for run, state in ((one, "running"), (two, "failed"), (three, "done")):
+        for number in range(9):
+            run.log(f"{state} {number}")
+        run.set_state(state)
+    logs.overview(sweep, follow=False)
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.split()[-2:] for line in printed] == [
+        [state, str(number)] for state in ("running", "failed") for number in (6, 7, 8)
+    ]
+
+
+def test_runs_that_were_added_are_shown_too_and_where_there_are_none_that_is_said(
+    sweep: SweepDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logs.overview(sweep, follow=False)
+    assert capsys.readouterr().out == "no run runs or failed (4 planned)\n"
+    added = sweep.run("0123456789")
+    added.set_state("failed")
+    added.log("of a run that was added")
+    write_json(sweep.path / planning.ADDED, {added.run_id: {}})
+    logs.overview(sweep, follow=False)
+    assert "of a run that was added" in capsys.readouterr().out
+
+
+def test_limits_are_those_of_the_sweep_s_own_cluster(sweep: SweepDirectory) -> None:
+    (sweep.path / "sweep.yaml").write_text("config: {cluster: {heartbeat_seconds: 99.0, of_another_version: 1}}\n")
+    assert Policy.of(status.cluster_of(sweep.settings())).heartbeat_seconds == 99.0
+
+
+def test_a_plan_of_another_version_is_one_sentence(sweep: SweepDirectory) -> None:
+    plan = sweep.plan()
+    del plan["runs"][2]["steps"]
+    write_json(sweep.path / "plan.json", plan)
+    (sweep.path / "sweep.yaml").write_text("isoflop_version: 9.0\n")
+    with pytest.raises(UserError, match=r"lacks steps, for isoflop 9\.0 wrote it and this is"):
+        status.open_sweep(sweep.path)

@@ -1,0 +1,147 @@
+"""What `isoflop suggest` buys: runs that can be added, within the budget, at the price that they will really have."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+from fake_sweep import finish, settings, write
+from isoflop.sweeps.config import IsoflopGrid
+from isoflop.sweeps.grid import expand as grid
+from isoflop.sweeps.grid import extend
+from isoflop.sweeps.grid.suggest import Suggestion, print_suggestion, suggest
+from isoflop.sweeps.grid.suggest_candidates import Range, merged, offers, trunk_of
+from isoflop.sweeps.grid.trunks import Progress, merge, own_flops
+from isoflop.sweeps.plan import planning
+from isoflop.sweeps.runs.directory import SweepDirectory
+from isoflop.train.config import RunConfig, run_id
+from isoflop.train.errors import UserError
+from isoflop.train.flops import count_parameters, flops_exact
+from isoflop.train.schedule import trunk_steps
+
+BUDGETS = [5e10, 1e11, 2e11]
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory: pytest.TempPathFactory) -> SweepDirectory:
+    found = write(tmp_path_factory.mktemp("suggest") / "sweep", settings(IsoflopGrid(budgets=BUDGETS, sizes=4)))
+    finish(found)
+    return found
+
+
+@pytest.fixture(scope="module")
+def suggestion(sweep: SweepDirectory) -> Suggestion:
+    return suggest(sweep, 1e12, 1e14, max_flops=4e11, max_runs=12)
+
+
+def test_the_grid_that_is_written_expands_to_the_suggested_runs_and_extends_the_sweep(
+    sweep: SweepDirectory, suggestion: Suggestion, tmp_path: Path
+) -> None:
+    file = tmp_path / "more.yaml"
+    file.write_text(yaml.safe_dump(suggestion.grid, sort_keys=False))
+    config = planning.configuration(sweep)
+    runs = grid.expand(extend.read_grid(file), planning.resolved_base(sweep, config))
+    assert [run_id(run) for run in runs] == [run.run_id for run in suggestion.runs]
+    assert [(count_parameters(run.model).N_total, run.D) for run in runs] == [(run.N, run.D) for run in suggestion.runs]
+    assert not {run_id(run) for run in runs} & {run.run_id for run in planning.members(sweep)}
+
+
+def test_a_suggestion_keeps_to_its_budget_at_the_price_that_the_planner_will_charge(
+    sweep: SweepDirectory, suggestion: Suggestion
+) -> None:
+    config = planning.configuration(sweep)
+    points = extend.as_grid(suggestion.grid, "test")
+    runs = merge(grid.expand(points, planning.resolved_base(sweep, config))).runs  # the sweep's own runs are done
+    assert sum(map(own_flops, runs)) == pytest.approx(suggestion.flops, rel=1e-9)
+    assert 0.5e12 < suggestion.flops <= 1e12 * (1 + 1e-9)
+    assert len(suggestion.runs) <= 12
+    assert max(run.flops for run in suggestion.runs) <= 4e11 * (1 + 1e-6)
+    assert any(run.trunk is not None for run in suggestion.runs)
+
+
+def test_both_intervals_are_expected_to_shrink_and_a_large_run_checks_the_law(suggestion: Suggestion) -> None:
+    for name, before in suggestion.before.items():
+        after = suggestion.after[name]
+        assert before.low < after.low < before.value == after.value < after.high < before.high
+    checks = [run.flops for run in suggestion.runs if run.check]
+    assert checks
+    assert min(checks) >= 0.5 * max(run.flops for run in suggestion.runs)
+
+
+def test_a_suggestion_is_plain_json_and_a_table(suggestion: Suggestion, capsys: pytest.CaptureFixture[str]) -> None:
+    assert json.loads(json.dumps(suggestion.to_dict(), allow_nan=False))["runs"][0]["run_id"]
+    print_suggestion(suggestion)
+    said = capsys.readouterr().out
+    assert all(run.run_id in said for run in suggestion.runs)
+    assert "checks the law" in said
+
+
+def sized(tokens: int, **changes: object) -> RunConfig:
+    run = RunConfig(tokens=tokens)
+    run.model.vocab_size = 256
+    return replace(run, **changes)  # type: ignore[arg-type]
+
+
+def test_a_branch_costs_its_own_steps_where_the_trunk_has_kept_its_checkpoint_and_else_the_whole() -> None:
+    trunk = sized(16_384_000)
+    begin = trunk_steps(replace(trunk, tokens=8_192_000))
+    within = Range(0.2 * flops_exact(trunk), flops_exact(trunk), 1.0, 1e6, 100)
+    done = Progress(fixed=True, step=trunk.steps)
+    kept = Progress(fixed=True, step=trunk.steps, saved=frozenset([begin]))
+    whole, cheap = (
+        {
+            offer.run.D: offer
+            for offer in offers(trunk, [trunk.seed], within, [trunk], {run_id(trunk): progress})
+            if offer.trunk == trunk_of(trunk)
+        }
+        for progress in (done, kept)
+    )
+    assert whole
+    assert all(offer.flops == offer.size for offer in whole.values())
+    assert 8_192_000 not in whole  # what begins at a checkpoint that is there is offered because of that
+    branch = cheap[8_192_000]
+    assert branch.flops == pytest.approx(branch.size * (1 - begin / branch.run.steps))
+    assert own_flops(merged([branch.run], [trunk], {run_id(trunk): kept}, True)[0]) == branch.flops
+
+
+def test_what_shares_no_trunk_pays_for_all_of_its_steps() -> None:
+    cosine = sized(4_096_000)
+    cosine.schedule.kind = "cosine"
+    within = Range(1e11, 1e12, 1.0, 1e6, 100)
+    for found in (offers(cosine, [0], within, [], {}), offers(sized(4_096_000), [0], within, [], {}, share=False)):
+        assert found
+        assert all(offer.branch_flops == offer.flops == offer.size for offer in found)
+    assert any(offer.branch_flops < 0.3 * offer.flops for offer in offers(sized(4_096_000), [0], within, [], {}))
+
+
+REFUSED = [
+    ({"budget": 0.0}, "budget is 0.0; it must be a positive number"),
+    ({"budget": float("nan")}, "budget is nan"),
+    ({"budget": 1e6}, r"budget is 1e\+06 FLOPs, and the smallest run worth adding needs .*e\+10"),
+    ({"budget": 1e12, "max_flops": 1e5}, r"max_flops 1e\+05, and the smallest run"),
+    ({"budget": 1e12, "target_flops": 1e11}, r"target_flops is 1e\+11, and the largest run that is done has"),
+    ({"budget": 1e12, "target_flops": 0.0}, "target_flops is 0, and the largest"),
+    ({"budget": 1e12, "seeds": -1}, "seeds is -1"),
+    ({"budget": 1e12, "seeds": 100}, "seeds is 100; it must be at least 0 and at most 8"),
+    ({"budget": 1e12, "max_runs": 0}, "max_runs is 0"),
+    ({"budget": 1e12, "check_share": 2.0}, "check_share is 2.0"),
+]
+
+
+@pytest.mark.parametrize(("asked", "sentence"), REFUSED)
+def test_what_cannot_be_suggested_is_refused_in_one_sentence(
+    sweep: SweepDirectory, asked: dict[str, float], sentence: str
+) -> None:
+    with pytest.raises(UserError, match=sentence) as error:
+        suggest(sweep, **asked)  # type: ignore[arg-type]
+    assert "\n" not in str(error.value)
+
+
+def test_fewer_runs_than_constants_are_refused(tmp_path: Path) -> None:
+    small = write(tmp_path / "sweep", settings(IsoflopGrid(budgets=[5e10], sizes=5)))
+    finish(small)
+    with pytest.raises(UserError, match=r"5 runs of .* are done, and the law has 5 constants; at least 6 runs"):
+        suggest(small, 1e12)

@@ -1,0 +1,397 @@
+"""`python sweep.py` from the outside: what it writes, that it resumes, and how it fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import yaml
+from isoflop.fit import read_table
+from isoflop.fit.checks.doctor import examine
+from isoflop.sweeps.entry import sweep_main
+from isoflop.sweeps.runs.directory import SweepDirectory
+
+ROOT = Path(__file__).resolve().parents[2]
+# Small, and cut off from what the machine may have: no tracker, no benchmarks, one core's probe instead of a trial.
+SMOKE = ["+grid=smoke", "cluster=local", "tracker=none", "evaluate=none", "cluster.flops_per_second=1e11"]
+# As SMOKE, but long enough to be interrupted: a second or two a run, a checkpoint every few steps.
+LONG = [*SMOKE, "grid.sizes=[5e3]", "grid.tokens=[200000]", "checkpoint.every_steps=20", "sweep=long"]
+
+
+def sweep_process(arguments: list[str], output_root: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, str(ROOT / "sweep.py"), *arguments, f"output_root={output_root}"]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=interruptible
+    )
+
+
+def interruptible() -> None:
+    """Ctrl-C works as in a terminal, also where the tests were started in the background, which ignores it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def finished(process: subprocess.Popen[str]) -> tuple[int, str]:
+    output, _ = process.communicate(timeout=240)
+    return process.returncode, output
+
+
+def losses(sweep: Path) -> dict[str, float]:
+    """Final held-out loss of each run that is done."""
+    found = {}
+    for run in SweepDirectory.open(sweep).runs():
+        summary = run.summary()
+        if run.is_done() and summary is not None:
+            found[run.run_id] = summary["val_loss"]
+    return found
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
+    """Final losses of LONG, left alone."""
+    root = tmp_path_factory.mktemp("undisturbed")
+    code, output = finished(sweep_process(LONG, root))
+    assert code == 0, output
+    return losses(root / "long")
+
+
+def test_a_sweep_writes_what_the_contract_says(smoke: tuple[Path, str]) -> None:
+    sweep, output = smoke
+    settings = yaml.safe_load((sweep / "sweep.yaml").read_text())
+    assert {"isoflop_version", "git_commit", "git_dirty", "host", "command", "config"} <= set(settings)
+    plan = json.loads((sweep / "plan.json").read_text())
+    assert len(plan["runs"]) == 4
+    assert {"run_id", "N_total", "D", "flops_6nd", "flops_exact", "shape", "estimated_seconds", "parent"} <= set(
+        plan["runs"][0]
+    )
+    for run in SweepDirectory.open(sweep).runs():
+        for name in ("config.yaml", "state.json", "metrics.jsonl", "summary.json", "log.txt"):
+            assert (run.path / name).is_file(), name
+        summary = run.summary() or {}
+        wanted = {"N_total", "N_non_embedding", "D", "flops_6nd", "flops_exact", "val_loss", "val_loss_se", "val_bpb"}
+        assert wanted | {"seconds", "device"} <= set(summary)
+        assert (run.path / summary["checkpoint"] / "model.safetensors").is_file()
+    table = pd.read_csv(sweep / "table.csv")
+    assert len(table) == 4
+    assert table["run_id"].is_unique
+    assert {"N", "D", "loss", "loss_se", "flops", "run_id"} <= set(table)
+    assert (sweep / "fit" / "law.json").is_file()
+    assert f"report: {sweep / 'fit' / 'report.html'}\n" in output
+
+
+def test_more_tokens_and_more_parameters_give_a_lower_loss(smoke: tuple[Path, str]) -> None:
+    table = pd.read_csv(smoke[0] / "table.csv").sort_values(["N", "D"])
+    assert table["loss"].iloc[-1] == table["loss"].min()
+    assert table["loss"].iloc[0] == table["loss"].max()
+    assert table["loss"].max() < 5.545  # ln 256, what knowing nothing costs
+
+
+def test_the_table_carries_what_the_doctor_reads_and_it_finds_no_fault(smoke: tuple[Path, str]) -> None:
+    table = pd.read_csv(smoke[0] / "table.csv")
+    assert set(table["schedule"]) == {"wsd"}
+    assert set(table["decay_share"]) == {0.2}
+    assert set(table["tokenizer"]) == {"bytes"}
+    assert (table["vocab_size"] == 256).all()
+    assert (table[["learning_rate", "batch_size", "sequence_length", "unique_tokens"]] > 0).all(axis=None)
+    assert table["trunk"].isna().all()
+    found = {warning.code for warning in examine(read_table(smoke[0]))}
+    assert found == {"few_runs", "narrow_span", "flop_convention"}  # two sizes, two D, and tiny models
+
+
+def test_again_trains_nothing(smoke: tuple[Path, str]) -> None:
+    sweep, _ = smoke
+    before = {path: path.stat().st_mtime_ns for path in sweep.glob("runs/*/metrics.jsonl")}
+    code, output = finished(sweep_process(SMOKE, sweep.parent))
+    assert code == 0, output
+    assert {path: path.stat().st_mtime_ns for path in sweep.glob("runs/*/metrics.jsonl")} == before
+    assert "report.html" in output
+
+
+def test_the_same_science_has_the_same_id_in_any_sweep(smoke: tuple[Path, str], tmp_path: Path) -> None:
+    arguments = [*SMOKE, "sweep=other", "cluster.minutes=1", "log_every=3", f"output_root={tmp_path}", "dry_run=true"]
+    ours = {run.run_id for run in SweepDirectory.open(smoke[0]).runs()}
+    code, output = finished(sweep_process(arguments, tmp_path))
+    assert code == 0
+    assert all(run_id in output for run_id in ours)
+    assert not list(tmp_path.iterdir())  # a dry run writes nothing
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 90.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+
+
+def long_run_under_way(root: Path) -> bool:
+    """Whether the longer run of LONG has passed its second checkpoint."""
+    return any(steps(path) >= 60 for path in root.glob("long/runs/*/metrics.jsonl"))
+
+
+def steps(path: Path) -> int:
+    lines = path.read_text().splitlines()
+    return int(json.loads(lines[-2])["step"]) if len(lines) > 1 else 0
+
+
+def workers_of(root: Path) -> list[int]:
+    """Processes whose command line or environment names this output root, other than ours."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if str(root).encode() in (entry / "cmdline").read_bytes() and int(entry.name) != os.getpid():
+                found.append(int(entry.name))
+        except OSError:
+            continue
+    return found
+
+
+def everything_is_killed(process: subprocess.Popen[str], root: Path) -> None:
+    for pid in [process.pid, *workers_of(root)]:
+        os.kill(pid, signal.SIGKILL)
+
+
+def the_launcher_is_killed(process: subprocess.Popen[str], root: Path) -> None:
+    process.kill()
+    # Nobody is left to tell the workers; they must notice, save, and go.
+    wait_for(lambda: not workers_of(root), 30)
+
+
+def a_worker_is_killed(process: subprocess.Popen[str], root: Path) -> None:
+    (worker,) = [pid for pid in workers_of(root) if b"core._submit" in Path(f"/proc/{pid}/cmdline").read_bytes()][:1]
+    os.kill(worker, signal.SIGKILL)
+
+
+def control_c(process: subprocess.Popen[str], root: Path) -> None:
+    process.send_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize(
+    ("disturb", "exit_code", "state"),
+    [
+        pytest.param(everything_is_killed, -signal.SIGKILL, "running", marks=pytest.mark.slow),
+        (the_launcher_is_killed, -signal.SIGKILL, "preempted"),
+        pytest.param(a_worker_is_killed, 1, "failed", marks=pytest.mark.slow),
+        pytest.param(control_c, 130, "preempted", marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.slow
+def test_an_interrupted_sweep_goes_on_and_ends_with_the_same_losses(
+    disturb: Callable[[subprocess.Popen[str], Path], None],
+    exit_code: int,
+    state: str,
+    undisturbed: dict[str, float],
+    tmp_path: Path,
+) -> None:
+    process = sweep_process([*LONG, "cluster.retries=0"], tmp_path)
+    wait_for(lambda: long_run_under_way(tmp_path))
+    disturb(process, tmp_path)
+    code, output = finished(process)
+    assert code == exit_code, output
+    assert "Traceback" not in output
+    states = {run.run_id: run.state().state for run in SweepDirectory.open(tmp_path / "long").runs()}
+    assert state in states.values()
+    code, output = finished(sweep_process(LONG, tmp_path))
+    assert code == 0, output
+    assert losses(tmp_path / "long") == undisturbed  # to the last bit
+    logs = "".join(path.read_text() for path in tmp_path.glob("long/runs/*/log.txt"))
+    assert "resumed from step_" in logs
+
+
+def test_a_sweep_of_which_nothing_is_done_says_why_and_fits_nothing(tmp_path: Path) -> None:
+    # At a learning rate of 1e30 the weights overflow in the first step.
+    arguments = [*SMOKE, "grid.sizes=[5e3]", "grid.tokens=[8192]", "optimizer.learning_rate=1e30", "sweep=n"]
+    code, output = finished(sweep_process(arguments, tmp_path))
+    assert code == 1, output
+    assert "is diverged: the gradient norm is not finite at step " in output
+    assert "Traceback" not in output
+    assert not (tmp_path / "n" / "fit").exists()
+
+
+@pytest.mark.slow
+def test_without_benchmarks_the_laws_are_fitted_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = [argument for argument in SMOKE if argument != "evaluate=none"]
+    arguments += ["grid.sizes=[5e3]", "grid.tokens=[8192]", "sweep=u"]
+    monkeypatch.setenv("ISOFLOP_CACHE", str(tmp_path / "cache"))
+    for name in ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    code, output = finished(sweep_process(arguments, tmp_path))
+    assert code == 1, output
+    assert "not scored: " in output
+    assert "isoflop data benchmarks" in output
+    assert (tmp_path / "u" / "fit" / "report.html").exists()
+
+
+@pytest.mark.slow
+def test_two_sweeps_in_one_folder_are_refused(tmp_path: Path) -> None:
+    first = sweep_process(LONG, tmp_path)
+    try:
+        wait_for(lambda: (tmp_path / "long" / "plan.json").exists())
+        code, output = finished(sweep_process(LONG, tmp_path))
+        assert code == 2
+        assert f"is in use (sweep is held by process {first.pid} on " in output
+        assert len(output.strip().splitlines()) == 1
+    finally:
+        code, output = finished(first)
+    assert code == 0, output
+
+
+@pytest.mark.slow
+def test_a_diverged_run_is_said_and_the_others_are_fitted(tmp_path: Path) -> None:
+    # At a learning rate of 1e30 weights overflow in the first step.
+    arguments = [*SMOKE, "+grid=product", "tokens=16384", "grid.axes={optimizer.learning_rate:[6e-3,1e30]}", "sweep=d"]
+    arguments.remove("+grid=smoke")
+    arguments += ["model.width=8", "model.depth=1", "model.heads=1", "data.validation_tokens=4096"]
+    code, output = finished(sweep_process(arguments, tmp_path))
+    assert code == 1, output
+    states = sorted(run.state().state for run in SweepDirectory.open(tmp_path / "d").runs())
+    assert states == ["diverged", "done"]
+    assert "is diverged: the gradient norm is not finite at step" in output
+    assert len(pd.read_csv(tmp_path / "d" / "table.csv")) == 1
+    assert (tmp_path / "d" / "fit" / "report.html").exists()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of one mebibyte."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], capture_output=True, check=False
+    ).returncode:
+        pytest.skip("needs the right to mount a tmpfs")
+    yield disk
+    subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+@pytest.mark.slow
+def test_a_full_disk_fails_the_run_with_the_reason_and_nothing_is_lost(small_disk: Path) -> None:
+    # One size of 100k parameters: its checkpoint, 1.2 MB with Adam's moments, cannot fit.
+    arguments = [*SMOKE, "grid.sizes=[1e5]", "grid.tokens=[8192]", "sweep=s", "cluster.retries=1"]
+    code, output = finished(sweep_process(arguments, small_disk))
+    assert code in (1, 2), output
+    assert "Traceback" not in output
+    (run,) = SweepDirectory.open(small_disk / "s").runs()
+    assert run.state().state == "failed"
+    assert "the disk is full" in (run.state().reason or "")
+    assert not list(run.path.glob("checkpoints/step_*"))
+    subprocess.run(["mount", "-o", "remount,size=64m", str(small_disk)], check=True)
+    code, output = finished(sweep_process(arguments, small_disk))
+    assert code == 0, output
+    assert run.is_done()
+
+
+def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """Runs in this process and returns the one sentence of an exit with code 2."""
+    code = sweep_main(arguments)
+    captured = capsys.readouterr()
+    assert code == 2, captured.err
+    assert captured.out == ""
+    (line,) = captured.err.strip().splitlines()
+    assert line.startswith("error: ")
+    return line
+
+
+BAD = [
+    (["grid.budgts=[1]"], "grid.budgts"),
+    (["model.foo=3"], "model.foo"),
+    (["model.width=wide"], "'wide' of type 'str' could not be converted to Integer"),
+    (["seed=1.5"], "could not be converted to Integer"),
+    (["schedule=linear"], "Available options in 'schedule': cosine, wsd"),
+    (["+grid=spiral"], "grid"),
+    (["precision=fp8"], "precision is 'fp8'; it must be one of fp32, bf16"),
+    (["schedule.kind=linear"], "one of wsd, cosine, constant"),
+    (["optimizer.batch_size=0"], "optimizer.batch_size is 0"),
+    (["optimizer.learning_rate=-1"], "optimizer.learning_rate is -1.0"),
+    (["grid.sizes=[0]"], "positive number of parameters"),
+    (["data=text"], "data.path is None"),
+    (["data=text", "data.path=/nonexistent/corpus"], "/nonexistent/corpus"),
+    (["data.tokenizer=/nonexistent/tokenizer.json"], "/nonexistent/tokenizer.json"),
+    (["parallel.micro_batch_size=3"], "it must divide optimizer.batch_size 8: 1, 2, 4, 8"),
+    (["cluster.jobs=0"], "cluster.jobs is 0"),
+    (["ensembles=0"], "ensembles is 0; it must be 1 or more"),
+    (["cluster.runs_per_gpu=0"], "cluster.runs_per_gpu is 0; it must be 1 or more"),
+    (["cluster.launch_bound_width=0"], "cluster.launch_bound_width is 0.0; it must be above 0"),
+    (["model.window=65"], "model.window is 65; it must be 1 to data.sequence_length 64"),
+    (["parallel.attention=flash9"], "parallel.attention is 'flash9'; it must be one of auto, ours, sdpa"),
+    (["cluster.kind=cloud"], "it must be local or slurm"),
+    (["sweep=a/b"], "sweep is 'a/b'"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "says"), BAD, ids=[" ".join(overrides) for overrides, _ in BAD])
+def test_bad_input_is_one_sentence_and_leaves_nothing(
+    overrides: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = refused([*SMOKE, f"output_root={tmp_path}", *overrides], capsys)
+    assert says in line
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_impossible_architecture_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [
+        "+grid=product",
+        "cluster=local",
+        "tokens=4096",
+        "grid.axes={model.heads:[5]}",
+        f"output_root={tmp_path}",
+    ]
+    assert "model.heads is 5; it must divide model.width 64: 1, 2, 4, 8, 16, 32, 64" in refused(arguments, capsys)
+
+
+def test_a_budget_below_the_smallest_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["+grid=chinchilla", "cluster=local", "grid.budgets=[1e6]", f"output_root={tmp_path}"]
+    assert "grid.budgets contains 1e+06" in refused(arguments, capsys)
+
+
+def test_no_grid_names_the_grids(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "+grid=NAME with one of adaptive, chinchilla, data_recipe, ladder, points, product, smoke" in refused(
+        ["cluster=local"], capsys
+    )
+
+
+def test_slurm_without_sbatch_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    arguments = ["+grid=smoke", "cluster=slurm", "tracker=none", f"output_root={tmp_path / 'out'}"]
+    assert "no sbatch on the PATH" in refused(arguments, capsys)
+
+
+@pytest.mark.parametrize("where", ["/proc/nowhere", "file/outputs"])
+def test_an_unwritable_output_folder_is_refused(
+    where: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("in the way")
+    assert where.split("/")[-1] in refused([*SMOKE, f"output_root={where}"], capsys)
+
+
+def test_an_empty_corpus_and_an_unreadable_line_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty").mkdir()
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"text": "one"}\n{"text": broken\n')
+    for path, says in ((tmp_path / "empty", "empty"), (bad, "bad.jsonl")):
+        code = sweep_main(
+            [*SMOKE, "data=text", f"data.path={path}", "data.tokenizer=bytes", f"output_root={tmp_path / 'o'}"]
+        )
+        captured = capsys.readouterr()
+        assert code in (1, 2)
+        assert says in captured.out + captured.err
+        assert "Traceback" not in captured.out + captured.err
+
+
+def test_every_override_works_as_hydra_users_expect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["+grid=chinchilla", "cluster=local", "grid.budgets=[1e11,3e11]", "grid.sizes=4", "dry_run=true"]
+    assert sweep_main([*arguments, f"output_root={tmp_path}"]) == 0
+    output: Any = capsys.readouterr().out
+    assert output.startswith("8 runs")
+    assert "3.00e+11" in output

@@ -1,0 +1,214 @@
+"""`python sweep.py` where runs share work: trunks with branches, ensembles, and workers that go from run to run."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from isoflop.fit import read_table
+from isoflop.sweeps.runs import attempts
+from isoflop.sweeps.runs.directory import RunDirectory, SweepDirectory
+
+pytestmark = pytest.mark.slow  # whole sweeps, one after the other
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMON = [
+    "cluster=local", "tracker=none", "evaluate=none", "cluster.flops_per_second=1e11", "data.max_bytes=2000000",
+    "data.sequence_length=64", "data.validation_tokens=8192", "fit.bootstrap=50", "validations=2", "cluster.jobs=2",
+    "cluster.threads_per_job=1",
+]  # fmt: skip
+# One rung with three D, of which the longest is the trunk of the others: 95, 190 and 380 steps.
+RUNG = ["+grid=ladder", "grid.sizes=[5e3]", "grid.tokens_per_parameter=[10,20,40]", *COMMON]
+# Four runs of one shape with learning rates and D of their own.
+ALIKE = [
+    "+grid=product", "model.width=16", "model.depth=1", "model.heads=1", *COMMON, "cluster.jobs=1",
+    "grid.axes={optimizer.learning_rate:[3e-3,6e-3],tokens:[40000,60000]}", "trunks=false",
+]  # fmt: skip
+
+
+def start(arguments: list[str], root: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, str(ROOT / "sweep.py"), *arguments, f"output_root={root}", "sweep=s"]
+    # Ctrl-C works as in a terminal, also where the tests were started in the background, which ignores it.
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
+
+
+def finished(process: subprocess.Popen[str]) -> tuple[int, str]:
+    output, _ = process.communicate(timeout=240)
+    assert "Traceback" not in output
+    return process.returncode, output
+
+
+def sweep(arguments: list[str], root: Path) -> str:
+    code, output = finished(start(arguments, root))
+    assert code == 0, output
+    return output
+
+
+def runs(root: Path) -> list[RunDirectory]:
+    return SweepDirectory.open(root / "s").runs()
+
+
+def losses(root: Path) -> dict[str, float]:
+    return {run.run_id: (run.summary() or {})["val_loss"] for run in runs(root)}
+
+
+def plan(root: Path) -> dict[str, Any]:
+    return dict(json.loads((root / "s" / "plan.json").read_text()))
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def apart(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The rung with every run trained from its first step."""
+    root = tmp_path_factory.mktemp("apart")
+    sweep([*RUNG, "trunks=false", "ensembles=1"], root)
+    return root
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The rung as a trunk with branches, and what the command said."""
+    root = tmp_path_factory.mktemp("shared")
+    return root, sweep([*RUNG, "ensembles=1"], root)
+
+
+def test_branches_end_as_the_runs_trained_apart_to_the_last_bit(shared: tuple[Path, str], apart: Path) -> None:
+    assert losses(shared[0]) == losses(apart)
+
+
+def test_the_plan_says_who_branches_from_whom_and_what_that_saves(shared: tuple[Path, str], apart: Path) -> None:
+    together, separate = plan(shared[0]), plan(apart)
+    trunk, *branches = sorted(together["runs"], key=lambda run: -run["D"])
+    assert trunk["parent"] is None
+    assert [run["parent"] for run in branches] == [trunk["run_id"]] * 2
+    assert [run["first_step"] for run in branches] == [round(0.8 * run["steps"]) for run in branches]
+    assert together["separate_flops"] == pytest.approx(separate["total_flops"])
+    # 4 units and a fifth of 2 + 1, of 7.
+    assert together["total_flops"] / separate["total_flops"] == pytest.approx(4.6 / 7, rel=0.01)
+    assert re.search(r"note: .*2 of 3 runs", shared[1]), shared[1]
+
+
+def test_a_branch_reads_like_a_run_of_its_own(shared: tuple[Path, str], apart: Path) -> None:
+    for run, alone in zip(
+        runs(shared[0]), [RunDirectory(apart / "s" / "runs" / r.run_id) for r in runs(shared[0])], strict=True
+    ):
+        ours, theirs = run.summary() or {}, alone.summary() or {}
+        for name in ("D", "flops_exact", "val_loss", "val_loss_se", "train_loss", "step", "warmup_share"):
+            assert ours[name] == theirs[name], name
+        curve = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
+        wanted = [json.loads(line) for line in (alone.path / "metrics.jsonl").read_text().splitlines()]
+        seen = {record["step"]: record["train_loss"] for record in curve}
+        regular = {line["step"]: line["train_loss"] for line in wanted if line["step"] % 10 == 0}
+        assert regular.items() <= seen.items()  # the others are said where each run scores its held-out text
+
+
+def test_what_has_one_trunk_is_resampled_together(shared: tuple[Path, str]) -> None:
+    table = pd.read_csv(shared[0] / "s" / "table.csv")
+    assert table["trunk"].notna().sum() == 2
+    assert len(set(read_table(shared[0] / "s").group)) == 1
+
+
+def test_a_trunk_that_is_interrupted_goes_on_and_so_do_its_branches(apart: Path, tmp_path: Path) -> None:
+    process = start([*RUNG, "ensembles=1", "checkpoint.every_steps=30"], tmp_path)
+    until(
+        lambda: any(
+            run.last_metrics().get("step", 0) >= 60 for run in map(RunDirectory, (tmp_path / "s/runs").glob("*"))
+        )
+    )
+    process.send_signal(signal.SIGINT)
+    assert finished(process)[0] == 130
+    sweep([*RUNG, "ensembles=1"], tmp_path)
+    assert losses(tmp_path) == losses(apart)
+
+
+def test_a_branch_whose_trunk_has_no_checkpoint_there_says_so(tmp_path: Path) -> None:
+    """The trunk diverges: at this learning rate in its first steps."""
+    assert finished(start([*RUNG, "ensembles=1", "optimizer.learning_rate=1e30"], tmp_path))[0] == 1
+    trunk = next(run["run_id"] for run in plan(tmp_path)["runs"] if run["parent"] is None)
+    said = [run.state().reason or "" for run in runs(tmp_path) if run.run_id != trunk]
+    assert len(said) == 2
+    assert all(trunk in reason and "no checkpoint" in reason for reason in said), said
+
+
+@pytest.fixture(scope="module")
+def each_alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("alone")
+    sweep([*ALIKE, "ensembles=1"], root)
+    return root
+
+
+def test_an_ensemble_gives_every_member_the_loss_that_it_has_alone(each_alone: Path, tmp_path: Path) -> None:
+    sweep(ALIKE, tmp_path)
+    (unit,) = plan(tmp_path)["units"]
+    assert (unit["how"], len(unit["runs"])) == ("ensemble", 4)
+    ours, theirs = losses(tmp_path), losses(each_alone)
+    # To the bit where a batched product rounds as single ones do; else a hundred steps of another rounding.
+    assert ours == pytest.approx(theirs, rel=1e-4)
+    assert all((run.path / "checkpoints").is_dir() and run.state().state == "done" for run in runs(tmp_path))
+
+
+def test_one_member_diverges_and_the_others_go_on(each_alone: Path, tmp_path: Path) -> None:
+    axes = "grid.axes={optimizer.learning_rate:[3e-3,6e-3,1e30],tokens:[40000]}"
+    code, output = finished(start([*ALIKE, axes], tmp_path))
+    assert code == 1
+    assert sorted(run.state().state for run in runs(tmp_path)) == ["diverged", "done", "done"]
+    assert re.search(r"is diverged: the gradient norm is not finite at step \d", output)
+    alone = losses(each_alone)
+    for run in runs(tmp_path):
+        if run.is_done():
+            assert (run.summary() or {})["val_loss"] == pytest.approx(alone[run.run_id], rel=1e-4)
+
+
+def test_a_killed_ensemble_goes_on_as_single_runs(each_alone: Path, tmp_path: Path) -> None:
+    process = start([*ALIKE, "checkpoint.every_steps=20", "cluster.retries=0"], tmp_path)
+    until(
+        lambda: (
+            len(
+                [r for r in map(RunDirectory, (tmp_path / "s/runs").glob("*")) if r.last_metrics().get("step", 0) >= 40]
+            )
+            == 4
+        )
+    )
+    log = next((tmp_path / "s/runs").glob("*/log.txt")).read_text()
+    (worker,) = set(re.findall(r"process (\d+)", log))
+    os.kill(int(worker), signal.SIGKILL)
+    code, output = finished(process)
+    assert code == 1
+    assert {run.state().state for run in runs(tmp_path)} == {"failed"}, output
+    sweep([*ALIKE, "ensembles=1"], tmp_path)
+    assert losses(tmp_path) == pytest.approx(losses(each_alone), rel=1e-4)
+    assert all("resumed from step_" in (run.path / "log.txt").read_text() for run in runs(tmp_path))
+
+
+def test_one_worker_trains_many_runs_and_one_that_is_killed_is_replaced_and_its_run_tried_again(tmp_path: Path) -> None:
+    common = [argument for argument in ALIKE if not argument.startswith("grid.axes=")]
+    grid = ["grid.axes={seed:[0,1,2]}", "tokens=40000", "ensembles=1", "cluster.backoff_seconds=0"]
+    process = start([*common, *grid], tmp_path)
+    logs = lambda: [path.read_text() for path in (tmp_path / "s/runs").glob("*/log.txt")]  # noqa: E731
+    until(lambda: bool(logs()))
+    os.kill(int(re.findall(r"process (\d+)", logs()[0])[0]), signal.SIGKILL)
+    code, output = finished(process)
+    assert code == 0, output
+    causes = sorted([attempt.cause for attempt in attempts.read(run)] for run in runs(tmp_path))
+    assert causes == [["done"], ["done"], ["killed", "done"]]
+    workers = [set(re.findall(r"process (\d+)", log)) for log in logs()]
+    assert len(set.union(*workers)) == 2, "the worker that took over trained all that was left"

@@ -1,0 +1,395 @@
+"""What wandb gets of a sweep, told by a server that speaks its protocol: every step once, whatever was killed.
+
+The stand-in answers what wandb-core asks of the public API: GraphQL, file_stream and uploads. It keeps lines by their
+offsets, as the real one does.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from isoflop.sweeps.observe import tracking
+from isoflop.sweeps.runs.directory import RunDirectory, SweepDirectory
+from isoflop.train import tracker
+from isoflop.train.config import ModelConfig, RunConfig, TrackerConfig, run_id, to_dict
+from isoflop.train.errors import UserError
+from isoflop.train.files import JsonLines, write_json
+from isoflop.train.flops import count_parameters, flops_6nd
+from isoflop.train.tracker import Tracker
+
+
+class StandIn(ThreadingHTTPServer):
+    """What a server has been told. `mood`: well | broken (answers 500) | silent (takes the question, says nothing)."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+        self.mood, self.over, self.guard = "well", threading.Event(), threading.Lock()
+        self.runs: dict[str, dict[str, Any]] = {}
+        self.artifacts: dict[str, dict[str, Any]] = {}
+        self.stored: dict[str, bytes] = {}
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that closes its connections is no error."""
+
+    def steps(self, run: str) -> list[int]:
+        return [json.loads(line)["step"] for _, line in sorted(self.file(run, "wandb-history.jsonl").items())]
+
+    def file(self, run: str, name: str) -> dict[int, str]:
+        return self.runs[run]["files"].get(name, {})
+
+    def summary(self, run: str) -> dict[str, Any]:
+        lines = self.file(run, "wandb-summary.json")
+        return json.loads(lines[max(lines)]) if lines else {}
+
+    def config(self, run: str) -> dict[str, Any]:
+        return {key: item["value"] for key, item in json.loads(self.runs[run]["config"]).items()}
+
+    def put(self, run: str, told: dict[str, Any]) -> dict[str, Any]:
+        for name, part in (told.get("files") or {}).items():
+            lines = self.runs[run]["files"].setdefault(name, {})
+            lines.update(enumerate(part["content"], part["offset"]))
+        self.runs[run]["exit"] = told.get("exitcode", self.runs[run].get("exit"))
+        return {"limits": {}}
+
+    def answer(self, question: str, asked: dict[str, Any]) -> dict[str, Any]:
+        answers = {
+            "ServerFeaturesQuery": lambda: {"serverInfo": {"features": []}},
+            "Viewer": lambda: {"viewer": {"id": "u", "entity": "us", "username": "us", "flags": "{}"}},
+            "RunResumeStatus": lambda: {"model": {**PROJECT, "bucket": self._resumable(asked["name"])}},
+            "UpsertBucket": lambda: self._upsert(asked),
+            "CreateRunFiles": lambda: self._files(asked),
+            "ArtifactType": lambda: {"project": None},
+            "CreateArtifact": lambda: self._artifact(asked["input"]),
+            "CreateArtifactManifest": lambda: self._manifest("create", asked["artifactID"]),
+            "UpdateArtifactManifest": lambda: self._manifest("update", asked["artifactManifestID"]),
+            "CreateArtifactFiles": lambda: self._artifact_files(asked["input"]["artifactFiles"]),
+            "CommitArtifact": lambda: {"commitArtifact": {"artifact": {"id": asked["artifactID"], "digest": "d"}}},
+        }
+        return answers[question]() if question in answers else {}
+
+    def _resumable(self, name: str) -> dict[str, Any] | None:
+        if name not in self.runs:
+            return None
+        lines = self.file(name, "wandb-history.jsonl")
+        return {
+            "id": name, "name": name, "state": "crashed", "displayName": self.runs[name].get("displayName"),
+            "historyLineCount": len(lines), "eventsLineCount": 0, "logLineCount": 0,
+            "historyTail": json.dumps([lines[max(lines)]] if lines else []), "eventsTail": "[]", "tags": [],
+            "summaryMetrics": json.dumps(self.summary(name)), "config": self.runs[name]["config"],
+            "wandbConfig": '{"t": 1}',
+        }  # fmt: skip
+
+    def _upsert(self, asked: dict[str, Any]) -> dict[str, Any]:
+        run = self.runs.setdefault(asked["name"], {"files": {}, "config": "{}"})
+        run |= {key: value for key, value in asked.items() if value is not None}
+        bucket = {"id": run["name"], "name": run["name"], "displayName": run.get("displayName"), "project": PROJECT}
+        return {"upsertBucket": {"bucket": {**bucket, "config": run["config"], "historyLineCount": 0}}}
+
+    def _files(self, asked: dict[str, Any]) -> dict[str, Any]:
+        files = [{"name": name, "uploadUrl": f"{self.url}/run/{asked['run']}/{name}"} for name in asked["files"]]
+        return {"createRunFiles": {"runID": asked["run"], "uploadHeaders": [], "files": files}}
+
+    def _artifact(self, asked: dict[str, Any]) -> dict[str, Any]:
+        name = f"artifact-{len(self.artifacts)}"
+        self.artifacts[name] = asked
+        sequence = {"id": "s", "latestArtifact": None}
+        return {"createArtifact": {"artifact": {"id": name, "state": "PENDING", "artifactSequence": sequence}}}
+
+    def _manifest(self, verb: str, artifact: str) -> dict[str, Any]:
+        where = {"uploadUrl": f"{self.url}/manifest/{artifact}", "uploadHeaders": []}
+        manifest = {"id": artifact, "file": {"id": "f", "name": "m", "displayName": "m", **where}}
+        return {f"{verb}ArtifactManifest": {"artifactManifest": manifest}}
+
+    def _artifact_files(self, asked: list[dict[str, Any]]) -> dict[str, Any]:
+        nodes = [
+            {
+                "id": "f", "name": file["name"], "displayName": file["name"], "uploadHeaders": [],
+                "uploadUrl": f"{self.url}/artifact/{file['name']}", "storagePath": file["name"],
+                "uploadMultipartUrls": None, "artifact": {"id": file["artifactID"]},
+            }
+            for file in asked
+        ]  # fmt: skip
+        return {"createArtifactFiles": {"files": {"edges": [{"node": node} for node in nodes]}}}
+
+
+PROJECT = {"id": "p", "name": "isoflop", "entity": {"id": "e", "name": "us"}}
+
+
+class Handler(BaseHTTPRequestHandler):
+    """One connection."""
+
+    protocol_version = "HTTP/1.1"
+    server: StandIn
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        pass
+
+    def do_POST(self) -> None:
+        content = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        if self.server.mood == "silent":
+            self.server.over.wait(60)
+        told: dict[str, Any] = {}
+        with self.server.guard:
+            if self.server.mood == "well" and self.path == "/graphql":
+                asked = json.loads(content)
+                question = re.search(r"(?:query|mutation)\s+(\w+)", asked["query"])[1]  # type: ignore[index]
+                told = {"data": self.server.answer(question, asked.get("variables") or {})}
+            elif self.server.mood == "well" and self.path.endswith("/file_stream"):
+                told = self.server.put(self.path.split("/")[-2], json.loads(content))
+            elif self.command == "PUT":
+                self.server.stored[self.path] = content
+        answer = json.dumps(told).encode()
+        self.send_response(200 if self.server.mood == "well" else 500)
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    do_PUT = do_GET = do_HEAD = do_POST
+
+
+@pytest.fixture(scope="module")
+def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StandIn]:
+    """A server where this process is logged in, and wandb's own process, which takes half a second to start."""
+    import wandb
+
+    with StandIn() as server, pytest.MonkeyPatch.context() as patch:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        patch.setenv("WANDB_BASE_URL", server.url)
+        patch.setenv("WANDB_API_KEY", "k" * 40)
+        patch.setenv("WANDB_ERROR_REPORTING", "false")
+        patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
+        patch.delenv("WANDB_MODE", raising=False)
+        wandb.teardown()  # what it knows of another server
+        yield server
+        server.over.set()
+        wandb.teardown()
+        server.shutdown()
+
+
+@pytest.fixture
+def server(stand_in: StandIn) -> StandIn:
+    """The server, which has been told nothing."""
+    stand_in.mood = "well"
+    for told in (stand_in.runs, stand_in.artifacts, stand_in.stored):
+        told.clear()
+    return stand_in
+
+
+CONFIG = RunConfig(model=ModelConfig(vocab_size=256), tracker=TrackerConfig(group="grid"), log_every=1)
+RUN = run_id(CONFIG)
+
+
+def record(step: int) -> dict[str, Any]:
+    return {"step": step, "train_loss": 1.0 / step}
+
+
+def attempt(view: Tracker, directory: Path, steps: range) -> None:
+    """What a trainer does: a line to the file, and to the view."""
+    lines = JsonLines(directory / "metrics.jsonl")
+    for step in steps:
+        lines.write(record(step))
+        view.log(record(step))
+    lines.close()
+
+
+def tracked_sweep(root: Path, *runs: RunConfig, lines: int = 5) -> SweepDirectory:
+    """A sweep whose runs are done, and of which wandb knows nothing."""
+    sweep = SweepDirectory(root / "grid")
+    write_json(sweep.path / "plan.json", {"runs": [{"run_id": run_id(run), "name": "n"} for run in runs]})
+    settings = {"git_commit": "c0ffee", "config": {"tracker": to_dict(runs[0].tracker)}}
+    (sweep.path / "sweep.yaml").write_text(yaml.safe_dump(settings))
+    for run in runs:
+        directory = sweep.run(run_id(run))
+        directory.freeze(run)
+        file = JsonLines(directory.path / "metrics.jsonl")
+        for step in range(1, lines + 1):
+            file.write(record(step))
+        file.close()
+        write_json(directory.path / "summary.json", {"run_id": directory.run_id, "val_loss": 1.25, "step": lines})
+        directory.set_state("done", attempt=2)
+    return sweep
+
+
+def test_a_run_online_has_every_step_once_although_it_was_stopped_and_fell_back(
+    server: StandIn, tmp_path: Path
+) -> None:
+    said: list[str] = []
+    write_json(tmp_path / tracker.LINEAGE, {"attempt": 3, "git_commit": "c0ffee"})
+    first = Tracker(CONFIG, RUN, tmp_path, said.append)
+    attempt(first, tmp_path, range(1, 7))
+    first.finish()
+    assert (server.steps(RUN), server.runs[RUN]["exit"]) == ([1, 2, 3, 4, 5, 6], 1)
+    # Lines that a kill kept from the server, and those that come again after an older checkpoint.
+    lost = JsonLines(tmp_path / "metrics.jsonl")
+    lost.write(record(7))
+    lost.close()
+    second = Tracker(CONFIG, RUN, tmp_path, said.append)
+    attempt(second, tmp_path, range(4, 11))
+    second.finish({"val_loss": 1.5, "step": 10})
+    assert server.steps(RUN) == list(range(1, 11))
+    assert [json.loads(line)["_step"] for line in server.file(RUN, "wandb-history.jsonl").values()] == server.steps(RUN)
+    assert (server.summary(RUN)["val_loss"], server.runs[RUN]["exit"]) == (1.5, 0)
+    assert (server.runs[RUN]["groupName"], server.runs[RUN]["jobType"]) == ("grid", "train")
+    config = server.config(RUN)
+    assert config["optimizer"]["beta2"] == 0.95
+    assert config["size"]["N_total"] == count_parameters(CONFIG.model).N_total
+    assert config["size"]["flops_6nd"] == flops_6nd(CONFIG)
+    expected = {"sweep": "grid", "parent": None, "branch_step": None, "attempt": 3, "git_commit": "c0ffee"}
+    assert config["lineage"] == expected
+    assert said == []
+
+
+def test_sync_sends_what_the_server_lacks_and_nothing_twice(server: StandIn, tmp_path: Path) -> None:
+    other = RunConfig(model=CONFIG.model, tracker=CONFIG.tracker, seed=1)
+    sweep = tracked_sweep(tmp_path, CONFIG, other)
+    said: list[str] = []
+    left = f"run {run_id(other)} is to go on and was left alone"
+    with sweep.run(run_id(other)).lock():  # somebody trains it
+        assert tracking.sync(sweep, said.append) == 1
+    assert sorted(said) == sorted([f"run {RUN} was sent, 1 of 2", left])
+    sweep.run(run_id(other)).set_state("queued")  # and must not find it held
+    assert tracking.sync(sweep, said.append) == 0
+    assert said[-1] == left
+    sweep.run(run_id(other)).set_state("done")
+    assert tracking.sync(sweep, said.append) == 1
+    assert tracking.sync(sweep, said.append) == 0
+    assert said[-1] == "wandb has every run already"
+    for name in (RUN, run_id(other)):
+        assert server.steps(name) == [1, 2, 3, 4, 5]
+        assert (server.summary(name)["val_loss"], server.runs[name]["exit"]) == (1.25, 0)
+    assert not list(sweep.path.rglob("*.wandb"))
+    # A sync that was cut off before it could note how far it came.
+    (sweep.run(RUN).path / tracker.PUSHED).unlink()
+    assert tracking.sync(sweep, said.append) == 1
+    assert server.steps(RUN) == [1, 2, 3, 4, 5]
+
+
+def test_results_are_one_run_of_the_group_with_an_artifact_and_the_scores(server: StandIn, tmp_path: Path) -> None:
+    sweep = tracked_sweep(tmp_path, CONFIG)
+    said: list[str] = []
+    tracking.push_results(sweep, said.append)
+    assert server.runs == {}  # there is no law yet
+    write_json(sweep.path / "fit" / "law.json", {"law": {"alpha": 0.34}, "verdict": "trust it", "runs": 1})
+    for name in ("fit/report.html", "table.csv"):
+        (sweep.path / name).write_text(f"this is {name}")
+    task = {"acc": 0.5, "gold_bpb": 1.25, "items": 100}
+    write_json(sweep.run(RUN).path / "eval" / "step_5.json", {"step": 5, "N_total": 1, "tasks": {"sciq": task}})
+    tracking.push_results(sweep, said.append)
+    (name,) = server.runs
+    assert name == tracking.results_id(sweep)
+    assert (server.runs[name]["groupName"], server.runs[name]["jobType"]) == ("grid", "fit")
+    assert server.summary(name)["law"] == {"alpha": 0.34}
+    assert [item["artifactTypeName"] for item in server.artifacts.values()].count("scaling-law") == 1
+    sent = {path.removeprefix("/artifact/"): content for path, content in server.stored.items()}
+    assert sent["report.html"] == b"this is fit/report.html"
+    assert {"law.json", "table.csv", "summaries.jsonl", "sweep.yaml"} <= sent.keys()
+    assert json.loads(sent["summaries.jsonl"])["val_loss"] == 1.25
+    assert json.loads(sent["scores.table.json"])["data"][0][5:7] == ["sciq", 0.5]
+    before = len(server.artifacts)
+    tracking.push_results(sweep, said.append)
+    assert (len(server.artifacts), said) == (before, [])
+
+
+def test_what_keeps_the_results_from_wandb_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import wandb
+
+    def refuse(**about: Any) -> None:
+        raise wandb.errors.CommError("the quota\nis used up")
+
+    monkeypatch.setattr(wandb, "init", refuse)
+    sweep = tracked_sweep(tmp_path, CONFIG)
+    write_json(sweep.path / "fit" / "law.json", {"law": {}})
+    said: list[str] = []
+    tracking.push_results(sweep, said.append, mode="offline")
+    assert said == ["the results were not sent to wandb (CommError: the quota is used up); `isoflop sync` tries again"]
+    said.clear()
+    tracking.push_results(sweep, said.append, kind="none")
+    (sweep.path / "sweep.yaml").write_text("config: 3")
+    tracking.push_results(sweep, said.append)
+    assert len(said) == 1
+
+
+def test_sync_refuses_in_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tracking, "server", lambda: "http://wandb")
+    monkeypatch.setattr(tracking, "logged_in", lambda: False)
+    monkeypatch.setattr(tracking, "unreachable", lambda: "http://wandb does not answer")
+    untracked = RunConfig(model=CONFIG.model, tracker=TrackerConfig(kind="none"))
+    with pytest.raises(UserError, match="none of its runs has trained with tracker=wandb"):
+        tracking.sync(tracked_sweep(tmp_path / "none", untracked))
+    sweep = tracked_sweep(tmp_path, CONFIG)
+    with pytest.raises(UserError, match="nobody is logged in at http://wandb; run `wandb login`, or set WANDB_API_KEY"):
+        tracking.sync(sweep)
+    monkeypatch.setattr(tracking, "logged_in", lambda: True)
+    with pytest.raises(UserError, match="http://wandb does not answer; sync again when it does"):
+        tracking.sync(sweep)
+
+
+def test_lineage_says_which_attempt_and_which_code(tmp_path: Path) -> None:
+    sweep = tracked_sweep(tmp_path, CONFIG)
+    run = sweep.run(RUN)
+    tracking.note_lineage(run, CONFIG)
+    lineage = json.loads((run.path / tracker.LINEAGE).read_text())
+    assert (lineage["attempt"], lineage["git_commit"]) == (2, "c0ffee")
+    tracking.note_lineage(RunDirectory(tmp_path / "nowhere"), CONFIG)  # no error
+
+
+@pytest.mark.slow
+def test_a_server_that_falls_silent_costs_seconds_and_no_line(
+    server: StandIn, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tracker, "FINISH_SECONDS", 1.0)
+    monkeypatch.setattr(tracker, "ANSWER_SECONDS", 1.0)
+    said: list[str] = []
+    for mood in ("silent", "broken"):
+        directory = tmp_path / mood
+        view = Tracker(CONFIG, RUN, directory, said.append)
+        server.mood = mood
+        attempt(view, directory, range(1, 4))
+        view.finish({"val_loss": 1.0})
+        assert len(said) == 1
+        assert said.pop().startswith("wandb failed while finishing (TimeoutError: ")
+        assert not (directory / tracker.PUSHED).exists()
+        server.mood = "well"
+    server.mood = "silent"
+    view = Tracker(CONFIG, RUN, tmp_path / "offline", said.append)
+    attempt(view, tmp_path / "offline", range(1, 4))
+    view.finish({"val_loss": 1.0})
+    assert len(said) == 1
+    assert "does not answer" in said[0]
+    assert len(list((tmp_path / "offline" / "wandb").glob("offline-run-*"))) == 1
+
+
+@pytest.mark.slow
+def test_a_sync_that_fails_says_so_and_the_next_one_goes_on(
+    server: StandIn, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import wandb
+
+    others = [RunConfig(model=CONFIG.model, tracker=CONFIG.tracker, seed=seed) for seed in range(1, 20)]
+    sweep = tracked_sweep(tmp_path, CONFIG, *others)
+
+    def breaks(line: str) -> None:
+        server.mood = "broken"
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tracker, "INIT_SECONDS", 3.0)
+        patch.setattr(tracking, "SEND_SECONDS", 3.0)
+        with pytest.raises(UserError, match=r"wandb failed while (starting|finishing) .*, so try again later"):
+            tracking.sync(sweep, breaks)
+    sent = [run for run in sweep.runs() if (run.path / tracker.PUSHED).exists()]
+    assert 0 < len(sent) < 20
+    server.mood = "well"
+    wandb.teardown()  # the next one is a process of its own; in this one wandb holds on to what it could not finish
+    assert tracking.sync(sweep, lambda line: None) == 20 - len(sent)
+    assert [server.steps(run.run_id) for run in sweep.runs()] == [[1, 2, 3, 4, 5]] * 20

@@ -1,0 +1,933 @@
+"""Workers: one process trains unit after unit, what becomes of one run costs no other, and each says how it ended."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from isoflop.sweeps.config import SweepConfig
+from isoflop.sweeps.execute import attempt, recovery, together, worker
+from isoflop.sweeps.execute.queue import Queue
+from isoflop.sweeps.plan.packing import Unit
+from isoflop.sweeps.plan.sweep_plan import JobShape
+from isoflop.sweeps.runs import attempts
+from isoflop.sweeps.runs.directory import AtWork, RunDirectory, SweepDirectory
+from isoflop.sweeps.runs.retries import Policy
+from isoflop.sweeps.slurm import commands as slurm
+from isoflop.sweeps.slurm.launch_record import LaunchRecord, QueueJobs
+from isoflop.train.config import CheckpointConfig, DataConfig, RunConfig, run_id
+from isoflop.train.ensemble.ensemble import Ended
+from isoflop.train.errors import UserError
+from isoflop.train.files import HALVED, note_once, write_json
+from isoflop.train.job.environment import Ranks, detect
+from isoflop.train.loop import Diverged, Stopped, train
+from isoflop.train.schedule import trunk_steps
+from small_runs import forty_steps, own_signals
+
+SUMMARY = {"val_loss": 1.0}
+POLICY = Policy(retries=0)
+
+
+@pytest.fixture(autouse=True)
+def signals() -> Iterator[None]:
+    """A worker takes over the signals of its process."""
+    with own_signals():
+        yield
+
+
+@pytest.fixture(scope="module")
+def base(small_corpus: Callable[..., DataConfig]) -> RunConfig:
+    return forty_steps(small_corpus(512, ["tensor", "loss", "of", "the"]))
+
+
+class Bench:
+    """A sweep directory with runs, and what workers do with them."""
+
+    def __init__(self, path: Path, base: RunConfig) -> None:
+        self.sweep, self.base = SweepDirectory(path), base
+        self.names: list[str] = []
+
+    def run(self, seed: int, **changes: Any) -> RunDirectory:
+        config = replace(self.base, seed=seed, **changes)
+        run = self.sweep.run(run_id(config))
+        run.freeze(config)
+        run.set_state("planned")
+        self.names.append(run.run_id)
+        write_json(self.sweep.path / "plan.json", {"runs": [{"run_id": name} for name in self.names]})
+        return run
+
+    def family(self, seed: int) -> tuple[RunDirectory, RunDirectory]:
+        """A trunk of twice the D, and its branch."""
+        trunk = replace(self.base, seed=seed, tokens=2 * self.base.tokens)
+        begin = trunk_steps(replace(self.base, seed=seed))
+        branch = self.run(seed, parent=run_id(trunk))
+        return self.run(seed, tokens=trunk.tokens, checkpoint=CheckpointConfig(at_steps=[begin])), branch
+
+    def queue(self, *units: tuple[str, Sequence[RunDirectory]]) -> Queue:
+        named = [Unit(how, tuple(run.run_id for run in runs)) for how, runs in units]
+        configs = {run.run_id: run.config() for _, runs in units for run in runs}
+        parents = {name: (config.parent, trunk_steps(config)) for name, config in configs.items() if config.parent}
+        return Queue.create(self.sweep, self.sweep.path / "queue", named, parents)
+
+    def work(
+        self,
+        *units: tuple[str, Sequence[RunDirectory]],
+        policy: Policy = POLICY,
+        launcher: tuple[str, str] | None = None,
+    ) -> Queue:
+        queue = self.queue(*units)
+        worker.work(str(self.sweep.path), str(queue.folder), 0, policy, launcher)
+        return queue
+
+
+@pytest.fixture
+def bench(tmp_path: Path, base: RunConfig) -> Bench:
+    return Bench(tmp_path / "sweep", base)
+
+
+def states(*runs: RunDirectory) -> list[str]:
+    return [run.state().state for run in runs]
+
+
+def reason(run: RunDirectory) -> str:
+    return run.state().reason or ""
+
+
+def log(run: RunDirectory) -> str:
+    return (run.path / "log.txt").read_text()
+
+
+def until(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+
+
+def succeed(path: Path) -> None:
+    (path / "summary.json").write_text(json.dumps(SUMMARY))
+
+
+Trainer = Callable[..., Any]
+
+
+@pytest.fixture
+def train_alone(monkeypatch: pytest.MonkeyPatch) -> Callable[[Trainer], None]:
+    """Puts a function of config and directory in the place of `train`."""
+    return lambda trainer: monkeypatch.setattr("isoflop.train.loop.train", trainer)
+
+
+@pytest.fixture
+def train_ensemble(monkeypatch: pytest.MonkeyPatch) -> Callable[[Trainer], None]:
+    """Puts a function in the place of `train_together`."""
+    return lambda trainer: monkeypatch.setattr("isoflop.train.ensemble.ensemble.train_together", trainer)
+
+
+# Real trainings
+
+
+def test_one_worker_trains_an_ensemble_a_trunk_and_its_branch_as_if_each_were_alone(
+    bench: Bench, tmp_path: Path
+) -> None:
+    members, (trunk, branch) = [bench.run(1), bench.run(2)], bench.family(3)
+    queue = bench.work(("ensemble", members), ("alone", [trunk]), ("alone", [branch]))
+    runs = [*members, trunk, branch]
+    assert states(*runs) == ["done"] * 4, [reason(run) for run in runs]
+    assert (queue.left(), queue.running(), queue.lost()) == ([], {}, [])
+    for run in runs:
+        config = replace(run.config(), parent=None)
+        alone = train(config, tmp_path / "alone" / run.run_id, report=lambda line: None)
+        # Members sum in another order; a branch is bit for bit the run alone.
+        tolerance = {"rel": 1e-5} if run in members else {"rel": 0, "abs": 0}
+        assert (run.summary() or {})["val_loss"] == pytest.approx(alone["val_loss"], **tolerance)
+        assert log(run).rstrip().endswith(" done")
+        assert run.state().attempt == 1
+    assert f"in an ensemble of 2: {members[0].run_id}, {members[1].run_id}" in log(members[1])
+    assert f"begins at step {trunk_steps(branch.config())} of run {trunk.run_id}" in log(branch)
+
+
+def test_of_two_processes_on_one_device_one_is_killed_and_the_other_ends(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As rank 0 of a job of two ranks, which the processes must not take themselves for.
+    for name, value in {"EXECUTOR": "local", "LOCAL_NTASKS": "2", "LOCAL_GLOBALID": "0", "LOCAL_LOCALID": "0"}.items():
+        monkeypatch.setenv(f"SUBMITIT_{name}", value)
+    monkeypatch.setenv("SUBMITIT_LOCAL_JOB_ID", "1")
+    short, endless = bench.run(1), bench.run(2, tokens=10**9)
+
+    def kill() -> None:
+        until(lambda: endless.last_metrics().get("step", 0) > 5 and short.state().state == "done")
+        os.kill(int(log(endless).split("process ")[1].split()[0]), signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    worker.train_unit("shared", [str(short.path), str(endless.path)], POLICY)
+    killer.join()
+    assert states(short, endless) == ["done", "failed"]
+    assert "its worker was killed; sweep again to go on" in reason(endless)
+    assert short.state().job_id == endless.state().job_id == str(os.getpid())  # their job's, not their own
+
+
+# The loop of a worker
+
+
+def test_what_ends_a_run_never_ends_the_worker(bench: Bench, train_alone: Callable[[Trainer], None]) -> None:
+    runs = [bench.run(seed) for seed in range(6)]
+    errors = [Diverged("the loss rose"), UserError("no such text"), OSError(errno.ENOSPC, "full"), ValueError("a\nb")]
+    ends: dict[str, Exception] = dict(zip([run.run_id for run in runs], errors, strict=False))
+
+    def trainer(config: RunConfig, directory: Path, **arguments: Any) -> None:
+        if (error := ends.get(run_id(config))) is not None:
+            raise error
+        succeed(directory)
+
+    train_alone(trainer)
+    queue = bench.queue(*[("alone", [run]) for run in runs])
+    runs[4].path.joinpath("config.yaml").write_text("[]")
+    worker.work(str(bench.sweep.path), str(queue.folder), 0, POLICY)
+    assert states(*runs) == ["diverged", "failed", "failed", "failed", "failed", "done"]
+    assert [reason(run) for run in runs[:2]] == ["the loss rose", "no such text"]
+    assert reason(runs[2]) == f"the disk is full ({runs[2].path}); free some space and sweep again"
+    assert reason(runs[3]) == "ValueError: a"
+    assert "Traceback" in log(runs[3])
+    assert "cannot be read as a run's config" in reason(runs[4])
+    assert not (runs[3].path / ".reserve").exists()
+
+
+def test_a_worker_that_is_told_to_stop_saves_and_takes_nothing_more(
+    bench: Bench, train_alone: Callable[[Trainer], None]
+) -> None:
+    first, second = bench.run(1), bench.run(2)
+
+    def trainer(config: RunConfig, directory: Path, should_stop: Callable[[], bool], **arguments: Any) -> None:
+        assert not should_stop()
+        os.kill(os.getpid(), signal.SIGUSR2)
+        assert should_stop()
+        raise Stopped("stopped at step 3 of 9")
+
+    train_alone(trainer)
+    queue = bench.work(("alone", [first]), ("alone", [second]))
+    assert states(first, second) == ["preempted", "planned"]
+    assert reason(first) == "signal SIGUSR2; stopped at step 3 of 9"
+    assert [unit.runs for unit in queue.left()] == [(first.run_id,), (second.run_id,)]  # for whoever comes next
+    assert queue.running() == {}
+
+
+def test_a_worker_whose_launcher_is_gone_stops(bench: Bench, train_alone: Callable[[Trainer], None]) -> None:
+    run = bench.run(1)
+
+    def trainer(config: RunConfig, directory: Path, should_stop: Callable[[], bool], **arguments: Any) -> None:
+        until(should_stop)
+        raise Stopped("stopped at step 1 of 9")
+
+    train_alone(trainer)
+    bench.work(("alone", [run]), launcher=(str(bench.sweep.path), "token of a dead launcher"))
+    assert states(run) == ["preempted"]
+    assert reason(run).startswith("the launcher is gone; ")
+
+
+def test_a_run_that_asks_for_threads_leaves_the_next_its_own(
+    bench: Bench, train_alone: Callable[[Trainer], None]
+) -> None:
+    seen = []
+
+    def trainer(config: RunConfig, directory: Path, **arguments: Any) -> None:
+        seen.append(torch.get_num_threads())
+        torch.set_num_threads(3)
+        succeed(directory)
+
+    train_alone(trainer)
+    before = torch.get_num_threads()
+    bench.work(("alone", [bench.run(1)]), ("alone", [bench.run(2)]))
+    assert seen == [before, before]
+    assert torch.get_num_threads() == before
+
+
+def test_a_branch_of_a_trunk_that_failed_says_so(bench: Bench, train_alone: Callable[[Trainer], None]) -> None:
+    def trainer(config: RunConfig, directory: Path, **arguments: Any) -> None:
+        raise Diverged("the loss rose")
+
+    train_alone(trainer)
+    trunk, branch = bench.family(1)
+    bench.work(("alone", [trunk]), ("alone", [branch]))
+    assert states(trunk, branch) == ["diverged", "failed"]
+    assert f"of run {trunk.run_id}, which has no checkpoint there and is diverged (the loss rose)" in reason(branch)
+
+
+# Ensembles
+
+
+def test_each_member_of_an_ensemble_ends_in_its_own_way(
+    bench: Bench, train_ensemble: Callable[[Trainer], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(together, "BUSY_SECONDS", 0.1)
+    done, diverged, full, broken, stopped, before, taken, orphan = runs = [
+        *(bench.run(seed) for seed in range(7)), bench.run(7, parent="0123456789"),
+    ]  # fmt: skip
+    succeed(before.path)
+    before.set_state("done")
+
+    def trainer(configs: Any, directories: Any, should_stop: Any, report: Any, on_end: Any, **rest: Any) -> None:
+        assert [run_id(config) for config in configs] == [run.run_id for run in runs[:5]]
+        assert list(directories) == [run.path for run in runs[:5]]
+        assert states(*runs[:5]) == ["running"] * 5
+        report(1, "a word of the second")
+        on_end(1, Ended("diverged", "the loss rose"))
+        assert states(done, diverged) == ["running", "diverged"]
+        with diverged.lock(timeout=0.0):  # free for whoever comes next
+            pass
+        on_end(2, Ended("failed", "?", error=OSError(errno.ENOSPC, "full", "metrics.jsonl")))
+        on_end(3, Ended("failed", "the checkpoint is damaged"))
+        succeed(directories[0])
+        on_end(0, Ended("done", summary=SUMMARY))
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert should_stop()
+        on_end(4, Ended("stopped", "stopped at step 3 of 9"))
+
+    train_ensemble(trainer)
+    with taken.lock():
+        worker.train_unit("ensemble", [str(run.path) for run in runs], POLICY)
+    assert states(*runs) == ["done", "diverged", "failed", "failed", "preempted", "done", "planned", "failed"]
+    assert reason(full) == "the disk is full (metrics.jsonl); free some space and sweep again"
+    assert reason(broken) == "the checkpoint is damaged"
+    assert reason(stopped) == "signal SIGTERM; stopped at step 3 of 9"
+    assert "run 0123456789, which has no checkpoint there" in reason(orphan)
+    assert "a word of the second" in log(diverged)
+    assert "a word of the second" not in log(done)
+    assert before.state().attempt == 0
+
+
+def test_an_ensemble_out_of_memory_goes_on_in_halves_down_to_runs_alone(
+    bench: Bench, train_ensemble: Callable[[Trainer], None], train_alone: Callable[[Trainer], None]
+) -> None:
+    groups: list[int] = []
+
+    def trainer(configs: Any, directories: Any, should_stop: Any, report: Any, on_end: Any, **rest: Any) -> None:
+        groups.append(len(configs))
+        if len(configs) == 7:
+            raise torch.OutOfMemoryError("while the weights were made")
+        for index, directory in enumerate(directories):
+            if len(configs) > 2:
+                on_end(index, Ended("failed", "out of memory", error=torch.OutOfMemoryError("in a step")))
+            else:
+                succeed(directory)
+                on_end(index, Ended("done", summary=SUMMARY))
+
+    train_ensemble(trainer)
+    train_alone(lambda config, directory, **arguments: (groups.append(1), succeed(directory)))
+    *runs, halved = [bench.run(seed) for seed in range(8)]
+    note_once(halved.path / HALVED, {"micro_batch_size": 2})  # no ensemble takes it
+    worker.train_unit("ensemble", [str(run.path) for run in (*runs, halved)], POLICY)
+    assert groups == [7, 4, 2, 2, 3, 2, 1, 1]
+    assert states(*runs, halved) == ["done"] * 8
+    assert "going on in a smaller ensemble" in log(runs[0])
+
+
+def test_a_job_that_is_told_to_stop_begins_no_smaller_ensemble(
+    bench: Bench, train_ensemble: Callable[[Trainer], None]
+) -> None:
+    def trainer(*arguments: Any, **rest: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise torch.OutOfMemoryError("while the weights were made")
+
+    train_ensemble(trainer)
+    runs = [bench.run(seed) for seed in range(4)]
+    worker.train_unit("ensemble", [str(run.path) for run in runs], POLICY)
+    assert [reason(run) for run in runs] == ["signal SIGTERM; before it began"] * 4
+    assert states(*runs) == ["preempted"] * 4
+
+
+def test_an_ensemble_that_cannot_be_trained_fails_those_that_are_left(
+    bench: Bench, train_ensemble: Callable[[Trainer], None]
+) -> None:
+    def trainer(configs: Any, directories: Any, should_stop: Any, report: Any, on_end: Any, **rest: Any) -> None:
+        succeed(directories[1])
+        on_end(1, Ended("done", summary=SUMMARY))
+        raise UserError("model.width differs")
+
+    train_ensemble(trainer)
+    first, second = bench.run(1), bench.run(2)
+    worker.train_unit("ensemble", [str(first.path), str(second.path)], POLICY)
+    assert states(first, second) == ["failed", "done"]
+    assert reason(first) == "model.width differs"
+
+
+# Jobs of several runs on SLURM
+
+
+class FakeSlurm:
+    """What SLURM would say, and what it was asked."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.fate, self.refusal, self.requeued = "running", None, list[str]()
+        self._monkeypatch = monkeypatch
+        monkeypatch.setattr(slurm, "fate", lambda job, restarts: self.fate)
+        monkeypatch.setattr(slurm, "requeue", self._requeue)
+        self.start(0)
+
+    def start(self, restarts: int) -> None:
+        values = {"SUBMITIT_EXECUTOR": "slurm", "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": str(restarts)}
+        for name, value in values.items():
+            self._monkeypatch.setenv(name, value)
+        for name in ("SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID"):
+            self._monkeypatch.delenv(name, raising=False)
+
+    def _requeue(self, job: str, restarts: int) -> str | None:
+        self.requeued.append(job)
+        return self.refusal
+
+
+@pytest.fixture
+def fake_slurm(monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+    return FakeSlurm(monkeypatch)
+
+
+def ending(*ends: Ended) -> Trainer:
+    """An ensemble whose members end so, in their order."""
+
+    def trainer(configs: Any, directories: Any, should_stop: Any, report: Any, on_end: Any, **rest: Any) -> None:
+        assert len(configs) == len(ends)
+        os.kill(os.getpid(), signal.SIGUSR2)
+        should_stop()
+        for index, ended in enumerate(ends):
+            if ended.kind == "done":
+                succeed(directories[index])
+            on_end(index, ended)
+
+    return trainer
+
+
+STOPPED, DIVERGED, DONE = Ended("stopped", "stopped at step 3 of 9"), Ended("diverged", "rose"), Ended("done")
+
+
+def test_a_stopped_job_of_several_runs_is_requeued_once_and_goes_on_with_those_that_were_stopped(
+    bench: Bench, fake_slurm: FakeSlurm, train_ensemble: Callable[[Trainer], None]
+) -> None:
+    runs = [bench.run(seed) for seed in range(4)]
+    paths = [str(run.path) for run in runs]
+    train_ensemble(ending(STOPPED, DIVERGED, DONE, STOPPED))
+    with pytest.raises(SystemExit, match="1"):
+        worker.train_unit("ensemble", paths, POLICY)
+    assert fake_slurm.requeued == ["7"]
+    assert states(*runs) == ["preempted", "diverged", "done", "preempted"]
+    fake_slurm.start(1)
+    train_ensemble(ending(DONE, DONE))  # the one that diverged would diverge again
+    worker.train_unit("ensemble", paths, POLICY)
+    assert states(*runs) == ["done", "diverged", "done", "done"]
+    assert [run.state().attempt for run in runs] == [2, 1, 1, 2]
+    fake_slurm.start(0)  # another job: somebody wants it tried again
+    runs[1].set_state("diverged", job_id="6")
+    succeeding = lambda config, directory, **arguments: succeed(directory)  # noqa: E731
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("isoflop.train.loop.train", succeeding)
+        worker.train_unit("ensemble", paths, POLICY)
+    assert states(*runs) == ["done"] * 4
+
+
+@pytest.mark.parametrize(
+    ("fate", "refusal", "requeues", "state", "says"),
+    [
+        ("cancelled", None, 20, "cancelled", "its job was cancelled in SLURM; signal SIGUSR2; stopped at step 3 of 9"),
+        ("running", None, 0, "failed", "had to stop again after 0 requeues, all that cluster.max_requeues allows"),
+        ("running", "Access denied", 20, "preempted", r"SLURM would not requeue its job \(Access denied\)"),
+    ],
+)
+def test_a_job_that_is_not_requeued_says_why_in_every_run_that_was_stopped(
+    fate: str, refusal: str | None, requeues: int, state: str, says: str,
+    bench: Bench, fake_slurm: FakeSlurm, train_ensemble: Callable[[Trainer], None],
+) -> None:  # fmt: skip
+    fake_slurm.fate, fake_slurm.refusal = fate, refusal
+    runs = [bench.run(seed) for seed in range(3)]
+    train_ensemble(ending(STOPPED, DONE, STOPPED))
+    with pytest.raises(worker.RunFailed, match=says.split(";")[0]):
+        worker.train_unit("ensemble", [str(run.path) for run in runs], Policy(max_requeues=requeues))
+    assert states(*runs) == [state, "done", state]
+    for run in (runs[0], runs[2]):
+        with pytest.raises(AssertionError, match=says):
+            raise AssertionError(reason(run))
+
+
+def test_a_job_that_slurm_has_requeued_itself_is_not_requeued_again(
+    bench: Bench, fake_slurm: FakeSlurm, train_ensemble: Callable[[Trainer], None]
+) -> None:
+    fake_slurm.fate = "requeued"
+    train_ensemble(ending(STOPPED, STOPPED))
+    runs = [bench.run(1), bench.run(2)]
+    with pytest.raises(SystemExit):
+        worker.train_unit("ensemble", [str(run.path) for run in runs], POLICY)
+    assert (fake_slurm.requeued, states(*runs)) == ([], ["preempted"] * 2)
+
+
+def test_a_job_fails_only_when_none_of_its_runs_is_done(
+    bench: Bench, fake_slurm: FakeSlurm, train_ensemble: Callable[[Trainer], None]
+) -> None:
+    """Scoring and branches depend on the job, and those of the runs that are done should not be lost."""
+    first = [str(bench.run(seed).path) for seed in (1, 2)]
+    train_ensemble(ending(DIVERGED, DONE))
+    worker.train_unit("ensemble", first, POLICY)
+    second = [str(bench.run(seed).path) for seed in (3, 4)]
+    train_ensemble(ending(DIVERGED, DIVERGED))
+    with pytest.raises(worker.RunFailed, match=r"run \w+ diverged: rose; run \w+ diverged: rose"):
+        worker.train_unit("ensemble", second, POLICY)
+
+
+# Processes that share a device
+
+CHILD = """
+import signal, sys, time
+from pathlib import Path
+from isoflop.sweeps.runs.directory import RunDirectory
+what, path, job = sys.argv[1:4]
+run = RunDirectory(Path(path))
+def stop(number, frame):
+    run.set_state("preempted", job_id=job, reason=signal.Signals(number).name)
+    sys.exit(0)
+signal.signal(signal.SIGUSR2, stop)
+if what == "taken":
+    sys.exit(75)
+run.set_state("running", job_id=job)
+if what == "done":
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    (run.path / "summary.json").write_text("{}")
+    run.set_state("done")
+else:
+    time.sleep(120)
+"""
+
+
+@pytest.fixture
+def children(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """What the processes of runs do, by run id, in the place of training: done, taken or sleep."""
+    script: dict[str, str] = {}
+    start = together.subprocess.Popen
+
+    def popen(command: list[str], **arguments: Any) -> Any:
+        assert command[:3] == [sys.executable, "-m", "isoflop.sweeps.execute.together"]
+        return start([sys.executable, "-c", CHILD, script[Path(command[3]).name], *command[3:]], **arguments)
+
+    monkeypatch.setattr(together.subprocess, "Popen", popen)
+    return script
+
+
+def test_processes_that_share_a_device_are_told_to_stop_and_their_job_is_requeued_once(
+    bench: Bench, fake_slurm: FakeSlurm, children: dict[str, str]
+) -> None:
+    done, taken, one, two = runs = [bench.run(seed) for seed in range(4)]
+    taken.set_state("running", job_id="6")
+    children |= dict(zip([run.run_id for run in runs], ("done", "taken", "sleep", "sleep"), strict=True))
+
+    def stop() -> None:
+        until(lambda: states(done, one, two) == ["done", "running", "running"])
+        os.kill(os.getpid(), signal.SIGUSR2)
+
+    stopper = threading.Thread(target=stop)
+    stopper.start()
+    with pytest.raises(SystemExit), taken.lock():
+        worker.train_unit("shared", [str(run.path) for run in runs], POLICY)
+    stopper.join()
+    assert states(*runs) == ["done", "running", "preempted", "preempted"]
+    assert reason(one) == reason(two) == "SIGUSR2"
+    assert fake_slurm.requeued == ["7"]
+
+
+def test_a_process_that_shares_a_device_is_the_only_rank_of_its_run_and_has_its_share_of_the_cores() -> None:
+    job = {
+        "SUBMITIT_EXECUTOR": "slurm", "SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "1",
+        "SLURM_NODEID": "0", "SLURM_TASKS_PER_NODE": "2", "SLURM_JOB_ID": "7", "TORCHELASTIC_RUN_ID": "x",
+        "RANK": "0", "WORLD_SIZE": "2", "OMP_NUM_THREADS": "8", "CUDA_VISIBLE_DEVICES": "3", "PATH": "/bin",
+    }  # fmt: skip
+    assert detect(job).size == 2
+    alone = together.lone_environment(job, 3)
+    assert detect(alone) == Ranks(host=detect(alone).host)
+    assert set(alone) == {"CUDA_VISIBLE_DEVICES", "PATH", *together.THREADS}
+    assert {alone[name] for name in together.THREADS} == {"2"}
+    assert together.lone_environment(job, 16)["OMP_NUM_THREADS"] == "1"
+
+
+@pytest.fixture
+def mps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
+    """Puts a script in the place of NVIDIA's daemon; returns the file where it writes what it is told."""
+    told = tmp_path / "told"
+
+    def install(script: str) -> Path:
+        program = tmp_path / "bin" / "nvidia-cuda-mps-control"
+        program.parent.mkdir(exist_ok=True)
+        program.write_text(f"#!/bin/sh\n{script}\n".replace("TOLD", str(told)))
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+        monkeypatch.setattr(together, "GPU_DRIVER", tmp_path)
+        monkeypatch.delenv("CUDA_MPS_PIPE_DIRECTORY", raising=False)
+        return told
+
+    return install
+
+
+def test_the_multi_process_service_has_folders_of_its_own_and_is_stopped(mps: Callable[[str], Path]) -> None:
+    told = mps('test -d "$CUDA_MPS_PIPE_DIRECTORY" && echo "$1 $(cat)" >> TOLD')
+    with together.multi_process_service() as places:
+        folders = [Path(places["CUDA_MPS_PIPE_DIRECTORY"]), Path(places["CUDA_MPS_LOG_DIRECTORY"])]
+        assert all(folder.is_dir() for folder in folders)
+        assert told.read_text().split() == ["-d"]
+    assert told.read_text().split() == ["-d", "quit"]
+    assert not any(folder.exists() for folder in folders)
+
+
+def test_without_the_multi_process_service_runs_take_turns(
+    mps: Callable[[str], Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = mps("echo not supported >&2; exit 3")
+    with together.multi_process_service() as places:
+        assert places == {}
+    assert "no CUDA MPS (not supported)" in capsys.readouterr().out
+    mps("echo started >> TOLD")
+    monkeypatch.setattr(together, "GPU_DRIVER", Path("/nonexistent"))
+    with together.multi_process_service() as places:
+        assert places == {}
+    assert not told.exists()
+
+
+def test_a_run_that_was_killed_is_settled_with_what_was_noted(bench: Bench) -> None:
+    run = bench.run(1)
+    run.set_state("running")
+    run.note_failure("rank 1 died")
+    attempt.settle(run)
+    assert reason(run).startswith("its worker was killed (rank 1 died); sweep again")
+    run.set_state("diverged", reason="rose")
+    attempt.settle(run)
+    assert states(run) == ["diverged"]
+
+
+# A queue in SLURM jobs
+
+
+@pytest.fixture
+def node(fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+    """Where the one rank of a worker's job runs."""
+    rank = {"PROCID": "0", "NTASKS": "1", "LOCALID": "0", "NODEID": "0", "TASKS_PER_NODE": "1"}
+    for name, value in {f"SLURM_{key}": value for key, value in rank.items()}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("SLURMD_NODENAME", "node1")
+    return fake_slurm
+
+
+def work_queue(bench: Bench, queue: Queue, policy: Policy = POLICY) -> None:
+    worker.work_queue(str(bench.sweep.path), str(queue.folder), policy)
+
+
+def test_a_worker_that_slurm_stops_gives_its_unit_back_and_its_job_too(
+    bench: Bench, node: FakeSlurm, train_alone: Callable[[Trainer], None]
+) -> None:
+    first, second = bench.run(1), bench.run(2)
+    queue = bench.queue(("alone", [first]), ("alone", [second]))
+
+    def stopped(config: RunConfig, directory: Path, should_stop: Callable[[], bool], **arguments: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert should_stop()
+        raise Stopped("stopped at step 3 of 9")
+
+    train_alone(stopped)
+    with pytest.raises(SystemExit, match="1"):
+        work_queue(bench, queue)
+    assert (node.requeued, states(first, second)) == (["7"], ["preempted", "planned"])
+    assert [unit.runs for unit in queue.left()] == [(first.run_id,), (second.run_id,)]
+    node.start(1)
+    train_alone(lambda config, directory, **arguments: succeed(directory))
+    work_queue(bench, queue)
+    assert (states(first, second), queue.is_over()) == (["done", "done"], True)
+    assert node.requeued == ["7"]
+    assert first.state().attempt == 2
+
+
+def test_a_worker_whose_job_was_cancelled_leaves_its_run_to_the_others(
+    bench: Bench, node: FakeSlurm, train_alone: Callable[[Trainer], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = bench.run(1)
+    queue = bench.queue(("alone", [run]))
+    node.fate = "cancelled"
+    train_alone(lambda config, directory, should_stop, **arguments: _stop(should_stop))
+    with pytest.raises(SystemExit):
+        work_queue(bench, queue)
+    assert (node.requeued, states(run), len(queue.left())) == ([], ["preempted"], 1)
+    assert "its job was cancelled in SLURM" in capsys.readouterr().out
+
+
+def _stop(should_stop: Callable[[], bool]) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert should_stop()
+    raise Stopped("stopped at step 3 of 9")
+
+
+def test_what_failed_is_tried_again_within_its_budget_and_nowhere_else_what_would_only_fail_again(
+    bench: Bench, node: FakeSlurm, train_alone: Callable[[Trainer], None]
+) -> None:
+    full, wrong, _ = runs = [bench.run(seed) for seed in range(3)]
+    begun: list[str] = []
+
+    def trainer(config: RunConfig, directory: Path, **arguments: Any) -> None:
+        begun.append(directory.name)
+        if directory == wrong.path:
+            raise UserError("no such text")
+        if directory == full.path or begun.count(directory.name) == 1:
+            raise OSError(errno.ENOSPC, "full")
+        succeed(directory)
+
+    train_alone(trainer)
+    queue = bench.queue(*[("alone", [run]) for run in runs])
+    work_queue(bench, queue, Policy(retries=2, backoff_seconds=0.0))
+    assert states(*runs) == ["failed", "failed", "done"]
+    assert [begun.count(run.run_id) for run in runs] == [3, 1, 2]
+    assert queue.is_over()
+
+
+def test_runs_that_are_done_or_cancelled_are_not_trained(
+    bench: Bench, node: FakeSlurm, train_alone: Callable[[Trainer], None]
+) -> None:
+    done, unwanted = bench.run(1), bench.run(2)
+    succeed(done.path)
+    done.set_state("done")
+    unwanted.ask_cancel("a colleague")
+    train_alone(lambda *arguments, **options: pytest.fail("trained"))
+    queue = bench.queue(("alone", [done]), ("alone", [unwanted]))
+    work_queue(bench, queue)
+    assert (states(done, unwanted), queue.is_over()) == (["done", "cancelled"], True)
+
+
+def test_a_worker_on_a_node_that_is_to_be_avoided_leaves(
+    bench: Bench, node: FakeSlurm, train_alone: Callable[[Trainer], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = bench.run(1)
+    queue = bench.queue(("alone", [run]))
+    unit = queue.claim(0, "node1")
+    assert unit is not None
+    queue.release(unit, avoid=["node1"])
+    train_alone(lambda config, directory, **arguments: succeed(directory))
+    work_queue(bench, queue)
+    assert (states(run), queue.left()) == (["planned"], [unit])
+    monkeypatch.setenv("SLURMD_NODENAME", "node2")
+    work_queue(bench, queue)
+    assert states(run) == ["done"]
+
+
+def test_a_worker_close_to_its_time_limit_begins_nothing_and_has_its_job_put_back(
+    bench: Bench, node: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_START_TIME", "1000")
+    for limit, short in ((30, False), (600, False)):
+        monkeypatch.setenv("SLURM_JOB_END_TIME", str(1000 + limit))
+        clock = worker.JobClock.of(os.environ)
+        assert clock.is_short() is short
+        # 15 or 120 s before the end it is told to stop, and what is left until then should be worth a start.
+        assert clock.margin == {30: 18.0, 600: 180.0}[limit]
+    assert not worker.JobClock.of({}).is_short()
+    run = bench.run(1)
+    queue = bench.queue(("alone", [run]))
+    monkeypatch.setenv("SLURM_JOB_END_TIME", "1000")
+    with pytest.raises(SystemExit):
+        work_queue(bench, queue)
+    assert (states(run), node.requeued) == (["planned"], ["7"])
+
+
+def test_a_node_that_does_not_see_the_sweep_says_so(
+    bench: Bench, node: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue = bench.queue(("alone", [bench.run(1)]))
+    (bench.sweep.path / "plan.json").unlink()
+    monkeypatch.setenv("SLURM_SUBMIT_HOST", "login1")
+    with pytest.raises(UserError, match=r"holds no plan.json on node node1, where login1 has it: the output folder is"):
+        work_queue(bench, queue)
+
+
+# Runs that were lost
+
+
+def slurm_says(
+    monkeypatch: pytest.MonkeyPatch, answer: Callable[[str], tuple[str, str | None] | None]
+) -> list[set[str]]:  # fmt: skip
+    """Puts an answer in the place of SLURM's; returns what it is asked."""
+    asked = list[set[str]]()
+
+    def outcomes(jobs: Iterable[str]) -> dict[str, tuple[str, str | None]]:
+        if named := set(jobs):
+            asked.append(named)
+        return {job: said for job in named if (said := answer(job)) is not None}
+
+    monkeypatch.setattr(slurm, "outcomes", outcomes)
+    return asked
+
+
+@pytest.mark.parametrize(
+    ("outcome", "cause", "state"),
+    [
+        ("NODE_FAIL", "node", "failed"),
+        ("FAILED", "killed", "failed"),
+        ("OUT_OF_MEMORY", "memory", "failed"),
+        ("TIMEOUT", "time_limit", "preempted"),
+        ("CANCELLED", "cancelled", "cancelled"),
+        (None, "lost", "failed"),
+    ],
+)
+def test_a_run_whose_job_is_gone_is_settled_as_slurm_explains_it(
+    outcome: str | None, cause: str, state: str, bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = slurm_says(monkeypatch, lambda job: outcome and (outcome, "node3"))
+    gone, alive, waiting, never = [bench.run(seed) for seed in range(4)]
+    for run, job in ((gone, "7_1"), (alive, "7_2")):
+        attempts.begin(run, job, "node1")
+        run.set_state("running", attempt=1, job_id=job, host="node1")
+    waiting.set_state("queued", job_id="7_3")
+    never.set_state("queued", job_id="7_4")
+    (bench.sweep.path / "jobs" / "slurm-1").mkdir(parents=True)
+    (bench.sweep.path / "jobs" / "slurm-1" / "7_1_0_log.out").touch()
+    settled = recovery.settle_lost(bench.sweep, POLICY, {"7_2", "7_3"})
+    assert sorted(settled) == sorted([gone.run_id, never.run_id])
+    assert states(gone, alive, waiting, never) == [state, "running", "queued", state]
+    assert asked == [{"7_1", "7_4"}], "all at once"
+    lines = [attempts.read(run)[-1] for run in (gone, never)]
+    assert [(line.cause, line.host, line.job_id) for line in lines] == [
+        (cause, "node1", "7_1"),
+        (cause, outcome and "node3", "7_4"),
+    ]
+    assert "it left no log in" in reason(never)
+    assert "it left no log in" not in reason(gone)
+    assert recovery.settle_lost(bench.sweep, POLICY, {"7_2", "7_3"}) == []
+
+
+def test_a_run_that_gives_signs_of_life_is_not_lost(bench: Bench) -> None:
+    run = bench.run(1)
+    attempts.begin(run, "7", "node1")
+    run.set_state("running", attempt=1, job_id="7")
+    run.give_sign()
+    assert recovery.settle_lost(bench.sweep, POLICY, set()) == []
+    assert recovery.settle_lost(bench.sweep, POLICY, None) == []
+    os.utime(run.path / "heartbeat", (0, 0))
+    assert recovery.settle_lost(bench.sweep, POLICY, None) == [run.run_id]
+    assert attempts.read(run)[-1].cause == "lost"
+
+
+def submitted(bench: Bench, runs: Sequence[RunDirectory], workers: list[str]) -> Queue:
+    """A queue of runs whose workers are these jobs."""
+    units = [Unit("alone", (run.run_id,)) for run in runs]
+    queue = Queue.create(bench.sweep, bench.sweep.path / "jobs" / "queue-1", units, {})
+    LaunchRecord(queues={"queue-1": QueueJobs(JobShape(1, 1, 2.0, 60), workers)}).write(bench.sweep)
+    for run in runs:
+        run.set_state("queued")
+    return queue
+
+
+def test_runs_in_a_queue_whose_workers_die_at_once_use_up_a_budget(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs, policy = [bench.run(1), bench.run(2)], Policy(retries=2, backoff_seconds=0.0)
+    queue = submitted(bench, runs, ["7_0", "7_1"])
+    said = {"7_0": ("FAILED", "node3"), "7_1": ("PENDING", None)}
+    slurm_says(monkeypatch, said.get)
+    assert recovery.settle_lost(bench.sweep, policy, None) == [], "nobody knows"
+    assert recovery.settle_lost(bench.sweep, policy, {"7_1"}) == [], "one is alive"
+    assert recovery.settle_lost(bench.sweep, policy, set()) == [], "it was submitted while somebody looked"
+    said["7_1"] = ("FAILED", "node3")
+    for starts in (1, 2, 3):
+        assert attempts.decision(runs[0], policy, 0.0).again
+        queue = submitted(bench, runs, ["7_0", "7_1"])  # as a keeper does
+        assert recovery.settle_lost(bench.sweep, policy, set()) == [run.run_id for run in runs]
+        assert [(one.cause, one.host) for one in attempts.read(runs[0])] == [("killed", "node3")] * starts
+        assert recovery.settle_lost(bench.sweep, policy, set()) == []
+    assert not attempts.decision(runs[0], policy, 0.0).again
+    assert "SLURM calls the job FAILED; it left no log" in reason(runs[1])
+    for run in runs:
+        attempts.retry_by_hand(run)
+    queue = submitted(bench, runs, ["7_0"])
+    assert queue.claim(0) is not None
+    assert recovery.settle_lost(bench.sweep, policy, set()) == [], "what its worker has is his affair"
+    assert states(*runs) == ["queued", "queued"], "it came as far as to begin one"
+
+
+def test_a_worker_that_was_cancelled_before_it_claimed_anything_has_cancelled_no_run(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = bench.run(1)
+    submitted(bench, [run], ["7_0"])
+    slurm_says(monkeypatch, lambda job: ("CANCELLED", None))
+    assert recovery.settle_lost(bench.sweep, POLICY, set()) == [run.run_id]
+    assert (states(run), attempts.read(run)[-1].cause) == (["preempted"], "preempted")
+
+
+@pytest.mark.parametrize("outcome", recovery.NOT_ENDED)
+def test_a_run_that_waits_for_a_job_which_has_not_ended_is_not_lost(
+    outcome: str, bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = bench.run(1)
+    run.set_state("queued", job_id="95_0")
+    slurm_says(monkeypatch, lambda job: (outcome, None))
+    assert recovery.settle_lost(bench.sweep, POLICY, set()) == []
+    assert (states(run), attempts.read(run)) == (["queued"], [])
+
+
+def test_a_run_that_was_submitted_anew_alone_is_no_longer_its_old_queues(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = bench.run(1)
+    submitted(bench, [run], ["7_0"])
+    LaunchRecord(training={run.run_id: "95_0"}).write(bench.sweep)
+    run.set_state("queued", job_id="95_0")
+    slurm_says(monkeypatch, lambda job: ("FAILED", None))
+    assert recovery.settle_lost(bench.sweep, POLICY, set()) == [run.run_id]
+
+
+def test_the_last_job_looks_for_lost_runs_while_it_holds_the_sweep_alone(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.run(1)
+    steps: list[str] = []
+
+    def held() -> bool:
+        try:
+            with SweepDirectory(bench.sweep.path).lock():
+                return False
+        except AtWork:
+            return True
+
+    def note(step: str, answer: Any = None) -> Callable[..., Any]:
+        return lambda *arguments: steps.append(f"{step} {held()}") or answer  # type: ignore[func-returns-value]
+
+    monkeypatch.setattr(worker, "configuration", lambda sweep: SweepConfig())
+    monkeypatch.setattr(slurm, "live_jobs", note("live", set()))
+    monkeypatch.setattr(worker, "settle_lost", note("settle"))
+    monkeypatch.setattr("isoflop.sweeps.results.finish.finish", note("finish"))
+    worker.finish_sweep(str(bench.sweep.path))
+    assert steps == ["live True", "settle True", "finish False"]
+    monkeypatch.setattr(worker, "SETTLE_SECONDS", 0.0)
+    with bench.sweep.lock():
+        worker.finish_sweep(str(bench.sweep.path))
+    assert steps[3:] == ["finish True"], "who holds it settles them"
+
+
+def test_the_unit_of_a_worker_that_died_is_settled_by_whoever_looks_first(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, node: FakeSlurm
+) -> None:
+    run, bystander = bench.run(1), bench.run(2)
+    dead = submitted(bench, [run, bystander], ["7"])
+    dead.claim(0, "node1")
+    attempts.begin(run, "7", "node1")
+    run.set_state("running", attempt=1, job_id="7")
+    dead.close()
+    asked = slurm_says(monkeypatch, lambda job: ("NODE_FAIL", None))
+    policy = Policy(backoff_seconds=50.0)
+    assert recovery.settle_lost(bench.sweep, policy, set()) == [run.run_id]
+    assert asked == [{"7"}]
+    (queue,) = Queue.all_of(bench.sweep)
+    assert queue.avoided() == ("node1",)
+    assert queue.claim(0, "node2") == queue.units[1], "the other one waits"
+    assert [unit.runs for unit in queue.left()] == [(run.run_id,)]
+    assert states(run) == ["queued"]
+    assert "to be tried again: retry 1 of 3 after node" in reason(run)

@@ -1,0 +1,155 @@
+"""The kernel of the loss and its derivative is its reference, on a GPU or interpreted, and compiles without one."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+if __name__ != "__main__" and not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is first imported
+pytest.importorskip("triton")
+
+from isoflop.train.kernels import cross_entropy as kernel
+from isoflop.train.model import loss as loss_module
+from isoflop.train.model.loss import cross_entropy_reference, linear_cross_entropy
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+# Logits are exact in the type they come in; what is left is fp32 inside, and rounding the derivative, 24 and 11 bits.
+TYPES = pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 3e-6), (torch.float16, 1e-3)], ids=str)
+
+
+def draw(rows: int, columns: int, vocab_size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(columns)
+    logits = 4 * torch.randn(rows, columns, generator=generator)
+    logits[:, vocab_size:] = 100.0  # padding would take all the probability
+    return logits.to(DEVICE, dtype), torch.randint(vocab_size, (rows,), generator=generator).to(DEVICE)
+
+
+@pytest.mark.parametrize(("columns", "vocab_size"), [(2, 2), (16, 16), (100, 51), (128, 128), (640, 513), (1024, 1000)])
+@pytest.mark.parametrize("z_loss", [0.0, 1e-2])
+@TYPES
+def test_loss_and_derivative_are_the_textbooks(
+    dtype: torch.dtype, tolerance: float, z_loss: float, columns: int, vocab_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel, "LONGEST_BLOCK", 256)  # several blocks a row, the last of them with and without padding
+    logits, targets = draw(9, columns, vocab_size, dtype)
+    exact = logits.double()[:, :vocab_size].requires_grad_()
+    wanted = F.cross_entropy(exact, targets, reduction="none") + z_loss * exact.logsumexp(1).square()
+    (slope,) = torch.autograd.grad(wanted.sum(), exact)
+    for scale in (1.0, 256.0):
+        losses, found = kernel.fused_cross_entropy(logits.clone(), targets, vocab_size, z_loss, scale)
+        assert (losses.dtype, found.dtype) == (torch.float32, dtype)
+        torch.testing.assert_close(losses.double(), wanted.detach(), rtol=2e-6, atol=2e-6)
+        assert (found[:, :vocab_size].double() / scale - slope).norm() < tolerance * slope.norm()
+        assert found[:, vocab_size:].count_nonzero() == 0
+
+
+@TYPES
+def test_it_is_its_reference(dtype: torch.dtype, tolerance: float) -> None:
+    logits, targets = draw(7, 384, 300, dtype)
+    for scale in (0.0, 1.0):
+        theirs, slope = cross_entropy_reference(logits.clone(), targets, 300, 1e-3, scale)
+        ours, found = kernel.fused_cross_entropy(logits.clone(), targets, 300, 1e-3, scale)
+        torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=2e-6)
+        if scale:
+            torch.testing.assert_close(found, slope, rtol=tolerance, atol=tolerance / 100)
+
+
+def test_without_a_derivative_the_logits_stay() -> None:
+    logits, targets = draw(5, 100, 90, torch.float32)
+    before = logits.clone()
+    losses, _ = kernel.fused_cross_entropy(logits, targets, 90, 0.0, 0.0)
+    assert torch.equal(logits, before)
+    torch.testing.assert_close(losses, F.cross_entropy(logits[:, :90], targets, reduction="none"), rtol=2e-6, atol=2e-6)
+
+
+def test_rows_and_targets_may_be_parts_of_others() -> None:
+    logits, targets = draw(6, 200, 130, torch.float32)
+    beside = torch.stack([targets, torch.full_like(targets, 10**6)], dim=1)[:, 0]
+    losses, slope = kernel.fused_cross_entropy(logits[:, :150], beside, 130, 0.0, 1.0)
+    assert (logits[:, 150:] == 100.0).all()  # what lies beside is not written to
+    assert slope[:, 130:].count_nonzero() == 0
+    assert losses.isfinite().all()
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of the interpreter, which uses NumPy
+def test_a_row_that_is_no_number_stays_alone() -> None:
+    logits, targets = draw(4, 64, 60, torch.float32)
+    logits[1, 5] = float("nan")
+    logits[2, 7] = float("inf")
+    losses, slope = kernel.fused_cross_entropy(logits, targets, 60, 0.0, 1.0)
+    assert losses.isnan().tolist() == slope.isnan().any(1).tolist() == [False, True, True, False]
+    assert slope[:, 60:].count_nonzero() == 0
+
+
+def test_a_probability_below_the_smallest_number_has_its_loss() -> None:
+    logits = torch.tensor([[300.0, 0.0, -300.0, 5.0]], device=DEVICE)
+    losses, _ = kernel.fused_cross_entropy(logits, torch.tensor([2], device=DEVICE), 4, 0.0, 1.0)
+    assert losses.item() == pytest.approx(600.0, rel=1e-6)
+
+
+@TYPES
+def test_the_whole_loss_may_run_on_it(dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(40, 16, generator=generator).to(DEVICE, dtype).requires_grad_()
+    weight = (torch.randn(128, 16, generator=generator) / 4).to(DEVICE, dtype).requires_grad_()
+    targets = torch.randint(100, (40,), generator=generator).to(DEVICE)
+    results = []
+    for work in (cross_entropy_reference, kernel.fused_cross_entropy):
+        monkeypatch.setattr(loss_module, "cross_entropy", work)
+        loss = linear_cross_entropy(x, weight, targets, 100, z_loss=1e-3)
+        results.append((loss.detach(), *torch.autograd.grad(loss, (x, weight))))
+    for theirs, ours in zip(*results, strict=True):
+        assert (ours.double() - theirs.double()).norm() < tolerance * theirs.double().norm()
+    assert results[1][2][100:].count_nonzero() == 0
+
+
+def test_fake_tensors_see_one_operation() -> None:
+    with FakeTensorMode():
+        logits, targets = torch.empty(8, 32, dtype=torch.bfloat16), torch.empty(8, dtype=torch.long)
+        losses, slope = kernel.fused_cross_entropy(logits, targets, 30, 0.0, 1.0)
+    assert (losses.shape, losses.dtype, slope is logits) == ((8,), torch.float32, True)
+
+
+TARGETS = {80: "sm_80", 90: "sm_90a", 100: "sm_100a"}
+CASES = (("bf16", True), ("fp16", True), ("fp32", True), ("bf16", False))  # type of the logits, with the derivative
+
+
+def compiled() -> Iterator[str]:
+    """The target that the code of each case is for, on each architecture in turn."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    for arch, (element, slope) in itertools.product(TARGETS, CASES):
+        kinds = {"logits": f"*{element}", "targets": "*i64", "losses": "*fp32", "z_loss": "fp32", "scale": "fp32"}
+        constants = {"SLOPE": slope, "BLOCK": kernel.LONGEST_BLOCK}
+        signature = {name: kinds.get(name, "i32") for name in kernel._rows.arg_names}
+        signature |= dict.fromkeys(constants, "constexpr")
+        source = triton.compiler.ASTSource(kernel._rows, signature, constexprs=constants)
+        warps = kernel.LONGEST_BLOCK // 512
+        done = triton.compile(source, GPUTarget("cuda", arch, 32), options={"num_warps": warps})
+        assert done.asm["cubin"]
+        (target,) = re.findall(r"\.target (\w+)", done.asm["ptx"])
+        yield target
+
+
+@pytest.mark.slow
+def test_it_compiles_without_a_gpu() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [target for target in TARGETS.values() for _ in CASES]
+
+
+if __name__ == "__main__":
+    print(*compiled())

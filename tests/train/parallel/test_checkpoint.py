@@ -1,0 +1,482 @@
+"""A checkpoint written by any ranks is read by any others, bit for bit, and no failure of one rank costs the run."""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import pickle
+import random
+import resource
+import shutil
+import signal
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from isoflop.train.checkpoint import checkpoint, shards, storage
+from isoflop.train.checkpoint.saver import Saver
+from isoflop.train.config import CheckpointConfig, ModelConfig, RunConfig
+from isoflop.train.data.tokenizers import ByteTokenizer
+from isoflop.train.errors import UserError
+from isoflop.train.job.fork import run_ranks
+from isoflop.train.model.parametrization import build_model
+from isoflop.train.parallel.layout import Held, Piece, Placement, boxes, split, whole
+from isoflop.train.parallel.mesh import Mesh, build_mesh
+from torch import Tensor
+
+KINDS = ("weight", "exp_avg", "exp_avg_sq")
+HEADS, KV_HEADS, HEAD_DIM, WIDTH = 4, 2, 3, 12
+
+Shares = tuple[int, int, int]  # tp, dp, zero
+State = dict[tuple[str, str], Tensor]  # (name, kind): the whole tensor
+
+
+def config_of_run(asynchronous: bool = True, keep: int = 2) -> RunConfig:
+    run = RunConfig(model=ModelConfig(width=WIDTH, depth=1, heads=HEADS, kv_heads=KV_HEADS, vocab_size=64))
+    run.data.sequence_length = 8
+    run.checkpoint = CheckpointConfig(asynchronous=asynchronous, keep=keep)
+    run.parallel.timeout_seconds = 20.0
+    return run
+
+
+CONFIG = config_of_run()
+SHAPES = {
+    name: tuple(parameter.shape)
+    for name, parameter in build_model(CONFIG.model, CONFIG.optimizer, 8, 0).named_parameters()
+}
+
+
+def state(seed: int) -> State:
+    """A training state of the model of `CONFIG`, at random."""
+    generator = torch.Generator().manual_seed(seed)
+    return {(name, kind): torch.randn(shape, generator=generator) for name, shape in SHAPES.items() for kind in KINDS}
+
+
+def placement(name: str, shape: tuple[int, ...], rank: int, ranks: int) -> Placement:
+    """A tensor-parallel split of every kind that the trainer knows."""
+    if name.endswith("qkv.weight"):
+        return fused(shape, rank, ranks)
+    if name.endswith(("out.weight", "down.weight")):
+        return split(shape, 1, rank, ranks)
+    return split(shape, 0, rank, ranks) if len(shape) == 2 else whole(shape)
+
+
+def fused(shape: tuple[int, ...], rank: int, ranks: int) -> Placement:
+    """Query rows split; key and value rows split where they go round, else all of them on every rank."""
+    query, kv = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
+    pieces = [Piece((rank * query // ranks, 0), (query // ranks, shape[1]))]
+    for first in (query, query + kv):
+        if ranks <= KV_HEADS:
+            pieces.append(Piece((first + rank * kv // ranks, 0), (kv // ranks, shape[1])))
+        else:
+            pieces.append(Piece((first, 0), (kv, shape[1]), shared=True, partial=True))
+    return Placement(shape, tuple(pieces))
+
+
+def held_by(rank: int, shares: Shares, of: State, bucket: int = 700) -> list[Held]:
+    """What a rank holds: flat buckets of about `bucket` elements in backward order, cut into dp slices by ZeRO."""
+    tp, dp, zero = shares
+    names = list(SHAPES)[::-1]
+    places = {name: placement(name, SHAPES[name], rank % tp, tp) for name in names}
+    held, filled = [], 0
+    buckets: list[list[str]] = [[]]
+    for name in names:
+        if filled > bucket:
+            buckets.append([])
+            filled = 0
+        buckets[-1].append(name)
+        filled += math.prod(places[name].local_shape)
+    for one in buckets:
+        sizes = [math.prod(places[name].local_shape) for name in one]
+        share = -(-sum(sizes) // dp)
+        low, high = (rank // tp * share, (rank // tp + 1) * share) if zero else (0, share * dp)
+        first = 0
+        for name, size in zip(one, sizes, strict=True):
+            start, stop = max(low - first, 0), min(high - first, size)
+            if start < stop:
+                for kind in KINDS:
+                    values = places[name].take(of[name, kind]).flatten()[start:stop].clone()
+                    held.append(Held(name, kind, places[name], start, stop, values))
+            first += size
+    return held
+
+
+def blank(held: list[Held]) -> list[Held]:
+    return [Held(h.name, h.kind, h.placement, h.start, h.stop, torch.full_like(h.values, math.nan)) for h in held]
+
+
+def assert_same(held: list[Held], expected: list[Held]) -> None:
+    for ours, theirs in zip(held, expected, strict=True):
+        assert torch.equal(ours.values, theirs.values), (ours.name, ours.kind)
+
+
+def save_as(shares: Shares, root: Path, config: RunConfig = CONFIG, seed: int = 1, step: int = 5) -> None:
+    """Called on every rank: saves one state under a mesh and changes it while it is being written."""
+    tp, dp, _ = shares
+    mesh = build_mesh(dp, tp, torch.device("cpu"))
+    saver = Saver(root, mesh, config, ByteTokenizer())
+    held = held_by(mesh.rank, shares, state(seed))
+    saver.save(step, held, {"seconds": 1.5, "updates": 4})
+    for each in held:
+        each.values.fill_(math.inf)
+    saver.wait()
+    saver.close()
+
+
+WORLDS: dict[int, list[Shares]] = {
+    1: [(1, 1, 0)],
+    2: [(2, 1, 0), (1, 2, 0), (1, 2, 1)],
+    4: [(4, 1, 0), (2, 2, 0), (2, 2, 2), (1, 4, 3), (1, 4, 0)],
+}
+ALL = [shares for group in WORLDS.values() for shares in group]
+
+
+def folder(root: Path, shares: Shares) -> Path:
+    return root / "tp{}-dp{}-zero{}".format(*shares)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One and the same state, saved under every mesh."""
+    root = tmp_path_factory.mktemp("meshes")
+    for ranks, meshes in WORLDS.items():
+
+        def each(meshes: list[Shares] = meshes) -> None:
+            for shares in meshes:
+                save_as(shares, folder(root, shares))
+
+        run_ranks(ranks, each)
+    return root
+
+
+@pytest.mark.parametrize("shares", ALL, ids=str)
+def test_what_one_mesh_saved_every_other_loads_bit_for_bit(shares: Shares, saved: Path) -> None:
+    path = checkpoint.find(folder(saved, shares))
+    assert (path / "shards").is_dir() == (shares[0] * shares[1] > 1)
+    for other in ALL:
+        for rank in range(other[0] * other[1]):
+            expected = held_by(rank, other, state(1))
+            held = blank(expected)
+            trainer = checkpoint.restore(path, held, CONFIG)
+            assert trainer == {"step": 5, "seconds": 1.5, "updates": 4}
+            assert_same(held, expected)
+
+
+@pytest.mark.parametrize("shares", ALL, ids=str)
+def test_evaluation_reads_the_whole_weights_of_any_mesh(shares: Shares, saved: Path) -> None:
+    loaded = checkpoint.load_for_evaluation(folder(saved, shares))
+    expected = state(1)
+    assert (loaded.step, loaded.tokenizer.vocab_size) == (5, 256)
+    for name, parameter in loaded.model.named_parameters():
+        assert torch.equal(parameter, expected[name, "weight"]), name
+
+
+@pytest.mark.parametrize("shares", [(2, 1, 0), (1, 2, 1)], ids=str)
+def test_ranks_resume_what_other_ranks_saved_and_say_once_which_file_is_damaged(
+    shares: Shares, saved: Path, tmp_path: Path
+) -> None:
+    newest = shutil.copytree(checkpoint.find(folder(saved, (2, 2, 2))), tmp_path / "step_5")
+    older = shutil.copytree(checkpoint.find(folder(saved, (1, 1, 0))), tmp_path / "step_3")
+    (newest / "shards" / "__3_0.distcp").unlink()
+
+    def each() -> tuple[list[str], list[str]]:
+        mesh = build_mesh(shares[1], shares[0], torch.device("cpu"))
+        expected = held_by(mesh.rank, shares, state(1))
+        said: list[str] = []
+        refused = []
+        held = blank(expected)
+        assert checkpoint.resume(tmp_path, held, CONFIG, mesh, said.append) is not None
+        assert_same(held, expected)
+        for config in (differing("width", 24), differing("hidden", 8)):
+            with pytest.raises(UserError) as raised:
+                checkpoint.resume(tmp_path, held, config, mesh, lambda line: None)
+            refused.append(str(raised.value))
+        assert checkpoint.resume(tmp_path / "nothing", held, CONFIG, mesh, said.append) is None
+        return said, refused
+
+    answers = run_ranks(2, each)
+    message = "checkpoint step_5 is damaged (shards/__3_0.distcp is missing); falling back to the one before"
+    assert [said for said, _ in answers] == [[message], []]
+    prefix = f"checkpoint {older} belongs to another run: model."
+    sentences = [f"{prefix}width is 12 there and 24 here", f"{prefix}hidden is None there and 8 here"]
+    assert [refused for _, refused in answers] == [sentences, sentences]
+
+
+def differing(field: str, value: int) -> RunConfig:
+    config = config_of_run()
+    setattr(config.model, field, value)
+    return config
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-7])
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0x10
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("harm", [truncate, flip, Path.unlink], ids=lambda harm: harm.__name__)
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "__3_0.distcp"])
+def test_a_damaged_shard_is_named(name: str, harm: Callable[[Path], None], saved: Path, tmp_path: Path) -> None:
+    path = shutil.copytree(checkpoint.find(folder(saved, (2, 2, 0))), tmp_path / "step_5")
+    assert checkpoint.damage(path) is None
+    harm(path / "shards" / name)
+    problem = checkpoint.damage(path)
+    assert problem is not None
+    assert (f"shards/{name}" if harm is not Path.unlink or name != ".metadata" else "shards/.metadata") in problem
+    with pytest.raises(UserError, match="is damaged"):
+        checkpoint.load_for_evaluation(path)
+
+
+def test_a_checkpoint_that_does_not_cover_the_model_is_refused_and_the_tensor_named(
+    saved: Path, tmp_path: Path
+) -> None:
+    for shares in ((1, 1, 0), (2, 1, 0)):
+        path = checkpoint.find(folder(saved, shares))
+        values = torch.zeros(48)
+        strange = Held("blocks.9.scale", "weight", whole((48,)), 0, 48, values)
+        with pytest.raises(UserError, match=r"step_5 does not cover the model: it has no blocks\.9\.scale"):
+            storage.read(path, [strange])
+        larger = Held("norm.weight", "exp_avg", whole((48,)), 0, 48, values)
+        with pytest.raises(UserError, match=r"norm\.weight\.exp_avg is \(12,\) there and \(48,\) here"):
+            storage.read(path, [larger])
+    # An index that lost a box: torch would leave the memory as it was and say nothing.
+    path = shutil.copytree(path, tmp_path / "step_5")
+    index = pickle.loads((path / storage.SHARDS_INDEX).read_bytes())
+    index.state_dict_metadata["embedding.weight"].chunks.pop()
+    (path / storage.SHARDS_INDEX).write_bytes(pickle.dumps(index))
+    with pytest.raises(UserError, match=r"does not cover the model: there are holes in its embedding\.weight"):
+        storage.read(path, held_by(0, (1, 1, 0), state(2)))
+
+
+def test_a_folder_that_nodes_do_not_share_is_no_place_for_a_checkpoint(tmp_path: Path) -> None:
+    temporary = checkpoint.start(tmp_path / "checkpoints", 5)
+    assert temporary is not None
+    (temporary / "trainer.json").write_text("{}")
+    other = {"shards/__8_0.distcp": {"bytes": 1, "sha256": "0"}}  # which lies on another node's own disk
+    with pytest.raises(UserError, match=r"checkpoints is not the same folder on every node: .* shards/__8_0\.distcp"):
+        checkpoint.publish(temporary, tmp_path / "checkpoints" / "step_5", other)
+    assert checkpoint.list_steps(tmp_path / "checkpoints") == []
+
+
+def test_one_process_writes_the_same_bytes_whether_it_holds_a_tensor_whole_or_in_pieces(
+    saved: Path, tmp_path: Path
+) -> None:
+    # In pieces: a tensor-parallel group of one rank, as where one GPU runs the code of many.
+    pieces = checkpoint.find(folder(saved, (1, 1, 0)))
+    assert len(placement("blocks.0.attention.qkv.weight", (24, WIDTH), 0, 1).pieces) == 3
+    saver = Saver(tmp_path, Mesh(), CONFIG, ByteTokenizer())
+    at = {name: whole(shape) for name, shape in SHAPES.items()}
+    saver.save(5, [Held(n, k, at[n], 0, v.numel(), v.flatten()) for (n, k), v in state(1).items()], {})
+    saver.wait()
+    for name in (storage.WEIGHTS, storage.MOMENTS):
+        assert (tmp_path / "step_5" / name).read_bytes() == (pieces / name).read_bytes()
+
+
+def test_one_process_that_holds_a_part_does_not_save_it_for_the_whole(tmp_path: Path) -> None:
+    saver = Saver(tmp_path, Mesh(), CONFIG, ByteTokenizer())
+    saver.save(5, held_by(0, (2, 1, 0), state(1)), {})
+    with pytest.raises(ValueError, match="one process must hold it whole"):
+        saver.wait()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_element_is_written_once_and_equal_ranks_write_about_the_same(saved: Path) -> None:
+    elements = sum(tensor.numel() for tensor in state(1).values())
+    for shares in ALL[1:]:
+        files = sorted((checkpoint.find(folder(saved, shares)) / "shards").glob("*.distcp"))
+        assert len(files) == shares[0] * shares[1]
+        index = pickle.loads(files[0].with_name(".metadata").read_bytes())
+        boxes_there = [box for tensor in index.state_dict_metadata.values() for box in tensor.chunks]
+        assert sum(math.prod(box.sizes) for box in boxes_there) == elements
+    for ranks in (2, 3, 8):
+        whole_state = storage.parts(held_by(0, (1, 1, 0), state(1)))
+        loads = [sum(part.values.numel() for part in share) for share in storage.share_out(whole_state, ranks)]
+        assert sum(loads) == elements
+        assert max(loads) - min(loads) <= max(part.values.numel() for part in whole_state)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_boxes_of_a_range_are_its_elements(seed: int) -> None:
+    # Against a dense mask: number the elements of the whole, take the rank's part, cut the range, look them up.
+    generator = random.Random(seed)
+    at = random_placement(generator)
+    numbers = torch.arange(math.prod(at.shape)).view(at.shape)
+    flat = at.take(numbers).flatten()
+    start = generator.randint(0, len(flat))
+    stop = generator.randint(start, len(flat))
+    found = list(boxes(at, start, stop))
+    inside = [numbers[tuple(slice(o, o + n) for o, n in zip(box.offset, box.size, strict=True))] for box in found]
+    assert torch.equal(torch.cat([numbers.new_empty(0), *[box.flatten() for box in inside]]), flat[start:stop])
+    assert [box.start for box in found] == [start + sum(box.numel() for box in inside[:i]) for i in range(len(found))]
+    assert all(box.numel() > 0 for box in inside)
+    assert len(found) <= 3 * len(at.pieces)
+
+
+def random_placement(generator: random.Random) -> Placement:
+    if generator.random() < 0.3:
+        length = generator.randint(1, 20)
+        first = generator.randint(0, length - 1)
+        return Placement((length,), (Piece((first,), (generator.randint(1, length - first),)),))
+    rows, columns = generator.randint(1, 12), generator.randint(1, 9)
+    left = generator.randint(0, columns - 1)
+    width = generator.randint(1, columns - left)  # the pieces of one parameter are equally wide
+    cuts = sorted(generator.sample(range(rows + 1), min(rows + 1, 2 * generator.randint(1, 3)) // 2 * 2))
+    pairs = list(zip(cuts[::2], cuts[1::2], strict=True))
+    return Placement((rows, columns), tuple(Piece((top, left), (end - top, width)) for top, end in pairs))
+
+
+def test_torch_itself_reads_what_the_ranks_wrote(saved: Path) -> None:
+    for shares in ALL[1:]:
+        wanted = {storage.Part(*key, (), (), tensor).key: torch.empty_like(tensor) for key, tensor in state(1).items()}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that it reads in one process, which is what we ask
+            folder_of_shards = checkpoint.find(folder(saved, shares)) / "shards"
+            dcp.load(wanted, checkpoint_id=folder_of_shards, no_dist=True)
+        for (name, kind), tensor in state(1).items():
+            assert torch.equal(wanted[storage.Part(name, kind, (), (), tensor).key], tensor)
+
+
+def test_training_may_talk_while_the_ranks_save(tmp_path: Path) -> None:
+    # Were the saver's collectives on training's group, one would be taken for the other: wrong sums, or a hang.
+    def each() -> list[float]:
+        mesh = build_mesh(2, 1, torch.device("cpu"))
+        saver = Saver(tmp_path, mesh, CONFIG, ByteTokenizer())
+        held = held_by(mesh.rank, (1, 2, 1), state(1))
+        sums = []
+        for step in range(1, 31):
+            if step % 3 == 0:
+                saver.save(step, held, {})
+            value = torch.tensor([float(step * (mesh.rank + 1))])
+            dist.all_reduce(value)
+            sums.append(value.item())
+        saver.wait()
+        saver.close()
+        return sums
+
+    assert run_ranks(2, each) == [[3.0 * step for step in range(1, 31)]] * 2
+    assert [step for step, _ in checkpoint.list_steps(tmp_path)] == [27, 30]
+    for _, path in checkpoint.list_steps(tmp_path):
+        assert checkpoint.damage(path) is None
+
+
+def kill(*arguments: Any, **keywords: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@contextmanager
+def killed_stream(self: Any, path: Path, mode: str) -> Iterator[Any]:
+    path.write_bytes(b"half")
+    kill()
+    yield
+
+
+def kill_at_the_manifest(path: Path) -> None:
+    if path.name == "manifest.json":
+        kill()
+
+
+MOMENTS: dict[str, tuple[Any, str, Any]] = {
+    "shard": (shards._Files, "create_stream", killed_stream),
+    "checksum": (checkpoint, "describe", kill),
+    "manifest": (checkpoint, "fsync_path", kill_at_the_manifest),
+    "rename": (os, "replace", kill),
+}
+
+
+@pytest.mark.parametrize(
+    ("victim", "moment"), [(1, "shard"), (1, "checksum"), (0, "shard"), (0, "manifest"), (0, "rename")]
+)
+def test_a_rank_killed_while_saving_leaves_the_older_checkpoint(victim: int, moment: str, tmp_path: Path) -> None:
+    def each() -> None:
+        mesh = build_mesh(2, 1, torch.device("cpu"))
+        saver = Saver(tmp_path, mesh, CONFIG, ByteTokenizer())
+        held = held_by(mesh.rank, (1, 2, 1), state(1))
+        saver.save(3, held, {})
+        saver.wait()
+        if mesh.rank == victim:
+            setattr(*MOMENTS[moment])
+        saver.save(5, held, {})
+        saver.wait()
+
+    with pytest.raises(RuntimeError) as raised:
+        run_ranks(2, each)
+    assert f"rank {victim}: died without a word" in str(raised.value)
+    assert f"rank {1 - victim}: Traceback" in str(raised.value)  # the other one was told, and waited for nothing
+    assert [step for step, _ in checkpoint.list_steps(tmp_path)] == [3]
+    assert checkpoint.find(tmp_path).name == "step_3"
+    run_ranks(2, save_as, (1, 2, 1), tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_3", "step_5"]  # and what was left behind is gone
+    assert checkpoint.find(tmp_path).name == "step_5"
+
+
+@contextmanager
+def full_stream(self: Any, path: Path, mode: str) -> Iterator[Any]:
+    """A file on a disk without a byte left."""
+    path.touch()
+    with real_stream(self, Path("/dev/full"), mode) as stream:
+        yield stream
+
+
+real_stream = shards.FileSystem.create_stream
+
+
+@contextmanager
+def full_disk(kind: str) -> Iterator[None]:
+    """Lets this process write no shard."""
+    if kind == "full":
+        shards.FileSystem.create_stream = full_stream
+        yield
+        shards.FileSystem.create_stream = real_stream
+    else:
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limit[1]))
+        yield
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize(("victim", "kind"), [(0, "full"), (1, "full"), (1, "limit")])
+def test_a_full_disk_of_one_rank_is_an_error_of_all_and_the_run_can_go_on(
+    victim: int, kind: str, asynchronous: bool, tmp_path: Path
+) -> None:
+    config = config_of_run(asynchronous)
+
+    def each() -> tuple[int | None, str]:
+        mesh = build_mesh(2, 1, torch.device("cpu"))
+        saver = Saver(tmp_path, mesh, config, ByteTokenizer())
+        held = held_by(mesh.rank, (1, 2, 1), state(1))
+        saver.save(3, held, {})
+        saver.wait()
+
+        def save_twice() -> None:
+            saver.save(5, held, {})
+            saver.save(6, held, {})  # asynchronous: it learns what became of the one before
+
+        with full_disk(kind) if mesh.rank == victim else nullcontext():
+            with pytest.raises(OSError) as raised:  # noqa: PT011, the number is what tells
+                save_twice()
+            dist.barrier()
+        assert [path.name for path in tmp_path.iterdir()] == ["step_3"]
+        dist.barrier()
+        saver.save(7, held, {})
+        saver.wait()
+        saver.close()
+        return raised.value.errno, str(raised.value)
+
+    answers = run_ranks(2, each)
+    assert answers[0] == answers[1]
+    assert answers[0][0] == (errno.ENOSPC if kind == "full" else errno.EFBIG)
+    assert checkpoint.find(tmp_path).name == "step_7"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_3", "step_7"]

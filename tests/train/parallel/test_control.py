@@ -1,0 +1,262 @@
+"""Ranks find each other, fail together, and agree on what to do next."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from isoflop.train.config import ParallelConfig, RunConfig
+from isoflop.train.errors import UserError
+from isoflop.train.job.control import Agreement, Flag, RankError, same_everywhere, together
+from isoflop.train.job.environment import Ranks, detect
+from isoflop.train.job.fork import Ended, fork_processes, run_ranks
+from isoflop.train.job.rendezvous import MARGIN_SECONDS, join
+from isoflop.train.parallel.mesh import Mesh, build_mesh
+
+CPU = torch.device("cpu")
+
+
+def caught(function: Callable[[], Any]) -> Exception:
+    with pytest.raises(Exception) as raised:  # noqa: PT011  # which one is what the caller asks
+        function()
+    return raised.value
+
+
+# Errors and flags.
+
+
+def test_an_error_on_one_rank_is_raised_on_every_rank_and_keeps_its_kind() -> None:
+    def rank() -> list[tuple[str, str, Any]]:
+        mesh = build_mesh(3, 1, CPU)
+
+        def fail(with_error: Exception, who: tuple[int, ...] = (1,)) -> tuple[str, str, Any]:
+            def function() -> None:
+                if mesh.rank in who:
+                    raise with_error
+
+            error = caught(lambda: together(mesh, function))
+            return type(error).__name__, str(error), getattr(error, "errno", getattr(error, "kind", None))
+
+        return [
+            fail(UserError("model.heads is 3; it must be 4")),
+            fail(OSError(errno.ENOSPC, "No space left on device", "/full/file")),
+            fail(OSError("a disk without a number")),
+            fail(torch.OutOfMemoryError("CUDA out of memory")),
+            fail(ValueError("first"), who=(1, 2)),
+            fail(UserError("all say the same"), who=(0, 1, 2)),
+            fail(RankError("rank 9 on node3 died at step 5")),
+        ]
+
+    expected = [
+        ("UserError", "rank 1: model.heads is 3; it must be 4", None),
+        ("OSError", "[Errno 28] rank 1: No space left on device: '/full/file'", errno.ENOSPC),
+        ("OSError", "rank 1: a disk without a number", None),
+        ("RankError", "rank 1: OutOfMemoryError: CUDA out of memory", "OutOfMemoryError"),
+        ("RankError", "rank 1: ValueError: first (and 1 more of 3 ranks)", "ValueError"),
+        ("UserError", "all say the same", None),
+        ("RankError", "rank 1: rank 9 on node3 died at step 5", "RankError"),
+    ]
+    assert run_ranks(3, rank) == [expected] * 3
+
+
+def test_what_rank_0_finds_is_given_to_all_and_so_is_its_error() -> None:
+    def rank() -> tuple[Any, list[int], str]:
+        mesh, called = build_mesh(3, 1, CPU), list[int]()
+
+        def find() -> dict[str, int]:
+            called.append(mesh.rank)
+            return {"step": 100 + mesh.rank}
+
+        def fail() -> None:
+            raise FileNotFoundError(errno.ENOENT, "No such file or directory", f"shard-{mesh.rank}")
+
+        found = together(mesh, find, only_first=True)
+        error = caught(lambda: together(mesh, fail, only_first=True))
+        assert isinstance(error, FileNotFoundError)
+        return found, called, str(error)
+
+    words = "[Errno 2] rank 0: No such file or directory: 'shard-0'"
+    assert run_ranks(3, rank) == [({"step": 100}, [0] if r == 0 else [], words) for r in range(3)]
+
+
+def test_what_every_rank_finds_is_its_own() -> None:
+    assert run_ranks(2, lambda: together(mesh := build_mesh(2, 1, CPU), lambda: mesh.rank * 10)) == [0, 10]
+
+
+def test_in_one_process_an_exception_passes_unchanged() -> None:
+    error = KeyError("x")
+
+    def fail() -> None:
+        raise error
+
+    assert together(Mesh(), lambda: 5) == 5
+    assert caught(lambda: together(Mesh(), fail)) is error
+    same_everywhere(Mesh(), RunConfig())
+
+
+def test_ranks_with_different_configs_hear_which_rank_and_which_field() -> None:
+    def rank() -> str:
+        mesh, config = build_mesh(3, 1, CPU), RunConfig()
+        same_everywhere(mesh, config)
+        if mesh.rank == 2:
+            config.optimizer.weight_decay = 0.25
+        error = caught(lambda: same_everywhere(mesh, config))
+        assert isinstance(error, UserError)
+        return str(error)
+
+    words = "optimizer.weight_decay is 0.25 on rank 2 and 0.1 on rank 0; every rank must be given the same config"
+    assert run_ranks(3, rank) == [words] * 3
+
+
+def test_flags_of_any_rank_reach_all_at_the_same_step() -> None:
+    raised = {(1, 2): Flag.STOP, (3, 0): Flag.SAVE, (0, 2): Flag.SAVE, (2, 5): Flag.STOP}  # (rank, step)
+
+    def rank() -> list[int]:
+        mesh = build_mesh(4, 1, CPU)
+        agreement = Agreement(mesh)
+        heard = []
+        for step in range(6):
+            time.sleep(0.01 * ((mesh.rank + step) % 4))  # ranks come when they like
+            heard.append(int(agreement(raised.get((mesh.rank, step), Flag(0)))))
+        return [*heard, int(agreement.close())]
+
+    assert run_ranks(4, rank) == [[0, Flag.SAVE, 0, Flag.SAVE | Flag.STOP, 0, 0, Flag.STOP]] * 4
+
+
+def test_a_step_does_not_wait_for_a_rank_that_is_late_to_raise_its_flags() -> None:
+    def rank() -> bool:
+        mesh = build_mesh(2, 1, CPU)
+        agreement, box = Agreement(mesh), dist.distributed_c10d._get_default_store()
+        if mesh.rank == 1:
+            box.wait(["rank 0 went on"])  # were rank 0 to wait for this rank, neither would go on
+        agreement(Flag.STOP)
+        if mesh.rank == 0:
+            box.set("rank 0 went on", "")
+        return agreement(Flag(0)) == Flag.STOP and agreement.close() == Flag(0)
+
+    assert run_ranks(2, rank, timeout=30.0) == [True, True]
+
+
+def test_one_process_agrees_with_itself_at_once() -> None:
+    agreement = Agreement(Mesh())
+    assert agreement(Flag.STOP | Flag.SAVE) == Flag.STOP | Flag.SAVE
+    assert agreement(Flag(0)) == Flag(0)
+    assert agreement.close() == Flag(0)
+
+
+# Finding each other.
+
+
+def joined(folder: Path, count: int, function: Callable[[Mesh, int], Any], **settings: Any) -> list[list[Any]]:
+    """What each of `count` bare processes says that join each other; the names of their nodes are settings['hosts']."""
+    hosts = settings.pop("hosts", ["node"] * count)
+    late = settings.pop("late", None)
+    shape = {"dp": count, "timeout_seconds": 20.0} | settings
+
+    def process(rank: int, say: Callable[[str], None]) -> None:
+        if rank == late:
+            time.sleep(0.5)
+        ranks = Ranks(rank, count, rank, count, hosts[rank], "local", "7")
+        try:
+            with join(ranks, folder, ParallelConfig(**shape), CPU) as (mesh, _):
+                say(json.dumps(function(mesh, rank)))
+        except UserError as error:
+            say(json.dumps(str(error)))
+
+    return [[json.loads(word) for word in said(ended)] for ended in fork_processes(count, process, range(count), 60.0)]
+
+
+def said(ended: Ended) -> list[str]:
+    assert ended.code == 0, ended
+    return ended.said
+
+
+def add_up(mesh: Mesh, rank: int) -> list[Any]:
+    number = torch.tensor([10.0**rank])
+    dist.all_reduce(number, group=mesh.world)
+    return [mesh.dp_rank, mesh.tp_rank, mesh.name(rank), number.item()]
+
+
+def test_ranks_join_over_the_run_directory_and_leave_nothing_there(tmp_path: Path) -> None:
+    hosts = ["a", "a", "b", "b"]
+    assert joined(tmp_path, 4, add_up, dp=2, tp=2, hosts=hosts) == [
+        [[0, 0, "rank 0 on a", 1111.0]],
+        [[0, 1, "rank 1 on a", 1111.0]],
+        [[1, 0, "rank 2 on b", 1111.0]],
+        [[1, 1, "rank 3 on b", 1111.0]],
+    ]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_group_gives_up_after_the_watchdog_and_not_after_torchs_own_time(tmp_path: Path) -> None:
+    def limits(mesh: Mesh, rank: int) -> list[float]:
+        groups = (mesh.dp_group, mesh.tp_group, mesh.world, mesh.control)
+        return [group._get_backend(CPU).options._timeout.total_seconds() for group in groups if group is not None]
+
+    assert joined(tmp_path, 4, limits, dp=2, tp=2) == [[[20.0 + MARGIN_SECONDS] * 4]] * 4
+
+
+def test_the_address_of_an_earlier_attempt_is_never_taken(tmp_path: Path) -> None:
+    stranger = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    stranger.set("token", "another")
+    for attempt, port in {"7": stranger.port, "6": 1}.items():
+        stale = {"host": "127.0.0.1", "port": port, "token": "old"}
+        (tmp_path / f".rendezvous-{attempt}.json").write_text(json.dumps(stale))
+    sums = joined(tmp_path, 2, lambda mesh, rank: add_up(mesh, rank)[-1], late=0)
+    assert sums == [[11.0], [11.0]]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_rank_that_waits_in_vain_says_for_what(tmp_path: Path) -> None:
+    lost = Ranks(1, 2, 0, 1, "node07", "slurm", "71-0")
+    with pytest.raises(UserError) as error, join(lost, tmp_path, ParallelConfig(dp=2, timeout_seconds=0.3), CPU):
+        pass
+    assert str(error.value) == (
+        "rank 1 on node07 did not find rank 0 within parallel.timeout_seconds 0.3 s: "
+        f"{tmp_path}/.rendezvous-71-0.json was not written; rank 0's log says why, or else raise the timeout"
+    )
+    (tmp_path / ".rendezvous-71-0.json").write_text('{"host": "127.0.0.1", "port": 1, "token": "old"}')
+    with (
+        pytest.raises(UserError, match=r"nothing of ours listens at 127\.0\.0\.1:1"),
+        join(lost, tmp_path, ParallelConfig(dp=2, timeout_seconds=0.3), CPU),
+    ):
+        pass
+
+
+def test_a_tensor_parallel_group_over_two_nodes_is_refused_on_every_rank(tmp_path: Path) -> None:
+    words = joined(tmp_path, 4, add_up, dp=2, tp=2, hosts=["a", "b", "a", "b"])
+    assert all(len(word) == 1 and "ranks 0 to 1 of one tensor-parallel group are on a, b" in word[0] for word in words)
+
+
+def test_torchrun_gives_the_address_and_one_rank_of_it_has_groups(tmp_path: Path) -> None:
+    def process(rank: int, say: Callable[[str], None]) -> None:
+        with open(tmp_path / "port", encoding="utf-8") as file:
+            port = file.read()
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_PORT=port)
+        os.environ.update(MASTER_ADDR="127.0.0.1", TORCHELASTIC_RUN_ID="x", TORCHELASTIC_USE_AGENT_STORE="True")
+        for _ in range(2):  # torchrun's store outlives a run
+            with join(detect(), tmp_path / "missing", ParallelConfig(), CPU) as (mesh, _):
+                groups = (mesh.dp_group, mesh.tp_group, mesh.world, mesh.control)
+                assert all(dist.get_world_size(group) == 1 for group in groups if group is not None)
+                say(f"{sum(group is not None for group in groups)} {together(mesh, lambda: 5)}")
+            assert not dist.is_initialized()
+
+    agent = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # torchrun keeps one
+    (tmp_path / "port").write_text(str(agent.port))
+    (ended,) = fork_processes(1, process, [0])
+    assert said(ended) == ["4 5", "4 5"]
+
+
+def test_one_process_without_a_launcher_joins_nothing(tmp_path: Path) -> None:
+    with join(Ranks(), tmp_path / "missing", ParallelConfig(), CPU) as (mesh, store):
+        assert mesh == Mesh()
+        assert store is None
+        assert not dist.is_initialized()

@@ -1,0 +1,240 @@
+"""Buckets against their promises, and sums of gradients against DDP, plain sums, and a count of what is sent."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from isoflop.train.config import ModelConfig, OptimizerConfig
+from isoflop.train.job.fork import run_ranks
+from isoflop.train.model.gpt import GPT
+from isoflop.train.model.parametrization import build_model
+from isoflop.train.parallel.buckets import ALIGNMENT, Bucket, clip, counted, fill, pack, partial
+from isoflop.train.parallel.data import Gradients
+from isoflop.train.parallel.layout import Piece, Placement
+from torch import Tensor
+
+MODEL = ModelConfig(width=20, depth=2, heads=2, vocab_size=20, tied_embeddings=False)
+
+
+def layouts_of(gpt: GPT, limit: int, ranks: int) -> list[Bucket]:
+    sizes = {name: p.numel() for name, p in gpt.named_parameters()}
+    groups = {name: p.dim() for name, p in gpt.named_parameters()}
+    return [pack(run, sizes, groups, ranks) for run in fill(reversed(sizes), sizes, limit)]
+
+
+def gradients_of(gpt: GPT, stage: int, limit: int = 2000) -> Gradients:
+    """Gradients of a model over all ranks, each of which owns its slice (stage 0: everything)."""
+    layouts = layouts_of(gpt, limit, dist.get_world_size())
+    owned = [layout.owned(dist.get_rank()) if stage else (0, layout.size) for layout in layouts]
+    return Gradients(
+        layouts, dict(gpt.named_parameters()), owned, dist.group.WORLD, stage=stage, complete=lambda number: None
+    )
+
+
+def tokens_of(rank: int, step: int) -> Tensor:
+    return torch.randint(20, (2, 9), generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def backward(gpt: GPT, tokens: Tensor) -> None:
+    gpt.loss(tokens[:, :-1], tokens[:, 1:]).backward()
+
+
+def model(dtype: torch.dtype = torch.float32) -> GPT:
+    gpt = build_model(MODEL, OptimizerConfig(), 8, 0).to(dtype)
+    with torch.no_grad():  # a head of zeros would leave every other gradient at zero
+        gpt.head.weight.normal_(generator=torch.Generator().manual_seed(1))
+    return gpt
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_bucket_holds_every_parameter_once_aligned_and_cut_evenly(seed: int) -> None:
+    generator = random.Random(seed)
+    sizes = {f"p{i}": generator.choice([1, 7, 8, 64, 1000]) for i in range(generator.randint(1, 12))}
+    groups = {name: generator.randrange(3) for name in sizes}
+    ranks = generator.choice([1, 2, 3, 8])
+    bucket = pack(list(sizes), sizes, groups, ranks)
+    covered = sorted([(slot.start, slot.stop) for slot in bucket.slots] + bucket.padding)
+    assert [start for start, _ in covered] == [0, *(stop for _, stop in covered[:-1])]
+    assert covered[-1][1] == bucket.size
+    assert bucket.size % (ranks * ALIGNMENT) == 0
+    assert {slot.name: slot.stop - slot.start for slot in bucket.slots} == sizes
+    assert all(slot.start % ALIGNMENT == 0 for slot in bucket.slots)
+    assert sum(stop - start for start, stop in bucket.padding) < len(sizes) * ALIGNMENT + ranks * ALIGNMENT
+    # One segment a group, however the parameters came.
+    assert sorted(group for group, _ in bucket.segments) == sorted(set(groups.values()))
+    for slot in bucket.slots:
+        (segment,) = [r for group, r in bucket.segments if group == slot.group]
+        assert segment[0] <= slot.start
+        assert slot.stop <= segment[1]
+    owned = [bucket.owned(rank) for rank in range(ranks)]
+    assert [start for start, _ in owned] == [0, *(stop for _, stop in owned[:-1])]
+    assert owned[-1][1] == bucket.size
+
+
+def test_buckets_keep_the_order_and_stay_below_the_limit() -> None:
+    sizes = {"a": 5, "b": 5, "c": 30, "d": 1, "e": 9}
+    assert fill(sizes, sizes, 10) == [["a", "b"], ["c"], ["d", "e"]]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_tp_ranks_count_every_element_of_the_whole_once_and_sum_partial_ones(seed: int) -> None:
+    generator = random.Random(seed)
+    ranks = generator.choice([2, 4])
+    sizes, placements = {}, [dict[str, Placement]() for _ in range(ranks)]
+    for i in range(6):
+        kinds = [generator.choice(["split", "shared", "partial"]) for _ in range(generator.randint(1, 3))]
+        rows, columns = generator.randint(1, 5), generator.randint(1, 5)
+        for rank in range(ranks):
+            pieces = tuple(
+                Piece((0, 0), (rows, columns), shared=kind != "split", partial=kind == "partial") for kind in kinds
+            )
+            placements[rank][f"p{i}"] = Placement((99, columns), pieces)
+        sizes[f"p{i}"] = len(kinds) * rows * columns
+    bucket = pack(list(sizes), sizes, dict.fromkeys(sizes, 0), 2)
+    for slot in bucket.slots:
+        start = slot.start
+        for index, piece in enumerate(placements[0][slot.name].pieces):
+            for element in range(start, start + piece.size[0] * piece.size[1]):
+                seen = [
+                    any(a <= element < b for a, b in counted(bucket, placements[rank], rank)) for rank in range(ranks)
+                ]
+                assert seen == [rank == 0 or not piece.shared for rank in range(ranks)], (slot, index)
+                assert any(a <= element < b for a, b in partial(bucket, placements[0])) == piece.partial
+            start += piece.size[0] * piece.size[1]
+
+
+def test_ranges_are_cut_to_a_slice_and_counted_from_its_start() -> None:
+    assert clip([(0, 4), (6, 9), (12, 20)], (3, 13)) == [(0, 1), (3, 6), (9, 10)]
+
+
+def _against_ddp(stage: int, micro_batches: int) -> list[float]:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    theirs = model()
+    ddp = torch.nn.parallel.DistributedDataParallel(theirs, bucket_cap_mb=0.01)
+    for step in range(micro_batches):
+        tokens = tokens_of(rank, step)
+        with ddp.no_sync() if step < micro_batches - 1 else torch.enable_grad():
+            torch.nn.functional.cross_entropy(ddp(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    ours = model()
+    gradients = gradients_of(ours, stage)
+    for step in range(micro_batches):
+        with gradients.micro_batch(last=step == micro_batches - 1):
+            backward(ours, tokens_of(rank, step))
+        assert all(p.grad is None for p in ours.parameters())
+    gradients.wait()
+    expected = {name: p.grad * ranks for name, p in theirs.named_parameters()}  # DDP's is a mean
+    worst = []
+    for bucket, shard in zip(gradients.buckets, gradients.shards, strict=True):
+        whole = torch.zeros(bucket.layout.size)
+        for slot in bucket.layout.slots:
+            whole[slot.start : slot.stop] = expected[slot.name].flatten()
+        start, stop = bucket.owned
+        worst.append((shard - whole[start:stop]).abs().max().item())  # padding included: it must be zero
+    return worst
+
+
+def test_gradients_equal_those_of_ddp() -> None:
+    def all_stages() -> list[float]:
+        return [worst for stage in (0, 1, 2) for count in (1, 3) for worst in _against_ddp(stage, count)]
+
+    for answers in run_ranks(3, all_stages):
+        # fp32 sums of gradients of up to 2, in another order.
+        assert max(answers) < 2e-6, answers
+
+
+def _counted(stage: int) -> list[tuple[bool, int, int]]:
+    """(last, collectives of the micro-batch, those of them sent before its last gradient came) of three."""
+    gpt = model()
+    gradients = gradients_of(gpt, stage)
+    sent, early = [0], [0]
+    names = ("all_reduce", "reduce_scatter_tensor", "all_to_all_single", "all_gather_into_tensor")
+    kept = {name: getattr(dist, name) for name in names}
+
+    def counting(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            sent[0] += 1
+            return function(*args, **kwargs)
+
+        return call
+
+    for name, function in kept.items():
+        setattr(dist, name, counting(function))
+    # The table's gradient is the last of a backward pass.
+    gpt.embedding.weight.register_hook(lambda gradient: early.__setitem__(0, sent[0]))
+    found = []
+    for step in range(3):
+        sent[0] = 0
+        with gradients.micro_batch(last=step == 2):
+            backward(gpt, tokens_of(dist.get_rank(), step))
+        found.append((step == 2, sent[0], early[0]))
+    gradients.wait()
+    for name, function in kept.items():
+        setattr(dist, name, function)
+    return [*found, (True, len(gradients.buckets), 0)]
+
+
+def test_nothing_is_sent_before_the_last_micro_batch_and_then_beside_the_backward_pass() -> None:
+    for answer in run_ranks(2, lambda: [_counted(stage) for stage in (0, 1, 2)]):
+        for stage, (*micro_batches, (_, buckets, _)) in enumerate(answer):
+            assert buckets > 3
+            for last, sent, early in micro_batches:
+                reduces = last or stage == 2
+                assert sent == (buckets if reduces else 0), (stage, last)
+                # All but the bucket of the table, which is complete only now.
+                assert early == (buckets - 1 if reduces else 0), (stage, last)
+
+
+def _low_precision(stage: int, dtype: torch.dtype) -> bool:
+    """Whether the sum of bf16 gradients is the fp32 sum, rounded once."""
+    ranks, gradients = dist.get_world_size(), gradients_of(model(dtype), stage)
+    parts = []
+    for rank in range(ranks):
+        gpt = model(dtype)
+        backward(gpt, tokens_of(rank, 0))
+        parts.append({name: p.grad.float() for name, p in gpt.named_parameters()})
+    gpt = model(dtype)
+    gradients = gradients_of(gpt, stage)
+    with gradients.micro_batch(last=True):
+        backward(gpt, tokens_of(dist.get_rank(), 0))
+    gradients.wait()
+    same = True
+    for bucket, shard in zip(gradients.buckets, gradients.shards, strict=True):
+        whole = torch.zeros(bucket.layout.size)
+        for slot in bucket.layout.slots:
+            total = parts[0][slot.name]
+            for part in parts[1:]:
+                total = total + part[slot.name]
+            whole[slot.start : slot.stop] = total.flatten()
+        start, stop = bucket.owned
+        same = same and shard.dtype == dtype and torch.equal(shard, whole[start:stop].to(dtype))
+    return same
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_gradients_are_summed_in_fp32_and_rounded_once(dtype: torch.dtype) -> None:
+    for answer in run_ranks(3, lambda: [_low_precision(stage, dtype) for stage in (0, 1, 2)]):
+        assert answer == [True, True, True]
+
+
+def test_a_parameter_that_the_loss_does_not_use_has_a_gradient_of_zero() -> None:
+    def without_head(stage: int) -> tuple[float, float]:
+        gpt = model()
+        gradients = gradients_of(gpt, stage)
+        for view in [view for bucket in gradients.buckets for view in bucket.views]:
+            view.fill_(7.0)  # what a step before may have left
+        with gradients.micro_batch(last=True):
+            gpt.embedding(tokens_of(dist.get_rank(), 0)).sum().backward()
+        gradients.wait()
+        total = torch.stack([shard.sum() for shard in gradients.shards]).sum()
+        if stage > 0:
+            dist.all_reduce(total)
+        return total.item(), float(MODEL.width * 18 * dist.get_world_size())
+
+    for answer in run_ranks(2, lambda: [without_head(stage) for stage in (0, 1, 2)]):
+        for total, expected in answer:
+            assert total == expected  # each of 18 tokens a rank adds one to every element of its row

@@ -1,0 +1,264 @@
+"""Which shapes a run can take: refusals name the field and numbers that work, and what fits is let through."""
+
+from __future__ import annotations
+
+import random
+import re
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from isoflop.train.config import DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig
+from isoflop.train.errors import UserError
+from isoflop.train.job.environment import Ranks, detect
+from isoflop.train.planner.shapes import check_hosts, check_shapes, check_world, working_shapes
+
+
+def run(batch: int = 16, length: int = 32, model: dict[str, Any] | None = None, **parallel: Any) -> RunConfig:
+    shape = {"width": 64, "heads": 8, "kv_heads": 2, "vocab_size": 256} | (model or {})
+    return RunConfig(
+        model=ModelConfig(**shape),
+        data=DataConfig(sequence_length=length),
+        optimizer=OptimizerConfig(batch_size=batch),
+        parallel=ParallelConfig(**parallel),
+    )
+
+
+def refusal(config: RunConfig) -> str | None:
+    try:
+        check_shapes(config)
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def fits(config: RunConfig) -> bool:
+    return refusal(config) is None
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (run(tp=0), "parallel.tp is 0; it must be 1 or more"),
+        (run(dp=-1), "parallel.dp is -1; it must be 1 or more"),
+        (run(zero=4), "parallel.zero is 4; it must be one of 0, 1, 2, 3"),
+        (run(tp=3), "parallel.tp is 3; it must divide model.heads 8; it can be 1, 2, 4, 8"),
+        (
+            run(
+                tp=2,
+                batch=18,
+                length=18,
+                model={"heads": 6, "width": 48, "kv_heads": 3, "hidden": 96, "vocab_multiple": 96},
+            ),
+            "parallel.tp is 2; it must be a divisor or a multiple of model.kv_heads 3; it can be 1, 3, 6",
+        ),
+        (
+            run(tp=8, model={"hidden": 100}),
+            "parallel.tp is 8; it must divide model.hidden, which is 100; it can be 1, 2, 4",
+        ),
+        (
+            run(tp=8, model={"vocab_size": 250, "vocab_multiple": 6}),
+            "parallel.tp is 8; it must divide the vocabulary padded to model.vocab_multiple, which is 252; "
+            "it can be 1, 2, 4",
+        ),
+        (
+            run(tp=8, length=6, micro_batch_size=2),
+            "parallel.tp is 8; it must divide data.sequence_length 6, or parallel.sequence_parallel be false; "
+            "it can be 1, 2",
+        ),
+        (run(dp=3), "parallel.dp is 3; it must divide optimizer.batch_size 16: 1, 2, 4, 8, 16"),
+        (
+            run(dp=100, batch=720),
+            "parallel.dp is 100; it must divide optimizer.batch_size 720: 60, 72, 80, 90, 120, 144",
+        ),
+        (
+            run(dp=4, micro_batch_size=3),
+            "parallel.micro_batch_size is 3; it must divide a rank's share of the batch, optimizer.batch_size 16 / "
+            "parallel.dp 4 = 4: 1, 2, 4",
+        ),
+        (
+            run(micro_batch_size=0),
+            "parallel.micro_batch_size is 0; it must divide optimizer.batch_size 16: 1, 2, 4, 8, 16",
+        ),
+    ],
+)
+def test_a_shape_that_does_not_fit_is_refused_with_those_that_do(config: RunConfig, says: str) -> None:
+    with pytest.raises(UserError) as refused:
+        check_shapes(config)
+    assert str(refused.value) == says
+
+
+def test_what_need_not_be_split_is_not_asked_about() -> None:
+    check_shapes(run(tp=8, length=6, micro_batch_size=2, sequence_parallel=False))
+    check_shapes(run(tp=8, model={"vocab_size": None, "vocab_multiple": 6}))  # the planner fills it in, and asks again
+    check_shapes(run(zero=3))  # nothing to share, and nothing wrong
+
+
+def random_run(draw: random.Random) -> RunConfig:
+    heads = draw.choice([1, 2, 3, 4, 6, 8, 12, 16])
+    return run(
+        batch=draw.choice([1, 2, 6, 8, 12, 16, 24]), length=draw.choice([3, 4, 6, 16]),
+        model={
+            "heads": heads, "width": heads * 4,
+            "kv_heads": draw.choice([k for k in range(1, heads + 1) if heads % k == 0]),
+            "hidden": draw.choice([8, 12, 24, 48]),
+            "vocab_size": draw.randint(20, 300), "vocab_multiple": draw.choice([1, 6, 16, 64]),
+        },
+        tp=draw.choice([1, 2, 3, 4, 6, 8]), dp=draw.choice([1, 2, 3, 4, 6]),
+        micro_batch_size=draw.choice([None, 1, 2, 3]), sequence_parallel=draw.random() < 0.5,
+    )  # fmt: skip
+
+
+def splits_evenly(config: RunConfig) -> bool:
+    """The same question, by cutting things up: does every rank get whole and equal parts?"""
+    model, parallel = config.model, config.parallel
+    even = all(
+        len(range(n)[:: parallel.tp]) == len(range(n)[parallel.tp - 1 :: parallel.tp])
+        for n in (model.heads, model.mlp_hidden, model.padded_vocab_size)
+    )
+    # The key-value heads that a rank's query heads need: the same number on every rank, and none shared by halves.
+    group = model.heads // model.num_kv_heads
+    mine = [
+        {head // group for head in range(rank * model.heads // parallel.tp, (rank + 1) * model.heads // parallel.tp)}
+        for rank in range(parallel.tp)
+    ]
+    even &= len({len(heads) for heads in mine}) == 1
+    even &= all(a == b or not a & b for a in mine for b in mine)
+    rows = config.optimizer.batch_size / parallel.dp
+    micro = parallel.micro_batch_size or rows
+    # One sequence is the smallest pass: the last of the held-out ones may be alone.
+    even &= not (parallel.sequence_parallel and config.data.sequence_length % parallel.tp)
+    return even and rows % 1 == 0 and rows % micro == 0
+
+
+def test_the_check_agrees_with_cutting_everything_up() -> None:
+    draw = random.Random(0)
+    verdicts = []
+    for _ in range(3000):
+        config = random_run(draw)
+        verdicts.append(fits(config))
+        assert verdicts[-1] == splits_evenly(config), config
+    assert 300 < sum(verdicts) < 2700
+
+
+def test_every_number_that_a_refusal_names_works_for_its_field() -> None:
+    draw = random.Random(1)
+    tried = 0
+    for _ in range(500):
+        config = random_run(draw)
+        says = refusal(config)
+        if says is None:
+            continue
+        field, numbers = re.match(r"parallel\.(\w+) is", says), re.search(r"[\d, ]+$", says)
+        assert field is not None
+        assert numbers is not None
+        for number in map(int, numbers[0].split(",")):
+            setattr(config.parallel, field[1], number)
+            assert not (refusal(config) or "").startswith(field[0])  # another field may be wrong as well
+            tried += 1
+    assert tried > 500
+
+
+def test_working_shapes_are_all_that_use_the_ranks_and_fit() -> None:
+    draw = random.Random(2)
+    for _ in range(200):
+        config, ranks = random_run(draw), draw.choice([1, 2, 4, 6, 8, 12])
+        expected = []
+        for tp in range(1, ranks + 1):
+            for dp in range(1, ranks + 1):
+                config.parallel.tp, config.parallel.dp = tp, dp
+                if tp * dp == ranks and fits(config):
+                    expected.append((tp, dp))
+        assert working_shapes(config, ranks) == expected
+
+
+def test_a_tensor_parallel_group_stays_inside_a_node() -> None:
+    config = run()
+    assert working_shapes(config, 16) == [(1, 16), (2, 8), (4, 4), (8, 2)]
+    assert working_shapes(config, 16, ranks_per_node=4) == [(1, 16), (2, 8), (4, 4)]
+    check_world(run(tp=4, dp=4), ranks=16, ranks_per_node=4)
+    with pytest.raises(UserError) as refused:
+        check_world(run(tp=8, dp=2), ranks=16, ranks_per_node=4)
+    assert str(refused.value) == (
+        "parallel.tp is 8; it must divide the 4 ranks of a node, because a tensor-parallel group stays inside one; "
+        "with 16 ranks it can be tp 4 * dp 4 or tp 2 * dp 8 or tp 1 * dp 16"
+    )
+
+
+def test_a_job_with_other_ranks_is_refused_with_shapes_for_them() -> None:
+    with pytest.raises(UserError) as refused:
+        check_world(run(tp=2, dp=4), ranks=4, ranks_per_node=4)
+    assert str(refused.value) == (
+        "parallel.tp 2 * parallel.dp 4 is 8 and the job has 4 ranks; "
+        "with 4 ranks it can be tp 2 * dp 2 or tp 1 * dp 4 or tp 4 * dp 1"
+    )
+    with pytest.raises(UserError, match="no shape of 7 ranks fits this model and batch, the nearest that does has 4"):
+        check_world(run(tp=2, dp=2), ranks=7, ranks_per_node=7)
+
+
+def test_ranks_dealt_out_to_nodes_in_turn_are_refused() -> None:
+    check_hosts(2, ["a", "a", "b", "b"])
+    check_hosts(1, ["a", "b", "a", "b"])
+    with pytest.raises(UserError) as refused:
+        check_hosts(2, ["a", "a", "a", "b", "b", "b"])
+    assert "ranks 2 to 3 of one tensor-parallel group are on a, b" in str(refused.value)
+
+
+SLURM = {
+    "SLURM_JOB_ID": "71", "SLURM_PROCID": "5", "SLURM_NTASKS": "7", "SLURM_LOCALID": "1", "SLURM_NODEID": "2",
+    "SLURM_TASKS_PER_NODE": "2(x3),1", "SLURMD_NODENAME": "node07", "SLURM_RESTART_COUNT": "3",
+}  # fmt: skip
+LOCAL = {
+    "SUBMITIT_EXECUTOR": "local", "SUBMITIT_LOCAL_NTASKS": "4", "SUBMITIT_LOCAL_GLOBALID": "3",
+    "SUBMITIT_LOCAL_LOCALID": "3", "SUBMITIT_LOCAL_JOB_ID": "812",
+}  # fmt: skip
+TORCHRUN = {
+    "RANK": "6", "WORLD_SIZE": "8", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1",
+}  # fmt: skip
+
+
+def place(ranks: Ranks) -> tuple[int, int, int, int, str, str]:
+    return ranks.rank, ranks.size, ranks.local_rank, ranks.local_size, ranks.source, ranks.attempt
+
+
+def test_the_rank_is_what_the_launcher_says() -> None:
+    slurm = detect({"SUBMITIT_EXECUTOR": "slurm"} | SLURM)
+    assert place(slurm) == (5, 7, 1, 2, "slurm", "71-3")
+    assert slurm.host == "node07"
+    assert place(detect(LOCAL)) == (3, 4, 3, 4, "local", "812")
+    assert place(detect(TORCHRUN)) == (6, 8, 2, 4, "torchrun", "none-0")
+    assert place(detect({})) == (0, 1, 0, 1, "alone", "0")
+
+
+def test_a_step_of_a_slurm_job_counts_its_own_tasks() -> None:
+    step = {"SLURM_STEP_NUM_TASKS": "6", "SLURM_STEP_TASKS_PER_NODE": "3,2,1", "SLURM_LOCALID": "0"}
+    assert place(detect({"SUBMITIT_EXECUTOR": "slurm"} | SLURM | step)) == (5, 6, 0, 1, "slurm", "71-3")
+
+
+def test_a_process_started_by_hand_inside_an_allocation_is_one_process() -> None:
+    assert place(detect(SLURM)) == (0, 1, 0, 1, "alone", "0")
+
+
+def test_a_local_job_inside_an_allocation_is_local() -> None:
+    assert place(detect(SLURM | LOCAL)) == (3, 4, 3, 4, "local", "812")
+
+
+def test_of_two_launchers_the_inner_one_counts() -> None:
+    assert detect(LOCAL | TORCHRUN).source == "local"  # a pod that exports RANK for all its processes
+    assert detect(LOCAL | TORCHRUN | {"TORCHELASTIC_RUN_ID": "x"}).source == "torchrun"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"SLURM_PROCID": "x"}, {"SLURM_PROCID": "7"}, {"SLURM_TASKS_PER_NODE": "many"}, {"SLURM_NODEID": "9"}],
+)
+def test_a_launcher_that_makes_no_sense_is_an_error_and_not_one_process(wrong: dict[str, str]) -> None:
+    with pytest.raises(UserError, match="the launcher's environment makes no rank"):
+        detect({"SUBMITIT_EXECUTOR": "slurm"} | SLURM | wrong)
+
+
+def test_shapes_and_environment_import_no_torch() -> None:
+    modules = "isoflop.train.planner.shapes, isoflop.train.job.environment"
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,216 @@
+"""`python sweep.py` with several ranks a run, on this machine: the same runs and losses, and what a lost rank does."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from isoflop.sweeps.entry import sweep_main
+from isoflop.sweeps.execute import worker
+from isoflop.sweeps.runs.directory import RunDirectory, SweepDirectory
+from isoflop.sweeps.runs.retries import Policy
+from isoflop.train.config import ModelConfig, ParallelConfig, RunConfig, run_id
+from isoflop.train.files import HALVED, note_once
+from isoflop.train.job.control import RankError
+from isoflop.train.job.environment import Ranks
+from isoflop.train.loop import train
+
+ROOT = Path(__file__).resolve().parents[3]
+SMOKE = ["+grid=smoke", "cluster=local", "tracker=none", "evaluate=none", "cluster.flops_per_second=1e11"]
+SHORT = [*SMOKE, "grid.sizes=[4.5e4]", "grid.tokens=[8192]", "sweep=short"]
+# Long enough to be disturbed on the way.
+LONG = [*SMOKE, "grid.sizes=[4.5e4]", "grid.tokens=[100000]", "checkpoint.every_seconds=0.1", "sweep=long"]
+FOUR = ["parallel.tp=2", "parallel.dp=2", "parallel.zero=1"]
+
+
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts `python sweep.py` with the output under tmp_path; whatever a test comes to, nothing runs on after it."""
+    started: list[subprocess.Popen[str]] = []
+
+    def begin(*arguments: str) -> subprocess.Popen[str]:
+        command = [sys.executable, str(ROOT / "sweep.py"), *arguments, f"output_root={tmp_path}"]
+        # Ctrl-C works as in a terminal, also where the tests were started in the background, which ignores it.
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )  # fmt: skip
+        started.append(process)
+        return process
+
+    yield begin
+    for process in started:
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            process.communicate(timeout=60)
+
+
+def finished(process: subprocess.Popen[str]) -> tuple[int, str]:
+    output, _ = process.communicate(timeout=240)
+    assert "Traceback" not in output
+    return process.returncode, output
+
+
+def only_run(sweep: Path) -> RunDirectory:
+    (run,) = SweepDirectory.open(sweep).runs()
+    return run
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 240
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+
+
+def under_way(root: Path, steps: int) -> RunDirectory:
+    """The run, once it has come so many steps further than its newest checkpoint."""
+    until((root / "long" / "plan.json").exists)
+    run = only_run(root / "long")
+    until(lambda: run.last_metrics().get("step", 0) >= steps and any(run.path.glob("checkpoints/step_*/*")))
+    return run
+
+
+def loss_of_one_process(run: RunDirectory, folder: Path) -> float:
+    """Trains the run here, undisturbed and on one rank; the loss on its held-out text."""
+    config = dataclasses.replace(run.config(), parallel=ParallelConfig())
+    assert run_id(config) == run.run_id
+    return float(train(config, folder, report=lambda line: None)["val_loss"])
+
+
+@pytest.mark.slow
+def test_on_four_ranks_a_run_is_the_same_run_with_the_same_loss(start: Start, tmp_path: Path) -> None:
+    code, output = finished(start(*SHORT, *FOUR))
+    assert code == 0, output
+    run = only_run(tmp_path / "short")
+    # Sixteen steps in another order of summation.
+    assert (run.summary() or {})["val_loss"] == pytest.approx(loss_of_one_process(run, tmp_path / "alone"), rel=1e-5)
+    (planned,) = json.loads((tmp_path / "short" / "plan.json").read_text())["runs"]
+    assert (planned["mesh"], planned["shape"]["nodes"], planned["shape"]["ranks_per_node"]) == ("tp2 dp2 zero1", 1, 4)
+    log = (run.path / "log.txt").read_text()
+    assert "4 ranks: tp2 dp2 zero1" in log
+    assert (log.count("attempt"), log.count("done")) == (1, 1), "one rank speaks for the run"
+    for rank in (1, 2, 3):
+        assert f"rank {rank} of 4 on " in (run.path / f"log-rank{rank}.txt").read_text()
+    assert not (run.path / "failure.json").exists()
+
+
+@pytest.mark.slow
+def test_a_run_that_is_interrupted_and_loses_ranks_goes_on_with_fewer(start: Start, tmp_path: Path) -> None:
+    """Ctrl-C on four ranks, rank 0 of two killed, and the rest on one: the loss is that of one process."""
+    process = start(*LONG, *FOUR)
+    run = under_way(tmp_path, 20)
+    process.send_signal(signal.SIGINT)
+    code, output = finished(process)
+    assert (code, run.state().state) == (130, "preempted"), output
+    assert re.search(r"SIGTERM; stopped at step \d+ of", run.state().reason or "")
+    assert not (run.path / "failure.json").exists()
+
+    stopped = run.last_metrics()["step"]
+    process = start(*LONG, "parallel.dp=2", "parallel.zero=3", "cluster.retries=0")
+    under_way(tmp_path, stopped + 20)
+    leader = re.findall(r"process (\d+)", (run.path / "log.txt").read_text())[-1]
+    os.kill(int(leader), signal.SIGKILL)
+    code, output = finished(process)
+    assert (code, run.state().state) == (1, "failed"), output
+    assert re.search(r"its worker was killed \(rank 0 on \S+ died at step \d+\)", run.state().reason or "")
+
+    code, output = finished(start(*LONG))
+    assert code == 0, output
+    log = (run.path / "log.txt").read_text()
+    assert (run.state().attempt, log.count("resumed from step_")) == (3, 2), log
+    # Rounding of three orders of summation grows over 196 steps; another seed differs by a hundred times as much.
+    assert (run.summary() or {})["val_loss"] == pytest.approx(loss_of_one_process(run, tmp_path / "alone"), rel=3e-4)
+
+
+def test_a_rank_out_of_memory_leaves_the_run_preempted_for_another_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = RunConfig(model=ModelConfig(vocab_size=256), parallel=ParallelConfig(dp=2))
+    run = SweepDirectory(tmp_path).run(run_id(config))
+    run.freeze(config)
+    (tmp_path / "plan.json").write_text("{}")  # by which a worker sees that the folder is shared with it
+    reason = "rank 1 on node2: OutOfMemory: out of memory at step 3; it is 2 from here on"
+
+    def out_of_memory(*args: object, **kwargs: object) -> None:
+        note_once(run.path / HALVED, {"micro_batch_size": 2})
+        raise RankError(reason)
+
+    monkeypatch.setattr("isoflop.train.loop.train", out_of_memory)
+    monkeypatch.setattr(worker, "detect", lambda: Ranks(rank=0, size=2))
+    worker.train_run(str(run.path), Policy())
+    assert (run.state().state, run.state().reason) == ("preempted", reason)
+    with pytest.raises(worker.RunFailed, match="out of memory"):
+        worker.train_run(str(run.path), Policy())  # a second time it is a failure
+    assert run.state().state == "failed"
+
+
+def test_a_lone_process_is_no_run_of_four_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SUBMITIT_EXECUTOR", raising=False)
+    config = RunConfig(model=ModelConfig(vocab_size=256), parallel=ParallelConfig(tp=2, dp=2), tokens=4096)
+    run = SweepDirectory(tmp_path).run(run_id(config))
+    run.freeze(config)
+    (tmp_path / "plan.json").write_text("{}")  # by which a worker sees that the folder is shared with it
+    with pytest.raises(worker.RunFailed):
+        worker.train_run(str(run.path), Policy())
+    assert run.state().state == "failed"
+    assert "parallel.tp 2 * parallel.dp 2 is 4 and the job has 1 rank;" in (run.state().reason or "")
+
+
+def test_the_plan_shows_the_ranks_of_the_same_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def planned(*overrides: str) -> str:
+        assert sweep_main([*SMOKE, "dry_run=true", f"output_root={tmp_path}", *overrides]) == 0
+        return capsys.readouterr().out
+
+    def runs(output: str) -> set[str]:
+        return set(re.findall(r"\b[0-9a-f]{10}\b", output))
+
+    one, four = planned(), planned(*FOUR)
+    assert runs(one) == runs(four)
+    assert four.count("tp2 dp2 zero1") == len(runs(four)) == 4
+    assert "ranks" not in one
+
+
+def test_budgets_do_not_depend_on_the_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Else a run would become another one by being spread."""
+    ids = []
+    for dp in (1, 2, 4):
+        arguments = ["+grid=chinchilla", *SMOKE[1:], "dry_run=true", f"output_root={tmp_path}", f"parallel.dp={dp}"]
+        assert sweep_main(arguments) == 0
+        ids.append(set(re.findall(r"\b[0-9a-f]{10}\b", capsys.readouterr().out)))
+    assert ids[0] == ids[1] == ids[2]
+    assert len(ids[0]) > 10
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["parallel.tp=3"], "parallel.tp is 3; it must divide model.heads"),
+        (["parallel.dp=3"], "parallel.dp is 3; it must divide optimizer.batch_size 8"),
+        (["parallel.dp=0"], "parallel.dp is 0"),
+        (["parallel.zero=4"], "parallel.zero is 4"),
+        (["cluster=slurm", "dry_run=true", "cluster.ranks_per_node=1", "parallel.tp=2"], "ranks_per_node allows 1"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)  # fmt: skip
+def test_a_mesh_that_does_not_fit_is_refused_before_anything_starts(
+    overrides: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = sweep_main([*SMOKE, f"output_root={tmp_path}", *overrides])
+    captured = capsys.readouterr()
+    assert code == 2, captured.err
+    (line,) = captured.err.strip().splitlines()
+    assert says in line
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,459 @@
+"""Split over tensor-parallel ranks the model computes what it computes whole, and sends what the theory says."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from isoflop.bench.peers import llama_plan
+from isoflop.train.config import ModelConfig, OptimizerConfig
+from isoflop.train.job.fork import run_ranks
+from isoflop.train.model.gpt import GPT, MLP, Attention
+from isoflop.train.model.parametrization import build_model, empty_model
+from isoflop.train.parallel import vocabulary
+from isoflop.train.parallel.layout import Placement, whole
+from isoflop.train.parallel.linear import ColumnLinear
+from isoflop.train.parallel.mesh import Mesh, build_mesh
+from isoflop.train.parallel.tensor import split_model
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    loss_parallel,
+    parallelize_module,
+)
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+TIME = 12
+END = 7  # the token that ends a document
+OPTIMIZER = OptimizerConfig(base_width=16)  # another width than the models': tied logits get a scale
+
+
+def architecture(**changes: Any) -> ModelConfig:
+    fields = {"width": 32, "depth": 2, "heads": 4, "hidden": 24, "vocab_size": 60, "vocab_multiple": 16}
+    return ModelConfig(**{**fields, **changes})
+
+
+def random_model(config: ModelConfig) -> GPT:
+    """Every weight drawn anew: the initial head is zero and the norms are one, which would hide mistakes."""
+    gpt = build_model(config, OPTIMIZER, TIME, 0)
+    if config.window is not None:
+        gpt.separate_documents(END)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in gpt.parameters():
+            std = 0.7 / math.sqrt(parameter.shape[-1]) if parameter.dim() > 1 else 0.3
+            parameter.normal_(1.0 if parameter.dim() == 1 else 0.0, std, generator=generator)
+    return gpt
+
+
+def draw_tokens(config: ModelConfig, batch: int = 3) -> tuple[Tensor, Tensor]:
+    assert config.vocab_size is not None
+    tokens = torch.randint(config.vocab_size, (batch, TIME + 1), generator=torch.Generator().manual_seed(1))
+    if config.window is not None:
+        tokens[:, TIME // 2] = END
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def split_copy(gpt: GPT, mesh: Mesh, sequence_parallel: bool) -> tuple[GPT, dict[str, Placement]]:
+    """This rank's part of the model, with its own weights."""
+    part = empty_model(gpt.config, OPTIMIZER, TIME)
+    placements = split_model(part, mesh, sequence_parallel)
+    part.place_angles(torch.device("cpu"))
+    part.end_of_document = gpt.end_of_document
+    filled = {name: nn.Parameter(placements[name].take(p.detach())) for name, p in gpt.named_parameters()}
+    for prefix, module in part.named_modules():
+        for name in list(module._parameters):
+            own = filled.get(f"{prefix}.{name}")
+            setattr(module, name, filled["embedding.weight"] if own is None else own)
+    return part, placements
+
+
+def summed_gradient(parameter: nn.Parameter, placement: Placement, mesh: Mesh) -> Tensor:
+    """The gradient of a rank's part, where it is a term of a sum over the tp ranks summed."""
+    assert parameter.grad is not None
+    gradient, row = parameter.grad.clone(), 0
+    for piece in placement.pieces:
+        if piece.partial:
+            dist.all_reduce(gradient[row : row + piece.size[0]], group=mesh.tp_group)
+        row += piece.size[0]
+    return gradient
+
+
+def check_against_whole(
+    part: GPT, placements: dict[str, Placement], mesh: Mesh, gpt: GPT, tolerance: float, z_loss: float = 0.0
+) -> None:
+    """The mean loss, the same on all ranks to the bit, and its gradients, which `gpt` has."""
+    tokens, targets = draw_tokens(gpt.config)
+    loss = part.loss(tokens, targets, z_loss=z_loss)
+    close(loss, mean_loss(gpt, tokens, targets, z_loss), tolerance)
+    every = [torch.empty_like(loss.detach()) for _ in range(mesh.tp)]
+    dist.all_gather(every, loss.detach(), group=mesh.tp_group)
+    assert all(torch.equal(every[0], other) for other in every)
+    loss.backward()
+    for name, parameter in gpt.named_parameters():
+        expected, own = placements[name].take(full(parameter.grad)), part.get_parameter(name)
+        close(summed_gradient(own, placements[name], mesh), expected, tolerance)
+
+
+def mean_loss(gpt: GPT, tokens: Tensor, targets: Tensor, z_loss: float) -> Tensor:
+    return each_loss(gpt, tokens, targets, z_loss).mean()
+
+
+def each_loss(gpt: GPT, tokens: Tensor, targets: Tensor, z_loss: float) -> Tensor:
+    """By the textbook from the whole logits, (batch, time)."""
+    logits = gpt(tokens)
+    losses = F.cross_entropy(logits.movedim(-1, 1), targets, reduction="none")
+    return losses + z_loss * logits.logsumexp(-1).square()
+
+
+def close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
+    """Within the tolerance, relative to the whole tensor's size."""
+    assert actual.shape == expected.shape
+    hidden = torch.isinf(expected)
+    assert torch.equal(torch.isinf(actual), hidden)
+    actual, expected = actual.masked_fill(hidden, 0.0).double(), expected.masked_fill(hidden, 0.0).double()
+    scale = expected.square().mean().sqrt().clamp_min(1e-12)
+    assert ((actual - expected).abs().max() / scale).item() < tolerance
+
+
+def with_gradients(config: ModelConfig, dtype: torch.dtype, z_loss: float = 0.0) -> GPT:
+    """A whole model and the gradients of its mean loss."""
+    gpt = random_model(config).to(dtype)
+    tokens, targets = draw_tokens(config)
+    mean_loss(gpt, tokens, targets, z_loss).backward()
+    return gpt
+
+
+ARCHITECTURES = {
+    "plain": architecture(tied_embeddings=False),
+    "one key/value head": architecture(kv_heads=1),
+    "two key/value heads": architecture(kv_heads=2, qk_norm=True, tied_embeddings=False),
+    "one of each head's norm": architecture(kv_heads=1, qk_norm=True),
+    "a window, and documents apart": architecture(kv_heads=2, window=5),
+    "padding on the last of four ranks": architecture(vocab_size=49, vocab_multiple=64),
+    "two of four ranks all padding": architecture(vocab_size=20, vocab_multiple=64, tied_embeddings=False),
+}
+
+
+@pytest.mark.parametrize(("tp", "z_loss"), [(2, 0.0), (4, 1e-2)])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_losses_logits_and_gradients_are_those_of_one_process(
+    name: str, tp: int, z_loss: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(vocabulary.LOGITS_AT_A_TIME, "cpu", 256)  # several chunks, the last one shorter
+    gpt = with_gradients(ARCHITECTURES[name], torch.float64, z_loss)
+    tokens, targets = draw_tokens(gpt.config)
+
+    @torch.no_grad()
+    def check_inference(part: GPT) -> None:
+        close(part(tokens), gpt(tokens), 1e-12)
+        losses = part.loss(tokens, targets, reduction="none", z_loss=z_loss)
+        close(losses, each_loss(gpt, tokens, targets, z_loss), 1e-12)
+
+    def check() -> None:
+        mesh = build_mesh(1, tp, torch.device("cpu"))
+        for sequence_parallel in (False, True):
+            part, placements = split_copy(gpt, mesh, sequence_parallel)
+            check_inference(part)
+            check_against_whole(part, placements, mesh, gpt, 1e-12, z_loss)
+
+    run_ranks(tp, check)
+
+
+class Beside(nn.Module):
+    """A fused matrix as separate ones, which is what `parallelize_module` can split."""
+
+    def __init__(self, weight: Tensor, rows: Sequence[int]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(weight.shape[1], n, bias=False) for n in rows)
+        for part, own in zip(self.parts, weight.detach().split(list(rows)), strict=True):
+            part.weight = nn.Parameter(own.clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([part(x) for part in self.parts], dim=-1)
+
+
+def parallelized(gpt: GPT, mesh: DeviceMesh, sequence_parallel: bool) -> GPT:
+    """The model split by torch's own `parallelize_module`, by torch's recipe for a Llama."""
+    peer, config = copy.deepcopy(gpt), gpt.config
+    for module in list(peer.modules()):
+        if isinstance(module, Attention):
+            keys = config.num_kv_heads * config.head_dim
+            module.register_module("qkv", Beside(module.qkv.weight, (config.width, keys, keys)))
+            module.heads, module.kv_heads = module.heads // mesh.size(), module.kv_heads // mesh.size()
+        elif isinstance(module, MLP):
+            module.register_module("gate_up", Beside(module.gate_up.weight, (config.mlp_hidden, config.mlp_hidden)))
+        for name, child in module.named_children():
+            if isinstance(child, nn.RMSNorm):
+                norm = nn.RMSNorm(config.width, config.norm_eps)
+                norm.weight = child.weight
+                module.register_module(name, norm)
+    return cast(GPT, parallelize_module(peer, mesh, llama_plan(sequence_parallel, ".parts.*")))
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_losses_and_gradients_are_those_of_parallelize_module(sequence_parallel: bool) -> None:
+    # Untied, and a vocabulary without padding: torch's recipe has neither.
+    gpt = random_model(architecture(kv_heads=2, vocab_size=64, tied_embeddings=False))
+    tokens, targets = draw_tokens(gpt.config)
+
+    def check() -> None:
+        mesh = build_mesh(1, 2, torch.device("cpu"))
+        assert mesh.device_mesh is not None
+        peer = parallelized(gpt, mesh.device_mesh["tp"], sequence_parallel)
+        with loss_parallel():
+            expected = F.cross_entropy(peer.logits(tokens).flatten(0, 1), targets.flatten())
+            expected.backward()
+        part, placements = split_copy(gpt, mesh, sequence_parallel)
+        loss = part.loss(tokens, targets)
+        loss.backward()
+        # fp32: both are sums of some hundred terms in other orders, each rounded to 6e-8.
+        close(loss, expected.full_tensor(), 1e-6)
+        gradients = {name: full(p.grad) for name, p in peer.named_parameters()}
+        for name, parameter in part.named_parameters():
+            # A fused matrix is several of the peer's, one below the other.
+            prefix = name.removesuffix("weight")
+            theirs = torch.cat([gradient for other, gradient in gradients.items() if other.startswith(prefix)])
+            close(summed_gradient(parameter, placements[name], mesh), placements[name].take(theirs), 1e-5)
+
+    run_ranks(2, check)
+
+
+def full(gradient: Tensor | None) -> Tensor:
+    assert gradient is not None
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_low_precision_differs_from_fp32_by_rounding_alone(sequence_parallel: bool) -> None:
+    exact = with_gradients(architecture(kv_heads=2, qk_norm=True), torch.float64)
+    tokens, targets = draw_tokens(exact.config)
+    # bf16 keeps 8 bits, 0.4 %, of every activation; how much of a gradient that is, one process says.
+    low = with_gradients(exact.config, torch.bfloat16)
+    pairs = zip(low.parameters(), exact.parameters(), strict=True)
+    of_one_process = max(distance(full(a.grad), full(b.grad)) for a, b in pairs)
+
+    def check() -> None:
+        mesh = build_mesh(1, 2, torch.device("cpu"))
+        # fp32 keeps 24 bits, 6e-8.
+        for dtype, tolerance in ((torch.float32, 2e-6), (torch.bfloat16, 1.5 * of_one_process)):
+            part, placements = split_copy(exact, mesh, sequence_parallel)
+            loss = part.to(dtype).loss(tokens, targets)
+            assert loss.dtype == torch.float32
+            loss.backward()
+            for name, parameter in exact.named_parameters():
+                own, placement = part.get_parameter(name), placements[name]
+                assert full(own.grad).dtype == dtype
+                expected = placement.take(full(parameter.grad))
+                assert distance(summed_gradient(own, placement, mesh), expected) < tolerance
+
+    run_ranks(2, check)
+
+
+def distance(actual: Tensor, expected: Tensor) -> float:
+    return ((actual.double() - expected).norm() / expected.norm()).item()
+
+
+class Recorder(TorchDispatchMode):
+    """Sizes of the results of all operations, and the bytes that collectives exchange, by kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0  # elements
+        self.wide = 0  # elements of the largest result in fp32
+        self.exchanged: Counter[str] = Counter()  # calls
+        self.bytes: Counter[str] = Counter()  # of the whole tensor that is gathered, scattered or reduced
+        self.order: list[str] = []  # of collectives, waits and matrix products
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        for result in results if isinstance(results, tuple | list) else (results,):
+            if isinstance(result, Tensor):
+                self.largest = max(self.largest, result.numel())
+                if result.dtype == torch.float32:
+                    self.wide = max(self.wide, result.numel())
+        namespace, name = func.name().split("::")
+        name = name.removesuffix("_")
+        if namespace == "_c10d_functional" or name == "mm":
+            self.order.append(name)
+        if namespace == "_c10d_functional" and name != "wait_tensor":
+            self.exchanged[name] += 1
+            self.bytes[name] += max(args[0].nbytes, results.nbytes)
+        return results
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_a_block_exchanges_the_bytes_of_the_closed_form(sequence_parallel: bool) -> None:
+    config = architecture(kv_heads=2)
+    gpt = random_model(config)
+
+    def record() -> list[tuple[Counter[str], Counter[str]]]:
+        mesh = build_mesh(1, 2, torch.device("cpu"))
+        part, _ = split_copy(gpt, mesh, sequence_parallel)
+        shape = (3 * TIME // mesh.tp, config.width) if sequence_parallel else (3, TIME, config.width)
+        x = torch.randn(shape, requires_grad=True)
+        with Recorder() as forward:
+            y = part.blocks[0](x, part.cos, part.sin)
+        with Recorder() as backward:
+            y.backward(torch.ones_like(y))
+        return [(recorder.exchanged, recorder.bytes) for recorder in (forward, backward)]
+
+    stream = 3 * TIME * config.width * 4  # bytes of the residual stream
+    # A ring sends (tp - 1) / tp of these bytes a rank for a gather or a scatter, and twice that for an all-reduce.
+    if sequence_parallel:
+        # Each branch gathers before and scatters after; backward the same in reverse, and gathers its input again.
+        expected = [{"all_gather_into_tensor": 2, "reduce_scatter_tensor": 2},
+                    {"all_gather_into_tensor": 4, "reduce_scatter_tensor": 2}]  # fmt: skip
+    else:
+        expected = [{"all_reduce": 2}, {"all_reduce": 2}]
+    for rank in run_ranks(2, record):
+        for (calls, sent), counts in zip(rank, expected, strict=True):
+            assert calls == counts
+            assert sent == {name: count * stream for name, count in counts.items()}
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_a_column_layer_computes_while_its_collectives_are_in_flight(sequence_parallel: bool) -> None:
+    def record() -> list[str]:
+        mesh = build_mesh(1, 2, torch.device("cpu"))
+        assert mesh.tp_group is not None
+        layer = ColumnLinear((3, 5), mesh.tp_group, sequence_parallel)
+        layer.weight = nn.Parameter(torch.ones(3, 5))
+        y = layer(torch.ones(4, 5, requires_grad=True))
+        with Recorder() as recorder:
+            y.backward(torch.ones_like(y))
+        return recorder.order
+
+    expected = ["mm", "all_reduce", "mm", "wait_tensor"]
+    if sequence_parallel:
+        expected = ["all_gather_into_tensor", "mm", "reduce_scatter_tensor", "wait_tensor", "mm", "wait_tensor"]
+    assert run_ranks(2, record) == [expected] * 2
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_logits_never_exist_whole_and_in_fp32_only_some_rows_at_a_time(
+    tp: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = architecture(width=8, hidden=8, vocab_size=4000, vocab_multiple=128, depth=1)
+    gpt = random_model(config).to(torch.bfloat16)
+    tokens, targets = draw_tokens(config)
+    monkeypatch.setitem(vocabulary.LOGITS_AT_A_TIME, "cpu", 4096)
+
+    def record() -> tuple[int, int, int, int]:
+        part, _ = split_copy(gpt, build_mesh(1, tp, torch.device("cpu")), True)
+        with Recorder() as recorder:
+            part.loss(tokens, targets).backward()
+        gathered = recorder.exchanged["all_gather_into_tensor"]
+        return recorder.largest, recorder.wide, gathered, recorder.exchanged["all_reduce"]
+
+    for largest, wide, gathered, reduced in run_ranks(tp, record):
+        assert largest == tokens.numel() * 4096 // tp
+        assert wide <= 4096 * config.width // tp  # the embedding's gradient
+        # Of a block 2 and 4; of the embedding 1, backward; of the head 1 and 1; of the loss 1.
+        assert (gathered, reduced) == (6 + 1 + 2 + 1, 0)
+
+
+def test_a_second_backward_pass_through_overwritten_logits_is_refused() -> None:
+    gpt = random_model(architecture())
+
+    def check() -> None:
+        part, _ = split_copy(gpt, build_mesh(1, 2, torch.device("cpu")), True)
+        loss = part.loss(*draw_tokens(gpt.config))
+        loss.backward(retain_graph=True)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+    run_ranks(2, check)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_blocks_may_be_compiled_and_recomputed(sequence_parallel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Through dynamo and aot_autograd; what inductor would add is minutes of C++.
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager", fullgraph=True))
+    gpt = with_gradients(architecture(kv_heads=1, depth=1), torch.float32)
+    importlib.import_module("torch._dynamo")  # once, before the fork
+
+    def check() -> None:
+        mesh = build_mesh(1, 2, torch.device("cpu"))
+        for mode in ("selective", "full", "none"):
+            part, placements = split_copy(gpt, mesh, sequence_parallel)
+            part.set_recompute(mode)
+            if mode == "none":
+                part.compile_blocks()
+            # fp32, in two orders.
+            check_against_whole(part, placements, mesh, gpt, 1e-5)
+
+    run_ranks(2, check)
+
+
+def test_tokens_that_cannot_be_shared_out_are_refused() -> None:
+    gpt = random_model(architecture())
+
+    def check() -> None:
+        part, _ = split_copy(gpt, build_mesh(1, 2, torch.device("cpu")), True)
+        with pytest.raises(ValueError, match="33 tokens cannot be shared out over 2 ranks"):
+            part(torch.zeros(3, 11, dtype=torch.long))
+
+    run_ranks(2, check)
+
+
+def test_one_rank_leaves_the_model_as_it_is() -> None:
+    gpt = random_model(architecture())
+    modules = list(gpt.modules())
+    placements = split_model(gpt, Mesh(), True)
+    assert list(gpt.modules()) == modules
+    assert placements == {name: whole(tuple(p.shape)) for name, p in gpt.named_parameters()}
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_the_parts_of_all_ranks_are_the_whole(name: str) -> None:
+    config = ARCHITECTURES[name]
+    shapes = {name: tuple(p.shape) for name, p in empty_model(config, OPTIMIZER, TIME).named_parameters()}
+
+    def place() -> tuple[dict[str, Placement], dict[str, tuple[int, ...]]]:
+        part = empty_model(config, OPTIMIZER, TIME)
+        placements = split_model(part, build_mesh(1, 4, torch.device("cpu")), True)
+        return placements, {name: tuple(p.shape) for name, p in part.named_parameters()}
+
+    ranks = run_ranks(4, place)
+    for placements, local_shapes in ranks:
+        assert list(local_shapes) == list(shapes) == list(placements)
+        assert all(local_shapes[name] == placement.local_shape for name, placement in placements.items())
+    for name, shape in shapes.items():
+        own, shared = torch.zeros(shape), torch.zeros(shape)
+        for placements, _ in ranks:
+            assert placements[name].shape == shape
+            for piece in placements[name].pieces:
+                box = tuple(slice(o, o + s) for o, s in zip(piece.offset, piece.size, strict=True))
+                (shared if piece.shared else own)[box] += 1
+        # Every element is one rank's alone, or all of them have it.
+        assert ((own == 1) & (shared == 0) | (own == 0) & (shared == 4)).all()
+        assert (shared > 0).any() == (len(shape) == 1 or ("qkv" in name and config.num_kv_heads < 4))
+
+
+def test_a_model_of_billions_is_split_over_64_ranks_without_memory() -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=37, world_size=64)
+    try:
+        mesh = Mesh(rank=37, tp=64, tp_group=dist.group.WORLD)
+        config = ModelConfig(width=8192, depth=80, heads=64, kv_heads=8, vocab_size=128256, vocab_multiple=64)
+        part = empty_model(config, OPTIMIZER, TIME)
+        placements = split_model(part, mesh, True)
+        assert all(p.device.type == "meta" for p in part.parameters())
+        queries, keys = placements["blocks.79.attention.qkv.weight"].pieces
+        assert (queries.offset, queries.size) == ((37 * 128, 0), (128, 8192))
+        assert (keys.offset, keys.size, keys.partial) == ((8192, 0), (2 * 8 * 128, 8192), True)
+        assert part.blocks[0].attention.served_by == 37 // 8
+    finally:
+        dist.destroy_process_group()

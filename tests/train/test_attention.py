@@ -1,0 +1,349 @@
+"""Every attention backend computes the same thing: claims of one suite, each about all backends that run here."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from isoflop.train.checkpoint.checkpoint import load_for_evaluation
+from isoflop.train.checkpoint.heldout import score_windows
+from isoflop.train.config import (
+    ATTENTION,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RunConfig,
+    TrackerConfig,
+)
+from isoflop.train.loop import train
+from isoflop.train.model import attention, backends
+from isoflop.train.model.backends import Backend, Work, installed, load, obstacle
+from isoflop.train.model.gpt import GPT
+from isoflop.train.model.parametrization import build_model
+from torch import Tensor, nn
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def lowest_visible(batch: int, time: int, window: int | None, first: Tensor | None) -> Tensor:
+    """By counting: the first position that each query sees."""
+    rows = [[0 if first is None else int(first[b, i]) for i in range(time)] for b in range(batch)]
+    return torch.tensor([[max(low, i - (window or time) + 1) for i, low in enumerate(row)] for row in rows])
+
+
+def reference(query: Tensor, key: Tensor, value: Tensor, lowest: Tensor) -> Tensor:
+    """One query of one head at a time, over a slice of the keys that it sees. In the type it is given."""
+    batch, time, heads, head_dim = query.shape
+    groups = heads // key.shape[2]
+    rows = []
+    for b in range(batch):
+        for i in range(time):
+            seen = slice(int(lowest[b, i]), i + 1)
+            k, v = (x[b, seen].repeat_interleave(groups, dim=1) for x in (key, value))
+            weights = (torch.einsum("hd,jhd->hj", query[b, i], k) / math.sqrt(head_dim)).softmax(-1)
+            rows.append(torch.einsum("hj,jhd->hd", weights, v))
+    return torch.stack(rows).view(batch, time, heads, head_dim)
+
+
+def with_gradients(function: Callable[..., Tensor], inputs: list[Tensor], slope: Tensor) -> list[Tensor]:
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    out = function(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, slope.to(out.dtype))]
+
+
+def relative(actual: Tensor, expected: Tensor) -> float:
+    actual, expected = actual.detach().double().cpu(), expected.detach().double()
+    return float((actual - expected).norm() / expected.norm())
+
+
+class Case:
+    """Random queries, keys, values and documents, with what attention and its derivatives are in float64."""
+
+    def __init__(
+        self, time: int, heads: int, kv_heads: int, window: int | None, documents: bool, device: torch.device = CPU
+    ) -> None:
+        batch, generator = 2, torch.Generator().manual_seed(time + heads)
+        shapes = [(batch, time, n, HEAD_DIM[device]) for n in (heads, kv_heads, kv_heads, heads)]
+        *self.inputs, self.slope = (torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes)
+        self.window, self.first = window, None
+        if documents:
+            tokens = torch.randint(8, (batch, time), generator=generator)
+            tokens[:, time // 2] = 0  # at least one document ends in the middle
+            self.first = attention.document_starts(tokens, 0)
+        self.lowest = lowest_visible(batch, time, window, self.first)
+
+    def expected(self) -> list[Tensor]:
+        return with_gradients(lambda *qkv: reference(*qkv, self.lowest), self.inputs, self.slope)
+
+    def output(self, backend: Backend, device: torch.device, *inputs: Tensor) -> Tensor:
+        return backend(*inputs, None if self.first is None else self.first.to(device), self.window)
+
+    def placed(self, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+        """As they come from the matrix product: views of one tensor."""
+        fused = torch.cat(self.inputs, dim=2).to(device, dtype)
+        return list(fused.split([x.shape[2] for x in self.inputs], dim=2))
+
+    def actual(self, backend: Backend, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+        return with_gradients(partial(self.output, backend, device), self.placed(device, dtype), self.slope.to(device))
+
+
+CASES: dict[str, tuple[int, int, int, int | None, bool]] = {
+    # time, heads, key/value heads, window, documents: lengths that are no multiple of any block
+    "plain": (37, 2, 2, None, False),
+    "grouped": (70, 4, 2, None, False),
+    "window": (70, 2, 2, 20, False),
+    "window of two": (20, 2, 2, 2, False),
+    "documents": (70, 2, 1, None, True),
+    "documents in a window, grouped": (70, 4, 2, 11, True),
+}
+HEAD_DIM = {CPU: 16, CUDA: 64}  # which every backend takes there
+# A backend, a device and types, by name; the tolerance is a few roundings, relative to the size of the tensor.
+RUNS: dict[str, tuple[str, torch.device, torch.dtype, float]] = {
+    "sdpa fp64": ("sdpa", CPU, torch.float64, 1e-13),
+    "sdpa fp32": ("sdpa", CPU, torch.float32, 2e-6),
+    "sdpa bf16, kept softmax": ("sdpa", CPU, torch.bfloat16, 0.015),
+    "ours fp32": ("ours", CPU, torch.float32, 2e-6),
+    **{f"{name} {device}": (name, CUDA, torch.bfloat16, 0.015) for name in ATTENTION[1:] for device in ("gpu",)},
+    "ours gpu fp32": ("ours", CUDA, torch.float32, 1e-5),
+    "sdpa gpu fp32": ("sdpa", CUDA, torch.float32, 1e-5),
+}
+
+
+def backend_of(run: str, has_window: bool, has_documents: bool) -> Backend:
+    """Skips with a reason what cannot run here."""
+    name, device, dtype, _ = RUNS[run]
+    if name == "ours" and device == CPU:
+        pytest.importorskip("triton", reason="Triton is not installed")
+        if os.environ.get("TRITON_INTERPRET") != "1":
+            pytest.skip("runs under Triton's interpreter: TRITON_INTERPRET=1")
+        return load(name)
+    if device == CPU:
+        return load(name)
+    if name not in installed():
+        pytest.skip(f"{backends.PACKAGES[name]} is not installed")
+    capability = torch.cuda.get_device_capability()
+    work = Work("cuda", capability, dtype, HEAD_DIM[CUDA], has_window, has_documents)
+    if (reason := obstacle(name, work)) is not None:
+        pytest.skip(f"{name} {reason}")
+    return load(name)
+
+
+def runs(*names: str) -> Any:
+    marked = [pytest.param(name, marks=pytest.mark.gpu if RUNS[name][1] == CUDA else ()) for name in names or RUNS]
+    return pytest.mark.parametrize("run", marked)
+
+
+@pytest.mark.parametrize("case", CASES)
+@runs()
+def test_a_backend_and_its_derivatives_equal_the_float64_reference(run: str, case: str) -> None:
+    *_, window, documents = CASES[case]
+    backend = backend_of(run, window is not None, documents)
+    _, device, dtype, tolerance = RUNS[run]
+    drawn = Case(*CASES[case], device)
+    for actual, expected in zip(drawn.actual(backend, device, dtype), drawn.expected(), strict=True):
+        assert actual.dtype == dtype
+        assert relative(actual, expected) < tolerance
+
+
+@runs()
+def test_a_window_of_all_tokens_is_no_window_to_the_bit(run: str) -> None:
+    backend = backend_of(run, True, False)
+    _, device, dtype, _ = RUNS[run]
+    case = Case(40, 2, 1, None, False, device)
+    without = case.actual(backend, device, dtype)
+    for window in (40, 1000):
+        case.window = window
+        for ours, theirs in zip(case.actual(backend, device, dtype), without, strict=True):
+            assert torch.equal(ours, theirs)
+
+
+@runs()
+def test_what_a_query_does_not_see_changes_not_one_bit(run: str) -> None:
+    backend = backend_of(run, True, True)
+    _, device, dtype, _ = RUNS[run]
+    case = Case(70, 2, 1, 30, True, device)
+    out = case.output(backend, device, *case.placed(device, dtype))
+    start = int(case.lowest[0, -1])
+    assert 0 < start < 69
+    for x in case.inputs[1:]:
+        x[0, :start] += 3.0
+    changed = case.output(backend, device, *case.placed(device, dtype))
+    assert torch.equal(out[0, -1], changed[0, -1])
+    assert torch.equal(out[1], changed[1])
+    assert not torch.equal(out[0, start - 1], changed[0, start - 1])
+
+
+def test_the_long_blocks_of_a_cpu_equal_the_reference() -> None:
+    # Several blocks of queries, the last of which see no key of the first; bf16 where the softmax is not kept any more.
+    for time, window, dtype, tolerance in ((260, 9, torch.float32, 2e-6), (520, 140, torch.bfloat16, 0.015)):
+        case = Case(time, 2, 1, window, True)
+        for actual, expected in zip(case.actual(load("sdpa"), CPU, dtype), case.expected(), strict=True):
+            assert relative(actual, expected) < tolerance
+
+
+@pytest.mark.parametrize("case", [None, *CASES])
+def test_attention_that_trains_in_bf16_keeps_its_softmax(case: str | None) -> None:
+    drawn = Case(*(CASES[case] if case else (256, 4, 4, None, False)))
+    low = [x.bfloat16().requires_grad_() for x in drawn.inputs]
+    out = load("sdpa")(*low, drawn.first, drawn.window)
+    names, todo = set(), [out.grad_fn]
+    while todo:
+        node = todo.pop()
+        names.add(type(node).__name__)
+        todo += [parent for parent, _ in node.next_functions if parent is not None] if node else []
+    assert "_BlockAttentionBackward" in names
+    assert not any("ScaledDotProduct" in name for name in names)
+
+
+def test_a_document_begins_after_the_token_that_ends_one() -> None:
+    tokens = torch.tensor([[5, 0, 0, 7, 7, 0, 3], [0, 1, 2, 3, 4, 5, 0]])
+    expected = [[0, 0, 2, 3, 3, 3, 6], [0, 1, 1, 1, 1, 1, 1]]
+    assert attention.document_starts(tokens, 0).tolist() == expected
+    assert attention.document_starts(tokens[:, :1], 0).tolist() == [[0], [0]]
+    strided = torch.cat((tokens, tokens[:, :1]), dim=1)[:, :-1]  # as the trainer cuts inputs from a batch
+    assert attention.document_starts(strided, 0).tolist() == expected
+
+
+# --- through the model ----------------------------------------------------------------------------------------------
+
+END = 7  # the token that ends a document
+
+
+def random_model(dtype: torch.dtype = torch.float32, length: int = 40, **changes: Any) -> GPT:
+    fields = {"width": 32, "depth": 2, "heads": 4, "kv_heads": 2, "vocab_size": 20, "qk_norm": True, **changes}
+    model = build_model(ModelConfig(**fields), OptimizerConfig(), length, 0)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            std = 0.7 / math.sqrt(parameter.shape[-1]) if parameter.dim() > 1 else 0.3
+            parameter.normal_(1.0 if parameter.dim() == 1 else 0.0, std, generator=generator)
+    return model.to(dtype)
+
+
+def packed(length: int, *ends: int) -> Tensor:
+    """Random tokens (2, length), documents ending at the given positions."""
+    tokens = torch.randint(END, (2, length), generator=torch.Generator().manual_seed(1))
+    tokens[:, list(ends)] = END
+    return tokens
+
+
+def losses_of(model: GPT, tokens: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(model(tokens).transpose(1, 2), targets, reduction="none")
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_the_loss_of_packed_documents_is_that_of_each_alone_at_its_positions(window: int | None) -> None:
+    model = random_model(torch.float64, window=window)
+    tokens = packed(41, 0, 11, 12, 30)
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    model.separate_documents(END)
+    together = losses_of(model, inputs, targets)
+    cos, sin, alone = model.cos, model.sin, []
+    for start, end in ((0, 1), (1, 12), (12, 13), (13, 31), (31, 40)):
+        model.cos, model.sin = cos[start:], sin[start:]
+        alone.append(losses_of(model, inputs[:, start:end], targets[:, start:end]))
+    # float64 throughout, summed in another order.
+    torch.testing.assert_close(together, torch.cat(alone, dim=1), atol=1e-12, rtol=1e-12)
+    model.cos, model.sin, model.end_of_document = cos, sin, None
+    assert not torch.allclose(together, losses_of(model, inputs, targets), atol=1e-3)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_another_document_changes_neither_losses_nor_their_gradient(dtype: torch.dtype, recompute: str) -> None:
+    model = random_model(dtype, window=9)
+    model.separate_documents(END)
+    model.set_recompute(recompute)
+    tokens = packed(41, 11, 30)
+    results = []
+    for shift in (0, 1):
+        tokens[:, 12:30] = (tokens[:, 12:30] + shift) % END
+        losses = losses_of(model, tokens[:, :-1], tokens[:, 1:])
+        gradients = torch.autograd.grad(losses[:, 31:].sum() + losses[:, :11].sum(), list(model.parameters()))
+        results.append([losses[:, 31:], losses[:, :11], *gradients])
+    (after, before, *slopes), (changed_after, changed_before, *changed_slopes) = results
+    assert torch.equal(after, changed_after)
+    assert torch.equal(before, changed_before)
+    for one, other in zip(slopes, changed_slopes, strict=True):
+        # Rows of other documents add zeros, but where in a sum they stand may change with the tokens they belong to.
+        assert relative(one, other) < 1e-6
+    assert not torch.equal(losses[:, 20], losses_of(model, packed(41, 11, 30)[:, :-1], tokens[:, 1:])[:, 20])
+
+
+def test_a_window_of_the_whole_context_trains_to_the_bit_as_none_does() -> None:
+    tokens = packed(41, 11)
+    results = []
+    for window in (None, 40):
+        model = random_model(window=window)
+        loss = model.loss(tokens[:, :-1], tokens[:, 1:])
+        results.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_recompute_sees_the_same_documents(recompute: str) -> None:
+    tokens, results = packed(41, 11, 30), []
+    for mode in ("none", recompute):
+        model = random_model(window=9)
+        model.separate_documents(END)
+        model.set_recompute(mode)
+        loss = model.loss(tokens[:, :-1], tokens[:, 1:])
+        results.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+@runs()
+def test_a_model_computes_the_same_whatever_its_backend(run: str) -> None:
+    backend = backend_of(run, True, True)
+    _, device, dtype, tolerance = RUNS[run]
+    tokens = packed(41, 11, 30)
+    losses = []
+    for wanted, where, kind in ((backends.SDPA, CPU, torch.float64), (backend, device, dtype)):
+        model = random_model(kind, width=4 * HEAD_DIM[device], window=9).to(where)
+        model.separate_documents(END)
+        model.use(wanted)
+        losses.append(losses_of(model, tokens[:, :-1].to(where), tokens[:, 1:].to(where)))
+    assert relative(losses[1], losses[0]) < 10 * tolerance  # two blocks, the head, and the angles in fp32
+
+
+@pytest.mark.parametrize("name", ["sdpa", "ours"])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_no_pass_waits_for_the_device(name: str, recompute: str) -> None:
+    # Tensors on `meta` have no values to wait for: whatever asks for one raises. They take the ways of a GPU.
+    model = random_model(width=128, window=9)
+    model.separate_documents(END)
+    model.use(load(name))
+    model.set_recompute(recompute)
+    model.to("meta")
+    model.last_hidden(packed(40).to("meta")).sum().backward()
+    assert all(p.grad is not None and p.grad.is_meta for p in model.blocks.parameters())
+
+
+def test_a_checkpoint_is_scored_with_the_documents_apart_that_it_was_trained_on(tmp_path: Path) -> None:
+    corpus = tmp_path / "text.jsonl"
+    corpus.write_text("".join(json.dumps({"text": f"document number {i} of a few"}) + "\n" for i in range(200)))
+    config = RunConfig(
+        model=ModelConfig(width=16, depth=1, heads=2, vocab_size=256, window=20),
+        data=DataConfig(
+            corpus="text", path=str(corpus), sequence_length=64, validation_fraction=0.2, validation_tokens=512,
+            cache_dir=str(tmp_path / "cache"), separate_documents=True,
+        ),
+        optimizer=OptimizerConfig(batch_size=4),
+        parallel=ParallelConfig(device="cpu", threads=1),
+        tracker=TrackerConfig(kind="none"),
+        tokens=10 * 256,
+    )  # fmt: skip
+    summary = train(config, tmp_path / "run", report=lambda line: None)
+    loaded = load_for_evaluation(tmp_path / "run")
+    # The same weights on the same windows; the summary's are of the training's own batches of windows.
+    assert score_windows(loaded)[2].val_loss == pytest.approx(summary["val_loss"], rel=1e-6)
+    loaded.model.end_of_document = None
+    assert score_windows(loaded)[2].val_loss != pytest.approx(summary["val_loss"], rel=1e-4)

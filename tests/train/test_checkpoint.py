@@ -1,0 +1,402 @@
+"""Checkpoints survive kills, full disks and rotten bits: what counts as one is whole, and the newest whole one wins."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import resource
+import shutil
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from isoflop.train.checkpoint import checkpoint, saver, storage
+from isoflop.train.checkpoint.saver import Saver
+from isoflop.train.config import ModelConfig, RunConfig, run_id
+from isoflop.train.data.tokenizers import ByteTokenizer
+from isoflop.train.errors import UserError
+from isoflop.train.model.gpt import GPT
+from isoflop.train.model.parametrization import build_model
+from isoflop.train.parallel.layout import Held, whole
+from isoflop.train.parallel.mesh import Mesh
+
+FILES = ("model.safetensors", "optimizer.safetensors", "trainer.json", "config.json", "manifest.json")
+
+
+def tiny(**model: Any) -> RunConfig:
+    run = RunConfig(model=ModelConfig(width=16, depth=1, heads=2, vocab_size=256, **model))
+    run.data.sequence_length = 8
+    return run
+
+
+def trained(config: RunConfig, steps: int = 2, seed: int = 0) -> tuple[GPT, torch.optim.AdamW]:
+    gpt = build_model(config.model, config.optimizer, 8, seed)
+    adam = torch.optim.AdamW(gpt.parameters(), lr=1e-2)
+    for step in range(steps):
+        update(gpt, adam, step)
+    return gpt, adam
+
+
+def update(gpt: GPT, adam: torch.optim.AdamW, seed: int) -> None:
+    tokens = torch.randint(256, (2, 9), generator=torch.Generator().manual_seed(seed))
+    gpt.loss(tokens[:, :-1], tokens[:, 1:]).backward()
+    adam.step()
+    adam.zero_grad()
+
+
+def held(gpt: GPT, adam: torch.optim.AdamW) -> list[Held]:
+    """The state of a training as views of it."""
+    found = checkpoint.whole_weights(gpt)
+    for name, parameter in gpt.named_parameters():
+        for kind in ("exp_avg", "exp_avg_sq"):
+            if parameter in adam.state:
+                moment = adam.state[parameter][kind].view(-1)
+                found.append(Held(name, kind, whole(parameter.shape), 0, len(moment), moment))
+    return found
+
+
+def save(root: Path, step: int, config: RunConfig | None = None, steps: int = 2) -> Path:
+    config = config or tiny()
+    config.checkpoint.asynchronous, config.checkpoint.keep = False, 5
+    return Saver(root, Mesh(), config, ByteTokenizer()).save(step, held(*trained(config, steps)), {"seconds": 1.5})
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("checkpoints")
+    for step in (2, 9, 10):
+        save(root, step)
+    return root
+
+
+@pytest.fixture
+def root(template: Path, tmp_path: Path) -> Path:
+    """Three whole checkpoints, whose order as text is not their order in time."""
+    return Path(shutil.copytree(template, tmp_path / "checkpoints"))
+
+
+def newest(root: Path) -> tuple[str | None, list[str]]:
+    said: list[str] = []
+    found = checkpoint.newest_valid(root, said.append)
+    return (found.name if found else None), said
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_weights_and_moments_come_back_bit_for_bit(
+    tied: bool, qk_norm: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny(tied_embeddings=tied, qk_norm=qk_norm)
+    gpt, adam = trained(config)
+    writer = Saver(tmp_path, Mesh(), config, ByteTokenizer())
+    path = writer.save(2, held(gpt, adam), {"seconds": 1.5, "rng": [1, 2]})
+    writer.close()
+    other, other_adam = trained(config, steps=2, seed=9)
+    state = checkpoint.resume(tmp_path, held(other, other_adam), config, Mesh())
+    assert state == {"step": 2, "seconds": 1.5, "rng": [1, 2]}
+    for (name, ours), theirs in zip(gpt.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(ours, theirs), name
+        assert all(torch.equal(adam.state[ours][key], other_adam.state[theirs][key]) for key in adam.state[ours])
+    assert (other.head.weight is other.embedding.weight) == tied
+    # The next step is the same too, so nothing that matters was left out.
+    update(gpt, adam, 77)
+    update(other, other_adam, 77)
+    assert all(torch.equal(a, b) for a, b in zip(gpt.parameters(), other.parameters(), strict=True))
+
+    checkpoint.restore(path, held(gpt, adam), config)  # back to what was saved
+    opened = []
+    real = storage.safe_open
+    monkeypatch.setattr(storage, "safe_open", lambda file, **how: opened.append(file.name) or real(file, **how))
+    loaded = checkpoint.load_for_evaluation(path)
+    assert opened == ["model.safetensors"]  # the moments are not read
+    assert all(torch.equal(a, b) for a, b in zip(gpt.parameters(), loaded.model.parameters(), strict=True))
+    assert not loaded.model.training
+    assert (loaded.step, run_id(loaded.config), loaded.tokenizer.vocab_size) == (2, run_id(config), 256)
+
+
+def test_a_model_that_was_trained_on_documents_apart_is_asked_so(tmp_path: Path) -> None:
+    """A document's logits are those that it has alone, though another comes before it; positions are relative."""
+    config = tiny()
+    tokens = torch.tensor([[7, 8, 9, 0xFF, 1, 2, 3]])
+    for apart in (True, False):
+        config.data.separate_documents = apart
+        model = checkpoint.load_for_evaluation(save(tmp_path / str(apart), 2, config)).model
+        same = torch.allclose(model(tokens)[0, 4:], model(tokens[:, 4:])[0], atol=1e-5)  # fp32, other rotations
+        assert same == apart
+
+
+def test_another_run_is_not_restored_and_the_differing_field_is_named(tmp_path: Path) -> None:
+    path = save(tmp_path, 2)
+    other = tiny(hidden=8)
+    with pytest.raises(UserError, match=r"belongs to another run: model\.hidden is None there and 8 here"):
+        checkpoint.restore(path, held(*trained(other, 0)), other)
+    other = tiny()
+    other.optimizer.beta1 = 0.5
+    with pytest.raises(UserError, match=r"optimizer\.beta1 is 0\.9 there and 0\.5 here"):
+        checkpoint.restore(path, held(*trained(other, 0)), other)
+    other = tiny()
+    other.checkpoint.keep, other.name = 7, "cosmetic"
+    checkpoint.restore(path, held(*trained(other, 0)), other)
+
+
+def test_a_checkpoint_of_a_run_that_differs_in_d_alone_is_restored_up_to_the_first_decay(tmp_path: Path) -> None:
+    config = tiny()
+    config.schedule.warmup_tokens = 0
+    step = config.batch_tokens
+    long, short = replace(config, tokens=100 * step), replace(config, tokens=50 * step)
+    gpt, adam = trained(config)
+    for source, branch, last in ((long, short, 40), (short, long, 40)):  # whichever of the two decays first
+        root = tmp_path / run_id(source)
+        assert checkpoint.restore(save(root, last, source), held(gpt, adam), branch)["step"] == last
+        with pytest.raises(UserError, match=r"belongs to another run: tokens is \d+ there and \d+ here$"):
+            checkpoint.restore(save(root, last + 1, source), held(gpt, adam), branch)
+    for other in (
+        replace(short, seed=1),
+        replace(short, schedule=replace(short.schedule, kind="cosine")),
+        replace(short, schedule=replace(short.schedule, warmup_tokens=4 * step)),
+    ):
+        with pytest.raises(UserError, match="belongs to another run"):
+            checkpoint.restore(tmp_path / run_id(long) / "step_40", held(gpt, adam), other)
+
+
+def test_the_newest_by_number_wins(root: Path) -> None:
+    assert newest(root) == ("step_10", [])
+    assert newest(root / "nowhere") == (None, [])
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-7])
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0x10
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("harm", [truncate, empty, flip, Path.unlink], ids=lambda harm: harm.__name__)
+@pytest.mark.parametrize("name", FILES)
+def test_a_damaged_one_is_reported_and_skipped(name: str, harm: Callable[[Path], None], root: Path) -> None:
+    harm(root / "step_10" / name)
+    found, said = newest(root)
+    assert found == "step_9"
+    assert len(said) == 1
+    assert said[0].startswith("checkpoint step_10 is damaged (")
+    with pytest.raises(UserError, match="is damaged"):
+        checkpoint.load_for_evaluation(root / "step_10")
+    assert checkpoint.load_for_evaluation(root).path.name == "step_9"
+
+
+def test_no_flipped_bit_of_the_manifest_does_more_than_damage(root: Path) -> None:
+    # It is the one file without a checksum of its own: whatever it says, the answer is a checkpoint or a sentence.
+    manifest = root / "step_10" / "manifest.json"
+    good = manifest.read_bytes()
+    generator = random.Random(0)
+    for _ in range(150):
+        content = bytearray(good)
+        content[generator.randrange(len(content))] ^= 1 << generator.randrange(8)
+        manifest.write_bytes(content)
+        found, said = newest(root)
+        assert (found, len(said)) in (("step_10", 0), ("step_9", 1))
+        if found == "step_10":  # the bit was white space, or the name of a file that is not required
+            checkpoint.restore(root / "step_10", held(*trained(tiny(), 0)), tiny())
+    for text in ("{}", "[]", "null", '{"model.safetensors": 3}'):
+        manifest.write_text(text)
+        assert newest(root)[0] == "step_9"
+
+
+def test_all_damaged_is_none_and_every_one_is_reported(root: Path) -> None:
+    for path in root.iterdir():
+        truncate(path / "model.safetensors")
+    found, said = newest(root)
+    assert found is None
+    assert [line.split()[1] for line in said] == ["step_10", "step_9", "step_2"]
+    with pytest.raises(UserError, match="holds no checkpoint"):
+        checkpoint.find(root)
+    with pytest.raises(UserError, match="does not exist"):
+        checkpoint.find(root / "step_99")
+
+
+def test_a_whole_checkpoint_stays_and_a_damaged_one_is_replaced(root: Path) -> None:
+    before = (root / "step_10" / "manifest.json").stat().st_ino
+    save(root, 10)
+    assert (root / "step_10" / "manifest.json").stat().st_ino == before
+    truncate(root / "step_10" / "model.safetensors")
+    save(root, 10)
+    assert newest(root) == ("step_10", [])
+
+
+def test_pruning_keeps_the_newest_and_never_counts_what_a_resumed_run_skipped(root: Path) -> None:
+    truncate(root / "step_10" / "model.safetensors")
+    # The run fell back to step 9 or before and has just saved 9: step 10 must not push it out.
+    checkpoint.prune(root, keep=1, newest=9)
+    assert [path.name for path in root.iterdir()] == ["step_9"]
+
+
+def test_pruning_leaves_named_checkpoints_which_take_nobodys_place(root: Path) -> None:
+    checkpoint.prune(root, keep=1, newest=10, named=[2, 7])
+    assert sorted(path.name for path in root.iterdir()) == ["step_10", "step_2"]
+    save(root, 12)
+    checkpoint.prune(root, keep=1, newest=12, named=[2, 12])
+    assert sorted(path.name for path in root.iterdir()) == ["step_10", "step_12", "step_2"]
+    checkpoint.prune(root, keep=1, newest=10, named=[12])  # damaged, or the run would have gone on from it
+    assert sorted(path.name for path in root.iterdir()) == ["step_10"]
+
+
+@pytest.fixture
+def small_files() -> Iterator[None]:
+    """A limit on the size of files: writing fails in the middle, as on a full disk."""
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, old[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, old)
+    signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_a_full_disk_leaves_the_old_one_and_nothing_half_written(root: Path, small_files: None) -> None:
+    with pytest.raises(OSError, match="File too large") as raised:
+        save(root, 11)
+    assert raised.value.errno == 27  # EFBIG: the caller tells a full disk from a bug by the number
+    assert sorted(path.name for path in root.iterdir()) == ["step_10", "step_2", "step_9"]
+    assert newest(root) == ("step_10", [])
+
+
+@pytest.mark.parametrize("moment", ["model.safetensors", "optimizer.safetensors", "manifest", "fsync", "rename"])
+def test_a_kill_in_the_middle_of_saving_leaves_nothing_that_counts(moment: str, root: Path) -> None:
+    # A real SIGKILL of a real process, at each stage of the save.
+    def killing(function: Callable[..., Any], when: Callable[..., bool] = lambda *args: True) -> Callable[..., Any]:
+        def wrapped(*args: Any) -> Any:
+            if when(*args):
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*args)
+
+        return wrapped
+
+    def save_until_then() -> None:
+        if moment.endswith(".safetensors"):
+            storage.save_file = killing(storage.save_file, lambda tensors, path: path.name == moment)
+        elif moment == "manifest":
+            checkpoint.describe = killing(checkpoint.describe)
+        elif moment == "fsync":
+            checkpoint.fsync_path = killing(checkpoint.fsync_path, lambda path: path.name == "manifest.json")
+        else:
+            os.replace = killing(os.replace)
+        save(root, 11)
+
+    child = multiprocessing.get_context("fork").Process(target=save_until_then)
+    child.start()
+    child.join()
+    assert child.exitcode == -signal.SIGKILL
+    assert newest(root) == ("step_10", [])
+    assert [step for step, _ in checkpoint.list_steps(root)] == [2, 9, 10]
+    # The next save cleans up what the dead one left.
+    assert len(list(root.glob(".step_11.*"))) == 1
+    save(root, 12)
+    assert [path.name for path in root.iterdir() if path.name.startswith(".")] == []
+    assert newest(root) == ("step_12", [])
+
+
+def test_every_file_is_in_the_manifest(root: Path) -> None:
+    path = root / "step_2"
+    manifest = json.loads((path / "manifest.json").read_text())
+    files = {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()}
+    assert files == set(manifest) | {"manifest.json"}
+    assert set(FILES) <= files
+
+
+def test_the_same_state_gives_the_same_bytes(tmp_path: Path) -> None:
+    paths = [save(tmp_path / name, 2) for name in ("a", "b")]
+    for file in paths[0].rglob("*"):
+        if file.is_file():
+            assert file.read_bytes() == (paths[1] / file.relative_to(paths[0])).read_bytes(), file.name
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Holds up the writing of tensors in the background until it is set."""
+    event, real = threading.Event(), saver.write_whole
+
+    def write_later(directory: Path, parts: Any) -> None:
+        assert event.wait(30)
+        real(directory, parts)
+
+    monkeypatch.setattr(saver, "write_whole", write_later)
+    return event
+
+
+def test_what_is_saved_is_the_state_of_the_moment_whatever_training_does_meanwhile(
+    gate: threading.Event, tmp_path: Path
+) -> None:
+    gpt, adam = trained(tiny())
+    state = held(gpt, adam)
+    expected = {(each.name, each.kind): each.values.clone() for each in state}
+    trainer = {"losses": [1.0]}
+    writer = Saver(tmp_path, Mesh(), tiny(), ByteTokenizer())
+    writer.save(2, state, trainer)
+    update(gpt, adam, 5)  # training goes on: nothing is on disk yet
+    trainer["losses"].append(2.0)
+    assert not checkpoint.list_steps(tmp_path)
+    gate.set()
+    writer.close()
+    assert checkpoint.resume(tmp_path, state, tiny(), Mesh()) == {"step": 2, "losses": [1.0]}
+    assert all(torch.equal(each.values, expected[each.name, each.kind]) for each in state)
+
+
+def test_a_save_waits_for_the_one_before_and_both_are_whole(gate: threading.Event, tmp_path: Path) -> None:
+    config = tiny()
+    gpt, adam = trained(config)
+    writer = Saver(tmp_path, Mesh(), config, ByteTokenizer())
+    weights = []
+    timer = threading.Timer(0.2, gate.set)
+    for step in (2, 3, 4):
+        writer.save(step, held(gpt, adam), {})
+        weights.append(gpt.head.weight.detach().clone())
+        if step == 2:
+            timer.start()  # from here on the second save can only wait
+        else:
+            assert checkpoint.list_steps(tmp_path)[-1][0] == step - 1
+        update(gpt, adam, step)
+    writer.wait()
+    assert [step for step, _ in checkpoint.list_steps(tmp_path)] == [3, 4]  # keep is 2
+    for (_, path), expected in zip(checkpoint.list_steps(tmp_path), weights[1:], strict=True):
+        assert torch.equal(checkpoint.load_for_evaluation(path).model.head.weight, expected)
+
+
+def test_what_went_wrong_in_the_background_is_raised_once_by_the_next_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(directory: Path, parts: Any) -> None:
+        (directory / "model.safetensors").write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    said: list[str] = []
+    state = held(*trained(tiny()))
+    writer = Saver(tmp_path, Mesh(), tiny(), ByteTokenizer(), said.append)
+    writer.save(2, state, {})
+    writer.wait()
+    monkeypatch.setattr(saver, "write_whole", full)
+    writer.save(3, state, {})
+    with pytest.raises(OSError, match="No space left on device") as raised:
+        writer.wait()
+    assert raised.value.errno == 28
+    writer.wait()
+    writer.save(4, state, {})
+    with pytest.raises(OSError, match="No space left on device"):
+        writer.save(5, state, {})
+    writer.save(6, state, {})
+    writer.close()  # a run that ends for another reason is not the place to raise
+    assert said == ["the last checkpoint was not saved: [Errno 28] No space left on device"]
+    assert [path.name for path in tmp_path.iterdir()] == ["step_2"]
+    assert newest(tmp_path) == ("step_2", [])

@@ -1,0 +1,278 @@
+"""The head's product and the loss in one: the textbook's loss and gradients, and never the whole logits."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from isoflop.train.config import ModelConfig, OptimizerConfig
+from isoflop.train.model import activations
+from isoflop.train.model.loss import SHIFT, linear_cross_entropy
+from isoflop.train.model.parametrization import build_model
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+# Width, padded vocabulary, tokens that can be predicted.
+WIDTH, PADDED, VOCABULARY = 24, 64, 51
+
+
+@pytest.fixture
+def chunk_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Sets how many rows go together."""
+
+    def set_rows(rows: int) -> None:
+        monkeypatch.setitem(activations.LOGITS_AT_A_TIME, "cpu", 1)
+        monkeypatch.setitem(activations.FEWEST_ROWS, "cpu", rows)
+
+    return set_rows
+
+
+def draw(
+    n: int, dtype: torch.dtype = torch.float64, vocabulary: int = VOCABULARY, padded: int = PADDED
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Input, weight and targets; the weights of padding are as large as the others."""
+    generator = torch.Generator().manual_seed(n)
+    x = torch.randn(n, WIDTH, generator=generator, dtype=torch.float64)
+    weight = torch.randn(padded, WIDTH, generator=generator, dtype=torch.float64) * WIDTH**-0.5
+    targets = torch.randint(vocabulary, (n,), generator=generator)
+    return x.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), targets
+
+
+def textbook(x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, z_loss: float) -> Tensor:
+    """The mean, in fp64, by autograd's own derivative."""
+    logits = x.double() @ weight.double()[:vocab_size].T
+    return F.cross_entropy(logits, targets) + z_loss * logits.logsumexp(1).square().mean()
+
+
+def expected(x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, z_loss: float) -> tuple[Tensor, ...]:
+    """Loss, dx and dW."""
+    x, weight = (leaf.detach().double().requires_grad_() for leaf in (x, weight))
+    loss = textbook(x, weight, targets, vocab_size, z_loss)
+    return loss.detach(), *torch.autograd.grad(loss, (x, weight))
+
+
+def ours(
+    x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, z_loss: float, factor: float = 1.0
+) -> tuple[Tensor, ...]:
+    """Loss, and dx and dW times the factor."""
+    loss = linear_cross_entropy(x, weight, targets, vocab_size, z_loss=z_loss)
+    return loss.detach(), *torch.autograd.grad(loss * factor, (x, weight))
+
+
+def apart(actual: Tensor, wanted: Tensor) -> float:
+    """Relative distance of two tensors."""
+    return ((actual.double() - wanted).norm() / wanted.norm()).item()
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 1e-2])
+@pytest.mark.parametrize(("n", "rows"), [(1, 16), (15, 16), (16, 16), (17, 16), (50, 16), (48, 16), (50, 1)])
+def test_loss_and_gradients_are_the_textbooks(
+    n: int, rows: int, z_loss: float, chunk_of: Callable[[int], None]
+) -> None:
+    chunk_of(rows)
+    for vocabulary in (VOCABULARY, PADDED):
+        leaves = draw(n, vocabulary=vocabulary)
+        for actual, wanted in zip(
+            ours(*leaves, vocabulary, z_loss), expected(*leaves, vocabulary, z_loss), strict=True
+        ):
+            # Sums of a hundred terms in other orders, in fp64.
+            assert apart(actual, wanted) < 1e-13
+
+
+# fp32 and bf16 keep 24 and 8 bits, fp16 11; a gradient is a few roundings of its factors, and a sum of many.
+PRECISIONS = ((torch.float32, 1e-6), (torch.bfloat16, 8e-3), (torch.float16, 1e-3))
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), PRECISIONS, ids=str)
+@pytest.mark.parametrize("z_loss", [0.0, 1e-3])
+def test_in_every_type_it_is_the_textbooks_but_for_rounding(
+    dtype: torch.dtype, tolerance: float, z_loss: float, chunk_of: Callable[[int], None]
+) -> None:
+    chunk_of(32)
+    x, weight, targets = draw(200, dtype)
+    loss, dx, dw = ours(x, weight, targets, VOCABULARY, z_loss)
+    assert (loss.dtype, dx.dtype, dw.dtype) == (torch.float32, dtype, dtype)
+    for actual, wanted in zip((loss, dx, dw), expected(x, weight, targets, VOCABULARY, z_loss), strict=True):
+        assert apart(actual, wanted) < tolerance
+
+
+def test_it_is_torchs_own_linear_cross_entropy() -> None:
+    x, weight, targets = draw(70, torch.float32, PADDED)
+    theirs = F.linear_cross_entropy(x, weight, targets, options=torch.nn.LinearCrossEntropyOptions())
+    gradients = torch.autograd.grad(theirs, (x, weight))
+    for actual, wanted in zip(ours(x, weight, targets, PADDED, 0.0), (theirs.detach(), *gradients), strict=True):
+        # fp32, in two orders.
+        torch.testing.assert_close(actual, wanted, rtol=2e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_padding_is_never_looked_at_and_its_gradient_is_exactly_zero(dtype: torch.dtype) -> None:
+    x, weight, targets = draw(40, dtype)
+    plain = ours(x, weight, targets, VOCABULARY, 1e-3)
+    assert plain[2][VOCABULARY:].count_nonzero() == 0
+    with torch.no_grad():
+        weight[VOCABULARY:] *= 1000  # would take all the probability
+    assert all(torch.equal(a, b) for a, b in zip(plain, ours(x, weight, targets, VOCABULARY, 1e-3), strict=True))
+
+
+def test_the_gradient_does_not_depend_on_the_chunks(chunk_of: Callable[[int], None]) -> None:
+    leaves = draw(96, torch.float32)
+    chunk_of(96)
+    whole = ours(*leaves, VOCABULARY, 1e-3)
+    for rows in (1, 7, 32):
+        chunk_of(rows)
+        for actual, wanted in zip(ours(*leaves, VOCABULARY, 1e-3), whole, strict=True):
+            # fp32 sums in another order.
+            torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-8)
+
+
+def test_terms_of_the_weights_gradient_add_up_in_fp32(chunk_of: Callable[[int], None]) -> None:
+    """4096 alike rows, one at a time: in bf16 a sum stops growing at 256 times its term."""
+    chunk_of(1)
+    x, weight, targets = (torch.ones(4096, 8), torch.zeros(16, 8), torch.zeros(4096, dtype=torch.long))
+    leaves = x.bfloat16().requires_grad_(), weight.bfloat16().requires_grad_(), targets
+    dw = ours(*leaves, 16, 0.0)[2]
+    # Softmax less one: -15/16 for the target, 1/16 for every other; powers of two, so without rounding.
+    assert torch.equal(dw.float(), torch.full((16, 8), 1 / 16).index_fill_(0, torch.tensor(0), -15 / 16))
+
+
+@pytest.mark.parametrize("loss_scale", [2.0**10, 2.0**16])
+def test_in_fp16_a_probability_below_its_smallest_number_has_a_gradient(loss_scale: float) -> None:
+    x, weight = torch.ones(512, 14), torch.zeros(4096, 14)
+    weight[64:] = -1.0  # of 4096 tokens all but 64 have the probability exp(-14) / 64
+    targets = torch.arange(512) % 64
+    leaves = x.half().requires_grad_(), weight.half().requires_grad_(), targets
+    tail = torch.tensor(-14.0).exp() / 64
+    assert tail.half() == 0
+    dw = ours(*leaves, 4096, 0.0, factor=loss_scale)[2][64:].double() / loss_scale
+    # Twice rounded to a multiple of 6e-8: once times `SHIFT`, once times the loss scale.
+    assert (dw / tail.item()).sub(1).abs().max() < 2**-25 * (1 / SHIFT + 1 / loss_scale) / tail + 1e-3
+
+
+def test_in_fp16_large_batches_and_weights_do_not_overflow() -> None:
+    x, weight, _ = draw(3000, torch.float16)
+    with torch.no_grad():
+        weight.mul_(100 / weight.abs().max())
+        x.mul_(0.05).add_(1.0)
+    targets = torch.zeros(3000, dtype=torch.long)  # every row pulls at the same one: sums of 3000 * SHIFT
+    _, dx, dw = ours(x, weight, targets, VOCABULARY, 0.0)
+    assert torch.finfo(torch.float16).max < 3000 * SHIFT
+    assert dx.isfinite().all()
+    wanted = expected(x, weight, targets, VOCABULARY, 0.0)
+    assert apart(dw, wanted[2]) < 2e-3
+
+
+def test_very_unlikely_targets_have_their_loss() -> None:
+    """A probability of exp(-200), which fp32 has no number for."""
+    x, weight = torch.tensor([[1.0], [1.0]], requires_grad=True), torch.tensor([[200.0], [0.0], [-200.0]])
+    loss = linear_cross_entropy(x, weight, torch.tensor([1, 2]), 3)
+    assert loss.item() == pytest.approx(300.0, rel=1e-6)
+    (dx,) = torch.autograd.grad(loss, x)
+    assert dx.flatten().tolist() == pytest.approx([100.0, 200.0], rel=1e-6)
+
+
+def test_a_loss_that_is_no_number_says_so() -> None:
+    x, weight, targets = draw(20, torch.float32)
+    with torch.no_grad():
+        x[3, 0] = float("nan")
+    assert all(part.isnan().any() for part in ours(x, weight, targets, VOCABULARY, 0.0))
+
+
+def test_scores_are_those_of_each_row_and_have_no_gradient(chunk_of: Callable[[int], None]) -> None:
+    chunk_of(16)
+    x, weight, targets = draw(50)
+    logits = x.detach() @ weight.detach()[:VOCABULARY].T
+    losses = F.cross_entropy(logits, targets, reduction="none")
+    with torch.no_grad():
+        scored = linear_cross_entropy(x, weight, targets, VOCABULARY, "none")
+        squared = linear_cross_entropy(x, weight, targets, VOCABULARY, "none", 0.5)
+    torch.testing.assert_close(scored, losses, rtol=1e-13, atol=0)
+    torch.testing.assert_close(squared, losses + 0.5 * logits.logsumexp(1).square(), rtol=1e-13, atol=0)
+    with pytest.raises(ValueError, match="reduction is none, which has no gradient"):
+        linear_cross_entropy(x, weight, targets, VOCABULARY, "none")
+
+
+def test_a_second_backward_pass_is_refused() -> None:
+    x, weight, targets = draw(20)
+    loss = linear_cross_entropy(x, weight, targets, VOCABULARY)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_gradients_of_tied_tables_add_up() -> None:
+    model = ModelConfig(width=16, depth=1, heads=2, vocab_size=40, vocab_multiple=64)
+    tied = build_model(model, OptimizerConfig(), 8, 0).double()
+    assert tied.head.weight is tied.embedding.weight
+    rows = torch.randint(40, (3, 9), generator=torch.Generator().manual_seed(0))
+    tied.loss(rows[:, :-1], rows[:, 1:], z_loss=1e-2).backward()
+    ours = {name: p.grad for name, p in tied.named_parameters()}
+    tied.zero_grad()
+    logits = tied(rows[:, :-1]).flatten(0, 1)[:, :40]
+    (F.cross_entropy(logits, rows[:, 1:].flatten()) + 1e-2 * logits.logsumexp(1).square().mean()).backward()
+    for name, parameter in tied.named_parameters():
+        assert parameter.grad is not None
+        torch.testing.assert_close(ours[name], parameter.grad, rtol=1e-10, atol=1e-14)
+
+
+class Sizes(TorchDispatchMode):
+    """Elements of the largest result of any operation, and the number of matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0
+        self.products = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.largest = max([self.largest, *(leaf.numel() for leaf in tree_leaves(out) if isinstance(leaf, Tensor))])
+        self.products += func.overloadpacket.__name__ in ("mm", "addmm")
+        return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_logits_never_exist_whole_and_without_gradients_only_they_are_made(
+    dtype: torch.dtype, chunk_of: Callable[[int], None]
+) -> None:
+    chunk_of(64)
+    n, vocabulary = 640, 4096
+    x, weight, targets = draw(n, dtype, vocabulary, vocabulary)
+    with Sizes() as sizes:
+        linear_cross_entropy(x, weight, targets, vocabulary, z_loss=1e-4).backward()
+    assert sizes.largest == 64 * vocabulary < n * vocabulary / 8
+    assert sizes.products == 3 * n // 64  # the head's product is taken once
+    with Sizes() as sizes, torch.no_grad():
+        linear_cross_entropy(x, weight, targets, vocabulary, "none")
+    assert sizes.largest == 64 * vocabulary
+    assert sizes.products == n // 64
+
+
+def test_fake_tensors_go_through() -> None:
+    with FakeTensorMode():
+        x, weight = torch.empty(300, 8, requires_grad=True), torch.empty(128, 8, requires_grad=True)
+        loss = linear_cross_entropy(x, weight, torch.empty(300, dtype=torch.long), 100, z_loss=1e-4)
+        loss.backward()
+        assert x.grad is not None
+        assert weight.grad is not None
+        assert (x.grad.shape, weight.grad.shape, loss.shape) == (x.shape, weight.shape, ())
+
+
+def test_it_may_be_compiled(chunk_of: Callable[[int], None]) -> None:
+    # Through dynamo and aot_autograd; what inductor would add is minutes of C++.
+    chunk_of(16)
+    torch._dynamo.reset()
+    compiled = torch.compile(functools.partial(linear_cross_entropy, z_loss=1e-3), backend="aot_eager", fullgraph=True)
+    x, weight, targets = draw(40, torch.float32)
+    loss = compiled(x, weight, targets, VOCABULARY)
+    gradients = torch.autograd.grad(loss, (x, weight))
+    for actual, wanted in zip((loss.detach(), *gradients), ours(x, weight, targets, VOCABULARY, 1e-3), strict=True):
+        # The same operations, possibly decomposed: fp32 rounding only.
+        torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-7)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x, weight, targets, VOCABULARY), loss.detach())

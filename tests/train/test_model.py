@@ -1,0 +1,396 @@
+"""The GPT computes what its equations say, in every variant, and its hand-written derivatives are the right ones."""
+
+from __future__ import annotations
+
+import functools
+import math
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from isoflop.train.config import ModelConfig, OptimizerConfig
+from isoflop.train.errors import UserError
+from isoflop.train.model import attention
+from isoflop.train.model import gpt as model_module
+from isoflop.train.model.gpt import GPT, sequence_losses
+from isoflop.train.model.parametrization import build_model
+from torch import Tensor, nn
+
+
+def random_architecture(generator: random.Random) -> ModelConfig:
+    heads = generator.choice([1, 2, 4, 6])
+    return ModelConfig(
+        width=heads * generator.choice([2, 4, 8]),
+        depth=generator.randrange(1, 4),
+        heads=heads,
+        kv_heads=generator.choice([d for d in range(1, heads + 1) if heads % d == 0]),
+        hidden=generator.choice([None, 5, 24]),
+        vocab_size=generator.randrange(3, 90),
+        vocab_multiple=generator.choice([1, 16, 64]),
+        qk_norm=generator.random() < 0.5,
+        tied_embeddings=generator.random() < 0.5,
+        window=generator.choice([None, None, 1, 4, 30]),
+        rope_theta=generator.choice([100.0, 10000.0]),
+        norm_eps=generator.choice([1e-5, 1e-3]),
+    )
+
+
+def random_model(config: ModelConfig, length: int, seed: int, base_width: int = 64) -> GPT:
+    """Every weight drawn anew: the initial head is zero and the norms are one, which would hide mistakes."""
+    model = build_model(config, OptimizerConfig(base_width=base_width), length, seed)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            std = 0.5 / math.sqrt(parameter.shape[-1]) if parameter.dim() > 1 else 0.3
+            parameter.normal_(1.0 if parameter.dim() == 1 else 0.0, std, generator=generator)
+    return model
+
+
+def reference_logits(model: GPT, tokens: np.ndarray) -> np.ndarray:
+    """The architecture in NumPy float64: einsum attention, an explicit mask, rotation by complex numbers.
+
+    Documents, where the model keeps them apart, are numbered by counting the tokens before that end one.
+    """
+    config = model.config
+    weights = {name: p.detach().double().numpy() for name, p in model.state_dict().items()}
+
+    def norm(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + config.norm_eps) * weight
+
+    def rotate(x: np.ndarray) -> np.ndarray:  # (batch, time, heads, head_dim)
+        half = config.head_dim // 2
+        frequencies = config.rope_theta ** (-2 * np.arange(half) / config.head_dim)
+        turn = np.exp(1j * np.outer(np.arange(x.shape[1]), frequencies))[None, :, None, :]
+        turned = (x[..., :half] + 1j * x[..., half:]) * turn
+        return np.concatenate([turned.real, turned.imag], -1)
+
+    batch, time = tokens.shape
+    x = weights["embedding.weight"][tokens]
+    i, j = np.arange(time)[:, None], np.arange(time)
+    visible = np.broadcast_to((j <= i) & (j > i - (config.window or time)), (batch, 1, time, time))
+    if model.end_of_document is not None:
+        document = np.cumsum(np.pad(tokens == model.end_of_document, ((0, 0), (1, 0)))[:, :-1], axis=1)
+        visible = visible & (document[:, None, :, None] == document[:, None, None, :])
+    for i in range(config.depth):
+        w = {name.removeprefix(f"blocks.{i}."): value for name, value in weights.items()}
+        h = norm(x, w["attention_norm.weight"]) @ w["attention.qkv.weight"].T
+        h = h.reshape(batch, time, -1, config.head_dim)
+        q, k, v = np.split(h, [config.heads, config.heads + config.num_kv_heads], axis=2)
+        if config.qk_norm:
+            q, k = norm(q, w["attention.query_norm.weight"]), norm(k, w["attention.key_norm.weight"])
+        q, k = rotate(q), rotate(k)
+        serve = np.arange(config.heads) // (config.heads // config.num_kv_heads)
+        scores = np.einsum("bthd,bshd->bhts", q, k[:, :, serve]) / math.sqrt(config.head_dim)
+        scores = np.where(visible, scores, -np.inf)
+        attention = np.exp(scores - scores.max(-1, keepdims=True))
+        attention /= attention.sum(-1, keepdims=True)
+        mixed = np.einsum("bhts,bshd->bthd", attention, v[:, :, serve]).reshape(batch, time, -1)
+        x = x + mixed @ w["attention.out.weight"].T
+        gate, up = np.split(norm(x, w["mlp_norm.weight"]) @ w["mlp.gate_up.weight"].T, 2, axis=-1)
+        x = x + (gate / (1 + np.exp(-gate)) * up) @ w["mlp.down.weight"].T
+    logits = norm(x, weights["norm.weight"]) @ weights["head.weight"].T * model.output_scale
+    logits[..., config.vocab_size :] = -np.inf
+    return logits
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_logits_equal_an_independent_float64_implementation(seed: int) -> None:
+    generator = random.Random(seed)
+    config = random_architecture(generator)
+    batch, time = generator.randrange(1, 4), generator.randrange(1, 20)
+    model = random_model(config, time + generator.randrange(3), seed, base_width=generator.choice([4, 16])).double()
+    tokens = torch.randint(config.vocab_size or 0, (batch, time), generator=torch.Generator().manual_seed(seed))
+    if seed % 2:
+        model.separate_documents(int(tokens[0, time // 2]))
+    expected = reference_logits(model, tokens.numpy())
+    # The angles are kept in fp32, so float64 logits agree to its rounding: 2^-24 times a position below 20 and a sum.
+    for grad in (False, True):
+        with torch.set_grad_enabled(grad):
+            np.testing.assert_allclose(model(tokens).detach().numpy(), expected, atol=3e-6, rtol=3e-6)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_gradients_equal_finite_differences_of_the_reference(seed: int) -> None:
+    # Along a random direction of all parameters at once; central differences of an independent implementation.
+    generator = random.Random(100 + seed)
+    config = random_architecture(generator)
+    model = random_model(config, 9, seed).double()
+    tokens = torch.randint(config.vocab_size or 0, (2, 9), generator=torch.Generator().manual_seed(seed))
+    if seed % 2:
+        model.separate_documents(int(tokens[0, 4]))
+    parameters = list(model.parameters())
+    directions = [
+        torch.randn(p.shape, generator=torch.Generator().manual_seed(i)).double() for i, p in enumerate(parameters)
+    ]
+    next_token_loss_double(model(tokens[:, :-1]), tokens[:, 1:]).backward()
+    slope = sum(float((p.grad * d).sum()) for p, d in zip(parameters, directions, strict=True) if p.grad is not None)
+
+    def loss_at(step: float) -> float:
+        with torch.no_grad():
+            for p, d in zip(parameters, directions, strict=True):
+                p += step * d
+            logits = reference_logits(model, tokens[:, :-1].numpy())
+            for p, d in zip(parameters, directions, strict=True):
+                p -= step * d
+        return next_token_loss_double(torch.from_numpy(logits), tokens[:, 1:]).item()
+
+    # Truncation is of order h^2 = 1e-10 and the fp32 angles of order 1e-6, both relative to the curvature.
+    assert slope == pytest.approx((loss_at(1e-5) - loss_at(-1e-5)) / 2e-5, rel=2e-5, abs=2e-6)
+
+
+def next_token_loss_double(logits: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_no_position_sees_a_later_token(qk_norm: bool) -> None:
+    config = ModelConfig(width=24, depth=2, heads=6, kv_heads=2, vocab_size=50, qk_norm=qk_norm)
+    model = random_model(config, 40, 0)
+    tokens = torch.randint(50, (3, 40), generator=torch.Generator().manual_seed(1))
+    before = model(tokens)
+    for position in (1, 7, 39):
+        changed = tokens.clone()
+        changed[:, position:] = (changed[:, position:] + 1) % 50
+        after = model(changed)
+        # Not one bit: an earlier row takes no part in what a later token changes.
+        assert torch.equal(before[:, :position], after[:, :position])
+        assert not torch.allclose(before[:, position], after[:, position])
+
+
+def autograd_functions() -> list[type]:
+    found = [
+        item
+        for module in (attention, model_module)
+        for item in vars(module).values()
+        if isinstance(item, type) and issubclass(item, torch.autograd.Function) and item.__module__ == module.__name__
+    ]
+    return sorted(found, key=lambda item: item.__name__)
+
+
+def test_every_derivative_written_by_hand_is_checked_below() -> None:
+    found = [item.__name__ for item in autograd_functions()]
+    assert found == ["SwiGLU", "_BlockAttention", "_Lookup", "_RMSNorm", "_Rotary"]
+
+
+def test_derivatives_written_by_hand_pass_gradcheck() -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True)
+
+    cos, sin = (angle.double() for angle in attention.rotary_angles(5, 6, 10000.0))
+    # gradcheck compares with central differences in float64, at its default tolerances (1e-5 + 1e-3 relative).
+    assert torch.autograd.gradcheck(lambda x: attention.apply_rotary(x, cos, sin), draw(2, 5, 3, 6))
+    assert torch.autograd.gradcheck(model_module.SwiGLU.apply, draw(2, 3, 14))
+    assert torch.autograd.gradcheck(lambda x, w: model_module._RMSNorm.apply(x, w, 1e-3), (draw(2, 3, 6), draw(6)))
+    tokens = torch.randint(4, (2, 5), generator=generator)
+    assert torch.autograd.gradcheck(lambda table: model_module._Lookup.apply(tokens, table), draw(4, 3))
+    first = torch.tensor([[0, 0, 0, 2, 2, 4, 4], [0, 1, 1, 1, 1, 5, 5]], dtype=torch.int32)
+    for block in (2, 3, 9):
+        for window, masked in ((None, False), (None, True), (3, True)):
+            visible = attention.first_visible(first, first, window)
+            assert visible is not None
+            mask = attention.visible_mask(visible, torch.float64) if masked else None
+
+            def blocks(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+                return attention._BlockAttention.apply(q, k, v, *rest)
+
+            inputs = draw(4, 7, 4), draw(4, 7, 4), draw(4, 7, 4)  # two sequences of two heads each
+            rest = block, 2, mask, window
+            assert torch.autograd.gradcheck(blocks, (*inputs, *rest))
+            q, k, v = (x.view(2, 2, 7, 4) for x in inputs)
+            expected = nn.functional.scaled_dot_product_attention(q, k, v, mask, is_causal=not masked, scale=1.0)
+            torch.testing.assert_close(blocks(*inputs, *rest).view(2, 2, 7, 4), expected, atol=1e-12, rtol=1e-12)
+
+
+def relative(actual: Tensor, expected: Tensor) -> float:
+    actual, expected = actual.detach().double(), expected.detach().double()
+    return float((actual - expected).norm() / expected.norm())
+
+
+LOW = [(torch.bfloat16, 2**-9), (torch.float16, 2**-12)]  # and half a unit in the last place, relative
+
+
+@pytest.mark.parametrize(("dtype", "rounding"), LOW, ids=str)
+def test_a_norm_in_low_precision_is_the_exact_one_rounded_once(dtype: torch.dtype, rounding: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    # Large enough for the squares of fp16 to overflow, and long enough for their sum in bf16 to stop growing.
+    x = (300 * torch.randn(64, 4096, generator=generator)).to(dtype).requires_grad_()
+    norm = model_module.RMSNorm(4096, 1e-5).to(dtype)
+    slope = torch.randn(64, 4096, generator=generator).to(dtype)
+    exact = [t.detach().double().requires_grad_() for t in (x, norm.weight)]
+    expected = nn.functional.rms_norm(exact[0], (4096,), exact[1], 1e-5)
+    wanted = [expected, *torch.autograd.grad(expected, exact, slope.double())]
+    out = norm(x)
+    for ours, theirs in zip([out, *torch.autograd.grad(out, [x, norm.weight], slope)], wanted, strict=True):
+        assert ours.dtype == dtype
+        assert relative(ours, theirs) < rounding
+
+
+@pytest.mark.parametrize(("dtype", "rounding"), LOW, ids=str)
+def test_the_gradient_of_a_table_in_low_precision_is_the_exact_sum_rounded_once(
+    dtype: torch.dtype, rounding: float
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(3, (8, 512), generator=generator)
+    table = model_module.Embedding(4, 16).to(dtype)
+    slope = (torch.randn(8, 512, 16, generator=generator) + 0.5).to(dtype)  # with a mean, so that sums grow
+    exact = torch.zeros(4, 16, dtype=torch.float64).index_add_(0, tokens.flatten(), slope.flatten(0, 1).double())
+    (ours,) = torch.autograd.grad(table(tokens), table.weight, slope)
+    assert ours.dtype == dtype
+    assert relative(ours, exact) < rounding
+    left_out = model_module.table_gradient(slope, tokens, 4, left_out=1)
+    assert torch.equal(left_out[[0, 2, 3]], ours[[0, 2, 3]])
+    assert (left_out[1] == 0).all()
+
+
+@pytest.mark.parametrize(("dtype", "rounding"), LOW, ids=str)
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_logits_and_gradients_in_low_precision_are_near_the_exact_ones(
+    dtype: torch.dtype, rounding: float, qk_norm: bool
+) -> None:
+    config = ModelConfig(width=64, depth=2, heads=4, kv_heads=2, vocab_size=50, vocab_multiple=1, qk_norm=qk_norm)
+    low = random_model(config, 32, 0).to(dtype)
+    exact = random_model(config, 32, 0)
+    exact.load_state_dict(low.state_dict())
+    exact.double()
+    tokens = torch.randint(50, (4, 33), generator=torch.Generator().manual_seed(0))
+    assert low(tokens[:, :-1]).dtype == dtype
+    # Some dozen roundings follow one another on the way through two blocks.
+    assert relative(low(tokens[:, :-1]), exact(tokens[:, :-1])) < 10 * rounding
+    for model in (low, exact):
+        model.loss(tokens[:, :-1], tokens[:, 1:]).backward()
+    for ours, theirs in zip(low.parameters(), exact.parameters(), strict=True):
+        assert ours.grad is not None
+        assert theirs.grad is not None
+        assert relative(ours.grad, theirs.grad) < 20 * rounding
+
+
+def test_casting_a_model_leaves_its_angles_exact_and_moving_it_takes_them_along() -> None:
+    model = random_model(ModelConfig(width=16, depth=1, heads=2, vocab_size=20), 64, 0)
+    expected = attention.rotary_angles(64, 8, 10000.0)
+    for cast in (model.bfloat16(), model.half(), model.to(dtype=torch.float32)):
+        assert cast is model
+        assert all(torch.equal(a, b) for a, b in zip((model.cos, model.sin), expected, strict=True))
+    assert model.to("meta").cos.is_meta
+    assert torch.equal(model.to_empty(device="cpu").cos, expected[0])
+
+
+def test_a_rotated_product_depends_on_the_distance_alone() -> None:
+    cos, sin = attention.rotary_angles(64, 16, 10000.0)
+    q, k = torch.randn(2, 1, 1, 1, 16, generator=torch.Generator().manual_seed(0))
+    turned_q, turned_k = (attention.apply_rotary(x.expand(1, 64, 1, 16), cos, sin)[0, :, 0] for x in (q, k))
+    products = turned_q @ turned_k.T
+    for distance in (-20, 0, 3, 50):
+        diagonal = products.diagonal(distance)
+        # fp32: 16 products of numbers near 1, each rounded to 6e-8.
+        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), atol=5e-6, rtol=0)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_padding_is_never_predicted_and_never_learns(tied: bool) -> None:
+    config = ModelConfig(width=8, depth=1, heads=2, vocab_size=37, vocab_multiple=32, tied_embeddings=tied)
+    assert config.padded_vocab_size == 64
+    model = random_model(config, 12, 0)
+    tokens = torch.randint(37, (4, 13), generator=torch.Generator().manual_seed(0))
+    logits = model(tokens[:, :-1])
+    assert logits.shape == (4, 12, 64)
+    assert (logits.softmax(-1)[..., 37:] == 0).all()
+    nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    for table in (model.embedding.weight, model.head.weight):
+        assert table.grad is not None
+        assert (table.grad[37:] == 0).all()
+        assert table.grad[:37].abs().sum() > 0
+
+
+def test_the_first_loss_is_the_uniform_one() -> None:
+    # The head starts at zero, so every token has the same probability whatever the width.
+    config = ModelConfig(width=16, depth=2, heads=2, vocab_size=100, tied_embeddings=False)
+    model = build_model(config, OptimizerConfig(), 8, seed=3)
+    tokens = torch.randint(100, (2, 9), generator=torch.Generator().manual_seed(0))
+    assert model.loss(tokens[:, :-1], tokens[:, 1:]).item() == pytest.approx(math.log(100), rel=1e-6)
+
+
+@torch.no_grad()
+def test_sequence_losses_are_sums_over_each_window() -> None:
+    model = random_model(ModelConfig(width=16, depth=1, heads=2, vocab_size=20), 10, 0)
+    windows = torch.randint(20, (7, 11), generator=torch.Generator().manual_seed(0))
+    logits = reference_logits(model.double(), windows[:, :-1].numpy())
+    logits -= logits.max(-1, keepdims=True)
+    log_probabilities = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    picked = np.take_along_axis(log_probabilities, windows[:, 1:, None].numpy(), -1)[..., 0]
+    # Losses are computed in fp32 whatever the model's type. Two windows at a time: the last chunk is not a full one.
+    result = sequence_losses(model, windows, batch_tokens=20)
+    np.testing.assert_allclose(result.numpy(), -picked.sum(-1), rtol=2e-6)
+
+
+def test_the_same_seed_is_the_same_model_and_another_seed_another() -> None:
+    config = ModelConfig(width=16, depth=1, heads=2, vocab_size=20)
+    first, again, other = (build_model(config, OptimizerConfig(), 8, seed).state_dict() for seed in (0, 0, 1))
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not torch.equal(first["embedding.weight"], other["embedding.weight"])
+
+
+def test_a_longer_sequence_than_the_model_was_built_for_is_refused() -> None:
+    model = build_model(ModelConfig(width=8, depth=1, heads=2, vocab_size=5), OptimizerConfig(), 4, 0)
+    with pytest.raises(ValueError, match="5 tokens is longer than the model's 4"):
+        model(torch.zeros(1, 5, dtype=torch.long))
+    with pytest.raises(UserError, match=r"model\.vocab_size is None"):
+        GPT(ModelConfig(), 4)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_compiled_block_gives_the_same_losses_and_gradients(monkeypatch: pytest.MonkeyPatch, masked: bool) -> None:
+    # Through dynamo and aot_autograd, with the graph run by PyTorch: what inductor would add is minutes of C++.
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager", fullgraph=True))
+    config = ModelConfig(
+        width=16, depth=2, heads=4, kv_heads=2, vocab_size=30, qk_norm=True, window=5 if masked else None
+    )
+    tokens = torch.randint(30, (2, 9), generator=torch.Generator().manual_seed(0))
+    gradients = []
+    for compiled in (False, True):
+        model = random_model(config, 8, 0)
+        if masked:
+            model.separate_documents(int(tokens[0, 3]))
+        if compiled:
+            model.compile_blocks()
+        loss = model.loss(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        gradients.append([loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
+    for eager, traced_ in zip(*gradients, strict=True):
+        # The same operations, possibly decomposed: fp32 rounding only.
+        torch.testing.assert_close(eager, traced_, atol=1e-6, rtol=1e-4)
+
+
+def test_logits_equal_transformers_llama() -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is in the extra `bench`")
+    config = ModelConfig(
+        width=24, depth=2, heads=6, kv_heads=2, vocab_size=64, vocab_multiple=64, rope_theta=500.0, norm_eps=1e-4,
+        tied_embeddings=False,
+    )  # fmt: skip
+    ours = random_model(config, 32, 0)
+    llama = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            hidden_size=24, intermediate_size=config.mlp_hidden, num_hidden_layers=2, num_attention_heads=6,
+            num_key_value_heads=2, vocab_size=64, rms_norm_eps=1e-4, max_position_embeddings=32,
+            rope_parameters={"rope_type": "default", "rope_theta": 500.0}, tie_word_embeddings=False,
+        )
+    ).eval()  # fmt: skip
+    state = {"model.embed_tokens.weight": ours.embedding.weight, "lm_head.weight": ours.head.weight}
+    state["model.norm.weight"] = ours.norm.weight
+    for i, block in enumerate(ours.blocks):
+        prefix = f"model.layers.{i}"
+        state[f"{prefix}.input_layernorm.weight"] = block.attention_norm.weight
+        state[f"{prefix}.post_attention_layernorm.weight"] = block.mlp_norm.weight
+        query, key, value = block.attention.qkv.weight.split((24, 8, 8))
+        for name, weight in (("q", query), ("k", key), ("v", value), ("o", block.attention.out.weight)):
+            state[f"{prefix}.self_attn.{name}_proj.weight"] = weight
+        gate, up = block.mlp.gate_up.weight.chunk(2)
+        for name, weight in (("gate", gate), ("up", up), ("down", block.mlp.down.weight)):
+            state[f"{prefix}.mlp.{name}_proj.weight"] = weight
+    llama.load_state_dict(state)
+    tokens = torch.randint(64, (3, 32), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        torch.testing.assert_close(ours(tokens), llama(input_ids=tokens).logits, atol=1e-5, rtol=1e-5)

@@ -1,0 +1,93 @@
+"""One learning rate serves every width: groups, initial sizes, and a coordinate check in miniature."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from isoflop.train.config import ModelConfig, OptimizerConfig
+from isoflop.train.model.parametrization import build_model, parameter_groups
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_groups_hold_every_tensor_once_with_the_rates_of_the_table(seed: int) -> None:
+    generator = random.Random(seed)
+    model = ModelConfig(
+        width=generator.choice([8, 32, 128]), depth=2, heads=2, vocab_size=20,
+        qk_norm=generator.random() < 0.5, tied_embeddings=seed % 2 == 0,
+    )  # fmt: skip
+    optimizer = OptimizerConfig(
+        learning_rate=0.01, base_width=32, width_exponent=generator.choice([0.0, 0.5, 1.0]),
+        embedding_multiplier=3.0, weight_decay=0.2,
+    )  # fmt: skip
+    gpt = build_model(model, optimizer, 8, 0)
+    groups = {group.name: group for group in parameter_groups(gpt, optimizer)}
+    grouped = [id(p) for group in groups.values() for p in group.parameters]
+    assert sorted(grouped) == sorted(id(p) for p in gpt.parameters())
+    assert len(set(grouped)) == len(grouped)
+
+    names = {id(p): name for name, p in gpt.named_parameters()}
+    where = {names[id(p)]: group for group in groups.values() for p in group.parameters}
+    for name, group in where.items():
+        is_matrix = not name.startswith("embedding") and "norm" not in name
+        assert group.weight_decay == (0.2 if is_matrix else 0.0), name
+        transfer = (32 / model.width) ** optimizer.width_exponent
+        assert group.learning_rate == pytest.approx(0.01 * transfer if is_matrix else 0.03, rel=1e-15), name
+    if not model.tied_embeddings:
+        assert where["head.weight"].name == "matrices"
+
+
+def test_initial_sizes_are_those_of_the_table() -> None:
+    model = ModelConfig(width=256, depth=8, heads=4, vocab_size=512, tied_embeddings=False)
+    gpt = build_model(model, OptimizerConfig(base_width=64), 8, 0)
+    branch = 1 / (2 * 8) ** 0.5
+    expected = {
+        "embedding.weight": 1.0,
+        "blocks.3.attention.qkv.weight": 1 / 16,
+        "blocks.3.attention.out.weight": branch / 16,
+        "blocks.3.mlp.gate_up.weight": 1 / 16,
+        "blocks.3.mlp.down.weight": branch / model.mlp_hidden**0.5,
+    }
+    weights = dict(gpt.named_parameters())
+    for name, std in expected.items():
+        # A sample of n normals estimates its deviation to 1 / sqrt(2 n), below 0.3 % here: five of those.
+        assert weights[name].std().item() == pytest.approx(std, rel=0.014), name
+    assert weights["head.weight"].abs().max() == 0
+    model.tied_embeddings = True
+    tied = build_model(model, OptimizerConfig(base_width=64), 8, 0)
+    assert tied.embedding.weight.std().item() == pytest.approx(1 / 8, rel=0.014)
+    assert tied.output_scale == 64 / 256
+
+
+def change_of_logits(width: int, exponent: float, tied: bool) -> float:
+    """Root mean square change of the logits after three steps of Adam on one batch, over three seeds."""
+    changes = []
+    for seed in range(3):
+        model = ModelConfig(width=width, depth=2, heads=width // 16, vocab_size=32, tied_embeddings=tied)
+        optimizer = OptimizerConfig(learning_rate=3e-3, base_width=32, width_exponent=exponent, weight_decay=0.0)
+        gpt = build_model(model, optimizer, 16, seed)
+        groups = [
+            {"params": group.parameters, "lr": group.learning_rate, "weight_decay": group.weight_decay}
+            for group in parameter_groups(gpt, optimizer)
+        ]
+        adam = torch.optim.AdamW(groups, betas=(optimizer.beta1, optimizer.beta2), eps=optimizer.eps)
+        tokens = torch.randint(32, (4, 17), generator=torch.Generator().manual_seed(seed))
+        before = gpt(tokens[:, :-1]).detach()[..., :32]
+        for _ in range(3):
+            gpt.loss(tokens[:, :-1], tokens[:, 1:]).backward()
+            adam.step()
+            adam.zero_grad()
+        changes.append((gpt(tokens[:, :-1]).detach()[..., :32] - before).square().mean().sqrt().item())
+    return sum(changes) / 3
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_step_changes_the_logits_alike_at_every_width(tied: bool) -> None:
+    # The coordinate check of Yang et al. 2022, appendix D.1, over a factor of 8 in width. What shrinks as
+    # 1 / sqrt(width), by a factor of 2.8 here, is a part of the change with tied tables: hence 1.8, and not 1.
+    narrow, wide = change_of_logits(32, 1.0, tied), change_of_logits(256, 1.0, tied)
+    assert 1 / 1.8 < wide / narrow < 1.8
+    # Without the transfer the same check finds the growth: a constant rate adds up over the width.
+    narrow, wide = change_of_logits(32, 0.0, tied), change_of_logits(256, 0.0, tied)
+    assert wide / narrow > 4

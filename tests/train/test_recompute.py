@@ -1,0 +1,349 @@
+"""Activations computed again give the same gradients to the bit, keep what is stated, and run no product again."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from isoflop.train.config import ModelConfig, OptimizerConfig
+from isoflop.train.job.fork import run_ranks
+from isoflop.train.model.attention import rotary_angles
+from isoflop.train.model.gpt import GPT, Block, swiglu
+from isoflop.train.model.parametrization import empty_model, parameter_groups
+from isoflop.train.model.recompute import recomputed
+from isoflop.train.parallel.mesh import build_mesh
+from isoflop.train.parallel.tensor import split_model
+from isoflop.train.parallel.zero import Zero
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+TIME, BATCH = 12, 4
+CPU = torch.device("cpu")
+MODES = ("none", "selective", "full")
+VARIANTS: list[dict[str, Any]] = [{}, {"kv_heads": 2}, {"kv_heads": 2, "qk_norm": True, "tied_embeddings": False}]
+
+
+def architecture(**changes: Any) -> ModelConfig:
+    fields = {"width": 32, "depth": 2, "heads": 4, "hidden": 40, "vocab_size": 60, "vocab_multiple": 16}
+    return ModelConfig(**{**fields, **changes})
+
+
+def random_weights(config: ModelConfig) -> list[tuple[str, Tensor]]:
+    """Every weight drawn anew: the initial head is zero and the norms are one, which would hide mistakes."""
+    generator = torch.Generator().manual_seed(0)
+    return [
+        (name, torch.randn(p.shape, generator=generator) * p.shape[-1] ** -0.5 + float(p.dim() == 1))
+        for name, p in empty_model(config, OptimizerConfig(), TIME).named_parameters()
+    ]
+
+
+def random_model(config: ModelConfig, mode: str, dtype: torch.dtype = torch.float32) -> GPT:
+    gpt = GPT(config, TIME)
+    gpt.load_state_dict(dict(random_weights(config)), strict=False)
+    gpt.set_recompute(mode)
+    return gpt.to(dtype)
+
+
+def windows(config: ModelConfig) -> tuple[Tensor, Tensor]:
+    assert config.vocab_size is not None
+    rows = torch.randint(config.vocab_size, (BATCH, TIME + 1), generator=torch.Generator().manual_seed(1))
+    return rows[:, :-1], rows[:, 1:]
+
+
+def gradients(gpt: GPT) -> list[Tensor]:
+    """The loss and every gradient of it."""
+    loss = gpt.loss(*windows(gpt.config))
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in gpt.parameters() if p.grad is not None)]
+
+
+def all_equal(ours: list[Tensor], theirs: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("changes", VARIANTS, ids=str)
+def test_gradients_are_the_same_to_the_bit(changes: dict[str, Any], dtype: torch.dtype) -> None:
+    plain, *others = (gradients(random_model(architecture(**changes), mode, dtype)) for mode in MODES)
+    assert plain[0].isfinite()
+    assert all(slope.abs().sum() > 0 for slope in plain[1:])
+    assert all(all_equal(plain, other) for other in others)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_nothing_is_kept_where_no_backward_pass_follows(mode: str) -> None:
+    gpt = random_model(architecture(), mode)
+    with torch.no_grad(), Storages() as storages:
+        logits = gpt(windows(gpt.config)[0])
+    assert storages.alive([*gpt.parameters(), *gpt.buffers(), logits]) == []
+    assert torch.equal(logits, random_model(architecture(), "none")(windows(gpt.config)[0]))
+
+
+class Storages(TorchDispatchMode):
+    """Every storage that operations make, watched without keeping it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if isinstance(x, Tensor):
+                storage = x.untyped_storage()
+                self.seen[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        return result
+
+    def alive(self, known: list[Tensor]) -> list[int]:
+        """Bytes of each storage that something still holds, but for those of the known tensors."""
+        others = {x.untyped_storage()._cdata for x in known}
+        return sorted(
+            size
+            for key, (reference, size) in self.seen.items()
+            if size and not reference.expired() and key not in others
+        )
+
+
+def expected_bytes(config: ModelConfig, mode: str, itemsize: int) -> list[int]:
+    """The closed form of what one block keeps of a micro-batch, a storage an entry, with PyTorch's fused attention."""
+    w, h, d, heads, kv = config.width, config.mlp_hidden, config.head_dim, config.heads, config.num_kv_heads
+    stream = [w]
+    kept = stream if mode == "full" else [*stream, (heads + 2 * kv) * d, w, 2 * h]
+    in_fp32 = []
+    if mode == "none":
+        in_fp32 = [1, 1, heads]  # statistics of both norms, and the softmax's
+        kept = [*kept, w, w, w, h]  # outputs of both norms, of attention, of SwiGLU
+        rotated = [heads * d, kv * d] if config.qk_norm else [(heads + kv) * d]
+        if config.qk_norm:
+            in_fp32 += [heads, kv]
+        kept += rotated
+    tokens = BATCH * TIME
+    return sorted([tokens * itemsize * n for n in kept] + [tokens * 4 * n for n in in_fp32])
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("changes", VARIANTS, ids=str)
+def test_a_block_keeps_what_the_closed_form_says(changes: dict[str, Any], mode: str) -> None:
+    config = architecture(**changes)
+    block, (cos, sin) = Block(config), rotary_angles(TIME, config.head_dim, config.rope_theta)
+    block.recompute = mode
+    leaf = torch.randn(BATCH, TIME, config.width, requires_grad=True)
+    own = [*block.parameters(), cos, sin, leaf]
+    with Storages() as storages:
+        x = leaf * 1.0  # an activation that nothing but the block keeps
+        out = block(x, cos, sin)
+        del x
+    assert storages.alive([*own, out]) == expected_bytes(config, mode, 4)
+    out.sum().backward(retain_graph=False)
+    assert storages.alive([*own, out]) == []
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_in_bf16_a_block_keeps_half_of_that(mode: str) -> None:
+    config = architecture()
+    block, (cos, sin) = Block(config).bfloat16(), rotary_angles(TIME, config.head_dim, config.rope_theta)
+    block.recompute = mode
+    leaf = torch.randn(BATCH, TIME, config.width, dtype=torch.bfloat16, requires_grad=True)
+    with Storages() as storages:
+        out = block(leaf * 1, cos, sin)
+    assert storages.alive([*block.parameters(), cos, sin, leaf, out]) == expected_bytes(config, mode, 2)
+    del out  # a graph that is thrown away takes everything along
+    assert storages.alive([*block.parameters(), cos, sin, leaf]) == []
+
+
+class Calls(TorchDispatchMode):
+    """Counts operations by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_selective_runs_no_matrix_product_again_and_full_all_but_the_last_of_a_block() -> None:
+    config, products, attention = architecture(), {}, {}
+    for mode in MODES:
+        gpt = random_model(config, mode)
+        hidden = gpt.last_hidden(windows(config)[0])
+        with Calls() as calls:
+            hidden.sum().backward()
+        products[mode] = calls.count["mm"]
+        attention[mode] = calls.count["_scaled_dot_product_flash_attention_for_cpu"]
+    assert products["none"] == 2 * 4 * config.depth  # by the input and by the weight, of each
+    assert products["selective"] == products["none"]
+    assert products["full"] == products["none"] + 3 * config.depth
+    assert attention == {"none": 0, "selective": config.depth, "full": config.depth}
+
+
+def test_hooks_on_parameters_fire_once_a_backward_pass() -> None:
+    for mode in MODES:
+        gpt, fired = random_model(architecture(qk_norm=True), mode), Counter[str]()
+        for name, parameter in gpt.named_parameters():
+            parameter.register_post_accumulate_grad_hook(lambda p, name=name, fired=fired: fired.update([name]))
+        gradients(gpt)
+        assert fired == Counter(name for name, _ in gpt.named_parameters())
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_a_graph_that_is_retained_gives_its_gradient_again(mode: str) -> None:
+    gpt = random_model(architecture(), mode)
+    hidden = gpt.last_hidden(windows(gpt.config)[0])
+    first, again = (torch.autograd.grad(hidden.sum(), list(gpt.parameters()), retain_graph=True) for _ in range(2))
+    assert all_equal(list(first), list(again))
+
+
+def test_a_function_that_does_something_else_the_second_time_is_an_error() -> None:
+    times = []
+
+    def fickle(x: Tensor) -> Tensor:
+        times.append(None)
+        return x.sin() if len(times) == 1 else x.sin().sin()
+
+    out = recomputed(fickle, nn.Linear(3, 3), torch.ones(2, 3, requires_grad=True))
+    with pytest.raises(RuntimeError, match="2 tensors were saved by a function that saved 1 the first time"):
+        out.sum().backward()
+
+
+def test_a_product_that_saves_something_else_than_its_input_keeps_it() -> None:
+    x, weight = torch.randn(5, 6, requires_grad=True), torch.randn(3, 7, requires_grad=True)
+
+    def product(inner: Tensor) -> Tensor:
+        return (inner.T.reshape(-1, 3)[:5].exp() @ weight).tanh()  # a copy, and outputs of its own
+
+    out = recomputed(swiglu, product, x)
+    ours = torch.autograd.grad(out.sum(), (x, weight))
+    theirs = torch.autograd.grad(product(swiglu(x)).sum(), (x, weight))
+    assert all_equal(list(ours), list(theirs))
+
+
+class Traced:
+    """Compiles up to the partitioner and lets PyTorch run the graphs: what inductor would add is minutes of C++.
+
+    Notes of each graph which operations it has, and of the last forward pass what it hands to the backward pass.
+    """
+
+    def __init__(self) -> None:
+        self.calls: dict[str, list[Counter[str]]] = {"forward": [], "backward": []}
+        self.kept: list[int] = []
+        self.backend = aot_autograd(
+            fw_compiler=self.take("forward"), bw_compiler=self.take("backward"),
+            partition_fn=min_cut_rematerialization_partition,
+        )  # fmt: skip
+
+    def take(self, kind: str) -> Callable[..., Any]:
+        def compiler(module: torch.fx.GraphModule, example: Any) -> Any:
+            nodes = list(module.graph.nodes)
+            called = [node.target for node in nodes if node.op == "call_function"]
+            self.calls[kind].append(Counter(getattr(f, "overloadpacket", f).__name__ for f in called))
+            if kind == "forward":
+                saved = [x.meta["val"] for x in nodes[-1].args[0][1:] if x.op != "placeholder"]
+                self.kept = sorted(x.nbytes for x in saved if isinstance(x, Tensor) and x.dim() == 3)
+            return make_boxed_func(module.forward)
+
+        return compiler
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> Traced:
+    """What blocks are compiled by from here on."""
+    torch._dynamo.reset()
+    traced, compile_ = Traced(), torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f: compile_(f, backend=traced.backend, fullgraph=True))
+    return traced
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_compiled_blocks_keep_and_compute_again_the_same(mode: str, traced: Traced) -> None:
+    config = architecture(depth=3)
+    gpt = random_model(config, mode)
+    gpt.compile_blocks()
+    ours = gradients(gpt)
+    # Every block ran one and the same compilation.
+    assert [calls["mm"] for calls in traced.calls["forward"]] == [4]
+    assert [calls["mm"] for calls in traced.calls["backward"]] == [11 if mode == "full" else 8]
+    if mode != "none":  # which tensors the partitioner keeps without our marks is its own business
+        kept = expected_bytes(config, mode, 4)
+        kept.remove(BATCH * TIME * config.width * 4)  # the block's input is no result of the graph
+        assert traced.kept == kept
+    for compiled, eager in zip(ours, gradients(random_model(config, mode)), strict=True):
+        # The same operations, possibly decomposed: fp32 rounding only.
+        torch.testing.assert_close(compiled, eager, atol=1e-6, rtol=1e-4)
+
+
+COLLECTIVES = ("all_gather_into_tensor", "all_reduce_", "reduce_scatter_tensor")
+
+
+def train(
+    dp: int, tp: int, stage: int, sequence_parallel: bool, mode: str, compiled: bool = False
+) -> tuple[list[Tensor], Counter[str]]:
+    """Three steps on this rank: its losses and weights, and the tensor-parallel collectives of the first if eager."""
+    config = architecture(qk_norm=True, tied_embeddings=False)
+    optimizer, mesh = OptimizerConfig(batch_size=BATCH), build_mesh(dp, tp, CPU)
+    gpt = empty_model(config, optimizer, TIME)
+    placements = split_model(gpt, mesh, sequence_parallel)
+    gpt.place_angles(CPU)
+    gpt.set_recompute(mode)
+    zero = Zero(
+        gpt, parameter_groups(gpt, optimizer), placements, mesh, stage=stage, dtype=torch.float32, optimizer=optimizer,
+        bucket_mb=0.01, device=CPU,
+    )  # fmt: skip
+    zero.load(random_weights(config))
+    if compiled:
+        gpt.compile_blocks()
+    tokens, targets = (x.chunk(dp)[mesh.dp_rank] for x in windows(config))
+    losses, sent = [], Counter[str]()
+    for step in range(3):
+        with zero.micro_batch(last=True), nullcontext() if compiled else Calls() as calls:
+            loss = gpt.loss(tokens, targets) / dp
+            loss.backward()
+        if calls is not None and step == 0:
+            sent += Counter({name: calls.count[name] for name in COLLECTIVES})
+        losses.append(zero.step(1.0, loss.detach()).loss)
+    return losses + [held.values.clone() for held in zero.held()], sent
+
+
+@pytest.mark.parametrize(
+    ("dp", "tp", "stage", "sequence_parallel"), [(2, 1, 3, True), (1, 2, 0, True), (2, 2, 3, True), (1, 2, 0, False)]
+)
+def test_on_every_mesh_training_is_the_same_to_the_bit(dp: int, tp: int, stage: int, sequence_parallel: bool) -> None:
+    def on_this_rank() -> tuple[bool, list[Counter[str]]]:
+        runs = [train(dp, tp, stage, sequence_parallel, mode) for mode in MODES]
+        return all(all_equal(runs[0][0], run[0]) for run in runs), [run[1] for run in runs]
+
+    for same, (none, selective, full) in run_ranks(dp * tp, on_this_rank):
+        assert same
+        assert none == selective  # no collective again
+        again = {} if tp == 1 else {"all_reduce_": 4}
+        if tp > 1 and sequence_parallel:
+            again = {"all_gather_into_tensor": 4, "reduce_scatter_tensor": 4}
+        assert full - none == Counter(again)  # two of each a block, of which there are two
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dp", "tp", "stage", "mode"), [(1, 2, 0, "selective"), (2, 1, 3, "full")])
+def test_compiled_blocks_train_the_same_on_a_mesh(dp: int, tp: int, stage: int, mode: str, traced: Traced) -> None:
+    def on_this_rank() -> tuple[float, dict[str, list[Counter[str]]]]:
+        compiled, _ = train(dp, tp, stage, True, mode, compiled=True)
+        eager, _ = train(dp, tp, stage, True, mode)
+        return max(float((a - b).abs().max()) for a, b in zip(compiled, eager, strict=True) if a.numel()), traced.calls
+
+    for gap, calls in run_ranks(dp * tp, on_this_rank):
+        # Weights are of order 1 and move by 6e-3 a step; the graph is decomposed in other operations, and Adam divides
+        # gradients, a few of which are next to nothing, by themselves.
+        assert gap < 1e-4
+        (forward,), (backward,) = calls.values()
+        assert backward["mm"] == (11 if mode == "full" else 8)
+        if tp > 1:  # two products of each kind: see _Column and _Row
+            assert (forward["all_gather_into_tensor"], forward["reduce_scatter_tensor"]) == (2, 2)
+            assert (backward["all_gather_into_tensor"], backward["reduce_scatter_tensor"]) == (4, 2)

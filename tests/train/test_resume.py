@@ -1,0 +1,214 @@
+"""A run that was stopped, or killed with SIGKILL, and resumed gives the same bits as one that was left alone."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from isoflop.train import loop
+from isoflop.train.checkpoint import storage
+from isoflop.train.checkpoint.checkpoint import file_sha256
+from isoflop.train.config import (
+    CheckpointConfig,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RunConfig,
+    TrackerConfig,
+    from_dict,
+    to_dict,
+)
+from isoflop.train.files import read_json_lines
+from isoflop.train.loop import Stopped, train
+
+STEPS = 30
+CLOCK = ("seconds", "tokens_per_s", "mfu", "matmul_peak")
+
+
+@pytest.fixture(scope="module")
+def run(small_corpus: Callable[..., DataConfig]) -> RunConfig:
+    return RunConfig(
+        model=ModelConfig(width=16, depth=2, heads=2, vocab_size=256),
+        data=small_corpus(256),
+        optimizer=OptimizerConfig(batch_size=4),
+        parallel=ParallelConfig(device="cpu", threads=1, micro_batch_size=2),
+        checkpoint=CheckpointConfig(every_seconds=1e9, every_steps=4, keep=2),
+        tracker=TrackerConfig(kind="none"),
+        tokens=STEPS * 64,
+        log_every=1,
+    )  # fmt: skip
+
+
+def without_clock(record: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in record.items() if key not in CLOCK}
+
+
+def course(directory: Path) -> dict[int, dict[str, Any]]:
+    """Every logged number of each step. A step that was logged twice must have said the same twice."""
+    lines: dict[int, dict[str, Any]] = {}
+    for record in read_json_lines(directory / "metrics.jsonl"):
+        line = without_clock(record)
+        assert lines.setdefault(line["step"], line) == line
+    return lines
+
+
+def assert_same_run(directory: Path, reference: Path) -> None:
+    ours, theirs = course(directory), course(reference)
+    assert sorted(ours) == list(range(1, STEPS + 1))
+    assert ours == theirs  # float equality of every number of every line
+    summaries = [json.loads((path / "summary.json").read_text()) for path in (directory, reference)]
+    assert without_clock(summaries[0]) == without_clock(summaries[1])
+    final = [path / "checkpoints" / f"step_{STEPS}" for path in (directory, reference)]
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        assert file_sha256(final[0] / name) == file_sha256(final[1] / name)
+    states = [without_clock(json.loads((path / "trainer.json").read_text())) for path in final]
+    assert states[0] == states[1]  # the random-number state and the smoothed losses too
+
+
+@pytest.fixture(scope="module", params=["fp32", "bf16"])
+def undisturbed(request: pytest.FixtureRequest, run: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = copy.deepcopy(run)
+    config.precision = request.param
+    directory = tmp_path_factory.mktemp(request.param)
+    train(config, directory, report=lambda line: None)
+    (directory / "config.json").write_text(json.dumps(to_dict(config)))
+    return directory
+
+
+def config_of(undisturbed: Path) -> RunConfig:
+    return from_dict(RunConfig, json.loads((undisturbed / "config.json").read_text()))
+
+
+def stop_after(steps: int) -> Any:
+    """A should_stop that says yes at its `steps`-th question."""
+    asked = 0
+
+    def should_stop() -> bool:
+        nonlocal asked
+        asked += 1
+        return asked == steps
+
+    return should_stop
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_run_stopped_at_random_steps_is_the_undisturbed_one(seed: int, undisturbed: Path, tmp_path: Path) -> None:
+    generator = random.Random(seed)
+    config = config_of(undisturbed)
+    # How often a run saves is no part of it.
+    config.checkpoint.every_steps = generator.choice([None, 3, 7])
+    said: list[str] = []
+    at = 0
+    while at < STEPS:
+        go_on = generator.randrange(1, 14)
+        at += go_on
+        if at >= STEPS:
+            train(config, tmp_path, report=said.append)
+            break
+        with pytest.raises(Stopped, match=f"stopped at step {at} of {STEPS}"):
+            train(config, tmp_path, should_stop=stop_after(go_on), report=said.append)
+        assert (tmp_path / "checkpoints" / f"step_{at}").is_dir()
+    assert any("resumed from step_" in line for line in said)
+    assert_same_run(tmp_path, undisturbed)
+
+
+def test_a_run_killed_at_random_moments_is_the_undisturbed_one(undisturbed: Path, tmp_path: Path) -> None:
+    # SIGKILL from outside, at a random instant: within a step, a line of metrics, or a checkpoint being written.
+    # The child sleeps a little after every step, so that the kill falls inside the run.
+    code = """
+import json, sys, time
+from pathlib import Path
+from isoflop.train.config import RunConfig, from_dict
+from isoflop.train.loop import train
+config = from_dict(RunConfig, json.loads(Path(sys.argv[1]).read_text()))
+print("started", flush=True)
+train(config, Path(sys.argv[2]), should_stop=lambda: time.sleep(0.02))
+"""
+    generator = random.Random(str(undisturbed.name)[:4])
+    command = [sys.executable, "-c", code, str(undisturbed / "config.json"), str(tmp_path)]
+    for _ in range(2):
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert child.stdout is not None
+        assert child.stdout.readline() == "started\n"
+        deadline = time.monotonic() + 60
+        logged = len(read_json_lines(tmp_path / "metrics.jsonl"))
+        while len(read_json_lines(tmp_path / "metrics.jsonl")) == logged and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(generator.uniform(0, 0.3))
+        os.kill(child.pid, signal.SIGKILL)
+        assert child.wait() == -signal.SIGKILL  # it was still running
+        child.stdout.close()
+    train(config_of(undisturbed), tmp_path, report=lambda line: None)
+    assert_same_run(tmp_path, undisturbed)
+
+
+def test_a_run_whose_newest_checkpoint_is_damaged_goes_back_one(undisturbed: Path, tmp_path: Path) -> None:
+    config = config_of(undisturbed)
+    config.checkpoint.keep = 1
+    with pytest.raises(Stopped):
+        train(config, tmp_path, should_stop=stop_after(12), report=lambda line: None)
+    # Damage that claims to be newer than anything the run will save for a while.
+    good = tmp_path / "checkpoints" / "step_12"
+    bad = good.with_name("step_21")
+    bad.mkdir()
+    (bad / "manifest.json").write_bytes((good / "manifest.json").read_bytes()[:100])
+    said: list[str] = []
+    with pytest.raises(Stopped):
+        train(config, tmp_path, should_stop=stop_after(5), report=said.append)
+    assert said[0].startswith("checkpoint step_21 is damaged")
+    assert said[1].startswith("resumed from step_12")
+    assert [path.name for path in good.parent.iterdir()] == ["step_17"]
+    train(config, tmp_path, report=said.append)
+    assert_same_run(tmp_path, undisturbed)
+
+
+def test_a_full_disk_keeps_the_last_checkpoint_and_the_run_goes_on_later(
+    undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(undisturbed)
+    real, saves = storage.save_file, 0
+
+    def full_after_two(tensors: Any, path: Path) -> None:
+        nonlocal saves
+        saves += 1
+        if saves > 4:  # two tensor files a checkpoint
+            path.write_bytes(b"half")
+            raise OSError(28, "No space left on device", str(path))
+        real(tensors, path)
+
+    monkeypatch.setattr(storage, "save_file", full_after_two)
+    with pytest.raises(OSError, match="No space left"):
+        train(config, tmp_path, report=lambda line: None)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step_4", "step_8"]
+    assert not (tmp_path / "summary.json").exists()
+    monkeypatch.undo()
+    train(config, tmp_path, report=lambda line: None)
+    assert_same_run(tmp_path, undisturbed)
+
+
+def test_a_run_killed_between_its_last_checkpoint_and_its_summary_only_writes_the_summary(
+    undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(undisturbed)
+
+    def killed(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(loop, "write_json", killed)
+    with pytest.raises(KeyboardInterrupt):
+        train(config, tmp_path, report=lambda line: None)
+    monkeypatch.undo()
+    monkeypatch.setattr(loop.Trainer, "took", killed)  # not one more step
+    train(config, tmp_path, report=lambda line: None)
+    assert_same_run(tmp_path, undisturbed)

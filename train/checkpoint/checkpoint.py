@@ -1,0 +1,306 @@
+"""Checkpoints that survive a kill at any instant: the directory, its manifest, and the way back.
+
+A checkpoint is a directory `step_<n>`, written under a temporary name, fsynced, and renamed (see `saver.py`):
+
+    model.safetensors, optimizer.safetensors or shards/    the tensors; see `storage.py`
+    trainer.json             step, clock, smoothed losses, random-number state
+    config.json              the run's config;  tokenizer/  what turns text into its tokens
+    manifest.json            size and SHA-256 of every other file, written last
+
+A directory counts as a checkpoint when its manifest exists and every file agrees with it. The newest that does wins;
+one that does not is reported and skipped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from ..config import RunConfig, canonical_json, from_dict, identity, run_id
+from ..errors import UserError
+from ..files import fsync_path
+from ..job.control import together
+from ..model.gpt import GPT
+from ..model.parametrization import build_model
+from ..parallel.layout import Held, whole
+from ..parallel.mesh import Mesh
+from ..schedule import same_until
+from .storage import MOMENTS, SHARDS_INDEX, WEIGHTS, read
+
+if TYPE_CHECKING:
+    from ..data.tokenizers import Tokenizer
+
+ALONE = Mesh()  # one process
+
+_NAME = re.compile(r"step_(\d+)$")
+_REQUIRED = ("trainer.json", "config.json")
+
+
+def describe(path: Path) -> dict[str, Any]:
+    """What a manifest says of a file."""
+    return {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
+
+
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a file's content."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def start(root: Path, step: int) -> Path | None:
+    """A new directory to write `root/step_<n>` in, which `publish` renames; None where a whole one stands.
+
+    What a killed save left behind is removed, for it fills the disk.
+    """
+    final = root / f"step_{step}"
+    if final.exists() and damage(final) is None:
+        # A run is deterministic, so this one holds the same; replacing it would be a moment without any.
+        return None
+    sweep(root)
+    root.mkdir(parents=True, exist_ok=True)
+    return Path(tempfile.mkdtemp(prefix=f".{final.name}.", dir=root))
+
+
+def publish(temporary: Path, final: Path, described: dict[str, dict[str, Any]]) -> None:
+    """Makes a checkpoint of a directory: manifest, flush to the disk, and the one rename that makes it count.
+
+    Args:
+        temporary: what `start` gave, with every file in it.
+        final: `root/step_<n>`; a damaged one that stands there goes.
+        described: what `describe` says of files that other ranks have flushed, by name; the rest is seen to here.
+
+    Raises:
+        UserError: another rank's file is not to be seen from here.
+    """
+    inside = sorted(temporary.rglob("*"))
+    files = {str(path.relative_to(temporary)): path for path in inside if path.is_file()}
+    if unseen := sorted(set(described) - set(files)):
+        raise UserError(
+            f"{final.parent} is not the same folder on every node: another rank has written {unseen[0]}, and the first "
+            "one cannot see it; put the run directory on a file system that all nodes share"
+        )
+    manifest = {name: described.get(name) or describe(path) for name, path in files.items()}
+    (temporary / "manifest.json").write_text(json.dumps(manifest, indent=1))
+    unflushed = [path for name, path in files.items() if name not in described]
+    folders = [path for path in inside if path.is_dir()]
+    for path in [*unflushed, temporary / "manifest.json", *folders, temporary]:
+        fsync_path(path)
+    os.chmod(temporary, 0o755)
+    if final.exists():
+        shutil.rmtree(final)
+    os.replace(temporary, final)
+    fsync_path(final.parent)
+
+
+def damage(checkpoint: Path, mesh: Mesh = ALONE) -> str | None:
+    """What is wrong with a checkpoint directory, in words; None when every file agrees with the manifest.
+
+    The ranks of a mesh read a share of the files each, and all get the same answer.
+    """
+    found = _damage(checkpoint, mesh.rank, mesh.size)
+    if mesh.control is None:
+        return found
+    everyone: list[str | None] = [None] * mesh.size
+    dist.all_gather_object(everyone, found, mesh.control)
+    return next((problem for problem in everyone if problem is not None), None)
+
+
+def _damage(checkpoint: Path, rank: int, ranks: int) -> str | None:
+    try:
+        manifest = json.loads((checkpoint / "manifest.json").read_text())
+        expectations = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in manifest.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return "its manifest.json is missing or unreadable"
+    tensors = (SHARDS_INDEX,) if SHARDS_INDEX in expectations else (WEIGHTS, MOMENTS)
+    if absent := [name for name in (*tensors, *_REQUIRED) if name not in expectations]:
+        return f"its manifest.json does not list {absent[0]}"
+    for name in list(expectations)[rank::ranks]:
+        size, digest = expectations[name]
+        path = checkpoint / name
+        try:
+            if not path.is_file():
+                return f"{name} is missing"
+            if path.stat().st_size != size:
+                return f"{name} has {path.stat().st_size} bytes instead of {size}"
+            if file_sha256(path) != digest:
+                return f"{name} does not match its checksum"
+        except OSError as error:
+            return f"{name} cannot be read: {error.strerror or error}"
+    return None
+
+
+def list_steps(root: Path) -> list[tuple[int, Path]]:
+    """(step, directory) of everything that is named like a checkpoint, oldest first."""
+    found = [(int(match[1]), path) for path in root.glob("step_*") if (match := _NAME.search(path.name))]
+    return sorted(found)
+
+
+def newest_valid(root: Path, report: Callable[[str], None], mesh: Mesh = ALONE) -> Path | None:
+    """The newest checkpoint whose files are whole. Every damaged one on the way is reported, and left in place.
+
+    All ranks of a mesh get the same answer, and the first one reports.
+    """
+    for _, path in reversed(together(mesh, lambda: list_steps(root), only_first=True)):
+        problem = damage(path, mesh)
+        if problem is None:
+            return path
+        if mesh.rank == 0:
+            report(f"checkpoint {path.name} is damaged ({problem}); falling back to the one before")
+    return None
+
+
+def prune(root: Path, keep: int, newest: int | None = None, named: Collection[int] = ()) -> None:
+    """Removes all but the newest `keep` checkpoints.
+
+    Args:
+        root: the folder of checkpoints.
+        keep: how many stay, 1 or more.
+        newest: the step just saved. What claims a later one was damaged when the run resumed; it goes, and counts for
+            nothing, or it would push out a whole one.
+        named: steps whose checkpoints stay beside those, for other runs begin there.
+    """
+    steps = list_steps(root)
+    later = [path for step, path in steps if newest is not None and step > newest]
+    others = [path for step, path in steps if path not in later and step not in named]
+    for path in [*later, *others[:-keep]]:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def sweep(root: Path) -> None:
+    """Removes the temporary directories of saves that were killed or failed."""
+    for path in root.glob(".step_*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def resume(
+    root: Path, held: Sequence[Held], config: RunConfig, mesh: Mesh, report: Callable[[str], None] = print
+) -> dict[str, Any] | None:
+    """Fills what this rank holds from the newest valid checkpoint; None where there is none. Every rank calls it.
+
+    Returns:
+        What the saver was given as `trainer`, and `step`.
+
+    Raises:
+        UserError: on every rank: the checkpoint belongs to another run, or does not cover the model.
+    """
+    newest = newest_valid(root, report, mesh)
+    if newest is None:
+        return None
+    trainer: dict[str, Any] = together(mesh, lambda: restore(newest, held, config))
+    return trainer
+
+
+def restore(checkpoint: Path, held: Sequence[Held], config: RunConfig) -> dict[str, Any]:
+    """Fills what this rank holds, in place; returns what the saver was given as `trainer`, and the step.
+
+    One of another run will do where the two are the very same up to its step: a branch begins in its trunk.
+
+    Raises:
+        UserError: the checkpoint belongs to another run (names a field that differs), or does not cover the model.
+    """
+    saved = read_config(checkpoint)
+    result: dict[str, Any] = json.loads((checkpoint / "trainer.json").read_text())
+    if run_id(saved) != run_id(config) and result["step"] > same_until(saved, config):
+        raise UserError(f"checkpoint {checkpoint} belongs to another run: {_first_difference(saved, config)}")
+    read(checkpoint, held)
+    return result
+
+
+def _first_difference(saved: RunConfig, config: RunConfig) -> str:
+    ours, theirs = _flatten(identity(config)), _flatten(identity(saved))
+    for name in sorted(ours):
+        if ours[name] != theirs.get(name):
+            return f"{name} is {theirs.get(name)!r} there and {ours[name]!r} here"
+    return "they have different fields"
+
+
+def _flatten(node: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in node.items():
+        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
+
+
+def read_config(checkpoint: Path) -> RunConfig:
+    """The config of the run that a checkpoint belongs to."""
+    return from_dict(RunConfig, json.loads((checkpoint / "config.json").read_text()))
+
+
+@dataclass
+class LoadedCheckpoint:
+    """A checkpoint ready to be asked: the model in eval mode, its config and its tokenizer."""
+
+    model: GPT
+    config: RunConfig
+    tokenizer: Tokenizer
+    step: int
+    path: Path
+
+    @property
+    def checksum(self) -> str:
+        """Identifies the content, wherever it lies."""
+        return hashlib.sha256(
+            canonical_json(json.loads((self.path / "manifest.json").read_text())).encode()
+        ).hexdigest()
+
+
+def find(path: Path | str) -> Path:
+    """A whole checkpoint: the directory given, or the newest valid one of a run directory.
+
+    Raises:
+        UserError: there is none, or it is damaged.
+    """
+    path = Path(path)
+    if _NAME.search(path.name):
+        if not path.is_dir():
+            raise UserError(
+                f"checkpoint {path} does not exist; give a run directory or a checkpoints/step_<n> directory"
+            )
+        if (problem := damage(path)) is not None:
+            raise UserError(f"checkpoint {path} is damaged: {problem}")
+        return path
+    root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    newest = newest_valid(root, report=lambda message: None)
+    if newest is None:
+        raise UserError(f"{path} holds no checkpoint; give a run directory or a checkpoints/step_<n> directory")
+    return newest
+
+
+def whole_weights(gpt: GPT) -> list[Held]:
+    """The weights of a model that one process holds whole."""
+    return [
+        Held(name, "weight", whole(parameter.shape), 0, parameter.numel(), parameter.detach().view(-1))
+        for name, parameter in gpt.named_parameters()
+    ]
+
+
+def load_for_evaluation(path: Path | str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> LoadedCheckpoint:
+    """Opens a checkpoint, or the newest one of a run directory, to be asked and not trained.
+
+    Raises:
+        UserError: there is none, or it is damaged.
+    """
+    from ..data.tokenizers import tokenizer_from_directory
+
+    path = find(path)
+    config = read_config(path)
+    gpt = build_model(config.model, config.optimizer, config.data.sequence_length, seed=0)
+    read(path, whole_weights(gpt))
+    step = json.loads((path / "trainer.json").read_text())["step"]
+    tokenizer = tokenizer_from_directory(path / "tokenizer")
+    if config.data.separate_documents:
+        gpt.separate_documents(tokenizer.end_of_document)
+    # Not the run's own choice: it may be scored on another device.
+    gpt.set_attention("auto", torch.device(device), dtype)
+    return LoadedCheckpoint(gpt.to(device=device, dtype=dtype).eval(), config, tokenizer, step, path)

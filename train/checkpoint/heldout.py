@@ -1,0 +1,59 @@
+"""Loss on the fixed held-out set: when a run is scored, and how a checkpoint is."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..config import RunConfig
+from ..data.loader import bytes_of, validation_windows
+from ..data.shards import at_hand
+from ..model.gpt import sequence_losses
+
+if TYPE_CHECKING:
+    from .checkpoint import LoadedCheckpoint
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Loss on the fixed held-out set."""
+
+    val_loss: float  # nats per token
+    val_loss_se: float | None  # standard error over windows of T tokens; None for a single window
+    val_bpb: float  # bits per byte of the text itself
+
+
+def held_out(per_window: Tensor, length: int, text_bytes: int) -> HeldOut:
+    """From the summed nats of each window (n,) of `length` targets, which stand for `text_bytes` bytes of text.
+
+    Windows, not tokens, are the sample: tokens of one window are not independent.
+    """
+    mean = per_window.mean().item() / length
+    error = per_window.std().item() / length / math.sqrt(len(per_window)) if len(per_window) > 1 else None
+    return HeldOut(mean, error, per_window.sum().item() / math.log(2) / text_bytes)
+
+
+def validation_steps(config: RunConfig) -> set[int]:
+    """Steps after which the held-out set is scored: evenly spaced, the last one always among them."""
+    return {math.ceil(config.steps * i / config.validations) for i in range(1, config.validations + 1)}
+
+
+def score_windows(loaded: LoadedCheckpoint) -> tuple[np.ndarray, Tensor, HeldOut]:
+    """A checkpoint on the held-out text of the data that its run was trained beside.
+
+    Returns:
+        The windows, (n, T + 1) ids; the nats of each, (n,), summed over its T targets; and what they come to.
+
+    Raises:
+        UserError: the corpus is not at hand, or has changed.
+    """
+    config = loaded.config
+    length = config.data.sequence_length
+    windows = validation_windows(at_hand(config.data, loaded.tokenizer), length, config.data.validation_tokens)
+    losses = sequence_losses(loaded.model, torch.from_numpy(windows))
+    return windows, losses, held_out(losses, length, bytes_of(windows[:, 1:], loaded.tokenizer))

@@ -1,0 +1,175 @@
+"""Saving a checkpoint while training goes on.
+
+Special here:
+- a save copies this rank's share of the state to host memory and returns; a thread writes it. So training pays for the
+  copy alone, and what is saved is the state of that moment, whatever training does to it meanwhile;
+- the threads of all ranks talk on a process group of their own, so that their collectives and those of training can
+  never be taken for each other;
+- the first rank makes the directory, writes the manifest last, and renames: until then nothing counts as a checkpoint;
+- what goes wrong in the background is raised by the next `save` or `wait`, on every rank the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..config import RunConfig, to_dict
+from ..data.tokenizers import Tokenizer
+from ..job.control import together
+from ..job.rendezvous import MARGIN_SECONDS
+from ..parallel.layout import Held
+from ..parallel.mesh import Mesh
+from . import checkpoint
+from .storage import Part, parts, share_out, write_whole
+
+
+class Saver:
+    """Writes the checkpoints of one run; every rank has one, and all call it in the same order."""
+
+    def __init__(
+        self, root: Path, mesh: Mesh, config: RunConfig, tokenizer: Tokenizer, report: Callable[[str], None] = print
+    ) -> None:
+        """Every rank makes one at the same time, for they make a process group together.
+
+        Args:
+            root: the folder of the run's checkpoints, the same on every node.
+            mesh: this rank's place.
+            config: of the run. `checkpoint.asynchronous`, `keep` and `at_steps` are obeyed, and ranks whose disks
+                differ by more than `parallel.timeout_seconds` in the time to write their files fail.
+            tokenizer: what turns text into the run's tokens.
+            report: gets a line for an error that nobody waited for.
+        """
+        self.root, self.config, self.tokenizer, self.report = root, config, tokenizer, report
+        self._mesh = replace(mesh, control=None)
+        if mesh.size > 1:
+            from . import shards  # half a second that one process does without, and that no step should pay
+
+            timeout = timedelta(seconds=config.parallel.timeout_seconds + MARGIN_SECONDS)
+            self._mesh = replace(mesh, control=dist.new_group(backend="gloo", timeout=timeout))
+            self._write_shards = shards.write_shards
+        self._twins: list[int] = []  # ranks that hold the very same, this one among them
+        self._buffers: list[Tensor] = []
+        self._pending: Future[None] | None = None
+
+    def save(self, step: int, held: Sequence[Held], trainer: dict[str, Any]) -> Path:
+        """Copies the state as it is now and sees to it that it becomes `root/step_<n>`; returns that path.
+
+        A whole checkpoint that stands there already stays; a damaged one is replaced. A save that is still being
+        written is waited for first.
+
+        Raises:
+            OSError: this save (in line) or the one before (asynchronous) failed, for example because the disk is full;
+                nothing half-written stays.
+        """
+        self.wait()
+        staged, copied = self._stage(held)
+        text = json.dumps({"step": step, **trainer})
+        self._pending = Future()
+        arguments = (self._pending, lambda: self._write(step, staged, copied, text))
+        if self.config.checkpoint.asynchronous:
+            # A daemon: a rank that is told to die must not wait for its disk.
+            threading.Thread(target=_settle, args=arguments, name="saver", daemon=True).start()
+        else:
+            _settle(*arguments)
+            self.wait()
+        return self.root / f"step_{step}"
+
+    def wait(self) -> None:
+        """Returns when the last save is on disk.
+
+        Raises:
+            OSError: it failed; as `save` does.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def close(self) -> None:
+        """Ends the last save, whatever became of it; safe to call twice."""
+        try:
+            self.wait()
+        except Exception as error:
+            self.report(f"the last checkpoint was not saved: {error}")
+        if self._mesh.control is not None:
+            dist.destroy_process_group(self._mesh.control)
+            self._mesh = replace(self._mesh, control=None)
+
+    def _stage(self, held: Sequence[Held]) -> tuple[list[Part], torch.cuda.Event | None]:
+        """This rank's share of the state in host memory, and on CUDA the event after which it is there."""
+        mine = self._mine(held)
+        cuda = any(part.values.is_cuda for part in mine)
+        if [part.values.shape for part in mine] != [buffer.shape for buffer in self._buffers]:
+            self._buffers = [torch.empty(part.values.shape, pin_memory=cuda) for part in mine]
+        for part, buffer in zip(mine, self._buffers, strict=True):
+            buffer.copy_(part.values, non_blocking=True)
+        copied = torch.cuda.Event() if cuda else None
+        if copied is not None:
+            copied.record()  # on the stream of training, whose later changes therefore come after the copies
+        return [replace(part, values=buffer) for part, buffer in zip(mine, self._buffers, strict=True)], copied
+
+    def _mine(self, held: Sequence[Held]) -> list[Part]:
+        """What of the state this rank writes: shared parts are the first tp rank's, and twins share out the rest."""
+        mesh = self._mesh
+        if mesh.control is None:
+            return parts(held)
+        if not self._twins:
+            ranges = [(each.name, each.kind, each.start, each.stop) for each in held]
+            mine = (mesh.tp_rank, hashlib.sha256(repr(ranges).encode()).digest())
+            everyone: list[Any] = [None] * mesh.size
+            dist.all_gather_object(everyone, mine, mesh.control)
+            self._twins = [rank for rank in range(mesh.size) if everyone[rank] == mine]
+        return share_out(parts(held, mesh.tp_rank == 0), len(self._twins))[self._twins.index(mesh.rank)]
+
+    def _write(self, step: int, staged: Sequence[Part], copied: torch.cuda.Event | None, trainer: str) -> None:
+        if copied is not None:
+            copied.synchronize()
+        temporary = together(self._mesh, lambda: checkpoint.start(self.root, step), only_first=True)
+        if temporary is None:
+            return
+        try:
+            described = self._write_tensors(temporary, staged)
+            together(self._mesh, lambda: self._finish(temporary, step, described, trainer), only_first=True)
+        except BaseException:
+            if self._mesh.rank == 0:
+                checkpoint.sweep(self.root)
+            raise
+
+    def _write_tensors(self, temporary: Path, staged: Sequence[Part]) -> dict[str, dict[str, Any]]:
+        """Writes them; returns what the manifest says of the ranks' own files."""
+        mesh = self._mesh
+        if mesh.control is None:
+            write_whole(temporary, staged)
+            return {}
+        name = self._write_shards(temporary, staged, mesh.control)
+        mine = together(mesh, lambda: (name, checkpoint.describe(temporary / name)))
+        everyone: list[Any] = [None] * mesh.size
+        dist.all_gather_object(everyone, mine, mesh.control)
+        return dict(everyone)
+
+    def _finish(self, temporary: Path, step: int, described: dict[str, dict[str, Any]], trainer: str) -> None:
+        (temporary / "trainer.json").write_text(trainer)
+        (temporary / "config.json").write_text(json.dumps(to_dict(self.config), indent=1))
+        self.tokenizer.save(temporary / "tokenizer")
+        checkpoint.publish(temporary, self.root / f"step_{step}", described)
+        settings = self.config.checkpoint
+        checkpoint.prune(self.root, settings.keep, step, settings.at_steps or ())
+
+
+def _settle(future: Future[None], function: Callable[[], None]) -> None:
+    try:
+        function()
+        future.set_result(None)
+    except BaseException as error:
+        future.set_exception(error)

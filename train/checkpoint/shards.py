@@ -1,0 +1,120 @@
+"""The tensors of a checkpoint as `torch.distributed.checkpoint` (DCP) keeps them: a file a rank, and an index.
+
+Special here:
+- a rank's boxes of one tensor are described as a DTensor whose local tensor is a list of boxes with offsets: a flat
+  ZeRO range is up to three rectangles a piece, which no placement of DTensor can say;
+- the DTensors lie on a mesh of the CPUs, whatever trained: they hold copies, and are made on the saver's own group;
+- reading needs no collective, and so no process group: a rank reads the index and then the boxes that overlap its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup, get_rank
+from torch.distributed.checkpoint import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    FileSystemReader,
+    FileSystemWriter,
+    save,
+)
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
+
+from ..errors import UserError
+from .storage import SHARDS, Part, check
+
+
+def write_shards(checkpoint: Path, mine: Iterable[Part], group: ProcessGroup) -> str:
+    """Writes this rank's parts, on the CPU, which no other rank gives. Every rank of the group calls it.
+
+    Returns:
+        The file that this rank wrote, below `checkpoint`.
+
+    Raises:
+        OSError: a rank could not write, for example because the disk is full; the same on every rank.
+    """
+    mesh = DeviceMesh.from_group(group, "cpu")
+    by_key = defaultdict(list)
+    for part in mine:
+        by_key[part.key].append(part)
+    writer = FileSystemWriter(checkpoint / SHARDS, per_thread_copy_ahead=0)
+    writer.fs = _Files()
+    try:
+        save(
+            {key: _dtensor(of_one, mesh) for key, of_one in by_key.items()},
+            storage_writer=writer,
+            planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+            process_group=group,
+        )
+    except CheckpointException as error:
+        # It holds what went wrong on each rank, on every rank: the first one's speaks for all.
+        raise min(error.failures.items())[1][0] from None
+    return f"{SHARDS}/__{get_rank(group)}_0.distcp"
+
+
+def _dtensor(boxes: Sequence[Part], mesh: DeviceMesh) -> Tensor:
+    """Boxes of one tensor as torch describes them to a checkpoint. The placement says nothing: the boxes do."""
+    shape = torch.Size(boxes[0].shape)
+    local = LocalShardsWrapper([part.values for part in boxes], [part.offset for part in boxes])
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+
+
+class _Files(FileSystem):
+    """Files whose errors are the system's: torch's archive hides a refused write behind a complaint of its own."""
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        with super().create_stream(path, mode) as stream:
+            try:
+                yield stream
+            except RuntimeError as error:
+                if isinstance(cause := error.__context__, OSError):
+                    raise OSError(cause.errno, cause.strerror, str(path)) from None
+                raise
+
+
+def read_shards(checkpoint: Path, wanted: Sequence[Part]) -> None:
+    """Fills the parts in place, wherever they lie.
+
+    Raises:
+        UserError: the checkpoint does not cover them.
+    """
+    reader = FileSystemReader(checkpoint / SHARDS)
+    index = reader.read_metadata()
+    reader.set_up_storage_reader(index, is_coordinator=True)
+    items = []
+    for part in wanted:
+        saved: Any = index.state_dict_metadata.get(part.key)
+        check(checkpoint, part, None if saved is None else tuple(saved.size))
+        if sum(math.prod(chunk.sizes) for chunk in saved.chunks) != math.prod(part.shape):
+            raise UserError(f"checkpoint {checkpoint} does not cover the model: there are holes in its {part.key}")
+        box = ChunkStorageMetadata(torch.Size(part.offset), part.values.shape)
+        items += create_read_items_for_chunk_list(part.key, saved, [box])
+    reader.read_data(LoadPlan(items), _InPlace(wanted)).wait()
+
+
+class _InPlace(DefaultLoadPlanner):
+    """Hands a reader the memory of parts to write to."""
+
+    def __init__(self, wanted: Iterable[Part]) -> None:
+        super().__init__()
+        self._parts = {MetadataIndex(part.key, part.offset): part.values for part in wanted}
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self._parts[index]

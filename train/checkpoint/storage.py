@@ -1,0 +1,161 @@
+"""The tensors of a checkpoint on disk, in either of two formats, either read under any (tp, dp, zero).
+
+    one process     model.safetensors      weights, fp32, by name
+                    optimizer.safetensors  Adam's moments, `<parameter>.exp_avg` and `.exp_avg_sq`
+    several ranks   shards/                all of these by the same names, a file a rank; see `parallel/shards.py`
+
+Special here:
+- what a rank holds is a list of boxes of whole tensors (`Part`); that is all that either format knows of a mesh;
+- every element is written once: ranks that hold the same share the boxes out, each copies and writes its share alone;
+- reading is local, with no collective: a rank opens what its boxes overlap. So an error can be shared by who calls.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ..errors import UserError
+from ..parallel.layout import Held, Shape, boxes
+
+WEIGHTS, MOMENTS, SHARDS = "model.safetensors", "optimizer.safetensors", "shards"
+SHARDS_INDEX = f"{SHARDS}/.metadata"
+
+
+@dataclass(frozen=True)
+class Part:
+    """A box of one whole tensor of the training state, and its values."""
+
+    name: str  # of the parameter
+    kind: str  # weight | exp_avg | exp_avg_sq
+    shape: Shape  # of the whole tensor
+    offset: Shape  # of the box in it
+    values: Tensor  # (size of the box), a view of the state or a copy
+
+    @property
+    def key(self) -> str:
+        """Name of the tensor in the files."""
+        return self.name if self.kind == "weight" else f"{self.name}.{self.kind}"
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The box, to index the whole tensor."""
+        return tuple(slice(o, o + n) for o, n in zip(self.offset, self.values.shape, strict=True))
+
+
+def parts(held: Iterable[Held], shared: bool = True) -> list[Part]:
+    """Everything held, as boxes; with `shared` False without what every tp rank holds."""
+    return [part for each in held for part in _parts(each, shared)]
+
+
+def _parts(held: Held, shared: bool) -> Iterator[Part]:
+    placement, first = held.placement, 0
+    row = math.prod(placement.local_shape[1:])
+    for piece in placement.pieces:
+        last = first + piece.size[0] * row
+        if shared or not piece.shared:
+            for box in boxes(placement, max(held.start, first), min(held.stop, last)):
+                start = box.start - held.start
+                values = held.values[start : start + math.prod(box.size)].view(box.size)
+                yield Part(held.name, held.kind, placement.shape, box.offset, values)
+        first = last
+
+
+def share_out(whole: Sequence[Part], ranks: int) -> list[list[Part]]:
+    """Parts that `ranks` ranks all hold, dealt so that each writes about as much. The same on every one of them."""
+    shares: list[list[Part]] = [[] for _ in range(ranks)]
+    load = [0] * ranks
+    for part in sorted(whole, key=lambda part: (-part.values.numel(), part.key, part.offset)):
+        least = load.index(min(load))
+        shares[least].append(part)
+        load[least] += part.values.numel()
+    return shares
+
+
+def write_whole(directory: Path, mine: Iterable[Part]) -> None:
+    """The format of one process, whose parts make up whole tensors. The same state gives the same bytes.
+
+    Raises:
+        OSError: for example when the disk is full.
+        ValueError: parts do not make up their tensor.
+    """
+    by_key = defaultdict(list)
+    for part in mine:
+        by_key[part.key].append(part)
+    weights = {key: _join(of_one) for key, of_one in by_key.items() if of_one[0].kind == "weight"}
+    moments = {key: _join(of_one) for key, of_one in by_key.items() if of_one[0].kind != "weight"}
+    _save(weights, directory / WEIGHTS)
+    _save(moments, directory / MOMENTS)
+
+
+def _join(of_one: Sequence[Part]) -> Tensor:
+    """The tensor that its boxes make up: one, unless a tensor-parallel group of one rank holds it in pieces."""
+    first = of_one[0]
+    if sum(part.values.numel() for part in of_one) != math.prod(first.shape):
+        raise ValueError(f"{first.key} of {first.shape} is held in part; one process must hold it whole")
+    if len(of_one) == 1:
+        return first.values
+    tensor = torch.empty(first.shape)
+    for part in of_one:
+        tensor[part.slices] = part.values
+    return tensor
+
+
+def _save(tensors: dict[str, Tensor], path: Path) -> None:
+    try:
+        save_file(tensors, path)
+    except SafetensorError as error:
+        # The library keeps the system's error in words only, and a full disk must be told from a bug.
+        if (number := re.search(r"os error (\d+)", str(error))) is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
+
+
+def read(checkpoint: Path, held: Iterable[Held]) -> None:
+    """Fills what is held from a checkpoint of either format, in place, opening only what it needs.
+
+    Raises:
+        UserError: the checkpoint does not cover what is held.
+    """
+    wanted = parts(held)
+    if (checkpoint / SHARDS_INDEX).is_file():
+        from .shards import read_shards  # half a second of imports that one process does without
+
+        read_shards(checkpoint, wanted)
+    else:
+        _read_whole(checkpoint / WEIGHTS, [part for part in wanted if part.kind == "weight"])
+        _read_whole(checkpoint / MOMENTS, [part for part in wanted if part.kind != "weight"])
+
+
+def _read_whole(path: Path, wanted: Sequence[Part]) -> None:
+    if not wanted:
+        return
+    with safe_open(path, framework="pt") as file:
+        there = set(file.keys())
+        for part in wanted:
+            check(path.parent, part, tuple(file.get_slice(part.key).get_shape()) if part.key in there else None)
+            part.values.copy_(file.get_slice(part.key)[part.slices])
+
+
+def check(checkpoint: Path, part: Part, saved: Shape | None) -> None:
+    """Compares the shape of a tensor in the checkpoint, None where it has none, with the model's.
+
+    Raises:
+        UserError: they differ.
+    """
+    if saved is None:
+        raise UserError(f"checkpoint {checkpoint} does not cover the model: it has no {part.key}")
+    if saved != part.shape:
+        raise UserError(
+            f"checkpoint {checkpoint} does not fit the model: {part.key} is {saved} there and {part.shape} here"
+        )

@@ -1,0 +1,143 @@
+"""Processes that work on parts of a corpus: functions of modules, called with what can be pickled.
+
+Special here:
+- A worker is `python -m ….pool`, a process of its own that is spoken to through its pipes: a fork would take the
+  threads' locks of torch and tokenizers with it, and multiprocessing would run the user's script again.
+- A worker ends when its pipe does, or a second after its parent was killed; Ctrl-C is the parent's to handle.
+- Few jobs are under way at a time, so that what produces them is read no faster than they are worked on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from types import TracebackType
+from typing import Any, BinaryIO
+
+from ...errors import UserError
+
+Job = tuple[Any, ...]
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class Pool:
+    """A number of workers; one alone is this process itself."""
+
+    def __init__(self, processes: int | None = None) -> None:
+        self._count = processes or cores()
+        self._free: queue.SimpleQueue[subprocess.Popen[bytes]] = queue.SimpleQueue()
+        self._started: list[subprocess.Popen[bytes]] = []
+        self._starting = threading.Lock()
+        self._over = False
+        self._threads = ThreadPoolExecutor(self._count)
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        with self._starting:
+            self._over = True  # a thread that is about to start a worker would start one that nobody ends
+        for process in self._started:
+            if kind is not None:
+                process.kill()
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.close()
+        self._threads.shutdown(cancel_futures=True)
+        for process in self._started:
+            process.wait()
+
+    def map(self, function: Callable[..., Any], jobs: Iterable[Job]) -> Iterator[Any]:
+        """Results of function(*job), in the order in which they are done."""
+        if self._count == 1:
+            for job in jobs:
+                yield function(*job)
+            return
+        running: set[Future[Any]] = set()
+        for job in jobs:
+            running.add(self._threads.submit(self._call, function, job))
+            if len(running) > self._count + 1:
+                done, running = wait(running, return_when=FIRST_COMPLETED)
+                for future in done:
+                    yield future.result()
+        while running:
+            done, running = wait(running, return_when=FIRST_COMPLETED)
+            for future in done:
+                yield future.result()
+
+    def _call(self, function: Callable[..., Any], job: Job) -> Any:
+        try:
+            process = self._free.get_nowait()
+        except queue.Empty:
+            process = self._start()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            pickle.dump((function, job), process.stdin, pickle.HIGHEST_PROTOCOL)
+            process.stdin.flush()
+            good, result = pickle.load(process.stdout)
+        except (EOFError, BrokenPipeError, pickle.UnpicklingError):
+            code = process.wait()
+            why = " (killed, as is done where memory runs out)" if code == -9 else ""
+            raise UserError(
+                f"a process that prepares data ended with {code}{why}; the same command goes on from what is done"
+            ) from None
+        self._free.put(process)
+        if not good:
+            raise result
+        return result
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        for name in ("OMP_NUM_THREADS", "RAYON_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+            environment[name] = "1"
+        with self._starting:
+            if self._over:
+                raise RuntimeError("the pool has ended")
+            # -P: a file of the user's folder must not pass for a module.
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment,
+                start_new_session=True,  # Ctrl-C reaches the parent alone
+            )  # fmt: skip
+            self._started.append(process)
+        return process
+
+
+def _serve(jobs: BinaryIO, results: BinaryIO) -> None:
+    while True:
+        try:
+            function, job = pickle.load(jobs)
+        except EOFError:
+            return
+        try:
+            answer: tuple[bool, Any] = (True, function(*job))
+        except Exception as error:
+            answer = (False, error)
+        pickle.dump(answer, results, pickle.HIGHEST_PROTOCOL)
+        results.flush()
+
+
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    # What a library prints must not end up between the results.
+    channel = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    _serve(sys.stdin.buffer, channel)

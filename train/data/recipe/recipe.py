@@ -1,0 +1,238 @@
+"""Data recipes: what training documents go through, as a list of words, so that a recipe is a value like any other.
+
+Special here:
+- A step is a name and at most one argument, `name:argument`. The order counts, and [] is the raw text.
+- The fingerprint is part of a run's identity, and of the shards' key: a hash of the steps in one spelling
+  (`near` and `near:0.8` are one), of a version of each step's rules, and of the content of model files, wherever they
+  lie. Bump a version when the same step would keep other documents.
+- What a step needs (a library, a model, a language that the model knows) is missed by `require`, which planning calls,
+  and not in a job.
+- No heavy import: planning a grid reads recipes.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from ...config import canonical_json
+from ...errors import UserError
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of a recipe. `number` and `name` are what its argument says; a step without a number has 0."""
+
+    kind: str
+    number: float = 0.0  # a threshold, or the lower bound of `length`
+    upper: float = 0.0  # of `length`
+    name: str = ""  # a language, or the path of a model
+
+    @property
+    def word(self) -> str:
+        """The step in its one spelling."""
+        if self.kind == "length":
+            most = f"{self.upper:.15g}" if self.upper < float("inf") else ""
+            return f"length:{self.number:.15g}-{most}"
+        if self.name:
+            return f"{self.kind}:{self.name}@{self.number:.15g}"
+        return f"{self.kind}:{self.number:.15g}" if self.kind in _NUMBERED else self.kind
+
+
+# Steps by kind: the version of its rules, and what is accepted, for errors. Those of WHOLE look at all documents
+# together, the others at one at a time.
+VERSIONS = {
+    "gopher": 1, "gopher_quality": 1, "gopher_repetition": 1, "length": 1, "symbols": 1, "language": 1, "quality": 1,
+    "exact": 1, "near": 1, "bloom": 1,
+}  # fmt: skip
+WHOLE = ("exact", "near", "bloom")
+MODELS = (".bin", ".ftz")  # fastText's
+LEAST_NEAR = 0.05  # below, a signature is too short to find most pairs; see shingles.bands_and_rows
+_NUMBERED = {"symbols": 0.1, "near": 0.8, "bloom": 0.8}  # their defaults
+# Modules that a step imports, and what installs them.
+_NEEDS = {"near": ("rensa", "rensa"), "bloom": ("rbloom", "rbloom"), "language": ("py3langid", "py3langid")}
+_FASTTEXT, _TRANSFORMERS = ("fasttext", "fasttext-predict"), ("transformers", "transformers")
+_ACCEPTED = (
+    "gopher, gopher_quality, gopher_repetition, length:MIN-MAX (words), symbols[:SHARE], language:CODE[@PROBABILITY], "
+    "quality:MODEL@THRESHOLD, exact, near[:JACCARD], bloom[:SHARE]"
+)
+
+
+def parse(recipe: Sequence[str]) -> list[Step]:
+    """The steps of a recipe, in order.
+
+    Raises:
+        UserError: naming the step and what is accepted.
+    """
+    return [_parse(word) for word in recipe]
+
+
+def _parse(word: str) -> Step:
+    kind, _, argument = str(word).strip().partition(":")
+    argument = argument.strip()
+    if kind not in VERSIONS:
+        nearest = difflib.get_close_matches(kind, VERSIONS, 1, 0.5)
+        hint = f" (nearest: {nearest[0]})" if nearest else ""
+        raise UserError(f"data.recipe contains {word!r}, which is no step{hint}; it takes {_ACCEPTED}")
+    return _PARSERS.get(kind, _without)(kind, argument, str(word))
+
+
+def _without(kind: str, argument: str, word: str) -> Step:
+    if argument:
+        raise _refused(word, f"{kind} takes no argument")
+    return Step(kind)
+
+
+def _share(kind: str, argument: str, word: str) -> Step:
+    """A share above 0 and at most 1."""
+    number = _number(argument, word, f"{kind}[:SHARE]") if argument else _NUMBERED[kind]
+    if not 0 < number <= 1:
+        raise _refused(word, f"the number of {kind} must be above 0 and at most 1")
+    if kind == "near" and number < LEAST_NEAR:
+        raise _refused(word, f"the Jaccard similarity of near must be at least {LEAST_NEAR}")
+    return Step(kind, number)
+
+
+def _length(kind: str, argument: str, word: str) -> Step:
+    low, dash, high = argument.partition("-")
+    if not dash or not (low or high):
+        raise _refused(word, "length takes words as MIN-MAX, such as length:50-100000, length:50- or length:-100000")
+    least = _number(low, word, "length:MIN-MAX") if low else 0.0
+    most = _number(high, word, "length:MIN-MAX") if high else float("inf")
+    if not 0 <= least <= most:
+        raise _refused(word, "the MIN of length must be at least 0 and at most its MAX")
+    return Step(kind, least, most)
+
+
+def _language(kind: str, argument: str, word: str) -> Step:
+    code, _, probability = argument.partition("@")
+    if not (code.isalpha() and 2 <= len(code) <= 3):
+        raise _refused(word, "language takes an ISO 639 code, such as language:en or language:en@0.65")
+    number = _number(probability, word, "language:CODE@PROBABILITY") if probability else 0.65
+    if not 0 <= number <= 1:
+        raise _refused(word, "the probability of language must be at least 0 and at most 1")
+    return Step(kind, number, name=code.lower())
+
+
+def _quality(kind: str, argument: str, word: str) -> Step:
+    path, _, threshold = argument.rpartition("@")
+    if not path:
+        raise _refused(word, "quality takes quality:MODEL@THRESHOLD, such as quality:model.bin@0.5")
+    number = _number(threshold, word, "quality:MODEL@THRESHOLD")
+    if not 0 <= number <= 1:
+        raise _refused(word, "the threshold of quality is a probability, at least 0 and at most 1")
+    return Step(kind, number, name=str(Path(path).expanduser().absolute()))
+
+
+_PARSERS: dict[str, Callable[[str, str, str], Step]] = {
+    "symbols": _share, "near": _share, "bloom": _share, "length": _length, "language": _language, "quality": _quality,
+}  # fmt: skip
+
+
+def _number(text: str, word: str, form: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise _refused(word, f"{text!r} is no number in {form}") from None
+
+
+def _refused(word: str, why: str) -> UserError:
+    return UserError(f"data.recipe contains {word!r}; {why}")
+
+
+def canonical(recipe: Sequence[str]) -> list[str]:
+    """The recipe in its one spelling, with paths made absolute."""
+    return [step.word for step in parse(recipe)]
+
+
+def label(recipe: Sequence[str]) -> str:
+    """A recipe for people and tables: its steps joined by "+", model files by their name; "raw" where it has none."""
+    words = [
+        f"quality:{Path(step.name).name}@{step.number:.15g}" if step.kind == "quality" else step.word
+        for step in parse(recipe)
+    ]
+    return "+".join(words) or "raw"
+
+
+def fingerprint(recipe: Sequence[str]) -> str | None:
+    """16 hex digits that name what a recipe does; None for raw text.
+
+    Raises:
+        UserError: a step is none, or a model cannot be read.
+    """
+    steps = parse(recipe)
+    if not steps:
+        return None
+    said = [[_nameless(step), VERSIONS[step.kind], model_digest(step)] for step in steps]
+    return hashlib.sha256(canonical_json(said).encode()).hexdigest()[:16]
+
+
+def _nameless(step: Step) -> str:
+    return f"quality@{step.number:.15g}" if step.kind == "quality" else step.word
+
+
+def require(recipe: Sequence[str]) -> None:
+    """Refuses steps that cannot be run here.
+
+    Raises:
+        UserError: a step is none, its library is not installed, or its language is not known.
+    """
+    for step in parse(recipe):
+        _require_library(step)
+        if step.kind == "language":
+            from .quality import languages
+
+            if step.name not in (known := languages()):
+                raise UserError(f"data.recipe contains {step.word!r}; language knows {', '.join(known)}")
+
+
+def _require_library(step: Step) -> None:
+    needed = _NEEDS.get(step.kind)
+    if step.kind == "quality":
+        needed = _TRANSFORMERS if Path(step.name).is_dir() else _FASTTEXT
+    if needed is not None and find_spec(needed[0]) is None:
+        raise UserError(f"data.recipe contains {step.word!r}, which needs {needed[1]}: pip install {needed[1]}")
+
+
+def model_digest(step: Step) -> str | None:
+    """SHA-256 of the model that a step asks: of `quality`, a file or a folder; of `language`, the library's own.
+
+    None for other steps.
+
+    Raises:
+        UserError: it is missing, cannot be read, or is no kind of model that is known.
+    """
+    if step.kind == "language":
+        _require_library(step)
+        from .quality import language_model_digest
+
+        return language_model_digest()
+    if step.kind != "quality":
+        return None
+    path = Path(step.name)
+    word = f"data.recipe contains {step.word!r}"
+    if path.is_file() and path.suffix not in MODELS:
+        raise UserError(f"{word}; a model is a fastText file ({', '.join(MODELS)}) or a Hugging Face folder")
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise UserError(f"{word}; the folder has no config.json, it must be a Hugging Face sequence classifier")
+    if not path.exists():
+        raise UserError(f"{word}; there is no such file or folder")
+    digest = hashlib.sha256()
+    try:
+        for file in [path] if path.is_file() else _model_files(path):
+            digest.update(b"" if path.is_file() else str(file.relative_to(path)).encode() + b"\0")
+            with open(file, "rb") as stream:
+                digest.update(hashlib.file_digest(stream, "sha256").digest())
+    except OSError as error:
+        raise UserError(f"{word}; {error.filename} cannot be read ({error.strerror})") from None
+    return digest.hexdigest()
+
+
+def _model_files(folder: Path) -> list[Path]:
+    found = [Path(where, name) for where, _, names in os.walk(folder) for name in names]
+    return sorted(file for file in found if not file.name.startswith(".") and file.suffix != ".md")

@@ -1,0 +1,163 @@
+"""Documents as sets of hashed word n-grams, and these as MinHash signatures: what duplicates are found by.
+
+Special here:
+- A word is a run of letters, digits, underscores or bytes beyond ASCII, in lower case, so that layout, punctuation and
+  case do not matter. A language without spaces has too few of them to tell documents apart.
+- Words are found and hashed for many documents at once, by NumPy on their bytes: a word's hash is a polynomial in its
+  bytes, which is a difference of prefix sums.
+- Signatures are rensa's (Fast Similarity Sketching): each slot of two documents is equal with the probability of their
+  Jaccard similarity. They follow from the text alone, on every machine.
+
+Dahlgaard et al. 2017 (arXiv:1704.04370).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ...errors import UserError
+
+Hashes = npt.NDArray[np.uint64]
+Offsets = npt.NDArray[np.int64]
+SLOTS = 128  # of a signature
+ALGORITHM = 2  # of rensa: another would find other documents, and is another version of the step `near`
+_BATCH = 1 << 20  # bytes that are hashed at a time
+_ODD = np.uint64(0x9E3779B97F4A7C15)
+_WORD = np.zeros(256, bool)
+_WORD[[*range(48, 58), *range(65, 91), *range(97, 123), 95, *range(128, 256)]] = True
+
+
+def ngrams(texts: Sequence[str], n: int) -> tuple[Hashes, Offsets]:
+    """Hashes of the word n-grams of documents, in order, repeated ones too.
+
+    A document of fewer words has one n-gram, of all of them; one without words has none.
+
+    Returns:
+        the hashes, (all n-grams,), and where each document's begin, (documents + 1,).
+    """
+    found: list[Hashes] = [np.empty(0, np.uint64)]
+    counts: list[Offsets] = [np.zeros(1, np.int64)]
+    start = size = 0
+    encoded = [text.lower().encode() for text in texts]
+    for end, text in enumerate(encoded, start=1):
+        size += len(text) + 1
+        if size >= _BATCH or end == len(encoded):
+            hashes, count = _ngrams(encoded[start:end], n)
+            found.append(hashes)
+            counts.append(count)
+            start, size = end, 0
+    return np.concatenate(found), np.cumsum(np.concatenate(counts))
+
+
+def _ngrams(texts: list[bytes], n: int) -> tuple[Hashes, Offsets]:
+    words, per_document = _words(texts)
+    document = np.repeat(np.arange(len(texts)), per_document)
+    padded = np.concatenate([words, np.zeros(n - 1, np.uint64)])
+    owner = np.concatenate([document, np.full(n - 1, -1)])
+    hashes = np.zeros(len(words), np.uint64)
+    for i in range(n):  # words beyond the document count as nothing
+        hashes *= _ODD
+        hashes += np.where(owner[i : i + len(words)] == document, padded[i : i + len(words)], np.uint64(0))
+    first = np.cumsum(per_document) - per_document
+    position = np.arange(len(words)) - first[document]
+    whole = (position <= per_document[document] - n) | (position == 0)
+    return _mixed(hashes[whole]), np.bincount(document[whole], minlength=len(texts)).astype(np.int64)
+
+
+def _words(texts: list[bytes]) -> tuple[Hashes, Offsets]:
+    """Hashes of the words, and how many each text has."""
+    joined = np.frombuffer(b"\n".join(texts) + b"\n", np.uint8)
+    inside = _WORD[joined]
+    edges = np.flatnonzero(np.diff(inside, prepend=False, append=False))
+    starts, ends = edges[::2], edges[1::2]
+    hashes = np.empty(len(starts), np.uint64)
+    first = 0
+    while first < len(starts):  # some words at a time: a long document would need 40 times its size
+        last = max(first + 1, int(np.searchsorted(ends, starts[first] + _BATCH, side="right")))
+        hashes[first:last] = _hashed(joined, starts[first:last], ends[first:last])
+        first = last
+    lengths = np.fromiter((len(text) + 1 for text in texts), np.int64, len(texts))
+    return _mixed(hashes), np.bincount(
+        np.searchsorted(np.cumsum(lengths), starts, side="right"), minlength=len(texts)
+    ).astype(np.int64)
+
+
+def _hashed(joined: npt.NDArray[np.uint8], starts: Offsets, ends: Offsets) -> Hashes:
+    """The polynomial of each word of some that follow each other."""
+    part = joined[starts[0] : ends[-1]]
+    powers, inverses, table = _powers(1 << (len(part) - 1).bit_length())
+    sums = np.zeros(len(part) + 1, np.uint64)
+    np.cumsum(table[part] * powers[: len(part)], out=sums[1:])
+    return (sums[ends - starts[0]] - sums[starts - starts[0]]) * inverses[starts - starts[0]]
+
+
+@cache
+def _powers(size: int) -> tuple[Hashes, Hashes, Hashes]:
+    """Powers of an odd number modulo 2^64, those of its inverse, and a random number for each byte."""
+    inverse = np.uint64(pow(int(_ODD), -1, 1 << 64))
+    powers, inverses = (np.full(size, base, np.uint64) for base in (_ODD, inverse))
+    powers[0] = inverses[0] = 1
+    table = _mixed(np.arange(1, 257, dtype=np.uint64))
+    return np.multiply.accumulate(powers), np.multiply.accumulate(inverses), table
+
+
+def _mixed(values: Hashes) -> Hashes:
+    """The finalizer of SplitMix64: every bit of a value changes half the bits of the result."""
+    values = values + _ODD
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return np.asarray(values ^ (values >> np.uint64(31)))
+
+
+def bands_and_rows(threshold: float, missed: float = 0.02, slots: int = SLOTS) -> tuple[int, int]:
+    """How a signature is cut so that pairs at the threshold share a band but for `missed` of them: (bands, rows).
+
+    Pairs of similarity s share one with probability 1 - (1 - s^rows)^bands; the more rows, the fewer pairs below the
+    threshold have to be looked at.
+    """
+    best = (1, 1)
+    for rows in range(1, slots + 1):
+        share = min(threshold**rows, 1 - 1e-12)
+        bands = max(1, int(np.ceil(np.log(missed) / np.log1p(-share))))
+        if bands * rows > slots:
+            break
+        best = (bands, rows)
+    return best
+
+
+def signatures(hashes: Hashes, offsets: Offsets) -> npt.NDArray[np.uint32]:
+    """(documents, SLOTS) MinHash signatures; a document without n-grams has a meaningless one."""
+    from rensa import RMinHash
+
+    if (version := RMinHash.ALGORITHM_VERSION) != ALGORITHM:
+        raise UserError(
+            f"data.recipe contains 'near', and the installed rensa signs documents by its algorithm {version}; this "
+            f"version needs algorithm {ALGORITHM}: pip install 'rensa>=0.5,<0.6'"
+        )
+    if len(offsets) == 1:
+        return np.empty((0, SLOTS), np.uint32)
+    matrix: Any = RMinHash.digest_matrix_from_flat_token_hashes(hashes, offsets.astype(np.uint64), SLOTS, 1)
+    return np.array(matrix.to_rows(), np.uint32)
+
+
+def band_hashes(signed: npt.NDArray[np.uint32], bands: int, rows: int) -> Hashes:
+    """(documents, bands) hashes of each band of rows."""
+    cut = signed[:, : bands * rows].reshape(len(signed), bands, rows).astype(np.uint64)
+    hashes = np.zeros(cut.shape[:2], np.uint64)
+    for row in range(rows):
+        hashes = _mixed(hashes ^ cut[:, :, row])
+    return hashes
+
+
+def distinct(hashes: Hashes, offsets: Offsets) -> tuple[npt.NDArray[np.uint32], Offsets]:
+    """The set of each document, sorted, as 32 bits a hash: in one document few enough for these to differ."""
+    document = np.repeat(np.arange(len(offsets) - 1, dtype=np.uint64), np.diff(offsets))
+    keys = np.sort((document << np.uint64(32)) | (hashes >> np.uint64(32)))
+    keys = keys[np.concatenate([[True], keys[1:] != keys[:-1]])] if len(keys) else keys
+    counts = np.bincount((keys >> np.uint64(32)).astype(np.int64), minlength=len(offsets) - 1)
+    return keys.astype(np.uint32), np.concatenate([[0], np.cumsum(counts)])

@@ -1,0 +1,191 @@
+"""The GPT of `model.py` with a leading axis of members: E models of one shape in one forward and one backward pass.
+
+With E members, n = B T tokens of each, width w, rows V of the padded vocabulary:
+
+    weights     (E, out, in), (E, w), (E, V, w)     by the names of `GPT.named_parameters`
+    streams     (E, n, w)                           a product is one batched product over members
+    attention   (E B, T, heads, d)                  has no weights: it sees E times as many sequences
+
+Special here:
+- no operation mixes members, so what one does (a NaN too) reaches no other;
+- on CPUs a member's numbers are those of `model.py` bit for bit: a batched product gives the bits of the plain ones,
+  and every other operation is the same, in the same order. So no rounding grows into another course of training;
+- the head's product and the loss go through `linear_cross_entropy` member by member: it works in chunks that fill the
+  cache, or the GPU, by themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..config import ModelConfig
+from ..model.attention import apply_rotary
+from ..model.backends import Backend
+from ..model.gpt import GPT, swiglu, table_gradient, widened
+from ..model.loss import linear_cross_entropy
+
+Weights = Mapping[str, Tensor]
+
+
+class StackedGPT:
+    """E models that share a shape. It owns no weights, and follows whoever changes them.
+
+    Args:
+        template: a GPT of that shape; its angles lie on the device, its own weights are not looked at.
+        weights: of all members, at least fp32; what is trained, or views of it.
+        output_scale: (E,) of each member, of the weights' type.
+        dtype: of products and streams.
+        compiled: whether blocks go through `torch.compile`.
+    """
+
+    def __init__(
+        self, template: GPT, weights: Weights, output_scale: Tensor, dtype: torch.dtype, compiled: bool = False
+    ) -> None:
+        self.template, self.weights, self.output_scale, self.dtype = template, weights, output_scale, dtype
+        self.config = template.config
+        whole = partial(_block, self.config, template.backend)
+        self._block = torch.compile(whole) if compiled else whole
+        names = [name.removeprefix("blocks.0.") for name in weights if name.startswith("blocks.0.")]
+        self._of_block = [{n: weights[f"blocks.{i}.{n}"] for n in names} for i in range(self.config.depth)]
+
+    def losses(self, tokens: Tensor, targets: Tensor, z_losses: Sequence[float]) -> Tensor:
+        """Every member's mean loss with its z-loss, in nats, fp32: ids (E, B, T) -> (E,)."""
+        return torch.stack(self._losses(tokens, targets, "mean", z_losses))
+
+    @torch.no_grad()
+    def each_loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Every token's loss, to score: ids (E, B, T) -> (E, B, T)."""
+        return torch.stack(self._losses(tokens, targets, "none", [0.0] * len(tokens))).view(targets.shape)
+
+    def _losses(self, tokens: Tensor, targets: Tensor, reduction: str, z_losses: Sequence[float]) -> list[Tensor]:
+        vocabulary = self.config.vocab_size
+        assert vocabulary is not None
+        # A tied table is cast once, so that its two gradients are added in the type in which a run alone adds them.
+        table = self.weights["embedding.weight"].to(self.dtype)
+        head = table if self.config.tied_embeddings else self.weights["head.weight"].to(self.dtype)
+        # Not by an index: the derivative of unbind is one stack, that of an index a whole tensor of zeros.
+        members = zip(
+            self._last_hidden(tokens, table).unbind(), head.unbind(), targets.flatten(1), z_losses, strict=True
+        )
+        return [linear_cross_entropy(x, w, ids, vocabulary, reduction, z) for x, w, ids, z in members]
+
+    def _last_hidden(self, tokens: Tensor, table: Tensor) -> Tensor:
+        """What the head reads, (E, n, w), with rows of the tables (E, V, w) at the beginning."""
+        config, weights = self.config, self.weights
+        members, batch, time = tokens.shape
+        cos, sin = self.template.cos[:time], self.template.sin[:time]
+        x = lookup(tokens.flatten(1), table)
+        seen = self.template.seen(tokens.view(members * batch, time), x.dtype)
+        for of_block in self._of_block:
+            x = self._block(x, of_block, cos, sin, seen[0] if seen else None)
+        # A scalar of `GPT` is not rounded to bf16 before the product: nor is this.
+        return (normed(x, weights["norm.weight"], config.norm_eps) * self.output_scale[:, None, None]).to(self.dtype)
+
+
+def _block(
+    config: ModelConfig, backend: Backend, x: Tensor, weights: Weights, cos: Tensor, sin: Tensor,
+    seen: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """One pre-norm decoder block of every member, (E, n, w) -> (E, n, w)."""
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return normed(x, weights[f"{name}_norm.weight"], config.norm_eps)
+
+    def times(x: Tensor, name: str) -> Tensor:
+        return product(x, weights[f"{name}.weight"].to(x.dtype))
+
+    heads, kv_heads, head_dim = config.heads, config.num_kv_heads, config.head_dim
+    qkv = times(norm(x, "attention"), "attention.qkv").unflatten(2, (heads + 2 * kv_heads, head_dim))
+    query_key, value = qkv.split((heads + kv_heads, kv_heads), dim=2)
+    if config.qk_norm:
+        query, key = query_key.split((heads, kv_heads), dim=2)
+        query_key = torch.cat((norm(query, "attention.query"), norm(key, "attention.key")), dim=2)
+    # (E, n, …) -> (E B, T, …): from here on members are sequences among sequences.
+    query_key, value = (part.reshape(-1, len(cos), *part.shape[2:]) for part in (query_key, value))
+    query, key = apply_rotary(query_key, cos, sin).split((heads, kv_heads), dim=2)
+    mixed = backend.attend(query, key, value, seen, config.window).reshape(x.shape)
+    x = x + times(mixed, "attention.out")
+    return x + times(swiglu(times(norm(x, "mlp"), "mlp.gate_up")), "mlp.down")
+
+
+def lookup(tokens: Tensor, tables: Tensor) -> Tensor:
+    """Rows of each member's own table: ids (E, n), tables (E, V, w) -> (E, n, w)."""
+    return _Lookup.apply(tokens, tables)
+
+
+class _Lookup(torch.autograd.Function):
+    """Rows of tables, which need not lie side by side; their gradient is that of one table of E V rows."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, tables: Tensor) -> Tensor:
+        members = torch.arange(len(tables), device=tokens.device)[:, None]
+        ctx.save_for_backward(tokens + members * tables.shape[1])
+        ctx.shape = tables.shape
+        return tables[members, tokens]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        (rows,) = ctx.saved_tensors
+        return None, table_gradient(grad, rows, ctx.shape[0] * ctx.shape[1]).view(ctx.shape)
+
+
+def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm with each member's factors: (E, …, w), weight (E, w) -> (E, …, w). See `model.RMSNorm`."""
+    factors = weight.to(x.dtype).view(len(weight), *(1,) * (x.dim() - 2), -1)
+    if x.device.type != "cpu" or torch.compiler.is_compiling():
+        return F.rms_norm(x, x.shape[-1:], None, eps) * factors
+    return _Norm.apply(x, factors, eps)
+
+
+class _Norm(torch.autograd.Function):
+    """The arithmetic of `model._RMSNorm`, with factors (E, 1, …, w)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factors: Tensor, eps: float) -> Tensor:
+        wide = widened(x)
+        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, factors, scale)
+        return (wide * scale).mul_(factors).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, factors, scale = ctx.saved_tensors
+        unit, grad, wide = widened(x) * scale, widened(grad), widened(factors)
+        slope = (grad * unit).flatten(1, -2)
+        # Not one batched product, which sums in another order.
+        means = [torch.mv(rows, factor.flatten()) for rows, factor in zip(slope, wide, strict=True)]
+        mean = torch.stack(means).div_(x.shape[-1]).view(scale.shape)
+        dx = (grad * wide).addcmul_(unit, mean, value=-1).mul_(scale)
+        return dx.to(x.dtype), slope.sum(1).view(factors.shape).to(factors.dtype), None
+
+
+def product(x: Tensor, weight: Tensor) -> Tensor:
+    """Streams (E, n, k) times weights (E, m, k), transposed -> (E, n, m)."""
+    if torch.compiler.is_compiling():
+        return torch.bmm(x, weight.transpose(1, 2))
+    return _Product.apply(x, weight)
+
+
+class _Product(torch.autograd.Function):
+    """y = x W^T for each member; dx = dy W, dW = dy^T x. Autograd's own dW would come out transposed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return torch.bmm(x, weight.transpose(1, 2))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return torch.bmm(grad, weight), torch.bmm(grad.transpose(1, 2), x)

@@ -1,0 +1,183 @@
+"""What all ranks decide together: errors, configs, and flags.
+
+Special here:
+- an error on one rank becomes an error on every rank, at once, in one sentence that names rank and host;
+- flags (stop, save) are agreed on by a reduction that starts at one step and is read at the next, so no step waits for
+  it, and every rank acts at the same step;
+- all of it travels over `mesh.control`, on the host; one process communicates nothing and gets the same answers.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ..config import RunConfig, to_dict
+from ..errors import UserError
+from ..parallel.mesh import Mesh
+
+T = TypeVar("T")
+
+SHARED = "raised on every rank"  # note on exceptions that no rank needs to tell the others of
+
+
+class RankError(Exception):
+    """A rank failed; the message says which, where and of what.
+
+    Attributes:
+        kind: name of the exception's type on that rank (`OutOfMemoryError`), where it is known.
+    """
+
+    def __init__(self, message: str, kind: str | None = None) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """An exception of one rank, as the others hear of it."""
+
+    family: str  # UserError | OSError | RankError
+    kind: str
+    message: str
+    number: int | None = None  # OSError: errno
+    filename: str | None = None  # OSError
+
+
+def together(mesh: Mesh, function: Callable[[], T], only_first: bool = False) -> T:
+    """Calls a function on every rank and returns what it gave; where it raises on any rank, all ranks raise.
+
+    Args:
+        mesh: of this rank.
+        function: may not communicate on `mesh.control`, nor anything that other ranks wait for once it has raised.
+        only_first: rank 0 alone calls it, and what it gave (must pickle) is returned on every rank.
+
+    Raises:
+        UserError: if that is what it raised, "rank 3 on node07: …" (no rank is named where all say the same).
+        OSError: likewise, with its errno and file.
+        RankError: any other exception, with the name of its type. In one process an exception passes unchanged.
+    """
+    if mesh.control is None:
+        return function()
+    result: Any = None
+    error: Exception | None = None
+    if mesh.rank == 0 or not only_first:
+        try:
+            result = function()
+        except Exception as raised:
+            error = raised
+    mine = None if error is None else _describe(error)
+    if only_first:
+        box: list[Any] = [(result, mine)]
+        dist.broadcast_object_list(box, src=0, group=mesh.control)
+        result, mine = box[0]
+        failures: list[_Failure | None] = [mine, *[None] * (mesh.size - 1)]
+    else:
+        failures = [None] * mesh.size
+        dist.all_gather_object(failures, mine, group=mesh.control)
+    if any(failures):
+        shared = _shared(mesh, failures)
+        shared.add_note(SHARED)
+        raise shared from error
+    return result
+
+
+def _describe(error: Exception) -> _Failure:
+    kind, message = type(error).__name__, str(error) or "no message"
+    if isinstance(error, UserError):
+        return _Failure("UserError", kind, message)
+    if isinstance(error, OSError):
+        words = error.strerror or message
+        return _Failure("OSError", kind, words, error.errno, str(error.filename) if error.filename else None)
+    if isinstance(error, RankError):
+        return _Failure("RankError", error.kind or kind, message)
+    return _Failure("RankError", kind, f"{kind}: {message}")
+
+
+def _shared(mesh: Mesh, failures: list[_Failure | None]) -> Exception:
+    """The exception that every rank raises; failures by rank, None for a rank that succeeded."""
+    failed = [(rank, failure) for rank, failure in enumerate(failures) if failure is not None]
+    rank, first = failed[0]
+    if len(failed) == len(failures) and len({(failure.message, failure.filename) for _, failure in failed}) == 1:
+        message = first.message
+    else:
+        message = f"{mesh.name(rank)}: {first.message}"
+        if len(failed) > 1:
+            message += f" (and {len(failed) - 1} more of {len(failures)} ranks)"
+    if first.family == "UserError":
+        return UserError(message)
+    if first.family == "OSError":
+        return OSError(first.number, message, first.filename) if first.number is not None else OSError(message)
+    return RankError(message, first.kind)
+
+
+def same_everywhere(mesh: Mesh, config: RunConfig) -> None:
+    """Refuses ranks that were given different configs.
+
+    Raises:
+        UserError: on every rank, naming the rank, the field and both values.
+    """
+    if mesh.control is None:
+        return
+    configs: list[dict[str, Any]] = [{}] * mesh.size
+    dist.all_gather_object(configs, _flat(to_dict(config)), group=mesh.control)
+    for rank, other in enumerate(configs):
+        for name in configs[0] | other:
+            here, there = configs[0].get(name), other.get(name)
+            if here != there:
+                raise UserError(
+                    f"{name} is {there!r} on {mesh.name(rank)} and {here!r} on {mesh.name(0)}; "
+                    "every rank must be given the same config"
+                )
+
+
+def _flat(node: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in node.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return flat
+
+
+class Flag(enum.IntFlag):
+    """What a rank asks of all."""
+
+    STOP = 1
+    SAVE = 2
+
+
+class Agreement:
+    """The flags that any rank has raised, the same on every rank at the same step."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._control = mesh.control
+        self._flags: torch.Tensor | None = None  # (1,) int64, being reduced
+        self._work: dist.Work | None = None
+
+    def __call__(self, flags: Flag) -> Flag:
+        """Raises this rank's flags and returns what all ranks raised at the call before; one process: at this one.
+
+        Every rank calls it at every step. What is raised at the last call is never heard.
+        """
+        if self._control is None:
+            return flags
+        agreed = self._read()
+        self._flags = torch.tensor([int(flags)])
+        self._work = dist.all_reduce(self._flags, dist.ReduceOp.BOR, group=self._control, async_op=True)
+        return agreed
+
+    def close(self) -> Flag:
+        """Waits for the last reduction, without which the group must not be left; returns what it says."""
+        return self._read()
+
+    def _read(self) -> Flag:
+        if self._work is None or self._flags is None:
+            return Flag(0)
+        self._work.wait()
+        agreed = Flag(int(self._flags.item()))
+        self._flags = self._work = None
+        return agreed

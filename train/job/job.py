@@ -1,0 +1,89 @@
+"""One rank's part in its job: who it is, how it tells the others that it lives, and what it decides with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from ..config import RunConfig
+from ..files import FAILURE, note_once
+from ..hardware import pick_device
+from ..parallel.mesh import Mesh
+from ..planner.shapes import check_world
+from .control import Agreement, Flag, same_everywhere, together
+from .environment import detect
+from .rendezvous import join as meet
+from .watchdog import Watchdog
+
+T = TypeVar("T")
+
+
+@dataclass
+class Job:
+    """Of one process, the same calls do nothing or answer at once."""
+
+    mesh: Mesh
+    device: torch.device
+    agreement: Agreement
+    watchdog: Watchdog
+
+    def beat(self, step: int, doing: str) -> None:
+        """Tells the other ranks that this one makes progress."""
+        self.watchdog.beat(step, doing)
+
+    def agree(self, stop: bool, save: bool) -> tuple[bool, bool]:
+        """Whether any rank wants to stop, and to save; with several ranks the answer comes a step later, on all."""
+        flags = self.agreement((Flag.STOP if stop else Flag(0)) | (Flag.SAVE if save else Flag(0)))
+        return Flag.STOP in flags, Flag.SAVE in flags
+
+    def together(self, function: Callable[[], T]) -> T:
+        """See `control.together`."""
+        return together(self.mesh, function)
+
+
+@contextmanager
+def join(
+    config: RunConfig, directory: Path, report: Callable[[str], None], orderly: tuple[type[BaseException], ...]
+) -> Iterator[Job]:
+    """Makes this process a rank of the run's job, and takes it out again.
+
+    Where another rank dies or hangs while this one is stuck in a collective, this process is ended from within, and
+    `directory/failure.json` says why.
+
+    Args:
+        config: of the run.
+        directory: of the run, on a file system that all ranks share.
+        report: gets the reason for which this process is ended.
+        orderly: exceptions that all ranks raise together and that are no failure.
+
+    Raises:
+        UserError: the ranks are not those that the config asks for, were given different configs, or do not meet.
+        RankError: another rank failed; says which, where, at which step and why.
+    """
+    device = pick_device(config.parallel.device)
+    ranks = detect()
+    check_world(config, ranks.size, ranks.local_size)
+
+    def lost(reason: str) -> None:
+        note_once(directory / FAILURE, {"reason": reason})
+        report(reason)
+
+    if ranks.rank == 0:
+        (directory / FAILURE).unlink(missing_ok=True)  # of an earlier attempt
+    with meet(ranks, directory, config.parallel, device) as (mesh, store):
+        if device.type == "cuda":
+            device = torch.device("cuda", torch.cuda.current_device())
+        with Watchdog(mesh, store, config.parallel.timeout_seconds, lost, orderly) as watchdog:
+            same_everywhere(mesh, config)
+            agreement = Agreement(mesh)
+            try:
+                yield Job(mesh, device, agreement, watchdog)
+            except orderly:  # all ranks leave here, and none with a reduction under way
+                agreement.close()
+                raise
+            agreement.close()

@@ -1,0 +1,160 @@
+"""The ranks of a job find each other: through a file in the run directory, or through torchrun's address.
+
+Special here:
+- rank 0 opens a store on a port that the system picks, and writes address and a random token to a file on the shared
+  file system; a rank takes an address only if the store behind it knows the token, so neither the file of an earlier
+  attempt nor a stranger on its old port is ever taken for ours;
+- rank 0 leaves last: the store lives in its process, and would look dead to ranks that still read it;
+- one process without a launcher joins nothing. Started by `torchrun --nproc-per-node 1` it gets process groups of one
+  rank: the same code as many ranks, on NCCL too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed import Store
+
+from ..config import ParallelConfig
+from ..errors import UserError
+from ..files import write_atomic
+from ..parallel.mesh import Mesh, build_mesh
+from ..planner.shapes import check_hosts
+from .environment import Ranks
+
+# The watchdog knows which rank is at fault and a collective that times out does not, so the watchdog comes first.
+MARGIN_SECONDS = 30.0
+POLL_SECONDS = 0.05
+FAREWELL_SECONDS = 5.0  # that rank 0 keeps the store up for ranks that must still read why the job ends
+
+
+@contextmanager
+def join(
+    ranks: Ranks, folder: Path, parallel: ParallelConfig, device: torch.device
+) -> Iterator[tuple[Mesh, Store | None]]:
+    """Makes this process a rank of its job, and at the end takes it out again.
+
+    Args:
+        ranks: this process' place, as `environment.detect` finds it.
+        folder: of the run, the same for all ranks and on a file system that they share.
+        parallel: tp * dp must be the number of ranks (`shapes.check_world`).
+        device: `cpu`, or `cuda` for this rank's own GPU of those that it sees.
+
+    Yields:
+        The mesh, and the store in which ranks leave each other word; None for one process without a launcher.
+
+    Raises:
+        UserError: rank 0 was not found in time, or a tensor-parallel group is spread over nodes.
+    """
+    if device.type == "cuda":
+        # The launcher shows a rank all GPUs of its node, or only its own.
+        device = torch.device("cuda", ranks.local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    if ranks.size == 1 and ranks.source != "torchrun":
+        yield Mesh(), None
+        return
+    limit = timedelta(seconds=parallel.timeout_seconds + MARGIN_SECONDS)
+    store, file = _meet(ranks, folder, parallel.timeout_seconds)
+    clean = False
+    try:
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            store=dist.PrefixStore("torch", store), rank=ranks.rank, world_size=ranks.size,
+            timeout=limit, device_id=device if device.type == "cuda" else None,
+        )  # fmt: skip
+        mesh = build_mesh(parallel.dp, parallel.tp, device)
+        for group in (mesh.dp_group, mesh.tp_group, mesh.control):
+            if group is not None:  # torch gives groups of its own making 10 minutes on NCCL, whatever their parent has
+                dist.distributed_c10d._set_pg_timeout(limit, group)
+        hosts: list[str] = [""] * ranks.size
+        dist.all_gather_object(hosts, ranks.host, group=mesh.control)
+        if file is not None:
+            file.unlink(missing_ok=True)  # everybody is here
+        check_hosts(parallel.tp, hosts)
+        yield dataclasses.replace(mesh, hosts=tuple(hosts)), store
+        clean = True
+    finally:
+        # After an error NCCL would wait for collectives that never end; the process is about to.
+        if dist.is_initialized() and (clean or device.type != "cuda"):
+            dist.destroy_process_group()
+        leave(store, ranks.rank, ranks.size, parallel.timeout_seconds if clean else FAREWELL_SECONDS)
+        if file is not None:
+            file.unlink(missing_ok=True)
+
+
+def _meet(ranks: Ranks, folder: Path, timeout: float) -> tuple[Store, Path | None]:
+    """The store that all ranks share, and on rank 0 the file that tells of it."""
+    if ranks.source == "torchrun":
+        store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
+        joined = store.add(f"joined/{ranks.rank}", 1)  # torchrun's store outlives a run, and a process may do several
+        return dist.PrefixStore(f"isoflop/{joined}", store), None
+    path = folder / f".rendezvous-{ranks.attempt}.json"
+    if ranks.rank != 0:
+        return _find(path, ranks, timeout), None
+    for old in folder.glob(".rendezvous-*.json"):
+        old.unlink(missing_ok=True)
+    store = dist.TCPStore(
+        "localhost", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout)
+    )  # port 0: the system picks a free one
+    token = os.urandom(8).hex()
+    store.set("token", token)
+    address = "127.0.0.1" if ranks.local_size == ranks.size else socket.gethostname()
+    write_atomic(path, json.dumps({"host": address, "port": store.port, "token": token}))
+    return store, path
+
+
+def _find(path: Path, ranks: Ranks, timeout: float) -> Store:
+    """Waits for rank 0's file and connects to the store that it names."""
+    deadline = time.monotonic() + timeout
+    seen = f"{path} was not written"
+    while time.monotonic() < deadline:
+        # A network file system remembers that a file was missing; opening its directory makes it look again.
+        with suppress(OSError):
+            os.listdir(path.parent)
+        with suppress(FileNotFoundError, ValueError):
+            found = json.loads(path.read_text(encoding="utf-8"))
+            seen = f"nothing of ours listens at {found['host']}:{found['port']}"
+            store = _connect(found["host"], found["port"], found["token"], timeout)
+            if store is not None:
+                return store
+        time.sleep(POLL_SECONDS)
+    raise UserError(
+        f"rank {ranks.rank} on {ranks.host} did not find rank 0 within parallel.timeout_seconds {timeout:g} s: {seen}; "
+        "rank 0's log says why, or else raise the timeout"
+    )
+
+
+def _connect(host: str, port: int, token: str, timeout: float) -> Store | None:
+    """A client of the store at an address; None where none listens, or one that is not ours."""
+    try:
+        socket.create_connection((host, port), timeout=5.0).close()  # torch's client fails at great length
+        store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=5))
+        if not store.check(["token"]) or store.get("token").decode() != token:
+            return None
+    except (OSError, dist.DistError):
+        return None
+    store.set_timeout(timedelta(seconds=timeout))
+    return store
+
+
+def leave(store: Store, rank: int, size: int, patience: float) -> None:
+    """Says that this rank needs the store no more; rank 0 waits until all have said so, at most `patience` seconds."""
+    with suppress(dist.DistError):  # rank 0 may be dead
+        store.set(farewell(rank), "")
+        if rank == 0:
+            store.wait([farewell(other) for other in range(size)], timedelta(seconds=patience))
+
+
+def farewell(rank: int) -> str:
+    """Key of the store under which a rank says that it has left."""
+    return f"left/{rank}"

@@ -1,0 +1,281 @@
+"""Takes the whole job down, with the reason, when one of its ranks dies, hangs or raises.
+
+Every rank publishes in the store what it does, and watches the others. The remaining ranks end within these times:
+
+| what a rank does | the others end within |
+| --- | --- |
+| raises | 2 polls + GRACE_SECONDS |
+| dies where another rank of its node lives to see it | 2 polls + GRACE_SECONDS |
+| dies with its node, is frozen, or hangs until no rank makes progress | timeout * 17 / 16 + 2 polls + GRACE_SECONDS |
+
+A poll is a 16th of the timeout, at most a second. LAST_WORDS_SECONDS are added where the caller's `on_loss` hangs, and
+GRACE_SECONDS where rank 0 is frozen. Rank 0 keeps the store until the others have read why: at most FAREWELL_SECONDS.
+
+Special here:
+- only the observer's own clock counts, and only while the observer itself runs: clocks of nodes may differ, and a job
+  that is suspended does not age;
+- when one rank hangs, all of them soon wait for it, and `beats.at_fault` tells it from those;
+- two threads: one talks to the store, and is stuck when the rank that keeps the store is frozen; the other keeps time;
+- a thread cannot wake the main thread from a collective, so it ends the process, after GRACE_SECONDS in which a main
+  thread that got an error may leave by itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, replace
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+
+import torch.distributed as dist
+from torch.distributed import Store
+
+from ..parallel.mesh import Mesh
+from .beats import Beat, Seen, at_fault, pid_space, runs
+from .control import SHARED, RankError
+from .rendezvous import FAREWELL_SECONDS, farewell, leave
+
+EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: nothing is wrong with the input, try again
+GRACE_SECONDS = 1.0
+LAST_WORDS_SECONDS = 10.0
+NAMED = 3  # ranks in a sentence; of more the number is given
+FAILED = "failed"  # key of the store: why the job ends, in the words of the rank that knew first
+
+
+class Watchdog:
+    """Watches over a job's ranks while its block runs, and turns what a lost rank causes into a sentence that names it.
+
+    Use as `with Watchdog(…) as watchdog:` around all work that ranks do together, and call `beat` at every step and
+    within any work that takes long. All ranks must enter. One process without a launcher (store None) is not watched.
+
+    Raises:
+        RankError: from the block, in place of an error that another rank's end caused; or on entry, when a rank
+            does not come.
+    """
+
+    def __init__(
+        self, mesh: Mesh, store: Store | None, timeout_seconds: float, on_loss: Callable[[str], None],
+        orderly: tuple[type[BaseException], ...] = (),
+    ) -> None:  # fmt: skip
+        """Does nothing before the block is entered.
+
+        Args:
+            mesh: of this rank.
+            store: that `rendezvous.join` gave.
+            timeout_seconds: without a beat, after which a rank counts as lost.
+            on_loss: gets the sentence just before this process is ended from within, with EXIT_CODE.
+            orderly: exceptions that all ranks raise together and that are no failure (a run that was told to stop).
+        """
+        self._mesh, self._timeout, self._on_loss, self._orderly = mesh, timeout_seconds, on_loss, orderly
+        self._poll = min(1.0, timeout_seconds / 16)
+        self._base = store
+        self._beat = Beat(pid=os.getpid(), space=pid_space())
+        self._seen: dict[int, Seen] = {}
+        self._clock = 0.0  # seconds that this process has been watching
+        self._read_at = 0.0
+        self._answers = 0  # of the store
+        self._silence = float("inf")  # without a pulse, after which a process counts as dead
+        self._reason: str | None = None
+        self._known = threading.Event()  # self._reason is set
+        self._left = threading.Event()  # the main thread has left the block
+        self._publishing = threading.Lock()  # so that nothing is published after the last word
+        self._threads: list[threading.Thread] = []
+
+    def beat(self, step: int, doing: str = "in the step") -> None:
+        """Says that the main thread goes on. Costs nothing; may be called as often as one likes."""
+        self._beat = replace(self._beat, count=self._beat.count + 1, step=step, doing=doing)
+
+    def __enter__(self) -> Watchdog:
+        if self._base is None:
+            return self
+        self._client = _client(self._base)
+        self._store = dist.PrefixStore("watchdog", self._client)
+        self._main = threading.get_ident()
+        self._publish()
+        keys = [_key(rank) for rank in range(self._mesh.size)]
+        try:
+            self._store.wait(keys, timedelta(seconds=self._timeout))
+        except dist.DistError as error:
+            missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+            raise RankError(f"{self._names(missing)} did not start within {self._timeout:g} s") from error
+        self._read()
+        for target in (self._talk, self._keep_time):
+            thread = threading.Thread(target=target, name=f"watchdog{target.__name__}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._base is None:
+            return
+        explained = error if error is None or isinstance(error, self._orderly) else self.explain(error)
+        self._beat = replace(self._beat, ended=True)
+        with suppress(dist.DistError):  # the rank that keeps the store may be the one that died
+            self._publish()
+            # A set is not answered: a busy store may read it only after others have seen that this process is gone.
+            self._store.check([_key(self._mesh.rank)])
+        self._left.set()
+        for thread in self._threads:
+            thread.join(2 * self._poll)
+        if explained is not error and explained is not None:
+            raise explained from error
+
+    def explain(self, error: BaseException) -> BaseException:
+        """What to raise in place of an error: who is lost, where that caused it; else itself, once all others know."""
+        if _is_lost_connection(error):
+            self._silence = max(1.0, 4 * self._poll)
+            self._known.wait(2 * self._silence + 2 * self._poll)
+            if self._reason is not None:
+                return RankError(self._reason)
+        if SHARED not in getattr(error, "__notes__", ()):
+            words = str(error).splitlines()[0] if str(error) else "no message"
+            with suppress(dist.DistError):
+                self._blame(f"{self._mesh.name(self._mesh.rank)}: {type(error).__name__}: {words}")
+        return error
+
+    # The thread that talks to the store.
+
+    def _talk(self) -> None:
+        while not self._left.wait(self._poll) and self._reason is None:
+            try:
+                self._exchange()
+            except dist.DistError:
+                if not self._left.is_set():
+                    self._know(self._died([0]))
+            self._answers += 1
+
+    def _exchange(self) -> None:
+        self._publish()
+        if self._store.check([FAILED]):
+            self._know(self._store.get(FAILED).decode())
+            return
+        # Every rank reads all: seldom, so that many ranks do not keep the store busy.
+        if self._clock - self._read_at >= min(self._silence / 4, self._timeout / 16):
+            self._read()
+        if dead := self._dead():
+            self._accuse(self._died(dead), dead)
+        elif lost := at_fault(self._seen, self._clock, self._timeout):
+            self._accuse(self._stalled(lost), [rank for rank in lost if self._silent(rank)])
+
+    def _accuse(self, sentence: str, silent: list[int]) -> None:
+        self._know(self._blame(sentence))
+        for rank in silent:
+            self._client.set(farewell(rank), "")  # it will not say so itself
+
+    def _dead(self) -> list[int]:
+        def dead(entry: Seen) -> bool:
+            gone = self._beat.space and entry.beat.space == self._beat.space and not runs(entry.beat.pid)
+            return bool(gone) or self._clock - entry.alive >= self._silence
+
+        if any(dead(entry) and not entry.beat.ended for entry in self._seen.values()):
+            self._read()  # its last word may be that it left in good order
+        return [rank for rank, entry in self._seen.items() if dead(entry) and not entry.beat.ended]
+
+    def _publish(self) -> None:
+        frame = sys._current_frames().get(self._main)
+        at = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}" if frame else ""
+        with self._publishing:
+            beat = replace(self._beat, pulse=self._answers + 1, at=at)
+            self._store.set(_key(self._mesh.rank), json.dumps(asdict(beat)))
+
+    def _read(self) -> None:
+        values = self._store.multi_get([_key(rank) for rank in range(self._mesh.size)])
+        self._read_at = now = self._clock
+        for rank, value in enumerate(values):
+            beat = Beat(**json.loads(value))
+            self._seen[rank] = self._seen.get(rank, Seen(beat, now, now)).update(beat, now)
+
+    def _blame(self, sentence: str) -> str:
+        """Publishes why the job ends, unless another rank has done so; returns what stands."""
+        return self._store.compare_set(FAILED, "", sentence).decode()
+
+    # The thread that keeps time.
+
+    def _keep_time(self) -> None:
+        answers, unanswered, last = 0, 0.0, time.monotonic()
+        while not self._left.is_set() and not self._known.wait(self._poll):
+            now = time.monotonic()
+            passed, last = min(now - last, self._timeout / 4), now  # a pause is time in which this process slept
+            self._clock += passed
+            unanswered = unanswered + passed if answers == self._answers else 0.0
+            answers = self._answers
+            if unanswered >= self._timeout:
+                self._know(self._stalled([0]))
+        if self._reason is not None and not self._left.wait(GRACE_SECONDS):
+            self._end(self._reason)
+
+    def _end(self, reason: str) -> None:
+        _within(LAST_WORDS_SECONDS, lambda: self._on_loss(reason))
+        _within(FAREWELL_SECONDS if self._mesh.rank == 0 else GRACE_SECONDS, self._say_farewell)
+        os._exit(EXIT_CODE)
+
+    def _say_farewell(self) -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        leave(self._client, self._mesh.rank, self._mesh.size, FAREWELL_SECONDS)
+
+    def _know(self, reason: str) -> None:
+        self._reason = reason
+        self._known.set()
+
+    # Sentences.
+
+    def _died(self, ranks: list[int]) -> str:
+        step = self._last_step(ranks[0])
+        return f"{self._names(ranks)} died {'before the first step' if step is None else f'at step {step}'}"
+
+    def _stalled(self, ranks: list[int]) -> str:
+        has = f"{self._names(ranks)} {'has' if len(ranks) == 1 else 'have'} made no progress"
+        if self._silent(ranks[0]):
+            step, where, why = self._last_step(ranks[0]), "", ": frozen, or its node is lost"
+        else:
+            beats = [self._seen[rank].beat for rank in ranks]
+            step, why = beats[0].step, ""
+            places = [f"{beat.doing}, at {beat.at}" for beat in beats[:NAMED]]
+            where = f" ({'; '.join(places)})"
+        since = "the start" if step is None else f"step {step}"
+        return f"{has} since {since}{where} for {self._timeout:g} s{why}"
+
+    def _last_step(self, rank: int) -> int | None:
+        """The step of a silent rank, which may have gone on since it last published, but no further than this one."""
+        steps = [step for step in (self._seen[rank].beat.step, self._beat.step) if step is not None]
+        return max(steps, default=None)
+
+    def _silent(self, rank: int) -> bool:
+        return self._seen[rank].is_silent(self._clock, self._timeout)
+
+    def _names(self, ranks: list[int]) -> str:
+        named = [self._mesh.name(rank) for rank in ranks[:NAMED]]
+        if len(ranks) > NAMED:
+            named.append(f"{len(ranks) - NAMED} more")
+        return " and ".join(named)
+
+
+def _within(seconds: float, function: Callable[[], None]) -> None:
+    """Calls a function that may hang, and goes on without it after so many seconds."""
+    thread = threading.Thread(target=function, daemon=True)
+    thread.start()
+    thread.join(seconds)
+
+
+def _client(store: Store) -> Store:
+    """Another connection to the same store: an operation that waits blocks its own connection only."""
+    return store.clone()  # type: ignore[attr-defined]  # torch's stubs lack it
+
+
+def _key(rank: int) -> str:
+    return f"beat/{rank}"
+
+
+def _is_lost_connection(error: BaseException) -> bool:
+    """Whether an error is what a collective raises when another rank is gone."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))

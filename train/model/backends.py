@@ -1,0 +1,281 @@
+"""Which kernel computes attention: ours, PyTorch's, or a flash-attention package's; chosen, loaded, called alike.
+
+Special here:
+- `choose` is a pure function of what was asked for, the device, the shapes and what is installed; it gives a reason
+  too, for a run says which kernel it uses and why;
+- every backend is called with (batch, time, heads, head_dim), strided as it comes from the matrix product: the kernels
+  read that, and PyTorch's gets a transposed view;
+- what each query sees is said once for all blocks of a model (`Backend.seen`): PyTorch's kernels read a mask, ours the
+  first position that a query sees, the packages a window alone;
+- the packages keep documents apart only as sequences of their own (cu_seqlens). How many there are differs from batch
+  to batch, so a step would have to wait for the device, or carry as many sequences as there are tokens: they are not
+  asked for it.
+
+Dao et al. 2022, arXiv 2205.14135; Dao 2023, arXiv 2307.08691; Shah et al. 2024, arXiv 2407.08608.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.machinery
+import importlib.util
+from collections.abc import Callable, Set
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..errors import UserError
+from .attention import causal_attention, first_visible, visible_mask
+
+LOW = (torch.bfloat16, torch.float16)
+
+# In the order in which they are tried; the first that can, does. Without a mask PyTorch's own choice among its kernels
+# (cuDNN's on Hopper and later) comes right after the packages made for one device. With one it would read (batch, time,
+# time) numbers and skip nothing. `isoflop bench attention` says whether this is right for the device at hand.
+PREFERRED = {
+    "plain": ("flash3", "flash4", "sdpa"),
+    "window": ("flash3", "flash4", "ours", "flash2", "sdpa"),
+    "documents": ("ours", "sdpa"),
+}
+
+PACKAGES = {
+    "ours": "Triton",
+    "sdpa": "PyTorch",
+    "flash2": "flash-attn 2",
+    "flash3": "flash-attn 3 (flash_attn_interface)",
+    "flash4": "flash-attn 4 (flash_attn.cute)",
+}
+
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None, int | None], Tensor]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What a kernel for GPUs can do."""
+
+    capability: tuple[int, int]  # compute capability of a GPU, at least
+    below: tuple[int, int]  # the first that it is not made for
+    dtypes: tuple[torch.dtype, ...]
+    head_dims: tuple[int, ...]
+    documents: bool = False
+
+
+KERNELS = {
+    "ours": Kernel((8, 0), (99, 0), (*LOW, torch.float32), (16, 32, 64, 96, 128, 256), documents=True),
+    "flash2": Kernel((8, 0), (99, 0), LOW, tuple(range(8, 257, 8))),
+    "flash3": Kernel((9, 0), (10, 0), LOW, tuple(range(8, 257, 8))),
+    "flash4": Kernel((9, 0), (12, 0), LOW, (64, 96, 128)),
+}
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a backend would have to do."""
+
+    device_type: str  # cpu | cuda
+    capability: tuple[int, int] | None  # compute capability of a GPU
+    dtype: torch.dtype  # of queries, keys and values
+    head_dim: int
+    has_window: bool  # a sliding window hides something at the length trained on
+    has_documents: bool  # documents are kept apart
+
+    def __str__(self) -> str:
+        if self.device_type != "cuda":
+            return "no GPU"
+        masks = [word for word, has in (("a window", self.has_window), ("documents apart", self.has_documents)) if has]
+        return ", ".join([_gpu(self.capability), _name(self.dtype), f"heads of size {self.head_dim}", *masks])
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A backend, and why it is this one."""
+
+    name: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"attention: {self.name} ({self.reason})"
+
+
+def choose(
+    wanted: str, device_type: str, capability: tuple[int, int] | None, dtype: torch.dtype, head_dim: int,
+    has_window: bool, has_documents: bool, installed: Set[str],
+) -> Choice:  # fmt: skip
+    """Which backend computes a model's attention. Pure.
+
+    Args:
+        wanted: `parallel.attention`: auto, or a backend by name.
+        device_type, capability, dtype, head_dim, has_window, has_documents: see `Work`.
+        installed: names of backends, see `installed`.
+
+    Raises:
+        UserError: the one that is asked for is not installed, or cannot do this; says which are and can.
+    """
+    work = Work(device_type, capability, dtype, head_dim, has_window, has_documents)
+    able = [name for name in PACKAGES if name in installed and obstacle(name, work) is None]
+    if wanted == "auto":
+        kind = "documents" if has_documents else "window" if has_window else "plain"
+        return Choice(next(name for name in PREFERRED[kind] if name in able), f"auto: {work}")
+    if wanted in able:
+        return Choice(wanted, "parallel.attention")
+    reason = f"which {obstacle(wanted, work)}" if wanted in installed else f"and {PACKAGES[wanted]} is not installed"
+    raise UserError(f"parallel.attention is {wanted!r}, {reason}; it must be auto or one of {', '.join(able)}")
+
+
+def obstacle(name: str, work: Work) -> str | None:
+    """Why a backend cannot do this, to be read after "which"; None where it can. PyTorch's can do all of it."""
+    if name == "sdpa":
+        return None
+    kernel = KERNELS[name]
+    if work.device_type != "cuda" or work.capability is None:
+        return "needs a GPU"
+    if not kernel.capability <= work.capability < kernel.below:
+        return f"is not made for a GPU of {_gpu(work.capability)}"
+    if work.dtype not in kernel.dtypes:
+        return f"takes {' and '.join(map(_name, kernel.dtypes))}, not {_name(work.dtype)}"
+    if work.head_dim not in kernel.head_dims:
+        sizes = kernel.head_dims
+        words = ", ".join(map(str, sizes)) if len(sizes) < 9 else f"multiples of {sizes[0]} up to {sizes[-1]}"
+        return f"takes heads of size {words}, and model.width / model.heads is {work.head_dim}"
+    if work.has_documents and not kernel.documents:
+        return "cannot keep documents apart (data.separate_documents)"
+    if work.has_window and name == "flash4" and work.capability < (10, 0):
+        return f"has no sliding window on a GPU of {_gpu(work.capability)}"
+    return None
+
+
+def _gpu(capability: tuple[int, int] | None) -> str:
+    return "compute capability " + ".".join(map(str, capability or ()))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}.get(dtype, str(dtype))
+
+
+def installed() -> frozenset[str]:
+    """Backends whose packages are there; none of them is imported, for that can take seconds."""
+    modules = {"ours": "triton", "flash2": "flash_attn_2_cuda", "flash3": "flash_attn_interface"}
+    found = {name for name, module in modules.items() if importlib.util.find_spec(module) is not None}
+    parent = importlib.util.find_spec("flash_attn")  # also of `flash_attn.cute`, which need not come with flash-attn 2
+    if parent is not None and importlib.machinery.PathFinder.find_spec("cute", parent.submodule_search_locations):
+        found.add("flash4")
+    return frozenset(found | {"sdpa"})
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A kernel, ready to be called."""
+
+    name: str
+    kernel: Attend  # of query, key, value, what `seen` gave, and the window, for kernels that work it out themselves
+    reads: str  # what `seen` gives: mask | first | nothing
+
+    def seen(self, tokens: Tensor, first: Tensor | None, window: int | None, dtype: torch.dtype) -> Tensor | None:
+        """What the kernel reads of what each query sees, once for all blocks of a model; see `first_visible`.
+
+        None: there is nothing to say, or the window says it all.
+        """
+        if self.reads == "nothing":
+            if first is not None:
+                raise ValueError(f"{self.name} cannot keep documents apart; say that they are before it is chosen")
+            return None
+        first = first_visible(tokens, first, window)
+        return first if first is None or self.reads == "first" else visible_mask(first, dtype)
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None = None, window: int | None = None
+    ) -> Tensor:
+        """Causal attention.
+
+        Args:
+            query: (batch, time, heads, head_dim).
+            key, value: (batch, time, kv_heads, head_dim); each serves heads / kv_heads query heads.
+            seen: of `seen`, with the same window.
+            window: tokens that a query sees at most, itself included; None: all before it.
+
+        Returns:
+            (batch, time, heads, head_dim).
+        """
+        # What sees all before it must be computed as without a window.
+        narrows = window is not None and window < query.shape[1]
+        return self.kernel(query, key, value, seen, window if narrows else None)
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, first: Tensor | None = None, window: int | None = None
+    ) -> Tensor:
+        """`seen` and `attend` in one, for who has no blocks."""
+        return self.attend(query, key, value, self.seen(query, first, window, query.dtype), window)
+
+
+def _sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, window: int | None) -> Tensor:
+    mixed = causal_attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), mask, window)
+    return mixed.transpose(1, 2)
+
+
+SDPA = Backend("sdpa", _sdpa, reads="mask")
+
+
+def load(name: str) -> Backend:
+    """A backend by name.
+
+    Raises:
+        ImportError: its package is not there, or does not fit this PyTorch.
+    """
+    if name == "sdpa":
+        return SDPA
+    if name == "ours":
+        return Backend(name, _ours(), reads="first")
+    module = {"flash2": "flash_attn", "flash3": "flash_attn_interface", "flash4": "flash_attn.cute"}[name]
+    function = importlib.import_module(module).flash_attn_func
+    # Of the three, flash-attn 2 alone is known to tracing in all its releases; the others run between two graphs.
+    function = function if name == "flash2" else torch.compiler.disable(function)
+    return Backend(name, _package(function, None if name == "flash4" else -1), reads="nothing")
+
+
+def _ours() -> Attend:
+    from ..kernels.flash import flash_attention
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, first: Tensor | None, _: int | None) -> Tensor:
+        return flash_attention(query, key, value, first=first)  # raised by the window already
+
+    return attend
+
+
+def _package(function: Callable[..., Tensor | tuple[Tensor, ...]], unbounded: int | None) -> Attend:
+    """A flash-attention package's function of (query, key, value) as a kernel.
+
+    Its window is the number of tokens seen before and after the query's own; `unbounded` says that there is no bound.
+    Some releases return the normalisers beside the output.
+    """
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, _: Tensor | None, window: int | None) -> Tensor:
+        bounds = (unbounded, unbounded) if window is None else (window - 1, 0)
+        out = function(query, key, value, causal=True, window_size=bounds)
+        return out[0] if isinstance(out, tuple) else out
+
+    return attend
+
+
+def select(
+    wanted: str, device: torch.device, dtype: torch.dtype, head_dim: int, has_window: bool, has_documents: bool
+) -> tuple[Choice, Backend]:
+    """Chooses and loads; the arguments are those of `choose`. A package that `auto` cannot import is passed over.
+
+    Raises:
+        UserError: see `choose`; or the one that is asked for cannot be imported.
+    """
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    there, broken = installed(), ""
+    while True:
+        choice = choose(wanted, device.type, capability, dtype, head_dim, has_window, has_documents, there)
+        try:
+            return Choice(choice.name, choice.reason + broken), load(choice.name)
+        except ImportError as error:
+            if wanted != "auto":
+                raise UserError(
+                    f"parallel.attention is {wanted!r}, and {PACKAGES[wanted]} cannot be imported ({error}); "
+                    "it must be built for this PyTorch, or parallel.attention auto"
+                ) from error
+            broken += f"; {PACKAGES[choice.name]} cannot be imported"
+            there -= {choice.name}

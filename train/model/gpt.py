@@ -1,0 +1,384 @@
+"""A GPT of our own: pre-norm decoder, RMSNorm, rotary positions, SwiGLU, grouped-query attention.
+
+Special here:
+- query, key and value come from one matrix product, and so do the MLP's gate and its up projection;
+- what a token sees (all before it, a window, its own document) is worked out once a pass for all blocks, on the device
+  from the tokens, in the form that the attention backend at work reads (`backends.py`);
+- the vocabulary is padded to a round size for speed, and the padding is masked, so it is never predicted;
+- the residual branches' last matrices and the head start small or at zero (see `parametrization.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..config import ModelConfig
+from ..errors import UserError
+from .attention import apply_rotary, document_starts, rotary_angles
+from .backends import SDPA, Backend, Choice, select
+from .loss import linear_cross_entropy
+from .recompute import checkpointed, recomputed
+
+
+class _RMSNorm(torch.autograd.Function):
+    """y = x r w with r = (mean x^2 + eps)^-1/2, in fp32 inside whatever the type of x.
+
+    With u = x r: dw = sum dy u, dx = r (dy w - u mean(dy w u)).
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:  # type: ignore[no-untyped-def]
+        wide = widened(x)
+        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, scale)
+        return (wide * scale).mul_(weight).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[no-untyped-def]
+        x, weight, scale = ctx.saved_tensors
+        unit, grad, factor = widened(x) * scale, widened(grad), widened(weight)
+        slope = (grad * unit).flatten(0, -2)
+        mean = torch.mv(slope, factor).div_(x.shape[-1]).view(scale.shape)
+        dx = (grad * factor).addcmul_(unit, mean, value=-1).mul_(scale)
+        return dx.to(x.dtype), slope.sum(0).to(weight.dtype), None
+
+
+def widened(x: Tensor) -> Tensor:
+    """To fp32 if x is narrower. Whole, because mixing types inside one operation is slower on CPUs."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+class RMSNorm(nn.RMSNorm):
+    """Root-mean-square norm (Zhang and Sennrich 2019). On CPUs, where PyTorch has no fused one, with our derivative."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.device.type != "cpu" or torch.compiler.is_compiling():
+            return super().forward(x)
+        return _RMSNorm.apply(x, self.weight, self.eps)
+
+
+class _Lookup(torch.autograd.Function):
+    """Rows of a table; see `table_gradient`."""
+
+    @staticmethod
+    def forward(ctx, tokens: Tensor, table: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(tokens)
+        ctx.rows = len(table)
+        return F.embedding(tokens, table)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[None, Tensor]:  # type: ignore[no-untyped-def]
+        (tokens,) = ctx.saved_tensors
+        return None, table_gradient(grad, tokens, ctx.rows)
+
+
+def table_gradient(grad: Tensor, tokens: Tensor, rows: int, left_out: int = -1) -> Tensor:
+    """Gradient of a table of which `tokens` (…) were looked up: (…, width) -> (rows, width); `left_out` counts nowhere.
+
+    A row's is a sum over its tokens, which CPUs take in the type of grad: in bf16 it would stop growing early.
+    """
+    wide = widened(grad) if grad.device.type == "cpu" else grad
+    return torch.ops.aten.embedding_dense_backward(wide, tokens, rows, left_out, False).to(grad.dtype)
+
+
+class Embedding(nn.Embedding):
+    """Rows of a table, (…) -> (…, width)."""
+
+    def reset_parameters(self) -> None:
+        if self.weight.device.type != "meta":  # drawing there imports the compiler; see `GPT.place_angles`
+            super().reset_parameters()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return _Lookup.apply(tokens, self.weight)
+
+
+def swiglu(x: Tensor) -> Tensor:
+    """silu(gate) * up with gate, up the halves of x (..., 2 h) -> (..., h)."""
+    if torch.compiler.is_compiling():
+        # The compiler fuses the plain expression, and cannot trace writes into halves of a tensor.
+        gate, up = x.chunk(2, dim=-1)
+        return F.silu(gate) * up
+    return SwiGLU.apply(x)
+
+
+class SwiGLU(torch.autograd.Function):
+    """y = silu(gate) * up with gate, up the halves of x (..., 2 h); saves x alone and recomputes the sigmoid."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(x)
+        gate, up = x.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        (x,) = ctx.saved_tensors
+        gate, up = x.chunk(2, dim=-1)
+        dx = torch.empty_like(x)
+        d_gate, d_up = dx.chunk(2, dim=-1)
+        torch.mul(grad, F.silu(gate), out=d_up)
+        torch.ops.aten.silu_backward.grad_input(torch.mul(grad, up), gate, grad_input=d_gate)
+        return dx
+
+
+class Attention(nn.Module):
+    """Grouped-query causal self-attention, (…, width) -> (…, width), … being batch and time."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = config.heads, config.num_kv_heads, config.head_dim
+        self.qkv = nn.Linear(config.width, (self.heads + 2 * self.kv_heads) * self.head_dim, bias=False)
+        self.out = nn.Linear(config.width, config.width, bias=False)
+        self.query_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else None
+        self.key_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else None
+        # Of these key/value heads the one that serves all query heads here; None: each serves its share of them. A
+        # tensor-parallel rank has more key/value heads than it uses where there are fewer of them than ranks.
+        self.served_by: int | None = None
+        self.window, self.backend = config.window, SDPA
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, seen: Tensor | None = None) -> Tensor:
+        return self.out(self.mix(self.qkv(x), cos, sin, seen))
+
+    def mix(self, products: Tensor, cos: Tensor, sin: Tensor, seen: Tensor | None = None) -> Tensor:
+        """Rotation, softmax and weighting: (…, rows of qkv) -> (…, heads * head_dim), … being batch and time.
+
+        The two may come as one dimension of batch * time; the angles (time, head_dim / 2) say which time it is.
+        `seen` is what the backend reads of what each query sees, see `GPT.seen`.
+        """
+        qkv = products.view(-1, len(cos), self.heads + 2 * self.kv_heads, self.head_dim)
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key, value = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=2)
+            query = apply_rotary(self.query_norm(query), cos, sin)
+            key = apply_rotary(self.key_norm(key), cos, sin)
+        else:
+            # Queries and keys turn by the same angles: one rotation serves both.
+            query_key, value = qkv.split((self.heads + self.kv_heads, self.kv_heads), dim=2)
+            query, key = apply_rotary(query_key, cos, sin).split((self.heads, self.kv_heads), dim=2)
+        if self.served_by is not None:
+            key, value = (x[:, :, self.served_by : self.served_by + 1] for x in (key, value))
+        mixed = self.backend.attend(query, key, value, seen, self.window)
+        return mixed.reshape(*products.shape[:-1], self.heads * self.head_dim)
+
+
+class MLP(nn.Module):
+    """SwiGLU feed-forward (Shazeer 2020), (…, width) -> (…, width)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gate_up = nn.Linear(config.width, 2 * config.mlp_hidden, bias=False)
+        self.down = nn.Linear(config.mlp_hidden, config.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(swiglu(self.gate_up(x)))
+
+
+class Block(nn.Module):
+    """One pre-norm decoder block.
+
+    What the backward pass finds kept of it, a token, with w the width, h the MLP's inner width, H heads and K key/value
+    heads of d, in elements of the compute type (`recompute.py`):
+
+        full        x (w)
+        selective   x (w), query-key-value product ((H + 2K) d), stream after attention (w), gate-up product (2h)
+        none        all of these, the norms' outputs (2w), what attention works on and gives, SwiGLU's product (h)
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.recompute = "none"
+        self.attention_norm = RMSNorm(config.width, config.norm_eps)
+        self.attention = Attention(config)
+        self.mlp_norm = RMSNorm(config.width, config.norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, *seen: Tensor) -> Tensor:
+        """One block; `seen` is one tensor or none, see `GPT.seen`."""
+        if self.recompute == "full":
+            return checkpointed(self._plain, x, cos, sin, *seen)
+        return self._selective(x, cos, sin, *seen) if self.recompute == "selective" else self._plain(x, cos, sin, *seen)
+
+    def _plain(self, x: Tensor, cos: Tensor, sin: Tensor, *seen: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cos, sin, *seen)
+        return x + self.mlp(self.mlp_norm(x))
+
+    def _selective(self, x: Tensor, cos: Tensor, sin: Tensor, *seen: Tensor) -> Tensor:
+        attention, mlp = self.attention, self.mlp
+        products = recomputed(self.attention_norm, attention.qkv, x)
+        middle = recomputed(attention.mix, lambda mixed: x + attention.out(mixed), products, cos, sin, *seen)
+        products = recomputed(self.mlp_norm, mlp.gate_up, middle)
+        return recomputed(swiglu, lambda inner: middle + mlp.down(inner), products)
+
+
+class Head(nn.Linear):
+    """Of the next token the logits, (…, width) -> (…, padded vocabulary), or, given the targets, their losses."""
+
+    def __init__(self, width: int, padded: int, vocab_size: int) -> None:
+        super().__init__(width, padded, bias=False)
+        self.vocab_size = vocab_size
+
+    def whole(self, logits: Tensor) -> Tensor:
+        """The logits with padding at -inf, in their place."""
+        if self.vocab_size != logits.shape[-1]:
+            logits[..., self.vocab_size :] = float("-inf")
+        return logits
+
+    def forward(self, x: Tensor, targets: Tensor | None = None, reduction: str = "mean", z_loss: float = 0.0) -> Tensor:
+        """Logits, padding as it comes; given targets (…) see `loss.linear_cross_entropy`."""
+        if targets is None:
+            return super().forward(x)
+        losses = linear_cross_entropy(
+            x.flatten(0, -2), self.weight, targets.flatten(), self.vocab_size, reduction, z_loss
+        )
+        return losses.view(targets.shape) if reduction == "none" else losses
+
+
+class GPT(nn.Module):
+    """Token ids (batch, time) -> logits (batch, time, padded vocabulary), padding at -inf.
+
+    Args:
+        config: the architecture; `vocab_size` must be set.
+        max_length: longest sequence that forward accepts.
+        output_scale: factor on the logits (muP's output multiplier when embeddings are tied).
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, config: ModelConfig, max_length: int, output_scale: float = 1.0) -> None:
+        super().__init__()
+        if config.vocab_size is None:
+            raise UserError("model.vocab_size is None; it is filled in from the tokenizer by the planner")
+        self.config, self.max_length, self.output_scale = config, max_length, output_scale
+        self.embedding = Embedding(config.padded_vocab_size, config.width)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
+        self.norm = RMSNorm(config.width, config.norm_eps)
+        self.head = Head(config.width, config.padded_vocab_size, config.vocab_size)
+        if config.tied_embeddings:
+            self.head.weight = self.embedding.weight
+        self.backend: Backend = SDPA
+        self.end_of_document: int | None = None
+        self.place_angles()
+
+    def place_angles(self, device: torch.device | None = None) -> None:
+        """Computes the rotary angles on a device; a model built on `meta` needs it before its first step."""
+        if (device or torch.get_default_device()).type == "meta":
+            # Without numbers to compute: PyTorch's arithmetic on meta imports the compiler, more than a second's work.
+            cos = sin = torch.empty(self.max_length, self.config.head_dim // 2, device="meta")
+        else:
+            cos, sin = rotary_angles(self.max_length, self.config.head_dim, self.config.rope_theta, device)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GPT:
+        """Moving a model moves its angles; casting it does not: they stay fp32, and are cast where they are used."""
+        super()._apply(fn, recurse)
+        self.place_angles(self.cos.device)
+        return self
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head.whole(self.logits(tokens)).view(*tokens.shape, -1)
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        """What the head says, padding included; on a tensor-parallel rank the columns that it holds."""
+        return self.head(self.last_hidden(tokens))
+
+    def last_hidden(self, tokens: Tensor) -> Tensor:
+        """What the head reads, (batch, time, width), or a tensor-parallel rank's rows of it."""
+        time = tokens.shape[1]
+        if time > self.max_length:
+            raise ValueError(f"sequence of {time} tokens is longer than the model's {self.max_length}")
+        cos, sin = self.cos[:time], self.sin[:time]
+        x = self.embedding(tokens)
+        seen = self.seen(tokens, x.dtype)
+        for block in self.blocks:
+            x = block(x, cos, sin, *seen)
+        x = self.norm(x)
+        # The scale belongs to the logits, and the vocabulary is wider than the model.
+        return x * self.output_scale if self.output_scale != 1.0 else x
+
+    def seen(self, tokens: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """What attention reads of what each query sees, made once for all blocks: one tensor, or none.
+
+        None is needed where every token sees all before it; where documents are kept apart one always is.
+        """
+        first = None if self.end_of_document is None else document_starts(tokens, self.end_of_document)
+        seen = self.backend.seen(tokens, first, self.config.window, dtype)
+        return () if seen is None else (seen,)
+
+    def loss(self, tokens: Tensor, targets: Tensor, reduction: str = "mean", z_loss: float = 0.0) -> Tensor:
+        """Cross-entropy of the next tokens in nats, fp32: a scalar, or with reduction `none` (batch, time)."""
+        return self.head(self.last_hidden(tokens), targets, reduction, z_loss)
+
+    def separate_documents(self, end: int) -> None:
+        """From now on a token sees its own document alone; `end` is the token that ends one. Positions stay absolute.
+
+        Comes before `set_attention`, for not every backend can.
+        """
+        self.end_of_document = end
+
+    def set_attention(self, wanted: str, device: torch.device, dtype: torch.dtype) -> Choice:
+        """Takes another backend than PyTorch's own.
+
+        Args:
+            wanted: auto | ours | sdpa | flash2 | flash3 | flash4.
+            device: that the model will lie on.
+            dtype: that it will have.
+
+        Returns:
+            What was chosen; its `str` is a line for the run's report.
+
+        Raises:
+            UserError: the one that is asked for is not installed, or cannot do this.
+        """
+        has_window = self.config.window is not None and self.config.window < self.max_length
+        has_documents = self.end_of_document is not None
+        choice, backend = select(wanted, device, dtype, self.config.head_dim, has_window, has_documents)
+        self.use(backend)
+        return choice
+
+    def use(self, backend: Backend) -> None:
+        """Has every block call this backend."""
+        self.backend = backend
+        for module in self.modules():
+            if isinstance(module, Attention):
+                module.backend = backend
+
+    def set_recompute(self, mode: str) -> None:
+        """What every block keeps for its backward pass: none | selective | full, see `Block`."""
+        for block in self.blocks:
+            assert isinstance(block, Block)
+            block.recompute = mode
+
+    def compile_blocks(self) -> None:
+        """Compiles block by block: every block of one width shares one compilation, whatever the depth.
+
+        What is compiled is `forward`, which recompute is a part of, and hooks on a block are not: ZeRO-3 gathers and
+        frees weights in them.
+        """
+        for block in self.blocks:
+            block.forward = torch.compile(block.forward)
+
+
+SCORED_TOKENS = 16384  # in one forward pass
+
+
+@torch.no_grad()
+def sequence_losses(
+    model: GPT, windows: Tensor, batch_tokens: int = SCORED_TOKENS, beat: Callable[[], None] = lambda: None
+) -> Tensor:
+    """Summed nats of each window of tokens (n, T + 1) -> (n,) float64 on the CPU. The model's mode is the caller's.
+
+    `beat` is called before every forward pass, of about `batch_tokens` tokens.
+    """
+    rows = max(1, batch_tokens // (windows.shape[1] - 1))
+    losses = []
+    for start in range(0, len(windows), rows):
+        beat()
+        chunk = windows[start : start + rows].to(model.cos.device)
+        losses.append(model.loss(chunk[:, :-1], chunk[:, 1:], reduction="none").double().sum(dim=1).cpu())
+    return torch.cat(losses)

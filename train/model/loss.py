@@ -1,0 +1,173 @@
+"""Cross-entropy of the next token from the head's input: the head's matrix product and the loss in one.
+
+With n rows of width w, a vocabulary of V, z = x W^T the logits, p their softmax and c the z-loss:
+
+    lse (n,)   = log sum exp z          L (n,) = lse - z_target + c lse^2
+    dz (n, V)  = (1 + 2 c lse) p - onehot,   dx (n, w) = dz W,   dW (V, w) = dz^T x
+
+Special here:
+- the logits exist for some rows at a time (`activations.rows_at_a_time`), and are computed once: where a gradient is
+  wanted of the mean, dz takes their place in the forward pass and goes into dx and dW at once, which the backward
+  pass only scales. What is kept is of the size of x and of W, never (n, V), and the backward pass reads no weights;
+- dz is no mean yet, so its size is that of a probability whatever the batch and the loss scale: in low precision it is
+  rounded before it is scaled. fp16 holds it times a power of two (`SHIFT`), for the tail of a large vocabulary;
+- dW adds up in fp32 over the rows, and has the weight's type when it leaves;
+- on GPUs softmax and dz are one kernel of ours (kernels/cross_entropy.py), beside its reference here.
+
+Gradients in the forward pass: Hsu et al. 2024 (Liger), arXiv 2410.10989.
+z-loss: Chowdhery et al. 2022 (PaLM), arXiv 2204.02311, section 5.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .activations import rows_at_a_time
+
+# In fp16 dz is kept times this: 6e-8 becomes 2e-10, and dx = dz W stays finite for weights up to 127.
+SHIFT = 2.0**8
+# Types that the kernel takes; others, which only tests use, go through PyTorch.
+KERNEL_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def linear_cross_entropy(
+    x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, reduction: str = "mean", z_loss: float = 0.0
+) -> Tensor:
+    """-log softmax(x W^T)[target] + z_loss * lse^2, in nats and fp32 whatever the type of x (fp64 in fp64).
+
+    Args:
+        x: (n, width), what the head reads.
+        weight: (padded vocabulary, width); rows from `vocab_size` on are padding, are never predicted, and get a
+            gradient of zero.
+        targets: (n,) ids below `vocab_size`.
+        vocab_size: tokens that can be predicted.
+        reduction: mean | none; `none` is for scoring, and has no gradient.
+        z_loss: factor of the squared logarithm of the softmax's normaliser.
+
+    Returns:
+        A scalar, or with reduction `none` (n,). The backward pass of the mean overwrites what was kept for it, so a
+        second one through the same graph is refused.
+
+    Raises:
+        ValueError: a gradient would be wanted of reduction `none`.
+    """
+    wanted = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    if wanted and reduction == "none":
+        raise ValueError("reduction is none, which has no gradient; use mean, or torch.no_grad() to score")
+    if wanted:
+        return _LinearCrossEntropy.apply(x, weight, targets, vocab_size, z_loss)
+    losses = _in_chunks(x, weight, targets, vocab_size, z_loss, None)
+    return losses if reduction == "none" else losses.mean()
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """The mean loss; keeps dx and dW of the sum of the losses, times `SHIFT` in fp16."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, z_loss: float) -> Tensor:
+        dx, dw = torch.empty_like(x), torch.empty_like(weight, dtype=_wide(weight.dtype))
+        losses = _in_chunks(x, weight, targets, vocab_size, z_loss, (dx, dw))
+        ctx.dtype, ctx.divisor = weight.dtype, len(x) * _shift(x.dtype)
+        ctx.save_for_backward(dx, dw)
+        return losses.mean()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        dx, dw = ctx.saved_tensors
+        factor = dloss / ctx.divisor
+        # As a matrix it has a say in the type of the product: a scalar would be rounded to that of dx first.
+        torch.mul(dx, factor.view(1, 1), out=dx)
+        return dx, dw.mul_(factor).to(ctx.dtype), None, None, None
+
+
+def _in_chunks(
+    x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, z_loss: float, gradients: tuple[Tensor, Tensor] | None
+) -> Tensor:
+    """Losses (n,); given (dx, dW), fills dx (n, w) and dW (V, w)."""
+    losses = torch.empty(len(x), dtype=_wide(x.dtype), device=x.device)
+    step = rows_at_a_time(len(weight), "cpu" if x.device.type == "cpu" else "cuda")
+    for start in range(0, len(x), step):
+        rows = slice(start, start + step)
+        logits = F.linear(x[rows], weight)
+        scale = _shift(x.dtype) if gradients is not None else 0.0
+        losses[rows], slope = cross_entropy(logits, targets[rows], vocab_size, z_loss, scale)
+        del logits  # where dz has a place of its own
+        if gradients is not None:
+            dx, dw = gradients
+            torch.mm(slope, weight, out=dx[rows])
+            _add_product(dw, slope, x[rows], fresh=start == 0)
+        del slope  # before the next logits come
+    return losses
+
+
+def cross_entropy(
+    logits: Tensor, targets: Tensor, vocab_size: int, z_loss: float, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Losses (n,) in at least fp32, and dz (n, V) times `scale` in the logits' type, which 0 leaves out.
+
+    The logits (n, V) are overwritten, and what stands for dz may be they.
+    """
+    work = _kernel() if logits.is_cuda and logits.dtype in KERNEL_TYPES else cross_entropy_reference
+    return work(logits, targets, vocab_size, z_loss, scale)
+
+
+@cache
+def _kernel() -> Callable[[Tensor, Tensor, int, float, float], tuple[Tensor, Tensor]]:
+    """What does the work on GPUs."""
+    if importlib.util.find_spec("triton") is None:
+        return cross_entropy_reference
+    from ..kernels.cross_entropy import fused_cross_entropy
+
+    return fused_cross_entropy
+
+
+def cross_entropy_reference(
+    logits: Tensor, targets: Tensor, vocab_size: int, z_loss: float, scale: float
+) -> tuple[Tensor, Tensor]:
+    """`cross_entropy` by PyTorch's own operations."""
+    if vocab_size < logits.shape[1]:
+        logits[:, vocab_size:] = float("-inf")
+    wide, index = logits.to(_wide(logits.dtype)), targets[:, None]
+    slope = wide.softmax(1)
+    # Exponentials are taken once. The largest probability is 1/V or more, so its logarithm is always exact.
+    lse = wide.amax(1, keepdim=True) - slope.amax(1, keepdim=True).log_()
+    losses = lse - wide.gather(1, index)
+    if z_loss:
+        losses += z_loss * lse.square()
+    if not scale:
+        return losses[:, 0], logits
+    if z_loss or scale != 1:
+        slope.mul_(scale + 2 * z_loss * scale * lse)
+    slope.scatter_add_(1, index, torch.full_like(lse, -scale))
+    return losses[:, 0], slope if slope.dtype == logits.dtype else logits.copy_(slope)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor, fresh: bool) -> None:
+    """Adds left^T (V, n) right (n, w) to a total (V, w) that may be wider; a fresh one has no value yet."""
+    add, keep = partial(torch.addmm, beta=0.0 if fresh else 1.0, out=total), total.dtype
+    if left.dtype == keep:
+        add(total, left.T, right)
+    elif left.is_cuda:
+        add(total, left.T, right, out_dtype=keep)
+    elif left.dtype == torch.bfloat16:  # rounded once a chunk: on CPUs no product of bf16 gives fp32
+        product = left.T @ right
+        total.copy_(product) if fresh else total.add_(product)
+    else:
+        add(total, left.T.to(keep), right.to(keep))
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _shift(dtype: torch.dtype) -> float:
+    return SHIFT if dtype == torch.float16 else 1.0
