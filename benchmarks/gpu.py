@@ -110,7 +110,7 @@ def run(name: str, command: list[str], seconds: float, environment: dict[str, st
 
 def marked_files() -> list[str]:
     """Files with tests for a GPU: to import all the others takes time, and packages that need not be there."""
-    return [str(path) for path in sorted((ROOT / "tests").glob("test_*.py")) if "mark.gpu" in path.read_text("utf-8")]
+    return [str(path) for path in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in path.read_text("utf-8")]
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

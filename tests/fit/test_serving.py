@@ -103,7 +103,7 @@ def test_prices_give_back_the_dollars_of_a_request() -> None:
 
 
 def test_larger_batches_make_answers_cheaper_and_the_best_model_larger() -> None:
-    from tests.test_fit_allocation import SHARPER, Known
+    from tests.fit.test_allocation import SHARPER, Known
 
     law, device, model = Known(SHARPER), Device(1e15, 3e12, 2.5), Served.typical(7e9)
 

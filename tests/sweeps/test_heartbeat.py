@@ -117,7 +117,7 @@ def test_a_process_that_hangs_says_where_for_all_its_runs_and_ends(tmp_path: Pat
         (end,) = attempts.read(run)
         assert (end.cause, run.state().state, run.failure_cause()) == ("hung", "failed", "hung")
         assert run.state().reason == end.reason == run.failure()
-        assert "no step for 0.4 s, at test_sweeps_heartbeat.py:" in (end.reason or "")
+        assert "no step for 0.4 s, at test_heartbeat.py:" in (end.reason or "")
         assert "time.sleep(600)" in (run.path / "log.txt").read_text()
         with run.lock(timeout=0.0):
             assert not attempts.settle_killed(run, "killed", "gone")

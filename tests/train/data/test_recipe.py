@@ -279,7 +279,7 @@ import signal, sys, time
 from pathlib import Path
 signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests in the background ignores it
 from isoflop.train.config import DataConfig
-from isoflop.train.data import parts, refine
+from isoflop.train.data.recipe import parts, refine
 from isoflop.train.data.shards import prepare
 parts.PART_DOCUMENTS = 37
 for name in ("filter_part", "sign_part", "write_part"):
