@@ -24,9 +24,8 @@ ALLOWED = {
 TRAIN_TOP = {"torch", "numpy", "safetensors"}
 NO_TORCH = (
     "train/config.py", "train/flops.py", "train/errors.py", "train/memory.py", "train/model/activations.py",
-    "train/schedule.py", "train/ensemble/members.py",
-    *(f"train/parallel/{name}.py" for name in ("shapes", "environment", "share", "cost", "planner", "buckets")),
-    "train/files.py",
+    "train/model/shape.py", "train/schedule.py", "train/ensemble/members.py", "train/planner/planner.py",
+    "train/planner/validation.py", "train/job/environment.py", "train/parallel/buckets.py", "train/files.py",
 )  # fmt: skip
 
 
@@ -119,9 +118,7 @@ KNOWN_CIRCLES: set[tuple[str, str]] = {
     ("sweeps/runs/retries.py", "sweeps/runs/attempts.py"),
     ("sweeps/slurm/launch.py", "sweeps/execute/keeper.py"),
     ("train/checkpoint/shards.py", "train/checkpoint/storage.py"),
-    ("train/config.py", "train/model/model_shape.py"),
     ("train/data/recipe/quality.py", "train/data/recipe/recipe.py"),
-    ("train/planner/shapes.py", "train/config.py"),
     ("fit/approaches", "fit/checks"),
     ("sweeps/execute", "sweeps/observe"),
     ("sweeps/grid", "sweeps/execute"),

@@ -28,11 +28,11 @@ from .model.compiled import Compiled
 from .model.gpt import sequence_losses
 from .model.graphs import CudaGraph, Recording, flops_per_launch, launch_bound
 from .model.parametrization import empty_model, initial_weights, parameter_groups
+from .model.shape import micro_batch_of
 from .parallel.collectives import all_gather
 from .parallel.mesh import Mesh
 from .parallel.tensor import split_model
 from .parallel.zero import StepResult, Zero
-from .planner.share import micro_batch_of
 from .precision import LossScaler, compute_dtype
 from .schedule import learning_rate_factor
 
