@@ -41,7 +41,7 @@ class Facts:
     version: str | None = None
 
 
-def model_card(loaded: LoadedCheckpoint, facts: Facts, notes: list[str], format: str = "hf") -> str:
+def model_card(loaded: LoadedCheckpoint, facts: Facts, notes: list[str]) -> str:
     """Markdown; `notes` are said under how to use it, a paragraph each."""
     config = loaded.config
     model, count = config.model, count_parameters(config.model)
@@ -59,7 +59,7 @@ def model_card(loaded: LoadedCheckpoint, facts: Facts, notes: list[str], format:
         *_law(facts.law),
     ]
     parts = [
-        _front_matter(loaded, format),
+        _front_matter(loaded),
         f"# {_title(loaded)}",
         f"A decoder of width {model.width} and depth {model.depth}, {model.heads} heads"
         f" ({model.num_kv_heads} for keys and values), {model.vocab_size} tokens, context "
@@ -82,11 +82,10 @@ def imported_from(loaded: LoadedCheckpoint) -> str | None:
     return (read_json(loaded.path / "trainer.json") or {}).get("imported_from")
 
 
-def _front_matter(loaded: LoadedCheckpoint, format: str) -> str:
+def _front_matter(loaded: LoadedCheckpoint) -> str:
     """What the Hub reads of a card."""
     data = loaded.config.data
-    lines = ["library_name: transformers"] if format == "hf" else []
-    lines += ["pipeline_tag: text-generation", "tags:", "- isoflop", "- scaling-laws"]
+    lines = ["library_name: transformers", "pipeline_tag: text-generation", "tags:", "- isoflop", "- scaling-laws"]
     if data.corpus == "hf" and data.name:
         lines += ["datasets:", f"- {json.dumps(data.name)}"]
     return "\n".join(["---", *lines, "---"])

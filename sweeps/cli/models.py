@@ -22,8 +22,8 @@ def export(
         Path, typer.Argument(help="A checkpoint, or a run directory (its newest).", show_default=False)
     ],
     output: Annotated[Path, typer.Argument(help="A folder, new or empty.", show_default=False)],
-    format: Annotated[str, typer.Option(help="hf (transformers) or gguf (llama.cpp).")] = "hf",
-    dtype: Annotated[str, typer.Option(help="Of the weights: fp32, or bf16 for hf, fp16 for gguf.")] = "fp32",
+    format: Annotated[str, typer.Option(help="hf: what transformers loads, and llama.cpp converts.")] = "hf",
+    dtype: Annotated[str, typer.Option(help="Of the weights: fp32 or bf16.")] = "fp32",
     overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:

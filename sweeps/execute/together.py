@@ -126,7 +126,7 @@ def _train_group(members: Sequence[_Member], interrupt: Interrupt, heart: Heartb
     be cancelled stay together.
     """
     from ...train.ensemble.ensemble import Ended, train_together
-    from ...train.stepper import out_of_memory
+    from ...train.hardware import out_of_memory
 
     left = dict(enumerate(members))
     too_many, stopped = list[_Member](), list[_Member]()
