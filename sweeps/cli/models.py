@@ -62,7 +62,7 @@ def facts_about(checkpoint: Path) -> Facts:
 
     from ...evaluate.export.model_card import Facts
     from ...train.files import read_json
-    from ..observe.tracking import PROVENANCE
+    from ..results.tracking import PROVENANCE
 
     run = checkpoint.parent.parent
     sweep = run.parent.parent
