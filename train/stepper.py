@@ -23,6 +23,7 @@ from .config import RunConfig
 from .data.loader import TrainStream
 from .data.prefetch import Prefetch
 from .files import read_json, write_json
+from .hardware import out_of_memory
 from .memory import halved_micro_batch
 from .model.compiled import Compiled
 from .model.gpt import sequence_losses
@@ -240,8 +241,3 @@ class OutOfMemory(Exception):
     def __init__(self, message: str, goes_on: bool = False) -> None:
         super().__init__(message)
         self.goes_on = goes_on
-
-
-def out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ran out: CUDA's own type, or the words of the CPU's allocator."""
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
