@@ -120,7 +120,6 @@ KNOWN_CIRCLES: set[tuple[str, str]] = {
     ("train/data/recipe/quality.py", "train/data/recipe/recipe.py"),
     ("fit/approaches", "fit/checks"),
     ("sweeps/slurm", "sweeps/execute"),
-    ("train/model", "train/kernels"),
 }
 
 
