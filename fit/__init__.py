@@ -17,6 +17,7 @@ from .errors import InputError
 
 if TYPE_CHECKING:
     from .allocation.allocation import (
+        Optimum,
         Prices,
         compute_optimal,
         fixed_size,
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
         overtraining_cost,
         token_limited,
     )
-    from .allocation.optimum import Optimum
     from .allocation.serving import Device, Served
     from .analysis import Analysis, analyze
     from .approaches.approaches import Verdict, verdict
@@ -69,7 +69,9 @@ if TYPE_CHECKING:
 # Where each name lives. A module is loaded when one of its names is first asked for, and so `from isoflop import fit`
 # takes a tenth of a second.
 _MODULES = {
-    "allocation.allocation": "Prices compute_optimal fixed_size inference_aware overtraining_cost token_limited",
+    "allocation.allocation": (
+        "Optimum Prices compute_optimal fixed_size inference_aware overtraining_cost token_limited"
+    ),
     "analysis": "Analysis analyze",
     "approaches.approaches": "Verdict verdict",
     "laws.broken": "BrokenPowerLaw",
@@ -87,7 +89,6 @@ _MODULES = {
     "approaches.isoflop": "IsoflopProfiles",
     "laws.kaplan": "KaplanLaw",
     "laws.law": "Law",
-    "allocation.optimum": "Optimum",
     "checks.outliers": "Outliers find_outliers",
     "laws.overtraining": "OvertrainingLaw",
     "laws.persistence": "read_law",

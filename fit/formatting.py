@@ -10,7 +10,6 @@ import numpy as np
 
 if TYPE_CHECKING:
     from .approaches.approaches import Estimate
-    from .laws.law import Law
 
 WIDE = 1e5  # an interval of more than five decades is no answer
 UNDETERMINED = "undetermined"
@@ -96,20 +95,6 @@ def interval(pair: tuple[float, float] | None, say: object) -> str:
     low = say(pair[0]) if math.isfinite(pair[0]) else "−∞"
     high = say(pair[1]) if math.isfinite(pair[1]) else "∞"
     return f"{low} to {high}"
-
-
-def law_html(law: Law) -> str:
-    """A fitted law for a notebook: its equation, a row a constant, and what to know before trusting it."""
-    rows = []
-    for name in law.names:
-        known = law.draws_ is not None
-        said = interval(law.interval(name), lambda v: f"{v:.4g}") if known else "bootstrap() gives one"
-        rows.append(f"<tr><td>{text(name)}</td><td>{law.constants_[name]:.5g}</td><td>{text(said)}</td></tr>")
-    return (
-        f"<p><code>{text(law.equation(lambda name: format(law.constants_[name], '.4g')))}</code></p>"
-        f"<table><thead><tr><th>constant</th><th>value</th><th>95 % interval</th></tr></thead>"
-        f"<tbody>{''.join(rows)}</tbody></table><p><small>{text(law.summary())}</small></p>"
-    )
 
 
 def text(value: object) -> str:

@@ -16,8 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ..allocation.allocation import compute_optimal
-from ..allocation.optimum import Optimum
+from ..allocation.allocation import Optimum, compute_optimal
 from ..checks.suspects import find_suspects
 from ..errors import Array
 from ..formatting import WIDE, amount, count, scientific
