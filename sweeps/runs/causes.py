@@ -30,8 +30,8 @@ def words_for(error: Exception, run: RunDirectory) -> str:
 
 def cause_of(error: Exception) -> str:
     """The cause of an attempt that ended with an error, one of `retries.CAUSES`."""
+    from ...train.hardware import out_of_memory
     from ...train.job.control import RankError
-    from ...train.stepper import out_of_memory
 
     if isinstance(error, TrunkNotYet):
         return "trunk"
