@@ -51,6 +51,14 @@ def kept_peak(device: torch.device, dtype: torch.dtype) -> float:
     return kept(("matmul_peak", device, dtype, torch.get_num_threads()), lambda: matmul_peak(device, dtype))
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory ran out: CUDA's own type, or the words of the CPU's allocators."""
+    words = ("not enough memory", "can't allocate memory", "cannot allocate memory", "DefaultCPUAllocator")
+    return isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+    )
+
+
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -22,7 +22,9 @@ from torch import Tensor
 from .config import RunConfig
 from .data.loader import TrainStream
 from .data.prefetch import Prefetch
+from .errors import OutOfMemory
 from .files import read_json, write_json
+from .hardware import is_out_of_memory
 from .memory import halved_micro_batch
 from .model.compiled import Compiled
 from .model.gpt import sequence_losses
@@ -123,7 +125,7 @@ class Stepper:
             try:
                 total = self._gradients(step)
             except RuntimeError as error:
-                if not out_of_memory(error):
+                if not is_out_of_memory(error):
                     raise
                 self._halve(step, error)
         return self._update(total)
@@ -232,16 +234,3 @@ class Stepper:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         self.micro, self.halved = smaller, True
-
-
-class OutOfMemory(Exception):
-    """A micro-batch does not fit; `goes_on` says that the next start uses a smaller one."""
-
-    def __init__(self, message: str, goes_on: bool = False) -> None:
-        super().__init__(message)
-        self.goes_on = goes_on
-
-
-def out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ran out: CUDA's own type, or the words of the CPU's allocator."""
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)

@@ -25,12 +25,12 @@ import torch
 from torch import Tensor, nn
 
 from ...train.errors import UserError
+from ...train.hardware import is_out_of_memory
 from ...train.model.gpt import GPT
 from .decoding import decode, prefill, recomputed
 from .forward import Forward
 from .paged import PAGE, PagedBatch, PagedCache, Pages
 from .sampling import Sampling, choose, draw
-from .scoring import is_out_of_memory
 
 __all__ = ["Generation", "Sampling", "draw", "generate", "stream"]
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ...train.errors import UserError
+from ...train.hardware import is_out_of_memory
 from ...train.model.attention import causal_attention
 from ...train.model.gpt import GPT
 from .forward import Attend, Forward, attention_apart
@@ -287,9 +288,3 @@ def _row_score(logits: Tensor, continuation: Sequence[int]) -> Score:
     targets = torch.tensor(continuation, device=logits.device)
     nats = logits.gather(1, targets[:, None])[:, 0] - logits.logsumexp(dim=1)
     return float(nats.double().sum()), bool((logits.argmax(dim=1) == targets).all())
-
-
-def is_out_of_memory(error: RuntimeError) -> bool:
-    """CUDA's allocator has a class of its own; the CPU's raises a RuntimeError that says so."""
-    words = ("not enough memory", "can't allocate memory", "cannot allocate memory", "DefaultCPUAllocator")
-    return isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in words)
