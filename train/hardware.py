@@ -23,6 +23,12 @@ def pick_device(wanted: str) -> torch.device:
     return torch.device("cuda" if available and wanted != "cpu" else "cpu")
 
 
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory ran out: CUDA's own type, or the words of a CPU's allocator."""
+    words = ("not enough memory", "can't allocate memory", "cannot allocate memory", "DefaultCPUAllocator")
+    return isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in words)
+
+
 def device_name(device: torch.device) -> str:
     """What a person would call it: the GPU's name, or the processor and its threads."""
     if device.type == "cuda":
@@ -49,14 +55,6 @@ def matmul_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.05)
 def kept_peak(device: torch.device, dtype: torch.dtype) -> float:
     """`matmul_peak`, measured once in a session of this process for as many threads."""
     return kept(("matmul_peak", device, dtype, torch.get_num_threads()), lambda: matmul_peak(device, dtype))
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ran out: CUDA's own type, or the words of the CPU's allocators."""
-    words = ("not enough memory", "can't allocate memory", "cannot allocate memory", "DefaultCPUAllocator")
-    return isinstance(error, torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and any(word in str(error) for word in words)
-    )
 
 
 def _synchronize(device: torch.device) -> None:

@@ -24,17 +24,17 @@ from .data.loader import TrainStream
 from .data.prefetch import Prefetch
 from .errors import OutOfMemory
 from .files import read_json, write_json
-from .hardware import is_out_of_memory
+from .hardware import out_of_memory
 from .memory import halved_micro_batch
 from .model.compiled import Compiled
 from .model.gpt import sequence_losses
 from .model.graphs import CudaGraph, Recording, flops_per_launch, launch_bound
 from .model.parametrization import empty_model, initial_weights, parameter_groups
+from .model.shape import micro_batch_of
 from .parallel.collectives import all_gather
 from .parallel.mesh import Mesh
 from .parallel.tensor import split_model
 from .parallel.zero import StepResult, Zero
-from .planner.share import micro_batch_of
 from .precision import LossScaler, compute_dtype
 from .schedule import learning_rate_factor
 
@@ -125,7 +125,7 @@ class Stepper:
             try:
                 total = self._gradients(step)
             except RuntimeError as error:
-                if not is_out_of_memory(error):
+                if not out_of_memory(error):
                     raise
                 self._halve(step, error)
         return self._update(total)

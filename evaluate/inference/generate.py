@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from ...train.errors import UserError
-from ...train.hardware import is_out_of_memory
+from ...train.hardware import out_of_memory
 from ...train.model.gpt import GPT
 from .decoding import decode, prefill, recomputed
 from .forward import Forward
@@ -326,7 +326,7 @@ class Generation:
         try:
             return work()
         except RuntimeError as error:
-            if not is_out_of_memory(error):
+            if not out_of_memory(error):
                 raise
         # Outside of the clause: the frames of the error, which hold tensors, are gone.
         if self.device.type == "cuda":

@@ -26,8 +26,8 @@ from typing import NamedTuple, NoReturn
 from ...train.errors import UserError
 from ...train.job.environment import Ranks
 from ..grid import trunks
-from ..observe import tracking
-from ..plan.sweep_plan import describe_mesh
+from ..plan.rates import describe_mesh
+from ..results import tracking
 from ..runs import attempts
 from ..runs.causes import TrunkNotYet, cause_in, cause_of, warned_after, words_for
 from ..runs.directory import Busy, RunDirectory, this_node

@@ -6,8 +6,10 @@ import shutil
 from pathlib import Path
 
 from ...train.errors import UserError
+from .. import prepare
 from ..config import SweepConfig
-from ..plan import planning
+from ..plan import rates
+from ..runs import membership
 from ..runs.directory import AtWork, SweepDirectory
 
 LOCK_SECONDS = 60.0  # that a keeper's pass may hold a sweep
@@ -23,7 +25,7 @@ def conduct(config: SweepConfig, command: list[str]) -> int:
         UserError: the input is wrong; nothing was started.
     """
     check(config)
-    prepared = planning.from_config(config)
+    prepared = prepare.from_config(config)
     notes = [f"note: {remark}\n" for remark in prepared.remarks]
     if config.dry_run:
         _show(prepared)
@@ -31,21 +33,21 @@ def conduct(config: SweepConfig, command: list[str]) -> int:
         if config.explain:
             from ..plan.explain import explain_runs
 
-            room = planning.places(config.cluster, config.parallel.world_size, prepared.rate)
+            room = rates.places(config.cluster, config.parallel.world_size, prepared.rate)
             explain_runs(prepared.runs, config.cluster, room.flops_per_second / config.parallel.world_size)
         return 0
     if config.cluster.kind == "local":
         from . import conduct_local
 
         with prepared.sweep.lock():
-            planning.write_plan(prepared, command)
+            prepare.write_plan(prepared, command)
             print("".join(notes), end="")
             return conduct_local.conduct(prepared)
     from . import conduct_slurm
 
     conduct_slurm.check(prepared)
     with prepared.sweep.lock(LOCK_SECONDS):
-        planning.write_plan(prepared, command)
+        prepare.write_plan(prepared, command)
         print("".join(notes), end="")
         launcher = conduct_slurm.launch(prepared)
     return conduct_slurm.conclude(prepared, launcher)
@@ -61,14 +63,14 @@ def resume(sweep: SweepDirectory, only: set[str] | None = None) -> int:
     Returns:
         See `conduct`; 0 also where the sweep is at work, which then takes the runs when its own have ended.
     """
-    config = planning.configuration(sweep)
+    config = prepare.configuration(sweep)
     check(config)
-    planning.go_on(sweep)
+    membership.allow_growth(sweep)
     local = config.cluster.kind == "local"
     try:
         with sweep.lock(0.0 if local else LOCK_SECONDS):
-            prepared = planning.from_disk(sweep)
-            planning.write_plan(prepared)
+            prepared = prepare.from_disk(sweep)
+            prepare.write_plan(prepared)
             if only is not None:
                 only = only | {run.parent for run in prepared.configs(only) if run.parent is not None}
             if local:
@@ -137,9 +139,9 @@ def _require_slurm() -> None:
         raise UserError("cluster is 'slurm' and there is no sbatch on the PATH; use cluster=local, or load SLURM first")
 
 
-def _show(prepared: planning.Prepared) -> None:
-    from ..observe.display import print_plan
+def _show(prepared: prepare.Prepared) -> None:
     from ..slurm import cluster as slurm_cluster
+    from .display import print_plan
 
     plan, cluster = prepared.plan, prepared.config.cluster
     on_slurm = cluster.kind == "slurm"

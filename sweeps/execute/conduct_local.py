@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...train.errors import UserError
-from ..grid import extend
-from ..plan import planning
-from ..plan.planning import Prepared
-from ..plan.sweep_plan import units_of
+from .. import prepare
+from ..growth import extend
+from ..plan import rates
+from ..plan.packing import Unit
+from ..prepare import Prepared
+from ..runs import membership
 from ..runs.directory import RunDirectory, SweepDirectory
 from ..runs.retries import Policy
 from ..terminal import describe
@@ -31,7 +33,7 @@ def conduct(prepared: Prepared, only: set[str] | None = None) -> int:
     Returns:
         0 when every run is done and scored, else 1.
     """
-    from ..results.finish import finish, print_result
+    from ..results.finish import print_result, write_results
 
     started = time.monotonic()
     # When the state was written that a run was last started in, or is left in.
@@ -43,11 +45,11 @@ def conduct(prepared: Prepared, only: set[str] | None = None) -> int:
         if prepared.config.evaluate.tasks:
             _score(prepared)
         if any(run.is_done() for run in prepared.directories):
-            finish(prepared.sweep)
+            write_results(prepared.sweep)
         if not (waiting := _asked_for(prepared, tried)):  # while the scores and the laws were made
             break
-        prepared = planning.from_disk(prepared.sweep)
-        planning.write_plan(prepared)
+        prepared = prepare.from_disk(prepared.sweep)
+        prepare.write_plan(prepared)
     if any(run.is_done() for run in prepared.directories):
         print_result(prepared.sweep)
     code = outcome(prepared)
@@ -61,36 +63,38 @@ def _train_rounds(prepared: Prepared, waiting: list[RunDirectory], tried: dict[s
         if waiting:
             renew(waiting)  # before anything that takes long, in which one may be cancelled
             tried |= {run.run_id: run.state().since for run in waiting}
-            planning.refreeze(waiting, prepared)
+            prepare.refreeze(waiting, prepared)
             prepare_data(waiting[0])
             _train(prepared, waiting)
         extend.replace_diverged(prepared.sweep, prepared.config)
         if not _asked_for(prepared, tried) and not extend.next_round(prepared.sweep, prepared.config):
             return prepared
-        prepared = planning.from_disk(prepared.sweep)
-        planning.write_plan(prepared)
+        prepared = prepare.from_disk(prepared.sweep)
+        prepare.write_plan(prepared)
         waiting = _asked_for(prepared, tried)
 
 
 def _asked_for(prepared: Prepared, tried: dict[str, float]) -> list[RunDirectory]:
     """Runs that were added, or are to be tried again by somebody's command, since they were last started here."""
-    states = {run: run.state() for run in planning.members(prepared.sweep)}
+    states = {run: run.state() for run in membership.members(prepared.sweep)}
     return [
         run for run, state in states.items() if state.state == "planned" and state.since > tried.get(run.run_id, -1.0)
     ]
 
 
 def _train(prepared: Prepared, waiting: list[RunDirectory]) -> None:
-    from ..observe.display import Display
+    from .display import Display
     from .local import Ranked, Workers, enqueue
 
     sweep, config = prepared.sweep, prepared.config
-    wanted = prepared.configs(run.run_id for run in waiting)
+    wanted = prepared.configs({run.run_id for run in waiting})
     # A grid may vary the ranks of its runs.
     pool = _pool(prepared, max(run.parallel.world_size for run in wanted), _jobs_folder(sweep))
     lone = all(run.parallel.world_size == 1 for run in wanted)
     ways = Workers if lone else Ranked
-    units = units_of(wanted, prepared.plan.seconds, config.cluster, pool.places, config.ensembles if lone else 1)
+    units = prepared.plan.units_of({run.run_id for run in waiting})
+    if not lone:  # who drives several ranks drives one run at a time
+        units = [Unit("alone", (name,)) for unit in units for name in unit.runs]
     training = ways(sweep, enqueue(sweep, pool.folder, units, wanted), Policy.of(config.cluster))
     with Display(prepared.plan, sweep, waiting) as display:
         pool.run(training, lambda: display.update(*training.news()))
@@ -100,13 +104,13 @@ def _pool(prepared: Prepared, ranks: int, folder: Path) -> LocalPool:
     from .local import LocalPool
 
     cluster = prepared.config.cluster
-    room = planning.places(cluster, ranks, prepared.rate)
+    room = rates.places(cluster, ranks, prepared.rate)
     return LocalPool(folder, room.jobs, room.threads, cluster.gpus_per_job, cluster.runs_per_gpu)
 
 
 def _score(prepared: Prepared) -> None:
-    from ..observe.display import Display
     from ..results.evaluation import stage
+    from .display import Display
     from .local import Listed, LocalJob
     from .worker import evaluate_runs
 

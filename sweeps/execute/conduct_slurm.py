@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from .. import prepare
 from ..config import SweepConfig
-from ..plan import planning
-from ..plan.planning import Prepared
-from ..plan.sweep_plan import units_of
+from ..prepare import Prepared
 from ..runs.directory import RunDirectory
 from ..slurm import cluster as slurm_cluster
 from ..slurm import commands as slurm
@@ -62,15 +61,14 @@ def start(
     """
     config, plan = prepared.config, prepared.plan
     # Here and now, for compute nodes may have no network, and GPUs should not wait for a tokenizer.
-    planning.refreeze(waiting, prepared)
+    prepare.refreeze(waiting, prepared)
     if waiting:
         prepare_data(waiting[0])
     if config.evaluate.tasks:
         from ..results.evaluation import stage
 
         stage(config.evaluate.tasks)
-    wanted = prepared.configs(run.run_id for run in waiting)
-    units = units_of(wanted, plan.seconds, config.cluster, plan.jobs_at_once, config.ensembles)
+    units = plan.units_of({run.run_id for run in waiting})
     held = launcher.submit(plan, units, unscored, bool(config.evaluate.tasks), avoid or {})
     print(f"submitted {len(waiting) - len(held)} runs and {len(unscored)} scorings to SLURM")
     if held:
@@ -84,7 +82,7 @@ def missing_scores(runs: Sequence[RunDirectory], config: SweepConfig) -> list[Ru
 
 def conclude(prepared: Prepared, launcher: SlurmLauncher) -> int:
     """What the command does after its jobs are submitted: goes, or waits for them, and says how the sweep came out."""
-    from ..results.finish import finish, print_result
+    from ..results.finish import print_result, write_results
 
     sweep, config = prepared.sweep, prepared.config
     jobs = launcher.in_queue()
@@ -97,6 +95,6 @@ def conclude(prepared: Prepared, launcher: SlurmLauncher) -> int:
     if jobs:
         wait_for_slurm(sweep)
     else:
-        finish(sweep)
+        write_results(sweep)
     print_result(sweep)
-    return outcome(planning.from_disk(sweep))
+    return outcome(prepare.from_disk(sweep))

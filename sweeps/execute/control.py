@@ -14,10 +14,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from ...train.errors import UserError
-from ..grid import extend
-from ..observe.status import cluster_of, is_over
-from ..plan import planning
-from ..runs import attempts
+from .. import prepare
+from ..config import cluster_of
+from ..growth import extend
+from ..runs import attempts, membership
 from ..runs.directory import Busy, RunDirectory, SweepDirectory, this_user
 from ..runs.retries import Policy
 from ..slurm import commands as slurm
@@ -33,7 +33,7 @@ def find_runs(sweep: SweepDirectory, prefixes: Iterable[str]) -> list[RunDirecto
     Raises:
         UserError: one begins no run, or several.
     """
-    runs, found = planning.members(sweep), dict[str, RunDirectory]()
+    runs, found = membership.members(sweep), dict[str, RunDirectory]()
     for prefix in prefixes:
         matching = [run for run in runs if run.run_id.startswith(prefix)]
         exact = [run for run in matching if run.run_id == prefix]
@@ -75,9 +75,11 @@ def cancel(sweep: SweepDirectory, prefixes: list[str]) -> int:
     """
     policy, by = Policy.of(cluster_of(sweep.settings())), this_user()
     if not prefixes:
-        planning.stop(sweep, by)
+        membership.stop_growth(sweep, by)
     runs = (
-        find_runs(sweep, prefixes) if prefixes else [run for run in planning.members(sweep) if not is_over(run, policy)]
+        find_runs(sweep, prefixes)
+        if prefixes
+        else [run for run in membership.members(sweep) if not membership.is_over(run, policy)]
     )
     for run in runs:
         print(f"run {run.run_id} {_cancel_one(run, by, policy)}")
@@ -124,7 +126,7 @@ def _cancel_jobs(sweep: SweepDirectory, runs: Iterable[RunDirectory], whole: boo
             SlurmLauncher(sweep, cluster_of(sweep.settings()), live).cancel_all()
         print("its jobs are cancelled; one that trains saves first")
         return
-    needed = {run.state().job_id for run in planning.members(sweep) if run.state().state != "cancelled"}
+    needed = {run.state().job_id for run in membership.members(sweep) if run.state().state != "cancelled"}
     named = {job for run in runs if run.state().state == "cancelled" and (job := run.state().job_id) is not None}
     if idle_jobs := (named & live) - needed:
         slurm.cancel(idle_jobs)
@@ -155,7 +157,7 @@ def retry(
     chosen = {run.run_id: run for run in find_runs(sweep, prefixes)}
     failed = failed or not (prefixes or diverged or cancelled)
     wanted = [state for state, asked in (("failed", failed), ("cancelled", cancelled)) if asked]
-    members = planning.members(sweep)
+    members = membership.members(sweep)
     for run in members if wanted else ():
         if failed and run.state().state == "running":
             recovery.settle_dead([run], policy, recovery.KILLED)
@@ -205,10 +207,10 @@ def _job_of(sweep: SweepDirectory, run: RunDirectory) -> str | None:
 
 def lower_rates(sweep: SweepDirectory) -> set[str]:
     """Adds for every run that diverged one with a lower learning rate; returns the ids of those that are new."""
-    grid = planning.configuration(sweep).grid
+    grid = prepare.configuration(sweep).grid
     factor = FACTOR if grid is None or grid.diverged_rate_factor is None else grid.diverged_rate_factor
     wanted = set()
-    for run in planning.members(sweep):
+    for run in membership.members(sweep):
         if run.state().state != "diverged":
             continue
         fresh = extend.replace_one(sweep, run, factor)

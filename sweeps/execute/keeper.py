@@ -22,10 +22,10 @@ from typing import Any
 
 from ...train.errors import UserError
 from ...train.files import read_json, write_json
+from .. import prepare
 from ..config import SweepConfig
-from ..grid import extend
-from ..plan import planning
-from ..runs import attempts, retries
+from ..growth import extend
+from ..runs import attempts, membership, retries
 from ..runs.directory import RunDirectory, SweepDirectory, now_on
 from ..runs.retries import Policy
 from ..slurm import commands as slurm
@@ -67,7 +67,7 @@ def keep(sweep_path: str) -> None:
     while (sweep.path / "plan.json").exists():
         try:
             with sweep.lock(LOCK_SECONDS):
-                pause = planning.configuration(sweep).cluster.keeper_seconds
+                pause = prepare.configuration(sweep).cluster.keeper_seconds
                 past = tend(sweep)
             if past.over or past.keepers:
                 return
@@ -86,7 +86,7 @@ def tend(sweep: SweepDirectory, say: Callable[[str], None] = print) -> Pass:
     Raises:
         UserError: SLURM refuses what is submitted, in its own words.
     """
-    config = planning.configuration(sweep)
+    config = prepare.configuration(sweep)
     policy = Policy.of(config.cluster)
     try:
         live = slurm.live_jobs()
@@ -135,7 +135,7 @@ def _go_on(sweep: SweepDirectory, config: SweepConfig, launcher: SlurmLauncher, 
 def look(sweep: SweepDirectory, launcher: SlurmLauncher, policy: Policy) -> Survey:
     """Which runs no job has and are to be started: now, or once their time to wait is over."""
     survey, now = Survey(), now_on(sweep.path)
-    open_runs = [run for run in planning.members(sweep) if not run.is_done() and not launcher.has_job(run)]
+    open_runs = [run for run in membership.members(sweep) if not run.is_done() and not launcher.has_job(run)]
     spent = attempts.retries_spent(sweep) if open_runs else 0
     for run in open_runs:
         state = run.state()
@@ -161,8 +161,8 @@ def look(sweep: SweepDirectory, launcher: SlurmLauncher, policy: Policy) -> Surv
 def _submit(
     sweep: SweepDirectory, launcher: SlurmLauncher, due: dict[str, tuple[str, ...]], unscored: list[RunDirectory]
 ) -> None:
-    prepared = planning.from_disk(sweep)
-    planning.write_plan(prepared)
+    prepared = prepare.from_disk(sweep)
+    prepare.write_plan(prepared)
     waiting = [run for run in prepared.directories if run.run_id in due]
     conduct_slurm.start(prepared, launcher, waiting, unscored, due)
 
@@ -187,7 +187,7 @@ def _to_score_again(
 ) -> list[RunDirectory]:
     """Runs whose scoring job ended without scores, a few times each."""
     tries = memory.setdefault("scorings", {})
-    unscored = launcher.to_score(conduct_slurm.missing_scores(planning.members(sweep), config))
+    unscored = launcher.to_score(conduct_slurm.missing_scores(membership.members(sweep), config))
     return [run for run in unscored if tries.get(run.run_id, 0) < SCORINGS]
 
 

@@ -7,9 +7,8 @@ import dataclasses
 from collections.abc import Iterable
 
 from ..config import SweepConfig
-from ..plan import planning
-from ..plan.planning import Prepared
-from ..runs import attempts
+from ..prepare import Prepared
+from ..runs import attempts, membership
 from ..runs.directory import Busy, RunDirectory
 
 
@@ -38,7 +37,7 @@ def prepare_data(run: RunDirectory) -> None:
 def outcome(prepared: Prepared) -> int:
     """The exit code, after a line for every run that is not done."""
     config, sweep = prepared.config, prepared.sweep
-    replaced = planning.replacements(sweep)
+    replaced = membership.replacements(sweep)
     stands_in = {old: sweep.run(new) for new, old in replaced.items()}
     unfinished = [run for run in prepared.directories if not run.is_done()]
     done = [run for run in prepared.directories if run.is_done()]

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from ...train.config import RunConfig
 from ...train.job.environment import TORCHRUN, Ranks
-from ..plan import probe
+from ..plan import rates
 from ..runs.causes import cause_of, words_for
 from ..runs.directory import Busy, RunDirectory
 from ..runs.heartbeat import Heartbeat
@@ -126,14 +126,14 @@ def _train_group(members: Sequence[_Member], interrupt: Interrupt, heart: Heartb
     be cancelled stay together.
     """
     from ...train.ensemble.ensemble import Ended, train_together
-    from ...train.hardware import is_out_of_memory
+    from ...train.hardware import out_of_memory
 
     left = dict(enumerate(members))
     too_many, stopped = list[_Member](), list[_Member]()
 
     def on_end(index: int, ended: Ended) -> None:
         member = left.pop(index)
-        if ended.error is not None and is_out_of_memory(ended.error):
+        if ended.error is not None and out_of_memory(ended.error):
             try_log(member.run, f"{ended.reason}; going on in a smaller ensemble, or alone")
             too_many.append(member)
         elif ended.kind == "stopped" and not interrupt.stops(member.run):
@@ -158,7 +158,7 @@ def _train_group(members: Sequence[_Member], interrupt: Interrupt, heart: Heartb
         )  # fmt: skip
     except Exception as error:
         # Whatever an ensemble dies of belongs in the states of all who are left.
-        if is_out_of_memory(error):
+        if out_of_memory(error):
             too_many += left.values()
         else:
             for member in left.values():
@@ -234,7 +234,7 @@ def lone_environment(environment: Mapping[str, str], sharers: int) -> dict[str, 
     kept = {key: value for key, value in environment.items() if not key.startswith(prefixes) and key not in TORCHRUN}
     kept |= {key: environment[key] for key in ("SLURM_RESTART_COUNT",) if key in environment}  # which limits requeues
     given = kept.get("OMP_NUM_THREADS", "")
-    threads = int(given) if given.isdigit() else probe.cores()
+    threads = int(given) if given.isdigit() else rates.usable_cores()
     return kept | dict.fromkeys(THREADS, str(max(1, threads // sharers)))
 
 

@@ -30,7 +30,7 @@ from filelock import FileLock, Timeout
 from ...train.errors import UserError
 from ...train.job.environment import Ranks, detect
 from ...train.job.session import session
-from ..plan.planning import configuration
+from ..prepare import configuration
 from ..runs.directory import Busy, RunDirectory, SweepDirectory, this_node
 from ..runs.retries import Policy
 from ..slurm import commands as slurm
@@ -300,7 +300,7 @@ def evaluate_runs(sweep_path: str, run_ids: list[str]) -> None:
 
 def finish_sweep(sweep_path: str) -> None:
     """The last job: the table, the laws and the report, from whatever the runs have written."""
-    from ..results.finish import finish
+    from ..results.finish import write_results
 
     sweep = check_shared(sweep_path)
     try:
@@ -308,7 +308,7 @@ def finish_sweep(sweep_path: str) -> None:
             settle_lost(sweep, Policy.of(configuration(sweep).cluster), _live_jobs())
     except UserError as error:  # as where somebody else holds it; there is a report all the same
         print(f"nobody looked for lost runs: {error}")
-    finish(sweep)
+    write_results(sweep)
 
 
 def _live_jobs() -> set[str] | None:

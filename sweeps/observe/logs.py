@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..config import cluster_of
 from ..execute.control import find_runs
-from ..plan.planning import members
 from ..runs.directory import RunDirectory, SweepDirectory
+from ..runs.membership import is_over, members
 from ..runs.retries import Policy
-from .status import cluster_of, is_over
 
 POLL_SECONDS = 0.5
 TAIL_BYTES = 16384  # of a file, when only its newest lines are wanted

@@ -18,13 +18,13 @@ from pathlib import Path
 from ..config import ClusterConfig
 from ..execute import worker
 from ..execute.queue import Queue
-from ..plan import placement
 from ..plan.packing import Unit
-from ..plan.placement import Batch
 from ..plan.sweep_plan import JobShape, PlannedRun
 from ..runs.directory import RunDirectory
 from ..runs.retries import Policy
+from . import placement
 from .launch_record import Inventory, QueueJobs
+from .placement import Batch
 from .submission import Call, QueueFull, Request
 from .transaction import Transaction
 

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 from isoflop.sweeps.execute import conduct, control
-from isoflop.sweeps.plan import planning
-from isoflop.sweeps.runs import attempts
+from isoflop.sweeps.runs import attempts, membership
 from isoflop.sweeps.runs.directory import Busy, RunDirectory, SweepDirectory
 from isoflop.sweeps.runs.retries import Policy
 from isoflop.train.errors import UserError
@@ -94,7 +93,7 @@ def test_a_prefix_of_no_run_or_of_several_is_one_sentence(
     sweep: SweepDirectory, prefix: str, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs = [sweep.run("2b55d78312"), sweep.run("d237d5ba58")]
-    monkeypatch.setattr(planning, "members", lambda sweep: runs)
+    monkeypatch.setattr(membership, "members", lambda sweep: runs)
     with pytest.raises(UserError, match="must begin exactly one run id") as error:
         control.find_runs(sweep, [prefix])
     assert says in str(error.value)

@@ -23,14 +23,15 @@ from typing import Any
 
 import torch
 
-from ..config import RunConfig, validate
+from ..config import RunConfig
 from ..data.shards import Shards
 from ..errors import Diverged, Stopped, UserError
-from ..hardware import is_out_of_memory, kept_peak
+from ..hardware import kept_peak, out_of_memory
 from ..job.failure import Cause, cause_of, describe_error, forget_failure, note_failure
 from ..job.job import Job, join
 from ..loop import Trainer, open_shards
 from ..parallel.zero import StepResult
+from ..planner.validation import validate
 from ..precision import set_matmul_precision
 from .members import check_together
 from .stacked_stepper import Member, StackedStepper
@@ -146,7 +147,7 @@ class _Together:
             results = self.stepper.step(steps)
         except Exception as error:
             reason = describe_error(error)
-            if is_out_of_memory(error):
+            if out_of_memory(error):
                 reason = f"out of memory in an ensemble of {len(steps)}; a smaller one needs less ({reason})"
             for member in list(self.members):
                 self._end(member, Ended("failed", reason, error=error))

@@ -59,9 +59,9 @@ def cause_of(error: BaseException) -> Cause:
         return Cause.DIVERGED
     if isinstance(error, OSError) and error.errno in DISK_FULL:
         return Cause.DISK
-    from ..hardware import is_out_of_memory  # loads torch
+    from ..hardware import out_of_memory  # loads torch
 
-    return Cause.MEMORY if isinstance(error, OutOfMemory) or is_out_of_memory(error) else Cause.ERROR
+    return Cause.MEMORY if isinstance(error, OutOfMemory) or out_of_memory(error) else Cause.ERROR
 
 
 def describe_error(error: BaseException) -> str:

@@ -14,7 +14,7 @@ from ..config import RunConfig
 from ..errors import COLLECTIVE, Stopped
 from ..hardware import pick_device
 from ..parallel.mesh import Mesh
-from ..planner.shapes import check_world
+from ..planner.validation import check_world
 from .control import Agreement, Flag, same_everywhere, together
 from .environment import detect
 from .failure import Cause, Failure, failure_of, forget_failure, note_failure

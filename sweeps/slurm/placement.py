@@ -14,8 +14,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..config import ClusterConfig
-from .packing import Unit
-from .sweep_plan import JobShape, PlannedRun
+from ..plan.packing import Unit
+from ..plan.sweep_plan import JobShape, PlannedRun
 
 
 @dataclass(frozen=True)
