@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from . import series
 from .errors import Array, InputError
 from .files import replacing
 from .formatting import count, scientific
-from .series import APPROACH_STYLE, CURVE_TITLES, FAINT, GRID, LOSS, OPTIMUM_TITLES, Analysis, Law, shades
+from .report import series
+from .report.series import APPROACH_STYLE, CURVE_TITLES, FAINT, GRID, LOSS, OPTIMUM_TITLES, Analysis, Law, shades
 
 SIZE = (6.0, 4.2)
 DPI = 200

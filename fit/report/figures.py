@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from .. import series
 from ..allocation.allocation import compute_optimal
 from ..errors import Array
 from ..formatting import amount, count, fixed, percent, scientific, text
 from ..published import published_law
 from ..results import Analysis
-from ..series import APPROACH_STYLE, CURVE_TITLES, FAINT, GRID, LOSS, OPTIMUM_TITLES, shade, shades
+from . import series
+from .series import APPROACH_STYLE, CURVE_TITLES, FAINT, GRID, LOSS, OPTIMUM_TITLES, shade, shades
 
 Figure = dict[str, Any]
 Trace = dict[str, Any]  # or a part of one

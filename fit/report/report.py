@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .. import formatting
 from ..approaches.recipes import sentences
 from ..errors import InputError
 from ..files import write_text
@@ -126,7 +125,7 @@ def render_report(
 
 
 def render_template(name: str, **context: Any) -> str:
-    """A template of this folder; it knows the ways to write numbers by their names in `formatting`."""
+    """A template of this folder; it knows the ways to write numbers by their names."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(
@@ -136,8 +135,7 @@ def render_template(name: str, **context: Any) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    for say in ("amount", "count", "fixed", "interval", "percent", "scientific"):
-        environment.globals[say] = getattr(formatting, say)
+    environment.globals |= {say.__name__: say for say in (amount, count, fixed, interval, percent, scientific)}
     return environment.get_template(name).render(context)
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from .allocation.allocation import Optimum, compute_optimal
-from .errors import Array
+from ..allocation.allocation import Optimum, compute_optimal
+from ..errors import Array
 
 Law = Any  # of N and D, fitted
 Analysis = Any
