@@ -105,16 +105,12 @@ def test_planning_loads_neither_torch_nor_pandas() -> None:
 KNOWN_CIRCLES: set[tuple[str, str]] = {
     ("bench/train_gpu.py", "bench/train.py"),
     ("fit/hyperparameters/cells.py", "fit/hyperparameters/settings_surface.py"),
-    ("fit/laws/law.py", "fit/laws/persistence.py"),
-    ("fit/laws/profiles.py", "fit/laws/law.py"),
-    ("fit/laws/resampling.py", "fit/laws/law.py"),
     ("sweeps/execute/queue.py", "sweeps/execute/recovery.py"),
     ("sweeps/runs/retries.py", "sweeps/runs/attempts.py"),
     ("sweeps/slurm/launch.py", "sweeps/execute/keeper.py"),
     ("train/checkpoint/shards.py", "train/checkpoint/storage.py"),
     ("train/data/recipe/quality.py", "train/data/recipe/recipe.py"),
     ("sweeps/slurm", "sweeps/execute"),
-    ("train/model", "train/kernels"),
 }
 
 
