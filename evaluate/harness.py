@@ -1,12 +1,11 @@
 """lm-eval asks, our own models answer, in this process and without transformers.
 
-Special here:
-- `CheckpointLM` is lm-eval's `TemplateLM` over two engines: `scoring.py` for log-likelihoods, `generate.py` for texts.
-  lm-eval builds prompts and computes the metrics; here are ids, windows and sums.
-- Prompts that do not fit are cut on the left, as lm-eval's own `hf` model does it. A *continuation* that does not fit
-  (that model refuses those; a byte-level model of short context meets them) is scored by lm-eval's rolling windows.
-- Each request is looked up among the answers first, and stored there with its batch: what was killed goes on.
-- Several ranks ask and get the same; the first one's answers count, and the model's work is shared out (`ranks.py`).
+- `CheckpointLM` is lm-eval's `TemplateLM` over `scoring.py` (log-likelihoods) and `generate.py` (texts). lm-eval builds
+  prompts and computes the metrics; here are ids, windows and sums.
+- Prompts that do not fit are cut on the left, as by lm-eval's `hf` model. A *continuation* that does not fit (that
+  model refuses those) is scored by lm-eval's rolling windows.
+- Each request is looked up among the answers first, and stored there with its batch.
+- Several ranks ask and get the same; the model's work is shared out (`ranks.py`).
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ class Loaded(Protocol):
 
 
 class TokenCache:
-    """Ids of texts under one tokenizer, kept for checkpoint after checkpoint as arrays of its own small type.
+    """Ids of texts under one tokenizer, for checkpoint after checkpoint, as arrays of its own small type.
 
     Args:
         fingerprint: of the tokenizer; under another one nothing here is of use.
@@ -98,16 +97,15 @@ class CheckpointLM(TemplateLM):
     """A model of ours as lm-eval sees it.
 
     Args:
-        model: a GPT, or any causal module: token ids (B, T) -> logits (B, T, V).
-        tokenizer: text to ids and back; `end_of_document` conditions what has no context.
+        tokenizer: `end_of_document` conditions what has no context.
         max_length: longest sequence that the model accepts.
-        device: where the model lies.
         batch_tokens: bound on rows times length of one forward pass.
         seed: of sampled generation.
         tokens: ids of texts met before, under this tokenizer.
         answers: of this model, found before; default none are kept.
         ranks: the processes that share the work, each with the same model.
         say: told when memory runs out.
+        scorer: of log-likelihoods; default `Scorer`.
 
     Attributes:
         truncated: arguments of the requests whose prompt was cut, or whose continuation took several windows.
@@ -170,23 +168,21 @@ class CheckpointLM(TemplateLM):
         return self._sums([request_key("loglikelihood", *strings) for strings, _, _ in requests], windows)
 
     def _windows(self, context: list[int], continuation: list[int]) -> list[Request]:
-        """How a continuation fits the model: one window, the prompt cut on the left, or else rolling windows."""
+        """One window, the prompt cut on the left, or else rolling windows."""
         if len(continuation) > self.max_length:
             return _rolling_windows(continuation, context[-1], self.max_length)
         room = self.max_length + 1 - len(continuation)
         return [Request(context[-room:], continuation)] if continuation else []
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = True) -> list[float]:
-        """Nats of whole texts: every token scored once, in lm-eval's windows of `max_length`, the first after
-        `end_of_document`.
-        """
+        """Nats of whole texts: every token scored once, in windows of `max_length` after `end_of_document`."""
         texts = [request.args[0] for request in requests]
         ids = self._encode(texts)
         windows = [_rolling_windows(ids[text], self.prefix_token_id, self.max_length) for text in texts]
         return [total for total, _ in self._sums([request_key("rolling", text) for text in texts], windows)]
 
     def _sums(self, names: list[str], windows: list[list[Request]]) -> list[Score]:
-        """Of each request the sum over its windows; from the answers where it is there, else into them."""
+        """The sum over the windows of each request; from the answers where it is there, else into them."""
         # A long text is kept window by window, for its windows do not stand together in the batches.
         parts = [[f"{name}.{number}" for number in range(len(of))] for name, of in zip(names, windows, strict=True)]
         wanted = dict(zip(chain(*parts), chain(*windows), strict=True))

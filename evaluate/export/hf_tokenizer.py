@@ -1,12 +1,9 @@
-"""Our tokenizers as Hugging Face reads them, and theirs as ours.
+"""Our tokenizers as Hugging Face reads them, and theirs as ours: the same ids on both sides, for every text.
 
-Special here:
-- a tokenizer gives the same ids on both sides, for every text: special tokens are never read out of text here, and the
-  exported `tokenizer_config.json` says so (`split_special_tokens`). Text that spells out the end of a document is text;
-- bytes become a byte-level BPE without merges, whose ids are the bytes. 0xFF occurs in no UTF-8, so its id is free to
-  be the special token that ends a document; read back, it is our byte tokenizer again;
-- the end of a document also stands where a model wants something in front of a text (`bos_token`), as in GPT-2; nothing
-  is put in front unasked.
+- Special tokens are never read out of text here, and `tokenizer_config.json` says so (`split_special_tokens`).
+- Bytes become a byte-level BPE without merges. 0xFF occurs in no UTF-8, so its id ends a document; read back, it is
+  our byte tokenizer again.
+- The end of a document also stands where a model wants something in front of a text (`bos_token`), as in GPT-2.
 """
 
 from __future__ import annotations
@@ -77,13 +74,9 @@ def end_token(content: dict[str, Any], index: int) -> str:
 
 
 def write_tokenizer(content: dict[str, Any], end: int, longest: int, folder: Path) -> None:
-    """Writes tokenizer.json, tokenizer_config.json and special_tokens_map.json.
+    """Writes tokenizer.json (its `content`), tokenizer_config.json and special_tokens_map.json.
 
-    Args:
-        content: of tokenizer.json.
-        end: id of the token that ends a document.
-        longest: tokens that the model takes.
-        folder: there already.
+    `end` is the id that ends a document, `longest` the tokens that the model takes.
     """
     token = end_token(content, end)
     (folder / TOKENIZER).write_text(json.dumps(content, ensure_ascii=False, indent=1), encoding="utf-8")

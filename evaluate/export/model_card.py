@@ -1,7 +1,6 @@
 """The README.md of an exported model: what it is, what it cost, how good it is, and how far to trust that.
 
-Special here: numbers keep their convention (N_total or N_non_embedding, 6ND or exact FLOPs), and what is not known is
-left out or said to be unknown, never filled in.
+What is not known is left out or said to be unknown, never filled in.
 """
 
 from __future__ import annotations

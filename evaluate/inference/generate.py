@@ -1,16 +1,16 @@
 """Text from a model, token by token: greedy or sampled, many prompts at a time.
 
-Special here:
-- batching is continuous: a request that is finished leaves, the next one is read and joins, and no one waits for the
-  longest; in one round those that join are prefilled, those that run decode, those that slide are recomputed;
-- memory is bounded by the pages of the cache: who finds none waits, and where those that run outgrow them the one that
-  came last goes back to wait, with what it has written;
-- every prompt draws from a random stream of its own, so its text depends on neither its neighbours nor such waits;
-- a text longer than the model's context sees its last `max_length` tokens alone. All positions change with every token
-  then, so no cache helps, and the window is recomputed;
-- where memory runs out half as many go on, and so on until one cannot.
+- Batching is continuous: a request that is finished leaves and the next one joins. In one round those that join are
+  prefilled, those that run decode, and those that slide are recomputed.
+- Memory is bounded by the pages of the cache: who finds none waits, and where those that run outgrow them the last to
+  come goes back to wait, with what it has written. Where memory runs out half as many go on.
+- Every prompt draws from a random stream of its own, one uniform number per token: its text depends on neither its
+  neighbours nor such waits.
+- A text longer than the model's context sees its last `max_length` tokens. All positions change with every token then,
+  so no cache helps.
 
-Yu et al. 2022 (Orca, OSDI 22) for continuous batching; Kwon et al. 2023, arXiv 2309.06180, for pages and preemption.
+Yu et al. 2022 (Orca) for continuous batching; Kwon et al. 2023 (arXiv:2309.06180) for pages; Holtzman et al. 2020
+(arXiv:1904.09751) for the nucleus.
 """
 
 from __future__ import annotations
@@ -67,19 +67,17 @@ def generate(
     """Continues every prompt.
 
     Args:
-        model: a GPT in eval mode. Any other module, token ids (batch, time) -> logits (batch, time, vocabulary), has no
-            cache, and is computed anew for every token.
-        prompts: token ids, none empty; only the last `max_length` count, and the window slides on as the text grows.
-        max_tokens: at most so many new tokens a prompt.
+        model: a GPT in eval mode. Any other module, ids (batch, time) -> logits (batch, time, V), has no cache.
+        prompts: token ids, none empty; only the last `max_length` count.
+        max_tokens: new tokens per prompt, at most.
         max_length: longest sequence that the model accepts.
-        finished: is asked after each token with all new ones of that prompt; True ends it (that token is kept).
+        finished: asked after each token with all new ones of that prompt; True ends it (that token is kept).
         sampling: temperature, top-k, top-p.
-        seeds: one a prompt, for sampling; default its place in the list.
+        seeds: one per prompt, for sampling; default its place in the list.
         device: where the model lies.
         batch_tokens: bound on the tokens of one forward pass; a longer prompt goes alone.
-        cache_bytes: bound on the memory of keys and values, 1 GiB by default and half of what is free on a GPU; one
-            prompt always has its place.
-        done: is called with a prompt's place and its result as soon as it is there.
+        cache_bytes: bound on keys and values, default 1 GiB or half of what is free on a GPU; one prompt always fits.
+        done: called with a prompt's place and its result as soon as it is there.
 
     Returns:
         New tokens of each prompt; None where the model's logits were NaN.
@@ -120,13 +118,7 @@ def stream(
 
 @dataclass(eq=False)
 class Request:
-    """A prompt on its way.
-
-    Attributes:
-        text: its last tokens, at most `max_length` + 1 of them while it is cached.
-        new: what it has written.
-        start: where the document of its last token starts in `text`, where documents are kept apart.
-    """
+    """A prompt on its way: the end of its text, what is new, and where its last document starts in the text."""
 
     index: int
     text: list[int]
@@ -146,7 +138,7 @@ class Request:
 
 
 class Generation:
-    """Prompts on their way through a model, round by round. For the arguments see `generate`; `page`: positions a page.
+    """Prompts on their way through a model; for the arguments see `generate`, and `page`: positions per page.
 
     A request waits, then runs (cached) or slides (recomputed), and leaves when it ends.
     """
@@ -252,7 +244,7 @@ class Generation:
         return joined, logits
 
     def _admit(self) -> list[Request]:
-        """Those that wait, in their order, while there is a place, a budget, and a page for each to grow into."""
+        """Those that wait, in order, while there is a place, a budget, and a page for each to grow into."""
         joined: list[Request] = []
         tokens = 0
         while self.waiting and len(self.running) + len(joined) < self.together:
@@ -270,7 +262,7 @@ class Generation:
         return joined
 
     def _take(self, requests: list[Request], logits: Tensor, finished: Callable[[list[int]], bool]) -> list[Request]:
-        """Gives each its next token. Those that end leave; those whose text outgrows the model slide from now on."""
+        """Gives each its next token. Those that end leave; those that outgrow the model slide from now on."""
         greedy = self.sampling.temperature == 0
         uniforms = None if greedy else torch.tensor([request.uniform() for request in requests], dtype=torch.float64)
         tokens, failed = choose(logits, self.sampling, None if uniforms is None else uniforms.to(logits.device))
@@ -303,7 +295,7 @@ class Generation:
         self.sliding = [request for request in self.sliding if request not in requests]
 
     def _make_room(self) -> None:
-        """A page for the next token of each that runs; where there are too few, the last to come wait again."""
+        """A page for the next token of each that runs; where there are too few, the last to come waits."""
         place = 0
         while place < len(self.running):
             assert self.cache is not None
@@ -352,7 +344,7 @@ class Generation:
         return size // 2
 
     def _new_cache(self, cache_bytes: int | None, page: int) -> PagedCache:
-        """With pages for all requests at once, or as many as the bound allows, or at least for the longest one."""
+        """Pages for all requests at once, or as many as the bound allows, at least for the longest one."""
         assert isinstance(self.model, GPT)
         config, dtype = self.model.config, self.model.embedding.weight.dtype
         if cache_bytes is None:
@@ -368,7 +360,7 @@ class Generation:
 
 
 def prefill(forward: Forward, cache: PagedCache, texts: Sequence[Sequence[int]], pages: Sequence[Pages]) -> Tensor:
-    """Reads texts, keeps their keys and values where `pages` has room for them: logits after each (texts, vocabulary).
+    """Reads texts and keeps their keys and values: logits after each (texts, vocabulary).
 
     Positions before the first page of a request are not kept: nothing will look at them.
     """
@@ -402,14 +394,9 @@ def _mask(model: GPT, tokens: Tensor) -> Tensor | None:
 
 
 def decode(forward: Forward, batch: PagedBatch, tokens: Sequence[int], positions: Ids, first: Ids) -> Tensor:
-    """Adds a token to each request of a batch: logits after it (requests, vocabulary).
+    """Adds one token to each request: logits after it (requests, vocabulary).
 
-    Args:
-        forward: the model.
-        batch: has a page for each position.
-        tokens: (requests,) one each.
-        positions: (requests,) where they stand.
-        first: (requests,) the first position that each sees.
+    `tokens`, `positions` and the `first` position that each sees are (requests,).
     """
     step, device = batch.step(positions, first), forward.model.cos.device
     at = torch.from_numpy(positions).to(device)
@@ -417,9 +404,8 @@ def decode(forward: Forward, batch: PagedBatch, tokens: Sequence[int], positions
 
 
 def recomputed(model: torch.nn.Module, texts: Sequence[Sequence[int]], device: str | torch.device) -> Tensor:
-    """Logits after the last token of each text, computed from nothing: (texts, vocabulary).
-
-    Texts are padded on the right: the model is causal, so padding never reaches a token that counts.
+    """Logits after the last token of each text, computed from nothing: (texts, vocabulary). Padding on the right is
+    unseen.
     """
     longest = max(len(text) for text in texts)
     tokens = torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts], device=device)
@@ -435,11 +421,11 @@ def recomputed(model: torch.nn.Module, texts: Sequence[Sequence[int]], device: s
 
 
 def choose(logits: Tensor, sampling: Sampling, uniforms: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """One token a row: temperature first, then top-k, then the nucleus.
+    """One token per row: temperature first, then top-k, then the nucleus.
 
     Args:
         logits: (rows, vocabulary); -inf is never drawn.
-        sampling: temperature, top-k, top-p.
+        sampling: how.
         uniforms: (rows,) float64 in [0, 1); not read where the temperature is 0.
 
     Returns:
@@ -469,9 +455,8 @@ def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
 
 
 def _most_likely(probabilities: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """The probabilities that top-k leaves, or enough of them to hold the nucleus, highest first, and their tokens.
-
-    After top-k they sum to 1 again.
+    """The probabilities that top-k leaves (they sum to 1 again), or enough to hold the nucleus, highest first; their
+    tokens.
     """
     vocabulary = probabilities.shape[1]
     if sampling.top_k:

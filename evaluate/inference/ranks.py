@@ -1,11 +1,9 @@
 """One evaluation over several processes, each with the whole model and a share of the requests.
 
-Special here:
-- Tasks, prompts and metrics are the same on every rank, computed by each; only what the model does is shared out, and
-  every rank gets all of its answers. So code above this file is code for one process.
-- Requests go out in lexicographic order, which keeps what shares a prompt together, in pieces of equal new tokens.
-- They go out in rounds, so that what is done can be stored between them.
-- An error on one rank is raised on all of them, once what it raised in has ended.
+- Tasks, prompts and metrics are computed by each; only what the model does is shared out, and every rank gets all of
+  its answers. So code above this file is code for one process.
+- Requests go out in lexicographic order, which keeps what shares a prompt together, in pieces of equal new tokens, and
+  in rounds, so that what is done can be stored between them.
 """
 
 from __future__ import annotations
@@ -80,13 +78,7 @@ class Team:
 
 
 def shares(requests: Sequence[Request], ranks: int, round_tokens: int) -> Iterator[list[list[int]]]:
-    """Places of the requests, a list for each rank, round by round. Pure, so all ranks agree.
-
-    Args:
-        requests: none with an empty continuation.
-        ranks: how many there are.
-        round_tokens: of a rank in one round, about.
-    """
+    """Places of the requests, one list per rank, round by round of about `round_tokens` each. Pure, so all agree."""
     places, new, before = [], [], np.zeros(0, dtype=np.int64)
     for place, inputs in ordered(requests, range(len(requests))):
         places.append(place)
@@ -103,14 +95,8 @@ def shares(requests: Sequence[Request], ranks: int, round_tokens: int) -> Iterat
 def on_ranks(count: int, function: Callable[[Ranks], T], *, device: str = "cpu", folder: Path = Path()) -> T:
     """Calls a function on every rank of a job and returns what it gave on the first one.
 
-    Under torchrun or submitit the ranks are those of the job, each with a GPU of its own where `device` is `cuda`.
-    Without a launcher this process forks `count` ranks, which share its cores, a thread each.
-
-    Args:
-        count: ranks; a launcher with another number is refused, unless it is 1.
-        function: must do the same on every rank.
-        device: cpu or cuda.
-        folder: that all ranks see, where they meet under submitit.
+    Under torchrun or submitit the ranks are those of the job, each with a GPU of its own where `device` is `cuda`, and
+    meet in `folder`. Without a launcher this process forks `count` ranks, one thread each.
 
     Raises:
         UserError: what the function raised as such, on any rank; a number of ranks that cannot be had.

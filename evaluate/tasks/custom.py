@@ -39,7 +39,7 @@ def load_custom(path: Path | str, shots: int = 0, limit: int | None = None, seed
     Args:
         path: a file that ends in one of `ENDINGS`, or a folder.
         shots: examples before each question, and then `@shots` ends the names. 0 leaves a YAML's own `num_fewshot`.
-        limit: items a task; None means all.
+        limit: items per task; None means all.
         seed: of the choice of items and examples.
 
     Raises:

@@ -12,8 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 from isoflop.evaluate.contamination import contamination
-from isoflop.evaluate.contamination.contamination import item_texts, overlaps
-from isoflop.evaluate.contamination.ngrams import END, gram_hashes, normalised, word_hashes, words_and_ends
+from isoflop.evaluate.contamination.contamination import (
+    END,
+    gram_hashes,
+    item_texts,
+    normalised,
+    overlaps,
+    word_hashes,
+    words_and_ends,
+)
 from isoflop.evaluate.tasks.custom import load_custom
 from isoflop.evaluate.tasks.suite import Suite
 from isoflop.evaluate.tasks.texts import load_texts
