@@ -84,8 +84,8 @@ def evaluate_checkpoint(
     say = progress if progress is not None and ranks.rank == 0 else (lambda line: None)
     output, device = Path(output), choose_device(device)
     _check(precision, batch_tokens, ngram)
-    loaded = ranks.together(lambda: _load(Path(path), device, PRECISIONS[precision]))
-    suite = suite or ranks.together(lambda: load_suite(tasks, limit, cache=cache, progress=say))
+    loaded = ranks.raise_together(lambda: _load(Path(path), device, PRECISIONS[precision]))
+    suite = suite or ranks.raise_together(lambda: load_suite(tasks, limit, cache=cache, progress=say))
     header = _header(loaded, device, precision)
     with only_one(output, say, ranks):
         record = Record.open(output, header, suite, ngram, say, ranks, keep_items)

@@ -25,12 +25,11 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from ..train.config import RunConfig
 from ..train.model.gpt import GPT
-from .inference.generate import Sampling, generate
-from .inference.ranks import Alone, Ranks, shares
+from .inference.generate import Sampling, generate_texts
+from .inference.ranks import Alone, Ranks, share_requests
 from .inference.scoring import Score, Scorer, Scores
-from .inference.trees import Request, common
+from .inference.trees import Request, shared_length
 from .metrics import ItemResult
 from .records.items import item_results
 from .records.record import Store, request_key
@@ -50,19 +49,6 @@ class Tokenizer(Protocol):
     def end_of_document(self) -> int: ...
     def encode(self, text: str) -> np.ndarray: ...
     def decode(self, ids: Sequence[int]) -> str: ...
-
-
-class Loaded(Protocol):
-    """What is asked of a loaded checkpoint."""
-
-    @property
-    def model(self) -> GPT: ...
-    @property
-    def config(self) -> RunConfig: ...
-    @property
-    def tokenizer(self) -> Any: ...
-    @property
-    def step(self) -> int: ...
 
 
 class TokenCache:
@@ -152,7 +138,7 @@ class CheckpointLM(TemplateLM):
                 before = whole[:1]
             if len(before) >= len(whole) and context + continuation != start:
                 # No token is the answer's alone, so those that reach over the border are.
-                before = whole[: min(common(np.asarray(before), np.asarray(whole)), len(whole) - 1)]
+                before = whole[: min(shared_length(np.asarray(before), np.asarray(whole)), len(whole) - 1)]
             split.append(((context, continuation), before, whole[len(before) :]))
         return self._loglikelihood_tokens(split)
 
@@ -198,7 +184,7 @@ class CheckpointLM(TemplateLM):
         if self._ranks.size == 1:
             self._scorer.score(requests, done)
         else:
-            for shared in shares(requests, self._ranks.size, ROUND_TOKENS):
+            for shared in share_requests(requests, self._ranks.size, ROUND_TOKENS):
                 mine = [requests[place] for place in shared[self._ranks.rank]]
                 found = self._ranks.gather(partial(self._scorer.score, mine))
                 done(list(zip(chain(*shared), chain(*found), strict=True)))
@@ -220,7 +206,7 @@ class CheckpointLM(TemplateLM):
         """With the first rank; where it cannot write them, all raise."""
         store = self._answers
         if store is not None:
-            self._ranks.together(lambda: store.put(answers) if self._ranks.rank == 0 else None)
+            self._ranks.raise_together(lambda: store.put(answers) if self._ranks.rank == 0 else None)
 
     # --- generation --------------------------------------------------------------------------------------------------
 
@@ -265,7 +251,7 @@ class CheckpointLM(TemplateLM):
         missing = [name for name in wanted if name not in texts]
 
         def ask(part: list[str], done: Callable[[int, list[int] | None], None] | None = None) -> list[list[int] | None]:
-            return generate(
+            return generate_texts(
                 self.model, [wanted[name] for name in part], most, max_length=self.max_length, finished=finished,
                 sampling=sampling, seeds=[seed_of[name] for name in part], device=self._device,
                 batch_tokens=self.batch_tokens, done=done,
@@ -302,7 +288,7 @@ def _rolling_windows(tokens: list[int], prefix: int, max_length: int) -> list[Re
 
 
 def make_lm(
-    loaded: Loaded, device: str | torch.device = "cpu", batch_tokens: int = 4096, *, tokens: TokenCache | None = None,
+    loaded: Any, device: str | torch.device = "cpu", batch_tokens: int = 4096, *, tokens: TokenCache | None = None,
     answers: Store | None = None, ranks: Ranks | None = None, say: Callable[[str], None] | None = None,
 ) -> CheckpointLM:  # fmt: skip
     """The loaded checkpoint as lm-eval's model; see `CheckpointLM`."""

@@ -138,11 +138,6 @@ def normalised(text: str | bytes) -> bytes:
     return _IDEOGRAPH.sub(r" \1 ", _NOT_WORD.sub(" ", text)).encode(errors="replace")
 
 
-def word_hashes(text: bytes) -> Words:
-    """(w,) of normalised text."""
-    return words_and_ends(text)[0]
-
-
 def words_and_ends(text: bytes) -> tuple[Words, npt.NDArray[np.intp]]:
     """(w,) hashes of the words of normalised text, and (w,) the number of ends of documents before each."""
     raw = np.frombuffer(text, np.uint8)  # (b,)
@@ -188,8 +183,8 @@ class _Index:
 def item_words(task: SuiteTask) -> list[list[Words]]:
     """For each item the word sequences that are looked for: as asked, and without the template's words."""
     pairs = [item_texts(task.task, doc) for doc in task.task.frozen_docs]
-    questions = [word_hashes(normalised(question)) for question, _ in pairs]
-    answers = [word_hashes(normalised(answer)) for _, answer in pairs]
+    questions = [words_and_ends(normalised(question))[0] for question, _ in pairs]
+    answers = [words_and_ends(normalised(answer))[0] for _, answer in pairs]
     head = _shared(questions) if len(pairs) >= _TEMPLATE_ITEMS else 0
     tail = _shared([words[head:][::-1] for words in questions]) if len(pairs) >= _TEMPLATE_ITEMS else 0
     result = []

@@ -35,7 +35,17 @@ def byte_level_content() -> dict[str, Any]:
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [_special(end, END_TOKENS[0])],
+        "added_tokens": [
+            {
+                "id": end,
+                "content": END_TOKENS[0],
+                "single_word": False,
+                "lstrip": False,
+                "rstrip": False,
+                "normalized": False,
+                "special": True,
+            }
+        ],
         "normalizer": None,
         "pre_tokenizer": level,
         "post_processor": None,
@@ -55,11 +65,6 @@ def byte_level_content() -> dict[str, Any]:
     }
 
 
-def _special(index: int, token: str) -> dict[str, Any]:
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    return {"id": index, "content": token, **flags}
-
-
 def content_of(tokenizer: Tokenizer, saved: Path) -> dict[str, Any]:
     """The tokenizer.json of a tokenizer that a checkpoint keeps in the folder `saved`."""
     if isinstance(tokenizer, ByteTokenizer):
@@ -68,17 +73,12 @@ def content_of(tokenizer: Tokenizer, saved: Path) -> dict[str, Any]:
     return content
 
 
-def end_token(content: dict[str, Any], index: int) -> str:
-    """How a tokenizer.json writes the token that ends a document."""
-    return str(next(token["content"] for token in content["added_tokens"] if token["id"] == index))
-
-
 def write_tokenizer(content: dict[str, Any], end: int, longest: int, folder: Path) -> None:
     """Writes tokenizer.json (its `content`), tokenizer_config.json and special_tokens_map.json.
 
     `end` is the id that ends a document, `longest` the tokens that the model takes.
     """
-    token = end_token(content, end)
+    token = str(next(token["content"] for token in content["added_tokens"] if token["id"] == end))
     (folder / TOKENIZER).write_text(json.dumps(content, ensure_ascii=False, indent=1), encoding="utf-8")
     special = {"bos_token": token, "eos_token": token}
     config = {

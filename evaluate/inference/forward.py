@@ -71,7 +71,7 @@ class Forward:
         return self._head(hidden)[:, : self.model.head.vocab_size]
 
 
-def attention_apart(
+def attention_by_sequence(
     query: Tensor, key: Tensor, value: Tensor, asking: Sequence[int], lengths: Sequence[int],
     masks: Sequence[Tensor | None], window: int | None = None,
 ) -> Tensor:  # fmt: skip

@@ -28,10 +28,10 @@ from ...train.errors import UserError
 from ...train.hardware import out_of_memory
 from ...train.model.attention import document_starts, first_visible, visible_mask
 from ...train.model.gpt import GPT
-from .forward import Forward, attention_apart, logits_of
+from .forward import Forward, attention_by_sequence, logits_of
 from .paged import PAGE, Ids, PagedBatch, PagedCache, Pages
 
-MOST_TOGETHER = 256  # requests that decode in one pass
+MOST_RUNNING = 256  # requests that decode in one pass
 CACHE_BYTES = 1 << 30  # of keys and values on a CPU, where the caller does not say; on a GPU half of what is free
 _DRAWN_AHEAD = 64  # random numbers of a stream
 _FIRST_SORTED = 64  # tokens that are tried for a nucleus, then 8 times as many
@@ -50,7 +50,7 @@ class Sampling:
 GREEDY = Sampling()
 
 
-def generate(
+def generate_texts(
     model: nn.Module,
     prompts: Sequence[Sequence[int]],
     max_tokens: int,
@@ -149,7 +149,7 @@ class Generation:
         batch_tokens: int = 4096, cache_bytes: int | None = None, page: int = PAGE,
     ) -> None:  # fmt: skip
         self.model, self.max_tokens, self.max_length, self.sampling = model, max_tokens, max_length, sampling
-        self.device, self.batch_tokens, self.together = device, batch_tokens, min(batch_tokens, MOST_TOGETHER)
+        self.device, self.batch_tokens, self.most_running = device, batch_tokens, min(batch_tokens, MOST_RUNNING)
         self.end = model.end_of_document if isinstance(model, GPT) else None
         self.window = (model.config.window if isinstance(model, GPT) else None) or max_length
         self.waiting = deque(
@@ -198,7 +198,7 @@ class Generation:
         while start < len(requests):
             chunk = requests[start : start + max(1, self.batch_tokens // self.max_length)]
             texts = [request.text[-self.max_length :] for request in chunk]
-            logits = self._attempt(partial(recomputed, self.model, texts, self.device))
+            logits = self._attempt(partial(recompute_last, self.model, texts, self.device))
             if logits is None:
                 self.batch_tokens = self._halved(len(chunk)) * self.max_length
                 continue
@@ -220,10 +220,10 @@ class Generation:
         positions = np.array([len(text) - 1 for text in texts])
         first = np.array([self._first(request) for request in self.running])
         tokens = [text[-1] for text in texts]
-        logits = self._attempt(partial(decode, self.forward, self._batch, tokens, positions, first))
+        logits = self._attempt(partial(decode_tokens, self.forward, self._batch, tokens, positions, first))
         if logits is None:
-            self.together = self._halved(len(self.running))
-            while len(self.running) > self.together:
+            self.most_running = self._halved(len(self.running))
+            while len(self.running) > self.most_running:
                 self._wait_again()
         return self.running, logits
 
@@ -234,7 +234,7 @@ class Generation:
         assert self.cache is not None
         assert self.forward is not None
         texts, pages = [request.text for request in joined], [request.pages for request in joined]
-        logits = self._attempt(partial(prefill, self.forward, self.cache, texts, pages))
+        logits = self._attempt(partial(prefill_prompts, self.forward, self.cache, texts, pages))
         self.running += joined
         self._batch = None
         if logits is None:
@@ -247,7 +247,7 @@ class Generation:
         """Those that wait, in order, while there is a place, a budget, and a page for each to grow into."""
         joined: list[Request] = []
         tokens = 0
-        while self.waiting and len(self.running) + len(joined) < self.together:
+        while self.waiting and len(self.running) + len(joined) < self.most_running:
             assert self.cache is not None
             request = self.waiting[0]
             tokens += len(request.text)
@@ -265,7 +265,7 @@ class Generation:
         """Gives each its next token. Those that end leave; those that outgrow the model slide from now on."""
         greedy = self.sampling.temperature == 0
         uniforms = None if greedy else torch.tensor([request.uniform() for request in requests], dtype=torch.float64)
-        tokens, failed = choose(logits, self.sampling, None if uniforms is None else uniforms.to(logits.device))
+        tokens, failed = choose_tokens(logits, self.sampling, None if uniforms is None else uniforms.to(logits.device))
         ended, outgrown = [], []
         for request, token, bad in zip(requests, tokens.tolist(), failed.tolist(), strict=True):
             request.failed = bad
@@ -359,7 +359,9 @@ class Generation:
 # --- the two passes ---------------------------------------------------------------------------------------------------
 
 
-def prefill(forward: Forward, cache: PagedCache, texts: Sequence[Sequence[int]], pages: Sequence[Pages]) -> Tensor:
+def prefill_prompts(
+    forward: Forward, cache: PagedCache, texts: Sequence[Sequence[int]], pages: Sequence[Pages]
+) -> Tensor:
     """Reads texts and keeps their keys and values: logits after each (texts, vocabulary).
 
     Positions before the first page of a request are not kept: nothing will look at them.
@@ -380,7 +382,7 @@ def prefill(forward: Forward, cache: PagedCache, texts: Sequence[Sequence[int]],
         asking, seen = lengths, masks
         if len(query) < len(key):  # of each text the last token alone
             asking, seen = [1] * len(texts), [None if mask is None else mask[:, :, -1:] for mask in masks]
-        return attention_apart(query, key, value, asking, lengths, seen, model.config.window)
+        return attention_by_sequence(query, key, value, asking, lengths, seen, model.config.window)
 
     positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
     return forward.logits(forward.hidden(tokens, positions, attend, torch.from_numpy(ends - 1).to(device)))
@@ -393,7 +395,7 @@ def _mask(model: GPT, tokens: Tensor) -> Tensor | None:
     return None if first is None else visible_mask(first, model.embedding.weight.dtype)
 
 
-def decode(forward: Forward, batch: PagedBatch, tokens: Sequence[int], positions: Ids, first: Ids) -> Tensor:
+def decode_tokens(forward: Forward, batch: PagedBatch, tokens: Sequence[int], positions: Ids, first: Ids) -> Tensor:
     """Adds one token to each request: logits after it (requests, vocabulary).
 
     `tokens`, `positions` and the `first` position that each sees are (requests,).
@@ -403,7 +405,7 @@ def decode(forward: Forward, batch: PagedBatch, tokens: Sequence[int], positions
     return forward.logits(forward.hidden(torch.tensor(tokens, device=device), at, step.attend))
 
 
-def recomputed(model: torch.nn.Module, texts: Sequence[Sequence[int]], device: str | torch.device) -> Tensor:
+def recompute_last(model: torch.nn.Module, texts: Sequence[Sequence[int]], device: str | torch.device) -> Tensor:
     """Logits after the last token of each text, computed from nothing: (texts, vocabulary). Padding on the right is
     unseen.
     """
@@ -420,7 +422,7 @@ def recomputed(model: torch.nn.Module, texts: Sequence[Sequence[int]], device: s
 # --- the next token ---------------------------------------------------------------------------------------------------
 
 
-def choose(logits: Tensor, sampling: Sampling, uniforms: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def choose_tokens(logits: Tensor, sampling: Sampling, uniforms: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """One token per row: temperature first, then top-k, then the nucleus.
 
     Args:
@@ -446,12 +448,6 @@ def choose(logits: Tensor, sampling: Sampling, uniforms: Tensor | None = None) -
         outside[:, 0] = False
         likely = likely.masked_fill(outside, 0.0)
     return tokens.gather(1, _drawn(likely, uniforms))[:, 0], highest.isnan()
-
-
-def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """One token from logits (vocabulary,) and a stream of random numbers."""
-    uniforms = torch.rand(1, dtype=torch.float64, generator=generator)
-    return int(choose(logits[None], sampling, uniforms)[0])
 
 
 def _most_likely(probabilities: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:

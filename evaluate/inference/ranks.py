@@ -25,7 +25,7 @@ from ...train.job.environment import detect
 from ...train.job.fork import run_ranks
 from ...train.job.rendezvous import join
 from ...train.parallel.mesh import Mesh, build_mesh
-from .trees import Request, common, ordered
+from .trees import Request, ordered, shared_length
 
 T = TypeVar("T")
 
@@ -39,7 +39,7 @@ class Ranks(Protocol):
     def rank(self) -> int: ...
     @property
     def size(self) -> int: ...
-    def together(self, function: Callable[[], T]) -> T:
+    def raise_together(self, function: Callable[[], T]) -> T:
         """What the function gives on this rank; where it raises on one, all raise."""
 
     def gather(self, function: Callable[[], T]) -> list[T]:
@@ -51,7 +51,7 @@ class Alone:
 
     rank, size = 0, 1
 
-    def together(self, function: Callable[[], T]) -> T:
+    def raise_together(self, function: Callable[[], T]) -> T:
         return function()
 
     def gather(self, function: Callable[[], T]) -> list[T]:
@@ -65,11 +65,11 @@ class Team:
         self._mesh = mesh
         self.rank, self.size = mesh.rank, mesh.size
 
-    def together(self, function: Callable[[], T]) -> T:
+    def raise_together(self, function: Callable[[], T]) -> T:
         return together(self._mesh, function)
 
     def gather(self, function: Callable[[], T]) -> list[T]:
-        mine = self.together(function)
+        mine = self.raise_together(function)
         if self._mesh.control is None:
             return [mine]
         everyone: list[Any] = [None] * self.size
@@ -77,12 +77,13 @@ class Team:
         return everyone
 
 
-def shares(requests: Sequence[Request], ranks: int, round_tokens: int) -> Iterator[list[list[int]]]:
+def share_requests(requests: Sequence[Request], ranks: int, round_tokens: int) -> Iterator[list[list[int]]]:
     """Places of the requests, one list per rank, round by round of about `round_tokens` each. Pure, so all agree."""
     places, new, before = [], [], np.zeros(0, dtype=np.int64)
     for place, inputs in ordered(requests, range(len(requests))):
         places.append(place)
-        new.append(max(1, len(inputs) - common(before, inputs)))  # what it shares with the one before is computed there
+        # What it shares with the one before is computed there.
+        new.append(max(1, len(inputs) - shared_length(before, inputs)))
         before = inputs
     done = np.cumsum(new)
     rounds = max(1, round(int(done[-1]) / (ranks * round_tokens))) if places else 0

@@ -21,8 +21,8 @@ from ...train.errors import UserError
 from ...train.hardware import out_of_memory
 from ...train.model.attention import causal_attention
 from ...train.model.gpt import GPT
-from .forward import Attend, Forward, attention_apart
-from .trees import Costs, Request, Tree, batches, plan
+from .forward import Attend, Forward, attention_by_sequence
+from .trees import Costs, Request, Tree, plan_trees, tree_batches
 
 Score = tuple[float, bool]  # (nats, whether greedy decoding would write it)
 Done = Callable[[list[tuple[int, Score]]], None]  # (place of the request, its score) of those that are finished
@@ -64,7 +64,7 @@ class Scorer:
         if done is not None and (empty := [(place, score) for place, score in enumerate(results) if score is not None]):
             done(empty)
         while waiting := [place for place, score in enumerate(results) if score is None]:
-            for batch in batches(self._plan(requests, waiting), self.batch_tokens):
+            for batch in tree_batches(self._plan(requests, waiting), self.batch_tokens):
                 scored = self._try(requests, batch)
                 if scored is None:
                     break  # the rest is planned anew for a smaller budget
@@ -76,7 +76,7 @@ class Scorer:
 
     def _plan(self, requests: Sequence[Request], waiting: Sequence[int]) -> list[Tree]:
         largest = min(self.batch_tokens, LARGEST_TREE)
-        return plan(requests, waiting, self._costs, largest, self.model.end_of_document)
+        return plan_trees(requests, waiting, self._costs, largest, self.model.end_of_document)
 
     def _try(self, requests: Sequence[Request], batch: list[Tree]) -> list[tuple[int, Score]] | None:
         """None: memory ran out, and the budget was lowered."""
@@ -206,7 +206,7 @@ class _OneByOne:
     def __call__(self, block: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         few = len(query) < len(key)
         asking, masks = (self.asked, self.masks_of_read) if few else (self.lengths, self.masks)
-        return attention_apart(query, key, value, asking, self.lengths, masks)
+        return attention_by_sequence(query, key, value, asking, self.lengths, masks)
 
 
 class _SideBySide:

@@ -75,7 +75,7 @@ class Costs:
         return self.token * tokens + self.pair * tokens * tokens
 
 
-def plan(
+def plan_trees(
     requests: Sequence[Request], waiting: Sequence[int], costs: Costs, largest: int, end_of_document: int | None = None
 ) -> list[Tree]:
     """Packs requests into trees.
@@ -111,14 +111,14 @@ def ordered(requests: Sequence[Request], waiting: Sequence[int]) -> list[tuple[i
     return [(place, inputs[place]) for place in order]
 
 
-def common(first: Ids, second: Ids) -> int:
+def shared_length(first: Ids, second: Ids) -> int:
     """How many tokens two sequences begin with alike."""
     length = min(len(first), len(second))
     differ = np.flatnonzero(first[:length] != second[:length])
     return int(differ[0]) if len(differ) else length
 
 
-def batches(trees: Sequence[Tree], batch_tokens: int) -> Iterator[list[Tree]]:
+def tree_batches(trees: Sequence[Tree], batch_tokens: int) -> Iterator[list[Tree]]:
     """The longest first, at most `batch_tokens` rows times length; those that branch apart, because the others need no
     mask.
     """
@@ -148,7 +148,7 @@ class _Growing:
         return self._size
 
     def shared(self, inputs: Ids) -> int:
-        return common(self._inputs, inputs)
+        return shared_length(self._inputs, inputs)
 
     def add(self, place: int, inputs: Ids, shared: int, targets: Ids) -> None:
         new = len(inputs) - shared

@@ -12,6 +12,7 @@ Text by domain as a measure of language models: Paloma (Magnusson et al. 2023, a
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -62,13 +63,10 @@ def domains(folder: Path) -> dict[str, list[Path]]:
         raise UserError(_about(folder, error)) from None
     for path in files:
         parts = path.relative_to(folder).parts
-        domain = parts[0] if len(parts) > 1 else _domain_of_file(path)
+        own = _LOOSE if format_of(path) == "plain" else path.name.split(".")[0]
+        domain = parts[0] if len(parts) > 1 else own
         result.setdefault(domain, []).append(path)
     return dict(sorted(result.items()))
-
-
-def _domain_of_file(path: Path) -> str:
-    return _LOOSE if format_of(path) == "plain" else path.name.split(".")[0]
 
 
 def _load_domain(
@@ -103,16 +101,10 @@ def _documents(files: list[Path]) -> Iterator[str]:
         if in_pieces:
             yield from texts
         elif format_of(path) == "plain":
-            yield from _first(texts)
+            yield from islice(texts, 1)
         else:
             for text in texts:
                 yield from cut([text], DOCUMENT_BYTES)
-
-
-def _first(texts: Iterator[str]) -> Iterator[str]:
-    for text in texts:
-        yield text
-        return
 
 
 def _about(folder: Path, error: UserError) -> str:
