@@ -31,13 +31,13 @@ from .errors import Diverged, Stopped, UserError
 from .files import HALVED, JsonLines, write_json
 from .flops import count_parameters, flops_6nd, flops_exact, training_flops_per_token
 from .hardware import device_name, kept_peak
-from .job.course import Course
 from .job.job import Job, join
+from .job.progress import PastStep, RunProgress
 from .job.session import kept
 from .parallel.layout import Held
 from .parallel.zero import StepResult
 from .planner.validation import validate
-from .precision import PastStep, set_matmul_precision
+from .precision import set_matmul_precision
 from .schedule import learning_rate_factor, warmup_steps
 from .stepper import Stepper
 from .tracker import Tracker
@@ -92,8 +92,8 @@ def _run(trainer: Trainer, stepper: Stepper, should_stop: Callable[[], bool]) ->
     """Steps until the end of D; see `train`."""
     job = trainer.job
     while trainer.goes_on:
-        job.beat(trainer.course.step, "in a step")
-        trainer.took(stepper.step(trainer.course.step))
+        job.beat(trainer.progress.step, "in a step")
+        trainer.took(stepper.step(trainer.progress.step))
         if trainer.goes_on:
             stop, save = job.agree(stop=should_stop(), save=trainer.save_is_due())
             trainer.pause(stop, save)
@@ -195,7 +195,7 @@ class Trainer:
         self.windows = torch.from_numpy(windows)
         self.window_bytes = bytes_of(windows[:, 1:], self.tokenizer)
         self.validate_at = validation_steps(config)
-        self.course = Course()
+        self.progress = RunProgress()
         self.last_held_out: HeldOut | None = None
         self.unwatched: list[StepResult] = []  # still on the device, so that no step waits for its own loss
         self.saver = Saver(directory / "checkpoints", job.mesh, config, self.tokenizer, report)
@@ -213,12 +213,12 @@ class Trainer:
     @property
     def goes_on(self) -> bool:
         """Whether there are steps to take."""
-        return self.course.step < self.config.steps
+        return self.progress.step < self.config.steps
 
     def start_clock(self) -> None:
         """From here on the run pays for time; again where it had to wait before its first step."""
-        self._zero_seconds = self.clock() - self.course.seconds
-        self._logged_at, self._logged_step = self.clock(), self.course.step
+        self._zero_seconds = self.clock() - self.progress.seconds
+        self._logged_at, self._logged_step = self.clock(), self.progress.step
         self._saved_at = time.perf_counter()  # by the wall, for a kill costs what the wall has seen
 
     def took(self, result: StepResult) -> None:
@@ -227,17 +227,17 @@ class Trainer:
         Raises:
             Diverged: the loss is not a number, or rose out of its band.
         """
-        config, course = self.config, self.course
-        course.step += 1
+        config, progress = self.config, self.progress
+        progress.step += 1
         self.unwatched.append(result)
         now = self.clock()
-        course.seconds = now - self._zero_seconds
-        if course.step % config.log_every == 0 or course.step in self.validate_at or not self.goes_on:
+        progress.seconds = now - self._zero_seconds
+        if progress.step % config.log_every == 0 or progress.step in self.validate_at or not self.goes_on:
             self._watch()
-            tokens_per_s = (course.step - self._logged_step) * config.batch_tokens / (now - self._logged_at)
-            held_out = self.validate() if course.step in self.validate_at else None
+            tokens_per_s = (progress.step - self._logged_step) * config.batch_tokens / (now - self._logged_at)
+            held_out = self.validate() if progress.step in self.validate_at else None
             self._log(result, tokens_per_s, held_out)
-            self._logged_at, self._logged_step = self.clock(), course.step
+            self._logged_at, self._logged_step = self.clock(), progress.step
 
     def save_is_due(self) -> bool:
         """Whether this rank's clock asks for a checkpoint; the leader's counts."""
@@ -249,7 +249,7 @@ class Trainer:
         Raises:
             Stopped: with `stop`, after saving.
         """
-        config, step = self.config, self.course.step
+        config, step = self.config, self.progress.step
         every, named = config.checkpoint.every_steps, config.checkpoint.at_steps or ()
         if stop or save or step in named or (every is not None and step % every == 0):
             self.save()
@@ -262,21 +262,21 @@ class Trainer:
         """Loss on the fixed held-out set, in the precision of the run."""
 
         def beat() -> None:
-            self.job.beat(self.course.step, "scoring the held-out set")
+            self.job.beat(self.progress.step, "scoring the held-out set")
             self.alive()
 
         losses = self.stepper.losses(self.windows, beat)
         result = held_out(losses, self.config.data.sequence_length, self.window_bytes)
         if not math.isfinite(result.val_loss):
-            raise Diverged(f"the held-out loss is {result.val_loss} at step {self.course.step}")
+            raise Diverged(f"the held-out loss is {result.val_loss} at step {self.progress.step}")
         return result
 
     def save(self) -> None:
         """Saves this instant; the files are written while training goes on."""
         self._watch()
-        self.job.beat(self.course.step, "saving a checkpoint")
-        state = {**vars(self.course), **self.stepper.state()}
-        self.saver.save(self.course.step, self.stepper.zero.held(), state)
+        self.job.beat(self.progress.step, "saving a checkpoint")
+        state = {**vars(self.progress), **self.stepper.state()}
+        self.saver.save(self.progress.step, self.stepper.zero.held(), state)
 
     def finish(self) -> dict[str, Any]:
         """After the last step: the last checkpoint, the summary, and the tracker's end."""
@@ -304,9 +304,9 @@ class Trainer:
         if state is None:
             self.stepper.start()
             return
-        self.course = Course(**{key: state[key] for key in vars(self.course)})
+        self.progress = RunProgress(**{key: state[key] for key in vars(self.progress)})
         self.stepper.load_state(state)
-        self.report(f"resumed from step_{self.course.step} of {self.config.steps} steps")
+        self.report(f"resumed from step_{self.progress.step} of {self.config.steps} steps")
 
     def _say_epochs(self) -> None:
         self.epochs = self.stepper.stream.epochs(self.config.D)
@@ -323,13 +323,13 @@ class Trainer:
         losses = torch.stack([result.loss for result in self.unwatched]).tolist()
         skips = torch.stack([result.skipped for result in self.unwatched]).tolist()
         self.unwatched.clear()
-        first = self.course.step - len(losses) + 1
+        first = self.progress.step - len(losses) + 1
         past = [PastStep(step, *item) for step, item in enumerate(zip(losses, map(bool, skips), strict=True), first)]
-        for line in self.course.look(past, self.config):
+        for line in self.progress.judge(past, self.config):
             self.report(line)
 
     def _log(self, result: StepResult, tokens_per_s: float, held_out: HeldOut | None) -> None:
-        config, step = self.config, self.course.step
+        config, step = self.config, self.progress.step
         self.last_held_out = held_out
         if self.metrics is None or self.tracker is None:
             return
@@ -340,22 +340,22 @@ class Trainer:
             "tokens": step * config.batch_tokens,
             "flops": float(flops_per_token) * step * config.batch_tokens,
             "train_loss": loss if math.isfinite(loss) else None,  # a batch that was skipped
-            "smoothed_loss": self.course.smoothed_loss,
+            "smoothed_loss": self.progress.smoothed_loss,
             "lr": config.optimizer.learning_rate * learning_rate_factor(config, step - 1),
             "grad_norm": norm if math.isfinite(norm) else None,
             "tokens_per_s": tokens_per_s,
             "mfu": tokens_per_s * flops_per_token / self.peak,
-            "seconds": self.course.seconds,
+            "seconds": self.progress.seconds,
         }
-        if self.course.bad_steps:
-            record["bad_steps"] = self.course.bad_steps
+        if self.progress.bad_steps:
+            record["bad_steps"] = self.progress.bad_steps
         if held_out is not None:
             record |= vars(held_out)
         self.metrics.write(record)
         self.tracker.log(record)
 
     def _summary(self, held_out: HeldOut) -> dict[str, Any]:
-        config, seconds = self.config, self.course.seconds
+        config, seconds = self.config, self.progress.seconds
         flops = flops_exact(config)
         return {
             "run_id": run_id(config),
@@ -366,11 +366,11 @@ class Trainer:
             "flops_6nd": flops_6nd(config),
             "flops_exact": flops,
             **vars(held_out),
-            "train_loss": self.course.smoothed_loss,
+            "train_loss": self.progress.smoothed_loss,
             "unique_tokens": self.stepper.stream.unique_tokens,
             "epochs": self.epochs,
             "warmup_share": warmup_steps(config) / config.steps,
-            "bad_steps": self.course.bad_steps,
+            "bad_steps": self.progress.bad_steps,
             "seconds": seconds,
             "tokens_per_s": config.D / max(seconds, 1e-9),
             "mfu": flops / max(seconds, 1e-9) / self.peak,

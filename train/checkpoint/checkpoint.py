@@ -19,7 +19,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,7 +36,7 @@ from ..model.parametrization import build_model
 from ..parallel.layout import Held, whole
 from ..parallel.mesh import Mesh
 from ..schedule import same_until
-from .storage import MOMENTS, SHARDS_INDEX, WEIGHTS, read
+from .storage import MOMENTS, SHARDS_INDEX, WEIGHTS, parts, read_whole
 
 if TYPE_CHECKING:
     from ..data.tokenizers import Tokenizer
@@ -213,8 +213,21 @@ def restore(checkpoint: Path, held: Sequence[Held], config: RunConfig) -> dict[s
     result: dict[str, Any] = json.loads((checkpoint / "trainer.json").read_text())
     if run_id(saved) != run_id(config) and result["step"] > same_until(saved, config):
         raise UserError(f"checkpoint {checkpoint} belongs to another run: {_first_difference(saved, config)}")
-    read(checkpoint, held)
+    read_tensors(checkpoint, held)
     return result
+
+
+def read_tensors(checkpoint: Path, held: Iterable[Held]) -> None:
+    """Fills what is held from a checkpoint of either format, in place, opening only what it needs.
+
+    Raises:
+        UserError: the checkpoint does not cover what is held.
+    """
+    if not (checkpoint / SHARDS_INDEX).is_file():
+        return read_whole(checkpoint, parts(held))
+    from .shards import read_shards  # half a second of imports that one process does without
+
+    read_shards(checkpoint, parts(held))
 
 
 def _first_difference(saved: RunConfig, config: RunConfig) -> str:
@@ -296,7 +309,7 @@ def load_for_evaluation(path: Path | str, device: str = "cpu", dtype: torch.dtyp
     path = find(path)
     config = read_config(path)
     gpt = build_model(config.model, config.optimizer, config.data.sequence_length, seed=0)
-    read(path, whole_weights(gpt))
+    read_tensors(path, whole_weights(gpt))
     step = json.loads((path / "trainer.json").read_text())["step"]
     tokenizer = tokenizer_from_directory(path / "tokenizer")
     if config.data.separate_documents:

@@ -36,7 +36,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
 from ..errors import UserError
-from .storage import SHARDS, Part, check
+from .storage import SHARDS, Part, check_shape
 
 
 def write_shards(checkpoint: Path, mine: Iterable[Part], group: ProcessGroup) -> str:
@@ -101,7 +101,7 @@ def read_shards(checkpoint: Path, wanted: Sequence[Part]) -> None:
     items = []
     for part in wanted:
         saved: Any = index.state_dict_metadata.get(part.key)
-        check(checkpoint, part, None if saved is None else tuple(saved.size))
+        check_shape(checkpoint, part, None if saved is None else tuple(saved.size))
         if sum(math.prod(chunk.sizes) for chunk in saved.chunks) != math.prod(part.shape):
             raise UserError(f"checkpoint {checkpoint} does not cover the model: there are holes in its {part.key}")
         box = ChunkStorageMetadata(torch.Size(part.offset), part.values.shape)

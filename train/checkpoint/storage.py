@@ -2,7 +2,7 @@
 
     one process     model.safetensors      weights, fp32, by name
                     optimizer.safetensors  Adam's moments, `<parameter>.exp_avg` and `.exp_avg_sq`
-    several ranks   shards/                all of these by the same names, a file a rank; see `parallel/shards.py`
+    several ranks   shards/                all of these by the same names, a file a rank; see `shards.py`
 
 Special here:
 - what a rank holds is a list of boxes of whole tensors (`Part`); that is all that either format knows of a mesh;
@@ -121,33 +121,27 @@ def _save(tensors: dict[str, Tensor], path: Path) -> None:
         raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
 
 
-def read(checkpoint: Path, held: Iterable[Held]) -> None:
-    """Fills what is held from a checkpoint of either format, in place, opening only what it needs.
+def read_whole(checkpoint: Path, wanted: Sequence[Part]) -> None:
+    """Fills the parts in place from the format of one process.
 
     Raises:
-        UserError: the checkpoint does not cover what is held.
+        UserError: the checkpoint does not cover them.
     """
-    wanted = parts(held)
-    if (checkpoint / SHARDS_INDEX).is_file():
-        from .shards import read_shards  # half a second of imports that one process does without
-
-        read_shards(checkpoint, wanted)
-    else:
-        _read_whole(checkpoint / WEIGHTS, [part for part in wanted if part.kind == "weight"])
-        _read_whole(checkpoint / MOMENTS, [part for part in wanted if part.kind != "weight"])
+    _read_file(checkpoint / WEIGHTS, [part for part in wanted if part.kind == "weight"])
+    _read_file(checkpoint / MOMENTS, [part for part in wanted if part.kind != "weight"])
 
 
-def _read_whole(path: Path, wanted: Sequence[Part]) -> None:
+def _read_file(path: Path, wanted: Sequence[Part]) -> None:
     if not wanted:
         return
     with safe_open(path, framework="pt") as file:
         there = set(file.keys())
         for part in wanted:
-            check(path.parent, part, tuple(file.get_slice(part.key).get_shape()) if part.key in there else None)
+            check_shape(path.parent, part, tuple(file.get_slice(part.key).get_shape()) if part.key in there else None)
             part.values.copy_(file.get_slice(part.key)[part.slices])
 
 
-def check(checkpoint: Path, part: Part, saved: Shape | None) -> None:
+def check_shape(checkpoint: Path, part: Part, saved: Shape | None) -> None:
     """Compares the shape of a tensor in the checkpoint, None where it has none, with the model's.
 
     Raises:

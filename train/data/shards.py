@@ -60,18 +60,6 @@ class Shards:
     train_documents: npt.NDArray[np.int64]
     validation_documents: npt.NDArray[np.int64]
 
-    def verify(self) -> None:
-        """Reads every byte and compares it with the manifest; opening compares sizes alone, which costs nothing.
-
-        Raises:
-            UserError: naming the file that differs.
-
-        """
-        for name, expected in self.manifest["files"].items():
-            with open(self.directory / name, "rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != expected["sha256"]:
-                    raise UserError(f"{self.directory / name} differs from its manifest; delete the folder to rebuild")
-
 
 def prepare(config: DataConfig, progress: Progress | None = None, processes: int | None = None) -> Shards:
     """The shards of a config's corpus, built unless the cache has them. Processes that ask at once build once.

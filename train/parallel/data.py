@@ -95,11 +95,6 @@ class Gradients:
         """Of each bucket what this rank owns, (elements,); the batch's gradient after `wait`."""
         return [bucket.shard for bucket in self.buckets]
 
-    @property
-    def lasting(self) -> list[Tensor]:
-        """The buffers that live from step to step."""
-        return [bucket.shard if self.freed or bucket.full is None else bucket.full for bucket in self.buckets]
-
     def clear(self) -> None:
         """Forgets what was accumulated: the next micro-batch starts a new batch."""
         self.fresh = True  # nothing is accumulated, so what lies in the buckets is overwritten

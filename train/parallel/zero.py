@@ -258,17 +258,6 @@ class Zero:
         for number in range(len(self.layouts)):
             self._refresh(number)
 
-    def bytes_held(self) -> dict[str, int]:
-        """Bytes of this rank's lasting buffers."""
-        tensors = {
-            "weights": self.weights.full if self.stage < 3 else self.weights.own,
-            "gradients": self.gradients.lasting,
-            "master": self.master if self.dtype != self.wide else [],
-            "exp_avg": self.exp_avg,
-            "exp_avg_sq": self.exp_avg_sq,
-        }
-        return {kind: sum(t.numel() * t.element_size() for t in held) for kind, held in tensors.items()}
-
     def _overlap(self, number: int, slot: Slot) -> tuple[Range, int, int]:
         """What of a parameter this rank owns: elements of the flattened parameter; start and stop in its slice."""
         first, last = self.owned[number]

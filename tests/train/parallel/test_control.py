@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from forked import Ended, fork_processes
 from isoflop.train.config import ParallelConfig, RunConfig
 from isoflop.train.errors import UserError
 from isoflop.train.job.control import Agreement, Flag, same_everywhere, together
 from isoflop.train.job.environment import Ranks, detect
 from isoflop.train.job.failure import Cause, Failure, RankError
-from isoflop.train.job.fork import Ended, fork_processes, run_ranks
+from isoflop.train.job.fork import run_ranks
 from isoflop.train.job.rendezvous import MARGIN_SECONDS, join
 from isoflop.train.parallel.mesh import Mesh, build_mesh
 

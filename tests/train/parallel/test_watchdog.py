@@ -15,16 +15,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from forked import Ended, fork_processes
 from isoflop.train.config import ParallelConfig
 from isoflop.train.errors import Stopped
 from isoflop.train.job import watchdog as module
-from isoflop.train.job.beats import Beat, Seen, at_fault
 from isoflop.train.job.control import together
 from isoflop.train.job.environment import Ranks
 from isoflop.train.job.failure import Failure, RankError
-from isoflop.train.job.fork import Ended, fork_processes
 from isoflop.train.job.rendezvous import join
-from isoflop.train.job.watchdog import EXIT_CODE, GRACE_SECONDS, Watchdog
+from isoflop.train.job.watchdog import EXIT_CODE, GRACE_SECONDS, Beat, Seen, Watchdog, at_fault
 from isoflop.train.parallel.mesh import Mesh
 
 TIMEOUT = 2.0

@@ -1,16 +1,13 @@
-"""A corpus in parts on disk, each with its texts, their hashes and what steps found in them: what a kill cannot undo.
+"""A corpus in parts on disk: texts, their hashes and what steps found in them; a file that is there is a job done.
 
-Special here:
-- A part is at most `PART_BYTES` of text, compressed: many processes work on parts, and none holds more than one.
-- Every file appears whole under its name. A file that is there is a job that is done, and its result.
-- The functions here run in other processes, and say nothing but what they return.
+The functions here run in the processes of a `Pool`, each of which holds one part at a time.
 """
 
 from __future__ import annotations
 
+import io
 import json
-import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ...files import write_atomic
 from ..mixing import content_hash
 from . import filters, shingles
 from .recipe import parse
@@ -56,7 +54,7 @@ def write_part(folder: Path, number: int, texts: list[str]) -> int:
 
     encoded = [text.encode() for text in texts]
     whole = zstandard.ZstdCompressor(level=1).compress(b"".join(encoded))
-    _replace(part_file(folder, number, "zst"), lambda path: path.write_bytes(whole))
+    write_atomic(part_file(folder, number, "zst"), [whole], flush=False)
     digests = np.fromiter(map(content_hash, encoded), np.uint64, len(encoded))
     save(part_file(folder, number, "npz"), digests=digests, sizes=np.fromiter(map(len, encoded), np.int64))
     return number
@@ -122,24 +120,11 @@ def _asked(folder: Path, number: int, asked: Flags) -> list[str]:
 
 def save(path: Path, **arrays: npt.NDArray[Any]) -> None:
     """Arrays to a file that is whole or not there."""
-
-    def write(temporary: Path) -> None:
-        with open(temporary, "wb") as file:
-            np.savez(file, **arrays)  # type: ignore[arg-type]
-
-    _replace(path, write)
+    content = io.BytesIO()
+    np.savez(content, **arrays)  # type: ignore[arg-type]
+    write_atomic(path, [content.getbuffer()], flush=False)
 
 
 def load(path: Path) -> dict[str, npt.NDArray[Any]]:
     with np.load(path) as file:
         return {name: file[name] for name in file.files}
-
-
-def _replace(path: Path, write: Callable[[Path], object]) -> None:
-    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    try:
-        write(temporary)
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
