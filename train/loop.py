@@ -1,13 +1,8 @@
 """The training loop: a config in, a run directory out.
 
-Special here:
-- everything that decides a number (batch, learning rate, when to validate) is a pure function of the config and the
-  step, so a run that was killed and resumed gives the same bits as one that was left alone;
-- a `Trainer` keeps the books of one run and takes no step itself: `train` steps one run, `ensemble.py` many together;
-- checkpoints are taken on a clock, written while training goes on, and never change the arithmetic;
-- the loop asks `should_stop` after every step, and when told to stop it saves and leaves with `Stopped`;
-- every rank runs this same loop. Rank 0 alone writes metrics and the summary; what a rank must not decide alone (to
-  stop, to save) is agreed on.
+Everything that decides a number is a pure function of the config and the step, so a run that was killed and resumed
+gives the same bits. A `Trainer` keeps the records of one run and takes no step itself: `train` steps one run, an
+ensemble many together. Every rank runs this loop; rank 0 alone writes metrics and the summary.
 """
 
 from __future__ import annotations
@@ -53,15 +48,9 @@ def train(
 ) -> dict[str, Any]:
     """Trains one run, resuming from its newest valid checkpoint, and returns what it writes to summary.json.
 
-    With more than one rank (`parallel.tp`, `parallel.dp`) every rank calls this, with the same arguments.
-
-    Args:
-        config: complete and resolved (`model.vocab_size` and `data.fingerprint` filled in).
-        directory: the run directory; metrics.jsonl, summary.json and checkpoints/ are written there.
-        should_stop: asked after every step; True on any rank saves a checkpoint and raises `Stopped` on all.
-        report: gets one line for everything that a person should know.
-        shards: tokens to train on; prepared from the config when not given.
-        alive: called in work that takes long and has no steps, such as preparing the data; its answer is not looked at.
+    With more than one rank every rank calls this, with the same complete and resolved config. `should_stop` is asked
+    after every step; True on any rank saves a checkpoint and raises `Stopped` on all. `alive` is called in long work
+    without steps, such as preparing the data.
 
     Raises:
         UserError: the config cannot be trained.
@@ -89,7 +78,7 @@ def train(
 
 
 def _run(trainer: Trainer, stepper: Stepper, should_stop: Callable[[], bool]) -> dict[str, Any]:
-    """Steps until the end of D; see `train`."""
+    """Steps until the end of D."""
     job = trainer.job
     while trainer.goes_on:
         job.beat(trainer.progress.step, "in a step")
@@ -106,12 +95,6 @@ def _silent(line: str) -> None:
 
 def open_shards(config: RunConfig, shards: Shards | None, job: Job, alive: Callable[[], object]) -> Shards:
     """The tokens that a run trains on, those given or prepared from its config.
-
-    Args:
-        config: of the run.
-        shards: those given.
-        job: this rank's part in it.
-        alive: called while they are prepared, so that whoever waits for a step knows that this one works.
 
     Raises:
         UserError: the tokenizer is not the one that the run was planned with, or not the model's.
@@ -167,7 +150,9 @@ class Steps(Protocol):
 
 
 class Trainer:
-    """The books of one run, kept by one rank between steps: its course, metrics, held-out losses and checkpoints."""
+    """The records of one run, kept by one rank between steps: its progress, metrics, held-out losses and
+    checkpoints.
+    """
 
     def __init__(
         self, config: RunConfig, directory: Path, report: Callable[[str], None], shards: Shards, job: Job,
@@ -176,17 +161,8 @@ class Trainer:
     ) -> None:  # fmt: skip
         """Resumes the run from its newest valid checkpoint, or starts it.
 
-        Args:
-            config: of the run.
-            directory: of the run.
-            report: gets a line for everything that a person should know.
-            shards: what `open_shards` gave.
-            job: this rank's part in it.
-            stepper: holds the weights, and is told to take steps by somebody else.
-            peak: FLOP/s against which MFU is stated, of all ranks.
-            ensemble: runs that are trained together, this one among them.
-            clock: seconds that the run pays for; of an ensemble each member pays its share.
-            alive: called while the held-out set is scored, which takes long and has no steps.
+        `peak` FLOP/s of all ranks are what MFU is stated against; of an ensemble each member pays its share of the
+        `clock`.
         """
         self.config, self.directory, self.report, self.job = config, directory, report, job
         self.stepper, self.peak, self.ensemble, self.clock, self.alive = stepper, peak, ensemble, clock, alive
@@ -222,7 +198,7 @@ class Trainer:
         self._saved_at = time.perf_counter()  # by the wall, for a kill costs what the wall has seen
 
     def took(self, result: StepResult) -> None:
-        """The books of a step that was taken: looks at losses, scores and logs where the config says so.
+        """Records a step: judges losses, validates and logs where the config says so.
 
         Raises:
             Diverged: the loss is not a number, or rose out of its band.
@@ -317,7 +293,7 @@ class Trainer:
             )
 
     def _watch(self) -> None:
-        """Looks at every step since the last look, so that when a run counts as diverged owes nothing to log_every."""
+        """Judges every step since the last look, so that divergence does not depend on log_every."""
         if not self.unwatched:
             return
         losses = torch.stack([result.loss for result in self.unwatched]).tolist()

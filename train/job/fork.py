@@ -23,7 +23,7 @@ def run_ranks(ranks: int, function: Callable[..., Any], *arguments: Any, timeout
     The function may be a closure; what it returns must pickle. Each rank has one thread.
 
     Raises:
-        RuntimeError: a rank raised, died, or had not ended in time; holds every rank's own words. None is left behind.
+        RuntimeError: a rank raised, died, or had not ended in time; holds every rank's own words.
     """
     with tempfile.TemporaryDirectory() as folder:
         processes, receivers = start_forks(ranks, _rank, ranks, folder, timeout, function, arguments)
@@ -42,7 +42,9 @@ def run_ranks(ranks: int, function: Callable[..., Any], *arguments: Any, timeout
 
 
 def start_forks(count: int, target: Callable[..., None], *arguments: Any) -> tuple[list[ForkProcess], list[Connection]]:
-    """Forks `target(number, sender, *arguments)` so often; the processes, and what each can be heard through."""
+    """Forks `target(number, sender, *arguments)` `count` times; returns the processes and the other ends of their
+    pipes.
+    """
     context = multiprocessing.get_context("fork")
     pipes = [context.Pipe(duplex=False) for _ in range(count)]
     processes = [context.Process(target=target, args=(n, pipes[n][1], *arguments)) for n in range(count)]

@@ -1,4 +1,4 @@
-"""One rank's part in its job: who it is, how it tells the others that it lives, and what it decides with them."""
+"""One rank's part in its job: who it is, how it shows the others that it lives, and what it decides with them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 @dataclass
 class Job:
-    """Of one process, the same calls do nothing or answer at once."""
+    """For one process the same calls do nothing, or answer at once."""
 
     mesh: Mesh
     device: torch.device
@@ -44,7 +44,7 @@ class Job:
         return Flag.STOP in flags, Flag.SAVE in flags
 
     def failure(self, cause: Cause, reason: str) -> Failure:
-        """What has failed on this rank, at the step where it is."""
+        """A failure of this rank at its current step."""
         return Failure(cause, reason, self.mesh.rank, self.host, self.watchdog.step, (self.host,))
 
     def together(self, function: Callable[[], T]) -> T:
@@ -56,17 +56,12 @@ class Job:
 def join(config: RunConfig, directory: Path, report: Callable[[str], None]) -> Iterator[Job]:
     """Makes this process a rank of the run's job, and takes it out again.
 
-    Where another rank dies or hangs while this one is stuck in a collective, this process is ended from within. Of
-    this and of whatever is raised in the block but `Stopped`, `directory/failure.json` says why.
-
-    Args:
-        config: of the run.
-        directory: of the run, on a file system that all ranks share.
-        report: gets the reason for which this process is ended.
+    Where another rank dies or hangs while this one is stuck in a collective, this process is ended from within.
+    `directory/failure.json` then says why, as it does of whatever is raised in the block but `Stopped`.
 
     Raises:
         UserError: the ranks are not those that the config asks for, were given different configs, or do not meet.
-        RankError: another rank failed; says which, where, at which step and why.
+        RankError: another rank failed.
     """
     ranks, watchdog = detect(), None
 

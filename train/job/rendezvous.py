@@ -1,12 +1,6 @@
 """The ranks of a job find each other: through a file in the run directory, or through torchrun's address.
 
-Special here:
-- rank 0 opens a store on a port that the system picks, and writes address and a random token to a file on the shared
-  file system; a rank takes an address only if the store behind it knows the token, so neither the file of an earlier
-  attempt nor a stranger on its old port is ever taken for ours;
-- rank 0 leaves last: the store lives in its process, and would look dead to ranks that still read it;
-- one process without a launcher joins nothing. Started by `torchrun --nproc-per-node 1` it gets process groups of one
-  rank: the same code as many ranks, on NCCL too.
+One process without a launcher joins nothing; started by torchrun it gets process groups of one rank, the code of many.
 """
 
 from __future__ import annotations
@@ -42,16 +36,9 @@ FAREWELL_SECONDS = 5.0  # that rank 0 keeps the store up for ranks that must sti
 def join(
     ranks: Ranks, folder: Path, parallel: ParallelConfig, device: torch.device
 ) -> Iterator[tuple[Mesh, Store | None]]:
-    """Makes this process a rank of its job, and at the end takes it out again.
+    """Makes this process a rank of its job, and takes it out again.
 
-    Args:
-        ranks: this process' place, as `environment.detect` finds it.
-        folder: of the run, the same for all ranks and on a file system that they share.
-        parallel: tp * dp must be the number of ranks (`validation.check_world`).
-        device: `cpu`, or `cuda` for this rank's own GPU of those that it sees.
-
-    Yields:
-        The mesh, and the store in which ranks leave each other word; None for one process without a launcher.
+    Yields the mesh, and the store in which ranks leave each other messages: None for one process without a launcher.
 
     Raises:
         UserError: rank 0 was not found in time, or a tensor-parallel group is spread over nodes.
@@ -93,7 +80,7 @@ def join(
 
 
 def _meet(ranks: Ranks, folder: Path, timeout: float) -> tuple[Store, Path | None]:
-    """The store that all ranks share, and on rank 0 the file that tells of it."""
+    """The store that all ranks share, and on rank 0 the file with its address."""
     if ranks.source == "torchrun":
         store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
         joined = store.add(f"joined/{ranks.rank}", 1)  # torchrun's store outlives a run, and a process may do several
@@ -135,7 +122,7 @@ def _find(path: Path, ranks: Ranks, timeout: float) -> Store:
 
 
 def _connect(host: str, port: int, token: str, timeout: float) -> Store | None:
-    """A client of the store at an address; None where none listens, or one that is not ours."""
+    """A client of the store at an address; None where none listens, or one of another job."""
     try:
         socket.create_connection((host, port), timeout=5.0).close()  # torch's client fails at great length
         store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=5))
@@ -148,7 +135,7 @@ def _connect(host: str, port: int, token: str, timeout: float) -> Store | None:
 
 
 def leave(store: Store, rank: int, size: int, patience: float) -> None:
-    """Says that this rank needs the store no more; rank 0 waits until all have said so, at most `patience` seconds."""
+    """Says that this rank no longer needs the store; rank 0 waits up to `patience` seconds until all have said so."""
     with suppress(dist.DistError):  # rank 0 may be dead
         store.set(farewell(rank), "")
         if rank == 0:

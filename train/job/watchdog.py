@@ -1,6 +1,6 @@
-"""Takes the whole job down, with the reason, when one of its ranks dies, hangs or raises.
+"""Ends the whole job, with the reason, when one of its ranks dies, hangs or raises.
 
-Every rank publishes in the store what it does, and watches the others. The remaining ranks end within these times:
+Every rank publishes its progress in the store and watches the others. The remaining ranks end within these times:
 
 | what a rank does | the others end within |
 | --- | --- |
@@ -8,16 +8,9 @@ Every rank publishes in the store what it does, and watches the others. The rema
 | dies where another rank of its node lives to see it | 2 polls + GRACE_SECONDS |
 | dies with its node, is frozen, or hangs until no rank makes progress | timeout * 17 / 16 + 2 polls + GRACE_SECONDS |
 
-A poll is a 16th of the timeout, at most a second. LAST_WORDS_SECONDS are added where the caller's `on_loss` hangs, and
-GRACE_SECONDS where rank 0 is frozen. Rank 0 keeps the store until the others have read why: at most FAREWELL_SECONDS.
-
-Special here:
-- only the observer's own clock counts, and only while the observer itself runs: clocks of nodes may differ, and a job
-  that is suspended does not age;
-- when one rank hangs, all of them soon wait for it, and `beats.at_fault` tells it from those;
-- two threads: one talks to the store, and is stuck when the rank that keeps the store is frozen; the other keeps time;
-- a thread cannot wake the main thread from a collective, so it ends the process, after GRACE_SECONDS in which a main
-  thread that got an error may leave by itself.
+A poll is a 16th of the timeout, at most a second. LAST_WORDS_SECONDS are added where the caller's `on_loss` hangs,
+GRACE_SECONDS where rank 0 is frozen. Only the observer's own clock counts, and only while the observer itself runs:
+clocks of nodes may differ, and a suspended job does not age.
 """
 
 from __future__ import annotations
@@ -67,7 +60,7 @@ class Beat:
 
 @dataclass(frozen=True)
 class Seen:
-    """A rank's last beat, and when on the observer's clock it was new, in seconds."""
+    """A rank's last beat, and when it was new on the observer's clock, in seconds."""
 
     beat: Beat
     moved: float  # its main thread made progress
@@ -81,15 +74,16 @@ class Seen:
         )
 
     def is_silent(self, now: float, timeout: float) -> bool:
-        """Whether the process has not published for so long that it is no mere witness of a hang."""
+        """Whether the process has not published for so long that it does not merely wait for another."""
         return now - self.alive >= timeout / 2
 
 
 def at_fault(seen: Mapping[int, Seen], now: float, timeout: float) -> list[int]:
-    """Ranks that keep the job from going on.
+    """Ranks that keep the job from going on: silent processes, else those at the earliest step, else those elsewhere in
+    the code.
 
     None as long as all processes have published, and any rank has made progress, within `timeout` seconds: the others
-    may well be waiting for what that one does.
+    may well be waiting for it.
     """
     running = {rank: entry for rank, entry in seen.items() if not entry.beat.ended}
     silent = [rank for rank, entry in running.items() if entry.is_silent(now, timeout)]
@@ -118,7 +112,7 @@ def pid_space() -> str:
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process is there and is no zombie; a stopped one runs."""
+    """Whether a process exists and is no zombie; a stopped one runs."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -127,10 +121,10 @@ def is_running(pid: int) -> bool:
 
 
 class Watchdog:
-    """Watches over a job's ranks while its block runs, and turns what a lost rank causes into a sentence that names it.
+    """Watches a job's ranks while its block runs, and turns what a lost rank causes into an error that names it.
 
-    Use as `with Watchdog(…) as watchdog:` around all work that ranks do together, and call `beat` at every step and
-    within any work that takes long. All ranks must enter. One process without a launcher (store None) is not watched.
+    All ranks enter it around their common work, and call `beat` at every step and within any work that takes long. One
+    process without a launcher (store None) is not watched.
 
     Raises:
         RankError: from the block, in place of an error that another rank's end caused; or on entry, when a rank
@@ -140,14 +134,7 @@ class Watchdog:
     def __init__(
         self, mesh: Mesh, store: Store | None, timeout_seconds: float, on_loss: Callable[[Failure], None]
     ) -> None:  # fmt: skip
-        """Does nothing before the block is entered.
-
-        Args:
-            mesh: of this rank.
-            store: that `rendezvous.join` gave.
-            timeout_seconds: without a beat, after which a rank counts as lost.
-            on_loss: gets what failed just before this process is ended from within, with EXIT_CODE.
-        """
+        """`on_loss` is called just before this process is ended from within, with EXIT_CODE."""
         self._mesh, self._timeout, self._on_loss = mesh, timeout_seconds, on_loss
         self._poll = min(1.0, timeout_seconds / 16)
         self._base = store
@@ -164,12 +151,12 @@ class Watchdog:
         self._threads: list[threading.Thread] = []
 
     def beat(self, step: int, doing: str = "in the step") -> None:
-        """Says that the main thread goes on. Costs nothing; may be called as often as one likes."""
+        """Says that the main thread goes on. Costs nothing."""
         self._beat = replace(self._beat, count=self._beat.count + 1, step=step, doing=doing)
 
     @property
     def step(self) -> int | None:
-        """The step that this rank was at when it last said so."""
+        """The step at which this rank last said it was."""
         return self._beat.step
 
     def __enter__(self) -> Watchdog:
@@ -211,7 +198,9 @@ class Watchdog:
             raise explained from error
 
     def explain(self, error: BaseException) -> BaseException:
-        """What to raise in place of an error: who is lost, where that caused it; else itself, once all others know."""
+        """What to raise in place of an error: who is lost, where that caused it; else the error itself, once all
+        others know.
+        """
         if _is_lost_connection(error):
             self._silence = max(1.0, 4 * self._poll)
             self._known.wait(2 * self._silence + 2 * self._poll)

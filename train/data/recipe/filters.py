@@ -39,7 +39,7 @@ _PARAGRAPHS, _LINES = re.compile(r"\n{2,}"), re.compile(r"\n+")
 
 
 def make_filter(step: Step) -> Filter:
-    """The filter of a step that looks at one document at a time; models are loaded here, once a process.
+    """The filter of a step that looks at one document at a time; models are loaded here, once per process.
 
     Raises:
         UserError: a library or a model that the step needs cannot be loaded.
@@ -86,7 +86,7 @@ def gopher_quality(text: str) -> str | None:
 
 
 def symbols(text: str, words: int, most: float) -> str | None:
-    """Whether hash signs, or ellipses, are more than `most` for each word."""
+    """Whether hash signs, or ellipses, are more than `most` per word."""
     if text.count("#") > most * words:
         return "hash signs"
     return "ellipses" if text.count("...") + text.count("…") > most * words else None
@@ -154,7 +154,7 @@ def _is_punctuation(word: str) -> bool:
 
 
 def language_filter(step: Step) -> Filter:
-    """Documents that are not in a language with the probability that the step names go."""
+    """Removes documents that are not in a language with the probability that the step names."""
     identifier = language_identifier()
 
     def judge(text: str) -> str | None:
@@ -167,7 +167,7 @@ def language_filter(step: Step) -> Filter:
 
 
 def quality_filter(step: Step) -> Filter:
-    """Documents whose probability of being good is below the step's threshold go.
+    """Removes documents whose probability of being good is below the step's threshold.
 
     Raises:
         UserError: a library is missing, or the file is no model.

@@ -27,7 +27,7 @@ Flags = npt.NDArray[np.bool_]
 
 
 def in_parts(texts: Iterable[str], size: int, documents: int | None = None) -> Iterator[list[str]]:
-    """Texts in lists, each as short as makes up `size` characters or, where that is said, so many documents."""
+    """Texts in lists, each as short as makes up `size` characters or, where given, so many documents."""
     part: list[str] = []
     characters = 0
     for text in texts:
@@ -49,7 +49,7 @@ def part_file(folder: Path, number: int, kind: str) -> Path:
 
 
 def write_part(folder: Path, number: int, texts: list[str]) -> int:
-    """Texts to disk, with the hash and the size of each."""
+    """Writes texts, with the hash and the size of each."""
     import zstandard
 
     encoded = [text.encode() for text in texts]
@@ -71,8 +71,8 @@ def read_texts(folder: Path, number: int) -> list[str]:
 def filter_part(folder: Path, number: int, words: list[str], kind: str, asked: Flags) -> int:
     """Runs steps that look at one document at a time over the documents asked for.
 
-    Writes `step` (documents,) int16, the number of the step that each one falls to, -1: none; `reason`, what it said,
-    as an index of `reasons`.
+    Writes `step` (documents,) int16, the number of the step that removes each one, -1: none; `reason`, why, as an index
+    of `reasons`.
     """
     texts = read_texts(folder, number)
     step, reason = np.full(len(texts), -1, np.int16), np.zeros(len(texts), np.int16)
@@ -92,7 +92,7 @@ def _filter(word: str) -> filters.Filter:
 
 
 def sign_part(folder: Path, number: int, kind: str, asked: Flags, bands: int, rows: int) -> int:
-    """Writes `bands` (bands, documents asked for) hashes of their signatures, and `words`, whether they have any."""
+    """Writes `bands` (bands, documents asked for), hashes of their signatures, and `words`, whether they have any."""
     hashes, offsets = shingles.ngrams(_asked(folder, number, asked), NEAR_WORDS)
     signed = shingles.band_hashes(shingles.signatures(hashes, offsets), bands, rows)
     save(part_file(folder, number, kind), bands=np.ascontiguousarray(signed.T), words=np.diff(offsets) > 0)
@@ -119,7 +119,7 @@ def _asked(folder: Path, number: int, asked: Flags) -> list[str]:
 
 
 def save(path: Path, **arrays: npt.NDArray[Any]) -> None:
-    """Arrays to a file that is whole or not there."""
+    """Arrays to a file that is whole or absent."""
     content = io.BytesIO()
     np.savez(content, **arrays)  # type: ignore[arg-type]
     write_atomic(path, [content.getbuffer()], flush=False)

@@ -22,7 +22,7 @@ from ...errors import UserError
 
 @dataclass(frozen=True)
 class Step:
-    """One step of a recipe. `number` and `name` are what its argument says; a step without a number has 0."""
+    """One step of a recipe, with what its argument says; a step without a number has 0."""
 
     kind: str
     number: float = 0.0  # a threshold, or the lower bound of `length`
@@ -156,10 +156,10 @@ def label(recipe: Sequence[str]) -> str:
 
 
 def fingerprint(recipe: Sequence[str]) -> str | None:
-    """16 hex digits that name what a recipe does; None for raw text.
+    """16 hex digits that name what a recipe does: its steps, their versions and their models; None for raw text.
 
     Raises:
-        UserError: a step is none, or a model cannot be read.
+        UserError: a step is unknown, or a model cannot be read.
     """
     steps = parse(recipe)
     if not steps:
@@ -176,7 +176,7 @@ def require(recipe: Sequence[str]) -> None:
     """Refuses steps that cannot be run here.
 
     Raises:
-        UserError: a step is none, its library is not installed, or its language is not known.
+        UserError: a step is unknown, its library is not installed, or its language is not known.
     """
     for step in parse(recipe):
         _require_library(step)
@@ -208,12 +208,10 @@ def _language_model_digest() -> str:
 
 
 def model_digest(step: Step) -> str | None:
-    """SHA-256 of the model that a step asks: of `quality`, a file or a folder; of `language`, the library's own.
-
-    None for other steps.
+    """SHA-256 of the model that a `quality` or `language` step uses; None for other steps.
 
     Raises:
-        UserError: it is missing, cannot be read, or is no kind of model that is known.
+        UserError: it is missing, cannot be read, or is of no known kind.
     """
     if step.kind == "language":
         _require_library(step)
