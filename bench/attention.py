@@ -20,13 +20,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..train.hardware import pick_device
 from ..train.model import backends
 from .contenders import (
     THREADS,
     Contender,
     Peak,
     Row,
-    bench_device,
     contract_row,
     fastest,
     memory_and_difference,
@@ -104,7 +104,7 @@ def bench_attention(
         One row a case, in the format of every `isoflop bench`. On a GPU in bf16 and TFLOP/s, forward alone and with
         backward; on a CPU in fp32 and bf16 and tokens/s, forward with backward.
     """
-    place = bench_device(device)
+    place = pick_device(device, "--device")
     with pinned_threads(threads):
         if place.type == "cuda":
             peak = Peak(place, torch.bfloat16)

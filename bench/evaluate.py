@@ -11,7 +11,6 @@ Special here:
 from __future__ import annotations
 
 import contextlib
-import importlib
 import io
 import math
 import statistics
@@ -37,14 +36,13 @@ from .contenders import (
     THREADS,
     Contender,
     Row,
-    bench_device,
     contract_row,
     fastest,
     pinned_threads,
+    require,
     seconds_a_step,
     take_turns,
 )
-from .train import require_transformers
 
 if TYPE_CHECKING:
     import torch
@@ -102,17 +100,19 @@ def bench_evaluate(
     Raises:
         UserError: a case that there is not, or a peer that is not installed.
     """
+    from ..train.hardware import pick_device
+
     setting = setting or Setting()
     for case in cases:
         if case not in CASES:
             raise UserError(f"--case is {case!r}; it must be one of {', '.join(CASES)}")
-    place = bench_device(device)
+    place = pick_device(device, "--device")
     if {"agreement", "throughput", "generation"} & set(cases):
-        require_transformers()
+        require("transformers", "which is the benchmark's peer")
     if {"agreement", "throughput"} & set(cases):
-        require("accelerate", "lm-eval's hf model needs")
+        require("accelerate", "which lm-eval's hf model needs")
     if "duplicates" in cases:
-        require("datasketch", "duplicates are measured beside")
+        require("datasketch", "which duplicates are measured beside")
     if sweep is not None:
         yield falling(sweep)
     with pinned_threads(THREADS), tempfile.TemporaryDirectory() as name:
@@ -135,16 +135,6 @@ def bench_evaluate(
         from .dedup import bench_dedup
 
         yield from bench_dedup(setting.documents)
-
-
-def require(library: str, why: str) -> None:
-    """Raises UserError where a library is missing: at once, and not after the cases before it."""
-    try:
-        importlib.import_module(library)
-    except ImportError:
-        raise UserError(
-            f"{library} is not installed, which {why}; it comes with pip install 'isoflop[bench]'"
-        ) from None
 
 
 def trained(folder: Path, setting: Setting) -> Path:

@@ -19,8 +19,9 @@ import torch
 from ..evaluate.export.hf_weights import hf_config, to_hf
 from ..evaluate.inference.generate import Sampling, generate
 from ..train.config import ModelConfig
+from ..train.hardware import pick_device
 from ..train.model.gpt import GPT
-from .contenders import THREADS, Contender, Row, bench_device, contract_row, pinned_threads, take_turns
+from .contenders import THREADS, Contender, Row, contract_row, pinned_threads, take_turns
 
 MODEL = ModelConfig(vocab_size=8192, width=256, depth=8, heads=8)
 SHORTEST, LONGEST, NEW, BATCH = 64, 256, 128, 16
@@ -41,7 +42,7 @@ def bench_generate(device: str = "auto", rounds: int = 5, model: ModelConfig = M
     Yields:
         Rows in the format of every `isoflop bench`, in tokens/s.
     """
-    place = bench_device(device)
+    place = pick_device(device, "--device")
     with pinned_threads(THREADS):
         gpt, llama = pair(model, LONGEST + new, place)
         prompts = random_prompts(BATCH, model.vocab_size or 0)

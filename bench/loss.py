@@ -16,13 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..train.hardware import pick_device
 from ..train.model.loss import linear_cross_entropy
 from .contenders import (
     THREADS,
     Contender,
     Peak,
     Row,
-    bench_device,
     contract_row,
     fastest,
     memory_and_difference,
@@ -71,7 +71,7 @@ def bench_loss(
     Yields:
         One row a case, in the format of every `isoflop bench`; bf16, and on a CPU fp32 too.
     """
-    place = bench_device(device)
+    place = pick_device(device, "--device")
     gpu = place.type == "cuda"
     with pinned_threads(threads):
         for dtype in (torch.bfloat16,) if gpu else (torch.float32, torch.bfloat16):

@@ -189,11 +189,11 @@ def suggest(
     import yaml
 
     from ...train.files import write_atomic
-    from ..growth.suggest import print_suggestion, suggest
+    from ..growth.suggest import print_suggestion, suggest_runs
 
     if write is not None and not write.parent.is_dir():
         raise UserError(f"--write is {write}, and {write.parent} is no folder; name a file in a folder that exists")
-    suggestion = suggest(_open(sweep), budget, target_flops, seeds=seeds, max_flops=max_flops)
+    suggestion = suggest_runs(_open(sweep), budget, target_flops, seeds=seeds, max_flops=max_flops)
     if write is not None:
         try:
             write_atomic(write, yaml.safe_dump(suggestion.grid, sort_keys=False))

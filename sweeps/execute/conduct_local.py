@@ -109,7 +109,7 @@ def _pool(prepared: Prepared, ranks: int, folder: Path) -> LocalPool:
 
 
 def _score(prepared: Prepared) -> None:
-    from ..results.evaluation import stage
+    from ..results.scoring import stage
     from .display import Display
     from .local import Listed, LocalJob
     from .worker import evaluate_runs

@@ -58,11 +58,11 @@ def expand_grid(grid: GridConfig, base: RunConfig) -> list[RunConfig]:
     if not runs:
         raise UserError("grid has no runs; give it at least one size and one D")
     for run in runs.values():
-        run.name = label(run)
+        run.name = run_label(run)
     return list(runs.values())
 
 
-def label(run: RunConfig) -> str:
+def run_label(run: RunConfig) -> str:
     named = f"N{short(count_parameters(run.model).N_total)}_D{short(run.D)}_s{run.seed}"
     return f"{named}_{recipe.label(run.data.recipe)}" if run.data.recipe else named
 

@@ -21,9 +21,9 @@ from isoflop.sweeps.config import EvaluateConfig, SweepConfig
 from isoflop.sweeps.entry import compose
 from isoflop.sweeps.execute import worker
 from isoflop.sweeps.grid.trunks import keep_between, merge_runs, steps_between
-from isoflop.sweeps.results import evaluation, pages
-from isoflop.sweeps.results.evaluation import is_scored, wanted_steps
+from isoflop.sweeps.results import pages, scoring
 from isoflop.sweeps.results.finish import print_law
+from isoflop.sweeps.results.scoring import is_scored, wanted_steps
 from isoflop.sweeps.results.table import _scores, apart, build_table, write_table
 from isoflop.sweeps.runs.directory import RunDirectory, SweepDirectory
 from isoflop.sweeps.runs.retries import Policy
@@ -159,7 +159,7 @@ def test_every_kept_checkpoint_and_the_final_one_are_scored_once(
     assert not is_scored(trunk, settings | {"limit": 3})
     # The trunk trained through what its branch shares with it, and only final checkpoints keep their items.
     assert [path.name for path in (trunk.path / "eval").glob("*.items.jsonl.gz")] == ["step_80.items.jsonl.gz"]
-    monkeypatch.setattr(evaluation, "open_suite", lambda *_: pytest.fail("nothing is left to score"))
+    monkeypatch.setattr(scoring, "open_suite", lambda *_: pytest.fail("nothing is left to score"))
     worker.evaluate_runs(str(scored), [trunk.run_id, branch.run_id])
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from isoflop.sweeps.cli.data_report import recipe_lines
+from isoflop.sweeps.cli.main import recipe_lines
 from isoflop.sweeps.config import LadderGrid, ProductGrid
 from isoflop.sweeps.grid import expand as grid
 from isoflop.train.config import DataConfig, ModelConfig, RunConfig, run_id
