@@ -138,7 +138,7 @@ def peak_bytes(step: Step, device: torch.device) -> int:
     return highest
 
 
-def apart(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> float:
+def largest_difference(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> float:
     """The largest difference between two lists of tensors, each as a share of the largest value of the second."""
     pairs = [(a.detach().float(), b.detach().float()) for a, b in zip(ours, theirs, strict=True)]
     return max(((a - b).abs().max() / b.abs().max()).item() for a, b in pairs)
@@ -149,7 +149,7 @@ def memory_and_difference(ours: Contender, peer: Contender, device: torch.device
     return {
         "peak_bytes": peak_bytes(ours.step, device),
         "peer_peak_bytes": peak_bytes(peer.step, device),
-        "difference": apart(ours.step(), peer.step()),
+        "difference": largest_difference(ours.step(), peer.step()),
     }
 
 

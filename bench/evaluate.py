@@ -203,13 +203,13 @@ class Pair:
             ("lambada_openai", items, "LAMBADA"),
             ("gsm8k", min(prompts, items), f"GSM8K, generation of {new} tokens"),
         ):
-            entry = load(name, limit)
+            entry = load_entry(name, limit)
             limit_new_tokens(entry, new)
             pairs = list(zip(answers(ours, entry), answers(peer, entry), strict=True))
             alike = sum(same_answer(a, b) for a, b in pairs)
             yield self._row(f"{said}, {len(pairs)} items: the same answer", alike, len(pairs), PEER, "items equal")
             if any(a.log_probabilities for a, _ in pairs):
-                nats = max(apart(a, b) for a, b in pairs)
+                nats = max(nats_apart(a, b) for a, b in pairs)
                 case = f"{said}: log-likelihoods apart, at most"
                 yield self._row(
                     case, nats, ALLOWED_NATS, "what is allowed", "max nats", ALLOWED_NATS / max(nats, 1e-12)
@@ -226,7 +226,7 @@ class Pair:
 
     def throughput(self, items: int, rounds: int) -> Row:
         """Items of HellaSwag a second, from prompts to answers; ours encodes all text anew in each turn, as theirs."""
-        trial, entry = load("hellaswag", min(items, TRIAL_ITEMS)), load("hellaswag", items)
+        trial, entry = load_entry("hellaswag", min(items, TRIAL_ITEMS)), load_entry("hellaswag", items)
         peers = {size: self.peer(size) for size in BATCH_SIZES}
         trials = [Contender(str(size), partial(answers, lm, trial)) for size, lm in peers.items()]
         # Ours too: the trial is what warms both sides up, for a whole turn of the peer takes a minute.
@@ -247,7 +247,7 @@ def _millions(config: RunConfig) -> str:
     return f"{count_parameters(config.model).N_total / 1e6:.1f}M parameters"
 
 
-def load(name: str, limit: int | None) -> SuiteTask:
+def load_entry(name: str, limit: int | None) -> SuiteTask:
     """One task with its requests."""
     from ..evaluate.tasks.tasks import load_suite
 
@@ -293,7 +293,7 @@ def same_answer(ours: ItemResult, theirs: ItemResult) -> bool:
     )
 
 
-def apart(ours: ItemResult, theirs: ItemResult) -> float:
+def nats_apart(ours: ItemResult, theirs: ItemResult) -> float:
     """The largest difference between two items' log-likelihoods; infinite where one is no number."""
     pairs = zip(ours.log_probabilities, theirs.log_probabilities, strict=True)
     differences = [abs(a - b) for a, b in pairs]

@@ -96,7 +96,7 @@ def _take_turns(config: RunConfig, peer: str, rounds: int, steps: int) -> tuple[
     mesh = build_mesh(config.parallel.dp, config.parallel.tp, torch.device("cpu"))
     _pin(mesh.rank)
     ours = Contender("ours", counted(build_stepper(config, mesh).step))
-    theirs = Contender(peer, counted(bench_peers.build(peer, config, mesh)))
+    theirs = Contender(peer, counted(bench_peers.build_peer(peer, config, mesh)))
     for turn in range(rounds + 1):
         for contender in (ours, theirs):
             dist.barrier()

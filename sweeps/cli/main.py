@@ -100,8 +100,8 @@ def fit_table(
         print(f"report: {output / 'report.html'}")
 
 
-@app.command()
-def plan(
+@app.command("plan")
+def plan_command(
     run: Annotated[Path, typer.Argument(help="A run directory, or the config.yaml of a run.", show_default=False)],
     ranks: Annotated[int, typer.Option(help="Ranks of the job, one GPU each.")] = 8,
     memory_gb: Annotated[float, typer.Option(help="Memory of one rank.")] = 80.0,
@@ -115,14 +115,14 @@ def plan(
     """How a run is best spread over GPUs: tp, dp, ZeRO stage, micro-batch and recomputation, and why."""
     from ...train.planner.cost import Hardware
     from ...train.planner.planner import choose
-    from ..plan.explain import explain, print_choice, read_run
+    from ..plan.explain import explain_choice, print_choice, read_run
 
     hardware = Hardware(
         memory_bytes=memory_gb * 1e9, flops_per_second=flops_per_second, intra_bandwidth=node_gb_per_s * 1e9,
         inter_bandwidth=network_gb_per_s * 1e9, ranks_per_node=ranks_per_node,
     )  # fmt: skip
     choice = choose(read_run(run), ranks, hardware, margin)
-    show(choice, as_json, print_choice, explain)
+    show(choice, as_json, print_choice, explain_choice)
 
 
 def _columns(pairs: list[str]) -> dict[str, str]:
@@ -135,8 +135,8 @@ def _columns(pairs: list[str]) -> dict[str, str]:
     return columns
 
 
-@data.command()
-def prepare(
+@data.command("prepare")
+def prepare_command(
     overrides: Annotated[list[str] | None, typer.Argument(help="As for sweep.py: data=text data.path=corpus/")] = None,
 ) -> None:
     """Builds the token shards of a corpus, with progress; sweeps then start at once."""
@@ -176,8 +176,8 @@ def _why(step: dict[str, Any]) -> str:
     return ", ".join(reasons[:REASONS]) + (f", {len(reasons) - REASONS} more reasons" if len(reasons) > REASONS else "")
 
 
-@data.command()
-def benchmarks(
+@data.command("benchmarks")
+def stage_command(
     tasks: Annotated[
         str | None,
         typer.Option(

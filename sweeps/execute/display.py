@@ -21,7 +21,7 @@ from ..plan.sweep_plan import JobShape, Plan, PlannedRun, makespan
 from ..runs import attempts
 from ..runs.directory import RunDirectory, SweepDirectory
 from ..slurm.placement import batches, split, workers_for
-from ..terminal import console, describe, short
+from ..terminal import console, describe_seconds, short
 
 MOST_ROWS, FIRST_ROWS, LAST_ROWS = 40, 20, 5  # of a plan: up to so many all are shown, else the first and the last
 OVER = ("done", "failed", "diverged", "cancelled", "preempted")  # states of a run that nobody is at
@@ -64,7 +64,7 @@ def _table_of(plan: Plan) -> Table:
             continue
         table.add_row(
             run.run_id, short(run.N_total), short(run.D), f"{run.flops_exact:.2e}", f"{run.D / run.N_total:.0f}",
-            f"{run.width}x{run.depth}", f"{run.steps:,}", describe(run.estimated_seconds),
+            f"{run.width}x{run.depth}", f"{run.steps:,}", describe_seconds(run.estimated_seconds),
             *(cells.get(run.run_id, "") for cells in columns.values()),
         )  # fmt: skip
     return table
@@ -74,7 +74,7 @@ def _cost(plan: Plan, cluster: ClusterConfig) -> str:
     cost = f"total {plan.total_flops:.3g} FLOPs (exact)"
     if plan.total_flops < plan.separate_flops:
         cost += f", which is {plan.total_flops / plan.separate_flops:.0%} of the runs' own,"
-    cost += f" about {describe(plan.estimated_seconds)} of training"
+    cost += f" about {describe_seconds(plan.estimated_seconds)} of training"
     cost += f" with {plan.jobs_at_once} at a time on {cluster.kind}"
     cost += f", {plan.gpu_hours:.3g} GPU-hours" if cluster.gpus_per_job else f", {plan.core_hours:.3g} core-hours"
     if plan.dollars is not None:
@@ -176,7 +176,7 @@ class Display:
         done = self._total - len(self._left)
         self._live.update(
             self._all, completed=self._estimate - left,
-            note=f"{done}/{self._total} done · {describe(self._eta(left))} left",
+            note=f"{done}/{self._total} done · {describe_seconds(self._eta(left))} left",
         )  # fmt: skip
         for name in running:
             self._draw(name, progress[name])
@@ -237,8 +237,8 @@ class Display:
         done = self._total - len(self._left)
         head = f"[{done:>{len(str(self._total))}}/{self._total}] {name} N {short(run.N_total):>5} D {short(run.D):>5}"
         if state.state == "done" and summary is not None:
-            eta = describe(self._eta(sum(self._left.values())))
-            return f"{head}  loss {summary['val_loss']:.4f}  {describe(summary['seconds']):>7}  ETA {eta}"
+            eta = describe_seconds(self._eta(sum(self._left.values())))
+            return f"{head}  loss {summary['val_loss']:.4f}  {describe_seconds(summary['seconds']):>7}  ETA {eta}"
         return f"{head}  {state.state}: {state.reason}"
 
     def _say(self, line: str) -> None:

@@ -70,7 +70,7 @@ def hardware_of(cluster: ClusterConfig, flops_per_second: float) -> Hardware:
     )
 
 
-def distinct(runs: list[RunConfig]) -> list[RunConfig]:
+def distinct_shapes(runs: list[RunConfig]) -> list[RunConfig]:
     """One run of each shape: of model, sequence, batch and precision. Seeds, D and learning rates change no plan."""
 
     def shape(run: RunConfig) -> str:
@@ -79,7 +79,7 @@ def distinct(runs: list[RunConfig]) -> list[RunConfig]:
     return list({shape(run): run for run in reversed(runs)}.values())[::-1]
 
 
-def explain(choice: Choice) -> dict[str, Any]:
+def explain_choice(choice: Choice) -> dict[str, Any]:
     """A choice as plain values: the settings to use, why, and every way that was considered, fastest first."""
     model = choice.config.model
     return {
@@ -163,5 +163,5 @@ def _print_terms(best: Candidate, out: Console) -> None:
 
 def explain_runs(runs: list[RunConfig], cluster: ClusterConfig, flops_per_second: float) -> None:
     """Prints the choice for every distinct shape among the runs, each on the ranks that it asks for."""
-    for run in distinct(runs):
+    for run in distinct_shapes(runs):
         print_choice(choose(run, run.parallel.world_size, hardware_of(cluster, flops_per_second)))

@@ -18,14 +18,10 @@ from typing import Any
 
 from ...train.errors import UserError
 from ...train.files import read_json_lines
-from ..plan.packing import ensemble_speedup
-from ..plan.rates import Measured, kind_of
 from ..runs import attempts
 from ..runs.attempts import Attempt
 from ..runs.directory import RunDirectory, SweepDirectory
 from ..slurm import commands as slurm
-
-LEAST_SECONDS = 5.0  # of a run that `measured_rates` learns from: a shorter one says more of its start than its speed
 
 Planned = dict[str, Any]  # a run of plan.json
 Times = tuple[float, float]  # actual, planned
@@ -285,7 +281,7 @@ def _compared(
         if result is None:
             continue
         seconds = own_seconds(sweep.run(name), runs[name], result)
-        if _shares_device(histories[name], result):
+        if shares_device(histories[name], result):
             seconds *= sum(paid[name]) / max(sum(attempt.seconds for attempt in histories[name]), 1e-9)
         found[name] = seconds, planned_seconds(runs[name])
     return found
@@ -307,32 +303,12 @@ def _errors_by_width(runs: Mapping[str, Planned], compared: Mapping[str, Times])
     }
 
 
-def measured_rates(sweep: SweepDirectory, launch_bound_width: float) -> list[Measured]:
-    """What the runs that are done reached, each as if trained alone, for the estimates of later sweeps."""
-    found = []
-    for planned in sweep.plan()["runs"]:
-        run = sweep.run(planned["run_id"])
-        result = result_of(run)
-        if result is None or _shares_device(attempts.read(run), result):
-            continue
-        seconds = own_seconds(run, planned, result)
-        if seconds < LEAST_SECONDS:
-            continue
-        members = result.get("ensemble", 1)
-        gain = ensemble_speedup(planned["width"], members, launch_bound_width)
-        batch_tokens = planned["D"] // planned["steps"]
-        kind = kind_of(planned["precision"], planned["mesh"], batch_tokens, planned["sequence_length"])
-        rate = planned["flops_own"] / seconds / gain
-        found.append(Measured(run.run_id, kind, planned["width"], rate, result["device"]))
-    return found
-
-
 def result_of(run: RunDirectory) -> dict[str, Any] | None:
     """The summary of a run that is done; None of any other."""
     return run.summary() if run.state().state == "done" else None
 
 
-def _shares_device(history: Sequence[Attempt], result: Mapping[str, Any]) -> bool:
+def shares_device(history: Sequence[Attempt], result: Mapping[str, Any]) -> bool:
     """Whether a run shared its device with other processes; an ensemble's clock takes care of its members itself."""
     return result.get("ensemble", 1) == 1 and any(attempt.share < 1 for attempt in history)
 

@@ -20,16 +20,19 @@ from ...train.config import from_dict
 from ...train.errors import UserError
 from ...train.files import read_json, write_json
 from ..config import ClusterConfig
-from ..plan.rates import place_of, record_rates
+from ..plan.packing import ensemble_speedup
+from ..plan.rates import Measured, kind_of, place_of, record_rates
 from ..plan.sweep_plan import launch_bound_width
+from ..runs import attempts
 from ..runs.directory import SweepDirectory
 from ..terminal import console, short
 from . import pages, tracking
-from .accounting import account, measured_rates
-from .table import loss_curves, write_table
+from .accounting import account, own_seconds, result_of, shares_device
+from .table import sweep_curves, write_table
 
 COSTS = "costs.json"
 INPUTS = "inputs.json"
+LEAST_SECONDS = 5.0  # of a run that `measured_rates` learns from: a shorter one says more of its start than its speed
 SHOWN = 3  # causes of waste that the terminal names
 ROOMS = ("fit", "sweeps", "evaluate", "train")  # whose code the results depend on
 CODE = (".py", ".yaml", ".html", ".css", ".js")
@@ -100,7 +103,7 @@ def _analyze(sweep: SweepDirectory, targets: list[float] | None) -> dict[str, An
     costs = account(sweep).to_dict()
     write_json(sweep.path / COSTS, costs)
     fit.write_report(
-        analysis, sweep.path / "fit", curves=loss_curves(sweep), title=sweep.path.name, provenance=provenance,
+        analysis, sweep.path / "fit", curves=sweep_curves(sweep), title=sweep.path.name, provenance=provenance,
         costs=costs,
     )  # fmt: skip
     pages.write_pages(sweep, table, analysis.tasks)
@@ -116,6 +119,26 @@ def _calibrate(sweep: SweepDirectory, settings: dict[str, Any]) -> None:
     place = place_of(cluster, sweep.plan()["runs"][0]["shape"]["cpus"])
     if (said := record_rates(place, measured_rates(sweep, launch_bound_width(cluster)))) is not None:
         _say(f"note: {said}")
+
+
+def measured_rates(sweep: SweepDirectory, launch_bound_width: float) -> list[Measured]:
+    """What the runs that are done reached, each as if trained alone, for the estimates of later sweeps."""
+    found = []
+    for planned in sweep.plan()["runs"]:
+        run = sweep.run(planned["run_id"])
+        result = result_of(run)
+        if result is None or shares_device(attempts.read(run), result):
+            continue
+        seconds = own_seconds(run, planned, result)
+        if seconds < LEAST_SECONDS:
+            continue
+        members = result.get("ensemble", 1)
+        gain = ensemble_speedup(planned["width"], members, launch_bound_width)
+        batch_tokens = planned["D"] // planned["steps"]
+        kind = kind_of(planned["precision"], planned["mesh"], batch_tokens, planned["sequence_length"])
+        rate = planned["flops_own"] / seconds / gain
+        found.append(Measured(run.run_id, kind, planned["width"], rate, result["device"]))
+    return found
 
 
 def _say(line: str) -> None:

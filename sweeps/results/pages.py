@@ -50,7 +50,7 @@ def write_pages(sweep: SweepDirectory, table: pd.DataFrame, verdicts: Iterable[T
         return None
     finals = [row for row in rows if row["final"]]
     peers = [scores[row["run_id"]][row["step"]] | {"name": row["name"]} for row in finals]
-    shown = {(row["run_id"], row["step"]) for row in chosen(finals)}
+    shown = {(row["run_id"], row["step"]) for row in chosen_checkpoints(finals)}
     newest = max(_scores_file(sweep, row).stat().st_mtime_ns for row in finals) if finals else 0
     links = {}
     for row, own in zip(finals, peers, strict=True):
@@ -61,11 +61,11 @@ def write_pages(sweep: SweepDirectory, table: pd.DataFrame, verdicts: Iterable[T
         if page.exists():
             links[row["run_id"]] = f"../runs/{row['run_id']}/eval/{page.name}"
     path = sweep.path / "fit" / "evaluation.html"
-    write_sweep_report(path, rows, signals(table, verdicts), sweep.path.name, links)
+    write_sweep_report(path, rows, task_signals(table, verdicts), sweep.path.name, links)
     return path
 
 
-def chosen(finals: list[dict[str, Any]], most: int = MOST) -> list[dict[str, Any]]:
+def chosen_checkpoints(finals: list[dict[str, Any]], most: int = MOST) -> list[dict[str, Any]]:
     """The checkpoints that get a page: those of the lowest loss in each budget, then those of most FLOPs."""
     best: dict[Any, dict[str, Any]] = {}
     for row in finals:
@@ -81,7 +81,7 @@ def _scores_file(sweep: SweepDirectory, row: Mapping[str, Any]) -> Path:
     return sweep.run(row["run_id"]).path / "eval" / f"step_{row['step']}.json"
 
 
-def signals(table: pd.DataFrame, verdicts: Iterable[TaskVerdict]) -> dict[str, dict[str, Any]]:
+def task_signals(table: pd.DataFrame, verdicts: Iterable[TaskVerdict]) -> dict[str, dict[str, Any]]:
     """How clearly each task tells the runs apart, in accuracy and in bits per byte (of the right answer, or of texts).
 
     As the fit judged it; for what it did not judge (few runs, or a task without accuracy) the noise is that of the

@@ -42,12 +42,12 @@ def build_table(sweep: SweepDirectory) -> pd.DataFrame:
     import pandas as pd
 
     planned = {run["run_id"]: run for run in sweep.plan()["runs"]}
-    rows = apart([row for run in sweep.runs() if run.is_done() for row in _rows(run, planned[run.run_id])])
+    rows = name_recipes_apart([row for run in sweep.runs() if run.is_done() for row in _rows(run, planned[run.run_id])])
     columns = ["run_id", "step", "final", "state", "N", "D", "flops", "loss", "loss_se"]
     return pd.DataFrame(rows) if rows else pd.DataFrame(columns=columns)
 
 
-def apart(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def name_recipes_apart(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Rows in which recipes of one name that do different things, as with two models in files of one name, differ."""
     known: dict[str, set[str | None]] = {}
     for row in rows:
@@ -141,7 +141,7 @@ def _scores(scores: dict[str, Any]) -> dict[str, Any]:
     return columns
 
 
-def loss_curves(sweep: SweepDirectory) -> pd.DataFrame:
+def sweep_curves(sweep: SweepDirectory) -> pd.DataFrame:
     """metrics.jsonl of every run of the plan, long: run_id, step, tokens, flops, loss (smoothed), val_loss.
 
     A resumed run repeats the steps since its checkpoint, with the same numbers; the last line of a step counts.

@@ -7,8 +7,6 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from filelock import FileLock, Timeout
-
 from ...train.config import RunConfig, run_id
 from ...train.errors import UserError
 from ...train.files import read_json, write_json
@@ -42,6 +40,8 @@ def add_runs(sweep: SweepDirectory, runs: Iterable[RunConfig], why: str, replace
 
 @contextlib.contextmanager
 def _adding(sweep: SweepDirectory) -> Iterator[None]:
+    from filelock import FileLock, Timeout  # slow to import, and status needs no lock
+
     try:
         with FileLock(sweep.path / f".{ADDED}.lock", timeout=60):
             yield

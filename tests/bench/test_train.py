@@ -122,4 +122,4 @@ def test_rows_on_a_cpu_have_the_format_of_every_benchmark() -> None:
 def test_a_case_says_how_large_its_model_is(tmp_path: Path) -> None:
     config = bench_train.bench_config("fp32", tmp_path, compiled=False)
     assert count_parameters(config.model).N_total == 1_055_104
-    assert bench_train.shape_of(config) == "1.06M parameters, T=256, B=16"
+    assert bench_train.size_and_batch(config) == "1.06M parameters, T=256, B=16"
