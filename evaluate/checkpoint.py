@@ -32,8 +32,7 @@ from .metrics import task_scores
 from .records.items import as_dicts
 from .records.meter import Meter
 from .records.record import ALONE, Record, from_first, only_one
-from .tasks.suite import Suite, SuiteTask, quiet
-from .tasks.suites import expand, suite_names
+from .tasks.suite import Suite, SuiteTask, expand, quiet, suite_names
 from .tasks.tasks import DEFAULT_LIMIT, Report, load_suite
 
 SCORING = 2  # bumped when our arithmetic changes, so that an old score is never taken for a new one

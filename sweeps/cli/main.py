@@ -113,8 +113,7 @@ def plan_command(
     as_json: Json = False,
 ) -> None:
     """How a run is best spread over GPUs: tp, dp, ZeRO stage, micro-batch and recomputation, and why."""
-    from ...train.planner.cost import Hardware
-    from ...train.planner.planner import choose
+    from ...train.planner.planner import Hardware, choose
     from ..plan.explain import explain_choice, print_choice, read_run
 
     hardware = Hardware(

@@ -104,8 +104,11 @@ def _settle(run: RunDirectory, death: Death) -> bool:
     """The line and the state of an attempt that could not write them; the caller holds the run."""
     noted = run.failure()
     words = death.words if noted is None else f"{death.words} ({noted})"
-    cause = cause_in(noted) if death.cause == "killed" else death.cause
-    cause = "cancelled" if run.cancel_asked() is not None else run.failure_cause() or cause
+    known = run.failure_cause()
+    cause = death.cause
+    if cause == "killed" or known == "hung":  # else SLURM knows better
+        cause = known or cause_in(noted)
+    cause = "cancelled" if run.cancel_asked() is not None else cause
     if not attempts.settle_killed(run, cause, words):
         return False
     if cause in attempts.STATES:

@@ -10,10 +10,11 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from ...train.config import DataConfig, ModelConfig, RunConfig, run_id, validate
+from ...train.config import DataConfig, ModelConfig, RunConfig, run_id
 from ...train.data.recipe import recipe
 from ...train.errors import UserError
 from ...train.flops import count_parameters, tokens_for_budget, training_flops_per_token
+from ...train.planner.validation import validate
 from ..config import AdaptiveGrid, GridConfig, IsoflopGrid, LadderGrid, PointsGrid, ProductGrid
 from ..terminal import short
 from . import architectures

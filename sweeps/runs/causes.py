@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import errno
 import math
 import re
 from collections.abc import Mapping
 
 from ...train.errors import UserError
+from ...train.job import failure
+from ...train.job.failure import Cause, describe_error
 from .directory import RunDirectory
-
-FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class TrunkNotYet(UserError):
@@ -19,31 +18,14 @@ class TrunkNotYet(UserError):
 
 def words_for(error: Exception, run: RunDirectory) -> str:
     """What a run died of, in a sentence."""
-    from ...train.job.control import RankError
-
-    if isinstance(error, UserError | RankError):
-        return str(error)
-    if isinstance(error, OSError) and error.errno in FULL:
+    if isinstance(error, OSError) and failure.cause_of(error) == Cause.DISK:
         return f"the disk is full ({error.filename or run.path}); free some space and sweep again"
-    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
+    return describe_error(error)
 
 
 def cause_of(error: Exception) -> str:
     """The cause of an attempt that ended with an error, one of `retries.CAUSES`."""
-    from ...train.hardware import out_of_memory
-    from ...train.job.control import RankError
-
-    if isinstance(error, TrunkNotYet):
-        return "trunk"
-    if isinstance(error, UserError):
-        return "input"
-    if isinstance(error, OSError) and error.errno in FULL:
-        return "disk"
-    if out_of_memory(error) or (isinstance(error, RankError) and "OutOfMemory" in (error.kind or "")):
-        return "memory"
-    if isinstance(error, RankError) and error.kind is None:  # a rank that is gone, and has raised nothing
-        return cause_in(str(error))
-    return "error"
+    return "trunk" if isinstance(error, TrunkNotYet) else failure.cause_of(error)
 
 
 def cause_in(words: str | None) -> str:

@@ -23,7 +23,7 @@ import yaml
 
 from ...train.config import RunConfig, from_dict, run_id, to_dict
 from ...train.errors import UserError
-from ...train.files import FAILURE, HALVED, note_once, read_json, write_atomic, write_json
+from ...train.files import FAILURE, HALVED, create_json, read_json, write_atomic, write_json
 
 ENDS = ("done", "failed", "diverged", "preempted", "cancelled")
 OPEN = ("running", "preempted", "queued", "planned")  # states that a run leaves by itself
@@ -127,6 +127,8 @@ class RunDirectory:
         """
         if state not in STATES:
             raise ValueError(f"{state!r} is not a state")
+        if state in ("planned", "queued"):
+            self.forget_failure()
         values = {**asdict(self.state()), "reason": None, "since": now_on(self.path), **changes, "state": state}
         write_json(self.path / "state.json", values, flush=state in ENDS)
         return State(**values)
@@ -165,9 +167,9 @@ class RunDirectory:
     def note_failure(self, reason: str, cause: str | None = None) -> None:
         """Leaves word of what ended an attempt, for whoever sets the state: any rank may, and the first word stays.
 
-        `train` does the same where it ends a rank from within, and says no cause.
+        `train` does the same with more that it knows, see `train/job/failure.py`.
         """
-        note_once(self.path / FAILURE, {"reason": reason, "cause": cause})
+        create_json(self.path / FAILURE, {"reason": reason, "cause": cause})
 
     def failure(self) -> str | None:
         """What a rank noted of the newest attempt."""

@@ -291,7 +291,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "vocabulary": ({"vocab_size": 200}, "vocab_size is 200 in config.json; tokenizer.json has ids up to 255"),
     "depth": ({"num_hidden_layers": 3}, "have no model.layers.2"),
     "fewer": ({"num_hidden_layers": 1}, "have model.layers.1.*, which our model has no place for"),
-    "width": ({"intermediate_size": 72}, r"shape \(48, 80\); its config.json says \(48, 72\)"),
+    "width": ({"intermediate_size": 72}, r"shape \(80, 48\); its config.json says \(72, 48\)"),
     "layers": (
         {"model_type": "qwen3", "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
         "layer_types is .* every layer's or none's",

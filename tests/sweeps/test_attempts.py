@@ -20,9 +20,9 @@ from isoflop.sweeps.runs.causes import cause_in, cause_of, warned_after
 from isoflop.sweeps.runs.directory import Busy, RunDirectory, SweepDirectory
 from isoflop.sweeps.runs.retries import CAUSES, RETRIED, Policy
 from isoflop.train.config import ModelConfig, OptimizerConfig, ParallelConfig, RunConfig, ScheduleConfig, run_id
-from isoflop.train.errors import UserError
+from isoflop.train.errors import OutOfMemory, UserError
 from isoflop.train.flops import flops_exact, training_flops_per_token
-from isoflop.train.job.control import RankError
+from isoflop.train.job.failure import Cause, Failure, RankError
 from isoflop.train.schedule import trunk_steps
 from small_runs import planned
 
@@ -504,14 +504,8 @@ def test_amending_a_line_keeps_the_others(run: RunDirectory) -> None:
     [
         (UserError("no such text"), "input"), (OSError(errno.ENOSPC, "full"), "disk"),
         (OSError(errno.EDQUOT, "quota"), "disk"), (OSError(errno.EIO, "broken"), "error"), (ValueError("x"), "error"),
-        (RankError("rank 1 on a: CUDA out of memory", "OutOfMemoryError"), "memory"),
-        (RankError("rank 1 on a: KeyError: 3", "KeyError"), "error"),
-        (RankError("rank 1 on a died at step 4"), "killed"),
-        (RankError("rank 1 on a: OSError: [Errno 122] Disk quota exceeded"), "disk"),
-        (RankError("rank 1 on a.b: OutOfMemoryError: 3"), "memory"), (RankError("rank 1 on a: UserError: x"), "input"),
-        (RankError("rank 1 on a has made no progress since step 4 (in a step) for 60 s"), "hung"),
-        (RankError("rank 1 on a has made no progress since step 4 for 60 s: frozen, or its node is lost"), "node"),
-        (RankError("rank 1 on a: KeyError: 3"), "error"),
+        (RuntimeError("can't allocate memory"), "memory"), (OutOfMemory("at step 3"), "memory"),
+        *((RankError(Failure(cause, "rank 1 on a: x")), cause.value) for cause in Cause if cause != "unknown"),
     ],
 )  # fmt: skip
 def test_an_error_has_a_cause(error: Exception, cause: str) -> None:

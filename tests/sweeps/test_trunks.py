@@ -13,8 +13,9 @@ import yaml
 from isoflop.sweeps.config import LadderGrid
 from isoflop.sweeps.grid import expand as grid
 from isoflop.sweeps.grid.trunks import Progress, merge_runs, own_flops, own_steps
-from isoflop.train.config import ModelConfig, RunConfig, ScheduleConfig, run_id, validate
+from isoflop.train.config import ModelConfig, RunConfig, ScheduleConfig, run_id
 from isoflop.train.flops import flops_exact
+from isoflop.train.planner.validation import validate
 from isoflop.train.schedule import same_until, trunk_steps, warmup_steps
 
 ROOT = Path(__file__).resolve().parents[2]

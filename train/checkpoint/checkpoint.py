@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from ..config import RunConfig, canonical_json, from_dict, identity, run_id
 from ..errors import UserError
-from ..files import fsync_path
+from ..files import file_sha256, fsync_path
 from ..job.control import together
 from ..model.gpt import GPT
 from ..model.parametrization import build_model
@@ -50,12 +50,6 @@ _REQUIRED = ("trainer.json", "config.json")
 def describe(path: Path) -> dict[str, Any]:
     """What a manifest says of a file."""
     return {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
-
-
-def file_sha256(path: Path) -> str:
-    """SHA-256 of a file's content."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def start(root: Path, step: int) -> Path | None:
