@@ -1,7 +1,7 @@
-"""A sweep grows: by what somebody adds, by what is tried in place of a run that diverged, by an adaptive grid's rounds.
+"""A sweep grows: by what somebody adds, by what replaces a run that diverged, by an adaptive grid's rounds.
 
-A run is added by its frozen config and a line in `added.json`; whoever plans the sweep next finds it there. A round is
-written to adaptive.json before anybody adds its runs, so that after a kill the same round is asked for again.
+Whoever plans the sweep next finds the runs in `added.json`. A round is written to adaptive.json before its runs are
+added, so that after a kill the same round is asked for again.
 """
 
 from __future__ import annotations
@@ -53,7 +53,6 @@ def extend_sweep(sweep: SweepDirectory, overrides: list[str], grid_file: Path | 
 
 
 def read_grid(file: Path) -> GridConfig:
-    """A grid from a YAML file."""
     try:
         values = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -72,7 +71,7 @@ def as_grid(values: dict[str, Any], source: object) -> GridConfig:
 
 
 def add_grid(sweep: SweepDirectory, config: SweepConfig, wanted: GridConfig, why: str) -> list[str]:
-    """Adds a grid's runs to a sweep; returns the ids of those that are new."""
+    """Returns the ids of the runs that are new."""
     return membership.add_runs(sweep, grid.expand_grid(wanted, prepare.resolved_base(sweep, config)), why)
 
 
@@ -99,7 +98,7 @@ def _first_line(error: Exception) -> str:
 
 
 def replace_diverged(sweep: SweepDirectory, config: SweepConfig) -> list[str]:
-    """Adds a run for every one that diverged, where the grid asks for that; returns the ids of those that are new."""
+    """Adds a run for every one that diverged, where the grid asks for that; returns the new ids."""
     factor = config.grid.diverged_rate_factor if config.grid is not None else None
     if factor is None or membership.is_stopped(sweep):
         return []
@@ -108,7 +107,7 @@ def replace_diverged(sweep: SweepDirectory, config: SweepConfig) -> list[str]:
 
 
 def replace_one(sweep: SweepDirectory, run: RunDirectory, factor: float) -> list[str]:
-    """Adds a run like another one with its learning rate times `factor`, unless the other is such a run itself."""
+    """Adds a run with the learning rate times `factor`, unless the other one is such a run itself."""
     if run.run_id in membership.replacements(sweep):
         return []
     other = copy.deepcopy(run.config())
@@ -158,7 +157,7 @@ def ask_round(sweep: SweepDirectory, config: SweepConfig) -> dict[str, Any] | No
 
 
 def round_summary(sweep: SweepDirectory) -> str:
-    """What adaptive.json says last, for people: the newest round and what it should bring, or why there is no more."""
+    """The newest round and what it should bring, or why there is no more."""
     record = _record(sweep)
     if record["ended"] is not None or not record["rounds"]:
         return f"the adaptive grid is over: {record['ended']}"
@@ -180,7 +179,6 @@ def _record(sweep: SweepDirectory) -> dict[str, Any]:
 
 
 def _ask(sweep: SweepDirectory, config: SweepConfig, points: AdaptiveGrid, number: int) -> dict[str, Any] | str:
-    """The next round as adaptive.json holds it, or why there is none."""
     from .suggest import fit_standing, suggest_from
 
     base = prepare.resolved_base(sweep, config)

@@ -1,10 +1,8 @@
 """Which runs a sweep should buy next: those that narrow the interval at a large budget most for their FLOPs.
 
-The runs that are done are fitted as the report fits them. What could be added is well-shaped models, D in whole steps
-and other seeds, each at what it costs given the checkpoints on disk; which of it to buy comes from `fit.allocation`.
-
-The expected interval is today's, narrowed by as much as the design says. That takes the law to be right, so a share of
-the budget goes to runs that check it (marked), as large as can be paid.
+The runs that are done are fitted as the report fits them. Well-shaped models, D in whole steps and other seeds are
+offered, each at what it costs given the checkpoints on disk; `fit.allocation` chooses. The expected interval takes the
+law to be right, so a share of the budget goes to runs that check it.
 """
 
 from __future__ import annotations
@@ -47,7 +45,7 @@ BELOW = 0.3  # of the smallest C that was tried: the least that is offered
 
 
 class NothingToSuggest(UserError):
-    """The runs that are done, or the budget, allow of no suggestion; other runs or another budget may."""
+    """Other runs or another budget may allow of a suggestion."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,6 @@ class Estimate:
 
     @property
     def relative_width(self) -> float:
-        """Of the interval, over the value."""
         return (self.high - self.low) / self.value
 
 
@@ -77,7 +74,7 @@ class Standing:
 
 @dataclass(frozen=True)
 class SuggestedRun:
-    """One run to buy. `narrows` is the share by which it narrows the intervals, given the runs before it."""
+    """One run to buy; `narrows` is the share by which it narrows the intervals, given the runs before it."""
 
     run_id: str
     name: str
@@ -104,7 +101,7 @@ class Suggestion:
     grid: dict[str, Any]  # kind points: what `isoflop extend` adds
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values; an end of an interval that is no finite number is None."""
+        """Plain values; None for an infinite end of an interval."""
         from ...fit.formatting import plain_json
 
         return plain_json(asdict(self))
@@ -118,11 +115,11 @@ def suggest_runs(
 
     Args:
         sweep: some of its runs are done.
-        budget: training FLOPs (exact convention) that the new runs may cost together.
+        budget: training FLOPs (exact convention) of all new runs together, at most.
         target_flops: the budget asked about; by default the largest of fit.targets, else 1000 times the largest C.
-        seeds: new seeds that each size is offered with, beside the sweep's own; at most 8.
-        max_flops: the most that one run may cost.
-        max_runs: how many to suggest at most.
+        seeds: new seeds that each size is offered with, beside the sweep's own.
+        max_flops: of one run.
+        max_runs: at most.
         check_share: share of the budget for runs that check the law's form; None: a fifth.
     """
     _refuse(budget, seeds, max_flops, max_runs, check_share)
@@ -135,7 +132,7 @@ def suggest_from(
     sweep: SweepDirectory, config: SweepConfig, standing: Standing, budget: float, seeds: int = 1,
     max_flops: float | None = None, max_runs: int = MAX_RUNS, check_share: float | None = None,
 ) -> Suggestion:  # fmt: skip
-    """`suggest_runs` where it is known what the runs so far say."""
+    """`suggest_runs` given what the runs so far say."""
     from ...fit.allocation.design import CHECK_SHARE
 
     base = prepare.resolved_base(sweep, config)
@@ -170,7 +167,7 @@ def suggest_from(
 
 
 def fit_standing(sweep: SweepDirectory, config: SweepConfig, target_flops: float | None = None) -> Standing:
-    """Fits the runs that are done, as the report does, and asks for the target."""
+    """Fits the runs that are done, as the report does, and predicts the target."""
     from ...fit import ChinchillaLaw, InputError, compute_optimal, read_table
     from ...fit.approaches.recipes import split
     from ...fit.flops import flops_per_token
@@ -213,7 +210,6 @@ def fit_standing(sweep: SweepDirectory, config: SweepConfig, target_flops: float
 
 
 def print_suggestion(suggestion: Suggestion) -> None:
-    """The runs in a table, then what they are expected to do."""
     from rich import box
     from rich.table import Table
 
@@ -340,7 +336,7 @@ class Offer:
 
 @dataclass(frozen=True)
 class Range:
-    """Where runs are offered."""
+    """Where runs are offered: C and tokens per parameter that were tried, and C not far below."""
 
     least_flops: float
     most_flops: float
@@ -368,13 +364,8 @@ def possible_runs(
 ) -> list[Offer]:  # fmt: skip
     """Every run that could be added: each model and D within the range, with each seed.
 
-    Args:
-        base: what they share with the sweep's runs, complete.
-        seeds: each run is offered with each.
-        within: what they may be.
-        known: the sweep's runs, none of which is offered again.
-        progress: what they have on disk, by run id.
-        share: whether runs that differ in D alone may share a trunk.
+    `known` are the sweep's runs, `progress` what they have on disk; with `share`, runs that differ in D alone share a
+    trunk.
     """
     families: dict[str, list[RunConfig]] = {}
     for run in known:
@@ -397,7 +388,7 @@ def possible_runs(
 def merge_chosen(
     chosen: Sequence[RunConfig], known: Sequence[RunConfig], progress: Mapping[str, Progress], share: bool
 ) -> list[RunConfig]:
-    """The chosen runs as they would be trained beside those that are known: branches with their `parent`."""
+    """The chosen runs as they would be trained beside the known ones: branches have a `parent`."""
     if not share:
         return list(chosen)
     trunks = {trunk_of(run) for run in chosen}
@@ -406,7 +397,7 @@ def merge_chosen(
 
 
 def sizes(base: ModelConfig, within: Range, sequence_length: int) -> list[ModelConfig]:
-    """Well-shaped models of which some D lies within the range, smallest first."""
+    """Well-shaped models with a D within the range, smallest first."""
     low = math.sqrt(within.least_flops / (6 * within.most_ratio)) / 4  # small models spend more than 6 N a token
     high = math.sqrt(within.most_flops / (6 * within.least_ratio))
     models: dict[int, ModelConfig] = {}
@@ -419,7 +410,6 @@ def sizes(base: ModelConfig, within: Range, sequence_length: int) -> list[ModelC
 
 
 def _lengths(template: RunConfig, within: Range) -> Iterator[int]:
-    """Every D of a model, in whole steps, that lies within the range."""
     decades = math.log10(within.most_flops / within.least_flops)
     levels = max(1, round(BUDGETS_PER_DECADE * decades))
     for budget in (within.most_flops * 10 ** (-decades * i / levels) for i in range(levels + 1)):

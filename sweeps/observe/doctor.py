@@ -1,10 +1,8 @@
 """`isoflop doctor`: finds what kills, full disks and lost jobs have left in a sweep, mends it, and says what it did.
 
-- Safe while the sweep runs, from any node and by two people at once: it takes locks that are free and leaves the rest
-  alone, and judges age by the file system's clock. A run is looked at while its lock is held, so nobody trains it.
-- A sweep that another version or recipe wrote is looked at, and not touched.
-- What is removed is of no use to training: a file that cannot be read, a save that was not finished, a torn line.
-- It starts nothing. A run that it has settled is started by the keeper, or by `isoflop retry`.
+It is safe while the sweep runs, from any node and by two people at once: it takes only locks that are free, and judges
+age by the file system's clock. What it removes is of no use to training. It starts nothing: a run that it has settled
+is started by the keeper, or by `isoflop retry`.
 """
 
 from __future__ import annotations
@@ -72,7 +70,6 @@ class Finding:
 
     @property
     def is_left(self) -> bool:
-        """Whether something is still wrong."""
         return self.severity == "error" and not self.mended
 
 
@@ -94,7 +91,6 @@ def examine_sweep(sweep: SweepDirectory, mend: bool, deep: bool = False) -> list
 
 
 def print_findings(found: list[Finding]) -> None:
-    """A line a finding, then their count."""
     out = console()
     for finding in found:
         sign = "mended" if finding.mended else ("note" if finding.severity == "note" else "left")
@@ -184,7 +180,7 @@ def locks_work(folder: Path) -> bool:
 
 
 def _orphans(sweep: SweepDirectory, policy: Policy) -> Iterator[Fault]:
-    """Runs that say that somebody trains them, or will, where nobody does; and jobs that nobody knows."""
+    """Runs that claim a process or a job that is gone, and jobs that nobody knows."""
     live, record = None, sweep.path / "jobs" / "slurm.json"
     if read_json(record) is not None:
         live, why = _live_jobs()
@@ -234,7 +230,7 @@ def _settle_dead(run: RunDirectory, policy: Policy, ask: bool) -> None:
 
 
 def _without_job(sweep: SweepDirectory, live: set[str]) -> list[str]:
-    """Runs that wait for a job that is gone. Those of a queue wait for its workers, whom the keeper sees to."""
+    """Runs that wait for a job that is gone; those of a queue wait for its workers, whom the keeper sees to."""
     queued = {name for queue in Queue.all_of(sweep) for unit in queue.left() for name in unit.runs}
     states = {run.run_id: run.state() for run in membership.members(sweep) if run.run_id not in queued}
     return [
@@ -245,7 +241,7 @@ def _without_job(sweep: SweepDirectory, live: set[str]) -> list[str]:
 
 
 def _strays(sweep: SweepDirectory) -> Iterator[Fault]:
-    """Jobs of this sweep that its record does not know. One on hold was never released, and is of no use to anybody."""
+    """Jobs of this sweep that its record does not know; one on hold was never released, and is of no use."""
     from ..slurm.launch_record import strays
 
     try:
@@ -281,7 +277,7 @@ def _files(sweep: SweepDirectory) -> Iterator[Fault]:
 
 
 def _launch_record(sweep: SweepDirectory) -> Iterator[Fault]:
-    """What launchers remember. Without it jobs are found by their label, and say themselves what they are for."""
+    """Without it jobs are found by their label, and say themselves what they are for."""
     from ..slurm.launch_record import LaunchRecord, rebuilt
 
     def rewrite() -> None:
@@ -308,10 +304,7 @@ def _is_table(path: Path) -> bool:
 
 
 def faults_of(run: RunDirectory, policy: Policy, deep: bool, evaluated: bool) -> Iterator[Fault]:
-    """What is wrong with a run; its lock is held from one fault to the next.
-
-    `deep` checks the sums of its checkpoints, `evaluated` says that the sweep wants its runs scored.
-    """
+    """What is wrong with a run, whose lock is held from one fault to the next; `evaluated`: it should have scores."""
     try:
         with idle(run, policy):
             for check in (_config, _state, _leftovers, _lines):
@@ -325,7 +318,7 @@ def faults_of(run: RunDirectory, policy: Policy, deep: bool, evaluated: bool) ->
 
 
 def old_temporaries(folder: Path, now: float) -> Iterator[Fault]:
-    """Files and folders in `folder` that a writer left behind who was killed before the rename."""
+    """What a writer left behind who was killed before the rename."""
     for path in sorted(folder.glob(".*")):
         if not TEMPORARY.match(path.name):
             continue
@@ -341,7 +334,6 @@ def old_temporaries(folder: Path, now: float) -> Iterator[Fault]:
 
 
 def remove(path: Path) -> None:
-    """Removes a file or a folder, if it is there."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:

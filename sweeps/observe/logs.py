@@ -26,7 +26,7 @@ LINES = 3  # of each run, where no run is named
 
 
 def print_log(sweep: SweepDirectory, prefix: str, follow: bool) -> None:
-    """Prints what a run has said, then the newest lines of its job's output; with `follow` until it ends for good."""
+    """What a run has said, then the newest lines of its job's output; with `follow` until it ends for good."""
     (run,) = find_runs(sweep, [prefix])
     files = [run.path / "log.txt", *sorted(run.path.glob("log-rank*.txt"))]
     if follow:
@@ -48,7 +48,7 @@ def print_log(sweep: SweepDirectory, prefix: str, follow: bool) -> None:
 
 
 def print_newest_lines(sweep: SweepDirectory, follow: bool) -> None:
-    """Prints the newest lines of every run that runs or failed; with `follow` goes on until none is left to run."""
+    """Of every run that runs or failed; with `follow` goes on until none is left to run."""
     runs = members(sweep)
     states = {run.run_id: run.state().state for run in runs}
     shown = [run for run in runs if states[run.run_id] in ("running", "failed", "diverged")]
@@ -65,13 +65,12 @@ def print_newest_lines(sweep: SweepDirectory, follow: bool) -> None:
 
 
 def job_files(sweep: SweepDirectory, run: RunDirectory) -> list[Path]:
-    """What the job of a run's newest attempt wrote to standard output and error, rank by rank, where it is found."""
+    """What the job of a run's newest attempt wrote to standard output and error, rank by rank."""
     job = run.state().job_id
     return [] if job is None else sorted(sweep.path.glob(f"jobs/*/{job}_*_log.*"))
 
 
 def last_lines(path: Path, lines: int) -> list[str]:
-    """The newest lines of a file; none where it cannot be read."""
     try:
         with path.open("rb") as file:
             file.seek(0, os.SEEK_END)
@@ -95,7 +94,6 @@ class Follower:
     rest: bytes = b""  # of a line without its end
 
     def skip(self) -> None:
-        """Counts all that is there as read."""
         with contextlib.suppress(OSError):
             found = self.path.stat()
             self.position, self.inode = found.st_size, found.st_ino
@@ -121,7 +119,7 @@ class Follower:
 def _follow(
     files: Callable[[], Iterable[tuple[str, Path]]], is_over: Callable[[], bool], from_start: bool = True
 ) -> None:
-    """Prints what files grow by, each line with its file's label, until all is over or Ctrl-C."""
+    """Prints what files grow by until all is over or Ctrl-C."""
     followers: dict[Path, Follower] = {}
     with contextlib.suppress(KeyboardInterrupt):
         while True:

@@ -1,9 +1,8 @@
 """A view of a sweep: states by count, per run its step, loss, speed, place and reason; as a table, as JSON, or live.
 
-- A directory listing and at most four small files per run, so that a thousand runs take a fraction of a second; under
-  `--watch` a run whose directory has not changed is not read again.
-- "now" is the file system's clock, as a heartbeat's is: the clock of whoever looks may be minutes off.
-- SLURM only explains: it is asked once why jobs wait, and only about a sweep that went to SLURM.
+At most four small files per run are read, so that a thousand runs take a fraction of a second; under `--watch` none of
+a run whose directory has not changed. "Now" is the file system's clock, as a heartbeat's is. SLURM is only asked why
+jobs wait.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ def _require_fields(sweep: SweepDirectory, plan: Mapping[str, Any]) -> None:
 
 
 def missing_field(plan: Mapping[str, Any]) -> str | None:
-    """A field that a run of a plan lacks, as where another version wrote it; None where all are there."""
+    """A field that a run of a plan lacks, because another version wrote it."""
     for planned in plan["runs"]:
         for name in PLANNED:
             if not isinstance(planned, dict) or name not in planned:
@@ -79,7 +78,7 @@ def missing_field(plan: Mapping[str, Any]) -> str | None:
 def sweep_status(sweep: SweepDirectory, before: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Everything that the run directories say, as plain values (the `--json` of `isoflop status`).
 
-    Of an earlier status `before`, what ended then and has not been touched since is not read again.
+    What had ended in an earlier status `before`, and was not touched since, is not read again.
     """
     plan, cluster = sweep.plan(), cluster_of(sweep.settings())
     _require_fields(sweep, plan)
@@ -127,7 +126,7 @@ def _added(sweep: SweepDirectory, plan: Mapping[str, Any]) -> list[Row]:
 
 
 def _changed(run: RunDirectory) -> int:
-    """When something in a run's directory was last made, replaced or removed, as its state is; 0: there is none."""
+    """When something in a run's directory was last made, replaced or removed; 0: there is none."""
     try:
         return os.stat(run.path).st_mtime_ns
     except OSError:
@@ -178,7 +177,7 @@ def _read(run: RunDirectory, planned: Mapping[str, Any], changed: int) -> Row:
 
 
 def _finite(value: Any) -> float | None:
-    """A number; a loss that is none, as of a run that diverged, has no place in JSON."""
+    """None for a loss that is no number, which JSON cannot hold."""
     return value if isinstance(value, int | float) and math.isfinite(value) else None
 
 
@@ -204,7 +203,7 @@ def _add_life(sweep: SweepDirectory, rows: Iterable[Row], policy: Policy, now: f
 
 
 def _add_costs(rows: Iterable[Row], cluster: ClusterConfig) -> None:
-    """What each run has cost so far: GPU-hours, or core-hours where it has no GPU."""
+    """GPU-hours of each run so far, or core-hours where it has no GPU."""
     paid = accounting.paid_seconds({row["run_id"]: [*_attempts(row), *_under_way(row)] for row in rows})
     for row in rows:
         shape = row["shape"]
@@ -219,7 +218,7 @@ def _attempts(row: Row) -> list[Attempt]:
 
 
 def _under_way(row: Row) -> list[Attempt]:
-    """The one that has not, as far as the books ask."""
+    """The one that has not."""
     if (begun := row["under_way"]) is None:
         return []
     seconds = begun["ended"] - begun["began"]
@@ -236,7 +235,7 @@ def _add_again(rows: Iterable[Row], policy: Policy, now: float) -> None:
 
 
 def _add_waits(sweep: SweepDirectory, rows: Iterable[Row]) -> None:
-    """Why each queued run waits, in SLURM's words, where SLURM is there and says."""
+    """Why each queued run waits, in SLURM's words."""
     for row in rows:
         row["waits"] = None
     waiting = [row for row in rows if row["state"] in ("queued", "preempted") and row["job_id"]]
@@ -251,8 +250,7 @@ def _add_waits(sweep: SweepDirectory, rows: Iterable[Row]) -> None:
 def sweep_eta(rows: Iterable[Row]) -> float | None:
     """Seconds until the last run has ended, at as many side by side as train now; None where none does.
 
-    A run that trains goes on at its own speed. What waits takes its estimate, corrected by how wrong the estimates of
-    the runs that are done have been.
+    What waits takes its estimate, corrected by how wrong the estimates of the runs that are done have been.
     """
     left = [row for row in rows if row["state"] in OPEN and not row["cancel_asked"]]
     done = [row for row in rows if row["state"] == "done" and row["seconds"] and row["estimated_seconds"]]
@@ -275,7 +273,7 @@ def sweep_eta(rows: Iterable[Row]) -> float | None:
 
 
 def print_status(status: dict[str, Any], everything: bool = False) -> None:
-    """The status as a table; of a large sweep what needs attention, unless `everything`."""
+    """Of a large sweep what needs attention, unless `everything`."""
     out = console()
     out.print(render_status(status, None if everything else _room(out)))
 
@@ -309,12 +307,11 @@ def print_json(status: dict[str, Any]) -> None:
 
 
 def _room(out: Console) -> int:
-    """Lines for runs and their reasons."""
     return max(10, out.height - 8) if out.is_terminal else ROWS
 
 
 def render_status(status: dict[str, Any], room: int | None) -> RenderableType:
-    """The table, the reasons and the totals, in so many lines of runs; None: as many as there are."""
+    """Table, reasons and totals, with at most `room` lines of runs."""
     shown, hidden = fold_rows(status["runs"], room)
     shown.sort(key=lambda row: ORDER.index(row["state"]))
     counts = ", ".join(f"{count} {state}" for state, count in status["states"].items())
@@ -335,9 +332,9 @@ def render_status(status: dict[str, Any], room: int | None) -> RenderableType:
 
 
 def fold_rows(rows: list[Row], room: int | None) -> tuple[list[Row], dict[str, int]]:
-    """The rows that fit in so many lines, and how many of each state do not; so does every reason.
+    """The rows that fit in so many lines with their reasons, and how many of each state do not.
 
-    Where even those that neither wait nor are done are too many, half the room is for what went wrong.
+    Where even what neither waits nor is done does not fit, half the room is for what went wrong.
     """
     left = list(rows)
     for state in FOLDED:
@@ -359,12 +356,10 @@ def _lines(rows: list[Row]) -> int:
 
 
 def _first(rows: list[Row], room: int) -> list[Row]:
-    """As many rows as fit."""
     return next((rows[:count] for count in range(min(room, len(rows)), 0, -1) if _lines(rows[:count]) <= room), [])
 
 
 def _reasons(rows: list[Row]) -> dict[tuple[str, str], list[str]]:
-    """The runs of each state and reason."""
     found: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         if row["reason"]:

@@ -1,10 +1,9 @@
 """What a sweep was planned to cost and what it has cost, what was wasted and why, and how far its estimates were off.
 
-- The books are those of the attempts that have ended. A step is useful as long as a result stands on it, or a
-  checkpoint that a run can go on from; what is useful and what is wasted add up to what was done.
-- A step is lost to what ended the attempt after which a run went back behind it, whoever had made it.
-- Runs that are trained together share their device: at any time each pays as much as every other that still trains.
-- Of a branch only its own steps count, and a trunk that diverged was of use as far as its branches begin.
+The books are those of the attempts that have ended. A step is useful as long as a result stands on it, or a checkpoint
+that a run can go on from; else it is lost to what ended the attempt after which a run went back behind it. Useful and
+wasted add up to what was done. Runs that share a device pay equal parts at any time; of a branch only its own steps
+count, and a trunk that diverged was of use as far as its branches begin.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ Times = tuple[float, float]  # actual, planned
 
 @dataclass(frozen=True)
 class Amount:
-    """Of work: device-hours, dollars where a GPU-hour has a price, and FLOPs by the exact convention."""
+    """Device-hours, dollars where a GPU-hour has a price, and FLOPs by the exact convention."""
 
     hours: float
     dollars: float | None
@@ -82,12 +81,12 @@ class Account:
         return None if self.cluster_hours is None else self.cluster_hours - self.used.hours
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, as costs.json has them."""
+        """As costs.json has them."""
         return asdict(self) | {"overhead_hours": self.overhead_hours}
 
 
 def account(sweep: SweepDirectory) -> Account:
-    """The books of a sweep as its directories have them now; SLURM is asked where the sweep went there."""
+    """The books of a sweep as they are now; SLURM is asked where the sweep went there."""
     plan, cluster = sweep.plan(), sweep.settings()["config"]["cluster"]
     runs = {run["run_id"]: run for run in plan["runs"]}
     histories = {name: attempts.read(sweep.run(name)) for name in runs}
@@ -136,7 +135,7 @@ def devices(shape: Mapping[str, Any], cluster: Mapping[str, Any]) -> float:
 def lost_steps(history: Sequence[Attempt], begins: int, done: bool, served: int = 0) -> list[Counter[str]]:
     """Steps of each attempt (oldest first) on which nothing stands, by the cause that took them away. Pure.
 
-    The run leaves its trunk at step `begins`; `served` is the last step that another run's result stands on.
+    The run leaves its trunk at step `begins`; another run's result stands on step `served`.
     """
     lost: list[Counter[str]] = [Counter() for _ in history]
     kept = [(attempt.first_step, attempt.last_step) for attempt in history]
@@ -156,7 +155,7 @@ def lost_steps(history: Sequence[Attempt], begins: int, done: bool, served: int 
 
 
 def paid_seconds(histories: Mapping[str, Sequence[Attempt]]) -> dict[str, list[float]]:
-    """Time of each attempt, by run id; of attempts that share a process or a device, each one's part of it. Pure."""
+    """Time of each attempt, by run id; of those that share a process or a device, each one's part. Pure."""
     paid = {name: [attempt.seconds for attempt in history] for name, history in histories.items()}
     sharing = defaultdict(list)  # attempts of one job, though perhaps one after the other
     for name, history in histories.items():
@@ -229,7 +228,7 @@ def _by_slurm(
     sweep: SweepDirectory, runs: Mapping[str, Planned], histories: Mapping[str, Sequence[Attempt]],
     cluster: Mapping[str, Any],
 ) -> dict[str, float | None]:  # fmt: skip
-    """Device-hours that SLURM counts for the jobs that trained, and for those that scored; None where it does not."""
+    """Device-hours that SLURM counts for the jobs that trained, and for those that scored."""
     if cluster["kind"] != "slurm":
         return {"cluster_hours": None, "scoring_hours": None}
     from ..slurm.launch_record import LaunchRecord
@@ -256,7 +255,7 @@ def _by_slurm(
 
 
 def planned_seconds(planned: Planned) -> float:
-    """What a run was expected to pay; a plan of an earlier version has only what it takes alone."""
+    """What a run was expected to pay; an earlier version's plan has only what it takes alone."""
     return float(planned.get("paid_seconds") or planned["estimated_seconds"])
 
 
@@ -275,7 +274,7 @@ def _compared(
     runs: Mapping[str, Planned], results: Mapping[str, Mapping[str, Any] | None],
     histories: Mapping[str, Sequence[Attempt]], paid: Mapping[str, Sequence[float]], sweep: SweepDirectory,
 ) -> dict[str, Times]:  # fmt: skip
-    """Of the runs that are done: the seconds of training that each paid, without repeated steps, and those planned."""
+    """Of the runs that are done: the seconds that each paid, without repeated steps, and those planned."""
     found = {}
     for name, result in results.items():
         if result is None:
@@ -304,12 +303,12 @@ def _errors_by_width(runs: Mapping[str, Planned], compared: Mapping[str, Times])
 
 
 def result_of(run: RunDirectory) -> dict[str, Any] | None:
-    """The summary of a run that is done; None of any other."""
+    """The summary of a run that is done."""
     return run.summary() if run.state().state == "done" else None
 
 
 def shares_device(history: Sequence[Attempt], result: Mapping[str, Any]) -> bool:
-    """Whether a run shared its device with other processes; an ensemble's clock takes care of its members itself."""
+    """Whether a run shared its device with other processes; an ensemble's clock takes care of its members."""
     return result.get("ensemble", 1) == 1 and any(attempt.share < 1 for attempt in history)
 
 

@@ -44,12 +44,9 @@ MADE = ("table.csv", COSTS, "fit/law.json", "fit/*.html", "fit/*.png", "runs/*/e
 
 
 def write_results(sweep: SweepDirectory, targets: list[float] | None = None, anew: bool = False) -> dict[str, Any]:
-    """The analysis, after table.csv, costs.json, fit/law.json and the pages in fit/ are written, where that is due.
+    """The analysis; writes table.csv, costs.json, fit/law.json and the pages, where they are out of date or `anew`.
 
-    Args:
-        sweep: some of its runs are done.
-        targets: FLOP budgets to extrapolate to; None: those of the sweep's config.
-        anew: write everything, also where nothing has changed since.
+    `targets`: FLOP budgets to extrapolate to; None: those of the sweep's config.
     """
     digest = _digest(sweep, targets)
     law = None if anew else _up_to_date(sweep, digest)
@@ -61,7 +58,7 @@ def write_results(sweep: SweepDirectory, targets: list[float] | None = None, ane
 
 
 def _digest(sweep: SweepDirectory, targets: list[float] | None) -> str:
-    """Of everything that the results are made from: code by content, what the sweep's runs wrote by size and time."""
+    """Of all that the results are made from: code by content, what the runs wrote by size and time."""
     root, found = Path(__file__).resolve().parents[2], hashlib.sha256(repr((targets, _stamps(sweep, SOURCES))).encode())
     for path in sorted(path for room in ROOMS for path in (root / room).rglob("*") if path.suffix in CODE):
         found.update(path.read_bytes())
@@ -69,7 +66,7 @@ def _digest(sweep: SweepDirectory, targets: list[float] | None) -> str:
 
 
 def _stamps(sweep: SweepDirectory, patterns: tuple[str, ...]) -> dict[str, list[int]]:
-    """Size and time of the last change of each file, by name."""
+    """Size and time of the last change of each file."""
     found = {path: path.stat() for pattern in patterns for path in sorted(sweep.path.glob(pattern))}
     return {str(path.relative_to(sweep.path)): [stat.st_size, stat.st_mtime_ns] for path, stat in found.items()}
 
@@ -112,7 +109,7 @@ def _analyze(sweep: SweepDirectory, targets: list[float] | None) -> dict[str, An
 
 
 def _calibrate(sweep: SweepDirectory, settings: dict[str, Any]) -> None:
-    """Adds what this sweep's runs reached to what the estimates of later sweeps are made from. Never an error."""
+    """Adds what this sweep's runs reached to what later estimates are made from. Never an error."""
     cluster = from_dict(ClusterConfig, settings["config"]["cluster"])
     if cluster.kind == "local" and settings.get("host") != platform.node():
         return  # its runs were trained on another machine than this
@@ -122,7 +119,7 @@ def _calibrate(sweep: SweepDirectory, settings: dict[str, Any]) -> None:
 
 
 def measured_rates(sweep: SweepDirectory, launch_bound_width: float) -> list[Measured]:
-    """What the runs that are done reached, each as if trained alone, for the estimates of later sweeps."""
+    """What the runs that are done reached, each as if trained alone."""
     found = []
     for planned in sweep.plan()["runs"]:
         run = sweep.run(planned["run_id"])
@@ -147,7 +144,7 @@ def _say(line: str) -> None:
 
 
 def print_result(sweep: SweepDirectory) -> None:
-    """What a sweep ends with: the laws in a table, the warnings, the cost, and where the pages are."""
+    """The laws in a table, the warnings, the cost, and where the pages are."""
     law = read_json(sweep.path / "fit" / "law.json")
     if law is None:
         return
@@ -180,7 +177,6 @@ def print_law(law: dict[str, Any], name: str) -> None:
 
 
 def _estimates(law: dict[str, Any]) -> list[list[str]]:
-    """Rows of the table, by budget."""
     found = [
         (item["flops"], name, item)
         for name, approach in (law.get("approaches") or {}).items()
@@ -200,7 +196,7 @@ def _estimates(law: dict[str, Any]) -> list[list[str]]:
 
 
 def _with_interval(value: float | None, interval: list[float | None] | None, say: Callable[[float], str]) -> str:
-    """JSON has no infinity: a bound of an interval without an end is None there."""
+    """None is a bound of an interval without an end."""
     if value is None:
         return "–"
     if not interval:
@@ -210,7 +206,7 @@ def _with_interval(value: float | None, interval: list[float | None] | None, say
 
 
 def cost_lines(costs: dict[str, Any]) -> list[str]:
-    """What a sweep cost, in two lines: planned against used, and what was wasted."""
+    """Two lines: planned against used, and what was wasted."""
     used, planned, unit = costs["used"], costs["planned"], costs["unit"]
     price = "" if used["dollars"] is None else f", ${used['dollars']:,.2f}"
     head = (

@@ -1,9 +1,8 @@
 """A sweep on wandb: where its runs come from, its results as a run of their own, and sending what was tracked offline.
 
-What is sent is what our own files say, through the trainer's `Tracker`, line by line from where the server is: `sync`
-can be cut off and repeated at any moment, and sends nothing twice. `wandb sync` (0.31) stops at the torn file of a
-killed attempt, sends none of a batch with an empty one, exits with 0 all the same, and waits forever for a silent
-server.
+Sent is what our own files say, line by line from where the server is: `sync` can be cut off and repeated, and sends
+nothing twice. `wandb sync` (0.31) stops at the torn file of a killed attempt, sends none of a batch with an empty one,
+exits with 0 all the same, and waits forever for a silent server.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ def note_lineage(run: RunDirectory, config: RunConfig) -> None:
 
 @functools.lru_cache(maxsize=4)
 def _code(sweep: Path, written: int) -> dict[str, Any]:
-    """What code a sweep was planned with. A worker asks before each run, and sweep.yaml takes 25 ms to read."""
+    """What code a sweep was planned with, read once: sweep.yaml takes 25 ms."""
     settings = SweepDirectory(sweep).settings()
     return {key: settings.get(key) for key in ("isoflop_version", "git_commit", "git_dirty")}
 
@@ -53,7 +52,7 @@ def _code(sweep: Path, written: int) -> dict[str, Any]:
 def push_results(sweep: SweepDirectory, report: Callable[[str], None] = print, **changes: Any) -> None:
     """Logs the laws, the report, the table and all scores, as a run of the sweep's group; nothing when tracker=none.
 
-    Never an error: what fails is one line for `report`. `changes` are made to the sweep's tracker settings.
+    Never an error: what fails is one line for `report`. `changes` are made to the tracker's settings.
     """
     try:
         settings = dataclasses.replace(tracker_of(sweep), **changes)
@@ -104,12 +103,12 @@ def _artifact(sweep: SweepDirectory) -> Any:
 
 
 def results_id(sweep: SweepDirectory) -> str:
-    """The wandb id of a sweep's results: the same for the same folder, and no other's."""
+    """The same for the same folder, and no other's."""
     return "fit-" + hashlib.sha256(str(sweep.path.resolve()).encode()).hexdigest()[:10]
 
 
 def score_rows(sweep: SweepDirectory) -> tuple[list[str | int], list[Iterable[Any]]]:
-    """Every score of every checkpoint of the sweep: the columns, and a row per (checkpoint, task)."""
+    """Every score of every checkpoint: the columns, and a row per (checkpoint, task)."""
     columns: list[str | int] = ["run_id", "name", "N", "step", "tokens", "task", *SCORES]
     rows: list[Iterable[Any]] = []
     for planned in sweep.plan()["runs"]:
@@ -121,7 +120,6 @@ def score_rows(sweep: SweepDirectory) -> tuple[list[str | int], list[Iterable[An
 
 
 def tracker_of(sweep: SweepDirectory) -> TrackerConfig:
-    """What sweep.yaml says of the tracker."""
     return from_dict(TrackerConfig, sweep.settings()["config"]["tracker"], "tracker.")
 
 
@@ -134,11 +132,7 @@ def _digest(sweep: SweepDirectory) -> str:
 
 
 def sync_sweep(sweep: SweepDirectory, progress: Callable[[str], None] = print) -> int:
-    """Sends to wandb what it does not have of a sweep's runs, and the results; returns how many runs were sent.
-
-    `progress` gets a line per run. Raises UserError where nobody is logged in, the server does not answer, nothing was
-    tracked, or something did not arrive.
-    """
+    """Sends to wandb what it lacks of a sweep's runs and results; returns how many runs were sent."""
     tracked = [run for run in sweep.runs() if _is_tracked(run)]
     if not tracked:
         raise UserError(f"{sweep.path} has nothing to send: none of its runs has trained with tracker=wandb")

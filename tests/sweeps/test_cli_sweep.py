@@ -44,7 +44,7 @@ def sweep(smoke: tuple[Path, str], tmp_path: Path) -> SweepDirectory:
 def test_status_shows_more_of_a_large_sweep_when_asked(
     run: Run, sweep: SweepDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("isoflop.sweeps.observe.status_view.ROWS", 3)
+    monkeypatch.setattr("isoflop.sweeps.observe.status.ROWS", 3)
     first, *others = sweep.runs()
     first.set_state("failed", reason="the disk is full")
     code, output, _ = run("status", sweep.path)
