@@ -32,7 +32,6 @@ from ..runs.attempts import Attempt
 from ..runs.directory import OPEN, STATES, RunDirectory, SweepDirectory, now_on, yaml_or_empty
 from ..runs.membership import members
 from ..runs.retries import Policy
-from ..slurm import commands as slurm
 from ..terminal import console, describe_seconds, short
 
 Row = dict[str, Any]
@@ -240,6 +239,8 @@ def _add_waits(sweep: SweepDirectory, rows: Iterable[Row]) -> None:
         row["waits"] = None
     waiting = [row for row in rows if row["state"] in ("queued", "preempted") and row["job_id"]]
     if waiting and (sweep.path / "jobs" / "slurm.json").exists():
+        from ..slurm import commands as slurm
+
         owner = str(os.stat(sweep.path / "jobs" / "slurm.json").st_uid)
         answer = slurm.ask("squeue", "-h", "-r", "-u", owner, "-o", "%i|%r", timeout=SQUEUE_SECONDS)
         reasons = dict(line.split("|", 1) for line in answer.stdout.splitlines() if not line.endswith("|None"))

@@ -8,7 +8,6 @@ count, and a trunk that diverged was of use as far as its branches begin.
 
 from __future__ import annotations
 
-import statistics
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -20,7 +19,6 @@ from ...train.files import read_json_lines
 from ..runs import attempts
 from ..runs.attempts import Attempt
 from ..runs.directory import RunDirectory, SweepDirectory
-from ..slurm import commands as slurm
 
 Planned = dict[str, Any]  # a run of plan.json
 Times = tuple[float, float]  # actual, planned
@@ -231,6 +229,7 @@ def _by_slurm(
     """Device-hours that SLURM counts for the jobs that trained, and for those that scored."""
     if cluster["kind"] != "slurm":
         return {"cluster_hours": None, "scoring_hours": None}
+    from ..slurm import commands as slurm
     from ..slurm.launch_record import LaunchRecord
 
     try:
@@ -294,6 +293,8 @@ def _error_of_all(compared: Mapping[str, Times]) -> Error | None:
 
 
 def _errors_by_width(runs: Mapping[str, Planned], compared: Mapping[str, Times]) -> dict[int, Error]:
+    import statistics
+
     ratios: dict[int, list[float]] = defaultdict(list)
     for name, (actual, planned) in compared.items():
         ratios[runs[name]["width"]].append(actual / planned)
@@ -313,5 +314,7 @@ def shares_device(history: Sequence[Attempt], result: Mapping[str, Any]) -> bool
 
 
 def _quartiles(values: Sequence[float]) -> tuple[float, float]:
+    import statistics  # which takes longer than all else here, and `isoflop status` has no use for it
+
     low, _, high = statistics.quantiles(values, method="inclusive") if len(values) > 1 else [values[0]] * 3
     return low, high

@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from conftest import SMOKE
 from isoflop.sweeps.cli import main as cli
 from isoflop.sweeps.entry import sweep_main
 from isoflop.sweeps.runs.directory import SweepDirectory
+
+SMOKE = ["+grid=smoke", "cluster=local", "tracker=none", "evaluate=none", "cluster.flops_per_second=1e11"]
 
 
 def isoflop(
