@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from fake_sweep import TRUTH, finish, replan, settings, write
-from isoflop.fit.allocation.isoloss import optimum
+from isoflop.fit.allocation.allocation import optimum
 from isoflop.sweeps.config import AdaptiveGrid, IsoflopGrid, SweepConfig
 from isoflop.sweeps.grid import expand as grid
 from isoflop.sweeps.grid.trunks import merge_runs, own_flops
