@@ -19,6 +19,7 @@ from .errors import InputError
 
 if TYPE_CHECKING:
     from .allocation.allocation import (
+        Optimum,
         Prices,
         compute_optimal,
         fixed_size,
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
         overtraining_cost,
         token_limited,
     )
-    from .allocation.optimum import Optimum
     from .allocation.serving import Device, Served
     from .analysis import analyze
     from .approaches.conventions import by_convention

@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from .allocation.isoloss import optimum
-from .allocation.optimum import Optimum
+from .allocation.allocation import Optimum, optimum
 from .constants.published_constants import RECORDS, Record
 from .constants.published_tuning import TUNING
 from .errors import Array, InputError, positive

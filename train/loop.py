@@ -26,6 +26,7 @@ from .errors import Diverged, Stopped, UserError
 from .files import HALVED, JsonLines, write_json
 from .flops import count_parameters, flops_6nd, flops_exact, training_flops_per_token
 from .hardware import device_name, kept_peak
+from .job.control import run_on_ranks
 from .job.job import Job, join
 from .job.progress import PastStep, RunProgress
 from .job.session import kept
@@ -66,7 +67,7 @@ def train(
     set_matmul_precision(config.parallel.tf32)
     with join(config, directory, report) as job:
         say = report if job.mesh.rank == 0 else _silent
-        opened = job.together(lambda: open_shards(config, shards, job, alive))
+        opened = run_on_ranks(job.mesh, lambda: open_shards(config, shards, job, alive))
         stream = TrainStream(opened, config.data.sequence_length, config.seed)
         stepper = Stepper(config, job.mesh, job.device, stream, say, directory / HALVED)
         peak = kept_peak(job.device, stepper.dtype) * job.mesh.size
@@ -82,7 +83,7 @@ def _run(trainer: Trainer, stepper: Stepper, should_stop: Callable[[], bool]) ->
     job = trainer.job
     while trainer.goes_on:
         job.beat(trainer.progress.step, "in a step")
-        trainer.took(stepper.step(trainer.progress.step))
+        trainer.record_step(stepper.step(trainer.progress.step))
         if trainer.goes_on:
             stop, save = job.agree(stop=should_stop(), save=trainer.save_is_due())
             trainer.pause(stop, save)
@@ -197,7 +198,7 @@ class Trainer:
         self._logged_at, self._logged_step = self.clock(), self.progress.step
         self._saved_at = time.perf_counter()  # by the wall, for a kill costs what the wall has seen
 
-    def took(self, result: StepResult) -> None:
+    def record_step(self, result: StepResult) -> None:
         """Records a step: judges losses, validates and logs where the config says so.
 
         Raises:
@@ -342,7 +343,7 @@ class Trainer:
             "flops_6nd": flops_6nd(config),
             "flops_exact": flops,
             **vars(held_out),
-            "train_loss": self.progress.smoothed_loss,
+            "train_loss": self.progress.smoothed_loss,  # in metrics.jsonl `train_loss` is that of one step
             "unique_tokens": self.stepper.stream.unique_tokens,
             "epochs": self.epochs,
             "warmup_share": warmup_steps(config) / config.steps,

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..allocation.isoloss import optimum
+from ..allocation.allocation import optimum
 from ..errors import Array, InputError, positive
 from ..table import RunTable
 from ..uncertainty import resampled_together

@@ -50,6 +50,7 @@ class HyperparameterSurface(DesignedLaw):
 
     form = "hyperparameter-surface"
     title = "the hyperparameter surface"
+    output = "loss"
 
     def __init__(
         self,
@@ -59,6 +60,7 @@ class HyperparameterSurface(DesignedLaw):
         window: float = 0.01,
     ) -> None:
         super().__init__("squares")
+        self.learning_rate, self.batch = learning_rate, batch
         given = {"learning_rate": learning_rate, "batch": batch}
         self.laws = {target: tuple(inputs) for target, inputs in given.items() if inputs is not None}
         for target, inputs in self.laws.items():
@@ -80,7 +82,7 @@ class HyperparameterSurface(DesignedLaw):
 
     def options(self) -> dict[str, Any]:
         laws = {target: list(self.laws[target]) if target in self.laws else None for target in TARGETS}
-        return laws | {"order": self.order, "window": self.window}
+        return self.get_params() | laws
 
     def fit(
         self,

@@ -28,8 +28,8 @@ import torch.distributed as dist
 
 from ..config import RunConfig, canonical_json, from_dict, identity, run_id
 from ..errors import UserError
-from ..files import fsync_path
-from ..job.control import together
+from ..files import file_sha256, fsync_path
+from ..job.control import run_on_ranks
 from ..model.gpt import GPT
 from ..model.parametrization import build_model
 from ..parallel.layout import Held, whole
@@ -49,11 +49,6 @@ _REQUIRED = ("trainer.json", "config.json")
 def describe(path: Path) -> dict[str, Any]:
     """What a manifest says of a file."""
     return {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
-
-
-def file_sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def start(root: Path, step: int) -> Path | None:
@@ -143,7 +138,7 @@ def newest_valid(root: Path, report: Callable[[str], None], mesh: Mesh = ALONE) 
     """The newest whole checkpoint, the same on all ranks. Damaged ones are reported by the first rank, and left in
     place.
     """
-    for _, path in reversed(together(mesh, lambda: list_steps(root), only_first=True)):
+    for _, path in reversed(run_on_ranks(mesh, lambda: list_steps(root), only_first=True)):
         problem = damage(path, mesh)
         if problem is None:
             return path
@@ -185,7 +180,7 @@ def resume(
     newest = newest_valid(root, report, mesh)
     if newest is None:
         return None
-    trainer: dict[str, Any] = together(mesh, lambda: restore(newest, held, config))
+    trainer: dict[str, Any] = run_on_ranks(mesh, lambda: restore(newest, held, config))
     return trainer
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..config import RunConfig, to_dict
 from ..data.tokenizers import Tokenizer
-from ..job.control import together
+from ..job.control import run_on_ranks
 from ..job.rendezvous import MARGIN_SECONDS
 from ..parallel.layout import Held
 from ..parallel.mesh import Mesh
@@ -58,7 +58,7 @@ class Saver:
         A whole checkpoint that stands there already stays; a damaged one is replaced.
 
         Raises:
-            OSError: on every rank: this save (in line) or the one before (asynchronous) failed; nothing half-written stays.
+            OSError: on every rank: this save (in line) or the one before (asynchronous) failed.
         """
         self.wait()
         staged, copied = self._stage(held)
@@ -120,12 +120,12 @@ class Saver:
     def _write(self, step: int, staged: Sequence[Part], copied: torch.cuda.Event | None, trainer: str) -> None:
         if copied is not None:
             copied.synchronize()
-        temporary = together(self._mesh, lambda: checkpoint.start(self.root, step), only_first=True)
+        temporary = run_on_ranks(self._mesh, lambda: checkpoint.start(self.root, step), only_first=True)
         if temporary is None:
             return
         try:
             described = self._write_tensors(temporary, staged)
-            together(self._mesh, lambda: self._finish(temporary, step, described, trainer), only_first=True)
+            run_on_ranks(self._mesh, lambda: self._finish(temporary, step, described, trainer), only_first=True)
         except BaseException:
             if self._mesh.rank == 0:
                 checkpoint.sweep(self.root)
@@ -138,7 +138,7 @@ class Saver:
             write_whole(temporary, staged)
             return {}
         name = self._write_shards(temporary, staged, mesh.control)
-        mine = together(mesh, lambda: (name, checkpoint.describe(temporary / name)))
+        mine = run_on_ranks(mesh, lambda: (name, checkpoint.describe(temporary / name)))
         everyone: list[Any] = [None] * mesh.size
         dist.all_gather_object(everyone, mine, mesh.control)
         return dict(everyone)

@@ -19,6 +19,8 @@ from ..errors import UserError
 from .hub import HubDataset
 from .readers import ACCEPTED, cut, format_of, is_compressed, parquet_text_bytes, read_documents
 
+# Above FULL_HASH_BYTES a file is represented by its size and some blocks, for planning computes fingerprints: an edit
+# between blocks that keeps the size goes unseen.
 # Bumped when the same files would read as different documents.
 READER = 1
 PIECE_BYTES = 1 << 20

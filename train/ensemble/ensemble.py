@@ -207,7 +207,7 @@ class _Together:
 
 def _keep_books(trainer: Trainer, result: StepResult, stop: bool) -> Ended | None:
     """What the loop of a run alone does after a step."""
-    trainer.took(result)
+    trainer.record_step(result)
     if not trainer.goes_on:
         return _finish(trainer)
     trainer.pause(stop, trainer.save_is_due())

@@ -34,7 +34,7 @@ class _Raised:
     filename: str | None = None  # OSError
 
 
-def together(mesh: Mesh, function: Callable[[], T], only_first: bool = False) -> T:
+def run_on_ranks(mesh: Mesh, function: Callable[[], T], only_first: bool = False) -> T:
     """Calls a function on every rank and returns what it gave; where it raises on any rank, all ranks raise.
 
     With `only_first` rank 0 alone calls it, and its result (must pickle) is returned on every rank. The function must
@@ -98,7 +98,7 @@ def _shared(mesh: Mesh, failures: list[_Raised | None]) -> Exception:
     return RankError(failure_at(mesh.hosts, [rank for rank, _ in failed], first.cause, message, None))
 
 
-def same_everywhere(mesh: Mesh, config: RunConfig) -> None:
+def check_same_config(mesh: Mesh, config: RunConfig) -> None:
     """Refuses ranks that were given different configs.
 
     Raises:

@@ -15,10 +15,10 @@ from ..errors import COLLECTIVE, Stopped
 from ..hardware import pick_device
 from ..parallel.mesh import Mesh
 from ..planner.validation import check_world
-from .control import Agreement, Flag, same_everywhere, together
+from .control import Agreement, Flag, check_same_config
 from .environment import detect
 from .failure import Cause, Failure, failure_of, forget_failure, note_failure
-from .rendezvous import join as meet
+from .rendezvous import meet
 from .watchdog import Watchdog
 
 T = TypeVar("T")
@@ -47,10 +47,6 @@ class Job:
         """A failure of this rank at its current step."""
         return Failure(cause, reason, self.mesh.rank, self.host, self.watchdog.step, (self.host,))
 
-    def together(self, function: Callable[[], T]) -> T:
-        """See `control.together`."""
-        return together(self.mesh, function)
-
 
 @contextmanager
 def join(config: RunConfig, directory: Path, report: Callable[[str], None]) -> Iterator[Job]:
@@ -78,7 +74,7 @@ def join(config: RunConfig, directory: Path, report: Callable[[str], None]) -> I
             if device.type == "cuda":
                 device = torch.device("cuda", torch.cuda.current_device())
             with Watchdog(mesh, store, config.parallel.timeout_seconds, lost) as watchdog:
-                same_everywhere(mesh, config)
+                check_same_config(mesh, config)
                 agreement = Agreement(mesh)
                 try:
                     yield Job(mesh, device, agreement, watchdog, ranks.host)

@@ -22,7 +22,7 @@ from torch.distributed import Store
 from ..config import ParallelConfig
 from ..errors import UserError
 from ..files import write_atomic
-from ..parallel.mesh import Mesh, build_mesh
+from ..parallel.mesh import Mesh, configured_mesh
 from ..planner.validation import check_hosts
 from .environment import Ranks
 
@@ -33,7 +33,7 @@ FAREWELL_SECONDS = 5.0  # that rank 0 keeps the store up for ranks that must sti
 
 
 @contextmanager
-def join(
+def meet(
     ranks: Ranks, folder: Path, parallel: ParallelConfig, device: torch.device
 ) -> Iterator[tuple[Mesh, Store | None]]:
     """Makes this process a rank of its job, and takes it out again.
@@ -51,7 +51,7 @@ def join(
         yield Mesh(), None
         return
     limit = timedelta(seconds=parallel.timeout_seconds + MARGIN_SECONDS)
-    store, file = _meet(ranks, folder, parallel.timeout_seconds)
+    store, file = _open_store(ranks, folder, parallel.timeout_seconds)
     clean = False
     try:
         dist.init_process_group(
@@ -59,7 +59,7 @@ def join(
             store=dist.PrefixStore("torch", store), rank=ranks.rank, world_size=ranks.size,
             timeout=limit, device_id=device if device.type == "cuda" else None,
         )  # fmt: skip
-        mesh = build_mesh(parallel.dp, parallel.tp, device)
+        mesh = configured_mesh(parallel, device)
         for group in (mesh.dp_group, mesh.tp_group, mesh.control):
             if group is not None:  # torch gives groups of its own making 10 minutes on NCCL, whatever their parent has
                 dist.distributed_c10d._set_pg_timeout(limit, group)
@@ -67,7 +67,7 @@ def join(
         dist.all_gather_object(hosts, ranks.host, group=mesh.control)
         if file is not None:
             file.unlink(missing_ok=True)  # everybody is here
-        check_hosts(parallel.tp, hosts)
+        check_hosts(parallel, hosts)
         yield dataclasses.replace(mesh, hosts=tuple(hosts)), store
         clean = True
     finally:
@@ -79,7 +79,7 @@ def join(
             file.unlink(missing_ok=True)
 
 
-def _meet(ranks: Ranks, folder: Path, timeout: float) -> tuple[Store, Path | None]:
+def _open_store(ranks: Ranks, folder: Path, timeout: float) -> tuple[Store, Path | None]:
     """The store that all ranks share, and on rank 0 the file with its address."""
     if ranks.source == "torchrun":
         store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
@@ -93,7 +93,7 @@ def _meet(ranks: Ranks, folder: Path, timeout: float) -> tuple[Store, Path | Non
     store = dist.TCPStore(
         "localhost", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout)
     )  # port 0: the system picks a free one
-    token = os.urandom(8).hex()
+    token = os.urandom(8).hex()  # by which nobody takes an earlier attempt's address, or a stranger there, for ours
     store.set("token", token)
     address = "127.0.0.1" if ranks.local_size == ranks.size else socket.gethostname()
     write_atomic(path, json.dumps({"host": address, "port": store.port, "token": token}))
@@ -138,7 +138,7 @@ def leave(store: Store, rank: int, size: int, patience: float) -> None:
     """Says that this rank no longer needs the store; rank 0 waits up to `patience` seconds until all have said so."""
     with suppress(dist.DistError):  # rank 0 may be dead
         store.set(farewell(rank), "")
-        if rank == 0:
+        if rank == 0:  # the store lives in this process, and would look dead to ranks that still read it
             store.wait([farewell(other) for other in range(size)], timedelta(seconds=patience))
 
 

@@ -174,6 +174,7 @@ class Watchdog:
             reason = f"{self._names(missing)} did not start within {self._timeout:g} s"
             raise RankError(failure_at(self._mesh.hosts, missing, Cause.NODE, reason, None)) from error
         self._read()
+        # Whoever talks to the store is stuck when the rank that keeps it is frozen, so another thread keeps time.
         for target in (self._talk, self._keep_time):
             thread = threading.Thread(target=target, name=f"watchdog{target.__name__}", daemon=True)
             self._threads.append(thread)
@@ -284,7 +285,7 @@ class Watchdog:
         if self._failure is not None and not self._left.wait(GRACE_SECONDS):
             self._end(self._failure)
 
-    def _end(self, failure: Failure) -> None:
+    def _end(self, failure: Failure) -> None:  # a thread cannot wake the main thread from a collective
         _within(LAST_WORDS_SECONDS, lambda: self._on_loss(failure))
         _within(FAREWELL_SECONDS if self._mesh.rank == 0 else GRACE_SECONDS, self._say_farewell)
         os._exit(EXIT_CODE)

@@ -22,8 +22,8 @@ class Piece:
 
     offset: Shape  # first element of the box in the whole parameter
     size: Shape  # of the box; size[0] rows of the rank's part
-    shared: bool = False  # every tp rank holds this box; else it is this rank's alone
-    partial: bool = False  # shared, and a rank's gradient is one term of a sum over the tp ranks
+    shared: bool = False  # every tensor-parallel rank holds this box; else it is this rank's alone
+    partial: bool = False  # shared, and a rank's gradient is one term of a sum over them
 
 
 @dataclass(frozen=True)

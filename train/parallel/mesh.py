@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from ..config import ParallelConfig
+
 AXES = ("dp", "tp")  # outer to inner
 
 
@@ -47,6 +49,11 @@ class Mesh:
     def name(self, rank: int) -> str:
         """A rank as messages name it: `rank 3 on node07`."""
         return f"rank {rank} on {self.hosts[rank]}" if self.hosts else f"rank {rank}"
+
+
+def configured_mesh(parallel: ParallelConfig, device: torch.device) -> Mesh:
+    """See `build_mesh`."""
+    return build_mesh(parallel.dp, parallel.tp, device)
 
 
 def build_mesh(dp: int, tp: int, device: torch.device) -> Mesh:
