@@ -27,8 +27,8 @@ from numpy.typing import ArrayLike
 
 from ..allocation.allocation import Optimum, token_limited
 from ..errors import Array, InputError, identifiable
+from ..solver.forms import LogSumTerms
 from ..solver.solver import AGREE, Minimum, Solution, minimise
-from ..solver.terms import LogSumTerms
 from .chinchilla import FLAT_EXPONENT, VANISHED
 from .law import L1_DELTA, Law, Problem
 from .repetition_form import HUGE, Repeated, decay_starts, joint_starts, saturated
