@@ -51,7 +51,7 @@ class RepetitionLaw(Law):
     tied : bool
         Hold alpha = beta, as the paper does.
     base : mapping, optional
-        E, A, B, alpha and beta to hold, such as `ChinchillaLaw(tied=True).fit(...).constants_` of runs of one epoch.
+        E, A, B, alpha and beta to hold, such as the constants of a tied fit to runs of one epoch.
         Intervals are then those of R_D and R_N given the base.
 
     Notes:
