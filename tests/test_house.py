@@ -110,7 +110,6 @@ KNOWN_CIRCLES: set[tuple[str, str]] = {
     ("train/checkpoint/shards.py", "train/checkpoint/storage.py"),
     ("train/data/recipe/quality.py", "train/data/recipe/recipe.py"),
     ("sweeps/slurm", "sweeps/execute"),
-    ("train/model", "train/kernels"),
 }
 
 

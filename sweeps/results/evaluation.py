@@ -16,7 +16,7 @@ from ..runs.directory import RunDirectory
 
 if TYPE_CHECKING:
     from ...evaluate.checkpoint import Contamination
-    from ...evaluate.inference.tokens import TokenCache
+    from ...evaluate.harness import TokenCache
     from ...evaluate.tasks.suite import Suite
 
 

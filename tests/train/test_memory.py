@@ -14,7 +14,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from isoflop.train.config import DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig
 from isoflop.train.memory import bucket_sizes, halved_micro_batch, memory, state_bytes
-from isoflop.train.model.gpt import GPT, RMSNorm, _RMSNorm
+from isoflop.train.model.block import _RMSNorm
+from isoflop.train.model.gpt import GPT, RMSNorm
 from isoflop.train.model.parametrization import empty_model, parameter_groups
 from isoflop.train.model.shape import micro_batches, share_of
 from isoflop.train.parallel.mesh import Mesh
