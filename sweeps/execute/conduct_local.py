@@ -16,7 +16,7 @@ from ..prepare import Prepared
 from ..runs import membership
 from ..runs.directory import RunDirectory, SweepDirectory
 from ..runs.retries import Policy
-from ..terminal import describe
+from ..terminal import describe_seconds
 from .stages import is_scored, outcome, prepare_data, renew
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def conduct(prepared: Prepared, only: set[str] | None = None) -> int:
     if any(run.is_done() for run in prepared.directories):
         print_result(prepared.sweep)
     code = outcome(prepared)
-    print(f"all stages took {describe(time.monotonic() - started)}")
+    print(f"all stages took {describe_seconds(time.monotonic() - started)}")
     return code
 
 
@@ -109,7 +109,7 @@ def _pool(prepared: Prepared, ranks: int, folder: Path) -> LocalPool:
 
 
 def _score(prepared: Prepared) -> None:
-    from ..results.evaluation import stage
+    from ..results.scoring import stage
     from .display import Display
     from .local import Listed, LocalJob
     from .worker import evaluate_runs

@@ -65,7 +65,7 @@ def start(
     if waiting:
         prepare_data(waiting[0])
     if config.evaluate.tasks:
-        from ..results.evaluation import stage
+        from ..results.scoring import stage
 
         stage(config.evaluate.tasks)
     units = plan.units_of({run.run_id for run in waiting})

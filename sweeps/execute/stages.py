@@ -14,7 +14,7 @@ from ..runs.directory import Busy, RunDirectory
 
 def is_scored(run: RunDirectory, config: SweepConfig) -> bool:
     """Whether every wanted checkpoint has a scores file for this evaluation."""
-    from ..results.evaluation import is_scored as scored
+    from ..results.scoring import is_scored as scored
 
     return scored(run, dataclasses.asdict(config.evaluate))
 

@@ -55,6 +55,10 @@ class Attempt:
     budget: int = 0  # times that somebody had asked for a retry before; counted by `read`
 
 
+NAMES = [item.name for item in fields(Attempt) if item.name != "budget"]
+NUMBERS = [item.name for item in fields(Attempt) if item.type in ("int", "float")]
+
+
 @dataclass(frozen=True)
 class Begun:
     """What attempt.json holds: an attempt under way."""
@@ -336,13 +340,12 @@ def _lines(run: RunDirectory) -> list[dict[str, Any]]:
 
 def _attempt(line: dict[str, Any], budget: int) -> Attempt | None:
     """A line as an attempt; None where it is none."""
-    names = [item.name for item in fields(Attempt) if item.name != "budget"]
     try:
-        attempt = Attempt(**{name: line[name] for name in names}, budget=budget)
+        attempt = Attempt(**{name: line[name] for name in NAMES}, budget=budget)
     except KeyError:
         return None
-    numbers = [getattr(attempt, item.name) for item in fields(Attempt) if item.type in ("int", "float")]
-    return attempt if attempt.cause in CAUSES and all(isinstance(number, int | float) for number in numbers) else None
+    whole = all(isinstance(getattr(attempt, name), int | float) for name in NUMBERS)
+    return attempt if attempt.cause in CAUSES and whole else None
 
 
 def _append(run: RunDirectory, line: dict[str, Any]) -> None:
