@@ -137,7 +137,7 @@ def extend(
     as_json: Changes = False,
 ) -> None:
     """Adds budgets, sizes or points to a sweep; only the new runs start."""
-    from ..grid.extend import extend
+    from ..execute.control import extend
 
     _act(sweep, as_json, lambda directory: extend(directory, overrides or [], grid))
 

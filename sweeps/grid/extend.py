@@ -24,22 +24,17 @@ from ..terminal import short
 from . import expand as grid
 
 
-def extend(sweep: SweepDirectory, overrides: list[str], grid_file: Path | None = None) -> int:
-    """Adds runs to a sweep and starts them, and nothing else.
+def extend(sweep: SweepDirectory, overrides: list[str], grid_file: Path | None = None) -> list[str]:
+    """Adds runs to a sweep, which may be at work; returns the ids of those that are new.
 
     Args:
-        sweep: may be at work.
+        sweep: whose.
         overrides: of the sweep's own grid, as for sweep.py: `grid.budgets=[1e19]`.
         grid_file: YAML of a whole grid, such as `isoflop suggest` writes.
-
-    Returns:
-        The exit code.
 
     Raises:
         UserError: neither or both were given, or they make no grid.
     """
-    from ..execute.conduct import resume
-
     if bool(overrides) == (grid_file is not None):
         raise UserError("extend needs what to add: overrides of the grid, such as grid.budgets=[1e19], or --grid FILE")
     config = planning.configuration(sweep)
@@ -50,9 +45,9 @@ def extend(sweep: SweepDirectory, overrides: list[str], grid_file: Path | None =
     names = add_grid(sweep, config, wanted, why)
     if not names:
         print(f"every run of it is part of {sweep.path} already; nothing was added")
-        return 0
-    print(f"added {len(names)} runs to {sweep.path}")
-    return resume(sweep, only=set(names))
+    else:
+        print(f"added {len(names)} runs to {sweep.path}")
+    return names
 
 
 def read_grid(file: Path) -> GridConfig:

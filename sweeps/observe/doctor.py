@@ -25,14 +25,13 @@ from ... import __version__
 from ...train.config import RECIPE
 from ...train.errors import UserError
 from ...train.files import read_json
-from ..execute import recovery
-from ..execute.control import idle
-from ..execute.queue import Queue
-from ..execute.recovery import KILLED
 from ..plan import planning
+from ..runs import states
+from ..runs.attempts import Policy
 from ..runs.directory import AtWork, Busy, RunDirectory, SweepDirectory, now_on, yaml_or_empty
-from ..runs.retries import Policy
+from ..runs.queue import Queue
 from ..slurm import commands as slurm
+from ..slurm import supervisor
 from ..terminal import console
 from .doctor_runs import Fault, faults_of, old_temporaries, remove, unreadable
 from .status import cluster_of, lacking
@@ -180,7 +179,7 @@ def _orphans(sweep: SweepDirectory, policy: Policy) -> Iterator[Fault]:
             if lost := queue.lost():
                 names = ", ".join(name for unit in lost for name in unit.runs)
                 yield Fault("queue", f"the worker is gone that had {names}", queue.folder,
-                            partial(queue.recover, policy), "settled")  # fmt: skip
+                            partial(supervisor.settle_queue, queue, policy), "settled")  # fmt: skip
     for run in planning.members(sweep):
         if _is_dead(run, policy):
             what = f"it says running on {run.state().host}, and its process is gone"
@@ -190,7 +189,7 @@ def _orphans(sweep: SweepDirectory, policy: Policy) -> Iterator[Fault]:
         return
     if waiting := _without_job(sweep, live):
         what = f"{len(waiting)} runs wait for a job that SLURM does not know: {', '.join(waiting)}"
-        yield Fault("orphan", what, sweep.path / "runs", lambda: recovery.settle_lost(sweep, policy, live),
+        yield Fault("orphan", what, sweep.path / "runs", lambda: supervisor.settle_lost(sweep, policy, live),
                     "settled; they may be tried again")  # fmt: skip
     yield from _strays(sweep)
 
@@ -207,7 +206,7 @@ def _is_dead(run: RunDirectory, policy: Policy) -> bool:
     if run.state().state != "running":
         return False
     try:
-        with idle(run, policy):
+        with states.hold_idle(run, policy):
             return run.state().state == "running"
     except Busy:
         return False
@@ -216,7 +215,7 @@ def _is_dead(run: RunDirectory, policy: Policy) -> bool:
 def _settle_dead(run: RunDirectory, policy: Policy, ask: bool) -> None:
     """Writes how a run's process ended, in SLURM's words where it can be asked."""
     state = run.state()
-    recovery.settle_dead([run], policy, recovery.death_of(state.job_id, state.host) if ask else KILLED)
+    states.settle_dead([run], policy, supervisor.death_of(state.job_id, state.host) if ask else states.KILLED)
 
 
 def _without_job(sweep: SweepDirectory, live: set[str]) -> list[str]:
@@ -232,7 +231,7 @@ def _without_job(sweep: SweepDirectory, live: set[str]) -> list[str]:
 
 def _strays(sweep: SweepDirectory) -> Iterator[Fault]:
     """Jobs of this sweep that its record does not know. One on hold was never released, and is of no use to anybody."""
-    from ..slurm.launch_record import strays
+    from ..slurm.record import strays
 
     try:
         with sweep.lock():  # else a launcher may be writing them down
@@ -268,7 +267,7 @@ def _files(sweep: SweepDirectory) -> Iterator[Fault]:
 
 def _launch_record(sweep: SweepDirectory) -> Iterator[Fault]:
     """What launchers remember. Without it jobs are found by their label, and say themselves what they are for."""
-    from ..slurm.launch_record import LaunchRecord, rebuilt
+    from ..slurm.record import LaunchRecord, rebuilt
 
     def rewrite() -> None:
         with sweep.lock():

@@ -19,10 +19,9 @@ from pathlib import Path
 
 from ...train.errors import UserError
 from ...train.files import read_json, write_atomic
-from ..execute.control import idle
-from ..runs import attempts
+from ..runs import attempts, states
+from ..runs.attempts import Policy
 from ..runs.directory import OPEN, STATES, Busy, RunDirectory, now_on
-from ..runs.retries import Policy
 
 OLD_SECONDS = 600.0  # after which a temporary file is nobody's
 TEMPORARY = re.compile(r"^\.(now-|.+\.)[a-z0-9_]{8}$")  # as tempfile names them, here and in train/files.py
@@ -52,7 +51,7 @@ def faults_of(run: RunDirectory, policy: Policy, deep: bool, evaluated: bool) ->
         evaluated: whether the sweep wants its runs scored.
     """
     try:
-        with idle(run, policy):
+        with states.hold_idle(run, policy):
             for check in (_config, _state, _leftovers, _lines):
                 yield from check(run)
             yield from _checkpoints(run, deep and run.state().state not in OPEN)
@@ -104,10 +103,9 @@ def _state(run: RunDirectory) -> Iterator[Fault]:
     values = read_json(path)
     if values is None or values.get("state") not in STATES:
         known = run.state()
-        number = max([known.attempt, *(attempt.attempt for attempt in attempts.read(run))])
         what = "state.json cannot be read" if path.exists() else "state.json is missing"
         yield Fault(
-            "state", what, path, lambda: run.set_state(known.state, attempt=number),
+            "state", what, path, lambda: states.restore(run),
             f"written anew as {known.state}, for {_because(run)}",
         )  # fmt: skip
     asked = run.cancel_asked()
@@ -117,7 +115,7 @@ def _state(run: RunDirectory) -> Iterator[Fault]:
     elif asked is not None and state != "cancelled":
         yield Fault(
             "cancel", f"{asked} asked to cancel the run, and nobody trains it", run.path,
-            lambda: run.set_state("cancelled", reason=f"cancelled by {asked}"), "cancelled",
+            lambda: states.cancel(run, asked), "cancelled",
         )  # fmt: skip
 
 
@@ -209,7 +207,7 @@ def _result(run: RunDirectory, evaluated: bool) -> Iterator[Fault]:
     if summary is None:
         yield Fault(
             "result", "it is done and has no summary", path,
-            lambda: run.set_state("planned", reason="its summary was lost, and is made anew"),
+            lambda: states.plan(run, "its summary was lost, and is made anew"),
             f"planned again, from its newest checkpoint: isoflop retry {run.path.parent.parent} {run.run_id}",
         )  # fmt: skip
         return

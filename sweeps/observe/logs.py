@@ -15,10 +15,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..execute.control import find_runs
-from ..plan.planning import members
+from ..plan.planning import find_runs, members
+from ..runs.attempts import Policy
 from ..runs.directory import RunDirectory, SweepDirectory
-from ..runs.retries import Policy
 from .status import cluster_of, is_over
 
 POLL_SECONDS = 0.5

@@ -23,10 +23,9 @@ from ...train.errors import UserError
 from ...train.files import read_json
 from ..config import ClusterConfig
 from ..results import accounting
-from ..runs import attempts, heartbeat, retries
-from ..runs.attempts import Attempt
+from ..runs import attempts
+from ..runs.attempts import Attempt, Policy
 from ..runs.directory import OPEN, STATES, RunDirectory, SweepDirectory, now_on, yaml_or_empty
-from ..runs.retries import Policy
 from ..slurm import commands as slurm
 
 Row = dict[str, Any]
@@ -139,7 +138,7 @@ def _read(run: RunDirectory, planned: Mapping[str, Any], changed: int) -> Row:
         "state": state.state,
         "reason": state.reason,
         "attempt": state.attempt,
-        "retries": sum(start.cause in retries.RETRIED for start in recent[:-1]),
+        "retries": sum(start.cause in attempts.RETRIED for start in recent[:-1]),
         "host": state.host,
         "mesh": planned.get("mesh", ""),
         "parent": planned.get("parent"),
@@ -173,13 +172,13 @@ def _finite(value: Any) -> float | None:
 
 def _add_life(sweep: SweepDirectory, rows: Iterable[Row], policy: Policy, now: float) -> None:
     """How long ago each running run has shown life, when it began and was last seen, and when it will end."""
-    limit = heartbeat.limit(policy)
+    limit = policy.silence_seconds
     for row in rows:
         row |= {"heartbeat_age": None, "silent": False, "under_way": None}
         if row["state"] != "running":
             continue
         run = sweep.run(row["run_id"])
-        age = row["heartbeat_age"] = heartbeat.age(run, now)
+        age = row["heartbeat_age"] = attempts.sign_age(run, now)
         row["silent"] = age is None or age > limit
         begun = read_json(run.path / attempts.UNDER_WAY) or {}
         began = begun.get("began", now)
@@ -224,7 +223,7 @@ def _add_again(rows: Iterable[Row], policy: Policy, now: float) -> None:
     spent = sum(row["retries"] for row in rows)
     for row in rows:
         recent = _attempts(row)[len(row["history"]) - row["recent"] :]
-        row["again"] = row["state"] == "failed" and retries.decide(recent, policy, spent, now).again
+        row["again"] = row["state"] == "failed" and attempts.decide(recent, policy, spent, now).again
 
 
 def is_over(run: RunDirectory, policy: Policy) -> bool:

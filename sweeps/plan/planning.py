@@ -14,7 +14,7 @@ import dataclasses
 import platform
 import subprocess
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,12 @@ from ..config import ClusterConfig, IsoflopGrid, SweepConfig, base_run, from_map
 from ..grid import expand as grid
 from ..grid import trunks
 from ..results.evaluation import keep_between
+from ..runs import states
 from ..runs.directory import AtWork, RunDirectory, SweepDirectory, yaml_or_empty
 from . import calibration, probe
 from .sweep_plan import Plan, plan, remarks
+
+JobFinder = Callable[[RunDirectory], bool]  # whether a job has a run, which keeps its trunk or its branches
 
 ADDED = "added.json"
 STOPPED = "cancel.json"
@@ -68,7 +71,7 @@ class Prepared:
         return [run for run in self.runs if run_id(run) in wanted]
 
 
-def from_config(config: SweepConfig) -> Prepared:
+def from_config(config: SweepConfig, has_job: JobFinder | None = None) -> Prepared:
     """Plans the sweep that a configuration asks for, with the runs that were added to its folder before.
 
     Raises:
@@ -85,10 +88,10 @@ def from_config(config: SweepConfig) -> Prepared:
     runs = {run_id(run): run for run in resolve_runs(config)}
     for run in added_runs(sweep):
         runs.setdefault(run_id(run), run)
-    return _prepare(sweep, config, list(runs.values()), rate)
+    return _prepare(sweep, config, list(runs.values()), rate, has_job)
 
 
-def from_disk(sweep: SweepDirectory) -> Prepared:
+def from_disk(sweep: SweepDirectory, has_job: JobFinder | None = None) -> Prepared:
     """Plans anew what a sweep's folder holds: its runs as they are frozen, and those added since.
 
     Raises:
@@ -98,7 +101,7 @@ def from_disk(sweep: SweepDirectory) -> Prepared:
     runs = {run.run_id: run.config() for run in sweep.runs()}
     for added in added_runs(sweep):
         runs.setdefault(run_id(added), added)
-    return _prepare(sweep, config, list(runs.values()), measure(config, sweep))
+    return _prepare(sweep, config, list(runs.values()), measure(config, sweep), has_job)
 
 
 def configuration(sweep: SweepDirectory) -> SweepConfig:
@@ -112,10 +115,12 @@ def configuration(sweep: SweepDirectory) -> SweepConfig:
     return config
 
 
-def _prepare(sweep: SweepDirectory, config: SweepConfig, runs: list[RunConfig], rate: float) -> Prepared:
+def _prepare(
+    sweep: SweepDirectory, config: SweepConfig, runs: list[RunConfig], rate: float, has_job: JobFinder | None
+) -> Prepared:  # fmt: skip
     said: list[str] = []
     if config.trunks:
-        runs, said = share_trunks(sweep, runs, config)
+        runs, said = share_trunks(sweep, runs, has_job)
     if config.evaluate.tasks:
         runs = keep_between(runs, config.evaluate.every)
     room = places(config.cluster, config.parallel.world_size, rate)
@@ -223,7 +228,7 @@ def add_runs(sweep: SweepDirectory, runs: Iterable[RunConfig], why: str, replace
             directory = sweep.run(run_id(run))
             directory.freeze(run)
             if not (directory.path / "state.json").exists():
-                directory.set_state("planned")
+                states.plan(directory)
             added[run_id(run)] = {"why": why, "replaces": replaces, "when": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
         if fresh:
             write_json(sweep.path / ADDED, added)
@@ -249,6 +254,22 @@ def members(sweep: SweepDirectory) -> list[RunDirectory]:
     planned = sweep.runs()
     known = {run.run_id for run in planned}
     return planned + [sweep.run(name) for name in _added(sweep) if name not in known]
+
+
+def find_runs(sweep: SweepDirectory, prefixes: Iterable[str]) -> list[RunDirectory]:
+    """The runs that begin with these digits, each once; UserError where one begins none or several."""
+    runs, found = members(sweep), dict[str, RunDirectory]()
+    for prefix in prefixes:
+        matching = [run for run in runs if run.run_id.startswith(prefix)]
+        exact = [run for run in matching if run.run_id == prefix]
+        if len(exact or matching) != 1:
+            ids = ", ".join(run.run_id for run in matching[:8]) + (", …" if len(matching) > 8 else "")
+            raise UserError(
+                f"run is {prefix!r}, which must begin exactly one run id of {sweep.path}; it begins {ids or 'none'}"
+            )
+        run = (exact or matching)[0]
+        found[run.run_id] = run
+    return list(found.values())
 
 
 def replacements(sweep: SweepDirectory) -> dict[str, str]:
@@ -280,23 +301,13 @@ def _added(sweep: SweepDirectory) -> dict[str, dict[str, Any]]:
 
 
 def share_trunks(
-    sweep: SweepDirectory, runs: list[RunConfig], config: SweepConfig
+    sweep: SweepDirectory, runs: list[RunConfig], has_job: JobFinder | None
 ) -> tuple[list[RunConfig], list[str]]:
     """Makes trunks and branches of runs that differ in D alone, as far as what is on disk allows; and says so."""
-    from ..slurm import commands as slurm
-    from ..slurm.launch_record import Inventory
-
-    live, progress = set[str](), {}
-    if config.cluster.kind == "slurm":
-        try:
-            live = slurm.live_jobs()
-        except UserError:
-            if not config.dry_run:  # which needs no SLURM
-                raise
-    inventory = Inventory(sweep, live)
+    progress = {}
     for run in map(run_id, runs):
         directory = sweep.run(run)
-        progress[run] = trunks.progress_of(directory, live=inventory.has_job(directory))
+        progress[run] = trunks.progress_of(directory, live=has_job is not None and has_job(directory))
     merged = trunks.merge(runs, progress)
     return merged.runs, merged.remarks
 
@@ -309,7 +320,7 @@ def write_plan(prepared: Prepared, command: list[str] | None = None) -> None:
     for directory in prepared.directories:
         directory.freeze(by_id[directory.run_id])
         if not (directory.path / "state.json").exists() and not directory.is_done():
-            directory.set_state("planned")
+            states.plan(directory)
     if command is not None:
         local = prepared.config.cluster.kind == "local"
         settings = {

@@ -228,7 +228,7 @@ def _by_slurm(
     """Device-hours that SLURM counts for the jobs that trained, and for those that scored; None where it does not."""
     if cluster["kind"] != "slurm":
         return {"cluster_hours": None, "scoring_hours": None}
-    from ..slurm.launch_record import LaunchRecord
+    from ..slurm.record import LaunchRecord
 
     try:
         record = LaunchRecord.read(sweep)

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 from isoflop.sweeps.execute import conduct, control
 from isoflop.sweeps.plan import planning
-from isoflop.sweeps.runs import attempts
+from isoflop.sweeps.runs import attempts, states
+from isoflop.sweeps.runs.attempts import Policy
 from isoflop.sweeps.runs.directory import Busy, RunDirectory, SweepDirectory
-from isoflop.sweeps.runs.retries import Policy
 from isoflop.train.errors import UserError
 from isoflop.train.files import write_json
 
@@ -85,7 +85,7 @@ def fail(run: RunDirectory, cause: str) -> None:
 
 def test_a_run_is_found_by_its_first_digits_and_one_that_is_meant_twice_once(sweep: SweepDirectory) -> None:
     first, second = sweep.runs()[:2]
-    found = control.find_runs(sweep, [second.run_id[:7], first.run_id, second.run_id])
+    found = planning.find_runs(sweep, [second.run_id[:7], first.run_id, second.run_id])
     assert [run.run_id for run in found] == [second.run_id, first.run_id]
 
 
@@ -96,7 +96,7 @@ def test_a_prefix_of_no_run_or_of_several_is_one_sentence(
     runs = [sweep.run("2b55d78312"), sweep.run("d237d5ba58")]
     monkeypatch.setattr(planning, "members", lambda sweep: runs)
     with pytest.raises(UserError, match="must begin exactly one run id") as error:
-        control.find_runs(sweep, [prefix])
+        planning.find_runs(sweep, [prefix])
     assert says in str(error.value)
 
 
@@ -137,12 +137,12 @@ def test_a_lock_that_does_not_reach_this_node_is_not_taken_for_a_dead_run(sweep:
     write_json(run.path / attempts.UNDER_WAY, begun | {"machine": "another"})
     run.set_state("running", attempt=1, job_id="1")
     run.give_sign()
-    with pytest.raises(Busy, match="signs of life"), control.idle(run, POLICY):
+    with pytest.raises(Busy, match="signs of life"), states.hold_idle(run, POLICY):
         pass
     control.cancel(sweep, [run.run_id])
     assert run.state().state == "running"
     os.utime(run.path / "heartbeat", (0, 0))
-    with control.idle(run, POLICY):
+    with states.hold_idle(run, POLICY):
         pass
 
 
