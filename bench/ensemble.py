@@ -55,7 +55,7 @@ class Case:
     def configs(self, device: torch.device) -> list[RunConfig]:
         """The members: of the shape that a sweep gives that size, in bf16 and compiled on a GPU."""
         gpu = device.type == "cuda"
-        model = architectures.nearest(ModelConfig(vocab_size=self.vocabulary), self.parameters)
+        model = architectures.nearest_model(ModelConfig(vocab_size=self.vocabulary), self.parameters)
         first = RunConfig(
             model=model,
             data=DataConfig(sequence_length=self.length),

@@ -27,10 +27,10 @@ import torch
 
 from ..sweeps.config import LadderGrid, SweepConfig
 from ..sweeps.entry import compose
-from ..sweeps.grid.trunks import merge
-from ..sweeps.plan import probe
-from ..sweeps.plan.planning import Prepared, fill_budgets, places, resolve_runs, write_plan
-from ..sweeps.plan.sweep_plan import Plan, plan
+from ..sweeps.grid.trunks import merge_runs
+from ..sweeps.plan.rates import core_flops_per_second, fill_budgets, places
+from ..sweeps.plan.sweep_plan import Plan, plan_runs
+from ..sweeps.prepare import Prepared, resolve_runs, write_plan
 from ..sweeps.runs.directory import RunDirectory, SweepDirectory
 from ..train.config import RunConfig
 from ..train.errors import UserError
@@ -62,7 +62,7 @@ def bench_grid(minutes: float = 4.5, rounds: int = 2, cases: Sequence[str] = CAS
         raise UserError(f"--minutes is {minutes}; it must be greater than 0")
     common = [
         "cluster=local", "tracker=none", "evaluate=none", f"cluster.minutes={minutes}",
-        f"cluster.flops_per_second={probe.core_flops_per_second():.4g}",
+        f"cluster.flops_per_second={core_flops_per_second():.4g}",
     ]  # fmt: skip
     if "ladder" in cases:
         ladder = ["+grid=ladder", f"grid.tokens_per_parameter={list(MULTIPLES)}", *common]
@@ -83,16 +83,17 @@ class Planned:
     @classmethod
     def of(cls, overrides: Sequence[str]) -> Planned:
         config = compose(list(overrides))
-        room = places(config.cluster, 1, config.cluster.flops_per_second or probe.core_flops_per_second())
-        fill_budgets(config, room)
+        rate = config.cluster.flops_per_second or core_flops_per_second()
+        fill_budgets(config.grid, config.cluster, rate)
+        room = places(config.cluster, 1, rate)
         runs = resolve_runs(config)
-        return cls(config, runs, plan(runs, config.cluster, room.flops_per_second, room.jobs))
+        return cls(config, runs, plan_runs(runs, config.cluster, room.flops_per_second, room.jobs))
 
 
 def flops_row(overrides: Sequence[str]) -> Row:
     """What the trunks of a grid save: an exact count, without a clock."""
     planned = Planned.of(overrides)
-    merged = plan(merge(planned.runs).runs, planned.config.cluster, 1.0, 1)
+    merged = plan_runs(merge_runs(planned.runs).runs, planned.config.cluster, 1.0, 1)
     ours, theirs = merged.total_flops, merged.separate_flops
     return {
         "case": f"ladder, {len(planned.runs)} runs, D of {', '.join(map(str, MULTIPLES))} tokens a parameter: FLOPs",
@@ -115,7 +116,7 @@ def _shortened(ladder: list[str], minutes: float) -> list[str]:
     room = places(cluster, 1, cluster.flops_per_second or 1.0)
     fits = 1
     for count in range(2, len(grid.sizes) + 1):
-        some = plan(planned.runs[: count * len(MULTIPLES)], cluster, room.flops_per_second, room.jobs)
+        some = plan_runs(planned.runs[: count * len(MULTIPLES)], cluster, room.flops_per_second, room.jobs)
         if some.estimated_seconds <= 60 * minutes:
             fits = count
     return [*ladder, f"grid.sizes={list(grid.sizes[:fits])}"]
@@ -204,7 +205,7 @@ def _run(command: list[str], folder: Path) -> float:
 
 def peer_main(overrides: list[str]) -> None:
     """The whole sweep of these overrides with one process a run: plan, training, table, laws and report."""
-    from ..sweeps.results.finish import finish
+    from ..sweeps.results.finish import write_results
 
     planned = Planned.of([item for item in overrides if not item.startswith("sweep=")])
     config, rate = planned.config, planned.config.cluster.flops_per_second
@@ -214,7 +215,7 @@ def peer_main(overrides: list[str]) -> None:
     write_plan(prepared, ["isoflop", "bench", "grid"])
     room = places(config.cluster, 1, rate)
     one_process_a_run(prepared.directories, room.jobs, room.threads)
-    finish(sweep)
+    write_results(sweep)
 
 
 def one_process_a_run(runs: Sequence[RunDirectory], at_once: int, threads: int) -> None:

@@ -24,9 +24,9 @@ import time
 from itertools import pairwise
 from pathlib import Path
 
+from isoflop.sweeps import prepare
 from isoflop.sweeps.entry import compose
 from isoflop.sweeps.execute import conduct
-from isoflop.sweeps.plan import planning
 from isoflop.sweeps.runs import attempts
 from isoflop.sweeps.runs.directory import SweepDirectory
 
@@ -86,9 +86,9 @@ def stages(folder: Path, grid: list[str], way: str, rounds: int) -> None:
         config = compose(grid)
         config.sweep = f"stages-{way.split()[-1]}{i}"
         clock = [time.perf_counter()]
-        prepared = planning.from_config(config)
+        prepared = prepare.from_config(config)
         clock.append(time.perf_counter())
-        planning.write_plan(prepared, ["benchmark"])
+        prepare.write_plan(prepared, ["benchmark"])
         clock.append(time.perf_counter())
         with contextlib.redirect_stdout(io.StringIO()):
             conduct.submit(prepared)

@@ -25,20 +25,19 @@ from lm_eval.api.metrics import mean
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-from torch import nn
 
 from ..train.config import RunConfig
 from ..train.model.gpt import GPT
 from .inference.generate import generate
 from .inference.ranks import Alone, Ranks, shares
 from .inference.sampling import Sampling
-from .inference.scoring import Score, Scorer, Scores, WholeRows
+from .inference.scoring import Score, Scorer, Scores
 from .inference.tokens import TokenCache
 from .inference.trees import Request, common
-from .metrics import ItemResult, task_scores
+from .metrics import ItemResult
 from .records.answers import Store, key
 from .records.samples import item_results
-from .tasks.suite import Suite, SuiteTask, quiet
+from .tasks.suite import SuiteTask, quiet
 
 ROUND_TOKENS = 1 << 18  # that a rank scores before all ranks' answers are stored
 ROUND_PROMPTS = 64  # that a rank continues before they are
@@ -59,7 +58,7 @@ class Loaded(Protocol):
     """What is asked of a loaded checkpoint."""
 
     @property
-    def model(self) -> nn.Module: ...
+    def model(self) -> GPT: ...
     @property
     def config(self) -> RunConfig: ...
     @property
@@ -89,20 +88,16 @@ class CheckpointLM(TemplateLM):
     """
 
     def __init__(
-        self, model: nn.Module, tokenizer: Tokenizer, max_length: int, device: str | torch.device = "cpu",
+        self, model: GPT, tokenizer: Tokenizer, max_length: int, device: str | torch.device = "cpu",
         batch_tokens: int = 4096, seed: int = 0, *, tokens: TokenCache | None = None, answers: Store | None = None,
-        ranks: Ranks | None = None, say: Callable[[str], None] | None = None,
+        ranks: Ranks | None = None, say: Callable[[str], None] | None = None, scorer: Scores | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         self.model, self.text, self.max_length = model, tokenizer, max_length
         self._device, self.batch_tokens, self.seed = torch.device(device), batch_tokens, seed
         self._tokens = TokenCache("") if tokens is None else tokens  # an empty one is false
         self._answers, self._ranks = answers, ranks or Alone()
-        self._scorer: Scores = (
-            Scorer(model, device, batch_tokens, say)
-            if isinstance(model, GPT)
-            else WholeRows(model, device, batch_tokens)
-        )
+        self._scorer: Scores = scorer or Scorer(model, device, batch_tokens, say)
         self.truncated: set[tuple[Any, ...]] = set()
         self.failed: set[tuple[Any, ...]] = set()
 
@@ -283,18 +278,6 @@ def _rolling_windows(tokens: list[int], prefix: int, max_length: int) -> list[Re
     return [Request(*make_disjoint_window(window)) for window in windows]
 
 
-def score(
-    loaded: Loaded, suite: Suite, *, device: str | torch.device = "cpu", batch_tokens: int = 4096
-) -> dict[str, dict[str, Any]]:
-    """Scores one checkpoint on every task of a suite. The suite can be used again for the next checkpoint.
-
-    Returns:
-        {task: scores}, see `metrics.task_scores`, with the task's `subset` and `version`.
-    """
-    lm = make_lm(loaded, device, batch_tokens)
-    return {name: score_task(lm, entry) for name, entry in suite.tasks.items()}
-
-
 def make_lm(
     loaded: Loaded, device: str | torch.device = "cpu", batch_tokens: int = 4096, *, tokens: TokenCache | None = None,
     answers: Store | None = None, ranks: Ranks | None = None, say: Callable[[str], None] | None = None,
@@ -324,12 +307,3 @@ def answer_task(lm: CheckpointLM, entry: SuiteTask) -> tuple[list[ItemResult], d
         if kind and isinstance(value, Real) and name not in averaged:
             others[name if kind == "none" else metric] = float(value) if np.isfinite(float(value)) else None
     return items, others
-
-
-def score_task(lm: CheckpointLM, entry: SuiteTask) -> dict[str, Any]:
-    """Asks the model one task and sums its items up."""
-    items, others = answer_task(lm, entry)
-    scores = task_scores(items)
-    if scores["withheld"]:
-        others = dict.fromkeys(others)
-    return scores | others | {"subset": entry.subset, "version": entry.version}

@@ -10,7 +10,9 @@ fit.write_report(fit.analyze(runs), "outputs/chinchilla/fit")
 # ruff: noqa: F401  (what TYPE_CHECKING imports is __all__, which is computed)
 from __future__ import annotations
 
+import ast
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .errors import InputError
@@ -26,14 +28,14 @@ if TYPE_CHECKING:
     )
     from .allocation.optimum import Optimum
     from .allocation.serving import Device, Served
-    from .analysis import Analysis, analyze
-    from .approaches.approaches import Verdict, verdict
+    from .analysis import analyze
     from .approaches.conventions import by_convention
     from .approaches.envelope import Envelope
     from .approaches.isoflop import IsoflopProfiles
     from .approaches.recipes import RecipeLaw, by_recipe
     from .checks.doctor import examine
     from .checks.outliers import Outliers, find_outliers
+    from .checks.verdict import Verdict, verdict
     from .downstream.downstream import TaskVerdict, fit_tasks, signal_to_noise
     from .downstream.tasklaw import TaskLaw
     from .flops import FlopsPerToken
@@ -64,50 +66,19 @@ if TYPE_CHECKING:
     from .published_data import download_published, load_published, published_runs
     from .report.report import write_report
     from .report.saved import answer
+    from .results import Analysis
     from .table import RunTable, read_table
 
-# Where each name lives. A module is loaded when one of its names is first asked for, and so `from isoflop import fit`
-# takes a tenth of a second.
-_MODULES = {
-    "allocation.allocation": "Prices compute_optimal fixed_size inference_aware overtraining_cost token_limited",
-    "analysis": "Analysis analyze",
-    "approaches.approaches": "Verdict verdict",
-    "laws.broken": "BrokenPowerLaw",
-    "laws.chinchilla": "ChinchillaLaw",
-    "approaches.conventions": "by_convention",
-    "hyperparameters.critical_batch": "CriticalBatchLaw tokens_to_loss",
-    "laws.custom": "FunctionLaw",
-    "checks.doctor": "examine",
-    "downstream.downstream": "TaskVerdict fit_tasks signal_to_noise",
-    "approaches.envelope": "Envelope",
-    "flops": "FlopsPerToken",
-    "hyperparameters.cells": "CellOptimum cell_optima read_sweep",
-    "hyperparameters.settings_surface": "HyperparameterSurface",
-    "hyperparameters.hyperparameters": "HyperparameterLaw",
-    "approaches.isoflop": "IsoflopProfiles",
-    "laws.kaplan": "KaplanLaw",
-    "laws.law": "Law",
-    "allocation.optimum": "Optimum",
-    "checks.outliers": "Outliers find_outliers",
-    "laws.overtraining": "OvertrainingLaw",
-    "laws.persistence": "read_law",
-    "plots": (
-        "plot_allocation plot_backtest plot_cloud plot_contours plot_curves plot_isoflop plot_residuals save_figures"
-    ),
-    "laws.powerlaw": "PowerLaw",
-    "published": "PublishedLaw compare_published published_law published_laws",
-    "published_data": "download_published load_published published_runs",
-    "approaches.recipes": "RecipeLaw by_recipe",
-    "laws.repetition": "RepetitionLaw",
-    "report.report": "write_report",
-    "report.saved": "answer",
-    "allocation.serving": "Device Served",
-    "table": "RunTable read_table",
-    "downstream.tasklaw": "TaskLaw",
+# A module is loaded when one of its names is first asked for, and so `from isoflop import fit` takes a tenth of a
+# second. Where each name lives is read off the imports above, which type checkers see.
+_HOMES = {
+    alias.name: node.module
+    for node in ast.walk(ast.parse(Path(__file__).read_text()))
+    if isinstance(node, ast.ImportFrom) and node.level
+    for alias in node.names
 }
-_HOMES = {name: module for module, names in _MODULES.items() for name in names.split()}
 
-__all__ = ["InputError", *sorted(_HOMES)]
+__all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

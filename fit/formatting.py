@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from .approaches.approaches import Estimate
-    from .laws.law import Law
-
 WIDE = 1e5  # an interval of more than five decades is no answer
 UNDETERMINED = "undetermined"
+NOTHING = "–"
 SUFFIXES = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 
 
 def count(value: float | None, digits: int = 3) -> str:
     """Parameters and tokens: 15.2k, 70.3B, and scientific beyond thousands of T."""
     if value is None or not math.isfinite(value):
-        return "–"
+        return NOTHING
     if value >= 9.995e14 or 0 < value < 0.01:
         return scientific(value, digits)
     for size, suffix in SUFFIXES:
-        if round_to(value, digits) >= size:
+        if rounded(value, digits) >= size:
             return plain(value / size, digits) + suffix
     return plain(value, digits)
 
@@ -32,7 +30,7 @@ def count(value: float | None, digits: int = 3) -> str:
 def scientific(value: float | None, digits: int = 3) -> str:
     """FLOPs: 1.2e24, without a plus sign or padding zeros."""
     if value is None or not math.isfinite(value):
-        return "–"
+        return NOTHING
     if value == 0:
         return "0"
     mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
@@ -42,94 +40,62 @@ def scientific(value: float | None, digits: int = 3) -> str:
 
 
 def plain(value: float, digits: int = 3) -> str:
-    """A number of ordinary size to `digits` significant digits, never in scientific notation, zeros kept: 1.20, 15.2,
-    482.
-    """
+    """A number of ordinary size to `digits` significant digits, zeros kept: 1.20, 15.2, 482."""
     if value == 0 or not math.isfinite(value):
-        return "0" if value == 0 else "–"
-    value = round_to(value, digits)
+        return "0" if value == 0 else NOTHING
+    value = rounded(value, digits)
     decimals = max(0, digits - 1 - math.floor(math.log10(abs(value))))
     return f"{value:.{decimals}f}"
 
 
-def round_to(value: float, digits: int) -> float:
+def rounded(value: float, digits: int) -> float:
     return float(f"{value:.{digits - 1}e}")
 
 
 def amount(value: float | None, digits: int = 3) -> str:
-    """A number without a unit, scientific where it is very large or small."""
+    """A number without a unit, such as tokens per parameter: scientific where it is very large or small."""
     if value is None or not math.isfinite(value):
-        return "–"
+        return NOTHING
     return plain(value, digits) if value == 0 or 0.01 <= value < 1e5 else scientific(value, digits)
 
 
-def ratio(value: float | None) -> str:
-    """Tokens per parameter."""
-    return amount(value)
+def fixed(value: float | None, decimals: int = 3, sign: str = "") -> str:
+    """A number with so many decimals, as losses and exponents have; `sign` "+" shows that of positive ones too."""
+    return NOTHING if value is None or not math.isfinite(value) else f"{value:{sign}.{decimals}f}"
 
 
-def loss(value: float | None) -> str:
-    return "–" if value is None or not math.isfinite(value) else f"{value:.3f}"
+loss, ratio = fixed, amount
 
 
 def times(factor: float) -> str:
     """How many times: 2.5 times, 10 times, 1,000 times, 3.3e11 times."""
     if 999.5 <= factor < 99_950:
-        return f"{round_to(factor, 3):,.0f} times"
+        return f"{rounded(factor, 3):,.0f} times"
     return f"{f'{factor:.3g}' if 0.01 <= factor < 999.5 else scientific(factor, 2)} times"
 
 
 def percent(value: float | None, signed: bool = False) -> str:
     if value is None or not math.isfinite(value):
-        return "–"
+        return NOTHING
     return f"{100 * value:{'+' if signed else ''}.{1 if abs(value) >= 0.01 else 2}f} %"
 
 
-def interval(pair: tuple[float, float] | None, say: object) -> str:
-    """Low to high in the format of `say`; an unbounded end is an infinity sign, and a range beyond WIDE says
+def interval(pair: tuple[float, float] | None, say: Callable[..., str], *options: Any) -> str:
+    """Low to high through `say(value, *options)`; an unbounded end is an infinity sign, and a range beyond WIDE says
     nothing.
     """
-    if pair is None or math.isnan(pair[0]) or math.isnan(pair[1]) or not callable(say):
+    if pair is None or math.isnan(pair[0]) or math.isnan(pair[1]):
         return "no interval"
     if pair[1] > WIDE * abs(pair[0]):
         return UNDETERMINED
-    low = say(pair[0]) if math.isfinite(pair[0]) else "−∞"
-    high = say(pair[1]) if math.isfinite(pair[1]) else "∞"
+    low = say(pair[0], *options) if math.isfinite(pair[0]) else "−∞"
+    high = say(pair[1], *options) if math.isfinite(pair[1]) else "∞"
     return f"{low} to {high}"
-
-
-def law_html(law: Law) -> str:
-    """A fitted law for a notebook: its equation, a row a constant, and what to know before trusting it."""
-    rows = []
-    for name in law.names:
-        known = law.draws_ is not None
-        said = interval(law.interval(name), lambda v: f"{v:.4g}") if known else "bootstrap() gives one"
-        rows.append(f"<tr><td>{text(name)}</td><td>{law.constants_[name]:.5g}</td><td>{text(said)}</td></tr>")
-    return (
-        f"<p><code>{text(law.equation(lambda name: format(law.constants_[name], '.4g')))}</code></p>"
-        f"<table><thead><tr><th>constant</th><th>value</th><th>95 % interval</th></tr></thead>"
-        f"<tbody>{''.join(rows)}</tbody></table><p><small>{text(law.summary())}</small></p>"
-    )
 
 
 def text(value: object) -> str:
     """Any string from data, safe inside HTML."""
     return escape(str(value), quote=True)
-
-
-def estimate_json(e: Estimate) -> dict[str, Any]:
-    """One approach at one budget, as `isoflop fit --json` says it."""
-    return {
-        "flops": e.flops,
-        "N": e.N,
-        "D": e.D,
-        "loss": e.loss,
-        "tokens_per_parameter": e.ratio,
-        "N_ci": e.intervals["N"],
-        "D_ci": e.intervals["D"],
-        "loss_ci": e.intervals["loss"],
-        "tokens_per_parameter_ci": e.intervals["ratio"],
-    }
 
 
 def plain_json(value: Any) -> Any:

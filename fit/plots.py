@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -17,12 +17,10 @@ from numpy.typing import ArrayLike
 from .errors import Array, InputError
 from .formatting import count, scientific
 
-if TYPE_CHECKING:
-    from .analysis import Analysis
-    from .approaches.isoflop import IsoflopProfiles
-    from .laws.chinchilla import ChinchillaLaw
-    from .laws.law import Law
-
+# This module imports neither laws nor analyses, so that `law.plot()` may import it.
+Law = Any
+Analysis = Any
+IsoflopProfiles = Any
 APPROACHES = {"envelope": ("#009E73", ":", "D"), "isoflop": ("#D55E00", "--", "s"), "parametric": ("#0072B2", "-", "o")}
 SIZE = (6.0, 4.2)
 DPI = 200
@@ -65,7 +63,7 @@ def _legend(axes: Any, **more: Any) -> None:
     axes.legend(frameon=False, fontsize=8, **(place | more))
 
 
-def plot_contours(law: ChinchillaLaw, N: Array, D: Array, loss: Array, axes: Any = None) -> Any:
+def plot_contours(law: Law, N: Array, D: Array, loss: Array, axes: Any = None) -> Any:
     """Loss of the law over (N, D), the runs, and the compute-efficient frontier under C = 6ND."""
     axes = _axes(axes, "parameters N", "tokens D", log_y=True)
     n = np.geomspace(N.min() / 2, N.max() * 2, 80)

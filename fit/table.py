@@ -8,7 +8,7 @@ checkpoints) stay in `frame` alone.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,6 +75,11 @@ class RunTable:
         if name not in self.frame:
             return np.full(len(self), np.nan)
         return pd.to_numeric(self.frame[name].iloc[self.rows], errors="coerce").to_numpy(dtype=np.float64)
+
+    def where(self, keep: np.ndarray) -> RunTable:
+        """The runs of a mask (n,)."""
+        names = ("N", "D", "loss", "loss_se", "flops", "budget", "run_id", "group", "weight", "rows")
+        return replace(self, **{name: getattr(self, name)[keep] for name in names})
 
 
 def read_table(

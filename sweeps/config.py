@@ -7,6 +7,7 @@ in conf/ or on the command line is an error that names it.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -256,6 +257,13 @@ def from_mapping(values: Any, source: object, remedy: str = OTHER_VERSION) -> Sw
         raise UserError(f"{source} cannot be read as a configuration ({why}); {remedy}") from error
     assert isinstance(result, SweepConfig)
     return result
+
+
+def cluster_of(settings: Mapping[str, Any]) -> ClusterConfig:
+    """The cluster in a sweep.yaml, whichever version wrote it; what that did not know is as by default."""
+    values = (settings.get("config") or {}).get("cluster") or {}
+    known = {item.name for item in dataclasses.fields(ClusterConfig)}
+    return ClusterConfig(**{name: value for name, value in values.items() if name in known})
 
 
 def _grids() -> list[type[GridConfig]]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from ..train.errors import UserError
 from .config import SCHEMAS, SweepConfig, register
-from .plan import probe
 
 CONFIG = Path(__file__).resolve().parent.parent / "conf"
 
@@ -76,7 +77,17 @@ def with_cluster(arguments: list[str]) -> list[str]:
     if given and given[-1] != "cluster=auto":
         return arguments
     kept = [argument for argument in arguments if argument != "cluster=auto"]
-    return [*kept, f"cluster={'slurm' if probe.slurm_answers() else 'local'}"]
+    return [*kept, f"cluster={'slurm' if _slurm_answers() else 'local'}"]
+
+
+def _slurm_answers() -> bool:
+    """Whether a controller replies; an installed client without a cluster does not count."""
+    if shutil.which("sbatch") is None or shutil.which("sinfo") is None:
+        return False
+    try:
+        return subprocess.run(["sinfo", "-h"], capture_output=True, timeout=5.0, check=False).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        return False
 
 
 def to_sweep_config(config: object) -> SweepConfig:

@@ -10,8 +10,8 @@ import numpy as np
 import yaml
 from isoflop.sweeps.config import ClusterConfig, FitConfig, GridConfig, SweepConfig, base_run
 from isoflop.sweeps.grid import expand as grid
-from isoflop.sweeps.grid.trunks import merge
-from isoflop.sweeps.plan.sweep_plan import plan
+from isoflop.sweeps.grid.trunks import merge_runs
+from isoflop.sweeps.plan.sweep_plan import plan_runs
 from isoflop.sweeps.runs.directory import SweepDirectory
 from isoflop.train.config import RunConfig, run_id
 from isoflop.train.files import write_json
@@ -39,7 +39,7 @@ def write(folder: Path, config: SweepConfig) -> SweepDirectory:
     """A sweep that is planned; `finish` ends its runs."""
     sweep = SweepDirectory(folder)
     assert config.grid is not None
-    runs = grid.expand(config.grid, complete(base_run(config)))
+    runs = grid.expand_grid(config.grid, complete(base_run(config)))
     folder.mkdir(parents=True)
     (folder / "sweep.yaml").write_text(yaml.safe_dump({"config": asdict(config)}))
     replan(sweep, config, runs)
@@ -47,10 +47,10 @@ def write(folder: Path, config: SweepConfig) -> SweepDirectory:
 
 
 def replan(sweep: SweepDirectory, config: SweepConfig, runs: Sequence[RunConfig]) -> None:
-    planned = merge(runs).runs
+    planned = merge_runs(runs).runs
     for run in planned:
         sweep.run(run_id(run)).freeze(run)
-    write_json(sweep.path / "plan.json", plan(planned, config.cluster, 1e9, 2).to_dict())
+    write_json(sweep.path / "plan.json", plan_runs(planned, config.cluster, 1e9, 2).to_dict())
 
 
 def finish(sweep: SweepDirectory, seed: int = 0) -> None:

@@ -14,14 +14,10 @@ import dataclasses
 import functools
 import hashlib
 import json
-import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from .errors import UserError
-from .model.model_shape import check_model
-from .planner.shapes import check_shapes
 
 # Bumped whenever the trainer's arithmetic changes, so that an old result is never taken for a new one.
 RECIPE = 3
@@ -300,113 +296,3 @@ _GROUPS: dict[str, type] = {
     "checkpoint": CheckpointConfig,
     "tracker": TrackerConfig,
 }
-
-
-def validate(config: RunConfig) -> None:
-    """Refuses what cannot be trained, before anything starts.
-
-    Raises:
-        UserError: one sentence with the field, the value and what would be accepted.
-    """
-    check_model(config.model)
-    _choice("data.corpus", config.data.corpus, ("stdlib", "text", "hf"))
-    _choice("schedule.kind", config.schedule.kind, ("wsd", "cosine", "constant"))
-    _choice("precision", config.precision, ("fp32", "bf16", "fp16"))
-    _choice("tracker.kind", config.tracker.kind, ("wandb", "none"))
-    _choice("tracker.mode", config.tracker.mode, ("auto", "online", "offline"))
-    _choice("parallel.recompute", config.parallel.recompute, ("none", "selective", "full"))
-    _choice("parallel.device", config.parallel.device, ("auto", "cpu", "cuda"))
-    _choice("parallel.attention", config.parallel.attention, ATTENTION)
-    for name, number in _floats(config):
-        if not math.isfinite(number):
-            raise UserError(f"{name} is {number}; it must be a finite number")
-    positive: dict[str, float | None] = {
-        "tokens": config.tokens,
-        "log_every": config.log_every,
-        "validations": config.validations,
-        "max_loss_rise": config.max_loss_rise,
-        "data.sequence_length": config.data.sequence_length,
-        "data.validation_tokens": config.data.validation_tokens,
-        "data.vocab_size": config.data.vocab_size,
-        "optimizer.batch_size": config.optimizer.batch_size,
-        "optimizer.learning_rate": config.optimizer.learning_rate,
-        "optimizer.base_width": config.optimizer.base_width,
-        "optimizer.embedding_multiplier": config.optimizer.embedding_multiplier,
-        "optimizer.eps": config.optimizer.eps,
-        "checkpoint.every_seconds": config.checkpoint.every_seconds,
-        "checkpoint.keep": config.checkpoint.keep,
-        "checkpoint.every_steps": config.checkpoint.every_steps,
-        "parallel.threads": config.parallel.threads,
-        "parallel.bucket_mb": config.parallel.bucket_mb,
-        "parallel.timeout_seconds": config.parallel.timeout_seconds,
-        "data.max_bytes": config.data.max_bytes,
-    }
-    for name, value in positive.items():
-        if value is not None and not value > 0:
-            raise UserError(f"{name} is {value}; it must be greater than 0")
-    for step in config.checkpoint.at_steps or ():
-        if not 1 <= step < config.steps:
-            raise UserError(
-                f"checkpoint.at_steps contains {step}; it must hold steps from 1 to {config.steps - 1}, before the "
-                "run's last one"
-            )
-    shares = {
-        "schedule.warmup_max_share": config.schedule.warmup_max_share,
-        "schedule.decay_share": config.schedule.decay_share,
-        "schedule.final_share": config.schedule.final_share,
-        "data.validation_fraction": config.data.validation_fraction,
-        "optimizer.beta1": config.optimizer.beta1,
-        "optimizer.beta2": config.optimizer.beta2,
-    }
-    for name, value in shares.items():
-        if not 0 <= value < 1:
-            raise UserError(f"{name} is {value}; it must be at least 0 and below 1")
-    for name, value in {
-        "optimizer.weight_decay": config.optimizer.weight_decay,
-        "optimizer.gradient_clip": config.optimizer.gradient_clip,
-        "optimizer.z_loss": config.optimizer.z_loss,
-        "schedule.warmup_tokens": config.schedule.warmup_tokens or 0,
-        "schedule.warmup_per_parameter": config.schedule.warmup_per_parameter,
-        "skip_bad_steps": config.skip_bad_steps,
-    }.items():
-        if value < 0:
-            raise UserError(f"{name} is {value}; it must be 0 or more")
-    schedule = config.schedule
-    if schedule.kind == "wsd" and schedule.warmup_max_share + schedule.decay_share > 1:
-        raise UserError(
-            f"schedule.decay_share is {schedule.decay_share}; with schedule.warmup_max_share "
-            f"{schedule.warmup_max_share} it must be at most {1 - schedule.warmup_max_share:g}, or they overlap"
-        )
-    if not 0 <= config.seed < 2**63:
-        raise UserError(f"seed is {config.seed}; it must be at least 0 and below 2^63")
-    if config.data.validation_fraction == 0:
-        raise UserError("data.validation_fraction is 0; a run is scored on held-out documents, so it must be above 0")
-    if config.data.recipe and config.data.recipe_fingerprint is None:
-        raise UserError(
-            f"data.recipe_fingerprint is None with data.recipe {config.data.recipe}; it must be "
-            "isoflop.train.data.recipe.recipe.fingerprint of it, or the run would pass for one on raw text"
-        )
-    _validate_window(config)
-    check_shapes(config)
-
-
-def _validate_window(config: RunConfig) -> None:
-    window, length = config.model.window, config.data.sequence_length
-    if window is not None and not 1 <= window <= length:
-        raise UserError(
-            f"model.window is {window}; it must be 1 to data.sequence_length {length}, or null for no window"
-        )
-
-
-def _floats(node: Any, prefix: str = "") -> Iterator[tuple[str, float]]:
-    for item in dataclasses.fields(node):
-        value = getattr(node, item.name)
-        if dataclasses.is_dataclass(value):
-            yield from _floats(value, f"{item.name}.")
-        elif isinstance(value, float):
-            yield prefix + item.name, value
-
-
-def _choice(name: str, value: str, accepted: tuple[str, ...]) -> None:
-    if value not in accepted:
-        raise UserError(f"{name} is {value!r}; it must be one of {', '.join(accepted)}")

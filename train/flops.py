@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .config import ModelConfig, RunConfig
+from .model.shape import shape_of
 
 
 @dataclass(frozen=True)
@@ -27,36 +28,26 @@ class ParameterCount:
     N_kaplan: int
 
 
-def block_matrices(model: ModelConfig) -> int:
-    """Weights in the matrices of one block: query, key, value, output, and the MLP's three."""
-    kv_width = model.num_kv_heads * model.head_dim
-    attention = model.width * (model.width + 2 * kv_width) + model.width * model.width
-    return attention + 3 * model.width * model.mlp_hidden
-
-
 def count_parameters(model: ModelConfig) -> ParameterCount:
     """Parameters of a model under each convention."""
     assert model.vocab_size is not None
-    matrices = model.depth * block_matrices(model)
-    norms_per_block = 2 * model.width + (2 * model.head_dim if model.qk_norm else 0)
-    non_embedding = matrices + model.depth * norms_per_block + model.width
-    tables = 1 if model.tied_embeddings else 2
+    shape = shape_of(model)
+    non_embedding = shape.depth * shape.block_size + shape.width
+    tables = 1 if shape.tied else 2
     return ParameterCount(
-        N_total=non_embedding + tables * model.vocab_size * model.width,
+        N_total=non_embedding + tables * model.vocab_size * shape.width,
         N_non_embedding=non_embedding,
-        N_kaplan=matrices,
+        N_kaplan=shape.depth * shape.block_matrices,
     )
 
 
 def forward_flops_per_token(model: ModelConfig, sequence_length: int) -> int:
     """Matrix-product FLOPs of one forward pass, per token, at the given context length."""
-    matrices = 2 * model.depth * block_matrices(model)
     # Scores (T x head_dim products) and their weighting of the values, every query against the full square, or against
     # as many keys as its window has.
     keys = min(sequence_length, model.window or sequence_length)
     attention = model.depth * 2 * 2 * keys * model.width
-    head = 2 * model.width * model.padded_vocab_size
-    return matrices + attention + head
+    return sum(parameter.flops for parameter in shape_of(model).parameters) + attention
 
 
 def training_flops_per_token(model: ModelConfig, sequence_length: int) -> int:

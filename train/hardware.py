@@ -23,6 +23,12 @@ def pick_device(wanted: str) -> torch.device:
     return torch.device("cuda" if available and wanted != "cpu" else "cpu")
 
 
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory ran out: CUDA's own type, or the words of a CPU's allocator."""
+    words = ("not enough memory", "can't allocate memory", "cannot allocate memory", "DefaultCPUAllocator")
+    return isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in words)
+
+
 def device_name(device: torch.device) -> str:
     """What a person would call it: the GPU's name, or the processor and its threads."""
     if device.type == "cuda":

@@ -24,7 +24,7 @@ from torch import Tensor
 from .checkpoint.checkpoint import resume
 from .checkpoint.heldout import HeldOut, held_out, validation_steps
 from .checkpoint.saver import Saver
-from .config import RunConfig, run_id, validate
+from .config import RunConfig, run_id
 from .data.loader import TrainStream, bytes_of, validation_windows
 from .data.shards import Shards, prepare
 from .errors import UserError
@@ -36,6 +36,7 @@ from .job.job import Job, join
 from .job.session import kept
 from .parallel.layout import Held
 from .parallel.zero import StepResult
+from .planner.validation import validate
 from .precision import PastStep, set_matmul_precision
 from .schedule import learning_rate_factor, warmup_steps
 from .stepper import Stepper

@@ -28,8 +28,8 @@ from itertools import accumulate
 
 from .config import RunConfig
 from .model.activations import block_workspace, kept_by_block, kept_by_head, loss_workspace, mask_bytes
+from .model.shape import Share, share_of
 from .parallel.buckets import fill, pack, units
-from .planner.share import Share, share_of
 
 WIDE = 4  # bytes of an fp32 number
 
@@ -67,7 +67,7 @@ class Memory:
 
 
 def memory(config: RunConfig, device: str = "cuda") -> Memory:
-    """Bytes of one rank of a run that has passed `shapes.check_shapes`.
+    """Bytes of one rank of a run that has passed `validation.check_shapes`.
 
     Args:
         config: complete, its vocabulary included.
@@ -78,8 +78,8 @@ def memory(config: RunConfig, device: str = "cuda") -> Memory:
     held = state_bytes(sum(buckets), share.itemsize, stage, parallel.dp)
     state, depth = sum(held.values()), share.depth
     kept = sum(kept_by_block(share, parallel.recompute, device).values())
-    head = kept_by_head(share, parallel.tp)
-    at_loss = loss_workspace(share, parallel.tp, device)
+    head = kept_by_head(share)
+    at_loss = loss_workspace(share, device)
     in_block = block_workspace(share, parallel.recompute, device)
     mask = mask_bytes(share, parallel.recompute, device)
     table = share.table * share.itemsize
@@ -132,7 +132,7 @@ def bucket_sizes(share: Share, config: RunConfig) -> tuple[int, ...]:
 
 @lru_cache(maxsize=64)
 def _bucket_sizes(share: Share, limit: int, ranks: int, stage: int) -> tuple[int, ...]:
-    sizes = share.parameters
+    sizes = {parameter.name: parameter.size for parameter in share.parameters}
     backward = list(reversed(sizes))
     runs = units(backward, share.depth, share.tied) if stage == 3 else fill(backward, sizes, limit)
     group = dict.fromkeys(sizes, 0)  # which parameters are neighbours changes no size
@@ -164,8 +164,8 @@ def reduction_bytes(
     native = share.itemsize == WIDE and (device == "cuda" or stage == 0)
     if ranks == 1 or (stage < 2 and native):
         return 0
-    come = done * sum(share.block.values()) + share.width + (0 if share.tied else share.table)
-    come += share.block["mlp.down.weight"] if done < share.depth else share.table
+    come = done * share.block_size + share.width + (0 if share.tied else share.table)
+    come += share.block[-1].size if done < share.depth else share.table
     ends = list(accumulate(buckets))
     complete = [size for size, end in zip(buckets, ends, strict=True) if end <= come]
     summed = complete[-2:] if stage == 0 else complete[-1:]

@@ -23,16 +23,17 @@ from .config import RunConfig
 from .data.loader import TrainStream
 from .data.prefetch import Prefetch
 from .files import read_json, write_json
+from .hardware import out_of_memory
 from .memory import halved_micro_batch
 from .model.compiled import Compiled
 from .model.gpt import sequence_losses
 from .model.graphs import CudaGraph, Recording, flops_per_launch, launch_bound
 from .model.parametrization import empty_model, initial_weights, parameter_groups
+from .model.shape import micro_batch_of
 from .parallel.collectives import all_gather
 from .parallel.mesh import Mesh
 from .parallel.tensor import split_model
 from .parallel.zero import StepResult, Zero
-from .planner.share import micro_batch_of
 from .precision import LossScaler, compute_dtype
 from .schedule import learning_rate_factor
 
@@ -240,8 +241,3 @@ class OutOfMemory(Exception):
     def __init__(self, message: str, goes_on: bool = False) -> None:
         super().__init__(message)
         self.goes_on = goes_on
-
-
-def out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ran out: CUDA's own type, or the words of the CPU's allocator."""
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)

@@ -1,16 +1,12 @@
-"""A checkpoint of ours as a folder that others load: Hugging Face's, or llama.cpp's GGUF.
+"""A checkpoint as a Hugging Face folder, written without their libraries: it appears whole or not at all.
 
-Special here:
-- nothing of theirs is needed to write it (GGUF takes the library `gguf`): weights by safetensors, settings as JSON;
-- the folder appears whole or not at all, and one that holds something is replaced only when asked;
-- what the other side would compute differently is refused, or said in the model card.
+What the other side would compute differently is refused, or said in the model card.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,9 +20,7 @@ from .hf_tokenizer import content_of, write_tokenizer
 from .hf_weights import ARCHITECTURES, hf_config, model_type, to_hf, window_of
 from .model_card import Facts, imported_from, model_card
 
-# What weights may be stored in.
-FORMATS = {"hf": ("fp32", "bf16"), "gguf": ("fp32", "fp16")}
-# What an export writes, beside a .gguf; only a folder of such files, or of an import, is ever replaced.
+# What an export writes; only a folder of such files, or of an import, is ever replaced.
 _WRITTEN = {
     "README.md", "config.json", "generation_config.json", "model.safetensors", "special_tokens_map.json",
     "tokenizer.json", "tokenizer_config.json",
@@ -52,32 +46,26 @@ def export_checkpoint(
     Args:
         path: a checkpoint directory, or a run directory (its newest valid checkpoint).
         output: the folder; it may exist if it is empty.
-        format: hf (`AutoModelForCausalLM` and `AutoTokenizer` load it) | gguf (llama.cpp does).
-        dtype: of the weights: fp32, or bf16 for hf, fp16 for gguf.
+        format: hf (`AutoModelForCausalLM` and `AutoTokenizer` load it) is the only one.
+        dtype: of the weights, fp32 or bf16.
         overwrite: replace what is there.
         facts: for the model card.
 
     Raises:
-        UserError: no checkpoint, a format or dtype that there is not, a folder that is not empty, or a model that the
-            format cannot describe.
+        UserError: no checkpoint, an unknown format or dtype, or a folder that is not empty.
     """
-    if format not in FORMATS:
-        raise UserError(f"--format is {format!r}; it must be one of {', '.join(FORMATS)}")
-    if dtype not in FORMATS[format]:
-        raise UserError(f"--dtype is {dtype!r}; with --format {format} it must be one of {', '.join(FORMATS[format])}")
+    if format == "gguf":
+        raise UserError("--format is 'gguf'; export with --format hf, and llama.cpp's convert_hf_to_gguf.py reads that")
+    if format != "hf":
+        raise UserError(f"--format is {format!r}; it must be hf")
+    if dtype not in _DTYPES:
+        raise UserError(f"--dtype is {dtype!r}; it must be one of {', '.join(_DTYPES)}")
     path, output = find(path), Path(output)
     check_free(output, overwrite, path)
     loaded = load_for_evaluation(path)
-    if format == "hf":
-        write: Callable[[Path], str] = lambda folder: _write_hf(loaded, folder, dtype)  # noqa: E731
-    else:
-        from .gguf_file import write_gguf
-
-        write = lambda folder: write_gguf(loaded, folder, dtype)  # noqa: E731
     with temporary_directory_beside(output) as temporary:
-        architecture = write(temporary)
-        notes = _notes(loaded, format, temporary)
-        (temporary / "README.md").write_text(model_card(loaded, facts or Facts(), notes, format), encoding="utf-8")
+        architecture = _write_hf(loaded, temporary, dtype)
+        (temporary / "README.md").write_text(model_card(loaded, facts or Facts(), _notes(loaded)), encoding="utf-8")
         put_in_place(temporary, output)
     return Exported(output, architecture, sorted(file.name for file in output.iterdir()))
 
@@ -107,6 +95,7 @@ def _is_ours(path: Path) -> bool:
         return path.is_dir() and all(
             "imported_from" in (read_json(each / "trainer.json") or {}) for each in path.iterdir()
         )
+    # .gguf: earlier versions wrote such files.
     return path.is_file() and (path.name in _WRITTEN or path.suffix == ".gguf")
 
 
@@ -141,24 +130,17 @@ def _write_hf(loaded: LoadedCheckpoint, folder: Path, dtype: str) -> str:
     return ARCHITECTURES[model_type(model, length)]
 
 
-def _notes(loaded: LoadedCheckpoint, format: str, folder: Path) -> list[str]:
-    """What a user of the folder must know, a paragraph each."""
+def _notes(loaded: LoadedCheckpoint) -> list[str]:
+    """What a user of the folder must know, one paragraph each."""
     config = loaded.config
     length = config.data.sequence_length
-    notes = []
-    if format == "hf":
-        notes.append(
-            "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-            'model = AutoModelForCausalLM.from_pretrained("FOLDER")\n'
-            'tokenizer = AutoTokenizer.from_pretrained("FOLDER")\n```'
-        )
-        notes.append(
-            "The tokenizer reads no special tokens out of text (`split_special_tokens`), as in training: a document "
-            "that spells one out does not end there."
-        )
-    else:
-        (name,) = (file.name for file in folder.glob("*.gguf"))
-        notes.append(f"`{name}` is for llama.cpp and what is built on it.")
+    notes = [
+        "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        'model = AutoModelForCausalLM.from_pretrained("FOLDER")\n'
+        'tokenizer = AutoTokenizer.from_pretrained("FOLDER")\n```',
+        "The tokenizer reads no special tokens out of text (`split_special_tokens`), as in training: a document "
+        "that spells one out does not end there.",
+    ]
     if imported_from(loaded) is None:
         notes.append(f"It was trained on sequences of {length} tokens and has seen no position beyond.")
     else:

@@ -21,10 +21,11 @@ from torch import Tensor
 
 from ...train.checkpoint.checkpoint import file_sha256, publish
 from ...train.checkpoint.storage import MOMENTS, WEIGHTS
-from ...train.config import DataConfig, OptimizerConfig, RunConfig, ScheduleConfig, TrackerConfig, to_dict, validate
+from ...train.config import DataConfig, OptimizerConfig, RunConfig, ScheduleConfig, TrackerConfig, to_dict
 from ...train.data.tokenizers import ByteTokenizer, planned_fingerprint
 from ...train.errors import UserError
 from ...train.files import read_json, temporary_directory_beside, write_json
+from ...train.planner.validation import validate
 from .export import check_free, put_in_place
 from .hf_tokenizer import TOKENIZER_CONFIG, read_tokenizer
 from .hf_weights import from_hf, model_config

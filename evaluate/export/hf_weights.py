@@ -23,18 +23,9 @@ from torch import Tensor
 from ...train.config import ModelConfig
 from ...train.errors import UserError
 from ...train.model.gpt import GPT
+from ...train.model.shape import TABLES, shape_of
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
-_BLOCK = {
-    "attention_norm": "input_layernorm",
-    "attention.out": "self_attn.o_proj",
-    "mlp_norm": "post_attention_layernorm",
-    "mlp.down": "mlp.down_proj",
-}
-_HEAD_NORMS = {"attention.query_norm": "self_attn.q_norm", "attention.key_norm": "self_attn.k_norm"}
-_FUSED = {"attention.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-          "mlp.gate_up": ("mlp.gate_proj", "mlp.up_proj")}  # fmt: skip
 
 
 def window_of(model: ModelConfig, sequence_length: int) -> int | None:
@@ -94,23 +85,15 @@ def hf_config(model: ModelConfig, sequence_length: int, end: int, dtype: str) ->
 
 def to_hf(model: GPT) -> dict[str, Tensor]:
     """The weights by Hugging Face's names, fp32 on the CPU, none sharing memory with another."""
-    config, weights = model.config, {name: p.detach().float().cpu() for name, p in model.named_parameters()}
-    kv = config.num_kv_heads * config.head_dim
-    sizes = {"attention.qkv": [config.width, kv, kv], "mlp.gate_up": [config.mlp_hidden] * 2}
-    result = {
-        EMBEDDING: weights["embedding.weight"][: config.vocab_size],
-        NORM: (weights["norm.weight"].double() * model.output_scale).float(),
-    }
-    if not config.tied_embeddings:
-        result[HEAD] = weights["head.weight"][: config.vocab_size]
-    for number in range(config.depth):
-        ours, theirs = f"blocks.{number}", f"model.layers.{number}"
-        for name, other in _names(config).items():
-            result[f"{theirs}.{other}.weight"] = weights[f"{ours}.{name}.weight"]
-        for name, others in _FUSED.items():
-            for other, rows in zip(others, weights[f"{ours}.{name}.weight"].split(sizes[name]), strict=True):
-                result[f"{theirs}.{other}.weight"] = rows
-    return {name: weight.clone(memory_format=torch.contiguous_format) for name, weight in result.items()}
+    result, weights = {}, dict(model.named_parameters())
+    for parameter in shape_of(model.config).parameters:
+        weight = weights[parameter.name].detach().float().cpu()
+        if parameter.name == "norm.weight":
+            weight = (weight.double() * model.output_scale).float()
+        for part, rows in zip(parameter.parts, weight.split([part.rows for part in parameter.parts]), strict=True):
+            kept = rows[: model.config.vocab_size] if parameter.role in TABLES else rows
+            result[part.hf] = kept.clone(memory_format=torch.contiguous_format)
+    return result
 
 
 def from_hf(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
@@ -119,55 +102,27 @@ def from_hf(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Ten
     Raises:
         UserError: a tensor is missing, of another shape than config.json says, or nothing that we know.
     """
-    kv = config.num_kv_heads * config.head_dim
-    width, hidden = config.width, config.mlp_hidden
-    rows = {"self_attn.q_proj": width, "self_attn.k_proj": kv, "self_attn.v_proj": kv,
-            "mlp.gate_proj": hidden, "mlp.up_proj": hidden}  # fmt: skip
-    left = set(tensors)
-
-    def take(name: str, *shape: int) -> Tensor:
-        if name not in tensors:
-            raise UserError(f"the folder's weights have no {name}, which its config.json calls for")
-        tensor = tensors[name]
-        if tuple(tensor.shape) != shape:
-            raise UserError(f"{name} has shape {tuple(tensor.shape)}; its config.json says {shape}")
-        left.discard(name)
-        return tensor.float()
-
-    def table(name: str) -> Tensor:
-        assert config.vocab_size is not None
-        whole = torch.zeros(config.padded_vocab_size, width)
-        whole[: config.vocab_size] = take(name, config.vocab_size, width)
-        return whole
-
-    result = {"embedding.weight": table(EMBEDDING), "norm.weight": take(NORM, width)}
+    left, result = set(tensors), {}
+    for parameter in shape_of(config).parameters:
+        pieces = []
+        for part in parameter.parts:
+            if part.hf not in tensors:
+                raise UserError(f"the folder's weights have no {part.hf}, which its config.json calls for")
+            tensor = tensors[part.hf]
+            rows = config.vocab_size if parameter.role in TABLES else part.rows
+            if tuple(tensor.shape) != (shape := (rows, *parameter.shape[1:])):
+                raise UserError(f"{part.hf} has shape {tuple(tensor.shape)}; its config.json says {shape}")
+            left.discard(part.hf)
+            pieces.append(tensor.float())
+        weight = torch.zeros(parameter.shape)
+        torch.cat(pieces, out=weight[: sum(map(len, pieces))])
+        result[parameter.name] = weight
     if config.tied_embeddings:
-        left.discard(HEAD)  # some writers keep the table twice
-    else:
-        result["head.weight"] = table(HEAD)
-    shapes = {
-        "attention_norm": (width,),
-        "mlp_norm": (width,),
-        "attention.out": (width, width),
-        "mlp.down": (width, hidden),
-        "attention.query_norm": (config.head_dim,),
-        "attention.key_norm": (config.head_dim,),
-    }
-    for number in range(config.depth):
-        ours, theirs = f"blocks.{number}", f"model.layers.{number}"
-        for name, other in _names(config).items():
-            result[f"{ours}.{name}.weight"] = take(f"{theirs}.{other}.weight", *shapes[name])
-        for name, others in _FUSED.items():
-            pieces = [take(f"{theirs}.{other}.weight", rows[other], width) for other in others]
-            result[f"{ours}.{name}.weight"] = torch.cat(pieces)
+        left.discard("lm_head.weight")  # some writers keep the table twice
     unknown = sorted(name for name in left if not name.endswith("rotary_emb.inv_freq"))
     if unknown:
         raise UserError(f"the folder's weights have {unknown[0]}, which our model has no place for")
     return result
-
-
-def _names(config: ModelConfig) -> dict[str, str]:
-    return _BLOCK | (_HEAD_NORMS if config.qk_norm else {})
 
 
 def model_config(config: Mapping[str, Any], sequence_length: int) -> ModelConfig:

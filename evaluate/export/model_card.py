@@ -7,7 +7,6 @@ left out or said to be unknown, never filled in.
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from ...train.checkpoint.checkpoint import LoadedCheckpoint
 from ...train.config import run_id, to_dict
 from ...train.files import read_json
 from ...train.flops import count_parameters, training_flops_per_token
+from ..pages.numbers import is_number, scored, with_error
 
 SCORES = {"acc": "accuracy", "acc_norm": "length-normalised", "exact_match": "exact match", "gold_bpb": "gold BPB",
           "bpb": "BPB"}  # fmt: skip
@@ -41,7 +41,7 @@ class Facts:
     version: str | None = None
 
 
-def model_card(loaded: LoadedCheckpoint, facts: Facts, notes: list[str], format: str = "hf") -> str:
+def model_card(loaded: LoadedCheckpoint, facts: Facts, notes: list[str]) -> str:
     """Markdown; `notes` are said under how to use it, a paragraph each."""
     config = loaded.config
     model, count = config.model, count_parameters(config.model)
@@ -59,7 +59,7 @@ def model_card(loaded: LoadedCheckpoint, facts: Facts, notes: list[str], format:
         *_law(facts.law),
     ]
     parts = [
-        _front_matter(loaded, format),
+        _front_matter(loaded),
         f"# {_title(loaded)}",
         f"A decoder of width {model.width} and depth {model.depth}, {model.heads} heads"
         f" ({model.num_kv_heads} for keys and values), {model.vocab_size} tokens, context "
@@ -82,11 +82,10 @@ def imported_from(loaded: LoadedCheckpoint) -> str | None:
     return (read_json(loaded.path / "trainer.json") or {}).get("imported_from")
 
 
-def _front_matter(loaded: LoadedCheckpoint, format: str) -> str:
+def _front_matter(loaded: LoadedCheckpoint) -> str:
     """What the Hub reads of a card."""
     data = loaded.config.data
-    lines = ["library_name: transformers"] if format == "hf" else []
-    lines += ["pipeline_tag: text-generation", "tags:", "- isoflop", "- scaling-laws"]
+    lines = ["library_name: transformers", "pipeline_tag: text-generation", "tags:", "- isoflop", "- scaling-laws"]
     if data.corpus == "hf" and data.name:
         lines += ["datasets:", f"- {json.dumps(data.name)}"]
     return "\n".join(["---", *lines, "---"])
@@ -118,9 +117,9 @@ def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
 def _held_out(held_out: Mapping[str, Any]) -> list[tuple[str, str]]:
     loss, bits = held_out.get("val_loss"), held_out.get("val_bpb")
     rows = []
-    if loss is not None and _is_number(loss):
-        rows.append(("Held-out loss, nats a token", _with_error(loss, held_out.get("val_loss_se"))))
-    if _is_number(bits):
+    if is_number(loss):
+        rows.append(("Held-out loss, nats a token", with_error(loss, held_out.get("val_loss_se"), 4)))
+    if is_number(bits):
         rows.append(("Held-out bits per byte", f"{bits:.4f}"))
     return rows
 
@@ -137,11 +136,11 @@ def _scores(scores: Mapping[str, Any]) -> list[str]:
     tasks = dict(sorted((scores.get("tasks") or {}).items()))
     if not tasks:
         return []
-    shown = {key: name for key, name in SCORES.items() if any(_is_number(task.get(key)) for task in tasks.values())}
+    shown = {key: name for key, name in SCORES.items() if any(is_number(task.get(key)) for task in tasks.values())}
     rows = []
     for name, task in tasks.items():
-        values = [_with_error(task[key], task.get(f"{key}_se")) if _is_number(task.get(key)) else "" for key in shown]
-        chance = f"{task['chance']:.3f}" if _is_number(task.get("chance")) else ""
+        values = [scored(task, key, 4) if is_number(task.get(key)) else "" for key in shown]
+        chance = f"{task['chance']:.3f}" if is_number(task.get("chance")) else ""
         rows.append((_plain(name), _items(task), str(task.get("shots", "")), *values, chance, _caveats(task)))
     head = ("task", "items", "shots", *shown.values(), "chance", "mind")
     return ["## Scores", "With lm-eval's prompts; ± is a standard error over items.", _table(head, rows)]
@@ -172,11 +171,3 @@ def _trained_by(loaded: LoadedCheckpoint, facts: Facts) -> list[str]:
         f"By {code}, from checkpoint `{loaded.checksum}`.{exported} The run's configuration, complete:",
         f"```json\n{json.dumps(to_dict(loaded.config), indent=1, default=str)}\n```",
     ]
-
-
-def _with_error(value: float, error: Any) -> str:
-    return f"{value:.4f} ± {error:.4f}" if _is_number(error) else f"{value:.4f}"
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -25,12 +25,12 @@ import torch
 from torch import Tensor, nn
 
 from ...train.errors import UserError
+from ...train.hardware import out_of_memory
 from ...train.model.gpt import GPT
 from .decoding import decode, prefill, recomputed
 from .forward import Forward
 from .paged import PAGE, PagedBatch, PagedCache, Pages
 from .sampling import Sampling, choose, draw
-from .scoring import is_out_of_memory
 
 __all__ = ["Generation", "Sampling", "draw", "generate", "stream"]
 
@@ -326,7 +326,7 @@ class Generation:
         try:
             return work()
         except RuntimeError as error:
-            if not is_out_of_memory(error):
+            if not out_of_memory(error):
                 raise
         # Outside of the clause: the frames of the error, which hold tensors, are gone.
         if self.device.type == "cuda":

@@ -18,9 +18,10 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...train.errors import UserError
+from ...train.hardware import out_of_memory
 from ...train.model.attention import causal_attention
 from ...train.model.gpt import GPT
 from .forward import Attend, Forward, attention_apart
@@ -92,7 +93,7 @@ class Scorer:
         try:
             return self._isolated(requests, batch)
         except RuntimeError as error:
-            if not is_out_of_memory(error):
+            if not out_of_memory(error):
                 raise
         # Outside of the clause: the frames of the error, which hold tensors, are gone.
         if self.device.type == "cuda":
@@ -251,45 +252,3 @@ class _SideBySide:
         if self.source is not None:
             x = x.index_select(0, self.source)
         return x.view(self.rows, self.longest, *x.shape[1:])
-
-
-class WholeRows:
-    """Scores requests with any causal module, tokens (B, T) -> logits (B, T, V), every request a whole padded row."""
-
-    def __init__(self, model: nn.Module, device: str | torch.device, batch_tokens: int) -> None:
-        self.model, self.device, self.batch_tokens = model, torch.device(device), batch_tokens
-
-    @torch.inference_mode()
-    def score(self, requests: Sequence[Request], done: Done | None = None) -> list[Score]:
-        """As `Scorer.score`."""
-        results: list[Score] = [(0.0, True)] * len(requests)
-        inputs = [request.inputs for request in requests]
-        order = sorted((n for n, r in enumerate(requests) if r.continuation), key=lambda place: -len(inputs[place]))
-        start = 0
-        while start < len(order):
-            rows = max(1, self.batch_tokens // len(inputs[order[start]]))
-            batch = order[start : start + rows]
-            tokens = np.zeros((len(batch), len(inputs[batch[0]])), dtype=np.int64)  # padded on the right, unseen
-            for row, place in enumerate(batch):
-                tokens[row, : len(inputs[place])] = inputs[place]
-            logits = self.model(torch.from_numpy(tokens).to(self.device))
-            for row, place in enumerate(batch):
-                results[place] = _row_score(logits[row, : len(inputs[place])], requests[place].continuation)
-            if done is not None:
-                done([(place, results[place]) for place in batch])
-            start += rows
-        return results
-
-
-def _row_score(logits: Tensor, continuation: Sequence[int]) -> Score:
-    logits = logits[-len(continuation) :]
-    logits = logits if logits.dtype == torch.float64 else logits.float()
-    targets = torch.tensor(continuation, device=logits.device)
-    nats = logits.gather(1, targets[:, None])[:, 0] - logits.logsumexp(dim=1)
-    return float(nats.double().sum()), bool((logits.argmax(dim=1) == targets).all())
-
-
-def is_out_of_memory(error: RuntimeError) -> bool:
-    """CUDA's allocator has a class of its own; the CPU's raises a RuntimeError that says so."""
-    words = ("not enough memory", "can't allocate memory", "cannot allocate memory", "DefaultCPUAllocator")
-    return isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in words)

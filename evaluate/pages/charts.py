@@ -1,9 +1,7 @@
-"""The small pictures of the reports, as SVG that needs no script.
+"""Where the marks of the reports' small pictures stand; `templates/charts.html` draws them as SVG without a script.
 
-Special here:
-- Colours come from the page's style, never from attributes, so that a picture is right in light and in dark.
-- The dots of a panel are one path a colour: a dot is a line of no length with round ends. A thousand dots take 12 kB,
-  where elements of their own would take ten times that, and a browser draws them at once.
+The dots of a panel are one path for each colour: a dot is a line of no length with round ends. A thousand dots take
+12 kB, elements of their own ten times that, and a browser draws them at once.
 """
 
 from __future__ import annotations
@@ -12,68 +10,18 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from .page import compute, number, text
+from .numbers import compute, number
 
-BAR = 120  # width of a bar, in pixels
-STRIP = 230
+STRIP = 230  # width in pixels
 WIDTH, HEIGHT = 272, 190  # of a panel
 LEFT, RIGHT, TOP, BOTTOM = 42, 10, 10, 26  # margins of a panel
 
-
-def bar(value: float | None, error: float | None, chance: float | None, largest: float = 1.0, what: str = "") -> str:
-    """A value from 0 to `largest`, with a whisker of two standard errors and a tick at chance; nothing without one."""
-    if value is None:
-        return ""
-
-    def x(at: float) -> str:
-        return f"{min(max(at / largest, 0.0), 1.0) * BAR:.1f}"
-
-    tick = f'<path class="chance" d="M{x(chance)} 0V16"/>' if chance is not None else ""
-    whisker = f'<path class="whisker" d="M{x(value - 2 * error)} 8H{x(value + 2 * error)}"/>' if error else ""
-    beside = "" if chance is None else f", chance {chance:.3f}"
-    return (
-        f'<svg class="bar" viewBox="0 0 {BAR} 16" role="img" aria-label="{text(what)} {value:.3f}{beside}">'
-        f'<rect class="track" y="3" width="{BAR}" height="10" rx="2"/>'
-        f'<rect class="fill" y="3" width="{x(value)}" height="10" rx="2"/>{whisker}{tick}</svg>'
-    )
-
-
-def strip(own: float, error: float | None, others: Sequence[tuple[float, str]], chance: float | None = None) -> str:
-    """One line with a dot for each of `others` (value, what it is), and this one marked, with two standard errors."""
-    reach = 2 * (error or 0.0)
-    low, high = (max(own - reach, 0.0) if own >= 0 else own - reach), own + reach
-    values = [low, high, *(value for value, _ in others)]
-    if chance is not None and chance >= min(values) - 0.5 * (max(values) - min(values)):
-        values.append(chance)
-    axis = Axis.around(values)
-
-    def x(at: float) -> str:
-        return f"{6 + axis.at(at) * (STRIP - 12):.1f}"
-
-    parts = [f'<path class="axis" d="M0 13H{STRIP}"/>']
-    if chance is not None and axis.low <= chance <= axis.high:
-        parts.append(f'<path class="chance" d="M{x(chance)} 4V22"/>')
-    for value, said in others:
-        parts.append(f'<circle class="dot" cx="{x(value)}" cy="13" r="4.5"><title>{text(said)}</title></circle>')
-    parts.append(f'<path class="whisker" d="M{x(low)} 13H{x(high)}"/>')
-    parts.append(f'<circle class="me" cx="{x(own)}" cy="13" r="5.5"><title>this checkpoint: {own:.4f}</title></circle>')
-    for end, anchor in ((min(values), "start"), (max(values), "end")):
-        parts.append(f'<text class="tick" x="{x(end)}" y="32" text-anchor="{anchor}">{number(end)}</text>')
-    return (
-        f'<svg class="strip" viewBox="0 0 {STRIP} 34" role="img" '
-        f'aria-label="this checkpoint {own:.3f}; {len(others)} others, from {min(values):.3f} to {max(values):.3f}">'
-        f"{''.join(parts)}</svg>"
-    )
+Dots = dict[str, list[tuple[int, float, float]]]  # colour class -> (row number, x, y) of each dot
 
 
 @dataclass
 class Axis:
-    """A range of numbers on so many pixels.
-
-    Attributes:
-        low, high: what the ends stand for.
-        log: whether equal ratios take equal room.
-    """
+    """A range of numbers, `low` to `high`; with `log`, equal ratios take equal room."""
 
     low: float
     high: float
@@ -106,12 +54,8 @@ class Axis:
             return [(value, compute(value).partition("×")[2]) for value in decades]
         fine = [m * 10.0**power for power in range(first - 1, last + 2) for m in (1, 2, 5)]
         inside = [value for value in fine if self.low <= value <= self.high]
-        return [(value, _short(value)) for value in inside[:: max(1, math.ceil(len(inside) / 3))]]
-
-
-def _short(value: float) -> str:
-    mantissa, _, power = compute(value).partition("×")
-    return f"{float(mantissa):g}×{power}"
+        parts = [(value, compute(value).partition("×")) for value in inside[:: max(1, math.ceil(len(inside) / 3))]]
+        return [(value, f"{float(mantissa):g}×{power}") for value, (mantissa, _, power) in parts]
 
 
 def _round_ticks(low: float, high: float) -> list[tuple[float, str]]:
@@ -123,73 +67,80 @@ def _round_ticks(low: float, high: float) -> list[tuple[float, str]]:
     return [(place * step, number(place * step, digits)) for place in range(first, last + 1)]
 
 
+def bar_end(value: float, largest: float = 1.0) -> str:
+    """Where a bar of 120 pixels ends."""
+    return f"{min(max(value / largest, 0.0), 1.0) * 120:.1f}"
+
+
+class Strip:
+    """One line with a dot for each of `others` (value, what it is), and this one marked, with two standard errors."""
+
+    def __init__(
+        self, own: float, error: float | None, others: Sequence[tuple[float, str]], chance: float | None = None
+    ) -> None:
+        reach = 2 * (error or 0.0)
+        self.own, self.others = own, others
+        self.low, self.high = (max(own - reach, 0.0) if own >= 0 else own - reach), own + reach
+        values = [self.low, self.high, *(value for value, _ in others)]
+        if chance is not None and chance >= min(values) - 0.5 * (max(values) - min(values)):
+            values.append(chance)
+        self.least, self.most, self._axis = min(values), max(values), Axis.around(values)
+        self.chance = chance if chance is not None and self._axis.low <= chance <= self._axis.high else None
+
+    def x(self, value: float) -> str:
+        """In pixels."""
+        return f"{6 + self._axis.at(value) * (STRIP - 12):.1f}"
+
+
 @dataclass
 class Panel:
     """One small scatter plot.
 
     Attributes:
-        name: what the dots are, for who cannot see them, and for the note beside the pointer.
-        x, y: the axes.
-        dots: colour class -> (row number, x, y) of each dot.
-        faint: colour class -> the same, for what should stand back.
+        dots, faint: marks, and those that should stand back.
         lines: (colour class, points) drawn above the dots.
         errors: (x, y, standard error): whiskers of two standard errors.
         chance: height of the line at chance.
-        x_label: below the axis.
     """
 
     name: str
-    x: Axis
-    y: Axis
+    x_axis: Axis
+    y_axis: Axis
     x_label: str
-    dots: dict[str, list[tuple[int, float, float]]] = field(default_factory=dict)
-    faint: dict[str, list[tuple[int, float, float]]] = field(default_factory=dict)
+    dots: Dots = field(default_factory=dict)
+    faint: Dots = field(default_factory=dict)
     lines: list[tuple[str, list[tuple[float, float]]]] = field(default_factory=list)
     errors: list[tuple[float, float, float]] = field(default_factory=list)
     chance: float | None = None
 
-    def svg(self) -> str:
-        count = sum(map(len, self.dots.values())) + sum(map(len, self.faint.values()))
-        parts = [self._frame()]
-        if self.chance is not None and self.y.low <= self.chance <= self.y.high:
-            parts.append(f'<path class="chance" d="M{LEFT} {self._y(self.chance)}H{WIDTH - RIGHT}"/>')
-        for kind, group in (("pts faint", self.faint), ("pts", self.dots)):
-            for colour, dots in group.items():
-                rows = ",".join(str(number) for number, _, _ in dots)
-                where = "".join(f"M{self._x(x)} {self._y(y)}h0" for _, x, y in dots)
-                parts.append(f'<path class="{kind} {colour}" data-rows="{rows}" d="{where}"/>')
-        whiskers = "".join(
-            f"M{self._x(x)} {self._y(y - 2 * error)}V{self._y(y + 2 * error)}" for x, y, error in self.errors
-        )
-        parts.append(f'<path class="err" d="{whiskers}"/>' if whiskers else "")
-        for colour, points in self.lines:
-            way = "L".join(f"{self._x(x)} {self._y(y)}" for x, y in points)
-            parts.append(f'<path class="line {colour}" d="M{way}"/>')
-        return (
-            f'<figure class="panel"><figcaption>{text(self.name)}</figcaption><svg viewBox="0 0 {WIDTH} {HEIGHT}" '
-            f'role="img" aria-label="{text(self.name)} against {text(self.x_label)}, {count} checkpoints">'
-            f"{''.join(parts)}</svg></figure>"
-        )
+    @property
+    def size(self) -> int:
+        return sum(map(len, [*self.dots.values(), *self.faint.values()]))
 
-    def _x(self, value: float) -> str:
-        return f"{LEFT + min(max(self.x.at(value), 0.0), 1.0) * (WIDTH - LEFT - RIGHT):.1f}"
+    @property
+    def paths(self) -> list[tuple[str, str, str]]:
+        """(classes, row numbers, path) of all dots of one colour."""
+        return [
+            (f"{kind} {colour}", ",".join(str(row) for row, _, _ in dots),
+             "".join(f"M{self.x(x)} {self.y(y)}h0" for _, x, y in dots))
+            for kind, group in (("pts faint", self.faint), ("pts", self.dots))
+            for colour, dots in group.items()
+        ]  # fmt: skip
 
-    def _y(self, value: float) -> str:
-        return f"{HEIGHT - BOTTOM - min(max(self.y.at(value), 0.0), 1.0) * (HEIGHT - TOP - BOTTOM):.1f}"
+    @property
+    def whiskers(self) -> str:
+        return "".join(f"M{self.x(x)} {self.y(y - 2 * error)}V{self.y(y + 2 * error)}" for x, y, error in self.errors)
 
-    def _frame(self) -> str:
-        floor, parts = HEIGHT - BOTTOM, []
-        for value, said in self.y.ticks():
-            y = self._y(value)
-            parts.append(
-                f'<path class="grid" d="M{LEFT} {y}H{WIDTH - RIGHT}"/>'
-                f'<text class="tick" x="{LEFT - 5}" y="{y}" dy="3.5" text-anchor="end">{said}</text>'
-            )
-        for value, said in self.x.ticks():
-            x = self._x(value)
-            parts.append(
-                f'<path class="axis" d="M{x} {floor}v4"/>'
-                f'<text class="tick" x="{x}" y="{floor + 15}" text-anchor="middle">{said}</text>'
-            )
-        parts.append(f'<path class="axis" d="M{LEFT} {floor}H{WIDTH - RIGHT}"/>')
-        return "".join(parts)
+    @property
+    def ways(self) -> list[tuple[str, str]]:
+        """(colour class, path) of each line."""
+        ways = ((colour, [f"{self.x(x)} {self.y(y)}" for x, y in points]) for colour, points in self.lines)
+        return [(colour, "M" + "L".join(points)) for colour, points in ways]
+
+    def x(self, value: float) -> str:
+        """In pixels from the left."""
+        return f"{LEFT + min(max(self.x_axis.at(value), 0.0), 1.0) * (WIDTH - LEFT - RIGHT):.1f}"
+
+    def y(self, value: float) -> str:
+        """In pixels from the top."""
+        return f"{HEIGHT - BOTTOM - min(max(self.y_axis.at(value), 0.0), 1.0) * (HEIGHT - TOP - BOTTOM):.1f}"

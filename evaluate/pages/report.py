@@ -1,57 +1,46 @@
-"""One checkpoint's scores as a page and as plain text.
+"""One checkpoint's scores as a page (`templates/checkpoint.html`) and as a plain table.
 
-Special here: warnings stand before numbers; chance is drawn beside accuracy, because an accuracy says nothing without
-it; a number that was withheld is never a zero. The page is one file without fonts or network, and without a script
-where there are no samples to look through.
+Warnings stand before numbers, chance beside accuracy, and a number that was withheld is never a zero. Two checkpoints
+are compared item by item: what is hard for one is hard for both, so the error of the mean difference is far smaller
+than two separate errors suggest. Texts of samples travel as JSON; the script puts them on the page as text, never HTML.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...train.files import write_atomic
-from .charts import bar
-from .page import (
-    cards,
-    cell,
-    compute,
-    count,
-    document,
-    is_number,
-    name_of,
-    number,
-    row,
-    soften,
-    table,
-    text,
-    warnings_list,
-    with_error,
-)
-from .report_compare import against_section, compute_section
-from .report_items import STYLE, payload, samples_section, task_order, worst_section
-from .report_script import SAMPLES
+from ..metrics import mean_and_error
+from .charts import Strip
+from .numbers import compute, count, is_number, number, scored, whole, with_error
+from .page import render_page
 
+Scores = Mapping[str, Any]
 Items = Sequence[Mapping[str, Any]]
-Other = tuple[Mapping[str, Any], Items]
+Other = tuple[Scores, Items]
 MANY = 5  # cut tasks that still get a line each
+EQUAL = 1.5  # checkpoints whose compute differs by no more than this factor are compared
 # Numbers of a task that have a place of their own on the page; any other with a standard error is a further metric.
 PLACED = ("acc", "acc_norm", "gold_bpb", "p_right", "margin", "bpb")
-EXPLAINED = (
-    "± is one standard error over items. The bar is accuracy, its whisker two standard errors, the tick chance. "
-    "Gold BPB: what the model spends on the right answer, in bits per UTF-8 byte; lower is better, and below a billion "
-    "parameters it moves before accuracy does. p(right): probability of the right choice among the choices; margin: "
-    "what it has over the best wrong one. Clean part: the items that share no text with the training data."
+# Measures of two checkpoints: (key, name, whether more is better).
+MEASURES = (
+    ("acc", "accuracy", True),
+    ("exact_match", "exact match", True),
+    ("gold_bpb", "gold BPB", False),
+    ("bpb", "bits per byte", False),
+    ("p_right", "p(right)", True),
+    ("margin", "margin", True),
 )
+# Metrics that say of one item whether it was answered rightly, the first that it has.
+VERDICTS = ("acc", "exact_match", "acc_norm")
 
 
 def write_checkpoint_report(
-    scores: Mapping[str, Any],
-    path: Path,
-    items: Items = (),
-    peers: Sequence[Mapping[str, Any]] = (),
-    against: Other | None = None,
+    scores: Scores, path: Path, items: Items = (), peers: Sequence[Scores] = (), against: Other | None = None
 ) -> None:
     """Writes a self-contained HTML page.
 
@@ -65,92 +54,77 @@ def write_checkpoint_report(
     write_atomic(path, render(scores, items, peers, against))
 
 
-def render(
-    scores: Mapping[str, Any], items: Items = (), peers: Sequence[Mapping[str, Any]] = (), against: Other | None = None
-) -> str:
+def render(scores: Scores, items: Items = (), peers: Sequence[Scores] = (), against: Other | None = None) -> str:
     """The page as text."""
-    held_out = scores.get("held_out") or {}
-    sections = [
-        _benchmarks(scores, task_order(scores, items)),
-        _domains(scores),
-        compute_section(scores, peers),
-        against_section(scores, items, against),
-        samples_section(items, against),
-        worst_section(held_out),
-    ]
-    names = ("Benchmarks", "Text by domain", "At equal compute", "Compared", "Samples", "Worst losses")
-    anchors = ("tasks", "domains", "compute", "against", "samples", "worst")
-    present = [(name, anchor) for name, anchor, part in zip(names, anchors, sections, strict=True) if part]
-    links = "".join(f'<a href="#{anchor}">{name}</a>' for name, anchor in present)
-    body = (
-        f"<h1>{text(scores.get('name') or scores['run_id'])}, step {text(_whole(scores['step']))}</h1>"
-        f'<div class="soft path">{text(scores["checkpoint"])}</div>'
-        f"{f'<nav aria-label=sections>{links}</nav>' if len(present) > 1 else ''}"
-        f"{warnings_list(_warnings(scores))}{cards(_facts(scores))}{''.join(sections)}{_footer(scores)}"
+    name, worst = scores.get("name") or scores["run_id"], (scores.get("held_out") or {}).get("worst")
+    tasks = {task: found for task, found in scores["tasks"].items() if not _is_domain(found)}
+    domains = sorted(
+        ((task, found) for task, found in scores["tasks"].items() if _is_domain(found)), key=lambda one: one[1]["bpb"]
     )
-    title = f"Scores of {scores.get('name') or scores['run_id']}, step {scores['step']}"
+    others = [peer for peer in peers if not _is_same(peer, scores)]
+    near = at_equal_compute(scores, others)
+    sections = {
+        ("tasks", "Benchmarks"): tasks or not scores["tasks"],
+        ("domains", "Text by domain"): domains,
+        ("compute", "At equal compute"): others,
+        ("against", "Compared"): against,
+        ("samples", "Samples"): items,
+        ("worst", "Worst losses"): worst,
+    }
+    context = {
+        "name": name, "scores": scores, "tasks": tasks, "domains": domains, "items": items, "worst": worst,
+        "sections": [section for section, is_there in sections.items() if is_there],
+        "sampled": task_order(scores, items), "further_metrics": _further_metrics,
+        "facts": _facts(scores), "warnings": _warnings(scores), "footer": _footer(scores),
+        "remarks": [*_suites(scores), *_uncontaminated(tasks)],
+        "others": others, "near": near, "places": _places(scores, near), "nearest": _nearest(scores, others),
+        "other": against[0] if against else None, "other_name": _called(against[0]) if against else "",
+        "differences": _differences(items, against[1]) if against else {},
+    }  # fmt: skip
+    title = f"Scores of {name}, step {scores['step']}"
     if not items:
-        return document(title, body, style=STYLE)
-    return document(title, body, data=payload(scores, items, against), script=SAMPLES, style=STYLE)
+        return render_page("checkpoint.html", title, context, "samples.css")
+    return render_page(
+        "checkpoint.html", title, context, "samples.css", "samples.js", payload(scores, items, against)
+    )  # fmt: skip
 
 
-def _facts(scores: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+def _facts(scores: Scores) -> list[tuple[str, str, str]]:
+    """(name, value, what explains it) at the head of the page."""
     held_out = scores.get("held_out") or {}
-    facts = {"Parameters (N_total)": (count(scores["N_total"]), _whole(scores["N_total"]))}
+    facts = [("Parameters (N_total)", count(scores["N_total"]), whole(scores["N_total"]))]
     if scores.get("N_non_embedding") is not None:
-        facts["N_non_embedding"] = (count(scores["N_non_embedding"]), _whole(scores["N_non_embedding"]))
-    facts["Tokens (D)"] = (count(scores["tokens"]), _whole(scores["tokens"]))
+        facts.append(("N_non_embedding", count(scores["N_non_embedding"]), whole(scores["N_non_embedding"])))
+    facts.append(("Tokens (D)", count(scores["tokens"]), whole(scores["tokens"])))
     if scores.get("flops") is not None:
         six = "" if not scores["N_total"] else f"exact; 6ND is {compute(6 * scores['N_total'] * scores['tokens'])}"
-        facts["Training FLOPs"] = (compute(scores["flops"]), six)
+        facts.append(("Training FLOPs", compute(scores["flops"]), six))
     error = held_out.get("val_loss_se")
-    facts["Held-out loss"] = (
-        number(held_out.get("val_loss"), 4),
-        f"{'' if error is None else f'± {error:.4f} '}nats a token",
-    )
-    facts["Held-out bits per byte"] = (number(held_out.get("val_bpb"), 4), "")
+    unit = f"{'' if error is None else f'± {error:.4f} '}nats a token"
+    facts.append(("Held-out loss", number(held_out.get("val_loss"), 4), unit))
+    facts.append(("Held-out bits per byte", number(held_out.get("val_bpb"), 4), ""))
     return facts
 
 
-def _footer(scores: Mapping[str, Any]) -> str:
+def _footer(scores: Scores) -> str:
     known = {
         "run": scores["run_id"], "checkpoint SHA-256": str(scores.get("checkpoint_sha256") or "")[:16],
         "context": f"{scores['sequence_length']} tokens", "tokenizer": str(scores.get("tokenizer") or "")[:16],
         "lm-eval": scores["lm_eval_version"], "precision": scores.get("precision"),
         "scored on": f"{scores['device']} in {scores['seconds']:.1f} s",
     }  # fmt: skip
-    return f"<footer>{text(' · '.join(f'{key} {value}' for key, value in known.items() if value))}</footer>"
+    return " · ".join(f"{key} {value}" for key, value in known.items() if value)
 
 
-def _whole(value: Any) -> str:
-    return f"{value:,}" if is_number(value) else str(value)
-
-
-def _benchmarks(scores: Mapping[str, Any], sampled: Sequence[str]) -> str:
-    tasks = {name: task for name, task in scores["tasks"].items() if not _is_domain(task)}
-    if not tasks:
-        return "" if scores["tasks"] else '<section><h2 id="tasks">Benchmarks</h2><p>No task was scored.</p></section>'
-    rows = []
-    for name, task in tasks.items():
-        rows.append(row(_named(name, sampled), _cells(task)))
-        clean = task.get("clean")
-        if clean and clean["items"] != task["items"]:
-            rows.append(row("clean part", _clean_cells(clean, task), "part"))
-    head = ["task", "items", "shots", "accuracy", "", "chance", "acc_norm", "gold BPB", "p(right)", "margin"]
-    shown = table(head, rows, left=(0, 4))
-    said = "".join(f"<p>{text(line)}</p>" for line in [*_suites(scores), *_uncontaminated(tasks)])
-    return f'<section><h2 id="tasks">Benchmarks</h2>{said}{shown}<p class="soft small">{EXPLAINED}</p></section>'
-
-
-def _uncontaminated(tasks: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def _uncontaminated(tasks: Mapping[str, Scores]) -> list[str]:
     """How many tasks were looked through and found clean; nothing where nobody looked."""
     clean = sum(task.get("contaminated_items") == 0 for task in tasks.values())
     among = f"the {len(tasks)}" if clean == len(tasks) else f"{clean} of the {len(tasks)}"
     return [f"No item of {among} tasks shares text with the training data."] if clean else []
 
 
-def _suites(scores: Mapping[str, Any]) -> list[str]:
-    """A sentence a suite that was scored whole."""
+def _suites(scores: Scores) -> list[str]:
+    """One sentence for each suite that was scored whole."""
     return [
         f"Suite {name}: {with_error(mean['centered'], mean.get('centered_se'))} mean centered accuracy over "
         f"{mean['tasks']} tasks; 0 is guessing, 1 is all right."
@@ -159,89 +133,30 @@ def _suites(scores: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _of(part: int, whole: int) -> str:
-    """How many there are, and of how many where that is more."""
-    return f"{part:,}" if part == whole else f"{part:,} of {whole:,}"
-
-
-def _is_domain(task: Mapping[str, Any]) -> bool:
+def _is_domain(task: Scores) -> bool:
     """Text, scored as a whole: bits per byte and no answer."""
     return task.get("bpb") is not None and task.get("acc") is None and task.get("gold_bpb") is None
 
 
-def _named(name: str, sampled: Sequence[str]) -> str:
-    """A task's name; where it has samples on the page, a link to them."""
-    return f'<a href="#task={sampled.index(name)}">{name_of(name)}</a>' if name in sampled else name_of(name)
-
-
-def _cells(task: Mapping[str, Any]) -> list[str]:
-    shots = cell(str(task.get("shots", "–")))
-    many = cell(_of(task["items"], task["subset"]["of"]))
-    if task["withheld"]:
-        return [many, shots, '<td colspan="7" class="soft">withheld</td>']
-    return [many, shots, *_numbers(task, bar(task.get("acc"), task.get("acc_se"), task["chance"], what="accuracy"))]
-
-
-def _clean_cells(clean: Mapping[str, Any], task: Mapping[str, Any]) -> list[str]:
-    return [cell(f"{clean['items']:,}"), "<td></td>", *_numbers({"chance": task["chance"], **clean}, "")]
-
-
-def _numbers(task: Mapping[str, Any], picture: str) -> list[str]:
-    further = [f"<div><i>{name_of(key)}</i> {soften(value)}</div>" for key, value in _further(task).items()]
-    if task.get("acc") is not None or not further:
-        further.insert(0, soften(with_error(task.get("acc"), task.get("acc_se"))))
-    scored = [cell(with_error(task.get(key), task.get(f"{key}_se"))) for key in PLACED[1:-1]]
-    return [
-        f'<td class="r">{"".join(further)}</td>',
-        f'<td class="pic">{picture}</td>',
-        cell(number(task.get("chance"))),
-        *scored,
-    ]
-
-
-def _further(task: Mapping[str, Any]) -> dict[str, str]:
+def _further_metrics(task: Scores) -> list[str]:
     """Metrics of the task beyond those that every task may have: exact_match, f1, …"""
     names = [key[:-3] for key in task if key.endswith("_se") and key[:-3] not in PLACED]
-    return {name: with_error(task.get(name), task.get(f"{name}_se")) for name in names if is_number(task.get(name))}
+    return [name for name in names if is_number(task.get(name))]
 
 
-def _domains(scores: Mapping[str, Any]) -> str:
-    tasks = {name: task for name, task in scores["tasks"].items() if _is_domain(task)}
-    if not tasks:
-        return ""
-    largest = max(task["bpb"] for task in tasks.values()) * 1.05
-    rows = [
-        row(text(name), [
-            cell(_of(task["items"], task["subset"]["of"])), cell(with_error(task["bpb"], task["bpb_se"], 4)),
-            f'<td class="pic">{bar(task["bpb"], task["bpb_se"], None, largest, "bits per byte")}</td>',
-        ])
-        for name, task in sorted(tasks.items(), key=lambda entry: entry[1]["bpb"])
-    ]  # fmt: skip
-    shown = table(["domain", "documents", "bits per byte", ""], rows, left=(0, 3))
-    return (
-        f'<section><h2 id="domains">Text by domain</h2>{shown}<p class="soft small">Bits over UTF-8 bytes of all '
-        "documents; lower is better. ± is one standard error over documents.</p></section>"
-    )
-
-
-def _warnings(scores: Mapping[str, Any]) -> list[str]:
-    tasks, lines = scores["tasks"], []
-    lines += [f"{name} has no score: {task['withheld']}." for name, task in tasks.items() if task["withheld"]]
+def _warnings(scores: Scores) -> list[str]:
+    tasks = scores["tasks"]
+    lines = [f"{name} has no score: {task['withheld']}." for name, task in tasks.items() if task["withheld"]]
     cut = {name: task for name, task in tasks.items() if task["truncated_items"] and not task["withheld"]}
     context = f"on the left to the model's context of {scores['sequence_length']} tokens"
     if len(cut) > MANY:
-        listed = ", ".join(f"{name} {task['truncated_items']:,} of {task['items']:,}" for name, task in cut.items())
-        lines.append(f"Prompts of {len(cut)} tasks were cut {context}: {listed}.")
+        lines.append(f"Prompts of {len(cut)} tasks were cut {context}: {_listed(cut, 'truncated_items')}.")
     else:
         for name, task in cut.items():
             many = f"{task['truncated_items']:,} of {task['items']:,}"
             lines.append(f"{name}: the prompts of {many} items were cut {context}.")
-    found = {name: task for name, task in tasks.items() if task.get("contaminated_items")}
-    if found:
-        listed = ", ".join(
-            f"{name} {task['contaminated_items']:,} of {task['items']:,}" for name, task in found.items()
-        )
-        lines.append(f"Items that share text with the training data: {listed}.")
+    if found := {name: task for name, task in tasks.items() if task.get("contaminated_items")}:
+        lines.append(f"Items that share text with the training data: {_listed(found, 'contaminated_items')}.")
     if scores.get("contamination_withheld"):
         lines.append(f"Contamination is not known: {scores['contamination_withheld']}.")
     if (scores.get("held_out") or {}).get("withheld"):
@@ -249,21 +164,196 @@ def _warnings(scores: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+def _listed(tasks: Mapping[str, Scores], key: str) -> str:
+    return ", ".join(f"{name} {task[key]:,} of {task['items']:,}" for name, task in tasks.items())
+
+
+# --- beside other checkpoints ----------------------------------------------------------------------------------------
+
+
+def at_equal_compute(scores: Scores, peers: Iterable[Scores], factor: float = EQUAL) -> list[Scores]:
+    """The other checkpoints whose FLOPs are within the factor, nearest first; none where a number is missing."""
+    own = scores.get("flops")
+    if not is_number(own) or own <= 0:
+        return []
+    near = [
+        (abs(math.log(peer["flops"] / own)), place, peer)
+        for place, peer in enumerate(peers)
+        if is_number(peer.get("flops")) and peer["flops"] > 0 and not _is_same(peer, scores)
+    ]
+    reach = math.log(factor) + 1e-9
+    return [peer for distance, _, peer in sorted(near, key=lambda entry: entry[:2]) if distance <= reach]
+
+
+def _is_same(one: Scores, other: Scores) -> bool:
+    return (one.get("run_id"), one.get("step")) == (other.get("run_id"), other.get("step"))
+
+
+def _called(scores: Scores) -> str:
+    """A checkpoint in a few words."""
+    size = count(scores.get("N_total"))
+    return f"{scores.get('name') or scores.get('run_id')} at step {scores.get('step')}" + (
+        f" ({size} parameters)" if size != "–" else ""
+    )
+
+
+def _nearest(scores: Scores, others: Sequence[Scores]) -> str:
+    """What is said where no other checkpoint is near."""
+    own = scores.get("flops")
+    known = [peer["flops"] for peer in others if is_number(peer.get("flops")) and peer["flops"] > 0]
+    if not is_number(own) or own <= 0 or not known:
+        return "The compute of this checkpoint or of the others is not recorded, so nothing is compared."
+    nearest = min(known, key=lambda flops: abs(math.log(flops / own)))
+    return (
+        f"None of the sweep's {len(others)} other checkpoints is within a factor {EQUAL} of this one's "
+        f"{compute(own)} FLOPs; the nearest took {compute(nearest)}."
+    )
+
+
+class Place(NamedTuple):
+    """Where a checkpoint stands among others: the picture, and "2 of 4"."""
+
+    strip: Strip
+    rank: str
+
+
+def _places(scores: Scores, near: Sequence[Scores]) -> dict[str, list[Place | None]]:
+    """Of each task the places by bits per byte and by accuracy."""
+    both = {
+        name: [_place(task, near, name, keys) for keys in (("gold_bpb", "bpb"), ("acc", "exact_match"))]
+        for name, task in scores["tasks"].items()
+    }
+    return {name: places for name, places in both.items() if any(places)}
+
+
+def _place(task: Scores, near: Sequence[Scores], name: str, keys: Sequence[str]) -> Place | None:
+    key = next((key for key in keys if is_number(task.get(key))), None)
+    if key is None:
+        return None
+    own, others = task[key], []
+    for peer in near:
+        value = (peer["tasks"].get(name) or {}).get(key)
+        if is_number(value):
+            others.append((value, f"{_called(peer)}, {compute(peer['flops'])} FLOPs: {value:.4f}"))
+    more = next(more for measure, _, more in MEASURES if measure == key)
+    better = sum(value > own if more else value < own for value, _ in others)
+    strip = Strip(own, task.get(f"{key}_se"), others, task.get("chance") if more else None)
+    return Place(strip, f"{better + 1} of {len(others) + 1}" if others else "–")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """This checkpoint less the other one, over `items` that both answered; `error` is the paired standard error."""
+
+    items: int
+    own: float
+    other: float
+    value: float
+    error: float | None
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether it is more than two standard errors."""
+        return self.error is not None and abs(self.value) > 2 * self.error
+
+
+def _key_of(item: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What makes two items the same question: prompt and choices, not only the place in the dataset."""
+    return (item.get("task"), item.get("index"), item.get("prompt"), tuple(item.get("choices") or ()))
+
+
+def paired(items: Iterable[Mapping[str, Any]], others: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Difference]]:
+    """Task -> measure -> difference, over the items that both have a number for."""
+    known = {_key_of(item): item for item in others}
+    pairs: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for item in items:
+        if (other := known.get(_key_of(item))) is None:
+            continue
+        for measure, _, _ in MEASURES:
+            a, b = ((one.get("values") or {}).get(measure, one.get(measure)) for one in (item, other))
+            if is_number(a) and is_number(b):
+                pairs.setdefault((str(item["task"]), measure), []).append((float(a), float(b)))
+    found: dict[str, dict[str, Difference]] = {}
+    for (task, measure), both in pairs.items():
+        value, error = mean_and_error([a - b for a, b in both])
+        assert value is not None
+        own, other_mean = (sum(side) / len(both) for side in zip(*both, strict=True))
+        found.setdefault(task, {})[measure] = Difference(len(both), own, other_mean, value, error)
+    return found
+
+
+def _differences(items: Items, others: Items) -> dict[str, list[tuple[str, Difference, str]]]:
+    """Task -> (measure, difference, its class on the page)."""
+    rows: dict[str, list[tuple[str, Difference, str]]] = {}
+    for task, measures in paired(items, others).items():
+        for key, name, more in MEASURES:
+            if (found := measures.get(key)) is not None:
+                tone = "better" if (found.value > 0) == more else "worse"
+                rows.setdefault(task, []).append((name, found, tone if found.is_clear else "soft"))
+    return rows
+
+
+# --- samples ---------------------------------------------------------------------------------------------------------
+
+
+def is_right(item: Mapping[str, Any]) -> bool | None:
+    """Whether an item was answered rightly; None where the task does not say (text by domain)."""
+    values = item.get("values") or {}
+    names = [*VERDICTS, *sorted(name for name in values if name.startswith("exact_match"))]
+    value = next((values[name] for name in names if is_number(values.get(name))), None)
+    return None if value is None else value >= 0.5
+
+
+def payload(scores: Scores, items: Items, against: Other | None) -> dict[str, Any]:
+    """What the script of the page reads: tasks, the two names, and the items, each with the other's answer in it."""
+    others = {_key_of(item): item for item in against[1]} if against else {}
+    tasks = task_order(scores, items)
+    places = {task: place for place, task in enumerate(tasks)}
+    packed = []
+    for item in items:
+        question = _known(item, "index", "prompt", "choices", "right", "target")
+        one = {"task": places[str(item.get("task"))], **question, **_answer(item)}
+        one |= {flag: 1 for flag in ("truncated", "contaminated") if item.get(flag)}
+        if (other := others.get(_key_of(item))) is not None:
+            one["other"] = _answer(other)
+        packed.append(one)
+    return {"tasks": tasks, "names": ["this checkpoint", _called(against[0]) if against else None], "items": packed}
+
+
+def task_order(scores: Scores, items: Items) -> list[str]:
+    """The tasks that have items, in the order of the scores."""
+    places = {name: place for place, name in enumerate(scores["tasks"])}
+    return sorted({str(item.get("task")) for item in items}, key=lambda name: (places.get(name, len(places)), name))
+
+
+def _known(item: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    return {name: item[name] for name in names if item.get(name) is not None}
+
+
+def _answer(item: Mapping[str, Any]) -> dict[str, Any]:
+    """What of an item's own numbers travels with it."""
+    right = is_right(item)
+    known = _known(item, "log_probabilities", "answer", "gold_bpb", "p_right", "margin", "bpb", "values")
+    return known | ({} if right is None else {"ok": int(right)})
+
+
+# --- for a terminal --------------------------------------------------------------------------------------------------
+
 # Columns of the plain table: key, heading; those that stand only where some task has the number come last.
 _COLUMNS = (("acc", "accuracy"), ("acc_norm", "acc_norm"), ("gold_bpb", "gold BPB"))
 _RARE = (("p_right", "p(right)"), ("margin", "margin"), ("bpb", "bits/byte"))
 
 
-def format_scores(scores: Mapping[str, Any]) -> str:
-    """The same as a plain table, for a terminal."""
+def format_scores(scores: Scores) -> str:
+    """The same as a plain table."""
     tasks = scores["tasks"]
-    further = sorted({name for task in tasks.values() for name in _further(task)})
+    further = sorted({name for task in tasks.values() for name in _further_metrics(task)})
     rare = [(key, name) for key, name in _RARE if any(is_number(task.get(key)) for task in tasks.values())]
     columns = [*_COLUMNS, *rare, *((name, name) for name in further)]
     lines = [["task", "items", *(name for _, name in columns)]]
     lines[0].insert(3, "chance")
     for name, task in tasks.items():
-        cells = [with_error(task.get(key), task.get(f"{key}_se")) for key, _ in columns]
+        cells = [scored(task, key) for key, _ in columns]
         lines.append([name, str(task["items"]), cells[0], number(task["chance"]), *cells[1:]])
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     shown = ["  ".join(part.ljust(width) for part, width in zip(line, widths, strict=True)).rstrip() for line in lines]

@@ -1,76 +1,46 @@
 """A sweep's benchmarks as one page: tasks by compute, loss to accuracy, and which tasks mean something at this scale.
 
-Special here:
-- Every panel is static SVG. The script adds what a pointer wants: which run a dot is, and the same run in every panel.
+The best run of a budget is the one with the lowest held-out loss, not the best score: the best of many noisy scores
+would look monotone by luck. Every panel is static SVG; the script adds what a pointer wants.
+
+Heineman et al. 2025 (arXiv:2508.13144) for signal and noise; Magnusson et al. 2025 (arXiv:2504.11393) for tasks that
+move at small scale.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from ...train.files import write_atomic
 from .charts import Axis, Panel
-from .page import (
-    cards,
-    cell,
-    compute,
-    count,
-    document,
-    is_number,
-    name_of,
-    number,
-    row,
-    signed,
-    spell,
-    table,
-    text,
-    warnings_list,
-    with_error,
-)
-from .report_script import SWEEP
-from .sweep_rows import BITS, SCORE, Sweep, Trend, recipe_of, strength, trend, verdict
+from .numbers import compute, count, is_number, number
+from .page import render_page, spell
 
 FEW = 60  # checkpoints in a panel that still get error bars of their own
-
-STYLE = """
-.panels{display:grid;grid-template-columns:repeat(4,1fr);gap:10px 14px}
-@media (max-width:1120px){.panels{grid-template-columns:1fr 1fr}}
-@media (max-width:560px){.panels{grid-template-columns:1fr}}
-.panel{margin:0;min-width:0}.panel svg{width:100%;max-width:340px;height:auto;
-overflow:visible}.panel svg.link{cursor:pointer}
-.panel figcaption{font-size:.82rem;color:var(--soft);padding-left:8px}
-.grid{stroke:var(--faint)}
-.panel .chance{stroke-width:1.3;stroke-dasharray:5 3}.err{stroke:var(--soft);stroke-width:1;stroke-opacity:.55}
-.pts{fill:none;stroke-width:6.5;stroke-linecap:round;stroke-opacity:.8}.pts.faint{stroke-width:4;stroke-opacity:.35}
-.line{fill:none;stroke-width:1.6;stroke:var(--ink)}.ring{fill:none;stroke:var(--ink);stroke-width:2}
-.n0{stroke:var(--n0)}.n1{stroke:var(--n1)}.n2{stroke:var(--n2)}.n3{stroke:var(--n3)}.n4{stroke:var(--n4)}
-.n5{stroke:var(--n5)}.r0{stroke:var(--r0)}.r1{stroke:var(--r1)}.r2{stroke:var(--r2)}.r3{stroke:var(--r3)}
-.r4{stroke:var(--r4)}.r5{stroke:var(--r5)}
-.key{display:flex;flex-wrap:wrap;gap:4px 16px;align-items:center;font-size:.85rem;color:var(--soft);margin:8px 0}
-.key span{display:inline-flex;align-items:center;gap:6px}.key svg{width:22px;height:12px}
-#note{position:fixed;z-index:5;max-width:340px;background:var(--paper);border:1px solid var(--line);border-radius:6px;
-padding:6px 10px;font-size:.82rem;white-space:pre-line;overflow-wrap:anywhere;pointer-events:none;
-box-shadow:0 3px 12px #0003}th button{font:inherit;font-weight:600;color:inherit;background:none;border:0;padding:0;
-cursor:pointer}th[aria-sort] button{color:var(--accent)}th[aria-sort=ascending] button::after{content:" ↑"}
-th[aria-sort=descending] button::after{content:" ↓"}.sortable .scroll{margin:0}
-"""
+SAME_BUDGET = 1.25  # runs whose FLOPs differ by less from the smallest of their budget belong to it
+SHADES = 6  # colours of N, and of recipes
+BITS = ("gold_bpb", "bpb")  # bits per byte of the right answer, or of text
+SCORE = ("acc", "exact_match")
+Row = Mapping[str, Any]
+Value = tuple[float, float | None]  # and its standard error
 
 
 def write_sweep_report(
-    path: Path,
-    rows: Sequence[Mapping[str, Any]],
-    signal: Mapping[str, Mapping[str, Any]],
-    title: str,
-    links: Mapping[str, str] | None = None,
+    path: Path, rows: Sequence[Row], signal: Mapping[str, Row], title: str, links: Mapping[str, str] | None = None
 ) -> None:
     """Writes a self-contained HTML page.
 
     Args:
         path: of the page.
-        rows: a checkpoint each: run_id, name, step, final, N, D, flops, loss, recipe (or None), and `tasks`, the
+        rows: one for each checkpoint: run_id, name, step, final, N, D, flops, loss, recipe (or None), and `tasks`, the
             scores by task; where a `budget` is given, it says which runs belong together.
         signal: task -> "acc" and "gold_bpb" -> signal, noise, ratio, by_luck, clear, source; or None.
         title: of the sweep.
@@ -79,34 +49,36 @@ def write_sweep_report(
     write_atomic(path, render(rows, signal, title, links or {}))
 
 
-def render(
-    rows: Sequence[Mapping[str, Any]], signal: Mapping[str, Mapping[str, Any]], title: str, links: Mapping[str, str]
-) -> str:
+def render(rows: Sequence[Row], signal: Mapping[str, Row], title: str, links: Mapping[str, str]) -> str:
     """The page as text."""
     sweep = Sweep.of(rows)
-    tasks = sorted(sweep.tasks(), key=lambda task: (-strength(signal.get(task)), task))
-    if not tasks:
-        body = f"<h1>{text(title)}</h1><p>No checkpoint of this sweep has been scored on a task yet.</p>"
-        return document(title, body, style=STYLE)
-    sections = [
-        _meaning(sweep, tasks, signal), _by_recipe(sweep, tasks), _panels(sweep, tasks, signal), _runs(sweep, links),
-    ]  # fmt: skip
-    names = [
-        ("tasks", "Which tasks mean something"),
-        ("recipes", "By recipe"),
-        ("panels", "Tasks by compute"),
-        ("runs", "Runs"),
+    names = sorted(sweep.tasks(), key=lambda task: (-strength(signal.get(task)), task))
+    if not names:
+        return render_page("sweep.html", title, {"tasks": []}, "sweep.css")
+    tasks = [
+        Task(name, signal.get(name) or {}, verdict(signal.get(name)), trend(sweep, name), _panels(sweep, name))
+        for name in names
     ]
-    present = [entry for entry, part in zip(names, sections, strict=True) if part]
-    nav = "".join(f'<a href="#{anchor}">{name}</a>' for anchor, name in present)
-    body = (
-        f"<h1>{text(title)}</h1><div class=soft>Benchmarks of the sweep’s checkpoints</div>"
-        f"<nav aria-label=sections>{nav}</nav>{warnings_list(_warnings(sweep, len(rows)))}"
-        f"{cards(_facts(sweep, tasks, signal))}"
-        f'{"".join(sections)}<div id="note" hidden></div>'
-    )
-    data = [{"said": spell(_said(entry)), "link": safe_link(links.get(entry["run_id"]))} for entry in sweep.rows]
-    return document(title, body, data=data, script=SWEEP, style=STYLE)
+    best = sweep.best_of_each()
+    best_of_budget = {place for line in sweep.lines.values() for place in line}
+    sections = [("tasks", "Which tasks mean something"), ("recipes", "By recipe"), ("panels", "Tasks by compute"),
+                ("runs", "Runs")]  # fmt: skip
+    context = {
+        "sweep": sweep, "tasks": tasks, "key": _key(sweep), "recipe_of": recipe_of,
+        "sections": [section for section in sections if section[0] != "recipes" or sweep.recipes],
+        "facts": _facts(sweep, tasks), "warnings": _warnings(sweep, len(rows)),
+        "sources": sorted({one["source"] for known in signal.values() for one in known.values()
+                           if one and one.get("source")}),
+        "best": best, "best_flops": max((sweep.rows[place]["flops"] for place in best.values()), default=None),
+        "recipe_rows": _recipe_rows(sweep, names, best),
+        "finals": [
+            (sweep.rows[place], safe_link(links.get(sweep.rows[place]["run_id"])), place in best_of_budget)
+            for group in sweep.budgets
+            for place in group
+        ],
+    }  # fmt: skip
+    data = [{"said": spell(_said(row)), "link": safe_link(links.get(row["run_id"]))} for row in sweep.rows]
+    return render_page("sweep.html", title, context, "sweep.css", "sweep.js", data)
 
 
 def safe_link(link: str | None) -> str | None:
@@ -114,22 +86,232 @@ def safe_link(link: str | None) -> str | None:
     return link if link and re.fullmatch(r"(?!/)[^:\\]*", link) and link.isprintable() else None
 
 
-def _facts(sweep: Sweep, tasks: Sequence[str], signal: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
-    flops = [entry["flops"] for entry in sweep.rows]
-    sizes = [entry["N"] for entry in sweep.rows if is_number(entry.get("N"))]
-    trends = [found for task in tasks if (found := trend(sweep, task))]
-    clear = sum(any((one or {}).get("clear") for one in (signal.get(task) or {}).values()) for task in tasks)
-    facts = {
-        "Checkpoints": (f"{len(sweep.rows):,}", f"of {len({entry['run_id'] for entry in sweep.rows}):,} runs"),
-        "Training FLOPs": (compute(max(flops)), f"from {compute(min(flops))}, in {len(sweep.budgets)} budgets"),
-        "Parameters (N)": (count(max(sizes)), f"from {count(min(sizes))}") if sizes else ("–", ""),
-        "Tasks that tell runs apart": (f"{clear} of {len(tasks)}", "beyond their noise"),
-        "BPB falls with every budget": (
-            f"{sum(one.falls for one in trends)} of {len(trends)}",
-            "of the best run of each",
+# --- rows ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Sweep:
+    """The scored checkpoints, arranged.
+
+    Attributes:
+        rows: those that can be drawn: FLOPs above zero.
+        budgets: places in `rows` of the finished runs of each budget, by rising FLOPs.
+        recipes: names, where there are several; otherwise empty.
+        shades: largest N of each colour but the last.
+    """
+
+    rows: list[Row]
+    budgets: list[list[int]]
+    recipes: list[str]
+    shades: list[float]
+
+    @classmethod
+    def of(cls, rows: Sequence[Row]) -> Sweep:
+        kept = [row for row in rows if is_number(row.get("flops")) and row["flops"] > 0]
+        recipes = sorted({recipe_of(row) for row in kept})
+        sizes = sorted({row["N"] for row in kept if is_number(row.get("N"))})
+        parts = np.array_split(np.asarray(sizes, dtype=float), min(SHADES, max(len(sizes), 1)))
+        shades = [float(part[-1]) for part in parts if len(part)]
+        return cls(kept, _budgets(kept), recipes if len(recipes) > 1 else [], shades)
+
+    def colour(self, place: int) -> str:
+        """Class of a dot: its recipe where recipes are compared, its N otherwise."""
+        row = self.rows[place]
+        if self.recipes:
+            return self.recipe_colour(recipe_of(row))
+        return self.shade(next((shade for shade, most in enumerate(self.shades) if (row.get("N") or 0) <= most), 0))
+
+    def shade(self, place: int) -> str:
+        """Class of one of the shades of N. Few of them take colours that lie far apart."""
+        spread = round(place * (SHADES - 1) / (len(self.shades) - 1)) if len(self.shades) > 1 else SHADES - 2
+        return f"n{spread}"
+
+    def recipe_colour(self, recipe: str) -> str:
+        return f"r{self.recipes.index(recipe) % SHADES}"
+
+    def tasks(self) -> list[str]:
+        return list(dict.fromkeys(name for row in self.rows for name in row.get("tasks") or {}))
+
+    def value(self, place: int, task: str, keys: Sequence[str]) -> Value | None:
+        """The first of `keys` that this checkpoint has for the task, with its standard error."""
+        scores = (self.rows[place].get("tasks") or {}).get(task) or {}
+        key = next((key for key in keys if is_number(scores.get(key))), None)
+        if key is None:
+            return None
+        error = scores.get(f"{key}_se")
+        return scores[key], error if is_number(error) else None
+
+    def chance(self, task: str) -> float | None:
+        """The task's chance level, where a checkpoint's scores have it."""
+        levels = (((row.get("tasks") or {}).get(task) or {}).get("chance") for row in self.rows)
+        return next(filter(is_number, levels), None)
+
+    @cached_property
+    def best(self) -> list[int]:
+        """Of each budget, the finished run with the lowest held-out loss."""
+        return self._best(None)
+
+    @cached_property
+    def lines(self) -> dict[str, list[int]]:
+        """The same by colour class: of each recipe, where recipes are compared, and of all runs otherwise."""
+        return {self.recipe_colour(recipe): self._best(recipe) for recipe in self.recipes} or {"": self.best}
+
+    def _best(self, recipe: str | None) -> list[int]:
+        lowest = (self._lowest(group, recipe) for group in self.budgets)
+        return [place for place in lowest if place is not None]
+
+    def _lowest(self, group: Sequence[int], recipe: str | None) -> int | None:
+        known = [
+            place for place in group
+            if is_number(self.rows[place].get("loss")) and recipe in (None, recipe_of(self.rows[place]))
+        ]  # fmt: skip
+        return min(known, key=lambda place: self.rows[place]["loss"], default=None)
+
+    def best_of_each(self) -> dict[str, int]:
+        """Of each recipe, its best run at the largest budget that all recipes have; empty where there is none."""
+        for group in reversed(self.budgets):
+            known = {recipe: self._lowest(group, recipe) for recipe in self.recipes}
+            if all(place is not None for place in known.values()):
+                return {recipe: place for recipe, place in known.items() if place is not None}
+        return {}
+
+
+def recipe_of(row: Row) -> str:
+    """What a run's data went through; runs without a recipe stand together as one."""
+    return "no recipe" if row.get("recipe") is None else str(row["recipe"])
+
+
+def _budgets(rows: Sequence[Row]) -> list[list[int]]:
+    """Places of the finished runs of each budget, by rising FLOPs: by `budget` where every run has one.
+
+    Otherwise a budget is FLOPs within a factor of each other, because a grid hits its budgets only to whole steps.
+    """
+    final = [place for place, row in enumerate(rows) if row.get("final", True)]
+    groups: dict[float, list[int]] = {}
+    named = all(is_number(rows[place].get("budget")) for place in final)
+    start = 0.0
+    for place in sorted(final, key=lambda place: rows[place]["flops"]):
+        flops = rows[place]["flops"]
+        if not start or flops > start * SAME_BUDGET:
+            start = flops
+        groups.setdefault(rows[place]["budget"] if named else start, []).append(place)
+    return [groups[budget] for budget in sorted(groups)]
+
+
+def rank_correlation(x: Sequence[float], y: Sequence[float]) -> float | None:
+    """Spearman's, with ties shared; None below three points, or where one side does not vary."""
+    if len(x) < 3:
+        return None
+    first, second = (_ranks(np.asarray(side, dtype=float)) for side in (x, y))
+    if np.ptp(first) == 0 or np.ptp(second) == 0:
+        return None
+    return float(np.corrcoef(first, second)[0, 1])
+
+
+def _ranks(values: np.ndarray) -> np.ndarray:
+    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+    return (np.cumsum(counts) - (counts - 1) / 2)[inverse]
+
+
+@dataclass(frozen=True)
+class Trend:
+    """How bits per byte of a task follow compute.
+
+    Attributes:
+        values: of the best run of each budget, by rising FLOPs.
+        rank_best: rank correlation with FLOPs over those; rank_all: over all finished runs.
+    """
+
+    values: tuple[float, ...]
+    rank_best: float | None
+    rank_all: float | None
+
+    @property
+    def steps(self) -> list[bool]:
+        """From budget to budget, whether the value falls."""
+        return [later < before for before, later in zip(self.values, self.values[1:], strict=False)]
+
+    @property
+    def falls(self) -> bool:
+        """Whether each budget has a lower value than the one before."""
+        return len(self.values) > 1 and all(self.steps)
+
+
+def trend(sweep: Sweep, task: str) -> Trend | None:
+    """None for a task without bits per byte."""
+
+    def points(places: Sequence[int]) -> tuple[list[float], list[float]]:
+        found = [
+            (sweep.rows[place]["flops"], scored[0]) for place in places if (scored := sweep.value(place, task, BITS))
+        ]
+        return [flops for flops, _ in found], [value for _, value in found]
+
+    best, every = points(sweep.best), points([place for group in sweep.budgets for place in group])
+    return Trend(tuple(best[1]), rank_correlation(*best), rank_correlation(*every)) if every[1] else None
+
+
+def strength(entry: Row | None) -> float:
+    """How far the better of a task's two measures stands out of its noise, in units of what luck would show."""
+    known = [one for key in ("acc", "gold_bpb") if (one := (entry or {}).get(key))]
+    return max(
+        (
+            float(one["ratio"] / one["by_luck"])
+            for one in known
+            if is_number(one.get("ratio")) and is_number(one.get("by_luck")) and one["by_luck"] > 0
         ),
+        default=0.0,
+    )
+
+
+def verdict(entry: Row | None) -> str:
+    """What a task is good for at this scale, in words."""
+    # A ratio may be infinite; it is NaN where nothing measures the noise.
+    known = {
+        key: one
+        for key in ("acc", "gold_bpb")
+        if (one := (entry or {}).get(key)) and isinstance(one["ratio"], int | float) and not math.isnan(one["ratio"])
     }
-    return facts
+    clear = {key for key, one in known.items() if one.get("clear")}
+    if not known:
+        return "not known"
+    if not clear:
+        return "noise: differences between runs mean nothing"
+    names = {"gold_bpb": "BPB", "acc": "accuracy"}
+    verb = "tell" if len(clear) > 1 else "tells"
+    noise = [name for key, name in names.items() if key in known and key not in clear]
+    return (
+        " and ".join(name for key, name in names.items() if key in clear)
+        + f" {verb} runs apart"
+        + "".join(f", {name} is noise" for name in noise)
+    )
+
+
+# --- what the page shows ---------------------------------------------------------------------------------------------
+
+
+class Task(NamedTuple):
+    """A task on the page; `signal` is what is known of its noise."""
+
+    name: str
+    signal: Row
+    verdict: str
+    trend: Trend | None
+    panels: list[Panel]
+
+
+def _facts(sweep: Sweep, tasks: Sequence[Task]) -> list[tuple[str, str, str]]:
+    flops = [row["flops"] for row in sweep.rows]
+    sizes = [row["N"] for row in sweep.rows if is_number(row.get("N"))]
+    trends = [task.trend for task in tasks if task.trend]
+    clear = sum(any((one or {}).get("clear") for one in task.signal.values()) for task in tasks)
+    return [
+        ("Checkpoints", f"{len(sweep.rows):,}", f"of {len({row['run_id'] for row in sweep.rows}):,} runs"),
+        ("Training FLOPs", compute(max(flops)), f"from {compute(min(flops))}, in {len(sweep.budgets)} budgets"),
+        ("Parameters (N)", count(max(sizes, default=None)), f"from {count(min(sizes))}" if sizes else ""),
+        ("Tasks that tell runs apart", f"{clear} of {len(tasks)}", "beyond their noise"),
+        ("BPB falls with every budget", f"{sum(one.falls for one in trends)} of {len(trends)}",
+         "of the best run of each"),
+    ]  # fmt: skip
 
 
 def _warnings(sweep: Sweep, given: int) -> list[str]:
@@ -137,162 +319,64 @@ def _warnings(sweep: Sweep, given: int) -> list[str]:
     if given > len(sweep.rows):
         lines.append(f"{given - len(sweep.rows)} of {given} checkpoints have no FLOPs and are left out.")
     held: dict[str, int] = {}
-    for entry in sweep.rows:
-        for name, scores in (entry.get("tasks") or {}).items():
+    for row in sweep.rows:
+        for name, scores in (row.get("tasks") or {}).items():
             held[name] = held.get(name, 0) + bool(scores.get("withheld"))
-    listed = ", ".join(f"{name} {many}" for name, many in held.items() if many)
-    if listed:
+    if listed := ", ".join(f"{name} {many}" for name, many in held.items() if many):
         lines.append(f"Scores were withheld, because the model failed on an item; checkpoints by task: {listed}.")
     return lines
 
 
-def _said(entry: Mapping[str, Any]) -> str:
+def _said(row: Row) -> str:
     """What stands beside the pointer."""
-    recipe = f", {entry['recipe']}" if entry.get("recipe") is not None else ""
+    recipe = f", {row['recipe']}" if row.get("recipe") is not None else ""
     return (
-        f"{entry.get('name') or entry['run_id']}{recipe}\nN {count(entry.get('N'))}, D {count(entry.get('D'))}, step "
-        f"{entry.get('step')}\n{compute(entry['flops'])} FLOPs, loss {number(entry.get('loss'), 4)}"
+        f"{row.get('name') or row['run_id']}{recipe}\nN {count(row.get('N'))}, D {count(row.get('D'))}, step "
+        f"{row.get('step')}\n{compute(row['flops'])} FLOPs, loss {number(row.get('loss'), 4)}"
     )
 
 
-def _meaning(sweep: Sweep, tasks: Sequence[str], signal: Mapping[str, Mapping[str, Any]]) -> str:
-    """The table of what each task is good for at this scale, the clearest first."""
-    rows = []
-    for task in tasks:
-        known, found = signal.get(task) or {}, trend(sweep, task)
-        falls = "–" if found is None or len(found.values) < 2 else _falls(found)
-        ranks = [cell(signed(found.rank_best, 2)), cell(signed(found.rank_all, 2))] if found else [cell("–")] * 2
-        rows.append(
-            row(f'<a href="#{_anchor(tasks, task)}">{name_of(task)}</a>', [
-                f'<td class="nowrap">{text(verdict(known))}</td>',
-                _ratio(known.get("gold_bpb")), _ratio(known.get("acc")),
-                f'<td class="nowrap">{falls}</td>', *ranks,
-            ])
-        )  # fmt: skip
-    head = ["task", "verdict", "BPB S/N", "accuracy S/N", "BPB falls",
-            "rank, best", "rank, all"]  # fmt: skip
-    sources = sorted(
-        {one["source"] for known in signal.values() for one in known.values() if one and one.get("source")}
-    )
-    said = (
-        "S/N: the range of a score over the sweep's runs, over its noise, the standard deviation of one score"
-        f"{' (' + text('; '.join(sources)) + ')' if sources else ''}. A ratio is bold where it is clear of what noise "
-        "alone would show so many runs, given behind it. BPB falls, rank: bits per byte against FLOPs, over the best "
-        "run of each budget (by held-out loss) and over all; rank is Spearman's correlation, −1 where more compute "
-        "always helps."
-    )
-    return (
-        '<section><h2 id="tasks">Which tasks mean something at this scale</h2>'
-        f'<div class="sortable">{_sortable(table(head, rows, left=(0, 1, 4)))}</div>'
-        f'<p class="soft small">{said}</p></section>'
-    )
+def _recipe_rows(
+    sweep: Sweep, tasks: Sequence[str], best: Mapping[str, int]
+) -> list[tuple[str, dict[str, Value | None], float | None, int]]:
+    """(name, value of each recipe, the lowest, digits): held-out loss, and each task's bits per byte."""
+    losses = {recipe: sweep.rows[place].get("loss") for recipe, place in best.items()}
+    rows: list[tuple[str, dict[str, Value | None], int]] = [
+        ("held-out loss", {recipe: (loss, None) if is_number(loss) else None for recipe, loss in losses.items()}, 4)
+    ]
+    rows += [(task, {recipe: sweep.value(place, task, BITS) for recipe, place in best.items()}, 3) for task in tasks]
+    return [
+        (name, values, min((value[0] for value in values.values() if value), default=None), digits)
+        for name, values, digits in rows
+        if digits == 4 or any(values.values())
+    ]
 
 
-def _falls(found: Trend) -> str:
-    steps = [later < before for before, later in zip(found.values, found.values[1:], strict=False)]
-    tone, said = ("better", "with every budget") if all(steps) else ("soft", f"at {sum(steps)} of {len(steps)} steps")
-    return f'<span class="{tone}">{said}</span>'
-
-
-def _ratio(one: Mapping[str, Any] | None) -> str:
-    """Range over noise, and behind it what luck would show."""
-    if not one or not is_number(one.get("ratio")):
-        return '<td class="r" data-v="-1">–</td>'
-    shown = f"<b>{one['ratio']:.1f}</b>" if one.get("clear") else f"{one['ratio']:.1f}"
-    return f'<td class="r" data-v="{one["ratio"]:.6g}">{shown} <small>luck {number(one.get("by_luck"), 1)}</small></td>'
-
-
-def _sortable(html: str) -> str:
-    """The headings of a table as buttons."""
-    return re.sub(r'(<th scope="col"[^>]*>)(.*?)</th>', r'\1<button type="button">\2</button></th>', html)
-
-
-def _anchor(tasks: Sequence[str], task: str) -> str:
-    return f"task-{tasks.index(task)}"
-
-
-def _by_recipe(sweep: Sweep, tasks: Sequence[str]) -> str:
-    """Best run of each budget, recipe beside recipe; empty without several recipes."""
-    if not sweep.recipes:
-        return ""
-    top = sweep.best_of_each()
-    if not top:
-        return '<section><h2 id="recipes">By recipe</h2><p>The recipes have no budget in common.</p></section>'
-    rows = [row("held-out loss", _recipe_cells({r: _loss(sweep, p) for r, p in top.items()}, sweep.recipes, 4))]
-    for task in tasks:
-        values = {recipe: sweep.value(place, task, BITS) for recipe, place in top.items()}
-        if any(values.values()):
-            rows.append(row(name_of(task), _recipe_cells(values, sweep.recipes, 3)))
-    flops = max(sweep.rows[place]["flops"] for place in top.values())
-    said = (
-        f"The best run of each recipe, by held-out loss, at the largest budget that all of them have ({compute(flops)} "
-        "FLOPs): held-out loss in nats a token, tasks in bits per byte. The lowest is bold; ± is one standard error."
-    )
-    return (
-        f'<section><h2 id="recipes">By recipe</h2>{table(["", *sweep.recipes], rows)}<p class="soft small">{said} '
-        "Compare losses only where the recipes share their held-out text.</p></section>"
-    )
-
-
-def _loss(sweep: Sweep, place: int) -> tuple[float, float | None] | None:
-    value = sweep.rows[place].get("loss")
-    return (value, None) if is_number(value) else None
-
-
-def _recipe_cells(
-    values: Mapping[str, tuple[float, float | None] | None], recipes: Sequence[str], digits: int
-) -> list[str]:
-    known = [scored[0] for scored in values.values() if scored]
-    cells = []
-    for recipe in recipes:
-        scored = values.get(recipe)
-        shown = text(with_error(*scored, digits)) if scored else "–"
-        cells.append(f'<td class="r">{f"<b>{shown}</b>" if scored and scored[0] == min(known) else shown}</td>')
-    return cells
-
-
-def _panels(sweep: Sweep, tasks: Sequence[str], signal: Mapping[str, Mapping[str, Any]]) -> str:
-    """A row of small panels a task: bits per byte and accuracy, by compute and by loss."""
-    flops = Axis.around([entry["flops"] for entry in sweep.rows], log=True)
-    losses = [entry["loss"] for entry in sweep.rows if is_number(entry.get("loss"))]
-    views = [("flops", "FLOPs", flops)]
-    if losses:
+def _panels(sweep: Sweep, task: str) -> list[Panel]:
+    """Bits per byte and accuracy, by compute and by loss."""
+    views = [("flops", "FLOPs", Axis.around([row["flops"] for row in sweep.rows], log=True))]
+    if losses := [row["loss"] for row in sweep.rows if is_number(row.get("loss"))]:
         views.append(("loss", "held-out loss", Axis.around(losses)))
-    parts = []
-    for task in tasks:
-        panels = [
-            _panel(sweep, task, keys, name, view)
-            for view in views
-            for keys, name in ((BITS, "bits per byte"), (SCORE, "accuracy"))
-        ]
-        drawn = "".join(panel.svg() for panel in panels if panel)
-        if drawn:
-            parts.append(
-                f'<section id="{_anchor(tasks, task)}"><h3>{text(task)} <span class="soft small">'
-                f'{text(verdict(signal.get(task)))}</span></h3><div class="panels">{drawn}</div></section>'
-            )
-    return (
-        '<section><h2 id="panels">Tasks by compute and by loss</h2><p class="soft">Each dot is a checkpoint; pale '
-        "and small ones were still training. The line joins the best run of each budget, by held-out loss; whiskers "
-        "are two standard errors over items; the dashed line is chance. Point at a dot to see the same run in every "
-        "panel.</p>"
-        f"{_key(sweep)}{''.join(parts)}</section>"
+    panels = (
+        _panel(sweep, task, keys, name, *view)
+        for view in views
+        for keys, name in ((BITS, "bits per byte"), (SCORE, "accuracy"))
     )
+    return [panel for panel in panels if panel]
 
 
-def _panel(sweep: Sweep, task: str, keys: Sequence[str], name: str, view: tuple[str, str, Axis]) -> Panel | None:
+def _panel(sweep: Sweep, task: str, keys: Sequence[str], name: str, field: str, label: str, axis: Axis) -> Panel | None:
     """One panel; None where no checkpoint has both numbers."""
-    field, label, axis = view
     points: dict[int, tuple[float, float, float | None]] = {}
-    for place, entry in enumerate(sweep.rows):
+    for place, row in enumerate(sweep.rows):
         scored = sweep.value(place, task, keys)
-        if scored and is_number(entry.get(field)):
-            points[place] = (entry[field], *scored)
+        if scored and is_number(row.get(field)):
+            points[place] = (row[field], *scored)
     if not points:
         return None
     lines = {colour: [place for place in line if place in points] for colour, line in sweep.lines.items()}
-    spoken = set(points) if len(points) <= FEW else {place for line in lines.values() for place in line}
-    errors = [(x, y, error) for place, (x, y, error) in points.items() if error and place in spoken]
+    with_bars = set(points) if len(points) <= FEW else {place for line in lines.values() for place in line}
+    errors = [(x, y, error) for place, (x, y, error) in points.items() if error and place in with_bars]
     heights = [y for _, y, _ in points.values()] + [y + side * 2 * error for _, y, error in errors for side in (-1, 1)]
     chance = sweep.chance(task) if keys == SCORE else None
     upright = Axis.around(heights if chance is None else [*heights, chance])
@@ -308,40 +392,9 @@ def _panel(sweep: Sweep, task: str, keys: Sequence[str], name: str, view: tuple[
     return panel
 
 
-def _key(sweep: Sweep) -> str:
-    """What the colours mean."""
-    said = [(sweep.recipe_colour(recipe), recipe) for recipe in sweep.recipes]
-    if not said:
-        edges = [0.0, *sweep.shades]
-        names = [
-            f"N up to {count(most)}" if not low else f"to {count(most)}"
-            for low, most in zip(edges, sweep.shades, strict=False)
-        ]
-        said = [(sweep.shade(place), name) for place, name in enumerate(names)]
-    shown = "".join(
-        f'<span><svg viewBox="0 0 22 12" aria-hidden="true"><path class="pts {colour}" d="M11 6h0"/></svg>'
-        f"{text(name)}</span>"
-        for colour, name in said
-    )
-    return f'<div class="key">{shown}</div>'
-
-
-def _runs(sweep: Sweep, links: Mapping[str, str]) -> str:
-    """The finished runs, with their pages."""
-    best = {place for line in sweep.lines.values() for place in line}
-    rows = []
-    for place in [place for group in sweep.budgets for place in group]:
-        entry = sweep.rows[place]
-        name, link = text(entry.get("name") or entry["run_id"]), safe_link(links.get(entry["run_id"]))
-        shown = f'<a href="{text(link)}">{name}</a>' if link else name
-        cells = [f"<td>{text(recipe_of(entry))}</td>"] if sweep.recipes else []
-        numbers = [("N", count), ("D", count), ("flops", compute), ("loss", lambda value: number(value, 4))]
-        for field, write in numbers:
-            value = entry.get(field)
-            sort = f' data-v="{value:.9g}"' if is_number(value) else ""
-            cells.append(f'<td class="r"{sort}>{write(value)}</td>')
-        rows.append(row(shown, [*cells, f"<td>{'best of its budget' if place in best else ''}</td>"]))
-    head = ["run", *(["recipe"] if sweep.recipes else []), "N", "D", "FLOPs", "held-out loss", ""]
-    left = (0, 1, len(head) - 1) if sweep.recipes else (0, len(head) - 1)
-    shown = _sortable(table(head, rows, left=left))
-    return f'<section><h2 id="runs">Runs</h2><div class="sortable tall">{shown}</div></section>'
+def _key(sweep: Sweep) -> list[tuple[str, str]]:
+    """(class, name): what the colours mean."""
+    if sweep.recipes:
+        return [(sweep.recipe_colour(recipe), recipe) for recipe in sweep.recipes]
+    names = [f"{'to' if place else 'N up to'} {count(most)}" for place, most in enumerate(sweep.shades)]
+    return [(sweep.shade(place), name) for place, name in enumerate(names)]

@@ -3,31 +3,30 @@
 Special here:
 - The error of *allocation* is reported beside the error of loss, because a law can predict loss within one percent and
   still misplace tokens per parameter by a factor of two.
-- Leaving runs out is a weight of zero, so all refits of the influence are one call of the batched solver.
 - A move is counted in widths of the full fit's 95 % interval (in the logarithm for N and D/N): beyond a half, one rung
   decides more than the interval admits. Influence is not error: the ends of a design move a fit most, whoever is off.
 """
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any
 
 import numpy as np
 
-from ..allocation.allocation import optimum
+from ..allocation.allocation import compute_optimal
 from ..errors import Array, InputError, enough, identifiable
-from ..laws.chinchilla import ChinchillaLaw
 from ..table import RunTable
 from ..uncertainty import percentile_interval, resampled_together
+from .approaches import Law, default_law, finite_or_none
 from .isoflop import IsoflopProfiles
 
 COARSE_BIN = 0.5  # decades, where the table has no budgets
 RUNG_GAP = 0.02  # log N; sizes nearer than this are one rung
 DRAWS = 200  # resamples behind the prediction intervals of a step
-MOVED = ("alpha", "beta", "N", "tokens_per_parameter")
 
 
-def backtest(table: RunTable, profiles: IsoflopProfiles, law: ChinchillaLaw | None, target: float) -> dict[str, Any]:
+def backtest(table: RunTable, profiles: IsoflopProfiles, law: Law | None, target: float) -> dict[str, Any]:
     """Every step fits approach 3 (and 2 where it can) on runs cheaper than a budget and predicts that budget's runs.
 
     Returns {"steps": [...], "reason": ..., "influence": ...} and, copied to the top, the fields of the last step, which
@@ -53,44 +52,47 @@ def backtest(table: RunTable, profiles: IsoflopProfiles, law: ChinchillaLaw | No
     return {"steps": steps, "reason": "" if held_highest else reason, "influence": influence, **steps[-1]}
 
 
-def hold_out(table: RunTable, below: float, target: float, full: ChinchillaLaw | None = None) -> dict[str, Any]:
-    """Fit approach 3 on the runs of less than `below` FLOPs and predict all others: the fields of a step that need no
-    budgets. `full` gives the fit's options and what all runs say at the target.
-
-    Raises InputError where the cheaper runs cannot identify the law or no run is left to predict.
-    """
-    train = table.flops < below
-    if train.all():
-        raise InputError(f"below is {below:.3g} FLOPs; it must be at most the largest run, {table.flops.max():.3g}.")
-    law = _fit(table, train, full)
-    return {"runs_fitted": int(train.sum()), "converged": law.converged_} | _errors(law, table, ~train, target, full)
-
-
-def leave_one_out(
-    table: RunTable, law: ChinchillaLaw, labels: np.ndarray, budgets: Array, target: float
-) -> dict[str, Any]:
+def leave_one_out(table: RunTable, law: Law, labels: np.ndarray, budgets: Array, target: float) -> dict[str, Any]:
     """Approach 3 without each rung (the runs of one size) and without each budget: {"left_out": [...], "most": ...}.
 
-    Each entry: kind ("size" or "budget"), value (N or FLOPs), runs, alpha, beta, N, tokens_per_parameter and loss at
-    the target (None where the rest cannot identify the law), and moves of MOVED. `most` is the entry with the largest
-    move (without intervals: of log N), plus `moved`, the name of what moved; None where there is none.
+    Each entry: kind ("size" or "budget"), value (N or FLOPs), runs, the law's exponents, and N, tokens_per_parameter
+    and loss at the target (None where the rest cannot identify the law), and moves of all but the loss. `most` is the
+    entry with the largest move (without intervals: of log N), plus `moved`, the name of what moved; or None.
     """
-    rungs = _rungs(table.N)
-    sizes = [float(np.exp(np.log(table.N[rungs == rung]).mean())) for rung in range(rungs.max() + 1)]
-    groups = [("size", size, rungs == rung) for rung, size in enumerate(sizes)]
+    # A rung is the runs of one size, by rising N.
+    order = np.argsort(table.N, kind="stable")
+    rungs = np.empty(len(table), dtype=int)
+    rungs[order] = np.concatenate([[0], np.cumsum(np.diff(np.log(table.N[order])) > RUNG_GAP)])
+    groups = [
+        ("size", float(np.exp(np.log(table.N[rungs == rung]).mean())), rungs == rung) for rung in range(rungs.max() + 1)
+    ]
     groups += [("budget", float(C), labels == level) for level, C in enumerate(budgets)]
     left_out = np.stack([rows for _, _, rows in groups])
-    usable = np.array([_identifies(table, ~rows & (table.weight > 0)) for rows in left_out])
-    refits = _answers(law.refit(~(left_out & usable[:, None])), target)
+    usable = np.array([_identifies(law, table.where(~rows & (table.weight > 0))) for rows in left_out])
+    # Leaving runs out is a weight of zero, so all refits are one call of the batched solver.
+    refits = _answers(law, law.refit(~(left_out & usable[:, None])), target)
     refits = {name: np.where(usable, values, np.nan) for name, values in refits.items()}
-    full = _answers({name: np.array([value]) for name, value in law.constants_.items()}, target)
-    widths = _widths(law, target)
-    entries = [
-        {"kind": kind, "value": value, "runs": int(rows.sum())}
-        | _moved({name: values[i] for name, values in refits.items()}, full, widths)
-        for i, (kind, value, rows) in enumerate(groups)
-    ]
-    return {"left_out": entries, "most": _most(entries, full)}
+    full = {
+        name: values[0]
+        for name, values in _answers(law, {k: np.array([v]) for k, v in law.constants_.items()}, target).items()
+    }
+    widths = {}
+    if law.draws_ is not None:
+        ends = {name: percentile_interval(values) for name, values in _answers(law, law.draws_, target).items()}
+        widths = {name: _distance(name, *map(np.float64, pair[::-1])) for name, pair in ends.items()}
+    entries = []
+    for i, (kind, value, rows) in enumerate(groups):
+        found = {name: values[i] for name, values in refits.items()}
+        moves = {
+            name: finite_or_none(_distance(name, found[name], full[name]) / widths[name])
+            if widths.get(name, 0.0) > 0
+            else None
+            for name in found
+            if name != "loss"
+        }
+        said = {name: finite_or_none(value) for name, value in found.items()}
+        entries.append({"kind": kind, "value": value, "runs": int(rows.sum())} | said | {"moves": moves})
+    return {"left_out": entries, "most": _most(entries, full["N"])}
 
 
 def _levels(table: RunTable, profiles: IsoflopProfiles) -> tuple[np.ndarray, Array]:
@@ -103,167 +105,106 @@ def _levels(table: RunTable, profiles: IsoflopProfiles) -> tuple[np.ndarray, Arr
     return labels, np.array([float(10 ** log[labels == level].mean()) for level in range(labels.max() + 1)])
 
 
-def _fit(table: RunTable, rows: np.ndarray, full: ChinchillaLaw | None) -> ChinchillaLaw:
-    if not rows.any():
-        raise InputError("no cheaper run to fit.")
-    law = ChinchillaLaw() if full is None else full.clone()
-    se = table.loss_se[rows] if law.objective == "se" else None
-    return law.fit(table.N[rows], table.D[rows], table.loss[rows], table.weight[rows], se)
-
-
-def _errors(
-    law: ChinchillaLaw, table: RunTable, rows: np.ndarray, target: float, full: ChinchillaLaw | None
-) -> dict[str, Any]:
-    error = np.asarray(law.predict(table.N[rows], table.D[rows])) / table.loss[rows] - 1.0
-    return {
-        "runs_predicted": int(rows.sum()),
-        "loss_error": float(np.abs(error).mean()),
-        "loss_bias": float(error.mean()),
-        "tokens_per_parameter_at_target": _finite(law.optimal(target).ratio),
-        "tokens_per_parameter_at_target_full": _finite(full.optimal(target).ratio) if full else None,
-    }
-
-
-def _inside(law: ChinchillaLaw, table: RunTable, train: np.ndarray, test: np.ndarray) -> float | None:
-    """Share of the held-out runs within the law's own 95 % prediction interval for a new run; None without one."""
-    try:
-        law.bootstrap(DRAWS, resampled_together(table.group[train], table.run_id[train], law.problem_.free))
-    except InputError:
-        return None
-    low, high = law.predict_interval(table.N[test], table.D[test], kind="run").T
-    return float(((low <= table.loss[test]) & (table.loss[test] <= high)).mean())
-
-
 def _step(
     table: RunTable,
     train: np.ndarray,
     test: np.ndarray,
     budget: float,
     profiles: IsoflopProfiles,
-    full: ChinchillaLaw | None,
+    full: Law | None,
     target: float,
 ) -> dict[str, Any]:
-    law = _fit(table, train, full)
-    beyond = _errors(law, table, table.flops >= table.flops[test].min(), target, full)
+    if not train.any():
+        raise InputError("no cheaper run to fit.")
+    cheap, held = table.where(train), table.where(test)
+    law = (full or default_law()).clone()
+    law.fit(cheap.N, cheap.D, cheap.loss, cheap.weight, cheap.known_se)
+    beyond = _errors(law, table.where(table.flops >= held.flops.min()))
     step: dict[str, Any] = {
         "held_out_flops": budget,
-        "runs_fitted": int(train.sum()),
+        "runs_fitted": len(cheap),
         "converged": law.converged_,
-        **_errors(law, table, test, target, full),
+        **_errors(law, held),
+        **{f"{name}_beyond": value for name, value in beyond.items() if name != "runs_predicted"},
         "runs_beyond": beyond["runs_predicted"],
-        "loss_error_beyond": beyond["loss_error"],
-        "loss_bias_beyond": beyond["loss_bias"],
-        "predicted": np.asarray(law.predict(table.N[test], table.D[test])).tolist(),
-        "measured": table.loss[test].tolist(),
-        "loss_inside": _inside(law, table, train, test) if full is not None and full.draws_ is not None else None,
-        "N_predicted": None,
-        "N_measured": None,
-        "tokens_per_parameter_predicted": None,
-        "tokens_per_parameter_measured": None,
-        **_isoflop_prediction(table, train, budget, profiles, target),
+        "tokens_per_parameter_at_target": finite_or_none(compute_optimal(law, target).ratio[0]),
+        "tokens_per_parameter_at_target_full": finite_or_none(compute_optimal(full, target).ratio[0]) if full else None,
+        "predicted": np.asarray(law.predict(held.N, held.D)).tolist(),
+        "measured": held.loss.tolist(),
+        "loss_inside": _inside(law, cheap, held) if full is not None and full.draws_ is not None else None,
     }
-    held = _profiles(table, test, profiles, np.full(int(test.sum()), budget)).profiles_[0]
-    if held.accepted and held.N_best and held.D_best:
-        # The law's optimum is one of C = 6ND, so it is asked at the held-out vertex's own 6ND, whatever the table's
-        # convention.
-        best = law.optimal(6.0 * held.N_best * held.D_best)
+    two = _profiles(cheap, profiles, cheap.budget)
+    for name, C in (("predicted", budget), ("at_target", target)):
+        N, D = (None if one is None else float(one.predict(C)) for one in (two.N_law_, two.D_law_))
+        step[f"tokens_per_parameter_{name}_isoflop"] = D / N if N and D else None
+        if name == "predicted":
+            step["N_predicted_isoflop"] = N
+    vertex = _profiles(held, profiles, np.full(len(held), budget)).profiles_[0]
+    measured = ("N_predicted", "N_measured", "tokens_per_parameter_predicted", "tokens_per_parameter_measured")
+    step |= dict.fromkeys(measured)
+    if vertex.accepted and vertex.N_best and vertex.D_best:
+        # The law's optimum is asked at the held-out vertex's own 6ND, whatever the table's convention.
+        best = compute_optimal(law, 6.0 * vertex.N_best * vertex.D_best)
         step |= {
-            "N_predicted": _finite(best.N),
-            "N_measured": held.N_best,
-            "tokens_per_parameter_predicted": _finite(best.ratio),
-            "tokens_per_parameter_measured": held.D_best / held.N_best,
+            "N_predicted": finite_or_none(best.N[0]),
+            "N_measured": vertex.N_best,
+            "tokens_per_parameter_predicted": finite_or_none(best.ratio[0]),
+            "tokens_per_parameter_measured": vertex.D_best / vertex.N_best,
         }
     return step
 
 
-def _profiles(table: RunTable, rows: np.ndarray, like: IsoflopProfiles, budget: Array) -> IsoflopProfiles:
-    """Profiles of some runs, by the method of `like`."""
-    t = table
-    return IsoflopProfiles(like.method).fit(t.N[rows], t.D[rows], t.loss[rows], t.flops[rows], budget, t.weight[rows])
+def _errors(law: Law, runs: RunTable) -> dict[str, Any]:
+    error = np.asarray(law.predict(runs.N, runs.D)) / runs.loss - 1.0
+    return {"runs_predicted": len(runs), "loss_error": float(np.abs(error).mean()), "loss_bias": float(error.mean())}
 
 
-def _isoflop_prediction(
-    table: RunTable, train: np.ndarray, budget: float, like: IsoflopProfiles, target: float
-) -> dict[str, float | None]:
-    lower = _profiles(table, train, like, table.budget[train])
-    N, D = lower.N_law_, lower.D_law_
-    if N is None or D is None:
-        names = ("N_predicted", "tokens_per_parameter_predicted", "tokens_per_parameter_at_target")
-        return {f"{name}_isoflop": None for name in names}
-    return {
-        "N_predicted_isoflop": float(N.predict(budget)),
-        "tokens_per_parameter_predicted_isoflop": float(D.predict(budget) / N.predict(budget)),
-        "tokens_per_parameter_at_target_isoflop": float(D.predict(target) / N.predict(target)),
-    }
-
-
-def _rungs(N: Array) -> np.ndarray:
-    """Label (n,) of the rung of each run, by rising N."""
-    order = np.argsort(N, kind="stable")
-    labels = np.empty(len(N), dtype=int)
-    labels[order] = np.concatenate([[0], np.cumsum(np.diff(np.log(N[order])) > RUNG_GAP)])
-    return labels
-
-
-def _identifies(table: RunTable, rows: np.ndarray) -> bool:
+def _inside(law: Law, cheap: RunTable, held: RunTable) -> float | None:
+    """Share of the held-out runs within the law's own 95 % prediction interval for a new run; None without one."""
     try:
-        enough(np.unique(np.stack([table.N, table.D])[:, rows], axis=1).shape[1], 5, "the law")
-        identifiable(table.N[rows], table.D[rows])
+        law.bootstrap(DRAWS, resampled_together(cheap.group, cheap.run_id, law.problem_.free))
+    except InputError:
+        return None
+    low, high = law.predict_interval(held.N, held.D, kind="run").T
+    return float(((low <= held.loss) & (held.loss <= high)).mean())
+
+
+def _profiles(runs: RunTable, like: IsoflopProfiles, budget: Array) -> IsoflopProfiles:
+    """Profiles of some runs, by the method of `like`."""
+    return IsoflopProfiles(like.method).fit(runs.N, runs.D, runs.loss, runs.flops, budget, runs.weight)
+
+
+def _identifies(law: Law, runs: RunTable) -> bool:
+    try:
+        enough(np.unique(np.stack([runs.N, runs.D]), axis=1).shape[1], len(law.names), "the law")
+        identifiable(runs.N, runs.D)
     except InputError:
         return False
     return True
 
 
-def _answers(constants: dict[str, Array], target: float) -> dict[str, Array]:
-    """Exponents and the optimum at the target, each (refits,)."""
-    N, D, loss = optimum(target, constants)
+def _answers(law: Law, constants: dict[str, Array], target: float) -> dict[str, Array]:
+    """The exponents, and the optimum at the target, under other constants of the law, each (refits,)."""
+    other = copy(law)
+    other.draws_ = constants
+    best = compute_optimal(other, target).draws
+    exponents = {name: values for name, values in constants.items() if name.startswith(("alpha", "beta"))}
+    return exponents | {"N": best["N"][0], "tokens_per_parameter": best["ratio"][0], "loss": best["loss"][0]}
+
+
+def _distance(name: str, one: np.float64, other: np.float64) -> float:
+    """From other to one, in the logarithm for N and D/N."""
     with np.errstate(divide="ignore", invalid="ignore"):
-        return {
-            "alpha": constants["alpha"],
-            "beta": constants["beta"],
-            "N": N,
-            "tokens_per_parameter": D / N,
-            "loss": loss,
-        }
+        return float(one - other if name.startswith(("alpha", "beta")) else np.log(one) - np.log(other))
 
 
-def _widths(law: ChinchillaLaw, target: float) -> dict[str, float]:
-    """Width of each 95 % interval, of logarithms for N and D/N; empty without a bootstrap."""
-    if law.draws_ is None:
-        return {}
-    ends = {name: percentile_interval(values) for name, values in _answers(law.draws_, target).items()}
-    return {name: float(np.subtract(*_scale(name, np.array(ends[name][::-1])))) for name in MOVED}
-
-
-def _scale(name: str, value: Array) -> Array:
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return value if name in ("alpha", "beta") else np.log(value)
-
-
-def _moved(found: dict[str, Any], full: dict[str, Array], widths: dict[str, float]) -> dict[str, Any]:
-    """One entry's values, and how far each of MOVED went in widths of its interval."""
-    moves = {}
-    for name in MOVED:
-        distance = float(_scale(name, found[name]) - _scale(name, full[name][0]))
-        moves[name] = _number(distance / widths[name]) if widths.get(name, 0.0) > 0 else None
-    return {name: _number(value) for name, value in found.items()} | {"moves": moves}
-
-
-def _most(entries: list[dict[str, Any]], full: dict[str, Array]) -> dict[str, Any] | None:
+def _most(entries: list[dict[str, Any]], N: float) -> dict[str, Any] | None:
     """The entry that moves the fit most, and what of it."""
 
     def far(entry: dict[str, Any]) -> tuple[float, str]:
         moves = [(abs(move), name) for name, move in entry["moves"].items() if move is not None]
         known = entry["N"] is not None
-        return max(moves, default=(abs(float(np.log(entry["N"] / full["N"][0]))) if known else -1.0, "N"))
+        return max(moves, default=(abs(float(np.log(entry["N"] / N))) if known else -1.0, "N"))
 
     most = max(entries, key=far)
     return None if far(most)[0] < 0 else most | {"moved": far(most)[1]}
-
-
-def _number(value: Any) -> float | None:
-    return float(value) if np.isfinite(value) else None
-
-
-def _finite(values: Array) -> float | None:
-    return _number(values[0])

@@ -4,12 +4,9 @@ Special here:
 - The convention alone moves the exponent of N*(C) from 0.5 to 0.7 and beyond on the same runs, so a number without its
   convention says nothing. N* and C of a row are both in that row's convention.
 - Runs that shared a budget under one convention do not under another. For approaches 1 and 2 each loss is therefore
-  moved to its budget along D, at its own model, by the ratio of approach 3's losses there under the count in which that
-  fits best; `moved` says how far.
-- Approach 3 allocates under the row's own FLOPs a token: 6N, or 6N + p N^(2/3) + q N^(1/3) fitted to the runs.
-  Attention over a fixed context grows as N^(2/3) and a vocabulary's tables as N^(1/3) where models keep their shape,
-  and both vanish beside 6N in large models. N*(C) is no power law then, and the exponent is the mean slope over the
-  runs' span.
+  moved to its budget along D, at its own model, by the ratio of approach 3's losses there.
+- Approach 3 allocates under the row's own FLOPs a token: 6N, or 6N + p N^(2/3) + q N^(1/3) fitted to the runs
+  (attention over a fixed context, and a vocabulary's tables, where models keep their shape).
 - Loss can be a power law in one count of N only. Under the others approach 3 is the best law of a wrong form, and what
   it says far beyond the runs is worth less.
 
@@ -19,20 +16,17 @@ Kaplan et al. 2020 (arXiv:2001.08361), section 2.1; Pearce and Song 2024 (arXiv:
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from ..errors import Array, InputError
+from ..errors import Array
 from ..flops import flops_per_token
-from ..laws.chinchilla import NAMES, ChinchillaLaw
 from ..table import RunTable
-from ..uncertainty import resampled_together
 from . import approaches as side
-from .approaches import Approach
+from .approaches import Approach, Law, fit_parametric
 from .envelope import Envelope
 from .isoflop import IsoflopProfiles, Method, budget_levels
 
@@ -54,27 +48,22 @@ class ConventionRow:
     own: bool
     targets: tuple[float, ...] = ()
     approaches: dict[str, Approach] = field(default_factory=dict)
-    law: ChinchillaLaw | None = None
+    law: Law | None = None
     moved: float = 1.0
     reason: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON: by approach the exponent with its interval and N, D, D/N and loss at the first target."""
+        shown = ("N", "D", "tokens_per_parameter", "loss", "N_ci", "tokens_per_parameter_ci")
         found = {}
         for key, approach in self.approaches.items():
-            e = approach.at(self.targets[0]) if approach.available else None
+            said = approach.at(self.targets[0]).to_dict() if approach.available else {}
             found[key] = {
                 "reason": approach.reason,
                 "exponent": approach.exponent,
                 "exponent_ci": approach.exponent_interval,
-                "N": e and e.N,
-                "D": e and e.D,
-                "tokens_per_parameter": e and e.ratio,
-                "loss": e and e.loss,
-                "N_ci": e and e.intervals["N"],
-                "tokens_per_parameter_ci": e and e.intervals["ratio"],
+                **{name: said.get(name) for name in shown},
             }
-        constants = None if self.law is None else {name: self.law.constants_[name] for name in NAMES}
         return {
             "parameters": self.parameters,
             "flops": self.flops,
@@ -82,7 +71,7 @@ class ConventionRow:
             "reason": self.reason,
             "moved": self.moved,
             "target": self.targets[0] if self.targets else None,
-            "law": constants,
+            "law": None if self.law is None else self.law.constants_,
             "approaches": found,
         }
 
@@ -99,15 +88,15 @@ def by_convention(
     targets: Sequence[float] = (1e24,),
     bootstrap: int = 0,
     seed: int = 0,
-    law: ChinchillaLaw | None = None,
+    law: Law | None = None,
     method: Method = "cubic",
 ) -> list[ConventionRow]:
     """A row for every parameter count times every FLOP count of the table, its own among them.
 
     Counts are the columns of PARAMETERS that the table has (and its N, where that is none of them); FLOPs are 6ND under
     that count, and `flops_exact` or else the table's FLOPs where they differ from it. targets, bootstrap, seed and law
-    as in `analyze`; method as in `IsoflopProfiles`. A profile that is even in one count is lopsided in another, so the
-    method is one that may be.
+    as in `analyze`; method as in `IsoflopProfiles`, by default one that may be lopsided: a profile that is even in one
+    count is lopsided in another.
     """
     counts = {name: table.column(name) for name in PARAMETERS if name in table.frame}
     if not any(_same(N, table.N) for N in counts.values()):
@@ -115,10 +104,10 @@ def by_convention(
     exact = table.column("flops_exact")
     measured = ("exact", exact) if np.isfinite(exact).any() else ("table", table.flops)
     usable = {name: np.isfinite(N) & (N > 0) for name, N in counts.items()}
-    options = law or ChinchillaLaw()
-    laws = {name: _law(table, N, bootstrap, seed, options) for name, N in counts.items() if usable[name].all()}
-    movers = [_Mover(table, counts[name], one) for name, (one, _) in laws.items() if one is not None]
-    mover = min(movers, key=lambda mover: mover.law.objective_, default=None)
+    laws = {name: fit_parametric(table, N, law, bootstrap, seed) for name, N in counts.items() if usable[name].all()}
+    # Losses are moved under the count of N in which approach 3 fits best.
+    movers = [(counts[name], one) for name, (one, _) in laws.items() if one is not None]
+    mover = min(movers, key=lambda mover: mover[1].objective_, default=None)
     rows = []
     for name, N in counts.items():
         spent = {"6nd": 6.0 * N * table.D, measured[0]: measured[1]}
@@ -147,46 +136,20 @@ def by_convention(
     return rows
 
 
-def _law(
-    table: RunTable, N: Array, bootstrap: int, seed: int, options: ChinchillaLaw
-) -> tuple[ChinchillaLaw | None, str]:
-    try:
-        law = options.clone().fit(N, table.D, table.loss, table.weight, table.known_se)
-    except InputError as error:
-        return None, str(error)
-    if bootstrap:
-        with contextlib.suppress(InputError):  # too few runs to resample: a law without intervals
-            law.bootstrap(bootstrap, resampled_together(table.group, table.run_id, law.problem_.free), seed)
-    return law, ""
-
-
-@dataclass(frozen=True)
-class _Mover:
-    """A law of the table's runs in the count N (n,), to say what a run's loss is at another D."""
-
-    table: RunTable
-    N: Array
-    law: ChinchillaLaw
-
-    def loss(self, factor: Array) -> Array:
-        """Loss (n,) of each run at `factor` times its tokens."""
-        D = self.table.D
-        ratio = np.asarray(self.law.predict(self.N, D * factor)) / np.asarray(self.law.predict(self.N, D))
-        return np.asarray(self.table.loss * ratio)
-
-
 def _read_off(
-    table: RunTable, N: Array, C: Array, mover: _Mover | None, method: Method
+    table: RunTable, N: Array, C: Array, mover: tuple[Array, Law] | None, method: Method
 ) -> tuple[IsoflopProfiles, Envelope, float]:
     """Approaches 2 and 1 in the counts N and C (n,), and the largest factor in D by which a run was moved for them."""
     budget, factor = _shared_budgets(table, C)
     far = float(np.exp(np.abs(np.log(factor)).max()))
-    if far <= LEVEL:
-        loss, factor, far = table.loss, np.ones(len(C)), 1.0
-    elif mover is not None:
-        loss = mover.loss(factor)
+    loss = table.loss
+    if far > LEVEL and mover is not None:
+        size, law = mover
+        loss = np.asarray(loss * (law.predict(size, table.D * factor) / law.predict(size, table.D)))
     else:
-        loss, factor, budget, far = table.loss, np.ones(len(C)), np.full(len(C), np.nan), 1.0
+        if far > LEVEL:
+            budget = np.full(len(C), np.nan)
+        factor, far = np.ones(len(C)), 1.0
     runs = (N, table.D * factor, loss, C * factor, budget)
     return IsoflopProfiles(method).fit(*runs, table.weight), Envelope().fit(*runs), far
 

@@ -1,23 +1,24 @@
 """IsoFLOP profiles (approach 2): the best size of each budget from a curve in log N, and N*(C), D*(C) through those.
 
 Special here:
-- The curve is a parabola in log N, a cubic, or Akima's interpolant (vertex.py). The parabola has the least noise and is
-  biased where a profile is lopsided, the cubic has nearly three times that noise and little bias, and Akima's curve,
-  which follows any shape, six times. `lopsidedness` says when a parabola will not do.
-- A vertex is refused, with the reason, when the parabola is concave, when the vertex lies outside of the sizes tried,
-  when the lowest measured loss is at the smallest or largest size, or when there are fewer than 3 sizes. A refused
+- The curve is a parabola in log N, a cubic, or Akima's interpolant. The parabola has the least noise and is biased
+  where a profile is lopsided, the cubic has nearly three times that noise and little bias, and Akima's curve, which
+  follows any shape, six times. `lopsidedness` says when a parabola will not do.
+- A vertex is refused, with the reason, when there are too few sizes, or when they do not enclose the minimum. A refused
   vertex enters no fit.
-- The sizes are chosen and not sampled, so the bootstrap is parametric: vertices of the losses with noise added. The
-  noise is the residual spread pooled over budgets (a profile of six sizes alone has three degrees of freedom) and
-  itself drawn from its own distribution, or each run's own standard error, or a number in nats. For a polynomial
-  with Gaussian noise this is exact.
+- The sizes are chosen and not sampled, so the bootstrap is parametric: vertices of the losses with noise added. For a
+  polynomial with Gaussian noise this is exact.
 
-Hoffmann et al. 2022 (arXiv:2203.15556), section 3.2; Porian et al. 2024 (arXiv:2406.19146) for Akima and given noise.
+Hoffmann et al. 2022 (arXiv:2203.15556), section 3.2; Porian et al. 2024 (arXiv:2406.19146) for Akima and given noise;
+Akima 1970 (J. ACM 17, 589).
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -25,14 +26,259 @@ from numpy.typing import ArrayLike
 from ..errors import Array, InputError, positive, same_length
 from ..errors import weights as check_weights
 from ..laws.powerlaw import PowerLaw
-from ..uncertainty import excess_scatter
-from .isoflop_profile import IsoflopProfile, cubic_term, draw_vertices, find_vertex, tokens_at, vertex_variance
-from .vertex import METHODS
+from ..uncertainty import excess_scatter, percentile_interval
 
 Method = Literal["parabola", "cubic", "akima"]
+REACH = np.log(10.0)  # a polynomial's lowest point is looked for up to ten times beyond the sizes tried
+NEIGHBOURS = 4  # a parabola through this many sizes leaves one contrast
+SAME_SIZE = 6  # decimals of log N up to which two sizes are one
+NEEDS = {"parabola": ("a parabola", 3), "cubic": ("a cubic", 5), "akima": ("Akima's curve", 3)}  # sizes
 LEVEL_WIDTH = 0.05  # decades of C that count as one budget where the table names none
 TIGHT_WIDTH = 0.02  # closer than this, three runs are enough to call it a budget
 LOOSE_RUNS = 6
+
+# A curve goes through losses at u (n,), log N about its mean. Both kinds take many versions of the losses at once,
+# (draws, n), and have: `minimum`, where each row has its lowest point and the curve there, (draws,) each; `at`, the
+# curve through one row at u (m,), NaN where it does not reach; and `contrasts` (r, n), sums of losses that carry noise
+# only: where a run's variance is sigma^2 / weight (weights of mean 1), their sum of squares is sigma^2 times the trace
+# of their covariance at sigma = 1.
+
+
+class Polynomial:
+    """Weighted least squares of degree 2 or 3. Where it has no lowest point: NaN."""
+
+    def __init__(self, degree: int, u: Array, weight: Array) -> None:
+        root = np.sqrt(weight / weight.mean())
+        X = np.vander(u, degree + 1, increasing=True)
+        self.ends = (u.min() - REACH, u.max() + REACH)
+        self.project = np.linalg.pinv(X * root[:, None]) * root  # (degree + 1, n): losses to coefficients
+        self.residual = root[:, None] * (np.eye(len(u)) - X @ self.project)
+
+    def contrasts(self, loss: Array) -> Array:
+        return self.residual
+
+    def minimum(self, losses: Array) -> tuple[Array, Array]:
+        c = self.project @ losses.T
+        u = _valley(c[3] if len(c) > 3 else np.zeros_like(c[0]), c[2], c[1])
+        u = np.clip(u, *self.ends)
+        return u, np.polynomial.polynomial.polyval(u, c, tensor=False)
+
+    def at(self, loss: Array, u: Array) -> Array:
+        return np.asarray(np.polynomial.polynomial.polyval(u, self.project @ loss))
+
+
+class Akima:
+    """Akima's interpolant of log loss through the (weighted) mean loss of each size. Its lowest point may be an end."""
+
+    def __init__(self, u: Array, weight: Array) -> None:
+        weight = weight / weight.mean()
+        rounded, member = np.unique(np.round(u, SAME_SIZE), return_inverse=True)
+        belongs = (np.arange(len(rounded))[:, None] == member.ravel()) * weight
+        total = belongs.sum(axis=1)
+        self.mean = belongs / total[:, None]  # (sizes, n)
+        self.knots = self.mean @ u
+        self.within = np.sqrt(weight)[:, None] * (np.eye(len(u)) - self.mean[member.ravel()])
+        self.local = _local_contrasts(self.knots, total)
+
+    def contrasts(self, loss: Array) -> Array:
+        # An interpolant leaves nothing over, so its contrasts are the scatter of runs of one size, and what parabolas
+        # through neighbouring sizes leave, the lowest among them: what is far up the slopes moves no minimum.
+        lowest = int(np.argmin(self.mean @ loss))
+        return np.concatenate([self.within, self.local[self.local[:, lowest] != 0] @ self.mean])
+
+    def minimum(self, losses: Array) -> tuple[Array, Array]:
+        # The minimum of a piecewise cubic is found exactly, from the roots of its derivative.
+        polynomial = self._interpolate(losses @ self.mean.T)
+        a, b, c, d = polynomial.c  # each (sizes - 1, draws), of a t^3 + b t^2 + c t + d from the left knot
+        length = np.diff(self.knots)[:, None]
+        t = _valley(a, b, c)
+        t = np.where((t > 0) & (t < length), t, 0.0)
+        inner = ((a * t + b) * t + c) * t + d
+        candidates = np.concatenate([inner, np.log(losses @ self.mean[-1:].T).T])
+        places = np.concatenate([self.knots[:-1, None] + t, np.full((1, len(losses)), self.knots[-1])])
+        lowest = candidates.argmin(axis=0)
+        rows = np.arange(len(losses))
+        return places[lowest, rows], np.exp(candidates[lowest, rows])
+
+    def at(self, loss: Array, u: Array) -> Array:
+        # A size at either end may differ from its knot by rounding, and is on the curve.
+        near = np.where(np.abs(u - np.clip(u, *self.knots[[0, -1]])) < 1e-9, np.clip(u, *self.knots[[0, -1]]), u)
+        return np.exp(np.asarray(self._interpolate((self.mean @ loss)[None, :])(near))[..., 0])
+
+    def _interpolate(self, means: Array) -> Any:
+        from scipy.interpolate import Akima1DInterpolator
+
+        return Akima1DInterpolator(self.knots, np.log(means).T)
+
+
+Curve = Polynomial | Akima
+METHODS: dict[str, Callable[[Array, Array], Curve]] = {
+    "parabola": partial(Polynomial, 2),
+    "cubic": partial(Polynomial, 3),
+    "akima": Akima,
+}
+
+
+def _valley(a: Array, b: Array, c: Array) -> Array:
+    """Where a t^3 + b t^2 + c t has its local minimum; NaN where it has none."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        root = np.sqrt(b**2 - 3 * a * c)  # NaN where the derivative has no root
+        # Of its roots the one where it rises, written so that nothing cancels and a = 0 is a parabola.
+        t = np.where(b > 0, -c / (b + root), (root - b) / (3 * a))
+    return np.where(np.isfinite(t), t, np.nan)
+
+
+def _local_contrasts(knots: Array, weight: Array) -> Array:
+    """What parabolas through each NEIGHBOURS consecutive knots leave over: (windows, knots), each row of unit variance
+    when knot j has variance 1 / weight_j.
+    """
+    windows = max(len(knots) - NEIGHBOURS + 1, 0)
+    rows = np.zeros((windows, len(knots)))
+    for first in range(windows):
+        part = slice(first, first + NEIGHBOURS)
+        u = knots[part] - knots[part].mean()
+        X = np.stack([np.ones_like(u), u, u**2], 1)
+        left = np.linalg.svd(X.T)[2][-1]  # the direction that the three columns of X do not reach
+        rows[first, part] = left / np.sqrt((left**2 / weight[part]).sum())
+    return rows
+
+
+@dataclass(frozen=True)
+class IsoflopProfile:
+    """One budget: its runs by rising N (N0: their geometric mean), the curve through them, and its vertex.
+
+    `has_curve` is false where there are too few sizes. `reason` is empty when the vertex is accepted. `N_draws`,
+    `D_draws` and `loss_draws` (draws,) are bootstrap vertices: NaN where a polynomial had no minimum, the end of the
+    sizes where Akima's curve was lowest there.
+    """
+
+    method: str
+    flops: float
+    N: Array
+    D: Array
+    loss: Array
+    loss_se: Array
+    weight: Array
+    N0: float
+    has_curve: bool = False
+    N_best: float | None = None
+    D_best: float | None = None
+    loss_best: float | None = None
+    reason: str = ""
+    N_draws: Array | None = None
+    D_draws: Array | None = None
+    loss_draws: Array | None = None
+
+    @property
+    def accepted(self) -> bool:
+        return not self.reason
+
+    @property
+    def shape(self) -> Curve:
+        """The curve's method on these sizes, for any losses."""
+        return METHODS[self.method](np.log(self.N / self.N0), self.weight)
+
+    def curve(self, N: ArrayLike) -> Array:
+        """The curve's loss at sizes N; Akima's is NaN outside of the sizes tried."""
+        if not self.has_curve:
+            raise InputError(f"the isoFLOP profile at {self.flops:.3g} FLOPs has no curve: {self.reason}.")
+        return self.shape.at(self.loss, np.log(np.asarray(N, dtype=np.float64) / self.N0))
+
+    def interval(self, level: float = 0.95) -> tuple[float, float] | None:
+        """Interval of the vertex's N; a draw without a minimum counts as one at either infinity, a draw of Akima's at
+        an end of the sizes as one beyond it. None before a bootstrap.
+        """
+        if self.N_draws is None:
+            return None
+        draws = self.N_draws.copy()
+        if self.method == "akima":
+            edge = 1e-9
+            draws[draws <= self.N.min() * (1 + edge)], draws[draws >= self.N.max() * (1 - edge)] = 0.0, np.inf
+        lost = np.flatnonzero(np.isnan(draws))
+        draws[lost[::2]], draws[lost[1::2]] = 0.0, np.inf
+        return percentile_interval(draws, level)
+
+
+def find_vertex(bare: IsoflopProfile) -> IsoflopProfile:
+    """The profile with its vertex, or with the reason why it has none that can be trusted."""
+    sizes = len(np.unique(np.round(np.log(bare.N), SAME_SIZE)))
+    if bare.method == "cubic" and sizes < NEEDS["cubic"][1]:
+        bare = replace(bare, method="parabola")
+    what, needed = NEEDS[bare.method]
+    if sizes < needed:
+        return replace(
+            bare, reason=f"only {sizes} size{'s' if sizes > 1 else ''} at this budget, and {what} needs {needed}"
+        )
+    bare = replace(bare, has_curve=True)
+    vertex, lowest = (float(value[0]) for value in bare.shape.minimum(bare.loss[None, :]))
+    if np.isnan(vertex):
+        bent = "is concave, so it has" if bare.method == "parabola" else "has"
+        return replace(bare, reason=f"the {bare.method} {bent} no minimum")
+    N_best = bare.N0 * float(np.exp(vertex))
+    return replace(
+        bare,
+        N_best=N_best,
+        D_best=float(tokens_at(bare, np.array([N_best]))[0]),
+        loss_best=lowest,
+        reason=_edge(bare, N_best),
+    )
+
+
+def _edge(profile: IsoflopProfile, N_best: float) -> str:
+    """Why a vertex that the sizes do not enclose cannot be trusted; empty where they do."""
+    sizes = np.unique(profile.N)
+    mean = [np.average(profile.loss[profile.N == N], weights=profile.weight[profile.N == N]) for N in sizes]
+    if profile.method != "akima" and not sizes[0] < N_best < sizes[-1]:
+        side = "smaller" if N_best <= sizes[0] else "larger"
+        return f"the vertex lies outside of the sizes tried; add {side} ones"
+    lowest = int(np.argmin(mean))
+    if lowest in (0, len(mean) - 1):
+        side = "smallest" if lowest == 0 else "largest"
+        return f"the lowest measured loss is at the {side} size, an edge of the sizes tried"
+    return ""
+
+
+def tokens_at(profile: IsoflopProfile, N: Array) -> Array:
+    """D of this budget at size N: log D is read off a quadratic in log N through the runs, whatever the FLOP
+    convention.
+    """
+    u = np.log(profile.N / profile.N0)
+    X = np.stack([np.ones_like(u), u, u**2], 1)
+    c = np.linalg.lstsq(X, np.log(profile.D), rcond=None)[0]
+    at = np.log(N / profile.N0)
+    return np.exp(c[0] + c[1] * at + c[2] * at**2)
+
+
+def draw_vertices(profile: IsoflopProfile, noise: Array, generator: np.random.Generator) -> IsoflopProfile:
+    """The profile with bootstrap vertices: those of its losses with `noise` (draws, n), in nats, times a Gaussian."""
+    losses = profile.loss + noise * generator.standard_normal(noise.shape)
+    # Noise as large as the loss itself must not make one negative.
+    vertex, lowest = profile.shape.minimum(np.maximum(losses, 0.01 * profile.loss.min()))
+    N = profile.N0 * np.exp(vertex)
+    return replace(profile, N_draws=N, D_draws=tokens_at(profile, N), loss_draws=lowest)
+
+
+def cubic_term(profile: IsoflopProfile) -> tuple[float, float, int, float] | None:
+    """What a cubic adds to the parabola of an accepted profile of 5 sizes or more: its contrast (relative loss, of the
+    noise's variance), the squares it leaves over and their degrees of freedom, and log N_cubic - log N_parabola.
+    """
+    u = np.log(profile.N / profile.N0)
+    if len(np.unique(np.round(u, SAME_SIZE))) < NEEDS["cubic"][1] or not profile.accepted:
+        return None
+    relative = profile.loss / profile.loss.min()
+    two, three = (Polynomial(degree, u, profile.weight) for degree in (2, 3))
+    rest = float(((three.residual @ relative) ** 2).sum())
+    term = np.sqrt(max(float(((two.residual @ relative) ** 2).sum()) - rest, 0.0)) * np.sign(
+        three.project[3] @ relative
+    )
+    shift = three.minimum(relative[None, :])[0][0] - two.minimum(relative[None, :])[0][0]
+    return float(term), rest, len(u) - 4, float(shift)
+
+
+def vertex_variance(profiles: list[IsoflopProfile]) -> Array:
+    """Variance of each log vertex, by the quartiles of its draws."""
+    quartiles = np.array([np.nanpercentile(np.log(p.N_draws), [25, 75]) for p in profiles])  # type: ignore[arg-type]
+    return (np.diff(quartiles, axis=1).ravel() / 1.349) ** 2 + 1e-12
 
 
 class IsoflopProfiles:

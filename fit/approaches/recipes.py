@@ -1,19 +1,16 @@
-"""Runs of several data recipes: one law a recipe, side by side, and never one law through all of them.
+"""Runs of several data recipes: one law per recipe, side by side, and never one law through all of them.
 
 Special here:
 - Recipes are scored on the same held-out text with the same tokenizer, so their losses may be compared; a law through
   runs of several would fit the choice of recipe as noise.
-- What decides between recipes at the scale of the runs is not the laws but the runs that differ in recipe alone: the
-  mean difference of their losses at equal N, D and seed has an interval of its own, far narrower than a law's.
-- The law says what the difference becomes at a larger budget. Differences there take the draws of the two laws as
-  independent, though the recipes share noise of initialization and of the held-out text: the interval errs to be wide.
+- What decides between recipes at the scale of the runs is the mean difference in loss of runs that differ in recipe
+  alone; its interval is far narrower than a law's. The laws say what becomes of it at a larger budget.
 
 Penedo et al. 2024 (FineWeb, arXiv:2406.17557); Li et al. 2024 (DCLM, arXiv:2406.11794).
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -21,19 +18,17 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import Array, InputError
+from ..allocation.allocation import compute_optimal
 from ..flops import flops_per_token
 from ..formatting import scientific
-from ..laws.chinchilla import NAMES, ChinchillaLaw
 from ..table import RunTable
-from ..uncertainty import percentile_interval, resampled_together
-from .approaches import Estimate, parametric
+from ..uncertainty import percentile_interval
+from .approaches import Estimate, Interval, Law, fit_parametric, parametric
 
 COLUMN = "recipe"
 RAW = "raw"
 # Columns that runs have in common which differ in recipe alone, as far as a table has them.
 ALIKE = ("seed", "schedule", "decay_share", "learning_rate", "batch_size", "sequence_length", "width", "depth", "heads")
-Interval = tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -52,6 +47,11 @@ class Difference:
     def to_dict(self) -> dict[str, Any]:
         return {"value": self.value, "ci": self.interval, "pairs": self.pairs, "clear": self.clear}
 
+    def __str__(self) -> str:
+        known = "" if self.interval is None else f" [{self.interval[0]:+.4f}, {self.interval[1]:+.4f}]"
+        word = ("higher" if self.value > 0 else "lower") if self.clear else "not clearly different"
+        return f"{word} ({self.value:+.4f}{known} nats)"
+
 
 @dataclass(frozen=True)
 class RecipeLaw:
@@ -63,7 +63,7 @@ class RecipeLaw:
     recipe: str
     table: RunTable
     target: float
-    law: ChinchillaLaw | None
+    law: Law | None
     reason: str
     estimate: Estimate | None
     paired: Difference | None = None
@@ -77,8 +77,8 @@ class RecipeLaw:
             "recipe": self.recipe,
             "runs": len(self.table),
             "reason": self.reason,
-            "law": None if law is None else {name: law.constants_[name] for name in NAMES},
-            "ci": {name: law.interval(name) for name in NAMES} if law is not None and known else {},
+            "law": law and law.constants_,
+            "ci": {name: law.interval(name) for name in law.names} if law is not None and known else {},
             "target": self.target,
             "N": e and e.N,
             "N_ci": e and e.intervals["N"],
@@ -103,15 +103,7 @@ def split(runs: RunTable) -> dict[str, RunTable]:
     names = runs.frame[COLUMN].iloc[runs.rows]
     recipes = np.where(names.isna() | (names.astype(str).str.strip() == ""), RAW, names.astype(str))
     found = sorted(dict.fromkeys(recipes.tolist()), key=lambda name: name != RAW)
-    if len(found) == 1:
-        return {found[0]: runs}
-    return {name: chosen(runs, recipes == name) for name in found}
-
-
-def chosen(runs: RunTable, keep: np.ndarray) -> RunTable:
-    """Some rows of a table, by a mask (n,)."""
-    names = ("N", "D", "loss", "loss_se", "flops", "budget", "run_id", "group", "weight", "rows")
-    return replace(runs, **{name: getattr(runs, name)[keep] for name in names})
+    return {found[0]: runs} if len(found) == 1 else {name: runs.where(recipes == name) for name in found}
 
 
 def by_recipe(
@@ -119,33 +111,23 @@ def by_recipe(
     targets: Sequence[float] = (1e24,),
     bootstrap: int = 0,
     seed: int = 0,
-    law: ChinchillaLaw | None = None,
+    law: Law | None = None,
 ) -> list[RecipeLaw]:
     """A law for each recipe of the table, the base first, each compared with the base at the first target.
 
     Arguments as in `analyze`. A recipe whose runs allow no fit has a reason instead, and is still compared by its runs.
     """
+    C = float(targets[0])
     found: list[RecipeLaw] = []
     for name, own in split(runs).items():
-        one = _fitted(name, own, float(targets[0]), bootstrap, seed, law or ChinchillaLaw())
-        base = found[0] if found else None
-        if base is not None:
-            one = replace(one, paired=paired(base.table, own), at_target=_at_target(base, one))
+        fitted, reason = fit_parametric(own, own.N, law, bootstrap, seed)
+        spend = flops_per_token(own.N, own.D, own.flops)
+        estimate = None if fitted is None else parametric(fitted, "", spend).at(C)
+        one = RecipeLaw(name, own, C, fitted, reason.rstrip("."), estimate)
+        if found:
+            one = replace(one, paired=paired(found[0].table, own), at_target=_at_target(found[0], one))
         found.append(one)
     return found
-
-
-def _fitted(name: str, runs: RunTable, C: float, bootstrap: int, seed: int, options: ChinchillaLaw) -> RecipeLaw:
-    law = options.clone()
-    try:
-        law.fit(runs.N, runs.D, runs.loss, runs.weight, runs.known_se)
-    except InputError as error:
-        return RecipeLaw(name, runs, C, None, str(error).rstrip("."), None)
-    if bootstrap:
-        with contextlib.suppress(InputError):  # too few runs to resample: a law without intervals
-            law.bootstrap(bootstrap, resampled_together(runs.group, runs.run_id, law.problem_.free), seed)
-    estimate = parametric(law, "", flops_per_token(runs.N, runs.D, runs.flops)).at(C)
-    return RecipeLaw(name, runs, C, law, "", estimate)
 
 
 def paired(base: RunTable, other: RunTable) -> Difference | None:
@@ -184,46 +166,31 @@ def _at_target(base: RecipeLaw, other: RecipeLaw) -> Difference | None:
     """Of the losses that two laws promise at the target, each at its own best size."""
     if base.estimate is None or other.estimate is None or base.estimate.loss is None or other.estimate.loss is None:
         return None
-    draws = [_loss_draws(one) for one in (base, other)]
     value = other.estimate.loss - base.estimate.loss
-    if draws[0] is None or draws[1] is None:
-        return Difference(value, None)
-    n = min(map(len, (draws[0], draws[1])))
-    # Both bootstraps take the same random numbers; shuffled, the draws are independent, as is said above.
+    draws = []
+    for law, own in ((base.law, base.table), (other.law, other.table)):
+        if law is None or law.draws_ is None:
+            return Difference(value, None)
+        spend = flops_per_token(own.N, own.D, own.flops) or 6.0
+        draws.append(compute_optimal(law, base.target, spend).draws["loss"][0])
+    n = min(map(len, draws))
+    # Both bootstraps take the same random numbers; shuffled, the draws are independent. The recipes do share the noise
+    # of initialization and of the held-out text, so the interval errs to be wide.
     mixed = np.random.default_rng(0).permutation(draws[1])[:n]
     low, high = percentile_interval(mixed - draws[0][:n])
     return Difference(value, (float(low), float(high)))
 
 
-def _loss_draws(one: RecipeLaw) -> Array | None:
-    from ..allocation.allocation import compute_optimal
-
-    if one.law is None or one.law.draws_ is None:
-        return None
-    own = one.table
-    best = compute_optimal(one.law, np.array([one.target]), flops_per_token(own.N, own.D, own.flops) or 6.0)
-    draws = best.draws.get("loss")
-    return None if draws is None else np.asarray(draws).reshape(-1)
-
-
 def sentences(laws: Sequence[RecipeLaw]) -> list[str]:
-    """What the comparison says, a sentence a recipe beyond the base."""
+    """What the comparison says, one sentence per recipe beyond the base."""
     said = []
     for one in laws[1:]:
         parts = []
         if one.paired is not None:
-            word = _direction(one.paired)
             points = "one point" if one.paired.pairs == 1 else f"{one.paired.pairs} points"
-            parts.append(f"at the {points} that both have, its loss is {word}")
+            parts.append(f"at the {points} that both have, its loss is {one.paired}")
         if one.at_target is not None:
-            parts.append(f"at {scientific(one.target)} FLOPs its law is {_direction(one.at_target)}")
+            parts.append(f"at {scientific(one.target)} FLOPs its law is {one.at_target}")
         rest = "; ".join(parts) if parts else "it has no run at a point of the base, and no law"
         said.append(f"{one.recipe} against {laws[0].recipe}: {rest}.")
     return said
-
-
-def _direction(d: Difference) -> str:
-    known = "" if d.interval is None else f" [{d.interval[0]:+.4f}, {d.interval[1]:+.4f}]"
-    if not d.clear:
-        return f"not clearly different ({d.value:+.4f}{known} nats)"
-    return f"{'higher' if d.value > 0 else 'lower'} ({d.value:+.4f}{known} nats)"

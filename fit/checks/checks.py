@@ -1,26 +1,22 @@
 """What a careful reader would ask of a fit, asked first: plain warnings, worst first.
 
 Special here: `doctor.py` asks what the table alone can answer, before any fit; here is what needs the fit. Each check
-is one small function from an analysis to warnings, listed in STOPS or SHOWS; adding one is adding a function. A code is
-stable, for programs; a message is for people and names the numbers.
+is one small function from an analysis to warnings, listed in STOPS or SHOWS.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from copy import copy
 
 import numpy as np
 
-from ..allocation.allocation import optimum
-from ..formatting import ratio, scientific
+from ..allocation.allocation import compute_optimal
+from ..formatting import amount, scientific
 from ..laws.chinchilla import FLAT_EXPONENT
-from .diagnosis import Warning
-from .doctor import examine
+from ..results import Analysis
+from .doctor import Warning, examine
 from .outliers import find_outliers
-
-if TYPE_CHECKING:
-    from ..analysis import Analysis
 
 NAMED = 5
 MANY_OUTLIERS = 0.05  # share of the runs from which they have a cause in common
@@ -68,15 +64,16 @@ def _solver(a: Analysis) -> Iterator[Warning]:
         )
     for name in law.degenerate_:
         what = {"E": "the irreducible loss E is zero", "A": "the term in N vanished", "B": "the term in D vanished"}
-        said = what.get(name, f"{name} = {getattr(law, name + '_'):.3g} is at the end of its range")
+        said = what.get(name, f"{name} = {law.constants_[name]:.3g} is at the end of its range")
         yield Warning(
             "degenerate_parameter",
             f"In the parametric fit {said}; its optimum cannot be trusted without runs over a wider range of N and D.",
         )
     if law.draws_ is not None and not law.degenerate_:
-        stuck = (law.draws_["alpha"] < FLAT_EXPONENT) | (law.draws_["beta"] < FLAT_EXPONENT)
-        if law.E is None:
-            stuck |= law.draws_["E"] <= 0
+        stuck = np.zeros(1)
+        if law.form == "chinchilla":
+            stuck = (law.draws_["alpha"] < FLAT_EXPONENT) | (law.draws_["beta"] < FLAT_EXPONENT)
+            stuck |= (law.draws_["E"] <= 0) & (law.E is None)
         if stuck.mean() > 0.05:
             yield Warning(
                 "degenerate_bootstrap",
@@ -116,13 +113,15 @@ def _outliers(a: Analysis) -> Iterator[Warning]:
 def _moved(a: Analysis, without: dict[str, float]) -> str:
     """What other constants do to D/N at the first target and to the exponents."""
     assert a.law is not None
-    C = np.array([a.targets[0]])
-    (N, D, _), (n, d, _) = optimum(C, a.law.constants_), optimum(C, without)
+    other = copy(a.law)
+    other.constants_, C = without, a.targets[0]
+    was, now = (amount(float(compute_optimal(law, C).ratio[0])) for law in (a.law, other))
     exponents = ", ".join(
-        f"{name} from {a.law.constants_[name]:.3f} to {without[name]:.3f}" for name in ("alpha", "beta")
+        f"{name} from {value:.3f} to {without[name]:.3f}"
+        for name, value in a.law.constants_.items()
+        if name.startswith(("alpha", "beta"))
     )
-    said = f"D/N at {scientific(C[0])} FLOPs goes from {ratio(float(D[0] / N[0]))} to {ratio(float(d[0] / n[0]))}"
-    return f"{said}, {exponents}"
+    return f"D/N at {scientific(C)} FLOPs goes from {was} to {now}, {exponents}"
 
 
 def _disagreement(a: Analysis) -> Iterator[Warning]:
@@ -149,9 +148,6 @@ def _profiles(a: Analysis) -> Iterator[Warning]:
         yield Warning("vertex_uncertain", f"The minimum at {said} FLOPs is uncertain by more than the sizes tried.")
 
 
-Check = Callable[["Analysis"], Iterator[Warning]]
-
-
 def _few_trunks(a: Analysis) -> Iterator[Warning]:
     """Trunks too few to be resampled, so that runs were."""
     if a.law is None or a.law.draws_ is None:
@@ -165,5 +161,11 @@ def _few_trunks(a: Analysis) -> Iterator[Warning]:
         )
 
 
-STOPS: tuple[Check, ...] = (_missing_approaches, _solver)
-SHOWS: tuple[Check, ...] = (_recipes, _outliers, _disagreement, _profiles, _few_trunks)
+STOPS: tuple[Callable[[Analysis], Iterator[Warning]], ...] = (_missing_approaches, _solver)
+SHOWS: tuple[Callable[[Analysis], Iterator[Warning]], ...] = (
+    _recipes,
+    _outliers,
+    _disagreement,
+    _profiles,
+    _few_trunks,
+)

@@ -4,40 +4,21 @@ Special here:
 - Every check is one small function from a table to warnings. A check is silent about a healthy table, and about one
   that lacks the columns it reads; the thresholds were set on published tables and on simulated healthy ones.
 - Each message says what was found, what that does to a fit, and what to do. A code is stable, for programs.
+- A unit is seldom written into a table, so most of it is read off the numbers. Faults of training bend the losses
+  smoothly with N or D, so that no residual shows them.
 - `checks.py` adds what only a fit can show: outliers, bounds, approaches that disagree.
 
-Columns that are read besides those that are fitted, under any of these names in any case:
-
-  N_total, total_params, N                               parameters with embeddings, where N is something else
-  N_non_embedding, N_no_embed, non_embedding_params,     parameters without embeddings, where N is something else
-    N_kaplan
-  vocab_size, vocabulary; tokenizer                      what a token is
-  width, d_model, hidden_size, n_embd                    with the vocabulary: the size of an embedding
-  loss_unit                                              nats, bits, ...
-  loss_kind, loss_split                                  train, val, ...
-  train_loss; val_loss, validation_loss, eval_loss       to tell which of the two `loss` is
-  val_bpb, bpb, bits_per_byte                            the same loss in bits per byte
-  schedule, lr_schedule, scheduler, decay                constant, cosine, wsd, ...
-  decay_share, decay_fraction, cooldown_share,           share of the run in which the learning rate falls
-    cooldown_fraction
-  schedule_tokens, horizon_tokens                        the D that the schedule is laid out for; or, against `steps`,
-  schedule_steps, horizon_steps, max_steps                 its steps
-  steps, step                                            optimizer steps of the run
-  warmup_share, warmup_fraction, warmup_ratio            warm-up as a share of the run; or
-  warmup_tokens; warmup_steps                              in tokens or in steps
-  epochs; or unique_tokens, U                            how often the data was seen
-  learning_rate, lr, peak_lr, max_lr                     peak learning rate
-  batch_tokens, batch_size, global_batch_size, bs        batch size
-  trials, sweep_size                                     how many runs the row was chosen from
-  recipe                                                 what was done to the training text; empty: nothing
-  parent                                                 run_id of the run that this one branches from
-
-Besiroglu et al. 2024 (arXiv:2404.10102); Porian et al. 2024 (arXiv:2406.19146).
+Hoffmann et al. 2022 (arXiv:2203.15556), appendix B; Besiroglu et al. 2024 (arXiv:2404.10102); Porian et al. 2024
+(arXiv:2406.19146), who measured what each fault does to one exponent; Haegele et al. 2024 (arXiv:2405.18392);
+Muennighoff et al. 2023 (arXiv:2305.16264); Li et al. 2025 (arXiv:2503.04715).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -45,22 +26,60 @@ from ..approaches.isoflop import budget_levels
 from ..errors import Array, positive
 from ..formatting import scientific, times
 from ..table import RunTable
-from .diagnosis import Warning, named, numbers, sizes_and_tokens
-from .doctor_training import (
-    branches,
-    checkpoints,
-    long_warmup,
-    mixed_losses,
-    mixed_schedules,
-    repeated_data,
-    swept,
-    unmatched_schedules,
-)
-from .doctor_units import embeddings, flop_convention, mixed_recipes, mixed_tokenizers, mixed_units, units
 
 FEW_SIZES = 5
 FEW_RUNS = 10
 EXTRAPOLATION = 100.0
+BITS = 1 / np.log(2)  # bits in a nat
+ABSURD = 100.0  # FLOPs this many times off 6ND are in another unit, not under another convention
+EMBEDDING_SHARE = 0.1
+SAME_TOKENS = 1.02  # held-out sets of other lengths move the bytes per token by less
+CONSTANT = ("constant", "const", "constant_with_warmup", "stable", "none", "false")
+STABLE_FIRST = ("wsd", "warmup_stable_decay", "trapezoid", "trapezoidal")
+UNMATCHED = 1.25  # a schedule this many times D costs visibly (Hoffmann et al. 2022, figure A1)
+LONG_WARMUP = 0.2
+WARMUP_BEYOND_N = 0.1  # share of the run from which a warm-up of more than N tokens is called long
+MANY_EPOCHS = 4.0  # repetition up to here is nearly as good as new data (Muennighoff et al. 2023)
+EVEN_CHECKPOINTS = 6  # this many equally spaced D of one size are taken for one run's checkpoints
+CHECKPOINT_NAME = re.compile(r"(^|[^a-z])(step|ckpt|checkpoint|iter|iteration)[^a-z0-9]*\d+[km]?([^a-z0-9].*)?$", re.I)
+
+# The columns that are read besides those that are fitted, under any of these names in any case.
+COLUMNS = {
+    "N_total": ("N_total", "total_params", "N"),  # with embeddings, where N is something else
+    "N_non_embedding": ("N_non_embedding", "N_no_embed", "non_embedding_params", "N_kaplan"),  # without
+    "vocabulary": ("vocab_size", "vocabulary"),
+    "tokenizer": ("tokenizer",),
+    "width": ("width", "d_model", "hidden_size", "n_embd"),  # with the vocabulary: the size of an embedding
+    "loss_unit": ("loss_unit",),  # nats, bits, ...
+    "loss_kind": ("loss_kind", "loss_split"),  # train, val, ...
+    "train_loss": ("train_loss",),  # to tell which of the two `loss` is
+    "val_loss": ("val_loss", "validation_loss", "eval_loss"),
+    "bits_per_byte": ("val_bpb", "bpb", "bits_per_byte"),  # the same loss in bits per byte
+    "schedule": ("schedule", "lr_schedule", "scheduler", "decay"),  # constant, cosine, wsd, ...
+    "decay_share": ("decay_share", "decay_fraction", "cooldown_share", "cooldown_fraction"),  # of the run
+    "schedule_tokens": ("schedule_tokens", "horizon_tokens"),  # the D that the schedule is laid out for, or
+    "schedule_steps": ("schedule_steps", "horizon_steps", "max_steps"),  # against `steps`, its steps
+    "steps": ("steps", "step"),  # optimizer steps of the run
+    "warmup_share": ("warmup_share", "warmup_fraction", "warmup_ratio"),  # of the run, or in tokens or steps
+    "warmup_tokens": ("warmup_tokens",),
+    "warmup_steps": ("warmup_steps",),
+    "epochs": ("epochs",),  # how often the data was seen, or how much of it there is
+    "unique_tokens": ("unique_tokens", "U"),
+    "learning_rate": ("learning_rate", "lr", "peak_lr", "max_lr"),  # at its peak
+    "batch": ("batch_tokens", "batch_size", "global_batch_size", "bs"),
+    "trials": ("trials", "sweep_size"),  # how many runs the row was chosen from
+    "parent": ("parent",),  # run_id of the run that this one branches from
+    "recipe": ("recipe",),  # what was done to the training text; empty: nothing
+}
+MAY_BE_ZERO = ("decay_share", "warmup_share", "warmup_tokens", "warmup_steps")
+
+
+@dataclass(frozen=True)
+class Warning:
+    """`code` is stable, for programs; `message` is for people, names the numbers, and says what to do."""
+
+    code: str
+    message: str
 
 
 def examine(table: RunTable, targets: Sequence[float] = ()) -> tuple[Warning, ...]:
@@ -70,6 +89,469 @@ def examine(table: RunTable, targets: Sequence[float] = ()) -> tuple[Warning, ..
     """
     found = [warning for check in CHECKS for warning in check(table)]
     return (*found, *_extrapolation(table, positive("target", targets) if len(targets) else np.empty(0)))
+
+
+def numbers(table: RunTable, role: str) -> Array:
+    """A numeric column of the runs (n,), NaN where it is absent or not a number that the quantity can have."""
+    name = _column(table, role)
+    values = np.full(len(table), np.nan) if name is None else table.column(name)
+    possible = np.isfinite(values) & ((values > 0) | ((values == 0) & (role in MAY_BE_ZERO)))
+    return np.where(possible, values, np.nan)
+
+
+def texts(table: RunTable, role: str) -> list[str]:
+    """A column of words of the runs, lower case, empty where there is none."""
+    name = _column(table, role)
+    if name is None:
+        return [""] * len(table)
+    values = table.frame[name].iloc[table.rows]
+    return ["" if lost else str(v).strip().lower() for v, lost in zip(values, values.isna(), strict=True)]
+
+
+def _column(table: RunTable, role: str) -> str | None:
+    exist = {_plain(name): name for name in reversed(list(table.frame.columns))}
+    return next((exist[_plain(name)] for name in COLUMNS[role] if _plain(name) in exist), None)
+
+
+def _plain(name: object) -> str:
+    return str(name).strip().lower().replace(" ", "_").replace("-", "_")
+
+
+def named(table: RunTable, rows: np.ndarray | Sequence[int], most: int = 5) -> str:
+    """The run ids of some rows, the first few of them."""
+    ids = [str(table.run_id[i]) for i in rows[:most]]
+    return ", ".join(ids) + (f" and {len(rows) - most} more" if len(rows) > most else "")
+
+
+def sizes_and_tokens(table: RunTable) -> np.ndarray:
+    """Which (N, D) each run belongs to, (n,): equal numbers for runs that share both."""
+    return np.unique(np.stack([table.N, table.D]), axis=1, return_inverse=True)[1].ravel()
+
+
+def units(t: RunTable) -> Iterator[Warning]:
+    """Quantities so far from what they should be that another unit is the likely reason."""
+    asked = []
+    if t.N.max() < 1000 or (t.N.max() < 1e4 and (t.N % 1 > 0).any()):
+        asked.append(f"the largest N is {t.N.max():.4g} (is it in millions or billions?)")
+    if t.D.max() < 1e4:
+        asked.append(f"the largest D is {t.D.max():.4g} (is it in millions or billions?)")
+    per_parameter = float(np.median(t.D / t.N))
+    if not asked and not 1e-2 < per_parameter < 1e6:
+        asked.append(f"there are {per_parameter:.3g} tokens per parameter (are N and D in the same unit?)")
+    off = float(np.median(t.flops / (6 * t.N * t.D)))
+    if not 1 / ABSURD < off < ABSURD:
+        asked.append(f"FLOPs are {scientific(off)} times 6ND (are they in units of 1e15 or 1e18, or in PF-days?)")
+    asked += _loss_unit(t)
+    if asked:
+        yield Warning(
+            "units",
+            f"Please check the units: {'; '.join(asked)}. N, D and C are counted in ones and the loss in nats per "
+            "token; another unit shifts the constants, and N*, D* and every comparison with them.",
+        )
+
+
+def _loss_unit(t: RunTable) -> Iterator[str]:
+    said = {unit for unit in texts(t, "loss_unit") if unit}
+    if len(said) == 1 and not any("nat" in unit for unit in said):
+        yield f"the loss is said to be in {said.pop()}"
+        return
+    vocabulary = numbers(t, "vocabulary")
+    above = np.flatnonzero(t.loss > np.log(vocabulary))
+    if above.size:
+        i = above[np.argmax(t.loss[above])]
+        yield (
+            f"{above.size} losses, as {t.loss[i]:.4g} of run {t.run_id[i]}, are above ln {vocabulary[i]:.0f} = "
+            f"{np.log(vocabulary[i]):.4g}, what knowing nothing costs (are they in bits, or diverged?)"
+        )
+    elif t.loss.max() > 15:
+        yield f"the highest loss is {t.loss.max():.4g} (is it in nats per token?)"
+    elif not said and _as_in_bits(t):
+        yield (
+            "the losses lie about 1.44 = 1/ln 2 times above those of Hoffmann et al.'s models of these N and D (are "
+            "they in bits, or on text unlike the training data?)"
+        )
+
+
+def _as_in_bits(t: RunTable) -> bool:
+    """Whether the losses of models of ordinary size lie along the published law, 1/ln 2 times above it.
+
+    Published tables of English text lie at 0.88 to 1.22 times that law.
+    """
+    ordinary = (t.N >= 1e7) & (t.D >= 1e8)
+    if ordinary.sum() < max(5, 0.5 * len(t)):
+        return False
+    law = 1.8172 + 482.01 / t.N[ordinary] ** 0.3478 + 2085.43 / t.D[ordinary] ** 0.3658  # Besiroglu et al. 2024
+    low, middle, high = np.quantile(np.log(t.loss[ordinary] / law / BITS), [0.1, 0.5, 0.9])
+    return bool(abs(middle) < 0.08 and high - low < 0.1)
+
+
+def mixed_units(t: RunTable) -> Iterator[Warning]:
+    """Nats with bits in one column of losses."""
+    named_units = sorted({unit for unit in texts(t, "loss_unit") if unit})
+    bits = _bits_by_bytes(t)
+    if not bits.size:
+        bits = _bits_among_nats(t)
+    if len(named_units) > 1:
+        said = f"units {', '.join(named_units)} are named"
+    elif bits.size:
+        said = f"{bits.size} of {len(t)} losses ({named(t, bits, 3)}) lie 1.44 = 1/ln 2 times above the others"
+    else:
+        return
+    yield Warning(
+        "loss_units_mixed",
+        f"The losses seem to be in nats in some rows and in bits in others: {said}. No law fits both, and the step "
+        "between them enters the exponents; multiply bits by 0.6931.",
+    )
+
+
+def mixed_tokenizers(t: RunTable) -> Iterator[Warning]:
+    """Losses per token of different tokens."""
+    names = [{word for word in texts(t, role) if word} for role in ("tokenizer", "vocabulary")]
+    per_byte = _per_byte(t)
+    known = per_byte[np.isfinite(per_byte)]
+    kinds = max(map(len, names))
+    if kinds > 1:
+        said = f"the runs name {kinds} tokenizers or vocabularies"
+    elif known.size and known.max() > SAME_TOKENS * known.min() and not _bits_by_bytes(t).size:
+        said = f"a bit per byte is worth {known.min():.3g} in the loss of one run and {known.max():.3g} in another's"
+    else:
+        return
+    yield Warning(
+        "tokenizers_mixed",
+        f"The losses are per token of different tokenizers ({said}) and cannot be compared, so that the law fits the "
+        "choice of tokenizer too; fit bits per byte, or one tokenizer at a time.",
+    )
+
+
+def mixed_recipes(t: RunTable) -> Iterator[Warning]:
+    """Runs that were trained on different text."""
+    recipes = sorted({recipe or "raw" for recipe in texts(t, "recipe")})
+    if len(recipes) > 1:
+        yield Warning(
+            "recipes_mixed",
+            f"The runs were trained on {len(recipes)} data recipes ({', '.join(recipes)}); one law through them fits "
+            "the choice of recipe as noise, so fit one recipe at a time (`fit.by_recipe`).",
+        )
+
+
+def _per_byte(t: RunTable) -> Array:
+    """The loss of each run over its bits per byte: ln 2 times the bytes of a token, if the loss is in nats."""
+    return t.loss / numbers(t, "bits_per_byte")
+
+
+def _bits_by_bytes(t: RunTable) -> np.ndarray:
+    """Rows whose loss over bits per byte is 1/ln 2 times that of all others; none where there are other differences."""
+    per_byte = _per_byte(t)
+    lifted = np.log(per_byte / np.nanmin(per_byte)) / np.log(BITS) if np.isfinite(per_byte).any() else per_byte
+    known = lifted[np.isfinite(lifted)]
+    two = np.minimum(np.abs(known), np.abs(known - 1)).max(initial=0) < np.log(SAME_TOKENS)
+    return np.flatnonzero(lifted > 0.5) if two else np.empty(0, dtype=int)
+
+
+def _bits_among_nats(t: RunTable) -> np.ndarray:
+    """Rows whose loss lies 1/ln 2 times above a smooth surface through the others; none unless that explains the table.
+
+    A quadratic surface in (log N, log D) and a set of rows lifted by log(1/ln 2) are fitted in turn, from many first
+    guesses. Where several sets do as well, as a step between four budgets does, the one with the flattest surface wins.
+    """
+    n, lift, nobody = len(t), np.log(BITS), np.empty(0, dtype=int)
+    if n < 12:
+        return nobody
+    y, x = np.log(t.loss), np.stack([np.log(t.N), np.log(t.D)])
+    x = (x - x.mean(1, keepdims=True)) / np.maximum(x.std(1, keepdims=True), 1e-9)
+    plane = np.stack([np.ones(n), *x], 1)
+    surface = np.column_stack([plane, x[0] ** 2, x[1] ** 2, x[0] * x[1]]) if n >= 20 else plane
+    lifted = np.array([*_splits(t), *(_off(surface, y) > level * lift for level in (-0.5, 0.0, 0.5))])
+    for _ in range(10):
+        nats = y - lift * lifted
+        lifted = y - (nats - _off(surface, nats)) > 0.5 * lift
+    nats = y - lift * lifted
+    spread = np.linalg.norm(_off(surface, nats), axis=1)
+    flat = np.where(spread <= 1.2 * spread.min(), np.linalg.norm(_off(plane, nats), axis=1), np.inf)
+    best = lifted[np.argmin(flat)]
+    moved = _off(surface, best.astype(np.float64))
+    if not 2 <= best.sum() <= n - 2 or spread.min() > np.linalg.norm(_off(surface, y)) / 3 or moved @ moved < 0.1:
+        return nobody
+    free = float(moved @ y / (moved @ moved))  # the step that the losses themselves want
+    return np.flatnonzero(best) if abs(free / lift - 1) < 0.1 else nobody
+
+
+def _splits(t: RunTable) -> Iterator[np.ndarray]:
+    """First guesses (n,): the table cut in two by its own order, as tables are joined, by C, by N and by D."""
+    n = len(t)
+    for key in (np.arange(n), t.flops, t.N, t.D):
+        rank = np.argsort(np.argsort(key, kind="stable"))
+        for cut in np.unique(np.linspace(2, n - 2, min(n - 3, 24)).round()):
+            yield rank < cut
+            yield rank >= cut
+
+
+def _off(columns: Array, values: Array) -> Array:
+    """What of values (..., n) no combination of columns (n, k) explains."""
+    u, s, _ = np.linalg.svd(columns, full_matrices=False)
+    basis = u[:, s > 1e-6 * s[0]]
+    return values - values @ basis @ basis.T
+
+
+def embeddings(t: RunTable) -> Iterator[Warning]:
+    """N without embeddings where these are much of the model, and N counted both ways."""
+    total, bare = numbers(t, "N_total"), numbers(t, "N_non_embedding")
+    tables = numbers(t, "vocabulary") * numbers(t, "width")
+    whole, part = np.isclose(t.N, total, rtol=1e-9), np.isclose(t.N, bare, rtol=1e-9)
+    if (whole & ~part).any() and (part & ~whole).any():
+        yield Warning(
+            "N_mixed",
+            f"N counts embeddings in {int((whole & ~part).sum())} runs and leaves them out in "
+            f"{int((part & ~whole).sum())}; no exponent of N means anything then, so count one way.",
+        )
+        return
+    larger = np.where(total > t.N, total, t.N + tables)
+    # An N smaller than one embedding table cannot contain it, whatever its column is called.
+    larger[~(part | (tables > t.N))] = np.nan
+    share = (1 - t.N / larger)[np.isfinite(larger)]
+    if share.max(initial=0) > EMBEDDING_SHARE:
+        yield Warning(
+            "non_embedding_N",
+            f"N leaves out the embeddings, which are {share.min():.0%} to {share.max():.0%} of the models. "
+            "The exponent of N*(C) is then higher (0.84 against 0.71 on the same runs in Porian et al. 2024) and N* is "
+            "no count that compares with others; fit N_total too, and say which you report.",
+        )
+
+
+def flop_convention(t: RunTable) -> Iterator[Warning]:
+    """FLOPs that are not 6ND, where approaches stand side by side."""
+    ratio = t.flops / (6.0 * t.N * t.D)
+    low, high = float(ratio.min()), float(ratio.max())
+    if (low > 0.8 and high < 1.25) or not 1 / ABSURD < np.median(ratio) < ABSURD:
+        return
+    said = f"{high:.2f}" if high < 1.05 * low else f"between {low:.2f} and {high:.2f}"
+    yield Warning(
+        "flop_convention",
+        f"FLOPs are {said} times 6ND; the report allocates under the table's FLOPs, while law.optimal and the "
+        "published laws allocate under 6ND: N* differs by convention alone, and its exponent where the factor changes "
+        "with N.",
+    )
+
+
+def mixed_schedules(t: RunTable) -> Iterator[Warning]:
+    """Runs whose learning rate decayed, fitted together with runs whose did not."""
+    decayed = _decayed(t)
+    constant, fallen = np.flatnonzero(decayed == 0), np.flatnonzero(decayed == 1)
+    if constant.size and fallen.size:
+        yield Warning(
+            "schedules_mixed",
+            f"{constant.size} runs ({named(t, constant, 3)}) end at a constant learning rate and {fallen.size} after a "
+            "decay. Without one a loss stays well above its decayed value (Haegele et al. 2024), and the step between "
+            "the two enters the exponents; decay them all, or fit each kind alone.",
+        )
+
+
+def _decayed(t: RunTable) -> Array:
+    """1 where the learning rate fell to the end of the run, 0 where it did not, NaN where the table does not say."""
+    share = numbers(t, "decay_share")
+    found = np.full(len(t), np.nan)
+    for i, kind in enumerate(texts(t, "schedule")):
+        kind = re.sub(r"[ -]", "_", kind)
+        if kind in CONSTANT:
+            found[i] = 0.0
+        elif (kind in STABLE_FIRST or not kind) and np.isfinite(share[i]):
+            found[i] = share[i] > 0
+        elif kind and not _is_number(kind):
+            found[i] = 1.0
+    return found
+
+
+def _is_number(word: str) -> bool:
+    return re.fullmatch(r"[-+.\de]+", word) is not None
+
+
+def unmatched_schedules(t: RunTable) -> Iterator[Warning]:
+    """A cosine laid out for another D than the run's."""
+    ratio = numbers(t, "schedule_tokens") / t.D
+    ratio = np.where(np.isnan(ratio), numbers(t, "schedule_steps") / numbers(t, "steps"), ratio)
+    ratio[_decayed(t) == 0] = np.nan  # a constant rate has no horizon
+    off = np.flatnonzero((ratio > UNMATCHED) | (ratio < 1 / UNMATCHED))
+    if off.size:
+        yield Warning(
+            "schedule_unmatched",
+            f"{off.size} of {len(t)} runs follow a schedule laid out for {np.nanmin(ratio[off]):.3g} to "
+            f"{np.nanmax(ratio[off]):.3g} times their D. A run cut short of its decay has too high a loss, which makes "
+            "short runs look bad and the exponent of N*(C) too high (Hoffmann et al. 2022, appendix B); match the "
+            "schedule to D, or decay from a checkpoint.",
+        )
+
+
+def long_warmup(t: RunTable) -> Iterator[Warning]:
+    """A warm-up that takes much of a small run."""
+    share = numbers(t, "warmup_share")
+    for other in (numbers(t, "warmup_tokens") / t.D, numbers(t, "warmup_steps") / numbers(t, "steps")):
+        share = np.where(np.isnan(share), other, share)
+    beyond = (share * t.D > t.N) & (share > WARMUP_BEYOND_N)
+    long = np.flatnonzero(beyond | (share > LONG_WARMUP))
+    if long.size:
+        worst = long[np.argsort(-share[long])]
+        whole = ", which never reaches its learning rate" if share[worst[0]] >= 1 else ""
+        yield Warning(
+            "long_warmup",
+            f"{long.size} of {len(t)} runs warm up for a large part of their steps, up to {share[worst[0]]:.0%}{whole} "
+            f"({named(t, worst, 3)}); {int(beyond.sum())} of them for more tokens than they have parameters. Their "
+            "losses are too high, which in Porian et al. 2024 took the exponent of N*(C) from 0.60 to 0.71; warm up "
+            "for at most N tokens, or leave these runs out.",
+        )
+
+
+def mixed_losses(t: RunTable) -> Iterator[Warning]:
+    """Losses on training data in some rows and on held-out data in others."""
+    kinds = Counter(kind for kind in texts(t, "loss_kind") if kind)
+    train, held_out = numbers(t, "train_loss"), numbers(t, "val_loss")
+    with np.errstate(invalid="ignore"):
+        trained = np.isclose(t.loss, train, rtol=1e-12, atol=0) & (train != held_out)
+    if len(kinds) > 1:
+        said = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
+    elif trained.any() and not trained[np.isfinite(train)].all():
+        said = f"{int(trained.sum())} of {len(t)} equal the training loss, as in {named(t, np.flatnonzero(trained), 3)}"
+    else:
+        return
+    yield Warning(
+        "losses_mixed",
+        f"The losses are of different kinds ({said}). A training loss is an average over past steps and lower on "
+        "repeated data, so the step between the kinds enters the exponents; take the held-out loss of every run.",
+    )
+
+
+def repeated_data(t: RunTable) -> Iterator[Warning]:
+    """Tokens seen many times, under a law that counts each as new."""
+    epochs = numbers(t, "epochs")
+    epochs = np.where(np.isnan(epochs), t.D / numbers(t, "unique_tokens"), epochs)
+    many = epochs > MANY_EPOCHS
+    if many.any():
+        yield Warning(
+            "repeated_data",
+            f"{int(many.sum())} of {len(t)} runs see their data more than {MANY_EPOCHS:g} times, up to "
+            f"{np.nanmax(epochs):.1f}. Tokens seen again are worth less than this law assumes (Muennighoff "
+            "et al. 2023), so leave these runs out or fit a law of repetition.",
+        )
+
+
+def checkpoints(t: RunTable) -> Iterator[Warning]:
+    """Rows that are not runs of their own: intermediate checkpoints, and branches of one trunk."""
+    rows = Counter(run for run, _ in set(zip(t.run_id, t.D, strict=True)))
+    several = [run for run, count in rows.items() if count > 1]
+    if several and (_decayed(t)[np.isin(t.run_id, several)] != 0).any():
+        yield Warning(
+            "checkpoints",
+            f"{len(several)} runs have rows at several D, up to {max(rows.values())} of one run. The bootstrap keeps "
+            "the rows of a run together, but a loss before the end of a decay is higher than that of a run trained for "
+            "that D, and long runs count more often; mark the last row of each run in a column `final`, or keep only "
+            "runs of a constant learning rate.",
+        )
+    if several:
+        return
+    stems = [CHECKPOINT_NAME.sub("", str(run)) for run in t.run_id]
+    families, how = _families(zip(stems, t.N, strict=True), t.group), "named after steps of one run"
+    if not families:
+        families, how = _families(_evenly_spaced(t), t.group), "equally spaced in D at one N"
+    if families:
+        yield Warning(
+            "checkpoints",
+            f"{sum(families)} rows look like checkpoints of {len(families)} runs ({how}) and count as independent, "
+            f"which makes intervals too narrow by up to {np.sqrt(max(families)):.1f} times; give the rows of a run one "
+            "run_id, or keep its last.",
+        )
+
+
+def branches(t: RunTable) -> Iterator[Warning]:
+    """Runs that share a trunk and are resampled apart."""
+    parents = texts(t, "parent")
+    ids = [str(run).lower() for run in t.run_id]
+    trunks = [parent or (run if run in parents else None) for run, parent in zip(ids, parents, strict=True)]
+    families = _families(trunks, t.group)
+    if families:
+        yield Warning(
+            "branches",
+            f"{sum(families)} runs belong to {len(families)} trunks and share their data and their luck; counted as "
+            "independent they make intervals too narrow, so name the trunk of each in a column `trunk`.",
+        )
+
+
+def _families(keys: Iterable[Hashable], groups: np.ndarray) -> list[int]:
+    """How many groups share each key, where more than one does; None is no key."""
+    members: dict[Hashable, set[str]] = {}
+    for key, group in zip(keys, groups, strict=True):
+        if key is not None:
+            members.setdefault(key, set()).add(str(group))
+    return [len(found) for found in members.values() if len(found) > 1]
+
+
+def _evenly_spaced(t: RunTable) -> list[float | None]:
+    """N of each row that is one of an arithmetic sequence of D at that N; all None unless that is half of the table."""
+    even = []
+    for N in np.unique(t.N):
+        D = np.unique(t.D[t.N == N])
+        if len(D) >= EVEN_CHECKPOINTS and np.ptp(np.diff(D)) <= 0.02 * np.diff(D).mean():
+            even.append(N)
+    row = np.isin(t.N, even)
+    return [float(N) if known else None for N, known in zip(t.N, row & (row.mean() >= 0.5), strict=True)]
+
+
+def swept(t: RunTable) -> Iterator[Warning]:
+    """Learning rates tried at one (N, D), and the best of them kept."""
+    rate, batch, trials = (numbers(t, role) for role in ("learning_rate", "batch", "trials"))
+    point = sizes_and_tokens(t)
+    settings = {(p, r, b) for p, r, b in zip(point, rate, np.nan_to_num(batch), strict=True) if np.isfinite(r)}
+    tried = Counter(p for p, _, _ in settings)
+    several = [p for p, count in tried.items() if count > 1]
+    if several:
+        gap = np.median([np.median(t.loss[point == p]) / t.loss[point == p].min() - 1 for p in several])
+        yield Warning(
+            "settings_swept",
+            f"{len(several)} of {len(set(point))} pairs (N, D) have several learning rates or batch sizes, up to "
+            f"{max(tried.values())}, and their median loss lies {gap:.1%} above the best. The law then runs through "
+            "the middle of the sweeps; fit the surface over both (Li et al. 2025) or keep the best of each, knowing "
+            "that a minimum over noisy runs is too low.",
+        )
+        return
+    best = np.nanmax(trials, initial=1.0)
+    if best > 1:
+        said = f"each row is the best of up to {best:.0f} runs"
+    elif _without_a_rule(rate, t):
+        said = (
+            f"the learning rate goes up and down between {np.nanmin(rate):.3g} and {np.nanmax(rate):.3g} without a "
+            "rule in N and D, as it does when each row is the best of a sweep"
+        )
+    else:
+        return
+    yield Warning(
+        "best_of_sweep",
+        f"{said[0].upper()}{said[1:]}. The lowest of several noisy losses is too low (of 4 by 1.0 standard deviation, "
+        "of 16 by 1.8), and more so where more were tried; try equally many everywhere, or rerun the choice with "
+        "other seeds.",
+    )
+
+
+def _without_a_rule(rate: Array, t: RunTable) -> bool:
+    """Whether learning rates (n,) follow neither N, D or C monotonically nor a power law in N and D, rounded to their
+    own grid.
+    """
+    known = np.isfinite(rate)
+    y = np.log(rate[known])
+    if len(y) < 6 or np.ptp(y) < 0.01:
+        return False
+    N, D, C = np.log(t.N[known]), np.log(t.D[known]), np.log(t.flops[known])
+    if any(_monotone(x, y) or _monotone(x, -y) for x in (N, D, C)):
+        return False
+    X = np.stack([np.ones_like(y), N, D], 1)
+    off = np.abs(y - X @ np.linalg.lstsq(X, y, rcond=None)[0]).max()
+    steps = np.diff(np.unique(y))
+    return bool(off > max(0.05, 0.75 * steps[steps > 0.02].min(initial=np.inf)))
+
+
+def _monotone(x: Array, y: Array) -> bool:
+    """Whether y never falls as x rises; among equal x it must be one value."""
+    order = np.lexsort((y, x))
+    x, y = x[order], y[order]
+    same = np.diff(x) < 1e-9
+    return bool((np.diff(y) >= -1e-9).all() and (np.abs(np.diff(y)[same]) < 1e-9).all())
 
 
 def _duplicates(t: RunTable) -> Iterator[Warning]:

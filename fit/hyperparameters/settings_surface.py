@@ -25,7 +25,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ..checks.diagnosis import Warning
+from ..checks.doctor import Warning
 from ..errors import Array, InputError, positive, same_length
 from ..errors import weights as check_weights
 from ..laws.law import Problem

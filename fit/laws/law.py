@@ -28,6 +28,7 @@ from numpy.typing import ArrayLike
 
 from ..errors import Array, InputError, enough, positive, same_length
 from ..errors import weights as check_weights
+from ..formatting import interval, text
 from ..solver.forms import LogForm
 from ..solver.solver import Solution, solve
 from ..uncertainty import bca_interval, excess_scatter, percentile_interval
@@ -313,9 +314,22 @@ class Law:
 
     def _repr_html_(self) -> str:
         """For notebooks: the equation, and a row a constant."""
-        from ..formatting import law_html
-
-        return law_html(self) if hasattr(self, "theta_") else f"<code>{self!r}</code>"
+        if not hasattr(self, "theta_"):
+            return f"<code>{self!r}</code>"
+        rows = [
+            (
+                name,
+                f"{value:.5g}",
+                interval(self.interval(name), "{:.4g}".format) if self.draws_ else "bootstrap() gives one",
+            )
+            for name, value in self.constants_.items()
+        ]
+        body = "".join("<tr>" + "".join(f"<td>{text(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+        return (
+            f"<p><code>{text(self.equation(lambda name: format(self.constants_[name], '.4g')))}</code></p>"
+            f"<table><thead><tr><th>constant</th><th>value</th><th>95 % interval</th></tr></thead>"
+            f"<tbody>{body}</tbody></table><p><small>{text(self.summary())}</small></p>"
+        )
 
     def summary(self) -> str:
         """How the fit went, as in `240 points, 64 of 64 starts agree`."""

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from ..analysis import Analysis
 from ..approaches.isoflop import IsoflopProfile
 from ..errors import Array
 from ..formatting import count, loss, ratio, scientific, text
+from ..results import Analysis
 
 Figure = dict[str, Any]
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..analysis import Analysis
 from ..formatting import amount
 from ..published import published_law
+from ..results import Analysis
 from .figures import (
     FAINT,
     INK,

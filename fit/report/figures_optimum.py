@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from ..analysis import Analysis
 from ..errors import Array
 from ..formatting import count, loss, percent, scientific, text
+from ..results import Analysis
 from .figures import (
     APPROACH_STYLE,
     FAINT,
@@ -33,7 +33,7 @@ def allocation(a: Analysis, quantity: str) -> Figure | None:
     low, high = float(a.table.flops.min()), float(a.table.flops.max())
     far = max(*a.targets, high * 10)
     C = np.unique(np.concatenate([np.geomspace(low / 2, far * 2, 90), np.array(a.targets)]))
-    say = {"N": count, "D": count, "loss": loss}[quantity]
+    say: Any = {"N": count, "D": count, "loss": loss}[quantity]
     data: list[dict[str, Any]] = []
     near_values: list[float] = []
     for approach in able:
@@ -100,7 +100,7 @@ def _measured(a: Analysis, quantity: str) -> list[dict[str, Any]]:
         quantity
     ]
     winners = {"N": e.N_, "D": e.D_, "loss": e.loss_}[quantity]
-    say = loss if quantity == "loss" else count
+    say: Any = loss if quantity == "loss" else count
     traces = []
     if good:
         hover = [

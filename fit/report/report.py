@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..analysis import Analysis
 from ..approaches.approaches import Estimate
 from ..errors import InputError
 from ..files import write_text
 from ..formatting import UNDETERMINED, amount, count, interval, loss, percent, ratio, scientific, text, times
+from ..results import Analysis
 from . import figures, figures_law, figures_optimum, sections
 from .costs import what_it_cost
 from .page import Page, cell, table
@@ -219,7 +219,7 @@ def _law(page: Page, a: Analysis) -> None:
         f'<div class="equation"><i>L</i>(<i>N</i>, <i>D</i>) = {law.E_:.3f} + '
         f"{fraction(law.A_, 'N', law.alpha_)} + {fraction(law.B_, 'D', law.beta_)}</div>"
     )
-    says = {"E": loss, "A": amount, "B": amount, "alpha": loss, "beta": loss}
+    says: dict[str, Any] = {"E": loss, "A": amount, "B": amount, "alpha": loss, "beta": loss}
     what = {
         "E": "irreducible loss",
         "A": "size term",

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..approaches.approaches import parametric
 from ..errors import positive
-from ..formatting import estimate_json, plain_json, scientific, times
+from ..formatting import plain_json, scientific, times
 from ..laws.chinchilla import NAMES, ChinchillaLaw
 from ..laws.persistence import read_law
 
@@ -32,7 +32,7 @@ def answer(source: str | Path, targets: Sequence[float] | None = None) -> dict[s
     largest = float((6.0 * law.data_["N"] * law.data_["D"]).max())
     goals = positive("target", np.asarray(targets or [largest * factor for factor in DEFAULT_TARGETS]))
     approach = parametric(law, "")
-    estimates = [estimate_json(approach.at(float(C))) for C in goals]
+    estimates = [approach.at(float(C)).to_dict() for C in goals]
     warnings = _warnings_of(source, law)
     far = [float(C) for C in goals if FAR * largest < C]
     if far:

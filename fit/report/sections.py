@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from ..analysis import Analysis
 from ..approaches.conventions import ConventionRow
 from ..approaches.recipes import RecipeLaw, sentences
 from ..downstream.downstream import TaskVerdict
 from ..formatting import amount, count, interval, loss, ratio, scientific, text
+from ..results import Analysis
 from . import figures_law
 from .page import Page, cell, table
 

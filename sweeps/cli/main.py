@@ -113,7 +113,7 @@ def fit_table(
     A law.json that an earlier fit wrote is asked again, for other budgets, without a new fit.
     """
     from ... import fit
-    from ..results.finish import finish, print_law
+    from ..results.finish import print_law, write_results
     from ..runs.directory import SweepDirectory
 
     law = fit.ChinchillaLaw(objective, delta, tied, fixed_e)
@@ -123,7 +123,7 @@ def fit_table(
             raise UserError(f"{table} is a saved law; only --target-flops and --json apply to it")
         result = fit.answer(table, target_flops)
     elif (table / "plan.json").exists() and plain and output is None:
-        result = finish(SweepDirectory.open(table), targets=target_flops or None)
+        result = write_results(SweepDirectory.open(table), targets=target_flops or None)
         output = table / "fit"
     else:
         runs = fit.read_table(table, columns=_columns(column or []), derive_d=derive_d, drop_worst=drop_worst)
@@ -153,8 +153,7 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """How a run is best spread over GPUs: tp, dp, ZeRO stage, micro-batch and recomputation, and why."""
-    from ...train.planner.cost import Hardware
-    from ...train.planner.planner import choose
+    from ...train.planner.planner import Hardware, choose
     from ..plan.explain import explain, print_choice, read_run
 
     hardware = Hardware(

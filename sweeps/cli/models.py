@@ -22,8 +22,8 @@ def export(
         Path, typer.Argument(help="A checkpoint, or a run directory (its newest).", show_default=False)
     ],
     output: Annotated[Path, typer.Argument(help="A folder, new or empty.", show_default=False)],
-    format: Annotated[str, typer.Option(help="hf (transformers) or gguf (llama.cpp).")] = "hf",
-    dtype: Annotated[str, typer.Option(help="Of the weights: fp32, or bf16 for hf, fp16 for gguf.")] = "fp32",
+    format: Annotated[str, typer.Option(help="hf: what transformers loads, and llama.cpp converts.")] = "hf",
+    dtype: Annotated[str, typer.Option(help="Of the weights: fp32 or bf16.")] = "fp32",
     overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
@@ -62,7 +62,7 @@ def facts_about(checkpoint: Path) -> Facts:
 
     from ...evaluate.export.model_card import Facts
     from ...train.files import read_json
-    from ..observe.tracking import PROVENANCE
+    from ..results.tracking import PROVENANCE
 
     run = checkpoint.parent.parent
     sweep = run.parent.parent

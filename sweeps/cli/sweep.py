@@ -137,9 +137,14 @@ def extend(
     as_json: Changes = False,
 ) -> None:
     """Adds budgets, sizes or points to a sweep; only the new runs start."""
-    from ..execute.control import extend
+    from ..execute.conduct import resume
+    from ..growth.extend import extend_sweep
 
-    _act(sweep, as_json, lambda directory: extend(directory, overrides or [], grid))
+    def grow(directory: SweepDirectory) -> int:
+        names = extend_sweep(directory, overrides or [], grid)
+        return resume(directory, only=set(names)) if names else 0
+
+    _act(sweep, as_json, grow)
 
 
 @app.command()
@@ -161,7 +166,7 @@ def doctor(
 @app.command()
 def sync(sweep: Sweep, as_json: Json = False) -> None:
     """Sends runs that were tracked offline to wandb."""
-    from ..observe.tracking import sync
+    from ..results.tracking import sync
 
     with _said_aside(as_json):
         count = sync(_open(sweep))
@@ -184,7 +189,7 @@ def suggest(
     import yaml
 
     from ...train.files import write_atomic
-    from ..grid.suggest import print_suggestion, suggest
+    from ..growth.suggest import print_suggestion, suggest
 
     if write is not None and not write.parent.is_dir():
         raise UserError(f"--write is {write}, and {write.parent} is no folder; name a file in a folder that exists")
@@ -202,11 +207,11 @@ def suggest(
 @app.command()
 def report(sweep: Sweep, as_json: Json = False) -> None:
     """Writes the table, the laws and the report anew from what the runs have written."""
-    from ..results.finish import finish, print_result
+    from ..results.finish import print_result, write_results
 
     directory = _open(sweep)
     with _said_aside(as_json):
-        law = finish(directory)
+        law = write_results(directory, anew=True)
     show(law, as_json, lambda law: print_result(directory))
 
 
@@ -230,6 +235,6 @@ def _said_aside(aside: bool) -> Iterator[None]:
 
 
 def _states(sweep: SweepDirectory) -> dict[str, dict[str, Any]]:
-    from ..plan.planning import members
+    from ..runs.membership import members
 
     return {run.run_id: dataclasses.asdict(run.state()) for run in members(sweep)}

@@ -8,12 +8,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from .. import prepare
 from ..config import SweepConfig
-from ..grid import extend
-from ..plan import planning
-from ..plan.planning import Prepared
+from ..growth import extend
 from ..plan.sweep_plan import Plan
-from ..runs import attempts, states
+from ..prepare import Prepared
+from ..runs import attempts, membership, states
 from ..runs.attempts import Policy
 from ..runs.directory import Busy, RunDirectory, SweepDirectory, now_on
 from ..runs.queue import Unit
@@ -22,9 +22,7 @@ from ..runs.queue import Unit
 class Backend(Protocol):
     """Where jobs run. Units may have to wait there; on this machine `start` returns when they have ended."""
 
-    def has_job(self, run: RunDirectory) -> bool: ...  # that outlives this process and trains the run, or will
-
-    def is_taken(self, run: RunDirectory) -> bool: ...  # is not to be started now, whatever its state
+    def is_taken(self, run: RunDirectory) -> bool: ...  # by a job, or is not to be started for another reason
 
     def to_score(self, runs: Sequence[RunDirectory]) -> list[RunDirectory]: ...  # of those without scores
 
@@ -65,7 +63,7 @@ def advance(
     Raises:
         UserError: SLURM refuses what is submitted, or there is no data to train or score on.
     """
-    config = planning.configuration(sweep)
+    config = prepare.configuration(sweep)
     policy = Policy.of(config.cluster)
     if extend.replace_diverged(sweep, config):
         prepared = None
@@ -73,16 +71,16 @@ def advance(
     idle = not survey.due and not survey.later and not backend.is_busy()
     if idle and extend.next_round(sweep, config):
         survey = look(sweep, backend, policy)
-    unscored = backend.to_score(missing_scores(planning.members(sweep), config))
+    unscored = backend.to_score(missing_scores(membership.members(sweep), config))
     if survey.due or unscored:
         if prepared is None:
-            prepared = planning.from_disk(sweep, backend.has_job)
-            planning.write_plan(prepared)
+            prepared = prepare.from_disk(sweep)
+            prepare.write_plan(prepared)
         waiting = [run for run in prepared.directories if run.run_id in survey.due]
-        planning.refreeze(waiting, prepared)
+        prepare.refreeze(waiting, prepared)
         if waiting:
             prepare_data(waiting[0])
-        units = open_units(prepared.plan, survey.due.keys())
+        units = prepared.plan.units_of(survey.due.keys())
         backend.start(prepared.plan, units, unscored, bool(config.evaluate.tasks), survey.due)
         return False
     if survey.later or backend.is_busy():
@@ -94,7 +92,7 @@ def advance(
 def look(sweep: SweepDirectory, backend: Backend, policy: Policy) -> Survey:
     """Which runs nobody has taken and are to be started: now, or once their time to wait is over."""
     survey, now = Survey(), now_on(sweep.path)
-    open_runs = [run for run in planning.members(sweep) if not run.is_done() and not backend.is_taken(run)]
+    open_runs = [run for run in membership.members(sweep) if not run.is_done() and not backend.is_taken(run)]
     spent = attempts.retries_spent(sweep) if open_runs else 0
     for run in open_runs:
         state = run.state().state
@@ -115,12 +113,6 @@ def look(sweep: SweepDirectory, backend: Backend, policy: Policy) -> Survey:
         del survey.due[name]  # it would wait for a trunk that has no job yet
         survey.later.append(name)
     return survey
-
-
-def open_units(plan: Plan, wanted: Collection[str]) -> list[Unit]:
-    """What the plan trains together, as far as it is wanted, in the plan's order."""
-    kept = [(unit, tuple(name for name in unit.runs if name in wanted)) for unit in plan.units]
-    return [Unit(unit.how if len(names) > 1 else "alone", names) for unit, names in kept if names]
 
 
 def renew(runs: Iterable[RunDirectory]) -> None:
@@ -151,7 +143,7 @@ def missing_scores(runs: Sequence[RunDirectory], config: SweepConfig) -> list[Ru
 def outcome(prepared: Prepared) -> int:
     """The exit code, after a line for every run that is not done."""
     sweep = prepared.sweep
-    stands_in = {old: sweep.run(new) for new, old in planning.replacements(sweep).items()}
+    stands_in = {old: sweep.run(new) for new, old in membership.replacements(sweep).items()}
     missing = missing_scores(prepared.directories, prepared.config)
     code = 1 if missing else 0
     for run in [run for run in prepared.directories if not run.is_done()]:

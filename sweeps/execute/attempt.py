@@ -33,9 +33,8 @@ from ...train.errors import UserError
 from ...train.job.environment import TORCHRUN, Ranks
 from ...train.job.failure import DISK_FULL, cause_of, describe_error
 from ..grid import trunks
-from ..observe import tracking
-from ..plan import probe
-from ..plan.sweep_plan import describe_mesh
+from ..plan.rates import describe_mesh, usable_cores
+from ..results import tracking
 from ..runs import states
 from ..runs.attempts import Policy
 from ..runs.directory import Busy, RunDirectory, job_restarts
@@ -414,7 +413,7 @@ def lone_environment(environment: Mapping[str, str], sharers: int) -> dict[str, 
     kept = {key: value for key, value in environment.items() if not key.startswith(prefixes) and key not in TORCHRUN}
     kept |= {key: environment[key] for key in ("SLURM_RESTART_COUNT",) if key in environment}  # which limits requeues
     given = kept.get("OMP_NUM_THREADS", "")
-    threads = int(given) if given.isdigit() else probe.cores()
+    threads = int(given) if given.isdigit() else usable_cores()
     return kept | dict.fromkeys(THREADS, str(max(1, threads // sharers)))
 
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from ...train.errors import UserError
+from .. import prepare
 from ..config import SweepConfig
-from ..plan import planning
-from ..plan.planning import Prepared
-from ..runs.directory import AtWork, RunDirectory, SweepDirectory
+from ..plan import rates
+from ..prepare import Prepared
+from ..runs import membership
+from ..runs.directory import AtWork, SweepDirectory
 from ..slurm import cluster as slurm_cluster
 from ..slurm import commands as slurm
 from ..slurm.backend import SlurmBackend, wait_for_slurm
-from ..slurm.record import Inventory
 from ..terminal import describe
 from .advance import advance, missing_scores, outcome, renew
 
@@ -32,8 +32,7 @@ def conduct(config: SweepConfig, command: list[str]) -> int:
         UserError: the input is wrong; nothing was started.
     """
     check(config)
-    assert config.sweep is not None
-    prepared = planning.from_config(config, _job_finder(config))
+    prepared = prepare.from_config(config)
     notes = "".join(f"note: {remark}\n" for remark in prepared.remarks)
     if config.dry_run:
         _show(prepared, notes)
@@ -42,7 +41,7 @@ def conduct(config: SweepConfig, command: list[str]) -> int:
     if on_slurm:
         slurm_cluster.check(config.cluster, prepared.plan.runs)  # before anything is written
     with prepared.sweep.lock(LOCK_SECONDS if on_slurm else 0.0):
-        planning.write_plan(prepared, command)
+        prepare.write_plan(prepared, command)
         print(notes, end="")
         if not on_slurm:
             return _conduct_here(prepared)
@@ -60,14 +59,14 @@ def resume(sweep: SweepDirectory, only: set[str] | None = None) -> int:
     Returns:
         See `conduct`; 0 also where the sweep is at work, which then takes the runs when its own have ended.
     """
-    config = planning.configuration(sweep)
+    config = prepare.configuration(sweep)
     check(config)
-    planning.go_on(sweep)
+    membership.allow_growth(sweep)
     on_slurm = config.cluster.kind == "slurm"
     try:
         with sweep.lock(LOCK_SECONDS if on_slurm else 0.0):
-            prepared = planning.from_disk(sweep, _job_finder(config))
-            planning.write_plan(prepared)
+            prepared = prepare.from_disk(sweep)
+            prepare.write_plan(prepared)
             if only is not None:
                 only = only | {run.parent for run in prepared.configs(only) if run.parent is not None}
             if not on_slurm:
@@ -95,7 +94,7 @@ def _conduct_here(prepared: Prepared, only: set[str] | None = None) -> int:
         over = advance(sweep, backend)
     if any(run.is_done() for run in sweep.runs()):
         print_result(sweep)
-    code = outcome(planning.from_disk(sweep))
+    code = outcome(prepare.from_disk(sweep))
     print(f"all stages took {describe(time.monotonic() - started)}")
     return code
 
@@ -119,7 +118,7 @@ def submit(prepared: Prepared, only: set[str] | None = None) -> SlurmBackend:
 
 def _conclude(prepared: Prepared, backend: SlurmBackend) -> int:
     """What the command does after its jobs are submitted: goes, or waits for them, and says how the sweep came out."""
-    from ..results.finish import finish, print_result
+    from ..results.finish import print_result, write_results
 
     sweep = prepared.sweep
     jobs = backend.in_queue()
@@ -132,22 +131,9 @@ def _conclude(prepared: Prepared, backend: SlurmBackend) -> int:
     if jobs:
         wait_for_slurm(sweep)
     else:
-        finish(sweep)
+        write_results(sweep)
     print_result(sweep)
-    return outcome(planning.from_disk(sweep))
-
-
-def _job_finder(config: SweepConfig) -> Callable[[RunDirectory], bool] | None:
-    """Tells whether a job in SLURM's queue has a run, which keeps its trunk or its branches."""
-    if config.cluster.kind != "slurm" or not config.trunks:
-        return None
-    try:
-        live = slurm.live_jobs()
-    except UserError:
-        if not config.dry_run:  # which needs no SLURM
-            raise
-        return None
-    return Inventory(SweepDirectory(Path(config.output_root) / str(config.sweep)), live).has_job
+    return outcome(prepare.from_disk(sweep))
 
 
 def check(config: SweepConfig) -> None:
@@ -202,7 +188,7 @@ def _require_slurm() -> None:
 
 
 def _show(prepared: Prepared, notes: str) -> None:
-    from ..observe.display import print_plan
+    from .display import print_plan
 
     plan, config = prepared.plan, prepared.config
     shapes = [run.shape for run in plan.runs] if config.cluster.kind == "slurm" else []
@@ -211,5 +197,5 @@ def _show(prepared: Prepared, notes: str) -> None:
     if config.explain:
         from ..plan.explain import explain_runs
 
-        room = planning.places(config.cluster, config.parallel.world_size, prepared.rate)
+        room = rates.places(config.cluster, config.parallel.world_size, prepared.rate)
         explain_runs(prepared.runs, config.cluster, room.flops_per_second / config.parallel.world_size)

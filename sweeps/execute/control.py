@@ -1,4 +1,4 @@
-"""A person's commands on a sweep that may be at work: cancel, retry, extend.
+"""A person's commands on a sweep that may be at work: cancel and retry.
 
 Any number of people may do any of this at once, from any machine: what a run is told lies in its directory, and whoever
 holds its lock writes its state. A run that nobody trains is cancelled on the spot; one that trains saves first.
@@ -7,28 +7,21 @@ holds its lock writes its state. A run that nobody trains is cancelled on the sp
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 
 from ...train.errors import UserError
-from ..grid import extend as growth
-from ..observe.status import cluster_of, is_over
-from ..plan import planning
-from ..plan.planning import find_runs
-from ..runs import states
+from .. import prepare
+from ..config import cluster_of
+from ..growth import extend
+from ..runs import membership, states
 from ..runs.attempts import Policy
 from ..runs.directory import Busy, RunDirectory, SweepDirectory, this_user
+from ..runs.membership import find_runs, is_over
 from ..slurm import commands as slurm
 from ..slurm.record import Inventory
 from .conduct import LOCK_SECONDS, resume
 from .keeper import slurm_backend
 
 FACTOR = 0.5  # of the learning rate of a run that diverged, where the grid does not say
-
-
-def extend(sweep: SweepDirectory, overrides: list[str], grid_file: Path | None = None) -> int:
-    """Adds runs to a sweep and starts them, and nothing else; returns the exit code."""
-    names = growth.extend(sweep, overrides, grid_file)
-    return resume(sweep, only=set(names)) if names else 0
 
 
 def cancel(sweep: SweepDirectory, prefixes: list[str]) -> int:
@@ -39,9 +32,11 @@ def cancel(sweep: SweepDirectory, prefixes: list[str]) -> int:
     """
     policy, by = Policy.of(cluster_of(sweep.settings())), this_user()
     if not prefixes:
-        planning.stop(sweep, by)
+        membership.stop_growth(sweep, by)
     runs = (
-        find_runs(sweep, prefixes) if prefixes else [run for run in planning.members(sweep) if not is_over(run, policy)]
+        find_runs(sweep, prefixes)
+        if prefixes
+        else [run for run in membership.members(sweep) if not is_over(run, policy)]
     )
     for run in runs:
         print(f"run {run.run_id} {_cancel_one(run, by, policy)}")
@@ -76,7 +71,7 @@ def _cancel_jobs(sweep: SweepDirectory, runs: Iterable[RunDirectory], whole: boo
             slurm_backend(sweep, cluster_of(sweep.settings()), live).cancel_all()
         print("its jobs are cancelled; one that trains saves first")
         return
-    needed = {run.state().job_id for run in planning.members(sweep) if run.state().state != "cancelled"}
+    needed = {run.state().job_id for run in membership.members(sweep) if run.state().state != "cancelled"}
     named = {job for run in runs if run.state().state == "cancelled" and (job := run.state().job_id) is not None}
     if idle_jobs := (named & live) - needed:
         slurm.cancel(idle_jobs)
@@ -102,7 +97,7 @@ def retry(
     chosen = {run.run_id: run for run in find_runs(sweep, prefixes)}
     failed = failed or not (prefixes or diverged or cancelled)
     wanted = [state for state, asked in (("failed", failed), ("cancelled", cancelled)) if asked]
-    members = planning.members(sweep)
+    members = membership.members(sweep)
     for run in members if wanted else ():
         if failed and run.state().state == "running":
             states.settle_dead([run], policy, states.KILLED)
@@ -150,13 +145,13 @@ def _job_of(sweep: SweepDirectory, run: RunDirectory) -> str | None:
 
 def lower_rates(sweep: SweepDirectory) -> set[str]:
     """Adds for every run that diverged one with a lower learning rate; returns the ids of those that are new."""
-    grid = planning.configuration(sweep).grid
+    grid = prepare.configuration(sweep).grid
     factor = FACTOR if grid is None or grid.diverged_rate_factor is None else grid.diverged_rate_factor
     wanted = set()
-    for run in planning.members(sweep):
+    for run in membership.members(sweep):
         if run.state().state != "diverged":
             continue
-        fresh = growth.replace_one(sweep, run, factor)
+        fresh = extend.replace_one(sweep, run, factor)
         if not fresh:
             print(f"run {run.run_id} diverged, and has been tried at a lower learning rate already")
         for name in fresh:

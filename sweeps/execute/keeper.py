@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...train.errors import UserError
+from .. import prepare
 from ..config import ClusterConfig
-from ..plan import planning
 from ..runs.attempts import Policy
 from ..runs.directory import SweepDirectory
 from ..slurm import commands as slurm
@@ -48,7 +48,7 @@ def keep(sweep_path: str) -> None:
     while (sweep.path / "plan.json").exists():
         try:
             with sweep.lock(LOCK_SECONDS):
-                pause = planning.configuration(sweep).cluster.keeper_seconds
+                pause = prepare.configuration(sweep).cluster.keeper_seconds
                 past = tend(sweep)
             if past.over or past.keepers:
                 return
@@ -67,7 +67,7 @@ def tend(sweep: SweepDirectory, say: Callable[[str], None] = print) -> Pass:
     Raises:
         UserError: SLURM refuses what is submitted, in its own words.
     """
-    cluster = planning.configuration(sweep).cluster
+    cluster = prepare.configuration(sweep).cluster
     try:
         live = slurm.live_jobs()
     except UserError as error:
@@ -94,4 +94,4 @@ def slurm_backend(sweep: SweepDirectory, cluster: ClusterConfig, live: set[str])
 def _stage(sweep: SweepDirectory) -> None:
     from ..results.evaluation import stage
 
-    stage(planning.configuration(sweep).evaluate.tasks)
+    stage(prepare.configuration(sweep).evaluate.tasks)

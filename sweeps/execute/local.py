@@ -21,9 +21,9 @@ from typing import Any, Protocol
 import submitit
 
 from ...train.errors import UserError
-from ..plan import planning
-from ..plan.planning import Prepared
+from ..plan import rates
 from ..plan.sweep_plan import Plan, PlannedRun
+from ..prepare import Prepared
 from ..runs.attempts import Policy
 from ..runs.directory import RunDirectory, SweepDirectory, lock_token
 from ..runs.queue import Queue, Unit
@@ -98,10 +98,6 @@ class LocalBackend:
         """The runs that the command asks for."""
         return [run.run_id for run in self._runs if not run.is_done() and run.run_id not in self._tried]
 
-    def has_job(self, run: RunDirectory) -> bool:
-        """No job outlives its launcher here."""
-        return False
-
     def is_taken(self, run: RunDirectory) -> bool:
         """Whether a run was not added, nor asked for again, since it was last started here."""
         state = run.state()
@@ -132,22 +128,24 @@ class LocalBackend:
 
     def fit(self) -> bool:
         """Fits the laws once after whatever was started."""
-        from ..results.finish import finish
+        from ..results.finish import write_results
 
         if self._fitted or not any(run.is_done() for run in self._sweep.runs()):
             return False
         self._fitted = True
-        finish(self._sweep)
+        write_results(self._sweep)
         return True
 
     def _train(self, plan: Plan, units: Sequence[Unit]) -> None:
-        from ..observe.display import Display
+        from .display import Display
 
         planned = {run.run_id: run for run in plan.runs}
         names = [name for unit in units for name in unit.runs]
         runs = [self._sweep.run(name) for name in names]
         self._tried |= {run.run_id: run.state().since for run in runs}
         ranks = max(planned[name].shape.ranks for name in names)  # a grid may vary the ranks of its runs
+        if ranks > 1:  # jobs of several ranks train one run at a time
+            units = [Unit("alone", (name,)) for name in names]
         pool = self._pool(ranks)
         parents = {name: (run.parent, run.first_step) for name in names if (run := planned[name]).parent is not None}
         queue = Queue.create(self._sweep, pool.folder / f"queue-{os.urandom(4).hex()}", units, parents)
@@ -158,8 +156,8 @@ class LocalBackend:
             pool.run(training, lambda: display.update(*training.news()))
 
     def _score(self, plan: Plan, unscored: Sequence[RunDirectory]) -> None:
-        from ..observe.display import Display
         from ..results.evaluation import stage
+        from .display import Display
 
         try:
             stage(self._config.evaluate.tasks)
@@ -178,7 +176,7 @@ class LocalBackend:
         # A folder per pool: submitit names its files by process id, and process ids come round again.
         folder = self._sweep.path / "jobs" / f"local-{os.urandom(4).hex()}"
         cluster = self._config.cluster
-        room = planning.places(cluster, ranks, self._rate)
+        room = rates.places(cluster, ranks, self._rate)
         return LocalPool(folder, room.jobs, room.threads, cluster.gpus_per_job, cluster.runs_per_gpu)
 
 

@@ -29,7 +29,7 @@ from ...train.errors import UserError
 from ...train.job.environment import Ranks, detect
 from ...train.job.failure import Cause, Failure, note_failure
 from ...train.job.session import session
-from ..plan.planning import configuration
+from ..prepare import configuration
 from ..runs import attempts, states
 from ..runs.attempts import Policy
 from ..runs.directory import RunDirectory, SweepDirectory, inside_job, job_id, job_restarts, this_node

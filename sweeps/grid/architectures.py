@@ -11,13 +11,14 @@ import bisect
 import dataclasses
 import math
 from functools import cache
+from operator import itemgetter
 
 from ...train.config import ModelConfig
 from ...train.flops import count_parameters
 
 SHAPE_WEIGHT = 0.8  # how much a depth off the rule counts against a size off the target, both as logarithms
 
-_Candidate = tuple[int, float, ModelConfig]  # see `candidates`
+_Candidate = tuple[int, float, ModelConfig]  # see `well_shaped`
 
 
 def head_dim(width: int) -> int:
@@ -41,11 +42,6 @@ def widths(largest: int = 16384) -> tuple[int, ...]:
     return tuple(found)
 
 
-def ideal_depth(width: int) -> float:
-    """Depth that the rule gives a width."""
-    return 0.5 * math.sqrt(width)
-
-
 def shaped(base: ModelConfig, width: int, depth: int) -> ModelConfig:
     """The base model at a width and depth, keeping its options and its ratio of query to key/value heads."""
     heads = width // head_dim(width)
@@ -61,32 +57,28 @@ def _candidates(frozen_base: tuple[tuple[str, object], ...]) -> tuple[_Candidate
     base = ModelConfig(**dict(frozen_base))  # type: ignore[arg-type]
     result = []
     for width in widths():
-        ideal = ideal_depth(width)
+        ideal = 0.5 * math.sqrt(width)
         for depth in range(max(1, math.floor(ideal / 2)), math.ceil(2 * ideal) + 1):
             model = shaped(base, width, depth)
             result.append((count_parameters(model).N_total, abs(math.log(depth / ideal)), model))
     return tuple(sorted(result, key=lambda item: item[:2]))
 
 
-def candidates(base: ModelConfig) -> tuple[_Candidate, ...]:
+def well_shaped(base: ModelConfig) -> tuple[_Candidate, ...]:
     """Every well-shaped model as (N_total, distance from the depth rule, config), smallest first."""
     return _candidates(tuple(dataclasses.asdict(base).items()))
 
 
-def nearest(base: ModelConfig, wanted: float, above: int = 0) -> ModelConfig:
+def nearest_model(base: ModelConfig, wanted: float, above: int = 0) -> ModelConfig:
     """The well-shaped model whose N_total is nearest to `wanted`, among those with N_total > `above`."""
-    pool = candidates(base)
-    pool = pool[bisect.bisect_right(pool, above, key=_total) :]
+    pool = well_shaped(base)
+    pool = pool[bisect.bisect_right(pool, above, key=itemgetter(0)) :]
 
     def distance(item: _Candidate) -> float:
         return abs(math.log(item[0] / wanted)) + SHAPE_WEIGHT * item[1]
 
     # What is farther off in size alone than some model is in all cannot be nearer.
-    some = pool[min(bisect.bisect_left(pool, wanted, key=_total), len(pool) - 1)]
+    some = pool[min(bisect.bisect_left(pool, wanted, key=itemgetter(0)), len(pool) - 1)]
     reach = math.exp(distance(some)) * (1 + 1e-9)
-    first = bisect.bisect_left(pool, wanted / reach, key=_total)
-    return min(pool[first : bisect.bisect_right(pool, wanted * reach, key=_total)], key=distance)[2]
-
-
-def _total(item: _Candidate) -> int:
-    return item[0]
+    first = bisect.bisect_left(pool, wanted / reach, key=itemgetter(0))
+    return min(pool[first : bisect.bisect_right(pool, wanted * reach, key=itemgetter(0))], key=distance)[2]

@@ -10,21 +10,22 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from ...train.config import DataConfig, ModelConfig, RunConfig, run_id, validate
+from ...train.config import DataConfig, ModelConfig, RunConfig, run_id
 from ...train.data.recipe import recipe
 from ...train.errors import UserError
 from ...train.flops import count_parameters, tokens_for_budget, training_flops_per_token
+from ...train.planner.validation import validate
 from ..config import AdaptiveGrid, GridConfig, IsoflopGrid, LadderGrid, PointsGrid, ProductGrid
 from ..terminal import short
 from . import architectures
-from .trunks import merge, own_flops
+from .trunks import merge_runs, own_flops
 
 FIRST_BUDGETS, FIRST_SIZES = 3, 4  # of an adaptive grid's first round: enough to fit a law's five constants
 FIRST_STEP = 3.0  # between two of these budgets
 FIRST_TRIES = 81  # budgets that are tried for the largest of them, over four decades
 
 
-def expand(grid: GridConfig, base: RunConfig) -> list[RunConfig]:
+def expand_grid(grid: GridConfig, base: RunConfig) -> list[RunConfig]:
     """Every run of a grid, once each, in the grid's own order.
 
     Args:
@@ -98,7 +99,7 @@ def _isoflop(grid: IsoflopGrid, base: RunConfig) -> Iterator[RunConfig]:
 
 def _isoflop_budget(grid: IsoflopGrid, base: RunConfig, budget: float) -> Iterator[RunConfig]:
     least = grid.min_steps * base.batch_tokens
-    smallest = architectures.candidates(base.model)[0][2]
+    smallest = architectures.well_shaped(base.model)[0][2]
     if tokens_for_budget(smallest, base.data.sequence_length, budget, grid.convention) < least:
         floor = training_flops_per_token(smallest, base.data.sequence_length) * float(least)
         raise UserError(
@@ -117,7 +118,7 @@ def _first_round(grid: AdaptiveGrid, base: RunConfig) -> list[RunConfig]:
     reference = list(_isoflop(grid, base))
     total = grid.flops_budget or _trained_flops(reference)
     top = largest_flops(grid)
-    smallest = architectures.candidates(base.model)[0][2]
+    smallest = architectures.well_shaped(base.model)[0][2]
     each = training_flops_per_token(smallest, base.data.sequence_length) * float(grid.min_steps * base.batch_tokens)
     for i in range(FIRST_TRIES):
         budgets = [top * 10 ** (-4 * i / (FIRST_TRIES - 1)) / FIRST_STEP**j for j in range(FIRST_BUDGETS)]
@@ -161,7 +162,7 @@ def adaptive_flops(grid: AdaptiveGrid, base: RunConfig) -> float:
 
 def _trained_flops(runs: list[RunConfig]) -> float:
     """Of runs that share their trunks, as far as their schedule allows."""
-    return sum(map(own_flops, merge(runs).runs))
+    return sum(map(own_flops, merge_runs(runs).runs))
 
 
 def whole_steps(tokens: float, base: RunConfig, rounded: Callable[[float], int] = round) -> int:
@@ -184,7 +185,7 @@ def isoflop_sizes(grid: IsoflopGrid, base: ModelConfig, budget: float) -> list[M
     for i in range(grid.sizes):
         target = expected * math.exp(gap * (i - (grid.sizes - 1) / 2))
         above = count_parameters(models[-1]).N_total if models else 0
-        models.append(architectures.nearest(base, target, above=above))
+        models.append(architectures.nearest_model(base, target, above=above))
     return models
 
 
@@ -199,7 +200,7 @@ def _ladder(grid: LadderGrid, base: RunConfig) -> Iterator[RunConfig]:
     _positive("grid.tokens", grid.tokens, "a D is a positive number of tokens")
     _positive("grid.tokens_per_parameter", grid.tokens_per_parameter, "a ratio is a positive number")
     for size in grid.sizes:
-        model = architectures.nearest(base.model, size)
+        model = architectures.nearest_model(base.model, size)
         N = count_parameters(model).N_total
         multiples = [ratio * N for ratio in grid.tokens_per_parameter or ()]
         for tokens in multiples if grid.tokens is None else grid.tokens:

@@ -1,11 +1,7 @@
 """Runs that differ in D alone share the constant-rate part of the longest: a trunk, and branches that decay from it.
 
-Special here:
-- there is no other kind of run: a trunk is an ordinary run that also saves where its branches begin
-  (`checkpoint.at_steps`), and a branch an ordinary run with a `parent`; both fields are cosmetic, so every run keeps
-  its id, and would train alone to the same bits;
-- before a branch trains, `graft` puts the trunk's checkpoint among its own, and the trainer resumes from it;
-- what is on disk limits the choice: a run that is past a step and has not saved it serves nobody there.
+A trunk is an ordinary run that also saves where its branches begin (`checkpoint.at_steps`), and a branch an ordinary
+run with a `parent`. Both fields are cosmetic: every run keeps its id, and would train alone to the same bits.
 
 Haegele et al. 2024 (arXiv 2405.18392), section 5: a scaling law from one constant-rate run and a cooldown for each D.
 """
@@ -15,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -31,7 +27,7 @@ from ..terminal import short
 
 SHOWN = 3  # runs that a remark names
 
-_Named = tuple[str, RunConfig]  # a run with its id, which takes longer to make than all else here
+_Named = tuple[str, RunConfig]  # a run with its id, which takes longer to compute than all else here
 
 
 class NotThere(UserError):
@@ -59,21 +55,19 @@ class Merged:
     remarks: list[str]  # sentences for a person: what is spared, and what is not merged and why
 
 
-def merge(runs: Sequence[RunConfig], progress: Mapping[str, Progress] | None = None) -> Merged:
+def merge_runs(runs: Sequence[RunConfig], progress: Mapping[str, Progress] | None = None) -> Merged:
     """Makes branches of the runs that a longer one can serve as a trunk. Pure.
 
-    Args:
-        runs: from `grid.expand`.
-        progress: what is on disk, by run id; a run that is not in it has not been started.
+    `progress` is what is on disk, by run id; a run that is not in it has not been started.
     """
     families: dict[str, list[_Named]] = {}
     named = [(run_id(run), run) for run in runs]
     for name, run in named:
         families.setdefault(canonical_json({**identity(run), "tokens": 0}), []).append((name, run))
     parents: dict[str, str | None] = {}
-    apart: list[_Apart] = []
+    lone: list[_Lone] = []
     for family in families.values():
-        apart += _merge_family(family, progress or {}, parents)
+        lone += _merge_family(family, progress or {}, parents)
     begins: dict[str, set[int]] = {}  # steps at which branches begin, by trunk
     for name, run in named:
         if (trunk := parents[name]) is not None:
@@ -83,7 +77,7 @@ def merge(runs: Sequence[RunConfig], progress: Mapping[str, Progress] | None = N
         steps = begins.get(name, set()).union(run.checkpoint.at_steps or ())
         saves = replace(run.checkpoint, at_steps=sorted(steps) or None)
         merged.append(replace(run, parent=parents[name], checkpoint=saves))
-    return Merged(merged, [*_saving(merged), *_obstacles(apart)])
+    return Merged(merged, [*_saving(merged), *_obstacles(lone)])
 
 
 def own_steps(run: RunConfig) -> int:
@@ -96,8 +90,31 @@ def own_flops(run: RunConfig) -> float:
     return flops_exact(run) / run.steps * own_steps(run)
 
 
+def steps_between(run: RunConfig, every: int | None) -> list[int]:
+    """Steps before the last at which a run's checkpoints are kept for scoring; of a branch those after its trunk's."""
+    if every is None:
+        return []
+    if every < 1:
+        raise UserError(
+            f"evaluate.every is {every}; it must be 1 or more steps, or null for the final checkpoint alone"
+        )
+    first = 0 if run.parent is None else trunk_steps(run)
+    return [step for step in range(every, run.steps, every) if step > first]
+
+
+def keep_between(runs: Iterable[RunConfig], every: int | None) -> list[RunConfig]:
+    """The same runs, each told to keep those checkpoints beside what it keeps for its branches."""
+    kept = []
+    for run in runs:
+        if steps := steps_between(run, every):
+            both = sorted({*steps, *(run.checkpoint.at_steps or ())})
+            run = replace(run, checkpoint=replace(run.checkpoint, at_steps=both))
+        kept.append(run)
+    return kept
+
+
 @dataclass(frozen=True)
-class _Apart:
+class _Lone:
     """A run that differs from a longer one in D alone, and is trained from its first step all the same."""
 
     run: RunConfig
@@ -106,13 +123,11 @@ class _Apart:
 
 def _merge_family(
     family: list[_Named], progress: Mapping[str, Progress], parents: dict[str, str | None]
-) -> list[_Apart]:
-    """Fills in `parents` of runs that differ in D alone; returns those that stay apart.
-
-    Longest first, so that whoever could be a run's trunk has been seen before it; and of those that can be, the longest
-    is taken, so that one trunk serves as many as possible.
-    """
-    apart = []
+) -> list[_Lone]:
+    """Fills in `parents` of runs that differ in D alone; returns those that get none though there is a longer run."""
+    lone = []
+    # Longest first, so that whoever could be a run's trunk has been seen before it; of several the longest is taken,
+    # so that one trunk serves as many as possible.
     roots: list[_Named] = []  # make the steps before their decay themselves, or have them behind them
     for name, run in sorted(family, key=lambda item: (-item[1].steps, -item[1].tokens)):
         begin, mine = trunk_steps(run), progress.get(name, Progress())
@@ -125,9 +140,9 @@ def _merge_family(
         parents[name] = able[0] if able else None
         if not able:
             if roots:
-                apart.append(_Apart(run, _why(run, begin, bool(alike))))
+                lone.append(_Lone(run, _why(run, begin, bool(alike))))
             roots.append((name, run))
-    return apart
+    return lone
 
 
 def _why(run: RunConfig, begin: int, alike: bool) -> str:
@@ -139,23 +154,22 @@ def _why(run: RunConfig, begin: int, alike: bool) -> str:
 
 
 def _saving(merged: Sequence[RunConfig]) -> list[str]:
-    """What branching spares, in a sentence; nothing where nothing branches."""
     branches = [run for run in merged if run.parent is not None]
     if not branches:
         return []
-    trunks, apart = len({run.parent for run in branches}), sum(map(flops_exact, merged))
-    spent = sum(map(own_flops, merged))
+    trunks = len({run.parent for run in branches})
+    spent, separate = sum(map(own_flops, merged)), sum(map(flops_exact, merged))
     return [
         f"{len(branches)} of {len(merged)} runs branch from {trunks} trunk{'s' * (trunks > 1)}: {spent:.3g} training "
-        f"FLOPs instead of {apart:.3g}, {1 - spent / apart:.0%} fewer"
+        f"FLOPs instead of {separate:.3g}, {1 - spent / separate:.0%} fewer"
     ]
 
 
-def _obstacles(apart: Sequence[_Apart]) -> list[str]:
+def _obstacles(lone: Sequence[_Lone]) -> list[str]:
     """Why runs that differ from a longer one in D alone do not branch from it, in a sentence for each reason."""
     said = []
-    for why in dict.fromkeys(each.why for each in apart):
-        runs = [each.run for each in apart if each.why == why]
+    for why in dict.fromkeys(each.why for each in lone):
+        runs = [each.run for each in lone if each.why == why]
         named = ", ".join(run.name or run_id(run) for run in runs[:SHOWN])
         more = f" and {len(runs) - SHOWN} more" if len(runs) > SHOWN else ""
         said.append(
@@ -183,43 +197,30 @@ def _reason(why: str, run: RunConfig) -> str:
 
 
 def progress_of(run: RunDirectory, live: bool = False) -> Progress:
-    """Reads what `merge` wants to know of a run: the names of its checkpoints, its state, its config.
+    """What `merge_runs` wants to know of a run, from its config, its state and the names of its checkpoints.
 
-    No file is hashed: a checkpoint that turns out to be damaged costs what it would have spared, and no more.
-
-    Args:
-        run: its directory; it need not exist.
-        live: whether a process or a job in the queue has the run: it saves what its config.yaml says, and no more.
+    `live`: a process or a queued job has the run, which then saves what its config.yaml says and no more.
     """
     try:
         config = run.config()
     except UserError:
         return Progress()  # nothing there, or what `RunDirectory.config` refuses as soon as it is needed
     saved, fixed = run.saved_steps(), live or run.is_done()
-    told = config.checkpoint.at_steps or () if live else ()
-    return Progress(
-        fixed, config.steps if fixed else max(saved, default=0), frozenset(saved).union(told), config.parent
-    )
+    to_save = config.checkpoint.at_steps or () if live else ()
+    step = config.steps if fixed else max(saved, default=0)
+    return Progress(fixed, step, frozenset(saved).union(to_save), config.parent)
 
 
 def has_checkpoint(run: RunDirectory, step: int) -> bool:
-    """Whether a checkpoint of that step has been published; its files are not looked into."""
+    """Whether a checkpoint of that step has been published; its files are not checked."""
     return (_checkpoint(run, step) / "manifest.json").is_file()
 
 
 def graft(branch: RunDirectory, trunk: RunDirectory) -> str | None:
-    """Puts the trunk's checkpoint of the step where the branch begins among the branch's own.
+    """Puts the trunk's checkpoint of the step where the branch begins among the branch's own; says so in a line.
 
-    To be called with the branch's lock held, by its first rank, before it trains. Nothing is done where the branch has
-    a whole checkpoint of its own from that step on. An empty metrics.jsonl gets the trunk's lines up to there.
-
-    Returns:
-        A line for the log; None where nothing was done.
-
-    Raises:
-        NotThere: the trunk has no checkpoint of that step.
-        UserError: it is damaged.
-        OSError: for example when the disk is full; nothing half-written stays.
+    The caller holds the branch's lock. None where the branch has a whole checkpoint from that step on. Raises NotThere
+    where the trunk has none, UserError where it is damaged, OSError on a full disk; nothing half-written stays.
     """
     from ...train.checkpoint.checkpoint import damage
 
@@ -258,10 +259,8 @@ def _begin_metrics(branch: RunDirectory, trunk: RunDirectory, step: int) -> None
 
 
 def _transplant(source: Path, final: Path) -> bool:
-    """Makes `final` the same checkpoint as `source`, in one rename; whether its files are the same on disk too.
-
-    Checkpoints are replaced and never changed in place, so that one file may serve both.
-    """
+    """Makes `final` the same checkpoint as `source`, in one rename; whether its files are links."""
+    # Checkpoints are replaced and never changed in place, so one file may serve both.
     from ...train.checkpoint.checkpoint import publish
 
     linked = True
@@ -269,17 +268,11 @@ def _transplant(source: Path, final: Path) -> bool:
         manifest = read_json(source / "manifest.json") or {}
         for name in manifest:
             (temporary / name).parent.mkdir(parents=True, exist_ok=True)
-            linked &= _link_or_copy(source / name, temporary / name)
+            try:
+                os.link(source / name, temporary / name)
+            except OSError:  # a file system without second names
+                shutil.copyfile(source / name, temporary / name)
+                fsync_path(temporary / name)
+                linked = False
         publish(temporary, final, manifest)
     return linked
-
-
-def _link_or_copy(source: Path, target: Path) -> bool:
-    """A second name for a file, or a copy that is on the disk where the file system has no second names."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)
-        fsync_path(target)
-        return False
-    return True

@@ -25,8 +25,8 @@ from ... import __version__
 from ...train.config import RECIPE
 from ...train.errors import UserError
 from ...train.files import read_json
-from ..plan import planning
-from ..runs import states
+from ..config import cluster_of
+from ..runs import membership, states
 from ..runs.attempts import Policy
 from ..runs.directory import AtWork, Busy, RunDirectory, SweepDirectory, now_on, yaml_or_empty
 from ..runs.queue import Queue
@@ -34,7 +34,7 @@ from ..slurm import commands as slurm
 from ..slurm import supervisor
 from ..terminal import console
 from .doctor_runs import Fault, faults_of, old_temporaries, remove, unreadable
-from .status import cluster_of, lacking
+from .status import lacking
 
 LEAST_BYTES = 500e6  # that the disk must have left
 # Takes the lock that the process which starts it holds; 0: it got it, so locks do nothing here.
@@ -133,7 +133,7 @@ def _faults(sweep: SweepDirectory, settings: Mapping[str, Any], deep: bool) -> I
     yield from _file_system(sweep)
     yield from _files(sweep)
     yield from _orphans(sweep, policy)
-    runs = {run.run_id: run for run in planning.members(sweep)}
+    runs = {run.run_id: run for run in membership.members(sweep)}
     for run in runs.values():
         if run.path.is_dir():
             yield from faults_of(run, policy, deep, evaluated)
@@ -180,7 +180,7 @@ def _orphans(sweep: SweepDirectory, policy: Policy) -> Iterator[Fault]:
                 names = ", ".join(name for unit in lost for name in unit.runs)
                 yield Fault("queue", f"the worker is gone that had {names}", queue.folder,
                             partial(supervisor.settle_queue, queue, policy), "settled")  # fmt: skip
-    for run in planning.members(sweep):
+    for run in membership.members(sweep):
         if _is_dead(run, policy):
             what = f"it says running on {run.state().host}, and its process is gone"
             mend = partial(_settle_dead, run, policy, live is not None)
@@ -221,7 +221,7 @@ def _settle_dead(run: RunDirectory, policy: Policy, ask: bool) -> None:
 def _without_job(sweep: SweepDirectory, live: set[str]) -> list[str]:
     """Runs that wait for a job that is gone. Those of a queue wait for its workers, whom the keeper sees to."""
     queued = {name for queue in Queue.all_of(sweep) for unit in queue.left() for name in unit.runs}
-    states = {run.run_id: run.state() for run in planning.members(sweep) if run.run_id not in queued}
+    states = {run.run_id: run.state() for run in membership.members(sweep) if run.run_id not in queued}
     return [
         name
         for name, state in states.items()
@@ -256,8 +256,8 @@ def _files(sweep: SweepDirectory) -> Iterator[Fault]:
     yield from unreadable(sweep.path / "fit" / "law.json", f"removed; isoflop report {sweep.path} makes it anew")
     yield from _launch_record(sweep)
     yield from unreadable(sweep.path / "jobs" / "keeper.json", "removed; what it counts is counted anew")
-    if (sweep.path / planning.ADDED).exists() and read_json(sweep.path / planning.ADDED) is None:
-        yield Fault("unreadable", f"{planning.ADDED} cannot be read", sweep.path / planning.ADDED, None,
+    if (sweep.path / membership.ADDED).exists() and read_json(sweep.path / membership.ADDED) is None:
+        yield Fault("unreadable", f"{membership.ADDED} cannot be read", sweep.path / membership.ADDED, None,
                     "remove it and extend again; runs that are done stay done")  # fmt: skip
     table = sweep.path / "table.csv"
     if table.exists() and not _is_table(table):

@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..plan.planning import find_runs, members
+from ..config import cluster_of
 from ..runs.attempts import Policy
 from ..runs.directory import RunDirectory, SweepDirectory
-from .status import cluster_of, is_over
+from ..runs.membership import find_runs, is_over, members
 
 POLL_SECONDS = 0.5
 TAIL_BYTES = 16384  # of a file, when only its newest lines are wanted

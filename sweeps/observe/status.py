@@ -11,7 +11,6 @@ Special here:
 from __future__ import annotations
 
 import collections
-import dataclasses
 import heapq
 import math
 import os
@@ -21,7 +20,7 @@ from typing import Any
 
 from ...train.errors import UserError
 from ...train.files import read_json
-from ..config import ClusterConfig
+from ..config import ClusterConfig, cluster_of
 from ..results import accounting
 from ..runs import attempts
 from ..runs.attempts import Attempt, Policy
@@ -101,7 +100,7 @@ def _added(sweep: SweepDirectory, plan: Mapping[str, Any]) -> list[Row]:
     if not (sweep.path / "added.json").exists():
         return []
     from ...train.flops import count_parameters
-    from ..plan.planning import members
+    from ..runs.membership import members
 
     known = {planned["run_id"] for planned in plan["runs"]}
     rows = []
@@ -224,21 +223,6 @@ def _add_again(rows: Iterable[Row], policy: Policy, now: float) -> None:
     for row in rows:
         recent = _attempts(row)[len(row["history"]) - row["recent"] :]
         row["again"] = row["state"] == "failed" and attempts.decide(recent, policy, spent, now).again
-
-
-def is_over(run: RunDirectory, policy: Policy) -> bool:
-    """Whether a run has ended, and is not tried again."""
-    state = run.state().state
-    if state != "failed":
-        return state not in OPEN
-    return not attempts.decision(run, policy, now_on(run.path)).again
-
-
-def cluster_of(settings: Mapping[str, Any]) -> ClusterConfig:
-    """The cluster in a sweep.yaml, whichever version wrote it; what that did not know is as by default."""
-    values = (settings.get("config") or {}).get("cluster") or {}
-    known = {item.name for item in dataclasses.fields(ClusterConfig)}
-    return ClusterConfig(**{name: value for name, value in values.items() if name in known})
 
 
 def _add_waits(sweep: SweepDirectory, rows: Iterable[Row]) -> None:

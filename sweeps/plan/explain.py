@@ -15,11 +15,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ...train.config import RunConfig, from_dict, validate
+from ...train.config import RunConfig, from_dict
 from ...train.errors import UserError
 from ...train.flops import count_parameters
-from ...train.planner.cost import Hardware
-from ...train.planner.planner import Candidate, Choice, choose, gigabytes
+from ...train.planner.planner import Candidate, Choice, Hardware, choose, gigabytes
+from ...train.planner.validation import validate
 from ..config import ClusterConfig
 from ..terminal import console, short
 

@@ -1,12 +1,8 @@
 """Runs become units of work: one run, an ensemble in one process, or processes that share a device. Pure, no torch.
 
-Special here:
-- runs are put together only where the estimate says that the whole sweep then ends no later: two places get two
-  ensembles of four and not one of eight. Of packings that end equally soon the one with the least work wins;
-- a branch is never put together with a run that is none: what it waits for could be its neighbour;
-- the order is longest first, and a trunk before what is no longer than it, because its branches wait for it.
-
-The search goes through the shapes one by one, tries every size of ensemble for each, and stops when nothing helps.
+Runs are put together only where the whole sweep is then estimated to end no later: two places get two ensembles of
+four and not one of eight. The search goes through the shapes one by one, tries every size of ensemble for each, and
+stops when nothing helps.
 """
 
 from __future__ import annotations
@@ -32,16 +28,13 @@ ROUNDING = 1e-9  # what times may differ by and still be equal
 def ensemble_speedup(width: int, members: int, launch_bound_width: float) -> float:
     """Tokens/s of an ensemble over those of its members one after another: launches are paid once for all members.
 
-    Args:
-        width: of the model.
-        members: of the ensemble.
-        launch_bound_width: width at which launching operations takes half of a step of one model alone.
+    At `launch_bound_width` launching operations takes half of a step of one model alone.
     """
     launches = launch_bound_width / (width + launch_bound_width)
     return 1 / (1 - launches + launches / members)
 
 
-def pack(
+def pack_runs(
     runs: Sequence[RunConfig], seconds: Mapping[str, float], *, places: int, ensembles: int, runs_per_gpu: int = 1,
     room_bytes: float | None = None, launch_bound_width: float, device: str = "cuda",
 ) -> list[Unit]:  # fmt: skip
@@ -54,8 +47,6 @@ def pack(
         ensembles: most members of an ensemble; 1 makes none.
         runs_per_gpu: most processes that share a device, each with its part of the memory; 1 makes none.
         room_bytes: of the device; None: enough for anything.
-        launch_bound_width: see `ensemble_speedup`.
-        device: cpu | cuda, whose memory is counted.
     """
     by_id = {run_id(run): run for run in runs}
     if len(by_id) < len(runs):
@@ -73,19 +64,12 @@ def pack(
     return [piece.unit for piece in _in_order(packing)]
 
 
-def unit_seconds(
-    unit: Unit, runs: Mapping[str, RunConfig], seconds: Mapping[str, float], launch_bound_width: float
-) -> float:
-    """Estimated time of a unit. `runs` and `seconds` by run id, as `pack` takes them."""
-    return _Clock({name: runs[name] for name in unit.runs}, seconds, launch_bound_width).piece(unit).seconds
-
-
-def paid_seconds(
+def paid_shares(
     unit: Unit, runs: Mapping[str, RunConfig], seconds: Mapping[str, float], launch_bound_width: float
 ) -> dict[str, float]:
     """What of a unit's time each of its runs pays, by run id: at any time an equal share with those that still train.
 
-    Arguments as `unit_seconds` takes them, and all shares together are its result.
+    `runs` and `seconds` by run id, as `pack_runs` takes them. All shares together are the unit's time.
     """
     piece = _Clock({name: runs[name] for name in unit.runs}, seconds, launch_bound_width).piece(unit)
     names = sorted(unit.runs, key=lambda name: seconds[name])
@@ -203,10 +187,7 @@ def _work(pieces: Iterable[_Piece]) -> float:
 
 
 def _improve(packing: Packing, ways: Sequence[Sequence[Way]], clock: _Clock, places: int) -> Packing:
-    """Takes for each group in turn the way that costs least, given the others', until no group gains.
-
-    What is to be small is the wall clock, then the work of all places.
-    """
+    """Takes for each group in turn the way with the least wall clock, then the least work, until no group gains."""
     pieces = _in_order(packing)
     ends, work, gained = clock.wall_clock(pieces, places), _work(pieces), True
     while gained:
@@ -240,7 +221,7 @@ def _groups(runs: Mapping[str, RunConfig], clock: _Clock) -> list[dict[str, RunC
 
 
 def _in_between(name: str, clock: _Clock) -> bool:
-    """Whether a run waits for another and is waited for."""
+    """Whether a run waits for another and is waited for: its neighbour in a unit could be either."""
     return name in clock.branches and name in clock.trunks
 
 

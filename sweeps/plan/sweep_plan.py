@@ -1,18 +1,12 @@
 """Runs become jobs: their cost, their order, what is trained together, and their shape. Pure.
 
-Special here:
-- how fast a run trains is what past sweeps measured on such a device (`calibration.py`), and where none has, peak *
-  width / (width + half_speed_width) of its plain matrix-product rate, which is what small models do; the report
-  compares the estimate with what was spent;
-- estimates decide on order and place alone. Which runs there are, and what comes of them, does not depend on them;
-- a branch (`trunks.py`) costs what it trains itself, from where it leaves its trunk; C and D are those of the whole
-  run, which is what its loss belongs to.
+Estimates decide on order and place alone: which runs there are, and what comes of them, does not depend on them.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -23,8 +17,8 @@ from ...train.flops import count_parameters, flops_6nd, flops_exact
 from ...train.schedule import trunk_steps
 from ..config import ClusterConfig
 from ..grid.trunks import own_flops
-from .calibration import Calibration, kind_of
-from .packing import Unit, pack, paid_seconds, wall_clock
+from .packing import Unit, pack_runs, paid_shares, wall_clock
+from .rates import Calibration, Rates, describe_mesh, run_kind
 
 MANY_STEPS = 200_000  # beyond which a batch is far below what a run of that length can use
 
@@ -45,7 +39,7 @@ class JobShape:
         return self.nodes * self.ranks_per_node
 
     def for_one_process(self) -> JobShape:
-        """What a process gets that works on the whole run, such as its scoring: the memory of all ranks of a node."""
+        """For a process that works on the whole run, as its scoring does: the memory of all ranks of a node."""
         return replace(self, memory_gb=self.memory_gb * self.ranks_per_node, nodes=1, ranks_per_node=1)
 
 
@@ -96,29 +90,30 @@ class Plan:
     # Of each kind of run by width: the FLOP/s that were measured, and by how many runs; a sweep goes on with these.
     rates: dict[str, dict[int, tuple[float, int]]] = field(default_factory=dict)
 
-    @property
-    def seconds(self) -> dict[str, float]:
-        """Estimate of each run alone, by run id."""
-        return {run.run_id: run.estimated_seconds for run in self.runs}
+    def units_of(self, names: Collection[str]) -> list[Unit]:
+        """The units without the runs that are not named."""
+        left = [(unit.how, tuple(name for name in unit.runs if name in names)) for unit in self.units]
+        return [Unit(how if len(runs) > 1 else "alone", runs) for how, runs in left if runs]
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def plan(
+def plan_runs(
     runs: Sequence[RunConfig], cluster: ClusterConfig, flops_per_second: float, jobs_at_once: int, ensembles: int = 1,
-    threads: int | None = None, measured: Calibration | None = None,
+    threads: int | None = None, measured: Calibration | None = None, done: Collection[str] = (),
 ) -> Plan:  # fmt: skip
-    """Cost, order and placement of a grid.
+    """Cost, order and placement of a grid, with its trunks and branches.
 
     Args:
-        runs: from `grid.expand`, and with trunks and branches from `trunks.merge`.
+        runs: complete.
         cluster: what a job may ask for, and the price.
         flops_per_second: matrix-product peak of what one job gets, all ranks together.
         jobs_at_once: how many run side by side.
         ensembles: most runs that may be trained together as one ensemble.
         threads: cores that a rank has; None: `cluster.cpus_per_task`.
-        measured: what past sweeps reached on such a device; None: nothing is known.
+        measured: what past sweeps reached on such a device.
+        done: ids of runs that are trained: no unit has both such a run and one that is left.
 
     Raises:
         UserError: a run's ranks do not fit on the cluster's nodes.
@@ -129,11 +124,14 @@ def plan(
     # Longest first: the last job to start is then the shortest, and no core idles behind a long tail.
     planned.sort(key=lambda run: (-run.estimated_seconds, run.run_id))
     seconds = {run.run_id: run.estimated_seconds for run in planned}
-    units = units_of(runs, seconds, cluster, jobs_at_once, ensembles)
+    units: list[Unit] = []
+    for trained in (False, True):
+        part = [run for name, run in by_id.items() if (name in done) == trained]
+        units += _units(part, seconds, cluster, jobs_at_once, ensembles)
     bound = launch_bound_width(cluster)
     paid: dict[str, float] = {}
     for unit in units:
-        paid |= paid_seconds(unit, by_id, seconds, bound)
+        paid |= paid_shares(unit, by_id, seconds, bound)
     planned = [replace(run, paid_seconds=paid[run.run_id]) for run in planned]
     gpu_hours = sum(run.paid_seconds * run.shape.gpus * run.shape.ranks for run in planned) / 3600
     core_hours = sum(run.paid_seconds * run.shape.cpus * run.shape.ranks for run in planned) / 3600
@@ -151,27 +149,18 @@ def plan(
         core_hours=core_hours,
         dollars=None if price is None else gpu_hours * price,
         measured_runs=rates.measured_runs(by_id.values()),
-        rates={kind: dict(rates.measured.rates.get(kind, {})) for kind in sorted(set(map(_kind, runs)))},
+        rates={kind: dict(rates.measured.rates.get(kind, {})) for kind in sorted(set(map(run_kind, runs)))},
     )
 
 
-def units_of(
-    runs: Sequence[RunConfig], seconds: Mapping[str, float], cluster: ClusterConfig, jobs_at_once: int, ensembles: int
+def _units(
+    runs: Sequence[RunConfig], seconds: dict[str, float], cluster: ClusterConfig, jobs_at_once: int, ensembles: int
 ) -> list[Unit]:
-    """What of these runs is trained together, in the order in which it is started.
-
-    Args:
-        runs: all of a sweep's, or those that are still to be trained.
-        seconds: estimate of each alone, by run id.
-        cluster: what a job has.
-        jobs_at_once: how many run side by side.
-        ensembles: most runs of one ensemble.
-    """
     gpus = cluster.gpus_per_job > 0
     room, sharing = (cluster.gpu_memory_gb, cluster.runs_per_gpu) if gpus else (cluster.memory_gb, 1)
     if cluster.kind == "local":  # so many jobs have the same GPU anyway
         room, sharing = room / sharing, 1
-    return pack(
+    return pack_runs(
         runs, seconds, places=jobs_at_once, ensembles=ensembles, runs_per_gpu=sharing, room_bytes=room * 1e9,
         launch_bound_width=launch_bound_width(cluster), device="cuda" if gpus else "cpu",
     )  # fmt: skip
@@ -183,43 +172,15 @@ def launch_bound_width(cluster: ClusterConfig) -> float:
     return assumed if cluster.launch_bound_width is None else cluster.launch_bound_width
 
 
-def remarks(plan: Plan) -> list[str]:
+def plan_remarks(plan: Plan) -> list[str]:
     """What a person should know before the plan is started, in sentences."""
-    said = []
     longest = max(plan.runs, key=lambda run: run.steps)
-    if longest.steps > MANY_STEPS:
-        said.append(
-            f"run {longest.run_id} makes {longest.steps:,} steps of {longest.D // longest.steps:,} tokens; "
-            "optimizer.batch_size and data.sequence_length are small for this budget"
-        )
-    return said
-
-
-@dataclass(frozen=True)
-class Rates:
-    """How fast runs are expected to train: as measured, or else as assumed."""
-
-    cluster: ClusterConfig
-    flops_per_second: float  # matrix-product peak of a job
-    measured: Calibration
-
-    def of(self, run: RunConfig) -> float:
-        """FLOP/s, exact convention, that training a run alone is expected to reach."""
-        found = self.measured.rate(_kind(run), run.model.width, self.assumed)
-        return self.assumed(run.model.width) if found is None else found
-
-    def assumed(self, width: float) -> float:
-        """FLOP/s that training a model of this width reaches if nothing else is known."""
-        return self.flops_per_second * width / (width + self.cluster.half_speed_width)
-
-    def measured_runs(self, runs: Iterable[RunConfig]) -> int:
-        """How many measured runs are behind the estimates of these; 0 where some of them has none."""
-        kinds = {_kind(run) for run in runs}
-        return self.measured.runs(kinds) if all(self.measured.runs([kind]) for kind in kinds) else 0
-
-
-def _kind(run: RunConfig) -> str:
-    return kind_of(run.precision, describe_mesh(run.parallel), run.batch_tokens, run.data.sequence_length)
+    if longest.steps <= MANY_STEPS:
+        return []
+    return [
+        f"run {longest.run_id} makes {longest.steps:,} steps of {longest.D // longest.steps:,} tokens; "
+        "optimizer.batch_size and data.sequence_length are small for this budget"
+    ]
 
 
 def makespan(seconds: list[float], at_once: int) -> float:
@@ -231,15 +192,9 @@ def makespan(seconds: list[float], at_once: int) -> float:
 
 
 def job_shape(parallel: ParallelConfig, cluster: ClusterConfig, threads: int | None = None) -> JobShape:
-    """The nodes and ranks of a run. Every node has as many ranks, and a tensor-parallel group stays within one node.
+    """The nodes and ranks of a run: every node has as many ranks, and a tensor-parallel group stays within one node.
 
-    Args:
-        parallel: how the run is spread.
-        cluster: what a rank gets, and how many ranks a node takes.
-        threads: cores of a rank; None: `cluster.cpus_per_task`.
-
-    Raises:
-        UserError: a node does not take a whole tensor-parallel group.
+    Raises UserError where a node does not take a whole tensor-parallel group.
     """
     groups = parallel.dp  # tensor-parallel groups on a node
     if cluster.kind == "slurm" and cluster.ranks_per_node is not None:
@@ -254,13 +209,6 @@ def job_shape(parallel: ParallelConfig, cluster: ClusterConfig, threads: int | N
         cluster.gpus_per_job, threads or cluster.cpus_per_task, cluster.memory_gb, cluster.time_minutes,
         nodes=parallel.dp // groups, ranks_per_node=groups * parallel.tp,
     )  # fmt: skip
-
-
-def describe_mesh(parallel: ParallelConfig) -> str:
-    """How a run is spread over its ranks, for people; empty for one rank."""
-    if parallel.world_size == 1:
-        return ""
-    return f"tp{parallel.tp} dp{parallel.dp}" + (f" zero{parallel.zero}" if parallel.zero else "")
 
 
 def _planned(name: str, run: RunConfig, cluster: ClusterConfig, rates: Rates, threads: int | None) -> PlannedRun:

@@ -1,15 +1,15 @@
-"""What a sweep was planned to cost and what it has cost: device-hours, dollars and FLOPs, and what was wasted, and why.
+"""What a sweep was planned to cost and what it has cost, what was wasted and why, and how far its estimates were off.
 
-Special here:
-- the books are those of the attempts that have ended, as attempts.jsonl has them; a step is useful as long as a result,
-  or a checkpoint that a run can go on from, stands on it. What is useful and what is wasted add up to what was done;
-- a step is lost to what ended the attempt after which a run went back behind it, whoever had made it;
-- runs that are trained together share their device: at any time each pays as much as every other that still trains;
-- of a branch only its own steps count, and a trunk that diverged was of use as far as its branches begin.
+- The books are those of the attempts that have ended. A step is useful as long as a result stands on it, or a
+  checkpoint that a run can go on from; what is useful and what is wasted add up to what was done.
+- A step is lost to what ended the attempt after which a run went back behind it, whoever had made it.
+- Runs that are trained together share their device: at any time each pays as much as every other that still trains.
+- Of a branch only its own steps count, and a trunk that diverged was of use as far as its branches begin.
 """
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -17,11 +17,18 @@ from itertools import pairwise
 from typing import Any
 
 from ...train.errors import UserError
-from ..plan.estimates import Error, Planned, compare, error_of_all, errors_by_width, planned_seconds, result_of
+from ...train.files import read_json_lines
+from ..plan.packing import ensemble_speedup
+from ..plan.rates import Measured, kind_of
 from ..runs import attempts
 from ..runs.attempts import Attempt
-from ..runs.directory import SweepDirectory
+from ..runs.directory import RunDirectory, SweepDirectory
 from ..slurm import commands as slurm
+
+LEAST_SECONDS = 5.0  # of a run that `measured_rates` learns from: a shorter one says more of its start than its speed
+
+Planned = dict[str, Any]  # a run of plan.json
+Times = tuple[float, float]  # actual, planned
 
 
 @dataclass(frozen=True)
@@ -40,6 +47,16 @@ class Wasted:
     attempts: int  # that it ended
     hours: float
     flops: float
+
+
+@dataclass(frozen=True)
+class Error:
+    """How far an estimate of time was off: actual over planned."""
+
+    runs: int
+    ratio: float  # of all together: of the sums; of one width: the runs' median
+    low: float  # quartiles of the runs' ratios
+    high: float
 
 
 @dataclass(frozen=True)
@@ -74,11 +91,7 @@ class Account:
 
 
 def account(sweep: SweepDirectory) -> Account:
-    """The books of a sweep as its directories have them now; SLURM is asked where the sweep went there.
-
-    Raises:
-        UserError: plan.json or sweep.yaml cannot be read.
-    """
+    """The books of a sweep as its directories have them now; SLURM is asked where the sweep went there."""
     plan, cluster = sweep.plan(), sweep.settings()["config"]["cluster"]
     runs = {run["run_id"]: run for run in plan["runs"]}
     histories = {name: attempts.read(sweep.run(name)) for name in runs}
@@ -97,7 +110,7 @@ def account(sweep: SweepDirectory) -> Account:
         return Amount(hours, None if price is None else hours * price, float(flops))
 
     wasted_hours, wasted_flops = sum(books.lost_hours.values()), sum(books.lost_flops.values())
-    compared = compare(runs, results, histories, paid, sweep)
+    compared = _compared(runs, results, histories, paid, sweep)
     return Account(
         unit="GPU-hours" if gpus else "core-hours",
         runs=len(runs),
@@ -111,8 +124,8 @@ def account(sweep: SweepDirectory) -> Account:
         retries=attempts.retries_spent(sweep),
         retry_budget=cluster.get("sweep_retries", 0),
         measured_runs=plan.get("measured_runs", 0),
-        error=error_of_all(compared),
-        errors=errors_by_width(runs, compared),
+        error=_error_of_all(compared),
+        errors=_errors_by_width(runs, compared),
         **_by_slurm(sweep, runs, histories, cluster),
     )
 
@@ -125,13 +138,9 @@ def devices(shape: Mapping[str, Any], cluster: Mapping[str, Any]) -> float:
 
 
 def lost_steps(history: Sequence[Attempt], begins: int, done: bool, served: int = 0) -> list[Counter[str]]:
-    """Steps of each attempt on which nothing stands, by the cause that took them away. Pure.
+    """Steps of each attempt (oldest first) on which nothing stands, by the cause that took them away. Pure.
 
-    Args:
-        history: attempts of a run, oldest first.
-        begins: where the run leaves its trunk; 0 where it has none.
-        done: whether it has a result.
-        served: the last step that another run's result stands on.
+    The run leaves its trunk at step `begins`; `served` is the last step that another run's result stands on.
     """
     lost: list[Counter[str]] = [Counter() for _ in history]
     kept = [(attempt.first_step, attempt.last_step) for attempt in history]
@@ -153,19 +162,19 @@ def lost_steps(history: Sequence[Attempt], begins: int, done: bool, served: int 
 def paid_seconds(histories: Mapping[str, Sequence[Attempt]]) -> dict[str, list[float]]:
     """Time of each attempt, by run id; of attempts that share a process or a device, each one's part of it. Pure."""
     paid = {name: [attempt.seconds for attempt in history] for name, history in histories.items()}
-    together = defaultdict(list)  # attempts that have a job together, though perhaps one after the other
+    sharing = defaultdict(list)  # attempts of one job, though perhaps one after the other
     for name, history in histories.items():
         for index, attempt in enumerate(history):
             if attempt.share < 1:
-                together[attempt.host, attempt.job_id].append((attempt.began, attempt.ended, name, index))
-    for sharers in together.values():
+                sharing[attempt.host, attempt.job_id].append((attempt.began, attempt.ended, name, index))
+    for sharers in sharing.values():
         moments = sorted({moment for began, ended, _, _ in sharers for moment in (began, ended)})
         for _, _, name, index in sharers:
             paid[name][index] = 0.0
         for start, end in pairwise(moments):
-            there = [(name, index) for began, ended, name, index in sharers if began <= start and end <= ended]
-            for name, index in there:
-                paid[name][index] += (end - start) / len(there)
+            present = [(name, index) for began, ended, name, index in sharers if began <= start and end <= ended]
+            for name, index in present:
+                paid[name][index] += (end - start) / len(present)
     return paid
 
 
@@ -183,7 +192,6 @@ class _Books:
         self, run: Planned, history: Sequence[Attempt], paid: Sequence[float], result: Mapping[str, Any] | None,
         served: int, devices: float,
     ) -> None:  # fmt: skip
-        """Adds a run."""
         step_flops, begins = round(run["flops_exact"] / run["steps"]), run.get("first_step", 0)
         lost = lost_steps(history, begins, result is not None, served)
         kept = 0
@@ -249,3 +257,86 @@ def _by_slurm(
         return sum(known) / 3600 if known else None
 
     return {"cluster_hours": hours(training), "scoring_hours": hours(scoring)}
+
+
+def planned_seconds(planned: Planned) -> float:
+    """What a run was expected to pay; a plan of an earlier version has only what it takes alone."""
+    return float(planned.get("paid_seconds") or planned["estimated_seconds"])
+
+
+def own_seconds(run: RunDirectory, planned: Planned, summary: Mapping[str, Any]) -> float:
+    """Seconds that a finished run trained itself: of a branch, what came after its trunk's part."""
+    first = planned.get("first_step", 0)
+    if not first:
+        return float(summary["seconds"])
+    before = [line for line in read_json_lines(run.path / "metrics.jsonl") if 0 < line.get("step", 0) <= first]
+    if not before or "seconds" not in before[-1]:
+        return float(summary["seconds"]) * (1 - first / planned["steps"])
+    return max(0.0, float(summary["seconds"]) - before[-1]["seconds"] * first / before[-1]["step"])
+
+
+def _compared(
+    runs: Mapping[str, Planned], results: Mapping[str, Mapping[str, Any] | None],
+    histories: Mapping[str, Sequence[Attempt]], paid: Mapping[str, Sequence[float]], sweep: SweepDirectory,
+) -> dict[str, Times]:  # fmt: skip
+    """Of the runs that are done: the seconds of training that each paid, without repeated steps, and those planned."""
+    found = {}
+    for name, result in results.items():
+        if result is None:
+            continue
+        seconds = own_seconds(sweep.run(name), runs[name], result)
+        if _shares_device(histories[name], result):
+            seconds *= sum(paid[name]) / max(sum(attempt.seconds for attempt in histories[name]), 1e-9)
+        found[name] = seconds, planned_seconds(runs[name])
+    return found
+
+
+def _error_of_all(compared: Mapping[str, Times]) -> Error | None:
+    if not compared:
+        return None
+    actual, planned = map(sum, zip(*compared.values(), strict=True))
+    return Error(len(compared), actual / planned, *_quartiles([one / other for one, other in compared.values()]))
+
+
+def _errors_by_width(runs: Mapping[str, Planned], compared: Mapping[str, Times]) -> dict[int, Error]:
+    ratios: dict[int, list[float]] = defaultdict(list)
+    for name, (actual, planned) in compared.items():
+        ratios[runs[name]["width"]].append(actual / planned)
+    return {
+        width: Error(len(some), statistics.median(some), *_quartiles(some)) for width, some in sorted(ratios.items())
+    }
+
+
+def measured_rates(sweep: SweepDirectory, launch_bound_width: float) -> list[Measured]:
+    """What the runs that are done reached, each as if trained alone, for the estimates of later sweeps."""
+    found = []
+    for planned in sweep.plan()["runs"]:
+        run = sweep.run(planned["run_id"])
+        result = result_of(run)
+        if result is None or _shares_device(attempts.read(run), result):
+            continue
+        seconds = own_seconds(run, planned, result)
+        if seconds < LEAST_SECONDS:
+            continue
+        members = result.get("ensemble", 1)
+        gain = ensemble_speedup(planned["width"], members, launch_bound_width)
+        batch_tokens = planned["D"] // planned["steps"]
+        kind = kind_of(planned["precision"], planned["mesh"], batch_tokens, planned["sequence_length"])
+        rate = planned["flops_own"] / seconds / gain
+        found.append(Measured(run.run_id, kind, planned["width"], rate, result["device"]))
+    return found
+
+
+def result_of(run: RunDirectory) -> dict[str, Any] | None:
+    """The summary of a run that is done; None of any other."""
+    return run.summary() if run.state().state == "done" else None
+
+
+def _shares_device(history: Sequence[Attempt], result: Mapping[str, Any]) -> bool:
+    """Whether a run shared its device with other processes; an ensemble's clock takes care of its members itself."""
+    return result.get("ensemble", 1) == 1 and any(attempt.share < 1 for attempt in history)
+
+
+def _quartiles(values: Sequence[float]) -> tuple[float, float]:
+    low, _, high = statistics.quantiles(values, method="inclusive") if len(values) > 1 else [values[0]] * 3
+    return low, high

@@ -1,22 +1,17 @@
 """Scoring the runs of a sweep: which checkpoints are wanted, which have scores, and the call into the evaluate room.
 
-Special here:
-- With `evaluate.every` a run also keeps and scores checkpoints on its way. A branch keeps those after its trunk's part:
-  the ones before are the trunk's.
-- A checkpoint that a run was not told to keep, for `every` came later, is not missed.
+A checkpoint that a run was not told to keep, because `evaluate.every` was set later, is not missed.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ...train.config import RunConfig
-from ...train.errors import UserError
 from ...train.files import read_json, read_json_lines, write_json
-from ...train.schedule import trunk_steps
+from ..grid.trunks import steps_between
 from ..runs.directory import RunDirectory
 
 if TYPE_CHECKING:
@@ -32,33 +27,6 @@ class Scoring:
     suite: Suite
     tokens: dict[str, TokenCache] = dataclasses.field(default_factory=dict)
     overlaps: dict[str, Contamination] = dataclasses.field(default_factory=dict)
-
-
-def steps_between(run: RunConfig, every: int | None) -> list[int]:
-    """Steps before the last at which a run's checkpoints are kept for scoring.
-
-    Raises:
-        UserError: `every` is below 1.
-    """
-    if every is None:
-        return []
-    if every < 1:
-        raise UserError(
-            f"evaluate.every is {every}; it must be 1 or more steps, or null for the final checkpoint alone"
-        )
-    first = 0 if run.parent is None else trunk_steps(run)
-    return [step for step in range(every, run.steps, every) if step > first]
-
-
-def keep_between(runs: Iterable[RunConfig], every: int | None) -> list[RunConfig]:
-    """The same runs, each told to keep those checkpoints; what it keeps for its branches stays."""
-    kept = []
-    for run in runs:
-        if steps := steps_between(run, every):
-            both = sorted({*steps, *(run.checkpoint.at_steps or ())})
-            run = dataclasses.replace(run, checkpoint=dataclasses.replace(run.checkpoint, at_steps=both))
-        kept.append(run)
-    return kept
 
 
 def stage(tasks: list[str]) -> None:

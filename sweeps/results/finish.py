@@ -1,13 +1,15 @@
-"""The end of a sweep: table.csv, the books, the laws, the report, and what the terminal shows of them.
+"""The end of a sweep: table.csv, the books, the laws and the report, and what the terminal shows of them.
 
-Special here: what only serves later (calibration, the tracker) is never an error, for the results are on disk by then.
+fit/inputs.json says what all of it was made from. Where that still holds, nothing is computed, drawn or written anew.
 """
 
 from __future__ import annotations
 
+import hashlib
 import platform
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -18,30 +20,67 @@ from ...train.config import from_dict
 from ...train.errors import UserError
 from ...train.files import read_json, write_json
 from ..config import ClusterConfig
-from ..observe import tracking
-from ..plan import calibration
-from ..plan.estimates import measured
+from ..plan.rates import place_of, record_rates
 from ..plan.sweep_plan import launch_bound_width
 from ..runs.directory import SweepDirectory
 from ..terminal import console, short
-from . import pages
-from .accounting import account
+from . import pages, tracking
+from .accounting import account, measured_rates
 from .table import loss_curves, write_table
 
 COSTS = "costs.json"
+INPUTS = "inputs.json"
 SHOWN = 3  # causes of waste that the terminal names
+ROOMS = ("fit", "sweeps", "evaluate", "train")  # whose code the results depend on
+CODE = (".py", ".yaml", ".html", ".css", ".js")
+# What the results are made from, and what they are, below the sweep's folder.
+SOURCES = ("sweep.yaml", "plan.json", *(f"runs/*/{name}" for name in (
+    "config.yaml", "state.json", "summary.json", "metrics.jsonl", "attempts.jsonl", "eval/step_*.json",
+)))  # fmt: skip
+MADE = ("table.csv", COSTS, "fit/law.json", "fit/*.html", "fit/*.png", "runs/*/eval/*.html")
 
 
-def finish(sweep: SweepDirectory, targets: list[float] | None = None) -> dict[str, Any]:
-    """Writes table.csv, costs.json, fit/law.json and the pages in fit/ from whatever the runs have written.
+def write_results(sweep: SweepDirectory, targets: list[float] | None = None, anew: bool = False) -> dict[str, Any]:
+    """The analysis, after table.csv, costs.json, fit/law.json and the pages in fit/ are written, where that is due.
 
     Args:
-        sweep: the sweep's directory.
-        targets: FLOP budgets to extrapolate to; those of the sweep's config where not given.
-
-    Raises:
-        UserError: no run is done.
+        sweep: some of its runs are done.
+        targets: FLOP budgets to extrapolate to; None: those of the sweep's config.
+        anew: write everything, also where nothing has changed since.
     """
+    digest = _digest(sweep, targets)
+    law = None if anew else _up_to_date(sweep, digest)
+    if law is None:
+        law = _analyze(sweep, targets)
+        write_json(sweep.path / "fit" / INPUTS, {"digest": digest, "made": _stamps(sweep, MADE)})
+    tracking.push_results(sweep, _say)
+    return law
+
+
+def _digest(sweep: SweepDirectory, targets: list[float] | None) -> str:
+    """Of everything that the results are made from: code by content, what the sweep's runs wrote by size and time."""
+    root, found = Path(__file__).resolve().parents[2], hashlib.sha256(repr((targets, _stamps(sweep, SOURCES))).encode())
+    for path in sorted(path for room in ROOMS for path in (root / room).rglob("*") if path.suffix in CODE):
+        found.update(path.read_bytes())
+    return found.hexdigest()
+
+
+def _stamps(sweep: SweepDirectory, patterns: tuple[str, ...]) -> dict[str, list[int]]:
+    """Size and time of the last change of each file, by name."""
+    found = {path: path.stat() for pattern in patterns for path in sorted(sweep.path.glob(pattern))}
+    return {str(path.relative_to(sweep.path)): [stat.st_size, stat.st_mtime_ns] for path, stat in found.items()}
+
+
+def _up_to_date(sweep: SweepDirectory, digest: str) -> dict[str, Any] | None:
+    """The analysis in law.json, where nothing has changed since; else None."""
+    known = read_json(sweep.path / "fit" / INPUTS) or {}
+    if known.get("digest") != digest or known.get("made") != _stamps(sweep, MADE):
+        return None
+    law = read_json(sweep.path / "fit" / "law.json")
+    return law and {name: value for name, value in law.items() if name not in ("provenance", "estimator")}
+
+
+def _analyze(sweep: SweepDirectory, targets: list[float] | None) -> dict[str, Any]:
     from ... import fit
 
     settings = sweep.settings()
@@ -65,19 +104,17 @@ def finish(sweep: SweepDirectory, targets: list[float] | None = None) -> dict[st
         costs=costs,
     )  # fmt: skip
     pages.write_pages(sweep, table, analysis.tasks)
-    _teach(sweep, settings)
-    tracking.push_results(sweep, _say)
+    _calibrate(sweep, settings)
     return analysis.to_dict()
 
 
-def _teach(sweep: SweepDirectory, settings: dict[str, Any]) -> None:
-    """Adds what this sweep's runs reached to what the estimates of later sweeps are made from."""
+def _calibrate(sweep: SweepDirectory, settings: dict[str, Any]) -> None:
+    """Adds what this sweep's runs reached to what the estimates of later sweeps are made from. Never an error."""
     cluster = from_dict(ClusterConfig, settings["config"]["cluster"])
     if cluster.kind == "local" and settings.get("host") != platform.node():
         return  # its runs were trained on another machine than this
-    threads = sweep.plan()["runs"][0]["shape"]["cpus"]
-    place = calibration.place_of(cluster, threads)
-    if (said := calibration.record(place, measured(sweep, launch_bound_width(cluster)))) is not None:
+    place = place_of(cluster, sweep.plan()["runs"][0]["shape"]["cpus"])
+    if (said := record_rates(place, measured_rates(sweep, launch_bound_width(cluster)))) is not None:
         _say(f"note: {said}")
 
 
@@ -102,8 +139,7 @@ def print_result(sweep: SweepDirectory) -> None:
 def print_law(law: dict[str, Any], name: str) -> None:
     """N, D and loss at each target by each approach, then what to distrust."""
     out = console()
-    rows = _estimates(law)
-    if rows:
+    if rows := _estimates(law):
         table = Table(title=f"{name}: compute-optimal, with 95 % intervals", title_justify="left", box=box.SIMPLE)
         for column in ("FLOPs", "approach", "N", "D", "D/N", "loss"):
             table.add_column(column, justify="left" if column == "approach" else "right", no_wrap=True)
@@ -121,11 +157,12 @@ def print_law(law: dict[str, Any], name: str) -> None:
 
 
 def _estimates(law: dict[str, Any]) -> list[list[str]]:
-    rows = []
-    for name, estimates in _by_approach(law).items():
-        for item in estimates:
-            rows.append((item["flops"], name, item))
-    rows.sort(key=lambda row: row[0])
+    """Rows of the table, by budget."""
+    found = [
+        (item["flops"], name, item)
+        for name, approach in (law.get("approaches") or {}).items()
+        for item in approach.get("optimal", [])
+    ]
     return [
         [
             f"{flops:.3g}",
@@ -135,12 +172,8 @@ def _estimates(law: dict[str, Any]) -> list[list[str]]:
             "–" if not item["N"] or item["D"] is None else f"{item['D'] / item['N']:.3g}",
             _with_interval(item["loss"], item.get("loss_ci"), lambda value: f"{value:.3f}"),
         ]
-        for flops, name, item in rows
+        for flops, name, item in sorted(found, key=lambda row: row[0])
     ]
-
-
-def _by_approach(law: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    return {name: approach.get("optimal", []) for name, approach in (law.get("approaches") or {}).items()}
 
 
 def _with_interval(value: float | None, interval: list[float | None] | None, say: Callable[[float], str]) -> str:

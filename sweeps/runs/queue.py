@@ -240,8 +240,7 @@ class Queue:
             home = self._home.get(trunk)
             if home is None or home == index or home in self._ended:
                 continue
-            manifest = self.sweep.run(trunk).path / "checkpoints" / f"step_{step}" / "manifest.json"
-            if not manifest.is_file() and all(own < step for own in self.sweep.run(name).saved_steps()):
+            if not can_begin(self.sweep.run(name), self.sweep.run(trunk), step):
                 return False
         return True
 
@@ -355,6 +354,11 @@ class Queue:
 
     def _lock_of(self, worker: str) -> Path:
         return self.folder / "workers" / f"{worker}.lock"
+
+
+def can_begin(branch: RunDirectory, trunk: RunDirectory, step: int) -> bool:
+    """Whether a branch that begins at `step` of its trunk finds a checkpoint there, or has one of its own."""
+    return step in trunk.saved_steps() or any(own >= step for own in branch.saved_steps())
 
 
 def _locked(path: Path, how: int) -> int:

@@ -26,8 +26,6 @@ from typing import Any, NamedTuple
 from ...train.errors import UserError
 from ...train.files import read_json, write_json
 from ..config import ClusterConfig
-from ..plan import placement
-from ..plan.placement import Batch
 from ..plan.sweep_plan import JobShape, Plan, PlannedRun
 from ..runs import states
 from ..runs.attempts import Policy
@@ -35,7 +33,9 @@ from ..runs.directory import RunDirectory, SweepDirectory, inside_job, job_id
 from ..runs.queue import Queue, Unit
 from . import cluster as slurm_cluster
 from . import commands as slurm
+from . import placement
 from .cluster import Limits
+from .placement import Batch
 from .record import Inventory, LaunchRecord, QueueJobs, labelled_jobs
 from .submit import Call, QueueFull, Request
 from .transaction import Transaction, recover, release_forgotten, transaction

@@ -19,11 +19,11 @@ from typing import Any
 
 from ...train.errors import UserError
 from ...train.files import write_atomic, write_json
-from ..plan.placement import shape_in
 from ..plan.sweep_plan import JobShape
 from ..runs.directory import RunDirectory, SweepDirectory
 from ..runs.queue import Queue
 from . import commands as slurm
+from .placement import shape_in
 
 
 @dataclass

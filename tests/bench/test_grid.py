@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from isoflop.bench import grid as bench_grid
-from isoflop.sweeps.grid.trunks import merge
+from isoflop.sweeps.grid.trunks import merge_runs
 from isoflop.train.errors import UserError
 from isoflop.train.files import write_json
 
@@ -103,7 +103,7 @@ SMOKE = ["+grid=smoke", "schedule.warmup_tokens=1024", *LADDER[2:]]
 
 
 def test_the_small_sweep_has_trunks_and_branches() -> None:
-    runs = merge(bench_grid.Planned.of(SMOKE).runs).runs
+    runs = merge_runs(bench_grid.Planned.of(SMOKE).runs).runs
     assert [run.parent is None for run in runs] == [False, True, False, True]
 
 

@@ -318,10 +318,11 @@ def test_bad_folders_are_named_in_one_sentence(folder: Path, files: dict[str, st
 def test_a_model_is_scored_on_a_file_and_its_gold_answers_in_bits_per_byte(tmp_path: Path) -> None:
     """The whole way, on a model that gives every byte the same probability."""
     import torch
-    from isoflop.evaluate.harness import CheckpointLM, score_task
+    from isoflop.evaluate.harness import CheckpointLM
     from isoflop.train.config import ModelConfig
     from isoflop.train.data.tokenizers import ByteTokenizer
     from isoflop.train.model.gpt import GPT
+    from simple_models import score_task
 
     model = GPT(ModelConfig(width=16, depth=1, heads=2, vocab_size=256), 64)
     with torch.no_grad():

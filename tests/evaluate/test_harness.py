@@ -24,6 +24,7 @@ from isoflop.train.config import DataConfig, ModelConfig, RunConfig
 from isoflop.train.model.gpt import GPT
 from lm_eval.api.instance import Instance
 from lm_eval.tasks import TaskManager
+from simple_models import lm_of
 from torch import Tensor, nn
 
 END = 256
@@ -94,7 +95,7 @@ def ids(text: str) -> list[int]:
 def test_loglikelihood_is_the_direct_sum_with_the_prompt_cut_on_the_left() -> None:
     rng, model, T = np.random.default_rng(1), Fading(), 24
     pairs = [(random_text(rng, 0, 60), " " + random_text(rng, 0, 10)) for _ in range(60)]
-    lm = CheckpointLM(model, Bytes(), T, batch_tokens=100)
+    lm = lm_of(model, Bytes(), T, batch_tokens=100)
     for (context, continuation), (nats, greedy) in zip(
         pairs, lm.loglikelihood([request(*p) for p in pairs]), strict=True
     ):
@@ -110,7 +111,7 @@ def test_loglikelihood_is_the_direct_sum_with_the_prompt_cut_on_the_left() -> No
 
 def test_a_continuation_longer_than_the_model_is_scored_in_windows_that_see_each_token_once() -> None:
     rng, model, T = np.random.default_rng(2), Fading(), 16
-    lm = CheckpointLM(model, Bytes(), T)
+    lm = lm_of(model, Bytes(), T)
     for length in (T, T + 1, 2 * T, 2 * T + 5, 5 * T - 1):
         context, continuation = "the prompt", " " + "".join(rng.choice(list("abcde"), size=length - 1))
         text, target = ids(context)[-1:] + ids(continuation), ids(continuation)
@@ -127,7 +128,7 @@ def test_a_continuation_longer_than_the_model_is_scored_in_windows_that_see_each
 
 def test_without_context_the_end_of_document_is_the_context() -> None:
     model = Fading()
-    lm = CheckpointLM(model, Bytes(), 32)
+    lm = lm_of(model, Bytes(), 32)
     results = lm.loglikelihood([request("", "abc"), request("  ", "abc"), request("x", "")])
     assert results[0][0] == pytest.approx(direct(model, [END, *ids("ab")], ids("abc"))[0], abs=1e-10)
     assert results[1][0] == pytest.approx(direct(model, [END, *ids("  ab")], ids("  abc"))[0], abs=1e-10)
@@ -143,7 +144,7 @@ class Merged(Bytes):
 
 def test_an_answer_that_merges_into_its_context_is_never_certain() -> None:
     model = Fading()
-    (merged, other, nothing) = CheckpointLM(model, Merged(), 32).loglikelihood(
+    (merged, other, nothing) = lm_of(model, Merged(), 32).loglikelihood(
         [request("x a", "b"), request("x a", "c"), request("x a", "")]
     )
     assert merged[0] == pytest.approx(direct(model, ids("x "), [1])[0], abs=1e-10)  # of the token that holds both
@@ -154,21 +155,21 @@ def test_an_answer_that_merges_into_its_context_is_never_certain() -> None:
 def test_a_long_text_is_kept_window_by_window() -> None:
     model, answers = gpt(), Memory()
     text = request("".join(np.random.default_rng(14).choice(list("abcdefgh"), size=240)))
-    (whole,) = CheckpointLM(model, Bytes(), 32).loglikelihood_rolling([text])
-    dying = CheckpointLM(model, Bytes(), 32, batch_tokens=32, answers=answers)
+    (whole,) = lm_of(model, Bytes(), 32).loglikelihood_rolling([text])
+    dying = lm_of(model, Bytes(), 32, batch_tokens=32, answers=answers)
     with pytest.MonkeyPatch.context() as patch:
         dies_after(3, patch)
         with pytest.raises(Killed):
             dying.loglikelihood_rolling([text])
     assert len(answers) == 3
-    (resumed,) = CheckpointLM(model, Bytes(), 32, answers=answers).loglikelihood_rolling([text])
+    (resumed,) = lm_of(model, Bytes(), 32, answers=answers).loglikelihood_rolling([text])
     assert len(answers) == 8
     assert resumed == pytest.approx(whole, rel=1e-12)  # float64; batches are other ones
 
 
 def test_greedy_means_what_greedy_decoding_would_write() -> None:
     model = Fading(3)
-    lm = CheckpointLM(model, Bytes(), 32)
+    lm = lm_of(model, Bytes(), 32)
     context = ids("hello")
     for _ in range(4):
         context.append(int(model(torch.tensor([context]))[0, -1].argmax()))
@@ -185,7 +186,7 @@ def test_batching_changes_nothing(budget: int) -> None:
     torch.manual_seed(0)
     model = GPT(ModelConfig(width=32, depth=2, heads=2, vocab_size=257), 64).eval()
     pairs = [request(random_text(rng, 0, 90), " " + random_text(rng, 0, 90)) for _ in range(16)]
-    lm = CheckpointLM(model, Bytes(), 64, batch_tokens=budget)
+    lm = lm_of(model, Bytes(), 64, batch_tokens=budget)
     together, alone = lm.loglikelihood(pairs), [lm.loglikelihood([pair])[0] for pair in pairs]
     # fp32 matmuls of other shapes round differently, some 1e-7 of each of up to 180 summed terms of about 6 nats.
     np.testing.assert_allclose([n for n, _ in together], [n for n, _ in alone], rtol=1e-6)
@@ -195,7 +196,7 @@ def test_batching_changes_nothing(budget: int) -> None:
 def test_our_gpt_is_scored_as_its_own_softmax_says_and_padding_of_the_vocabulary_has_no_probability() -> None:
     torch.manual_seed(1)
     model = GPT(ModelConfig(width=32, depth=2, heads=2, vocab_size=257), 64).double().eval()
-    lm = CheckpointLM(model, Bytes(), 64)
+    lm = lm_of(model, Bytes(), 64)
     ((nats, _),) = lm.loglikelihood([request("A prompt", " and its answer")])
     tokens = ids("A prompt and its answer")
     with torch.no_grad():
@@ -206,7 +207,7 @@ def test_our_gpt_is_scored_as_its_own_softmax_says_and_padding_of_the_vocabulary
 
 def test_rolling_sums_are_the_windowed_reference() -> None:
     rng, model, T = np.random.default_rng(5), Fading(), 16
-    lm = CheckpointLM(model, Bytes(), T, batch_tokens=40)
+    lm = lm_of(model, Bytes(), T, batch_tokens=40)
     texts = ["", "a", *("".join(rng.choice(list("abcd é"), size=n)) for n in (T - 1, T, T + 1, 3 * T, 3 * T + 7))]
     results = lm.loglikelihood_rolling([request(text, kind="loglikelihood_rolling") for text in texts])
     for text, nats in zip(texts, results, strict=True):
@@ -244,7 +245,7 @@ def windowed(model: GPT, stream: list[int], T: int) -> float:
 
 def test_prompts_continuations_and_texts_of_any_length_are_what_a_gpts_forward_says() -> None:
     rng, T, model = np.random.default_rng(11), 32, gpt()
-    lm = CheckpointLM(model, Bytes(), T, batch_tokens=150)
+    lm = lm_of(model, Bytes(), T, batch_tokens=150)
     prompts = [random_text(rng, 0, 60) for _ in range(12)]
     pairs = [(prompt, " " + random_text(rng, 0, 12)) for prompt in prompts for _ in range(3)]
     pairs += [("a prompt", " " + "".join(rng.choice(list("abc"), size=length))) for length in (T - 1, T, 3 * T)]
@@ -288,7 +289,7 @@ def test_an_interrupted_evaluation_goes_on_at_the_request(monkeypatch: pytest.Mo
     writes = [request(random_text(rng, 0, 9), {"until": [], "max_gen_toks": 9}) for _ in range(6)]
 
     def ask(answers: Memory | None, lm: CheckpointLM | None = None) -> tuple[Any, ...]:
-        lm = lm or CheckpointLM(model, Bytes(), 32, batch_tokens=64, answers=answers)
+        lm = lm or lm_of(model, Bytes(), 32, batch_tokens=64, answers=answers)
         return lm.loglikelihood(pairs), lm.loglikelihood_rolling(texts), lm.generate_until(writes), lm.truncated
 
     expected, passes, real = ask(None), 0, Scorer._pass
@@ -335,7 +336,7 @@ def test_nan_is_kept_as_nan() -> None:
         model.embedding.weight[ord("!")] = torch.nan
     answers = Memory()
     for _ in range(2):
-        lm = CheckpointLM(model, Bytes(), 32, answers=answers)
+        lm = lm_of(model, Bytes(), 32, answers=answers)
         assert np.isnan(lm.loglikelihood([request("oh!", " no")])[0][0])
         assert lm.generate_until([request("oh!", {"until": []})]) == [""]
         assert lm.failed == {("oh!",)}
@@ -357,9 +358,9 @@ def test_the_next_checkpoint_encodes_nothing_and_scores_with_its_own_weights() -
     rng, tokenizer, tokens = np.random.default_rng(13), Counted(), TokenCache("the same")
     prompts = [random_text(rng, 0, 30) for _ in range(5)]
     pairs = [request(prompt, " " + random_text(rng, 0, 9)) for prompt in prompts for _ in range(4)]
-    scores = [CheckpointLM(gpt(seed), tokenizer, 32, tokens=tokens).loglikelihood(pairs) for seed in (0, 1)]
+    scores = [lm_of(gpt(seed), tokenizer, 32, tokens=tokens).loglikelihood(pairs) for seed in (0, 1)]
     assert len(tokenizer.texts) == len(set(tokenizer.texts)) > 20
-    assert scores[0] != scores[1] == CheckpointLM(gpt(1), Bytes(), 32).loglikelihood(pairs)
+    assert scores[0] != scores[1] == lm_of(gpt(1), Bytes(), 32).loglikelihood(pairs)
 
 
 def test_a_cache_of_tokens_keeps_to_its_memory() -> None:
@@ -498,7 +499,7 @@ def test_greedy_generation_is_the_naive_loop_whatever_the_batch() -> None:
 
 def test_generation_ends_before_the_first_stop_sequence_the_limit_or_the_end_of_the_document() -> None:
     model = Fading(7)
-    lm = CheckpointLM(model, Bytes(), 64)
+    lm = lm_of(model, Bytes(), 64)
     full = Bytes().decode(naive(model, ids("start here"), 40, 64))
     stop = full[9:11]
     calls = [
@@ -518,12 +519,12 @@ def test_generation_ends_before_the_first_stop_sequence_the_limit_or_the_end_of_
 
     module = nn.Module()
     module.forward = end_after
-    assert CheckpointLM(module, Bytes(), 64).generate_until([request("12345", {"until": []})]) == ["aaa"]
+    assert lm_of(module, Bytes(), 64).generate_until([request("12345", {"until": []})]) == ["aaa"]
 
 
 def test_a_prompt_gives_way_to_the_answer() -> None:
     model = Fading(8)
-    lm = CheckpointLM(model, Bytes(), 20)
+    lm = lm_of(model, Bytes(), 20)
     (text,) = lm.generate_until([request("abcdefghijklmnopqrstuvwxyz", {"until": [], "max_gen_toks": 8})])
     assert text == Bytes().decode(naive(model, ids("opqrstuvwxyz"), 8, 20))
     assert lm.truncated == {("abcdefghijklmnopqrstuvwxyz",)}
@@ -533,10 +534,10 @@ def test_sampling_is_reproducible_and_does_not_see_its_neighbours() -> None:
     model = Fading(9)
     kwargs = {"until": [], "max_gen_toks": 12, "do_sample": True, "temperature": 1.0}
     requests = [request(text, kwargs) for text in ("one", "two words", "one", "three more words")]
-    texts = CheckpointLM(model, Bytes(), 32).generate_until(requests)
-    assert CheckpointLM(model, Bytes(), 32, batch_tokens=1).generate_until(requests) == texts
+    texts = lm_of(model, Bytes(), 32).generate_until(requests)
+    assert lm_of(model, Bytes(), 32, batch_tokens=1).generate_until(requests) == texts
     assert texts[0] != texts[2]  # repeats of one prompt differ
-    assert CheckpointLM(model, Bytes(), 32, seed=1).generate_until(requests) != texts
+    assert lm_of(model, Bytes(), 32, seed=1).generate_until(requests) != texts
 
 
 def test_draws_follow_temperature_top_k_and_the_nucleus() -> None:
@@ -562,7 +563,7 @@ def test_nan_is_reported_not_answered() -> None:
     model = Fading()
     with torch.no_grad():
         model.E[ord("!")] = torch.nan
-    lm = CheckpointLM(model, Bytes(), 32)
+    lm = lm_of(model, Bytes(), 32)
     (good, _), (bad, _) = lm.loglikelihood([request("fine", " yes"), request("oh!", " no")])
     assert np.isfinite(good)
     assert np.isnan(bad)
@@ -578,9 +579,9 @@ def test_a_gpu_gives_the_same_numbers() -> None:
     model = GPT(ModelConfig(width=32, depth=2, heads=2, vocab_size=257), 64).eval()
     pairs = [request(random_text(rng, 0, 90), " " + random_text(rng, 0, 90)) for _ in range(40)]
     prompts = [request("a prompt", {"until": [], "max_gen_toks": 20})]
-    host = CheckpointLM(model, Bytes(), 64)
+    host = lm_of(model, Bytes(), 64)
     expected, text = [nats for nats, _ in host.loglikelihood(pairs)], host.generate_until(prompts)
-    card = CheckpointLM(model.to("cuda"), Bytes(), 64, device="cuda")
+    card = lm_of(model.to("cuda"), Bytes(), 64, device="cuda")
     # fp32 on both, in other orders of summation; TF32 is off by default.
     np.testing.assert_allclose([nats for nats, _ in card.loglikelihood(pairs)], expected, rtol=1e-5)
     assert card.generate_until(prompts) == text

@@ -12,13 +12,13 @@ from typing import Any
 
 import datasets
 import pytest
-from isoflop.evaluate.harness import score
 from isoflop.evaluate.tasks import hub
 from isoflop.evaluate.tasks.staged_tasks import STAGED
 from isoflop.evaluate.tasks.suites import suite_tasks
 from isoflop.evaluate.tasks.tasks import load_suite, stage_tasks
 from isoflop.train.errors import UserError
 from lm_eval.tasks import TaskManager
+from simple_models import score
 from test_tasks import Bigram, checkpoint_of, custom_tasks
 
 

@@ -14,17 +14,24 @@ from typing import Any
 import numpy as np
 import pytest
 import scipy.stats
-from isoflop.evaluate.pages import page, sweep_report
+from isoflop.evaluate.pages import numbers as written
+from isoflop.evaluate.pages import sweep_report
 from isoflop.evaluate.pages.charts import Axis
-from isoflop.evaluate.pages.report import format_scores, render, write_checkpoint_report
-from isoflop.evaluate.pages.report_compare import at_equal_compute, paired
-from isoflop.evaluate.pages.report_items import is_right, payload
-from isoflop.evaluate.pages.sweep_rows import Sweep, rank_correlation, trend, verdict
+from isoflop.evaluate.pages.report import (
+    at_equal_compute,
+    format_scores,
+    is_right,
+    paired,
+    payload,
+    render,
+    write_checkpoint_report,
+)
+from isoflop.evaluate.pages.sweep_report import Sweep, rank_correlation, trend, verdict
 from report_samples import HOSTILE, domain, header, make_items, make_rows, make_written, numbers, signal_of
 
 
 class Read(HTMLParser):
-    """Tags, attributes, visible texts, and scripts of a page."""
+    """Tags, attributes, visible texts, and scripts of a written."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -301,14 +308,15 @@ def test_links_are_relative_or_nothing(link: str | None, kept: bool) -> None:
      (20.5e12, "20.5T"), (None, "–"), (math.nan, "–")],
 )  # fmt: skip
 def test_counts_have_three_digits_and_a_unit(value: float | None, said: str) -> None:
-    assert page.count(value) == said
+    assert written.count(value) == said
 
 
 def test_missing_numbers_are_a_dash() -> None:
-    assert page.with_error(None, 0.1) == page.number(math.nan) == page.compute(0) == page.signed(None) == "–"
-    assert page.with_error(0.5, None) == "0.500"
-    assert page.with_error(-0.5, 0.25, 2) == "−0.50 ± 0.25"
-    assert page.compute(1.234e-5) == "1.23×10⁻⁵"
+    assert written.with_error(None, 0.1) == written.number(math.nan) == written.compute(0) == "–"
+    assert (written.number(None, sign="+"), written.number(0.5, 1, "+")) == ("–", "+0.5")
+    assert written.with_error(0.5, None) == "0.500"
+    assert written.with_error(-0.5, 0.25, 2) == "−0.50 ± 0.25"
+    assert written.compute(1.234e-5) == "1.23×10⁻⁵"
 
 
 def test_axes_hold_their_values_and_have_round_ticks() -> None:

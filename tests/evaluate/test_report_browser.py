@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from isoflop.evaluate.pages.report import render
-from isoflop.evaluate.pages.report_items import is_right
+from isoflop.evaluate.pages.report import is_right, render
 from isoflop.evaluate.pages.sweep_report import render as render_sweep
 from report_samples import HOSTILE, RAN, domain, header, make_items, make_rows, make_written, numbers, signal_of
 

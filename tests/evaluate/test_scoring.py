@@ -10,11 +10,12 @@ import pytest
 import torch
 from isoflop.evaluate.inference import scoring as module
 from isoflop.evaluate.inference.forward import Forward
-from isoflop.evaluate.inference.scoring import Score, Scorer, WholeRows
+from isoflop.evaluate.inference.scoring import Score, Scorer
 from isoflop.evaluate.inference.trees import Costs, Request, Tree, batches, plan
 from isoflop.train.config import ModelConfig
 from isoflop.train.errors import UserError
 from isoflop.train.model.gpt import GPT
+from simple_models import WholeRows
 
 V, T, END = 37, 64, 3
 

@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from isoflop.evaluate.harness import CheckpointLM, make_lm, score, score_task
 from isoflop.evaluate.metrics import error_of_alike
 from isoflop.evaluate.tasks import staging
 from isoflop.evaluate.tasks.staging import benchmarks_directory, is_staged, stage_benchmarks
@@ -27,6 +26,7 @@ from isoflop.train.config import DataConfig, ModelConfig, RunConfig
 from isoflop.train.errors import UserError
 from lm_eval.tasks import TaskManager
 from made_up_wheel import made_up_items, request_of, staged
+from simple_models import lm_of, score, score_task
 from torch import Tensor, nn
 
 THREE = "hellaswag,arc_easy,lambada_openai"
@@ -122,7 +122,9 @@ def test_accuracy_and_its_error_are_lm_evals_own(cache: Path) -> None:
     ours = score(loaded, suite)
     tasks = {name: entry.task for name, entry in suite.tasks.items()}
     # Of these errors only perplexity's, which is not compared, is bootstrapped.
-    theirs = lm_eval.evaluate(make_lm(loaded), {"tasks": tasks, "groups": {}}, bootstrap_iters=2)["results"]
+    theirs = lm_eval.evaluate(lm_of(loaded.model, Bytes(), 64), {"tasks": tasks, "groups": {}}, bootstrap_iters=2)[
+        "results"
+    ]
     for name, scores in ours.items():
         for metric in {"acc", "acc_norm"} & {key.split(",")[0] for key in theirs[name]}:
             assert scores[metric] == pytest.approx(theirs[name][f"{metric},none"], rel=1e-12)
@@ -148,10 +150,10 @@ def test_nan_withholds_the_score_and_names_the_item(cache: Path, items: dict[str
     with torch.no_grad():
         model.table[ord("?")] = math.nan  # stands in prompts only: no score depends on it
     entry = load_suite("arc_easy", None, cache=cache).tasks["arc_easy"]
-    assert score_task(make_lm(checkpoint_of(model)), entry)["withheld"] is None
+    assert score_task(lm_of(model, Bytes(), 64), entry)["withheld"] is None
     with torch.no_grad():
         model.table[ord(":"), ord(" ")] = math.nan  # the first byte of every answer
-    scores = score_task(make_lm(checkpoint_of(model)), entry)
+    scores = score_task(lm_of(model, Bytes(), 64), entry)
     assert scores["withheld"] == "item 0: the log-probability of choice 0 is nan"
     assert scores["acc"] is scores["acc_norm"] is scores["gold_bpb"] is None
 
@@ -213,7 +215,7 @@ def test_other_tasks_go_lm_evals_way_by_name_and_groups_are_spelled_out(tmp_path
     assert written["gold_bpb"] is None
 
     texts = [f"{rows[index]['q']} {rows[index]['a'][0]}" for index in suite.tasks["my_text"].indices]
-    lm = CheckpointLM(model, Bytes(), 64)
+    lm = lm_of(model, Bytes(), 64)
     nats = lm.loglikelihood_rolling([SimpleNamespace(args=(text,)) for text in texts])
     expected = -sum(nats) / math.log(2) / sum(len(text.encode()) for text in texts)
     assert scores["my_text"]["bits_per_byte"] == pytest.approx(expected, rel=1e-12)

@@ -16,7 +16,7 @@ import pyarrow.parquet
 import pytest
 import torch
 import zstandard
-from isoflop.evaluate.harness import CheckpointLM, score_task
+from isoflop.evaluate.harness import CheckpointLM
 from isoflop.evaluate.records.worst import worst_windows
 from isoflop.evaluate.tasks.suite import SuiteTask
 from isoflop.evaluate.tasks.texts import DOCUMENT_BYTES, domains, load_texts
@@ -26,6 +26,7 @@ from isoflop.train.data.shards import prepare
 from isoflop.train.data.tokenizers import ByteTokenizer
 from isoflop.train.errors import UserError
 from isoflop.train.model.gpt import GPT
+from simple_models import score_task
 
 
 def asked(entry: SuiteTask) -> list[str]:

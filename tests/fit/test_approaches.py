@@ -5,7 +5,7 @@ import pandas as pd
 import pytest
 from isoflop import fit
 from isoflop.fit.approaches import approaches as side
-from isoflop.fit.checks.suspects import find_suspects
+from isoflop.fit.checks.verdict import clashes, find_suspects
 
 
 def grid(budgets=(1e18, 1e19, 1e20, 1e21), sizes=6, spread=4.0, centre=1.0):
@@ -122,7 +122,7 @@ def judged(frame, bootstrap=60, method="parabola"):
 
 def test_approaches_that_agree_are_said_to_with_how_little_that_says():
     table, found = judged(sweep())
-    verdict = side.verdict(found, (1e18,), table)
+    verdict = fit.verdict(found, (1e18,), table)
     assert verdict.agree is True
     assert verdict.suspects == ()
     widest = max(np.divide(*a.at(1e18).intervals["N"][::-1]) for a in found.values())
@@ -133,9 +133,9 @@ def test_approaches_that_agree_are_said_to_with_how_little_that_says():
 
 def test_without_intervals_or_rivals_nothing_is_judged():
     table, found = judged(sweep(), bootstrap=0)
-    assert side.verdict(found, (1e18,), table).agree is None
+    assert fit.verdict(found, (1e18,), table).agree is None
     alone = {"isoflop": found["isoflop"], "parametric": side.parametric(None, "too few runs")}
-    verdict = side.verdict(alone, (1e18,), table)
+    verdict = fit.verdict(alone, (1e18,), table)
     assert verdict.agree is None
     assert "nothing confirms it" in verdict.sentence
 
@@ -143,10 +143,10 @@ def test_without_intervals_or_rivals_nothing_is_judged():
 def test_approaches_that_disagree_are_named_with_their_sizes_and_the_suspects():
     """D grows faster than the FLOPs say, which bends the parametric law and leaves the vertices in N where they are."""
     table, found = judged(sweep().assign(D=lambda t: t.D * (t.budget / 2e15) ** 0.7))
-    verdict = side.verdict(found, (1e18,), table)
+    verdict = fit.verdict(found, (1e18,), table)
     assert verdict.agree is False
     assert verdict.sentence.startswith("The approaches disagree beyond their intervals: ")
-    for clash in side.clashes(found, (6e16, 1e18)):
+    for clash in clashes(found, (6e16, 1e18)):
         one, two = (found[key].at(clash.flops) for key in clash.keys)
         assert str(clash) in verdict.sentence
         assert clash.N == (one.N, two.N)

@@ -122,7 +122,7 @@ def test_moving_runs_to_a_shared_budget_finds_the_optimum_that_runs_there_find()
     assert moved.moved > 1.05
     assert planned.moved == 1.0
     assert planned.own
-    one, two = (row.approaches["isoflop"].N_law.predict(1e18) for row in (moved, planned))
+    one, two = (row.approaches["isoflop"].profiles.N_law_.predict(1e18) for row in (moved, planned))
     np.testing.assert_allclose(one, two, rtol=0.03)
 
 

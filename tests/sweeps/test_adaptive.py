@@ -11,11 +11,11 @@ import pytest
 from fake_sweep import TRUTH, finish, replan, settings, write
 from isoflop.fit.allocation.isoloss import optimum
 from isoflop.sweeps.config import AdaptiveGrid, IsoflopGrid, SweepConfig
-from isoflop.sweeps.grid import adaptive, extend
 from isoflop.sweeps.grid import expand as grid
-from isoflop.sweeps.grid.suggest import stand
-from isoflop.sweeps.grid.trunks import merge, own_flops
-from isoflop.sweeps.plan import planning
+from isoflop.sweeps.grid.trunks import merge_runs, own_flops
+from isoflop.sweeps.growth import adaptive, extend
+from isoflop.sweeps.growth.suggest import stand
+from isoflop.sweeps.runs import membership
 from isoflop.sweeps.runs.directory import SweepDirectory
 from isoflop.train.config import RunConfig
 from isoflop.train.errors import UserError
@@ -39,7 +39,7 @@ def spent(sweep: SweepDirectory) -> float:
 def train(sweep: SweepDirectory, config: SweepConfig, round_: dict[str, Any]) -> list[str]:
     """Adds a round as the keeper does, and ends its runs; returns the ids of those that were new."""
     new = extend.add_grid(sweep, config, extend.as_grid(round_, "test"), "a round")
-    replan(sweep, config, [run.config() for run in planning.members(sweep)])
+    replan(sweep, config, [run.config() for run in membership.members(sweep)])
     finish(sweep)
     return new
 
@@ -47,15 +47,15 @@ def train(sweep: SweepDirectory, config: SweepConfig, round_: dict[str, Any]) ->
 def test_the_first_round_is_a_small_isoflop_grid_for_its_share_of_what_the_whole_one_would_cost() -> None:
     base = RunConfig(tokens=0)
     base.model.vocab_size = 256
-    first = grid.expand(AdaptiveGrid(budgets=BUDGETS), base)
-    cost = sum(map(own_flops, merge(first).runs))
-    whole = sum(map(own_flops, merge(grid.expand(IsoflopGrid(budgets=BUDGETS), base)).runs))
+    first = grid.expand_grid(AdaptiveGrid(budgets=BUDGETS), base)
+    cost = sum(map(own_flops, merge_runs(first).runs))
+    whole = sum(map(own_flops, merge_runs(grid.expand_grid(IsoflopGrid(budgets=BUDGETS), base)).runs))
     assert 0.15 * whole < cost <= 0.2 * whole
     assert len(first) >= 10
     assert max(map(flops_exact, first)) <= 1e12 * 1.01
     # Steps between the budgets that are tried are 12 %.
-    given = grid.expand(AdaptiveGrid(budgets=BUDGETS, flops_budget=0.5 * whole), base)
-    assert 0.07 * whole < sum(map(own_flops, merge(given).runs)) <= 0.1 * whole
+    given = grid.expand_grid(AdaptiveGrid(budgets=BUDGETS, flops_budget=0.5 * whole), base)
+    assert 0.07 * whole < sum(map(own_flops, merge_runs(given).runs)) <= 0.1 * whole
 
 
 def test_rounds_go_on_until_they_are_over_within_the_flops_and_narrow_the_interval_around_the_truth(

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 from isoflop.sweeps.config import ClusterConfig, LadderGrid
-from isoflop.sweeps.grid.expand import expand
-from isoflop.sweeps.plan import calibration
-from isoflop.sweeps.plan.calibration import Calibration, Measured, kind_of, load, of_sweep, place_of, record
-from isoflop.sweeps.plan.sweep_plan import Plan, plan
+from isoflop.sweeps.grid.expand import expand_grid
+from isoflop.sweeps.plan import rates
+from isoflop.sweeps.plan.rates import Calibration, Measured, kind_of, load_rates, place_of, record_rates, sweep_rates
+from isoflop.sweeps.plan.sweep_plan import Plan, plan_runs
 from isoflop.train.config import ModelConfig, RunConfig
 from isoflop.train.files import write_json
 
@@ -35,11 +35,13 @@ def here() -> str:
 
 def note(rates: dict[tuple[str, int], float], place: str | None = None) -> str | None:
     """Records a rate for each run id and width."""
-    return record(place or here(), [Measured(name, KIND, width, rate, "cpu") for (name, width), rate in rates.items()])
+    return record_rates(
+        place or here(), [Measured(name, KIND, width, rate, "cpu") for (name, width), rate in rates.items()]
+    )
 
 
 def runs() -> list[RunConfig]:
-    return expand(
+    return expand_grid(
         LadderGrid(sizes=[1e4, 1e5, 1e6], tokens=[20480, 40960]), RunConfig(model=ModelConfig(vocab_size=256), tokens=0)
     )
 
@@ -49,14 +51,14 @@ def test_a_width_has_the_median_of_its_runs_and_a_run_counts_once() -> None:
     rates = {(f"run{number}", 64): generator.uniform(1e9, 9e9) for number in range(9)}
     for _ in range(3):  # a sweep that is finished three times
         assert note(rates) is None
-    found = load(ClusterConfig(), 1)
+    found = load_rates(ClusterConfig(), 1)
     assert found.rate(KIND, 64, lambda width: width) == statistics.median(rates.values())
     assert found.runs([KIND]) == 9
 
 
 def test_between_two_widths_the_rate_is_a_power_of_the_width_and_beyond_them_it_follows_the_assumed_curve() -> None:
     note({("a", 32): 3.0 * 32**0.7, ("b", 128): 3.0 * 128**0.7})
-    found = load(ClusterConfig(), 1)
+    found = load_rates(ClusterConfig(), 1)
 
     def assumed(width: float) -> float:
         return 1e9 * width / (width + 96)
@@ -71,14 +73,14 @@ def test_between_two_widths_the_rate_is_a_power_of_the_width_and_beyond_them_it_
 def test_a_plan_takes_what_was_measured_and_says_so() -> None:
     base = runs()[0]
     kind = kind_of(base.precision, "", base.batch_tokens, base.data.sequence_length)
-    assumed = plan(runs(), ClusterConfig(), 1e11, 2)
+    assumed = plan_runs(runs(), ClusterConfig(), 1e11, 2)
     assert assumed.measured_runs == 0
     rates = {run.model.width: (2e9 * run.model.width**0.5, 4) for run in runs()}
-    measured = plan(runs(), ClusterConfig(), 1e11, 2, measured=Calibration({kind: rates}))
+    measured = plan_runs(runs(), ClusterConfig(), 1e11, 2, measured=Calibration({kind: rates}))
     assert measured.measured_runs == 4 * len(rates)
     for run in measured.runs:
         assert run.estimated_seconds == pytest.approx(run.flops_exact / (2e9 * run.width**0.5), rel=1e-12)
-    elsewhere = plan(runs(), ClusterConfig(), 1e11, 2, measured=Calibration({"another kind": rates}))
+    elsewhere = plan_runs(runs(), ClusterConfig(), 1e11, 2, measured=Calibration({"another kind": rates}))
     assert elsewhere == assumed
 
 
@@ -87,10 +89,10 @@ def test_a_sweep_goes_on_with_the_rates_that_it_was_first_planned_with(tmp_path:
     kind = kind_of(base.precision, "", base.batch_tokens, base.data.sequence_length)
 
     def planned() -> Plan:
-        return plan(runs(), ClusterConfig(), 1e11, 1, measured=of_sweep(tmp_path, ClusterConfig(), 1))
+        return plan_runs(runs(), ClusterConfig(), 1e11, 1, measured=sweep_rates(tmp_path, ClusterConfig(), 1))
 
     def learn(name: str, rate: float) -> None:
-        record(here(), [Measured(name, kind, run.model.width, rate, "cpu") for run in runs()])
+        record_rates(here(), [Measured(name, kind, run.model.width, rate, "cpu") for run in runs()])
 
     unknown = planned()
     write_json(tmp_path / "plan.json", unknown.to_dict())
@@ -103,14 +105,19 @@ def test_a_sweep_goes_on_with_the_rates_that_it_was_first_planned_with(tmp_path:
     learn("another's", 9e9)
     assert planned() == known
     other = [dataclasses.replace(run, precision="bf16") for run in runs()]
-    assert plan(other, ClusterConfig(), 1e11, 1, measured=of_sweep(tmp_path, ClusterConfig(), 1)).measured_runs == 0
+    assert (
+        plan_runs(other, ClusterConfig(), 1e11, 1, measured=sweep_rates(tmp_path, ClusterConfig(), 1)).measured_runs
+        == 0
+    )
 
 
 def test_what_was_measured_changes_no_run() -> None:
     base = runs()[0]
     kind = kind_of(base.precision, "", base.batch_tokens, base.data.sequence_length)
-    plans = [plan(runs(), ClusterConfig(), 1e11, 2, 8)]
-    plans.append(plan(runs(), ClusterConfig(), 1e11, 2, 8, measured=Calibration({kind: {8: (1e6, 1), 999: (1e13, 1)}})))
+    plans = [plan_runs(runs(), ClusterConfig(), 1e11, 2, 8)]
+    plans.append(
+        plan_runs(runs(), ClusterConfig(), 1e11, 2, 8, measured=Calibration({kind: {8: (1e6, 1), 999: (1e13, 1)}}))
+    )
     ids = [{(run.run_id, run.D, run.steps, run.shape, run.flops_own) for run in each.runs} for each in plans]
     assert ids[0] == ids[1]
     assert {run.estimated_seconds for run in plans[0].runs} != {run.estimated_seconds for run in plans[1].runs}
@@ -128,17 +135,17 @@ def test_places_are_told_apart() -> None:
     names = [place_of(*cluster) for cluster in clusters]
     assert len(set(names)) == len(clusters), names
     note({("a", 64): 1e9}, names[5])
-    assert [load(*cluster).runs([KIND]) for cluster in clusters] == [0, 0, 0, 0, 0, 1, 0, 0]
+    assert [load_rates(*cluster).runs([KIND]) for cluster in clusters] == [0, 0, 0, 0, 0, 1, 0, 0]
     # The threads of a rank matter where it has no GPU.
     assert place_of(ClusterConfig(**gpu), 1) == place_of(ClusterConfig(**gpu), 8)
 
 
 def test_the_file_stays_small_and_keeps_the_newest(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibration, "PLACES", 5)
-    note({(f"run{number}", 64): float(number + 1) for number in range(calibration.RUNS + 10)})
-    found = load(ClusterConfig(), 1)
-    assert found.runs([KIND]) == calibration.RUNS
-    assert found.rate(KIND, 64, lambda width: width) == statistics.median(range(11, calibration.RUNS + 11))
+    monkeypatch.setattr(rates, "PLACES", 5)
+    note({(f"run{number}", 64): float(number + 1) for number in range(rates.RUNS + 10)})
+    found = load_rates(ClusterConfig(), 1)
+    assert found.runs([KIND]) == rates.RUNS
+    assert found.rate(KIND, 64, lambda width: width) == statistics.median(range(11, rates.RUNS + 11))
     for number in range(8):
         note({("a", 64): 1.0}, f"place {number}")
     assert list(json.loads(cache.read_text())["places"]) == [f"place {number}" for number in range(3, 8)]
@@ -157,12 +164,12 @@ def test_the_file_stays_small_and_keeps_the_newest(cache: Path, monkeypatch: pyt
 def test_a_damaged_file_is_put_aside_with_a_word_and_never_stops_a_plan(cache: Path, content: str) -> None:
     cache.parent.mkdir()
     cache.write_bytes(content.encode("latin-1"))
-    assert load(ClusterConfig(), 1) == Calibration()
+    assert load_rates(ClusterConfig(), 1) == Calibration()
     said = note({("a", 64): 2e9})
     assert said is not None
     assert "damaged" in said
     assert cache.with_name("calibration.json.damaged").read_bytes() == content.encode("latin-1")
-    assert load(ClusterConfig(), 1).rate(KIND, 64, lambda width: width) == 2e9
+    assert load_rates(ClusterConfig(), 1).rate(KIND, 64, lambda width: width) == 2e9
     assert note({("b", 64): 2e9}) is None
 
 
@@ -172,14 +179,14 @@ def test_a_cache_that_cannot_be_written_is_a_word_and_no_error(tmp_path: Path, m
     said = note({("a", 64): 1e9})
     assert said is not None
     assert said.startswith("what was measured could not be added to")
-    assert load(ClusterConfig(), 1) == Calibration()
+    assert load_rates(ClusterConfig(), 1) == Calibration()
 
 
 WRITER = """
 import sys
-from isoflop.sweeps.plan.calibration import Measured, record
+from isoflop.sweeps.plan.rates import Measured, record_rates
 for number in range(10):
-    said = record("here", [Measured(f"{sys.argv[1]}-{number}", sys.argv[1], 64, 1e9, "cpu")])
+    said = record_rates("here", [Measured(f"{sys.argv[1]}-{number}", sys.argv[1], 64, 1e9, "cpu")])
     assert said is None, said
 """
 
@@ -206,7 +213,7 @@ def test_estimates_from_measured_rates_are_closer_than_the_assumed_ones() -> Non
             for n in range(9)
         }
     )
-    found = load(ClusterConfig(), 1)
+    found = load_rates(ClusterConfig(), 1)
 
     def assumed(width: float) -> float:
         return 1e11 * width / (width + 96)

@@ -15,7 +15,7 @@ import pytest
 from isoflop.sweeps.cli import main as cli
 from isoflop.sweeps.cli import sweep as cli_sweep
 from isoflop.sweeps.execute import conduct
-from isoflop.sweeps.grid import extend, suggest
+from isoflop.sweeps.growth import extend, suggest
 from isoflop.sweeps.runs.directory import SweepDirectory
 
 Run = Any
@@ -143,9 +143,15 @@ def test_report_prints_the_law_as_json(run: Run, sweep: SweepDirectory) -> None:
 
 def test_extend_hands_on_what_it_was_given(run: Run, sweep: SweepDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[object] = []
-    monkeypatch.setattr(extend, "extend", lambda *arguments: given.append(arguments[1:]) or 0)
+    started: list[set[str]] = []
+    monkeypatch.setattr(
+        extend, "extend_sweep", lambda _, *arguments: given.append(arguments) or ["new"] * len(given[1:])
+    )
+    monkeypatch.setattr(conduct, "resume", lambda sweep, only: started.append(only) or 0)
     assert run("extend", sweep.path, "grid.tokens=[65536]")[0] == 0
+    assert started == [], "where nothing is new nothing starts"
     assert run("extend", sweep.path, "--grid", "more.yaml")[0] == 0
+    assert started == [{"new"}]
     assert given == [(["grid.tokens=[65536]"], None), ([], Path("more.yaml"))]
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 from isoflop.sweeps.config import ClusterConfig, LadderGrid
-from isoflop.sweeps.grid.expand import expand
-from isoflop.sweeps.observe.display import Display, print_plan
-from isoflop.sweeps.plan.sweep_plan import plan
+from isoflop.sweeps.execute.display import Display, print_plan
+from isoflop.sweeps.grid.expand import expand_grid
+from isoflop.sweeps.plan.sweep_plan import plan_runs
 from isoflop.sweeps.results.finish import cost_lines
 from isoflop.sweeps.runs.directory import SweepDirectory
 from isoflop.train.config import ModelConfig, RunConfig
@@ -20,7 +20,7 @@ from isoflop.train.files import write_json
 
 def runs() -> list[RunConfig]:
     points = LadderGrid(sizes=[1e4, 1e5, 1e6], tokens=[20000, 40000])
-    return expand(points, RunConfig(model=ModelConfig(vocab_size=256), tokens=0))
+    return expand_grid(points, RunConfig(model=ModelConfig(vocab_size=256), tokens=0))
 
 
 def shown(capsys: pytest.CaptureFixture[str], *arguments: Any) -> str:
@@ -29,11 +29,11 @@ def shown(capsys: pytest.CaptureFixture[str], *arguments: Any) -> str:
 
 
 def test_a_long_plan_is_folded_and_a_short_one_is_not(capsys: pytest.CaptureFixture[str]) -> None:
-    short_plan = plan(runs(), ClusterConfig(), 1e12, 2)
+    short_plan = plan_runs(runs(), ClusterConfig(), 1e12, 2)
     said = shown(capsys, short_plan, ClusterConfig())
     assert all(run.run_id in said for run in short_plan.runs)
     many = [dataclasses.replace(run, seed=seed) for run in runs() for seed in range(8)]
-    long_plan = plan(many, ClusterConfig(), 1e12, 2)
+    long_plan = plan_runs(many, ClusterConfig(), 1e12, 2)
     said = shown(capsys, long_plan, ClusterConfig())
     assert [run.run_id in said for run in long_plan.runs] == 20 * [True] + 23 * [False] + 5 * [True]
     assert "48 runs" in said
@@ -42,7 +42,7 @@ def test_a_long_plan_is_folded_and_a_short_one_is_not(capsys: pytest.CaptureFixt
 
 def test_a_dry_run_says_cost_source_jobs_and_expected_starts(capsys: pytest.CaptureFixture[str]) -> None:
     cluster = ClusterConfig(kind="slurm", gpus_per_job=1, cpus_per_task=4, dollars_per_gpu_hour=2.0, queue_minutes=1.0)
-    planned = plan(runs(), cluster, 3e9, 8)
+    planned = plan_runs(runs(), cluster, 3e9, 8)
     short = [run.estimated_seconds for run in planned.runs if run.estimated_seconds < 60]
     assert 60 < sum(short) < 120
     assert len(short) == len(planned.runs) - 2
@@ -53,7 +53,7 @@ def test_a_dry_run_says_cost_source_jobs_and_expected_starts(capsys: pytest.Capt
     assert "a job of 1 GPU, 4 cores and 8 GB would start about 2030-01-02T03:04:05, says SLURM" in said
     said = shown(capsys, dataclasses.replace(planned, measured_runs=38), cluster)
     assert "from 38 runs that were measured on this partition" in said
-    said = shown(capsys, plan(runs(), ClusterConfig(), 1e10, 2), ClusterConfig())
+    said = shown(capsys, plan_runs(runs(), ClusterConfig(), 1e10, 2), ClusterConfig())
     assert "core-hours" in said
     assert "jobs:" not in said
 
@@ -61,7 +61,7 @@ def test_a_dry_run_says_cost_source_jobs_and_expected_starts(capsys: pytest.Capt
 def test_a_run_that_is_tried_again_is_said_so_and_counted_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    planned, sweep = plan(runs()[:2], ClusterConfig(), 1e12, 1), SweepDirectory(tmp_path)
+    planned, sweep = plan_runs(runs()[:2], ClusterConfig(), 1e12, 1), SweepDirectory(tmp_path)
     directories = [sweep.run(run.run_id) for run in planned.runs]
     for directory in directories:
         directory.set_state("queued")

@@ -16,13 +16,13 @@ import pytest
 import yaml
 from isoflop import fit
 from isoflop.fit.downstream.downstream import SignalToNoise, TaskVerdict
+from isoflop.sweeps import prepare
 from isoflop.sweeps.config import EvaluateConfig, SweepConfig
 from isoflop.sweeps.entry import compose
 from isoflop.sweeps.execute import worker
-from isoflop.sweeps.grid.trunks import merge
-from isoflop.sweeps.plan import planning
+from isoflop.sweeps.grid.trunks import keep_between, merge_runs, steps_between
 from isoflop.sweeps.results import evaluation, pages
-from isoflop.sweeps.results.evaluation import is_scored, keep_between, steps_between, wanted_steps
+from isoflop.sweeps.results.evaluation import is_scored, wanted_steps
 from isoflop.sweeps.results.finish import print_law
 from isoflop.sweeps.results.table import _scores, apart, build_table, write_table
 from isoflop.sweeps.runs.attempts import Policy
@@ -39,7 +39,7 @@ EVERY = 10
 
 def family(base: RunConfig) -> list[RunConfig]:
     """Runs of 80 and of 40 steps: a trunk, and a branch that begins at step 32."""
-    return merge([replace(base, tokens=2 * base.tokens), base]).runs
+    return merge_runs([replace(base, tokens=2 * base.tokens), base]).runs
 
 
 def test_a_run_keeps_every_so_many_steps_before_its_last_and_a_branch_those_after_its_trunk() -> None:
@@ -65,13 +65,13 @@ def test_what_is_kept_for_branches_stays_and_no_run_becomes_another() -> None:
 
 def test_the_plan_of_a_sweep_has_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = family(forty_steps(DataConfig(sequence_length=16)))
-    monkeypatch.setattr(planning, "share_trunks", lambda sweep, runs, config: (runs, []))
+    monkeypatch.setattr(prepare, "share_trunks", lambda sweep, runs, config: (runs, []))
     config = SweepConfig(evaluate=EvaluateConfig(tasks=["small"], every=30))
     config.cluster.flops_per_second = 1e11
-    prepared = planning._prepare(SweepDirectory(tmp_path), config, runs, 1e11)
+    prepared = prepare._prepare(SweepDirectory(tmp_path), config, runs, 1e11)
     assert [run.checkpoint.at_steps for run in prepared.runs] == [[30, 32, 60], None]
     config.evaluate.tasks = []
-    unscored = planning._prepare(SweepDirectory(tmp_path), config, runs, 1e11)
+    unscored = prepare._prepare(SweepDirectory(tmp_path), config, runs, 1e11)
     assert [run.checkpoint.at_steps for run in unscored.runs] == [[32], None]
 
 
@@ -90,7 +90,7 @@ def test_tasks_of_ones_own_are_named_from_the_root_and_missed_before_anything_is
              "data.tokenizer=bytes"]
         )  # fmt: skip
         config.sweep, config.output_root = "sweep", str(tmp_path)
-        return planning.from_config(config).config.evaluate.tasks
+        return prepare.from_config(config).config.evaluate.tasks
 
     assert planned("quiz.jsonl") == [f"{tmp_path}/quiz.jsonl"]
     for missing in ("quis.jsonl", "text:held_out"):

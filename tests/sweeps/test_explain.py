@@ -18,9 +18,18 @@ from isoflop.train.config import DataConfig, ModelConfig, OptimizerConfig, Paral
 from isoflop.train.errors import UserError
 from isoflop.train.flops import forward_flops_per_token
 from isoflop.train.memory import bucket_sizes, memory
-from isoflop.train.planner.cost import Hardware, data_seconds, forward_flops, ring_seconds, step_time, tensor_seconds
-from isoflop.train.planner.planner import TIE, Choice, choose
-from isoflop.train.planner.share import share_of
+from isoflop.train.model.shape import share_of
+from isoflop.train.planner.planner import (
+    TIE,
+    Choice,
+    Hardware,
+    choose,
+    data_seconds,
+    forward_flops,
+    ring_seconds,
+    step_time,
+    tensor_seconds,
+)
 
 MODEL = ModelConfig(width=1024, depth=12, heads=16, kv_heads=8, vocab_size=32000)
 H100 = Hardware()
@@ -49,7 +58,7 @@ def test_one_rank_computes_what_flops_counts_and_tp_ranks_share_it() -> None:
 def test_stages_move_2_2_2_and_3_psi_when_nothing_hides_them(zero: int, elements: int) -> None:
     config = a_run(dp=8, zero=zero)
     slow = dataclasses.replace(H100, intra_bandwidth=1.0, latency=0.0)
-    psi = sum(share_of(config).parameters.values())
+    psi = sum(p.size for p in share_of(config).parameters)
     seconds = data_seconds(config, slow, forward=0.0, backward=0.0)
     assert seconds == pytest.approx(elements * psi * 2 * 7 / 8, rel=1e-3)  # but for the buckets' padding
 

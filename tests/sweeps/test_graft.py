@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 from isoflop.sweeps.grid import trunks
-from isoflop.sweeps.grid.trunks import Progress, graft, merge
+from isoflop.sweeps.grid.trunks import Progress, graft, merge_runs
 from isoflop.sweeps.runs.directory import RunDirectory
+from isoflop.sweeps.runs.queue import can_begin
 from isoflop.train.checkpoint import checkpoint
 from isoflop.train.checkpoint.checkpoint import file_sha256, load_for_evaluation
 from isoflop.train.config import (
@@ -111,7 +112,7 @@ def alone(run: RunConfig, shards: Shards, tmp_path_factory: pytest.TempPathFacto
 @pytest.fixture(scope="module")
 def sweep(run: RunConfig, shards: Shards, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDirectory, RunConfig]:
     """A trunk that is done, and the config of its branch. Tests leave it as it is."""
-    trunk, branch = merge(of_steps(run, TRUNK_STEPS, BRANCH_STEPS)).runs
+    trunk, branch = merge_runs(of_steps(run, TRUNK_STEPS, BRANCH_STEPS)).runs
     assert (trunk.checkpoint.at_steps, branch.parent) == ([BEGIN], run_id(trunk))
     return trained(tmp_path_factory.mktemp("sweep"), trunk, shards), branch
 
@@ -154,7 +155,9 @@ def test_so_is_a_branch_of_a_trunk_that_was_stopped_and_resumed_itself(
     asynchronous: bool, run: RunConfig, alone: dict[int, RunDirectory], shards: Shards, tmp_path: Path
 ) -> None:
     run = replace(run, checkpoint=replace(run.checkpoint, asynchronous=asynchronous))
-    trunk, branch = (directory(tmp_path, config) for config in merge(of_steps(run, TRUNK_STEPS, BRANCH_STEPS)).runs)
+    trunk, branch = (
+        directory(tmp_path, config) for config in merge_runs(of_steps(run, TRUNK_STEPS, BRANCH_STEPS)).runs
+    )
     for questions in (11, 8):  # to step 11, and on to 19
         with pytest.raises(Stopped):
             train(trunk.config(), trunk.path, stop_at(questions), report=lambda line: None, shards=shards)
@@ -171,7 +174,7 @@ def test_so_is_a_branch_of_a_trunk_that_was_stopped_and_resumed_itself(
 def test_a_branch_of_what_never_decays_ends_with_a_step_of_its_own(
     run: RunConfig, shards: Shards, tmp_path: Path
 ) -> None:
-    long, short = merge(of_steps(replace(run, schedule=ScheduleConfig("constant", warmup_tokens=0)), 12, 5)).runs
+    long, short = merge_runs(of_steps(replace(run, schedule=ScheduleConfig("constant", warmup_tokens=0)), 12, 5)).runs
     branch = directory(tmp_path, short)
     graft(branch, trained(tmp_path, long, shards))
     said: list[str] = []
@@ -256,7 +259,7 @@ def test_a_kill_or_a_full_disk_in_the_middle_leaves_nothing_that_counts(
             graft(branch, trunk)
             os._exit(0)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
-        assert not trunks.can_start(branch, directory(tmp_path / "nothing", config), BEGIN)
+        assert not can_begin(branch, directory(tmp_path / "nothing", config), BEGIN)
         assert checkpoint.newest_valid(root, report=lambda line: None) is None
     assert graft(branch, trunk) is not None
     assert checkpoint.newest_valid(root, report=lambda line: None) == root / f"step_{BEGIN}"
@@ -305,7 +308,7 @@ def test_what_is_on_disk_is_read_without_opening_a_tensor(
     moving = directory(tmp_path / "moving", trunk.config())
     assert trunks.progress_of(moving, live=True) == Progress(True, TRUNK_STEPS, frozenset({BEGIN}))
     assert (trunks.has_checkpoint(trunk, BEGIN), trunks.has_checkpoint(moving, BEGIN)) == (True, False)
-    assert (trunks.can_start(branch, trunk, BEGIN), trunks.can_start(branch, moving, BEGIN)) == (True, False)
+    assert (can_begin(branch, trunk, BEGIN), can_begin(branch, moving, BEGIN)) == (True, False)
     graft(branch, trunk)
     assert trunks.progress_of(branch) == Progress(False, BEGIN, frozenset({BEGIN}), trunk.run_id)
-    assert trunks.can_start(branch, moving, BEGIN)  # it has what it needs
+    assert can_begin(branch, moving, BEGIN)  # it has what it needs

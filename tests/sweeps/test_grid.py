@@ -10,7 +10,7 @@ import pytest
 from isoflop.sweeps.config import AdaptiveGrid, GridConfig, IsoflopGrid, LadderGrid, PointsGrid, ProductGrid
 from isoflop.sweeps.grid import architectures
 from isoflop.sweeps.grid import expand as grid
-from isoflop.sweeps.grid.trunks import merge, own_flops
+from isoflop.sweeps.grid.trunks import merge_runs, own_flops
 from isoflop.train.config import ModelConfig, OptimizerConfig, RunConfig, run_id
 from isoflop.train.errors import UserError
 from isoflop.train.flops import count_parameters, flops_6nd, flops_exact
@@ -27,7 +27,7 @@ BUDGETS = [1e11, 2e11, 5e11, 1e12]
 
 
 def test_every_isoflop_run_spends_its_budget_to_within_a_step() -> None:
-    runs = grid.expand(IsoflopGrid(budgets=BUDGETS), base())
+    runs = grid.expand_grid(IsoflopGrid(budgets=BUDGETS), base())
     for run in runs:
         step = flops_exact(run) / run.steps
         assert run.budget is not None
@@ -35,13 +35,13 @@ def test_every_isoflop_run_spends_its_budget_to_within_a_step() -> None:
 
 
 def test_the_6nd_convention_spends_6nd() -> None:
-    for run in grid.expand(IsoflopGrid(budgets=[1e12], convention="6nd"), base()):
+    for run in grid.expand_grid(IsoflopGrid(budgets=[1e12], convention="6nd"), base()):
         assert flops_6nd(run) == pytest.approx(1e12, rel=0.5 / run.steps)
 
 
 def test_each_budget_has_the_wanted_number_of_distinct_sizes_around_the_expected_optimum() -> None:
     points = IsoflopGrid(budgets=BUDGETS, sizes=6, span=16)
-    runs = grid.expand(points, base())
+    runs = grid.expand_grid(points, base())
     for budget in BUDGETS:
         sizes = [count_parameters(run.model).N_total for run in runs if run.budget == budget]
         expected = points.expected_N * (budget / points.expected_flops) ** points.expected_exponent
@@ -74,10 +74,10 @@ def on_a_cluster() -> RunConfig:
 def test_neighbouring_budgets_have_sizes_in_common_and_save_what_trunks_can(
     template: RunConfig, budgets: list[float], share: float
 ) -> None:
-    runs = grid.expand(IsoflopGrid(budgets=budgets), template)
+    runs = grid.expand_grid(IsoflopGrid(budgets=budgets), template)
     assert len(runs) == 24
     assert len({count_parameters(run.model).N_total for run in runs}) <= 9
-    assert sum(map(own_flops, merge(runs).runs)) <= share * sum(map(flops_exact, runs))
+    assert sum(map(own_flops, merge_runs(runs).runs)) <= share * sum(map(flops_exact, runs))
 
 
 @pytest.mark.parametrize("sizes", [1, 2, 5, 6])
@@ -92,7 +92,7 @@ def test_the_lattice_moves_the_middle_by_half_a_gap_at_most(sizes: int) -> None:
 
 
 def test_a_point_that_is_no_training_is_left_out() -> None:
-    runs = grid.expand(IsoflopGrid(budgets=[2e10], min_steps=200), base())
+    runs = grid.expand_grid(IsoflopGrid(budgets=[2e10], min_steps=200), base())
     assert 0 < len(runs) < 6
     assert all(run.steps >= 200 for run in runs)
 
@@ -105,34 +105,37 @@ def test_architectures_tile_well(seed: int) -> None:
         wanted = 10 ** chooser.uniform(4, 10)
         kv_groups = chooser.choice([1, 2, 4])
         template = ModelConfig(vocab_size=chooser.choice([256, 32768]), heads=4, kv_heads=4 // kv_groups)
-        model = architectures.nearest(template, wanted)
+        model = architectures.nearest_model(template, wanted)
         assert model.width % model.heads == 0
         assert model.heads % model.num_kv_heads == 0
         assert model.width < 32 or model.head_dim in (16, 32, 64, 128)
-        assert 0.4 < model.depth / architectures.ideal_depth(model.width) < 2.6
+        assert 0.4 < model.depth / (0.5 * model.width**0.5) < 2.6
 
 
 def test_architectures_keep_the_options_of_the_base() -> None:
     template = ModelConfig(vocab_size=256, qk_norm=True, tied_embeddings=True, rope_theta=5e5)
-    model = architectures.nearest(template, 1e6)
+    model = architectures.nearest_model(template, 1e6)
     assert (model.qk_norm, model.tied_embeddings, model.rope_theta) == (True, True, 5e5)
 
 
 def test_a_ladder_is_every_size_times_every_d() -> None:
-    runs = grid.expand(LadderGrid(sizes=[1e4, 1e5], tokens_per_parameter=[20, 40]), base())
+    runs = grid.expand_grid(LadderGrid(sizes=[1e4, 1e5], tokens_per_parameter=[20, 40]), base())
     ratios = sorted(run.D / count_parameters(run.model).N_total for run in runs)
     assert len(runs) == 4
     # D is the nearest whole number of steps of 1024 tokens, and written as what it is.
     assert all(run.tokens == run.D for run in runs)
     assert ratios == pytest.approx([20, 20, 40, 40], rel=512 / 2e5)
-    assert [run.D for run in grid.expand(LadderGrid(sizes=[1e4], tokens=[1, 10_000, 10_300]), base())] == [1024, 10240]
+    assert [run.D for run in grid.expand_grid(LadderGrid(sizes=[1e4], tokens=[1, 10_000, 10_300]), base())] == [
+        1024,
+        10240,
+    ]
 
 
 def test_a_product_is_every_combination_and_takes_dotted_or_nested_names() -> None:
-    dotted = grid.expand(
+    dotted = grid.expand_grid(
         ProductGrid(axes={"optimizer.learning_rate": [1e-3, 2e-3], "seed": [0, 1, 2]}), base(tokens=4096)
     )
-    nested = grid.expand(
+    nested = grid.expand_grid(
         ProductGrid(axes={"optimizer": {"learning_rate": [1e-3, 2e-3]}, "seed": [0, 1, 2]}), base(tokens=4096)
     )
     assert len(dotted) == 6
@@ -145,29 +148,29 @@ def test_a_product_is_every_combination_and_takes_dotted_or_nested_names() -> No
 def test_points_are_runs_one_by_one_and_take_dotted_or_nested_names() -> None:
     dotted = [{"model.width": 32, "model.heads": 2, "tokens": 4096}, {"tokens": 8192, "seed": 3}]
     nested = [{"model": {"width": 32, "heads": 2}, "tokens": 4096}, {"tokens": 8192, "seed": 3}]
-    runs = grid.expand(PointsGrid(points=dotted), base())
+    runs = grid.expand_grid(PointsGrid(points=dotted), base())
     assert [(run.model.width, run.model.heads, run.tokens, run.seed) for run in runs] == [
         (32, 2, 4096, 0), (64, 4, 8192, 3),
     ]  # fmt: skip
-    assert [run_id(run) for run in grid.expand(PointsGrid(points=nested), base())] == [run_id(run) for run in runs]
-    assert len(grid.expand(PointsGrid(points=[dotted[0], dotted[0]], seeds=[0, 1]), base())) == 2
+    assert [run_id(run) for run in grid.expand_grid(PointsGrid(points=nested), base())] == [run_id(run) for run in runs]
+    assert len(grid.expand_grid(PointsGrid(points=[dotted[0], dotted[0]], seeds=[0, 1]), base())) == 2
 
 
 def test_seeds_repeat_every_point() -> None:
-    runs = grid.expand(LadderGrid(sizes=[1e4], tokens=[4096], seeds=[0, 1, 2]), base())
+    runs = grid.expand_grid(LadderGrid(sizes=[1e4], tokens=[4096], seeds=[0, 1, 2]), base())
     assert sorted(run.seed for run in runs) == [0, 1, 2]
 
 
 def test_expansion_is_deterministic_and_free_of_duplicates() -> None:
     points = LadderGrid(sizes=[1e4, 1.001e4], tokens=[4096])
-    first, second = grid.expand(points, base()), grid.expand(points, base())
+    first, second = grid.expand_grid(points, base()), grid.expand_grid(points, base())
     assert [run_id(run) for run in first] == [run_id(run) for run in second]
     assert len(first) == 1  # both wanted sizes are the same model
 
 
 def test_expansion_leaves_the_base_alone() -> None:
     template = base(tokens=4096)
-    grid.expand(ProductGrid(axes={"optimizer.learning_rate": [1.0]}), template)
+    grid.expand_grid(ProductGrid(axes={"optimizer.learning_rate": [1.0]}), template)
     assert template.optimizer.learning_rate == RunConfig().optimizer.learning_rate
 
 
@@ -220,5 +223,5 @@ REFUSED = [
 @pytest.mark.parametrize(("points", "changes", "sentence"), REFUSED)
 def test_bad_grids_are_refused_in_one_sentence(points: GridConfig, changes: dict[str, object], sentence: str) -> None:
     with pytest.raises(UserError, match=sentence) as error:
-        grid.expand(points, base(**changes))
+        grid.expand_grid(points, base(**changes))
     assert "\n" not in str(error.value)

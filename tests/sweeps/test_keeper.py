@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from isoflop.sweeps import prepare
 from isoflop.sweeps.config import ClusterConfig
 from isoflop.sweeps.entry import compose
 from isoflop.sweeps.execute import advance, keeper
-from isoflop.sweeps.plan import planning
-from isoflop.sweeps.plan.planning import Prepared
+from isoflop.sweeps.prepare import Prepared
 from isoflop.sweeps.runs import attempts
 from isoflop.sweeps.runs.attempts import Policy
 from isoflop.sweeps.runs.directory import RunDirectory, SweepDirectory
@@ -108,8 +108,8 @@ def planned(small_corpus: Callable[..., DataConfig], tmp_path: Path, cluster: Cl
         ]
     )  # fmt: skip
     config.sweep, config.output_root = "sweep", str(tmp_path)
-    prepared = planning.from_config(config)
-    planning.write_plan(prepared, ["test"])
+    prepared = prepare.from_config(config)
+    prepare.write_plan(prepared, ["test"])
     return prepared
 
 

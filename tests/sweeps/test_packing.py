@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from isoflop.sweeps.plan.packing import Unit, ensemble_speedup, pack, unit_seconds, wall_clock
+from isoflop.sweeps.plan.packing import Unit, ensemble_speedup, pack_runs, wall_clock
 from isoflop.train.config import DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig, run_id
 from isoflop.train.ensemble.members import check_together
 from isoflop.train.flops import flops_exact
@@ -18,6 +18,11 @@ from isoflop.train.memory import memory
 from isoflop.train.schedule import trunk_steps
 
 BOUND = 96.0
+
+
+def unit_seconds(unit: Unit, runs: Mapping[str, RunConfig], seconds: Mapping[str, float], bound: float) -> float:
+    """Estimated time of a unit alone."""
+    return wall_clock([unit], {name: runs[name] for name in unit.runs}, seconds, 1, bound)
 
 
 def run(width: int = 16, tokens: int = 2**17, seed: int = 0, **changes: Any) -> RunConfig:
@@ -45,7 +50,7 @@ def clock(units: Sequence[Unit], runs: Sequence[RunConfig], places: int) -> floa
 
 def packed(runs: Sequence[RunConfig], **settings: Any) -> list[Unit]:
     settings = {"places": 2, "ensembles": 8, "launch_bound_width": BOUND, "device": "cpu", **settings}
-    return pack(runs, times(runs), **settings)
+    return pack_runs(runs, times(runs), **settings)
 
 
 def shapes(units: Sequence[Unit]) -> list[tuple[str, int]]:

@@ -8,10 +8,10 @@ import random
 import pytest
 from isoflop.sweeps.config import ClusterConfig, LadderGrid
 from isoflop.sweeps.grid import architectures
-from isoflop.sweeps.grid.expand import expand
-from isoflop.sweeps.plan import planning, probe
-from isoflop.sweeps.plan.packing import Unit, paid_seconds, unit_seconds
-from isoflop.sweeps.plan.sweep_plan import MANY_STEPS, job_shape, makespan, plan, remarks
+from isoflop.sweeps.grid.expand import expand_grid
+from isoflop.sweeps.plan import rates
+from isoflop.sweeps.plan.packing import Unit, paid_shares, wall_clock
+from isoflop.sweeps.plan.sweep_plan import MANY_STEPS, job_shape, makespan, plan_remarks, plan_runs
 from isoflop.sweeps.terminal import describe, short
 from isoflop.train.config import ModelConfig, ParallelConfig, RunConfig, run_id
 from isoflop.train.errors import UserError
@@ -20,12 +20,12 @@ from isoflop.train.flops import flops_exact
 
 def runs() -> list[RunConfig]:
     points = LadderGrid(sizes=[1e4, 1e5, 1e6], tokens=[20000, 40000])
-    return expand(points, RunConfig(model=ModelConfig(vocab_size=256), tokens=0))
+    return expand_grid(points, RunConfig(model=ModelConfig(vocab_size=256), tokens=0))
 
 
 def test_totals_are_the_sums_of_the_runs() -> None:
     configs = runs()
-    planned = plan(configs, ClusterConfig(gpus_per_job=2, dollars_per_gpu_hour=3.0), 1e12, jobs_at_once=2)
+    planned = plan_runs(configs, ClusterConfig(gpus_per_job=2, dollars_per_gpu_hour=3.0), 1e12, jobs_at_once=2)
     assert planned.total_flops == pytest.approx(sum(flops_exact(run) for run in configs))
     hours = sum(run.estimated_seconds for run in planned.runs) / 3600
     assert planned.gpu_hours == pytest.approx(2 * hours)
@@ -37,7 +37,7 @@ def test_a_run_of_several_ranks_costs_the_gpus_of_all_of_them() -> None:
     for run in configs:
         run.parallel = ParallelConfig(dp=4)
     cluster = ClusterConfig(kind="slurm", gpus_per_job=1, ranks_per_node=2, dollars_per_gpu_hour=3.0)
-    four, one = plan(configs, cluster, 4e12, 1), plan(runs(), cluster, 1e12, 1)
+    four, one = plan_runs(configs, cluster, 4e12, 1), plan_runs(runs(), cluster, 1e12, 1)
     assert {(run.shape.nodes, run.shape.ranks, run.mesh) for run in four.runs} == {(2, 4, "tp1 dp4")}
     assert four.estimated_seconds == pytest.approx(one.estimated_seconds / 4)
     assert four.gpu_hours == pytest.approx(one.gpu_hours)
@@ -77,23 +77,23 @@ def test_scoring_is_one_process_with_the_memory_of_a_node() -> None:
 def test_jobs_of_several_ranks_share_the_cores(
     ranks: int, jobs: int, threads: int, rate: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(probe, "cores", lambda: 8)
-    assert planning.places(ClusterConfig(), ranks, 1.0) == planning.Places(jobs, threads, rate)
+    monkeypatch.setattr(rates, "usable_cores", lambda: 8)
+    assert rates.places(ClusterConfig(), ranks, 1.0) == rates.Places(jobs, threads, rate)
 
 
 def test_one_job_at_a_time_gives_its_ranks_all_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "cores", lambda: 8)
+    monkeypatch.setattr(rates, "usable_cores", lambda: 8)
     for ranks, threads in ((1, 8), (2, 4), (3, 2)):
-        assert planning.places(ClusterConfig(jobs=1), ranks, 1.0).threads == threads
+        assert rates.places(ClusterConfig(jobs=1), ranks, 1.0).threads == threads
 
 
 def test_longest_first() -> None:
-    seconds = [run.estimated_seconds for run in plan(runs(), ClusterConfig(), 1e12, 2).runs]
+    seconds = [run.estimated_seconds for run in plan_runs(runs(), ClusterConfig(), 1e12, 2).runs]
     assert seconds == sorted(seconds, reverse=True)
 
 
 def test_without_a_price_there_are_no_dollars() -> None:
-    assert plan(runs(), ClusterConfig(), 1e12, 1).dollars is None
+    assert plan_runs(runs(), ClusterConfig(), 1e12, 1).dollars is None
 
 
 def test_a_batch_that_is_small_for_its_budget_is_remarked_on() -> None:
@@ -101,7 +101,9 @@ def test_a_batch_that_is_small_for_its_budget_is_remarked_on() -> None:
         base = RunConfig(model=ModelConfig(vocab_size=256), tokens=0)
         base.optimizer.batch_size = batch_size
         tokens = (MANY_STEPS + 1) * 8 * base.data.sequence_length
-        return remarks(plan(expand(LadderGrid(sizes=[1e4], tokens=[tokens]), base), ClusterConfig(), 1e12, 1))
+        return plan_remarks(
+            plan_runs(expand_grid(LadderGrid(sizes=[1e4], tokens=[tokens]), base), ClusterConfig(), 1e12, 1)
+        )
 
     assert "200,001 steps of 1,024 tokens" in said(8)[0]
     assert said(16) == []
@@ -127,18 +129,18 @@ def test_makespan_equals_a_simulation_second_by_second(seed: int) -> None:
 
 def test_two_probes_that_differ_a_little_plan_the_same_grid() -> None:
     """Budgets are rounded to powers of two, so a probe 20 % off changes nothing for most machines."""
-    budgets = probe.probed_budgets(1.6e11, 2, 4.5, 96.0)
+    budgets = rates.probed_budgets(1.6e11, 2, 4.5, 96.0)
     assert budgets == [1e11, 2e11, 5e11, 1e12]
-    assert budgets == probe.probed_budgets(1.25e11, 2, 4.5, 96.0) == probe.probed_budgets(2.0e11, 2, 4.5, 96.0)
+    assert budgets == rates.probed_budgets(1.25e11, 2, 4.5, 96.0) == rates.probed_budgets(2.0e11, 2, 4.5, 96.0)
 
 
 def test_a_faster_machine_gets_larger_budgets() -> None:
-    slow, fast = (probe.probed_budgets(rate, 2, 4.5, 96.0)[0] for rate in (1e11, 1e12))
+    slow, fast = (rates.probed_budgets(rate, 2, 4.5, 96.0)[0] for rate in (1e11, 1e12))
     assert fast >= 4 * slow
 
 
 def test_the_probe_measures_a_plausible_rate() -> None:
-    assert 1e8 < probe.core_flops_per_second(0.02) < 1e13
+    assert 1e8 < rates.core_flops_per_second(0.02) < 1e13
 
 
 @pytest.mark.parametrize(
@@ -154,7 +156,7 @@ def test_durations_are_said_in_their_unit() -> None:
 
 
 def test_a_plan_says_what_it_costs_in_cores_where_there_is_no_gpu() -> None:
-    planned = plan(runs(), ClusterConfig(), 1e12, 2, threads=3)
+    planned = plan_runs(runs(), ClusterConfig(), 1e12, 2, threads=3)
     assert planned.core_hours == pytest.approx(3 * sum(run.estimated_seconds for run in planned.runs) / 3600)
     assert planned.gpu_hours == 0
     assert {run.shape.cpus for run in planned.runs} == {3}
@@ -170,8 +172,8 @@ def test_runs_of_a_unit_pay_for_its_time_once(seed: int) -> None:
     for how in ("alone", "ensemble", "shared"):
         names = tuple(members)[:1] if how == "alone" else tuple(members)
         unit = Unit(how, names)
-        paid = paid_seconds(unit, members, seconds, 16.0)
-        assert sum(paid.values()) == pytest.approx(unit_seconds(unit, members, seconds, 16.0))
+        paid = paid_shares(unit, members, seconds, 16.0)
+        assert sum(paid.values()) == pytest.approx(wall_clock([unit], members, seconds, 1, 16.0))
         left, expected, tick = {name: seconds[name] for name in names}, dict.fromkeys(names, 0.0), 1.0
         while any(left.values()):
             active = [name for name, rest in left.items() if rest]
@@ -188,7 +190,7 @@ def test_the_nearest_model_is_the_nearest_of_all(seed: int) -> None:
     """Against a look at every one of them; the search looks at a few."""
     chooser = random.Random(seed)
     base = ModelConfig(vocab_size=chooser.choice([256, 50257]), tied_embeddings=chooser.random() < 0.5)
-    pool = architectures.candidates(base)
+    pool = architectures.well_shaped(base)
     for _ in range(10):
         wanted = 10 ** chooser.uniform(2, 11)
         above = int(chooser.choice([0, 0.5, 2]) * wanted)
@@ -197,4 +199,4 @@ def test_the_nearest_model_is_the_nearest_of_all(seed: int) -> None:
             return abs(math.log(item[0] / wanted)) + architectures.SHAPE_WEIGHT * item[1]
 
         best = min((item for item in pool if item[0] > above), key=distance)
-        assert architectures.nearest(base, wanted, above) == best[2]
+        assert architectures.nearest_model(base, wanted, above) == best[2]

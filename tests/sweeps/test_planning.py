@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+from isoflop.sweeps import prepare
 from isoflop.sweeps.config import SweepConfig
 from isoflop.sweeps.entry import compose
-from isoflop.sweeps.execute import conduct
-from isoflop.sweeps.grid import extend
-from isoflop.sweeps.plan import planning
-from isoflop.sweeps.plan.planning import Prepared
+from isoflop.sweeps.growth import extend
+from isoflop.sweeps.prepare import Prepared
+from isoflop.sweeps.runs import membership
 from isoflop.train.config import DataConfig, run_id
 from isoflop.train.errors import UserError
 from isoflop.train.files import write_json
@@ -29,8 +29,8 @@ def sweep(data: DataConfig, tmp_path: Path) -> Callable[..., Prepared]:
     """Plans a small ladder and writes it."""
 
     def make(*overrides: str) -> Prepared:
-        prepared = planning.from_config(configuration(data, tmp_path, *overrides))
-        planning.write_plan(prepared, ["test"])
+        prepared = prepare.from_config(configuration(data, tmp_path, *overrides))
+        prepare.write_plan(prepared, ["test"])
         return prepared
 
     return make
@@ -55,7 +55,7 @@ def ids(prepared: Prepared) -> set[str]:
 
 def test_the_plan_from_the_folder_is_that_of_the_configuration(sweep: Callable[..., Prepared]) -> None:
     planned = sweep()
-    again = planning.from_disk(planned.sweep)
+    again = prepare.from_disk(planned.sweep)
     assert again.plan == planned.plan
     assert again.config == planned.config
     assert {run_id(run): run for run in again.runs} == {run_id(run): run for run in planned.runs}
@@ -70,7 +70,7 @@ def test_a_plan_from_the_folder_needs_no_corpus(
         raise AssertionError("a compute node may not have the text")
 
     monkeypatch.setattr("isoflop.train.data.corpora.open_corpus", unreachable)
-    assert planning.from_disk(planned.sweep).plan == planned.plan
+    assert prepare.from_disk(planned.sweep).plan == planned.plan
     assert extend.add_grid(planned.sweep, planned.config, extend.as_grid(POINT, "here"), "a test")
 
 
@@ -83,30 +83,26 @@ def test_what_is_added_is_in_every_later_plan_and_nothing_is_added_twice(
     planned = sweep()
     (name,) = extend.add_grid(planned.sweep, planned.config, extend.as_grid(POINT, "here"), "a test")
     assert extend.add_grid(planned.sweep, planned.config, extend.as_grid(POINT, "here"), "a test") == []
-    assert [run.run_id for run in planning.members(planned.sweep)][-1] == name
-    assert ids(planning.from_disk(planned.sweep)) == ids(planned) | {name}
+    assert [run.run_id for run in membership.members(planned.sweep)][-1] == name
+    assert ids(prepare.from_disk(planned.sweep)) == ids(planned) | {name}
     # The command that began the sweep, given once more.
-    assert ids(planning.from_config(configuration(data, tmp_path))) == ids(planned) | {name}
+    assert ids(prepare.from_config(configuration(data, tmp_path))) == ids(planned) | {name}
     assert planned.sweep.run(name).state().state == "planned"
 
 
 def test_a_grid_is_extended_by_what_changes_of_it(
-    sweep: Callable[..., Prepared], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    sweep: Callable[..., Prepared], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     planned = sweep()
-    started: list[set[str]] = []
-    monkeypatch.setattr(conduct, "resume", lambda sweep, only: started.append(only) or 0)
-    assert extend.extend(planned.sweep, ["grid.tokens_per_parameter=[1,2,4]"]) == 0
-    assert len(started[0]) == 2, "the D that is new, of both sizes"
-    assert not started[0] & ids(planned)
+    added = extend.extend_sweep(planned.sweep, ["grid.tokens_per_parameter=[1,2,4]"])
+    assert len(added) == 2, "the D that is new, of both sizes"
+    assert not set(added) & ids(planned)
     file = tmp_path / "grid.yaml"
     file.write_text(yaml.safe_dump(POINT))
-    assert extend.extend(planned.sweep, [], file) == 0
-    assert len(started[1]) == 1
-    assert extend.extend(planned.sweep, [], file) == 0
-    assert len(started) == 2
+    assert len(extend.extend_sweep(planned.sweep, [], file)) == 1
+    assert extend.extend_sweep(planned.sweep, [], file) == []
     assert "nothing was added" in capsys.readouterr().out
-    assert len(planning.from_disk(planned.sweep).runs) == 4 + 2 + 1
+    assert len(prepare.from_disk(planned.sweep).runs) == 4 + 2 + 1
 
 
 @pytest.mark.parametrize(
@@ -136,7 +132,7 @@ def test_what_cannot_extend_a_sweep_is_refused_and_adds_nothing(
     if text is not None:
         file.write_text(text)
     with pytest.raises(UserError, match=words) as error:
-        extend.extend(planned.sweep, overrides, file if text is not None else None)
+        extend.extend_sweep(planned.sweep, overrides, file if text is not None else None)
     assert "version" not in str(error.value), "it is no other one that wrote this"
     assert not (planned.sweep.path / "added.json").exists()
 
@@ -145,7 +141,7 @@ def test_a_sweep_without_runs_cannot_be_extended(sweep: Callable[..., Prepared])
     planned = sweep()
     write_json(planned.sweep.path / "plan.json", {**planned.sweep.plan(), "runs": []})
     with pytest.raises(UserError, match="has no runs"):
-        extend.extend(planned.sweep, ["grid.sizes=[1e4]"])
+        extend.extend_sweep(planned.sweep, ["grid.sizes=[1e4]"])
 
 
 def test_a_run_that_diverged_is_tried_once_at_a_lower_rate_where_the_grid_says_so(
@@ -162,7 +158,7 @@ def test_a_run_that_diverged_is_tried_once_at_a_lower_rate_where_the_grid_says_s
     before, after = first.config(), planned.sweep.run(name).config()
     assert after.optimizer.learning_rate == before.optimizer.learning_rate / 2
     assert (after.model, after.tokens, after.seed) == (before.model, before.tokens, before.seed)
-    assert planning.replacements(planned.sweep) == {name: first.run_id}
+    assert membership.replacements(planned.sweep) == {name: first.run_id}
     planned.sweep.run(name).set_state("diverged", reason="again")
     assert extend.replace_diverged(planned.sweep, planned.config) == [], "and not for ever"
 
@@ -170,11 +166,11 @@ def test_a_run_that_diverged_is_tried_once_at_a_lower_rate_where_the_grid_says_s
 def test_a_sweep_that_was_cancelled_grows_no_more_until_it_is_started_again(sweep: Callable[..., Prepared]) -> None:
     planned = sweep("grid.diverged_rate_factor=0.5")
     planned.directories[0].set_state("diverged", reason="a test")
-    planning.stop(planned.sweep, "a test")
+    membership.stop_growth(planned.sweep, "a test")
     assert extend.replace_diverged(planned.sweep, planned.config) == []
-    planning.write_plan(planned)  # as a keeper does
-    assert planning.is_stopped(planned.sweep)
-    planning.write_plan(planned, ["test"])  # as the command does
+    prepare.write_plan(planned)  # as a keeper does
+    assert membership.is_stopped(planned.sweep)
+    prepare.write_plan(planned, ["test"])  # as the command does
     assert len(extend.replace_diverged(planned.sweep, planned.config)) == 1
 
 
@@ -185,7 +181,7 @@ def test_a_folder_of_another_version_is_refused_in_a_sentence(sweep: Callable[..
     settings["config"]["cluster"]["number_of_hamsters"] = 3
     file.write_text(yaml.safe_dump(settings))
     with pytest.raises(UserError, match=r"number_of_hamsters.*use the version that wrote it") as caught:
-        planning.from_disk(planned.sweep)
+        prepare.from_disk(planned.sweep)
     assert "\n" not in str(caught.value)
 
 

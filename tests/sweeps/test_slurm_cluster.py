@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from isoflop.sweeps.config import ClusterConfig
-from isoflop.sweeps.plan.sweep_plan import JobShape, PlannedRun, plan
+from isoflop.sweeps.plan.sweep_plan import JobShape, PlannedRun, plan_runs
 from isoflop.sweeps.slurm import cluster as slurm_cluster
 from isoflop.train.config import ModelConfig, RunConfig
 from isoflop.train.errors import UserError
@@ -44,7 +44,7 @@ def run_of(cluster: ClusterConfig, **parallel: int) -> PlannedRun:
     run = RunConfig(model=ModelConfig(width=8, depth=1, heads=1, vocab_size=256), tokens=1024)
     for name, value in parallel.items():
         setattr(run.parallel, name, value)
-    (planned,) = plan([run], cluster, 1e12, 1).runs
+    (planned,) = plan_runs([run], cluster, 1e12, 1).runs
     return planned
 
 

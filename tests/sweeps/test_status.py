@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 from isoflop.sweeps.config import ClusterConfig
 from isoflop.sweeps.observe import logs, status, status_view
-from isoflop.sweeps.plan import planning
-from isoflop.sweeps.plan.sweep_plan import plan
+from isoflop.sweeps.plan.sweep_plan import plan_runs
 from isoflop.sweeps.results import accounting
-from isoflop.sweeps.runs import attempts
+from isoflop.sweeps.runs import attempts, membership
 from isoflop.sweeps.runs.attempts import Policy
 from isoflop.sweeps.runs.directory import RunDirectory, SweepDirectory, now_on
 from isoflop.train.config import ModelConfig, RunConfig, run_id
@@ -33,7 +32,7 @@ def make(folder: Path, count: int = 4, gpus: int = 1) -> SweepDirectory:
         directory = sweep.run(run_id(run))
         directory.freeze(run)
         directory.set_state("planned")
-    write_json(folder / "plan.json", plan(runs, cluster, 1e11, 1).to_dict())
+    write_json(folder / "plan.json", plan_runs(runs, cluster, 1e11, 1).to_dict())
     (folder / "sweep.yaml").write_text("config: {cluster: {heartbeat_seconds: 10.0}}\n")
     return sweep
 
@@ -372,7 +371,7 @@ def test_runs_that_were_added_are_shown_too_and_where_there_are_none_that_is_sai
     added = sweep.run("0123456789")
     added.set_state("failed")
     added.log("of a run that was added")
-    write_json(sweep.path / planning.ADDED, {added.run_id: {}})
+    write_json(sweep.path / membership.ADDED, {added.run_id: {}})
     logs.overview(sweep, follow=False)
     assert "of a run that was added" in capsys.readouterr().out
 

@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 import yaml
 from fake_sweep import finish, settings, write
+from isoflop.sweeps import prepare
 from isoflop.sweeps.config import IsoflopGrid
 from isoflop.sweeps.grid import expand as grid
-from isoflop.sweeps.grid import extend
-from isoflop.sweeps.grid.suggest import Suggestion, print_suggestion, suggest
-from isoflop.sweeps.grid.suggest_candidates import Range, merged, offers, trunk_of
-from isoflop.sweeps.grid.trunks import Progress, merge, own_flops
-from isoflop.sweeps.plan import planning
+from isoflop.sweeps.grid.trunks import Progress, merge_runs, own_flops
+from isoflop.sweeps.growth import extend
+from isoflop.sweeps.growth.candidates import Range, merged, offers, trunk_of
+from isoflop.sweeps.growth.suggest import Suggestion, print_suggestion, suggest
+from isoflop.sweeps.runs import membership
 from isoflop.sweeps.runs.directory import SweepDirectory
 from isoflop.train.config import RunConfig, run_id
 from isoflop.train.errors import UserError
@@ -42,19 +43,21 @@ def test_the_grid_that_is_written_expands_to_the_suggested_runs_and_extends_the_
 ) -> None:
     file = tmp_path / "more.yaml"
     file.write_text(yaml.safe_dump(suggestion.grid, sort_keys=False))
-    config = planning.configuration(sweep)
-    runs = grid.expand(extend.read_grid(file), planning.resolved_base(sweep, config))
+    config = prepare.configuration(sweep)
+    runs = grid.expand_grid(extend.read_grid(file), prepare.resolved_base(sweep, config))
     assert [run_id(run) for run in runs] == [run.run_id for run in suggestion.runs]
     assert [(count_parameters(run.model).N_total, run.D) for run in runs] == [(run.N, run.D) for run in suggestion.runs]
-    assert not {run_id(run) for run in runs} & {run.run_id for run in planning.members(sweep)}
+    assert not {run_id(run) for run in runs} & {run.run_id for run in membership.members(sweep)}
 
 
 def test_a_suggestion_keeps_to_its_budget_at_the_price_that_the_planner_will_charge(
     sweep: SweepDirectory, suggestion: Suggestion
 ) -> None:
-    config = planning.configuration(sweep)
+    config = prepare.configuration(sweep)
     points = extend.as_grid(suggestion.grid, "test")
-    runs = merge(grid.expand(points, planning.resolved_base(sweep, config))).runs  # the sweep's own runs are done
+    runs = merge_runs(
+        grid.expand_grid(points, prepare.resolved_base(sweep, config))
+    ).runs  # the sweep's own runs are done
     assert sum(map(own_flops, runs)) == pytest.approx(suggestion.flops, rel=1e-9)
     assert 0.5e12 < suggestion.flops <= 1e12 * (1 + 1e-9)
     assert len(suggestion.runs) <= 12

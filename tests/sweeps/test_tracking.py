@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import yaml
-from isoflop.sweeps.observe import tracking
+from isoflop.sweeps.results import tracking
 from isoflop.sweeps.runs.directory import RunDirectory, SweepDirectory
 from isoflop.train import tracker
 from isoflop.train.config import ModelConfig, RunConfig, TrackerConfig, run_id, to_dict

@@ -12,9 +12,10 @@ import pytest
 import yaml
 from isoflop.sweeps.config import LadderGrid
 from isoflop.sweeps.grid import expand as grid
-from isoflop.sweeps.grid.trunks import Progress, merge, own_flops, own_steps
-from isoflop.train.config import ModelConfig, RunConfig, ScheduleConfig, run_id, validate
+from isoflop.sweeps.grid.trunks import Progress, merge_runs, own_flops, own_steps
+from isoflop.train.config import ModelConfig, RunConfig, ScheduleConfig, run_id
 from isoflop.train.flops import flops_exact
+from isoflop.train.planner.validation import validate
 from isoflop.train.schedule import same_until, trunk_steps, warmup_steps
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,8 +54,8 @@ def test_a_ladder_of_half_to_eight_times_a_d_costs_at_most_62_percent(
     template: RunConfig, sizes: list[float], ratios: list[float]
 ) -> None:
     """1/2 + 1 + 2 + 4 + 8 is 15.5 units; a trunk of 8 and four decays of a fifth is 9.5, which is 61.3 %."""
-    apart = grid.expand(LadderGrid(sizes=sizes, tokens_per_parameter=ratios), template)
-    merged = merge(apart)
+    apart = grid.expand_grid(LadderGrid(sizes=sizes, tokens_per_parameter=ratios), template)
+    merged = merge_runs(apart)
     assert len(apart) == len(ratios) * len(sizes)
     parents = [run.parent for run in merged.runs if run.parent is not None]
     assert len(parents) == (len(ratios) - 1) * len(sizes)
@@ -68,14 +69,14 @@ def test_a_ladder_of_half_to_eight_times_a_d_costs_at_most_62_percent(
 def test_parents_and_named_checkpoints_leave_ids_and_arguments_alone() -> None:
     runs = by_steps(100, 50, 200)
     before = copy.deepcopy(runs)
-    merged = merge(runs).runs
+    merged = merge_runs(runs).runs
     assert runs == before
     assert [run_id(run) for run in merged] == [run_id(run) for run in runs]
     trunk = run_id(runs[2])
     assert [run.parent for run in merged] == [trunk, trunk, None]
     assert [run.checkpoint.at_steps for run in merged] == [None, None, [40, 80]]
     assert [own_steps(run) for run in merged] == [20, 10, 200]
-    assert merge(merged).runs == merged
+    assert merge_runs(merged).runs == merged
 
 
 def random_progress(chooser: random.Random, run: RunConfig) -> Progress:
@@ -101,7 +102,7 @@ def test_whatever_the_grid_and_the_disk_every_branch_has_a_trunk_that_saves_it_a
     runs = [replace(template, model=m, tokens=tokens, seed=s) for m in models for tokens in sorted(odd) for s in (0, 1)]
     chooser.shuffle(runs)
     progress = {run_id(run): random_progress(chooser, run) for run in runs if chooser.random() < 0.3}
-    merged = merge(runs, progress).runs
+    merged = merge_runs(runs, progress).runs
     assert [run_id(run) for run in merged] == [run_id(run) for run in runs]
     by_id = {run_id(run): run for run in merged}
     for run in merged:
@@ -122,37 +123,37 @@ def test_whatever_the_grid_and_the_disk_every_branch_has_a_trunk_that_saves_it_a
 
 
 def test_runs_whose_learning_rate_depends_on_d_are_not_merged_and_the_reason_is_said() -> None:
-    cosine = merge(by_steps(50, 100, 200, 400, 800, kind="cosine"))
+    cosine = merge_runs(by_steps(50, 100, 200, 400, 800, kind="cosine"))
     assert all(run.parent is None and run.checkpoint.at_steps is None for run in cosine.runs)
     assert cosine.remarks == [
         "4 runs differ from a longer one in D alone and cannot branch from it (D400, D200, D100 and 1 more): with "
         "schedule.kind cosine the learning rate of every step depends on D; with wsd it would not"
     ]
     template = base()  # 1 token of warm-up a parameter: 10 parameters' worth of D are too few, 20 are enough
-    ladder = grid.expand(LadderGrid(sizes=[6e4], tokens_per_parameter=[5, 20, 40]), template)
-    merged = merge(ladder)
+    ladder = grid.expand_grid(LadderGrid(sizes=[6e4], tokens_per_parameter=[5, 20, 40]), template)
+    merged = merge_runs(ladder)
     assert [run.parent for run in merged.runs] == [None, run_id(ladder[2]), None]
     assert merged.remarks[0].startswith("1 of 3 runs branch from 1 trunk: ")
     assert merged.remarks[1] == (
         f"1 run differs from a longer one in D alone and cannot branch from it ({ladder[0].name}): "
         "schedule.warmup_max_share 0.1 cuts a warm-up, which so depends on D; from 10 tokens a parameter on it does not"
     )
-    fixed = merge(by_steps(10, 1000, warmup_tokens=1024 * 50))
+    fixed = merge_runs(by_steps(10, 1000, warmup_tokens=1024 * 50))
     assert fixed.remarks[0].endswith("depends on D; from 512k tokens on it does not")
-    hasty = merge(by_steps(10, 20, decay_share=0.99, warmup_max_share=0.01))
+    hasty = merge_runs(by_steps(10, 20, decay_share=0.99, warmup_max_share=0.01))
     assert hasty.remarks[0].endswith("schedule.decay_share 0.99 leaves no step before the decay")
 
 
 def test_runs_that_differ_in_more_than_d_are_not_merged_and_nothing_is_said() -> None:
     short, long = by_steps(50, 100)
     other = replace(long, optimizer=replace(long.optimizer, learning_rate=1.0))
-    assert merge([short, other]).remarks == []
-    assert [run.parent for run in merge([short, other]).runs] == [None, None]
+    assert merge_runs([short, other]).remarks == []
+    assert [run.parent for run in merge_runs([short, other]).runs] == [None, None]
 
 
 def test_what_never_decays_leaves_its_last_step_to_the_branch() -> None:
     for schedule in ({"kind": "constant"}, {"decay_share": 0.0}):
-        merged = merge(by_steps(50, 100, **schedule)).runs
+        merged = merge_runs(by_steps(50, 100, **schedule)).runs
         assert own_steps(merged[0]) == 1
         assert merged[1].checkpoint.at_steps == [49]
 
@@ -162,7 +163,7 @@ def test_a_run_that_is_past_a_step_it_has_not_saved_is_no_trunk_there() -> None:
     names = [run_id(run) for run in runs]
 
     def parents(**progress: Progress) -> list[int | None]:
-        merged = merge(runs, {names[int(key[1:])]: value for key, value in progress.items()}).runs
+        merged = merge_runs(runs, {names[int(key[1:])]: value for key, value in progress.items()}).runs
         return [None if run.parent is None else names.index(run.parent) for run in merged]
 
     assert parents() == [3, 3, 3, None]
@@ -176,7 +177,7 @@ def test_a_run_that_is_past_a_step_it_has_not_saved_is_no_trunk_there() -> None:
     assert parents(_1=Progress(True, 100, frozenset({100}), names[3])) == [3, 3, 3, None]
     assert parents(_1=Progress(False, 81, frozenset({81}))) == [3, None, 3, None]
     assert parents(_1=Progress(False, 79, frozenset({79}))) == [3, 3, 3, None]
-    said = merge(runs, {names[3]: Progress(True, 400, frozenset({400})), names[2]: Progress(True, 200)}).remarks
+    said = merge_runs(runs, {names[3]: Progress(True, 400, frozenset({400})), names[2]: Progress(True, 200)}).remarks
     assert said[1] == (
         "1 run differs from a longer one in D alone and cannot branch from it (D100): what could be the trunk is past "
         "the step where they would begin, and has kept no checkpoint of it"

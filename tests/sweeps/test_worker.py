@@ -906,7 +906,7 @@ def test_the_last_job_looks_for_lost_runs_while_it_holds_the_sweep_alone(
     monkeypatch.setattr(worker, "configuration", lambda sweep: SweepConfig())
     monkeypatch.setattr(slurm, "live_jobs", note("live", set()))
     monkeypatch.setattr(worker, "settle_lost", note("settle"))
-    monkeypatch.setattr("isoflop.sweeps.results.finish.finish", note("finish"))
+    monkeypatch.setattr("isoflop.sweeps.results.finish.write_results", note("finish"))
     worker.finish_sweep(str(bench.sweep.path))
     assert steps == ["live True", "settle True", "finish False"]
     monkeypatch.setattr(worker, "SETTLE_SECONDS", 0.0)

@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from isoflop.train.config import RunConfig, from_dict, identity, run_id, to_dict, validate
+from isoflop.train.config import RunConfig, from_dict, identity, run_id, to_dict
 from isoflop.train.errors import UserError
+from isoflop.train.planner.validation import validate
 
 # Every field of a run's identity, spelled out, so that a new default changes nothing here. A field that is added,
 # removed, renamed or made cosmetic does: it gives every run in the world another id, so it must be meant.

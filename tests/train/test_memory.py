@@ -16,12 +16,11 @@ from isoflop.train.config import DataConfig, ModelConfig, OptimizerConfig, Paral
 from isoflop.train.memory import bucket_sizes, halved_micro_batch, memory, state_bytes
 from isoflop.train.model.gpt import GPT, RMSNorm, _RMSNorm
 from isoflop.train.model.parametrization import empty_model, parameter_groups
+from isoflop.train.model.shape import micro_batches, share_of
 from isoflop.train.parallel.mesh import Mesh
 from isoflop.train.parallel.tensor import split_model
 from isoflop.train.parallel.zero import Zero
-from isoflop.train.planner.cost import Hardware
-from isoflop.train.planner.planner import choose
-from isoflop.train.planner.share import micro_batches, share_of
+from isoflop.train.planner.planner import Hardware, choose
 from isoflop.train.precision import compute_dtype
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode

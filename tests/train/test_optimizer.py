@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from isoflop.train.config import DataConfig, ModelConfig, OptimizerConfig, RunConfig, ScheduleConfig, validate
+from isoflop.train.config import DataConfig, ModelConfig, OptimizerConfig, RunConfig, ScheduleConfig
 from isoflop.train.errors import UserError
 from isoflop.train.flops import count_parameters
 from isoflop.train.model.gpt import GPT
@@ -17,6 +17,7 @@ from isoflop.train.model.parametrization import empty_model, initial_weights, pa
 from isoflop.train.parallel.layout import whole
 from isoflop.train.parallel.mesh import Mesh
 from isoflop.train.parallel.zero import Zero
+from isoflop.train.planner.validation import validate
 from isoflop.train.schedule import decay_steps, learning_rate_factor, same_until, trunk_steps, warmup_steps
 
 # One token a step, so that tokens and steps are the same.

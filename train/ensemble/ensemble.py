@@ -23,15 +23,15 @@ from typing import Any
 
 import torch
 
-from ..config import RunConfig, validate
+from ..config import RunConfig
 from ..data.shards import Shards
 from ..errors import UserError
-from ..hardware import kept_peak
+from ..hardware import kept_peak, out_of_memory
 from ..job.job import Job, join
 from ..loop import Diverged, Stopped, Trainer, open_shards
 from ..parallel.zero import StepResult
+from ..planner.validation import validate
 from ..precision import set_matmul_precision
-from ..stepper import out_of_memory
 from .members import check_together
 from .stacked_stepper import Member, StackedStepper
 

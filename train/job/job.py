@@ -14,7 +14,7 @@ from ..config import RunConfig
 from ..files import FAILURE, note_once
 from ..hardware import pick_device
 from ..parallel.mesh import Mesh
-from ..planner.shapes import check_world
+from ..planner.validation import check_world
 from .control import Agreement, Flag, same_everywhere, together
 from .environment import detect
 from .rendezvous import join as meet

@@ -29,7 +29,7 @@ from ..config import ParallelConfig
 from ..errors import UserError
 from ..files import write_atomic
 from ..parallel.mesh import Mesh, build_mesh
-from ..planner.shapes import check_hosts
+from ..planner.validation import check_hosts
 from .environment import Ranks
 
 # The watchdog knows which rank is at fault and a collective that times out does not, so the watchdog comes first.
@@ -47,7 +47,7 @@ def join(
     Args:
         ranks: this process' place, as `environment.detect` finds it.
         folder: of the run, the same for all ranks and on a file system that they share.
-        parallel: tp * dp must be the number of ranks (`shapes.check_world`).
+        parallel: tp * dp must be the number of ranks (`validation.check_world`).
         device: `cpu`, or `cuda` for this rank's own GPU of those that it sees.
 
     Yields:

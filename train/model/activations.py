@@ -12,7 +12,7 @@ Korthikanti et al. 2022, arXiv 2205.05198, section 4 has the same count for anot
 
 from __future__ import annotations
 
-from ..planner.share import Share
+from .shape import Share
 
 FP32, INDEX = 4, 8  # bytes of an fp32 number, and of a token's id
 
@@ -88,7 +88,7 @@ def repeats_heads(share: Share, device: str) -> bool:
 def keeps_product(share: Share, device: str) -> bool:
     """Whether something that is kept is a view of the fused product: a value, or what the norms of heads read."""
     copied = share.heads > 1 if keeps_softmax(share, device) else repeats_heads(share, device)
-    return share.qk_norm or not copied
+    return share.head_norms or not copied
 
 
 def attention_bytes(share: Share, device: str) -> int:
@@ -98,14 +98,14 @@ def attention_bytes(share: Share, device: str) -> int:
     if keeps_softmax(share, device):  # a single head needs no copy of its key and value
         kept = softmax_bytes(share) + (4 * queries if share.heads > 1 else 2 * queries + rotated)
     elif repeats_heads(share, device):  # the value is no view any more
-        kept = (queries if share.qk_norm else rotated) + 3 * queries
+        kept = (queries if share.head_norms else rotated) + 3 * queries
     else:
         kept = rotated + queries
         if has_mask(share, device) and share.length > query_block(share.length):
             kept += queries  # what the blocks of queries give, before they are one
     if not keeps_softmax(share, device):
         kept += share.tokens * share.heads * FP32  # the logarithm of each query's normaliser
-    if share.qk_norm:
+    if share.head_norms:
         kept += share.tokens * (share.heads + share.kv_heads) * FP32
     return kept
 
@@ -133,14 +133,14 @@ def mask_bytes(share: Share, recompute: str, device: str) -> int:
     return (share.sequences if share.documents else 1) * share.length**2 * share.itemsize
 
 
-def kept_by_head(share: Share, tp: int) -> int:
+def kept_by_head(share: Share) -> int:
     """Bytes kept from the last block to the loss: the final norm's, and what the loss has ready for the backward pass.
 
     That are its derivatives by the head's input and, in fp32, by its weights. Under tensor parallelism they are input
     and logits, with each token's place among these columns, whether it has one, and its normaliser.
     """
     norm = share.rows * (2 * share.width * share.itemsize + FP32)
-    if tp == 1:
+    if not share.split:
         return norm + share.table * FP32
     return norm + share.tokens * (share.vocabulary * share.itemsize + INDEX + 1 + FP32)
 
@@ -152,13 +152,13 @@ def norm_workspace(share: Share, device: str) -> int:
     return 2 * stream * share.itemsize + wide * stream * FP32
 
 
-def loss_workspace(share: Share, tp: int, device: str) -> int:
+def loss_workspace(share: Share, device: str) -> int:
     """Bytes beside what `kept_by_head` counts, from the loss back to the last block: the most at any of some moments,
     each with less of that left.
 
     They are the loss's own, the head's, and the final norm's.
     """
-    if tp > 1:
+    if share.split:
         return _split_loss_workspace(share, device)
     stream, table = share.rows * share.width * share.itemsize, share.table * share.itemsize
     chunk = min(rows_at_a_time(share.vocabulary, device), share.tokens) * share.vocabulary

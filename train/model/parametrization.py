@@ -25,6 +25,7 @@ from torch import Tensor
 
 from ..config import ModelConfig, OptimizerConfig
 from .gpt import GPT
+from .shape import GROUPS, Parameter, shape_of
 
 
 @dataclass
@@ -65,30 +66,35 @@ def initial_weights(model: ModelConfig, optimizer: OptimizerConfig, seed: int) -
     them, so the same seed gives the same weights whatever the mesh.
     """
     generator = torch.Generator().manual_seed(seed)
-    for name, parameter in empty_model(model, optimizer, 1).named_parameters():
+    for parameter in shape_of(model).parameters:
         weights = torch.empty(parameter.shape)
-        if parameter.dim() == 1:
+        if parameter.role in ("norm", "head norm"):
             weights.fill_(1.0)
-        elif name.startswith("embedding"):
-            weights.normal_(std=optimizer.base_width**-0.5 if model.tied_embeddings else 1.0, generator=generator)
-        elif name.startswith("head"):
+        elif parameter.role == "head":
             weights.zero_()
         else:
-            std = 1 / math.sqrt(parameter.shape[1])
-            if name.endswith(("attention.out.weight", "mlp.down.weight")):
-                std /= math.sqrt(2 * model.depth)
-            weights.normal_(std=std, generator=generator)
-        yield name, weights
+            weights.normal_(std=_initial_std(parameter, model.depth, optimizer.base_width), generator=generator)
+        yield parameter.name, weights
+
+
+def _initial_std(parameter: Parameter, depth: int, base_width: int) -> float:
+    if parameter.role in ("embedding", "tied"):
+        return 1.0 if parameter.role == "embedding" else base_width**-0.5
+    std = 1 / math.sqrt(parameter.shape[1])
+    return std / math.sqrt(2 * depth) if parameter.role == "last" else std
 
 
 def parameter_groups(gpt: GPT, optimizer: OptimizerConfig) -> list[ParameterGroup]:
     """The model's tensors by learning rate and weight decay, every tensor exactly once."""
     transfer = (optimizer.base_width / gpt.config.width) ** optimizer.width_exponent
-    matrices = [p for n, p in gpt.named_parameters() if p.dim() > 1 and not n.startswith("embedding")]
-    vectors = [p for p in gpt.parameters() if p.dim() == 1]
     table_rate = optimizer.learning_rate * optimizer.embedding_multiplier
+    rates = {
+        "matrices": (optimizer.learning_rate * transfer, optimizer.weight_decay),
+        "embedding": (table_rate, 0.0),
+        "norms": (table_rate, 0.0),
+    }
+    tensors, parameters = dict(gpt.named_parameters()), shape_of(gpt.config).parameters
     return [
-        ParameterGroup("matrices", matrices, optimizer.learning_rate * transfer, optimizer.weight_decay),
-        ParameterGroup("embedding", [gpt.embedding.weight], table_rate, 0.0),
-        ParameterGroup("norms", vectors, table_rate, 0.0),
+        ParameterGroup(group, [tensors[p.name] for p in parameters if p.role in GROUPS[group]], *rates[group])
+        for group in rates
     ]

@@ -14,9 +14,9 @@ as (batch * time / tp, width), consecutive tokens a rank.
 
 from __future__ import annotations
 
-from ..config import ModelConfig
 from ..model.gpt import GPT, MLP, Attention
-from .layout import Piece, Placement, Shape, split, whole
+from ..model.shape import Parameter, shape_of
+from .layout import Piece, Placement, split, whole
 from .linear import ColumnLinear, RowLinear
 from .mesh import Mesh
 from .vocabulary import VocabularyEmbedding, VocabularyHead
@@ -35,10 +35,10 @@ def split_model(gpt: GPT, mesh: Mesh, sequence_parallel: bool) -> dict[str, Plac
     Returns:
         Parameter name -> placement. The parameters have the `local_shape` of their placements afterwards.
     """
-    shapes = {name: tuple(parameter.shape) for name, parameter in gpt.named_parameters()}
+    parameters = shape_of(gpt.config).parameters
     if mesh.tp_group is None:
-        return {name: whole(shape) for name, shape in shapes.items()}
-    placements = {name: _place(name, shape, gpt.config, mesh, sequence_parallel) for name, shape in shapes.items()}
+        return {parameter.name: whole(parameter.shape) for parameter in parameters}
+    placements = {parameter.name: _place(parameter, mesh, sequence_parallel) for parameter in parameters}
     ranks = (mesh.tp_group, sequence_parallel)
     for name, module in list(gpt.named_modules()):
         if isinstance(module, Attention):
@@ -66,31 +66,19 @@ def _share_heads(attention: Attention, mesh: Mesh) -> None:
         attention.served_by = mesh.tp_rank * attention.kv_heads // mesh.tp
 
 
-def _place(name: str, shape: Shape, config: ModelConfig, mesh: Mesh, sequence_parallel: bool) -> Placement:
-    tp, rank = mesh.tp, mesh.tp_rank
-    if name.endswith("attention.qkv.weight"):
-        queries, keys = config.heads * config.head_dim, config.num_kv_heads * config.head_dim
-        if config.num_kv_heads >= tp:
-            return _split_parts(shape, (queries, keys, keys), rank, tp)
-        own = _split_parts(shape, (queries,), rank, tp).pieces
-        # Only the rank whose queries they serve gives key and value rows a gradient that is not zero.
-        return Placement(shape, (*own, Piece((queries, 0), (2 * keys, shape[1]), shared=True, partial=True)))
-    if name.endswith("mlp.gate_up.weight"):
-        return _split_parts(shape, (config.mlp_hidden, config.mlp_hidden), rank, tp)
-    if name.endswith(("attention.out.weight", "mlp.down.weight")):
+def _place(parameter: Parameter, mesh: Mesh, sequence_parallel: bool) -> Placement:
+    tp, rank, shape = mesh.tp, mesh.tp_rank, parameter.shape
+    if parameter.role == "last":
         return split(shape, 1, rank, tp)
-    if name in ("embedding.weight", "head.weight"):
-        return split(shape, 0, rank, tp)
-    # A norm: of queries or keys it sees this rank's heads, of the residual stream its tokens, or all of them.
-    of_heads = name.endswith(("query_norm.weight", "key_norm.weight"))
-    return whole(shape, partial=of_heads or sequence_parallel)
-
-
-def _split_parts(shape: Shape, parts: tuple[int, ...], rank: int, ranks: int) -> Placement:
-    """An equal share of the rows of each part of a fused matrix; the parts lie one below the other, from the top."""
+    if parameter.role in ("norm", "head norm"):
+        # Of queries or keys it sees this rank's heads, of the residual stream its tokens, or all of them.
+        return whole(shape, partial=parameter.role == "head norm" or sequence_parallel)
     pieces, top = [], 0
-    for rows in parts:
-        share = rows // ranks
-        pieces.append(Piece((top + rank * share, 0), (share, *shape[1:])))
-        top += rows
+    for part in parameter.parts:
+        if part.units >= tp:
+            own = part.rows // tp
+            pieces.append(Piece((top + rank * own, 0), (own, shape[1])))
+            top += part.rows
+    if top < shape[0]:  # key and value rows, to which only the rank whose queries they serve gives a gradient
+        pieces.append(Piece((top, 0), (shape[0] - top, shape[1]), shared=True, partial=True))
     return Placement(shape, tuple(pieces))

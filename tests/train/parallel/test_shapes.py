@@ -12,7 +12,7 @@ import pytest
 from isoflop.train.config import DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig
 from isoflop.train.errors import UserError
 from isoflop.train.job.environment import Ranks, detect
-from isoflop.train.planner.shapes import check_hosts, check_shapes, check_world, working_shapes
+from isoflop.train.planner.validation import check_hosts, check_shapes, check_world, working_shapes
 
 
 def run(batch: int = 16, length: int = 32, model: dict[str, Any] | None = None, **parallel: Any) -> RunConfig:
@@ -259,6 +259,6 @@ def test_a_launcher_that_makes_no_sense_is_an_error_and_not_one_process(wrong: d
 
 
 def test_shapes_and_environment_import_no_torch() -> None:
-    modules = "isoflop.train.planner.shapes, isoflop.train.job.environment"
+    modules = "isoflop.train.planner.validation, isoflop.train.job.environment"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,7 +1,7 @@
 """A sweep grows: by budgets or sizes that somebody adds, by what is tried in place of a run that diverged, by rounds.
 
 Special here:
-- a run is added by its frozen config and a line in `added.json` (`planning.add_runs`); whoever plans the sweep next
+- a run is added by its frozen config and a line in `added.json` (`membership.add_runs`); whoever plans the sweep next
   finds it there, be it this command, the launcher at work or the keeper;
 - what takes the place of a diverged run is a new run with an identity of its own, and is not replaced in its turn.
 """
@@ -17,18 +17,19 @@ import yaml
 
 from ...train.config import RunConfig
 from ...train.errors import UserError
+from .. import prepare
 from ..config import GridConfig, SweepConfig, from_mapping
-from ..plan import planning
+from ..grid import expand as grid
+from ..runs import membership
 from ..runs.directory import RunDirectory, SweepDirectory
 from ..terminal import short
-from . import expand as grid
 
 
-def extend(sweep: SweepDirectory, overrides: list[str], grid_file: Path | None = None) -> list[str]:
-    """Adds runs to a sweep, which may be at work; returns the ids of those that are new.
+def extend_sweep(sweep: SweepDirectory, overrides: list[str], grid_file: Path | None = None) -> list[str]:
+    """Adds runs to a sweep; returns the ids of those that are new.
 
     Args:
-        sweep: whose.
+        sweep: may be at work.
         overrides: of the sweep's own grid, as for sweep.py: `grid.budgets=[1e19]`.
         grid_file: YAML of a whole grid, such as `isoflop suggest` writes.
 
@@ -37,7 +38,7 @@ def extend(sweep: SweepDirectory, overrides: list[str], grid_file: Path | None =
     """
     if bool(overrides) == (grid_file is not None):
         raise UserError("extend needs what to add: overrides of the grid, such as grid.budgets=[1e19], or --grid FILE")
-    config = planning.configuration(sweep)
+    config = prepare.configuration(sweep)
     if grid_file is not None:
         wanted, why = read_grid(grid_file), f"extended by {grid_file}"
     else:
@@ -79,24 +80,24 @@ def as_grid(values: dict[str, Any], source: object) -> GridConfig:
 
 def add_grid(sweep: SweepDirectory, config: SweepConfig, wanted: GridConfig, why: str) -> list[str]:
     """Adds a grid's runs to a sweep; returns the ids of those that are new."""
-    return planning.add_runs(sweep, grid.expand(wanted, planning.resolved_base(sweep, config)), why)
+    return membership.add_runs(sweep, grid.expand_grid(wanted, prepare.resolved_base(sweep, config)), why)
 
 
 def replace_diverged(sweep: SweepDirectory, config: SweepConfig) -> list[str]:
     """Adds a run for every one that diverged, where the grid asks for that; returns the ids of those that are new."""
     factor = config.grid.diverged_rate_factor if config.grid is not None else None
-    if factor is None or planning.is_stopped(sweep):
+    if factor is None or membership.is_stopped(sweep):
         return []
-    diverged = [run for run in planning.members(sweep) if run.state().state == "diverged"]
+    diverged = [run for run in membership.members(sweep) if run.state().state == "diverged"]
     return [name for run in diverged for name in replace_one(sweep, run, factor)]
 
 
 def replace_one(sweep: SweepDirectory, run: RunDirectory, factor: float) -> list[str]:
     """Adds a run like another one with its learning rate times `factor`, unless the other one is such a run itself."""
-    if run.run_id in planning.replacements(sweep):
+    if run.run_id in membership.replacements(sweep):
         return []
     other = at_lower_rate(run.config(), factor)
-    return planning.add_runs(sweep, [other], f"run {run.run_id} diverged", replaces=run.run_id)
+    return membership.add_runs(sweep, [other], f"run {run.run_id} diverged", replaces=run.run_id)
 
 
 def at_lower_rate(config: RunConfig, factor: float) -> RunConfig:
@@ -110,7 +111,7 @@ def at_lower_rate(config: RunConfig, factor: float) -> RunConfig:
 
 def next_round(sweep: SweepDirectory, config: SweepConfig) -> bool:
     """Of an adaptive grid: adds the runs of its next round; False where it is over, or there is no such grid."""
-    if config.grid is None or config.grid.kind != "adaptive" or planning.is_stopped(sweep):
+    if config.grid is None or config.grid.kind != "adaptive" or membership.is_stopped(sweep):
         return False
     from . import adaptive
 

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..config import ClusterConfig
-from .packing import Unit
-from .sweep_plan import JobShape, PlannedRun
+from ..plan.sweep_plan import JobShape, PlannedRun
+from ..runs.queue import Unit
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
 from ..config import ClusterConfig
-from ..plan.placement import batches, split, workers_for
 from ..plan.sweep_plan import JobShape, Plan, PlannedRun, makespan
 from ..runs import attempts
 from ..runs.directory import RunDirectory, SweepDirectory
+from ..slurm.placement import batches, split, workers_for
 from ..terminal import console, describe, short
 
 MOST_ROWS, FIRST_ROWS, LAST_ROWS = 40, 20, 5  # of a plan: up to so many all are shown, else the first and the last

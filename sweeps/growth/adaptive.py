@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any
 from ...train.config import run_id
 from ...train.errors import UserError
 from ...train.files import read_json, write_json
+from .. import prepare
 from ..config import AdaptiveGrid, PointsGrid
-from ..plan import planning
+from ..grid import expand as grid
+from ..grid.trunks import own_flops
+from ..runs import membership
 from ..runs.directory import SweepDirectory
-from . import expand as grid
 from .suggest import NothingToSuggest, Standing, stand, suggest_from
-from .trunks import own_flops
 
 if TYPE_CHECKING:
     from ..config import SweepConfig
@@ -78,7 +79,7 @@ def told(sweep: SweepDirectory) -> str:
 
 def _ask(sweep: SweepDirectory, config: SweepConfig, points: AdaptiveGrid, number: int) -> dict[str, Any] | str:
     """The next round as adaptive.json holds it, or why there is none."""
-    base = planning.resolved_base(sweep, config)
+    base = prepare.resolved_base(sweep, config)
     base.tokens = 0
     cap = grid.largest_flops(points)
     total = grid.adaptive_flops(points, base)
@@ -98,7 +99,7 @@ def _ask(sweep: SweepDirectory, config: SweepConfig, points: AdaptiveGrid, numbe
         sweep, config, standing, left * shares[0] / sum(shares), max_flops=cap, max_runs=points.round_runs
     )
     said = found.to_dict()
-    added = grid.expand(PointsGrid(points=found.grid["points"]), base)
+    added = grid.expand_grid(PointsGrid(points=found.grid["points"]), base)
     return {
         "runs": [run_id(run) for run in added],
         "flops": found.flops,
@@ -129,14 +130,14 @@ def _reached(points: AdaptiveGrid, standing: Standing) -> str | None:
 
 def _is_under_way(sweep: SweepDirectory, runs: list[str]) -> bool:
     """Whether a run of a round is not part of the sweep yet, or has not ended."""
-    members = {run.run_id: run for run in planning.members(sweep)}
+    members = {run.run_id: run for run in membership.members(sweep)}
     return any(name not in members or members[name].state().state in ("planned", "queued", "running") for name in runs)
 
 
 def _spent(sweep: SweepDirectory) -> float:
     """Training FLOPs of all runs of the plan; of runs that were added since, what they cost by themselves."""
     planned = {run["run_id"]: float(run["flops_own"]) for run in sweep.plan()["runs"]}
-    later = [run.config() for run in planning.members(sweep) if run.run_id not in planned]
+    later = [run.config() for run in membership.members(sweep) if run.run_id not in planned]
     return sum(planned.values()) + sum(map(own_flops, later))
 
 

@@ -17,9 +17,9 @@ from dataclasses import dataclass, replace
 from ...train.config import ModelConfig, RunConfig, run_id
 from ...train.flops import count_parameters, flops_exact, tokens_for_budget
 from ...train.schedule import same_until, trunk_steps
-from . import architectures
-from .expand import whole_steps
-from .trunks import Progress, merge, own_flops
+from ..grid import architectures
+from ..grid.expand import whole_steps
+from ..grid.trunks import Progress, merge_runs, own_flops
 
 BUDGETS_A_DECADE = 8
 SIZE_STEP = 1.32  # between two sizes, before the nearest well-shaped one is taken
@@ -109,7 +109,7 @@ def merged(
         return list(chosen)
     trunks = {trunk_of(run) for run in chosen}
     mates = [run for run in known if trunk_of(run) in trunks]
-    return merge([*mates, *chosen], progress).runs[len(mates) :]
+    return merge_runs([*mates, *chosen], progress).runs[len(mates) :]
 
 
 def sizes(base: ModelConfig, within: Range, sequence_length: int) -> list[ModelConfig]:
@@ -119,7 +119,7 @@ def sizes(base: ModelConfig, within: Range, sequence_length: int) -> list[ModelC
     models: dict[int, ModelConfig] = {}
     wanted = max(low, 1.0)
     while wanted <= high * SIZE_STEP:
-        model = architectures.nearest(base, wanted)
+        model = architectures.nearest_model(base, wanted)
         models.setdefault(count_parameters(model).N_total, model)
         wanted *= SIZE_STEP
     return [models[N] for N in sorted(models)]

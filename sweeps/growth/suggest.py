@@ -18,14 +18,15 @@ import numpy as np
 
 from ...train.config import ModelConfig, RunConfig, run_id
 from ...train.errors import UserError
-from ..plan import planning
+from .. import prepare
+from ..grid.expand import label
+from ..grid.trunks import Progress, own_flops, progress_of
 from ..results.table import build_table
+from ..runs import membership
 from ..runs.directory import SweepDirectory
 from ..terminal import console, short
-from . import suggest_candidates
-from .expand import label
-from .suggest_candidates import Offer, Range, trunk_of
-from .trunks import Progress, own_flops, progress_of
+from . import candidates
+from .candidates import Offer, Range, trunk_of
 
 if TYPE_CHECKING:
     from ...fit.allocation.design import Design
@@ -131,7 +132,7 @@ def suggest(
             for no run.
     """
     _refuse(budget, seeds, max_flops, max_runs, check_share)
-    config = planning.configuration(sweep)
+    config = prepare.configuration(sweep)
     standing = stand(sweep, config, target_flops)
     return suggest_from(sweep, config, standing, budget, seeds, max_flops, max_runs, check_share)
 
@@ -143,9 +144,9 @@ def suggest_from(
     """`suggest` where it is known what the runs so far say."""
     from ...fit.allocation.design import CHECK_SHARE
 
-    base = planning.resolved_base(sweep, config)
+    base = prepare.resolved_base(sweep, config)
     base.tokens = 0
-    members = planning.members(sweep)
+    members = membership.members(sweep)
     known, progress = [run.config() for run in members], {}
     for run in members:
         progress[run.run_id] = progress_of(run, live=run.state().state in ("queued", "running"))
@@ -157,7 +158,7 @@ def suggest_from(
     if within.least_flops >= most:
         raise NothingToSuggest(_too_small(budget, max_flops, within.least_flops))
     highest = max(run.seed for run in known)
-    offered = suggest_candidates.offers(
+    offered = candidates.offers(
         base, [base.seed, *range(highest + 1, highest + 1 + seeds)], within, known, progress, config.trunks
     )
     if not offered:
@@ -277,7 +278,7 @@ def _told(
     standing: Standing, budget: float, base: RunConfig, share: bool,
 ) -> Suggestion:  # fmt: skip
     chosen = [offered[i] for i in design.chosen]
-    runs = suggest_candidates.merged([offer.run for offer in chosen], known, progress, share)
+    runs = candidates.merged([offer.run for offer in chosen], known, progress, share)
     names = {run_id(run): label(run) for run in [*known, *runs]}
     suggested = [
         SuggestedRun(

@@ -1,0 +1,210 @@
+"""Whether the approaches agree, and if not, why they may: the usual suspects, each only where the runs give evidence.
+
+Special here: a suspect is one small function from the evidence to sentences, listed in SUSPECTS in the order in which
+they are worth looking at; each sentence carries the number that raised it. Agreement between intervals that span a
+factor of 30 is worth little, so the verdict says how wide they are.
+
+Hoffmann et al. 2022 (arXiv:2203.15556) and Besiroglu et al. 2024 (arXiv:2404.10102) for outliers and for optimizers
+that stopped early; Porian et al. 2024 (arXiv:2406.19146) and Pearce and Song 2024 (arXiv:2406.12907) for conventions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+
+from ..approaches.approaches import Approach, Law
+from ..approaches.envelope import Envelope
+from ..approaches.isoflop import IsoflopProfiles, vertex_variance
+from ..formatting import WIDE, amount, count, percent, scientific, times
+from ..table import RunTable
+from ..uncertainty import excess_scatter
+from .outliers import find_outliers
+
+CONVENTION = 1.1  # FLOPs over 6ND, largest over smallest or over one, from which conventions differ
+FEW_SIZES = 5
+LOPSIDED_T, LOPSIDED_SHIFT = 3.5, 0.05
+BEND_T = 3.0
+NARROW = 10.0
+AGREEING = 0.9  # share of starts
+
+
+@dataclass(frozen=True)
+class Clash:
+    """Two approaches whose N* intervals do not overlap at a budget: the sizes that they ask for."""
+
+    flops: float
+    keys: tuple[str, str]
+    N: tuple[float, float]
+
+    def __str__(self) -> str:
+        (one, two), (low, high) = self.keys, self.N
+        return f"{one} asks for {count(low)} parameters and {two} for {count(high)} at {scientific(self.flops)} FLOPs"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether the approaches agree (None: cannot be judged), in one sentence; where they do not, the suspects."""
+
+    agree: bool | None
+    sentence: str
+    suspects: tuple[str, ...] = ()
+
+
+def clashes(approaches: Mapping[str, Approach], budgets: Sequence[float]) -> list[Clash]:
+    """Every pair of approaches whose 95 % intervals of N* do not overlap, at each budget."""
+    found = []
+    for C in sorted(set(budgets)):
+        estimates = {key: approach.at(C) for key, approach in approaches.items() if approach.available}
+        for (one, left), (two, right) in combinations(estimates.items(), 2):
+            i, j = left.intervals["N"], right.intervals["N"]
+            if i and j and left.N and right.N and (i[1] < j[0] or j[1] < i[0]):
+                found.append(Clash(C, (one, two), (left.N, right.N)))
+    return found
+
+
+def verdict(approaches: Mapping[str, Approach], targets: Sequence[float], table: RunTable) -> Verdict:
+    """Judged at the largest budget run and at every target, by the intervals of N*."""
+    able = {key: approach for key, approach in approaches.items() if approach.available}
+    if len(able) < 2:
+        return Verdict(None, "Fewer than two approaches have an answer, so nothing confirms it.")
+    found = clashes(able, (float(table.flops.max()), *targets))
+    if found:
+        said = "; ".join(map(str, found))
+        suspects = find_suspects(able, {clash.flops for clash in found}, table)
+        return Verdict(False, f"The approaches disagree beyond their intervals: {said}.", suspects)
+    spans = [approach.at(targets[0]).intervals["N"] for approach in able.values()]
+    if any(span is None for span in spans):
+        return Verdict(None, "Not every approach has an interval, so agreement cannot be judged.")
+    with np.errstate(divide="ignore"):
+        widest = max(float(np.divide(span[1], span[0])) for span in spans if span)
+    wide = f"a factor of {amount(widest, 2)}" if widest < WIDE else "over five decades"
+    return Verdict(True, f"The approaches agree within their intervals, which span up to {wide} in N.")
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What the suspects are read off: the approaches that have an answer, and the budgets at which they clash."""
+
+    table: RunTable
+    budgets: set[float]
+    parametric: Approach
+    law: Law | None
+    profiles: IsoflopProfiles | None
+    envelope: Envelope | None
+
+
+def find_suspects(approaches: Mapping[str, Approach], budgets: set[float], table: RunTable) -> tuple[str, ...]:
+    """What may explain a disagreement at `budgets`, each a sentence."""
+    nothing = Approach("", "")
+    one, two, three = (approaches.get(key, nothing) for key in ("envelope", "isoflop", "parametric"))
+    evidence = Evidence(table, budgets, three, three.law, two.profiles, one.envelope)
+    return tuple(said for suspect in SUSPECTS for said in suspect(evidence))
+
+
+def _conventions(e: Evidence) -> Iterator[str]:
+    table = e.table
+    ratio = table.flops / (6.0 * table.N * table.D)
+    far = max(ratio.max(), 1.0) / min(ratio.min(), 1.0)
+    if e.law is not None and e.parametric.flops_per_token is None and far > CONVENTION:
+        yield (
+            f"FLOPs are {ratio.min():.2f} to {ratio.max():.2f} times 6ND; the parametric approach allocates under "
+            "C = 6ND and the others under the table's FLOPs."
+        )
+    share = 1.0 - table.column("N_non_embedding") / table.N
+    if np.isfinite(share).all() and share.max() - share.min() > 0.1:
+        yield (
+            f"Embeddings are {percent(share.min())} to {percent(share.max())} of N, so loss is no power law in N: "
+            "compare the fits under each convention."
+        )
+
+
+def _outliers(e: Evidence) -> Iterator[str]:
+    found = None if e.law is None else find_outliers(e.law)
+    if found is not None and len(found.rows):
+        worst = int(found.rows[0])
+        yield (
+            f"{len(found.rows)} of {len(e.table)} runs do not follow the parametric law of the others, first "
+            f"{e.table.run_id[worst]} ({percent(float(np.expm1(found.residual[worst])), signed=True)} in loss)."
+        )
+
+
+def _solver(e: Evidence) -> Iterator[str]:
+    if e.law is None:
+        return
+    if not e.law.converged_:
+        yield "The parametric fit did not converge."
+    elif e.law.starts_["agreeing"] < AGREEING * e.law.starts_["tried"]:
+        yield "Only {agreeing} of {tried} starts agree on the parametric optimum.".format(**e.law.starts_)
+    if e.law.degenerate_:
+        yield f"The parametric fit holds {', '.join(e.law.degenerate_)} at the end of its range."
+
+
+def _vertices(e: Evidence) -> Iterator[str]:
+    profiles = e.profiles
+    if profiles is None:
+        return
+    refused = [p for p in profiles.profiles_ if not p.accepted]
+    if refused:
+        said = ", ".join(scientific(p.flops) for p in refused)
+        yield f"{len(refused)} of {len(profiles.profiles_)} isoFLOP vertices are refused ({said} FLOPs)."
+    few = [p for p in profiles.accepted_ if len(np.unique(p.N)) < FEW_SIZES]
+    if few:
+        said = ", ".join(scientific(p.flops) for p in few)
+        yield f"The isoFLOP profiles at {said} FLOPs have fewer than {FEW_SIZES} sizes."
+    t, shift = profiles.lopsidedness() or (0.0, 0.0)
+    if profiles.method == "parabola" and abs(t) > LOPSIDED_T and abs(shift) > LOPSIDED_SHIFT:
+        yield (
+            f"The isoFLOP profiles are lopsided (t = {t:.1f} for a cubic term, which moves the vertices by "
+            f"{percent(float(np.expm1(shift)), signed=True)} in N); a parabola is biased there."
+        )
+
+
+def _bend(e: Evidence) -> Iterator[str]:
+    """A second derivative of log N*(C) among the vertices, against the uncertainty of each."""
+    good = [] if e.profiles is None else [p for p in e.profiles.accepted_ if p.N_draws is not None]
+    if len(good) < 4:
+        return
+    x, y = (np.log([getattr(p, name) for p in good]) for name in ("flops", "N_best"))
+    variance = vertex_variance(good)
+    X = np.vander((x - x.mean()) / np.ptp(x), 3)
+    residual = y - X @ np.linalg.lstsq(X, y, rcond=None)[0]
+    # The scatter about the bent line, so that a bend is no scatter.
+    weight = 1.0 / (variance + excess_scatter(residual**2, variance, len(good) - 3) ** 2)
+    covariance = np.linalg.inv((X * weight[:, None]).T @ X)
+    bend = float((covariance @ (X * weight[:, None]).T @ y)[0])
+    t = bend / float(np.sqrt(covariance[0, 0]))
+    if abs(t) > BEND_T:
+        way = "steepens" if bend > 0 else "flattens"
+        yield f"N*(C) of the isoFLOP vertices {way} with C (t = {t:.1f}), and is no one power law."
+
+
+def _envelope(e: Evidence) -> Iterator[str]:
+    if e.envelope is not None and e.envelope.edges_:
+        yield f"At {e.envelope.edges_} levels of compute the envelope is won by the smallest or largest size there."
+    if e.envelope is not None and len(e.envelope.N_) < 4:
+        yield f"The envelope rests on {len(e.envelope.N_)} points."
+
+
+def _span(e: Evidence) -> Iterator[str]:
+    for name, values in (("N", e.table.N), ("C", e.table.flops)):
+        reach = float(values.max() / values.min())
+        if reach < NARROW:
+            yield f"The runs span a factor of {reach:.3g} in {name}, less than a decade."
+    far = min(e.budgets) / float(e.table.flops.max())
+    if far > 1:
+        yield f"They agree at the largest run and differ only {times(far)} beyond it, where each extends its own form."
+
+
+SUSPECTS: tuple[Callable[[Evidence], Iterator[str]], ...] = (
+    _conventions,
+    _outliers,
+    _solver,
+    _vertices,
+    _bend,
+    _envelope,
+    _span,
+)

@@ -1,0 +1,282 @@
+"""How fast runs train: what past sweeps measured, kept in the cache, else a share of this machine's matmul rate.
+
+A place is what a planner knows before a job runs: this machine's processor and threads, or a partition and what a rank
+gets there. Rates are FLOP/s (exact convention) of a whole run on all its ranks, trained alone.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from ...train.config import ParallelConfig, RunConfig
+from ...train.errors import UserError
+from ...train.files import read_json, write_json
+from ..config import ClusterConfig, GridConfig, IsoflopGrid
+
+VERSION = 1
+RUNS, KINDS, PLACES = 32, 64, 64  # kept: newest runs of a width, kinds of run of a place, places
+LOCK_SECONDS = 20.0
+LADDER = (1.0, 2.0, 5.0, 10.0)  # budgets of a probed isoFLOP grid, as multiples of the smallest
+SIZES, TYPICAL_WIDTH = 6, 20  # of such a grid
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one run reached."""
+
+    run_id: str
+    kind: str  # see `kind_of`
+    width: int
+    flops_per_second: float
+    device: str
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What is known of one place: FLOP/s and how many runs say so, by kind of run and width."""
+
+    rates: Mapping[str, Mapping[int, tuple[float, int]]] = field(default_factory=dict)
+
+    def rate(self, kind: str, width: int, assumed: Callable[[float], float]) -> float | None:
+        """FLOP/s of a run of this kind and width; None where no run of its kind was measured.
+
+        Log-log between the measured widths; beyond them it follows the shape of `assumed`, FLOP/s by width.
+        """
+        known = self.rates.get(kind)
+        if not known:
+            return None
+        below = max((each for each in known if each <= width), default=None)
+        above = min((each for each in known if each >= width), default=None)
+        if below is None or above is None:
+            nearest = min(known) if below is None else max(known)
+            return known[nearest][0] * assumed(width) / assumed(nearest)
+        if below == above:
+            return known[below][0]
+        part = math.log(width / below) / math.log(above / below)
+        return math.exp((1 - part) * math.log(known[below][0]) + part * math.log(known[above][0]))
+
+    def runs(self, kinds: Iterable[str]) -> int:
+        """How many runs of these kinds are behind the rates."""
+        return sum(count for kind in set(kinds) for _, count in self.rates.get(kind, {}).values())
+
+
+@dataclass(frozen=True)
+class Rates:
+    """How fast runs are expected to train: as measured, or else as assumed."""
+
+    cluster: ClusterConfig
+    flops_per_second: float  # matrix-product peak of a job
+    measured: Calibration
+
+    def of(self, run: RunConfig) -> float:
+        """FLOP/s, exact convention, that training a run alone is expected to reach."""
+        found = self.measured.rate(run_kind(run), run.model.width, self.assumed)
+        return self.assumed(run.model.width) if found is None else found
+
+    def assumed(self, width: float) -> float:
+        """FLOP/s by width where nothing was measured: small models reach little of the peak."""
+        return self.flops_per_second * width / (width + self.cluster.half_speed_width)
+
+    def measured_runs(self, runs: Iterable[RunConfig]) -> int:
+        """How many measured runs are behind the estimates of these; 0 where one of them has none."""
+        kinds = {run_kind(run) for run in runs}
+        return self.measured.runs(kinds) if all(self.measured.runs([kind]) for kind in kinds) else 0
+
+
+def kind_of(precision: str, mesh: str, batch_tokens: int, sequence_length: int) -> str:
+    """What beside its width decides how fast a run trains, in words; a key of the file."""
+    return f"{precision}, {mesh or 'one rank'}, {batch_tokens} tokens a step in sequences of {sequence_length}"
+
+
+def run_kind(run: RunConfig) -> str:
+    return kind_of(run.precision, describe_mesh(run.parallel), run.batch_tokens, run.data.sequence_length)
+
+
+def describe_mesh(parallel: ParallelConfig) -> str:
+    """How a run is spread over its ranks, as "tp2 dp4 zero1"; empty for one rank."""
+    if parallel.world_size == 1:
+        return ""
+    return f"tp{parallel.tp} dp{parallel.dp}" + (f" zero{parallel.zero}" if parallel.zero else "")
+
+
+def place_of(cluster: ClusterConfig, threads: int) -> str:
+    """Where runs of a cluster are trained, `threads` cores per rank; a key of the file."""
+    count, what = (cluster.gpus_per_job, "GPU") if cluster.gpus_per_job else (threads, "thread")
+    has = f"{count} {what}{'s' * (count > 1)}"
+    if cluster.kind == "slurm":
+        only = f" {cluster.constraint}" if cluster.constraint else ""
+        return f"slurm {cluster.partition or 'default partition'}{only}, {has} a rank"
+    machine = f"{platform.node()}, {_processor()}" if cluster.gpus_per_job else _processor()  # which has which GPUs
+    return f"{machine}, {has} a rank"
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, "") or platform.processor() or platform.machine()
+
+
+def load_rates(cluster: ClusterConfig, threads: int) -> Calibration:
+    """What past sweeps measured where this one is to run; nothing where the file is missing or damaged."""
+    kinds = _places(read_json(_file())).get(place_of(cluster, threads), {}).get("kinds", {})
+    rates = {}
+    for kind, widths in kinds.items():
+        rates[kind] = {int(width): (statistics.median(runs.values()), len(runs)) for width, runs in widths.items()}
+    return Calibration(rates)
+
+
+def sweep_rates(folder: Path, cluster: ClusterConfig, threads: int) -> Calibration:
+    """What a sweep is planned with: of the kinds of run in its plan.json what that says, of others `load_rates`'s."""
+    # Else what its own runs reached would become their estimate, and the report could not say how far that was off.
+    planned = (read_json(folder / "plan.json") or {}).get("rates") or {}
+    fixed = {
+        kind: {int(width): (rate, count) for width, (rate, count) in widths.items()} for kind, widths in planned.items()
+    }
+    return Calibration({**load_rates(cluster, threads).rates, **fixed})
+
+
+def record_rates(place: str, measured: Iterable[Measured]) -> str | None:
+    """Adds what runs reached to the file; says in a sentence what went wrong, None where nothing did.
+
+    A run counts once, however often its sweep is finished.
+    """
+    measured, file = list(measured), _file()
+    if not measured:
+        return None
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(file.with_name(f".{file.name}.lock"), timeout=LOCK_SECONDS):
+            content, said = read_json(file), None
+            if file.exists() and not _is_whole(content):
+                aside = file.with_name(f"{file.name}.damaged")
+                os.replace(file, aside)
+                said = f"{file} was damaged and is now {aside}; estimates start anew from what this sweep measured"
+            write_json(file, {"version": VERSION, "places": _with(_places(content), place, measured)})
+            return said
+    except (OSError, Timeout) as error:
+        return f"what was measured could not be added to {file} ({error}); the next estimate does without"
+
+
+def _file() -> Path:
+    given = os.environ.get("ISOFLOP_CACHE")
+    return (Path(given).expanduser() if given else Path.home() / ".cache" / "isoflop") / "calibration.json"
+
+
+def _with(places: dict[str, Any], place: str, measured: list[Measured]) -> dict[str, Any]:
+    """The file's places with these runs in theirs: what is added to moves to the end, and the oldest falls out."""
+    kinds = places.pop(place, {}).get("kinds", {})
+    for run in measured:
+        widths = kinds.pop(run.kind, {})
+        runs = widths.setdefault(str(run.width), {})
+        runs.pop(run.run_id, None)
+        runs[run.run_id] = run.flops_per_second
+        widths[str(run.width)] = dict(list(runs.items())[-RUNS:])
+        kinds[run.kind] = widths
+    places[place] = {"device": measured[-1].device, "kinds": dict(list(kinds.items())[-KINDS:])}
+    return dict(list(places.items())[-PLACES:])
+
+
+def _places(content: dict[str, Any] | None) -> dict[str, Any]:
+    return dict(content["places"]) if content is not None and _is_whole(content) else {}
+
+
+def _is_whole(content: dict[str, Any] | None) -> bool:
+    """Whether everything in the file is what `record_rates` writes."""
+    if content is None or content.get("version") != VERSION:
+        return False
+
+    def is_rate(value: Any) -> bool:
+        return isinstance(value, (int, float)) and math.isfinite(value) and value > 0
+
+    try:
+        kinds = [kind for place in content["places"].values() for kind in place["kinds"].values()]
+        runs = [(int(width), runs) for widths in kinds for width, runs in widths.items()]
+        return all(is_rate(number) for width, rates in runs for number in (width, len(rates), *rates.values()))
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return False
+
+
+@dataclass(frozen=True)
+class Places:
+    """What jobs of so many ranks get."""
+
+    jobs: int  # at a time
+    threads: int  # per rank
+    flops_per_second: float  # matrix-product peak of a job, all its ranks together
+
+
+def places(cluster: ClusterConfig, ranks: int, rate: float) -> Places:
+    """How jobs of so many ranks share what is there; `rate` is the peak of a core here, of a rank on SLURM."""
+    if cluster.kind == "slurm":
+        return Places(cluster.array_parallelism, cluster.cpus_per_task, rate * ranks)
+    cores = usable_cores()
+    jobs = cluster.jobs if cluster.jobs is not None else max(1, cores // ranks)
+    if jobs < 1:
+        raise UserError(f"cluster.jobs is {jobs}; it must be 1 or more")
+    if cluster.gpus_per_job > 0 and ranks == 1:
+        jobs *= cluster.runs_per_gpu
+    threads = cluster.threads_per_job if cluster.threads_per_job is not None else max(1, cores // (jobs * ranks))
+    # More ranks than cores are no faster than the cores.
+    return Places(jobs, threads, rate * min(ranks * threads, max(threads, cores)))
+
+
+def usable_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+# The best of many short trials on one thread: other processes slow most of them down, but rarely all.
+_TRIAL = """
+import time
+import numpy as np
+a = np.random.default_rng(0).standard_normal((512, 512), dtype=np.float32)
+best, stop = float("inf"), time.perf_counter() + {seconds}
+while time.perf_counter() < stop:
+    start = time.perf_counter()
+    a @ a
+    best = min(best, time.perf_counter() - start)
+print(2 * 512**3 / best)
+"""
+
+
+def core_flops_per_second(seconds: float = 0.4) -> float:
+    """fp32 matrix-product rate of one core, through NumPy's BLAS, in a process of its own held to one thread."""
+    names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
+    environment = {**os.environ, **dict.fromkeys(names, "1")}
+    trial = [sys.executable, "-c", _TRIAL.format(seconds=seconds)]
+    return float(subprocess.run(trial, capture_output=True, text=True, env=environment, check=True).stdout)
+
+
+def fill_budgets(points: GridConfig | None, cluster: ClusterConfig, rate: float) -> None:
+    """Budgets that an isoFLOP grid does not name are the cluster's; where that names none either, the probe's."""
+    if not isinstance(points, IsoflopGrid) or points.budgets is not None:
+        return
+    if not cluster.minutes > 0:
+        raise UserError(f"cluster.minutes is {cluster.minutes}; it must be greater than 0")
+    room = places(cluster, 1, rate)  # of one rank, whatever the runs have: how a run is spread changes not what is run
+    points.budgets = cluster.budgets or probed_budgets(
+        room.flops_per_second, room.jobs, cluster.minutes, cluster.half_speed_width
+    )
+
+
+def probed_budgets(flops_per_second: float, jobs: int, minutes: float, half_speed_width: float) -> list[float]:
+    """FLOP budgets whose grid of six sizes each fills about `minutes` on `jobs` cores."""
+    rate = flops_per_second * jobs * TYPICAL_WIDTH / (TYPICAL_WIDTH + half_speed_width)
+    smallest = rate * minutes * 60 / (SIZES * sum(LADDER))
+    # To a power of two: two probes of one machine, or two machines of one kind, nearly always plan the same runs.
+    smallest = 1e11 * 2.0 ** math.floor(math.log2(smallest / 1e11))
+    return [smallest * step for step in LADDER]

@@ -1,0 +1,211 @@
+"""A sweep that is planned and not started, from a configuration or from what is on disk; and written there.
+
+A plan from disk reads the frozen configs and asks neither the corpus nor the grid, so that a compute node makes the
+same plan as the machine that the sweep was started on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import platform
+import subprocess
+import time
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from .. import __version__
+from ..train.config import RECIPE, RunConfig, run_id
+from ..train.errors import UserError
+from ..train.files import read_json, write_atomic, write_json
+from .config import SweepConfig, base_run, from_mapping
+from .grid import trunks
+from .grid.expand import expand_grid
+from .plan.rates import core_flops_per_second, fill_budgets, places, sweep_rates
+from .plan.sweep_plan import Plan, plan_remarks, plan_runs
+from .runs import states
+from .runs.directory import RunDirectory, SweepDirectory, yaml_or_empty
+from .runs.membership import added_runs, allow_growth
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """A sweep that is planned and not started."""
+
+    sweep: SweepDirectory
+    config: SweepConfig
+    runs: list[RunConfig]  # of the plan, with trunks and branches
+    plan: Plan
+    rate: float  # see `matmul_rate`
+    remarks: list[str]  # sentences for a person
+
+    @property
+    def directories(self) -> list[RunDirectory]:
+        """In the plan's order."""
+        return [self.sweep.run(run.run_id) for run in self.plan.runs]
+
+    def configs(self, names: Collection[str]) -> list[RunConfig]:
+        """Of the runs so named, in the grid's order."""
+        return [run for run in self.runs if run_id(run) in names]
+
+
+def from_config(config: SweepConfig) -> Prepared:
+    """Plans the sweep that a configuration asks for, with the runs that were added to its folder before."""
+    assert config.sweep is not None
+    sweep = SweepDirectory(Path(config.output_root) / config.sweep)
+    if config.evaluate.tasks:
+        from ..evaluate.tasks.tasks import anchored
+
+        config.evaluate.tasks = anchored(config.evaluate.tasks, print)
+    rate = matmul_rate(config, sweep)
+    fill_budgets(config.grid, config.cluster, rate)
+    return _prepare(sweep, config, resolve_runs(config), rate)
+
+
+def from_disk(sweep: SweepDirectory) -> Prepared:
+    """Plans anew what a sweep's folder holds: its runs as they are frozen, and those added since."""
+    config = configuration(sweep)
+    return _prepare(sweep, config, [run.config() for run in sweep.runs()], matmul_rate(config, sweep))
+
+
+def configuration(sweep: SweepDirectory) -> SweepConfig:
+    """What a sweep was started with; UserError where sweep.yaml cannot be read, or is of another version."""
+    config = from_mapping(sweep.settings().get("config"), sweep.path / "sweep.yaml")
+    config.output_root, config.sweep = str(sweep.path.parent), sweep.path.name  # wherever the folder is now
+    return config
+
+
+def _prepare(sweep: SweepDirectory, config: SweepConfig, runs: list[RunConfig], rate: float) -> Prepared:
+    by_id = {run_id(run): run for run in runs}
+    for run in added_runs(sweep):
+        by_id.setdefault(run_id(run), run)
+    runs, said = list(by_id.values()), list[str]()
+    if config.trunks:
+        runs, said = share_trunks(sweep, runs, config)
+    if config.evaluate.tasks:
+        runs = trunks.keep_between(runs, config.evaluate.every)
+    room = places(config.cluster, config.parallel.world_size, rate)
+    measured = sweep_rates(sweep.path, config.cluster, room.threads)
+    done = {name for name in by_id if sweep.run(name).is_done()}
+    planned = plan_runs(
+        runs, config.cluster, room.flops_per_second, room.jobs, config.ensembles, room.threads, measured, done
+    )
+    return Prepared(sweep, config, runs, planned, rate, [*said, *plan_remarks(planned)])
+
+
+def matmul_rate(config: SweepConfig, sweep: SweepDirectory) -> float:
+    """Matrix-product peak of one core of this machine, or of one rank on slurm.
+
+    A core is probed once a sweep: a later start reads what the first one measured, and plans the same runs.
+    """
+    rate = config.cluster.flops_per_second
+    if rate is not None:
+        return rate
+    if config.cluster.kind == "slurm":
+        raise UserError("cluster.flops_per_second is null; on slurm give the peak of one GPU, such as 4e14")
+    recorded = yaml_or_empty(sweep.path / "sweep.yaml").get("core_flops_per_second")
+    return float(recorded) if recorded else core_flops_per_second()
+
+
+def resolve_runs(config: SweepConfig) -> list[RunConfig]:
+    """The grid's runs, each complete: vocabulary from the tokenizer, fingerprint from the text."""
+    from ..train.data.corpora import open_corpus
+    from ..train.data.tokenizers import planned_fingerprint, planned_vocab_size
+
+    assert config.grid is not None
+    base = base_run(config)
+    if base.data.path is not None:
+        base.data.path = str(Path(base.data.path).expanduser().absolute())
+    if base.data.tokenizer not in ("bytes", "bpe"):
+        base.data.tokenizer = str(Path(base.data.tokenizer).expanduser().absolute())
+    base.data.tokenizer_fingerprint = planned_fingerprint(base.data)
+    if base.model.vocab_size is None:
+        base.model.vocab_size = planned_vocab_size(base.data)
+    base.data.fingerprint = open_corpus(base.data).fingerprint()
+    return expand_grid(config.grid, base)
+
+
+def resolved_base(sweep: SweepDirectory, config: SweepConfig) -> RunConfig:
+    """The run that the sweep's grid varies, complete, with the corpus and the tokenizer that its runs have on disk."""
+    runs = sweep.runs()
+    if not runs:
+        raise UserError(f"{sweep.path / 'plan.json'} has no runs, so nothing can be added to them; sweep anew")
+    base, first = base_run(config), runs[0].config()
+    base.data = first.data
+    base.model.vocab_size = first.model.vocab_size
+    return base
+
+
+def share_trunks(
+    sweep: SweepDirectory, runs: list[RunConfig], config: SweepConfig
+) -> tuple[list[RunConfig], list[str]]:
+    """Makes trunks and branches of runs that differ in D alone, as far as what is on disk allows; and says so."""
+    from .slurm import commands as slurm
+    from .slurm.record import Inventory
+
+    live, progress = set[str](), {}
+    if config.cluster.kind == "slurm":
+        try:
+            live = slurm.live_jobs()
+        except UserError:
+            if not config.dry_run:  # which needs no SLURM
+                raise
+    inventory = Inventory(sweep, live)
+    for run in map(run_id, runs):
+        directory = sweep.run(run)
+        progress[run] = trunks.progress_of(directory, live=inventory.has_job(directory))
+    merged = trunks.merge_runs(runs, progress)
+    return merged.runs, merged.remarks
+
+
+def write_plan(prepared: Prepared, command: list[str] | None = None) -> None:
+    """Writes plan.json, and every run's frozen config where it has none; with a `command` also sweep.yaml.
+
+    What would only say again what is there is left as it is.
+    """
+    sweep, by_id = prepared.sweep, {run_id(run): run for run in prepared.runs}
+    for directory in prepared.directories:
+        directory.freeze(by_id[directory.run_id])
+        if not (directory.path / "state.json").exists() and not directory.is_done():
+            states.plan(directory)
+    if command is not None:
+        allow_growth(sweep)
+        settings = {
+            "isoflop_version": __version__,
+            "recipe": RECIPE,
+            **git_state(Path(__file__).resolve().parents[1]),
+            "host": platform.node(),
+            "command": command,
+            "written": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "core_flops_per_second": prepared.rate if prepared.config.cluster.kind == "local" else None,
+            "config": dataclasses.asdict(prepared.config),
+        }
+        path = sweep.path / "sweep.yaml"
+        if yaml_or_empty(path) | {"written": settings["written"]} != settings:
+            write_atomic(path, yaml.safe_dump(settings, sort_keys=False))
+    path, plan = sweep.path / "plan.json", prepared.plan.to_dict()
+    if read_json(path) != plan:
+        write_json(path, plan)
+
+
+def refreeze(waiting: Iterable[RunDirectory], prepared: Prepared) -> None:
+    """Gives runs that are about to start what the plan says of where and how, such as their ranks or their trunk."""
+    by_id = {run_id(run): run for run in prepared.runs}
+    for run in waiting:
+        run.refreeze(by_id[run.run_id])
+
+
+def git_state(root: Path) -> dict[str, Any]:
+    """Commit and dirty flag of the code, or None where it is not a checkout."""
+
+    def git(*arguments: str) -> str | None:
+        command = ["git", "-C", str(root), *arguments]
+        try:
+            return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+        except (OSError, subprocess.SubprocessError):
+            return None
+
+    commit, changes = git("rev-parse", "HEAD"), git("status", "--porcelain", "--untracked-files=no")
+    return {"git_commit": commit, "git_dirty": None if changes is None else bool(changes)}

@@ -1,0 +1,113 @@
+"""Which runs a sweep has: those of its plan and, as a sweep grows, those that `added.json` names."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from ...train.config import RunConfig, run_id
+from ...train.errors import UserError
+from ...train.files import read_json, write_json
+from . import attempts, states
+from .attempts import Policy
+from .directory import OPEN, AtWork, RunDirectory, SweepDirectory, now_on
+
+ADDED = "added.json"
+STOPPED = "cancel.json"
+
+
+def add_runs(sweep: SweepDirectory, runs: Iterable[RunConfig], why: str, replaces: str | None = None) -> list[str]:
+    """Makes complete runs part of a sweep, from its next plan on; returns the ids of those that it did not have.
+
+    `replaces` is the run in whose place they are tried.
+    """
+    known = {run["run_id"] for run in sweep.plan()["runs"]}
+    with _adding(sweep):
+        added = _added(sweep)
+        fresh = [run for run in runs if run_id(run) not in known | added.keys()]
+        for run in fresh:
+            directory = sweep.run(run_id(run))
+            directory.freeze(run)
+            if not (directory.path / "state.json").exists():
+                states.plan(directory)
+            added[run_id(run)] = {"why": why, "replaces": replaces, "when": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+        if fresh:
+            write_json(sweep.path / ADDED, added)
+    return [run_id(run) for run in fresh]
+
+
+@contextlib.contextmanager
+def _adding(sweep: SweepDirectory) -> Iterator[None]:
+    try:
+        with FileLock(sweep.path / f".{ADDED}.lock", timeout=60):
+            yield
+    except Timeout as error:
+        raise AtWork(f"{sweep.path / ADDED} has been held by somebody for a minute; try again") from error
+
+
+def added_runs(sweep: SweepDirectory) -> list[RunConfig]:
+    """Runs that were added to a sweep since it was first planned."""
+    return [sweep.run(name).config() for name in _added(sweep)]
+
+
+def members(sweep: SweepDirectory) -> list[RunDirectory]:
+    """Every run of a sweep: those of its plan, and those that were added since it was made."""
+    planned = sweep.runs()
+    known = {run.run_id for run in planned}
+    return planned + [sweep.run(name) for name in _added(sweep) if name not in known]
+
+
+def find_runs(sweep: SweepDirectory, prefixes: Iterable[str]) -> list[RunDirectory]:
+    """The runs that begin with these digits, each once; UserError where one begins none or several."""
+    runs, found = members(sweep), dict[str, RunDirectory]()
+    for prefix in prefixes:
+        matching = [run for run in runs if run.run_id.startswith(prefix)]
+        exact = [run for run in matching if run.run_id == prefix]
+        if len(exact or matching) != 1:
+            ids = ", ".join(run.run_id for run in matching[:8]) + (", …" if len(matching) > 8 else "")
+            raise UserError(
+                f"run is {prefix!r}, which must begin exactly one run id of {sweep.path}; it begins {ids or 'none'}"
+            )
+        run = (exact or matching)[0]
+        found[run.run_id] = run
+    return list(found.values())
+
+
+def replacements(sweep: SweepDirectory) -> dict[str, str]:
+    """Which run replaces which: the run id of what diverged, by the run id of what was tried in its place."""
+    return {name: entry["replaces"] for name, entry in _added(sweep).items() if entry.get("replaces")}
+
+
+def stop_growth(sweep: SweepDirectory, by: str) -> None:
+    """From now on nothing takes the place of what diverged, and no further round begins."""
+    write_json(sweep.path / STOPPED, {"by": by, "when": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
+
+
+def allow_growth(sweep: SweepDirectory) -> None:
+    """Undoes `stop_growth`, for somebody has started the sweep again."""
+    (sweep.path / STOPPED).unlink(missing_ok=True)
+
+
+def is_stopped(sweep: SweepDirectory) -> bool:
+    """Whether somebody has cancelled the whole sweep since it was last started."""
+    return (sweep.path / STOPPED).exists()
+
+
+def is_over(run: RunDirectory, policy: Policy) -> bool:
+    """Whether a run has ended, and is not tried again."""
+    state = run.state().state
+    if state != "failed":
+        return state not in OPEN
+    return not attempts.decision(run, policy, now_on(run.path)).again
+
+
+def _added(sweep: SweepDirectory) -> dict[str, dict[str, Any]]:
+    file = sweep.path / ADDED
+    added = read_json(file)
+    if added is None and file.exists():
+        raise UserError(f"{file} cannot be read; restore it, or remove it and lose the runs that it names")
+    return added or {}

@@ -1,0 +1,198 @@
+"""What a GPT is made of, in numbers and without torch: one table of its parameters, and what a rank holds of them.
+
+Counting, memory, tensor parallelism, initial weights, learning rates and export read this table. `gpt.py` builds
+modules with the same names in the same order.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Literal, NamedTuple
+
+from ..config import ModelConfig, RunConfig
+
+# What a parameter does: it decides how it starts, how fast it learns, and how tensor parallelism shares it out.
+# A block's branches have a `first` matrix, split by rows, and a `last` one, split by columns; `head norm` is per head.
+Role = Literal["embedding", "tied", "head", "first", "last", "norm", "head norm"]
+TABLES: tuple[Role, ...] = ("embedding", "tied", "head")  # one row per token of the padded vocabulary
+GROUPS = {"matrices": ("first", "last", "head"), "embedding": ("embedding", "tied"), "norms": ("norm", "head norm")}
+
+
+class Part(NamedTuple):
+    """Consecutive rows of a parameter: one of the matrices that are fused in it."""
+
+    hf: str  # Hugging Face's name
+    rows: int
+    units: int  # heads, hidden units or tokens: what tensor parallelism shares out, if not more ranks than these
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of the model; inside `Shape.block` names lack the block's prefix."""
+
+    name: str
+    role: Role
+    parts: tuple[Part, ...]  # one below the other
+    columns: int | None = None  # None: a vector
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        rows = sum(part.rows for part in self.parts)
+        return (rows,) if self.columns is None else (rows, self.columns)
+
+    @cached_property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def flops(self) -> int:
+        """Of a forward pass, per token: 2 per multiply-add of a matrix product, nothing for look-ups and norms."""
+        return 2 * self.size if self.role in ("first", "last", "head", "tied") else 0
+
+    def of_block(self, number: int) -> Parameter:
+        parts = tuple(part._replace(hf=f"model.layers.{number}.{part.hf}") for part in self.parts)
+        return replace(self, name=f"blocks.{number}.{self.name}", parts=parts)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Dimensions of a model, or of one rank's share: a block with fewer heads and hidden units, and fewer tokens."""
+
+    width: int
+    depth: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    hidden: int
+    vocabulary: int  # padded
+    head_norms: bool  # RMSNorm on queries and keys
+    tied: bool
+
+    @property
+    def block(self) -> tuple[Parameter, ...]:
+        """The parameters of one block, in the model's order."""
+        return _block(self.width, self.heads, self.kv_heads, self.head_dim, self.hidden, self.head_norms)
+
+    @property
+    def parameters(self) -> list[Parameter]:
+        """Every parameter, in the model's order."""
+        blocks = [parameter.of_block(number) for number in range(self.depth) for parameter in self.block]
+        norm = Parameter("norm.weight", "norm", (Part("model.norm.weight", self.width, 1),))
+        table = self._table("embedding.weight", "tied" if self.tied else "embedding", "model.embed_tokens.weight")
+        head = [] if self.tied else [self._table("head.weight", "head", "lm_head.weight")]
+        return [table, *blocks, norm, *head]
+
+    def _table(self, name: str, role: Role, hf: str) -> Parameter:
+        return Parameter(name, role, (Part(hf, self.vocabulary, self.vocabulary),), self.width)
+
+    @property
+    def table(self) -> int:
+        """Weights of the embedding, and of the head."""
+        return self.vocabulary * self.width
+
+    @property
+    def block_size(self) -> int:
+        """Weights of a block."""
+        return sum(parameter.size for parameter in self.block)
+
+    @property
+    def block_matrices(self) -> int:
+        """Weights of a block that every token is multiplied with."""
+        return sum(parameter.flops for parameter in self.block) // 2
+
+
+@lru_cache(maxsize=1024)
+def _block(
+    width: int, heads: int, kv_heads: int, head_dim: int, hidden: int, head_norms: bool
+) -> tuple[Parameter, ...]:
+    def vector(name: str, role: Role, hf: str, size: int) -> Parameter:
+        return Parameter(f"{name}.weight", role, (Part(f"{hf}.weight", size, 1),))
+
+    def matrix(name: str, role: Role, columns: int, *parts: tuple[str, int, int]) -> Parameter:
+        return Parameter(f"{name}.weight", role, tuple(Part(f"{hf}.weight", *rest) for hf, *rest in parts), columns)
+
+    keys = kv_heads * head_dim
+    of_heads = [vector(f"attention.{name}_norm", "head norm", f"self_attn.{name[0]}_norm", head_dim)
+                for name in ("query", "key") if head_norms]  # fmt: skip
+    return (
+        vector("attention_norm", "norm", "input_layernorm", width),
+        matrix(
+            "attention.qkv", "first", width,
+            ("self_attn.q_proj", heads * head_dim, heads),
+            ("self_attn.k_proj", keys, kv_heads),
+            ("self_attn.v_proj", keys, kv_heads),
+        ),
+        matrix("attention.out", "last", heads * head_dim, ("self_attn.o_proj", width, 1)),
+        *of_heads,
+        vector("mlp_norm", "norm", "post_attention_layernorm", width),
+        matrix("mlp.gate_up", "first", width, ("mlp.gate_proj", hidden, hidden), ("mlp.up_proj", hidden, hidden)),
+        matrix("mlp.down", "last", hidden, ("mlp.down_proj", width, 1)),
+    )  # fmt: skip
+
+
+def shape_of(model: ModelConfig) -> Shape:
+    """Of a whole model; its vocab_size must be set."""
+    return Shape(
+        width=model.width, depth=model.depth, heads=model.heads, kv_heads=model.num_kv_heads, head_dim=model.head_dim,
+        hidden=model.mlp_hidden, vocabulary=model.padded_vocab_size, head_norms=model.qk_norm,
+        tied=model.tied_embeddings,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Share(Shape):
+    """One rank's share of a model and its micro-batch, after tensor and sequence parallelism.
+
+    With fewer key/value heads than tensor-parallel ranks a rank holds them all and attends with one of them.
+    """
+
+    split: bool  # over more than one tensor-parallel rank
+    kv_used: int  # key/value heads that are attended with
+    length: int  # tokens of a sequence
+    sequences: int  # of a micro-batch
+    rows: int  # tokens of a micro-batch that the rank's residual stream holds: all, or its share of them
+    precision: str  # fp32 | bf16 | fp16
+    window: int | None  # tokens that a token sees, itself included; None: all before it
+    documents: bool  # each token sees its own document alone
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a weight, a gradient or an activation."""
+        return 4 if self.precision == "fp32" else 2
+
+    @property
+    def tokens(self) -> int:
+        """Of a micro-batch."""
+        return self.sequences * self.length
+
+
+def share_of(config: RunConfig) -> Share:
+    """The share of a rank; `config` has passed `validation.check_shapes`."""
+    model, ranks, length = config.model, config.parallel.tp, config.data.sequence_length
+    whole = shape_of(model)
+    sequences = micro_batch_of(config)
+    tokens = sequences * length
+    own = {
+        "heads": whole.heads // ranks,
+        "kv_heads": whole.kv_heads // ranks if whole.kv_heads >= ranks else whole.kv_heads,
+        "hidden": whole.hidden // ranks,
+        "vocabulary": whole.vocabulary // ranks,
+    }
+    return Share(
+        **vars(whole) | own, split=ranks > 1, kv_used=max(whole.kv_heads // ranks, 1),
+        length=length, sequences=sequences, rows=tokens // ranks if config.parallel.sequence_parallel else tokens,
+        precision=config.precision, window=model.window if model.window is not None and model.window < length else None,
+        documents=config.data.separate_documents,
+    )  # fmt: skip
+
+
+def micro_batch_of(config: RunConfig) -> int:
+    """Sequences in one forward pass of a rank."""
+    return config.parallel.micro_batch_size or config.optimizer.batch_size // config.parallel.dp
+
+
+def micro_batches(config: RunConfig) -> int:
+    """Forward passes of a rank in one step."""
+    return config.optimizer.batch_size // config.parallel.dp // micro_batch_of(config)

@@ -1,0 +1,257 @@
+"""Which configs can be trained: every field's range, model shapes, and how they split over ranks. Without torch.
+
+Special here:
+- a refusal names shapes that would work, and those have passed the same check;
+- the padded vocabulary is what is split, so `model.vocab_multiple` decides which tp fit it;
+- with fewer key/value heads than tp ranks several ranks use the same one, so one number must divide the other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from ..config import ATTENTION, ModelConfig, RunConfig
+from ..errors import UserError
+
+_CHOICES = {
+    "data.corpus": ("stdlib", "text", "hf"),
+    "schedule.kind": ("wsd", "cosine", "constant"),
+    "precision": ("fp32", "bf16", "fp16"),
+    "tracker.kind": ("wandb", "none"),
+    "tracker.mode": ("auto", "online", "offline"),
+    "parallel.recompute": ("none", "selective", "full"),
+    "parallel.device": ("auto", "cpu", "cuda"),
+    "parallel.attention": ATTENTION,
+}
+_POSITIVE = (
+    "tokens", "log_every", "validations", "max_loss_rise", "data.sequence_length", "data.validation_tokens",
+    "data.vocab_size", "optimizer.batch_size", "optimizer.learning_rate", "optimizer.base_width",
+    "optimizer.embedding_multiplier", "optimizer.eps", "checkpoint.every_seconds", "checkpoint.keep",
+    "checkpoint.every_steps", "parallel.threads", "parallel.bucket_mb", "parallel.timeout_seconds", "data.max_bytes",
+)  # fmt: skip
+_SHARES = (
+    "schedule.warmup_max_share", "schedule.decay_share", "schedule.final_share", "data.validation_fraction",
+    "optimizer.beta1", "optimizer.beta2",
+)  # fmt: skip
+_NOT_NEGATIVE = (
+    "optimizer.weight_decay", "optimizer.gradient_clip", "optimizer.z_loss", "schedule.warmup_tokens",
+    "schedule.warmup_per_parameter", "skip_bad_steps",
+)  # fmt: skip
+
+
+def validate(config: RunConfig) -> None:
+    """Refuses what cannot be trained, before anything starts.
+
+    Raises:
+        UserError: one sentence with the field, the value and what would be accepted.
+    """
+    _check_model(config.model)
+    values = dict(_flat(config))
+    for name, accepted in _CHOICES.items():
+        if values[name] not in accepted:
+            raise UserError(f"{name} is {values[name]!r}; it must be one of {', '.join(accepted)}")
+    for name, value in values.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UserError(f"{name} is {value}; it must be a finite number")
+    for name in _POSITIVE:
+        if values[name] is not None and not values[name] > 0:
+            raise UserError(f"{name} is {values[name]}; it must be greater than 0")
+    for step in config.checkpoint.at_steps or ():
+        if not 1 <= step < config.steps:
+            raise UserError(
+                f"checkpoint.at_steps contains {step}; it must hold steps from 1 to {config.steps - 1}, before the "
+                "run's last one"
+            )
+    for name in _SHARES:
+        if not 0 <= values[name] < 1:
+            raise UserError(f"{name} is {values[name]}; it must be at least 0 and below 1")
+    for name in _NOT_NEGATIVE:
+        if (values[name] or 0) < 0:
+            raise UserError(f"{name} is {values[name]}; it must be 0 or more")
+    schedule, data, window = config.schedule, config.data, config.model.window
+    if schedule.kind == "wsd" and schedule.warmup_max_share + schedule.decay_share > 1:
+        raise UserError(
+            f"schedule.decay_share is {schedule.decay_share}; with schedule.warmup_max_share "
+            f"{schedule.warmup_max_share} it must be at most {1 - schedule.warmup_max_share:g}, or they overlap"
+        )
+    if not 0 <= config.seed < 2**63:
+        raise UserError(f"seed is {config.seed}; it must be at least 0 and below 2^63")
+    if data.validation_fraction == 0:
+        raise UserError("data.validation_fraction is 0; a run is scored on held-out documents, so it must be above 0")
+    if data.recipe and data.recipe_fingerprint is None:
+        raise UserError(
+            f"data.recipe_fingerprint is None with data.recipe {data.recipe}; it must be "
+            "isoflop.train.data.recipe.recipe.fingerprint of it, or the run would pass for one on raw text"
+        )
+    if window is not None and not 1 <= window <= data.sequence_length:
+        raise UserError(
+            f"model.window is {window}; it must be 1 to data.sequence_length {data.sequence_length}, or null for no "
+            "window"
+        )
+    check_shapes(config)
+
+
+def _flat(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for item in dataclasses.fields(node):
+        value = getattr(node, item.name)
+        if dataclasses.is_dataclass(value):
+            yield from _flat(value, f"{item.name}.")
+        else:
+            yield prefix + item.name, value
+
+
+def _check_model(model: ModelConfig) -> None:
+    for name in ("width", "depth", "heads", "vocab_multiple", "hidden", "vocab_size"):
+        value = getattr(model, name)
+        if value is not None and value < 1:
+            raise UserError(f"model.{name} is {value}; it must be 1 or more")
+    if model.width % model.heads:
+        divisors = ", ".join(map(str, divisors_of(model.width)))
+        raise UserError(f"model.heads is {model.heads}; it must divide model.width {model.width}: {divisors}")
+    if model.head_dim % 2:
+        raise UserError(
+            f"model.heads is {model.heads}; width {model.width} / heads must be even for rotary positions, "
+            f"it is {model.head_dim}"
+        )
+    if model.num_kv_heads < 1 or model.heads % model.num_kv_heads:
+        raise UserError(f"model.kv_heads is {model.kv_heads}; it must divide model.heads {model.heads}")
+    for name in ("rope_theta", "norm_eps"):
+        if not getattr(model, name) > 0:
+            raise UserError(f"model.{name} is {getattr(model, name)}; it must be greater than 0")
+
+
+def check_shapes(config: RunConfig) -> None:
+    """Refuses a config whose model or batch cannot be split as `config.parallel` says.
+
+    A model whose vocab_size is still None (the planner fills it in) is not asked about its vocabulary.
+
+    Raises:
+        UserError: one sentence with the field, the value and the nearest that work.
+    """
+    refusal = _refusal(config)
+    if refusal is not None:
+        raise UserError(refusal)
+
+
+def check_world(config: RunConfig, ranks: int, ranks_per_node: int) -> None:
+    """Refuses a job whose ranks are not those that the config asks for, or a tp group that leaves its node.
+
+    Raises:
+        UserError: one sentence with the nearest (tp, dp) that work.
+    """
+    parallel = config.parallel
+    if parallel.world_size != ranks:
+        raise UserError(
+            f"parallel.tp {parallel.tp} * parallel.dp {parallel.dp} is {parallel.world_size} and the job has "
+            f"{_count(ranks, 'rank')}; {_advice(config, ranks, ranks_per_node)}"
+        )
+    if ranks_per_node % parallel.tp:
+        raise UserError(
+            f"parallel.tp is {parallel.tp}; it must divide the {_count(ranks_per_node, 'rank')} of a node, because "
+            f"a tensor-parallel group stays inside one; {_advice(config, ranks, ranks_per_node)}"
+        )
+
+
+def check_hosts(tp: int, hosts: Sequence[str]) -> None:
+    """Refuses an order of ranks that spreads a tensor-parallel group, `tp` neighbours, over nodes.
+
+    Args:
+        hosts: name of every rank's node, by rank.
+
+    Raises:
+        UserError: names the first group that is spread.
+    """
+    for first in range(0, len(hosts), tp):
+        group = hosts[first : first + tp]
+        if len(set(group)) > 1:
+            raise UserError(
+                f"parallel.tp is {tp} and ranks {first} to {first + tp - 1} of one tensor-parallel group are on "
+                f"{', '.join(dict.fromkeys(group))}; place neighbouring ranks on one node "
+                "(SLURM: --distribution=block)"
+            )
+
+
+def working_shapes(config: RunConfig, ranks: int, ranks_per_node: int | None = None) -> list[tuple[int, int]]:
+    """Every (tp, dp) that spreads this run over exactly so many ranks, by tp; all else is as the config has it.
+
+    Args:
+        ranks_per_node: of `ranks`, on every node; None: all of them.
+    """
+    shapes = [(tp, ranks // tp) for tp in divisors_of(ranks) if (ranks_per_node or ranks) % tp == 0]
+    return [
+        (tp, dp) for tp, dp in shapes
+        if _refusal(dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, tp=tp, dp=dp))) is None
+    ]  # fmt: skip
+
+
+def divisors_of(number: int) -> list[int]:
+    """Of a positive number, ascending."""
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+def _refusal(config: RunConfig) -> str | None:
+    """Why the shape does not fit, in a sentence; None if it does."""
+    parallel, batch = config.parallel, config.optimizer.batch_size
+    for name, value in {"parallel.tp": parallel.tp, "parallel.dp": parallel.dp}.items():
+        if value < 1:
+            return f"{name} is {value}; it must be 1 or more"
+    if parallel.zero not in range(4):
+        return f"parallel.zero is {parallel.zero}; it must be one of 0, 1, 2, 3"
+    if batch % parallel.dp:
+        return (
+            f"parallel.dp is {parallel.dp}; it must divide optimizer.batch_size {batch}: "
+            f"{_nearest(parallel.dp, divisors_of(batch))}"
+        )
+    share = batch // parallel.dp
+    micro = parallel.micro_batch_size
+    if micro is not None and (micro < 1 or share % micro):
+        whole = f"optimizer.batch_size {batch}"
+        if parallel.dp > 1:
+            whole = f"a rank's share of the batch, {whole} / parallel.dp {parallel.dp} = {share}"
+        return f"parallel.micro_batch_size is {micro}; it must divide {whole}: {_nearest(micro, divisors_of(share))}"
+    must = _requirement(config, parallel.tp)
+    if must is None:
+        return None
+    working = [tp for tp in divisors_of(config.model.heads) if _requirement(config, tp) is None]
+    return f"parallel.tp is {parallel.tp}; it must {must}; it can be {_nearest(parallel.tp, working)}"
+
+
+def _requirement(config: RunConfig, tp: int) -> str | None:
+    """The first condition that a tp does not meet, as what it must do; None if it meets all."""
+    model, length = config.model, config.data.sequence_length
+    if model.heads % tp:
+        return f"divide model.heads {model.heads}"
+    if model.num_kv_heads % tp and tp % model.num_kv_heads:
+        return f"be a divisor or a multiple of model.kv_heads {model.num_kv_heads}"
+    if model.mlp_hidden % tp:
+        return f"divide model.hidden, which is {model.mlp_hidden}"
+    if model.vocab_size is not None and model.padded_vocab_size % tp:
+        return f"divide the vocabulary padded to model.vocab_multiple, which is {model.padded_vocab_size}"
+    if config.parallel.sequence_parallel and length % tp:
+        return f"divide data.sequence_length {length}, or parallel.sequence_parallel be false"
+    return None
+
+
+def _advice(config: RunConfig, ranks: int, ranks_per_node: int) -> str:
+    """What to ask for instead: shapes for these ranks, or else numbers of ranks that have any."""
+    wanted = config.parallel.tp
+    shapes = working_shapes(config, ranks, ranks_per_node)
+    if shapes:
+        shapes.sort(key=lambda shape: (abs(shape[0] - wanted), shape))
+        named = [f"tp {tp} * dp {dp}" for tp, dp in shapes[:3]]
+        return f"with {_count(ranks, 'rank')} it can be {' or '.join(named)}"
+    fewer = [n for n in range(1, ranks) if working_shapes(config, n, min(n, ranks_per_node))]
+    return f"no shape of {_count(ranks, 'rank')} fits this model and batch, the nearest that does has {fewer[-1]}"
+
+
+def _nearest(value: int, working: Iterable[int]) -> str:
+    """Up to six of the numbers that work, nearest to the value by ratio, in order."""
+    near = sorted(working, key=lambda number: max(number, value) / max(1, min(number, value)))[:6]
+    return ", ".join(map(str, sorted(near)))
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
