@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -51,10 +52,15 @@ def write_json(path: Path, value: Any, flush: bool = True) -> None:
     write_atomic(path, json.dumps(value, indent=1, default=plain, allow_nan=False) + "\n", flush)
 
 
-def note_once(path: Path, value: dict[str, Any]) -> None:
-    """Leaves word in a JSON file, unless there is one: the first word stays. A full disk is no error of its own."""
-    with suppress(OSError), path.open("x", encoding="utf-8") as file:
-        file.write(json.dumps(value))
+def create_json(path: Path, value: dict[str, Any]) -> None:
+    """Writes a JSON file whole, unless there is one: the first word stays. A full disk is no error of its own."""
+    whole = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
+    with suppress(OSError):
+        try:
+            whole.write_text(json.dumps(value), encoding="utf-8")
+            os.link(whole, path)  # unlike a rename it fails where the file exists
+        finally:
+            whole.unlink(missing_ok=True)
 
 
 def fsync_path(path: Path) -> None:

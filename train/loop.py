@@ -27,11 +27,11 @@ from .checkpoint.saver import Saver
 from .config import RunConfig, run_id
 from .data.loader import TrainStream, bytes_of, validation_windows
 from .data.shards import Shards, prepare
-from .errors import UserError
+from .errors import Diverged, Stopped, UserError
 from .files import HALVED, JsonLines, write_json
 from .flops import count_parameters, flops_6nd, flops_exact, training_flops_per_token
 from .hardware import device_name, kept_peak
-from .job.course import Course, Diverged
+from .job.course import Course
 from .job.job import Job, join
 from .job.session import kept
 from .parallel.layout import Held
@@ -41,10 +41,6 @@ from .precision import PastStep, set_matmul_precision
 from .schedule import learning_rate_factor, warmup_steps
 from .stepper import Stepper
 from .tracker import Tracker
-
-
-class Stopped(Exception):
-    """The run was asked to stop; a checkpoint of where it was is on disk."""
 
 
 def train(
@@ -79,7 +75,7 @@ def train(
     if config.parallel.threads is not None:
         torch.set_num_threads(config.parallel.threads)
     set_matmul_precision(config.parallel.tf32)
-    with join(config, directory, report, orderly=(Stopped, Diverged)) as job:
+    with join(config, directory, report) as job:
         say = report if job.mesh.rank == 0 else _silent
         opened = job.together(lambda: open_shards(config, shards, job, alive))
         stream = TrainStream(opened, config.data.sequence_length, config.seed)

@@ -175,7 +175,8 @@ def train_one(
 
 def train_rank(run: RunDirectory, ranks: Ranks, interrupt: Interrupt) -> Ending:
     """One rank's part in a run: how it ended. Whatever a run dies of is an answer."""
-    from ...train.loop import Diverged, Stopped, train
+    from ...train.errors import Diverged, Stopped
+    from ...train.loop import train
 
     def report(line: str) -> None:
         run.log(line, ranks.rank)

@@ -113,6 +113,8 @@ class RunDirectory:
         """Replaces state.json atomically; fields that are not named keep their value, except the reason."""
         if state not in STATES:
             raise ValueError(f"{state!r} is not a state")
+        if state in ("planned", "queued"):
+            self.forget_failure()
         values = {**asdict(self.state()), "reason": None, "since": now_on(self.path), **changes, "state": state}
         # A power cut must not lose how a run ended; that it waits or runs is no loss.
         write_json(self.path / "state.json", values, flush=state in ENDS)

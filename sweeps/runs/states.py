@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ...train.job.failure import cause_of, describe_error
+from ...train.job.failure import Cause, cause_of, describe_error
 from . import attempts
 from .attempts import INTERRUPTED, RETRIED, Decision, Policy
 from .directory import Busy, RunDirectory, State, job_restarts, now_on, this_node, this_user
@@ -58,7 +58,6 @@ def plan(run: RunDirectory, reason: str | None = None) -> None:
 
 def queue(run: RunDirectory, job: str | None = None) -> None:
     """A job waits to train the run; None: the workers of a queue."""
-    run.forget_failure()
     run.set_state("queued", host=None, job_id=job)
 
 
@@ -66,7 +65,6 @@ def queue_again(run: RunDirectory, decision: Decision) -> None:
     """Says of a run that failed and is tried again that it waits, unless somebody trains it. Takes the lock itself."""
     with contextlib.suppress(Busy, OSError), run.lock(timeout=0.0):
         if (state := run.state()).state == "failed":
-            run.forget_failure()
             run.set_state("queued", job_id=None, reason=f"{state.reason}; to be tried again: {decision.why}")
 
 
@@ -111,7 +109,6 @@ def retry_by_hand(run: RunDirectory, by: str | None = None) -> None:
             return
         settle_killed(run, KILLED.cause, KILLED.words)
         attempts.append_line(run, {"event": "retry", "by": by or this_user(), "at": now_on(run.path)})
-        run.forget_failure()
         run.forget_cancel()
         run.set_state("planned", host=None, job_id=None)
 
@@ -265,7 +262,7 @@ def settle(run: RunDirectory, death: Death, advise: bool = False) -> bool:
     at_fault: tuple[str, ...] = ()
     if noted is not None:
         words += f" ({noted.reason})"
-        if cause in ("killed", "lost", "disk"):  # else SLURM knows better
+        if cause in ("killed", "lost", "disk") or noted.cause == Cause.HUNG:  # else SLURM knows better
             cause, at_fault = str(noted.cause), noted.hosts
     if run.cancel_asked() is not None:
         cause = "cancelled"

@@ -18,7 +18,7 @@ from isoflop.sweeps.runs import attempts, states
 from isoflop.sweeps.runs.attempts import CAUSES, RETRIED, Attempt, Policy
 from isoflop.sweeps.runs.directory import Busy, RunDirectory, SweepDirectory
 from isoflop.train.config import ModelConfig, OptimizerConfig, ParallelConfig, RunConfig, ScheduleConfig, run_id
-from isoflop.train.errors import UserError
+from isoflop.train.errors import OutOfMemory, UserError
 from isoflop.train.flops import flops_exact, training_flops_per_token
 from isoflop.train.job.failure import Cause, Failure, RankError, note_failure
 from isoflop.train.schedule import trunk_steps
@@ -502,6 +502,7 @@ def test_amending_a_line_keeps_the_others(run: RunDirectory) -> None:
     [
         (UserError("no such text"), "input"), (OSError(errno.ENOSPC, "full"), "disk"),
         (OSError(errno.EDQUOT, "quota"), "disk"), (OSError(errno.EIO, "broken"), "error"), (ValueError("x"), "error"),
+        (RuntimeError("can't allocate memory"), "memory"), (OutOfMemory("at step 3"), "memory"),
         (TrunkNotYet("it has no checkpoint there"), "trunk"),
         *((RankError(Failure(cause, "rank 1 on a: it says why")), str(cause)) for cause in Cause),
     ],

@@ -31,7 +31,7 @@ from isoflop.sweeps.slurm.record import LaunchRecord, QueueJobs
 from isoflop.train.config import CheckpointConfig, DataConfig, RunConfig, run_id
 from isoflop.train.ensemble.ensemble import Ended
 from isoflop.train.errors import UserError
-from isoflop.train.files import HALVED, create_json, write_json
+from isoflop.train.files import HALVED, write_json
 from isoflop.train.job.environment import Ranks, detect
 from isoflop.train.job.failure import Cause, Failure, note_failure
 from isoflop.train.loop import Diverged, Stopped, train
@@ -330,7 +330,7 @@ def test_an_ensemble_out_of_memory_goes_on_in_halves_down_to_runs_alone(
     train_ensemble(trainer)
     train_alone(lambda config, directory, **arguments: (groups.append(1), succeed(directory)))
     *runs, halved = [bench.run(seed) for seed in range(8)]
-    create_json(halved.path / HALVED, {"micro_batch_size": 2})  # no ensemble takes it
+    write_json(halved.path / HALVED, {"micro_batch_size": 2})  # no ensemble takes it
     worker.train("ensemble", [str(run.path) for run in (*runs, halved)], POLICY)
     assert groups == [7, 4, 2, 2, 3, 2, 1, 1]
     assert states(*runs, halved) == ["done"] * 8

@@ -20,30 +20,19 @@ import torch.distributed as dist
 from ..config import RunConfig, to_dict
 from ..errors import UserError
 from ..parallel.mesh import Mesh
+from .failure import Cause, RankError, cause_of, failure_at
 
 T = TypeVar("T")
 
 SHARED = "raised on every rank"  # note on exceptions that no rank needs to tell the others of
 
 
-class RankError(Exception):
-    """A rank failed; the message says which, where and of what.
-
-    Attributes:
-        kind: name of the exception's type on that rank (`OutOfMemoryError`), where it is known.
-    """
-
-    def __init__(self, message: str, kind: str | None = None) -> None:
-        super().__init__(message)
-        self.kind = kind
-
-
 @dataclass(frozen=True)
-class _Failure:
+class _Raised:
     """An exception of one rank, as the others hear of it."""
 
     family: str  # UserError | OSError | RankError
-    kind: str
+    cause: Cause
     message: str
     number: int | None = None  # OSError: errno
     filename: str | None = None  # OSError
@@ -76,7 +65,7 @@ def together(mesh: Mesh, function: Callable[[], T], only_first: bool = False) ->
         box: list[Any] = [(result, mine)]
         dist.broadcast_object_list(box, src=0, group=mesh.control)
         result, mine = box[0]
-        failures: list[_Failure | None] = [mine, *[None] * (mesh.size - 1)]
+        failures: list[_Raised | None] = [mine, *[None] * (mesh.size - 1)]
     else:
         failures = [None] * mesh.size
         dist.all_gather_object(failures, mine, group=mesh.control)
@@ -87,19 +76,19 @@ def together(mesh: Mesh, function: Callable[[], T], only_first: bool = False) ->
     return result
 
 
-def _describe(error: Exception) -> _Failure:
-    kind, message = type(error).__name__, str(error) or "no message"
+def _describe(error: Exception) -> _Raised:
+    cause, message = cause_of(error), str(error) or "no message"
     if isinstance(error, UserError):
-        return _Failure("UserError", kind, message)
+        return _Raised("UserError", cause, message)
     if isinstance(error, OSError):
         words = error.strerror or message
-        return _Failure("OSError", kind, words, error.errno, str(error.filename) if error.filename else None)
+        return _Raised("OSError", cause, words, error.errno, str(error.filename) if error.filename else None)
     if isinstance(error, RankError):
-        return _Failure("RankError", error.kind or kind, message)
-    return _Failure("RankError", kind, f"{kind}: {message}")
+        return _Raised("RankError", cause, message)
+    return _Raised("RankError", cause, f"{type(error).__name__}: {message}")
 
 
-def _shared(mesh: Mesh, failures: list[_Failure | None]) -> Exception:
+def _shared(mesh: Mesh, failures: list[_Raised | None]) -> Exception:
     """The exception that every rank raises; failures by rank, None for a rank that succeeded."""
     failed = [(rank, failure) for rank, failure in enumerate(failures) if failure is not None]
     rank, first = failed[0]
@@ -113,7 +102,7 @@ def _shared(mesh: Mesh, failures: list[_Failure | None]) -> Exception:
         return UserError(message)
     if first.family == "OSError":
         return OSError(first.number, message, first.filename) if first.number is not None else OSError(message)
-    return RankError(message, first.kind)
+    return RankError(failure_at(mesh.hosts, [rank for rank, _ in failed], first.cause, message, None))
 
 
 def same_everywhere(mesh: Mesh, config: RunConfig) -> None:

@@ -6,13 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..config import RunConfig
+from ..errors import Diverged
 from ..precision import PastStep, SkipBudget
 
 SMOOTHING = 0.95  # per step, of the training loss whose rise tells a divergence
-
-
-class Diverged(Exception):
-    """The loss is not a number or left its band; the message says which, where, and by how much."""
 
 
 @dataclass

@@ -37,16 +37,18 @@ from types import TracebackType
 import torch.distributed as dist
 from torch.distributed import Store
 
+from ..errors import COLLECTIVE
 from ..parallel.mesh import Mesh
 from .beats import Beat, Seen, at_fault, pid_space, runs
-from .control import SHARED, RankError
+from .control import SHARED
+from .failure import Cause, Failure, RankError, cause_of, describe_error, failure_at, parse_failure
 from .rendezvous import FAREWELL_SECONDS, farewell, leave
 
 EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: nothing is wrong with the input, try again
 GRACE_SECONDS = 1.0
 LAST_WORDS_SECONDS = 10.0
 NAMED = 3  # ranks in a sentence; of more the number is given
-FAILED = "failed"  # key of the store: why the job ends, in the words of the rank that knew first
+FAILED = "failed"  # key of the store: why the job ends, by the rank that knew first
 
 
 class Watchdog:
@@ -61,8 +63,7 @@ class Watchdog:
     """
 
     def __init__(
-        self, mesh: Mesh, store: Store | None, timeout_seconds: float, on_loss: Callable[[str], None],
-        orderly: tuple[type[BaseException], ...] = (),
+        self, mesh: Mesh, store: Store | None, timeout_seconds: float, on_loss: Callable[[Failure], None]
     ) -> None:  # fmt: skip
         """Does nothing before the block is entered.
 
@@ -70,10 +71,9 @@ class Watchdog:
             mesh: of this rank.
             store: that `rendezvous.join` gave.
             timeout_seconds: without a beat, after which a rank counts as lost.
-            on_loss: gets the sentence just before this process is ended from within, with EXIT_CODE.
-            orderly: exceptions that all ranks raise together and that are no failure (a run that was told to stop).
+            on_loss: gets what failed just before this process is ended from within, with EXIT_CODE.
         """
-        self._mesh, self._timeout, self._on_loss, self._orderly = mesh, timeout_seconds, on_loss, orderly
+        self._mesh, self._timeout, self._on_loss = mesh, timeout_seconds, on_loss
         self._poll = min(1.0, timeout_seconds / 16)
         self._base = store
         self._beat = Beat(pid=os.getpid(), space=pid_space())
@@ -82,8 +82,8 @@ class Watchdog:
         self._read_at = 0.0
         self._answers = 0  # of the store
         self._silence = float("inf")  # without a pulse, after which a process counts as dead
-        self._reason: str | None = None
-        self._known = threading.Event()  # self._reason is set
+        self._failure: Failure | None = None
+        self._known = threading.Event()  # self._failure is set
         self._left = threading.Event()  # the main thread has left the block
         self._publishing = threading.Lock()  # so that nothing is published after the last word
         self._threads: list[threading.Thread] = []
@@ -91,6 +91,11 @@ class Watchdog:
     def beat(self, step: int, doing: str = "in the step") -> None:
         """Says that the main thread goes on. Costs nothing; may be called as often as one likes."""
         self._beat = replace(self._beat, count=self._beat.count + 1, step=step, doing=doing)
+
+    @property
+    def step(self) -> int | None:
+        """The step that this rank was at when it last said so."""
+        return self._beat.step
 
     def __enter__(self) -> Watchdog:
         if self._base is None:
@@ -104,7 +109,8 @@ class Watchdog:
             self._store.wait(keys, timedelta(seconds=self._timeout))
         except dist.DistError as error:
             missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-            raise RankError(f"{self._names(missing)} did not start within {self._timeout:g} s") from error
+            reason = f"{self._names(missing)} did not start within {self._timeout:g} s"
+            raise RankError(failure_at(self._mesh.hosts, missing, Cause.NODE, reason, None)) from error
         self._read()
         for target in (self._talk, self._keep_time):
             thread = threading.Thread(target=target, name=f"watchdog{target.__name__}", daemon=True)
@@ -117,7 +123,7 @@ class Watchdog:
     ) -> None:
         if self._base is None:
             return
-        explained = error if error is None or isinstance(error, self._orderly) else self.explain(error)
+        explained = error if error is None or isinstance(error, COLLECTIVE) else self.explain(error)
         self._beat = replace(self._beat, ended=True)
         with suppress(dist.DistError):  # the rank that keeps the store may be the one that died
             self._publish()
@@ -134,18 +140,19 @@ class Watchdog:
         if _is_lost_connection(error):
             self._silence = max(1.0, 4 * self._poll)
             self._known.wait(2 * self._silence + 2 * self._poll)
-            if self._reason is not None:
-                return RankError(self._reason)
+            if self._failure is not None:
+                return RankError(self._failure)
         if SHARED not in getattr(error, "__notes__", ()):
-            words = str(error).splitlines()[0] if str(error) else "no message"
+            rank = self._mesh.rank
+            reason = f"{self._mesh.name(rank)}: {describe_error(error)}"
             with suppress(dist.DistError):
-                self._blame(f"{self._mesh.name(self._mesh.rank)}: {type(error).__name__}: {words}")
+                self._blame(failure_at(self._mesh.hosts, [rank], cause_of(error), reason, self.step))
         return error
 
     # The thread that talks to the store.
 
     def _talk(self) -> None:
-        while not self._left.wait(self._poll) and self._reason is None:
+        while not self._left.wait(self._poll) and self._failure is None:
             try:
                 self._exchange()
             except dist.DistError:
@@ -156,7 +163,7 @@ class Watchdog:
     def _exchange(self) -> None:
         self._publish()
         if self._store.check([FAILED]):
-            self._know(self._store.get(FAILED).decode())
+            self._know(parse_failure(json.loads(self._store.get(FAILED))))
             return
         # Every rank reads all: seldom, so that many ranks do not keep the store busy.
         if self._clock - self._read_at >= min(self._silence / 4, self._timeout / 16):
@@ -166,8 +173,8 @@ class Watchdog:
         elif lost := at_fault(self._seen, self._clock, self._timeout):
             self._accuse(self._stalled(lost), [rank for rank in lost if self._silent(rank)])
 
-    def _accuse(self, sentence: str, silent: list[int]) -> None:
-        self._know(self._blame(sentence))
+    def _accuse(self, failure: Failure, silent: list[int]) -> None:
+        self._know(self._blame(failure))
         for rank in silent:
             self._client.set(farewell(rank), "")  # it will not say so itself
 
@@ -194,9 +201,9 @@ class Watchdog:
             beat = Beat(**json.loads(value))
             self._seen[rank] = self._seen.get(rank, Seen(beat, now, now)).update(beat, now)
 
-    def _blame(self, sentence: str) -> str:
+    def _blame(self, failure: Failure) -> Failure:
         """Publishes why the job ends, unless another rank has done so; returns what stands."""
-        return self._store.compare_set(FAILED, "", sentence).decode()
+        return parse_failure(json.loads(self._store.compare_set(FAILED, "", json.dumps(asdict(failure)))))
 
     # The thread that keeps time.
 
@@ -210,11 +217,11 @@ class Watchdog:
             answers = self._answers
             if unanswered >= self._timeout:
                 self._know(self._stalled([0]))
-        if self._reason is not None and not self._left.wait(GRACE_SECONDS):
-            self._end(self._reason)
+        if self._failure is not None and not self._left.wait(GRACE_SECONDS):
+            self._end(self._failure)
 
-    def _end(self, reason: str) -> None:
-        _within(LAST_WORDS_SECONDS, lambda: self._on_loss(reason))
+    def _end(self, failure: Failure) -> None:
+        _within(LAST_WORDS_SECONDS, lambda: self._on_loss(failure))
         _within(FAREWELL_SECONDS if self._mesh.rank == 0 else GRACE_SECONDS, self._say_farewell)
         os._exit(EXIT_CODE)
 
@@ -223,27 +230,30 @@ class Watchdog:
         sys.stderr.flush()
         leave(self._client, self._mesh.rank, self._mesh.size, FAREWELL_SECONDS)
 
-    def _know(self, reason: str) -> None:
-        self._reason = reason
+    def _know(self, failure: Failure) -> None:
+        self._failure = failure
         self._known.set()
 
-    # Sentences.
+    # What has failed.
 
-    def _died(self, ranks: list[int]) -> str:
+    def _died(self, ranks: list[int]) -> Failure:
         step = self._last_step(ranks[0])
-        return f"{self._names(ranks)} died {'before the first step' if step is None else f'at step {step}'}"
+        reason = f"{self._names(ranks)} died {'before the first step' if step is None else f'at step {step}'}"
+        return failure_at(self._mesh.hosts, ranks, Cause.KILLED, reason, step)
 
-    def _stalled(self, ranks: list[int]) -> str:
+    def _stalled(self, ranks: list[int]) -> Failure:
         has = f"{self._names(ranks)} {'has' if len(ranks) == 1 else 'have'} made no progress"
         if self._silent(ranks[0]):
-            step, where, why = self._last_step(ranks[0]), "", ": frozen, or its node is lost"
+            step, where, why, cause = self._last_step(ranks[0]), "", ": frozen, or its node is lost", Cause.NODE
         else:
             beats = [self._seen[rank].beat for rank in ranks]
-            step, why = beats[0].step, ""
+            step, why, cause = beats[0].step, "", Cause.HUNG
             places = [f"{beat.doing}, at {beat.at}" for beat in beats[:NAMED]]
             where = f" ({'; '.join(places)})"
         since = "the start" if step is None else f"step {step}"
-        return f"{has} since {since}{where} for {self._timeout:g} s{why}"
+        return failure_at(
+            self._mesh.hosts, ranks, cause, f"{has} since {since}{where} for {self._timeout:g} s{why}", step
+        )
 
     def _last_step(self, rank: int) -> int | None:
         """The step of a silent rank, which may have gone on since it last published, but no further than this one."""

@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 from isoflop.train.config import ParallelConfig, RunConfig
 from isoflop.train.errors import UserError
-from isoflop.train.job.control import Agreement, Flag, RankError, same_everywhere, together
+from isoflop.train.job.control import Agreement, Flag, same_everywhere, together
 from isoflop.train.job.environment import Ranks, detect
+from isoflop.train.job.failure import Cause, Failure, RankError
 from isoflop.train.job.fork import Ended, fork_processes, run_ranks
 from isoflop.train.job.rendezvous import MARGIN_SECONDS, join
 from isoflop.train.parallel.mesh import Mesh, build_mesh
@@ -43,7 +44,11 @@ def test_an_error_on_one_rank_is_raised_on_every_rank_and_keeps_its_kind() -> No
                     raise with_error
 
             error = caught(lambda: together(mesh, function))
-            return type(error).__name__, str(error), getattr(error, "errno", getattr(error, "kind", None))
+            return (
+                type(error).__name__,
+                str(error),
+                error.failure.cause if isinstance(error, RankError) else getattr(error, "errno", None),
+            )
 
         return [
             fail(UserError("model.heads is 3; it must be 4")),
@@ -52,17 +57,17 @@ def test_an_error_on_one_rank_is_raised_on_every_rank_and_keeps_its_kind() -> No
             fail(torch.OutOfMemoryError("CUDA out of memory")),
             fail(ValueError("first"), who=(1, 2)),
             fail(UserError("all say the same"), who=(0, 1, 2)),
-            fail(RankError("rank 9 on node3 died at step 5")),
+            fail(RankError(Failure(Cause.KILLED, "rank 9 on node3 died at step 5"))),
         ]
 
     expected = [
         ("UserError", "rank 1: model.heads is 3; it must be 4", None),
         ("OSError", "[Errno 28] rank 1: No space left on device: '/full/file'", errno.ENOSPC),
         ("OSError", "rank 1: a disk without a number", None),
-        ("RankError", "rank 1: OutOfMemoryError: CUDA out of memory", "OutOfMemoryError"),
-        ("RankError", "rank 1: ValueError: first (and 1 more of 3 ranks)", "ValueError"),
+        ("RankError", "rank 1: OutOfMemoryError: CUDA out of memory", "memory"),
+        ("RankError", "rank 1: ValueError: first (and 1 more of 3 ranks)", "error"),
         ("UserError", "all say the same", None),
-        ("RankError", "rank 1: rank 9 on node3 died at step 5", "RankError"),
+        ("RankError", "rank 1: rank 9 on node3 died at step 5", "killed"),
     ]
     assert run_ranks(3, rank) == [expected] * 3
 
