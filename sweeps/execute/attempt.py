@@ -315,14 +315,14 @@ def _train_group(members: Sequence[_Member], interrupt: Interrupt, heart: Heartb
     Members that ran out of memory are halved; those that stopped because another was cancelled stay together.
     """
     from ...train.ensemble.ensemble import Ended, train_together
-    from ...train.hardware import is_out_of_memory
+    from ...train.hardware import out_of_memory
 
     left = dict(enumerate(members))
     too_many, stopped = list[_Member](), list[_Member]()
 
     def on_end(index: int, ended: Ended) -> None:
         member = left.pop(index)
-        if ended.error is not None and is_out_of_memory(ended.error):
+        if ended.error is not None and out_of_memory(ended.error):
             try_log(member.run, f"{ended.reason}; going on in a smaller ensemble, or alone")
             too_many.append(member)
         elif ended.kind == "stopped" and not interrupt.stops(member.run):
@@ -347,7 +347,7 @@ def _train_group(members: Sequence[_Member], interrupt: Interrupt, heart: Heartb
         )  # fmt: skip
     except Exception as error:
         # Whatever an ensemble dies of belongs in the states of all who are left.
-        if is_out_of_memory(error):
+        if out_of_memory(error):
             too_many += left.values()
         else:
             for member in left.values():

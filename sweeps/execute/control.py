@@ -18,7 +18,7 @@ from ..runs.directory import Busy, RunDirectory, SweepDirectory, this_user
 from ..runs.membership import find_runs, is_over
 from ..slurm import commands as slurm
 from ..slurm.record import Inventory
-from .conduct import LOCK_SECONDS, resume
+from . import conduct
 from .keeper import slurm_backend
 
 FACTOR = 0.5  # of the learning rate of a run that diverged, where the grid does not say
@@ -67,7 +67,7 @@ def _cancel_jobs(sweep: SweepDirectory, runs: Iterable[RunDirectory], whole: boo
     """Takes jobs out of the queue that have nothing left to do."""
     live = slurm.live_jobs()
     if whole:
-        with sweep.lock(LOCK_SECONDS):  # a keeper's pass may be submitting at this moment
+        with sweep.lock(conduct.LOCK_SECONDS):  # a keeper's pass may be submitting at this moment
             slurm_backend(sweep, cluster_of(sweep.settings()), live).cancel_all()
         print("its jobs are cancelled; one that trains saves first")
         return
@@ -111,7 +111,7 @@ def retry(
         more = f"; {left} runs are cancelled, which --cancelled tries again" if left and not cancelled else ""
         print(f"there is nothing to try again{more}; see `isoflop status {sweep.path}`")
         return 0
-    return resume(sweep, only=again)
+    return conduct.resume(sweep, only=again)
 
 
 def _set_back(sweep: SweepDirectory, run: RunDirectory, policy: Policy) -> bool:

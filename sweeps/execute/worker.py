@@ -63,7 +63,8 @@ def train(how: str, paths: Sequence[str], policy: Policy, launcher: tuple[str, s
         RunFailed: none of the runs is done; their states hold the reasons.
         UserError: this node does not see the sweep.
     """
-    runs, ranks, job = [RunDirectory(Path(path)) for path in paths], detect(), job_id()
+    runs, job = [RunDirectory(Path(path)) for path in paths], job_id()
+    ranks = detect() if how == "alone" else Ranks()  # runs that are trained together have one rank each
     check_shared(runs[0].path.parent.parent)
     if ranks.rank > 0:
         _follow(runs[0], ranks)
@@ -288,7 +289,7 @@ def evaluate_runs(sweep_path: str, run_ids: list[str]) -> None:
 
 def finish_sweep(sweep_path: str) -> None:
     """The last job: the table, the laws and the report, from whatever the runs have written."""
-    from ..results.finish import finish
+    from ..results.finish import write_results
 
     sweep = check_shared(sweep_path)
     try:
@@ -296,7 +297,7 @@ def finish_sweep(sweep_path: str) -> None:
             settle_lost(sweep, Policy.of(configuration(sweep).cluster), _live_jobs())
     except UserError as error:  # as where somebody else holds it; there is a report all the same
         print(f"nobody looked for lost runs: {error}")
-    finish(sweep)
+    write_results(sweep)
 
 
 def _live_jobs() -> set[str] | None:

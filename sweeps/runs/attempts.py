@@ -366,16 +366,16 @@ def _lines(run: RunDirectory) -> list[dict[str, Any]]:
 def _attempt(line: dict[str, Any], budget: int) -> Attempt | None:
     """A line as an attempt; None where it is none."""
     names = [item.name for item in fields(Attempt) if item.name not in ("budget", "at_fault", "cause")]
-    cause = line.get("cause")
+    cause = line.get("cause") or str(Cause.UNKNOWN)
     try:
         attempt = Attempt(
-            **{name: line[name] for name in names}, cause=cause if cause in CAUSES else str(Cause.UNKNOWN),
+            **{name: line[name] for name in names}, cause=cause,
             at_fault=tuple(line.get("at_fault") or ()), budget=budget,
         )  # fmt: skip
     except KeyError:
         return None
     numbers = [getattr(attempt, item.name) for item in fields(Attempt) if item.type in ("int", "float")]
-    return attempt if all(isinstance(number, int | float) for number in numbers) else None
+    return attempt if cause in CAUSES and all(isinstance(number, int | float) for number in numbers) else None
 
 
 def append_line(run: RunDirectory, line: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from isoflop.sweeps.execute.attempt import TrunkNotYet, failed, warned_after
 from isoflop.sweeps.runs import attempts, states
-from isoflop.sweeps.runs.attempts import CAUSES, RETRIED, Attempt, Policy
+from isoflop.sweeps.runs.attempts import CAUSES, Attempt, Policy
 from isoflop.sweeps.runs.directory import Busy, RunDirectory, SweepDirectory
 from isoflop.train.config import ModelConfig, OptimizerConfig, ParallelConfig, RunConfig, ScheduleConfig, run_id
 from isoflop.train.errors import OutOfMemory, UserError
@@ -512,14 +512,12 @@ def test_an_error_has_a_cause(error: Exception, cause: str, run: RunDirectory) -
     assert cause in CAUSES
 
 
-def test_a_cause_that_nobody_knows_is_unknown_and_is_tried_again(run: RunDirectory) -> None:
+def test_an_attempt_without_a_cause_is_of_an_unknown_one_and_is_tried_again(run: RunDirectory) -> None:
     begin(run)
     states.settle_killed(run, "killed", "gone")
-    line = json.loads(lines(run)[0])
-    for cause in ("the moon", None):
-        (run.path / attempts.LINES).write_text(json.dumps({**line, "cause": cause}) + "\n")
-        assert only(run).cause == "unknown"
-    assert "unknown" in RETRIED
+    (run.path / attempts.LINES).write_text(json.dumps(json.loads(lines(run)[0]) | {"cause": None}) + "\n")
+    assert only(run).cause == "unknown"
+    assert attempts.decision(run, POLICY, 0.0).again
 
 
 def test_what_a_rank_noted_says_which_nodes_are_at_fault(run: RunDirectory) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from isoflop.sweeps.execute import attempt, together
+from isoflop.sweeps.execute import attempt, worker
 from isoflop.sweeps.execute.attempt import Interrupt, train_one
 from isoflop.sweeps.execute.worker import RunFailed, requeue_stopped
 from isoflop.sweeps.runs import attempts, states
@@ -118,7 +118,7 @@ def test_of_an_ensemble_one_is_cancelled_and_the_others_go_on_as_if_it_had_ended
     make: Callable[[int], RunDirectory], tmp_path: Path
 ) -> None:
     first, cancelled, last = runs = [make(seed) for seed in range(3)]
-    together.train_ensemble(runs, CancelsAt(cancelled, 12), "7", POLICY)
+    attempt.train_ensemble(runs, CancelsAt(cancelled, 12), "7", POLICY)
     assert [run.state().state for run in runs] == ["done", "cancelled", "done"]
     (end,) = attempts.read(cancelled)
     said = f"cancelled by ann on login1; stopped at step {end.last_step} of 40"
@@ -163,7 +163,7 @@ class Controller:
         self.fate, self.refusal, self.requeued = "running", None, list[str]()
         monkeypatch.setattr(slurm, "fate", lambda job, restarts: self.fate)
         monkeypatch.setattr(slurm, "requeue", self._requeue)
-        monkeypatch.setattr(slurm, "job_id", lambda: "7")
+        monkeypatch.setattr(worker, "job_id", lambda: "7")
 
     def _requeue(self, job: str, restarts: int) -> str | None:
         self.requeued.append(job)

@@ -322,7 +322,7 @@ def work(made: Queue, kill_at: int | None = None) -> int:
             os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(on_event)
-    worker.work(str(made.sweep.path), str(made.folder), 0, POLICY)
+    worker.work(str(made.sweep.path), str(made.folder), POLICY)
     return next(operations)
 
 
