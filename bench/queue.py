@@ -187,11 +187,11 @@ def measure_submitit(folder: Path, tasks: int, workers: int) -> dict[str, float]
     return {"milliseconds": 1e3 * wall * workers / tasks, "wall_s": wall}
 
 
-def main(arguments: Sequence[str]) -> None:
+def run_worker(arguments: Sequence[str]) -> None:
     """One of the workers that `measure_queue` starts."""
     sweep_path, queue_folder, place = arguments
     timed_worker(sweep_path, queue_folder, int(place))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run_worker(sys.argv[1:])

@@ -22,18 +22,16 @@ from typing import Any
 
 import torch
 
+from ..train.checkpoint.heldout import score_windows
 from ..train.config import canonical_json, run_id, to_dict
 from ..train.errors import UserError
 from ..train.flops import count_parameters, training_flops_per_token
-from .harness import answer_task, make_lm
+from .harness import TokenCache, answer_task, make_lm
 from .inference.ranks import Ranks
-from .inference.tokens import TokenCache
 from .metrics import task_scores
 from .records.items import as_dicts
-from .records.meter import Meter
-from .records.record import ALONE, Record, from_first, only_one
-from .tasks.suite import Suite, SuiteTask, quiet
-from .tasks.suites import expand, suite_names
+from .records.record import ALONE, Meter, Record, from_first, only_one
+from .tasks.suite import Suite, SuiteTask, expand, quiet, suite_names
 from .tasks.tasks import DEFAULT_LIMIT, Report, load_suite
 
 SCORING = 2  # bumped when our arithmetic changes, so that an old score is never taken for a new one
@@ -172,8 +170,6 @@ def _load(path: Path, device: str, dtype: torch.dtype) -> Any:
 
 def _held_out(loaded: Any) -> dict[str, Any]:
     """Held-out loss on the run's own corpus, and where it is worst; where there is none, the reason instead."""
-    from .records.worst import worst_windows
-
     try:
         found = worst_windows(loaded)
     except UserError as error:  # the corpus is on another machine
@@ -181,6 +177,26 @@ def _held_out(loaded: Any) -> dict[str, Any]:
     if not math.isfinite(found["val_loss"]):
         return _NO_LOSS | {"withheld": f"the held-out loss is {found['val_loss']}"}
     return dict(found)
+
+
+def worst_windows(loaded: Any, count: int = 20) -> dict[str, Any]:
+    """Held-out loss of a checkpoint on the data that its run was trained beside, and where it is worst.
+
+    Returns:
+        val_loss (nats a token), val_loss_se, val_bpb, and `worst`: up to `count` windows of {index, loss (nats a
+        token), text (of the predicted tokens)}, highest loss first; windows of equal loss in their order. A loss
+        that is no number comes first.
+
+    Raises:
+        UserError: the corpus is not at hand, or has changed.
+    """
+    windows, losses, numbers = score_windows(loaded)
+    length = windows.shape[1] - 1
+    order = torch.sort(losses, descending=True, stable=True).indices[:count].tolist()  # NaN counts as the largest
+    worst = [
+        {"index": i, "loss": losses[i].item() / length, "text": loaded.tokenizer.decode(windows[i, 1:])} for i in order
+    ]
+    return vars(numbers) | {"worst": worst}
 
 
 _NO_LOSS = {"val_loss": None, "val_loss_se": None, "val_bpb": None}

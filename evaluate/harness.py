@@ -28,18 +28,17 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from ..train.config import RunConfig
 from ..train.model.gpt import GPT
-from .inference.generate import generate
+from .inference.generate import Sampling, generate
 from .inference.ranks import Alone, Ranks, shares
-from .inference.sampling import Sampling
 from .inference.scoring import Score, Scorer, Scores
-from .inference.tokens import TokenCache
 from .inference.trees import Request, common
 from .metrics import ItemResult
-from .records.answers import Store, key
-from .records.samples import item_results
+from .records.items import item_results
+from .records.record import Store, request_key
 from .tasks.suite import SuiteTask, quiet
 
 ROUND_TOKENS = 1 << 18  # that a rank scores before all ranks' answers are stored
+ENTRY_BYTES = 200  # of a text and its ids in a `TokenCache`, beside these
 ROUND_PROMPTS = 64  # that a rank continues before they are
 
 
@@ -65,6 +64,34 @@ class Loaded(Protocol):
     def tokenizer(self) -> Any: ...
     @property
     def step(self) -> int: ...
+
+
+class TokenCache:
+    """Ids of texts under one tokenizer, kept for checkpoint after checkpoint as arrays of its own small type.
+
+    Args:
+        fingerprint: of the tokenizer; under another one nothing here is of use.
+        largest: bytes that are kept at most; what is beyond is encoded anew each time.
+    """
+
+    def __init__(self, fingerprint: str, largest: int = 1 << 28) -> None:
+        self.fingerprint, self.largest, self.bytes = fingerprint, largest, 0
+        self._ids: dict[str, np.ndarray] = {}
+
+    def encode(self, texts: Iterable[str], encode: Callable[[Sequence[str]], Sequence[Any]]) -> dict[str, list[int]]:
+        """Ids of each text; those that are not known yet by `encode`, which takes many texts at a time."""
+        wanted = dict.fromkeys(texts)
+        new = [text for text in wanted if text not in self._ids]
+        arrays = dict(zip(new, map(np.asarray, encode(new)), strict=True)) if new else {}
+        for text, ids in arrays.items():
+            size = ids.nbytes + len(text) + ENTRY_BYTES
+            if self.bytes + size <= self.largest:
+                self._ids[text] = ids
+                self.bytes += size
+        return {text: (arrays[text] if text in arrays else self._ids[text]).tolist() for text in wanted}
+
+    def __len__(self) -> int:
+        return len(self._ids)
 
 
 class CheckpointLM(TemplateLM):
@@ -140,7 +167,7 @@ class CheckpointLM(TemplateLM):
                 self.truncated.add(strings)
             # A context of blanks has moved into the continuation, whole.
             windows.append(self._windows(context or [self.prefix_token_id], continuation))
-        return self._sums([key("loglikelihood", *strings) for strings, _, _ in requests], windows)
+        return self._sums([request_key("loglikelihood", *strings) for strings, _, _ in requests], windows)
 
     def _windows(self, context: list[int], continuation: list[int]) -> list[Request]:
         """How a continuation fits the model: one window, the prompt cut on the left, or else rolling windows."""
@@ -156,7 +183,7 @@ class CheckpointLM(TemplateLM):
         texts = [request.args[0] for request in requests]
         ids = self._encode(texts)
         windows = [_rolling_windows(ids[text], self.prefix_token_id, self.max_length) for text in texts]
-        return [total for total, _ in self._sums([key("rolling", text) for text in texts], windows)]
+        return [total for total, _ in self._sums([request_key("rolling", text) for text in texts], windows)]
 
     def _sums(self, names: list[str], windows: list[list[Request]]) -> list[Score]:
         """Of each request the sum over its windows; from the answers where it is there, else into them."""
@@ -230,7 +257,7 @@ class CheckpointLM(TemplateLM):
         # torch keeps 32 bits of a seed on the CPU, so the two numbers are mixed into that many.
         seeds = [int(np.random.SeedSequence([self.seed, place]).generate_state(1)[0]) for place in places]
         marks = seeds if sampling.temperature > 0 else [None] * len(seeds)
-        names = [key("generate", context, words, mark) for context, mark in zip(contexts, marks, strict=True)]
+        names = [request_key("generate", context, words, mark) for context, mark in zip(contexts, marks, strict=True)]
         prompts = [(ids[context] or [self.prefix_token_id])[-room:] for context in contexts]
         wanted = dict(zip(names, prompts, strict=True))
         seed_of = dict(zip(names, seeds, strict=True))

@@ -7,6 +7,7 @@ same plan as the machine that the sweep was started on.
 from __future__ import annotations
 
 import dataclasses
+import json
 import platform
 import subprocess
 import time
@@ -182,11 +183,11 @@ def write_plan(prepared: Prepared, command: list[str] | None = None) -> None:
             "core_flops_per_second": prepared.rate if prepared.config.cluster.kind == "local" else None,
             "config": dataclasses.asdict(prepared.config),
         }
-        path = sweep.path / "sweep.yaml"
-        if yaml_or_empty(path) | {"written": settings["written"]} != settings:
-            write_atomic(path, yaml.safe_dump(settings, sort_keys=False))
+        path, text = sweep.path / "sweep.yaml", yaml.safe_dump(settings, sort_keys=False)
+        if yaml_or_empty(path) | {"written": settings["written"]} != yaml.safe_load(text):
+            write_atomic(path, text)
     path, plan = sweep.path / "plan.json", prepared.plan.to_dict()
-    if read_json(path) != plan:
+    if read_json(path) != json.loads(json.dumps(plan)):  # tuples are lists there, and keys are text
         write_json(path, plan)
 
 

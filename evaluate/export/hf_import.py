@@ -19,14 +19,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ...train.checkpoint.checkpoint import file_sha256, publish
+from ...train.checkpoint.checkpoint import publish
 from ...train.checkpoint.storage import MOMENTS, WEIGHTS
 from ...train.config import DataConfig, OptimizerConfig, RunConfig, ScheduleConfig, TrackerConfig, to_dict
 from ...train.data.tokenizers import ByteTokenizer, planned_fingerprint
 from ...train.errors import UserError
-from ...train.files import read_json, temporary_directory_beside, write_json
+from ...train.files import file_sha256, put_in_place, read_json, temporary_directory_beside, write_json
 from ...train.planner.validation import validate
-from .export import check_free, put_in_place
+from .export import check_free
 from .hf_tokenizer import TOKENIZER_CONFIG, read_tokenizer
 from .hf_weights import from_hf, model_config
 

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...train.model.attention import causal_attention
+from ...train.model.block import gated, query_key_value, rotary_turn, rotated
 from ...train.model.gpt import GPT, Attention, Block
 
 # (number of the block, query (n, heads, d), key (n, kv_heads, d), value (n, kv_heads, d)) -> (n, heads, d), rotated.
@@ -61,17 +62,18 @@ class Forward:
         """
         model, eps = self.model, self.model.config.norm_eps
         x = F.embedding(tokens, model.embedding.weight)
-        cos, sin = model.cos[positions].to(x.dtype)[:, None], model.sin[positions].to(x.dtype)[:, None]
-        turn = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)  # (n, 1, d) each
-        width = (x.shape[1],)
+        turn = rotary_turn(model.cos[positions], model.sin[positions], x.dtype)
+        rotate, width = partial(rotated, turn=turn), (x.shape[1],)
         for number, (block, qkv, out, gate_up, down) in enumerate(self._blocks):
             products = qkv(F.rms_norm(x, width, block.attention_norm.weight, eps))
-            query, key, value = _rotated(block.attention, products, turn)
+            mixer = block.attention
+            query, key, value = query_key_value(
+                products.view(len(x), -1, mixer.head_dim), mixer.heads, mixer.kv_heads, _head_norms(mixer), rotate
+            )
             if read is not None and number == len(self._blocks) - 1:
                 x, query = x[read], query[read]
             x = x.add_(out(attend(number, query, key, value).flatten(1)))
-            gate, up = gate_up(F.rms_norm(x, width, block.mlp_norm.weight, eps)).chunk(2, dim=1)
-            x = x.add_(down(F.silu(gate).mul_(up)))
+            x = x.add_(down(gated(gate_up(F.rms_norm(x, width, block.mlp_norm.weight, eps)))))
         x = F.rms_norm(x, width, model.norm.weight, eps)
         return x * model.output_scale if model.output_scale != 1.0 else x
 
@@ -126,17 +128,12 @@ def _prepared(block: Block, packed: bool) -> tuple[Block, Product, Product, Prod
     return block, qkv, out, gate_up, down
 
 
-def _rotated(attention: Attention, products: Tensor, turn: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values (n, heads or kv_heads, d) of products (n, rows of qkv), the first two turned."""
-    heads, kv_heads, d = attention.heads, attention.kv_heads, attention.head_dim
-    qkv = products.view(len(products), heads + 2 * kv_heads, d)
-    both, value = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
-    if attention.query_norm is not None and attention.key_norm is not None:
-        query = F.rms_norm(both[:, :heads], (d,), attention.query_norm.weight, attention.query_norm.eps)
-        key = F.rms_norm(both[:, heads:], (d,), attention.key_norm.weight, attention.key_norm.eps)
-        both = torch.cat((query, key), dim=1)
-    turned = torch.addcmul(both * turn[0], both.roll(d // 2, dims=2), turn[1])
-    return turned[:, :heads], turned[:, heads:], value
+def _head_norms(attention: Attention) -> tuple[Product, ...]:
+    """PyTorch's own norm has fewer operations than ours, which can be trained."""
+    return tuple(
+        partial(F.rms_norm, normalized_shape=norm.weight.shape, weight=norm.weight, eps=norm.eps)
+        for norm in attention.norms
+    )
 
 
 def _product(weight: Tensor, packed: bool) -> Product:

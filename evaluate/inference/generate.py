@@ -26,19 +26,28 @@ from torch import Tensor, nn
 
 from ...train.errors import UserError
 from ...train.hardware import out_of_memory
+from ...train.model.attention import document_starts, first_visible, visible_mask
 from ...train.model.gpt import GPT
-from .decoding import decode, prefill, recomputed
-from .forward import Forward
-from .paged import PAGE, PagedBatch, PagedCache, Pages
-from .sampling import Sampling, choose, draw
-
-__all__ = ["Generation", "Sampling", "draw", "generate", "stream"]
+from .forward import Forward, attention_apart, logits_of
+from .paged import PAGE, Ids, PagedBatch, PagedCache, Pages
 
 MOST_TOGETHER = 256  # requests that decode in one pass
 CACHE_BYTES = 1 << 30  # of keys and values on a CPU, where the caller does not say; on a GPU half of what is free
 _DRAWN_AHEAD = 64  # random numbers of a stream
-GREEDY = Sampling()
+_FIRST_SORTED = 64  # tokens that are tried for a nucleus, then 8 times as many
 CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is drawn. Temperature 0 is greedy; top_k 0 and top_p 1 leave the distribution whole."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+
+GREEDY = Sampling()
 
 
 def generate(
@@ -353,3 +362,134 @@ class Generation:
         fitting = cache_bytes // (2 * config.depth * config.num_kv_heads * config.head_dim * page * dtype.itemsize)
         shape = (config.depth, config.num_kv_heads, config.head_dim)
         return PagedCache(*shape, max(least, min(most, fitting)), dtype, self.device, page)
+
+
+# --- the two passes ---------------------------------------------------------------------------------------------------
+
+
+def prefill(forward: Forward, cache: PagedCache, texts: Sequence[Sequence[int]], pages: Sequence[Pages]) -> Tensor:
+    """Reads texts, keeps their keys and values where `pages` has room for them: logits after each (texts, vocabulary).
+
+    Positions before the first page of a request are not kept: nothing will look at them.
+    """
+    model, device = forward.model, forward.model.cos.device
+    lengths = [len(text) for text in texts]
+    kept = [np.arange(one.first * cache.page, length) for one, length in zip(pages, lengths, strict=True)]
+    ends = np.cumsum(lengths)
+    flat = np.concatenate([at + end - length for at, end, length in zip(kept, ends, lengths, strict=True)])
+    rows = torch.from_numpy(cache.rows(pages, kept)).to(device)
+    kept_tokens = None if len(flat) == ends[-1] else torch.from_numpy(flat).to(device)
+    tokens = torch.tensor([token for text in texts for token in text], device=device)
+    masks = [_mask(model, part) for part in tokens.split(lengths)]
+
+    def attend(block: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        written = (key, value) if kept_tokens is None else (key[kept_tokens], value[kept_tokens])
+        cache.write(block, rows, *written)
+        asking, seen = lengths, masks
+        if len(query) < len(key):  # of each text the last token alone
+            asking, seen = [1] * len(texts), [None if mask is None else mask[:, :, -1:] for mask in masks]
+        return attention_apart(query, key, value, asking, lengths, seen, model.config.window)
+
+    positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
+    return forward.logits(forward.hidden(tokens, positions, attend, torch.from_numpy(ends - 1).to(device)))
+
+
+def _mask(model: GPT, tokens: Tensor) -> Tensor | None:
+    row = tokens[None]
+    starts = None if model.end_of_document is None else document_starts(row, model.end_of_document)
+    first = first_visible(row, starts, model.config.window)
+    return None if first is None else visible_mask(first, model.embedding.weight.dtype)
+
+
+def decode(forward: Forward, batch: PagedBatch, tokens: Sequence[int], positions: Ids, first: Ids) -> Tensor:
+    """Adds a token to each request of a batch: logits after it (requests, vocabulary).
+
+    Args:
+        forward: the model.
+        batch: has a page for each position.
+        tokens: (requests,) one each.
+        positions: (requests,) where they stand.
+        first: (requests,) the first position that each sees.
+    """
+    step, device = batch.step(positions, first), forward.model.cos.device
+    at = torch.from_numpy(positions).to(device)
+    return forward.logits(forward.hidden(torch.tensor(tokens, device=device), at, step.attend))
+
+
+def recomputed(model: torch.nn.Module, texts: Sequence[Sequence[int]], device: str | torch.device) -> Tensor:
+    """Logits after the last token of each text, computed from nothing: (texts, vocabulary).
+
+    Texts are padded on the right: the model is causal, so padding never reaches a token that counts.
+    """
+    longest = max(len(text) for text in texts)
+    tokens = torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts], device=device)
+    last = torch.tensor([len(text) - 1 for text in texts], device=device)
+    rows = torch.arange(len(texts), device=device)
+    if isinstance(model, GPT):
+        return logits_of(model, model.last_hidden(tokens)[rows, last])
+    logits: Tensor = model(tokens)[rows, last]
+    return logits
+
+
+# --- the next token ---------------------------------------------------------------------------------------------------
+
+
+def choose(logits: Tensor, sampling: Sampling, uniforms: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """One token a row: temperature first, then top-k, then the nucleus.
+
+    Args:
+        logits: (rows, vocabulary); -inf is never drawn.
+        sampling: temperature, top-k, top-p.
+        uniforms: (rows,) float64 in [0, 1); not read where the temperature is 0.
+
+    Returns:
+        Tokens (rows,), and which rows (rows,) held a NaN, whose token means nothing.
+    """
+    highest, greedy = logits.max(dim=1)  # a NaN counts as the highest
+    if sampling.temperature == 0:
+        return greedy, highest.isnan()
+    assert uniforms is not None
+    probabilities = torch.softmax(logits.double() / sampling.temperature, dim=1)
+    if not sampling.top_k and sampling.top_p >= 1:
+        return _drawn(probabilities, uniforms)[:, 0], highest.isnan()
+    likely, tokens = _most_likely(probabilities, sampling)
+    if sampling.top_p < 1:
+        before = likely.cumsum(1) - likely
+        # A token belongs to the nucleus while those ahead of it hold less than top_p; the first always does.
+        outside = before >= sampling.top_p
+        outside[:, 0] = False
+        likely = likely.masked_fill(outside, 0.0)
+    return tokens.gather(1, _drawn(likely, uniforms))[:, 0], highest.isnan()
+
+
+def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+    """One token from logits (vocabulary,) and a stream of random numbers."""
+    uniforms = torch.rand(1, dtype=torch.float64, generator=generator)
+    return int(choose(logits[None], sampling, uniforms)[0])
+
+
+def _most_likely(probabilities: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """The probabilities that top-k leaves, or enough of them to hold the nucleus, highest first, and their tokens.
+
+    After top-k they sum to 1 again.
+    """
+    vocabulary = probabilities.shape[1]
+    if sampling.top_k:
+        likely, tokens = probabilities.topk(min(sampling.top_k, vocabulary), dim=1)
+        return likely / likely.sum(1, keepdim=True), tokens
+    count = _FIRST_SORTED
+    while count < vocabulary:
+        likely, tokens = probabilities.topk(count, dim=1)
+        if not bool((likely.sum(1) < sampling.top_p).any()):
+            return likely, tokens
+        count *= 8
+    return probabilities.sort(dim=1, descending=True, stable=True)
+
+
+def _drawn(probabilities: Tensor, uniforms: Tensor) -> Tensor:
+    """The first place at which the cumulative sum exceeds uniform times total: (rows, n), (rows,) -> (rows, 1)."""
+    cumulative = probabilities.cumsum(1)
+    total = cumulative[:, -1:]
+    # Below the total even where rounding takes the product there, or a place of probability 0 could be meant.
+    threshold = torch.minimum(uniforms[:, None] * total, total * (1 - 2.0**-52))
+    return torch.searchsorted(cumulative, threshold, right=True).clamp_(max=probabilities.shape[1] - 1)

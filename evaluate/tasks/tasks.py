@@ -20,16 +20,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...train.errors import UserError
-from .staged_tasks import STAGED, StagedTask, definition
-from .staging import BENCHMARKS, Report, benchmarks_directory, is_staged, stage_benchmarks, staged_lines
-from .suite import Suite, SuiteTask, choose_items, freeze, quiet
-from .suites import expand
+from .staging import BENCHMARKS, STAGED, Report, StagedTask, benchmarks_directory, stage_benchmarks, staged_lines
+from .suite import Suite, SuiteTask, choose_items, expand, freeze, quiet
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
-
-__all__ = ["DEFAULT_LIMIT", "Suite", "SuiteTask", "benchmarks_directory", "choose_items", "is_staged", "load_suite",
-           "stage_benchmarks", "stage_tasks", "task_names"]  # fmt: skip
 
 DEFAULT_LIMIT = 100  # items a task
 EXAMPLES = 200  # items of a scored split that examples are drawn from
@@ -96,15 +91,6 @@ def anchored(tasks: Sequence[str], progress: Report | None = None) -> list[str]:
     return found
 
 
-def task_names(tasks: str | Sequence[str]) -> list[str]:
-    """Entries with suites spelled out: `"small"`, `"hellaswag,piqa@5"`, or a list. None comes twice.
-
-    Raises:
-        UserError: when none is named.
-    """
-    return expand(tasks)
-
-
 def load_suite(
     tasks: str | Sequence[str] = "small",
     limit: int | None = DEFAULT_LIMIT,
@@ -128,7 +114,7 @@ def load_suite(
     Raises:
         UserError: an unknown task (the nearest names are given), or data that cannot be had.
     """
-    entries = [parse_entry(written) for written in task_names(tasks)]
+    entries = [parse_entry(written) for written in expand(tasks)]
     if limit is not None and limit < 1:
         raise UserError(f"limit is {limit}; it must be 1 or more items a task, or null for all of them")
     if manager is not None:
@@ -186,7 +172,7 @@ def stage_tasks(
     Raises:
         UserError: an unknown task, or data that cannot be had.
     """
-    entries = [parse_entry(written) for written in task_names(tasks)]
+    entries = [parse_entry(written) for written in expand(tasks)]
     folders = []
     if any(entry.kind == "staged" for entry in entries):
         folders.append(_stage_wheel(entries, cache, progress))
@@ -227,7 +213,7 @@ def load_staged(
     lines, split = staged_lines(directory, staged.data), benchmark.split
     indices = choose_items(name, len(lines), limit, seed)
     chosen = _dataset([lines[index] for index in indices])
-    config: dict[str, Any] = load_yaml(definition(staged)) | {
+    config: dict[str, Any] = load_yaml(staged.definition) | {
         "task": written or name, "training_split": None, "validation_split": None,
         # lm-eval leaves an item out of its own examples only where both are from the test split.
         "test_split": split, "fewshot_split": split,

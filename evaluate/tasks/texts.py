@@ -20,7 +20,7 @@ from ...train.data.corpora import find_files
 from ...train.data.readers import cut, format_of, read_documents
 from ...train.errors import UserError
 from .custom import task_name
-from .suite import SuiteTask, choose_items, freeze, quiet
+from .suite import SuiteTask, choose_items, freeze, task_of_rows
 
 DOCUMENT_BYTES = 4096
 FIELD = "text"  # of JSON lines and parquet
@@ -75,9 +75,6 @@ def _domain_of_file(path: Path) -> str:
 def _load_domain(
     folder: Path, name: str, domain: str, files: list[Path], limit: int | None, seed: int
 ) -> SuiteTask:  # fmt: skip
-    import datasets
-    from lm_eval.api.task import ConfigurableTask
-
     try:
         # Read twice, so that of a large file no more than the chosen documents is ever held.
         count = sum(1 for _ in _documents(files))
@@ -90,17 +87,14 @@ def _load_domain(
         raise UserError(f"task 'text:{folder}': domain {domain!r} holds no text; add some, or remove its files")
     config: dict[str, Any] = {
         "task": name,
-        "custom_dataset": lambda **_: {"test": datasets.Dataset.from_list(rows)},
-        "test_split": "test",
         "output_type": "loglikelihood_rolling",
         "doc_to_text": "",
         "doc_to_target": FIELD,
         "metric_list": [{"metric": "bits_per_byte", "aggregation": "bits_per_byte", "higher_is_better": False}],
-        "metadata": {"version": 1},
     }
-    with quiet():
-        task = ConfigurableTask(config=config)
-    return freeze(name, task, indices, count, seed, "test", f"{folder.name}/{domain}", already_chosen=True)
+    return freeze(
+        name, task_of_rows(config, rows), indices, count, seed, "test", f"{folder.name}/{domain}", already_chosen=True
+    )
 
 
 def _documents(files: list[Path]) -> Iterator[str]:

@@ -50,7 +50,7 @@ def cloud(a: Analysis) -> Figure | None:
     if law is None or law.draws_ is None:
         return None
     alpha, beta = law.draws_["alpha"][:CLOUD], law.draws_["beta"][:CLOUD]
-    want = law.optimal_draws(a.targets[0])["ratio"][0][:CLOUD]
+    want = law.optimal(a.targets[0]).draws["ratio"][0][:CLOUD]
     known = np.isfinite(want) & (want > 0)
     if known.sum() < 2:
         return None

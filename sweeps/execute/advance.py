@@ -134,7 +134,7 @@ def missing_scores(runs: Sequence[RunDirectory], config: SweepConfig) -> list[Ru
     """Runs that are done and lack scores for the sweep's evaluation."""
     if not config.evaluate.tasks:
         return []
-    from ..results.evaluation import is_scored
+    from ..results.scoring import is_scored
 
     settings = dataclasses.asdict(config.evaluate)
     return [run for run in runs if run.is_done() and not is_scored(run, settings)]

@@ -16,7 +16,7 @@ from ..runs.directory import AtWork, SweepDirectory
 from ..slurm import cluster as slurm_cluster
 from ..slurm import commands as slurm
 from ..slurm.backend import SlurmBackend, wait_for_slurm
-from ..terminal import describe
+from ..terminal import describe_seconds
 from .advance import advance, missing_scores, outcome, renew
 
 LOCK_SECONDS = 60.0  # that a keeper's pass may hold a sweep
@@ -95,7 +95,7 @@ def _conduct_here(prepared: Prepared, only: set[str] | None = None) -> int:
     if any(run.is_done() for run in sweep.runs()):
         print_result(sweep)
     code = outcome(prepare.from_disk(sweep))
-    print(f"all stages took {describe(time.monotonic() - started)}")
+    print(f"all stages took {describe_seconds(time.monotonic() - started)}")
     return code
 
 

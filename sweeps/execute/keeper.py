@@ -92,6 +92,6 @@ def slurm_backend(sweep: SweepDirectory, cluster: ClusterConfig, live: set[str])
 
 
 def _stage(sweep: SweepDirectory) -> None:
-    from ..results.evaluation import stage
+    from ..results.scoring import stage
 
     stage(prepare.configuration(sweep).evaluate.tasks)

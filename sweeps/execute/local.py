@@ -156,7 +156,7 @@ class LocalBackend:
             pool.run(training, lambda: display.update(*training.news()))
 
     def _score(self, plan: Plan, unscored: Sequence[RunDirectory]) -> None:
-        from ..results.evaluation import stage
+        from ..results.scoring import stage
         from .display import Display
 
         try:

@@ -263,7 +263,7 @@ def evaluate_runs(sweep_path: str, run_ids: list[str]) -> None:
     """
     sweep = check_shared(sweep_path)
     settings = sweep.settings()["config"]["evaluate"]
-    from ..results.evaluation import evaluate_run, is_scored, open_suite
+    from ..results.scoring import evaluate_run, is_scored, open_suite
 
     scoring, failures = None, []
     for name in run_ids:

@@ -1,7 +1,7 @@
 """Runs that differ in D alone share the constant-rate part of the longest: a trunk, and branches that decay from it.
 
-A trunk is an ordinary run that also saves where its branches begin (`checkpoint.at_steps`), and a branch an ordinary
-run with a `parent`. Both fields are cosmetic: every run keeps its id, and would train alone to the same bits.
+A trunk is an ordinary run that also saves where its branches begin (`checkpoint.at_steps`), a branch one with a
+`parent`. Both fields are cosmetic: every run keeps its id, and would train alone to the same bits.
 
 Haegele et al. 2024 (arXiv 2405.18392), section 5: a scaling law from one constant-rate run and a cooldown for each D.
 """
@@ -36,7 +36,7 @@ class NotThere(UserError):
 
 @dataclass(frozen=True)
 class Progress:
-    """What a run has on disk, as far as trunks go. The default is a run that nobody has started."""
+    """What a run has on disk, as far as trunks go; the default is a run that nobody has started."""
 
     fixed: bool = False  # it is done, or a process has it: what its config.yaml says stays
     step: int = 0  # it saves nothing more at or before this step
@@ -58,7 +58,7 @@ class Merged:
 def merge_runs(runs: Sequence[RunConfig], progress: Mapping[str, Progress] | None = None) -> Merged:
     """Makes branches of the runs that a longer one can serve as a trunk. Pure.
 
-    `progress` is what is on disk, by run id; a run that is not in it has not been started.
+    `progress`: what is on disk, by run id, of runs that have been started.
     """
     families: dict[str, list[_Named]] = {}
     named = [(run_id(run), run) for run in runs]
@@ -81,12 +81,12 @@ def merge_runs(runs: Sequence[RunConfig], progress: Mapping[str, Progress] | Non
 
 
 def own_steps(run: RunConfig) -> int:
-    """Steps that a run of a merged plan makes itself: a branch makes those after its trunk's part."""
+    """Steps that a run of a merged plan makes itself."""
     return run.steps if run.parent is None else run.steps - trunk_steps(run)
 
 
 def own_flops(run: RunConfig) -> float:
-    """Training FLOPs, exact convention, that a run of a merged plan spends itself."""
+    """Training FLOPs, exact convention, of these steps."""
     return flops_exact(run) / run.steps * own_steps(run)
 
 
@@ -166,7 +166,7 @@ def _saving(merged: Sequence[RunConfig]) -> list[str]:
 
 
 def _obstacles(lone: Sequence[_Lone]) -> list[str]:
-    """Why runs that differ from a longer one in D alone do not branch from it, in a sentence for each reason."""
+    """Why runs do not branch from a longer one, in a sentence for each reason."""
     said = []
     for why in dict.fromkeys(each.why for each in lone):
         runs = [each.run for each in lone if each.why == why]
@@ -197,10 +197,7 @@ def _reason(why: str, run: RunConfig) -> str:
 
 
 def progress_of(run: RunDirectory, live: bool = False) -> Progress:
-    """What `merge_runs` wants to know of a run, from its config, its state and the names of its checkpoints.
-
-    `live`: a process or a queued job has the run, which then saves what its config.yaml says and no more.
-    """
+    """What `merge_runs` asks of a run; `live`: a process or a queued job has it."""
     try:
         config = run.config()
     except UserError:
@@ -212,15 +209,15 @@ def progress_of(run: RunDirectory, live: bool = False) -> Progress:
 
 
 def has_checkpoint(run: RunDirectory, step: int) -> bool:
-    """Whether a checkpoint of that step has been published; its files are not checked."""
     return (_checkpoint(run, step) / "manifest.json").is_file()
 
 
 def graft(branch: RunDirectory, trunk: RunDirectory) -> str | None:
-    """Puts the trunk's checkpoint of the step where the branch begins among the branch's own; says so in a line.
+    """Puts the trunk's checkpoint where the branch begins among the branch's own; says so in a line, None if not
+    needed.
 
-    The caller holds the branch's lock. None where the branch has a whole checkpoint from that step on. Raises NotThere
-    where the trunk has none, UserError where it is damaged, OSError on a full disk; nothing half-written stays.
+    The caller holds the branch's lock. Raises NotThere where the trunk has none, UserError where it is damaged, OSError
+    on a full disk; nothing half-written stays.
     """
     from ...train.checkpoint.checkpoint import damage
 

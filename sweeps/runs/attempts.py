@@ -97,6 +97,10 @@ class Attempt:
     budget: int = 0  # times that somebody had asked for a retry before; counted by `read`
 
 
+NAMES = [item.name for item in fields(Attempt) if item.name != "budget"]
+NUMBERS = [item.name for item in fields(Attempt) if item.type in ("int", "float")]
+
+
 @dataclass(frozen=True)
 class Begun:
     """What attempt.json holds: an attempt under way."""
@@ -365,17 +369,14 @@ def _lines(run: RunDirectory) -> list[dict[str, Any]]:
 
 def _attempt(line: dict[str, Any], budget: int) -> Attempt | None:
     """A line as an attempt; None where it is none."""
-    names = [item.name for item in fields(Attempt) if item.name not in ("budget", "at_fault", "cause")]
     cause = line.get("cause") or str(Cause.UNKNOWN)
+    values = {name: line[name] for name in NAMES if name in line}
     try:
-        attempt = Attempt(
-            **{name: line[name] for name in names}, cause=cause,
-            at_fault=tuple(line.get("at_fault") or ()), budget=budget,
-        )  # fmt: skip
-    except KeyError:
+        attempt = Attempt(**{**values, "cause": cause, "at_fault": tuple(line.get("at_fault") or ())}, budget=budget)
+    except TypeError:
         return None
-    numbers = [getattr(attempt, item.name) for item in fields(Attempt) if item.type in ("int", "float")]
-    return attempt if cause in CAUSES and all(isinstance(number, int | float) for number in numbers) else None
+    whole = all(isinstance(getattr(attempt, name), int | float) for name in NUMBERS)
+    return attempt if cause in CAUSES and whole else None
 
 
 def append_line(run: RunDirectory, line: dict[str, Any]) -> None:

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from filelock import FileLock, Timeout
 
 from ...train.config import RunConfig, from_dict, run_id, to_dict
 from ...train.errors import UserError
@@ -281,6 +280,8 @@ class SweepDirectory:
         owner = read_json(self.path / ".lock.owner") or {}
         if owner.get("token") != token:
             return False
+        from filelock import FileLock, Timeout  # which takes longer than all of `status` on a small sweep
+
         lock = FileLock(self.path / ".lock")
         try:
             lock.acquire(timeout=0)
@@ -364,6 +365,8 @@ def _dump(config: dict[str, Any]) -> str:
 
 @contextmanager
 def _lock(path: Path, timeout: float, what: str) -> Iterator[None]:
+    from filelock import FileLock, Timeout
+
     path.parent.mkdir(parents=True, exist_ok=True)
     owner_file = path.with_name(path.name + ".owner")
     lock = FileLock(path)

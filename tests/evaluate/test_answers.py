@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 from isoflop.evaluate.metrics import ItemResult
-from isoflop.evaluate.records.answers import Answers, Memory, key
 from isoflop.evaluate.records.items import CUT, LONGEST, as_dicts, items_path, pack, read_items, shortened
-from isoflop.evaluate.records.meter import Meter
+from isoflop.evaluate.records.record import Answers, Memory, Meter, request_key
 from isoflop.train.errors import UserError
 from isoflop.train.files import write_atomic
 
@@ -24,10 +23,22 @@ def opened(path: Path, lines: list[str] | None = None, **changes: Any) -> Answer
 
 
 def test_a_key_names_a_request_by_its_parts() -> None:
-    assert key("a", [1, 2], "x") == key("a", [1, 2], "x")
-    assert len({key("a", "b"), key("b", "b"), key("a", "b", None), key("a", ["b"]), key("ab"), key("a", "é")}) == 6
-    assert len(key("a")) == 32
-    assert key("a", np.int64(3)) == key("a", 3)
+    assert request_key("a", [1, 2], "x") == request_key("a", [1, 2], "x")
+    assert (
+        len(
+            {
+                request_key("a", "b"),
+                request_key("b", "b"),
+                request_key("a", "b", None),
+                request_key("a", ["b"]),
+                request_key("ab"),
+                request_key("a", "é"),
+            }
+        )
+        == 6
+    )
+    assert len(request_key("a")) == 32
+    assert request_key("a", np.int64(3)) == request_key("a", 3)
 
 
 def test_answers_come_back_to_the_last_bit(tmp_path: Path) -> None:

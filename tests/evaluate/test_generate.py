@@ -11,11 +11,9 @@ import numpy as np
 import pytest
 import torch
 from isoflop.evaluate.inference import forward
-from isoflop.evaluate.inference.decoding import decode, prefill
 from isoflop.evaluate.inference.forward import Forward
-from isoflop.evaluate.inference.generate import Generation, Sampling, generate, stream
+from isoflop.evaluate.inference.generate import Generation, Sampling, choose, decode, draw, generate, prefill, stream
 from isoflop.evaluate.inference.paged import PagedBatch, PagedCache, Pages
-from isoflop.evaluate.inference.sampling import choose, draw
 from isoflop.train.config import ModelConfig
 from isoflop.train.errors import UserError
 from isoflop.train.model.gpt import GPT

@@ -11,14 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from isoflop.evaluate.harness import CheckpointLM, answer_task, make_lm
+from isoflop.evaluate.harness import CheckpointLM, TokenCache, answer_task, make_lm
 from isoflop.evaluate.inference import generate as generation
 from isoflop.evaluate.inference.generate import Sampling, draw, generate
 from isoflop.evaluate.inference.scoring import Scorer
-from isoflop.evaluate.inference.tokens import TokenCache
 from isoflop.evaluate.metrics import ItemResult
-from isoflop.evaluate.records.answers import Memory
-from isoflop.evaluate.records.samples import _right_choices
+from isoflop.evaluate.records.items import _right_choices
+from isoflop.evaluate.records.record import Memory
 from isoflop.evaluate.tasks.tasks import load_suite
 from isoflop.train.config import DataConfig, ModelConfig, RunConfig
 from isoflop.train.model.gpt import GPT

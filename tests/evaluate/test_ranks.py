@@ -17,7 +17,7 @@ import torch
 from isoflop.evaluate.harness import CheckpointLM, make_lm
 from isoflop.evaluate.inference.ranks import Alone, Ranks, on_ranks, shares
 from isoflop.evaluate.inference.trees import Request
-from isoflop.evaluate.records.answers import Memory
+from isoflop.evaluate.records.record import Memory
 from isoflop.train.checkpoint.checkpoint import load_for_evaluation
 from isoflop.train.checkpoint.saver import Saver
 from isoflop.train.config import ModelConfig, RunConfig

@@ -19,7 +19,7 @@ from isoflop.sweeps.grid.trunks import Progress, graft, merge_runs
 from isoflop.sweeps.runs.directory import RunDirectory
 from isoflop.sweeps.runs.queue import can_begin
 from isoflop.train.checkpoint import checkpoint
-from isoflop.train.checkpoint.checkpoint import file_sha256, load_for_evaluation
+from isoflop.train.checkpoint.checkpoint import load_for_evaluation
 from isoflop.train.config import (
     CheckpointConfig,
     DataConfig,
@@ -33,7 +33,7 @@ from isoflop.train.config import (
 )
 from isoflop.train.data.shards import Shards, prepare
 from isoflop.train.errors import UserError
-from isoflop.train.files import read_json_lines
+from isoflop.train.files import file_sha256, read_json_lines
 from isoflop.train.loop import Stopped, train
 
 CLOCK = ("seconds", "tokens_per_s", "mfu", "matmul_peak")

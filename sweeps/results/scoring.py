@@ -16,7 +16,7 @@ from ..runs.directory import RunDirectory
 
 if TYPE_CHECKING:
     from ...evaluate.checkpoint import Contamination
-    from ...evaluate.inference.tokens import TokenCache
+    from ...evaluate.harness import TokenCache
     from ...evaluate.tasks.suite import Suite
 
 
@@ -37,12 +37,12 @@ def stage(tasks: list[str]) -> None:
 
 
 def is_scored(run: RunDirectory, settings: dict[str, Any]) -> bool:
-    """Whether every wanted checkpoint of a run that is done has been scored on these tasks, over as many items."""
+    """Whether every wanted checkpoint has been scored on these tasks, over as many items."""
     return all(_is_scored(run, step, settings) for step in wanted_steps(run, settings))
 
 
 def wanted_steps(run: RunDirectory, settings: dict[str, Any]) -> list[int]:
-    """Steps of a run that is done whose checkpoints are to be scored, as far as they were kept; the final one last."""
+    """Steps of a finished run whose checkpoints are to be scored, as far as they were kept; the final one last."""
     last = (run.summary() or {}).get("step")
     steps = steps_between(run.config(), settings["every"]) if settings.get("every") is not None else []
     kept = [step for step in steps if (run.path / "checkpoints" / f"step_{step}" / "manifest.json").is_file()]
@@ -60,18 +60,17 @@ def _request(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def open_suite(settings: dict[str, Any], say: Callable[[str], None] | None = None) -> Scoring:
-    """The tasks, loaded once for every checkpoint of this process."""
     from ...evaluate.tasks.tasks import load_suite
 
     return Scoring(load_suite(settings["tasks"], settings["limit"], progress=say))
 
 
 def evaluate_run(run: RunDirectory, settings: dict[str, Any], scoring: Scoring) -> None:
-    """Scores the wanted checkpoints of a run that have no scores yet, into eval/step_<n>.json.
-
-    Only the final one also keeps its items: they are what a page shows as samples.
-    """
+    """Scores the wanted checkpoints that have no scores yet, into eval/step_<n>.json."""
     from ...evaluate.checkpoint import evaluate_checkpoint
+
+    def log_step(step: int, line: str) -> None:
+        run.log(f"step {step}: {line}")
 
     for step in wanted_steps(run, settings):
         if _is_scored(run, step, settings):
@@ -81,13 +80,9 @@ def evaluate_run(run: RunDirectory, settings: dict[str, Any], scoring: Scoring) 
             held_out=_held_out(run, step), batch_tokens=settings["batch_tokens"], suite=scoring.suite,
             tokens=scoring.tokens, overlaps=scoring.overlaps, ngram=settings.get("ngram"),
             keep_items=step == (run.summary() or {}).get("step"),
-            progress=partial(_log, run, step),
+            progress=partial(log_step, step),
         )  # fmt: skip
         write_json(run.path / "eval" / f"step_{step}.request.json", _request(settings))
-
-
-def _log(run: RunDirectory, step: int, line: str) -> None:
-    run.log(f"step {step}: {line}")
 
 
 def _held_out(run: RunDirectory, step: int) -> dict[str, Any] | None:
