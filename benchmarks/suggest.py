@@ -23,8 +23,8 @@ from typing import Any
 
 import numpy as np
 from isoflop.fit import ChinchillaLaw, published_runs
+from isoflop.fit.allocation.allocation import optimum
 from isoflop.fit.allocation.design import Buyer, Candidates, Question
-from isoflop.fit.allocation.isoloss import optimum
 from isoflop.fit.uncertainty import resampled_together
 
 Array = Any

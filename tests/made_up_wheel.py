@@ -16,8 +16,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow
-from isoflop.evaluate.tasks.staged_rows import BENCHMARKS
-from isoflop.evaluate.tasks.staging import stage_benchmarks
+from isoflop.evaluate.tasks.staging import BENCHMARKS, stage_benchmarks
 
 Row = dict[str, Any]
 COUNT = 30

@@ -1,4 +1,4 @@
-"""The one exception that means "the user's input was wrong"."""
+"""The exceptions by which a run ends that callers tell apart. Without torch."""
 
 
 class UserError(Exception):
@@ -6,3 +6,22 @@ class UserError(Exception):
 
     Commands print it without a traceback and leave with exit code 2.
     """
+
+
+class Stopped(Exception):
+    """The run was asked to stop; a checkpoint of where it was is on disk."""
+
+
+class Diverged(Exception):
+    """The loss is not a number or left its band; the message says which, where, and by how much."""
+
+
+class OutOfMemory(Exception):
+    """A micro-batch does not fit; `goes_on` says that the next start uses a smaller one."""
+
+    def __init__(self, message: str, goes_on: bool = False) -> None:
+        super().__init__(message)
+        self.goes_on = goes_on
+
+
+COLLECTIVE = (Stopped, Diverged)  # all ranks raise them at the same step, so none has to tell the others

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -24,10 +25,8 @@ def plain(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} cannot be written as JSON")
 
 
-def write_atomic(path: Path, content: str | Iterable[bytes], flush: bool = True) -> None:
+def write_atomic(path: Path, content: str | Iterable[bytes | memoryview], flush: bool = True) -> None:
     """Replaces `path` in one step: temporary file beside it, fsync, rename. On any error the old file stays.
-
-    The content is a text, or bytes in parts.
 
     Without `flush` it does not wait for the disk: a reader sees the old or the new, but a power cut may leave none.
     """
@@ -51,10 +50,15 @@ def write_json(path: Path, value: Any, flush: bool = True) -> None:
     write_atomic(path, json.dumps(value, indent=1, default=plain, allow_nan=False) + "\n", flush)
 
 
-def note_once(path: Path, value: dict[str, Any]) -> None:
-    """Leaves word in a JSON file, unless there is one: the first word stays. A full disk is no error of its own."""
-    with suppress(OSError), path.open("x", encoding="utf-8") as file:
-        file.write(json.dumps(value))
+def create_json(path: Path, value: dict[str, Any]) -> None:
+    """Writes a JSON file whole, unless there is one: the first word stays. A full disk is no error of its own."""
+    whole = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
+    with suppress(OSError):
+        try:
+            whole.write_text(json.dumps(value), encoding="utf-8")
+            os.link(whole, path)  # unlike a rename it fails where the file exists
+        finally:
+            whole.unlink(missing_ok=True)
 
 
 def fsync_path(path: Path) -> None:
@@ -126,3 +130,31 @@ def temporary_directory_beside(path: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def put_in_place(temporary: Path, output: Path) -> None:
+    """Flushes a folder to the disk and renames it; what stood there steps aside first, and goes last."""
+    import shutil
+
+    for path in [*sorted(temporary.rglob("*")), temporary]:
+        fsync_path(path)
+    os.chmod(temporary, 0o755)
+    old = temporary.with_name(f"{temporary.name}.old")
+    if output.is_dir() and any(output.iterdir()):
+        os.replace(output, old)
+    try:
+        os.replace(temporary, output)  # onto an empty folder this works, too
+    except OSError:
+        if old.exists():
+            os.replace(old, output)
+        raise
+    fsync_path(output.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def file_sha256(path: Path) -> str:
+    """The checksum of a file's content."""
+    import hashlib
+
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

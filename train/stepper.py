@@ -22,6 +22,7 @@ from torch import Tensor
 from .config import RunConfig
 from .data.loader import TrainStream
 from .data.prefetch import Prefetch
+from .errors import OutOfMemory
 from .files import read_json, write_json
 from .hardware import out_of_memory
 from .memory import halved_micro_batch
@@ -233,11 +234,3 @@ class Stepper:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         self.micro, self.halved = smaller, True
-
-
-class OutOfMemory(Exception):
-    """A micro-batch does not fit; `goes_on` says that the next start uses a smaller one."""
-
-    def __init__(self, message: str, goes_on: bool = False) -> None:
-        super().__init__(message)
-        self.goes_on = goes_on

@@ -6,7 +6,6 @@ What the other side would compute differently is refused, or said in the model c
 from __future__ import annotations
 
 import os
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from safetensors.torch import save_file
 
 from ...train.checkpoint.checkpoint import LoadedCheckpoint, find, load_for_evaluation
 from ...train.errors import UserError
-from ...train.files import fsync_path, read_json, temporary_directory_beside, write_json
+from ...train.files import put_in_place, read_json, temporary_directory_beside, write_json
 from .hf_tokenizer import content_of, write_tokenizer
 from .hf_weights import ARCHITECTURES, hf_config, model_type, to_hf, window_of
 from .model_card import Facts, imported_from, model_card
@@ -97,25 +96,6 @@ def _is_ours(path: Path) -> bool:
         )
     # .gguf: earlier versions wrote such files.
     return path.is_file() and (path.name in _WRITTEN or path.suffix == ".gguf")
-
-
-def put_in_place(temporary: Path, output: Path) -> None:
-    """Flushes a folder to the disk and renames it; what stood there steps aside first, and goes last."""
-    inside = sorted(temporary.rglob("*"))
-    for path in [*inside, temporary]:
-        fsync_path(path)
-    os.chmod(temporary, 0o755)
-    old = temporary.with_name(f"{temporary.name}.old")
-    if output.is_dir() and any(output.iterdir()):
-        os.replace(output, old)
-    try:
-        os.replace(temporary, output)  # onto an empty folder this works, too
-    except OSError:
-        if old.exists():
-            os.replace(old, output)
-        raise
-    fsync_path(output.parent)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def _write_hf(loaded: LoadedCheckpoint, folder: Path, dtype: str) -> str:

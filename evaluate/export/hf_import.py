@@ -1,12 +1,9 @@
 """A Hugging Face folder as a checkpoint of ours, to be scored, asked and exported.
 
-Special here:
-- Llama, Mistral and Qwen3 whose arithmetic is ours; whatever else a config.json says is refused by its field's name;
-- the checkpoint is a whole one by its manifest, at step 0 of a run whose data nobody knows: `data.corpus` is text
-  without a path, so a held-out loss is withheld and not computed on other text;
-- it has no optimizer state, so a training that would go on from it is refused where it reads its moments;
-- no beginning-of-text token is put in front of a text; what has no context is conditioned on the end of a document, as
-  for our own.
+- Llama, Mistral and Qwen3 whose arithmetic is ours; whatever else a config.json says is refused by its field's name.
+- The checkpoint is at step 0 of a run whose data nobody knows, so a held-out loss is withheld; it has no optimizer
+  state, so a training that would go on from it is refused.
+- No beginning-of-text token is put in front of a text, as for our own models.
 """
 
 from __future__ import annotations
@@ -19,14 +16,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ...train.checkpoint.checkpoint import file_sha256, publish
+from ...train.checkpoint.checkpoint import publish
 from ...train.checkpoint.storage import MOMENTS, WEIGHTS
 from ...train.config import DataConfig, OptimizerConfig, RunConfig, ScheduleConfig, TrackerConfig, to_dict
 from ...train.data.tokenizers import ByteTokenizer, planned_fingerprint
 from ...train.errors import UserError
-from ...train.files import read_json, temporary_directory_beside, write_json
+from ...train.files import file_sha256, put_in_place, read_json, temporary_directory_beside, write_json
 from ...train.planner.validation import validate
-from .export import check_free, put_in_place
+from .export import check_free
 from .hf_tokenizer import TOKENIZER_CONFIG, read_tokenizer
 from .hf_weights import from_hf, model_config
 
@@ -36,16 +33,13 @@ _ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 def import_checkpoint(
     folder: Path | str, output: Path | str, *, sequence_length: int | None = None, overwrite: bool = False
 ) -> Path:
-    """Writes `output/checkpoints/step_0` from a folder that `AutoModelForCausalLM` loads.
+    """Writes `output/checkpoints/step_0` from a folder that `AutoModelForCausalLM` loads; returns the checkpoint.
 
     Args:
         folder: with config.json, safetensors and tokenizer.json.
         output: a new or empty folder, which then counts as a run directory wherever one is asked for.
         sequence_length: context of the checkpoint; default: `max_position_embeddings`.
         overwrite: replace what is in `output`.
-
-    Returns:
-        The checkpoint.
 
     Raises:
         UserError: something is missing, damaged, or describes a model that is none of ours; names the field.
@@ -85,7 +79,7 @@ def import_checkpoint(
 
 
 def _check_end(folder: Path, described: dict[str, Any], end: int) -> None:
-    """Raises UserError where the token that ends a document is a guess, and config.json says another one."""
+    """Refuses a guess at the token that ends a document where config.json says another one."""
     said = described.get("eos_token_id")
     named = (read_json(folder / TOKENIZER_CONFIG) or {}).get("eos_token")
     if said is None or named is not None or end in (said if isinstance(said, list) else [said]):

@@ -1,13 +1,10 @@
-"""Passes through a GPT in which the caller says where each token stands and what it sees.
+"""Passes through a GPT in which the caller says where each token stands and what it sees. For inference mode alone.
 
-Special here:
-- tokens come as one flat list, whatever sequence, branch or request they belong to: matrices and norms treat them
-  alike, no padding is computed, and only attention, which the caller brings, knows what belongs together;
-- a pass is of as few operations as it can be made of: for a small model on a CPU they, and not the arithmetic, are what
-  a token costs. Nothing is kept for a backward pass, so it is for inference mode alone;
-- on a CPU the matrices of a small model may be kept a second time, packed in oneDNN's order, which PyTorch's compiler
-  uses too: products of 16 rows took two thirds of the time of plain ones, and those of 500 and more four fifths;
-- the head is a step of its own, so that logits are computed where somebody reads them and nowhere else.
+- Tokens come as one flat list, whatever sequence they belong to: no padding is computed, and only attention, which the
+  caller brings, knows what belongs together.
+- For a small model on a CPU the number of operations, and not the arithmetic, is what a token costs.
+- On a CPU the matrices of a small model are kept a second time, packed in oneDNN's order: products of 16 rows took two
+  thirds of the time of plain ones, those of 500 and more four fifths.
 """
 
 from __future__ import annotations
@@ -21,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...train.model.attention import causal_attention
+from ...train.model.block import gated, query_key_value, rotary_turn, rotated
 from ...train.model.gpt import GPT, Attention, Block
 
 # (number of the block, query (n, heads, d), key (n, kv_heads, d), value (n, kv_heads, d)) -> (n, heads, d), rotated.
@@ -31,12 +29,7 @@ PACKED_BYTES = 1 << 29  # of a model whose matrices are worth keeping twice
 
 
 class Forward:
-    """A model made ready for many passes; later changes of its weights may not be seen.
-
-    Args:
-        model: in eval mode; its own attention backend is not used.
-        packed: keep packed matrices beside its own, where this machine has products for them.
-    """
+    """A model in eval mode, made ready for many passes; later changes of its weights may not be seen."""
 
     def __init__(self, model: GPT, packed: bool = True) -> None:
         self.model = model
@@ -47,7 +40,7 @@ class Forward:
         self._head = _product(weight, packed)
 
     def hidden(self, tokens: Tensor, positions: Tensor, attend: Attend, read: Tensor | None = None) -> Tensor:
-        """What the head reads.
+        """What the head reads: (n or m, width), the output multiplier included.
 
         Args:
             tokens: (n,) ids.
@@ -55,23 +48,21 @@ class Forward:
             attend: softmax(Q K^T / sqrt(d)) V over whatever each token sees.
             read: (m,) the tokens whose result is wanted; None: all. In the last block only they ask: `attend` is given
                 their queries (m, heads, d) beside all keys and values.
-
-        Returns:
-            (n or m, width), the output multiplier included.
         """
         model, eps = self.model, self.model.config.norm_eps
         x = F.embedding(tokens, model.embedding.weight)
-        cos, sin = model.cos[positions].to(x.dtype)[:, None], model.sin[positions].to(x.dtype)[:, None]
-        turn = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)  # (n, 1, d) each
-        width = (x.shape[1],)
+        turn = rotary_turn(model.cos[positions], model.sin[positions], x.dtype)
+        rotate, width = partial(rotated, turn=turn), (x.shape[1],)
         for number, (block, qkv, out, gate_up, down) in enumerate(self._blocks):
             products = qkv(F.rms_norm(x, width, block.attention_norm.weight, eps))
-            query, key, value = _rotated(block.attention, products, turn)
+            mixer = block.attention
+            query, key, value = query_key_value(
+                products.view(len(x), -1, mixer.head_dim), mixer.heads, mixer.kv_heads, _head_norms(mixer), rotate
+            )
             if read is not None and number == len(self._blocks) - 1:
                 x, query = x[read], query[read]
             x = x.add_(out(attend(number, query, key, value).flatten(1)))
-            gate, up = gate_up(F.rms_norm(x, width, block.mlp_norm.weight, eps)).chunk(2, dim=1)
-            x = x.add_(down(F.silu(gate).mul_(up)))
+            x = x.add_(down(gated(gate_up(F.rms_norm(x, width, block.mlp_norm.weight, eps)))))
         x = F.rms_norm(x, width, model.norm.weight, eps)
         return x * model.output_scale if model.output_scale != 1.0 else x
 
@@ -80,23 +71,20 @@ class Forward:
         return self._head(hidden)[:, : self.model.head.vocab_size]
 
 
-def attention_apart(
+def attention_by_sequence(
     query: Tensor, key: Tensor, value: Tensor, asking: Sequence[int], lengths: Sequence[int],
     masks: Sequence[Tensor | None], window: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """Attention within sequences that stand one after the other, of each by itself: nothing is padded or gathered.
+    """Attention within sequences that stand one after the other, nothing padded or gathered: (m, heads, d).
 
     Args:
         query: (m, heads, d).
         key, value: (n, kv_heads, d).
         asking: queries of each sequence; they sum to m.
         lengths: tokens of each sequence; they sum to n.
-        masks: of each what is added to its scores, (1, 1, asking, length); None: all of its tokens ask and see what is
+        masks: what is added to the scores of each, (1, 1, asking, length); None: all of its tokens ask and see what is
             before them, or its last one alone asks.
         window: that the masks were made with.
-
-    Returns:
-        (m, heads, d).
     """
     parts = zip(query.split(asking), key.split(lengths), value.split(lengths), masks, strict=True)
     return torch.cat([_alone(q, k, v, mask, window) for q, k, v, mask in parts])
@@ -126,17 +114,12 @@ def _prepared(block: Block, packed: bool) -> tuple[Block, Product, Product, Prod
     return block, qkv, out, gate_up, down
 
 
-def _rotated(attention: Attention, products: Tensor, turn: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values (n, heads or kv_heads, d) of products (n, rows of qkv), the first two turned."""
-    heads, kv_heads, d = attention.heads, attention.kv_heads, attention.head_dim
-    qkv = products.view(len(products), heads + 2 * kv_heads, d)
-    both, value = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
-    if attention.query_norm is not None and attention.key_norm is not None:
-        query = F.rms_norm(both[:, :heads], (d,), attention.query_norm.weight, attention.query_norm.eps)
-        key = F.rms_norm(both[:, heads:], (d,), attention.key_norm.weight, attention.key_norm.eps)
-        both = torch.cat((query, key), dim=1)
-    turned = torch.addcmul(both * turn[0], both.roll(d // 2, dims=2), turn[1])
-    return turned[:, :heads], turned[:, heads:], value
+def _head_norms(attention: Attention) -> tuple[Product, ...]:
+    """PyTorch's own norm has fewer operations than ours, which can be trained."""
+    return tuple(
+        partial(F.rms_norm, normalized_shape=norm.weight.shape, weight=norm.weight, eps=norm.eps)
+        for norm in attention.norms
+    )
 
 
 def _product(weight: Tensor, packed: bool) -> Product:
@@ -149,7 +132,7 @@ def _product(weight: Tensor, packed: bool) -> Product:
 
 @cache
 def _packs(dtype: torch.dtype) -> bool:
-    """Whether packed products of a type are there and right: a PyTorch may lack them, and a processor what they need.
+    """Whether packed products of a type are there and right.
 
     They are no public part of PyTorch, so one is tried, on small whole numbers, of which any order of sums is exact.
     """

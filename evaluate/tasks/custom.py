@@ -1,9 +1,10 @@
-"""Tasks of one's own: a file of questions here, a folder of lm-eval YAML in `custom_yaml.py`.
+"""Tasks of one's own: a .jsonl file of questions, or lm-eval's YAML.
 
-Special here:
-- A .jsonl file is a task. With `choices` it is multiple choice, without it the answer is a gold answer. Texts are taken
-  as they are written: no template stands around the question.
+- A .jsonl file is a task: multiple choice with `choices`, a gold answer without. Texts are taken as they are written.
 - Few-shot examples of a file are drawn by a hash of (seed, task, item): an item has the same ones whatever the limit.
+- YAML goes through lm-eval's own classes without its index of 14,000 tasks. What lm-eval passes over in silence (YAML
+  that does not parse, two tasks of one name) is an error here; files are found beside the YAML; `include` also finds
+  lm-eval's own templates. `!function` runs Python code of that folder: whoever names a folder trusts it.
 """
 
 from __future__ import annotations
@@ -16,12 +17,15 @@ import re
 import string
 import zlib
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...train.data.readers import well_formed
 from ...train.errors import UserError
-from .custom_yaml import load_yaml_tasks, written_name
-from .suite import SuiteTask, choose_items, freeze, quiet
+from .staging import lm_eval_tasks
+from .suite import SuiteTask, choose_items, freeze, nearest, only_text, quiet, task_of_rows
+
+if TYPE_CHECKING:
+    from lm_eval.tasks import TaskManager
 
 _JSONL = (".jsonl", ".jsonl.gz")
 ENDINGS = (*_JSONL, ".yaml")
@@ -35,7 +39,7 @@ def load_custom(path: Path | str, shots: int = 0, limit: int | None = None, seed
     Args:
         path: a file that ends in one of `ENDINGS`, or a folder.
         shots: examples before each question, and then `@shots` ends the names. 0 leaves a YAML's own `num_fewshot`.
-        limit: items a task; None means all.
+        limit: items per task; None means all.
         seed: of the choice of items and examples.
 
     Raises:
@@ -43,7 +47,7 @@ def load_custom(path: Path | str, shots: int = 0, limit: int | None = None, seed
     """
     path = Path(path).expanduser()
     if path.is_dir():
-        return load_yaml_tasks(path, sorted(path.rglob("*.yaml")), shots, limit, seed)
+        return _load_yaml(path, sorted(path.rglob("*.yaml")), shots, limit, seed)
     if not path.name.lower().endswith(ENDINGS):
         raise UserError(f"task {str(path)!r} is neither a folder nor a file that ends in {', '.join(ENDINGS)}")
     if not path.is_file():
@@ -51,15 +55,12 @@ def load_custom(path: Path | str, shots: int = 0, limit: int | None = None, seed
             f"task {str(path)!r} is no file; it must be a folder or a file that ends in {', '.join(ENDINGS)}"
         )
     if path.suffix.lower() == ".yaml":
-        return load_yaml_tasks(path.parent, [path], shots, limit, seed)
+        return _load_yaml(path.parent, [path], shots, limit, seed)
     return _load_jsonl(path, shots, limit, seed)
 
 
 def _load_jsonl(path: Path, shots: int, limit: int | None, seed: int) -> dict[str, SuiteTask]:
-    import datasets
-    from lm_eval.api.task import ConfigurableTask
-
-    rows = read_items(path)
+    rows = read_questions(path)
     name = task_name(path.name[: -len(next(end for end in _JSONL if path.name.lower().endswith(end)))])
     multiple_choice = "choices" in rows[0]
     # One blank joins prompt and answer, unless all prompts end in white space of their own.
@@ -73,23 +74,19 @@ def _load_jsonl(path: Path, shots: int, limit: int | None, seed: int) -> dict[st
         if not multiple_choice:
             row["answer"] = delimiter + row["answer"]
     metrics = ("acc", "acc_norm") if multiple_choice else ("acc",)
-    written = written_name(name, shots)
+    written = _written_name(name, shots)
     config: dict[str, Any] = {
         "task": written,
-        "custom_dataset": lambda **_: {"test": datasets.Dataset.from_list(chosen)},
-        "test_split": "test",
         "output_type": "multiple_choice" if multiple_choice else "loglikelihood",
         "description": "examples",  # lm-eval puts it in front of the prompt; the question stays a text of its own
         "doc_to_text": "prompt",
         "doc_to_target": "answer",
         "target_delimiter": delimiter,
         "metric_list": [{"metric": metric, "aggregation": "mean", "higher_is_better": True} for metric in metrics],
-        "metadata": {"version": 1},
     }
     if multiple_choice:
         config["doc_to_choice"] = "choices"
-    with quiet():
-        task = ConfigurableTask(config=config)
+    task = task_of_rows(config, chosen)
     remarks = {"examples": "other lines of the file"} if shots else {}
     frozen = freeze(written, task, indices, len(rows), seed, "test", path.name, already_chosen=True, shots=0, **remarks)
     frozen.shots = shots  # lm-eval is to add none to those that stand in the description
@@ -128,7 +125,7 @@ def _examples(
     return "".join(texts)
 
 
-def read_items(path: Path) -> list[dict[str, Any]]:
+def read_questions(path: Path) -> list[dict[str, Any]]:
     """The lines of a .jsonl file: {"prompt", "choices", "answer" (a place)} or {"prompt", "answer" (a text)}.
 
     Raises:
@@ -228,3 +225,148 @@ def _place(answer: Any, choices: list[str], where: str) -> int:
 def _shown(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+# --- YAML -----------------------------------------------------------------------------------------------------------
+
+
+def _load_yaml(
+    folder: Path, files: list[Path], shots: int, limit: int | None, seed: int
+) -> dict[str, SuiteTask]:  # fmt: skip
+    """Every task that the files define, groups spelled out. What has neither `task` nor `group` is a template."""
+    from lm_eval.tasks import TaskManager
+
+    with quiet():
+        manager = TaskManager(include_defaults=False)
+        names = _index(folder, files, manager)
+        _check_members(folder, manager)
+    result: dict[str, SuiteTask] = {}
+    for name in names:
+        for leaf, task in _build(folder, name, manager).items():
+            written = _written_name(leaf, shots)
+            if written not in result:  # a group comes before its tasks: they are as it wants them
+                result[written] = _frozen(folder, leaf, task, shots, limit, seed)
+    return result
+
+
+def _index(folder: Path, files: list[Path], manager: TaskManager) -> list[str]:
+    """Puts what the files define into lm-eval's index. Returns the names of groups and tasks, groups first."""
+    from lm_eval.tasks._index import Kind, TaskIndex
+
+    index = manager.task_index
+    defined: dict[str, Path] = {}
+    for path in files:
+        config = _read_yaml(path)
+        if not {"task", "group", "class"} & config.keys() or not (config.get("task") or config.get("group")):
+            continue  # a template, for others to include
+        name = config["group"] if "group" in config else config["task"]
+        if not isinstance(name, str):
+            raise UserError(f"{path}: its name is {name!r}; task or group must be a text")
+        if name in defined:
+            raise UserError(f"task {name!r} is defined in {defined[name]} and in {path}; names must differ")
+        defined[name] = path
+        TaskIndex.process_cfg(config, path, index)
+        index[name].yaml_path = None  # lm-eval would read the file once more, and not find what was found here
+    if not defined:
+        where = files[0] if len(files) == 1 else folder
+        raise UserError(f"{where} defines no task; tasks are lm-eval YAML files (*.yaml) with a `task`")
+    return sorted(defined, key=lambda name: (index[name].kind is not Kind.GROUP, name))
+
+
+def _read_yaml(path: Path, including: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """One YAML file with what it includes, local data files as absolute paths."""
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    path = path.resolve()
+    if path in including:
+        raise UserError(f"{path} includes itself by way of {including[-1]}; includes must not go in a circle")
+    try:
+        config = load_yaml(path, recursive=False)
+    except Exception as error:  # YAML's own kinds, and whatever the module of a !function raises
+        raise UserError(
+            f"{path} cannot be loaded ({_in_a_line(error)}); it must be a task in lm-eval's YAML"
+        ) from error
+    _resolve_data(config, path.parent)
+    merged: dict[str, Any] = {}
+    includes = config.pop("include", [])
+    for include in includes if isinstance(includes, list) else [includes]:
+        found = next((base / include for base in (path.parent, lm_eval_tasks()) if (base / include).is_file()), None)
+        if found is None:
+            raise UserError(
+                f"{path} includes {include!r}; it must be a file beside it, or one of lm-eval's own such as "
+                "hellaswag/hellaswag.yaml"
+            )
+        included = _read_yaml(found, (*including, path))
+        included.pop("task_list", None)  # as lm-eval: it belongs to the included file alone
+        merged |= included
+    return merged | config
+
+
+def _resolve_data(config: dict[str, Any], folder: Path) -> None:
+    """Makes paths of data that exist beside the YAML absolute; all else (names on the Hub, URLs) stays as it is."""
+    for member in config["task"] if isinstance(config.get("task"), list) else []:
+        if isinstance(member, dict):  # a group may define its tasks in place
+            _resolve_data(member, folder)
+
+    def resolved(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: resolved(one) for key, one in value.items()}
+        if isinstance(value, list):
+            return [resolved(one) for one in value]
+        return str(folder / value) if isinstance(value, str) and (folder / value).exists() else value
+
+    if isinstance(options := config.get("dataset_kwargs"), dict):
+        config["dataset_kwargs"] = options | {
+            key: resolved(options[key]) for key in ("data_files", "data_dir") if key in options
+        }
+    name = config.get("dataset_path")
+    if isinstance(name, str) and "/" in name and (folder / name).is_dir():
+        config["dataset_path"] = str(folder / name)
+
+
+def _check_members(folder: Path, manager: TaskManager) -> None:
+    """lm-eval takes a name that it does not know for the definition of a new task, and fails far from there."""
+    for name, entry in list(manager.task_index.items()):
+        members = entry.cfg.get("task") if entry.cfg and "group" in entry.cfg else None
+        for member in members if isinstance(members, list) else []:
+            if isinstance(member, str) and member not in manager.task_index:
+                hint = nearest(member, manager.task_index, "it must be defined in the same folder")
+                raise UserError(f"group {name!r} of {folder} has the task {member!r}, which is not defined; {hint}")
+
+
+def _build(folder: Path, name: str, manager: TaskManager) -> dict[str, Any]:
+    try:
+        with quiet():
+            tasks = manager.load([name])["tasks"]
+    except Exception as error:  # the hub's client, `datasets`, lm-eval and the user's code each raise their own kinds
+        raise UserError(
+            f"task {name!r} of {folder} cannot be loaded ({type(error).__name__}: {_in_a_line(error)}); "
+            "look at its YAML and its data"
+        ) from error
+    return only_text(tasks)
+
+
+def _frozen(folder: Path, name: str, task: Any, shots: int, limit: int | None, seed: int) -> SuiteTask:
+    written = _written_name(name, shots)
+    task.set_config(key="task", value=written)
+    try:
+        count = len(task.eval_docs)
+        indices = choose_items(name, count, limit, seed)
+        split = "test" if task.has_test_docs() else "validation"
+        return freeze(
+            written, task, indices, count, seed, split, folder.name, already_chosen=False, shots=shots or None
+        )
+    except Exception as error:  # code and templates of the user's run here: any kind
+        raise UserError(
+            f"task {name!r} of {folder} cannot build its prompts ({type(error).__name__}: {_in_a_line(error)}); "
+            f"look at its YAML and its data{', which must hold enough examples' if shots else ''}"
+        ) from error
+
+
+def _in_a_line(error: Exception) -> str:
+    return " ".join((str(error).strip() or type(error).__name__).split())[:200]
+
+
+def _written_name(name: str, shots: int) -> str:
+    """Under which a task with that many examples is scored."""
+    return f"{name}@{shots}" if shots else name

@@ -1,36 +1,25 @@
 """Tasks that lm-eval knows by name: its index without the wait, and copies of their data for nodes without a network.
 
-Special here:
-- lm-eval reads 14,000 YAML files to know its names, 10 s in every process. The names and paths are kept in the cache
-  for this installation of lm-eval; the definitions themselves are always read from their own files.
-- Whatever a task asks of `datasets.load_dataset` while it is staged is written as Parquet, with a manifest and
-  checksums, under the arguments of the call; the same call reads it back later. So groups, tags and tasks that are
-  Python classes need nothing of their own. One lock, one rename: a kill never leaves half a copy.
+- lm-eval reads 14,000 YAML files to know its names, 10 s in every process; names and paths are kept in the cache.
+- Whatever a task asks of `datasets.load_dataset` while it is staged is written as Parquet, with checksums, under the
+  arguments of the call; the same call reads it back later. So groups, tags and Python tasks need nothing of their own.
 """
 
 from __future__ import annotations
 
 import contextlib
-import difflib
 import hashlib
 import inspect
 import json
 import logging
-import os
-import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from filelock import FileLock
-
 from ...train.errors import UserError
-from ...train.files import read_json, write_json
-from .staged_tasks import STAGED
-from .staging import Report, cache_root, file_sha256
-from .suite import SuiteTask, choose_items, freeze, quiet
-from .suites import suite_names
+from ...train.files import file_sha256, read_json, write_json
+from .staging import STAGED, Report, cache_root, replacement, writable
+from .suite import SuiteTask, choose_items, freeze, nearest, only_text, quiet, suite_names
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
@@ -82,8 +71,7 @@ def check_name(name: str, manager: TaskManager) -> None:
     if name in manager.all_tasks:
         return
     known = sorted({*manager.all_tasks, *suite_names(), *STAGED})
-    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-    hint = f"the nearest names are {', '.join(near)}" if near else "`lm-eval ls tasks` lists the names"
+    hint = nearest(name, known, "`lm-eval ls tasks` lists the names")
     raise UserError(f"task {name!r} is not known to lm-eval, and no folder; {hint}")
 
 
@@ -128,16 +116,7 @@ def _text_tasks(name: str, manager: TaskManager) -> dict[str, Any]:
             {name} if entry.yaml_path and _UNTEXTUAL & load_yaml(entry.yaml_path, resolve_func=False).keys() else set()
         )
         tasks: dict[str, Any] = {} if refused else manager.load([name])["tasks"]
-    refused |= {
-        leaf
-        for leaf, task in tasks.items()
-        if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False)
-    }
-    if refused:
-        raise UserError(
-            f"task {min(refused)!r} runs generated code or needs images; only text tasks can be scored here"
-        )
-    return tasks
+    return only_text(tasks, sorted(refused))
 
 
 @contextlib.contextmanager
@@ -183,10 +162,7 @@ def copies(
 ) -> Iterator[None]:
     """While open, `datasets.load_dataset` reads a staged copy where there is a sound one.
 
-    Args:
-        cache: as elsewhere.
-        progress: told when a copy is damaged.
-        keep: if a list, data without a copy are copied, and the folders of all that was asked for are appended.
+    With a list `keep`, data without a copy are copied, and the folders of all that was asked for are appended.
     """
     import datasets
 
@@ -229,7 +205,7 @@ def copies(
 
 @contextlib.contextmanager
 def _less_noise() -> Iterator[None]:
-    """The Hub's client tells of each of its attempts, in two lines; what comes of them is enough."""
+    """The Hub's client tells of each of its attempts; what comes of them is enough."""
     logger = logging.getLogger("huggingface_hub")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -240,7 +216,7 @@ def _less_noise() -> Iterator[None]:
 
 
 def copy_folder(arguments: dict[str, Any], cache: Path | str | None = None) -> Path:
-    """Where the copy of what `load_dataset` returns for these arguments lies (or would)."""
+    """Where the copy of what `load_dataset` returns for these arguments lies, or would."""
     which = {name: value for name, value in arguments.items() if name not in _MANNERS}
     digest = hashlib.sha256(json.dumps(which, sort_keys=True, default=str).encode()).hexdigest()[:16]
     plain = "".join(
@@ -250,7 +226,7 @@ def copy_folder(arguments: dict[str, Any], cache: Path | str | None = None) -> P
 
 
 def read_copy(folder: Path) -> Any | None:
-    """The data of a copy, every file compared with its checksum; None where there is none or it is damaged."""
+    """The data of a copy, every file compared with its checksum; None where there is no sound one."""
     import datasets
     import pyarrow.parquet
 
@@ -279,31 +255,14 @@ def write_copy(folder: Path, data: Any, arguments: dict[str, Any]) -> None:
     if not isinstance(data, datasets.Dataset | datasets.DatasetDict):
         return
     splits = dict(data) if isinstance(data, datasets.DatasetDict) else {"data": data}
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        # The kernel drops this lock with its holder, so a killed staging never blocks the next one.
-        with FileLock(folder.parent / ".lock"):
-            for leftover in folder.parent.glob(".staging-*"):
-                shutil.rmtree(leftover, ignore_errors=True)
-            temporary = Path(tempfile.mkdtemp(prefix=".staging-", dir=folder.parent))
-            try:
-                ready, files = temporary / "ready", {}
-                ready.mkdir()
-                for number, (split, rows) in enumerate(splits.items()):
-                    path = ready / f"{number}.parquet"
-                    with quiet():
-                        rows.to_parquet(path)
-                    files[str(split)] = {"file": path.name, "sha256": file_sha256(path), "items": len(rows)}
-                kind = "splits" if isinstance(data, datasets.DatasetDict) else "one"
-                asked = json.loads(json.dumps(arguments, default=str))
-                write_json(ready / "manifest.json", {"arguments": asked, "kind": kind, "files": files})
-                if folder.exists():
-                    os.replace(folder, temporary / "old")
-                os.replace(ready, folder)
-            finally:
-                shutil.rmtree(temporary, ignore_errors=True)
-    except OSError as error:
-        raise UserError(
-            f"data cannot be staged in {folder.parent}: {error.strerror or error}; free or choose a folder "
-            "(ISOFLOP_CACHE) and run `isoflop data benchmarks` again"
-        ) from error
+    advice = "free or choose a folder (ISOFLOP_CACHE) and run `isoflop data benchmarks` again"
+    with writable(folder, "data", advice), replacement(folder) as ready:
+        files = {}
+        for number, (split, rows) in enumerate(splits.items()):
+            path = ready / f"{number}.parquet"
+            with quiet():
+                rows.to_parquet(path)
+            files[str(split)] = {"file": path.name, "sha256": file_sha256(path), "items": len(rows)}
+        kind = "splits" if isinstance(data, datasets.DatasetDict) else "one"
+        asked = json.loads(json.dumps(arguments, default=str))
+        write_json(ready / "manifest.json", {"arguments": asked, "kind": kind, "files": files})

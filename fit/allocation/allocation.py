@@ -1,7 +1,15 @@
 """How to split a budget between parameters and tokens, under the questions that people really ask.
 
-Special here: every answer is an `Optimum` with intervals, and a closed form or a root to rounding wherever the law is
-E + A/N^alpha + B/D^beta (see `isoloss`). Other laws of (N, D), other FLOP conventions and repeated tokens are searched.
+Special here:
+- A question is a pure function of a law's constants. `answer` asks it of the fitted constants and of every bootstrap
+  draw, so that whatever is computed is an `Optimum` with intervals.
+- Where the law is E + A/N^alpha + B/D^beta there is a closed form or a root to rounding. All questions at a given loss
+  (the cheapest model to train, or to train and serve, the price of a smaller one) move along one curve, `EqualLoss`.
+  Other laws of (N, D), other FLOP conventions and repeated tokens are searched.
+- A term that vanished sends the optimum to zero or to infinity, and a loss out of reach costs infinity. Both are
+  answers: infinities count as draws in an interval.
+
+Constants broadcast with everything else, so (r,) draws and (targets, 1) budgets give (targets, r).
 
 Hoffmann et al. 2022 (arXiv:2203.15556), section 3.3; Muennighoff et al. 2023 (arXiv:2305.16264); Sardana et al. 2023
 (arXiv:2401.00448); de Vries 2023, "Go smol or go home", for the price of a smaller model.
@@ -9,31 +17,252 @@ Hoffmann et al. 2022 (arXiv:2203.15556), section 3.3; Muennighoff et al. 2023 (a
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ..errors import Array, InputError, positive
-from .isoloss import EqualLoss, lowest, optimum, root, serving_optimum, tokens_for_loss
-from .optimum import Constants, Optimum, aligned, answer, divide, exactly_one
+from ..errors import Array, InputError, positive, same_length
+from ..formatting import amount, count, scientific, text
+from ..uncertainty import percentile_interval
 from .serving import Device, Served, decode, prefill
 
-__all__ = [
-    "Optimum",
-    "Prices",
-    "compute_optimal",
-    "fixed_size",
-    "inference_aware",
-    "optimum",
-    "overtraining_cost",
-    "token_limited",
-]
-
+GRID = 160  # points of a search's first pass, which a law of several valleys needs
+LOGITS = 700.0  # bounds of logit s: its exponential is still a number
+FAR = 300.0  # bounds of log D around sqrt(C)
 REACH = 60.0  # a search in log N goes this far to both sides of sqrt(C), so that units do not matter
+TITLES = {"flops": "C", "ratio": "D/N"}
+
+Constants = Mapping[str, Any]
 Curve = Callable[[Array], Array]
+
+
+@dataclass(frozen=True)
+class Optimum:
+    """Answers at `targets` questions: arrays (targets,), and the same under each bootstrap draw.
+
+    flops training FLOPs, N parameters, D tokens, loss; `more` holds what else the question has (epochs, overhead,
+    dollars, ...). `draws` maps every quantity to (targets, resamples), and is empty before a bootstrap. `level` is that
+    of `intervals` and of what is printed.
+    """
+
+    flops: Array
+    N: Array
+    D: Array
+    loss: Array
+    more: Mapping[str, Array] = field(default_factory=dict)
+    draws: Mapping[str, Array] = field(default_factory=dict)
+    level: float = 0.95
+
+    @property
+    def ratio(self) -> Array:
+        """Tokens per parameter, D / N."""
+        return divide(self.D, self.N)
+
+    @property
+    def values(self) -> dict[str, Array]:
+        """Every quantity by name, each (targets,)."""
+        return {"flops": self.flops, "N": self.N, "D": self.D, "ratio": self.ratio, "loss": self.loss, **self.more}
+
+    def interval(self, name: str, level: float | None = None) -> Array:
+        """Percentile interval of a quantity, of shape (targets, 2); NaN before a bootstrap."""
+        if name not in self.values:
+            raise InputError(f"interval of {name!r} is not known; choose one of {', '.join(self.values)}.")
+        if name not in self.draws:
+            return np.full((len(self.N), 2), np.nan)
+        return np.array([percentile_interval(row, level or self.level) for row in self.draws[name]])
+
+    @property
+    def intervals(self) -> dict[str, Array]:
+        """Quantity -> (targets, 2) at `level`; empty before a bootstrap."""
+        return {name: self.interval(name) for name in self.draws}
+
+    def rows(self) -> list[dict[str, str]]:
+        """What is printed: a row a target, each quantity as text with its interval."""
+        says = {"N": count, "D": count, "loss": lambda v: f"{v:.4f}", "ratio": amount}
+        found, intervals = self.values, self.intervals
+
+        def cell(name: str, i: int) -> str:
+            say = says.get(name, scientific if "flops" in name else amount)
+            said = _bounded(found[name][i], say)
+            low, high = intervals.get(name, np.full((i + 1, 2), np.nan))[i]
+            if np.isnan(low) or high <= low * (1 + 1e-9):  # what was asked for is the same in every draw
+                return said
+            return f"{said} [{_bounded(low, say)}, {_bounded(high, say)}]"
+
+        return [{name: cell(name, i) for name in found} for i in range(len(self.N))]
+
+    def __repr__(self) -> str:
+        return "\n".join(
+            ", ".join(f"{TITLES.get(name, name)} = {said}" for name, said in row.items()) for row in self.rows()
+        )
+
+    def _repr_html_(self) -> str:
+        rows = self.rows()
+        head = "".join(f"<th>{text(TITLES.get(name, name))}</th>" for name in self.values)
+        body = "".join("<tr>" + "".join(f"<td>{text(said)}</td>" for said in row.values()) + "</tr>" for row in rows)
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def answer(law: Any, solve: Callable[[Constants], dict[str, Array]], level: float) -> Optimum:
+    """`solve` under the law's constants and under its draws; it takes (r,) constants and gives (targets, r) arrays."""
+    if not 0.0 < level < 1.0:
+        raise InputError(f"level is {level}; it must lie between 0 and 1, as 0.95 does.")
+    if getattr(law, "constants_", None) is None:
+        raise InputError(f"this {type(law).__name__} is not fitted; call fit first.")
+
+    def every(constants: Constants) -> dict[str, Array]:
+        found = solve({name: np.atleast_1d(np.asarray(value, dtype=np.float64)) for name, value in constants.items()})
+        shape = np.broadcast_shapes(*(v.shape for v in found.values()))
+        return {name: np.broadcast_to(v, shape) for name, v in found.items()}
+
+    values = {name: v[:, 0].copy() for name, v in every(law.constants_).items()}
+    draws = {} if law.draws_ is None else every(law.draws_)
+    if draws:
+        draws["ratio"] = divide(draws["D"], draws["N"])
+    own = {name: values.pop(name) for name in ("flops", "N", "D", "loss")}
+    return Optimum(**own, more=values, draws=draws, level=level)
+
+
+def aligned(**columns: ArrayLike) -> list[Array]:
+    """Positive numbers, broadcast to one length, each of shape (targets, 1)."""
+    checked = {name: positive(name, np.atleast_1d(np.asarray(v, dtype=np.float64))) for name, v in columns.items()}
+    longest = max(len(v) for v in checked.values())
+    same_length(**{name: v for name, v in checked.items() if len(v) > 1} or checked)
+    return [np.broadcast_to(v, longest)[:, None] for v in checked.values()]
+
+
+def exactly_one(**options: Any) -> tuple[str, Any]:
+    """The name and the value of the one option that is not None."""
+    given = [name for name, value in options.items() if value is not None]
+    if len(given) != 1:
+        raise InputError(
+            f"{' and '.join(given) or 'nothing'} was given; exactly one of {', '.join(options)} is needed."
+        )
+    return given[0], options[given[0]]
+
+
+def divide(a: Array, b: Array) -> Array:
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.divide(a, b)
+
+
+def _bounded(value: float, say: Callable[[float], str]) -> str:
+    """Text of a number that may be infinite: an answer here, not a gap."""
+    return say(value) if np.isfinite(value) else "none" if np.isnan(value) else "∞"
+
+
+def optimum(flops: ArrayLike, constants: Constants, coefficient: float = 6.0) -> tuple[Array, Array, Array]:
+    """N, D and loss that minimise E + A/N^alpha + B/D^beta under C = coefficient N D, in closed form.
+
+    `flops` and the constants broadcast together. Hoffmann et al. 2022, equation 4.
+    """
+    E, A, B, alpha, beta = _live(constants)
+    log_c = np.log(np.asarray(flops, dtype=np.float64) / coefficient)
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        log_n = (np.log(alpha * A) - np.log(beta * B) + beta * log_c) / (alpha + beta)
+        N, D = np.exp(log_n), np.exp(log_c - log_n)
+        return N, D, E + _term(A, N, alpha) + _term(B, D, beta)
+
+
+def tokens_for_loss(N: ArrayLike, loss: ArrayLike, constants: Constants) -> Array:
+    """The D at which E + A/N^alpha + B/D^beta falls to `loss`; infinity where no number of tokens is enough."""
+    E, A, B, alpha, beta = _live(constants)
+    left = np.asarray(loss, dtype=np.float64) - E - _term(A, np.asarray(N, dtype=np.float64), alpha)
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        return np.where(left > 0, (B / np.where(left > 0, left, 1.0)) ** (1.0 / beta), np.inf)
+
+
+class EqualLoss:
+    """The curve E + A/N^alpha + B/D^beta = loss, by z = log(s / (1-s)), s the share of loss - E due to size.
+
+    Calling it gives log N and log D; along it N falls and D rises with z, and N D is smallest at `cheapest`.
+    """
+
+    ends = (-LOGITS, LOGITS)
+
+    def __init__(self, constants: Constants, loss: Array) -> None:
+        E, A, B, self.alpha, self.beta = _live(constants)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            self.reachable = loss > E
+            self.log_a, self.log_b = (np.log(X) - np.log(loss - E) for X in (A, B))
+            self.cheapest = np.where(A == 0, -LOGITS, np.where(B == 0, LOGITS, np.log(self.beta / self.alpha)))
+
+    def __call__(self, z: Any) -> tuple[Array, Array]:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return (self.log_a + np.logaddexp(0.0, -z)) / self.alpha, (self.log_b + np.logaddexp(0.0, z)) / self.beta
+
+    def point(self, z: Any) -> tuple[Array, Array]:
+        """N and D at z; infinite where no model reaches the loss."""
+        with np.errstate(over="ignore", invalid="ignore"):
+            N, D = (np.where(self.reachable, np.exp(log), np.inf) for log in self(z))
+        return N, D
+
+
+def serving_optimum(C: Array, worth: Array, constants: Constants) -> tuple[Array, Array, Array]:
+    """N, D and the lowest loss with C = 6 N (D + worth), where the slope in log D vanishes."""
+    E, A, B, alpha, beta = _live(constants)
+    log_c = np.log(C / 6.0)
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+
+        def slope(y: Array) -> Array:
+            log_n = log_c - np.logaddexp(y, np.log(worth))
+            return np.log(alpha * A) - alpha * log_n - np.log(beta * B) + beta * y - np.log1p(worth * np.exp(-y))
+
+        y = root(slope, 0.5 * log_c - FAR, 0.5 * log_c + FAR)
+        D = np.where(A == 0, np.inf, np.where(B == 0, 0.0, np.exp(y)))
+        N = C / 6.0 / (D + worth)
+        return N, D, E + _term(A, N, alpha) + _term(B, D, beta)
+
+
+def lowest(value: Callable[[Array], Array], low: Array, high: Array) -> tuple[Array, Array]:
+    """Where `value` is lowest between two bounds, and -1 or 1 where that is at one of them, else 0."""
+    step = (high - low) / GRID
+    best, at = value(low), np.zeros(1)
+    for i in range(1, GRID + 1):
+        here = value(low + i * step)
+        best, at = np.minimum(best, here), np.where(here < best, i, at)
+    golden = 0.5 * (np.sqrt(5.0) - 1.0)
+    a, b = low + (at - 1) * step, low + (at + 1) * step
+    c, d = b - golden * (b - a), a + golden * (b - a)
+    at_c, at_d = value(c), value(d)
+    for _ in range(45):  # 0.618^45 of two steps is 1e-9
+        left = at_c < at_d
+        a, b = np.where(left, a, c), np.where(left, d, b)
+        new = np.where(left, b - golden * (b - a), a + golden * (b - a))
+        at_new = value(new)
+        c, d, at_c, at_d = (
+            np.where(left, new, d),
+            np.where(left, c, new),
+            np.where(left, at_new, at_d),
+            np.where(left, at_c, at_new),
+        )
+    return 0.5 * (a + b), np.where(at == 0, -1, np.where(at == GRID, 1, 0))
+
+
+def root(rising: Callable[[Array], Array], low: Any, high: Any) -> Array:
+    """Where a rising function crosses zero, by bisection to rounding; an end where it does not."""
+    with np.errstate(all="ignore"):
+        for _ in range(70):
+            middle = 0.5 * (low + high)
+            above = rising(middle) > 0
+            low, high = np.where(above, low, middle), np.where(above, middle, high)
+        return 0.5 * (low + high)
+
+
+def _live(constants: Constants) -> tuple[Array, Array, Array, Array, Array]:
+    """E, A, B, alpha, beta; a term whose exponent is zero is a constant, and counts as E."""
+    E, A, B, alpha, beta = (np.asarray(constants[k], dtype=np.float64) for k in ("E", "A", "B", "alpha", "beta"))
+    E = E + np.where(alpha == 0, A, 0.0) + np.where(beta == 0, B, 0.0)
+    return E, np.where(alpha == 0, 0.0, A), np.where(beta == 0, 0.0, B), alpha, beta
+
+
+def _term(amplitude: Array, x: Array, exponent: Array) -> Array:
+    """Amplitude / x^exponent, and zero where the term vanished, whatever x is."""
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        return np.where(amplitude == 0, 0.0, amplitude * np.power(x, -exponent))
 
 
 def compute_optimal(law: Any, flops: ArrayLike, flops_per_token: float | Curve = 6.0, level: float = 0.95) -> Optimum:
@@ -65,7 +294,7 @@ def token_limited(
 
     def solve(constants: Constants) -> dict[str, Array]:
         if tuple(law.inputs) == ("N", "D", "U"):
-            N, D, loss = _search(law, constants, C, spend, U)
+            N, D, loss = search(law, constants, C, spend, U)
         else:
             N, D, loss = _unlimited(law, constants, C, flops_per_token)
             middle = 0.5 * np.log(C)
@@ -247,14 +476,17 @@ def inference_aware(
 
 
 def _unlimited(law: Any, constants: Constants, C: Array, flops_per_token: Any) -> tuple[Array, Array, Array]:
-    if law.form == "chinchilla" and not callable(flops_per_token):
-        return optimum(C, constants, float(positive("flops_per_token", [flops_per_token])[0]))
     if tuple(law.inputs) != ("N", "D"):
         raise InputError(f"the law takes {', '.join(law.inputs)}; a law of N and D is expected.")
-    return _search(law, constants, C, _convention(flops_per_token))
+    if callable(flops_per_token):
+        return search(law, constants, C, flops_per_token)
+    found: tuple[Array, Array, Array] = law.optimum(
+        C, constants, float(positive("flops_per_token", [flops_per_token])[0])
+    )
+    return found
 
 
-def _search(
+def search(
     law: Any, constants: Constants, C: Array, spend: Curve, U: Array | None = None
 ) -> tuple[Array, Array, Array]:
     """The lowest loss over log N at D = C / spend(N), for any law: a grid, then golden sections around its best."""

@@ -26,8 +26,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ..errors import Array, InputError, enough, positive, same_length
-from ..laws.chinchilla import ChinchillaLaw
-from ..laws.law import Law
+from ..laws.law import Estimator, Law
+from ..laws.registry import law_class
 from ..solver.forms import FunctionForm
 from ..solver.solver import Solution, solve
 from ..uncertainty import cluster_counts, excess_scatter, identifiable_counts, percentile_interval
@@ -39,7 +39,7 @@ FALLBACK_STARTS = 3
 FAR = 15.0  # bounds of the curve's argument at the mean loss
 
 
-class TaskLaw:
+class TaskLaw(Estimator):
     """Accuracy at (N, D), by way of the task's loss.
 
     Parameters
@@ -49,7 +49,7 @@ class TaskLaw:
     ceiling : float or None
         What the sigmoid tends to at low loss; None fits it, which takes runs that come near it.
     law : Law, optional
-        An unfitted law of (N, D) for the first step; `ChinchillaLaw()` by default.
+        An unfitted law of (N, D) for the first step; by default E + A/N^alpha + B/D^beta.
 
     Notes:
     -----
@@ -68,7 +68,7 @@ class TaskLaw:
             raise InputError(f"ceiling is {ceiling}; it must be above 0 and at most 1, or None to be fitted.")
         if law is not None and law.inputs != ("N", "D"):
             raise InputError(f"law takes {', '.join(law.inputs)}; the first step needs a law of N and D.")
-        self.link, self.ceiling, self.law = link, ceiling, ChinchillaLaw() if law is None else law
+        self.link, self.ceiling, self.law = link, ceiling, law_class()() if law is None else law
         self.draws_: dict[str, Array] | None = None
 
     def fit(
@@ -92,7 +92,7 @@ class TaskLaw:
         self.chance = chance
         d = self.data_
         done = d["final"]
-        first: Any = type(self.law)(**self.law.options())
+        first: Any = self.law.clone()
         self.law_ = first.fit(d["N"][done], d["D"][done], d["loss"][done])
         self._curve = _Curve(self.link, d["loss"], d["acc"], chance, self.ceiling)
         enough(len(np.unique(d["loss"])), self._curve.free, "the curve from task loss to accuracy")

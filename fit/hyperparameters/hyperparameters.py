@@ -15,20 +15,47 @@ Li et al. 2025 (arXiv:2503.04715), equation 1; Bi et al. 2024 (arXiv:2401.02954)
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from dataclasses import dataclass
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from ..errors import Array, InputError
 from ..laws.law import Law, Problem
-from ..laws.resampling import left_out_residuals
 from ..solver.forms import LogSumExp
 
-if TYPE_CHECKING:
-    from .cells import CellOptimum
-
 COLLINEAR = 0.01  # smallest over largest singular value of the log inputs, each scaled, below which exponents are one
+
+
+@dataclass(frozen=True)
+class CellOptimum:
+    """The best settings at one (N, D), from `used` of its `runs`; `reason` is empty when the optimum is accepted.
+
+    learning_rate_se and batch_se are standard errors of the logarithms, which only "surface" knows. A setting that the
+    cell did not vary has no optimum (NaN).
+    """
+
+    N: float
+    D: float
+    loss: float
+    runs: int
+    used: int
+    method: str
+    learning_rate: float = float("nan")
+    batch: float = float("nan")
+    learning_rate_se: float = float("nan")
+    batch_se: float = float("nan")
+    reason: str = ""
+
+    @property
+    def accepted(self) -> bool:
+        return not self.reason
+
+    @property
+    def C(self) -> float:
+        """FLOPs, 6ND."""
+        return 6.0 * self.N * self.D
 
 
 class DesignedLaw(Law):
@@ -42,7 +69,7 @@ class DesignedLaw(Law):
         """The cell of each row, (n,)."""
         return np.arange(len(self.weight_))
 
-    def bootstrap(self, n: int = 1000, groups: Any = None, seed: int = 0, method: str = "wild") -> Self:
+    def bootstrap(self, n: int = 1000, groups: Any = None, seed: int = 0, method: str | None = "wild") -> Self:
         """Refit `n` draws; rows of a cell move together, unless `groups` (rows,) says what does.
 
         method "wild" keeps every cell and moves the residuals that the fits without each have (see the module);
@@ -57,16 +84,13 @@ class DesignedLaw(Law):
         member = member.ravel()
         freedom = len(labels) - max(design.shape[1] for design in self._designs())
         self._need_every_cell(labels, member, freedom)
-        error = left_out_residuals(self, groups.astype(str)) * np.sqrt(1.0 - 1.0 / len(labels))
+        error = self.left_out_residuals(groups.astype(str)) * np.sqrt(1.0 - 1.0 / len(labels))
         generator = np.random.default_rng(seed)
         signs = generator.choice([-1.0, 1.0], size=(n, len(labels)))
         signs *= np.sqrt(freedom / generator.chisquare(freedom, n))[:, None]
         fitted = self.problem_.form.value(self.theta_[None, :])[0][0]
         found = self._refit(np.ones((n, len(member))), fitted + signs[:, member] * error)
-        kept = int(found.converged.sum())
-        self.draws_ = self.problem_.constants(found.theta[found.converged])
-        self.groups_ = groups.astype(str)
-        self.bootstrap_ = {"resamples": kept, "redrawn": 0, "unconverged": n - kept, "method": method, "seed": seed}
+        self._drawn(found, groups.astype(str), method=method, seed=seed)
         return self
 
     def _need_every_cell(self, labels: np.ndarray, member: np.ndarray, freedom: int) -> None:
@@ -106,12 +130,13 @@ class HyperparameterLaw(DesignedLaw):
         inputs = (inputs,) if isinstance(inputs, str) else tuple(inputs)
         if not inputs or len({*inputs, target}) <= len(inputs):
             raise InputError(f"inputs is {inputs} for target {target!r}; one or more different names are needed.")
-        self.inputs, self.output = inputs, target
+        self.target = self.output = target
+        self.inputs = inputs
         self.names = ("k", *(f"p_{name}" for name in inputs))
         self.title = f"the law of {target} in {', '.join(inputs)}"
 
     def options(self) -> dict[str, Any]:
-        return {"target": self.output, "inputs": list(self.inputs)} | super().options()
+        return self.get_params() | {"inputs": list(self.inputs)}
 
     def fit(self, *columns: ArrayLike, weight: ArrayLike | None = None, loss_se: ArrayLike | None = None) -> Self:
         """Columns (cells,): the inputs in order, then the target. `loss_se` is the target's standard error.

@@ -15,15 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from itertools import combinations
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from ..errors import Array, InputError
+from ..solver.forms import LogSumTerms, Term
 from ..solver.solver import variable_projection
-from ..solver.terms import LogSumTerms, Term
-from .law import Law, Problem
+from .law import LineLaw, Problem
 
 BREAKS = (0, 1, 2, 3)
 STEEPEST = 20.0  # |c_i|; Caballero et al. find up to 6
@@ -38,7 +37,7 @@ STARTS = 48
 CHUNK = 200  # resamples whose starts are projected at once, to bound memory
 
 
-class BrokenPowerLaw(Law):
+class BrokenPowerLaw(LineLaw):
     """y = a + b x^-c0 prod_i (1 + (x / d_i)^(1 / f_i))^(-c_i f_i), with 0 to 3 `breaks`; a is zero without `offset`.
 
     After `fit`: a_, b_, c0_, for every break c1_, d1_, f1_, ..., in the order of their places, and what `Law` lists.
@@ -48,8 +47,6 @@ class BrokenPowerLaw(Law):
 
     form = "broken"
     title = "the broken power law"
-    inputs = ("x",)
-    output = "y"
     a_: float
     b_: float
     c0_: float
@@ -61,21 +58,6 @@ class BrokenPowerLaw(Law):
         self.breaks, self.offset = int(breaks), bool(offset)
         each = tuple(f"{name}{i}" for i in range(1, breaks + 1) for name in "cdf")
         self.names = ("a", "b", "c0", *each)
-
-    def options(self) -> dict[str, Any]:
-        return {"breaks": self.breaks, "offset": self.offset} | super().options()
-
-    def fit(
-        self, x: ArrayLike, y: ArrayLike, weight: ArrayLike | None = None, loss_se: ArrayLike | None = None
-    ) -> Self:
-        """x, y (n,) positive; weight and standard errors of y (n,) optional. Returns self.
-
-        Raises InputError where there are not more different x than constants.
-        """
-        return self._fit((x, y), weight, loss_se)
-
-    def bootstrap(self, n: int = 1000, groups: Any = None, seed: int = 0, method: str = "wild") -> Self:
-        return super().bootstrap(n, groups, seed, method)
 
     @staticmethod
     def evaluate(constants: Mapping[str, Any], *inputs: Any) -> Any:
@@ -134,7 +116,7 @@ class BrokenPowerLaw(Law):
         outside = [f"d{i}" for i in range(1, self.breaks + 1) if not x.min() < c[f"d{i}"] < x.max()]
         weakest = min(range(1, self.breaks + 1), key=lambda i: abs(c[f"c{i}"]))
         unwanted = [] if self.support() > 0 else [f"d{weakest}"]
-        self.degenerate_ += [name for name in dict.fromkeys(outside + unwanted) if name not in self.degenerate_]
+        self._call_degenerate(*outside, *unwanted)
 
     # The law as the solver sees it.
 

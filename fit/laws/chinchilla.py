@@ -14,16 +14,16 @@ Hoffmann et al. 2022 (arXiv:2203.15556), section 3.3 and appendix D.3; Besiroglu
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ..allocation.allocation import Optimum, optimum
-from ..errors import Array, InputError, identifiable, positive
+from ..allocation.allocation import optimum
+from ..errors import Array, InputError
 from ..solver.forms import LogSumExp
 from ..solver.solver import variable_projection
-from .law import Law, Problem
+from .law import LossLaw, Problem
 
 NAMES = ("E", "A", "B", "alpha", "beta")
 EXPONENT_GRID = np.geomspace(0.03, 1.5, 8)
@@ -33,7 +33,7 @@ FLAT_EXPONENT = 0.01  # over three decades such a term changes by 7 %, so it can
 FAR = 200.0  # bounds of coordinates that are not centred: wide enough for exp(a) of any units
 
 
-class ChinchillaLaw(Law):
+class ChinchillaLaw(LossLaw):
     """L(N, D) = E + A / N^alpha + B / D^beta.
 
     Parameters
@@ -56,6 +56,7 @@ class ChinchillaLaw(Law):
     form = "chinchilla"
     title = "the law E + A/N^alpha + B/D^beta"
     names = NAMES
+    exponent_names = ("alpha", "beta")
     resample_starts = 1  # on 4000 resamples of published runs no other start of 64 ended lower
     E_: float
     A_: float
@@ -71,25 +72,6 @@ class ChinchillaLaw(Law):
             raise InputError(f"E is {E}; it must be zero or more and below the lowest loss, or None to be fitted.")
         self.tied, self.E = bool(tied), None if E is None else float(E)
 
-    def options(self) -> dict[str, Any]:
-        return super().options() | {"tied": self.tied, "E": self.E}
-
-    def fit(
-        self,
-        N: ArrayLike,
-        D: ArrayLike,
-        loss: ArrayLike,
-        weight: ArrayLike | None = None,
-        loss_se: ArrayLike | None = None,
-    ) -> Self:
-        """Fit to n runs: N parameters, D tokens, loss (nats per token), all (n,). Returns self.
-
-        `weight` (n,) multiplies each run's term. `loss_se` (n,) is the loss's standard error, for objective "se".
-        Raises InputError when a value is not a positive finite number, when there are too few different runs, or when N
-        and D do not vary separately.
-        """
-        return self._fit((N, D, loss), weight, loss_se)
-
     @staticmethod
     def evaluate(constants: Mapping[str, Any], *inputs: Any) -> Any:
         """E + A / N^alpha + B / D^beta at inputs (N, D)."""
@@ -100,58 +82,28 @@ class ChinchillaLaw(Law):
     def equation(self, say: Callable[[str], str]) -> str:
         return f"L(N, D) = {say('E')} + {say('A')} / N^{say('alpha')} + {say('B')} / D^{say('beta')}"
 
-    def optimal(self, flops: ArrayLike, level: float = 0.95) -> Optimum:
-        """The N and D that minimise the loss under C = 6 N D, in closed form (Hoffmann et al. 2022, equation 4).
+    def optimum(
+        self, flops: ArrayLike, constants: Mapping[str, Any], flops_per_token: float = 6.0
+    ) -> tuple[Array, Array, Array]:
+        """In closed form (Hoffmann et al. 2022, equation 4)."""
+        return optimum(flops, constants, flops_per_token)
 
-        `flops` is a scalar or (targets,). Intervals are filled in once `bootstrap` has run. `fit.allocation` has other
-        FLOP conventions, token limits, and inference.
-        """
-        self._fitted()
-        C = np.atleast_1d(positive("flops", np.atleast_1d(np.asarray(flops, dtype=np.float64))))
-        N, D, loss = optimum(C, self.constants_)
-        draws = {} if self.draws_ is None else self.optimal_draws(C)
-        return Optimum(C, N, D, loss, draws=draws, level=level)
+    def size_exponent(self, constants: Mapping[str, Any]) -> Any:
+        """Beta / (alpha + beta), of N* = G (C/6)^a."""
+        with np.errstate(invalid="ignore"):
+            return np.divide(constants["beta"], np.add(constants["alpha"], constants["beta"]))
 
-    def optimal_draws(self, flops: ArrayLike) -> dict[str, Array]:
-        """N, D, loss and ratio under each bootstrap draw: arrays of shape (targets, resamples)."""
+    def degenerate_draws(self) -> np.ndarray:
         draws = self._bootstrapped()
-        C = np.atleast_1d(np.asarray(flops, dtype=np.float64))[:, None]
-        N, D, loss = optimum(C, {name: draws[name][None, :] for name in self.names})
-        return {"N": N, "D": D, "loss": loss, "ratio": D / N}
-
-    @property
-    def exponents_(self) -> tuple[float, float]:
-        """(a, b) of N* = G (C/6)^a and D* = (C/6)^b / G: a = beta / (alpha + beta), b = 1 - a."""
-        self._fitted()
-        a = self.beta_ / (self.alpha_ + self.beta_) if self.alpha_ + self.beta_ > 0 else float("nan")
-        return a, 1.0 - a
-
-    def interval(self, name: str, level: float = 0.95, method: str = "percentile") -> tuple[float, float]:
-        """Interval of a constant by percentile, bca or profile; of `a`, the exponent of N*(C), by the first two."""
-        if name != "a":
-            return super().interval(name, level, method)
-        return self.interval_of(_exponent_of_size, level, method)
-
-    def plot(self, axes: Any = None) -> Any:
-        """Loss contours over (N, D) with the runs and the compute-efficient frontier; returns the matplotlib axes."""
-        self._fitted()
-        from ..plots import plot_contours
-
-        return plot_contours(self, self.data_["N"], self.data_["D"], self.data_["loss"], axes)
+        stuck = (draws["alpha"] < FLAT_EXPONENT) | (draws["beta"] < FLAT_EXPONENT)
+        return stuck if self.E is not None else stuck | (draws["E"] <= 0)
 
     # The law as the solver sees it.
 
-    def _check(self, inputs: tuple[Array, ...], observed: Array) -> None:
-        super()._check(inputs, observed)
-        identifiable(*inputs)
-        if self.E is not None and observed.min() <= self.E:
-            raise InputError(f"E is {self.E:g}; it must be below the lowest loss, {observed.min():.4g}.")
-
     def _accept(self, found: Any) -> None:
         super()._accept(found)
-        for name in ("alpha",) if self.tied else ("alpha", "beta"):
-            if self.constants_[name] < FLAT_EXPONENT and name not in self.degenerate_:
-                self.degenerate_.append(name)
+        exponents = self.exponent_names[: 1 if self.tied else 2]
+        self._call_degenerate(*(name for name in exponents if self.constants_[name] < FLAT_EXPONENT))
 
     def _problem(self, inputs: tuple[Array, ...], observed: Array, centred: bool = True) -> Problem:
         """Coordinates: log A and log B (at the mean log N and log D), log E unless fixed, and one or two exponents."""
@@ -198,11 +150,6 @@ class ChinchillaLaw(Law):
             starts=lambda weights, keep: _starts(x, y, observed, fixed, at, weights, keep),
             constants=constants,
         )
-
-
-def _exponent_of_size(constants: Mapping[str, Any]) -> Any:
-    with np.errstate(invalid="ignore"):
-        return np.divide(constants["beta"], np.add(constants["alpha"], constants["beta"]))
 
 
 def _starts(

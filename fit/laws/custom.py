@@ -27,7 +27,7 @@ from numpy.typing import ArrayLike
 
 from ..errors import Array, InputError
 from ..solver.forms import ComplexStepForm
-from .law import L1_DELTA, Law, Problem
+from .law import L1_DELTA, Law, LossLaw, Problem
 
 Function = Callable[..., Any]
 CANDIDATES = 16  # points of the Latin hypercube for each start that is kept
@@ -38,7 +38,7 @@ TAKEN = {"bootstrap", "constants", "converged", "data", "degenerate", "draws", "
 TAKEN |= {"objective", "problem", "scatter", "se", "starts", "theta", "weight"}
 
 
-class FunctionLaw(Law):
+class FunctionLaw(LossLaw):
     """The law `function(constants, *inputs)`.
 
     Parameters
@@ -79,31 +79,34 @@ class FunctionLaw(Law):
     ) -> None:
         super().__init__(objective, delta)
         self.function = function
-        self.bounds = _bounds(parameters or {})
+        self.parameters, self.bounds = parameters, _bounds(parameters or {})
         self.names, self.inputs = tuple(self.bounds), tuple(inputs)
         self.output = str(output)
         if not self.inputs or len({*self.inputs, self.output}) != len(self.inputs) + 1:
             raise InputError(f"inputs is {inputs!r} and output {output!r}; names that differ are needed.")
         if tries < 1:
             raise InputError(f"tries is {tries}; at least one start is needed.")
-        self.starts = [self._start(start) for start in starts]
+        self.starts = starts
+        self._given = [self._start(start) for start in starts]
         self.tries, self.seed = int(tries), int(seed)
         self.name = name or getattr(function, "__name__", "function")
         self.title = f"the law {self.name}"
 
     def options(self) -> dict[str, Any]:
         """The constructor's arguments, but for the function."""
-        return super().options() | {
+        return {
+            "objective": self.objective,
+            "delta": self.delta,
             "parameters": {name: list(pair) for name, pair in self.bounds.items()},
             "inputs": list(self.inputs),
             "output": self.output,
-            "starts": self.starts,
+            "starts": self._given,
             "tries": self.tries,
             "seed": self.seed,
             "name": self.name,
         }
 
-    def fit(
+    def fit(  # type: ignore[override]
         self, *columns: ArrayLike, weight: ArrayLike | None = None, loss_se: ArrayLike | None = None, **named: ArrayLike
     ) -> Self:
         """Fit to the inputs in order and then what was observed, all (n,) and above zero; by position or by name.
@@ -160,7 +163,7 @@ class FunctionLaw(Law):
     def _check(self, inputs: tuple[Array, ...], observed: Array) -> None:
         if not self.names:
             raise InputError("parameters is empty; give each constant's bounds, as in {'E': (0.1, 10)}.")
-        super()._check(inputs, observed)
+        Law._check(self, inputs, observed)
         problem, form = self.problem_, self.problem_.form
         if isinstance(form, ComplexStepForm):
             form.check(problem.starts(np.ones((1, form.points)), CHECKED)[0])
@@ -174,7 +177,7 @@ class FunctionLaw(Law):
             for name, moves, (low, high) in zip(self.names, moved, self.bounds.values(), strict=True)
             if not moves and low < high
         ]
-        self.degenerate_ += [name for name in still if name not in self.degenerate_]
+        self._call_degenerate(*still)
 
     def _problem(self, inputs: tuple[Array, ...], observed: Array, centred: bool = True) -> Problem:
         """Coordinates: every constant, in its logarithm where its bounds are above zero."""
@@ -200,8 +203,8 @@ class FunctionLaw(Law):
             points = self._points(box, logarithmic)
             error = weights @ _squares(log_value, points, target).T
             if keep is None:  # those given are never left out of the full fit
-                error[:, : len(self.starts)] = -1.0
-            order = np.argsort(error, axis=1, kind="stable")[:, : keep or len(self.starts) + self.tries]
+                error[:, : len(self._given)] = -1.0
+            order = np.argsort(error, axis=1, kind="stable")[:, : keep or len(self._given) + self.tries]
             return points[order]
 
         return Problem(
@@ -218,7 +221,7 @@ class FunctionLaw(Law):
 
     def _points(self, box: Array, logarithmic: np.ndarray) -> Array:
         """Where the fit may start (G, k): the constants given, and the Latin hypercube."""
-        given = np.array([[start[name] for name in self.names] for start in self.starts]).reshape(-1, len(box))
+        given = np.array([[start[name] for name in self.names] for start in self._given]).reshape(-1, len(box))
         given[:, logarithmic] = np.log(given[:, logarithmic])
         drawn = box[:, 0] + latin_hypercube(CANDIDATES * self.tries, len(box), self.seed) * np.ptp(box, axis=1)
         return np.concatenate([given, drawn])

@@ -14,16 +14,15 @@ Kaplan et al. 2020 (arXiv:2001.08361), equation 1.5.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ..allocation.optimum import Optimum, aligned, answer
-from ..errors import Array, identifiable
+from ..errors import Array
+from ..solver.forms import LogSumTerms, Term
 from ..solver.solver import variable_projection
-from ..solver.terms import LogSumTerms, Term
-from .law import Law, Problem
+from .law import LossLaw, Problem
 
 EXPONENT_GRID = np.geomspace(0.03, 0.8, 8)
 RATIO_GRID = np.geomspace(0.25, 4.0, 8)  # of alpha_N to alpha_D; far from one, the power mean is a corner
@@ -35,7 +34,7 @@ COORDINATES = ("N_c", "alpha_N", "D_c", "alpha_D")
 FAR = 700.0  # of log N_c and log D_c: the largest that a float can hold
 
 
-class KaplanLaw(Law):
+class KaplanLaw(LossLaw):
     """L(N, D) = [(N_c / N)^(alpha_N / alpha_D) + D_c / D]^alpha_D.
 
     After `fit`: N_c_, D_c_ (parameters and tokens), alpha_N_, alpha_D_, and what `Law` lists.
@@ -44,26 +43,11 @@ class KaplanLaw(Law):
     form = "kaplan"
     title = "the law [(N_c/N)^(alpha_N/alpha_D) + D_c/D]^alpha_D"
     names = ("N_c", "D_c", "alpha_N", "alpha_D")
+    exponent_names = ("alpha_N", "alpha_D")
     N_c_: float
     D_c_: float
     alpha_N_: float
     alpha_D_: float
-
-    def fit(
-        self,
-        N: ArrayLike,
-        D: ArrayLike,
-        loss: ArrayLike,
-        weight: ArrayLike | None = None,
-        loss_se: ArrayLike | None = None,
-    ) -> Self:
-        """Fit to n runs: N parameters, D tokens, loss (nats per token), all (n,). Returns self.
-
-        `weight` (n,) multiplies each run's term. `loss_se` (n,) is the loss's standard error, for objective "se".
-        Raises InputError when a value is not a positive finite number, when there are too few different runs, or when N
-        and D do not vary separately.
-        """
-        return self._fit((N, D, loss), weight, loss_se)
 
     @staticmethod
     def evaluate(constants: Mapping[str, Any], *inputs: Any) -> Any:
@@ -79,29 +63,21 @@ class KaplanLaw(Law):
         power = f"({say('alpha_N')} / {say('alpha_D')})"
         return f"L(N, D) = [({say('N_c')} / N)^{power} + {say('D_c')} / D]^{say('alpha_D')}"
 
-    def optimal(self, flops: ArrayLike, level: float = 0.95) -> Optimum:
-        """The N and D of lowest loss under C = 6 N D, in closed form: N^(1 + r) = r N_c^r C / (6 D_c), with
-        r = alpha_N / alpha_D.
+    def optimum(
+        self, flops: ArrayLike, constants: Mapping[str, Any], flops_per_token: float = 6.0
+    ) -> tuple[Array, Array, Array]:
+        """In closed form: N^(1 + r) = r N_c^r C / (k D_c), with r = alpha_N / alpha_D and C = k N D."""
+        c, spent = constants, np.asarray(flops, dtype=np.float64) / flops_per_token
+        r = c["alpha_N"] / c["alpha_D"]
+        with np.errstate(divide="ignore"):
+            N = np.exp((np.log(r * spent) + r * np.log(c["N_c"]) - np.log(c["D_c"])) / (1.0 + r))
+        return N, spent / N, self.evaluate(c, N, spent / N)
 
-        `flops` is a scalar or (targets,). Intervals are filled in once `bootstrap` has run.
-        """
-        C = aligned(flops=flops)[0]
-
-        def solve(c: Mapping[str, Any]) -> dict[str, Array]:
-            r = c["alpha_N"] / c["alpha_D"]
-            with np.errstate(divide="ignore"):
-                log_n = (np.log(r * C / 6.0) + r * np.log(c["N_c"]) - np.log(c["D_c"])) / (1.0 + r)
-            N = np.exp(log_n)
-            D = C / 6.0 / N
-            return {"flops": C, "N": N, "D": D, "loss": self.evaluate(c, N, D)}
-
-        return answer(self, solve, level)
+    def size_exponent(self, constants: Mapping[str, Any]) -> Any:
+        """alpha_D / (alpha_N + alpha_D)."""
+        return np.divide(constants["alpha_D"], np.add(constants["alpha_N"], constants["alpha_D"]))
 
     # The law as the solver sees it.
-
-    def _check(self, inputs: tuple[Array, ...], observed: Array) -> None:
-        super()._check(inputs, observed)
-        identifiable(*inputs)
 
     def _accept(self, found: Any) -> None:
         super()._accept(found)

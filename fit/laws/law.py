@@ -1,12 +1,11 @@
-"""What every law can do: fit, bootstrap, intervals, predictions, a representation, and JSON.
+"""What every law can do: fit, resample, say its intervals, predict, and be written to a file.
 
 Special here:
-- A law says only what is its own (`_problem`, `evaluate`, `equation`); the fit of many starts, the resampling and the
-  bookkeeping are written once, here.
+- A law says only what is its own (`_problem`, `evaluate`, `equation`); many starts and bookkeeping are here, once.
 - A resample is a row of weights and a refit is a full fit: it starts at the law's own optimum and at the best points of
   its own variable projection, so that another valley is found where there is one.
-- A resample that cannot identify the law (too few different runs, or an input that no longer varies) is drawn again,
-  and one whose fit does not converge is left out; both are counted in `bootstrap_`.
+- What a group of runs says is judged by the fit *without* it: a fit's own residuals are too small, and under a Huber
+  objective, which is nearly L1, as many of them are nearly zero as there are constants.
 
 Objectives, in log space, of residuals r_i = log observed_i - log predicted_i, always *summed*:
   huber    sum w_i huber_delta(r_i), Hoffmann et al. 2022 (arXiv:2203.15556), equation 3
@@ -19,23 +18,49 @@ Objectives, in log space, of residuals r_i = log observed_i - log predicted_i, a
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib import import_module
+from itertools import pairwise
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ..errors import Array, InputError, enough, positive, same_length
+from ..allocation.allocation import Optimum, compute_optimal, search
+from ..errors import Array, InputError, enough, identifiable, positive, same_length
 from ..errors import weights as check_weights
-from ..formatting import interval, text
+from ..files import write_text
+from ..formatting import interval as interval_text
+from ..formatting import text
 from ..solver.forms import LogForm
 from ..solver.solver import Solution, solve
-from ..uncertainty import bca_interval, excess_scatter, percentile_interval
-from .resampling import left_out, predict_interval, resample, residual_scale
+from ..uncertainty import (
+    RUNS_PER_CONSTANT,
+    bca_interval,
+    excess_scatter,
+    identifiable_counts,
+    independent_groups,
+    jackknife_weights,
+    kernel_width,
+    need_no_group_alone,
+    percentile_interval,
+    wild_targets,
+)
+from .persistence import law_to_dict, read_law
 
 OBJECTIVES = ("huber", "l1", "squares", "se")
 L1_DELTA = 1e-6
+# Of a profile: values tried on the way out, in distances at which a parabola would end; the far ones only if needed.
+NEAR, FAR = np.array([0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0]), 2.0 ** np.arange(2, 14)
+REFINE = 9  # values tried between the two that an end lies between ...
+ROUNDS = 2  # ... so many times
+OWN_STARTS = 2  # of the law's own, besides a step along the tangent
+NODES = 64  # of a Gaussian kernel
+
+Point = tuple[float, float, Array]  # of a profile: the coordinate that is held, the rise, all coordinates (k,)
 
 
 @dataclass(frozen=True)
@@ -64,20 +89,44 @@ class Problem:
         return int((self.lower < self.upper).sum())
 
 
-class Law:
+class Estimator:
+    """Parameters as in scikit-learn, whose `clone` works too: each constructor argument is an attribute of its name."""
+
+    def get_params(self, deep: bool = True) -> dict[str, Any]:
+        """The constructor's arguments."""
+        return {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
+
+    def set_params(self, **params: Any) -> Self:
+        """Change constructor arguments; what was fitted with the others is to be fitted again."""
+        known = self.get_params()
+        for name in params:
+            if name not in known:
+                raise InputError(f"{name!r} is no parameter of {type(self).__name__}; it has {', '.join(known)}.")
+        vars(self).clear()
+        type(self).__init__(self, **known | params)
+        return self
+
+    def clone(self) -> Self:
+        """An unfitted estimator with the same parameters."""
+        return type(self)(**self.get_params())
+
+
+class Law(Estimator):
     """A law in log space with scikit-learn manners: options in the constructor, `fit` returns self, results end in _.
 
     After `fit`: constants_ (name -> float, each also as an attribute, as in `alpha_`), objective_, starts_ ({"tried",
-    "agreeing"}), converged_, degenerate_ (names of constants that the fit could not move off a bound), scatter_ (tau of
+    "agreeing"}), converged_, degenerate_ (constants that the fit could not move off a bound), scatter_ (tau of
     objective "se", else 0). After `bootstrap`: draws_ (name -> (resamples,)) and bootstrap_ (counts and options).
     """
 
-    form: ClassVar[str]
+    form: ClassVar[str] = ""
     title: str
     names: tuple[str, ...]
-    inputs: tuple[str, ...] = ("N", "D")
-    output: str = "loss"
+    inputs: tuple[str, ...]
+    output: str
     resample_starts: int = 2  # starts of a resample besides the optimum of all runs
+    bootstrap_: dict[str, Any]
+    resampling: ClassVar[str] = "auto"  # the default method of `bootstrap`
 
     def __init__(self, objective: str = "huber", delta: float = 1e-3) -> None:
         if objective not in OBJECTIVES:
@@ -103,12 +152,8 @@ class Law:
         raise NotImplementedError
 
     def options(self) -> dict[str, Any]:
-        """The constructor's arguments."""
-        return {"objective": self.objective, "delta": self.delta}
-
-    def clone(self) -> Self:
-        """An unfitted law with the same options."""
-        return type(self)(**self.options())
+        """The constructor's arguments as a file holds them."""
+        return self.get_params()
 
     def _check(self, inputs: tuple[Array, ...], observed: Array) -> None:
         """Raises InputError where the rows that count cannot identify the law."""
@@ -128,17 +173,15 @@ class Law:
             if self.se_ is None:
                 raise InputError(f"{self.output}_se is missing; objective 'se' needs the standard error of every row.")
             same_length(**{self.output: values[self.output], f"{self.output}_se": self.se_})
-        inputs = tuple(values[name] for name in self.inputs)
         used = self.weight_ > 0
         self._prepare(0.0)
-        self._check(tuple(v[used] for v in inputs), values[self.output][used])
+        self._check(tuple(values[name][used] for name in self.inputs), values[self.output][used])
         self._accept(self._solve_scatter() if self.objective == "se" else self._solve_full())
         return self
 
     def _prepare(self, scatter: float) -> None:
         """The problem, and each row's precision, from the data and the options."""
-        inputs = tuple(self.data_[name] for name in self.inputs)
-        self.problem_ = self._problem(inputs, self.data_[self.output])
+        self.problem_ = self._problem(tuple(self.data_[name] for name in self.inputs), self.data_[self.output])
         self.scatter_ = scatter
         self._precision = np.ones_like(self.weight_)
         if self.objective == "se" and self.se_ is not None:
@@ -183,6 +226,9 @@ class Law:
         self.degenerate_ = [name for name, stuck in zip(self.problem_.coordinates, held, strict=True) if stuck]
         self._settle()
 
+    def _call_degenerate(self, *names: str) -> None:
+        self.degenerate_ += [name for name in dict.fromkeys(names) if name not in self.degenerate_]
+
     def _settle(self) -> None:
         """Constants and their attributes from `theta_`; whatever was drawn before is gone."""
         constants = self.problem_.constants(self.theta_[None, :])
@@ -212,27 +258,68 @@ class Law:
         own = self.problem_.starts(weights if target is None else weights[:1], self.resample_starts)
         return self._solve(weights, own, target, warm=self.theta_)
 
-    # Uncertainty.
+    # Resampling.
 
-    def bootstrap(self, n: int = 1000, groups: Any = None, seed: int = 0, method: str = "auto") -> Self:
+    def bootstrap(self, n: int = 1000, groups: Any = None, seed: int = 0, method: str | None = None) -> Self:
         """Refit `n` resamples; rows of one group (`groups` (rows,): run ids, or trunks) move together.
 
         method "pairs" draws whole groups with replacement. "wild" keeps every row and moves its value up or down by
-        what the fit without its group misses it by. "auto" is wild below 20 groups a fitted constant, where intervals
+        what the fit without its group misses it by. "auto" is wild below 20 groups per fitted constant, where intervals
         of pairs are too wide, and pairs from there on. Raises InputError where there are too few groups to resample,
         and where wild meets a group without which a constant is undetermined. Returns self.
         """
         self._fitted()
+        method = self.resampling if method is None else method
         if method not in ("auto", "pairs", "wild"):
             raise InputError(f"method is {method!r}; choose auto, pairs or wild.")
         rows = len(self.weight_)
         groups = np.arange(rows) if groups is None else np.asarray(groups)
         if len(groups) != rows:
             raise InputError(f"groups has {len(groups)} values and the fit has {rows} points; each needs one.")
-        found, drawn = resample(self, n, groups.astype(str), seed, method)
-        self.groups_, self.bootstrap_ = groups.astype(str), drawn
-        self.draws_ = self.problem_.constants(found.theta[found.converged])
+        p, used, groups, redrawn = self.problem_, self.weight_ > 0, groups.astype(str), 0
+        independent = independent_groups(groups[used], p.free)
+        if method == "auto":
+            method = "wild" if independent < RUNS_PER_CONSTANT * p.free else "pairs"
+        if method == "pairs":
+            inputs = np.stack([self.data_[name] for name in self.inputs])
+            counts, redrawn = identifiable_counts(groups, n, seed, inputs, self.weight_, p.axes, p.free)
+            found = self._refit(counts)
+        else:
+            free = (p.lower < self.theta_) & (self.theta_ < p.upper)
+            need_no_group_alone(self._slopes(p, self.theta_)[np.ix_(used, free)], groups[used], self.title)
+            fitted, error = p.target - self.residuals(), self.left_out_residuals(groups)
+            width = 0.0 if np.isinf(self._delta) else kernel_width(error[used], independent)
+            target = wild_targets(fitted, error, groups, n, seed, independent - p.free, width)
+            found = self._refit(np.ones((n, rows)), target)
+        self._drawn(found, groups, method=method, seed=seed, redrawn=redrawn)
         return self
+
+    def _drawn(self, found: Solution, groups: np.ndarray, method: str, seed: int, redrawn: int = 0) -> None:
+        """Keep the refits that converged as draws."""
+        kept = int(found.converged.sum())
+        counted = {"resamples": kept, "redrawn": redrawn, "unconverged": len(found.converged) - kept}
+        self.groups_, self.bootstrap_ = groups, counted | {"method": method, "seed": seed}
+        self.draws_ = self.problem_.constants(found.theta[found.converged])
+
+    def _left_out(self, groups: np.ndarray) -> Solution:
+        """The fits without each group in turn, in the order of their sorted labels (groups,); the last are kept."""
+        if self._jackknife is None or not np.array_equal(self._jackknife[0], groups):
+            self._jackknife = (groups, self._refit(jackknife_weights(groups)))
+        return self._jackknife[1]
+
+    def left_out_residuals(self, groups: np.ndarray) -> Array:
+        """Log of what was observed minus what the fit without the row's group predicts there, of shape (rows,)."""
+        member = np.unique(groups, return_inverse=True)[1].ravel()
+        predicted = self.problem_.form.value(self._left_out(groups).theta)[0]
+        return self.problem_.target - predicted[member, np.arange(len(member))]
+
+    def _slopes(self, problem: Problem, theta: Array) -> Array:
+        """Slopes (rows, k) of the log prediction at theta (k,), by the root of each row's weight in the fit."""
+        k = len(theta)
+        _, cache = problem.form.value(np.broadcast_to(theta, (k, k)))
+        return problem.form.along(cache, np.eye(k)).T * np.sqrt(self.weight_ * self._precision)[:, None]
+
+    # Intervals.
 
     def interval(self, name: str, level: float = 0.95, method: str = "percentile") -> tuple[float, float]:
         """Interval of a constant: "percentile" or "bca" of the bootstrap, or "profile" of the likelihood, which needs
@@ -240,9 +327,7 @@ class Law:
         """
         self._known(name)
         if method == "profile":
-            from .profiles import profile_interval
-
-            return profile_interval(self, name, level)
+            return Profile(self, name).interval(level)
         return self.interval_of(lambda constants: constants[name], level, method)
 
     def interval_of(
@@ -254,9 +339,40 @@ class Law:
             return percentile_interval(draws, level)
         if method != "bca":
             raise InputError(f"method is {method!r}; choose percentile or bca, or profile for a constant of the law.")
-        without = left_out(self, self.groups_)
+        without = self._left_out(self.groups_)
         left = {name: values[without.converged] for name, values in self.problem_.constants(without.theta).items()}
         return bca_interval(draws, float(quantity(self.constants_)), quantity(left), level)
+
+    def predict_interval(
+        self, *inputs: ArrayLike, level: float = 0.95, kind: str = "mean", **named: ArrayLike
+    ) -> Array:
+        """Interval at each point, of shape (2,) for scalars and (points, 2) for (points,), after `bootstrap`.
+
+        kind "mean" is where the law's value lies. "run" is where one new run lands, seed noise and all: each draw is
+        multiplied by exp of a residual drawn from those of the fit, inflated for its degrees of freedom. That takes the
+        noise of the new run to be like that of the runs that there are, and no Gaussian.
+        """
+        points = self._inputs(inputs, named)
+        if kind not in ("mean", "run"):
+            raise InputError(f"kind is {kind!r}; choose mean (the law's value) or run (what one new run shows).")
+        draws = self.predict_draws(*np.broadcast_arrays(*points))
+        if kind == "run":
+            generator = np.random.default_rng((self.bootstrap_["seed"] or 0) + 1)  # not the signs or counts of draws
+            error = self._inflation(len(np.unique(self.groups_[self.weight_ > 0]))) * self.residuals()
+            draws = draws * np.exp(generator.choice(error, size=draws.shape, p=self.weight_ / self.weight_.sum()))
+        rows = [percentile_interval(row, level) for row in draws.reshape(-1, draws.shape[-1])]
+        return np.array(rows).reshape(*draws.shape[:-1], 2)
+
+    def _inflation(self, independent: int) -> float:
+        """Errors over residuals, for the constants that were fitted to so many independent runs."""
+        return float(np.sqrt(independent / max(independent - self.problem_.free, 1)))
+
+    @property
+    def residual_scale_(self) -> float:
+        """Root mean square residual in log space, per degree of freedom: what two runs of one setting scatter by."""
+        self._fitted()
+        inflated = self._inflation(int((self.weight_ > 0).sum())) * self.residuals()
+        return float(np.sqrt(self.weight_ @ inflated**2 / self.weight_.sum()))
 
     # Reading.
 
@@ -273,27 +389,17 @@ class Law:
         with np.errstate(over="ignore"):
             return np.asarray(self.evaluate(draws, *columns))
 
-    def predict_interval(
-        self, *inputs: ArrayLike, level: float = 0.95, kind: str = "mean", **named: ArrayLike
-    ) -> Array:
-        """Interval at each point, of shape (2,) for scalars and (points, 2) for (points,), after `bootstrap`.
-
-        kind "mean" is where the law's value lies. "run" is where one new run lands, seed noise and all: each draw is
-        multiplied by exp of a residual drawn from those of the fit, inflated for its degrees of freedom. That takes the
-        noise of the new run to be like that of the runs that there are.
-        """
-        return predict_interval(self, self._inputs(inputs, named), level, kind)
-
     def residuals(self) -> Array:
         """Log of what was observed minus log predicted, of shape (n,)."""
         self._fitted()
         return self.problem_.target - self.problem_.form.value(self.theta_[None, :])[0][0]
 
-    @property
-    def residual_scale_(self) -> float:
-        """Root mean square residual in log space, per degree of freedom: what two runs of one setting scatter by."""
-        self._fitted()
-        return residual_scale(self)
+    def score(self, *columns: ArrayLike) -> float:
+        """R^2 in the logarithm: of the inputs in order, then what was observed, each (n,)."""
+        *inputs, observed = (np.asarray(column, dtype=np.float64) for column in columns)
+        target = np.log(observed)
+        error = target - np.log(self.predict(*inputs))
+        return float(1.0 - (error**2).sum() / ((target - target.mean()) ** 2).sum())
 
     def say(self, name: str, digits: int = 4) -> str:
         """A constant with its interval, where there is one, as in `0.3473 [0.3171, 0.3731]`."""
@@ -305,30 +411,26 @@ class Law:
         return f"{shown} [{low:.{digits}g}, {high:.{digits}g}]"
 
     def __repr__(self) -> str:
-        if not hasattr(self, "theta_"):
-            usual = inspect.signature(type(self)).parameters
-            changed = {key: value for key, value in self.options().items() if value != usual[key].default}
-            said = ", ".join(f"{key}={value!r}" for key, value in changed.items())
-            return f"{type(self).__name__}({said})"
-        return f"{self.equation(self.say)}   ({self.summary()})"
+        if hasattr(self, "theta_"):
+            return f"{self.equation(self.say)}   ({self.summary()})"
+        usual = inspect.signature(type(self)).parameters
+        changed = {key: value for key, value in self.options().items() if value != usual[key].default}
+        said = ", ".join(f"{key}={value!r}" for key, value in changed.items())
+        return f"{type(self).__name__}({said})"
 
     def _repr_html_(self) -> str:
-        """For notebooks: the equation, and a row a constant."""
+        """For notebooks: the equation, a row per constant, and what to know before trusting the law."""
         if not hasattr(self, "theta_"):
             return f"<code>{self!r}</code>"
-        rows = [
-            (
-                name,
-                f"{value:.5g}",
-                interval(self.interval(name), "{:.4g}".format) if self.draws_ else "bootstrap() gives one",
-            )
-            for name, value in self.constants_.items()
-        ]
-        body = "".join("<tr>" + "".join(f"<td>{text(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+        rows = []
+        for name, value in self.constants_.items():
+            known = self.draws_ is not None
+            said = interval_text(self.interval(name), "{:.4g}".format) if known else "bootstrap() gives one"
+            rows.append(f"<tr><td>{text(name)}</td><td>{value:.5g}</td><td>{text(said)}</td></tr>")
         return (
             f"<p><code>{text(self.equation(lambda name: format(self.constants_[name], '.4g')))}</code></p>"
             f"<table><thead><tr><th>constant</th><th>value</th><th>95 % interval</th></tr></thead>"
-            f"<tbody>{body}</tbody></table><p><small>{text(self.summary())}</small></p>"
+            f"<tbody>{''.join(rows)}</tbody></table><p><small>{text(self.summary())}</small></p>"
         )
 
     def summary(self) -> str:
@@ -341,16 +443,15 @@ class Law:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything: options, constants, data with its hash, draws and provenance, as JSON's own types."""
-        from .persistence import law_to_dict
-
         self._fitted()
         return law_to_dict(self)
 
     def to_json(self, path: Any = None) -> str:
-        """The same as text, also written to `path` where one is given."""
-        from .persistence import write_law
-
-        return write_law(self.to_dict(), path)
+        """The same as text, also written whole or not at all to `path` where one is given."""
+        written = json.dumps(self.to_dict(), allow_nan=False) + "\n"
+        if path is not None:
+            write_text(Path(path), written)
+        return written
 
     @classmethod
     def from_json(cls, source: Any) -> Self:
@@ -358,9 +459,8 @@ class Law:
 
         Raises InputError for what is no law, another version of the format, or a law of another form.
         """
-        from .persistence import read_law
-
-        return read_law(source, cls)
+        found: Self = read_law(source, cls)
+        return found
 
     # Checks.
 
@@ -388,3 +488,233 @@ class Law:
                 f"this {type(self).__name__} has no intervals yet; call bootstrap(n, groups=run_id) first."
             )
         return self.draws_
+
+
+class LossLaw(Law):
+    """A law L(N, D): it can drive an analysis, a backtest, an allocation and a report.
+
+    Besides what `Law` has, they ask it for `optimum`, `size_exponent`, `exponent_names` and `degenerate_draws` alone.
+    """
+
+    title = "a law of N and D"
+    inputs: tuple[str, ...] = ("N", "D")
+    output = "loss"
+    E: float | None = None  # where it is given, and not fitted
+    exponent_names: ClassVar[tuple[str, ...]] = ()  # constants that say how fast the loss falls
+
+    def fit(
+        self,
+        N: ArrayLike,
+        D: ArrayLike,
+        loss: ArrayLike,
+        weight: ArrayLike | None = None,
+        loss_se: ArrayLike | None = None,
+    ) -> Self:
+        """Fit to n runs: N parameters, D tokens, loss (nats per token), all (n,). Returns self.
+
+        `weight` (n,) multiplies each run's term. `loss_se` (n,) is the loss's standard error, for objective "se".
+        Raises InputError when a value is not a positive finite number, when there are too few different runs, or when N
+        and D do not vary separately.
+        """
+        return self._fit((N, D, loss), weight, loss_se)
+
+    def optimum(
+        self, flops: ArrayLike, constants: Mapping[str, Any], flops_per_token: float = 6.0
+    ) -> tuple[Array, Array, Array]:
+        """N, D and the lowest loss under C = flops_per_token N D; `flops` and the constants broadcast together.
+
+        Here it is searched, to about 1e-6; a law with a closed form has its own.
+        """
+        return search(self, constants, np.asarray(flops, dtype=np.float64), lambda N: flops_per_token * N)
+
+    def size_exponent(self, constants: Mapping[str, Any]) -> Any:
+        """The exponent of N*(C); here, its mean slope between the smallest and the largest run."""
+        C = 6.0 * self.data_["N"] * self.data_["D"]
+        low, high = float(C.min()), float(C.max())
+        ends = self.optimum(np.array([[low], [high]]), {k: np.atleast_1d(v) for k, v in constants.items()})[0]
+        return np.squeeze(np.log(ends[1] / ends[0]) / np.log(high / low))
+
+    def degenerate_draws(self) -> np.ndarray:
+        """Which draws put a term at zero, or an exponent, (resamples,)."""
+        return np.zeros(len(self._bootstrapped()[self.names[0]]), dtype=bool)
+
+    def optimal(self, flops: ArrayLike, level: float = 0.95) -> Optimum:
+        """The N and D of lowest loss under C = 6 N D; `flops` is a scalar or (targets,).
+
+        Intervals are there once `bootstrap` has run. `fit.allocation` has other FLOP conventions, token limits, and
+        inference.
+        """
+        self._fitted()
+        return compute_optimal(self, flops, level=level)
+
+    @property
+    def exponents_(self) -> tuple[float, float]:
+        """(a, b) of N* ~ C^a and D* ~ C^b under C = 6 N D."""
+        self._fitted()
+        a = float(self.size_exponent(self.constants_))
+        return a, 1.0 - a
+
+    def interval(self, name: str, level: float = 0.95, method: str = "percentile") -> tuple[float, float]:
+        """Interval of a constant by percentile, bca or profile; of `a`, the exponent of N*(C), by the first two."""
+        if name != "a" or name in self.names:
+            return super().interval(name, level, method)
+        return self.interval_of(self.size_exponent, level, method)
+
+    def plot(self, axes: Any = None) -> Any:
+        """Loss contours over (N, D) with the runs and the compute-efficient frontier; returns the matplotlib axes."""
+        self._fitted()
+        plots = import_module("...plots", __name__)  # by name, for it draws laws and so knows them
+        return plots.plot_contours(self, *self.data_.values(), axes)
+
+    def _check(self, inputs: tuple[Array, ...], observed: Array) -> None:
+        super()._check(inputs, observed)
+        identifiable(*inputs)
+        if self.E is not None and observed.min() <= self.E:
+            raise InputError(f"E is {self.E:g}; it must be below the lowest loss, {observed.min():.4g}.")
+
+
+class LineLaw(Law):
+    """A law y(x) through few and designed points: least squares, and a bootstrap that keeps every x."""
+
+    inputs = ("x",)
+    output = "y"
+    resampling = "wild"
+
+    def fit(
+        self, x: ArrayLike, y: ArrayLike, weight: ArrayLike | None = None, loss_se: ArrayLike | None = None
+    ) -> Self:
+        """x, y (n,) positive; weight and standard errors of y (n,) optional. Returns self.
+
+        Raises InputError for fewer different x than the law needs.
+        """
+        return self._fit((x, y), weight, loss_se)
+
+
+class Profile:
+    """A profile likelihood: one constant is held at value after value, and all others are fitted again.
+
+    It takes rows as independent and alike in their noise. Huber's objective is no likelihood, so how far it may rise
+    follows from the errors: 2 rise * mean psi' / mean psi^2 is F(1, n - k), psi being the objective's slope. Both means
+    are those of the residuals that fits without each row leave there, smoothed by a kernel; the fit's own residuals
+    bunch at zero, and with them an interval covers 85 to 92 % instead of 94 to 97 (measured in docs/decisions.md).
+
+    The tau test: Huber and Ronchetti 2009, Robust Statistics, chapter 13. For least squares it is the F test.
+    """
+
+    def __init__(self, law: Law, name: str) -> None:
+        """Raises InputError for a constant that is not fitted by itself, and after a bootstrap of groups of rows."""
+        law._fitted()
+        inputs = tuple(law.data_[column] for column in law.inputs)
+        self.law, self.problem = law, law._problem(inputs, law.data_[law.output], centred=False)
+        p = self.problem
+        if name not in p.coordinates:
+            raise InputError(f"profile of {name!r} is not known; choose one of {', '.join(p.coordinates)}.")
+        used = law.weight_ > 0
+        groups = used.sum() if law.draws_ is None else len(np.unique(law.groups_[used]))
+        if groups < used.sum():
+            raise InputError(
+                f"the {used.sum()} rows of this law move in {groups} groups and a profile takes them as independent; "
+                "choose percentile or bca."
+            )
+        self.at = p.coordinates.index(name)
+        self.log = p.logarithmic[self.at]
+        constants = np.array([law.constants_[coordinate] for coordinate in p.coordinates])
+        with np.errstate(divide="ignore", invalid="ignore"):
+            self.best = np.clip(np.where(p.logarithmic, np.log(constants), constants), p.lower, p.upper)
+        slope = law._slopes(p, self.best)
+        others = (p.lower < self.best) & (self.best < p.upper)
+        others[self.at] = False
+        size = np.maximum(np.linalg.norm(slope, axis=0), 1e-300)
+        follow = np.linalg.lstsq((slope / size)[:, others], slope[:, self.at], rcond=1e-12)[0]
+        # How all coordinates follow the one that is held, to first order, and what of its squared slope is then left.
+        self.direction = np.zeros(len(self.best))
+        self.direction[self.at], self.direction[others] = 1.0, -follow / size[others]
+        self.curvature = float(((slope @ self.direction) ** 2).sum())
+
+    def rises(self, values: ArrayLike) -> Array:
+        """How far the objective rises above its minimum with the constant held at each of values (m,)."""
+        held = np.asarray(values, dtype=np.float64)
+        if self.log and not (held > 0).all():
+            raise InputError(f"values holds {held.min():g}; each must be above zero.")
+        return self._refits(np.log(held) if self.log else held, np.tile(self.best, (len(held), 1)))[0]
+
+    def interval(self, level: float = 0.95) -> tuple[float, float]:
+        """The values that the runs tolerate at `level`; an end that they do not determine is 0 or infinite."""
+        most = self.tolerated_rise(level)
+        # Where the objective is flat, a step of 1 is a factor of e.
+        step = min(np.sqrt(2.0 * most / max(self._slope_moments()[0] * self.curvature, 1e-300)), 1.0)
+        low, high = (self._end(sign * step, most) for sign in (-1.0, 1.0))
+        return (float(np.exp(low)), float(np.exp(high))) if self.log else (low, high)
+
+    def tolerated_rise(self, level: float = 0.95) -> float:
+        """The rise of the objective at the ends of an interval."""
+        from scipy.special import stdtrit
+
+        curve, square = self._slope_moments()
+        freedom = max(int((self.law.weight_ > 0).sum()) - self.law.problem_.free, 1)
+        return float(0.5 * stdtrit(freedom, 0.5 + 0.5 * level) ** 2 * square / curve)
+
+    def _slope_moments(self) -> tuple[float, float]:
+        """Mean psi' and mean psi^2 of the objective's slope psi under the errors."""
+        from scipy.special import ndtr, ndtri
+
+        law = self.law
+        if law.objective == "se":  # its squares are in units of the known variance
+            return 1.0, 1.0
+        used, delta = law.weight_ > 0, law._delta
+        weight, rows = law.weight_[used], int(used.sum())
+        if np.isinf(delta):
+            return 1.0, float(weight @ law.residuals()[used] ** 2 / max(rows - law.problem_.free, 1))
+        error = law.left_out_residuals(np.arange(len(used)).astype(str))[used]
+        share = weight / weight.sum()
+        width = max(kernel_width(error, rows), 1e-12)
+        shrink = np.sqrt(1.0 + width**2 / max(float(np.mean(error**2)), 1e-24))  # the variance stays what it is
+        error, width = error / shrink, width / shrink
+        curve = share @ (ndtr((delta - error) / width) - ndtr((-delta - error) / width))
+        kernel = width * ndtri((np.arange(NODES) + 0.5) / NODES)
+        square = share @ np.clip(error[:, None] + kernel, -delta, delta) ** 2
+        return float(curve), float(square.mean())
+
+    def _refits(self, values: Array, near: Array) -> tuple[Array, Array]:
+        """Rise of the objective (m,) and coordinates (m, k), with the held one at values (m,), others near `near`."""
+        p, law = self.problem, self.law
+        warm = near + (values - near[:, self.at])[:, None] * self.direction
+        lower, upper = (np.tile(bound, (len(values), 1)) for bound in (p.lower, p.upper))
+        lower[:, self.at] = upper[:, self.at] = values
+        weights = np.broadcast_to(law.weight_ * law._precision, (len(values), p.form.points))
+        starts = p.starts(weights[:1], OWN_STARTS)
+        found = solve(p.form, p.target, weights, starts, lower, upper, law._delta, warm=warm)
+        rise = np.where(np.isfinite(found.objective), found.objective, np.inf) - law.objective_
+        return np.maximum(rise, 0.0), found.theta
+
+    def _end(self, step: float, most: float) -> float:
+        """The coordinate where the objective has risen by `most`, in the direction of `step`; infinite (or a coordinate
+        of zero) where it never does.
+        """
+        best = self.best[self.at]
+        bound = float((self.problem.upper if step > 0 else self.problem.lower)[self.at])
+        outward = best + step * np.concatenate([NEAR, FAR])
+        outward = np.append(outward[np.abs(outward - best) < abs(bound - best)], bound)
+        points: list[Point] = [(best, 0.0, self.best)]
+        for values in np.split(outward[np.isfinite(outward)], [len(NEAR)]):
+            if len(values) and points[-1][1] <= most:
+                points += self._points(values, np.tile(points[-1][2], (len(values), 1)))
+        if max(rise for _, rise, _ in points) <= most:
+            return 0.0 if bound == 0.0 and not self.log else float(np.copysign(np.inf, step))
+        for _ in range(ROUNDS):
+            inner, outer = _crossing(points, most)
+            share = np.linspace(0.0, 1.0, REFINE + 2)[1:-1]
+            between = inner[2] + share[:, None] * (outer[2] - inner[2])
+            points = [inner, *self._points(inner[0] + share * (outer[0] - inner[0]), between), outer]
+        inner, outer = _crossing(points, most)
+        # The root of the rise is nearly straight.
+        inside, outside = np.sqrt(inner[1]), np.sqrt(min(outer[1], 1e9 * most))
+        return float(inner[0] + (np.sqrt(most) - inside) / (outside - inside) * (outer[0] - inner[0]))
+
+    def _points(self, values: Array, near: Array) -> list[Point]:
+        return list(zip(values, *self._refits(values, near), strict=True))
+
+
+def _crossing(points: list[Point], most: float) -> tuple[Point, Point]:
+    """The first two neighbours that the wanted rise lies between."""
+    return next((inner, outer) for inner, outer in pairwise(points) if outer[1] > most)

@@ -19,15 +19,14 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ..allocation.optimum import Optimum, aligned, answer, divide
-from ..errors import Array, InputError, identifiable
+from ..errors import Array, InputError
 from .chinchilla import FLAT_EXPONENT, ChinchillaLaw
-from .law import Law, Problem
+from .law import Law, LossLaw, Problem
 
 RENAMED = {"A": "a", "B": "b", "alpha": "eta"}
 
 
-class OvertrainingLaw(Law):
+class OvertrainingLaw(LossLaw):
     """L(C, M) = E + (a M^eta + b M^-eta) C^-eta; fitted to N and D, with C = 6 N D and M = D / N.
 
     `E` fixes the irreducible loss. After `fit`: E_, a_, b_, eta_, and what `Law` lists.
@@ -36,6 +35,7 @@ class OvertrainingLaw(Law):
     form = "overtraining"
     title = "the law E + (a M^eta + b M^-eta) C^-eta"
     names = ("E", "a", "b", "eta")
+    exponent_names = ("eta",)
     E_: float
     a_: float
     b_: float
@@ -44,25 +44,6 @@ class OvertrainingLaw(Law):
     def __init__(self, objective: str = "huber", delta: float = 1e-3, E: float | None = None) -> None:
         super().__init__(objective, delta)
         self.E = self._tied(E).E
-
-    def options(self) -> dict[str, Any]:
-        return super().options() | {"E": self.E}
-
-    def fit(
-        self,
-        N: ArrayLike,
-        D: ArrayLike,
-        loss: ArrayLike,
-        weight: ArrayLike | None = None,
-        loss_se: ArrayLike | None = None,
-    ) -> Self:
-        """Fit to n runs: N parameters, D tokens, loss (nats per token), all (n,). Returns self.
-
-        `weight` (n,) multiplies each run's term. `loss_se` (n,) is the loss's standard error, for objective "se".
-        Raises InputError when a value is not a positive finite number, when there are too few different runs, or when N
-        and D do not vary separately.
-        """
-        return self._fit((N, D, loss), weight, loss_se)
 
     @staticmethod
     def evaluate(constants: Mapping[str, Any], *inputs: Any) -> Any:
@@ -81,20 +62,19 @@ class OvertrainingLaw(Law):
         C, M = np.asarray(flops, dtype=np.float64), np.asarray(ratio, dtype=np.float64)
         return self.predict(N=np.sqrt(C / (6.0 * M)), D=np.sqrt(C * M / 6.0))
 
-    def optimal(self, flops: ArrayLike, level: float = 0.95) -> Optimum:
-        """The N and D of lowest loss under C = 6 N D: M = (b / a)^(1 / (2 eta)) tokens per parameter at every C.
+    def optimum(
+        self, flops: ArrayLike, constants: Mapping[str, Any], flops_per_token: float = 6.0
+    ) -> tuple[Array, Array, Array]:
+        """In closed form: M = (b / a)^(1 / (2 eta)) tokens per parameter at every C."""
+        c, spent = constants, np.asarray(flops, dtype=np.float64) / flops_per_token
+        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+            M = np.divide(c["b"], c["a"]) ** (0.5 / c["eta"])
+            N, D = np.sqrt(spent / M), np.sqrt(spent * M)
+            return N, D, self.evaluate(c, N, D)
 
-        `flops` is a scalar or (targets,). Intervals are filled in once `bootstrap` has run.
-        """
-        C = aligned(flops=flops)[0]
-
-        def solve(c: Mapping[str, Any]) -> dict[str, Array]:
-            with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-                M = divide(c["b"], c["a"]) ** (0.5 / c["eta"])
-                N, D = np.sqrt(C / (6.0 * M)), np.sqrt(C * M / 6.0)
-                return {"flops": C, "N": N, "D": D, "loss": self.evaluate(c, N, D)}
-
-        return answer(self, solve, level)
+    def size_exponent(self, constants: Mapping[str, Any]) -> Any:
+        """One half."""
+        return 0.0 * constants["eta"] + 0.5
 
     # To and from the law E + A / N^alpha + B / D^alpha.
 
@@ -118,16 +98,10 @@ class OvertrainingLaw(Law):
     def _tied(self, E: float | None) -> ChinchillaLaw:
         return ChinchillaLaw(self.objective, self.delta, tied=True, E=E)
 
-    def _check(self, inputs: tuple[Array, ...], observed: Array) -> None:
-        super()._check(inputs, observed)
-        identifiable(*inputs)
-        if self.E is not None and observed.min() <= self.E:
-            raise InputError(f"E is {self.E:g}; it must be below the lowest loss, {observed.min():.4g}.")
-
     def _accept(self, found: Any) -> None:
         super()._accept(found)
-        if 2.0 * self.constants_["eta"] < FLAT_EXPONENT and "eta" not in self.degenerate_:
-            self.degenerate_.append("eta")
+        if 2.0 * self.constants_["eta"] < FLAT_EXPONENT:
+            self._call_degenerate("eta")
 
     def _problem(self, inputs: tuple[Array, ...], observed: Array, centred: bool = True) -> Problem:
         """That of `ChinchillaLaw(tied=True)` in 6 N^2 and 6 D^2: its A is a, its B is b and its alpha is eta."""

@@ -11,42 +11,25 @@ import hashlib
 import json
 import math
 from datetime import UTC, datetime
-from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ..errors import InputError
-from ..files import write_text
-
-if TYPE_CHECKING:
-    from .law import Law
+from .registry import LAWS, law_class
 
 FORMAT = "isoflop-law"
 VERSION = 1
-# Where each form's class lives; a form that is not here cannot be read back.
-CLASSES = {
-    "chinchilla": (".chinchilla", "ChinchillaLaw"),
-    "power": (".powerlaw", "PowerLaw"),
-    "kaplan": (".kaplan", "KaplanLaw"),
-    "broken": (".broken", "BrokenPowerLaw"),
-    "repetition": (".repetition", "RepetitionLaw"),
-    "overtraining": (".overtraining", "OvertrainingLaw"),
-    "function": (".custom", "FunctionLaw"),
-    "hyperparameter": ("..hyperparameters.hyperparameters", "HyperparameterLaw"),
-    "hyperparameter-surface": ("..hyperparameters.settings_surface", "HyperparameterSurface"),
-    "critical-batch": ("..hyperparameters.critical_batch", "CriticalBatchLaw"),
-}
 
 
-def law_to_dict(law: Law) -> dict[str, Any]:
+def law_to_dict(law: Any) -> dict[str, Any]:
     """The law as JSON's own types; an infinite option or draw is the string "inf"."""
     columns = {name: values.tolist() for name, values in law.data_.items()}
     bootstrap = None
     if law.draws_ is not None:
-        draws = {name: _numbers(values) for name, values in law.draws_.items()}
+        draws = {name: [_number(float(v)) for v in values] for name, values in law.draws_.items()}
         bootstrap = law.bootstrap_ | {"groups": law.groups_.tolist(), "draws": draws}
     return {
         "format": FORMAT,
@@ -74,7 +57,7 @@ def law_to_dict(law: Law) -> dict[str, Any]:
     }
 
 
-def data_hash(law: Law) -> str:
+def data_hash(law: Any) -> str:
     """SHA-256 of the columns, weights and standard errors that the law was fitted to."""
     digest = hashlib.sha256()
     for name, values in (*law.data_.items(), ("weight", law.weight_), ("se", law.se_)):
@@ -83,22 +66,18 @@ def data_hash(law: Law) -> str:
     return digest.hexdigest()
 
 
-def write_law(law: dict[str, Any], path: str | Path | None) -> str:
-    """The JSON text, also written whole or not at all to `path`."""
-    text = json.dumps(law, indent=None, allow_nan=False) + "\n"
-    if path is not None:
-        write_text(Path(path), text)
-    return text
-
-
 def read_law(source: str | Path, kind: type[Any] | None = None) -> Any:
     """A fitted law from a file or a JSON text, of class `kind` or a subclass of it where one is given."""
-    from .law import Law
-
     said, content = _load(source)
-    cls = _class(said, content)
-    if kind not in (None, Law) and not issubclass(cls, kind or Law):
-        raise InputError(f"{said} holds a law of form {content['form']!r}; {(kind or Law).form!r} is expected.")
+    if content.get("version") != VERSION:
+        raise InputError(
+            f"{said} is version {content.get('version')!r} of the law format; this isoflop reads version {VERSION}."
+        )
+    if content.get("form") not in LAWS:
+        raise InputError(f"{said} holds a law of form {content.get('form')!r}; known are {', '.join(LAWS)}.")
+    cls = law_class(content["form"])
+    if kind is not None and not issubclass(cls, kind):
+        raise InputError(f"{said} holds a law of form {content['form']!r}; {kind.form or kind.title!r} is expected.")
     try:
         law = cls(**{key: _read(value) for key, value in content["options"].items()})
         _restore(law, content)
@@ -129,19 +108,7 @@ def _load(source: str | Path) -> tuple[str, dict[str, Any]]:
     return said, content
 
 
-def _class(said: str, content: dict[str, Any]) -> type[Any]:
-    if content.get("version") != VERSION:
-        raise InputError(
-            f"{said} is version {content.get('version')!r} of the law format; this isoflop reads version {VERSION}."
-        )
-    if content.get("form") not in CLASSES:
-        raise InputError(f"{said} holds a law of form {content.get('form')!r}; known are {', '.join(CLASSES)}.")
-    module, name = CLASSES[content["form"]]
-    cls: type[Any] = getattr(import_module(module, __package__), name)
-    return cls
-
-
-def _restore(law: Law, content: dict[str, Any]) -> None:
+def _restore(law: Any, content: dict[str, Any]) -> None:
     data, fit = content["data"], content["fit"]
     law.data_ = {name: np.array(data["columns"][name], dtype=np.float64) for name in (*law.inputs, law.output)}
     law.weight_ = np.array(data["weight"], dtype=np.float64)
@@ -162,10 +129,6 @@ def installed_version() -> str:
         return version("isoflop")
     except PackageNotFoundError:
         return "unknown"
-
-
-def _numbers(values: Any) -> list[Any]:
-    return [_number(float(v)) for v in values]
 
 
 def _number(value: Any) -> Any:

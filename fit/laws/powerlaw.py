@@ -13,19 +13,18 @@ from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from ..errors import Array, InputError
 from ..solver.forms import LogSumExp
 from ..solver.solver import variable_projection
-from .law import Law, Problem
+from .law import LineLaw, Problem
 
 OFFSET_GRID = np.geomspace(0.01, 1.0, 8)
 STEEPEST = 3.0  # |p| of a law with an offset
 VANISHED = 12.0  # a term below exp(-12) of the smallest y is called zero
 
 
-class PowerLaw(Law):
+class PowerLaw(LineLaw):
     """y = k x^p; with `offset`, y = E + k x^p with E >= 0 and p in [-3, 0].
 
     After `fit`: k_, p_, E_ (0 without an offset), and what `Law` lists. After `bootstrap` or `fit_draws`: draws_.
@@ -34,8 +33,6 @@ class PowerLaw(Law):
     form = "power"
     title = "the law y = k x^p"
     names = ("E", "k", "p")
-    inputs = ("x",)
-    output = "y"
     E_: float
     k_: float
     p_: float
@@ -44,19 +41,7 @@ class PowerLaw(Law):
         super().__init__(objective, delta)
         self.offset = bool(offset)
 
-    def options(self) -> dict[str, Any]:
-        return {"offset": self.offset} | super().options()
-
-    def fit(
-        self, x: ArrayLike, y: ArrayLike, weight: ArrayLike | None = None, loss_se: ArrayLike | None = None
-    ) -> Self:
-        """x, y (n,) positive; weight and standard errors of y (n,) optional. Returns self.
-
-        Needs 2 different x, or 4 with an offset, else InputError.
-        """
-        return self._fit((x, y), weight, loss_se)
-
-    def bootstrap(self, n: int = 1000, groups: Any = None, seed: int = 0, method: str = "wild") -> Self:
+    def bootstrap(self, n: int = 1000, groups: Any = None, seed: int = 0, method: str | None = None) -> Self:
         self._fitted()
         if len(self.weight_) <= self.problem_.free:
             raise InputError(

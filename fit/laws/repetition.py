@@ -25,11 +25,10 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ..allocation.allocation import token_limited
-from ..allocation.optimum import Optimum
+from ..allocation.allocation import Optimum, token_limited
 from ..errors import Array, InputError, identifiable
+from ..solver.forms import LogSumTerms
 from ..solver.solver import AGREE, Minimum, Solution, minimise
-from ..solver.terms import LogSumTerms
 from .chinchilla import FLAT_EXPONENT, VANISHED
 from .law import L1_DELTA, Law, Problem
 from .repetition_form import HUGE, Repeated, decay_starts, joint_starts, saturated
@@ -52,7 +51,7 @@ class RepetitionLaw(Law):
     tied : bool
         Hold alpha = beta, as the paper does.
     base : mapping, optional
-        E, A, B, alpha and beta to hold, such as `ChinchillaLaw(tied=True).fit(...).constants_` of runs of one epoch.
+        E, A, B, alpha and beta to hold, such as the constants of a tied fit to runs of one epoch.
         Intervals are then those of R_D and R_N given the base.
 
     Notes:
@@ -65,6 +64,7 @@ class RepetitionLaw(Law):
     title = "the law of repeated data"
     names = ("E", "A", "B", "alpha", "beta", "R_D", "R_N")
     inputs = ("N", "D", "U")
+    output = "loss"
     E_: float
     A_: float
     B_: float
@@ -85,10 +85,11 @@ class RepetitionLaw(Law):
             raise InputError(
                 "tied and base were both given; the base holds both exponents already, so give one of them."
             )
-        self.tied, self.base = bool(tied), None if base is None else _base(base)
+        self.tied, self.base = bool(tied), base
+        self._base = None if base is None else _base(base)
 
     def options(self) -> dict[str, Any]:
-        return super().options() | {"tied": self.tied, "base": self.base}
+        return self.get_params() | {"base": self._base}
 
     def fit(
         self,
@@ -135,7 +136,7 @@ class RepetitionLaw(Law):
     def _check(self, inputs: tuple[Array, ...], observed: Array) -> None:
         super()._check(inputs, observed)
         N, D, U = inputs
-        if self.base is None:
+        if self._base is None:
             identifiable(N, D)
         if not (D > U * (1.0 + 1e-9)).any():
             raise InputError("U is D or more in every row, so no run repeats its data; add runs of several epochs.")
@@ -156,10 +157,10 @@ class RepetitionLaw(Law):
     def _accept(self, found: Any) -> None:
         super()._accept(found)
         c = self.constants_
-        if "R_N" not in self.degenerate_:
-            without = self.evaluate(c | {"R_N": R_BOUNDS[0]}, *(self.data_[name] for name in self.inputs))
-            if np.allclose(without, self.predict(*(self.data_[name] for name in self.inputs)), rtol=1e-9, atol=0.0):
-                self.degenerate_.append("R_N")
+        columns = [self.data_[name] for name in self.inputs]
+        without = self.evaluate(c | {"R_N": R_BOUNDS[0]}, *columns)
+        if np.allclose(without, self.predict(*columns), rtol=1e-9, atol=0.0):
+            self._call_degenerate("R_N")
 
     def _problem(self, inputs: tuple[Array, ...], observed: Array, centred: bool = True) -> Problem:
         """Coordinates: log A and log B (at the mean log N and log D), log E, the exponents, log R_D and log R_N; those
@@ -169,7 +170,7 @@ class RepetitionLaw(Law):
         log_u = np.minimum(np.log(inputs[2]), log_d)
         x0, y0 = (float(log_n.mean()), float(log_d.mean())) if centred else (0.0, 0.0)
         target = np.log(observed)
-        base = self.base
+        base = self._base
         own = [] if base else [name for name in BASE if not (self.tied and name == "beta")]
         names = (*own, "R_D", "R_N")
         at = {name: i for i, name in enumerate(names)}

@@ -13,8 +13,8 @@ from typing import Any
 import datasets
 import pytest
 from isoflop.evaluate.tasks import hub
-from isoflop.evaluate.tasks.staged_tasks import STAGED
-from isoflop.evaluate.tasks.suites import suite_tasks
+from isoflop.evaluate.tasks.staging import STAGED
+from isoflop.evaluate.tasks.suite import suite_tasks
 from isoflop.evaluate.tasks.tasks import load_suite, stage_tasks
 from isoflop.train.errors import UserError
 from lm_eval.tasks import TaskManager
@@ -113,7 +113,7 @@ def test_a_killed_or_second_copying_leaves_a_whole_one(tmp_path: Path) -> None:
 import os, signal, sys
 import datasets
 from pathlib import Path
-from isoflop.evaluate import hub
+from isoflop.evaluate.tasks import hub
 if sys.argv[1] == "killed":
     hub.write_json = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 hub.write_copy(Path({str(tmp_path / "hub" / "x")!r}), datasets.Dataset.from_dict({{"a": list(range(999))}}), {{}})

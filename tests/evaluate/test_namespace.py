@@ -45,7 +45,7 @@ print(harness.__file__)
 def test_listing_and_staging_need_neither_torch_nor_lm_eval() -> None:
     code = """
 import sys, isoflop.evaluate.tasks.tasks as tasks
-tasks.task_names("small"); tasks.benchmarks_directory()
+tasks.expand("small"); tasks.benchmarks_directory()
 print([name for name in ("torch", "lm_eval", "datasets", "pyarrow") if name in sys.modules])
 """
     assert _python(code).strip() == "[]"

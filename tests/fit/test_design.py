@@ -8,9 +8,18 @@ from typing import Any
 import numpy as np
 import pytest
 from isoflop.fit import ChinchillaLaw, InputError
-from isoflop.fit.allocation.design import Buyer, Candidates, Design
-from isoflop.fit.allocation.design_beliefs import PRIOR, Beliefs, Linear, Question, Widths, trunk_correlation
-from isoflop.fit.allocation.isoloss import optimum
+from isoflop.fit.allocation.allocation import optimum
+from isoflop.fit.allocation.design import (
+    PRIOR,
+    Beliefs,
+    Buyer,
+    Candidates,
+    Design,
+    Linear,
+    Question,
+    Widths,
+    trunk_correlation,
+)
 
 TRUTH = {"E": 1.8, "A": 480.0, "B": 2100.0, "alpha": 0.35, "beta": 0.366}
 TARGET = 1e23

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from isoflop import fit
-from isoflop.fit.laws.profiles import profile, profile_interval, tolerated_rise
-from isoflop.fit.laws.resampling import left_out_residuals
+from isoflop.fit.allocation.allocation import optimum
+from isoflop.fit.laws.law import Profile
 from isoflop.fit.solver.solver import solve
 from isoflop.fit.uncertainty import bca_interval
 from scipy import optimize, stats
@@ -49,11 +49,11 @@ def known_laws():
         truth = random_truth(rng, N, D)
         clean = fit.ChinchillaLaw.evaluate(truth, N, D)
         law = fit.ChinchillaLaw().fit(N, D, clean * np.exp(NOISE * rng.standard_normal(len(N))))
-        most = tolerated_rise(law)
-        found["profile"].append([profile(law, name, [value])[0] <= most for name, value in truth.items()])
+        most = Profile(law, "alpha").tolerated_rise()
+        found["profile"].append([Profile(law, name).rises([value])[0] <= most for name, value in truth.items()])
         law.bootstrap(250, seed=trial)
         edge = float((6 * N * D).max())
-        best, at = law.optimal([edge, 100 * edge]), fit.allocation.optimum(np.array([edge, 100 * edge]), truth)
+        best, at = law.optimal([edge, 100 * edge]), optimum(np.array([edge, 100 * edge]), truth)
         held = {name: holds(law.interval(name), value) for name, value in truth.items()}
         held["a"] = holds(law.interval("a"), truth["beta"] / (truth["alpha"] + truth["beta"]))
         for target, where in enumerate(("at the edge", "100x beyond")):
@@ -150,11 +150,11 @@ def test_residuals_of_fits_that_leave_runs_out_are_the_closed_form():
     x, y = straight_line()
     law = fit.PowerLaw().fit(x, y)
     _, H = hat(x)
-    alone = left_out_residuals(law, np.arange(14).astype(str))
+    alone = law.left_out_residuals(np.arange(14).astype(str))
     np.testing.assert_allclose(alone, law.residuals() / (1 - np.diag(H)), rtol=1e-8)
     groups = np.arange(14) // 2
     block = np.eye(14) - H * (groups[:, None] == groups[None, :])
-    together = left_out_residuals(law, groups.astype(str))
+    together = law.left_out_residuals(groups.astype(str))
     np.testing.assert_allclose(together, np.linalg.solve(block, law.residuals()), rtol=1e-8)
 
 
@@ -230,7 +230,7 @@ def test_at_the_ends_of_a_profile_scipys_minimum_has_the_tolerated_rise(objectiv
             free = optimize.minimize(
                 rho, free, (alpha,), method="Nelder-Mead", options={"xatol": 1e-10, "fatol": 1e-14, "maxiter": 4000}
             ).x
-        np.testing.assert_allclose(rho(free, alpha) - law.objective_, tolerated_rise(law), rtol=2e-3)
+        np.testing.assert_allclose(rho(free, alpha) - law.objective_, Profile(law, "alpha").tolerated_rise(), rtol=2e-3)
 
 
 def test_a_profile_ends_in_the_valley_that_a_search_from_every_start_finds():
@@ -243,7 +243,7 @@ def test_a_profile_ends_in_the_valley_that_a_search_from_every_start_finds():
     lower, upper, weights = np.tile(p.lower, (9, 1)), np.tile(p.upper, (9, 1)), np.ones((9, 60))
     lower[:, place] = upper[:, place] = np.log(E)
     found = solve(p.form, p.target, weights, p.starts(weights[:1], None), lower, upper, law.delta)
-    np.testing.assert_allclose(profile(law, "E", E), found.objective - law.objective_, rtol=1e-6, atol=1e-12)
+    np.testing.assert_allclose(Profile(law, "E").rises(E), found.objective - law.objective_, rtol=1e-6, atol=1e-12)
 
 
 # What is and is not determined.
@@ -253,9 +253,9 @@ def test_a_constant_that_the_runs_do_not_determine_has_an_open_end():
     rng = np.random.default_rng(0)
     N, D = scattered(rng)
     law = fit.ChinchillaLaw().fit(N, D, (2 + 400 / N**0.35) * np.exp(0.001 * rng.standard_normal(60)))
-    assert profile_interval(law, "beta") == (0.0, np.inf)
-    assert profile_interval(law, "B")[0] == 0.0
-    low, high = profile_interval(law, "alpha")
+    assert law.interval("beta", method="profile") == (0.0, np.inf)
+    assert law.interval("B", method="profile")[0] == 0.0
+    low, high = law.interval("alpha", method="profile")
     assert 0.3 < low < 0.35 < high < 0.4
 
 
@@ -276,8 +276,9 @@ def test_rows_that_do_not_count_change_nothing():
     some = fit.ChinchillaLaw("squares").fit(N, D, loss, weight=weight).bootstrap(20)
     alone = fit.ChinchillaLaw("squares").fit(N[:20], D[:20], loss[:20])
     np.testing.assert_allclose(some.residual_scale_, alone.residual_scale_, rtol=1e-8)
-    np.testing.assert_allclose(tolerated_rise(some), tolerated_rise(alone), rtol=1e-8)
-    np.testing.assert_allclose(profile_interval(some, "beta"), profile_interval(alone, "beta"), rtol=1e-4)
+    one, other = Profile(some, "beta"), Profile(alone, "beta")
+    np.testing.assert_allclose(one.tolerated_rise(), other.tolerated_rise(), rtol=1e-8)
+    np.testing.assert_allclose(one.interval(), other.interval(), rtol=1e-4)
 
 
 def test_few_runs_keep_every_run_and_many_are_drawn_with_replacement():
@@ -312,9 +313,9 @@ def test_a_profile_refuses_what_it_cannot_know():
     loss = fit.ChinchillaLaw.evaluate(random_truth(rng, N, D), N, D) * np.exp(NOISE * rng.standard_normal(24))
     law = fit.ChinchillaLaw().fit(N, D, loss)
     with pytest.raises(fit.InputError, match="profile of 'a' is not known; choose one of A, alpha, B, beta, E"):
-        profile(law, "a", [0.5])
+        Profile(law, "a").rises([0.5])
     with pytest.raises(fit.InputError, match="values holds 0; each must be above zero"):
-        profile(law, "E", [0.0])
+        Profile(law, "E").rises([0.0])
     law.bootstrap(20, groups=np.arange(24) // 2)
     with pytest.raises(fit.InputError, match="24 rows of this law move in 12 groups"):
         law.interval("alpha", method="profile")

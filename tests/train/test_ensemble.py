@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from isoflop.train.checkpoint import storage
-from isoflop.train.checkpoint.checkpoint import file_sha256
 from isoflop.train.config import (
     CheckpointConfig,
     DataConfig,
@@ -32,7 +31,7 @@ from isoflop.train.ensemble.rows import Rows
 from isoflop.train.ensemble.stacked import StackedGPT
 from isoflop.train.ensemble.stacked_stepper import StackedStepper, shares
 from isoflop.train.errors import UserError
-from isoflop.train.files import read_json_lines
+from isoflop.train.files import file_sha256, read_json_lines
 from isoflop.train.loop import Stopped, train
 from isoflop.train.model.parametrization import build_model, empty_model, output_scale
 

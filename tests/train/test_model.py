@@ -13,6 +13,7 @@ import torch
 from isoflop.train.config import ModelConfig, OptimizerConfig
 from isoflop.train.errors import UserError
 from isoflop.train.model import attention
+from isoflop.train.model import block as block_module
 from isoflop.train.model import gpt as model_module
 from isoflop.train.model.gpt import GPT, sequence_losses
 from isoflop.train.model.parametrization import build_model
@@ -162,7 +163,7 @@ def test_no_position_sees_a_later_token(qk_norm: bool) -> None:
 def autograd_functions() -> list[type]:
     found = [
         item
-        for module in (attention, model_module)
+        for module in (attention, block_module)
         for item in vars(module).values()
         if isinstance(item, type) and issubclass(item, torch.autograd.Function) and item.__module__ == module.__name__
     ]
@@ -180,13 +181,13 @@ def test_derivatives_written_by_hand_pass_gradcheck() -> None:
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True)
 
-    cos, sin = (angle.double() for angle in attention.rotary_angles(5, 6, 10000.0))
+    cos, sin = (angle.double() for angle in block_module.rotary_angles(5, 6, 10000.0))
     # gradcheck compares with central differences in float64, at its default tolerances (1e-5 + 1e-3 relative).
-    assert torch.autograd.gradcheck(lambda x: attention.apply_rotary(x, cos, sin), draw(2, 5, 3, 6))
-    assert torch.autograd.gradcheck(model_module.SwiGLU.apply, draw(2, 3, 14))
-    assert torch.autograd.gradcheck(lambda x, w: model_module._RMSNorm.apply(x, w, 1e-3), (draw(2, 3, 6), draw(6)))
+    assert torch.autograd.gradcheck(lambda x: block_module.apply_rotary(x, cos, sin), draw(2, 5, 3, 6))
+    assert torch.autograd.gradcheck(block_module.SwiGLU.apply, draw(2, 3, 14))
+    assert torch.autograd.gradcheck(lambda x, w: block_module._RMSNorm.apply(x, w, 1e-3), (draw(2, 3, 6), draw(6)))
     tokens = torch.randint(4, (2, 5), generator=generator)
-    assert torch.autograd.gradcheck(lambda table: model_module._Lookup.apply(tokens, table), draw(4, 3))
+    assert torch.autograd.gradcheck(lambda table: block_module._Lookup.apply(tokens, table), draw(4, 3))
     first = torch.tensor([[0, 0, 0, 2, 2, 4, 4], [0, 1, 1, 1, 1, 5, 5]], dtype=torch.int32)
     for block in (2, 3, 9):
         for window, masked in ((None, False), (None, True), (3, True)):
@@ -241,7 +242,7 @@ def test_the_gradient_of_a_table_in_low_precision_is_the_exact_sum_rounded_once(
     (ours,) = torch.autograd.grad(table(tokens), table.weight, slope)
     assert ours.dtype == dtype
     assert relative(ours, exact) < rounding
-    left_out = model_module.table_gradient(slope, tokens, 4, left_out=1)
+    left_out = block_module.table_gradient(slope, tokens, 4, left_out=1)
     assert torch.equal(left_out[[0, 2, 3]], ours[[0, 2, 3]])
     assert (left_out[1] == 0).all()
 
@@ -270,7 +271,7 @@ def test_logits_and_gradients_in_low_precision_are_near_the_exact_ones(
 
 def test_casting_a_model_leaves_its_angles_exact_and_moving_it_takes_them_along() -> None:
     model = random_model(ModelConfig(width=16, depth=1, heads=2, vocab_size=20), 64, 0)
-    expected = attention.rotary_angles(64, 8, 10000.0)
+    expected = block_module.rotary_angles(64, 8, 10000.0)
     for cast in (model.bfloat16(), model.half(), model.to(dtype=torch.float32)):
         assert cast is model
         assert all(torch.equal(a, b) for a, b in zip((model.cos, model.sin), expected, strict=True))
@@ -279,9 +280,9 @@ def test_casting_a_model_leaves_its_angles_exact_and_moving_it_takes_them_along(
 
 
 def test_a_rotated_product_depends_on_the_distance_alone() -> None:
-    cos, sin = attention.rotary_angles(64, 16, 10000.0)
+    cos, sin = block_module.rotary_angles(64, 16, 10000.0)
     q, k = torch.randn(2, 1, 1, 1, 16, generator=torch.Generator().manual_seed(0))
-    turned_q, turned_k = (attention.apply_rotary(x.expand(1, 64, 1, 16), cos, sin)[0, :, 0] for x in (q, k))
+    turned_q, turned_k = (block_module.apply_rotary(x.expand(1, 64, 1, 16), cos, sin)[0, :, 0] for x in (q, k))
     products = turned_q @ turned_k.T
     for distance in (-20, 0, 3, 50):
         diagonal = products.diagonal(distance)

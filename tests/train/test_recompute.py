@@ -12,8 +12,8 @@ import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from isoflop.train.config import ModelConfig, OptimizerConfig
 from isoflop.train.job.fork import run_ranks
-from isoflop.train.model.attention import rotary_angles
-from isoflop.train.model.gpt import GPT, Block, swiglu
+from isoflop.train.model.block import rotary_angles, swiglu
+from isoflop.train.model.gpt import GPT, Block
 from isoflop.train.model.parametrization import empty_model, parameter_groups
 from isoflop.train.model.recompute import recomputed
 from isoflop.train.parallel.mesh import build_mesh

@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 from isoflop.train import loop
 from isoflop.train.checkpoint import storage
-from isoflop.train.checkpoint.checkpoint import file_sha256
 from isoflop.train.config import (
     CheckpointConfig,
     DataConfig,
@@ -29,7 +28,7 @@ from isoflop.train.config import (
     from_dict,
     to_dict,
 )
-from isoflop.train.files import read_json_lines
+from isoflop.train.files import file_sha256, read_json_lines
 from isoflop.train.loop import Stopped, train
 
 STEPS = 30

@@ -25,10 +25,11 @@ import torch
 
 from ..config import RunConfig
 from ..data.shards import Shards
-from ..errors import UserError
+from ..errors import Diverged, Stopped, UserError
 from ..hardware import kept_peak, out_of_memory
+from ..job.failure import Cause, cause_of, describe_error, forget_failure, note_failure
 from ..job.job import Job, join
-from ..loop import Diverged, Stopped, Trainer, open_shards
+from ..loop import Trainer, open_shards
 from ..parallel.zero import StepResult
 from ..planner.validation import validate
 from ..precision import set_matmul_precision
@@ -79,7 +80,7 @@ def train_together(
     if first.parallel.threads is not None:
         torch.set_num_threads(first.parallel.threads)
     set_matmul_precision(first.parallel.tf32)
-    with join(first, directories[0], partial(report, 0), orderly=()) as job:
+    with join(first, directories[0], partial(report, 0)) as job:
         opened = open_shards(first, shards, job, alive)
         together = _Together(configs, directories, opened, job, report, on_end, alive)
         try:
@@ -140,12 +141,12 @@ class _Together:
 
     def step(self, should_stop: Callable[[], bool]) -> None:
         """One step of everybody who is left, and its books."""
-        steps = [self.trainers[member.index].course.step for member in self.members]
+        steps = [self.trainers[member.index].progress.step for member in self.members]
         self.job.beat(min(steps), f"in a step of an ensemble of {len(steps)}")
         try:
             results = self.stepper.step(steps)
         except Exception as error:
-            reason = _said(error)
+            reason = describe_error(error)
             if out_of_memory(error):
                 reason = f"out of memory in an ensemble of {len(steps)}; a smaller one needs less ({reason})"
             for member in list(self.members):
@@ -164,6 +165,7 @@ class _Together:
 
     def _open(self, member: Member, peak: float) -> None:
         index = member.index
+        forget_failure(self.directories[index])  # of an earlier attempt, or a larger ensemble
         self.trainers[index] = Trainer(
             member.config, self.directories[index], partial(self.report, index), self.shards, self.job, member, peak,
             ensemble=len(self.configs), clock=self.clock, alive=self.alive,
@@ -178,7 +180,7 @@ class _Together:
         except Diverged as diverged:
             ended = Ended("diverged", str(diverged))
         except Exception as error:
-            ended = Ended("failed", _said(error), error=error)
+            ended = Ended("failed", describe_error(error), error=error)
         if ended is not None:
             self._end(member, ended)
 
@@ -188,6 +190,9 @@ class _Together:
             trainer.close()
         if ended.error is not None and not isinstance(ended.error, UserError):
             self.report(member.index, "".join(traceback.format_exception(ended.error)))
+        if ended.kind in ("diverged", "failed") and ended.reason is not None:
+            cause = Cause.DIVERGED if ended.error is None else cause_of(ended.error)
+            note_failure(self.directories[member.index], self.job.failure(cause, ended.reason))
         self.ended[member.index] = ended
         self.on_end(member.index, ended)
 
@@ -202,7 +207,7 @@ class _Together:
 
 def _keep_books(trainer: Trainer, result: StepResult, stop: bool) -> Ended | None:
     """What the loop of a run alone does after a step."""
-    trainer.took(result)
+    trainer.record_step(result)
     if not trainer.goes_on:
         return _finish(trainer)
     trainer.pause(stop, trainer.save_is_due())
@@ -211,10 +216,3 @@ def _keep_books(trainer: Trainer, result: StepResult, stop: bool) -> Ended | Non
 
 def _finish(trainer: Trainer) -> Ended:
     return Ended("done", summary=trainer.finish())
-
-
-def _said(error: Exception) -> str:
-    """An error in one line, as a run's state says it."""
-    if isinstance(error, UserError):
-        return str(error)
-    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"

@@ -21,15 +21,15 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..config import ModelConfig
-from ..model.attention import apply_rotary
 from ..model.backends import Backend
-from ..model.gpt import GPT, swiglu, table_gradient, widened
+from ..model.block import apply_rotary, lookup, query_key_value, rms_norm, swiglu
+from ..model.gpt import GPT
 from ..model.loss import linear_cross_entropy
+from ..model.shape import shape_of
 
 Weights = Mapping[str, Tensor]
 
@@ -86,7 +86,7 @@ class StackedGPT:
         for of_block in self._of_block:
             x = self._block(x, of_block, cos, sin, seen[0] if seen else None)
         # A scalar of `GPT` is not rounded to bf16 before the product: nor is this.
-        return (normed(x, weights["norm.weight"], config.norm_eps) * self.output_scale[:, None, None]).to(self.dtype)
+        return (_norm(x, weights["norm.weight"], config.norm_eps) * self.output_scale[:, None, None]).to(self.dtype)
 
 
 def _block(
@@ -95,78 +95,28 @@ def _block(
 ) -> Tensor:  # fmt: skip
     """One pre-norm decoder block of every member, (E, n, w) -> (E, n, w)."""
 
-    def norm(x: Tensor, name: str) -> Tensor:
-        return normed(x, weights[f"{name}_norm.weight"], config.norm_eps)
+    def norm(name: str, x: Tensor) -> Tensor:
+        return _norm(x, weights[f"{name}_norm.weight"], config.norm_eps)
+
+    def head_norm(name: str, x: Tensor) -> Tensor:
+        return norm(f"attention.{name}", x.unflatten(0, (len(weights["attention_norm.weight"]), -1))).flatten(0, 1)
 
     def times(x: Tensor, name: str) -> Tensor:
         return product(x, weights[f"{name}.weight"].to(x.dtype))
 
-    heads, kv_heads, head_dim = config.heads, config.num_kv_heads, config.head_dim
-    qkv = times(norm(x, "attention"), "attention.qkv").unflatten(2, (heads + 2 * kv_heads, head_dim))
-    query_key, value = qkv.split((heads + kv_heads, kv_heads), dim=2)
-    if config.qk_norm:
-        query, key = query_key.split((heads, kv_heads), dim=2)
-        query_key = torch.cat((norm(query, "attention.query"), norm(key, "attention.key")), dim=2)
-    # (E, n, …) -> (E B, T, …): from here on members are sequences among sequences.
-    query_key, value = (part.reshape(-1, len(cos), *part.shape[2:]) for part in (query_key, value))
-    query, key = apply_rotary(query_key, cos, sin).split((heads, kv_heads), dim=2)
+    heads, kv_heads = config.heads, config.num_kv_heads
+    # (E, n, …) -> (E B, T, heads, d): in attention members are sequences among sequences.
+    fused = times(norm("attention", x), "attention.qkv").view(-1, len(cos), heads + 2 * kv_heads, config.head_dim)
+    norms = tuple(partial(head_norm, name) for name in ("query", "key")) if shape_of(config).head_norms else ()
+    query, key, value = query_key_value(fused, heads, kv_heads, norms, lambda x: apply_rotary(x, cos, sin))
     mixed = backend.attend(query, key, value, seen, config.window).reshape(x.shape)
     x = x + times(mixed, "attention.out")
-    return x + times(swiglu(times(norm(x, "mlp"), "mlp.gate_up")), "mlp.down")
+    return x + times(swiglu(times(norm("mlp", x), "mlp.gate_up")), "mlp.down")
 
 
-def lookup(tokens: Tensor, tables: Tensor) -> Tensor:
-    """Rows of each member's own table: ids (E, n), tables (E, V, w) -> (E, n, w)."""
-    return _Lookup.apply(tokens, tables)
-
-
-class _Lookup(torch.autograd.Function):
-    """Rows of tables, which need not lie side by side; their gradient is that of one table of E V rows."""
-
-    @staticmethod
-    def forward(ctx: Any, tokens: Tensor, tables: Tensor) -> Tensor:
-        members = torch.arange(len(tables), device=tokens.device)[:, None]
-        ctx.save_for_backward(tokens + members * tables.shape[1])
-        ctx.shape = tables.shape
-        return tables[members, tokens]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
-        (rows,) = ctx.saved_tensors
-        return None, table_gradient(grad, rows, ctx.shape[0] * ctx.shape[1]).view(ctx.shape)
-
-
-def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm with each member's factors: (E, …, w), weight (E, w) -> (E, …, w). See `model.RMSNorm`."""
-    factors = weight.to(x.dtype).view(len(weight), *(1,) * (x.dim() - 2), -1)
-    if x.device.type != "cpu" or torch.compiler.is_compiling():
-        return F.rms_norm(x, x.shape[-1:], None, eps) * factors
-    return _Norm.apply(x, factors, eps)
-
-
-class _Norm(torch.autograd.Function):
-    """The arithmetic of `model._RMSNorm`, with factors (E, 1, …, w)."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, factors: Tensor, eps: float) -> Tensor:
-        wide = widened(x)
-        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-        scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-        ctx.save_for_backward(x, factors, scale)
-        return (wide * scale).mul_(factors).to(x.dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, factors, scale = ctx.saved_tensors
-        unit, grad, wide = widened(x) * scale, widened(grad), widened(factors)
-        slope = (grad * unit).flatten(1, -2)
-        # Not one batched product, which sums in another order.
-        means = [torch.mv(rows, factor.flatten()) for rows, factor in zip(slope, wide, strict=True)]
-        mean = torch.stack(means).div_(x.shape[-1]).view(scale.shape)
-        dx = (grad * wide).addcmul_(unit, mean, value=-1).mul_(scale)
-        return dx.to(x.dtype), slope.sum(1).view(factors.shape).to(factors.dtype), None
+def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Each member's own norm: (E, …, w), weight (E, w) -> (E, …, w)."""
+    return rms_norm(x, weight.to(x.dtype).view(len(weight), *(1,) * (x.dim() - 2), -1), eps)
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:

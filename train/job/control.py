@@ -1,10 +1,6 @@
-"""What all ranks decide together: errors, configs, and flags.
+"""What all ranks decide together: errors, configs and flags, over `mesh.control` on the host.
 
-Special here:
-- an error on one rank becomes an error on every rank, at once, in one sentence that names rank and host;
-- flags (stop, save) are agreed on by a reduction that starts at one step and is read at the next, so no step waits for
-  it, and every rank acts at the same step;
-- all of it travels over `mesh.control`, on the host; one process communicates nothing and gets the same answers.
+One process communicates nothing and gets the same answers.
 """
 
 from __future__ import annotations
@@ -20,47 +16,33 @@ import torch.distributed as dist
 from ..config import RunConfig, to_dict
 from ..errors import UserError
 from ..parallel.mesh import Mesh
+from .failure import Cause, RankError, cause_of, failure_at
 
 T = TypeVar("T")
 
 SHARED = "raised on every rank"  # note on exceptions that no rank needs to tell the others of
 
 
-class RankError(Exception):
-    """A rank failed; the message says which, where and of what.
-
-    Attributes:
-        kind: name of the exception's type on that rank (`OutOfMemoryError`), where it is known.
-    """
-
-    def __init__(self, message: str, kind: str | None = None) -> None:
-        super().__init__(message)
-        self.kind = kind
-
-
 @dataclass(frozen=True)
-class _Failure:
+class _Raised:
     """An exception of one rank, as the others hear of it."""
 
     family: str  # UserError | OSError | RankError
-    kind: str
+    cause: Cause
     message: str
     number: int | None = None  # OSError: errno
     filename: str | None = None  # OSError
 
 
-def together(mesh: Mesh, function: Callable[[], T], only_first: bool = False) -> T:
+def run_on_ranks(mesh: Mesh, function: Callable[[], T], only_first: bool = False) -> T:
     """Calls a function on every rank and returns what it gave; where it raises on any rank, all ranks raise.
 
-    Args:
-        mesh: of this rank.
-        function: may not communicate on `mesh.control`, nor anything that other ranks wait for once it has raised.
-        only_first: rank 0 alone calls it, and what it gave (must pickle) is returned on every rank.
+    With `only_first` rank 0 alone calls it, and its result (must pickle) is returned on every rank. The function must
+    not communicate on `mesh.control`, nor on anything that other ranks wait for once it has raised.
 
     Raises:
-        UserError: if that is what it raised, "rank 3 on node07: …" (no rank is named where all say the same).
-        OSError: likewise, with its errno and file.
-        RankError: any other exception, with the name of its type. In one process an exception passes unchanged.
+        UserError, OSError: as the function did, naming the rank ("rank 3 on node07: …") unless all say the same.
+        RankError: any other exception. In one process an exception passes unchanged.
     """
     if mesh.control is None:
         return function()
@@ -76,7 +58,7 @@ def together(mesh: Mesh, function: Callable[[], T], only_first: bool = False) ->
         box: list[Any] = [(result, mine)]
         dist.broadcast_object_list(box, src=0, group=mesh.control)
         result, mine = box[0]
-        failures: list[_Failure | None] = [mine, *[None] * (mesh.size - 1)]
+        failures: list[_Raised | None] = [mine, *[None] * (mesh.size - 1)]
     else:
         failures = [None] * mesh.size
         dist.all_gather_object(failures, mine, group=mesh.control)
@@ -87,20 +69,20 @@ def together(mesh: Mesh, function: Callable[[], T], only_first: bool = False) ->
     return result
 
 
-def _describe(error: Exception) -> _Failure:
-    kind, message = type(error).__name__, str(error) or "no message"
+def _describe(error: Exception) -> _Raised:
+    cause, message = cause_of(error), str(error) or "no message"
     if isinstance(error, UserError):
-        return _Failure("UserError", kind, message)
+        return _Raised("UserError", cause, message)
     if isinstance(error, OSError):
         words = error.strerror or message
-        return _Failure("OSError", kind, words, error.errno, str(error.filename) if error.filename else None)
+        return _Raised("OSError", cause, words, error.errno, str(error.filename) if error.filename else None)
     if isinstance(error, RankError):
-        return _Failure("RankError", error.kind or kind, message)
-    return _Failure("RankError", kind, f"{kind}: {message}")
+        return _Raised("RankError", cause, message)
+    return _Raised("RankError", cause, f"{type(error).__name__}: {message}")
 
 
-def _shared(mesh: Mesh, failures: list[_Failure | None]) -> Exception:
-    """The exception that every rank raises; failures by rank, None for a rank that succeeded."""
+def _shared(mesh: Mesh, failures: list[_Raised | None]) -> Exception:
+    """The exception that every rank raises, from the failures by rank."""
     failed = [(rank, failure) for rank, failure in enumerate(failures) if failure is not None]
     rank, first = failed[0]
     if len(failed) == len(failures) and len({(failure.message, failure.filename) for _, failure in failed}) == 1:
@@ -113,10 +95,10 @@ def _shared(mesh: Mesh, failures: list[_Failure | None]) -> Exception:
         return UserError(message)
     if first.family == "OSError":
         return OSError(first.number, message, first.filename) if first.number is not None else OSError(message)
-    return RankError(message, first.kind)
+    return RankError(failure_at(mesh.hosts, [rank for rank, _ in failed], first.cause, message, None))
 
 
-def same_everywhere(mesh: Mesh, config: RunConfig) -> None:
+def check_same_config(mesh: Mesh, config: RunConfig) -> None:
     """Refuses ranks that were given different configs.
 
     Raises:
@@ -151,7 +133,7 @@ class Flag(enum.IntFlag):
 
 
 class Agreement:
-    """The flags that any rank has raised, the same on every rank at the same step."""
+    """Flags that any rank has raised, the same on every rank at the same step."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._control = mesh.control
@@ -161,7 +143,7 @@ class Agreement:
     def __call__(self, flags: Flag) -> Flag:
         """Raises this rank's flags and returns what all ranks raised at the call before; one process: at this one.
 
-        Every rank calls it at every step. What is raised at the last call is never heard.
+        Every rank calls it at every step. No step waits: a reduction that starts at one call is read at the next.
         """
         if self._control is None:
             return flags
@@ -171,7 +153,7 @@ class Agreement:
         return agreed
 
     def close(self) -> Flag:
-        """Waits for the last reduction, without which the group must not be left; returns what it says."""
+        """Waits for the last reduction, without which the group must not be left; returns its flags."""
         return self._read()
 
     def _read(self) -> Flag:

@@ -1,4 +1,4 @@
-"""One rank's part in its job: who it is, how it tells the others that it lives, and what it decides with them."""
+"""One rank's part in its job: who it is, how it shows the others that it lives, and what it decides with them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from typing import TypeVar
 import torch
 
 from ..config import RunConfig
-from ..files import FAILURE, note_once
+from ..errors import COLLECTIVE, Stopped
 from ..hardware import pick_device
 from ..parallel.mesh import Mesh
 from ..planner.validation import check_world
-from .control import Agreement, Flag, same_everywhere, together
+from .control import Agreement, Flag, check_same_config
 from .environment import detect
-from .rendezvous import join as meet
+from .failure import Cause, Failure, failure_of, forget_failure, note_failure
+from .rendezvous import meet
 from .watchdog import Watchdog
 
 T = TypeVar("T")
@@ -25,12 +26,13 @@ T = TypeVar("T")
 
 @dataclass
 class Job:
-    """Of one process, the same calls do nothing or answer at once."""
+    """For one process the same calls do nothing, or answer at once."""
 
     mesh: Mesh
     device: torch.device
     agreement: Agreement
     watchdog: Watchdog
+    host: str
 
     def beat(self, step: int, doing: str) -> None:
         """Tells the other ranks that this one makes progress."""
@@ -41,49 +43,48 @@ class Job:
         flags = self.agreement((Flag.STOP if stop else Flag(0)) | (Flag.SAVE if save else Flag(0)))
         return Flag.STOP in flags, Flag.SAVE in flags
 
-    def together(self, function: Callable[[], T]) -> T:
-        """See `control.together`."""
-        return together(self.mesh, function)
+    def failure(self, cause: Cause, reason: str) -> Failure:
+        """A failure of this rank at its current step."""
+        return Failure(cause, reason, self.mesh.rank, self.host, self.watchdog.step, (self.host,))
 
 
 @contextmanager
-def join(
-    config: RunConfig, directory: Path, report: Callable[[str], None], orderly: tuple[type[BaseException], ...]
-) -> Iterator[Job]:
+def join(config: RunConfig, directory: Path, report: Callable[[str], None]) -> Iterator[Job]:
     """Makes this process a rank of the run's job, and takes it out again.
 
-    Where another rank dies or hangs while this one is stuck in a collective, this process is ended from within, and
-    `directory/failure.json` says why.
-
-    Args:
-        config: of the run.
-        directory: of the run, on a file system that all ranks share.
-        report: gets the reason for which this process is ended.
-        orderly: exceptions that all ranks raise together and that are no failure.
+    Where another rank dies or hangs while this one is stuck in a collective, this process is ended from within.
+    `directory/failure.json` then says why, as it does of whatever is raised in the block but `Stopped`.
 
     Raises:
         UserError: the ranks are not those that the config asks for, were given different configs, or do not meet.
-        RankError: another rank failed; says which, where, at which step and why.
+        RankError: another rank failed.
     """
-    device = pick_device(config.parallel.device)
-    ranks = detect()
-    check_world(config, ranks.size, ranks.local_size)
+    ranks, watchdog = detect(), None
 
-    def lost(reason: str) -> None:
-        note_once(directory / FAILURE, {"reason": reason})
-        report(reason)
+    def lost(failure: Failure) -> None:
+        note_failure(directory, failure)
+        report(failure.reason)
 
     if ranks.rank == 0:
-        (directory / FAILURE).unlink(missing_ok=True)  # of an earlier attempt
-    with meet(ranks, directory, config.parallel, device) as (mesh, store):
-        if device.type == "cuda":
-            device = torch.device("cuda", torch.cuda.current_device())
-        with Watchdog(mesh, store, config.parallel.timeout_seconds, lost, orderly) as watchdog:
-            same_everywhere(mesh, config)
-            agreement = Agreement(mesh)
-            try:
-                yield Job(mesh, device, agreement, watchdog)
-            except orderly:  # all ranks leave here, and none with a reduction under way
+        forget_failure(directory)  # of an earlier attempt
+    try:
+        device = pick_device(config.parallel.device)
+        check_world(config, ranks.size, ranks.local_size)
+        with meet(ranks, directory, config.parallel, device) as (mesh, store):
+            if device.type == "cuda":
+                device = torch.device("cuda", torch.cuda.current_device())
+            with Watchdog(mesh, store, config.parallel.timeout_seconds, lost) as watchdog:
+                check_same_config(mesh, config)
+                agreement = Agreement(mesh)
+                try:
+                    yield Job(mesh, device, agreement, watchdog, ranks.host)
+                except COLLECTIVE:  # all ranks leave here, and none with a reduction under way
+                    agreement.close()
+                    raise
                 agreement.close()
-                raise
-            agreement.close()
+    except Stopped:
+        raise
+    except Exception as error:
+        step = None if watchdog is None else watchdog.step
+        note_failure(directory, failure_of(error, ranks.rank, ranks.host, step))
+        raise

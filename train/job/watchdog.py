@@ -1,6 +1,6 @@
-"""Takes the whole job down, with the reason, when one of its ranks dies, hangs or raises.
+"""Ends the whole job, with the reason, when one of its ranks dies, hangs or raises.
 
-Every rank publishes in the store what it does, and watches the others. The remaining ranks end within these times:
+Every rank publishes its progress in the store and watches the others. The remaining ranks end within these times:
 
 | what a rank does | the others end within |
 | --- | --- |
@@ -8,16 +8,9 @@ Every rank publishes in the store what it does, and watches the others. The rema
 | dies where another rank of its node lives to see it | 2 polls + GRACE_SECONDS |
 | dies with its node, is frozen, or hangs until no rank makes progress | timeout * 17 / 16 + 2 polls + GRACE_SECONDS |
 
-A poll is a 16th of the timeout, at most a second. LAST_WORDS_SECONDS are added where the caller's `on_loss` hangs, and
-GRACE_SECONDS where rank 0 is frozen. Rank 0 keeps the store until the others have read why: at most FAREWELL_SECONDS.
-
-Special here:
-- only the observer's own clock counts, and only while the observer itself runs: clocks of nodes may differ, and a job
-  that is suspended does not age;
-- when one rank hangs, all of them soon wait for it, and `beats.at_fault` tells it from those;
-- two threads: one talks to the store, and is stuck when the rank that keeps the store is frozen; the other keeps time;
-- a thread cannot wake the main thread from a collective, so it ends the process, after GRACE_SECONDS in which a main
-  thread that got an error may leave by itself.
+A poll is a 16th of the timeout, at most a second. LAST_WORDS_SECONDS are added where the caller's `on_loss` hangs,
+GRACE_SECONDS where rank 0 is frozen. Only the observer's own clock counts, and only while the observer itself runs:
+clocks of nodes may differ, and a suspended job does not age.
 """
 
 from __future__ import annotations
@@ -27,9 +20,10 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -37,23 +31,100 @@ from types import TracebackType
 import torch.distributed as dist
 from torch.distributed import Store
 
+from ..errors import COLLECTIVE
 from ..parallel.mesh import Mesh
-from .beats import Beat, Seen, at_fault, pid_space, runs
-from .control import SHARED, RankError
+from .control import SHARED
+from .failure import Cause, Failure, RankError, cause_of, describe_error, failure_at, parse_failure
 from .rendezvous import FAREWELL_SECONDS, farewell, leave
 
 EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: nothing is wrong with the input, try again
 GRACE_SECONDS = 1.0
 LAST_WORDS_SECONDS = 10.0
 NAMED = 3  # ranks in a sentence; of more the number is given
-FAILED = "failed"  # key of the store: why the job ends, in the words of the rank that knew first
+FAILED = "failed"  # key of the store: why the job ends, by the rank that knew first
+
+
+@dataclass(frozen=True)
+class Beat:
+    """What a rank last published of itself."""
+
+    pulse: int = 0  # times that it has published: its process lives
+    count: int = 0  # times that its main thread has beaten: it makes progress
+    step: int | None = None  # None before the first
+    doing: str = "starting"
+    at: str = ""  # where its main thread is in the code
+    pid: int = 0
+    space: str = ""  # in which pid means something; empty where nobody can tell
+    ended: bool = False  # it left in good order
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A rank's last beat, and when it was new on the observer's clock, in seconds."""
+
+    beat: Beat
+    moved: float  # its main thread made progress
+    alive: float  # its process published
+
+    def update(self, beat: Beat, now: float) -> Seen:
+        return Seen(
+            beat,
+            moved=self.moved if beat.count == self.beat.count else now,
+            alive=self.alive if beat.pulse == self.beat.pulse else now,
+        )
+
+    def is_silent(self, now: float, timeout: float) -> bool:
+        """Whether the process has not published for so long that it does not merely wait for another."""
+        return now - self.alive >= timeout / 2
+
+
+def at_fault(seen: Mapping[int, Seen], now: float, timeout: float) -> list[int]:
+    """Ranks that keep the job from going on: silent processes, else those at the earliest step, else those elsewhere in
+    the code.
+
+    None as long as all processes have published, and any rank has made progress, within `timeout` seconds: the others
+    may well be waiting for it.
+    """
+    running = {rank: entry for rank, entry in seen.items() if not entry.beat.ended}
+    silent = [rank for rank, entry in running.items() if entry.is_silent(now, timeout)]
+    if any(now - running[rank].alive >= timeout for rank in silent):
+        return silent
+    if any(now - entry.moved < timeout for entry in running.values()):
+        return []
+    if silent:
+        return silent
+    company = Counter(entry.beat.at for entry in running.values())
+
+    def suspicion(rank: int) -> tuple[int, int]:
+        beat = running[rank].beat
+        return -1 if beat.step is None else beat.step, company[beat.at]
+
+    least = min(map(suspicion, running), default=None)
+    return [rank for rank in running if suspicion(rank) == least]
+
+
+def pid_space() -> str:
+    """Names the set of processes to which this one's id belongs: a boot of a machine, or a container in it."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process exists and is no zombie; a stopped one runs."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return stat.rpartition(")")[2].split()[0] not in "ZX"
 
 
 class Watchdog:
-    """Watches over a job's ranks while its block runs, and turns what a lost rank causes into a sentence that names it.
+    """Watches a job's ranks while its block runs, and turns what a lost rank causes into an error that names it.
 
-    Use as `with Watchdog(…) as watchdog:` around all work that ranks do together, and call `beat` at every step and
-    within any work that takes long. All ranks must enter. One process without a launcher (store None) is not watched.
+    All ranks enter it around their common work, and call `beat` at every step and within any work that takes long. One
+    process without a launcher (store None) is not watched.
 
     Raises:
         RankError: from the block, in place of an error that another rank's end caused; or on entry, when a rank
@@ -61,19 +132,10 @@ class Watchdog:
     """
 
     def __init__(
-        self, mesh: Mesh, store: Store | None, timeout_seconds: float, on_loss: Callable[[str], None],
-        orderly: tuple[type[BaseException], ...] = (),
+        self, mesh: Mesh, store: Store | None, timeout_seconds: float, on_loss: Callable[[Failure], None]
     ) -> None:  # fmt: skip
-        """Does nothing before the block is entered.
-
-        Args:
-            mesh: of this rank.
-            store: that `rendezvous.join` gave.
-            timeout_seconds: without a beat, after which a rank counts as lost.
-            on_loss: gets the sentence just before this process is ended from within, with EXIT_CODE.
-            orderly: exceptions that all ranks raise together and that are no failure (a run that was told to stop).
-        """
-        self._mesh, self._timeout, self._on_loss, self._orderly = mesh, timeout_seconds, on_loss, orderly
+        """`on_loss` is called just before this process is ended from within, with EXIT_CODE."""
+        self._mesh, self._timeout, self._on_loss = mesh, timeout_seconds, on_loss
         self._poll = min(1.0, timeout_seconds / 16)
         self._base = store
         self._beat = Beat(pid=os.getpid(), space=pid_space())
@@ -82,15 +144,20 @@ class Watchdog:
         self._read_at = 0.0
         self._answers = 0  # of the store
         self._silence = float("inf")  # without a pulse, after which a process counts as dead
-        self._reason: str | None = None
-        self._known = threading.Event()  # self._reason is set
+        self._failure: Failure | None = None
+        self._known = threading.Event()  # self._failure is set
         self._left = threading.Event()  # the main thread has left the block
         self._publishing = threading.Lock()  # so that nothing is published after the last word
         self._threads: list[threading.Thread] = []
 
     def beat(self, step: int, doing: str = "in the step") -> None:
-        """Says that the main thread goes on. Costs nothing; may be called as often as one likes."""
+        """Says that the main thread goes on. Costs nothing."""
         self._beat = replace(self._beat, count=self._beat.count + 1, step=step, doing=doing)
+
+    @property
+    def step(self) -> int | None:
+        """The step at which this rank last said it was."""
+        return self._beat.step
 
     def __enter__(self) -> Watchdog:
         if self._base is None:
@@ -104,8 +171,10 @@ class Watchdog:
             self._store.wait(keys, timedelta(seconds=self._timeout))
         except dist.DistError as error:
             missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-            raise RankError(f"{self._names(missing)} did not start within {self._timeout:g} s") from error
+            reason = f"{self._names(missing)} did not start within {self._timeout:g} s"
+            raise RankError(failure_at(self._mesh.hosts, missing, Cause.NODE, reason, None)) from error
         self._read()
+        # Whoever talks to the store is stuck when the rank that keeps it is frozen, so another thread keeps time.
         for target in (self._talk, self._keep_time):
             thread = threading.Thread(target=target, name=f"watchdog{target.__name__}", daemon=True)
             self._threads.append(thread)
@@ -117,7 +186,7 @@ class Watchdog:
     ) -> None:
         if self._base is None:
             return
-        explained = error if error is None or isinstance(error, self._orderly) else self.explain(error)
+        explained = error if error is None or isinstance(error, COLLECTIVE) else self.explain(error)
         self._beat = replace(self._beat, ended=True)
         with suppress(dist.DistError):  # the rank that keeps the store may be the one that died
             self._publish()
@@ -130,22 +199,25 @@ class Watchdog:
             raise explained from error
 
     def explain(self, error: BaseException) -> BaseException:
-        """What to raise in place of an error: who is lost, where that caused it; else itself, once all others know."""
+        """What to raise in place of an error: who is lost, where that caused it; else the error itself, once all
+        others know.
+        """
         if _is_lost_connection(error):
             self._silence = max(1.0, 4 * self._poll)
             self._known.wait(2 * self._silence + 2 * self._poll)
-            if self._reason is not None:
-                return RankError(self._reason)
+            if self._failure is not None:
+                return RankError(self._failure)
         if SHARED not in getattr(error, "__notes__", ()):
-            words = str(error).splitlines()[0] if str(error) else "no message"
+            rank = self._mesh.rank
+            reason = f"{self._mesh.name(rank)}: {describe_error(error)}"
             with suppress(dist.DistError):
-                self._blame(f"{self._mesh.name(self._mesh.rank)}: {type(error).__name__}: {words}")
+                self._blame(failure_at(self._mesh.hosts, [rank], cause_of(error), reason, self.step))
         return error
 
     # The thread that talks to the store.
 
     def _talk(self) -> None:
-        while not self._left.wait(self._poll) and self._reason is None:
+        while not self._left.wait(self._poll) and self._failure is None:
             try:
                 self._exchange()
             except dist.DistError:
@@ -156,7 +228,7 @@ class Watchdog:
     def _exchange(self) -> None:
         self._publish()
         if self._store.check([FAILED]):
-            self._know(self._store.get(FAILED).decode())
+            self._know(parse_failure(json.loads(self._store.get(FAILED))))
             return
         # Every rank reads all: seldom, so that many ranks do not keep the store busy.
         if self._clock - self._read_at >= min(self._silence / 4, self._timeout / 16):
@@ -166,14 +238,14 @@ class Watchdog:
         elif lost := at_fault(self._seen, self._clock, self._timeout):
             self._accuse(self._stalled(lost), [rank for rank in lost if self._silent(rank)])
 
-    def _accuse(self, sentence: str, silent: list[int]) -> None:
-        self._know(self._blame(sentence))
+    def _accuse(self, failure: Failure, silent: list[int]) -> None:
+        self._know(self._blame(failure))
         for rank in silent:
             self._client.set(farewell(rank), "")  # it will not say so itself
 
     def _dead(self) -> list[int]:
         def dead(entry: Seen) -> bool:
-            gone = self._beat.space and entry.beat.space == self._beat.space and not runs(entry.beat.pid)
+            gone = self._beat.space and entry.beat.space == self._beat.space and not is_running(entry.beat.pid)
             return bool(gone) or self._clock - entry.alive >= self._silence
 
         if any(dead(entry) and not entry.beat.ended for entry in self._seen.values()):
@@ -194,9 +266,9 @@ class Watchdog:
             beat = Beat(**json.loads(value))
             self._seen[rank] = self._seen.get(rank, Seen(beat, now, now)).update(beat, now)
 
-    def _blame(self, sentence: str) -> str:
+    def _blame(self, failure: Failure) -> Failure:
         """Publishes why the job ends, unless another rank has done so; returns what stands."""
-        return self._store.compare_set(FAILED, "", sentence).decode()
+        return parse_failure(json.loads(self._store.compare_set(FAILED, "", json.dumps(asdict(failure)))))
 
     # The thread that keeps time.
 
@@ -210,11 +282,11 @@ class Watchdog:
             answers = self._answers
             if unanswered >= self._timeout:
                 self._know(self._stalled([0]))
-        if self._reason is not None and not self._left.wait(GRACE_SECONDS):
-            self._end(self._reason)
+        if self._failure is not None and not self._left.wait(GRACE_SECONDS):
+            self._end(self._failure)
 
-    def _end(self, reason: str) -> None:
-        _within(LAST_WORDS_SECONDS, lambda: self._on_loss(reason))
+    def _end(self, failure: Failure) -> None:  # a thread cannot wake the main thread from a collective
+        _within(LAST_WORDS_SECONDS, lambda: self._on_loss(failure))
         _within(FAREWELL_SECONDS if self._mesh.rank == 0 else GRACE_SECONDS, self._say_farewell)
         os._exit(EXIT_CODE)
 
@@ -223,27 +295,30 @@ class Watchdog:
         sys.stderr.flush()
         leave(self._client, self._mesh.rank, self._mesh.size, FAREWELL_SECONDS)
 
-    def _know(self, reason: str) -> None:
-        self._reason = reason
+    def _know(self, failure: Failure) -> None:
+        self._failure = failure
         self._known.set()
 
-    # Sentences.
+    # What has failed.
 
-    def _died(self, ranks: list[int]) -> str:
+    def _died(self, ranks: list[int]) -> Failure:
         step = self._last_step(ranks[0])
-        return f"{self._names(ranks)} died {'before the first step' if step is None else f'at step {step}'}"
+        reason = f"{self._names(ranks)} died {'before the first step' if step is None else f'at step {step}'}"
+        return failure_at(self._mesh.hosts, ranks, Cause.KILLED, reason, step)
 
-    def _stalled(self, ranks: list[int]) -> str:
+    def _stalled(self, ranks: list[int]) -> Failure:
         has = f"{self._names(ranks)} {'has' if len(ranks) == 1 else 'have'} made no progress"
         if self._silent(ranks[0]):
-            step, where, why = self._last_step(ranks[0]), "", ": frozen, or its node is lost"
+            step, where, why, cause = self._last_step(ranks[0]), "", ": frozen, or its node is lost", Cause.NODE
         else:
             beats = [self._seen[rank].beat for rank in ranks]
-            step, why = beats[0].step, ""
+            step, why, cause = beats[0].step, "", Cause.HUNG
             places = [f"{beat.doing}, at {beat.at}" for beat in beats[:NAMED]]
             where = f" ({'; '.join(places)})"
         since = "the start" if step is None else f"step {step}"
-        return f"{has} since {since}{where} for {self._timeout:g} s{why}"
+        return failure_at(
+            self._mesh.hosts, ranks, cause, f"{has} since {since}{where} for {self._timeout:g} s{why}", step
+        )
 
     def _last_step(self, rank: int) -> int | None:
         """The step of a silent rank, which may have gone on since it last published, but no further than this one."""

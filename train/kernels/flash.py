@@ -19,59 +19,15 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import UserError
-from ..model.attention import first_visible
 
 HEAD_DIMS = (16, 32, 64, 96, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
-def first_from_lengths(cumulative_lengths: Tensor | Sequence[int], batch: int, time: int) -> Tensor:
-    """First visible position of every token of packed documents.
-
-    Args:
-        cumulative_lengths: (n + 1,) integers: 0, then where each document ends among the batch * time tokens of the
-            rows laid end to end. A document lies within one row, and the documents fill the batch.
-        batch, time: rows, and tokens in each.
-
-    Returns:
-        (batch, time) int32, positions counted from the start of the row.
-
-    Reads the lengths on the host: on a GPU that waits for the device.
-    """
-    ends = torch.as_tensor(cumulative_lengths)
-    total = batch * time
-    if ends.ndim != 1 or ends.numel() < 2 or ends.is_floating_point() or int(ends[0]) != 0:
-        raise UserError(
-            f"cumulative_lengths {_short(ends)} must be whole numbers that start with 0 and end with {total}."
-        )
-    if not bool((ends[1:] > ends[:-1]).all()):
-        raise UserError(f"cumulative_lengths {_short(ends)} must increase: a document has at least one token.")
-    if int(ends[-1]) != total:
-        raise UserError(
-            f"cumulative_lengths ends with {int(ends[-1])}, but {batch} rows of {time} tokens take {total}."
-        )
-    starts, lasts = ends[:-1], ends[1:] - 1
-    spans = (starts // time != lasts // time).nonzero()
-    if spans.numel():
-        start, end = int(starts[spans[0, 0]]), int(ends[1:][spans[0, 0]])
-        raise UserError(
-            f"cumulative_lengths: the document of tokens {start} to {end} spans rows of {time} tokens; end it at "
-            f"{(start // time + 1) * time} and start another there."
-        )
-    document = torch.searchsorted(lasts, torch.arange(total, dtype=ends.dtype, device=ends.device))
-    return (starts[document] % time).to(torch.int32).view(batch, time)
-
-
-def _short(values: Tensor) -> str:
-    shown = values.flatten().tolist()
-    return str(shown) if len(shown) <= 6 else f"[{', '.join(map(str, shown[:5]))}, ..., {shown[-1]}]"
 
 
 def flash_attention(
@@ -80,7 +36,6 @@ def flash_attention(
     value: Tensor,
     *,
     first: Tensor | None = None,
-    window: int | None = None,
     scale: float | None = None,
 ) -> Tensor:
     """Softmax(scale Q K^T) V over the keys that each query sees: first[i] <= j <= i.
@@ -89,20 +44,16 @@ def flash_attention(
         query: (batch, time, heads, d), bf16, fp16 or fp32, d in HEAD_DIMS, the last dimension contiguous.
         key, value: (batch, time, kv_heads, d), the same type; each KV head serves heads / kv_heads query heads in turn.
         first: (batch, time) int32, the first position that each query sees: at most its own, and never falling along a
-            row (unchecked: that would wait for the device). None: 0. See `first_from_lengths`.
-        window: how many positions a query sees at most, itself included; raises `first`.
+            row (unchecked: that would wait for the device). None: 0.
         scale: of the scores, above 0; d**-0.5 where None.
 
     Returns:
         (batch, time, heads, d), contiguous. Its gradients are the same bits every time.
 
     Raises:
-        UserError: a shape, type, window or device that the kernel does not take.
+        UserError: a shape, type or device that the kernel does not take.
     """
     _check(query, key, value, first, scale)
-    if window is not None and not 1 <= window <= query.shape[1]:
-        raise UserError(f"window {window} must be from 1 to the {query.shape[1]} tokens of a row.")
-    first = first_visible(query, first, window)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     out: Tensor = torch.ops.isoflop.flash_forward(query, key, value, first, scale)[0]
     return out

@@ -7,9 +7,7 @@ Special here:
   that the block can see at all: those up to its end, and within a sliding window those from where its first query's
   begins;
 - what kernels mask is said by one number a query, the first position that it sees (`document_starts`); a sliding window
-  raises it. It is computed on the device, and nothing waits for it;
-- rotary positions use the half-split layout (Su et al. 2021, as in GPT-NeoX and Llama checkpoints), in one autograd
-  Function: the backward of a rotation is the rotation by the opposite angle, so nothing but the angles is saved.
+  raises it. It is computed on the device, and nothing waits for it.
 """
 
 from __future__ import annotations
@@ -19,43 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .activations import LONGEST_KEPT, query_block, visible_blocks
-
-
-def rotary_angles(
-    length: int, head_dim: int, theta: float, device: torch.device | None = None
-) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of position times frequency, each (length, head_dim / 2), fp32."""
-    frequencies = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim)
-    angles = torch.outer(torch.arange(length, dtype=torch.float64, device=device), frequencies)
-    return angles.cos().float(), angles.sin().float()
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rows times (cos, cos), plus swapped rows times (-sin, sin): by halves CPUs take 2 to 3 times as long."""
-    cos, sin = cos[:, None].to(x.dtype), sin[:, None].to(x.dtype)
-    first, second = x.chunk(2, dim=-1)
-    swapped = torch.cat((second, first), dim=-1)
-    return torch.addcmul(x * torch.cat((cos, cos), dim=-1), swapped, torch.cat((-sin, sin), dim=-1))
-
-
-class _Rotary(torch.autograd.Function):
-    """y = R(position) x; dx = R(-position) dy."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
-        ctx.save_for_backward(cos, sin)
-        return _rotate(x, cos, sin)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[no-untyped-def]
-        cos, sin = ctx.saved_tensors
-        return _rotate(grad, cos, -sin), None, None
-
-
-def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates x (batch, time, heads, head_dim) by its position; cos, sin (time, head_dim / 2), cast to x's type."""
-    # The compiler fuses the plain expression and its derivative.
-    return _rotate(x, cos, sin) if torch.compiler.is_compiling() else _Rotary.apply(x, cos, sin)
 
 
 def document_starts(tokens: Tensor, end: int) -> Tensor:

@@ -13,77 +13,23 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import ModelConfig
 from ..errors import UserError
-from .attention import apply_rotary, document_starts, rotary_angles
+from .attention import document_starts
 from .backends import SDPA, Backend, Choice, select
+from .block import apply_rotary, lookup, query_key_value, rms_norm, rotary_angles, swiglu
 from .loss import linear_cross_entropy
 from .recompute import checkpointed, recomputed
 
 
-class _RMSNorm(torch.autograd.Function):
-    """y = x r w with r = (mean x^2 + eps)^-1/2, in fp32 inside whatever the type of x.
-
-    With u = x r: dw = sum dy u, dx = r (dy w - u mean(dy w u)).
-    """
-
-    @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:  # type: ignore[no-untyped-def]
-        wide = widened(x)
-        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-        scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-        ctx.save_for_backward(x, weight, scale)
-        return (wide * scale).mul_(weight).to(x.dtype)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[no-untyped-def]
-        x, weight, scale = ctx.saved_tensors
-        unit, grad, factor = widened(x) * scale, widened(grad), widened(weight)
-        slope = (grad * unit).flatten(0, -2)
-        mean = torch.mv(slope, factor).div_(x.shape[-1]).view(scale.shape)
-        dx = (grad * factor).addcmul_(unit, mean, value=-1).mul_(scale)
-        return dx.to(x.dtype), slope.sum(0).to(weight.dtype), None
-
-
-def widened(x: Tensor) -> Tensor:
-    """To fp32 if x is narrower. Whole, because mixing types inside one operation is slower on CPUs."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
 class RMSNorm(nn.RMSNorm):
-    """Root-mean-square norm (Zhang and Sennrich 2019). On CPUs, where PyTorch has no fused one, with our derivative."""
+    """See `rms_norm`."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.device.type != "cpu" or torch.compiler.is_compiling():
-            return super().forward(x)
-        return _RMSNorm.apply(x, self.weight, self.eps)
-
-
-class _Lookup(torch.autograd.Function):
-    """Rows of a table; see `table_gradient`."""
-
-    @staticmethod
-    def forward(ctx, tokens: Tensor, table: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
-        ctx.save_for_backward(tokens)
-        ctx.rows = len(table)
-        return F.embedding(tokens, table)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[None, Tensor]:  # type: ignore[no-untyped-def]
-        (tokens,) = ctx.saved_tensors
-        return None, table_gradient(grad, tokens, ctx.rows)
-
-
-def table_gradient(grad: Tensor, tokens: Tensor, rows: int, left_out: int = -1) -> Tensor:
-    """Gradient of a table of which `tokens` (…) were looked up: (…, width) -> (rows, width); `left_out` counts nowhere.
-
-    A row's is a sum over its tokens, which CPUs take in the type of grad: in bf16 it would stop growing early.
-    """
-    wide = widened(grad) if grad.device.type == "cpu" else grad
-    return torch.ops.aten.embedding_dense_backward(wide, tokens, rows, left_out, False).to(grad.dtype)
+        assert self.eps is not None
+        return rms_norm(x, self.weight, self.eps)
 
 
 class Embedding(nn.Embedding):
@@ -94,36 +40,7 @@ class Embedding(nn.Embedding):
             super().reset_parameters()
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return _Lookup.apply(tokens, self.weight)
-
-
-def swiglu(x: Tensor) -> Tensor:
-    """silu(gate) * up with gate, up the halves of x (..., 2 h) -> (..., h)."""
-    if torch.compiler.is_compiling():
-        # The compiler fuses the plain expression, and cannot trace writes into halves of a tensor.
-        gate, up = x.chunk(2, dim=-1)
-        return F.silu(gate) * up
-    return SwiGLU.apply(x)
-
-
-class SwiGLU(torch.autograd.Function):
-    """y = silu(gate) * up with gate, up the halves of x (..., 2 h); saves x alone and recomputes the sigmoid."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
-        ctx.save_for_backward(x)
-        gate, up = x.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
-        (x,) = ctx.saved_tensors
-        gate, up = x.chunk(2, dim=-1)
-        dx = torch.empty_like(x)
-        d_gate, d_up = dx.chunk(2, dim=-1)
-        torch.mul(grad, F.silu(gate), out=d_up)
-        torch.ops.aten.silu_backward.grad_input(torch.mul(grad, up), gate, grad_input=d_gate)
-        return dx
+        return lookup(tokens, self.weight)
 
 
 class Attention(nn.Module):
@@ -141,6 +58,11 @@ class Attention(nn.Module):
         self.served_by: int | None = None
         self.window, self.backend = config.window, SDPA
 
+    @property
+    def norms(self) -> tuple[RMSNorm, ...]:
+        """Of queries and keys, where the model has them."""
+        return () if self.query_norm is None or self.key_norm is None else (self.query_norm, self.key_norm)
+
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, seen: Tensor | None = None) -> Tensor:
         return self.out(self.mix(self.qkv(x), cos, sin, seen))
 
@@ -150,15 +72,10 @@ class Attention(nn.Module):
         The two may come as one dimension of batch * time; the angles (time, head_dim / 2) say which time it is.
         `seen` is what the backend reads of what each query sees, see `GPT.seen`.
         """
-        qkv = products.view(-1, len(cos), self.heads + 2 * self.kv_heads, self.head_dim)
-        if self.query_norm is not None and self.key_norm is not None:
-            query, key, value = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=2)
-            query = apply_rotary(self.query_norm(query), cos, sin)
-            key = apply_rotary(self.key_norm(key), cos, sin)
-        else:
-            # Queries and keys turn by the same angles: one rotation serves both.
-            query_key, value = qkv.split((self.heads + self.kv_heads, self.kv_heads), dim=2)
-            query, key = apply_rotary(query_key, cos, sin).split((self.heads, self.kv_heads), dim=2)
+        fused = products.view(-1, len(cos), self.heads + 2 * self.kv_heads, self.head_dim)
+        query, key, value = query_key_value(
+            fused, self.heads, self.kv_heads, self.norms, lambda x: apply_rotary(x, cos, sin)
+        )
         if self.served_by is not None:
             key, value = (x[:, :, self.served_by : self.served_by + 1] for x in (key, value))
         mixed = self.backend.attend(query, key, value, seen, self.window)

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..model.activations import LOGITS_AT_A_TIME
-from ..model.gpt import table_gradient
+from ..model.block import table_gradient
 from .layout import Shape
 from .linear import ColumnLinear, SplitWeight, all_gather, all_reduce, reduce_scatter, wait
 

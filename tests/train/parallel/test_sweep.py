@@ -16,12 +16,12 @@ from pathlib import Path
 import pytest
 from isoflop.sweeps.entry import sweep_main
 from isoflop.sweeps.execute import worker
+from isoflop.sweeps.runs.attempts import Policy
 from isoflop.sweeps.runs.directory import RunDirectory, SweepDirectory
-from isoflop.sweeps.runs.retries import Policy
 from isoflop.train.config import ModelConfig, ParallelConfig, RunConfig, run_id
-from isoflop.train.files import HALVED, note_once
-from isoflop.train.job.control import RankError
+from isoflop.train.files import HALVED, write_json
 from isoflop.train.job.environment import Ranks
+from isoflop.train.job.failure import Cause, Failure, RankError
 from isoflop.train.loop import train
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -145,8 +145,8 @@ def test_a_rank_out_of_memory_leaves_the_run_preempted_for_another_start(
     reason = "rank 1 on node2: OutOfMemory: out of memory at step 3; it is 2 from here on"
 
     def out_of_memory(*args: object, **kwargs: object) -> None:
-        note_once(run.path / HALVED, {"micro_batch_size": 2})
-        raise RankError(reason)
+        write_json(run.path / HALVED, {"micro_batch_size": 2})
+        raise RankError(Failure(Cause.MEMORY, reason, rank=1, host="node2"))
 
     monkeypatch.setattr("isoflop.train.loop.train", out_of_memory)
     monkeypatch.setattr(worker, "detect", lambda: Ranks(rank=0, size=2))

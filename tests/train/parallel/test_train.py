@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from forked import Ended, fork_processes
 from isoflop.train import loop
 from isoflop.train.checkpoint.checkpoint import load_for_evaluation
 from isoflop.train.config import (
@@ -29,11 +30,13 @@ from isoflop.train.config import (
 )
 from isoflop.train.data.loader import TrainStream
 from isoflop.train.data.shards import prepare
+from isoflop.train.errors import OutOfMemory
 from isoflop.train.files import read_json_lines
-from isoflop.train.job.fork import Ended, fork_processes, run_ranks
+from isoflop.train.job.failure import read_failure
+from isoflop.train.job.fork import run_ranks
 from isoflop.train.parallel.layout import boxes
 from isoflop.train.parallel.mesh import Mesh, build_mesh
-from isoflop.train.stepper import OutOfMemory, Stepper
+from isoflop.train.stepper import Stepper
 
 CPU = torch.device("cpu")
 STEPS = 20
@@ -280,11 +283,11 @@ def test_a_rank_that_is_killed_ends_the_others_with_its_name_and_the_run_goes_on
 
     ended = train_on_ranks(config, tmp_path / "run", should_stop=killed)
     assert ended[1].code == -9
-    reason = json.loads((tmp_path / "run" / "failure.json").read_text())["reason"] if ended[0].code == 75 else (
-        ended[0].said[-1]
-    )  # fmt: skip
-    assert "rank 1" in reason
-    assert "died at step 1" in reason  # 10 or 11, by when it last said where it was
+    failure = read_failure(tmp_path / "run")
+    assert failure is not None
+    assert (failure.cause, failure.rank) == ("killed", 1)
+    assert failure.step in (10, 11)  # by when it last said where it was
+    assert f"rank 1 on {failure.host} died at step {failure.step}" in failure.reason
     ended = train_on_ranks(config, tmp_path / "run")
     assert [end.said[-1] for end in ended] == ["done", "done"], ended
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())

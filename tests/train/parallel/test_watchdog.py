@@ -15,24 +15,21 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from forked import Ended, fork_processes
 from isoflop.train.config import ParallelConfig
+from isoflop.train.errors import Stopped
 from isoflop.train.job import watchdog as module
-from isoflop.train.job.beats import Beat, Seen, at_fault
-from isoflop.train.job.control import RankError, together
+from isoflop.train.job.control import run_on_ranks
 from isoflop.train.job.environment import Ranks
-from isoflop.train.job.fork import Ended, fork_processes
-from isoflop.train.job.rendezvous import join
-from isoflop.train.job.watchdog import EXIT_CODE, GRACE_SECONDS, Watchdog
+from isoflop.train.job.failure import Failure, RankError
+from isoflop.train.job.rendezvous import meet
+from isoflop.train.job.watchdog import EXIT_CODE, GRACE_SECONDS, Beat, Seen, Watchdog, at_fault
 from isoflop.train.parallel.mesh import Mesh
 
 TIMEOUT = 2.0
 FAILING = 30.0  # seconds in which a test gives up; far beyond what the watchdog promises
 
 Act = Callable[[Mesh, int, Watchdog], None]  # what a rank does in a step
-
-
-class ToldToStop(Exception):
-    """All ranks raise it together, and nobody failed."""
 
 
 def job(
@@ -46,9 +43,9 @@ def job(
         ranks = Ranks(rank, count, rank, count, f"node{rank}", "local", "1")
         try:
             with ExitStack() as stack:
-                joined = join(ranks, folder, ParallelConfig(dp=count, timeout_seconds=TIMEOUT), torch.device("cpu"))
+                joined = meet(ranks, folder, ParallelConfig(dp=count, timeout_seconds=TIMEOUT), torch.device("cpu"))
                 mesh, store = stack.enter_context(joined)
-                watchdog = stack.enter_context(Watchdog(mesh, store, TIMEOUT, say, orderly=(ToldToStop,)))
+                watchdog = stack.enter_context(Watchdog(mesh, store, TIMEOUT, lambda failure: say(failure.reason)))
                 for step in range(steps):
                     watchdog.beat(step)
                     act(mesh, step, watchdog)
@@ -131,9 +128,7 @@ def test_a_rank_that_hangs_is_told_from_those_that_wait_for_it(tmp_path: Path) -
     reasons = {word for rank in ended for word in rank.said}
     assert len(reasons) == 1
     reason = reasons.pop()
-    assert reason.startswith(
-        "rank 1 on node1 has made no progress since step 3 (in the step, at test_parallel_watchdog"
-    )
+    assert reason.startswith("rank 1 on node1 has made no progress since step 3 (in the step, at test_watchdog")
     assert reason.endswith(" in hang) for 2 s")
 
 
@@ -149,7 +144,7 @@ def test_an_error_that_all_ranks_share_ends_no_rank_before_it_has_cleaned_up(tmp
     def act(mesh: Mesh, step: int, watchdog: Watchdog) -> None:
         if step == 3:
             try:
-                together(mesh, lambda: fail() if mesh.rank == 2 else None)
+                run_on_ranks(mesh, lambda: fail() if mesh.rank == 2 else None)
             finally:
                 time.sleep(GRACE_SECONDS + 0.5 if mesh.rank == 1 else 0)
 
@@ -169,10 +164,10 @@ def test_long_work_that_beats_is_let_be_and_who_ends_in_good_order_is_not_mourne
                 watchdog.beat(step, "validating")
             dist.send(torch.ones(1), dst=0)
         if mesh.rank == 2:
-            raise ToldToStop("as agreed")
+            raise Stopped("as agreed")
 
     ended = job(tmp_path, 3, act, [0, 1, 2], steps=1)
-    assert ended == [Ended(0, []), Ended(0, []), Ended(0, ["ToldToStop: as agreed"])]
+    assert ended == [Ended(0, []), Ended(0, []), Ended(0, ["Stopped: as agreed"])]
 
 
 @pytest.mark.slow
@@ -231,7 +226,7 @@ def test_a_rank_leaves_only_once_the_store_has_its_last_word() -> None:
 
 
 def test_one_process_without_a_launcher_is_not_watched() -> None:
-    losses: list[str] = []
+    losses: list[Failure] = []
     with Watchdog(Mesh(), None, 0.01, losses.append) as watchdog:
         watchdog.beat(1)
         time.sleep(0.05)

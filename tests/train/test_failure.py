@@ -1,0 +1,87 @@
+"""A process that fails leaves typed facts behind: cause, rank, host, step, and a sentence."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from isoflop.train import loop
+from isoflop.train.config import (
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RunConfig,
+    ScheduleConfig,
+    TrackerConfig,
+)
+from isoflop.train.errors import OutOfMemory, Stopped, UserError
+from isoflop.train.hardware import out_of_memory
+from isoflop.train.job.failure import Cause, Failure, RankError, cause_of, note_failure, read_failure
+from isoflop.train.stepper import Stepper
+
+
+@pytest.fixture
+def config(small_corpus: Callable[..., DataConfig]) -> RunConfig:
+    return RunConfig(
+        model=ModelConfig(width=16, depth=1, heads=2, vocab_size=256), data=small_corpus(512, ["tensor", "of", "the"]),
+        optimizer=OptimizerConfig(batch_size=4), schedule=ScheduleConfig(warmup_tokens=128),
+        parallel=ParallelConfig(device="cpu", threads=1), tracker=TrackerConfig(kind="none"), tokens=40 * 64,
+    )  # fmt: skip
+
+
+def test_the_first_word_of_a_failure_stays_and_leaves_no_other_file(tmp_path: Path) -> None:
+    first = Failure(Cause.HUNG, "rank 2 on a hung", 2, "a", 40, ("a", "b"))
+    note_failure(tmp_path, first)
+    note_failure(tmp_path, Failure(Cause.KILLED, "rank 1 on b died"))
+    assert read_failure(tmp_path) == first
+    assert [path.name for path in tmp_path.iterdir()] == ["failure.json"]
+
+
+@pytest.mark.parametrize(
+    ("content", "cause"), [('{"reason": "of old"}', "unknown"), ('{"cause": "flood"}', "unknown"), ("{", None)]
+)
+def test_a_failure_without_a_known_cause_is_unknown(content: str, cause: str | None, tmp_path: Path) -> None:
+    (tmp_path / "failure.json").write_text(content)
+    failure = read_failure(tmp_path)
+    assert (None if failure is None else failure.cause) == cause
+
+
+def test_nothing_is_said_of_a_folder_that_is_gone_or_full(tmp_path: Path) -> None:
+    note_failure(tmp_path / "gone", Failure(Cause.ERROR, "x"))
+    assert read_failure(tmp_path / "gone") is None
+
+
+@pytest.mark.parametrize(
+    ("error", "cause", "step"),
+    [(ValueError("the disk ate it"), "error", 3), (RuntimeError("can't allocate memory: 12"), "memory", 3)],
+)
+def test_a_run_that_fails_leaves_what_where_and_when(
+    error: Exception, cause: str, step: int, config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gradients(self: Stepper, at: int) -> torch.Tensor:
+        if at >= step:
+            raise error
+        return real(self, at)
+
+    real = Stepper._gradients
+    monkeypatch.setattr(Stepper, "_gradients", gradients)
+    with pytest.raises((ValueError, OutOfMemory)):
+        loop.train(config, tmp_path, report=lambda line: None)
+    failure = read_failure(tmp_path)
+    assert failure is not None
+    host = socket.gethostname()
+    assert (failure.cause, failure.rank, failure.host, failure.step, failure.hosts) == (cause, 0, host, step, (host,))
+    monkeypatch.setattr(Stepper, "_gradients", real)
+    with pytest.raises(Stopped):
+        loop.train(config, tmp_path, lambda: True, report=lambda line: None)
+    assert read_failure(tmp_path) is None, "a run that is told to stop has not failed, and a new start forgets"
+
+
+def test_errors_have_causes() -> None:
+    assert cause_of(UserError("x")) == Cause.INPUT
+    assert cause_of(RankError(Failure(Cause.NODE, "x"))) == Cause.NODE
+    assert out_of_memory(RuntimeError("[enforce fail] DefaultCPUAllocator: not enough memory"))

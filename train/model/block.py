@@ -1,0 +1,189 @@
+"""The parts of a decoder block, each written once: training, ensembles, inference and tensor parallelism use these.
+
+On CPUs, where PyTorch fuses none of them, norm, rotation and SwiGLU have derivatives of our own; the compiler gets
+plain expressions, which it fuses.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Turn = tuple[Tensor, Tensor]
+
+
+def widened(x: Tensor) -> Tensor:
+    """To fp32 if x is narrower. Whole, because mixing types inside one operation is slower on CPUs."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root-mean-square norm (Zhang and Sennrich 2019) over the last dimension.
+
+    Args:
+        weight: (w,), or in an ensemble (E, 1, …, w), one per member, for x (E, …, w).
+    """
+    if x.device.type == "cpu" and not torch.compiler.is_compiling():
+        return _RMSNorm.apply(x, weight, eps)
+    if weight.dim() == 1:
+        return F.rms_norm(x, weight.shape, weight, eps)
+    return F.rms_norm(x, x.shape[-1:], None, eps) * weight
+
+
+class _RMSNorm(torch.autograd.Function):
+    """y = x r w with r = (mean x^2 + eps)^-1/2, in fp32 inside whatever the type of x.
+
+    With u = x r: dw = sum dy u, dx = r (dy w - u mean(dy w u)).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = widened(x)
+        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, scale)
+        return (wide * scale).mul_(weight).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, scale = ctx.saved_tensors
+        unit, grad, factor = widened(x) * scale, widened(grad), widened(weight)
+        factors = factor.view(-1, x.shape[-1])
+        slopes = (grad * unit).reshape(len(factors), -1, x.shape[-1])
+        # Member by member: one batched product would sum in another order than a run trained alone.
+        means = [torch.mv(slope, own) for slope, own in zip(slopes, factors, strict=True)]
+        mean = torch.stack(means).div_(x.shape[-1]).view(scale.shape)
+        dx = (grad * factor).addcmul_(unit, mean, value=-1).mul_(scale)
+        return dx.to(x.dtype), slopes.sum(1).view(weight.shape).to(weight.dtype), None
+
+
+def rotary_angles(
+    length: int, head_dim: int, theta: float, device: torch.device | None = None
+) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of position times frequency, each (length, head_dim / 2), fp32."""
+    frequencies = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim)
+    angles = torch.outer(torch.arange(length, dtype=torch.float64, device=device), frequencies)
+    return angles.cos().float(), angles.sin().float()
+
+
+def rotary_turn(cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Turn:
+    """Angles (time, d / 2) as `rotated` reads them, (time, 1, d) each: by halves CPUs take 2 to 3 times as long."""
+    cos, sin = cos[:, None].to(dtype), sin[:, None].to(dtype)
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+
+
+def rotated(x: Tensor, turn: Turn) -> Tensor:
+    """X (…, time, heads, d) in the half-split layout (Su et al. 2021, as in GPT-NeoX and Llama checkpoints)."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.addcmul(x * turn[0], torch.cat((second, first), dim=-1), turn[1])
+
+
+class _Rotary(torch.autograd.Function):
+    """y = R(position) x; dx = R(-position) dy, so nothing but the angles is saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return rotated(x, rotary_turn(cos, sin, x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return rotated(grad, rotary_turn(cos, -sin, grad.dtype)), None, None
+
+
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates x (batch, time, heads, d) by its position; cos, sin (time, d / 2), cast to x's type."""
+    if torch.compiler.is_compiling():
+        return rotated(x, rotary_turn(cos, sin, x.dtype))
+    return _Rotary.apply(x, cos, sin)
+
+
+def query_key_value(
+    products: Tensor, heads: int, kv_heads: int, norms: tuple[Callable[[Tensor], Tensor], ...],
+    rotate: Callable[[Tensor], Tensor],
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Query (…, heads, d), key and value (…, kv_heads, d) out of their fused product (…, heads + 2 kv_heads, d).
+
+    Args:
+        norms: of queries and of keys, before the rotation; empty: none.
+    """
+    if norms:
+        query, key, value = products.split((heads, kv_heads, kv_heads), dim=-2)
+        return rotate(norms[0](query)), rotate(norms[1](key)), value
+    # Queries and keys turn by the same angles: one rotation serves both.
+    both, value = products.split((heads + kv_heads, kv_heads), dim=-2)
+    query, key = rotate(both).split((heads, kv_heads), dim=-2)
+    return query, key, value
+
+
+def gated(x: Tensor) -> Tensor:
+    """silu(gate) * up with gate, up the halves of x (…, 2 h) -> (…, h); without a derivative."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)
+
+
+def swiglu(x: Tensor) -> Tensor:
+    """`gated` (Shazeer 2020), to be trained."""
+    if torch.compiler.is_compiling():
+        # The compiler cannot trace writes into halves of a tensor.
+        gate, up = x.chunk(2, dim=-1)
+        return F.silu(gate) * up
+    return SwiGLU.apply(x)
+
+
+class SwiGLU(torch.autograd.Function):
+    """y = silu(gate) * up; saves x alone and recomputes the sigmoid."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return gated(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        gate, up = x.chunk(2, dim=-1)
+        dx = torch.empty_like(x)
+        d_gate, d_up = dx.chunk(2, dim=-1)
+        torch.mul(grad, F.silu(gate), out=d_up)
+        torch.ops.aten.silu_backward.grad_input(torch.mul(grad, up), gate, grad_input=d_gate)
+        return dx
+
+
+def lookup(tokens: Tensor, table: Tensor) -> Tensor:
+    """Rows of a table (V, w) for ids (…), or of each member's own table (E, V, w) for ids (E, n)."""
+    return _Lookup.apply(tokens, table)
+
+
+class _Lookup(torch.autograd.Function):
+    """Rows of tables, which need not lie side by side; their gradient is that of one table of E V rows."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, table: Tensor) -> Tensor:
+        ctx.shape = table.shape
+        if table.dim() == 2:
+            ctx.save_for_backward(tokens)
+            return F.embedding(tokens, table)
+        members = torch.arange(len(table), device=tokens.device)[:, None]
+        ctx.save_for_backward(tokens + members * table.shape[1])
+        return table[members, tokens]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        (rows,) = ctx.saved_tensors
+        return None, table_gradient(grad, rows, math.prod(ctx.shape[:-1])).view(ctx.shape)
+
+
+def table_gradient(grad: Tensor, tokens: Tensor, rows: int, left_out: int = -1) -> Tensor:
+    """Gradient of a table of which `tokens` (…) were looked up: (…, width) -> (rows, width); `left_out` counts nowhere.
+
+    A row's is a sum over its tokens, which CPUs take in the type of grad: in bf16 it would stop growing early.
+    """
+    wide = widened(grad) if grad.device.type == "cpu" else grad
+    return torch.ops.aten.embedding_dense_backward(wide, tokens, rows, left_out, False).to(grad.dtype)
