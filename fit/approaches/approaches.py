@@ -1,7 +1,6 @@
-"""The three approaches in one shape, so that they can be laid side by side: an allocation at any budget, with draws.
+"""The three approaches in one shape, to be laid side by side: an allocation at any budget, with draws.
 
-Special here: the intervals are not made comparable by force. Each approach brings the uncertainty that its own method
-can see; where they disagree beyond it, `checks/verdict.py` says so.
+Each brings the uncertainty that its own method can see; where they disagree beyond it, `checks/verdict.py` says so.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def default_law() -> Law:
 def fit_parametric(
     table: RunTable, N: Array, law: Law | None = None, bootstrap: int = 0, seed: int = 0
 ) -> tuple[Law | None, str]:
-    """A law like `law` of the runs, with N (n,) counted as given: the fit, or None and the reason why there is none."""
+    """A law like `law` fitted to the runs with N (n,) counted as given, or None and the reason."""
     fitted = (law or default_law()).clone()
     try:
         fitted.fit(N, table.D, table.loss, table.weight, table.known_se)
@@ -49,9 +48,7 @@ def fit_parametric(
 
 @dataclass(frozen=True)
 class Estimate:
-    """One approach at one budget. A value is None where the approach does not say; so is each interval, and each
-    unbounded end.
-    """
+    """One approach at one budget; None is what the approach does not say, and an unknown interval."""
 
     flops: float
     N: float | None
@@ -79,8 +76,8 @@ class Estimate:
 class Approach:
     """One approach: `reason` says why it has no answer, and is empty when it has one.
 
-    `exponent` is a of N* ~ C^a with its interval. `flops_per_token` is a function of N where the law allocates under
-    other FLOPs than 6N a token; `profiles` and `envelope` are what approaches 2 and 1 were read off, in power laws.
+    `exponent` is a of N* ~ C^a. `flops_per_token` is a function of N where that is not 6N. `profiles` and `envelope`
+    are what approaches 2 and 1 were read off.
     """
 
     key: str
@@ -149,8 +146,8 @@ def parametric(
     flops_per_token: Callable[[Array], Array] | None = None,
     span: tuple[float, float] | None = None,
 ) -> Approach:
-    """Approach 3, allocating under C = 6ND, or under C = flops_per_token(N) D. Where N*(C) is no power law the
-    exponent is its mean slope over `span`, two budgets.
+    """Approach 3, allocating under C = 6ND or C = flops_per_token(N) D. Where N*(C) is no power law its exponent is the
+    mean slope over `span`, two budgets.
     """
     title = "Approach 3 · parametric"
     if law is None:

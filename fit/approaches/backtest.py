@@ -1,10 +1,7 @@
 """How far to trust the fits: predict dearer runs from cheaper ones, and leave out one rung or one budget at a time.
 
-Special here:
-- The error of *allocation* is reported beside the error of loss, because a law can predict loss within one percent and
-  still misplace tokens per parameter by a factor of two.
-- A move of half the width of the full fit's 95 % interval (of the logarithm for N and D/N) says that one rung decides
-  more than the interval admits. Influence is not error: the ends of a design move a fit most.
+The error of *allocation* stands beside the error of loss, because a law can predict loss within one percent and still
+misplace tokens per parameter by a factor of two.
 """
 
 from __future__ import annotations
@@ -29,10 +26,10 @@ DRAWS = 200  # resamples behind the prediction intervals of a step
 def backtest(table: RunTable, profiles: IsoflopProfiles, law: Law | None, target: float) -> dict[str, Any]:
     """Every step fits approach 3 (and 2 where it can) on runs cheaper than a budget and predicts that budget's runs.
 
-    Returns {"steps": [...], "reason": ..., "influence": ...} and, copied to the top, the fields of the last step, which
-    holds out the highest budget: loss_error (mean absolute, relative), loss_bias (positive: predicted too high), both
-    also over all runs of the budget and beyond (_beyond), loss_inside (share of held-out runs within the 95 %
-    prediction interval), N and tokens_per_parameter, _predicted by approach 3, by approach 2 (_isoflop) and _measured.
+    Returns {"steps", "reason", "influence"} and, copied to the top, the fields of the last step, of the highest budget:
+    loss_error (mean absolute, relative), loss_bias (positive: predicted too high), both also over all runs of the
+    budget and beyond (_beyond), loss_inside (share of held-out runs within the 95 % prediction interval), N and
+    tokens_per_parameter, _predicted by approach 3, by approach 2 (_isoflop) and _measured.
     """
     labels, budgets = _levels(table, profiles)
     influence = None if law is None else leave_one_out(table, law, labels, budgets, target)
@@ -53,9 +50,8 @@ def backtest(table: RunTable, profiles: IsoflopProfiles, law: Law | None, target
 def leave_one_out(table: RunTable, law: Law, labels: np.ndarray, budgets: Array, target: float) -> dict[str, Any]:
     """Approach 3 without each rung (the runs of one size) and without each budget: {"left_out": [...], "most": ...}.
 
-    Each entry: kind ("size" or "budget"), value (N or FLOPs), runs, the law's exponents, and N, tokens_per_parameter
-    and loss at the target (None where the rest cannot identify the law), and `moves` of all but the loss, in widths of
-    the full fit's interval. `most` is the entry with the largest move (without intervals: of log N), and what `moved`.
+    `moves` are in widths of the full fit's interval (of the logarithm for N and D/N): beyond a half, one rung decides
+    more than the interval admits. `most` is the entry with the largest move (without intervals: of log N).
     """
     # A rung is the runs of one size, by rising N.
     order = np.argsort(table.N, kind="stable")
@@ -158,7 +154,7 @@ def _errors(law: Law, runs: RunTable) -> dict[str, Any]:
 
 
 def _inside(law: Law, cheap: RunTable, held: RunTable) -> float | None:
-    """Share of the held-out runs within the law's own 95 % prediction interval for a new run; None without one."""
+    """Share of the held-out runs within the law's own 95 % prediction interval; None without one."""
     try:
         law.bootstrap(DRAWS, resampled_together(cheap.group, cheap.run_id, law.problem_.free))
     except InputError:
@@ -182,7 +178,7 @@ def _identifies(law: Law, runs: RunTable) -> bool:
 
 
 def _answers(law: Law, constants: dict[str, Array], target: float) -> dict[str, Array]:
-    """The exponents, and the optimum at the target, under other constants of the law, each (refits,)."""
+    """Exponents, and the optimum at the target, under other constants of the law, each (refits,)."""
     other = copy(law)
     other.draws_ = constants
     best = compute_optimal(other, target).draws

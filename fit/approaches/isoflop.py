@@ -1,16 +1,10 @@
 """IsoFLOP profiles (approach 2): the best size of each budget from a curve in log N, and N*(C), D*(C) through those.
 
-Special here:
-- The curve is a parabola in log N, a cubic, or Akima's interpolant. The parabola has the least noise and is biased
-  where a profile is lopsided, the cubic has nearly three times that noise and little bias, and Akima's curve, which
-  follows any shape, six times. `lopsidedness` says when a parabola will not do.
-- A vertex is refused, with the reason, when there are too few sizes, or when they do not enclose the minimum. A refused
-  vertex enters no fit.
-- The sizes are chosen and not sampled, so the bootstrap is parametric: vertices of the losses with noise added. For a
-  polynomial with Gaussian noise this is exact.
+The parabola has the least noise and is biased where a profile is lopsided, the cubic has nearly three times that noise
+and little bias, and Akima's interpolant, which follows any shape, six times. A vertex that the sizes do not enclose is
+refused, with the reason. Sizes are chosen, not sampled, so the bootstrap is parametric: losses with noise added.
 
-Hoffmann et al. 2022 (arXiv:2203.15556), section 3.2; Porian et al. 2024 (arXiv:2406.19146) for Akima and given noise;
-Akima 1970 (J. ACM 17, 589).
+Hoffmann et al. 2022 (arXiv:2203.15556), section 3.2; Porian et al. 2024 (arXiv:2406.19146); Akima 1970 (J. ACM 17).
 """
 
 from __future__ import annotations
@@ -129,8 +123,8 @@ def _valley(a: Array, b: Array, c: Array) -> Array:
 
 
 def _local_contrasts(knots: Array, weight: Array) -> Array:
-    """What parabolas through each NEIGHBOURS consecutive knots leave over: (windows, knots), each row of unit variance
-    when knot j has variance 1 / weight_j.
+    """What parabolas through each NEIGHBOURS consecutive knots leave over: (windows, knots), rows of unit variance when
+    knot j has variance 1 / weight_j.
     """
     windows = max(len(knots) - NEIGHBOURS + 1, 0)
     rows = np.zeros((windows, len(knots)))
@@ -147,8 +141,7 @@ def _local_contrasts(knots: Array, weight: Array) -> Array:
 class IsoflopProfile:
     """One budget: its runs by rising N (N0: their geometric mean), the curve through them, and its vertex.
 
-    `has_curve` is false where there are too few sizes. `reason` is empty when the vertex is accepted. The draws
-    (draws,) are NaN where a polynomial had no minimum, and at an end of the sizes where Akima's curve was lowest there.
+    `reason` is empty when the vertex is accepted. Draws (draws,) are NaN where a polynomial had no minimum.
     """
 
     method: str
@@ -255,7 +248,7 @@ def draw_vertices(profile: IsoflopProfile, noise: Array, generator: np.random.Ge
 
 def cubic_term(profile: IsoflopProfile) -> tuple[float, float, int, float] | None:
     """What a cubic adds to the parabola of an accepted profile of 5 sizes or more: its contrast in relative loss, the
-    squares it leaves over and their degrees of freedom, and log N_cubic - log N_parabola.
+    squares left over, their degrees of freedom, and the move of log N.
     """
     u = np.log(profile.N / profile.N0)
     if len(np.unique(np.round(u, SAME_SIZE))) < NEEDS["cubic"][1] or not profile.accepted:
@@ -277,15 +270,12 @@ def vertex_variance(profiles: list[IsoflopProfile]) -> Array:
 
 
 class IsoflopProfiles:
-    """Approach 2.
+    """Approach 2, by "parabola", "cubic" (a parabola below 5 sizes) or "akima". `noise` of a loss: "spread", the
+    residual spread pooled over budgets; "loss_se", each run's own; or one standard deviation in nats.
 
-    `method` is the curve through each profile; a cubic is a parabola where there are fewer than 5 sizes. `noise` says
-    where the uncertainty of a loss comes from: "spread", the residual spread pooled over budgets; "loss_se", the
-    standard error of each run; or one standard deviation in nats for all.
-
-    After `fit`: profiles_ (by rising budget), labels_ and budgets_ (`budget_levels`), N_law_, D_law_ (PowerLaw or None
-    below 2 accepted vertices), loss_law_ (or None below 4), sigma_ (pooled relative residual spread) and freedom_ (its
-    degrees of freedom). After `bootstrap`: scatter_, of log vertices about N*(C) beyond their own uncertainty.
+    After `fit`: profiles_ (by rising budget), labels_, budgets_, N_law_, D_law_ (PowerLaw or None below 2 accepted
+    vertices), loss_law_ (or None below 4), sigma_ (relative residual spread) and its freedom_. After `bootstrap`:
+    scatter_, of log vertices about N*(C) beyond their own uncertainty.
     """
 
     def __init__(
@@ -352,9 +342,7 @@ class IsoflopProfiles:
         return [profile for profile in self.profiles_ if profile.accepted]
 
     def lopsidedness(self) -> tuple[float, float] | None:
-        """Student's t of a cubic term, pooled over budgets, and the mean move of the log vertices from parabola to
-        cubic; None where no accepted profile has 5 sizes.
-        """
+        """Student's t of a pooled cubic term, and how far that moves the log vertices on average, if known."""
         found = [term for term in map(cubic_term, self.profiles_) if term is not None]
         if not found:
             return None
@@ -419,8 +407,7 @@ class IsoflopProfiles:
 def budget_levels(flops: Array, N: Array, budget: ArrayLike | None = None) -> tuple[np.ndarray, Array]:
     """Label (n,) of the budget that each run belongs to, -1 for none, and the budgets in rising order.
 
-    Where `budget` names none, a level is a window of LEVEL_WIDTH decades, taken greedily from the fullest one, that
-    holds at least 3 sizes, and LOOSE_RUNS runs where it is wide: points that happen to lie near are no profile.
+    Where `budget` names none, a level is a window of LEVEL_WIDTH decades that holds at least 3 sizes.
     """
     labels = np.full(len(flops), -1)
     if budget is not None:

@@ -1,9 +1,6 @@
-"""The report's interactive figures, as plain plotly dictionaries ({"data": [...], "layout": {...}}).
+"""The report's interactive figures, as plain plotly dictionaries: importing the library costs more than all of them.
 
-Special here:
-- No plotly objects are built: a dictionary is what the page needs, and importing the library costs more than all the
-  figures.
-- Every string from data is escaped, because plotly reads hover texts as HTML. Legends stand above the data.
+Every string from data is escaped, because plotly reads hover texts as HTML.
 """
 
 from __future__ import annotations
@@ -138,7 +135,6 @@ def run_hover(a: Analysis) -> list[str]:
 
 
 def loss_curves(a: Analysis, curves: Any, by: str) -> Figure | None:
-    """Training loss by `tokens` or `flops`, coloured by N, with validation losses as points."""
     found = series.loss_curves(a, curves, by)
     if not found:
         return None
@@ -171,7 +167,7 @@ def loss_curves(a: Analysis, curves: Any, by: str) -> Figure | None:
 
 
 def isoflop(a: Analysis) -> Figure | None:
-    """Loss by size at each budget, with curves and vertices; a refused vertex is hollow and dashed."""
+    """Loss by size at each budget, with curves and vertices."""
     profiles = a.profiles.profiles_
     if not profiles:
         return None
@@ -212,7 +208,6 @@ def _vertex(p: Any, colour: str, group: str) -> Trace:
 
 
 def contours(a: Analysis) -> Figure | None:
-    """Parametric loss over (N, D), the runs, isoFLOP lines, and the efficient frontier."""
     t = a.table
     if a.law is None:
         return None
@@ -256,7 +251,7 @@ def contours(a: Analysis) -> Figure | None:
 
 
 def residuals(a: Analysis) -> Figure | None:
-    """Measured over predicted loss of every run, by training FLOPs, coloured by size."""
+    """Measured over predicted loss of every run."""
     if a.law is None:
         return None
     off = np.expm1(a.law.residuals())
@@ -298,7 +293,7 @@ def cloud(a: Analysis) -> Figure | None:
 
 
 def allocation(a: Analysis, quantity: str) -> Figure | None:
-    """N, D or loss of the best run by budget: bands of all approaches, the measured optima, and the targets."""
+    """N, D or loss of the best run by budget, with the measured optima and the targets."""
     low, high = float(a.table.flops.min()), float(a.table.flops.max())
     far = max(*a.targets, high * 10)
     C = np.unique(np.concatenate([np.geomspace(low / 2, far * 2, 90), np.array(a.targets)]))
@@ -365,7 +360,7 @@ def _view(axis: str, values: list[float], pad: float, log: bool) -> dict[str, An
 
 
 def published(a: Analysis) -> Figure | None:
-    """N* by budget of this law and of the published ones, from the runs to the farthest target and to a frontier."""
+    """N* by budget of this law and of the published ones."""
     own = a.approaches["parametric"]
     if a.law is None or not own.available:
         return None
@@ -388,7 +383,6 @@ def published(a: Analysis) -> Figure | None:
 
 
 def backtest(a: Analysis) -> Figure | None:
-    """Predicted against measured loss of held-out budgets."""
     steps = a.backtest["steps"]
     if not steps:
         return None
@@ -409,9 +403,7 @@ def backtest(a: Analysis) -> Figure | None:
 
 
 def scores(a: Analysis, measure: str) -> Figure | None:
-    """`acc` (with its chance level) or `gold_bpb` of each task by compute, with standard errors; the line joins each
-    budget's best runs.
-    """
+    """`acc` or `gold_bpb` of each task by compute, with standard errors; the line joins each budget's best runs."""
     t, hover = a.table, run_hover(a)
     columns = [str(column).rsplit("/", 1) for column in t.frame.columns if str(column).endswith(("/acc", "/gold_bpb"))]
     names = sorted({task for task, kind in columns if np.isfinite(t.column(f"{task}/{kind}")).any()})

@@ -38,7 +38,9 @@ def answer(source: str | Path, targets: Sequence[float] | None = None) -> dict[s
     warnings = [w for w in content.get("warnings", ()) if w.get("code") != "extrapolation"]
     if "warnings" not in content:  # of a law alone, what it knows of itself
         if not law.converged_:
-            warnings.append({"code": "not_converged", "message": "The fit of this law did not converge; do not use it."})
+            warnings.append(
+                {"code": "not_converged", "message": "The fit of this law did not converge; do not use it."}
+            )
         if law.degenerate_:
             held = ", ".join(law.degenerate_)
             warnings.append({"code": "at_bound", "message": f"{held} could not be determined and stopped at a bound."})
