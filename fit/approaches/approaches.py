@@ -6,7 +6,7 @@ Each brings the uncertainty that its own method can see; where they disagree bey
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -94,39 +94,33 @@ class Approach:
     def available(self) -> bool:
         return not self.reason
 
-    @property
-    def _power_laws(self) -> tuple[PowerLaw | None, PowerLaw | None, PowerLaw | None]:
-        """N*(C), D*(C) and L*(C)."""
+    def _answers(self, flops: Array) -> tuple[Mapping[str, Array], Mapping[str, Array]]:
+        """QUANTITIES at budgets (m,) as far as the approach says, and their draws (m, resamples), if any."""
+        if self.law is not None:
+            best = compute_optimal(self.law, flops, self.flops_per_token or 6.0)
+            return best.values, best.draws
         source = self.profiles or self.envelope
-        return (None, None, None) if source is None else (source.N_law_, source.D_law_, source.loss_law_)
+        if source is None or source.N_law_ is None or source.D_law_ is None:
+            return {}, {}
+        laws = {"N": source.N_law_, "D": source.D_law_} | ({"loss": source.loss_law_} if source.loss_law_ else {})
+        values = {name: law.predict(flops) for name, law in laws.items()}
+        draws = {name: law.predict_draws(flops) for name, law in laws.items() if law.draws_ is not None}
+        for found in (values, draws):
+            if found:
+                found["ratio"] = found["D"] / found["N"]
+        return values, draws
 
     def values(self, flops: Array) -> dict[str, Array]:
         """N, D, ratio and loss at budgets (m,), NaN where the approach does not say."""
-        if self.law is not None:
-            best = compute_optimal(self.law, flops, self.flops_per_token or 6.0)
-            return {name: best.values[name] for name in QUANTITIES}
-        nothing = np.full(len(flops), np.nan)
-        sizes, tokens, losses = self._power_laws
-        if sizes is None or tokens is None:
-            return dict.fromkeys(QUANTITIES, nothing)
-        N, D = sizes.predict(flops), tokens.predict(flops)
-        return {"N": N, "D": D, "ratio": D / N, "loss": losses.predict(flops) if losses else nothing}
+        values, _ = self._answers(flops)
+        return {name: values.get(name, np.full(len(flops), np.nan)) for name in QUANTITIES}
 
     def bands(self, flops: Array, level: float = 0.95) -> dict[str, Array | None]:
         """Intervals of the same, each (m, 2), or None without draws."""
-        draws: dict[str, Array | None] = dict.fromkeys(QUANTITIES)
-        sizes, tokens, losses = self._power_laws
-        if self.law is not None and self.law.draws_ is not None:
-            best = compute_optimal(self.law, flops, self.flops_per_token or 6.0)
-            draws |= {name: best.draws[name] for name in QUANTITIES}
-        elif sizes is not None and tokens is not None and sizes.draws_ is not None:
-            N, D = sizes.predict_draws(flops), tokens.predict_draws(flops)
-            draws |= {"N": N, "D": D, "ratio": D / N}
-            if losses is not None and losses.draws_ is not None:
-                draws["loss"] = losses.predict_draws(flops)
+        _, draws = self._answers(flops)
         return {
-            name: None if rows is None else np.array([percentile_interval(row, level) for row in rows])
-            for name, rows in draws.items()
+            name: np.array([percentile_interval(row, level) for row in draws[name]]) if name in draws else None
+            for name in QUANTITIES
         }
 
     def at(self, flops: float) -> Estimate:
