@@ -66,27 +66,27 @@ def leave_one_out(table: RunTable, law: Law, labels: np.ndarray, budgets: Array,
     # Leaving runs out is a weight of zero, so all refits are one call of the batched solver.
     refits = _answers(law, law.refit(~(left_out & usable[:, None])), target)
     refits = {name: np.where(usable, values, np.nan) for name, values in refits.items()}
-    full = {
-        name: values[0]
-        for name, values in _answers(law, {k: np.array([v]) for k, v in law.constants_.items()}, target).items()
-    }
-    widths = {}
-    if law.draws_ is not None:
-        ends = {name: percentile_interval(values) for name, values in _answers(law, law.draws_, target).items()}
-        widths = {name: _distance(name, *map(np.float64, pair[::-1])) for name, pair in ends.items()}
-    entries = []
-    for i, (kind, value, rows) in enumerate(groups):
-        found = {name: values[i] for name, values in refits.items()}
-        moves = {
-            name: finite_or_none(_distance(name, found[name], full[name]) / widths[name])
-            if widths.get(name, 0.0) > 0
-            else None
-            for name in found
-            if name != "loss"
-        }
-        said = {name: finite_or_none(value) for name, value in found.items()}
-        entries.append({"kind": kind, "value": value, "runs": int(rows.sum())} | said | {"moves": moves})
-    return {"left_out": entries, "most": _most(entries, full["N"])}
+    full = _answers(law, {name: np.array([value]) for name, value in law.constants_.items()}, target)
+    moves = {name: values - _logs(full)[name] for name, values in _logs(refits).items()}
+    draws = {} if law.draws_ is None else _answers(law, law.draws_, target)
+    ends = _logs({name: np.array(percentile_interval(values)) for name, values in draws.items()})
+    for name in moves:
+        width = ends[name][1] - ends[name][0] if name in ends else np.nan
+        moves[name] /= width if width > 0 else np.nan
+    entries: list[dict[str, Any]] = [
+        {"kind": kind, "value": value, "runs": int(rows.sum())}
+        | {name: finite_or_none(values[i]) for name, values in refits.items()}
+        | {"moves": {name: finite_or_none(values[i]) for name, values in moves.items()}}
+        for i, (kind, value, rows) in enumerate(groups)
+    ]
+
+    def far(entry: dict[str, Any]) -> tuple[float, str]:
+        moved = [(abs(move), name) for name, move in entry["moves"].items() if move is not None]
+        known = entry["N"] is not None
+        return max(moved, default=(abs(float(np.log(entry["N"] / full["N"][0]))) if known else -1.0, "N"))
+
+    most = max(entries, key=far)
+    return {"left_out": entries, "most": None if far(most)[0] < 0 else most | {"moved": far(most)[1]}}
 
 
 def _levels(table: RunTable, profiles: IsoflopProfiles) -> tuple[np.ndarray, Array]:
@@ -186,19 +186,11 @@ def _answers(law: Law, constants: dict[str, Array], target: float) -> dict[str, 
     return exponents | {"N": best["N"][0], "tokens_per_parameter": best["ratio"][0], "loss": best["loss"][0]}
 
 
-def _distance(name: str, one: np.float64, other: np.float64) -> float:
-    """From other to one, in the logarithm for N and D/N."""
+def _logs(answers: dict[str, Array]) -> dict[str, Array]:
+    """What moves are counted in: exponents, and the logarithms of N and D/N."""
     with np.errstate(divide="ignore", invalid="ignore"):
-        return float(one - other if name.startswith(("alpha", "beta")) else np.log(one) - np.log(other))
-
-
-def _most(entries: list[dict[str, Any]], N: float) -> dict[str, Any] | None:
-    """The entry that moves the fit most, and what of it."""
-
-    def far(entry: dict[str, Any]) -> tuple[float, str]:
-        moves = [(abs(move), name) for name, move in entry["moves"].items() if move is not None]
-        known = entry["N"] is not None
-        return max(moves, default=(abs(float(np.log(entry["N"] / N))) if known else -1.0, "N"))
-
-    most = max(entries, key=far)
-    return None if far(most)[0] < 0 else most | {"moved": far(most)[1]}
+        return {
+            name: values if name.startswith(("alpha", "beta")) else np.log(values)
+            for name, values in answers.items()
+            if name != "loss"
+        }

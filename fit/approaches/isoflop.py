@@ -305,7 +305,12 @@ class IsoflopProfiles:
         Raises InputError for values that are not positive finite numbers; refused vertices raise nothing.
         """
         N, D, loss, flops = positive("N", N), positive("D", D), positive("loss", loss), positive("flops", flops)
-        weight, se = check_weights(weight, len(N)), self._standard_errors(loss_se, len(N))
+        weight = check_weights(weight, len(N))
+        if self.noise == "loss_se" and loss_se is None:
+            raise InputError("noise is 'loss_se' and no loss_se is given; each run needs its standard error in nats.")
+        se = np.full(len(N), np.nan) if isinstance(self.noise, str) else np.full(len(N), self.noise)
+        if self.noise == "loss_se":
+            se = positive("loss_se", loss_se)
         same_length(N=N, D=D, loss=loss, flops=flops, weight=weight, loss_se=se)
         self.labels_, self.budgets_ = budget_levels(flops, N, budget)
         self.profiles_: list[IsoflopProfile] = []
@@ -330,9 +335,12 @@ class IsoflopProfiles:
         generator = np.random.default_rng(seed)
         # One unknown noise level for all budgets: drawn once per draw and shared.
         spread = self.sigma_ * np.sqrt(self.freedom_ / generator.chisquare(max(self.freedom_, 1), n))
-        self.profiles_ = [
-            draw_vertices(p, self._noise(p, spread[:, None]), generator) if p.has_curve else p for p in self.profiles_
-        ]
+        for i, p in enumerate(self.profiles_):
+            if p.has_curve:  # noise: the standard deviation of each loss in nats, (draws, n)
+                noise = np.broadcast_to(p.loss_se, (n, len(p.N)))
+                if self.noise == "spread":
+                    noise = spread[:, None] * p.loss.min() * np.sqrt(p.weight.mean() / p.weight)
+                self.profiles_[i] = draw_vertices(p, noise, generator)
         self.draws_ = n
         self._fit_laws(generator)
         return self
@@ -350,20 +358,6 @@ class IsoflopProfiles:
         noise = np.sqrt(max(rest.sum() / freedom.sum(), 1e-24))  # losses are not known better than 1e-12
         return float(terms.sum() / np.sqrt(len(found)) / noise), float(np.nanmean(shifts))
 
-    def _standard_errors(self, loss_se: ArrayLike | None, points: int) -> Array:
-        if self.noise != "loss_se":
-            return np.full(points, np.nan)
-        if loss_se is None:
-            raise InputError("noise is 'loss_se' and no loss_se is given; each run needs its standard error in nats.")
-        return positive("loss_se", loss_se)
-
-    def _noise(self, profile: IsoflopProfile, spread: Array) -> Array:
-        """Standard deviation of each loss in nats, (draws, n)."""
-        if self.noise == "spread":
-            return spread * profile.loss.min() * np.sqrt(profile.weight.mean() / profile.weight)
-        each = profile.loss_se if self.noise == "loss_se" else np.full(len(profile.N), self.noise)
-        return np.broadcast_to(each, (len(spread), len(profile.N)))
-
     def _fit_laws(self, generator: np.random.Generator | None = None) -> None:
         self.N_law_: PowerLaw | None = None
         self.D_law_: PowerLaw | None = None
@@ -375,26 +369,24 @@ class IsoflopProfiles:
         C, N, D, loss = (
             np.array([getattr(p, name) for p in good]) for name in ("flops", "N_best", "D_best", "loss_best")
         )
-        variance = vertex_variance(good) if self.draws_ else np.ones(len(good))
-        self.scatter_ = _beyond(C, N, variance) if self.draws_ else 0.0
+        variance = np.ones(len(good))
+        if self.draws_:
+            variance = vertex_variance(good)
+            bare = PowerLaw().fit(C, N, _precision(variance, 0.0))
+            self.scatter_ = excess_scatter((np.log(N) - np.log(bare.predict(C))) ** 2, variance, len(C) - 2)
         weight = _precision(variance, self.scatter_)
-        self.N_law_, self.D_law_ = PowerLaw().fit(C, N, weight), PowerLaw().fit(C, D, weight)
-        if len(good) >= 4:
-            self.loss_law_ = PowerLaw(offset=True).fit(C, loss)
-        if generator is not None:
-            self._draw_laws(good, generator)
-
-    def _draw_laws(self, good: list[IsoflopProfile], generator: np.random.Generator) -> None:
-        """Laws through the draws of the vertices, each moved once more by the scatter between budgets."""
-        assert self.N_law_ is not None
-        assert self.D_law_ is not None
+        loss_law = PowerLaw(offset=True).fit(C, loss) if len(good) >= 4 else None
+        laws = (PowerLaw().fit(C, N, weight), PowerLaw().fit(C, D, weight), loss_law)
+        self.N_law_, self.D_law_, self.loss_law_ = laws
+        if generator is None:
+            return
+        # The draws of the vertices, each moved once more by the scatter between budgets.
         shift = np.exp(self.scatter_ * generator.standard_normal((len(good), self.draws_)))
-        N = [np.asarray(p.N_draws) * moved for p, moved in zip(good, shift, strict=True)]
-        D = [tokens_at(p, sizes) for p, sizes in zip(good, N, strict=True)]
-        self.N_law_.fit_draws(np.stack(N, 1))
-        self.D_law_.fit_draws(np.stack(D, 1))
-        if self.loss_law_ is not None:
-            self.loss_law_.fit_draws(np.stack([np.asarray(p.loss_draws) for p in good], 1))
+        sizes = [np.asarray(p.N_draws) * moved for p, moved in zip(good, shift, strict=True)]
+        tokens = [tokens_at(p, drawn) for p, drawn in zip(good, sizes, strict=True)]
+        for law, draws in zip(laws, (sizes, tokens, [np.asarray(p.loss_draws) for p in good]), strict=True):
+            if law is not None:
+                law.fit_draws(np.stack(draws, 1))
 
     def __repr__(self) -> str:
         if not hasattr(self, "profiles_"):
@@ -410,13 +402,11 @@ def budget_levels(flops: Array, N: Array, budget: ArrayLike | None = None) -> tu
     Where `budget` names none, a level is a window of LEVEL_WIDTH decades that holds at least 3 sizes.
     """
     labels = np.full(len(flops), -1)
-    if budget is not None:
-        named = np.asarray(budget, dtype=np.float64)
-        if np.isfinite(named).any():
-            values = np.unique(named[np.isfinite(named)])
-            for level, value in enumerate(values):
-                labels[named == value] = level
-            return labels, values
+    named = np.asarray(np.nan if budget is None else budget, dtype=np.float64)
+    known = np.isfinite(named)
+    if known.any():
+        values, labels[known] = np.unique(named[known], return_inverse=True)
+        return labels, values
     log = np.log10(flops)
     order = np.argsort(log, kind="stable")
     free = np.ones(len(order), dtype=bool)
@@ -452,12 +442,6 @@ def _pooled_spread(profiles: list[IsoflopProfile]) -> tuple[float, float]:
             trace += float(np.trace(gram))
             square += float((gram**2).sum())
     return (float(np.sqrt(total / trace)), trace**2 / square) if trace > 0.5 else (float("nan"), 0.0)
-
-
-def _beyond(C: Array, N: Array, variance: Array) -> float:
-    """Standard deviation of log vertices about their power law beyond what their own variances explain."""
-    residual = np.log(N) - np.log(np.asarray(PowerLaw().fit(C, N, _precision(variance, 0.0)).predict(C)))
-    return excess_scatter(residual**2, variance, len(C) - 2)
 
 
 def _precision(variance: Array, scatter: float) -> Array:

@@ -348,13 +348,9 @@ def _decayed(t: RunTable) -> Array:
             found[i] = 0.0
         elif (kind in STABLE_FIRST or not kind) and np.isfinite(share[i]):
             found[i] = share[i] > 0
-        elif kind and not _is_number(kind):
+        elif kind and not re.fullmatch(r"[-+.\de]+", kind):  # a number is no schedule
             found[i] = 1.0
     return found
-
-
-def _is_number(word: str) -> bool:
-    return re.fullmatch(r"[-+.\de]+", word) is not None
 
 
 def unmatched_schedules(t: RunTable) -> Iterator[Warning]:
