@@ -306,10 +306,12 @@ class IsoflopProfiles:
         """
         N, D, loss, flops = positive("N", N), positive("D", D), positive("loss", loss), positive("flops", flops)
         weight = check_weights(weight, len(N))
-        if self.noise == "loss_se" and loss_se is None:
-            raise InputError("noise is 'loss_se' and no loss_se is given; each run needs its standard error in nats.")
         se = np.full(len(N), np.nan) if isinstance(self.noise, str) else np.full(len(N), self.noise)
         if self.noise == "loss_se":
+            if loss_se is None:
+                raise InputError(
+                    "noise is 'loss_se' and no loss_se is given; each run needs its standard error in nats."
+                )
             se = positive("loss_se", loss_se)
         same_length(N=N, D=D, loss=loss, flops=flops, weight=weight, loss_se=se)
         self.labels_, self.budgets_ = budget_levels(flops, N, budget)
