@@ -9,7 +9,7 @@ Special here:
 - a step never waits for the device: whether an update is skipped comes out of the all-reduce of norm and loss, and
   the update kernel itself reads it;
 - nothing that changes from step to step is a number of Python's: learning rates and the count of updates lie on the
-  device, and every view that a step needs is cut once, so a step can be recorded and replayed (graphs.py).
+  device, and every view that a step needs is cut once, so a step launches few kernels.
 
 Rajbhandari et al. 2020 (arXiv 1910.02054); Loshchilov and Hutter 2019 (arXiv 1711.05101) for AdamW.
 """
