@@ -20,13 +20,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..train.hardware import pick_device
 from ..train.model import backends
 from .contenders import (
     THREADS,
     Contender,
     Peak,
     Row,
-    bench_device,
     contract_row,
     fastest,
     memory_and_difference,
@@ -104,7 +104,7 @@ def bench_attention(
         One row a case, in the format of every `isoflop bench`. On a GPU in bf16 and TFLOP/s, forward alone and with
         backward; on a CPU in fp32 and bf16 and tokens/s, forward with backward.
     """
-    place = bench_device(device)
+    place = pick_device(device, "--device")
     with pinned_threads(threads):
         if place.type == "cuda":
             peak = Peak(place, torch.bfloat16)
@@ -121,7 +121,7 @@ def _bench(shape: Shape, peak: Peak, backward: bool, rounds: int, steps: int | N
     device, dtype = peak.device, peak.dtype
     inputs = Inputs.random(shape, dtype, device)
     ours = Contender("ours", partial(inputs.run, our_attention(inputs), backward))
-    functions = working(peers(device, shape), inputs, backward)
+    functions = working_peers(attention_peers(device, shape), inputs, backward)
     contenders = {
         name: Contender(name, partial(inputs.run, function, backward)) for name, function in functions.items()
     }
@@ -176,7 +176,7 @@ def our_attention(inputs: Inputs) -> Attention:
     return backend
 
 
-def peers(device: torch.device, shape: Shape) -> dict[str, Attention]:
+def attention_peers(device: torch.device, shape: Shape) -> dict[str, Attention]:
     """By name, those that are installed; which heads, devices and types they take is their own affair."""
     grouped = shape.heads != shape.kv_heads
     if device.type == "cpu":
@@ -202,7 +202,7 @@ def peers(device: torch.device, shape: Shape) -> dict[str, Attention]:
     return found
 
 
-def working(functions: Mapping[str, Attention], inputs: Inputs, backward: bool) -> dict[str, Attention]:
+def working_peers(functions: Mapping[str, Attention], inputs: Inputs, backward: bool) -> dict[str, Attention]:
     """Those that take these inputs."""
     found = {}
     for name, function in functions.items():

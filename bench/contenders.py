@@ -11,6 +11,8 @@ Special here:
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import itertools
 import os
 import statistics
 import time
@@ -45,19 +47,18 @@ class Contender:
         return statistics.median(self.seconds)
 
 
-def bench_device(wanted: str) -> torch.device:
-    """The device of `--device`: `auto` takes the GPU where there is one.
+def counted(step: Callable[[int], Any]) -> Step:
+    """A step that counts itself: 0, 1, 2, …"""
+    count = itertools.count()
+    return lambda: step(next(count))
 
-    Raises:
-        UserError: no such choice, or no such device here.
-    """
-    import torch
 
-    if wanted not in ("auto", "cpu", "cuda"):
-        raise UserError(f"--device is {wanted!r}; it must be auto, cpu or cuda")
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device is 'cuda' and no CUDA device is visible; use auto or cpu")
-    return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
+def require(library: str, why: str) -> None:
+    """Raises UserError where a library is missing: at once, and not after the cases before it."""
+    try:
+        importlib.import_module(library)
+    except ImportError:
+        raise UserError(f"{library} is not installed, {why}; it comes with pip install 'isoflop[bench]'") from None
 
 
 @contextmanager
@@ -91,6 +92,8 @@ def take_turns(
 
 def seconds_a_step(step: Step, count: int, device: torch.device) -> float:
     """Wall clock of one of `count` steps in a row."""
+    from ..train.hardware import synchronize
+
     synchronize(device)
     start = time.perf_counter()
     for _ in range(count):
@@ -105,14 +108,6 @@ def steps_for(step: Step, device: torch.device, seconds: float = 0.03) -> int:
     return max(1, round(seconds / seconds_a_step(step, 3, device)))
 
 
-def synchronize(device: torch.device) -> None:
-    """Waits for the device's queue."""
-    import torch
-
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def fastest(contenders: Sequence[Contender]) -> Contender:
     """The one with the lowest median."""
     return min(contenders, key=lambda contender: contender.median)
@@ -121,6 +116,8 @@ def fastest(contenders: Sequence[Contender]) -> Contender:
 def peak_bytes(step: Step, device: torch.device) -> int:
     """Memory that one step asks of torch's allocator beyond what was held before it, at its highest."""
     import torch
+
+    from ..train.hardware import synchronize
 
     if device.type == "cuda":
         synchronize(device)
@@ -141,7 +138,7 @@ def peak_bytes(step: Step, device: torch.device) -> int:
     return highest
 
 
-def apart(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> float:
+def largest_difference(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> float:
     """The largest difference between two lists of tensors, each as a share of the largest value of the second."""
     pairs = [(a.detach().float(), b.detach().float()) for a, b in zip(ours, theirs, strict=True)]
     return max(((a - b).abs().max() / b.abs().max()).item() for a, b in pairs)
@@ -152,7 +149,7 @@ def memory_and_difference(ours: Contender, peer: Contender, device: torch.device
     return {
         "peak_bytes": peak_bytes(ours.step, device),
         "peer_peak_bytes": peak_bytes(peer.step, device),
-        "difference": apart(ours.step(), peer.step()),
+        "difference": largest_difference(ours.step(), peer.step()),
     }
 
 

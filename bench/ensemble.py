@@ -21,6 +21,7 @@ from ..train.data.loader import TrainStream
 from ..train.data.shards import Shards
 from ..train.ensemble.stacked import StackedStepper
 from ..train.flops import count_parameters, training_flops_per_token
+from ..train.hardware import pick_device
 from ..train.parallel.mesh import Mesh
 from ..train.stepper import Stepper
 from .contenders import (
@@ -29,14 +30,13 @@ from .contenders import (
     Contender,
     Peak,
     Row,
-    bench_device,
     contract_row,
+    counted,
     pinned_threads,
     take_turns,
     with_mfu,
 )
 from .tokens import random_shards
-from .train import counted
 
 ABOUT = EXACT
 COMPARED = 8  # first steps whose losses are compared
@@ -92,7 +92,7 @@ def bench_ensemble(
     Yields:
         One row a case, in the format of every `isoflop bench`.
     """
-    place = bench_device(device)
+    place = pick_device(device, "--device")
     with pinned_threads(threads):
         for case in cases or (GPU_CASES if place.type == "cuda" else CPU_CASES):
             yield _bench(case, place, rounds, steps)

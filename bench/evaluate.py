@@ -11,7 +11,6 @@ Special here:
 from __future__ import annotations
 
 import contextlib
-import importlib
 import io
 import math
 import statistics
@@ -37,14 +36,13 @@ from .contenders import (
     THREADS,
     Contender,
     Row,
-    bench_device,
     contract_row,
     fastest,
     pinned_threads,
+    require,
     seconds_a_step,
     take_turns,
 )
-from .train import require_transformers
 
 if TYPE_CHECKING:
     import torch
@@ -102,17 +100,19 @@ def bench_evaluate(
     Raises:
         UserError: a case that there is not, or a peer that is not installed.
     """
+    from ..train.hardware import pick_device
+
     setting = setting or Setting()
     for case in cases:
         if case not in CASES:
             raise UserError(f"--case is {case!r}; it must be one of {', '.join(CASES)}")
-    place = bench_device(device)
+    place = pick_device(device, "--device")
     if {"agreement", "throughput", "generation"} & set(cases):
-        require_transformers()
+        require("transformers", "which is the benchmark's peer")
     if {"agreement", "throughput"} & set(cases):
-        require("accelerate", "lm-eval's hf model needs")
+        require("accelerate", "which lm-eval's hf model needs")
     if "duplicates" in cases:
-        require("datasketch", "duplicates are measured beside")
+        require("datasketch", "which duplicates are measured beside")
     if sweep is not None:
         yield falling(sweep)
     with pinned_threads(THREADS), tempfile.TemporaryDirectory() as name:
@@ -135,16 +135,6 @@ def bench_evaluate(
         from .dedup import bench_dedup
 
         yield from bench_dedup(setting.documents)
-
-
-def require(library: str, why: str) -> None:
-    """Raises UserError where a library is missing: at once, and not after the cases before it."""
-    try:
-        importlib.import_module(library)
-    except ImportError:
-        raise UserError(
-            f"{library} is not installed, which {why}; it comes with pip install 'isoflop[bench]'"
-        ) from None
 
 
 def trained(folder: Path, setting: Setting) -> Path:
@@ -213,13 +203,13 @@ class Pair:
             ("lambada_openai", items, "LAMBADA"),
             ("gsm8k", min(prompts, items), f"GSM8K, generation of {new} tokens"),
         ):
-            entry = load(name, limit)
+            entry = load_entry(name, limit)
             limit_new_tokens(entry, new)
             pairs = list(zip(answers(ours, entry), answers(peer, entry), strict=True))
             alike = sum(same_answer(a, b) for a, b in pairs)
             yield self._row(f"{said}, {len(pairs)} items: the same answer", alike, len(pairs), PEER, "items equal")
             if any(a.log_probabilities for a, _ in pairs):
-                nats = max(apart(a, b) for a, b in pairs)
+                nats = max(nats_apart(a, b) for a, b in pairs)
                 case = f"{said}: log-likelihoods apart, at most"
                 yield self._row(
                     case, nats, ALLOWED_NATS, "what is allowed", "max nats", ALLOWED_NATS / max(nats, 1e-12)
@@ -236,7 +226,7 @@ class Pair:
 
     def throughput(self, items: int, rounds: int) -> Row:
         """Items of HellaSwag a second, from prompts to answers; ours encodes all text anew in each turn, as theirs."""
-        trial, entry = load("hellaswag", min(items, TRIAL_ITEMS)), load("hellaswag", items)
+        trial, entry = load_entry("hellaswag", min(items, TRIAL_ITEMS)), load_entry("hellaswag", items)
         peers = {size: self.peer(size) for size in BATCH_SIZES}
         trials = [Contender(str(size), partial(answers, lm, trial)) for size, lm in peers.items()]
         # Ours too: the trial is what warms both sides up, for a whole turn of the peer takes a minute.
@@ -257,7 +247,7 @@ def _millions(config: RunConfig) -> str:
     return f"{count_parameters(config.model).N_total / 1e6:.1f}M parameters"
 
 
-def load(name: str, limit: int | None) -> SuiteTask:
+def load_entry(name: str, limit: int | None) -> SuiteTask:
     """One task with its requests."""
     from ..evaluate.tasks.tasks import load_suite
 
@@ -303,7 +293,7 @@ def same_answer(ours: ItemResult, theirs: ItemResult) -> bool:
     )
 
 
-def apart(ours: ItemResult, theirs: ItemResult) -> float:
+def nats_apart(ours: ItemResult, theirs: ItemResult) -> float:
     """The largest difference between two items' log-likelihoods; infinite where one is no number."""
     pairs = zip(ours.log_probabilities, theirs.log_probabilities, strict=True)
     differences = [abs(a - b) for a, b in pairs]

@@ -17,10 +17,11 @@ from typing import Any
 import torch
 
 from ..evaluate.export.hf_weights import hf_config, to_hf
-from ..evaluate.inference.generate import Sampling, generate
+from ..evaluate.inference.generate import Sampling, generate_texts
 from ..train.config import ModelConfig
+from ..train.hardware import pick_device
 from ..train.model.gpt import GPT
-from .contenders import THREADS, Contender, Row, bench_device, contract_row, pinned_threads, take_turns
+from .contenders import THREADS, Contender, Row, contract_row, pinned_threads, take_turns
 
 MODEL = ModelConfig(vocab_size=8192, width=256, depth=8, heads=8)
 SHORTEST, LONGEST, NEW, BATCH = 64, 256, 128, 16
@@ -41,9 +42,9 @@ def bench_generate(device: str = "auto", rounds: int = 5, model: ModelConfig = M
     Yields:
         Rows in the format of every `isoflop bench`, in tokens/s.
     """
-    place = bench_device(device)
+    place = pick_device(device, "--device")
     with pinned_threads(THREADS):
-        gpt, llama = pair(model, LONGEST + new, place)
+        gpt, llama = paired_models(model, LONGEST + new, place)
         prompts = random_prompts(BATCH, model.vocab_size or 0)
         shape = f"{BATCH} prompts of {SHORTEST} to {LONGEST}, {new} new, fp32"
         first, whole, peer_first, peer_whole = contenders = [
@@ -52,7 +53,7 @@ def bench_generate(device: str = "auto", rounds: int = 5, model: ModelConfig = M
             for count in (1, new)
         ]
         take_turns(contenders, rounds, 1, place)
-        same = {"same_tokens": shared(whole.step(), peer_whole.step())}
+        same = {"same_tokens": shared_tokens(whole.step(), peer_whole.step())}
         written, read = BATCH * new, sum(map(len, prompts))
         yield contract_row(
             f"generate, greedy, {shape}", written, "tokens/s", whole.seconds, peer_whole.seconds, PEER, place
@@ -72,7 +73,7 @@ def bench_generate(device: str = "auto", rounds: int = 5, model: ModelConfig = M
         )
 
 
-def pair(config: ModelConfig, length: int, device: torch.device) -> tuple[GPT, Any]:
+def paired_models(config: ModelConfig, length: int, device: torch.device) -> tuple[GPT, Any]:
     """A GPT of random weights, and a transformers model of the same ones."""
     from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
 
@@ -99,7 +100,7 @@ def random_prompts(count: int, vocabulary: int) -> Prompts:
 
 def our_tokens(gpt: GPT, prompts: Prompts, new: int, sampling: Sampling) -> list[list[int]]:
     """New tokens of each prompt."""
-    results = generate(
+    results = generate_texts(
         gpt, prompts, new, max_length=gpt.max_length, finished=lambda tokens: False, sampling=sampling,
         device=gpt.cos.device,
     )  # fmt: skip
@@ -122,7 +123,7 @@ def peer_tokens(llama: Any, prompts: Prompts, new: int, sampling: Sampling) -> l
     return written
 
 
-def shared(ours: Prompts, theirs: Prompts) -> float:
+def shared_tokens(ours: Prompts, theirs: Prompts) -> float:
     """Share of tokens that are the same."""
     pairs = [a == b for mine, other in zip(ours, theirs, strict=True) for a, b in zip(mine, other, strict=True)]
     return sum(pairs) / len(pairs)

@@ -16,13 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..train.hardware import pick_device
 from ..train.model.loss import linear_cross_entropy
 from .contenders import (
     THREADS,
     Contender,
     Peak,
     Row,
-    bench_device,
     contract_row,
     fastest,
     memory_and_difference,
@@ -71,7 +71,7 @@ def bench_loss(
     Yields:
         One row a case, in the format of every `isoflop bench`; bf16, and on a CPU fp32 too.
     """
-    place = bench_device(device)
+    place = pick_device(device, "--device")
     gpu = place.type == "cuda"
     with pinned_threads(threads):
         for dtype in (torch.bfloat16,) if gpu else (torch.float32, torch.bfloat16):
@@ -84,7 +84,7 @@ def _bench(shape: Shape, peak: Peak, rounds: int, steps: int | None) -> Row:
     device, dtype = peak.device, peak.dtype
     leaves = _inputs(shape, dtype, device)
     ours = Contender("ours", partial(_both_ways, _ours, *leaves))
-    others = [Contender(name, partial(_both_ways, loss, *leaves)) for name, loss in peers(device).items()]
+    others = [Contender(name, partial(_both_ways, loss, *leaves)) for name, loss in loss_peers(device).items()]
     take_turns([ours, *others], rounds, steps or steps_for(ours.step, device), device, peak.measure)
     peer = fastest(others)
     case = f"loss {str(dtype).removeprefix('torch.')}, {shape}"
@@ -114,7 +114,7 @@ def _logits_and_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(F.linear(x, weight).float(), targets)
 
 
-def peers(device: torch.device) -> dict[str, Loss]:
+def loss_peers(device: torch.device) -> dict[str, Loss]:
     """By name."""
     found: dict[str, Loss] = {"F.cross_entropy of F.linear": _logits_and_loss}
     if device.type == "cuda":

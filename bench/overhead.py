@@ -59,8 +59,8 @@ def seconds_beside_passes(checkpoints: Sequence[Path], tasks: str, items: int) -
     import torch
 
     from ..evaluate.checkpoint import evaluate_checkpoint
+    from ..evaluate.harness import TokenCache
     from ..evaluate.inference import scoring
-    from ..evaluate.inference.tokens import TokenCache
     from ..evaluate.tasks.tasks import load_suite
 
     torch.set_num_threads(THREADS)

@@ -17,8 +17,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .contenders import Contender, contract_row
-from .train import bench_config, build_stepper, counted, shape_of
+from .contenders import Contender, contract_row, counted
+from .train import bench_config, build_stepper, size_and_batch
 
 if TYPE_CHECKING:
     from ..train.config import RunConfig
@@ -70,7 +70,7 @@ def _row(case: str, config: RunConfig, ours: list[float], theirs: list[float], p
     import torch
 
     return contract_row(
-        f"{case}, {shape_of(config)}", config.batch_tokens, "tokens/s", ours, theirs, peer, torch.device("cpu")
+        f"{case}, {size_and_batch(config)}", config.batch_tokens, "tokens/s", ours, theirs, peer, torch.device("cpu")
     )
 
 
@@ -96,7 +96,7 @@ def _take_turns(config: RunConfig, peer: str, rounds: int, steps: int) -> tuple[
     mesh = build_mesh(config.parallel.dp, config.parallel.tp, torch.device("cpu"))
     _pin(mesh.rank)
     ours = Contender("ours", counted(build_stepper(config, mesh).step))
-    theirs = Contender(peer, counted(bench_peers.build(peer, config, mesh)))
+    theirs = Contender(peer, counted(bench_peers.build_peer(peer, config, mesh)))
     for turn in range(rounds + 1):
         for contender in (ours, theirs):
             dist.barrier()

@@ -38,7 +38,7 @@ from ..train.schedule import learning_rate_factor
 Backward = Callable[[Tensor], Tensor]  # rows -> loss, after its backward pass
 
 
-def build(peer: str, config: RunConfig, mesh: Mesh) -> Callable[[int], Tensor]:
+def build_peer(peer: str, config: RunConfig, mesh: Mesh) -> Callable[[int], Tensor]:
     """A training step of the named peer on this rank: takes the step's number, returns the loss of this rank's rows."""
     gpt = build_model(config.model, config.optimizer, config.data.sequence_length, config.seed)
     assert mesh.device_mesh is not None
@@ -73,7 +73,7 @@ def build(peer: str, config: RunConfig, mesh: Mesh) -> Callable[[int], Tensor]:
     def step(number: int) -> Tensor:
         rows = torch.from_numpy(stream.batch(number, config.optimizer.batch_size, mesh.dp_rank * share, share))
         result = backward(rows)
-        clip(parameters, config.optimizer.gradient_clip)
+        clip_gradients(parameters, config.optimizer.gradient_clip)
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate * learning_rate_factor(config, number)
         optimizer.step()
@@ -83,7 +83,7 @@ def build(peer: str, config: RunConfig, mesh: Mesh) -> Callable[[int], Tensor]:
     return step
 
 
-def clip(parameters: list[nn.Parameter], limit: float) -> None:
+def clip_gradients(parameters: list[nn.Parameter], limit: float) -> None:
     """Clipping by torch, whose norm takes one kind of tensor: without sequence parallelism norms are no DTensors."""
     kinds = [[p for p in parameters if isinstance(p, DTensor) == kind] for kind in (True, False)]
     if not all(kinds):

@@ -17,11 +17,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from isoflop.bench.contenders import bench_device, synchronize
 from isoflop.bench.generate import MODEL
 from isoflop.evaluate.inference.generate import Generation
 from isoflop.fit.allocation import serving
-from isoflop.train.hardware import device_name, matmul_peak
+from isoflop.train.hardware import device_name, matmul_peak, pick_device, synchronize
 from isoflop.train.model.gpt import GPT
 
 DECODES = ((1, 64), (4, 64), (16, 64), (64, 64), (1, 512), (4, 512), (16, 512))
@@ -106,7 +105,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    result = measure(bench_device(options.device), options.precision, options.rounds)
+    result = measure(pick_device(options.device, "--device"), options.precision, options.rounds)
     if options.json:
         print(json.dumps(result, indent=1))
         return

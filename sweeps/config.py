@@ -1,8 +1,4 @@
-"""What a sweep is: a base run, a grid over it, a cluster to run on, how to score, and how to fit.
-
-`register()` hands these dataclasses to Hydra as schemas, so that a key that does not exist or a value of a wrong type
-in conf/ or on the command line is an error that names it.
-"""
+"""What a sweep is: a base run, a grid over it, a cluster to run on, how to score, and how to fit."""
 
 from __future__ import annotations
 
@@ -39,10 +35,8 @@ class GridConfig:
 class IsoflopGrid(GridConfig):
     """Several sizes at each of several FLOP budgets (Hoffmann et al. 2022, approach 2).
 
-    All budgets take their sizes from one lattice, so that runs of one size share a trunk.
-
     Sizes are log-spaced around the expected optimum N = expected_N * (C / expected_flops) ^ expected_exponent, which
-    need only be right within the span: the report says how many budgets have an interior minimum.
+    need only be right within the span.
     """
 
     kind: str = "isoflop"
@@ -89,8 +83,7 @@ class PointsGrid(GridConfig):
 class AdaptiveGrid(IsoflopGrid):
     """A small isoFLOP grid, then rounds of the runs that `isoflop suggest` finds worth most, each after a fit.
 
-    The fields of IsoflopGrid describe the grid that it stands in for: what that would cost is its budget, and the
-    largest of `budgets` the most that one run may cost.
+    It costs what the grid of IsoflopGrid's fields would, and no run more than the largest of `budgets`.
     """
 
     kind: str = "adaptive"
@@ -138,9 +131,7 @@ class ClusterConfig:
     # Runs estimated shorter than this are no array task each: jobs of about this length work through a queue of them.
     queue_minutes: float = 10.0
     setup: list[str] = field(default_factory=list)  # shell lines before the job's command
-    additional_parameters: Any = (
-        None  # raw #SBATCH keys and their values, a mapping (see ProductGrid.axes for its type)
-    )
+    additional_parameters: Any = None  # raw #SBATCH keys and values, a mapping (see ProductGrid.axes for its type)
     runs_per_gpu: int = 1  # small runs that share a GPU as processes; on slurm through CUDA MPS where there is one
     max_requeues: int = 20  # attempts after which a run that keeps being preempted is given up
     # What is not the run's own fault (a killed process, a lost node, a hang, a full disk) is tried again.
@@ -233,24 +224,14 @@ OTHER_VERSION = "use the version that wrote it, or sweep into another folder"
 
 
 def from_mapping(values: Any, source: object, remedy: str = OTHER_VERSION) -> SweepConfig:
-    """A configuration from the plain values that sweep.yaml keeps.
-
-    Args:
-        values: what `dataclasses.asdict` made of a SweepConfig.
-        source: where they are from, for the error.
-        remedy: what to do about it, likewise.
-
-    Raises:
-        UserError: they are no configuration of this version.
-    """
+    """A configuration from the plain values of sweep.yaml; `source` and `remedy` are for the error."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    kinds: dict[str, type[GridConfig]] = {node().kind: node for node in reversed(_grids())}
     try:
-        if (kind := values["grid"]["kind"]) not in list(kinds):  # it may be a list itself
-            raise KeyError(f"grid.kind is {kind!r}, which is none of {', '.join(kinds)}")
-        node = kinds[kind]
+        if (kind := values["grid"]["kind"]) not in list(GRIDS):  # it may be a list itself
+            raise KeyError(f"grid.kind is {kind!r}, which is none of {', '.join(GRIDS)}")
+        node = GRIDS[kind]
         result = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(SweepConfig(grid=node())), values))
     except (OmegaConfBaseException, TypeError, KeyError) as error:
         why = str(error.args[0] if error.args else error).splitlines()[0]
@@ -260,16 +241,15 @@ def from_mapping(values: Any, source: object, remedy: str = OTHER_VERSION) -> Sw
 
 
 def cluster_of(settings: Mapping[str, Any]) -> ClusterConfig:
-    """The cluster in a sweep.yaml, whichever version wrote it; what that did not know is as by default."""
+    """The cluster in a sweep.yaml, whichever version wrote it."""
     values = (settings.get("config") or {}).get("cluster") or {}
     known = {item.name for item in dataclasses.fields(ClusterConfig)}
     return ClusterConfig(**{name: value for name, value in values.items() if name in known})
 
 
-def _grids() -> list[type[GridConfig]]:
-    return [node for node in SCHEMAS if issubclass(node, GridConfig) and node is not GridConfig]
-
-
+GRIDS: dict[str, type[GridConfig]] = {
+    node.kind: node for node in (AdaptiveGrid, PointsGrid, ProductGrid, LadderGrid, IsoflopGrid)
+}
 # Every dataclass that a key of the configuration can belong to.
 SCHEMAS: tuple[type, ...] = (
     SweepConfig, IsoflopGrid, LadderGrid, ProductGrid, PointsGrid, AdaptiveGrid, GridConfig, ClusterConfig,
@@ -279,17 +259,13 @@ SCHEMAS: tuple[type, ...] = (
 
 
 def register() -> None:
-    """Makes the dataclasses known to Hydra: `schema` for the whole, `grid/<kind>_schema` for each grid."""
+    """Makes the dataclasses known to Hydra: `schema` for the whole, `grid/<kind>_schema` for each grid.
+
+    So a key that does not exist, or a value of a wrong type, is an error that names it.
+    """
     from hydra.core.config_store import ConfigStore
 
     store = ConfigStore.instance()
     store.store(name="schema", node=SweepConfig)
-    grids = {
-        "isoflop": IsoflopGrid,
-        "ladder": LadderGrid,
-        "product": ProductGrid,
-        "points": PointsGrid,
-        "adaptive": AdaptiveGrid,
-    }
-    for kind, node in grids.items():
+    for kind, node in GRIDS.items():
         store.store(group="grid", name=f"{kind}_schema", node=node)

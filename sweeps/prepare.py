@@ -7,6 +7,7 @@ same plan as the machine that the sweep was started on.
 from __future__ import annotations
 
 import dataclasses
+import json
 import platform
 import subprocess
 import time
@@ -25,6 +26,7 @@ from .grid import trunks
 from .grid.expand import expand_grid
 from .plan.rates import core_flops_per_second, fill_budgets, places, sweep_rates
 from .plan.sweep_plan import Plan, plan_remarks, plan_runs
+from .runs import states
 from .runs.directory import RunDirectory, SweepDirectory, yaml_or_empty
 from .runs.membership import added_runs, allow_growth
 
@@ -142,7 +144,7 @@ def share_trunks(
 ) -> tuple[list[RunConfig], list[str]]:
     """Makes trunks and branches of runs that differ in D alone, as far as what is on disk allows; and says so."""
     from .slurm import commands as slurm
-    from .slurm.launch_record import Inventory
+    from .slurm.record import Inventory
 
     live, progress = set[str](), {}
     if config.cluster.kind == "slurm":
@@ -168,7 +170,7 @@ def write_plan(prepared: Prepared, command: list[str] | None = None) -> None:
     for directory in prepared.directories:
         directory.freeze(by_id[directory.run_id])
         if not (directory.path / "state.json").exists() and not directory.is_done():
-            directory.set_state("planned")
+            states.plan(directory)
     if command is not None:
         allow_growth(sweep)
         settings = {
@@ -181,11 +183,11 @@ def write_plan(prepared: Prepared, command: list[str] | None = None) -> None:
             "core_flops_per_second": prepared.rate if prepared.config.cluster.kind == "local" else None,
             "config": dataclasses.asdict(prepared.config),
         }
-        path = sweep.path / "sweep.yaml"
-        if yaml_or_empty(path) | {"written": settings["written"]} != settings:
-            write_atomic(path, yaml.safe_dump(settings, sort_keys=False))
+        path, text = sweep.path / "sweep.yaml", yaml.safe_dump(settings, sort_keys=False)
+        if yaml_or_empty(path) | {"written": settings["written"]} != yaml.safe_load(text):
+            write_atomic(path, text)
     path, plan = sweep.path / "plan.json", prepared.plan.to_dict()
-    if read_json(path) != plan:
+    if read_json(path) != json.loads(json.dumps(plan)):  # tuples are lists there, and keys are text
         write_json(path, plan)
 
 

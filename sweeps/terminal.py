@@ -20,7 +20,7 @@ def short(value: float) -> str:
     return f"{value:.3g}"
 
 
-def describe(seconds: float) -> str:
+def describe_seconds(seconds: float) -> str:
     """Seconds as a person says them."""
     if seconds < 60:
         return f"{seconds:.0f} s"

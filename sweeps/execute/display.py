@@ -1,6 +1,6 @@
-"""What a terminal shows before and while runs train: the plan; a bar a run with its loss; the ETA of the whole.
+"""What a terminal shows before and while runs train: the plan; a bar per run with its loss; the ETA of the whole.
 
-Without a terminal the bars become a plain line a run.
+Without a terminal the bars become a plain line per run.
 """
 
 from __future__ import annotations
@@ -17,24 +17,18 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
 from ..config import ClusterConfig
-from ..plan.sweep_plan import JobShape, Plan, PlannedRun, makespan
+from ..plan.sweep_plan import JobShape, Plan, makespan
 from ..runs import attempts
 from ..runs.directory import RunDirectory, SweepDirectory
 from ..slurm.placement import batches, split, workers_for
-from ..terminal import console, describe, short
+from ..terminal import console, describe_seconds, short
 
 MOST_ROWS, FIRST_ROWS, LAST_ROWS = 40, 20, 5  # of a plan: up to so many all are shown, else the first and the last
 OVER = ("done", "failed", "diverged", "cancelled", "preempted")  # states of a run that nobody is at
 
 
 def print_plan(plan: Plan, cluster: ClusterConfig, starts: Mapping[JobShape, str] | None = None) -> None:
-    """The dry run's table: the runs, of many the longest and the shortest, then what all of them cost.
-
-    Args:
-        plan: what is to be shown.
-        cluster: where it is to run.
-        starts: when SLURM expects that a job of a shape would start, where it says so.
-    """
+    """The runs, of many the longest and the shortest, then what all cost; `starts`: when SLURM would start a shape."""
     out = console()
     out.print(_table_of(plan))
     for line in [_cost(plan, cluster), _source(plan, cluster), *_jobs(plan, cluster, starts or {})]:
@@ -45,13 +39,12 @@ def _table_of(plan: Plan) -> Table:
     table = Table(title=f"{len(plan.runs)} runs", title_justify="left", box=box.SIMPLE)
     for column in ("run", "N_total", "D", "C exact", "D/N", "shape", "steps", "time"):
         table.add_column(column, justify="left" if column == "run" else "right", no_wrap=True)
-    together = {name: unit.name for unit in plan.units for name in unit.runs if len(unit.runs) > 1}
     refined = any(run.recipe for run in plan.runs)
     optional = {
         "recipe": {run.run_id: run.recipe or "raw" for run in plan.runs if refined},
-        "ranks": {run.run_id: _ranks(run) for run in plan.runs if run.mesh},
+        "ranks": {run.run_id: run.mesh + _on_nodes(run.shape) for run in plan.runs if run.mesh},
         "branches from": {run.run_id: f"{run.parent} at {run.first_step:,}" for run in plan.runs if run.parent},
-        "together": together,
+        "together": {name: unit.name for unit in plan.units for name in unit.runs if len(unit.runs) > 1},
     }
     columns = {name: cells for name, cells in optional.items() if cells}
     for name in columns:
@@ -64,7 +57,7 @@ def _table_of(plan: Plan) -> Table:
             continue
         table.add_row(
             run.run_id, short(run.N_total), short(run.D), f"{run.flops_exact:.2e}", f"{run.D / run.N_total:.0f}",
-            f"{run.width}x{run.depth}", f"{run.steps:,}", describe(run.estimated_seconds),
+            f"{run.width}x{run.depth}", f"{run.steps:,}", describe_seconds(run.estimated_seconds),
             *(cells.get(run.run_id, "") for cells in columns.values()),
         )  # fmt: skip
     return table
@@ -74,7 +67,7 @@ def _cost(plan: Plan, cluster: ClusterConfig) -> str:
     cost = f"total {plan.total_flops:.3g} FLOPs (exact)"
     if plan.total_flops < plan.separate_flops:
         cost += f", which is {plan.total_flops / plan.separate_flops:.0%} of the runs' own,"
-    cost += f" about {describe(plan.estimated_seconds)} of training"
+    cost += f" about {describe_seconds(plan.estimated_seconds)} of training"
     cost += f" with {plan.jobs_at_once} at a time on {cluster.kind}"
     cost += f", {plan.gpu_hours:.3g} GPU-hours" if cluster.gpus_per_job else f", {plan.core_hours:.3g} core-hours"
     if plan.dollars is not None:
@@ -90,15 +83,14 @@ def _source(plan: Plan, cluster: ClusterConfig) -> str:
 
 
 def _jobs(plan: Plan, cluster: ClusterConfig, starts: Mapping[JobShape, str]) -> list[str]:
-    """How the plan becomes jobs of SLURM, and when they may start."""
     if cluster.kind != "slurm":
         return []
     planned = {run.run_id: run for run in plan.runs}
-    queued, apart = split(plan.units, planned, cluster)
+    queued, tasks = split(plan.units, planned, cluster)
     workers = sum(workers_for(batch, planned, cluster) for batch in batches(queued, planned, {}, {}))
     said = []
-    if apart:
-        said.append(f"{len(apart)} array task{'s' * (len(apart) > 1)}")
+    if tasks:
+        said.append(f"{len(tasks)} array task{'s' * (len(tasks) > 1)}")
     if queued:
         said.append(f"{workers} worker{'s' * (workers > 1)} for a queue of {len(queued)} shorter ones")
     lines = [f"jobs: {' and '.join(said)}"]
@@ -109,15 +101,11 @@ def _jobs(plan: Plan, cluster: ClusterConfig, starts: Mapping[JobShape, str]) ->
 def _shape(shape: JobShape) -> str:
     gpus = f"{shape.gpus} GPU{'s' * (shape.gpus > 1)}, " if shape.gpus else ""
     each = f"{gpus}{shape.cpus} core{'s' * (shape.cpus > 1)} and {shape.memory_gb:g} GB"
-    if shape.ranks == 1:
-        return each
-    nodes = f" on {shape.nodes} nodes" if shape.nodes > 1 else ""
-    return f"{shape.ranks} ranks{nodes}, each with {each}"
+    return each if shape.ranks == 1 else f"{shape.ranks} ranks{_on_nodes(shape)}, each with {each}"
 
 
-def _ranks(run: PlannedRun) -> str:
-    nodes = f" on {run.shape.nodes} nodes" if run.shape.nodes > 1 else ""
-    return f"{run.mesh}{nodes}"
+def _on_nodes(shape: JobShape) -> str:
+    return f" on {shape.nodes} nodes" if shape.nodes > 1 else ""
 
 
 class Display:
@@ -176,7 +164,7 @@ class Display:
         done = self._total - len(self._left)
         self._live.update(
             self._all, completed=self._estimate - left,
-            note=f"{done}/{self._total} done · {describe(self._eta(left))} left",
+            note=f"{done}/{self._total} done · {describe_seconds(self._eta(left))} left",
         )  # fmt: skip
         for name in running:
             self._draw(name, progress[name])
@@ -215,12 +203,8 @@ class Display:
         spent = time.monotonic() - self._started
         done = self._estimate - left
         pace = spent * self._jobs / done if done > 0.02 * self._estimate else 1.0
-        return (
-            makespan(sorted(self._left.values(), reverse=True), self._jobs)
-            * pace
-            * left
-            / max(sum(self._left.values()), 1e-9)
-        )
+        whole = makespan(sorted(self._left.values(), reverse=True), self._jobs)
+        return whole * pace * left / max(sum(self._left.values()), 1e-9)
 
     def _draw(self, name: str, share: float) -> None:
         run = self._planned[name]
@@ -237,8 +221,8 @@ class Display:
         done = self._total - len(self._left)
         head = f"[{done:>{len(str(self._total))}}/{self._total}] {name} N {short(run.N_total):>5} D {short(run.D):>5}"
         if state.state == "done" and summary is not None:
-            eta = describe(self._eta(sum(self._left.values())))
-            return f"{head}  loss {summary['val_loss']:.4f}  {describe(summary['seconds']):>7}  ETA {eta}"
+            eta = describe_seconds(self._eta(sum(self._left.values())))
+            return f"{head}  loss {summary['val_loss']:.4f}  {describe_seconds(summary['seconds']):>7}  ETA {eta}"
         return f"{head}  {state.state}: {state.reason}"
 
     def _say(self, line: str) -> None:

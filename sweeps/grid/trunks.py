@@ -1,7 +1,7 @@
 """Runs that differ in D alone share the constant-rate part of the longest: a trunk, and branches that decay from it.
 
-A trunk is an ordinary run that also saves where its branches begin (`checkpoint.at_steps`), and a branch an ordinary
-run with a `parent`. Both fields are cosmetic: every run keeps its id, and would train alone to the same bits.
+A trunk is an ordinary run that also saves where its branches begin (`checkpoint.at_steps`), a branch one with a
+`parent`. Both fields are cosmetic: every run keeps its id, and would train alone to the same bits.
 
 Haegele et al. 2024 (arXiv 2405.18392), section 5: a scaling law from one constant-rate run and a cooldown for each D.
 """
@@ -36,7 +36,7 @@ class NotThere(UserError):
 
 @dataclass(frozen=True)
 class Progress:
-    """What a run has on disk, as far as trunks go. The default is a run that nobody has started."""
+    """What a run has on disk, as far as trunks go; the default is a run that nobody has started."""
 
     fixed: bool = False  # it is done, or a process has it: what its config.yaml says stays
     step: int = 0  # it saves nothing more at or before this step
@@ -58,7 +58,7 @@ class Merged:
 def merge_runs(runs: Sequence[RunConfig], progress: Mapping[str, Progress] | None = None) -> Merged:
     """Makes branches of the runs that a longer one can serve as a trunk. Pure.
 
-    `progress` is what is on disk, by run id; a run that is not in it has not been started.
+    `progress`: what is on disk, by run id, of runs that have been started.
     """
     families: dict[str, list[_Named]] = {}
     named = [(run_id(run), run) for run in runs]
@@ -81,12 +81,12 @@ def merge_runs(runs: Sequence[RunConfig], progress: Mapping[str, Progress] | Non
 
 
 def own_steps(run: RunConfig) -> int:
-    """Steps that a run of a merged plan makes itself: a branch makes those after its trunk's part."""
+    """Steps that a run of a merged plan makes itself."""
     return run.steps if run.parent is None else run.steps - trunk_steps(run)
 
 
 def own_flops(run: RunConfig) -> float:
-    """Training FLOPs, exact convention, that a run of a merged plan spends itself."""
+    """Training FLOPs, exact convention, of these steps."""
     return flops_exact(run) / run.steps * own_steps(run)
 
 
@@ -166,7 +166,7 @@ def _saving(merged: Sequence[RunConfig]) -> list[str]:
 
 
 def _obstacles(lone: Sequence[_Lone]) -> list[str]:
-    """Why runs that differ from a longer one in D alone do not branch from it, in a sentence for each reason."""
+    """Why runs do not branch from a longer one, in a sentence for each reason."""
     said = []
     for why in dict.fromkeys(each.why for each in lone):
         runs = [each.run for each in lone if each.why == why]
@@ -197,35 +197,27 @@ def _reason(why: str, run: RunConfig) -> str:
 
 
 def progress_of(run: RunDirectory, live: bool = False) -> Progress:
-    """What `merge_runs` wants to know of a run, from its config, its state and the names of its checkpoints.
-
-    `live`: a process or a queued job has the run, which then saves what its config.yaml says and no more.
-    """
+    """What `merge_runs` asks of a run; `live`: a process or a queued job has it."""
     try:
         config = run.config()
     except UserError:
         return Progress()  # nothing there, or what `RunDirectory.config` refuses as soon as it is needed
-    saved, fixed = _published(run), live or run.is_done()
+    saved, fixed = run.saved_steps(), live or run.is_done()
     to_save = config.checkpoint.at_steps or () if live else ()
     step = config.steps if fixed else max(saved, default=0)
     return Progress(fixed, step, frozenset(saved).union(to_save), config.parent)
 
 
 def has_checkpoint(run: RunDirectory, step: int) -> bool:
-    """Whether a checkpoint of that step has been published; its files are not checked."""
     return (_checkpoint(run, step) / "manifest.json").is_file()
 
 
-def can_start(branch: RunDirectory, trunk: RunDirectory, step: int) -> bool:
-    """Whether a branch that begins at `step` of its trunk finds what it needs: there, or among its own checkpoints."""
-    return has_checkpoint(trunk, step) or any(own >= step for own in _published(branch))
-
-
 def graft(branch: RunDirectory, trunk: RunDirectory) -> str | None:
-    """Puts the trunk's checkpoint of the step where the branch begins among the branch's own; says so in a line.
+    """Puts the trunk's checkpoint where the branch begins among the branch's own; says so in a line, None if not
+    needed.
 
-    The caller holds the branch's lock. None where the branch has a whole checkpoint from that step on. Raises NotThere
-    where the trunk has none, UserError where it is damaged, OSError on a full disk; nothing half-written stays.
+    The caller holds the branch's lock. Raises NotThere where the trunk has none, UserError where it is damaged, OSError
+    on a full disk; nothing half-written stays.
     """
     from ...train.checkpoint.checkpoint import damage
 
@@ -233,7 +225,7 @@ def graft(branch: RunDirectory, trunk: RunDirectory) -> str | None:
     source, final = _checkpoint(trunk, step), _checkpoint(branch, step)
     begins = f"run {branch.run_id} begins at step {step} of run {trunk.run_id}"
     with FileLock(branch.path / ".graft.lock"):
-        if any(own >= step and damage(_checkpoint(branch, own)) is None for own in _published(branch)):
+        if any(own >= step and damage(_checkpoint(branch, own)) is None for own in branch.saved_steps()):
             return None
         if not has_checkpoint(trunk, step):
             state = trunk.state()
@@ -251,12 +243,6 @@ def graft(branch: RunDirectory, trunk: RunDirectory) -> str | None:
 
 def _checkpoint(run: RunDirectory, step: int) -> Path:
     return run.path / "checkpoints" / f"step_{step}"
-
-
-def _published(run: RunDirectory) -> list[int]:
-    """Steps that a run has checkpoints of, as far as their manifests tell."""
-    names = (path.parent.name.removeprefix("step_") for path in (run.path / "checkpoints").glob("step_*/manifest.json"))
-    return sorted(int(name) for name in names if name.isdigit())
 
 
 def _begin_metrics(branch: RunDirectory, trunk: RunDirectory, step: int) -> None:

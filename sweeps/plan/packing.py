@@ -1,8 +1,7 @@
 """Runs become units of work: one run, an ensemble in one process, or processes that share a device. Pure, no torch.
 
-Runs are put together only where the whole sweep is then estimated to end no later: two places get two ensembles of
-four and not one of eight. The search goes through the shapes one by one, tries every size of ensemble for each, and
-stops when nothing helps.
+Runs are put together only where the whole sweep is then estimated to end no later: two places get two ensembles of four
+and not one of eight. The search goes through the shapes, tries every size of ensemble, and stops when nothing helps.
 """
 
 from __future__ import annotations
@@ -18,23 +17,11 @@ from ...train.config import RunConfig, run_id
 from ...train.ensemble.members import refusal, shape_of
 from ...train.memory import memory
 from ...train.schedule import trunk_steps
+from ..runs.queue import Unit
 
 LEAST_GAIN = 1.15  # of an ensemble, below which the estimate is no reason to make one
 
 ROUNDING = 1e-9  # what times may differ by and still be equal
-
-
-@dataclass(frozen=True)
-class Unit:
-    """What one job trains."""
-
-    how: str  # alone | ensemble | shared: processes of their own on one device
-    runs: tuple[str, ...]  # run ids, longest first
-
-    @property
-    def name(self) -> str:
-        """For people: the first run, and how many more."""
-        return self.runs[0] + (f"+{len(self.runs) - 1}" if len(self.runs) > 1 else "")
 
 
 def ensemble_speedup(width: int, members: int, launch_bound_width: float) -> float:
@@ -79,10 +66,7 @@ def pack_runs(
 def paid_shares(
     unit: Unit, runs: Mapping[str, RunConfig], seconds: Mapping[str, float], launch_bound_width: float
 ) -> dict[str, float]:
-    """What of a unit's time each of its runs pays, by run id: at any time an equal share with those that still train.
-
-    `runs` and `seconds` by run id, as `pack_runs` takes them. All shares together are the unit's time.
-    """
+    """What of a unit's time each of its runs pays: at any time an equal share with those that still train."""
     piece = _Clock({name: runs[name] for name in unit.runs}, seconds, launch_bound_width).piece(unit)
     names = sorted(unit.runs, key=lambda name: seconds[name])
     lengths = [end - before for before, end in pairwise([0.0, *piece.passed])]
@@ -94,14 +78,14 @@ def wall_clock(
     units: Sequence[Unit], runs: Mapping[str, RunConfig], seconds: Mapping[str, float], places: int,
     launch_bound_width: float,
 ) -> float:  # fmt: skip
-    """Estimated time of all units: each place takes the first that can start; a branch can once its trunk is there."""
+    """Estimated time of all units: each place takes the first that can start, a branch once its trunk is there."""
     clock = _Clock(runs, seconds, launch_bound_width)
     return clock.wall_clock([clock.piece(unit) for unit in units], places)
 
 
 @dataclass(frozen=True, eq=False)
 class _Piece:
-    """A unit with its times. Its runs end one by one, shortest first, and what is left then goes on faster."""
+    """A unit with its times; its runs end one by one, shortest first, and the rest then goes on faster."""
 
     unit: Unit
     ends: list[float]  # own time, as if alone, at which the runs end; ascending
@@ -112,7 +96,6 @@ class _Piece:
 
     @property
     def seconds(self) -> float:
-        """From its start to the end of its last run."""
         return self.passed[-1]
 
 
@@ -163,7 +146,7 @@ class _Clock:
         return max(1.0, sum(width / (width + self.bound) for width in widths))
 
     def wall_clock(self, pieces: Sequence[_Piece], places: int) -> float:
-        """See the function of that name; the queue of a launch (`queue.py`) hands units out in the same way."""
+        """The queue of a launch hands units out in the same way."""
         home = {name: number for number, piece in enumerate(pieces) for name in piece.unit.runs}
         lacking = [0] * len(pieces)  # trunks that have not begun
         at = [0.0] * len(pieces)  # when the others are there
@@ -240,7 +223,7 @@ def _in_between(name: str, clock: _Clock) -> bool:
 def _ensembles(
     group: Mapping[str, RunConfig], clock: _Clock, places: int, most: int, room: float | None, device: str
 ) -> Iterator[Way]:
-    """Ways to make ensembles of runs of one shape: as large as may be, half of that, down to none; or one a place."""
+    """Ways to make ensembles of runs of one shape: as large as may be, half of that, down to none; or one per place."""
     if room is not None:
         most = min(most, int(room // max(memory(run, device).peak for run in group.values())))
     names = clock.longest_first(group)
@@ -260,7 +243,7 @@ def _ensembles(
 
 
 def _small(left: Mapping[str, RunConfig], clock: _Clock, room: float | None, device: str) -> Iterator[list[str]]:
-    """Runs that may share a device, longest first: those that wait for nothing, and branches."""
+    """Runs that may share a device, longest first: those that wait for nothing, then branches."""
     small = [
         name for name, run in left.items()
         if run.parallel.world_size == 1 and not _in_between(name, clock)
@@ -271,7 +254,7 @@ def _small(left: Mapping[str, RunConfig], clock: _Clock, room: float | None, dev
 
 
 def _shared(names: Sequence[str], clock: _Clock, most: int) -> Iterator[Way]:
-    """Ways to put processes of similar length on one device: as many as allowed, fewer, down to each its own."""
+    """Ways to put processes of similar length on one device."""
     for size in range(most, 0, -1):
         parts = [names[start : start + size] for start in range(0, len(names), size)]
         yield [_piece("shared", part, clock) for part in parts]

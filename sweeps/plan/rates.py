@@ -44,12 +44,12 @@ class Measured:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What is known of one place: FLOP/s and how many runs say so, by kind of run and width."""
+    """FLOP/s at one place and how many runs say so, by kind of run and width."""
 
     rates: Mapping[str, Mapping[int, tuple[float, int]]] = field(default_factory=dict)
 
     def rate(self, kind: str, width: int, assumed: Callable[[float], float]) -> float | None:
-        """FLOP/s of a run of this kind and width; None where no run of its kind was measured.
+        """FLOP/s of a run; None where no run of its kind was measured.
 
         Log-log between the measured widths; beyond them it follows the shape of `assumed`, FLOP/s by width.
         """
@@ -80,7 +80,7 @@ class Rates:
     measured: Calibration
 
     def of(self, run: RunConfig) -> float:
-        """FLOP/s, exact convention, that training a run alone is expected to reach."""
+        """FLOP/s, exact convention, of training a run alone."""
         found = self.measured.rate(run_kind(run), run.model.width, self.assumed)
         return self.assumed(run.model.width) if found is None else found
 
@@ -95,7 +95,7 @@ class Rates:
 
 
 def kind_of(precision: str, mesh: str, batch_tokens: int, sequence_length: int) -> str:
-    """What beside its width decides how fast a run trains, in words; a key of the file."""
+    """What beside its width decides how fast a run trains; a key of the file."""
     return f"{precision}, {mesh or 'one rank'}, {batch_tokens} tokens a step in sequences of {sequence_length}"
 
 
@@ -111,7 +111,7 @@ def describe_mesh(parallel: ParallelConfig) -> str:
 
 
 def place_of(cluster: ClusterConfig, threads: int) -> str:
-    """Where runs of a cluster are trained, `threads` cores per rank; a key of the file."""
+    """Where runs of a cluster are trained; a key of the file."""
     count, what = (cluster.gpus_per_job, "GPU") if cluster.gpus_per_job else (threads, "thread")
     has = f"{count} {what}{'s' * (count > 1)}"
     if cluster.kind == "slurm":
@@ -131,7 +131,7 @@ def _processor() -> str:
 
 
 def load_rates(cluster: ClusterConfig, threads: int) -> Calibration:
-    """What past sweeps measured where this one is to run; nothing where the file is missing or damaged."""
+    """What past sweeps measured where this one is to run."""
     kinds = _places(read_json(_file())).get(place_of(cluster, threads), {}).get("kinds", {})
     rates = {}
     for kind, widths in kinds.items():
@@ -140,7 +140,7 @@ def load_rates(cluster: ClusterConfig, threads: int) -> Calibration:
 
 
 def sweep_rates(folder: Path, cluster: ClusterConfig, threads: int) -> Calibration:
-    """What a sweep is planned with: of the kinds of run in its plan.json what that says, of others `load_rates`'s."""
+    """What a sweep is planned with: what its plan.json says, and of other kinds of run `load_rates`."""
     # Else what its own runs reached would become their estimate, and the report could not say how far that was off.
     planned = (read_json(folder / "plan.json") or {}).get("rates") or {}
     fixed = {
@@ -150,10 +150,7 @@ def sweep_rates(folder: Path, cluster: ClusterConfig, threads: int) -> Calibrati
 
 
 def record_rates(place: str, measured: Iterable[Measured]) -> str | None:
-    """Adds what runs reached to the file; says in a sentence what went wrong, None where nothing did.
-
-    A run counts once, however often its sweep is finished.
-    """
+    """Adds what runs reached to the file; says in a sentence what went wrong, None where nothing did."""
     measured, file = list(measured), _file()
     if not measured:
         return None
@@ -177,7 +174,7 @@ def _file() -> Path:
 
 
 def _with(places: dict[str, Any], place: str, measured: list[Measured]) -> dict[str, Any]:
-    """The file's places with these runs in theirs: what is added to moves to the end, and the oldest falls out."""
+    """With these runs: what is added to moves to the end, and the oldest falls out."""
     kinds = places.pop(place, {}).get("kinds", {})
     for run in measured:
         widths = kinds.pop(run.kind, {})
@@ -254,7 +251,7 @@ print(2 * 512**3 / best)
 
 
 def core_flops_per_second(seconds: float = 0.4) -> float:
-    """fp32 matrix-product rate of one core, through NumPy's BLAS, in a process of its own held to one thread."""
+    """fp32 matmul rate of one core, through NumPy's BLAS, in a process of its own held to one thread."""
     names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
     environment = {**os.environ, **dict.fromkeys(names, "1")}
     trial = [sys.executable, "-c", _TRIAL.format(seconds=seconds)]
@@ -262,7 +259,7 @@ def core_flops_per_second(seconds: float = 0.4) -> float:
 
 
 def fill_budgets(points: GridConfig | None, cluster: ClusterConfig, rate: float) -> None:
-    """Budgets that an isoFLOP grid does not name are the cluster's; where that names none either, the probe's."""
+    """Budgets that an isoFLOP grid does not name are the cluster's, else the probe's."""
     if not isinstance(points, IsoflopGrid) or points.budgets is not None:
         return
     if not cluster.minutes > 0:
@@ -274,7 +271,7 @@ def fill_budgets(points: GridConfig | None, cluster: ClusterConfig, rate: float)
 
 
 def probed_budgets(flops_per_second: float, jobs: int, minutes: float, half_speed_width: float) -> list[float]:
-    """FLOP budgets whose grid of six sizes each fills about `minutes` on `jobs` cores."""
+    """Budgets whose grid of six sizes each fills about `minutes` on `jobs` cores."""
     rate = flops_per_second * jobs * TYPICAL_WIDTH / (TYPICAL_WIDTH + half_speed_width)
     smallest = rate * minutes * 60 / (SIZES * sum(LADDER))
     # To a power of two: two probes of one machine, or two machines of one kind, nearly always plan the same runs.

@@ -17,7 +17,7 @@ from isoflop.evaluate.export.export import export_checkpoint
 from isoflop.evaluate.export.hf_import import import_checkpoint
 from isoflop.evaluate.export.hf_tokenizer import byte_characters
 from isoflop.evaluate.export.model_card import Facts, model_card
-from isoflop.sweeps.cli.models import facts_about
+from isoflop.sweeps.cli.checkpoint import facts_about
 from isoflop.train.checkpoint.checkpoint import ALONE, load_for_evaluation, restore, whole_weights
 from isoflop.train.checkpoint.saver import Saver
 from isoflop.train.config import CheckpointConfig, DataConfig, ModelConfig, OptimizerConfig, RunConfig
@@ -128,7 +128,7 @@ def test_documents_kept_apart_are_the_same_one_at_a_time_and_the_card_says_so(tm
 
 
 def test_the_commands_write_and_read_what_they_say(tmp_path: Path) -> None:
-    from isoflop.sweeps.cli.models import app
+    from isoflop.sweeps.cli.checkpoint import app
     from typer.testing import CliRunner
 
     checkpoint(tmp_path / "run" / "checkpoints", ModelConfig(width=16, depth=1, heads=2))

@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from isoflop.sweeps.cli.data_report import recipe_lines
+from isoflop.sweeps.cli.main import recipe_lines
 from isoflop.sweeps.config import LadderGrid, ProductGrid
 from isoflop.sweeps.grid import expand as grid
 from isoflop.train.config import DataConfig, ModelConfig, RunConfig, run_id
 from isoflop.train.data.corpora import open_corpus
 from isoflop.train.data.mixing import content_hash
-from isoflop.train.data.recipe import parts, quality, recipe
+from isoflop.train.data.recipe import parts, recipe
 from isoflop.train.data.recipe.pool import Pool
 from isoflop.train.data.recipe.refine import Refinery
 from isoflop.train.data.shards import Shards, prepare
@@ -125,18 +125,18 @@ def test_a_bad_step_is_named_with_what_is_accepted(step: str, said: str) -> None
 def test_what_a_step_needs_is_missed_by_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     base = RunConfig(model=ModelConfig(vocab_size=256), tokens=100_000)
     with pytest.raises(UserError, match=r"'language:xx@0.65'; language knows .*en"):
-        grid.expand(ProductGrid(axes={"data.recipe": [["language:xx"]]}), base)
+        grid.expand_grid(ProductGrid(axes={"data.recipe": [["language:xx"]]}), base)
     monkeypatch.setattr(recipe, "find_spec", lambda name: None)
     for step, package in (("near", "rensa"), ("bloom", "rbloom"), ("language:en", "py3langid"),
                           ("quality:model.bin@0.5", "fasttext-predict")):  # fmt: skip
         with pytest.raises(UserError, match=rf"needs {package}: pip install {package}"):
-            grid.expand(ProductGrid(axes={"data.recipe": [[step]]}), base)
-    assert len(grid.expand(ProductGrid(axes={"data.recipe": [["gopher", "exact"]]}), base)) == 1
+            grid.expand_grid(ProductGrid(axes={"data.recipe": [[step]]}), base)
+    assert len(grid.expand_grid(ProductGrid(axes={"data.recipe": [["gopher", "exact"]]}), base)) == 1
 
 
 def test_another_model_of_the_language_library_is_another_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
     before = [recipe.fingerprint([step]) for step in ("language:en", "gopher")]
-    monkeypatch.setattr(quality, "language_model_digest", lambda: "of another release")
+    monkeypatch.setattr(recipe, "_language_model_digest", lambda: "of another release")
     assert [recipe.fingerprint([step]) == old for step, old in zip(("language:en", "gopher"), before, strict=True)] == [
         False, True]  # fmt: skip
 
@@ -151,19 +151,19 @@ def test_a_recipe_is_science_and_raw_text_keeps_every_old_id() -> None:
 def test_a_grid_takes_recipes_as_it_takes_seeds() -> None:
     base = RunConfig(model=ModelConfig(vocab_size=256), tokens=0)
     ladder = LadderGrid(sizes=[1e4, 2e4], tokens=[100_000])
-    alone = {run_id(run) for run in grid.expand(ladder, base)}
+    alone = {run_id(run) for run in grid.expand_grid(ladder, base)}
     ladder.recipes = [[], ["exact", "near"], ["near:0.80"], ["near"]]  # the last two are one
-    runs = grid.expand(ladder, base)
+    runs = grid.expand_grid(ladder, base)
     assert len(runs) == 2 * 3
     assert alone == {run_id(run) for run in runs if not run.data.recipe}
     assert {tuple(run.data.recipe) for run in runs} == {(), ("exact", "near:0.8"), ("near:0.8",)}
     assert all(run.data.recipe_fingerprint == recipe.fingerprint(run.data.recipe) for run in runs)
     assert all((run.name or "").endswith("exact+near:0.8") for run in runs if len(run.data.recipe) == 2)
     base.tokens = 100_000
-    product = grid.expand(ProductGrid(axes={"data.recipe": [[], ["gopher"]], "seed": [0, 1]}), base)
+    product = grid.expand_grid(ProductGrid(axes={"data.recipe": [[], ["gopher"]], "seed": [0, 1]}), base)
     assert [run.data.recipe for run in product] == [[], [], ["gopher"], ["gopher"]]
     with pytest.raises(UserError, match="no step"):
-        grid.expand(ProductGrid(axes={"data.recipe": [["gofer"]]}), base)
+        grid.expand_grid(ProductGrid(axes={"data.recipe": [["gofer"]]}), base)
 
 
 def test_every_step_counts_what_it_removes_and_nothing_is_lost(corpus: DataConfig) -> None:
