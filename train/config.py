@@ -1,11 +1,8 @@
-"""One run, described completely: the dataclasses behind `conf/` and the identity of a run.
+"""One run, described completely: the dataclasses behind `conf/` and the identity of a run. No torch: planning is
+instant.
 
-Special here:
-- `RunConfig` is all that a training reads. It is composed by Hydra, resolved, and frozen to `config.yaml` before a job
-  starts.
-- A field is *cosmetic* when changing it leaves the science alone (where files lie, how many ranks, how often to save).
-  Every other field is part of the run's identity, so a forgotten field errs on the side of running again.
-- No torch: planning a grid imports this module and must be instant.
+A field is *cosmetic* when changing it leaves the science alone (where files lie, how many ranks, how often to save).
+Every other field is part of the run's identity, so a forgotten field errs on the side of running again.
 """
 
 from __future__ import annotations
@@ -33,7 +30,7 @@ def cosmetic(default: Any) -> Any:
 
 
 def later(default: Any) -> Any:
-    """A field that came after runs had ids: science, but left out of the identity at its default, so old ids stand."""
+    """A field that came after runs had ids: left out of the identity at its default, so old ids stand."""
     return field(default=default, metadata={"later": True})
 
 
@@ -106,8 +103,8 @@ class DataConfig:
 class OptimizerConfig:
     """AdamW with decoupled weight decay, and the rule that gives every width its learning rate.
 
-    Rule (muP for Adam, Yang et al. 2022, Table 8): matrices whose fan-in grows with the width get
-    `learning_rate * base_width / width`; embeddings and norms keep `learning_rate * embedding_multiplier`.
+    Matrices whose fan-in grows with the width get `learning_rate * base_width / width`; embeddings and norms keep
+    `learning_rate * embedding_multiplier` (muP for Adam, Yang et al. 2022, Table 8).
     """
 
     learning_rate: float = 6e-3  # at base_width
@@ -157,8 +154,19 @@ class ParallelConfig:
 
     @property
     def world_size(self) -> int:
-        """Ranks of the run."""
         return self.tp * self.dp
+
+    @property
+    def mesh(self) -> str:
+        """For messages."""
+        return f"parallel.tp {self.tp} * parallel.dp {self.dp} is {self.world_size}"
+
+    @property
+    def label(self) -> str:
+        """How a run is spread over its ranks, as "tp2 dp4 zero1"; empty for one rank."""
+        if self.world_size == 1:
+            return ""
+        return f"tp{self.tp} dp{self.dp}" + (f" zero{self.zero}" if self.zero else "")
 
 
 @dataclass
@@ -219,12 +227,10 @@ class RunConfig:
 
     @property
     def D(self) -> int:
-        """Tokens actually trained on."""
         return self.steps * self.batch_tokens
 
 
 def identity(config: RunConfig) -> dict[str, Any]:
-    """What of a run is science: the nested fields that are not cosmetic."""
     return _strip_cosmetic(config)
 
 
@@ -243,8 +249,8 @@ def _strip_cosmetic(node: Any) -> dict[str, Any]:
 
 @functools.cache
 def _science(node: type) -> list[tuple[Any, ...]]:
-    """Fields of a dataclass that are not cosmetic: the name, whether it is a float, whether it is a group, and for a
-    `later` field its default.
+    """Per field that is not cosmetic: name, whether it is a float, whether it is a group, and the default of a `later`
+    one.
     """
     fields = (item for item in dataclasses.fields(node) if not item.metadata.get("cosmetic"))
     return [
@@ -264,16 +270,11 @@ def run_id(config: RunConfig) -> str:
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """Nested plain dict of any config dataclass."""
     return dataclasses.asdict(config)
 
 
 def from_dict(cls: type[T], values: dict[str, Any], prefix: str = "") -> T:
-    """Builds a config dataclass from a nested dict.
-
-    Raises:
-        UserError: on a key that the dataclass does not have, naming the key and those that exist.
-    """
+    """Builds a config dataclass from a nested dict; UserError on a key that it does not have."""
     fields = {item.name: item for item in dataclasses.fields(cls)}  # type: ignore[arg-type]
     unknown = sorted(set(values) - set(fields))
     if unknown:

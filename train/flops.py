@@ -29,7 +29,6 @@ class ParameterCount:
 
 
 def count_parameters(model: ModelConfig) -> ParameterCount:
-    """Parameters of a model under each convention."""
     assert model.vocab_size is not None
     shape = shape_of(model)
     non_embedding = shape.depth * shape.block_size + shape.width
@@ -42,7 +41,7 @@ def count_parameters(model: ModelConfig) -> ParameterCount:
 
 
 def forward_flops_per_token(model: ModelConfig, sequence_length: int) -> int:
-    """Matrix-product FLOPs of one forward pass, per token, at the given context length."""
+    """Matrix-product FLOPs of one forward pass, per token."""
     # Scores (T x head_dim products) and their weighting of the values, every query against the full square, or against
     # as many keys as its window has.
     keys = min(sequence_length, model.window or sequence_length)
@@ -51,17 +50,15 @@ def forward_flops_per_token(model: ModelConfig, sequence_length: int) -> int:
 
 
 def training_flops_per_token(model: ModelConfig, sequence_length: int) -> int:
-    """Exact convention: forward, and twice as much for the backward pass."""
+    """Forward, and twice as much for the backward pass."""
     return 3 * forward_flops_per_token(model, sequence_length)
 
 
 def flops_exact(config: RunConfig) -> float:
-    """Training FLOPs of a run under the exact convention."""
     return float(training_flops_per_token(config.model, config.data.sequence_length)) * config.D
 
 
 def flops_6nd(config: RunConfig) -> float:
-    """Training FLOPs of a run as 6 * N_total * D."""
     return 6.0 * count_parameters(config.model).N_total * config.D
 
 

@@ -1,14 +1,8 @@
 """Runs of one shape trained together, each with its own identity, directory, metrics and checkpoints.
 
-Special here:
-- one step of the ensemble is one step of every member that still trains, each at its own step of its own schedule; a
-  member that has ended leaves, and the others go on with an ensemble that is smaller;
-- each member has a `Trainer` of its own, the same that keeps the books of a run alone, and writes the same files, so a
-  run can be trained alone up to a kill and go on in an ensemble, or the other way round;
-- what goes wrong with one member (its loss, its disk, its checkpoint) ends that member; what goes wrong in the step
-  they share (memory) ends all that are left;
-- seconds are shared out: while E members train, each pays 1/E of the clock, so the seconds of all runs add up to what
-  the device was busy, and tokens_per_s is what a member gets for the time that it pays.
+Each member has a `Trainer` of its own, the same that keeps the books of a run alone, so a run can go on alone or in an
+ensemble. What goes wrong with one member ends that member; what goes wrong in the shared step ends all that are left.
+While E members train, each pays 1/E of the clock, so the seconds of all runs add up to those of the device.
 """
 
 from __future__ import annotations
@@ -62,10 +56,10 @@ def train_together(
         configs: complete and resolved, of different runs that `members.check_together` accepts.
         directories: of the runs, in the same order.
         should_stop: asked after every step; True saves every member that still trains, and ends it with `stopped`.
-        report: gets the index of a member and a line for everything that a person should know of it.
-        on_end: gets the index of a member and how it ended, when it ends; the others may go on.
+        report: gets the index of a member and a line for a person.
+        on_end: gets the index of a member and how it ended; the others may go on.
         shards: tokens to train on; prepared from the config when not given.
-        alive: called in work that takes long and has no steps, such as preparing the data; its answer is not looked at.
+        alive: called in work that takes long and has no steps, such as preparing the data.
 
     Returns:
         How each ended, in the order of `configs`.

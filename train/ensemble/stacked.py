@@ -7,13 +7,9 @@ With E members, n = B T tokens of each, width w, rows V of the padded vocabulary
     attention   (E B, T, heads, d)                  has no weights: it sees E times as many sequences
     state       (E, bucket)                         one row per member, laid out as `parallel/zero.py` does for one run
 
-Special here:
-- no operation mixes members, so what one does (a NaN too) reaches no other;
-- on CPUs a member's numbers are those of a run alone bit for bit: a batched product gives the bits of the plain ones,
-  and every other operation is the same, in the same order. So a run can go on alone, or in an ensemble;
-- the head and the loss go member by member: they work in chunks that fill the cache, or the GPU, by themselves;
-- on CPUs each thread takes some members through their whole step: cutting every operation in two would have threads
-  wait for one another some hundred times a step. It takes as many at a time as the cache holds streams of.
+No operation mixes members, so what one does (a NaN too) reaches no other. On CPUs a member's numbers are those of a run
+alone bit for bit, so a run can leave an ensemble or join one. There each thread takes some members through their whole
+step, as many at a time as the cache holds streams of: cutting every operation in two would have threads wait.
 """
 
 from __future__ import annotations
@@ -58,11 +54,10 @@ class StackedGPT:
     """E models that share a shape. It owns no weights, and follows whoever changes them.
 
     Args:
-        template: a GPT of that shape; its angles lie on the device, its own weights are not looked at.
-        weights: of all members, at least fp32; what is trained, or views of it.
-        output_scale: (E,) of each member, of the weights' type.
+        template: a GPT of that shape, for its angles and attention.
+        weights: of all members, at least fp32.
+        output_scale: (E,).
         dtype: of products and streams.
-        compiled: whether blocks go through `torch.compile`.
     """
 
     def __init__(
@@ -97,7 +92,7 @@ class StackedGPT:
         return [linear_cross_entropy(x, w, ids, vocabulary, reduction, z) for x, w, ids, z in members]
 
     def _last_hidden(self, tokens: Tensor, table: Tensor) -> Tensor:
-        """What the head reads, (E, n, w), with rows of the tables (E, V, w) at the beginning."""
+        """What the head reads, (E, n, w), for rows of the tables (E, V, w)."""
         config, weights = self.config, self.weights
         members, batch, time = tokens.shape
         cos, sin = self.template.cos[:time], self.template.sin[:time]
@@ -162,13 +157,15 @@ class _Product(torch.autograd.Function):
 
 
 class Rows:
-    """The training state of E models of one shape.
+    """The training state of E models of one shape: every member's update is the one that `Zero` makes, bit for bit on
+    CPUs.
+
+    A parameter of all members is a strided view of a matrix, which batched products take as it is; a member's state is
+    rows, which the fused AdamW takes whole.
 
     Args:
-        template: one of them, on any device; names and shapes are all that is read.
-        optimizers: of every member.
+        template: on any device; names and shapes are all that is read.
         bucket_mb: MiB of gradients that a run alone would keep together.
-        device: where everything lies.
         dtype: of everything; fp64 for tests.
     """
 
@@ -227,7 +224,6 @@ class Rows:
         """Updates some members from their gradients; one whose loss or gradient is not finite is left alone.
 
         Args:
-            rows: the e members.
             factors: on the peak learning rates of each of them.
             losses: (e,) the batches' mean losses.
         """
@@ -262,7 +258,7 @@ class Rows:
             )  # fmt: skip
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Forgets all other members; what `parameters` and `held` gave before is of no use any more."""
+        """Forgets all other members; earlier `parameters` and `held` are of no use any more."""
         self.optimizers = [self.optimizers[row] for row in rows]
         self._groups = [self._groups[row] for row in rows]
         index = torch.tensor(rows, device=self.updates.device)
@@ -282,7 +278,7 @@ def _layouts(template: GPT, groups: Sequence[ParameterGroup], limit: int) -> lis
 
 
 class Member:
-    """One run's part of an ensemble, to its trainer what a `Stepper` is."""
+    """One run's part of an ensemble, to its trainer what a `Stepper` is, but for the step, which all take at once."""
 
     def __init__(self, stepper: StackedStepper, index: int, config: RunConfig, stream: TrainStream) -> None:
         self.stepper, self.index, self.config, self.stream = stepper, index, config, stream
@@ -290,37 +286,28 @@ class Member:
 
     @property
     def row(self) -> int:
-        """Where its state lies now."""
         return self.stepper.members.index(self)
 
     @property
     def zero(self) -> Member:
-        """Who owns weights and moments."""
         return self
 
     def held(self) -> list[Held]:
-        """Writable views of weights and moments."""
         return self.stepper.rows.held(self.row)
 
     def start(self) -> None:
-        """Initial weights, those of a run alone."""
         config = self.config
         self.stepper.rows.load(self.row, initial_weights(config.model, config.optimizer, config.seed))
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps beside weights and moments: plain numbers, as `Stepper.state`."""
         return {"updates": self.stepper.rows.updates[self.row].item(), "loss_scale": {}}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Takes over `state`, after weights and moments were written to `held()`."""
         self.stepper.rows.updates[self.row] = state["updates"]
 
     @torch.no_grad()
     def losses(self, windows: Tensor, beat: Callable[[], None]) -> Tensor:
-        """Summed nats of each window of tokens (n, T + 1) -> (n,) float64 on the CPU; `beat` before every pass.
-
-        By itself: a pass is as large as it is good for the device, and no larger for more members.
-        """
+        """As `Stepper.losses`, one member: a pass is as large as is good for the device, whatever the ensemble."""
         model = self.stepper.model(slice(self.row, self.row + 1))
         at_once = max(1, SCORED_TOKENS // (windows.shape[1] - 1))
         found = []
@@ -347,14 +334,7 @@ class StackedStepper:
     def __init__(
         self, configs: Sequence[RunConfig], device: torch.device, shards: Shards, report: Callable[[str], None] = print
     ) -> None:
-        """The members' weights are not set: each `start`s or loads its state.
-
-        Args:
-            configs: that `check_together` accepts.
-            device: of all of them.
-            shards: what they are trained on.
-            report: gets a line that says which kernel computes attention on a GPU.
-        """
+        """The members' weights are not set: each `start`s or loads its state. `check_together` accepts the configs."""
         first = configs[0]
         self.device, self.dtype, self.length = device, compute_dtype(first.precision), first.data.sequence_length
         self.compiled = first.parallel.compile
@@ -394,7 +374,7 @@ class StackedStepper:
         ]
 
     def model(self, rows: slice) -> StackedGPT:
-        """Some members' model, on their weights as they are and will be, until somebody leaves."""
+        """Some members' model, until somebody leaves."""
         configs = [member.config for member in self.members[rows]]
         scales = torch.tensor([output_scale(c.model, c.optimizer) for c in configs], device=self.device)
         return StackedGPT(self.template, self.rows.parameters(rows), scales, self.dtype, self.compiled)
@@ -411,7 +391,6 @@ class StackedStepper:
         return [result for future in under_way for result in future.result()]
 
     def _step(self, stack: _Stack, steps: Sequence[int]) -> list[StepResult]:
-        """The step of some members."""
         tokens = self._tokens(stack.members, steps)
         z_losses = [member.config.optimizer.z_loss for member in stack.members]
         losses = stack.model.losses(tokens[..., :-1], tokens[..., 1:], z_losses)
@@ -442,7 +421,7 @@ class StackedStepper:
 
 
 def shares(members: int, at_once: int, threads: int) -> list[slice]:
-    """Members in parts of about one size, of at most `at_once`, that keep all threads busy alike. Pure."""
+    """Members in parts of about one size, of at most `at_once`, that keep all threads equally busy."""
     rounds = -(-members // (at_once * threads))
     parts = min(members, rounds * threads)
     bounds = [members * part // parts for part in range(parts + 1)]

@@ -1,12 +1,9 @@
 """What the compiler made of a block, kept for the next run of the same shape, on this node or another.
 
-Special here:
-- blocks are compiled one by one, so one compilation serves every depth: what counts as a shape leaves it out;
-- the compiler gets a folder of its own for each shape (TORCHINDUCTOR_CACHE_DIR), and the whole folder is packed into
-  one file in the project's cache. `torch.compiler.save_cache_artifacts` would do on GPUs, but leaves out what g++ made
-  of the kernels of a CPU, which is nine tenths of the wait;
-- a file that is damaged is passed over with a word, and replaced after the next compilation. Two runs that write at
-  once replace each other's file whole; both are good.
+The compiler gets a folder of its own for each shape of block, whatever the depth (TORCHINDUCTOR_CACHE_DIR), which is
+packed into one file in the project's cache: `torch.compiler.save_cache_artifacts` leaves out what g++ made of the
+kernels of a CPU, nine tenths of the wait. A damaged file is passed over with a word, and replaced after the next
+compilation.
 """
 
 from __future__ import annotations
@@ -106,7 +103,7 @@ def shape(config: RunConfig, rows: int) -> dict[str, Any]:
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """What compiled code runs on: one made elsewhere may not run here, or not be found."""
+    """What compiled code runs on: code made elsewhere may not run here."""
     found: dict[str, Any] = {
         "torch": [torch.__version__, str(Path(torch.__file__).parent)],  # which the kernels are linked against
         "triton": _version("triton"),
@@ -132,7 +129,6 @@ def _version(package: str) -> str | None:
 
 
 def _cpp_compiler() -> str:
-    """What g++ or its stand-in says of itself: what this one can build another may not."""
     try:
         said = subprocess.run([os.environ.get("CXX", "g++"), "--version"], capture_output=True, text=True, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -141,7 +137,6 @@ def _cpp_compiler() -> str:
 
 
 def _cpu_flags() -> str:
-    """What the CPU says it can do; code is compiled for this one, not for a family."""
     with suppress(OSError), open("/proc/cpuinfo") as file:
         for line in file:
             if line.startswith(("flags", "Features")):

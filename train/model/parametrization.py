@@ -44,7 +44,7 @@ def output_scale(model: ModelConfig, optimizer: OptimizerConfig) -> float:
 
 
 def build_model(model: ModelConfig, optimizer: OptimizerConfig, max_length: int, seed: int) -> GPT:
-    """A freshly initialised GPT on the CPU; the same seed gives the same weights on every device."""
+    """A freshly initialised GPT on the CPU."""
     gpt = GPT(model, max_length, output_scale(model, optimizer))
     parameters = dict(gpt.named_parameters())
     with torch.no_grad():
@@ -62,8 +62,8 @@ def empty_model(model: ModelConfig, optimizer: OptimizerConfig, max_length: int)
 def initial_weights(model: ModelConfig, optimizer: OptimizerConfig, seed: int) -> Iterator[tuple[str, Tensor]]:
     """Names and initial weights, fp32 on the CPU, one whole parameter at a time.
 
-    One at a time, so that a rank that holds a shard of a large model never holds the model; every rank draws all of
-    them, so the same seed gives the same weights whatever the mesh.
+    So a rank that holds a shard never holds the model; every rank draws all of them, so a seed gives the same weights
+    whatever the mesh.
     """
     generator = torch.Generator().manual_seed(seed)
     for parameter in shape_of(model).parameters:
@@ -85,7 +85,6 @@ def _initial_std(parameter: Parameter, depth: int, base_width: int) -> float:
 
 
 def parameter_groups(gpt: GPT, optimizer: OptimizerConfig) -> list[ParameterGroup]:
-    """The model's tensors by learning rate and weight decay, every tensor exactly once."""
     transfer = (optimizer.base_width / gpt.config.width) ** optimizer.width_exponent
     table_rate = optimizer.learning_rate * optimizer.embedding_multiplier
     rates = {

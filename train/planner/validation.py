@@ -145,8 +145,7 @@ def check_world(config: RunConfig, ranks: int, ranks_per_node: int) -> None:
     parallel = config.parallel
     if parallel.world_size != ranks:
         raise UserError(
-            f"parallel.tp {parallel.tp} * parallel.dp {parallel.dp} is {parallel.world_size} and the job has "
-            f"{_count(ranks, 'rank')}; {_advice(config, ranks, ranks_per_node)}"
+            f"{parallel.mesh} and the job has {_count(ranks, 'rank')}; {_advice(config, ranks, ranks_per_node)}"
         )
     if ranks_per_node % parallel.tp:
         raise UserError(
