@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 def cosmetic(default: Any) -> Any:
-    """A field that says how or where, never what: it is left out of the run's identity."""
+    """A field that says how or where, never what."""
     return field(default=default, metadata={"cosmetic": True})
 
 
@@ -122,8 +122,6 @@ class OptimizerConfig:
 
 @dataclass
 class ScheduleConfig:
-    """Learning rate over the run, matched to each run's own D."""
-
     kind: str = "wsd"  # wsd (warm-up, stable, decay) | cosine | constant
     warmup_per_parameter: float = 1.0  # tokens of warm-up for each parameter, N_total (Porian et al. 2024)
     warmup_tokens: int | None = None  # tokens of warm-up whatever N is, instead
@@ -158,7 +156,6 @@ class ParallelConfig:
 
     @property
     def mesh(self) -> str:
-        """For messages."""
         return f"parallel.tp {self.tp} * parallel.dp {self.dp} is {self.world_size}"
 
     @property
@@ -171,7 +168,7 @@ class ParallelConfig:
 
 @dataclass
 class CheckpointConfig:
-    """When to save. Saving never changes the arithmetic, so all of it is cosmetic."""
+    """When to save; saving never changes the arithmetic."""
 
     every_seconds: float = cosmetic(60.0)  # on a clock, so that any kill costs at most this much
     every_steps: int | None = cosmetic(None)
@@ -195,8 +192,6 @@ class TrackerConfig:
 
 @dataclass
 class RunConfig:
-    """One training run, complete."""
-
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -222,7 +217,6 @@ class RunConfig:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps; D is rounded up to a whole number of them."""
         return max(1, -(-self.tokens // self.batch_tokens))
 
     @property

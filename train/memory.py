@@ -55,7 +55,6 @@ class Memory:
 
     @property
     def state(self) -> int:
-        """What is there all the time."""
         return self.parameters + self.gradients + self.optimizer
 
     @property
@@ -65,7 +64,6 @@ class Memory:
 
     @property
     def worst(self) -> str:
-        """Name of that moment."""
         return max(self.moments, key=lambda name: self.moments[name])
 
 
@@ -75,7 +73,7 @@ def memory(config: RunConfig, device: str = "cuda") -> Memory:
     buckets = bucket_sizes(share, config)
     held = state_bytes(sum(buckets), share.itemsize, stage, parallel.dp)
     state, depth = sum(held.values()), share.depth
-    kept = sum(kept_by_block(share, parallel.recompute, device).values())
+    kept = kept_by_block(share, parallel.recompute, device)
     head = kept_by_head(share)
     at_loss = loss_workspace(share, device)
     in_block = block_workspace(share, parallel.recompute, device)
@@ -171,25 +169,22 @@ def reduction_bytes(
     return share.itemsize * (received + sum(summed) + sum(filled))
 
 
-def kept_by_block(share: Share, recompute: str, device: str) -> dict[str, int]:
-    """Bytes kept of one block, by what keeps them."""
+def kept_by_block(share: Share, recompute: str, device: str) -> int:
     stream = share.rows * share.width * share.itemsize
     if recompute == "full":
-        return {"stream": stream}
+        return stream
     inner = share.tokens * share.hidden * share.itemsize
-    kept = {"stream": 2 * stream, "query, key and value": 0, "gate and up": 2 * inner}
+    kept = 2 * stream + 2 * inner  # before and after attention; gate and up
     if recompute == "selective":
-        return kept | {"query, key and value": product_bytes(share)}
-    return kept | {
-        "norms": 2 * stream + 2 * share.rows * FP32,  # what they give, and one number a token
-        "query, key and value": product_bytes(share) if keeps_product(share, device) else 0,
-        "attention": attention_bytes(share, device),
-        "SwiGLU": inner,
-    }
+        return kept + product_bytes(share)
+    # A value that is a view of the fused product keeps all of it, and so do norms of heads, which read it.
+    copied = share.heads > 1 if keeps_softmax(share, device) else repeats_heads(share, device)
+    product = product_bytes(share) if share.head_norms or not copied else 0
+    norms = 2 * stream + 2 * share.rows * FP32  # what they give, and one number per token
+    return kept + norms + product + attention_bytes(share, device) + inner
 
 
 def product_bytes(share: Share) -> int:
-    """The fused product of query, key and value."""
     return share.tokens * (share.heads + 2 * share.kv_heads) * share.head_dim * share.itemsize
 
 
@@ -207,18 +202,13 @@ def repeats_heads(share: Share, device: str) -> bool:
     return share.heads > share.kv_used and device == "cuda" and share.precision == "fp32"
 
 
-def keeps_product(share: Share, device: str) -> bool:
-    """Whether a view of the fused product is kept: a value, or what the norms of heads read."""
-    copied = share.heads > 1 if keeps_softmax(share, device) else repeats_heads(share, device)
-    return share.head_norms or not copied
-
-
 def attention_bytes(share: Share, device: str) -> int:
     """Kept from the fused product to the output's product, whose input is included."""
     queries = heads_bytes(share, share.heads)
     rotated = heads_bytes(share, share.heads + share.kv_heads)  # queries and keys, of which both are views
     if keeps_softmax(share, device):  # a single head needs no copy of its key and value
-        kept = softmax_bytes(share) + (4 * queries if share.heads > 1 else 2 * queries + rotated)
+        softmax = share.sequences * share.heads * sum(softmax_blocks(share)) * share.itemsize
+        kept = softmax + (4 * queries if share.heads > 1 else 2 * queries + rotated)
     elif repeats_heads(share, device):  # the value is no view any more
         kept = (queries if share.head_norms else rotated) + 3 * queries
     else:
@@ -230,11 +220,6 @@ def attention_bytes(share: Share, device: str) -> int:
     if share.head_norms:
         kept += share.tokens * (share.heads + share.kv_heads) * FP32
     return kept
-
-
-def softmax_bytes(share: Share) -> int:
-    """Weights of the blocks of `attention._BlockAttention`."""
-    return share.sequences * share.heads * sum(softmax_blocks(share)) * share.itemsize
 
 
 def softmax_blocks(share: Share) -> list[int]:
@@ -249,7 +234,6 @@ def has_mask(share: Share, device: str) -> bool:
 
 
 def mask_bytes(share: Share, recompute: str, device: str) -> int:
-    """The mask, which all blocks share."""
     if not has_mask(share, device) or (recompute == "none" and keeps_softmax(share, device)):
         return 0
     return (share.sequences if share.documents else 1) * share.length**2 * share.itemsize
@@ -268,7 +252,7 @@ def kept_by_head(share: Share) -> int:
 
 
 def norm_workspace(share: Share, device: str) -> int:
-    """Derivatives in the backward pass of a norm."""
+    """Derivatives in a norm's backward pass."""
     stream = share.rows * share.width
     wide = 0 if device == "cuda" else 2 if share.precision == "fp32" else 4
     return 2 * stream * share.itemsize + wide * stream * FP32
@@ -317,6 +301,6 @@ def block_workspace(share: Share, recompute: str, device: str) -> int:
         again = attention_bytes(share, device)
         moments = (4 * inner, stream + gathered + whole, norm - 2 * inner, again + mixing - 2 * inner - stream)
         return stream + max(moments)
-    again = sum(kept_by_block(share, "none", device).values()) - stream if recompute == "full" else 0
+    again = kept_by_block(share, "none", device) - stream if recompute == "full" else 0
     moments = (3 * inner, gathered + whole - inner, norm - 3 * inner - stream, mixing - 3 * inner - 2 * stream)
     return stream + again + max(moments)

@@ -33,8 +33,6 @@ from .stacked import Member, StackedStepper
 
 @dataclass(frozen=True)
 class Ended:
-    """How one member of an ensemble ended."""
-
     kind: str  # done | diverged | failed | stopped
     reason: str | None = None  # in a sentence; None when done
     summary: dict[str, Any] | None = None  # what summary.json holds; of a run that is done
@@ -100,7 +98,6 @@ class SharedClock:
         return self._paid
 
     def leave(self) -> None:
-        """One pays no longer."""
         self()
         self.payers -= 1
 
@@ -134,7 +131,6 @@ class _Together:
         self._leave()
 
     def step(self, should_stop: Callable[[], bool]) -> None:
-        """One step of everybody who is left, and its books."""
         steps = [self.trainers[member.index].progress.step for member in self.members]
         self.job.beat(min(steps), f"in a step of an ensemble of {len(steps)}")
         try:
@@ -152,7 +148,6 @@ class _Together:
         self._leave()
 
     def close(self) -> None:
-        """Closes what is still open; after an error that nobody here answers that may be all."""
         for trainer in self.trainers.values():
             trainer.close()
         self.stepper.close()
@@ -191,7 +186,6 @@ class _Together:
         self.on_end(member.index, ended)
 
     def _leave(self) -> None:
-        """Those who have ended make room."""
         gone = [member for member in self.stepper.members if member not in self.members]
         for _ in gone:
             self.clock.leave()
@@ -200,7 +194,6 @@ class _Together:
 
 
 def _keep_books(trainer: Trainer, result: StepResult, stop: bool) -> Ended | None:
-    """What the loop of a run alone does after a step."""
     trainer.record_step(result)
     if not trainer.goes_on:
         return _finish(trainer)

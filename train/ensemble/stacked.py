@@ -108,8 +108,6 @@ def _block(
     config: ModelConfig, backend: Backend, x: Tensor, weights: Weights, cos: Tensor, sin: Tensor,
     seen: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """One pre-norm decoder block of every member, (E, n, w) -> (E, n, w)."""
-
     def norm(name: str, x: Tensor) -> Tensor:
         return _norm(x, weights[f"{name}_norm.weight"], config.norm_eps)
 
@@ -193,7 +191,7 @@ class Rows:
         return {name: view.detach().requires_grad_() for name, view in self._views(self.weight, rows).items()}
 
     def gradients(self, rows: slice) -> list[Tensor]:
-        """Where the gradients of `parameters` are to be written, in their order: views of `grad`."""
+        """Where the gradients of `parameters` are to be written, in their order."""
         return list(self._views(self.grad, rows).values())
 
     def _views(self, matrices: Sequence[Tensor], rows: slice) -> dict[str, Tensor]:
@@ -211,7 +209,6 @@ class Rows:
             own[name][0].copy_(value)
 
     def held(self, row: int) -> list[Held]:
-        """The training state of a member, as writable views."""
         kinds = {"weight": self.weight, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
         return [
             Held(name, kind, whole(self._shapes[name]), 0, view.numel(), view.flatten())
@@ -270,7 +267,6 @@ class Rows:
 
 
 def _layouts(template: GPT, groups: Sequence[ParameterGroup], limit: int) -> list[Bucket]:
-    """What `Zero` makes of one process."""
     group_of = {id(p): number for number, group in enumerate(groups) for p in group.parameters}
     numbers = {name: group_of[id(p)] for name, p in template.named_parameters()}
     sizes = {name: p.numel() for name, p in template.named_parameters()}
@@ -320,8 +316,6 @@ class Member:
 
 @dataclass(frozen=True)
 class _Stack:
-    """Members that go through a step together."""
-
     rows: slice
     members: Sequence[Member]
     model: StackedGPT
@@ -329,7 +323,7 @@ class _Stack:
 
 
 class StackedStepper:
-    """Models, gradients and Adam's state of all members that still train, and the step that they take together."""
+    """All members that still train, and the step that they take together."""
 
     def __init__(
         self, configs: Sequence[RunConfig], device: torch.device, shards: Shards, report: Callable[[str], None] = print
@@ -363,7 +357,6 @@ class StackedStepper:
         self._stack()
 
     def _stack(self) -> None:
-        """Who is worked on together."""
         at_once = len(self.members)
         if self.device.type == "cpu":
             first = self.members[0].config
@@ -380,7 +373,7 @@ class StackedStepper:
         return StackedGPT(self.template, self.rows.parameters(rows), scales, self.dtype, self.compiled)
 
     def step(self, steps: Sequence[int]) -> list[StepResult]:
-        """One optimizer step of every member, each at its own step (0-based)."""
+        """One optimizer step of every member, each at its own step."""
         if self.pool is None:
             results = [result for stack in self.stacks for result in self._step(stack, steps[stack.rows])]
             if self.cache is not None:
@@ -400,7 +393,7 @@ class StackedStepper:
         return self.rows.step(stack.rows, factors, losses.detach())
 
     def _tokens(self, members: Sequence[Member], steps: Sequence[int]) -> Tensor:
-        """The batches of some members, (e, B, T + 1)."""
+        """(e, B, T + 1)."""
         batches = [member.stream.batch(step, member.micro) for member, step in zip(members, steps, strict=True)]
         tokens = torch.stack([torch.from_numpy(batch) for batch in batches])
         if self.device.type == "cuda":
@@ -408,14 +401,12 @@ class StackedStepper:
         return tokens.to(self.device, non_blocking=True)
 
     def drop(self, leaving: Sequence[Member]) -> None:
-        """Takes members out; their state is gone."""
         rows = [row for row, member in enumerate(self.members) if member not in leaving]
         self.members = [self.members[row] for row in rows]
         self.rows.keep(rows)
         self._stack()
 
     def close(self) -> None:
-        """Ends the threads; safe to call twice."""
         if self.pool is not None:
             self.pool.shutdown()
 

@@ -27,7 +27,6 @@ LOWEST: tl.constexpr = tl.constexpr(-1e30)
 
 @triton.jit
 def head_of(base, batch, head, batch_stride, head_stride):  # type: ignore[no-untyped-def]
-    """Where the (time, D) view of one head begins."""
     return base + tl.cast(batch, tl.int64) * batch_stride + tl.cast(head, tl.int64) * head_stride
 
 

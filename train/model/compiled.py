@@ -13,14 +13,12 @@ import hashlib
 import io
 import os
 import platform
-import subprocess
 import tarfile
 import tempfile
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +45,8 @@ class Compiled:
     def __init__(
         self, config: RunConfig, rows: int, device: torch.device, writes: bool, report: Callable[[str], None]
     ) -> None:
-        name = f"{_digest(environment(device))}-{_digest(shape(config, rows))}"
+        made_for = canonical_json([environment(device), shape(config, rows)])
+        name = hashlib.sha256(made_for.encode()).hexdigest()[:24]
         self.archive = cache_directory(config.data) / "compiled" / f"{name}.tar.gz"
         self.folder = _base() / f"{PREFIX}{name}"
         self.writes, self.report = writes, report
@@ -106,34 +105,13 @@ def environment(device: torch.device) -> dict[str, Any]:
     """What compiled code runs on: code made elsewhere may not run here."""
     found: dict[str, Any] = {
         "torch": [torch.__version__, str(Path(torch.__file__).parent)],  # which the kernels are linked against
-        "triton": _version("triton"),
         "python": platform.python_version(),
         "machine": platform.machine(),
     }
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         return found | {"device": properties.name, "capability": [properties.major, properties.minor]}
-    cpu = {"device": torch.backends.cpu.get_cpu_capability(), "flags": _cpu_flags(), "compiler": _cpp_compiler()}
-    return found | cpu
-
-
-def _digest(value: dict[str, Any]) -> str:
-    return hashlib.sha256(canonical_json(value).encode()).hexdigest()[:12]
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _cpp_compiler() -> str:
-    try:
-        said = subprocess.run([os.environ.get("CXX", "g++"), "--version"], capture_output=True, text=True, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return said.stdout.split("\n")[0]
+    return found | {"device": torch.backends.cpu.get_cpu_capability(), "flags": _cpu_flags()}
 
 
 def _cpu_flags() -> str:

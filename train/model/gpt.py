@@ -24,16 +24,12 @@ from .recompute import checkpointed, recomputed
 
 
 class RMSNorm(nn.RMSNorm):
-    """See `rms_norm`."""
-
     def forward(self, x: Tensor) -> Tensor:
         assert self.eps is not None
         return rms_norm(x, self.weight, self.eps)
 
 
 class Embedding(nn.Embedding):
-    """Rows of a table, (…) -> (…, width)."""
-
     def reset_parameters(self) -> None:
         if self.weight.device.type != "meta":  # drawing there imports the compiler; see `GPT.place_angles`
             super().reset_parameters()
@@ -59,7 +55,6 @@ class Attention(nn.Module):
 
     @property
     def norms(self) -> tuple[RMSNorm, ...]:
-        """Of queries and keys, where the model has them."""
         return () if self.query_norm is None or self.key_norm is None else (self.query_norm, self.key_norm)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, seen: Tensor | None = None) -> Tensor:
@@ -199,7 +194,7 @@ class GPT(nn.Module):
         return self.head(self.last_hidden(tokens))
 
     def last_hidden(self, tokens: Tensor) -> Tensor:
-        """What the head reads, (batch, time, width), or a tensor-parallel rank's rows of it."""
+        """What the head reads, or a tensor-parallel rank's rows of it."""
         time = tokens.shape[1]
         if time > self.max_length:
             raise ValueError(f"sequence of {time} tokens is longer than the model's {self.max_length}")
@@ -232,9 +227,7 @@ class GPT(nn.Module):
         self.end_of_document = end
 
     def set_attention(self, wanted: str, device: torch.device, dtype: torch.dtype) -> Choice:
-        """Takes another backend: auto | ours | sdpa | flash2 | flash3 | flash4; UserError where it is missing or cannot
-        do this.
-        """
+        """Takes the backend that is asked for, or that suits; UserError where it is missing or cannot do this."""
         has_window = self.config.window is not None and self.config.window < self.max_length
         has_documents = self.end_of_document is not None
         choice, backend = select(wanted, device, dtype, self.config.head_dim, has_window, has_documents)

@@ -49,7 +49,7 @@ def all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def wait(x: Tensor) -> Tensor:
-    """The result of a collective, ready to be read. On GPUs the stream waits, not the host."""
+    """The result of a collective; on GPUs the stream waits, not the host."""
     return _collectives.wait_tensor(x)
 
 
@@ -111,8 +111,6 @@ class _Row(torch.autograd.Function):
 
 
 class SplitWeight(nn.Module):
-    """A rank's part of a weight, and the ranks that hold the others."""
-
     def __init__(self, shape: Shape, group: ProcessGroup, sequence_parallel: bool) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(shape, device="meta"))
@@ -162,11 +160,7 @@ class _Embedding(torch.autograd.Function):
 
 
 class VocabularyEmbedding(SplitWeight):
-    """Rows of the whole table: (batch, time) -> (batch, time, w), or with sequence parallelism (batch * time / tp, w).
-
-    Raises:
-        ValueError: with sequence parallelism, the tokens cannot be shared out equally.
-    """
+    """Rows of the whole table, with sequence parallelism (batch * time / tp, w)."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         if not self.sequence_parallel:

@@ -34,7 +34,7 @@ RECOMPUTE = ("none", "selective", "full")
 
 @dataclass(frozen=True)
 class Hardware:
-    """The machine that one rank sees. The defaults are the data sheet of an H100 in a DGX, not a measurement."""
+    """The machine that one rank sees; the defaults are the data sheet of an H100 in a DGX."""
 
     memory_bytes: float = 80e9
     flops_per_second: float = 4e14  # plain matrix products, in the run's precision
@@ -49,8 +49,6 @@ class Hardware:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one optimizer step, by what they are spent on."""
-
     forward: float
     backward: float
     recompute: float  # activations computed again
@@ -67,16 +65,23 @@ def step_time(config: RunConfig, hardware: Hardware) -> StepTime:
     share, passes = share_of(config), micro_batches(config)
     rate = matmul_rate(config, hardware)
     forward = forward_flops(share) / rate
-    again = recomputed_flops(share, config.parallel.recompute) / rate
+    # The last product of a block is repeated for its collective's sake alone.
+    repeated = share.block_matrices - (0 if share.split else share.width * share.hidden)
+    attention = attention_flops(share)
+    recomputed = {"none": 0, "selective": attention, "full": 2 * repeated + attention}[config.parallel.recompute]
+    again = share.tokens * share.depth * recomputed / rate
     # The share of the products of which tp gathers the input: query, key, value, gate, up, and the head.
-    column = 1 - (share.width * (share.heads * share.head_dim + share.hidden) * share.depth) / (forward_matrices(share))
+    row_products = share.width * (share.heads * share.head_dim + share.hidden) * share.depth
+    column = 1 - row_products / (share.depth * share.block_matrices + share.table)
+    # Adam reads gradient, weight and both moments, and writes the last three and the weight.
+    updated = sum(bucket_sizes(share, config)) / (config.parallel.dp if stage_of(config) > 0 else 1)
     return StepTime(
         forward=passes * forward,
         backward=passes * 2 * forward,
         recompute=passes * again,
         tensor=passes * tensor_seconds(config, hardware, column * forward),
         data=data_seconds(config, hardware, forward, 2 * forward + again),
-        update=update_bytes(config) / hardware.memory_bandwidth,
+        update=updated * (6 * 4 + 2 * share.itemsize) / hardware.memory_bandwidth,
     )
 
 
@@ -89,26 +94,16 @@ def matmul_rate(config: RunConfig, hardware: Hardware) -> float:
     return hardware.flops_per_second * width / (width + hardware.half_speed_width)
 
 
-def forward_matrices(share: Share) -> int:
-    return share.depth * share.block_matrices + share.table
-
-
 def forward_flops(share: Share) -> int:
-    """Matrix-product FLOPs of one forward pass; at tp=1 those of `flops.forward_flops_per_token`."""
-    return share.tokens * (2 * forward_matrices(share) + share.depth * attention_flops(share))
+    """Of matrix products and attention in one forward pass."""
+    return share.tokens * (
+        2 * (share.depth * share.block_matrices + share.table) + share.depth * attention_flops(share)
+    )
 
 
 def attention_flops(share: Share) -> int:
     """Scores and weighting in one block, per token."""
     return 4 * share.length * share.heads * share.head_dim
-
-
-def recomputed_flops(share: Share, recompute: str) -> int:
-    """Of one backward pass, in matrix products that repeat the forward pass."""
-    # The last product of a block is repeated for its collective's sake alone.
-    products = share.block_matrices - (0 if share.split else share.width * share.hidden)
-    again = {"none": 0, "selective": attention_flops(share), "full": 2 * products + attention_flops(share)}
-    return share.tokens * share.depth * again[recompute]
 
 
 def ring_seconds(size: float, ranks: int, bandwidth: float, latency: float) -> float:
@@ -161,17 +156,8 @@ def data_seconds(config: RunConfig, hardware: Hardware, forward: float, backward
     return exposed * (micro_batches(config) if stage == 2 else 1) + ahead
 
 
-def update_bytes(config: RunConfig) -> float:
-    """Adam reads gradient, weight and both moments, and writes the last three and the weight."""
-    share = share_of(config)
-    elements = sum(bucket_sizes(share, config)) / (config.parallel.dp if stage_of(config) > 0 else 1)
-    return elements * (6 * 4 + 2 * share.itemsize)
-
-
 @dataclass(frozen=True)
 class Candidate:
-    """One way to spread a run, with what it takes."""
-
     parallel: ParallelConfig
     memory: Memory
     time: StepTime
@@ -193,8 +179,6 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen of everything that is possible, and why."""
-
     config: RunConfig  # as it was asked about
     ranks: int
     hardware: Hardware
@@ -218,7 +202,6 @@ class Choice:
         return candidate.memory.peak <= self.limit
 
     def verdict(self, candidate: Candidate) -> str:
-        """In a few words: chosen, or why not."""
         best = self.best
         if not self.fits(candidate):
             return f"needs {gigabytes(candidate.memory.peak - self.limit)} more than there is"
@@ -229,7 +212,6 @@ class Choice:
         return f"{slower:.0%} slower" if slower > TIE else "as fast, and less simple"
 
     def why(self) -> str:
-        """The choice in a sentence or three."""
         best, fitting = self.best, [candidate for candidate in self.candidates if self.fits(candidate)]
         room = f"{gigabytes(self.hardware.memory_bytes)} less {self.margin:.0%}"
         if best is None:
