@@ -165,7 +165,7 @@ def shape_of(model: ModelConfig) -> Shape:
 
 @dataclass(frozen=True)
 class Share(Shape):
-    """One rank's share of a model and its micro-batch; with fewer key/value heads than ranks it holds all, and uses one."""
+    """One rank's share of a model and micro-batch; with fewer key/value heads than ranks it holds all and uses one."""
 
     split: bool  # over more than one tensor-parallel rank
     kv_used: int  # key/value heads that are attended with
