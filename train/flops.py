@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .config import ModelConfig, RunConfig
-from .model.shape import shape_of
+from .model.shape import model_shape
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class ParameterCount:
 
 def count_parameters(model: ModelConfig) -> ParameterCount:
     assert model.vocab_size is not None
-    shape = shape_of(model)
+    shape = model_shape(model)
     non_embedding = shape.depth * shape.block_size + shape.width
     tables = 1 if shape.tied else 2
     return ParameterCount(
@@ -46,7 +46,7 @@ def forward_flops_per_token(model: ModelConfig, sequence_length: int) -> int:
     # as many keys as its window has.
     keys = min(sequence_length, model.window or sequence_length)
     attention = model.depth * 2 * 2 * keys * model.width
-    return sum(parameter.flops for parameter in shape_of(model).parameters) + attention
+    return sum(parameter.flops for parameter in model_shape(model).parameters) + attention
 
 
 def training_flops_per_token(model: ModelConfig, sequence_length: int) -> int:

@@ -16,7 +16,7 @@ from ..errors import UserError
 _SHARED_PARALLEL = ("device", "compile", "tf32", "threads", "attention", "bucket_mb")
 
 
-def shape_of(config: RunConfig) -> dict[str, Any]:
+def shared_fields(config: RunConfig) -> dict[str, Any]:
     """What members of one ensemble must agree on, by flat names of config fields.
 
     The corpus counts by its fingerprint; by its path too where the planner has not filled that in.
@@ -63,11 +63,11 @@ def check_together(configs: Sequence[RunConfig]) -> None:
     twice = next((name for number, name in enumerate(names) if name in names[:number]), None)
     if twice is not None:
         raise UserError(f"run {twice} is twice in one ensemble; its members must be different runs")
-    first = shape_of(configs[0])
+    first = shared_fields(configs[0])
     for name, config in zip(names, configs, strict=True):
         if (reason := refusal(config)) is not None:
             raise UserError(f"run {name} cannot be a member of an ensemble: {reason}")
-        for field, value in shape_of(config).items():
+        for field, value in shared_fields(config).items():
             if field not in first or first[field] != value:
                 raise UserError(
                     f"{field} is {first.get(field)!r} in run {names[0]} and {value!r} in run {name}; members of one "

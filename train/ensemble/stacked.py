@@ -36,7 +36,7 @@ from ..model.compiled import Compiled
 from ..model.gpt import GPT, SCORED_TOKENS
 from ..model.loss import linear_cross_entropy
 from ..model.parametrization import ParameterGroup, empty_model, initial_weights, output_scale, parameter_groups
-from ..model.shape import shape_of
+from ..model.shape import model_shape
 from ..parallel.buckets import Bucket, fill, pack
 from ..parallel.layout import Held, whole
 from ..parallel.zero import StepResult, square
@@ -120,7 +120,7 @@ def _block(
     heads, kv_heads = config.heads, config.num_kv_heads
     # (E, n, …) -> (E B, T, heads, d): in attention members are sequences among sequences.
     fused = times(norm("attention", x), "attention.qkv").view(-1, len(cos), heads + 2 * kv_heads, config.head_dim)
-    norms = tuple(partial(head_norm, name) for name in ("query", "key")) if shape_of(config).head_norms else ()
+    norms = tuple(partial(head_norm, name) for name in ("query", "key")) if model_shape(config).head_norms else ()
     query, key, value = query_key_value(fused, heads, kv_heads, norms, lambda x: apply_rotary(x, cos, sin))
     mixed = backend.attend(query, key, value, seen, config.window).reshape(x.shape)
     x = x + times(mixed, "attention.out")

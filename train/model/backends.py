@@ -94,7 +94,7 @@ class Choice:
         return f"attention: {self.name} ({self.reason})"
 
 
-def choose(
+def choose_backend(
     wanted: str, device_type: str, capability: tuple[int, int] | None, dtype: torch.dtype, head_dim: int,
     has_window: bool, has_documents: bool, installed: Set[str],
 ) -> Choice:  # fmt: skip
@@ -200,7 +200,7 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, window
 SDPA = Backend("sdpa", _sdpa, reads="mask")
 
 
-def load(name: str) -> Backend:
+def load_backend(name: str) -> Backend:
     """A backend by name; ImportError where its package is missing, or does not fit this PyTorch."""
     if name == "sdpa":
         return SDPA
@@ -236,16 +236,16 @@ def _package(function: Callable[..., Tensor | tuple[Tensor, ...]], unbounded: in
     return attend
 
 
-def select(
+def select_backend(
     wanted: str, device: torch.device, dtype: torch.dtype, head_dim: int, has_window: bool, has_documents: bool
 ) -> tuple[Choice, Backend]:
     """Chooses and loads. A package that `auto` cannot import is passed over; one that was asked for is a UserError."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     there, broken = installed(), ""
     while True:
-        choice = choose(wanted, device.type, capability, dtype, head_dim, has_window, has_documents, there)
+        choice = choose_backend(wanted, device.type, capability, dtype, head_dim, has_window, has_documents, there)
         try:
-            return Choice(choice.name, choice.reason + broken), load(choice.name)
+            return Choice(choice.name, choice.reason + broken), load_backend(choice.name)
         except ImportError as error:
             if wanted != "auto":
                 raise UserError(

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..config import ModelConfig
 from ..errors import UserError
 from .attention import document_starts
-from .backends import SDPA, Backend, Choice, select
+from .backends import SDPA, Backend, Choice, select_backend
 from .block import apply_rotary, lookup, query_key_value, rms_norm, rotary_angles, swiglu
 from .loss import linear_cross_entropy
 from .recompute import checkpointed, recomputed
@@ -230,7 +230,7 @@ class GPT(nn.Module):
         """Takes the backend that is asked for, or that suits; UserError where it is missing or cannot do this."""
         has_window = self.config.window is not None and self.config.window < self.max_length
         has_documents = self.end_of_document is not None
-        choice, backend = select(wanted, device, dtype, self.config.head_dim, has_window, has_documents)
+        choice, backend = select_backend(wanted, device, dtype, self.config.head_dim, has_window, has_documents)
         self.use(backend)
         return choice
 

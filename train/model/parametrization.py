@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ..config import ModelConfig, OptimizerConfig
 from .gpt import GPT
-from .shape import GROUPS, shape_of
+from .shape import GROUPS, model_shape
 
 
 @dataclass
@@ -63,7 +63,7 @@ def initial_weights(model: ModelConfig, optimizer: OptimizerConfig, seed: int) -
     whatever the mesh.
     """
     generator = torch.Generator().manual_seed(seed)
-    for parameter in shape_of(model).parameters:
+    for parameter in model_shape(model).parameters:
         weights = torch.empty(parameter.shape)
         match parameter.role:
             case "norm" | "head norm":
@@ -86,7 +86,7 @@ def parameter_groups(gpt: GPT, optimizer: OptimizerConfig) -> list[ParameterGrou
         "embedding": (table_rate, 0.0),
         "norms": (table_rate, 0.0),
     }
-    tensors, parameters = dict(gpt.named_parameters()), shape_of(gpt.config).parameters
+    tensors, parameters = dict(gpt.named_parameters()), model_shape(gpt.config).parameters
     return [
         ParameterGroup(group, [tensors[p.name] for p in parameters if p.role in GROUPS[group]], *rates[group])
         for group in rates

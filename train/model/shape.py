@@ -155,7 +155,7 @@ def _block(
     )  # fmt: skip
 
 
-def shape_of(model: ModelConfig) -> Shape:
+def model_shape(model: ModelConfig) -> Shape:
     return Shape(
         width=model.width, depth=model.depth, heads=model.heads, kv_heads=model.num_kv_heads, head_dim=model.head_dim,
         hidden=model.mlp_hidden, vocabulary=model.padded_vocab_size, head_norms=model.qk_norm,
@@ -187,7 +187,7 @@ class Share(Shape):
 
 def share_of(config: RunConfig) -> Share:
     model, ranks, length = config.model, config.parallel.tp, config.data.sequence_length
-    whole = shape_of(model)
+    whole = model_shape(model)
     sequences = micro_batch_of(config)
     tokens = sequences * length
     own = {

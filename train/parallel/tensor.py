@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup
 
 from ..model.block import table_gradient
 from ..model.gpt import GPT, MLP, Attention
-from ..model.shape import LOGITS_AT_A_TIME, Parameter, shape_of
+from ..model.shape import LOGITS_AT_A_TIME, Parameter, model_shape
 from .layout import Piece, Placement, Shape, split, whole
 from .mesh import Mesh
 
@@ -254,7 +254,7 @@ def split_model(gpt: GPT, mesh: Mesh, sequence_parallel: bool) -> dict[str, Plac
 
     Parameters keep their names, and get the `local_shape` of their placements.
     """
-    parameters = shape_of(gpt.config).parameters
+    parameters = model_shape(gpt.config).parameters
     if mesh.tp_group is None:
         return {parameter.name: whole(parameter.shape) for parameter in parameters}
     placements = {parameter.name: _place(parameter, mesh, sequence_parallel) for parameter in parameters}

@@ -63,7 +63,9 @@ class StepTime:
 
 def step_time(config: RunConfig, hardware: Hardware) -> StepTime:
     share, passes = share_of(config), micro_batches(config)
-    rate = matmul_rate(config, hardware)
+    # The width is the geometric mean of both sides of a matrix, of which tp splits one.
+    width = config.model.width / config.parallel.tp**0.5
+    rate = hardware.flops_per_second * width / (width + hardware.half_speed_width)
     forward = forward_flops(share) / rate
     # The last product of a block is repeated for its collective's sake alone.
     repeated = share.block_matrices - (0 if share.split else share.width * share.hidden)
@@ -83,15 +85,6 @@ def step_time(config: RunConfig, hardware: Hardware) -> StepTime:
         data=data_seconds(config, hardware, forward, 2 * forward + again),
         update=updated * (6 * 4 + 2 * share.itemsize) / hardware.memory_bandwidth,
     )
-
-
-def matmul_rate(config: RunConfig, hardware: Hardware) -> float:
-    """FLOP/s of a rank's products: peak * w / (w + half_speed_width).
-
-    w is the geometric mean of both sides of a matrix that tp splits, so splitting a narrow model costs what it does.
-    """
-    width = config.model.width / config.parallel.tp**0.5
-    return hardware.flops_per_second * width / (width + hardware.half_speed_width)
 
 
 def forward_flops(share: Share) -> int:
