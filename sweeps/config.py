@@ -35,8 +35,8 @@ class GridConfig:
 class IsoflopGrid(GridConfig):
     """Several sizes at each of several FLOP budgets (Hoffmann et al. 2022, approach 2).
 
-    Sizes are log-spaced around the expected optimum N = expected_N * (C / expected_flops) ^ expected_exponent, which
-    need only be right within the span.
+    Sizes are log-spaced around N = expected_N * (C / expected_flops) ^ expected_exponent, which need only be right
+    within the span.
     """
 
     kind: str = "isoflop"
@@ -52,7 +52,7 @@ class IsoflopGrid(GridConfig):
 
 @dataclass
 class LadderGrid(GridConfig):
-    """Rungs of growing N, each trained on several D: what a parametric fit likes best."""
+    """Rungs of growing N, each trained on several D."""
 
     kind: str = "ladder"
     sizes: list[float] = field(default_factory=list)  # wanted N_total; the nearest well-shaped model is taken
@@ -72,7 +72,7 @@ class ProductGrid(GridConfig):
 
 @dataclass
 class PointsGrid(GridConfig):
-    """Runs one by one, each as what it changes of the base run: what `isoflop suggest` writes and `extend` adds."""
+    """Runs one by one, each as what it changes of the base run: what `isoflop suggest` writes."""
 
     kind: str = "points"
     # A list of mappings from dotted fields to values, e.g. [{model.width: 64, model.depth: 4, tokens: 1000000}].
@@ -181,7 +181,7 @@ class FitConfig:
 
 @dataclass
 class SweepConfig:
-    """Everything `python sweep.py` reads. The first half is the base run that a grid varies."""
+    """Everything `python sweep.py` reads; the first half is the base run that a grid varies."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)

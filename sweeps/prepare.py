@@ -1,7 +1,7 @@
 """A sweep that is planned and not started, from a configuration or from what is on disk; and written there.
 
-A plan from disk reads the frozen configs and asks neither the corpus nor the grid, so that a compute node makes the
-same plan as the machine that the sweep was started on.
+A plan from disk reads the frozen configs and asks neither the corpus nor the grid: a compute node makes the same plan
+as the machine that the sweep was started on.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def from_disk(sweep: SweepDirectory) -> Prepared:
 
 
 def configuration(sweep: SweepDirectory) -> SweepConfig:
-    """What a sweep was started with; UserError where sweep.yaml cannot be read, or is of another version."""
+    """What a sweep was started with."""
     config = from_mapping(sweep.settings().get("config"), sweep.path / "sweep.yaml")
     config.output_root, config.sweep = str(sweep.path.parent), sweep.path.name  # wherever the folder is now
     return config
@@ -96,9 +96,9 @@ def _prepare(sweep: SweepDirectory, config: SweepConfig, runs: list[RunConfig], 
 
 
 def matmul_rate(config: SweepConfig, sweep: SweepDirectory) -> float:
-    """Matrix-product peak of one core of this machine, or of one rank on slurm.
+    """Matmul peak of one core of this machine, or of one rank on slurm.
 
-    A core is probed once a sweep: a later start reads what the first one measured, and plans the same runs.
+    A core is probed once per sweep: a later start plans the same runs.
     """
     rate = config.cluster.flops_per_second
     if rate is not None:
@@ -110,7 +110,7 @@ def matmul_rate(config: SweepConfig, sweep: SweepDirectory) -> float:
 
 
 def resolve_runs(config: SweepConfig) -> list[RunConfig]:
-    """The grid's runs, each complete: vocabulary from the tokenizer, fingerprint from the text."""
+    """The grid's runs, with the vocabulary of the tokenizer and the fingerprint of the text."""
     from ..train.data.corpora import open_corpus
     from ..train.data.tokenizers import planned_fingerprint, planned_vocab_size
 
@@ -128,7 +128,7 @@ def resolve_runs(config: SweepConfig) -> list[RunConfig]:
 
 
 def resolved_base(sweep: SweepDirectory, config: SweepConfig) -> RunConfig:
-    """The run that the sweep's grid varies, complete, with the corpus and the tokenizer that its runs have on disk."""
+    """The run that the sweep's grid varies, with the corpus and the tokenizer of its runs on disk."""
     runs = sweep.runs()
     if not runs:
         raise UserError(f"{sweep.path / 'plan.json'} has no runs, so nothing can be added to them; sweep anew")
@@ -141,7 +141,7 @@ def resolved_base(sweep: SweepDirectory, config: SweepConfig) -> RunConfig:
 def share_trunks(
     sweep: SweepDirectory, runs: list[RunConfig], config: SweepConfig
 ) -> tuple[list[RunConfig], list[str]]:
-    """Makes trunks and branches of runs that differ in D alone, as far as what is on disk allows; and says so."""
+    """Makes trunks and branches, as far as what is on disk allows; and says so."""
     from .slurm import commands as slurm
     from .slurm.launch_record import Inventory
 
@@ -161,10 +161,7 @@ def share_trunks(
 
 
 def write_plan(prepared: Prepared, command: list[str] | None = None) -> None:
-    """Writes plan.json, and every run's frozen config where it has none; with a `command` also sweep.yaml.
-
-    What would only say again what is there is left as it is.
-    """
+    """Writes plan.json, frozen configs, and with a `command` sweep.yaml; what says the same is left as it is."""
     sweep, by_id = prepared.sweep, {run_id(run): run for run in prepared.runs}
     for directory in prepared.directories:
         directory.freeze(by_id[directory.run_id])

@@ -8,7 +8,7 @@ law to be right, so a share of the budget goes to runs that check it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -226,17 +226,11 @@ def print_suggestion(suggestion: Suggestion) -> None:
         )  # fmt: skip
     out.print(table)
     out.print(f"at {suggestion.target_flops:.3g} FLOPs, 95 % intervals now, and as expected after these runs:")
-    for name, number in {"loss": lambda value: f"{value:.3f}", "N": short}.items():
-
-        def say(value: float, number: Callable[[float], str] = number) -> str:
-            return number(value) if np.isfinite(value) else "∞"
-
-        now, then = suggestion.before[name], suggestion.after[name]
-        out.print(
-            f"  {name:4} {say(now.value)}  now [{say(now.low)}, {say(now.high)}]"
-            f"  then [{say(then.low)}, {say(then.high)}]",
-            highlight=False,
-        )
+    for name, now in suggestion.before.items():
+        then = suggestion.after[name]
+        ends = (now.value, now.low, now.high, then.low, then.high)
+        said = ["∞" if not np.isfinite(end) else short(end) if name == "N" else f"{end:.3f}" for end in ends]
+        out.print("  {:4} {}  now [{}, {}]  then [{}, {}]".format(name, *said), highlight=False)
 
 
 def _design(

@@ -39,7 +39,7 @@ class JobShape:
         return self.nodes * self.ranks_per_node
 
     def for_one_process(self) -> JobShape:
-        """For a process that works on the whole run, as its scoring does: the memory of all ranks of a node."""
+        """For a process that works on the whole run, as its scoring does: the memory of a node."""
         return replace(self, memory_gb=self.memory_gb * self.ranks_per_node, nodes=1, ranks_per_node=1)
 
 
@@ -114,9 +114,6 @@ def plan_runs(
         threads: cores that a rank has; None: `cluster.cpus_per_task`.
         measured: what past sweeps reached on such a device.
         done: ids of runs that are trained: no unit has both such a run and one that is left.
-
-    Raises:
-        UserError: a run's ranks do not fit on the cluster's nodes.
     """
     rates = Rates(cluster, flops_per_second, measured or Calibration())
     by_id = {run_id(run): run for run in runs}
@@ -173,7 +170,7 @@ def launch_bound_width(cluster: ClusterConfig) -> float:
 
 
 def plan_remarks(plan: Plan) -> list[str]:
-    """What a person should know before the plan is started, in sentences."""
+    """What a person should know before the plan is started."""
     longest = max(plan.runs, key=lambda run: run.steps)
     if longest.steps <= MANY_STEPS:
         return []
@@ -184,7 +181,7 @@ def plan_remarks(plan: Plan) -> list[str]:
 
 
 def makespan(seconds: list[float], at_once: int) -> float:
-    """Wall clock of jobs started in the given order, each on the first free one of `at_once` places."""
+    """Wall clock of jobs started in the given order, each on the first free place."""
     places = [0.0] * max(1, at_once)
     for duration in seconds:
         heapq.heapreplace(places, places[0] + duration)
@@ -192,10 +189,7 @@ def makespan(seconds: list[float], at_once: int) -> float:
 
 
 def job_shape(parallel: ParallelConfig, cluster: ClusterConfig, threads: int | None = None) -> JobShape:
-    """The nodes and ranks of a run: every node has as many ranks, and a tensor-parallel group stays within one node.
-
-    Raises UserError where a node does not take a whole tensor-parallel group.
-    """
+    """Every node has as many ranks, and a tensor-parallel group stays within one node."""
     groups = parallel.dp  # tensor-parallel groups on a node
     if cluster.kind == "slurm" and cluster.ranks_per_node is not None:
         room = cluster.ranks_per_node // parallel.tp
