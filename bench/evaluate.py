@@ -202,6 +202,8 @@ class Pair:
 
     def throughput(self, items: int, rounds: int) -> Row:
         """Items of HellaSwag per second, from prompts to answers; ours encodes all text anew in each turn, too."""
+        from ..train.flops import count_parameters
+
         trial, entry = load_entry("hellaswag", min(items, TRIAL_ITEMS)), load_entry("hellaswag", items)
         peers = {size: self.peer(size) for size in BATCH_SIZES}
         trials = [Contender(str(size), partial(answers, lm, trial)) for size, lm in peers.items()]
@@ -212,15 +214,10 @@ class Pair:
         peer = Contender(PEER, lambda: answers(peers[size], entry))
         for side in [ours, peer] * rounds:
             side.seconds.append(seconds_a_step(side.step, 1, self.device))
-        case = f"HellaSwag, {len(entry.indices)} items, {_millions(self.loaded.config)}, fp32"
+        millions = count_parameters(self.loaded.config.model).N_total / 1e6
+        case = f"HellaSwag, {len(entry.indices)} items, {millions:.1f}M parameters, fp32"
         name = f"{PEER}, batch size {size}"
         return contract_row(case, len(entry.indices), "items/s", ours.seconds, peer.seconds, name, self.device)
-
-
-def _millions(config: RunConfig) -> str:
-    from ..train.flops import count_parameters
-
-    return f"{count_parameters(config.model).N_total / 1e6:.1f}M parameters"
 
 
 def load_entry(name: str, limit: int | None) -> SuiteTask:

@@ -14,7 +14,6 @@ gradient, which is the best that can be done with it, and with differences, whic
 from __future__ import annotations
 
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -30,6 +29,7 @@ import numpy as np
 from .. import fit
 from ..fit.solver.solver import cores
 from ..fit.uncertainty import identifiable_counts
+from ..sweeps.plan.rates import processor_name
 
 DELTA = 1e-3
 AMPLITUDES, ENTROPIES, EXPONENTS = np.arange(0, 30, 5.0), np.arange(-1, 1.5, 0.5), np.arange(0, 2.5, 0.5)
@@ -184,7 +184,7 @@ def _row(case: str, ours: list[float], theirs: list[float], peer: str) -> Row:
         "unit": "fits/s",
         "ratio": statistics.median(ratios),
         "spread": (quarters[2] - quarters[0]) / 2,
-        "device": f"{_processor()}, one core",
+        "device": f"{processor_name()}, one core",
     }
 
 
@@ -224,14 +224,6 @@ def _one_core() -> Iterator[None]:
         os.environ.pop("OMP_NUM_THREADS")
         if before is not None:
             os.environ["OMP_NUM_THREADS"] = before
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def print_fit_benchmark(rows: list[Row]) -> None:

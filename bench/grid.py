@@ -34,7 +34,7 @@ from ..train.files import read_json
 from .contenders import Row, contract_row
 
 ABOUT = "training and fit of a whole sweep, not its scoring; FLOPs by the exact convention"
-MULTIPLES = (10, 20, 40, 80, 160)  # tokens a parameter: 1/2, 1, 2, 4 and 8 times twenty
+MULTIPLES = (10, 20, 40, 80, 160)  # tokens per parameter: 1/2, 1, 2, 4 and 8 times twenty
 GRACE_SECONDS = 40.0  # what an interrupted sweep gets to save
 CASES = ("ladder", "chinchilla")
 PEER = "one process a run, from its first step"

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -169,10 +169,6 @@ def measure_submitit(folder: Path, tasks: int, workers: int) -> dict[str, float]
     return {"milliseconds": 1e3 * wall * workers / tasks, "wall_s": wall}
 
 
-def run_worker(arguments: Sequence[str]) -> None:
-    sweep_path, queue_folder, place = arguments
-    timed_worker(sweep_path, queue_folder, int(place))
-
-
 if __name__ == "__main__":
-    run_worker(sys.argv[1:])
+    sweep_path, queue_folder, place = sys.argv[1:]
+    timed_worker(sweep_path, queue_folder, int(place))

@@ -160,7 +160,7 @@ class Display:
                 self._live.remove_task(self._bars.pop(name))
         if self._live is None:
             return
-        left = self._remaining(progress)
+        left = sum(seconds * (1 - progress.get(name, 0.0)) for name, seconds in self._left.items())
         done = self._total - len(self._left)
         self._live.update(
             self._all, completed=self._estimate - left,
@@ -194,9 +194,6 @@ class Display:
         run = self._planned[name]
         taken = float(self._sweep.run(name).last_metrics().get("step", 0)) - run.first_step
         return max(0.0, taken) / (run.steps - run.first_step)
-
-    def _remaining(self, progress: dict[str, float]) -> float:
-        return sum(seconds * (1 - progress.get(name, 0.0)) for name, seconds in self._left.items())
 
     def _eta(self, left: float) -> float:
         """Planned seconds that are left, corrected by how the plan has held so far."""

@@ -35,7 +35,7 @@ def expand_grid(grid: GridConfig, base: RunConfig) -> list[RunConfig]:
         raise UserError(f"grid.kind is {grid.kind!r}; it must be isoflop, ladder, product, points or adaptive")
     points: Iterable[RunConfig] = KINDS[type(grid)](grid, base)
     runs: dict[str, RunConfig] = {}
-    fingerprints: dict[tuple[str, ...], str | None] = {}  # a model of gigabytes is read once, not once a run
+    fingerprints: dict[tuple[str, ...], str | None] = {}  # a model of gigabytes is read once, not once per run
     for point in points:
         recipes = grid.recipes if grid.recipes is not None else [point.data.recipe]
         seeds = grid.seeds if grid.seeds is not None else [point.seed]

@@ -109,7 +109,7 @@ class Suggestion:
 
 def suggest_runs(
     sweep: SweepDirectory, budget: float, target_flops: float | None = None, *, seeds: int = 1,
-    max_flops: float | None = None, max_runs: int = MAX_RUNS, check_share: float | None = None,
+    max_flops: float | None = None, max_runs: int = MAX_RUNS,
 ) -> Suggestion:  # fmt: skip
     """The runs to add to a sweep, which may be at work.
 
@@ -120,21 +120,18 @@ def suggest_runs(
         seeds: new seeds that each size is offered with, beside the sweep's own.
         max_flops: of one run.
         max_runs: at most.
-        check_share: share of the budget for runs that check the law's form; None: a fifth.
     """
-    _refuse(budget, seeds, max_flops, max_runs, check_share)
+    _refuse(budget, seeds, max_flops, max_runs)
     config = prepare.configuration(sweep)
     standing = fit_standing(sweep, config, target_flops)
-    return suggest_from(sweep, config, standing, budget, seeds, max_flops, max_runs, check_share)
+    return suggest_from(sweep, config, standing, budget, seeds, max_flops, max_runs)
 
 
 def suggest_from(
     sweep: SweepDirectory, config: SweepConfig, standing: Standing, budget: float, seeds: int = 1,
-    max_flops: float | None = None, max_runs: int = MAX_RUNS, check_share: float | None = None,
+    max_flops: float | None = None, max_runs: int = MAX_RUNS,
 ) -> Suggestion:  # fmt: skip
     """`suggest_runs` given what the runs so far say."""
-    from ...fit.allocation.design import CHECK_SHARE
-
     base = prepare.resolved_base(sweep, config)
     base.tokens = 0
     members = membership.members(sweep)
@@ -159,10 +156,7 @@ def suggest_from(
     if cheapest > budget:
         raise NothingToSuggest(_too_small(budget, max_flops, cheapest))
     labels = {run.run_id: trunk_of(config) for run, config in zip(members, known, strict=True)}
-    design = _design(
-        standing, offered, [labels.get(name, name) for name in table.run_id], budget, max_runs,
-        CHECK_SHARE if check_share is None else check_share,
-    )  # fmt: skip
+    design = _design(standing, offered, [labels.get(name, name) for name in table.run_id], budget, max_runs)
     return _suggestion(design, offered, known, progress, standing, budget, base, config.trunks)
 
 
@@ -233,9 +227,7 @@ def print_suggestion(suggestion: Suggestion) -> None:
         out.print("  {:4} {}  now [{}, {}]  then [{}, {}]".format(name, *said), highlight=False)
 
 
-def _design(
-    standing: Standing, offered: Sequence[Offer], trunks: list[str], budget: float, max_runs: int, check_share: float
-) -> Design:
+def _design(standing: Standing, offered: Sequence[Offer], trunks: list[str], budget: float, max_runs: int) -> Design:
     from ...fit import InputError
     from ...fit.allocation.design import Buyer, Candidates, Question
 
@@ -249,7 +241,7 @@ def _design(
     )
     try:
         question = Question.of(standing.law, standing.target_flops, np.array(trunks))
-        return Buyer(question, pool).buy(budget, max_runs, check_share)
+        return Buyer(question, pool).buy(budget, max_runs)
     except InputError as error:
         raise NothingToSuggest(str(error)) from error
 
@@ -294,7 +286,7 @@ def _point(run: RunConfig, base: ModelConfig) -> dict[str, Any]:
     return {**shape, "tokens": run.tokens, "seed": run.seed}
 
 
-def _refuse(budget: float, seeds: int, max_flops: float | None, max_runs: int, check_share: float | None) -> None:
+def _refuse(budget: float, seeds: int, max_flops: float | None, max_runs: int) -> None:
     for name, value in (("budget", budget), ("max_flops", max_flops)):
         if value is not None and not 0 < value < np.inf:
             raise UserError(f"{name} is {value}; it must be a positive number of FLOPs")
@@ -302,8 +294,6 @@ def _refuse(budget: float, seeds: int, max_flops: float | None, max_runs: int, c
         raise UserError(f"seeds is {seeds}; it must be at least 0 and at most {MAX_SEEDS}")
     if max_runs < 1:
         raise UserError(f"max_runs is {max_runs}; it must be 1 or more")
-    if check_share is not None and not 0 <= check_share <= 1:
-        raise UserError(f"check_share is {check_share}; it must be at least 0 and at most 1")
 
 
 def _too_small(budget: float, max_flops: float | None, least: float) -> str:
@@ -334,7 +324,7 @@ class Range:
 
     least_flops: float
     most_flops: float
-    least_ratio: float  # tokens a parameter
+    least_ratio: float  # tokens per parameter
     most_ratio: float
     min_steps: int
 

@@ -360,9 +360,11 @@ def _state(run: RunDirectory) -> Iterator[Fault]:
         known = run.state()
         number = max([known.attempt, *(attempt.attempt for attempt in attempts.read(run))])
         what = "state.json cannot be read" if path.exists() else "state.json is missing"
+        lost = "it has no summary, and goes on from a checkpoint"
+        why = "its summary is there" if run.summary() is not None else lost
         yield Fault(
             "state", what, path, lambda: run.set_state(known.state, attempt=number),
-            f"written anew as {known.state}, for {_because(run)}",
+            f"written anew as {known.state}, for {why}",
         )  # fmt: skip
     asked = run.cancel_asked()
     state = run.state().state
@@ -373,10 +375,6 @@ def _state(run: RunDirectory) -> Iterator[Fault]:
             "cancel", f"{asked} asked to cancel the run, and nobody trains it", run.path,
             lambda: run.set_state("cancelled", reason=f"cancelled by {asked}"), "cancelled",
         )  # fmt: skip
-
-
-def _because(run: RunDirectory) -> str:
-    return "its summary is there" if run.summary() is not None else "it has no summary, and goes on from a checkpoint"
 
 
 def _leftovers(run: RunDirectory) -> Iterator[Fault]:
@@ -434,21 +432,12 @@ def _checkpoints(run: RunDirectory, deep: bool) -> Iterator[Fault]:
 
 
 def _damage(checkpoint: Path, deep: bool) -> str | None:
-    """What is wrong with a checkpoint, by the names and sizes of its files, or also by their sums."""
-    if deep:
-        from ...train.checkpoint.checkpoint import damage
+    """What is wrong with a checkpoint, by names and sizes, or also by sums."""
+    if not deep:
+        return attempts.visible_damage(checkpoint)
+    from ...train.checkpoint.checkpoint import damage
 
-        return damage(checkpoint)
-    manifest = read_json(checkpoint / "manifest.json")
-    if not manifest:
-        return "its manifest.json is missing or unreadable"
-    for name, entry in manifest.items():
-        try:
-            if (checkpoint / name).stat().st_size != entry["bytes"]:
-                return f"{name} has another size than its manifest says"
-        except (OSError, KeyError, TypeError):
-            return f"{name} is missing"
-    return None
+    return damage(checkpoint)
 
 
 def _result(run: RunDirectory, evaluated: bool) -> Iterator[Fault]:

@@ -117,11 +117,14 @@ def place_of(cluster: ClusterConfig, threads: int) -> str:
     if cluster.kind == "slurm":
         only = f" {cluster.constraint}" if cluster.constraint else ""
         return f"slurm {cluster.partition or 'default partition'}{only}, {has} a rank"
-    machine = f"{platform.node()}, {_processor()}" if cluster.gpus_per_job else _processor()  # which has which GPUs
+    machine = (
+        f"{platform.node()}, {processor_name()}" if cluster.gpus_per_job else processor_name()
+    )  # which has which GPUs
     return f"{machine}, {has} a rank"
 
 
-def _processor() -> str:
+def processor_name() -> str:
+    """This machine's, where the system tells."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -196,13 +199,11 @@ def _is_whole(content: dict[str, Any] | None) -> bool:
     if content is None or content.get("version") != VERSION:
         return False
 
-    def is_rate(value: Any) -> bool:
-        return isinstance(value, (int, float)) and math.isfinite(value) and value > 0
-
     try:
         kinds = [kind for place in content["places"].values() for kind in place["kinds"].values()]
         runs = [(int(width), runs) for widths in kinds for width, runs in widths.items()]
-        return all(is_rate(number) for width, rates in runs for number in (width, len(rates), *rates.values()))
+        numbers = [number for width, rates in runs for number in (width, len(rates), *rates.values())]
+        return all(0 < number < math.inf for number in numbers)
     except (AttributeError, KeyError, TypeError, ValueError):
         return False
 

@@ -133,7 +133,7 @@ def _digest(sweep: SweepDirectory) -> str:
 
 def sync_sweep(sweep: SweepDirectory, progress: Callable[[str], None] = print) -> int:
     """Sends to wandb what it lacks of a sweep's runs and results; returns how many runs were sent."""
-    tracked = [run for run in sweep.runs() if _is_tracked(run)]
+    tracked = [run for run in sweep.runs() if run.last_metrics() and run.config().tracker.kind == "wandb"]
     if not tracked:
         raise UserError(f"{sweep.path} has nothing to send: none of its runs has trained with tracker=wandb")
     if not logged_in():
@@ -175,10 +175,6 @@ def _send(run: RunDirectory, folder: str) -> bool:
 def _refuse(line: str) -> None:
     """What is only said while a run trains ends a sync: the next run would wait as long for the same."""
     raise UserError(f"{line}, so try again later")
-
-
-def _is_tracked(run: RunDirectory) -> bool:
-    return bool(run.last_metrics()) and run.config().tracker.kind == "wandb"
 
 
 def _is_sent(run: RunDirectory) -> bool:

@@ -15,6 +15,7 @@ import json
 import socket
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 from ...train.config import RunConfig
@@ -267,13 +268,22 @@ def newest_checkpoint(run: RunDirectory) -> int | None:
     """Step of the newest checkpoint whose files have the sizes that its manifest says; None where there is none."""
     names = (path.name.removeprefix("step_") for path in (run.path / "checkpoints").glob("step_*"))
     for step in sorted((int(name) for name in names if name.isdigit()), reverse=True):
-        folder = run.path / "checkpoints" / f"step_{step}"
-        manifest = read_json(folder / "manifest.json")
+        if visible_damage(run.path / "checkpoints" / f"step_{step}") is None:
+            return step
+    return None
+
+
+def visible_damage(checkpoint: Path) -> str | None:
+    """What is wrong with a checkpoint, by the names and sizes of its files."""
+    manifest = read_json(checkpoint / "manifest.json")
+    if not manifest:
+        return "its manifest.json is missing or unreadable"
+    for name, entry in manifest.items():
         try:
-            if manifest and all((folder / name).stat().st_size == entry["bytes"] for name, entry in manifest.items()):
-                return step
+            if (checkpoint / name).stat().st_size != entry["bytes"]:
+                return f"{name} has another size than its manifest says"
         except (OSError, KeyError, TypeError):
-            continue
+            return f"{name} is missing"
     return None
 
 
