@@ -25,7 +25,7 @@ from ..grid.trunks import Progress, merge_runs, own_flops, progress_of
 from ..results.table import build_table
 from ..runs import membership
 from ..runs.directory import SweepDirectory
-from ..terminal import console, short
+from ..terminal import console, plain_table, short
 
 if TYPE_CHECKING:
     from ...fit.allocation.design import Design
@@ -204,15 +204,10 @@ def fit_standing(sweep: SweepDirectory, config: SweepConfig, target_flops: float
 
 
 def print_suggestion(suggestion: Suggestion) -> None:
-    from rich import box
-    from rich.table import Table
-
     out = console()
     title = f"{len(suggestion.runs)} runs for {suggestion.flops:.3g} of {suggestion.budget:.3g} FLOPs"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE)
     columns = ("run", "N", "D", "D/N", "seed", "C", "trains", "shares trunk with", "narrows", "")
-    for column in columns:
-        table.add_column(column, justify="left" if column in ("run", "shares trunk with", "") else "right")
+    table = plain_table(columns, ("run", "shares trunk with", ""), title)
     for run in suggestion.runs:
         table.add_row(
             run.run_id, short(run.N), short(run.D), f"{run.D / run.N:.3g}", str(run.seed), f"{run.flops:.3g}",
