@@ -82,15 +82,17 @@ def _prepare(sweep: SweepDirectory, config: SweepConfig, runs: list[RunConfig], 
     for run in added_runs(sweep):
         by_id.setdefault(run_id(run), run)
     runs, said = list(by_id.values()), list[str]()
+    progress = progress_of_runs(sweep, by_id, config)
     if config.trunks:
-        runs, said = share_trunks(sweep, runs, config)
+        merged = trunks.merge_runs(runs, progress)
+        runs, said = merged.runs, merged.remarks
     if config.evaluate.tasks:
         runs = trunks.keep_between(runs, config.evaluate.every)
     room = places(config.cluster, config.parallel.world_size, rate)
     measured = sweep_rates(sweep.path, config.cluster, room.threads)
-    done = {name for name in by_id if sweep.run(name).is_done()}
+    taken = {name for name, each in progress.items() if each.fixed}
     planned = plan_runs(
-        runs, config.cluster, room.flops_per_second, room.jobs, config.ensembles, room.threads, measured, done
+        runs, config.cluster, room.flops_per_second, room.jobs, config.ensembles, room.threads, measured, taken
     )
     return Prepared(sweep, config, runs, planned, rate, [*said, *plan_remarks(planned)])
 
@@ -138,14 +140,12 @@ def resolved_base(sweep: SweepDirectory, config: SweepConfig) -> RunConfig:
     return base
 
 
-def share_trunks(
-    sweep: SweepDirectory, runs: list[RunConfig], config: SweepConfig
-) -> tuple[list[RunConfig], list[str]]:
-    """Makes trunks and branches, as far as what is on disk allows; and says so."""
+def progress_of_runs(sweep: SweepDirectory, names: Iterable[str], config: SweepConfig) -> dict[str, trunks.Progress]:
+    """What is on disk of each run, and whether it is done or somebody has it."""
     from .slurm import commands as slurm
     from .slurm.launch_record import Inventory
 
-    live, progress = set[str](), {}
+    live = set[str]()
     if config.cluster.kind == "slurm":
         try:
             live = slurm.live_jobs()
@@ -153,11 +153,8 @@ def share_trunks(
             if not config.dry_run:  # which needs no SLURM
                 raise
     inventory = Inventory(sweep, live)
-    for run in map(run_id, runs):
-        directory = sweep.run(run)
-        progress[run] = trunks.progress_of(directory, live=inventory.has_job(directory))
-    merged = trunks.merge_runs(runs, progress)
-    return merged.runs, merged.remarks
+    runs = map(sweep.run, names)
+    return {run.run_id: trunks.progress_of(run, live=inventory.has_job(run)) for run in runs}
 
 
 def write_plan(prepared: Prepared, command: list[str] | None = None) -> None:

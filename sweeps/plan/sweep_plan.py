@@ -101,7 +101,7 @@ class Plan:
 
 def plan_runs(
     runs: Sequence[RunConfig], cluster: ClusterConfig, flops_per_second: float, jobs_at_once: int, ensembles: int = 1,
-    threads: int | None = None, measured: Calibration | None = None, done: Collection[str] = (),
+    threads: int | None = None, measured: Calibration | None = None, taken: Collection[str] = (),
 ) -> Plan:  # fmt: skip
     """Cost, order and placement of a grid, with its trunks and branches.
 
@@ -113,7 +113,7 @@ def plan_runs(
         ensembles: most runs that may be trained together as one ensemble.
         threads: cores that a rank has; None: `cluster.cpus_per_task`.
         measured: what past sweeps reached on such a device.
-        done: ids of runs that are trained: no unit has both such a run and one that is left.
+        taken: ids of runs that are done or have a job: no unit has both such a run and one that is left.
     """
     rates = Rates(cluster, flops_per_second, measured or Calibration())
     by_id = {run_id(run): run for run in runs}
@@ -122,8 +122,8 @@ def plan_runs(
     planned.sort(key=lambda run: (-run.estimated_seconds, run.run_id))
     seconds = {run.run_id: run.estimated_seconds for run in planned}
     units: list[Unit] = []
-    for trained in (False, True):
-        part = [run for name, run in by_id.items() if (name in done) == trained]
+    for is_taken in (False, True):
+        part = [run for name, run in by_id.items() if (name in taken) == is_taken]
         units += _units(part, seconds, cluster, jobs_at_once, ensembles)
     bound = launch_bound_width(cluster)
     paid: dict[str, float] = {}
