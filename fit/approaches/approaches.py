@@ -15,8 +15,8 @@ import numpy as np
 
 from ..allocation.allocation import compute_optimal
 from ..errors import Array, InputError
-from ..laws.chinchilla import ChinchillaLaw
 from ..laws.powerlaw import PowerLaw
+from ..laws.registry import law_class
 from ..table import RunTable
 from ..uncertainty import percentile_interval, resampled_together
 from .envelope import Envelope
@@ -29,7 +29,7 @@ QUANTITIES = ("N", "D", "ratio", "loss")
 
 def default_law() -> Law:
     """The law that approach 3 fits where none is given."""
-    return ChinchillaLaw()
+    return law_class()()
 
 
 def fit_parametric(

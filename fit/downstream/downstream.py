@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..allocation.allocation import optimum
 from ..errors import Array, InputError, positive
 from ..table import RunTable
 from ..uncertainty import resampled_together
@@ -150,15 +149,15 @@ def fit_tasks(
 ) -> list[TaskVerdict]:
     """A verdict for every task of the table, with predictions at the optimum of each target budget (FLOPs, C = 6 N D).
 
-    `law`: a `ChinchillaLaw` fitted to the table's rows, which says where the optimum is. The same resamples of runs go
+    `law`: a law of N and D fitted to the table's rows, which says where the optimum is. The same resamples of runs go
     through it and through both steps of every task. Raises InputError when targets are given without a law of these
     rows, or are not positive, and for a bootstrap of nothing: a prediction is judged by its interval.
     """
     if bootstrap < 1:
         raise InputError(f"bootstrap is {bootstrap}; tasks need a positive number of resamples.")
     goals = positive("target", targets) if len(targets) else np.zeros(0)
-    if len(goals) and (law is None or law.form != "chinchilla" or len(law.data_["N"]) != len(table)):
-        raise InputError(f"law is {law!r}; targets need a ChinchillaLaw that is fitted to the {len(table)} runs.")
+    if len(goals) and (law is None or tuple(law.inputs) != ("N", "D") or len(law.data_["N"]) != len(table)):
+        raise InputError(f"law is {law!r}; targets need a law of N and D that is fitted to the {len(table)} runs.")
     return [_verdict(task, table, goals, law, bootstrap, seed, link) for task in task_names(table)]
 
 
@@ -339,9 +338,9 @@ def _predictions(
     frontier = law.refit(counts)
     rng = np.random.default_rng(seed)
     for C in goals:
-        N, D, _ = (float(v) for v in optimum(C, law.constants_))
+        N, D, _ = (float(v) for v in law.optimum(C, law.constants_))
         loss = float(fitted.task_loss(fitted.constants_, N, D))
-        there = fitted.task_loss(draws, *optimum(C, frontier)[:2])
+        there = fitted.task_loss(draws, *law.optimum(C, frontier)[:2])
         acc, score = float(fitted.accuracy(fitted.constants_, loss)), fitted.accuracy(draws, there)
         bounds = [intervals(v, level) for v in (there, score, fitted.noisy(draws, there, rng))]
         found = TaskPrediction(float(C), N, D, loss, bounds[0], acc, bounds[1], bounds[2])

@@ -15,7 +15,8 @@ Li et al. 2025 (arXiv:2503.04715), equation 1; Bi et al. 2024 (arXiv:2401.02954)
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from dataclasses import dataclass
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -24,10 +25,37 @@ from ..errors import Array, InputError
 from ..laws.law import Law, Problem
 from ..solver.forms import LogSumExp
 
-if TYPE_CHECKING:
-    from .cells import CellOptimum
-
 COLLINEAR = 0.01  # smallest over largest singular value of the log inputs, each scaled, below which exponents are one
+
+
+@dataclass(frozen=True)
+class CellOptimum:
+    """The best settings at one (N, D), from `used` of its `runs`; `reason` is empty when the optimum is accepted.
+
+    learning_rate_se and batch_se are standard errors of the logarithms, which only "surface" knows. A setting that the
+    cell did not vary has no optimum (NaN).
+    """
+
+    N: float
+    D: float
+    loss: float
+    runs: int
+    used: int
+    method: str
+    learning_rate: float = float("nan")
+    batch: float = float("nan")
+    learning_rate_se: float = float("nan")
+    batch_se: float = float("nan")
+    reason: str = ""
+
+    @property
+    def accepted(self) -> bool:
+        return not self.reason
+
+    @property
+    def C(self) -> float:
+        """FLOPs, 6ND."""
+        return 6.0 * self.N * self.D
 
 
 class DesignedLaw(Law):

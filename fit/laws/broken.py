@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from ..errors import Array, InputError
+from ..solver.forms import LogSumTerms, Term
 from ..solver.solver import variable_projection
-from ..solver.terms import LogSumTerms, Term
 from .law import LineLaw, Problem
 
 BREAKS = (0, 1, 2, 3)

@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ..errors import Array
+from ..solver.forms import LogSumTerms, Term
 from ..solver.solver import variable_projection
-from ..solver.terms import LogSumTerms, Term
 from .law import LossLaw, Problem
 
 EXPONENT_GRID = np.geomspace(0.03, 0.8, 8)

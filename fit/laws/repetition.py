@@ -27,8 +27,8 @@ from numpy.typing import ArrayLike
 
 from ..allocation.allocation import Optimum, token_limited
 from ..errors import Array, InputError, identifiable
+from ..solver.forms import LogSumTerms
 from ..solver.solver import AGREE, Minimum, Solution, minimise
-from ..solver.terms import LogSumTerms
 from .chinchilla import FLAT_EXPONENT, VANISHED
 from .law import L1_DELTA, Law, Problem
 from .repetition_form import HUGE, Repeated, decay_starts, joint_starts, saturated
@@ -51,7 +51,7 @@ class RepetitionLaw(Law):
     tied : bool
         Hold alpha = beta, as the paper does.
     base : mapping, optional
-        E, A, B, alpha and beta to hold, such as `ChinchillaLaw(tied=True).fit(...).constants_` of runs of one epoch.
+        E, A, B, alpha and beta to hold, such as the constants of a tied fit to runs of one epoch.
         Intervals are then those of R_D and R_N given the base.
 
     Notes:

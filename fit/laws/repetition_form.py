@@ -14,8 +14,8 @@ from typing import NamedTuple
 import numpy as np
 
 from ..errors import Array
+from ..solver.forms import LogSumTerms, Term
 from ..solver.solver import variable_projection
-from ..solver.terms import LogSumTerms, Term
 
 EXPONENT_GRID = np.geomspace(0.1, 1.0, 5)
 DECAY_GRID = np.geomspace(0.5, 200.0, 8)

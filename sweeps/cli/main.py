@@ -73,11 +73,12 @@ def fit_table(
     A law.json that an earlier fit wrote is asked again, for other budgets, without a new fit.
     """
     from ... import fit
+    from ...fit.laws.registry import law_class
     from ..results.finish import print_law, write_results
     from ..runs.directory import SweepDirectory
 
-    law = fit.ChinchillaLaw(objective, delta, tied, fixed_e)
-    plain = not (column or derive_d or drop_worst) and repr(law) == repr(fit.ChinchillaLaw())
+    law = law_class()(objective, delta, tied, fixed_e)
+    plain = not (column or derive_d or drop_worst) and repr(law) == repr(law_class()())
     if table.suffix == ".json":
         if not plain or output is not None:
             raise UserError(f"{table} is a saved law; only --target-flops and --json apply to it")

@@ -29,7 +29,7 @@ from ..terminal import console, plain_table, short
 
 if TYPE_CHECKING:
     from ...fit.allocation.design import Design
-    from ...fit.laws.chinchilla import ChinchillaLaw
+    from ...fit.laws.law import LossLaw
     from ...fit.table import RunTable
     from ..config import SweepConfig
 
@@ -66,7 +66,7 @@ class Standing:
     """What the runs that are done say of the target."""
 
     table: RunTable
-    law: ChinchillaLaw
+    law: LossLaw
     target_flops: float
     loss: Estimate
     N: Estimate
@@ -162,13 +162,14 @@ def suggest_from(
 
 def fit_standing(sweep: SweepDirectory, config: SweepConfig, target_flops: float | None = None) -> Standing:
     """Fits the runs that are done, as the report does, and predicts the target."""
-    from ...fit import ChinchillaLaw, InputError, compute_optimal, read_table
+    from ...fit import InputError, compute_optimal, read_table
     from ...fit.approaches.recipes import split
     from ...fit.flops import flops_per_token
+    from ...fit.laws.registry import law_class
     from ...fit.uncertainty import resampled_together
 
     options = config.fit
-    law = ChinchillaLaw(options.objective, options.delta, options.tied, options.E)
+    law = law_class()(options.objective, options.delta, options.tied, options.E)
     free = 5 - options.tied - (options.E is not None)
     frame = build_table(sweep)
     if (done := int(frame["final"].sum()) if len(frame) else 0) <= free:

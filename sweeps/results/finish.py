@@ -80,6 +80,7 @@ def _up_to_date(sweep: SweepDirectory, digest: str) -> dict[str, Any] | None:
 
 def _analyze(sweep: SweepDirectory, targets: list[float] | None) -> dict[str, Any]:
     from ... import fit
+    from ...fit.laws.registry import law_class
 
     settings = sweep.settings()
     table = write_table(sweep)
@@ -91,7 +92,7 @@ def _analyze(sweep: SweepDirectory, targets: list[float] | None) -> dict[str, An
     runs = fit.read_table(sweep.path)
     largest = float(table["flops"].max())
     wanted = targets or options["targets"] or [largest * factor for factor in (10.0, 100.0, 1000.0)]
-    law = fit.ChinchillaLaw(**{name: options[name] for name in ("objective", "delta", "tied", "E") if name in options})
+    law = law_class()(**{name: options[name] for name in ("objective", "delta", "tied", "E") if name in options})
     analysis = fit.analyze(runs, tuple(wanted), options["bootstrap"], options["seed"], law)
     provenance = {key: settings.get(key) for key in ("isoflop_version", "git_commit", "git_dirty", "host", "written")}
     provenance["command"] = " ".join(settings.get("command", []))
