@@ -141,7 +141,6 @@ def resolved_base(sweep: SweepDirectory, config: SweepConfig) -> RunConfig:
 
 
 def progress_of_runs(sweep: SweepDirectory, names: Iterable[str], config: SweepConfig) -> dict[str, trunks.Progress]:
-    """What is on disk of each run, and whether it is done or somebody has it."""
     from .slurm import commands as slurm
     from .slurm.launch_record import Inventory
 
@@ -192,7 +191,6 @@ def refreeze(waiting: Iterable[RunDirectory], prepared: Prepared) -> None:
 
 
 def git_state(root: Path) -> dict[str, Any]:
-    """Commit and dirty flag of the code, or None where it is not a checkout."""
 
     def git(*arguments: str) -> str | None:
         command = ["git", "-C", str(root), *arguments]

@@ -113,13 +113,8 @@ def suggest_runs(
 ) -> Suggestion:  # fmt: skip
     """The runs to add to a sweep, which may be at work.
 
-    Args:
-        sweep: some of its runs are done.
-        budget: training FLOPs (exact convention) of all new runs together, at most.
-        target_flops: the budget asked about; by default the largest of fit.targets, else 1000 times the largest C.
-        seeds: new seeds that each size is offered with, beside the sweep's own.
-        max_flops: of one run.
-        max_runs: at most.
+    `budget`: FLOPs (exact convention) of all new runs. `target_flops`: by default the largest of fit.targets, else 1000
+    times the largest C. `seeds`: new ones that each size is offered with.
     """
     _refuse(budget, seeds, max_flops, max_runs)
     config = prepare.configuration(sweep)
@@ -344,8 +339,7 @@ def possible_runs(
 ) -> list[Offer]:  # fmt: skip
     """Every run that could be added: each model and D within the range, with each seed.
 
-    `known` are the sweep's runs, `progress` what they have on disk; with `share`, runs that differ in D alone share a
-    trunk.
+    `progress` is what the `known` runs have on disk; with `share`, runs that differ in D alone share a trunk.
     """
     families: dict[str, list[RunConfig]] = {}
     for run in known:

@@ -180,7 +180,6 @@ def locks_work(folder: Path) -> bool:
 
 
 def _orphans(sweep: SweepDirectory, policy: Policy) -> Iterator[Fault]:
-    """Runs that claim a process or a job that is gone, and jobs that nobody knows."""
     live, record = None, sweep.path / "jobs" / "slurm.json"
     if read_json(record) is not None:
         live, why = _live_jobs()
@@ -206,7 +205,7 @@ def _orphans(sweep: SweepDirectory, policy: Policy) -> Iterator[Fault]:
 
 
 def _live_jobs() -> tuple[set[str] | None, str | None]:
-    """Jobs in SLURM's queue, or why they are not known."""
+    """Or why they are not known."""
     try:
         return slurm.live_jobs(patience=0.0), None
     except UserError as error:
@@ -277,7 +276,6 @@ def _files(sweep: SweepDirectory) -> Iterator[Fault]:
 
 
 def _launch_record(sweep: SweepDirectory) -> Iterator[Fault]:
-    """Without it jobs are found by their label, and say themselves what they are for."""
     from ..slurm.launch_record import LaunchRecord, rebuilt
 
     def rewrite() -> None:
@@ -441,7 +439,6 @@ def _damage(checkpoint: Path, deep: bool) -> str | None:
 
 
 def _result(run: RunDirectory, evaluated: bool) -> Iterator[Fault]:
-    """A run that is done has a summary, and the checkpoint that this names."""
     path = run.path / "summary.json"
     if path.exists() and run.summary() is None:
         yield Fault("unreadable", "summary.json cannot be read", path, lambda: remove(path),

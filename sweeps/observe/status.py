@@ -109,7 +109,7 @@ def sweep_status(sweep: SweepDirectory, before: Mapping[str, Any] | None = None)
 
 
 def _added(sweep: SweepDirectory, plan: Mapping[str, Any]) -> list[Row]:
-    """What the next plan will say of the runs that were added since this one was made."""
+    """Rows of the plan for runs that were added since it was made."""
     if not (sweep.path / "added.json").exists():
         return []
     from ...train.flops import count_parameters
@@ -177,7 +177,7 @@ def _finite(value: Any) -> float | None:
 
 
 def _add_life(sweep: SweepDirectory, rows: Iterable[Row], policy: Policy, now: float) -> None:
-    """How long ago each running run has shown life, when it began and was last seen, and when it will end."""
+    """How long ago each running run has shown life, and when it will end."""
     limit = heartbeat.limit(policy)
     for row in rows:
         row |= {"heartbeat_age": None, "silent": False, "under_way": None}
@@ -299,7 +299,7 @@ def watch_sweep(sweep: SweepDirectory, as_json: bool = False, everything: bool =
 
 
 def print_json(status: dict[str, Any]) -> None:
-    """The status on one line; a thousand runs with line breaks would take Python's slow encoder a second."""
+    """On one line: with line breaks a thousand runs would take Python's slow encoder a second."""
     print(json.dumps(status, allow_nan=False), flush=True)
 
 

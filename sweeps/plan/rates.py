@@ -1,7 +1,7 @@
 """How fast runs train: what past sweeps measured, kept in the cache, else a share of this machine's matmul rate.
 
-A place is what a planner knows before a job runs: this machine's processor and threads, or a partition and what a rank
-gets there. Rates are FLOP/s (exact convention) of a whole run on all its ranks, trained alone.
+A place is what a planner knows before a job runs: a processor and threads, or a partition and what a rank gets there.
+Rates are FLOP/s (exact convention) of a whole run on all its ranks, trained alone.
 """
 
 from __future__ import annotations
@@ -67,14 +67,11 @@ class Calibration:
         return math.exp((1 - part) * math.log(known[below][0]) + part * math.log(known[above][0]))
 
     def runs(self, kinds: Iterable[str]) -> int:
-        """How many runs of these kinds are behind the rates."""
         return sum(count for kind in set(kinds) for _, count in self.rates.get(kind, {}).values())
 
 
 @dataclass(frozen=True)
 class Rates:
-    """How fast runs are expected to train: as measured, or else as assumed."""
-
     cluster: ClusterConfig
     flops_per_second: float  # matrix-product peak of a job
     measured: Calibration
@@ -89,7 +86,7 @@ class Rates:
         return self.flops_per_second * width / (width + self.cluster.half_speed_width)
 
     def measured_runs(self, runs: Iterable[RunConfig]) -> int:
-        """How many measured runs are behind the estimates of these; 0 where one of them has none."""
+        """Those behind the estimates of these; 0 where one of them has none."""
         kinds = {run_kind(run) for run in runs}
         return self.measured.runs(kinds) if all(self.measured.runs([kind]) for kind in kinds) else 0
 

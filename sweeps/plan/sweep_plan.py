@@ -25,7 +25,7 @@ MANY_STEPS = 200_000  # beyond which a batch is far below what a run of that len
 
 @dataclass(frozen=True)
 class JobShape:
-    """What one run asks of the machine: something for each rank, and ranks. Runs of one shape share an array."""
+    """What one run asks of the machine; runs of one shape share an array."""
 
     gpus: int  # for a rank
     cpus: int  # for a rank
@@ -105,15 +105,8 @@ def plan_runs(
 ) -> Plan:  # fmt: skip
     """Cost, order and placement of a grid, with its trunks and branches.
 
-    Args:
-        runs: complete.
-        cluster: what a job may ask for, and the price.
-        flops_per_second: matrix-product peak of what one job gets, all ranks together.
-        jobs_at_once: how many run side by side.
-        ensembles: most runs that may be trained together as one ensemble.
-        threads: cores that a rank has; None: `cluster.cpus_per_task`.
-        measured: what past sweeps reached on such a device.
-        taken: ids of runs that are done or have a job: no unit has both such a run and one that is left.
+    `flops_per_second` is the matmul peak of one job, all ranks together; `threads` are those of a rank. `taken` runs
+    are done or have a job: no unit has both such a run and one that is left.
     """
     rates = Rates(cluster, flops_per_second, measured or Calibration())
     by_id = {run_id(run): run for run in runs}

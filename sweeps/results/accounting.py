@@ -1,9 +1,8 @@
 """What a sweep was planned to cost and what it has cost, what was wasted and why, and how far its estimates were off.
 
 The books are those of the attempts that have ended. A step is useful as long as a result stands on it, or a checkpoint
-that a run can go on from; else it is lost to what ended the attempt after which a run went back behind it. Useful and
-wasted add up to what was done. Runs that share a device pay equal parts at any time; of a branch only its own steps
-count, and a trunk that diverged was of use as far as its branches begin.
+that a run can go on from; else it is lost to what ended the attempt after which a run went back behind it. Runs that
+share a device pay equal parts at any time; of a branch only its own steps count.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ class Account:
 
     @property
     def overhead_hours(self) -> float | None:
-        """What SLURM counts beyond the attempts: start-up, and waiting for work."""
+        """Beyond the attempts: start-up, and waiting for work."""
         return None if self.cluster_hours is None else self.cluster_hours - self.used.hours
 
     def to_dict(self) -> dict[str, Any]:

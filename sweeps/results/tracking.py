@@ -1,8 +1,8 @@
 """A sweep on wandb: where its runs come from, its results as a run of their own, and sending what was tracked offline.
 
-Sent is what our own files say, line by line from where the server is: `sync` can be cut off and repeated, and sends
-nothing twice. `wandb sync` (0.31) stops at the torn file of a killed attempt, sends none of a batch with an empty one,
-exits with 0 all the same, and waits forever for a silent server.
+Sent is what our own files say, line by line from where the server is, so nothing is sent twice. `wandb sync` (0.31)
+stops at the torn file of a killed attempt, sends none of a batch with an empty one, exits with 0 all the same, and
+waits forever for a silent server.
 """
 
 from __future__ import annotations
@@ -103,7 +103,6 @@ def _artifact(sweep: SweepDirectory) -> Any:
 
 
 def results_id(sweep: SweepDirectory) -> str:
-    """The same for the same folder, and no other's."""
     return "fit-" + hashlib.sha256(str(sweep.path.resolve()).encode()).hexdigest()[:10]
 
 
