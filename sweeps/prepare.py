@@ -26,6 +26,7 @@ from .grid import trunks
 from .grid.expand import expand_grid
 from .plan.rates import core_flops_per_second, fill_budgets, places, sweep_rates
 from .plan.sweep_plan import Plan, plan_remarks, plan_runs
+from .runs import states
 from .runs.directory import RunDirectory, SweepDirectory, yaml_or_empty
 from .runs.membership import added_runs, allow_growth
 
@@ -142,7 +143,7 @@ def resolved_base(sweep: SweepDirectory, config: SweepConfig) -> RunConfig:
 
 def progress_of_runs(sweep: SweepDirectory, names: Iterable[str], config: SweepConfig) -> dict[str, trunks.Progress]:
     from .slurm import commands as slurm
-    from .slurm.launch_record import Inventory
+    from .slurm.record import Inventory
 
     live = set[str]()
     if config.cluster.kind == "slurm":
@@ -162,7 +163,7 @@ def write_plan(prepared: Prepared, command: list[str] | None = None) -> None:
     for directory in prepared.directories:
         directory.freeze(by_id[directory.run_id])
         if not (directory.path / "state.json").exists() and not directory.is_done():
-            directory.set_state("planned")
+            states.plan(directory)
     if command is not None:
         allow_growth(sweep)
         settings = {
