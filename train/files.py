@@ -62,7 +62,6 @@ def create_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def fsync_path(path: Path) -> None:
-    """Flushes a file or a directory entry to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -153,7 +152,6 @@ def put_in_place(temporary: Path, output: Path) -> None:
 
 
 def file_sha256(path: Path) -> str:
-    """The checksum of a file's content."""
     import hashlib
 
     with path.open("rb") as file:

@@ -1,8 +1,7 @@
 """The training loop: a config in, a run directory out.
 
-Everything that decides a number is a pure function of the config and the step, so a run that was killed and resumed
-gives the same bits. A `Trainer` keeps the records of one run and takes no step itself: `train` steps one run, an
-ensemble many together. Every rank runs this loop; rank 0 alone writes metrics and the summary.
+Everything that decides a number is a pure function of the config and the step, so a resumed run gives the same bits. A
+`Trainer` keeps the records of one run and takes no step itself: `train` steps one run, an ensemble many together.
 """
 
 from __future__ import annotations
@@ -49,16 +48,15 @@ def train(
 ) -> dict[str, Any]:
     """Trains one run, resuming from its newest valid checkpoint, and returns what it writes to summary.json.
 
-    With more than one rank every rank calls this, with the same complete and resolved config. `should_stop` is asked
-    after every step; True on any rank saves a checkpoint and raises `Stopped` on all. `alive` is called in long work
-    without steps, such as preparing the data.
+    Every rank calls this, with the same complete and resolved config. `should_stop` is asked after every step. `alive`
+    is called in long work without steps, such as preparing the data.
 
     Raises:
         UserError: the config cannot be trained.
         Diverged: the loss is not a number, or rose out of its band.
-        Stopped: `should_stop` said so; call again to go on.
+        Stopped: `should_stop` said so on any rank; call again to go on.
         OutOfMemory: a micro-batch does not fit, and cannot be halved here.
-        RankError: another rank failed; says which, where, and why.
+        RankError: another rank failed.
         OSError: the disk is full or not writable; the newest checkpoint stays valid.
     """
     validate(config)
@@ -79,7 +77,6 @@ def train(
 
 
 def _run(trainer: Trainer, stepper: Stepper, should_stop: Callable[[], bool]) -> dict[str, Any]:
-    """Steps until the end of D."""
     job = trainer.job
     while trainer.goes_on:
         job.beat(trainer.progress.step, "in a step")
@@ -95,11 +92,7 @@ def _silent(line: str) -> None:
 
 
 def open_shards(config: RunConfig, shards: Shards | None, job: Job, alive: Callable[[], object]) -> Shards:
-    """The tokens that a run trains on, those given or prepared from its config.
-
-    Raises:
-        UserError: the tokenizer is not the one that the run was planned with, or not the model's.
-    """
+    """The tokens that a run trains on; `UserError` where the tokenizer is not the planned one, or not the model's."""
 
     def beat(stage: str, done: float, total: float) -> None:
         # Building takes as long as the corpus is large, and the other ranks wait for who builds.
@@ -189,7 +182,6 @@ class Trainer:
 
     @property
     def goes_on(self) -> bool:
-        """Whether there are steps to take."""
         return self.progress.step < self.config.steps
 
     def start_clock(self) -> None:
@@ -199,11 +191,7 @@ class Trainer:
         self._saved_at = time.perf_counter()  # by the wall, for a kill costs what the wall has seen
 
     def record_step(self, result: StepResult) -> None:
-        """Records a step: judges losses, validates and logs where the config says so.
-
-        Raises:
-            Diverged: the loss is not a number, or rose out of its band.
-        """
+        """Records a step: judges losses, validates and logs where the config says so."""
         config, progress = self.config, self.progress
         progress.step += 1
         self.unwatched.append(result)
@@ -217,14 +205,11 @@ class Trainer:
             self._logged_at, self._logged_step = self.clock(), progress.step
 
     def save_is_due(self) -> bool:
-        """Whether this rank's clock asks for a checkpoint; the leader's counts."""
         return self.leads and time.perf_counter() - self._saved_at >= self.config.checkpoint.every_seconds
 
     def pause(self, stop: bool, save: bool) -> None:
-        """Between two steps: saves where told to or where the config names the step.
-
-        Raises:
-            Stopped: with `stop`, after saving.
+        """Between two steps: saves where told to or where the config names the step; with `stop` it then raises
+        `Stopped`.
         """
         config, step = self.config, self.progress.step
         every, named = config.checkpoint.every_steps, config.checkpoint.at_steps or ()
@@ -236,8 +221,6 @@ class Trainer:
             raise Stopped(f"stopped at step {step} of {config.steps}")
 
     def validate(self) -> HeldOut:
-        """Loss on the fixed held-out set, in the precision of the run."""
-
         def beat() -> None:
             self.job.beat(self.progress.step, "scoring the held-out set")
             self.alive()

@@ -31,8 +31,7 @@ from .model.gpt import sequence_losses
 from .model.graphs import CudaGraph, Recording, flops_per_launch, launch_bound
 from .model.parametrization import empty_model, initial_weights, parameter_groups
 from .model.shape import micro_batch_of
-from .parallel.collectives import all_gather
-from .parallel.mesh import Mesh
+from .parallel.mesh import Mesh, all_gather
 from .parallel.tensor import split_model
 from .parallel.zero import StepResult, Zero
 from .precision import LossScaler, compute_dtype

@@ -71,12 +71,7 @@ class Team:
         return run_on_ranks(self._mesh, function)
 
     def gather(self, function: Callable[[], T]) -> list[T]:
-        mine = self.together(function)
-        if self._mesh.control is None:
-            return [mine]
-        everyone: list[Any] = [None] * self.size
-        dist.all_gather_object(everyone, mine, group=self._mesh.control)
-        return everyone
+        return self._mesh.gather(self.together(function))
 
 
 def shares(requests: Sequence[Request], ranks: int, round_tokens: int) -> Iterator[list[list[int]]]:

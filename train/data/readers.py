@@ -44,9 +44,7 @@ def read_documents(path: Path, field: str, piece_bytes: int) -> Iterator[str]:
     """The documents of one file, in order; those without a visible character are left out.
 
     `field` is the key or column that holds the text; a plain text longer than `piece_bytes` is cut at blank lines.
-
-    Raises:
-        UserError: the file is missing, damaged, not UTF-8, or lacks the field.
+    `UserError` where the file is missing, damaged, not UTF-8, or lacks the field.
     """
     kind = format_of(path)
     try:
@@ -250,7 +248,6 @@ def cut(texts: Iterable[str], max_bytes: int | None) -> Iterator[str]:
 
 
 def listed(names: list[str]) -> str:
-    """Names for a sentence, the first twelve."""
     shown = ", ".join(repr(name) for name in names[:12])
     return (shown + (", …" if len(names) > 12 else "")) or "no fields"
 

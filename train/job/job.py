@@ -53,7 +53,7 @@ def join(config: RunConfig, directory: Path, report: Callable[[str], None]) -> I
     """Makes this process a rank of the run's job, and takes it out again.
 
     Where another rank dies or hangs while this one is stuck in a collective, this process is ended from within.
-    `directory/failure.json` then says why, as it does of whatever is raised in the block but `Stopped`.
+    failure.json says why, as it does of whatever is raised in the block but `Stopped`.
 
     Raises:
         UserError: the ranks are not those that the config asks for, were given different configs, or do not meet.

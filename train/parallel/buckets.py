@@ -1,8 +1,7 @@
 """Flat buckets: which elements of which parameters lie side by side, and which of them a rank owns. Pure.
 
-A bucket is cut into one equal slice per data-parallel rank, and parameters of one learning rate and weight decay are
-neighbours in it, so that an update is one to three contiguous segments. Padding is zero forever: AdamW leaves a zero
-with a zero gradient at zero.
+A bucket is cut into one equal slice per data-parallel rank. Parameters of one learning rate and weight decay are
+neighbours in it. Padding is zero forever: AdamW leaves a zero with a zero gradient at zero.
 """
 
 from __future__ import annotations
@@ -39,7 +38,6 @@ class Bucket:
     ranks: int
 
     def owned(self, rank: int) -> Range:
-        """The slice of the bucket that a data-parallel rank owns."""
         share = self.size // self.ranks
         return rank * share, (rank + 1) * share
 

@@ -1,7 +1,6 @@
 """Where the part of a parameter that a rank holds lies in the whole one. Pure.
 
-A part is described once (`Placement`), for initial weights, gradient norms, sums over ranks and checkpoints alike. ZeRO
-cuts flattened parameters anywhere, so a shard is a range of elements, which `boxes` turns into a few rectangles.
+ZeRO cuts flattened parameters anywhere, so a shard is a range of elements, which `boxes` turns into a few rectangles.
 """
 
 from __future__ import annotations
@@ -35,7 +34,6 @@ class Placement:
 
     @property
     def local_shape(self) -> Shape:
-        """Shape of the rank's part."""
         return (sum(piece.size[0] for piece in self.pieces), *self.pieces[0].size[1:])
 
     def take(self, whole: Tensor) -> Tensor:

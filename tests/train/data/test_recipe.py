@@ -310,7 +310,7 @@ def test_a_killed_prepare_goes_on_from_what_it_had_finished(
         process.send_signal(how)
         process.wait()
         seen = kill_at - 1  # the job that the kill hit is not done
-        assert not [path for path in (tmp_path / "killed" / "shards").glob("*") if ".tmp-" not in path.name]
+        assert not [path for path in (tmp_path / "killed" / "shards").glob("*") if not path.name.startswith(".")]
     last = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     assert last[-1] == "done"
     # Each kill costs at most the job that it hit, and the line that was in the pipe.

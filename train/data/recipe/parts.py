@@ -71,8 +71,8 @@ def read_texts(folder: Path, number: int) -> list[str]:
 def filter_part(folder: Path, number: int, words: list[str], kind: str, asked: Flags) -> int:
     """Runs steps that look at one document at a time over the documents asked for.
 
-    Writes `step` (documents,) int16, the number of the step that removes each one, -1: none; `reason`, why, as an index
-    of `reasons`.
+    Writes `step` (documents,) int16, the number of the step that removes each one or -1, and `reason`, an index of
+    `reasons`.
     """
     texts = read_texts(folder, number)
     step, reason = np.full(len(texts), -1, np.int16), np.zeros(len(texts), np.int16)

@@ -1,7 +1,7 @@
 """Processes that work on parts of a corpus: functions of modules, called with arguments that can be pickled.
 
 A worker is `python -m ….pool`, spoken to through its pipes: a fork would take the threads' locks of torch and
-tokenizers with it, and multiprocessing would run the user's script again. It ends with its pipe or its parent.
+tokenizers with it, and multiprocessing would run the user's script again.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """A corpus goes through a recipe: which documents are trained on, and what each step removed.
 
-What is held out is chosen from the raw text, by content, and no step removes it, so every recipe is scored on the same
-text; training text that is near to it is removed as `leaked`. Every job leaves its result in `<cache>/recipes/<key>`,
-and a prepare that was killed goes on from those.
+What is held out is chosen from the raw text, so every recipe is scored on the same text; training text near to it is
+removed as `leaked`. Every job leaves its result in `<cache>/recipes/<key>`, where a killed prepare resumes.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,6 @@ class Refined:
             start += size
 
     def size_bytes(self) -> int:
-        """Of all that stays."""
         return int(self.report["kept"]["bytes"] + self.report["held_out"]["bytes"])
 
     def write_examples(self, path: Path) -> None:
@@ -100,11 +99,6 @@ class Refinery:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def run(self) -> Refined:
-        """Every step, as far as it is not done.
-
-        Raises:
-            UserError: a step cannot be run, the texts are all the same, or nothing is left.
-        """
         require(self._recipe)
         self.folder.mkdir(parents=True, exist_ok=True)
         with Pool(self._processes) as pool:
@@ -116,17 +110,13 @@ class Refinery:
             self._reasons: list[Counter[str]] = [Counter() for _ in self._steps]
             self._why: dict[int, tuple[str, int]] = {}  # examples: the reason, and what each is like
             self._leaked = np.zeros(n, bool)
-            number = 0
-            while number < len(self._steps):
-                if self._steps[number].kind in WHOLE:
-                    self._whole(number, self._steps[number])
-                    number += 1
+            for whole, group in groupby(enumerate(self._steps), key=lambda entry: entry[1].kind in WHOLE):
+                numbered = list(group)
+                if whole:
+                    for number, step in numbered:
+                        self._whole(number, step)
                 else:
-                    end = number
-                    while end < len(self._steps) and self._steps[end].kind not in WHOLE:
-                        end += 1
-                    self._one_by_one(number, end)
-                    number = end
+                    self._one_by_one(numbered[0][0], numbered[-1][0] + 1)
         self._refuse_nothing()
         return self._refined()
 
@@ -165,7 +155,6 @@ class Refinery:
         self._held &= self._digests != np.uint64(self.highest)
 
     def _one_by_one(self, first: int, end: int) -> None:
-        """Steps that look at one document at a time, one pass for all of them."""
         words = [step.word for step in self._steps[first:end]]
         kind, stage = f"{first}.npz", self._stage(first, end)
         asked = (self._removed < 0) & ~self._held
@@ -181,7 +170,6 @@ class Refinery:
             self._choose(step, np.flatnonzero(self._removed == step), None)
 
     def _whole(self, number: int, step: Step) -> None:
-        """A step that looks at all documents together."""
         result = self.folder / f"{number}.npz"
         at = np.flatnonzero(self._removed < 0)
         if not result.exists():
