@@ -64,7 +64,7 @@ def train(
         torch.set_num_threads(config.parallel.threads)
     set_matmul_precision(config.parallel.tf32)
     with join(config, directory, report) as job:
-        say = report if job.mesh.rank == 0 else _silent
+        say = report if job.mesh.rank == 0 else lambda line: None
         opened = run_on_ranks(job.mesh, lambda: open_shards(config, shards, job, alive))
         stream = TrainStream(opened, config.data.sequence_length, config.seed)
         stepper = Stepper(config, job.mesh, job.device, stream, say, directory / HALVED)
@@ -85,10 +85,6 @@ def _run(trainer: Trainer, stepper: Stepper, should_stop: Callable[[], bool]) ->
             stop, save = job.agree(stop=should_stop(), save=trainer.save_is_due())
             trainer.pause(stop, save)
     return trainer.finish()
-
-
-def _silent(line: str) -> None:
-    """What rank 0 says is said once."""
 
 
 def open_shards(config: RunConfig, shards: Shards | None, job: Job, alive: Callable[[], object]) -> Shards:

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from ..config import DataConfig, canonical_json
 from ..errors import UserError
 from .hub import HubDataset
-from .readers import ACCEPTED, cut, format_of, is_compressed, parquet_text_bytes, read_documents
+from .readers import ACCEPTED, cut, format_of, is_compressed, parquet_text_bytes, read_documents, refuse_empty
 
 # Above FULL_HASH_BYTES a file is represented by its size and some blocks, for planning computes fingerprints: an edit
 # between blocks that keeps the size goes unseen.
@@ -79,12 +79,8 @@ class StandardLibrary:
     max_bytes: int | None = None
 
     def documents(self) -> Iterator[str]:
-        found = False
-        for text in cut(self._texts(), self.max_bytes):
-            found = True
-            yield text
-        if not found:
-            raise UserError(f"data.corpus is stdlib; {self.root} holds no Python source, use data.corpus=text or hf")
+        complaint = f"data.corpus is stdlib; {self.root} holds no Python source, use data.corpus=text or hf"
+        return refuse_empty(cut(self._texts(), self.max_bytes), complaint)
 
     def _texts(self) -> Iterator[str]:
         for path in self._files():
@@ -124,12 +120,7 @@ class TextFiles:
 
     def documents(self) -> Iterator[str]:
         texts = (text for path in self.files for text in self._read(path))
-        found = False
-        for text in cut(texts, self.max_bytes):
-            found = True
-            yield text
-        if not found:
-            raise UserError(_empty(self.path))
+        return refuse_empty(cut(texts, self.max_bytes), _empty(self.path))
 
     def _read(self, path: Path) -> Iterator[str]:
         piece = PIECE_BYTES if len(self.files) > 1 else SINGLE_FILE_PIECE_BYTES

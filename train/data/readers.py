@@ -247,6 +247,16 @@ def cut(texts: Iterable[str], max_bytes: int | None) -> Iterator[str]:
         left -= len(encoded)
 
 
+def refuse_empty(texts: Iterable[str], complaint: str) -> Iterator[str]:
+    """The texts; `UserError` at the end where there was none."""
+    empty = True
+    for text in texts:
+        empty = False
+        yield text
+    if empty:
+        raise UserError(complaint)
+
+
 def listed(names: list[str]) -> str:
     shown = ", ".join(repr(name) for name in names[:12])
     return (shown + (", …" if len(names) > 12 else "")) or "no fields"

@@ -68,7 +68,7 @@ def read_texts(folder: Path, number: int) -> list[str]:
     return [whole[start:end].decode() for start, end in zip([0, *ends], ends, strict=False)]
 
 
-def filter_part(folder: Path, number: int, words: list[str], kind: str, asked: Flags) -> int:
+def filter_part(folder: Path, number: int, kind: str, asked: Flags, words: list[str]) -> int:
     """Runs steps that look at one document at a time over the documents asked for.
 
     Writes `step` (documents,) int16, the number of the step that removes each one or -1, and `reason`, an index of

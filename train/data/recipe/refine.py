@@ -158,7 +158,7 @@ class Refinery:
         words = [step.word for step in self._steps[first:end]]
         kind, stage = f"{first}.npz", self._stage(first, end)
         asked = (self._removed < 0) & ~self._held
-        self._each_part(stage, kind, lambda n, at: (parts.filter_part, (self.folder, n, words, kind, asked[at])))
+        self._each_part(stage, kind, parts.filter_part, asked, words)
         for number, at in self._parts():
             said = load(part_file(self.folder, number, kind))
             names = json.loads(str(said["reasons"]))
@@ -182,9 +182,8 @@ class Refinery:
         gone = at[there["removed"]]
         self._removed[gone] = number
         self._leaked[at[there["leaked"]]] = True
-        self._reasons[number] = Counter(
-            {name: int(flags.sum()) for name, flags in _kinds(step, there).items() if flags.any()}
-        )
+        copies, leaked = int((there["removed"] & ~there["leaked"]).sum()), int(there["leaked"].sum())
+        self._reasons[number] = +Counter({_WHOLE_REASON[step.kind]: copies, _LEAKED: leaked})  # those above 0
         like = np.arange(len(self._digests))
         like[at] = at[there["like"]]
         self._choose(number, gone, like)
@@ -197,15 +196,13 @@ class Refinery:
         asked = self._removed < 0
         signed, sets = f"{number}-bands.npz", f"{number}-sets.npz"
         stage = self._stage(number, number + 1)
-        self._each_part(
-            stage, signed, lambda n, at: (parts.sign_part, (self.folder, n, signed, asked[at], bands, rows))
-        )
+        self._each_part(stage, signed, parts.sign_part, asked, bands, rows)
         band = self._bands(number, signed, bands)
-        words = self._gathered(signed, "words").astype(bool)
-        found = dedup.candidates(band, bands, words)
+        words = [load(part_file(self.folder, n, signed))["words"] for n, _ in self._parts()]
+        found = dedup.candidates(band, bands, np.concatenate(words))
         alike = np.zeros(len(asked), bool)
         alike[at[found]] = True
-        self._each_part(f"{stage}, sets", sets, lambda n, at: (parts.sets_part, (self.folder, n, sets, alike[at])))
+        self._each_part(f"{stage}, sets", sets, parts.sets_part, alike)
         hashes, some = self._joined(number, sets)
         counts = np.zeros(len(at), np.int64)
         counts[found] = np.diff(some)
@@ -217,29 +214,25 @@ class Refinery:
 
     def _bloom(self, number: int, step: Step, at: npt.NDArray[np.int64]) -> dedup.Duplicates:
         asked, kind, stage = self._removed < 0, f"{number}-ngrams.npz", self._stage(number, number + 1)
-        self._each_part(stage, kind, lambda n, at: (parts.ngrams_part, (self.folder, n, kind, asked[at])))
+        self._each_part(stage, kind, parts.ngrams_part, asked)
         hashes, offsets = self._joined(number, kind)
         return dedup.bloom(
             hashes, offsets, self._digests[at], self._held[at], step.number,
             lambda done: self._progress(f"{stage}, overlap", float(done), float(len(at))),
         )  # fmt: skip
 
-    def _each_part(self, stage: str, kind: str, job: Callable[[int, slice], tuple[Callable[..., int], Any]]) -> None:
-        """A job for each part whose file of this kind is missing."""
+    def _each_part(self, stage: str, kind: str, function: Callable[..., int], asked: Flags, *arguments: Any) -> None:
+        """Calls `function(folder, number, kind, asked of the part, *arguments)` where that file is missing."""
         missing = [(n, at) for n, at in self._parts() if not part_file(self.folder, n, kind).exists()]
         total, done = float(self._starts[-1]), float(sum(self._sizes) - sum(self._sizes[n] for n, _ in missing))
-        if missing:
-            function = job(*missing[0])[0]
-            for number in self._pool.map(function, (job(n, at)[1] for n, at in missing)):
-                done += self._sizes[number]
-                self._progress(stage, done, total)
+        jobs = ((self.folder, n, kind, asked[at], *arguments) for n, at in missing)
+        for number in self._pool.map(function, jobs):
+            done += self._sizes[number]
+            self._progress(stage, done, total)
 
     def _parts(self) -> Iterator[tuple[int, slice]]:
         for number, size in enumerate(self._sizes):
             yield number, slice(int(self._starts[number]), int(self._starts[number]) + size)
-
-    def _gathered(self, kind: str, name: str) -> npt.NDArray[Any]:
-        return np.concatenate([load(part_file(self.folder, n, kind))[name] for n, _ in self._parts()])
 
     def _bands(self, number: int, kind: str, bands: int) -> Callable[[int], shingles.Hashes]:
         """Hashes of one band of all documents: a file per band, so that only one band is in memory."""
@@ -328,7 +321,3 @@ class Refinery:
 
 _WHOLE_REASON = {"exact": "copy", "near": "near duplicate", "bloom": "seen before"}
 _LEAKED = "near held-out text"
-
-
-def _kinds(step: Step, found: dict[str, npt.NDArray[Any]]) -> dict[str, Flags]:
-    return {_WHOLE_REASON[step.kind]: found["removed"] & ~found["leaked"], _LEAKED: found["leaked"]}
