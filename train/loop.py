@@ -31,7 +31,6 @@ from .job.progress import PastStep, RunProgress
 from .job.session import kept
 from .parallel.layout import Held
 from .parallel.zero import StepResult
-from .planner.validation import validate
 from .precision import set_matmul_precision
 from .schedule import learning_rate_factor, warmup_steps
 from .stepper import Stepper
@@ -59,11 +58,10 @@ def train(
         RankError: another rank failed.
         OSError: the disk is full or not writable; the newest checkpoint stays valid.
     """
-    validate(config)
-    if config.parallel.threads is not None:
-        torch.set_num_threads(config.parallel.threads)
-    set_matmul_precision(config.parallel.tf32)
     with join(config, directory, report) as job:
+        if config.parallel.threads is not None:
+            torch.set_num_threads(config.parallel.threads)
+        set_matmul_precision(config.parallel.tf32)
         say = report if job.mesh.rank == 0 else lambda line: None
         opened = run_on_ranks(job.mesh, lambda: open_shards(config, shards, job, alive))
         stream = TrainStream(opened, config.data.sequence_length, config.seed)
