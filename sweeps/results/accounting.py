@@ -230,7 +230,7 @@ def _by_slurm(
     if cluster["kind"] != "slurm":
         return {"cluster_hours": None, "scoring_hours": None}
     from ..slurm import commands as slurm
-    from ..slurm.launch_record import LaunchRecord
+    from ..slurm.record import LaunchRecord
 
     try:
         record = LaunchRecord.read(sweep)

@@ -1,11 +1,8 @@
 """What a SLURM cluster allows and has, asked before anything is submitted to it.
 
-Special here:
-- nothing here must be there: a command that is missing, refuses or is slow (TIMEOUT) leaves its question open, and what
-  it would have said is then said by sbatch;
-- whether a node can host a run is computed from `sinfo`, which names what is short; `sbatch --test-only` is asked about
-  what only SLURM knows (accounts, QOS, features), for it calls a shape that never fits and one whose nodes are all down
-  by the same words.
+A command that is missing, refuses or is slow leaves its question open; sbatch then says what it would have said.
+Whether a node can host a run is computed from `sinfo`, which names what is short; `sbatch --test-only` is asked about
+what only SLURM knows (accounts, QOS, features).
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ from ...train.errors import UserError
 from ..config import ClusterConfig
 from ..plan.sweep_plan import JobShape, PlannedRun
 from . import commands as slurm
-from .submission import raw_keys
+from .submit import raw_keys
 
 TIMEOUT = 10.0  # seconds that a question may take
 DEFAULT_MAX_ARRAY = 1001  # SLURM's own

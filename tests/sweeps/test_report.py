@@ -16,7 +16,7 @@ from isoflop.fit import formatting
 from isoflop.fit.report import figures, figures_law, figures_optimum
 from isoflop.fit.report.costs import WORDS, what_it_cost
 from isoflop.fit.report.page import Page
-from isoflop.sweeps.runs.retries import CAUSES
+from isoflop.sweeps.runs.attempts import CAUSES
 
 HOSTILE = '<script>alert("x")</script>&</code>'
 

@@ -1,13 +1,12 @@
-"""Jobs to SLURM through submitit: what sbatch is told, what it answers, and the label by which jobs are found again.
+"""Jobs to SLURM through submitit: what sbatch is told, and what it answers.
 
 Special here:
-- jobs are submitted on hold; see `transaction.py`. A keeper is not: its time to begin holds it, and passes even where
-  a controller that was killed has forgotten that it was released;
+- jobs are submitted on hold (`transaction.py`). A keeper is not: its time to begin holds it, and passes even where a
+  killed controller has forgotten that it was released;
 - a job starts in the folder of its pickles, where nothing shadows a package, with the sweep's copy of the code first on
   PYTHONPATH. `cluster.setup` runs before that, in the folder that the sweep was first launched from;
-- keeper and fit ask for no GPU, and run by the interpreter that launches: they call sbatch, which no image need have;
-- an sbatch whose answer was lost may have made a job. It is called again, and the first job is a stray;
-- submitit refuses to write a job's result beside a half that an earlier start of the job left on a full disk.
+- keeper and fit ask for no GPU and run on the launcher's interpreter: they call sbatch, which images may lack;
+- an sbatch whose answer was lost may have made a job. It is called again, and the first job is a stray.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ TAKEN = {
     "open-mode": None, "signal": None, "requeue": None, "kill-on-invalid-dep": None,
 }  # fmt: skip
 MERGED = {"dependency": ",", "exclude": ",", "comment": " "}  # keys that are joined with ours, and by what
-# Removes what an earlier start of this very job, or task of an array, has left.
+# submitit refuses to write a job's result beside the half that an earlier start of this very job left on a full disk.
 STALE = (
     'rm -f "${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}"_*_result.pkl.save_tmp'
 )
@@ -95,7 +94,7 @@ class Submission:
         """Submits calls as one array, or one call as a job; returns their ids.
 
         Raises:
-            QueueFull: the queue takes no more; nothing of this array is in it.
+            QueueFull: nothing of this array is in the queue.
             UserError: SLURM refuses, in its own words.
         """
         executor = submitit.SlurmExecutor(folder=self.folder, python=self._python(request))
@@ -151,7 +150,7 @@ class Submission:
 
     def _raw(self, request: Request) -> dict[str, Any]:
         """Keys that submitit has no name for, with those of cluster.additional_parameters."""
-        usable = spared(request.avoid, request.shape.nodes, self.cluster) if request.avoid else ()
+        usable = avoidable(request.avoid, request.shape.nodes, self.cluster) if request.avoid else ()
         ours: dict[str, Any] = {"requeue": True, "comment": self.label, "chdir": self.started_from}
         if request.kind != "keeper":
             ours["hold"] = True
@@ -193,11 +192,7 @@ class Submission:
 
 
 def raw_keys(cluster: ClusterConfig) -> dict[str, Any]:
-    """cluster.additional_parameters by SLURM's own names of the keys.
-
-    Raises:
-        UserError: a key belongs to another setting.
-    """
+    """cluster.additional_parameters by SLURM's names of the keys; UserError where one belongs to another setting."""
     keys = {str(key).replace("_", "-"): value for key, value in (cluster.additional_parameters or {}).items()}
     for key in keys:
         if key in TAKEN:
@@ -214,14 +209,8 @@ def is_held(cluster: ClusterConfig) -> bool:
     return bool(raw_keys(cluster).get("hold"))
 
 
-def spared(avoid: Sequence[str], needed: int, cluster: ClusterConfig) -> tuple[str, ...]:
-    """Nodes to exclude: those to avoid, or none where too few others are up.
-
-    Args:
-        avoid: nodes.
-        needed: nodes that a job takes.
-        cluster: whose partition, less what it excludes anyway.
-    """
+def avoidable(avoid: Sequence[str], needed: int, cluster: ClusterConfig) -> tuple[str, ...]:
+    """The nodes to avoid, or none where fewer than `needed` others are up."""
     partition = [] if cluster.partition is None else [f"--partition={cluster.partition}"]
     up = set(slurm.ask("sinfo", "-h", "-N", "-r", "-t", "idle,mix,alloc,comp", "-o", "%N", *partition).stdout.split())
     if cluster.exclude is not None:
