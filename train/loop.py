@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .checkpoint.checkpoint import resume
+from .checkpoint.checkpoint import resume_state
 from .checkpoint.heldout import HeldOut, held_out, validation_steps
 from .checkpoint.saver import Saver
 from .config import RunConfig, run_id
@@ -63,7 +63,7 @@ def train(
             torch.set_num_threads(config.parallel.threads)
         set_matmul_precision(config.parallel.tf32)
         say = report if job.mesh.rank == 0 else lambda line: None
-        opened = run_on_ranks(job.mesh, lambda: open_shards(config, shards, job, alive))
+        opened = run_on_ranks(job.mesh, lambda: open_run_shards(config, shards, job, alive))
         stream = TrainStream(opened, config.data.sequence_length, config.seed)
         stepper = Stepper(config, job.mesh, job.device, stream, say, directory / HALVED)
         peak = kept_peak(job.device, stepper.dtype) * job.mesh.size
@@ -85,7 +85,7 @@ def _run(trainer: Trainer, stepper: Stepper, should_stop: Callable[[], bool]) ->
     return trainer.finish()
 
 
-def open_shards(config: RunConfig, shards: Shards | None, job: Job, alive: Callable[[], object]) -> Shards:
+def open_run_shards(config: RunConfig, shards: Shards | None, job: Job, alive: Callable[[], object]) -> Shards:
     """The tokens that a run trains on; `UserError` where the tokenizer is not the planned one, or not the model's."""
 
     def beat(stage: str, done: float, total: float) -> None:
@@ -252,7 +252,7 @@ class Trainer:
             self.metrics.close()
 
     def _resume(self) -> None:
-        state = resume(
+        state = resume_state(
             self.directory / "checkpoints", self.stepper.zero.held(), self.config, self.job.mesh, self.report
         )
         if state is None:

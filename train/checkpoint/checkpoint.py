@@ -31,7 +31,7 @@ from ..files import file_sha256, fsync_path
 from ..job.control import run_on_ranks
 from ..model.gpt import GPT
 from ..model.parametrization import build_model
-from ..parallel.layout import Held, whole
+from ..parallel.layout import Held, whole_placement
 from ..parallel.mesh import Mesh
 from ..schedule import same_until
 from .storage import MOMENTS, SHARDS_INDEX, WEIGHTS, parts, read_whole
@@ -152,22 +152,22 @@ def sweep(root: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def resume(
+def resume_state(
     root: Path, held: Sequence[Held], config: RunConfig, mesh: Mesh, report: Callable[[str], None] = print
 ) -> dict[str, Any] | None:
     """Fills what this rank holds from the newest valid checkpoint; returns the saver's `trainer` and `step`, None
     without one.
 
-    Every rank calls it, and all raise the `UserError` of `restore`.
+    Every rank calls it, and all raise the `UserError` of `restore_state`.
     """
     newest = newest_valid(root, report, mesh)
     if newest is None:
         return None
-    trainer: dict[str, Any] = run_on_ranks(mesh, lambda: restore(newest, held, config))
+    trainer: dict[str, Any] = run_on_ranks(mesh, lambda: restore_state(newest, held, config))
     return trainer
 
 
-def restore(checkpoint: Path, held: Sequence[Held], config: RunConfig) -> dict[str, Any]:
+def restore_state(checkpoint: Path, held: Sequence[Held], config: RunConfig) -> dict[str, Any]:
     """Fills what this rank holds, in place; returns what the saver was given as `trainer`, and the step.
 
     Raises:
@@ -243,7 +243,7 @@ def find(path: Path | str) -> Path:
 def whole_weights(gpt: GPT) -> list[Held]:
     """The weights of a model that one process holds whole."""
     return [
-        Held(name, "weight", whole(parameter.shape), 0, parameter.numel(), parameter.detach().view(-1))
+        Held(name, "weight", whole_placement(parameter.shape), 0, parameter.numel(), parameter.detach().view(-1))
         for name, parameter in gpt.named_parameters()
     ]
 

@@ -24,7 +24,7 @@ from .mixing import MixedDocuments, Tokens, below_fraction, content_hash
 from .recipe import recipe
 from .recipe.parts import in_parts
 from .recipe.refine import Refined, Refinery
-from .storage import Progress, building, cache_directory, checksum, locked, read_json, write_json
+from .storage import Progress, building, cache_directory, checksum, locked, read_checked, write_checked
 from .tokenizers import Tokenizer, load_tokenizer
 
 # Bumped when the same corpus would give other files.
@@ -72,8 +72,8 @@ def prepare(config: DataConfig, progress: Progress | None = None, processes: int
     steps = recipe.fingerprint(config.recipe)
     if config.recipe_fingerprint not in (None, steps):
         raise UserError(
-            f"data.recipe_fingerprint is {config.recipe_fingerprint}; the recipe {recipe.label(config.recipe)} has "
-            f"{steps}, so its rules or its model changed since it was planned: restore them, or plan again"
+            f"data.recipe_fingerprint is {config.recipe_fingerprint}; the recipe {recipe.recipe_label(config.recipe)} "
+            f"has {steps}, so its rules or its model changed since it was planned: restore them, or plan again"
         )
     tokenizer = load_tokenizer(config, corpus, cache, progress)
     directory = _directory(config, fingerprint, steps, tokenizer)
@@ -140,7 +140,7 @@ def _open_if_sound(directory: Path, tokenizer: Tokenizer) -> Shards | None:
 def open_shards(directory: str | Path, tokenizer: Tokenizer) -> Shards:
     """Shards that `prepare` built; `UserError` where their manifest, a file's size or the tokenizer does not match."""
     directory = Path(directory)
-    manifest = read_json(directory / "manifest.json")
+    manifest = read_checked(directory / "manifest.json")
     if manifest.get("format") != FORMAT:
         raise UserError(f"{directory} has format {manifest.get('format')}; this version reads format {FORMAT}")
     if manifest["tokenizer"]["fingerprint"] != tokenizer.fingerprint:
@@ -218,7 +218,7 @@ def _build(
         **({} if refined is None else {"recipe": refined.report}),
         "files": files,
     }
-    write_json(directory / "manifest.json", manifest)
+    write_checked(directory / "manifest.json", manifest)
 
 
 def _tokenize(

@@ -91,13 +91,13 @@ def checksum(value: Any) -> str:
     return hashlib.sha256(canonical_json(value).encode()).hexdigest()
 
 
-def write_json(path: Path, content: dict[str, Any]) -> None:
+def write_checked(path: Path, content: dict[str, Any]) -> None:
     """Writes a dict with its own checksum in it. For a folder that `building` makes: it is not atomic by itself."""
     path.write_text(json.dumps({**content, "checksum": checksum(content)}, indent=2) + "\n", encoding="utf-8")
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """What `write_json` wrote, without the checksum; `UserError` where the file is missing or damaged."""
+def read_checked(path: Path) -> dict[str, Any]:
+    """What `write_checked` wrote, without the checksum; `UserError` where the file is missing or damaged."""
     try:
         content = json.loads(path.read_bytes())
         expected = content.pop("checksum")

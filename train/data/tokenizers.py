@@ -21,7 +21,7 @@ from ..config import DataConfig, canonical_json
 from ..errors import UserError
 from .corpora import Corpus, open_corpus
 from .mixing import Tokens, below_fraction, content_hash
-from .storage import Progress, building, checksum, locked, read_json, write_json
+from .storage import Progress, building, checksum, locked, read_checked, write_checked
 
 # What ends a document in a tokenizer.json without an `eos_token` in a tokenizer_config.json beside it.
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]")
@@ -99,7 +99,7 @@ def planned_fingerprint(config: DataConfig) -> str:
 
 def tokenizer_from_directory(directory: str | Path) -> Tokenizer:
     """The tokenizer that `Tokenizer.save` wrote; `UserError` where it is missing or was changed since."""
-    card = read_json(Path(directory) / _CARD)
+    card = read_checked(Path(directory) / _CARD)
     if card["kind"] == "bytes":
         return ByteTokenizer()
     path = Path(directory) / "tokenizer.json"
@@ -178,7 +178,7 @@ class SubwordTokenizer:
 def _save_card(tokenizer: Tokenizer, kind: str, directory: Path) -> None:
     Path(directory).mkdir(parents=True, exist_ok=True)
     card = {"kind": kind, "vocab_size": tokenizer.vocab_size, "end_of_document": tokenizer.end_of_document}
-    write_json(Path(directory) / _CARD, {**card, "fingerprint": tokenizer.fingerprint})
+    write_checked(Path(directory) / _CARD, {**card, "fingerprint": tokenizer.fingerprint})
 
 
 def _read_tokenizer_json(path: Path) -> Any:

@@ -58,7 +58,7 @@ class Bucket:
         return [(slot.group, (slot.start, stop)) for slot, stop in zip(firsts, stops, strict=True)]
 
 
-def pack(names: Sequence[str], sizes: Mapping[str, int], groups: Mapping[str, int], ranks: int) -> Bucket:
+def pack_bucket(names: Sequence[str], sizes: Mapping[str, int], groups: Mapping[str, int], ranks: int) -> Bucket:
     """One bucket of these parameters; sizes in elements, groups as numbers."""
     slots, end = [], 0
     for name in sorted(names, key=lambda name: groups[name]):  # stable: otherwise in the order given
@@ -80,7 +80,7 @@ def fill(names: Iterable[str], sizes: Mapping[str, int], limit: int) -> list[lis
     return runs
 
 
-def units(backward: Sequence[str], depth: int, tied: bool) -> list[list[str]]:
+def gathered_units(backward: Sequence[str], depth: int, tied: bool) -> list[list[str]]:
     """Names of the parameters that are gathered together at stage 3, given and returned in backward order.
 
     They are the final norm with the head (and a tied table), each block, and an untied table.

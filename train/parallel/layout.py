@@ -47,12 +47,12 @@ class Placement:
         return torch.cat(parts)
 
 
-def whole(shape: Shape, partial: bool = False) -> Placement:
+def whole_placement(shape: Shape, partial: bool = False) -> Placement:
     """Every tensor-parallel rank holds the parameter whole; with `partial` their gradients are terms of a sum."""
     return Placement(tuple(shape), (Piece((0,) * len(shape), tuple(shape), shared=True, partial=partial),))
 
 
-def split(shape: Shape, dim: int, rank: int, ranks: int) -> Placement:
+def split_placement(shape: Shape, dim: int, rank: int, ranks: int) -> Placement:
     """The rank's equal share along one dimension. ranks must divide shape[dim]."""
     share = shape[dim] // ranks
     offset = tuple(rank * share if d == dim else 0 for d in range(len(shape)))

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from ..model.gpt import GPT, MLP, Attention
 from ..model.shape import Parameter, shape_of
-from .layout import Piece, Placement, split, whole
+from .layout import Piece, Placement, split_placement, whole_placement
 from .linear import ColumnLinear, RowLinear
 from .mesh import Mesh
 from .vocabulary import VocabularyEmbedding, VocabularyHead
@@ -37,7 +37,7 @@ def split_model(gpt: GPT, mesh: Mesh, sequence_parallel: bool) -> dict[str, Plac
     """
     parameters = shape_of(gpt.config).parameters
     if mesh.tp_group is None:
-        return {parameter.name: whole(parameter.shape) for parameter in parameters}
+        return {parameter.name: whole_placement(parameter.shape) for parameter in parameters}
     placements = {parameter.name: _place(parameter, mesh, sequence_parallel) for parameter in parameters}
     ranks = (mesh.tp_group, sequence_parallel)
     for name, module in list(gpt.named_modules()):
@@ -69,10 +69,10 @@ def _share_heads(attention: Attention, mesh: Mesh) -> None:
 def _place(parameter: Parameter, mesh: Mesh, sequence_parallel: bool) -> Placement:
     tp, rank, shape = mesh.tp, mesh.tp_rank, parameter.shape
     if parameter.role == "last":
-        return split(shape, 1, rank, tp)
+        return split_placement(shape, 1, rank, tp)
     if parameter.role in ("norm", "head norm"):
         # Of queries or keys it sees this rank's heads, of the residual stream its tokens, or all of them.
-        return whole(shape, partial=parameter.role == "head norm" or sequence_parallel)
+        return whole_placement(shape, partial=parameter.role == "head norm" or sequence_parallel)
     pieces, top = [], 0
     for part in parameter.parts:
         if part.units >= tp:

@@ -23,8 +23,8 @@ from .mesh import all_gather
 class Weights:
     """Every parameter of a model in flat buckets; the model's own are replaced, and their values left undefined.
 
-    `layouts` are the buckets in backward order, at stage 3 those of `units`; `owned` the range of each that this rank
-    updates.
+    `layouts` are the buckets in backward order, at stage 3 those of `gathered_units`; `owned` the range of each that
+    this rank updates.
     """
 
     def __init__(

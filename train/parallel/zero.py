@@ -19,7 +19,7 @@ from torch import Tensor
 from ..config import OptimizerConfig
 from ..model.gpt import GPT
 from ..model.parametrization import ParameterGroup
-from .buckets import Range, Slot, clip, counted, fill, pack, partial, units
+from .buckets import Range, Slot, clip, counted, fill, gathered_units, pack_bucket, partial
 from .data import Gradients
 from .layout import Held, Placement
 from .mesh import Mesh
@@ -76,8 +76,8 @@ class Zero:
         if self.stage < 3:
             runs = fill(backward, sizes, max(1, int(bucket_mb * 2**20 / dtype.itemsize)))
         else:
-            runs = units(backward, gpt.config.depth, gpt.config.tied_embeddings)
-        self.layouts = [pack(run, sizes, numbers, mesh.dp) for run in runs]
+            runs = gathered_units(backward, gpt.config.depth, gpt.config.tied_embeddings)
+        self.layouts = [pack_bucket(run, sizes, numbers, mesh.dp) for run in runs]
         # Everybody keeps the gradient norm of its slice; at stage 0 it owns the other slices as well.
         slices = [layout.owned(mesh.dp_rank) for layout in self.layouts]
         self.owned = slices if self.stage > 0 else [(0, layout.size) for layout in self.layouts]

@@ -262,7 +262,7 @@ def killed_in(config: DataConfig, monkeypatch: pytest.MonkeyPatch, owner: Any, n
     [
         (MixedDocuments, "add"),  # before anything is written
         (module._PartWriter, "close"),  # token files half-written
-        (module, "write_json"),  # all there but the manifest
+        (module, "write_checked"),  # all there but the manifest
         (storage, "put_in_place"),  # all there, not renamed
     ],
 )

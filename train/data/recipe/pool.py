@@ -24,7 +24,7 @@ from ...errors import UserError
 Job = tuple[Any, ...]
 
 
-def cores() -> int:
+def usable_cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -33,7 +33,7 @@ class Pool:
     """A number of workers; one alone is this process itself."""
 
     def __init__(self, processes: int | None = None) -> None:
-        self._count = processes or cores()
+        self._count = processes or usable_cores()
         self._free: queue.SimpleQueue[subprocess.Popen[bytes]] = queue.SimpleQueue()
         self._started: list[subprocess.Popen[bytes]] = []
         self._starting = threading.Lock()

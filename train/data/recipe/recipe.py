@@ -140,7 +140,7 @@ def canonical(recipe: Sequence[str]) -> list[str]:
     return [step.word for step in parse(recipe)]
 
 
-def label(recipe: Sequence[str]) -> str:
+def recipe_label(recipe: Sequence[str]) -> str:
     """A recipe for people and tables: its steps joined by "+", model files by their name; "raw" where it has none."""
     words = [
         f"quality:{Path(step.name).name}@{step.number:.15g}" if step.kind == "quality" else step.word

@@ -23,7 +23,7 @@ from ..corpora import Corpus
 from ..mixing import below_threshold
 from ..storage import Progress, checksum
 from . import dedup, parts, shingles
-from .parts import Flags, load, part_file, save
+from .parts import Flags, load_arrays, part_file, save_arrays
 from .pool import Pool
 from .recipe import WHOLE, Step, fingerprint, parse, require
 
@@ -128,11 +128,11 @@ class Refinery:
             read = 0.0
             jobs = self._unwritten(self._corpus.documents())
             for written in self._pool.map(parts.write_part, jobs):
-                read += float(load(part_file(self.folder, written, "npz"))["sizes"].sum())
+                read += float(load_arrays(part_file(self.folder, written, "npz"))["sizes"].sum())
                 self._progress("read", read, max(total, read) if total else 0.0)
-            save(done, parts=np.array(self._count))
-        count = int(load(done)["parts"])
-        found = [load(part_file(self.folder, number, "npz")) for number in range(count)]
+            save_arrays(done, parts=np.array(self._count))
+        count = int(load_arrays(done)["parts"])
+        found = [load_arrays(part_file(self.folder, number, "npz")) for number in range(count)]
         self._sizes = [len(part["digests"]) for part in found]
         self._starts = np.concatenate([[0], np.cumsum(self._sizes)])
         self._digests = np.concatenate([part["digests"] for part in found])
@@ -146,7 +146,7 @@ class Refinery:
         for number, part in enumerate(parts.in_parts(texts, parts.PART_BYTES, parts.PART_DOCUMENTS)):
             self._count = number + 1
             path = part_file(self.folder, number, "npz")
-            if not (path.exists() and load(path)["digests"].tolist() == list(map(parts.digest, part))):
+            if not (path.exists() and load_arrays(path)["digests"].tolist() == list(map(parts.digest, part))):
                 yield self.folder, number, part
 
     def _hold_out(self) -> None:
@@ -160,7 +160,7 @@ class Refinery:
         asked = (self._removed < 0) & ~self._held
         self._each_part(stage, kind, parts.filter_part, asked, words)
         for number, at in self._parts():
-            said = load(part_file(self.folder, number, kind))
+            said = load_arrays(part_file(self.folder, number, kind))
             names = json.loads(str(said["reasons"]))
             for i in np.flatnonzero(said["step"] >= 0).tolist():
                 step, reason = first + int(said["step"][i]), names[int(said["reason"][i])]
@@ -175,10 +175,10 @@ class Refinery:
         if not result.exists():
             find = {"exact": self._exact, "near": self._near, "bloom": self._bloom}[step.kind]
             found = find(number, step, at)
-            save(result, removed=found.removed, leaked=found.leaked, like=found.like)
+            save_arrays(result, removed=found.removed, leaked=found.leaked, like=found.like)
             for path in self.folder.glob(f"*.{number}-*"):
                 path.unlink()
-        there = load(result)
+        there = load_arrays(result)
         gone = at[there["removed"]]
         self._removed[gone] = number
         self._leaked[at[there["leaked"]]] = True
@@ -198,7 +198,7 @@ class Refinery:
         stage = self._stage(number, number + 1)
         self._each_part(stage, signed, parts.sign_part, asked, bands, rows)
         band = self._bands(number, signed, bands)
-        words = [load(part_file(self.folder, n, signed))["words"] for n, _ in self._parts()]
+        words = [load_arrays(part_file(self.folder, n, signed))["words"] for n, _ in self._parts()]
         found = dedup.candidates(band, bands, np.concatenate(words))
         alike = np.zeros(len(asked), bool)
         alike[at[found]] = True
@@ -240,7 +240,7 @@ class Refinery:
         for file in files:
             file.unlink(missing_ok=True)
         for n, _ in self._parts():
-            for file, row in zip(files, load(part_file(self.folder, n, kind))["bands"], strict=True):
+            for file, row in zip(files, load_arrays(part_file(self.folder, n, kind))["bands"], strict=True):
                 with open(file, "ab") as stream:
                     stream.write(row.tobytes())
         return lambda i: np.fromfile(files[i], np.uint64)
@@ -250,7 +250,7 @@ class Refinery:
         path, counts = self.folder / f"all.{number}-hashes", [np.zeros(1, np.int64)]
         with open(path, "wb") as file:
             for n, _ in self._parts():
-                part = load(part_file(self.folder, n, kind))
+                part = load_arrays(part_file(self.folder, n, kind))
                 dtype = part["hashes"].dtype
                 file.write(part["hashes"].tobytes())
                 counts.append(np.diff(part["offsets"]))
@@ -269,7 +269,7 @@ class Refinery:
         while first > 0 and self._steps[first - 1].kind not in WHOLE:
             first -= 1
         number = int(np.searchsorted(self._starts, i, side="right")) - 1
-        said = load(part_file(self.folder, number, f"{first}.npz"))
+        said = load_arrays(part_file(self.folder, number, f"{first}.npz"))
         return str(json.loads(str(said["reasons"]))[int(said["reason"][i - self._starts[number]])])
 
     def _stage(self, first: int, end: int) -> str:
