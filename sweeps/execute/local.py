@@ -175,7 +175,7 @@ class LocalPool:
     gpus_per_rank: int = 0
     jobs_per_gpu: int = 1
 
-    def run(self, jobs: Listed | Training, tick: Callable[[], None]) -> None:
+    def run(self, jobs: Listed | Workers | Ranked, tick: Callable[[], None]) -> None:
         """Runs every job to its end, calling `tick` several times a second; Ctrl-C or TERM lets them save."""
         running: list[LocalJob] = []
         try:
