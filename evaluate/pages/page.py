@@ -61,7 +61,7 @@ def _environment() -> Environment:
         loader=FileSystemLoader(TEMPLATES), autoescape=True, trim_blocks=True, lstrip_blocks=True,
         undefined=StrictUndefined, finalize=lambda value: value if isinstance(value, Markup) else spell(value),
     )  # fmt: skip
-    named = (numbers.number, numbers.with_error, numbers.scored, numbers.count, numbers.whole, numbers.compute)
+    named = (numbers.number, numbers.with_error, numbers.scored, numbers.short_count, numbers.grouped, numbers.compute)
     environment.filters |= {function.__name__: function for function in (*named, soften, breakable, bar_end)}
     environment.tests["number"] = numbers.is_number
     return environment

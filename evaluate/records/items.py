@@ -149,7 +149,7 @@ def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def pack(items: Iterable[dict[str, Any]]) -> bytes:
+def pack_items(items: Iterable[dict[str, Any]]) -> bytes:
     """Items of one task as a gzip member."""
     lines = "".join(json.dumps(item, default=plain) + "\n" for item in items)
     return gzip.compress(lines.encode(), compresslevel=5, mtime=0)

@@ -34,7 +34,7 @@ from ..parallel.zero import StepResult
 from ..planner.validation import validate
 from ..precision import set_matmul_precision
 from .members import check_together
-from .stacked_stepper import Member, StackedStepper
+from .stacked import Member, StackedStepper
 
 
 @dataclass(frozen=True)
