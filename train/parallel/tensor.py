@@ -249,7 +249,7 @@ class VocabularyHead(ColumnLinear):
         super().__init__(shape, group, sequence_parallel)
         self.vocab_size = vocab_size
 
-    def whole_placement(self, logits: Tensor) -> Tensor:
+    def whole(self, logits: Tensor) -> Tensor:
         """Every rank's columns, (…, V/tp) -> (…, V), padding at -inf. For inspection: no gradient flows."""
         columns = logits.detach().movedim(-1, 0)
         logits = wait(all_gather(columns, self.group)).movedim(0, -1).contiguous()
