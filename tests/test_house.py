@@ -115,8 +115,6 @@ KNOWN_CIRCLES: set[tuple[str, str]] = {
     ("sweeps/execute/queue.py", "sweeps/execute/recovery.py"),
     ("sweeps/runs/retries.py", "sweeps/runs/attempts.py"),
     ("sweeps/slurm/launch.py", "sweeps/execute/keeper.py"),
-    ("train/checkpoint/shards.py", "train/checkpoint/storage.py"),
-    ("train/data/recipe/quality.py", "train/data/recipe/recipe.py"),
     ("sweeps/slurm", "sweeps/execute"),
 }
 

@@ -25,10 +25,8 @@ def plain(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} cannot be written as JSON")
 
 
-def write_atomic(path: Path, content: str | Iterable[bytes], flush: bool = True) -> None:
+def write_atomic(path: Path, content: str | Iterable[bytes | memoryview], flush: bool = True) -> None:
     """Replaces `path` in one step: temporary file beside it, fsync, rename. On any error the old file stays.
-
-    The content is a text, or bytes in parts.
 
     Without `flush` it does not wait for the disk: a reader sees the old or the new, but a power cut may leave none.
     """

@@ -22,10 +22,10 @@ import torch.distributed as dist
 
 from ...train.config import ParallelConfig
 from ...train.errors import UserError
-from ...train.job.control import together
+from ...train.job.control import run_on_ranks
 from ...train.job.environment import detect
 from ...train.job.fork import run_ranks
-from ...train.job.rendezvous import join
+from ...train.job.rendezvous import meet
 from ...train.parallel.mesh import Mesh, build_mesh
 from .trees import Request, common, ordered
 
@@ -68,7 +68,7 @@ class Team:
         self.rank, self.size = mesh.rank, mesh.size
 
     def together(self, function: Callable[[], T]) -> T:
-        return together(self._mesh, function)
+        return run_on_ranks(self._mesh, function)
 
     def gather(self, function: Callable[[], T]) -> list[T]:
         mine = self.together(function)
@@ -123,7 +123,7 @@ def on_ranks(count: int, function: Callable[[Ranks], T], *, device: str = "cpu",
         if count not in (1, launched.size):
             raise UserError(f"ranks is {count}, and {launched.source} started {launched.size}; leave it out")
         parallel = ParallelConfig(dp=launched.size, timeout_seconds=PATIENCE.total_seconds())
-        with join(launched, folder, parallel, torch.device(device)) as (mesh, _):
+        with meet(launched, folder, parallel, torch.device(device)) as (mesh, _):
             return function(Team(mesh))
     if count == 1:
         return function(Alone())

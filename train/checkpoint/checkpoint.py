@@ -7,8 +7,7 @@ A checkpoint is a directory `step_<n>`, written under a temporary name, fsynced,
     config.json              the run's config;  tokenizer/  what turns text into its tokens
     manifest.json            size and SHA-256 of every other file, written last
 
-A directory counts as a checkpoint when its manifest exists and every file agrees with it. The newest that does wins;
-one that does not is reported and skipped.
+It counts when every file agrees with its manifest; the newest such one wins, and others are reported and skipped.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,13 +29,13 @@ import torch.distributed as dist
 from ..config import RunConfig, canonical_json, from_dict, identity, run_id
 from ..errors import UserError
 from ..files import file_sha256, fsync_path
-from ..job.control import together
+from ..job.control import run_on_ranks
 from ..model.gpt import GPT
 from ..model.parametrization import build_model
 from ..parallel.layout import Held, whole
 from ..parallel.mesh import Mesh
 from ..schedule import same_until
-from .storage import MOMENTS, SHARDS_INDEX, WEIGHTS, read
+from .storage import MOMENTS, SHARDS_INDEX, WEIGHTS, parts, read_whole
 
 if TYPE_CHECKING:
     from ..data.tokenizers import Tokenizer
@@ -53,10 +52,7 @@ def describe(path: Path) -> dict[str, Any]:
 
 
 def start(root: Path, step: int) -> Path | None:
-    """A new directory to write `root/step_<n>` in, which `publish` renames; None where a whole one stands.
-
-    What a killed save left behind is removed, for it fills the disk.
-    """
+    """A new directory to write `root/step_<n>` in, which `publish` renames; None where a whole one stands."""
     final = root / f"step_{step}"
     if final.exists() and damage(final) is None:
         # A run is deterministic, so this one holds the same; replacing it would be a moment without any.
@@ -67,15 +63,13 @@ def start(root: Path, step: int) -> Path | None:
 
 
 def publish(temporary: Path, final: Path, described: dict[str, dict[str, Any]]) -> None:
-    """Makes a checkpoint of a directory: manifest, flush to the disk, and the one rename that makes it count.
+    """Turns what `start` gave into a checkpoint: manifest, flush to the disk, and the one rename that makes it count.
 
-    Args:
-        temporary: what `start` gave, with every file in it.
-        final: `root/step_<n>`; a damaged one that stands there goes.
-        described: what `describe` says of files that other ranks have flushed, by name; the rest is seen to here.
+    `described` are manifest entries of files that other ranks have flushed. A damaged checkpoint named `final` is
+    replaced.
 
     Raises:
-        UserError: another rank's file is not to be seen from here.
+        UserError: another rank's file is not visible from here.
     """
     inside = sorted(temporary.rglob("*"))
     files = {str(path.relative_to(temporary)): path for path in inside if path.is_file()}
@@ -141,11 +135,10 @@ def list_steps(root: Path) -> list[tuple[int, Path]]:
 
 
 def newest_valid(root: Path, report: Callable[[str], None], mesh: Mesh = ALONE) -> Path | None:
-    """The newest checkpoint whose files are whole. Every damaged one on the way is reported, and left in place.
-
-    All ranks of a mesh get the same answer, and the first one reports.
+    """The newest whole checkpoint, the same on all ranks. Damaged ones are reported by the first rank, and left in
+    place.
     """
-    for _, path in reversed(together(mesh, lambda: list_steps(root), only_first=True)):
+    for _, path in reversed(run_on_ranks(mesh, lambda: list_steps(root), only_first=True)):
         problem = damage(path, mesh)
         if problem is None:
             return path
@@ -155,14 +148,10 @@ def newest_valid(root: Path, report: Callable[[str], None], mesh: Mesh = ALONE) 
 
 
 def prune(root: Path, keep: int, newest: int | None = None, named: Collection[int] = ()) -> None:
-    """Removes all but the newest `keep` checkpoints.
+    """Removes all but the newest `keep` checkpoints, and those of `named` steps, where other runs begin.
 
-    Args:
-        root: the folder of checkpoints.
-        keep: how many stay, 1 or more.
-        newest: the step just saved. What claims a later one was damaged when the run resumed; it goes, and counts for
-            nothing, or it would push out a whole one.
-        named: steps whose checkpoints stay beside those, for other runs begin there.
+    `newest` is the step just saved: a later one was damaged when the run resumed, so it goes, and does not count as
+    kept.
     """
     steps = list_steps(root)
     later = [path for step, path in steps if newest is not None and step > newest]
@@ -180,10 +169,10 @@ def sweep(root: Path) -> None:
 def resume(
     root: Path, held: Sequence[Held], config: RunConfig, mesh: Mesh, report: Callable[[str], None] = print
 ) -> dict[str, Any] | None:
-    """Fills what this rank holds from the newest valid checkpoint; None where there is none. Every rank calls it.
+    """Fills what this rank holds from the newest valid checkpoint; returns what the saver was given as `trainer`, and
+    `step`.
 
-    Returns:
-        What the saver was given as `trainer`, and `step`.
+    None where there is no checkpoint. Every rank calls it.
 
     Raises:
         UserError: on every rank: the checkpoint belongs to another run, or does not cover the model.
@@ -191,7 +180,7 @@ def resume(
     newest = newest_valid(root, report, mesh)
     if newest is None:
         return None
-    trainer: dict[str, Any] = together(mesh, lambda: restore(newest, held, config))
+    trainer: dict[str, Any] = run_on_ranks(mesh, lambda: restore(newest, held, config))
     return trainer
 
 
@@ -207,8 +196,21 @@ def restore(checkpoint: Path, held: Sequence[Held], config: RunConfig) -> dict[s
     result: dict[str, Any] = json.loads((checkpoint / "trainer.json").read_text())
     if run_id(saved) != run_id(config) and result["step"] > same_until(saved, config):
         raise UserError(f"checkpoint {checkpoint} belongs to another run: {_first_difference(saved, config)}")
-    read(checkpoint, held)
+    read_tensors(checkpoint, held)
     return result
+
+
+def read_tensors(checkpoint: Path, held: Iterable[Held]) -> None:
+    """Fills what is held from a checkpoint of either format, in place, opening only what it needs.
+
+    Raises:
+        UserError: the checkpoint does not cover what is held.
+    """
+    if not (checkpoint / SHARDS_INDEX).is_file():
+        return read_whole(checkpoint, parts(held))
+    from .shards import read_shards  # half a second of imports that one process does without
+
+    read_shards(checkpoint, parts(held))
 
 
 def _first_difference(saved: RunConfig, config: RunConfig) -> str:
@@ -233,7 +235,7 @@ def read_config(checkpoint: Path) -> RunConfig:
 
 @dataclass
 class LoadedCheckpoint:
-    """A checkpoint ready to be asked: the model in eval mode, its config and its tokenizer."""
+    """A checkpoint to evaluate: the model in eval mode, its config and its tokenizer."""
 
     model: GPT
     config: RunConfig
@@ -280,7 +282,7 @@ def whole_weights(gpt: GPT) -> list[Held]:
 
 
 def load_for_evaluation(path: Path | str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> LoadedCheckpoint:
-    """Opens a checkpoint, or the newest one of a run directory, to be asked and not trained.
+    """Opens a checkpoint, or the newest one of a run directory, for evaluation only.
 
     Raises:
         UserError: there is none, or it is damaged.
@@ -290,7 +292,7 @@ def load_for_evaluation(path: Path | str, device: str = "cpu", dtype: torch.dtyp
     path = find(path)
     config = read_config(path)
     gpt = build_model(config.model, config.optimizer, config.data.sequence_length, seed=0)
-    read(path, whole_weights(gpt))
+    read_tensors(path, whole_weights(gpt))
     step = json.loads((path / "trainer.json").read_text())["step"]
     tokenizer = tokenizer_from_directory(path / "tokenizer")
     if config.data.separate_documents:

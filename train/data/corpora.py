@@ -1,14 +1,6 @@
 """Where the text comes from: Python's own library, files, or the Hub; one document at a time.
 
-Special here:
-- A fingerprint says which text this is, whatever the folder it lies in: it is part of a run's identity, and shards
-  are keyed by it. It is quick, because planning computes it: above `FULL_HASH_BYTES` a file is represented by its
-  size and 16 evenly spread blocks, first and last included, so an edit between the blocks that keeps the size goes
-  unseen there.
-- The order of documents does not matter to what is trained (shards are ordered by content), so the fingerprint of a
-  whole corpus ignores file names too. With `max_bytes` the order decides what is cut, and counts.
-- A file of plain text is one document, cut at blank lines into pieces of `PIECE_BYTES` where it is longer. A corpus
-  that *is* one plain file is cut into pieces of `SINGLE_FILE_PIECE_BYTES`, else nothing could be held out from it.
+A fingerprint names the text, whatever folder it lies in: it is part of a run's identity and of the shards' key.
 """
 
 from __future__ import annotations
@@ -27,6 +19,8 @@ from ..errors import UserError
 from .hub import HubDataset
 from .readers import ACCEPTED, cut, format_of, is_compressed, parquet_text_bytes, read_documents
 
+# Above FULL_HASH_BYTES a file is represented by its size and some blocks, for planning computes fingerprints: an edit
+# between blocks that keeps the size goes unseen.
 # Bumped when the same files would read as different documents.
 READER = 1
 PIECE_BYTES = 1 << 20
@@ -43,16 +37,15 @@ class Corpus(Protocol):
 
         Raises:
             UserError: on text that cannot be read, naming the file and the line or row.
-
         """
         ...
 
     def fingerprint(self) -> str:
-        """16 hex digits that name the text: equal text read in the same way has an equal fingerprint."""
+        """16 hex digits: equal text read in the same way has an equal fingerprint."""
         ...
 
     def size_bytes(self) -> int | None:
-        """About how many bytes of UTF-8 `documents` yields, without reading them; None where that cannot be said.
+        """About how many bytes of UTF-8 `documents` yields, without reading them; None where that is not known.
 
         Exact for the standard library and plain text; for JSON lines the size of the files, an upper bound; for parquet
         the uncompressed size of the column; for the Hub `max_bytes`; None for compressed JSON lines.
@@ -60,7 +53,7 @@ class Corpus(Protocol):
         ...
 
     def sample(self, size: int) -> Iterator[str]:
-        """Up to `size` bytes of text that stand for the corpus, deterministic: what a tokenizer is trained on."""
+        """Up to `size` bytes of text that represent the corpus, deterministic: what a tokenizer is trained on."""
         ...
 
 
@@ -69,7 +62,6 @@ def open_corpus(config: DataConfig) -> Corpus:
 
     Raises:
         UserError: on an unknown corpus, a missing file, a folder without text, or fields that do not fit the corpus.
-
     """
     if config.max_bytes is not None and config.max_bytes < 1:
         raise UserError(f"data.max_bytes is {config.max_bytes}; it must be 1 or more, or null for the whole corpus")
@@ -192,13 +184,13 @@ def _empty(path: str) -> str:
 
 
 def find_files(path: str) -> list[Path]:
-    """The readable text files that a file, folder (searched recursively) or glob names, in a deterministic order.
+    """The readable text files that a file, folder (searched recursively) or glob names, ordered by the parts of their
+    paths.
 
-    Hidden files and folders are left out. The order is that of the path's parts: the same wherever a folder lies.
+    Hidden files and folders are left out.
 
     Raises:
         UserError: when there is no such file, or none of an accepted kind.
-
     """
     given = Path(path).expanduser()
     if given.is_file():

@@ -1,11 +1,4 @@
-"""A dataset of the Hugging Face Hub, streamed: nothing is downloaded beyond `max_bytes` of text.
-
-Special here:
-- The fingerprint names what was asked for (name, subset, split, revision, field, max_bytes), since hashing the
-  content would download it: only a pinned `revision` makes it as strict as the others.
-- The Hub is asked once, with a time limit, before `datasets` is: alone, that retries for half a minute where there
-  is no network.
-"""
+"""A dataset of the Hugging Face Hub, streamed: nothing is downloaded beyond `max_bytes` of text."""
 
 from __future__ import annotations
 

@@ -1,12 +1,7 @@
 """The rows of a step, on the device when the step wants them: gathered and copied while the step before it runs.
 
-Special here:
-- pages are pinned once, in a small ring: a copy from pinned memory is asynchronous, and pinning takes longer than
-  many a step;
-- copies run on a stream of their own. The stream that computes waits for a copy, and a copy for the step that read the
-  buffer before; the host waits only for a copy whose pages it needs again, so it is a few steps ahead at most;
-- which rows a step gets depends on its number alone: what was gathered for another step is never handed out;
-- on a CPU there is nothing to copy, and gathering takes less than a hundredth of a step: it is done in line.
+Copies from pinned pages run on a stream of their own; the host waits only for a copy whose pages it needs again. On a
+CPU there is nothing to copy, and gathering takes less than a hundredth of a step.
 """
 
 from __future__ import annotations
@@ -38,8 +33,7 @@ class Slot:
 class Lane(Protocol):
     """The way from pages to rows."""
 
-    def slot(self, shape: tuple[int, int]) -> Slot:
-        """A new place."""
+    def slot(self, shape: tuple[int, int]) -> Slot: ...
 
     def start(self, slot: Slot) -> None:
         """Begins to copy pages to rows, once the rows are no longer read."""
@@ -51,7 +45,7 @@ class Lane(Protocol):
         """What was computed up to here is the last that reads the rows."""
 
     def pages_free(self, slot: Slot) -> None:
-        """Until the pages may be written to."""
+        """Returns when the pages may be written to."""
 
 
 class CudaLane:
@@ -88,14 +82,7 @@ class CudaLane:
 
 
 class Prefetch:
-    """Hands out the rows of steps.
-
-    Args:
-        gather: the rows of a step; called ahead of time, so it must be a pure function.
-        shape: of these rows, (rows, T + 1).
-        device: where they are wanted.
-        lane: to that device; None takes the device's own, which a CPU has none of.
-    """
+    """Hands out the rows of steps. `gather` is called ahead of time, so it must be a pure function of the step."""
 
     def __init__(self, gather: Gather, shape: tuple[int, int], device: torch.device, lane: Lane | None = None) -> None:
         self.gather = gather

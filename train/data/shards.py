@@ -1,16 +1,8 @@
 """Token files that a run maps into memory: built once, keyed by content, never half-written.
 
-Special here:
-- `<cache>/shards/<key>/` holds `train.bin` and `validation.bin` (token ids, every document followed by
-  `end_of_document`), `*.documents.npy` (where each document starts), the tokenizer, and `manifest.json` with sizes,
-  hashes and its own checksum. Building it twice gives the same bytes.
-- A document is held out when the hash of its text is below `validation_fraction`. The lowest hash of a corpus is
-  always held out and the highest never, so that two distinct documents are enough for both parts.
-- Documents stand in the order of that hash (see `mixing.py`): the stream is mixed, and its order owes nothing to
-  file names.
-- A recipe (`recipe.py`) takes documents from the training part alone: what is held out, and the tokenizer, come from
-  the raw text, so that recipes are compared on the same ground. `manifest["recipe"]` says what each step removed, and
-  `recipe.examples.jsonl` shows some of it.
+`<cache>/shards/<key>/` holds `train.bin` and `validation.bin` (token ids, every document followed by
+`end_of_document`), `*.documents.npy` (where each document starts), the tokenizer, and `manifest.json`. Building it
+twice gives the same bytes. What is held out comes from the raw text, so that recipes are compared on the same ground.
 """
 
 from __future__ import annotations
@@ -60,32 +52,16 @@ class Shards:
     train_documents: npt.NDArray[np.int64]
     validation_documents: npt.NDArray[np.int64]
 
-    def verify(self) -> None:
-        """Reads every byte and compares it with the manifest; opening compares sizes alone, which costs nothing.
-
-        Raises:
-            UserError: naming the file that differs.
-
-        """
-        for name, expected in self.manifest["files"].items():
-            with open(self.directory / name, "rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != expected["sha256"]:
-                    raise UserError(f"{self.directory / name} differs from its manifest; delete the folder to rebuild")
-
 
 def prepare(config: DataConfig, progress: Progress | None = None, processes: int | None = None) -> Shards:
     """The shards of a config's corpus, built unless the cache has them. Processes that ask at once build once.
 
-    Args:
-        config: what to read; where `fingerprint` or `recipe_fingerprint` is set, the corpus and the recipe must still
-            have it.
-        progress: called with (stage, done, total). Stage "tokenize" counts tokens, with an estimated total.
-        processes: that work on a recipe; None: one a core.
+    Where the config has a `fingerprint` or `recipe_fingerprint`, corpus and recipe must still have it. A recipe runs in
+    `processes` processes; None: one per core. Progress in the stage "tokenize" counts tokens, with an estimated total.
 
     Raises:
         UserError: on text that cannot be read or has changed since it was planned, on too little text, a full disk,
             or a cache that cannot be written.
-
     """
     cache = cache_directory(config)
     corpus = open_corpus(config)
@@ -119,8 +95,7 @@ def prepare(config: DataConfig, progress: Progress | None = None, processes: int
 
 
 def at_hand(config: DataConfig, tokenizer: Tokenizer) -> Shards:
-    """As `prepare`, for a checkpoint that carries its tokenizer; but nothing is fetched: text of the Hub must be in the
-    cache already.
+    """As `prepare`, for a checkpoint that carries its tokenizer; but text of the Hub must be in the cache already.
 
     Raises:
         UserError: as `prepare`, or it is not there.
@@ -193,8 +168,7 @@ def open_shards(directory: str | Path, tokenizer: Tokenizer) -> Shards:
     """Shards that `prepare` built, checked by the manifest's checksum and the size of every file.
 
     Raises:
-        UserError: when something is missing, truncated or changed, or was built with another tokenizer.
-
+        UserError: something is missing, truncated or changed, or was built with another tokenizer.
     """
     directory = Path(directory)
     manifest = read_json(directory / "manifest.json")

@@ -1,8 +1,6 @@
 """Things built once in a cache that many processes share, and that any of them may be killed while building.
 
-Special here:
-- One builder at a time: a lock that the system drops when its holder dies.
-- A folder appears under its name only when it is complete and on disk: temporary name, fsync, rename.
+One builder at a time; a folder appears under its name only when it is complete and on disk.
 """
 
 from __future__ import annotations
@@ -28,11 +26,8 @@ Progress = Callable[[str, float, float], None]
 def cache_directory(config: DataConfig) -> Path:
     """`data.cache_dir`, else $ISOFLOP_CACHE, else ~/.cache/isoflop; made if it is missing.
 
-    One that cannot be written is fine as long as all that is asked for is in it: `locked` refuses it otherwise.
-
     Raises:
-        UserError: when it cannot be made.
-
+        UserError: it cannot be made. One that cannot be written is refused by `locked`.
     """
     given = config.cache_dir or os.environ.get("ISOFLOP_CACHE")
     directory = Path(given).expanduser() if given else Path.home() / ".cache" / "isoflop"
@@ -51,7 +46,9 @@ def _unwritable(directory: Path, reason: str | None) -> str:
 
 @contextmanager
 def locked(cache: Path, name: str, progress: Progress | None = None) -> Iterator[None]:
-    """Holds the lock `name` of a cache; waits for whoever has it. It dies with its holder, kill -9 included."""
+    """Holds the lock `name` of a cache, waiting for whoever has it. It is dropped when its holder dies, kill -9
+    included.
+    """
     from filelock import FileLock, Timeout
 
     try:
@@ -73,13 +70,12 @@ def locked(cache: Path, name: str, progress: Progress | None = None) -> Iterator
 
 @contextmanager
 def building(final: Path) -> Iterator[Path]:
-    """A temporary folder beside `final` that takes its name when the block ends well, and vanishes when it does not.
+    """A temporary folder beside `final` that takes its name when the block ends well, and is removed when it does not.
 
     Only for holders of the lock of `final`: leftovers of killed builders and a damaged `final` are removed.
 
     Raises:
-        UserError: when the disk is full.
-
+        UserError: the disk is full.
     """
     temporary = final.with_name(f"{final.name}.tmp-{os.getpid()}")
     try:
@@ -121,8 +117,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """What `write_json` wrote, without the checksum.
 
     Raises:
-        UserError: when the file is missing, unreadable, or its checksum does not hold.
-
+        UserError: the file is missing, unreadable, or its checksum does not hold.
     """
     try:
         content = json.loads(path.read_bytes())

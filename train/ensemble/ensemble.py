@@ -141,7 +141,7 @@ class _Together:
 
     def step(self, should_stop: Callable[[], bool]) -> None:
         """One step of everybody who is left, and its books."""
-        steps = [self.trainers[member.index].course.step for member in self.members]
+        steps = [self.trainers[member.index].progress.step for member in self.members]
         self.job.beat(min(steps), f"in a step of an ensemble of {len(steps)}")
         try:
             results = self.stepper.step(steps)
@@ -207,7 +207,7 @@ class _Together:
 
 def _keep_books(trainer: Trainer, result: StepResult, stop: bool) -> Ended | None:
     """What the loop of a run alone does after a step."""
-    trainer.took(result)
+    trainer.record_step(result)
     if not trainer.goes_on:
         return _finish(trainer)
     trainer.pause(stop, trainer.save_is_due())

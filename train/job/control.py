@@ -1,10 +1,6 @@
-"""What all ranks decide together: errors, configs, and flags.
+"""What all ranks decide together: errors, configs and flags, over `mesh.control` on the host.
 
-Special here:
-- an error on one rank becomes an error on every rank, at once, in one sentence that names rank and host;
-- flags (stop, save) are agreed on by a reduction that starts at one step and is read at the next, so no step waits for
-  it, and every rank acts at the same step;
-- all of it travels over `mesh.control`, on the host; one process communicates nothing and gets the same answers.
+One process communicates nothing and gets the same answers.
 """
 
 from __future__ import annotations
@@ -38,18 +34,15 @@ class _Raised:
     filename: str | None = None  # OSError
 
 
-def together(mesh: Mesh, function: Callable[[], T], only_first: bool = False) -> T:
+def run_on_ranks(mesh: Mesh, function: Callable[[], T], only_first: bool = False) -> T:
     """Calls a function on every rank and returns what it gave; where it raises on any rank, all ranks raise.
 
-    Args:
-        mesh: of this rank.
-        function: may not communicate on `mesh.control`, nor anything that other ranks wait for once it has raised.
-        only_first: rank 0 alone calls it, and what it gave (must pickle) is returned on every rank.
+    With `only_first` rank 0 alone calls it, and its result (must pickle) is returned on every rank. The function must
+    not communicate on `mesh.control`, nor on anything that other ranks wait for once it has raised.
 
     Raises:
-        UserError: if that is what it raised, "rank 3 on node07: …" (no rank is named where all say the same).
-        OSError: likewise, with its errno and file.
-        RankError: any other exception, with the name of its type. In one process an exception passes unchanged.
+        UserError, OSError: as the function did, naming the rank ("rank 3 on node07: …") unless all say the same.
+        RankError: any other exception. In one process an exception passes unchanged.
     """
     if mesh.control is None:
         return function()
@@ -89,7 +82,7 @@ def _describe(error: Exception) -> _Raised:
 
 
 def _shared(mesh: Mesh, failures: list[_Raised | None]) -> Exception:
-    """The exception that every rank raises; failures by rank, None for a rank that succeeded."""
+    """The exception that every rank raises, from the failures by rank."""
     failed = [(rank, failure) for rank, failure in enumerate(failures) if failure is not None]
     rank, first = failed[0]
     if len(failed) == len(failures) and len({(failure.message, failure.filename) for _, failure in failed}) == 1:
@@ -105,7 +98,7 @@ def _shared(mesh: Mesh, failures: list[_Raised | None]) -> Exception:
     return RankError(failure_at(mesh.hosts, [rank for rank, _ in failed], first.cause, message, None))
 
 
-def same_everywhere(mesh: Mesh, config: RunConfig) -> None:
+def check_same_config(mesh: Mesh, config: RunConfig) -> None:
     """Refuses ranks that were given different configs.
 
     Raises:
@@ -140,7 +133,7 @@ class Flag(enum.IntFlag):
 
 
 class Agreement:
-    """The flags that any rank has raised, the same on every rank at the same step."""
+    """Flags that any rank has raised, the same on every rank at the same step."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._control = mesh.control
@@ -150,7 +143,7 @@ class Agreement:
     def __call__(self, flags: Flag) -> Flag:
         """Raises this rank's flags and returns what all ranks raised at the call before; one process: at this one.
 
-        Every rank calls it at every step. What is raised at the last call is never heard.
+        Every rank calls it at every step. No step waits: a reduction that starts at one call is read at the next.
         """
         if self._control is None:
             return flags
@@ -160,7 +153,7 @@ class Agreement:
         return agreed
 
     def close(self) -> Flag:
-        """Waits for the last reduction, without which the group must not be left; returns what it says."""
+        """Waits for the last reduction, without which the group must not be left; returns its flags."""
         return self._read()
 
     def _read(self) -> Flag:

@@ -1,10 +1,7 @@
 """Which rank of which job this process is, as its launcher's environment says.
 
-Special here:
-- SLURM's variables count only in a task that submitit started: a process that someone starts by hand inside an
-  allocation sees them too, and is one process;
-- torchrun inside a submitit job is the inner launcher, and wins;
-- `attempt` names this start of the job, so that what an earlier one left behind is never taken for ours.
+SLURM's variables count only in a task that submitit started: a process started by hand inside an allocation sees them
+too, and is one process. torchrun inside a submitit job is the inner launcher, and wins.
 """
 
 from __future__ import annotations

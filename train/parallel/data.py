@@ -1,13 +1,8 @@
-"""Data parallelism: gradients in flat buckets, summed over the dp ranks while the backward pass still runs.
+"""Data parallelism: gradients in flat buckets, summed over the ranks while the backward pass still runs.
 
-Special here:
-- buckets hold parameters in the order in which a backward pass finishes them, and they are reduced in that order on
-  every rank, so that ranks never wait for each other crosswise;
-- a hook moves each gradient into its bucket and drops it at once: accumulation happens in the bucket;
-- while whole gradients are kept, nothing is sent before the last micro-batch; when they are not (ZeRO-2 and 3) every
-  micro-batch is reduced into the shard, and a whole bucket lives only until then;
-- low-precision gradients travel as they are to the rank that owns them, which sums them in fp32: the arithmetic of
-  widening them first, for half the bytes. gloo gets fp32 in this way too: its own reduce-scatter is an all-reduce.
+Buckets are reduced in backward order on every rank, so that ranks never wait for each other crosswise. A hook moves
+each gradient into its bucket and drops it at once. Low-precision gradients travel as they are to the rank that owns
+them, which sums them in fp32.
 
 Rajbhandari et al. 2020 (arXiv 1910.02054), sections 5.1-5.2; Li et al. 2020 (arXiv 2006.15704) for buckets and hooks.
 """
@@ -51,15 +46,11 @@ class _Bucket:
 
 
 class Gradients:
-    """Gradients of all parameters, accumulated over micro-batches and summed over the dp ranks.
+    """Gradients of all parameters, accumulated over micro-batches and summed over the data-parallel group.
 
-    Args:
-        layouts: the buckets in backward order.
-        parameters: by name; those that `layouts` name.
-        owned: of each bucket the range that this rank updates.
-        group: the dp ranks; None for one process, which reduces nothing.
-        stage: of ZeRO; from 1 on a rank gets the sums of its own range alone, from 2 on it keeps no more than these.
-        complete: called with a bucket's number when all its gradients of one backward pass have come.
+    `layouts` are the buckets in backward order, `owned` the range of each that this rank updates; without a group
+    nothing is reduced. `complete` is called with a bucket's number when all its gradients of one backward pass have
+    come.
     """
 
     def __init__(
@@ -87,18 +78,15 @@ class Gradients:
 
     @property
     def freed(self) -> bool:
-        """Whether whole buckets exist only until they are reduced."""
+        """Whether whole buckets exist only until they are reduced (ZeRO 2 and 3, which reduce after every
+        micro-batch).
+        """
         return self.stage >= 2
 
     @property
     def shards(self) -> list[Tensor]:
         """Of each bucket what this rank owns, (elements,); the batch's gradient after `wait`."""
         return [bucket.shard for bucket in self.buckets]
-
-    @property
-    def lasting(self) -> list[Tensor]:
-        """The buffers that live from step to step."""
-        return [bucket.shard if self.freed or bucket.full is None else bucket.full for bucket in self.buckets]
 
     def clear(self) -> None:
         """Forgets what was accumulated: the next micro-batch starts a new batch."""

@@ -1,12 +1,7 @@
 """Where the part of a parameter that a rank holds lies in the whole one. Pure.
 
-Special here:
-- a rank's part is described once (`Placement`), and initial weights, gradient norms, sums over tp ranks and checkpoints
-  all read that one description;
-- fused matrices are several pieces: a rank of a split query-key-value product holds three runs of rows, which are not
-  neighbours in the whole;
-- ZeRO cuts flattened parameters anywhere, so a shard is a range of elements; `boxes` turns a range into the few
-  rectangles that a checkpoint can describe.
+A part is described once (`Placement`), for initial weights, gradient norms, sums over ranks and checkpoints alike. ZeRO
+cuts flattened parameters anywhere, so a shard is a range of elements, which `boxes` turns into a few rectangles.
 """
 
 from __future__ import annotations
@@ -27,13 +22,13 @@ class Piece:
 
     offset: Shape  # first element of the box in the whole parameter
     size: Shape  # of the box; size[0] rows of the rank's part
-    shared: bool = False  # every tp rank holds this box; else it is this rank's alone
-    partial: bool = False  # shared, and a rank's gradient is one term of a sum over the tp ranks
+    shared: bool = False  # every tensor-parallel rank holds this box; else it is this rank's alone
+    partial: bool = False  # shared, and a rank's gradient is one term of a sum over them
 
 
 @dataclass(frozen=True)
 class Placement:
-    """What one tp rank holds of a parameter: its pieces, one below the other."""
+    """What one tensor-parallel rank holds of a parameter: its pieces, one below the other."""
 
     shape: Shape  # of the whole parameter
     pieces: tuple[Piece, ...]
@@ -55,7 +50,7 @@ class Placement:
 
 
 def whole(shape: Shape, partial: bool = False) -> Placement:
-    """Every tp rank holds the parameter whole; with `partial` their gradients are terms of a sum."""
+    """Every tensor-parallel rank holds the parameter whole; with `partial` their gradients are terms of a sum."""
     return Placement(tuple(shape), (Piece((0,) * len(shape), tuple(shape), shared=True, partial=partial),))
 
 
@@ -81,7 +76,7 @@ class Box:
 
 
 def boxes(placement: Placement, start: int, stop: int) -> Iterator[Box]:
-    """Elements start … stop of a rank's flattened part as rectangles of the whole: at most three a piece in 2-D."""
+    """Elements start … stop of a rank's flattened part as rectangles of the whole: at most three per piece in 2-D."""
     row = math.prod(placement.local_shape[1:])
     first = 0
     for piece in placement.pieces:

@@ -1,12 +1,8 @@
-"""Which rank is what: the axes dp and tp over the ranks of one run, and the process groups that serve them.
+"""The place of a rank on the axes dp and tp, and the process groups that serve them.
 
-Special here:
-- tp is the inner axis, so that the ranks of a tensor-parallel group are neighbours, which lie in one node;
-- an axis of size 1 has no group (`None`), and whoever is handed `None` does no communication: one process needs no
-  process group at all. One rank of a launcher does have groups, of itself: the code of many ranks, run by one;
-- `control` is a gloo group over all ranks on the host, for flags, errors and checkpoints: it never waits for a GPU.
-
-Another axis (pp, cp, ep) is one more entry in `AXES` and one more group.
+tp is the inner axis, so that a tensor-parallel group lies in one node. An axis of size 1 has no group (None), and None
+means no communication; one rank of a launcher does have groups, of itself. Another axis is one more entry in `AXES` and
+one more group.
 """
 
 from __future__ import annotations
@@ -17,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ..config import ParallelConfig
 
 AXES = ("dp", "tp")  # outer to inner
 
@@ -51,6 +49,11 @@ class Mesh:
     def name(self, rank: int) -> str:
         """A rank as messages name it: `rank 3 on node07`."""
         return f"rank {rank} on {self.hosts[rank]}" if self.hosts else f"rank {rank}"
+
+
+def configured_mesh(parallel: ParallelConfig, device: torch.device) -> Mesh:
+    """See `build_mesh`."""
+    return build_mesh(parallel.dp, parallel.tp, device)
 
 
 def build_mesh(dp: int, tp: int, device: torch.device) -> Mesh:

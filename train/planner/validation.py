@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from ..config import ATTENTION, ModelConfig, RunConfig
+from ..config import ATTENTION, ModelConfig, ParallelConfig, RunConfig
 from ..errors import UserError
 
 _CHOICES = {
@@ -155,8 +155,8 @@ def check_world(config: RunConfig, ranks: int, ranks_per_node: int) -> None:
         )
 
 
-def check_hosts(tp: int, hosts: Sequence[str]) -> None:
-    """Refuses an order of ranks that spreads a tensor-parallel group, `tp` neighbours, over nodes.
+def check_hosts(parallel: ParallelConfig, hosts: Sequence[str]) -> None:
+    """Refuses an order of ranks that spreads a tensor-parallel group, which are neighbours, over nodes.
 
     Args:
         hosts: name of every rank's node, by rank.
@@ -164,6 +164,7 @@ def check_hosts(tp: int, hosts: Sequence[str]) -> None:
     Raises:
         UserError: names the first group that is spread.
     """
+    tp = parallel.tp
     for first in range(0, len(hosts), tp):
         group = hosts[first : first + tp]
         if len(set(group)) > 1:

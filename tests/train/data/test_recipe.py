@@ -22,7 +22,7 @@ from isoflop.sweeps.grid import expand as grid
 from isoflop.train.config import DataConfig, ModelConfig, RunConfig, run_id
 from isoflop.train.data.corpora import open_corpus
 from isoflop.train.data.mixing import content_hash
-from isoflop.train.data.recipe import parts, quality, recipe
+from isoflop.train.data.recipe import parts, recipe
 from isoflop.train.data.recipe.pool import Pool
 from isoflop.train.data.recipe.refine import Refinery
 from isoflop.train.data.shards import Shards, prepare
@@ -136,7 +136,7 @@ def test_what_a_step_needs_is_missed_by_the_plan(monkeypatch: pytest.MonkeyPatch
 
 def test_another_model_of_the_language_library_is_another_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
     before = [recipe.fingerprint([step]) for step in ("language:en", "gopher")]
-    monkeypatch.setattr(quality, "language_model_digest", lambda: "of another release")
+    monkeypatch.setattr(recipe, "_language_model_digest", lambda: "of another release")
     assert [recipe.fingerprint([step]) == old for step, old in zip(("language:en", "gopher"), before, strict=True)] == [
         False, True]  # fmt: skip
 

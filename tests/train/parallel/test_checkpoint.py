@@ -246,17 +246,17 @@ def test_a_checkpoint_that_does_not_cover_the_model_is_refused_and_the_tensor_na
         values = torch.zeros(48)
         strange = Held("blocks.9.scale", "weight", whole((48,)), 0, 48, values)
         with pytest.raises(UserError, match=r"step_5 does not cover the model: it has no blocks\.9\.scale"):
-            storage.read(path, [strange])
+            checkpoint.read_tensors(path, [strange])
         larger = Held("norm.weight", "exp_avg", whole((48,)), 0, 48, values)
         with pytest.raises(UserError, match=r"norm\.weight\.exp_avg is \(12,\) there and \(48,\) here"):
-            storage.read(path, [larger])
+            checkpoint.read_tensors(path, [larger])
     # An index that lost a box: torch would leave the memory as it was and say nothing.
     path = shutil.copytree(path, tmp_path / "step_5")
     index = pickle.loads((path / storage.SHARDS_INDEX).read_bytes())
     index.state_dict_metadata["embedding.weight"].chunks.pop()
     (path / storage.SHARDS_INDEX).write_bytes(pickle.dumps(index))
     with pytest.raises(UserError, match=r"does not cover the model: there are holes in its embedding\.weight"):
-        storage.read(path, held_by(0, (1, 1, 0), state(2)))
+        checkpoint.read_tensors(path, held_by(0, (1, 1, 0), state(2)))
 
 
 def test_a_folder_that_nodes_do_not_share_is_no_place_for_a_checkpoint(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from isoflop.train.parallel.mesh import Mesh, build_mesh
 from isoflop.train.parallel.zero import StepResult, Zero
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from zero_buffers import bytes_held
 
 CPU = torch.device("cpu")
 BATCH, LENGTH = 12, 8
@@ -294,7 +295,7 @@ def _bytes(stage: int, dtype: torch.dtype) -> dict[str, Any]:
     scalars = (run.zero.updates, run.zero.peaks, run.zero.rates)
     small = sum(t.untyped_storage().nbytes() for t in (run.gpt.cos, run.gpt.sin, *scalars))
     return {
-        "held": run.zero.bytes_held(), "found": sum(storages.values()) - small, "sent": sent.sent,
+        "held": bytes_held(run.zero), "found": sum(storages.values()) - small, "sent": sent.sent,
         "sizes": [layout.size for layout in run.zero.layouts],
         "elements": sum(p.numel() for p in run.gpt.parameters()),
     }  # fmt: skip

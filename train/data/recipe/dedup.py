@@ -1,16 +1,12 @@
 """Which documents to keep of those that are alike: exact copies, near duplicates by MinHash, overlap by a Bloom filter.
 
-Special here:
-- Documents stand in an order of their own, `rank`: those held out first, then by the hash of their text. The first of
-  its kind stays, so the result does not depend on files, their order, or the number of processes.
-- Nothing but hashes is in memory: about 60 bytes a document, and one band's hashes at a time.
-- Pairs that share a band are only candidates; each is verified by the exact Jaccard similarity of the two sets, so that
-  nothing below the threshold is a pair. What is near to what is near is one cluster, as everywhere: a member may be
-  below the threshold from the one that stays.
+Documents stand in an order of their own, `rank`: held-out ones first, then by the hash of their text. The first of its
+kind stays, so the result depends on neither files nor processes. Near pairs are verified by exact Jaccard similarity;
+clusters are connected components of such pairs.
 
 Broder 1997; Leskovec, Rajaraman and Ullman, Mining of Massive Datasets, section 3.4; Lee et al. 2022
-(arXiv:2107.06499). The Bloom filter follows BFF (Li et al. 2024, DCLM, arXiv:2406.11794) and Dolma (Soldaini et al.
-2024, arXiv:2402.00159).
+(arXiv:2107.06499). The Bloom filter follows BFF (Li et al. 2024, arXiv:2406.11794) and Dolma (Soldaini et al. 2024,
+arXiv:2402.00159).
 """
 
 from __future__ import annotations
@@ -34,8 +30,7 @@ _PAIR_HASHES = 1 << 22  # compared at a time
 class Duplicates:
     """What a step finds in documents in a given order, (n,) each.
 
-    `removed`: goes. `leaked`: goes for being near a held-out document. `like`: which document it is near; itself where
-    it stays.
+    `removed`: goes. `leaked`: goes for being near a held-out document. `like`: the document that it is near, or itself.
     """
 
     removed: Flags
@@ -80,17 +75,11 @@ def near(
     threshold: float,
     progress: Callable[[int], None] = lambda done: None,
 ) -> Duplicates:
-    """Near duplicates.
+    """Near duplicates: pairs from Jaccard similarity `threshold` on.
 
-    Args:
-        band: (n,) hashes of a band of the documents, by its number.
-        bands: how many there are.
-        sets: the n-grams of each document, sorted; those of candidates are enough, the others may be empty.
-        offsets: (n + 1,) where each document's begin.
-        digests: (n,) hashes of the texts.
-        held: (n,) whether a document is held out.
-        threshold: the Jaccard similarity from which two documents are near.
-        progress: called with the number of bands that are done.
+    `band(i)` gives the (n,) hashes of band i; `sets`, cut by `offsets` (n + 1,), the sorted n-grams of each document
+    (empty for documents that are no candidates); `digests` (n,) hashes of the texts; `held` (n,) which are held out.
+    `progress` gets the number of bands done.
     """
     from scipy.sparse import coo_array
     from scipy.sparse.csgraph import connected_components
@@ -190,13 +179,8 @@ def bloom(
 ) -> Duplicates:
     """Documents of whose n-grams at least `share` occurred in documents before them. `like` is not known.
 
-    Args:
-        hashes: n-grams of all documents.
-        offsets: (n + 1,) where each document's begin.
-        digests: (n,) hashes of the texts.
-        held: (n,) whether a document is held out; overlap with these is `leaked`, and counts for itself.
-        share: of the n-grams of a document, repeated ones too.
-        progress: called with the number of documents that are done.
+    `hashes` are the n-grams of all documents, repeated ones too, cut by `offsets` (n + 1,). Overlap with held-out
+    documents is `leaked`, and counts for itself. `progress` gets the number of documents done.
     """
     from rbloom import Bloom
 

@@ -1,16 +1,13 @@
-"""A corpus in parts on disk, each with its texts, their hashes and what steps found in them: what a kill cannot undo.
+"""A corpus in parts on disk: texts, their hashes and what steps found in them; a file that is there is a job done.
 
-Special here:
-- A part is at most `PART_BYTES` of text, compressed: many processes work on parts, and none holds more than one.
-- Every file appears whole under its name. A file that is there is a job that is done, and its result.
-- The functions here run in other processes, and say nothing but what they return.
+The functions here run in the processes of a `Pool`, each of which holds one part at a time.
 """
 
 from __future__ import annotations
 
+import io
 import json
-import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ...files import write_atomic
 from ..mixing import content_hash
 from . import filters, shingles
 from .recipe import parse
@@ -29,7 +27,7 @@ Flags = npt.NDArray[np.bool_]
 
 
 def in_parts(texts: Iterable[str], size: int, documents: int | None = None) -> Iterator[list[str]]:
-    """Texts in lists, each as short as makes up `size` characters or, where that is said, so many documents."""
+    """Texts in lists, each as short as makes up `size` characters or, where given, so many documents."""
     part: list[str] = []
     characters = 0
     for text in texts:
@@ -51,12 +49,12 @@ def part_file(folder: Path, number: int, kind: str) -> Path:
 
 
 def write_part(folder: Path, number: int, texts: list[str]) -> int:
-    """Texts to disk, with the hash and the size of each."""
+    """Writes texts, with the hash and the size of each."""
     import zstandard
 
     encoded = [text.encode() for text in texts]
     whole = zstandard.ZstdCompressor(level=1).compress(b"".join(encoded))
-    _replace(part_file(folder, number, "zst"), lambda path: path.write_bytes(whole))
+    write_atomic(part_file(folder, number, "zst"), [whole], flush=False)
     digests = np.fromiter(map(content_hash, encoded), np.uint64, len(encoded))
     save(part_file(folder, number, "npz"), digests=digests, sizes=np.fromiter(map(len, encoded), np.int64))
     return number
@@ -73,8 +71,8 @@ def read_texts(folder: Path, number: int) -> list[str]:
 def filter_part(folder: Path, number: int, words: list[str], kind: str, asked: Flags) -> int:
     """Runs steps that look at one document at a time over the documents asked for.
 
-    Writes `step` (documents,) int16, the number of the step that each one falls to, -1: none; `reason`, what it said,
-    as an index of `reasons`.
+    Writes `step` (documents,) int16, the number of the step that removes each one, -1: none; `reason`, why, as an index
+    of `reasons`.
     """
     texts = read_texts(folder, number)
     step, reason = np.full(len(texts), -1, np.int16), np.zeros(len(texts), np.int16)
@@ -94,7 +92,7 @@ def _filter(word: str) -> filters.Filter:
 
 
 def sign_part(folder: Path, number: int, kind: str, asked: Flags, bands: int, rows: int) -> int:
-    """Writes `bands` (bands, documents asked for) hashes of their signatures, and `words`, whether they have any."""
+    """Writes `bands` (bands, documents asked for), hashes of their signatures, and `words`, whether they have any."""
     hashes, offsets = shingles.ngrams(_asked(folder, number, asked), NEAR_WORDS)
     signed = shingles.band_hashes(shingles.signatures(hashes, offsets), bands, rows)
     save(part_file(folder, number, kind), bands=np.ascontiguousarray(signed.T), words=np.diff(offsets) > 0)
@@ -121,25 +119,12 @@ def _asked(folder: Path, number: int, asked: Flags) -> list[str]:
 
 
 def save(path: Path, **arrays: npt.NDArray[Any]) -> None:
-    """Arrays to a file that is whole or not there."""
-
-    def write(temporary: Path) -> None:
-        with open(temporary, "wb") as file:
-            np.savez(file, **arrays)  # type: ignore[arg-type]
-
-    _replace(path, write)
+    """Arrays to a file that is whole or absent."""
+    content = io.BytesIO()
+    np.savez(content, **arrays)  # type: ignore[arg-type]
+    write_atomic(path, [content.getbuffer()], flush=False)
 
 
 def load(path: Path) -> dict[str, npt.NDArray[Any]]:
     with np.load(path) as file:
         return {name: file[name] for name in file.files}
-
-
-def _replace(path: Path, write: Callable[[Path], object]) -> None:
-    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    try:
-        write(temporary)
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise

@@ -1,12 +1,8 @@
 """A corpus goes through a recipe: which documents are trained on, and what each step removed.
 
-Special here:
-- What is held out is chosen from the raw text, by content, before any step; no step removes it. So every recipe is
-  scored on the same text. Steps that look for duplicates also remove training text that is near to held-out text:
-  `leaked`, counted apart.
-- The corpus is cut into parts on disk (`parts.py`) in `<cache>/recipes/<key>`. Every job leaves its result there, and a
-  prepare that was killed goes on from those; the folder goes when the shards stand.
-- The result depends on the documents alone: not on their order, the files, or the number of processes.
+What is held out is chosen from the raw text, by content, and no step removes it, so every recipe is scored on the same
+text; training text that is near to it is removed as `leaked`. Every job leaves its result in `<cache>/recipes/<key>`,
+and a prepare that was killed goes on from those.
 """
 
 from __future__ import annotations
@@ -52,7 +48,7 @@ class Refined:
     likes: dict[int, list[int]] = field(default_factory=dict)  # a document that stays to examples that are near it
 
     def documents(self) -> Iterator[str]:
-        """Texts that stay, those held out among them. Puts the texts of examples in their places as it goes."""
+        """Texts that stay, those held out among them. Fills in the texts of examples as it goes."""
         start = 0
         for number, size in enumerate(self.sizes):
             for i, text in enumerate(parts.read_texts(self.folder, number), start=start):
@@ -69,7 +65,8 @@ class Refined:
         return int(self.report["kept"]["bytes"] + self.report["held_out"]["bytes"])
 
     def write_examples(self, path: Path) -> None:
-        """One JSON object a line, first step first: step, reason, bytes, text, and for near duplicates what it is like.
+        """One JSON object per line, first step first: step, reason, bytes, text, and for near duplicates what it is
+        like.
 
         Call it when `documents` is through.
         """
@@ -134,7 +131,7 @@ class Refinery:
         return self._refined()
 
     def _read(self) -> None:
-        """Parts to disk; those that are there from before are checked, and kept."""
+        """Writes parts to disk; earlier ones are checked, and kept."""
         done = self.folder / "parts.npz"
         if not done.exists():
             total = float(self._corpus.size_bytes() or 0)
@@ -152,8 +149,8 @@ class Refinery:
         self._bytes = np.concatenate([part["sizes"] for part in found])
 
     def _unwritten(self, texts: Iterator[str]) -> Iterator[tuple[Path, int, list[str]]]:
-        """Parts that are not there. One of before counts only if it has the texts that the corpus has there now: the
-        files of one fingerprint may stand in another order by now, and be cut into fewer parts.
+        """Parts that are missing, or hold other texts than the corpus has there now: its files may stand in another
+        order.
         """
         self._count = 0
         for number, part in enumerate(parts.in_parts(texts, parts.PART_BYTES, parts.PART_DOCUMENTS)):
@@ -257,7 +254,7 @@ class Refinery:
         return np.concatenate([load(part_file(self.folder, n, kind))[name] for n, _ in self._parts()])
 
     def _bands(self, number: int, kind: str, bands: int) -> Callable[[int], shingles.Hashes]:
-        """Hashes of one band of all documents: a file a band, so that a band is all that is in memory."""
+        """Hashes of one band of all documents: a file per band, so that only one band is in memory."""
         files = [self.folder / f"all.{number}-{i:03d}" for i in range(bands)]
         for file in files:
             file.unlink(missing_ok=True)

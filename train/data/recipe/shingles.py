@@ -1,14 +1,8 @@
 """Documents as sets of hashed word n-grams, and these as MinHash signatures: what duplicates are found by.
 
-Special here:
-- A word is a run of letters, digits, underscores or bytes beyond ASCII, in lower case, so that layout, punctuation and
-  case do not matter. A language without spaces has too few of them to tell documents apart.
-- Words are found and hashed for many documents at once, by NumPy on their bytes: a word's hash is a polynomial in its
-  bytes, which is a difference of prefix sums.
-- Signatures are rensa's (Fast Similarity Sketching): each slot of two documents is equal with the probability of their
-  Jaccard similarity. They follow from the text alone, on every machine.
-
-Dahlgaard et al. 2017 (arXiv:1704.04370).
+A word is a run of letters, digits, underscores or bytes beyond ASCII, in lower case. Its hash is a polynomial in its
+bytes, computed for many documents at once as a difference of prefix sums. Signatures are rensa's (Fast Similarity
+Sketching, Dahlgaard et al. 2017, arXiv:1704.04370): each slot is equal with the probability of the Jaccard similarity.
 """
 
 from __future__ import annotations
@@ -33,12 +27,10 @@ _WORD[[*range(48, 58), *range(65, 91), *range(97, 123), 95, *range(128, 256)]] =
 
 
 def ngrams(texts: Sequence[str], n: int) -> tuple[Hashes, Offsets]:
-    """Hashes of the word n-grams of documents, in order, repeated ones too.
+    """Hashes (all n-grams,) of the word n-grams of documents, in order, and where each document's begin (documents +
+    1,).
 
     A document of fewer words has one n-gram, of all of them; one without words has none.
-
-    Returns:
-        the hashes, (all n-grams,), and where each document's begin, (documents + 1,).
     """
     found: list[Hashes] = [np.empty(0, np.uint64)]
     counts: list[Offsets] = [np.zeros(1, np.int64)]
@@ -115,7 +107,7 @@ def _mixed(values: Hashes) -> Hashes:
 
 
 def bands_and_rows(threshold: float, missed: float = 0.02, slots: int = SLOTS) -> tuple[int, int]:
-    """How a signature is cut so that pairs at the threshold share a band but for `missed` of them: (bands, rows).
+    """(bands, rows) so that pairs at the threshold share a band but for `missed` of them.
 
     Pairs of similarity s share one with probability 1 - (1 - s^rows)^bands; the more rows, the fewer pairs below the
     threshold have to be looked at.
@@ -155,7 +147,9 @@ def band_hashes(signed: npt.NDArray[np.uint32], bands: int, rows: int) -> Hashes
 
 
 def distinct(hashes: Hashes, offsets: Offsets) -> tuple[npt.NDArray[np.uint32], Offsets]:
-    """The set of each document, sorted, as 32 bits a hash: in one document few enough for these to differ."""
+    """The set of each document, sorted, as 32 bits per hash, few enough in one document for these to differ; and
+    offsets.
+    """
     document = np.repeat(np.arange(len(offsets) - 1, dtype=np.uint64), np.diff(offsets))
     keys = np.sort((document << np.uint64(32)) | (hashes >> np.uint64(32)))
     keys = keys[np.concatenate([[True], keys[1:] != keys[:-1]])] if len(keys) else keys
