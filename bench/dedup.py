@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from ..train.data.recipe import parts, shingles
-from ..train.data.recipe.pool import cores
+from ..train.data.recipe.pool import usable_cores
 from ..train.data.recipe.refine import Refinery
 
 ABOUT = "Near-duplicate removal at Jaccard 0.8 (word 5-grams); ratio: ours over the peer's, more is better."
@@ -106,7 +106,7 @@ def bench_dedup(documents: int = 1_000_000, sample: int = 10_000, pairs: int = P
         pairs: planted ones of each similarity.
     """
     corpus = planted_corpus(documents, pairs)
-    device = f"cpu, {cores()} cores"
+    device = f"cpu, {usable_cores()} cores"
     peer = _datasketch(corpus.texts[:sample]) if sample else None
     with tempfile.TemporaryDirectory() as folder:
         refinery = Refinery(corpus, corpus.fingerprint(), [f"near:{THRESHOLD}"], 1e-6, Path(folder))

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ..evaluate.export.hf_weights import hf_config, to_hf
-from ..evaluate.inference.generate import Sampling, generate
+from ..evaluate.inference.generate import Sampling, generate_texts
 from ..train.config import ModelConfig
 from ..train.hardware import pick_device
 from ..train.model.gpt import GPT
@@ -100,7 +100,7 @@ def random_prompts(count: int, vocabulary: int) -> Prompts:
 
 def our_tokens(gpt: GPT, prompts: Prompts, new: int, sampling: Sampling) -> list[list[int]]:
     """New tokens of each prompt."""
-    results = generate(
+    results = generate_texts(
         gpt, prompts, new, max_length=gpt.max_length, finished=lambda tokens: False, sampling=sampling,
         device=gpt.cos.device,
     )  # fmt: skip

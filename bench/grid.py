@@ -223,9 +223,9 @@ def one_process_a_run(runs: Sequence[RunDirectory], at_once: int, threads: int) 
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")
     environment = {**os.environ, **dict.fromkeys(names, str(threads))}
     program = (
-        "import sys; from isoflop.sweeps.runs.retries import Policy; "
-        "from isoflop.sweeps.execute.worker import train_run; "
-        "train_run(sys.argv[1], Policy())"
+        "import sys; from isoflop.sweeps.runs.attempts import Policy; "
+        "from isoflop.sweeps.execute.worker import train; "
+        "train('alone', [sys.argv[1]], Policy())"
     )
     waiting, running = list(runs), list[subprocess.Popen[bytes]]()
     try:

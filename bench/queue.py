@@ -27,10 +27,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from ..sweeps.execute.queue import JOURNAL, Queue
 from ..sweeps.plan.packing import Unit
+from ..sweeps.runs.attempts import Policy
 from ..sweeps.runs.directory import SweepDirectory
-from ..sweeps.runs.retries import Policy
+from ..sweeps.runs.queue import JOURNAL, Queue
 from ..sweeps.slurm import commands as slurm
 from ..train.config import (
     DataConfig,
@@ -158,7 +158,7 @@ def timed_worker(sweep_path: str, queue_folder: str, place: int) -> None:
             seconds.append(time.perf_counter() - begin)
 
     loop.train = timed
-    worker.work(sweep_path, queue_folder, place, Policy())
+    worker.work(sweep_path, queue_folder, Policy(), place)
     (Path(sweep_path) / TIMES / f"{place}.json").write_text(json.dumps(seconds))
 
 

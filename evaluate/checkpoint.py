@@ -1,13 +1,10 @@
 """One checkpoint in, one file of scores out, and beside it one of all items.
 
-Special here:
-- Both files are complete after every task (written aside, renamed), and answers are kept as they come, so a killed
-  evaluation goes on at the next request and ends with the same numbers.
-- A task is not scored twice: a score stands while checkpoint, items, prompts, lm-eval, precision and our own scoring
-  are the same. A file that cannot be read is moved aside, never trusted and never deleted.
-- What does not depend on the model (tasks, prompts, their tokens, contamination) is made once for all checkpoints of a
-  process: hand the same `suite` and `tokens` to each call.
-- Of several ranks, and of several evaluations into one file, one writes; the others wait.
+- Both files are complete after every task, and answers are kept as they come: a killed evaluation goes on at the next
+  request and ends with the same numbers.
+- A score stands while checkpoint, items, prompts, lm-eval, precision and our own scoring are the same. A file that
+  cannot be read is moved aside, never trusted and never deleted.
+- What does not depend on the model is made once: hand the same `suite` and `tokens` to each call.
 """
 
 from __future__ import annotations
@@ -66,21 +63,20 @@ def evaluate_checkpoint(
         path: a checkpoint directory, or a run directory (its newest valid checkpoint).
         tasks: see `tasks.load_suite`; unused when `suite` is given.
         output: where the scores go; tasks that it holds already for this very checkpoint are kept.
-        limit: items a task; None means all.
+        limit: items per task; None means all.
         batch_tokens: bound on rows times length of one forward pass; default: what suits the device.
-        held_out: val_loss, val_loss_se, val_bpb, where the training has them; computed otherwise, as are the windows
-            where the loss is worst if items are kept.
+        held_out: val_loss, val_loss_se, val_bpb, where the training has them; computed otherwise.
         device: auto (CUDA where there is one), cpu or cuda.
         precision: fp32 or bf16, of the weights.
         suite: loaded tasks, to share between the checkpoints of one process.
         tokens: token caches by tokenizer, filled in here, to share likewise.
         overlaps: contaminated items by corpus, filled in here, to share with the same suite.
         cache: folder of the staged benchmarks.
-        ngram: words in a row that an item shares with the run's training text to count as contaminated; None: not
-            asked. Where the training text is not at hand the reason is recorded instead.
+        ngram: words in a row shared with the training text that make an item contaminated; None: not asked. Where the
+            training text is not at hand the reason is recorded instead.
         ranks: the processes that share the work (`ranks.on_ranks`); only the first one writes.
         keep_items: whether to write the items too; they are kept up where there are some.
-        progress: called with a line of text a task, and every few seconds of a long one.
+        progress: called with a line of text for each task, and every few seconds of a long one.
 
     Raises:
         UserError: no checkpoint there, an unknown task, data that cannot be had, or an output that cannot be written.
@@ -88,8 +84,8 @@ def evaluate_checkpoint(
     say = progress if progress is not None and ranks.rank == 0 else (lambda line: None)
     output, device = Path(output), choose_device(device)
     _check(precision, batch_tokens, ngram)
-    loaded = ranks.together(lambda: _load(Path(path), device, PRECISIONS[precision]))
-    suite = suite or ranks.together(lambda: load_suite(tasks, limit, cache=cache, progress=say))
+    loaded = ranks.raise_together(lambda: _load(Path(path), device, PRECISIONS[precision]))
+    suite = suite or ranks.raise_together(lambda: load_suite(tasks, limit, cache=cache, progress=say))
     header = _header(loaded, device, precision)
     with only_one(output, say, ranks):
         record = Record.open(output, header, suite, ngram, say, ranks, keep_items)
@@ -169,7 +165,7 @@ def _load(path: Path, device: str, dtype: torch.dtype) -> Any:
 
 
 def _held_out(loaded: Any) -> dict[str, Any]:
-    """Held-out loss on the run's own corpus, and where it is worst; where there is none, the reason instead."""
+    """Held-out loss on the run's own corpus, and where it is worst; the reason where there is none."""
     try:
         found = worst_windows(loaded)
     except UserError as error:  # the corpus is on another machine
@@ -180,12 +176,11 @@ def _held_out(loaded: Any) -> dict[str, Any]:
 
 
 def worst_windows(loaded: Any, count: int = 20) -> dict[str, Any]:
-    """Held-out loss of a checkpoint on the data that its run was trained beside, and where it is worst.
+    """Held-out loss of a checkpoint on its run's own corpus, and where it is worst.
 
     Returns:
-        val_loss (nats a token), val_loss_se, val_bpb, and `worst`: up to `count` windows of {index, loss (nats a
-        token), text (of the predicted tokens)}, highest loss first; windows of equal loss in their order. A loss
-        that is no number comes first.
+        val_loss (nats per token), val_loss_se, val_bpb, and `worst`: up to `count` windows of {index, loss, text (of
+        the predicted tokens)}, highest loss first and NaN before all; windows of equal loss in their order.
 
     Raises:
         UserError: the corpus is not at hand, or has changed.
@@ -205,7 +200,7 @@ _NO_LOSS = {"val_loss": None, "val_loss_se": None, "val_bpb": None}
 def _contamination(
     loaded: Any, suite: Suite, ngram: int | None, cache: Path | str | None, say: Report
 ) -> Contamination:
-    """Items of each task that the training text holds; where it is not at hand, no task and the reason."""
+    """Items of each task that the training text holds; where it is not at hand, none and the reason."""
     if ngram is None:
         return {}, None
     from ..train.data.shards import at_hand

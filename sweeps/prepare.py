@@ -26,6 +26,7 @@ from .grid import trunks
 from .grid.expand import expand_grid
 from .plan.rates import core_flops_per_second, fill_budgets, places, sweep_rates
 from .plan.sweep_plan import Plan, plan_remarks, plan_runs
+from .runs import states
 from .runs.directory import RunDirectory, SweepDirectory, yaml_or_empty
 from .runs.membership import added_runs, allow_growth
 
@@ -143,7 +144,7 @@ def share_trunks(
 ) -> tuple[list[RunConfig], list[str]]:
     """Makes trunks and branches of runs that differ in D alone, as far as what is on disk allows; and says so."""
     from .slurm import commands as slurm
-    from .slurm.launch_record import Inventory
+    from .slurm.record import Inventory
 
     live, progress = set[str](), {}
     if config.cluster.kind == "slurm":
@@ -169,7 +170,7 @@ def write_plan(prepared: Prepared, command: list[str] | None = None) -> None:
     for directory in prepared.directories:
         directory.freeze(by_id[directory.run_id])
         if not (directory.path / "state.json").exists() and not directory.is_done():
-            directory.set_state("planned")
+            states.plan(directory)
     if command is not None:
         allow_growth(sweep)
         settings = {

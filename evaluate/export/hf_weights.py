@@ -41,14 +41,7 @@ def model_type(model: ModelConfig, sequence_length: int) -> str:
 
 
 def hf_config(model: ModelConfig, sequence_length: int, end: int, dtype: str) -> dict[str, Any]:
-    """config.json.
-
-    Args:
-        model: the architecture; `vocab_size` must be set.
-        sequence_length: longest sequence that it was trained on.
-        end: id of the token that ends a document.
-        dtype: float32 | bfloat16, of the weights.
-    """
+    """config.json of a model with its vocab_size; `end` is the id that ends a document, `dtype` torch's name."""
     kind, window = model_type(model, sequence_length), window_of(model, sequence_length)
     config: dict[str, Any] = {
         "architectures": [ARCHITECTURES[kind]],

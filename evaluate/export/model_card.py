@@ -1,7 +1,6 @@
 """The README.md of an exported model: what it is, what it cost, how good it is, and how far to trust that.
 
-Special here: numbers keep their convention (N_total or N_non_embedding, 6ND or exact FLOPs), and what is not known is
-left out or said to be unknown, never filled in.
+What is not known is left out or said to be unknown, never filled in.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class Facts:
 
 def model_card(loaded: LoadedCheckpoint, facts: Facts, notes: list[str]) -> str:
     """Markdown; `notes` are said under how to use it, a paragraph each."""
-    config = loaded.config
+    config, name = loaded.config, f"isoflop {run_id(loaded.config)}"
     model, count = config.model, count_parameters(config.model)
     tokens = loaded.step * config.batch_tokens
     exact = training_flops_per_token(model, config.data.sequence_length) * tokens
@@ -54,14 +53,14 @@ def model_card(loaded: LoadedCheckpoint, facts: Facts, notes: list[str]) -> str:
         ("N_non_embedding", f"{count.N_non_embedding:,}"),
         ("N_kaplan (matrices inside the blocks)", f"{count.N_kaplan:,}"),
         ("D, tokens", f"{tokens:,}" if known else "unknown: the weights were imported"),
-        ("C, 6 N_total D", _flops(6.0 * count.N_total * tokens) if known else "unknown"),
-        ("C, exact", _flops(float(exact)) if known else "unknown"),
+        ("C, 6 N_total D", f"{6.0 * count.N_total * tokens:.4g} FLOPs" if known else "unknown"),
+        ("C, exact", f"{float(exact):.4g} FLOPs" if known else "unknown"),
         *_held_out((facts.scores or {}).get("held_out") or {}),
         *_law(facts.law),
     ]
     parts = [
         _front_matter(loaded),
-        f"# {_title(loaded)}",
+        f"# {_plain(f'{config.name or name}, step {loaded.step}')}",
         f"A decoder of width {model.width} and depth {model.depth}, {model.heads} heads"
         f" ({model.num_kv_heads} for keys and values), {model.vocab_size} tokens, context "
         f"{config.data.sequence_length}, {'tied' if model.tied_embeddings else 'untied'} embeddings"
@@ -93,11 +92,6 @@ def _front_matter(loaded: LoadedCheckpoint) -> str:
     return "\n".join(["---", *lines, "---"])
 
 
-def _title(loaded: LoadedCheckpoint) -> str:
-    name = loaded.config.name or f"isoflop {run_id(loaded.config)}"
-    return _plain(f"{name}, step {loaded.step}")
-
-
 def _plain(text: str) -> str:
     """One line of it, which neither Markdown nor a page takes for markup."""
     line = " ".join(str(text).split())
@@ -105,10 +99,6 @@ def _plain(text: str) -> str:
     return re.sub(
         r"[\\`*<>\[\]|#&]|(?<![^\W_])_|_(?![^\W_])", lambda found: f"&#{ord(found.group())};", line
     )  # fmt: skip
-
-
-def _flops(value: float) -> str:
-    return f"{value:.4g} FLOPs"
 
 
 def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:

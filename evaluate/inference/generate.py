@@ -1,16 +1,16 @@
 """Text from a model, token by token: greedy or sampled, many prompts at a time.
 
-Special here:
-- batching is continuous: a request that is finished leaves, the next one is read and joins, and no one waits for the
-  longest; in one round those that join are prefilled, those that run decode, those that slide are recomputed;
-- memory is bounded by the pages of the cache: who finds none waits, and where those that run outgrow them the one that
-  came last goes back to wait, with what it has written;
-- every prompt draws from a random stream of its own, so its text depends on neither its neighbours nor such waits;
-- a text longer than the model's context sees its last `max_length` tokens alone. All positions change with every token
-  then, so no cache helps, and the window is recomputed;
-- where memory runs out half as many go on, and so on until one cannot.
+- Batching is continuous: a request that is finished leaves and the next one joins. In one round those that join are
+  prefilled, those that run decode, and those that slide are recomputed.
+- Memory is bounded by the pages of the cache: who finds none waits, and where those that run outgrow them the last to
+  come goes back to wait, with what it has written. Where memory runs out half as many go on.
+- Every prompt draws from a random stream of its own, one uniform number per token: its text depends on neither its
+  neighbours nor such waits.
+- A text longer than the model's context sees its last `max_length` tokens. All positions change with every token then,
+  so no cache helps.
 
-Yu et al. 2022 (Orca, OSDI 22) for continuous batching; Kwon et al. 2023, arXiv 2309.06180, for pages and preemption.
+Yu et al. 2022 (Orca) for continuous batching; Kwon et al. 2023 (arXiv:2309.06180) for pages; Holtzman et al. 2020
+(arXiv:1904.09751) for the nucleus.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from ...train.errors import UserError
 from ...train.hardware import out_of_memory
 from ...train.model.attention import document_starts, first_visible, visible_mask
 from ...train.model.gpt import GPT
-from .forward import Forward, attention_apart, logits_of
+from .forward import Forward, attention_by_sequence, logits_of
 from .paged import PAGE, Ids, PagedBatch, PagedCache, Pages
 
-MOST_TOGETHER = 256  # requests that decode in one pass
+MOST_RUNNING = 256  # requests that decode in one pass
 CACHE_BYTES = 1 << 30  # of keys and values on a CPU, where the caller does not say; on a GPU half of what is free
 _DRAWN_AHEAD = 64  # random numbers of a stream
 _FIRST_SORTED = 64  # tokens that are tried for a nucleus, then 8 times as many
@@ -50,7 +50,7 @@ class Sampling:
 GREEDY = Sampling()
 
 
-def generate(
+def generate_texts(
     model: nn.Module,
     prompts: Sequence[Sequence[int]],
     max_tokens: int,
@@ -67,19 +67,17 @@ def generate(
     """Continues every prompt.
 
     Args:
-        model: a GPT in eval mode. Any other module, token ids (batch, time) -> logits (batch, time, vocabulary), has no
-            cache, and is computed anew for every token.
-        prompts: token ids, none empty; only the last `max_length` count, and the window slides on as the text grows.
-        max_tokens: at most so many new tokens a prompt.
+        model: a GPT in eval mode. Any other module, ids (batch, time) -> logits (batch, time, V), has no cache.
+        prompts: token ids, none empty; only the last `max_length` count.
+        max_tokens: new tokens per prompt, at most.
         max_length: longest sequence that the model accepts.
-        finished: is asked after each token with all new ones of that prompt; True ends it (that token is kept).
+        finished: asked after each token with all new ones of that prompt; True ends it (that token is kept).
         sampling: temperature, top-k, top-p.
-        seeds: one a prompt, for sampling; default its place in the list.
+        seeds: one per prompt, for sampling; default its place in the list.
         device: where the model lies.
         batch_tokens: bound on the tokens of one forward pass; a longer prompt goes alone.
-        cache_bytes: bound on the memory of keys and values, 1 GiB by default and half of what is free on a GPU; one
-            prompt always has its place.
-        done: is called with a prompt's place and its result as soon as it is there.
+        cache_bytes: bound on keys and values, default 1 GiB or half of what is free on a GPU; one prompt always fits.
+        done: called with a prompt's place and its result as soon as it is there.
 
     Returns:
         New tokens of each prompt; None where the model's logits were NaN.
@@ -120,13 +118,7 @@ def stream(
 
 @dataclass(eq=False)
 class Request:
-    """A prompt on its way.
-
-    Attributes:
-        text: its last tokens, at most `max_length` + 1 of them while it is cached.
-        new: what it has written.
-        start: where the document of its last token starts in `text`, where documents are kept apart.
-    """
+    """A prompt on its way: the end of its text, what is new, and where its last document starts in the text."""
 
     index: int
     text: list[int]
@@ -146,7 +138,7 @@ class Request:
 
 
 class Generation:
-    """Prompts on their way through a model, round by round. For the arguments see `generate`; `page`: positions a page.
+    """Prompts on their way through a model; for the arguments see `generate`, and `page`: positions per page.
 
     A request waits, then runs (cached) or slides (recomputed), and leaves when it ends.
     """
@@ -157,7 +149,7 @@ class Generation:
         batch_tokens: int = 4096, cache_bytes: int | None = None, page: int = PAGE,
     ) -> None:  # fmt: skip
         self.model, self.max_tokens, self.max_length, self.sampling = model, max_tokens, max_length, sampling
-        self.device, self.batch_tokens, self.together = device, batch_tokens, min(batch_tokens, MOST_TOGETHER)
+        self.device, self.batch_tokens, self.most_running = device, batch_tokens, min(batch_tokens, MOST_RUNNING)
         self.end = model.end_of_document if isinstance(model, GPT) else None
         self.window = (model.config.window if isinstance(model, GPT) else None) or max_length
         self.waiting = deque(
@@ -206,7 +198,7 @@ class Generation:
         while start < len(requests):
             chunk = requests[start : start + max(1, self.batch_tokens // self.max_length)]
             texts = [request.text[-self.max_length :] for request in chunk]
-            logits = self._attempt(partial(recomputed, self.model, texts, self.device))
+            logits = self._attempt(partial(recompute_last, self.model, texts, self.device))
             if logits is None:
                 self.batch_tokens = self._halved(len(chunk)) * self.max_length
                 continue
@@ -228,10 +220,10 @@ class Generation:
         positions = np.array([len(text) - 1 for text in texts])
         first = np.array([self._first(request) for request in self.running])
         tokens = [text[-1] for text in texts]
-        logits = self._attempt(partial(decode, self.forward, self._batch, tokens, positions, first))
+        logits = self._attempt(partial(decode_tokens, self.forward, self._batch, tokens, positions, first))
         if logits is None:
-            self.together = self._halved(len(self.running))
-            while len(self.running) > self.together:
+            self.most_running = self._halved(len(self.running))
+            while len(self.running) > self.most_running:
                 self._wait_again()
         return self.running, logits
 
@@ -242,7 +234,7 @@ class Generation:
         assert self.cache is not None
         assert self.forward is not None
         texts, pages = [request.text for request in joined], [request.pages for request in joined]
-        logits = self._attempt(partial(prefill, self.forward, self.cache, texts, pages))
+        logits = self._attempt(partial(prefill_prompts, self.forward, self.cache, texts, pages))
         self.running += joined
         self._batch = None
         if logits is None:
@@ -252,10 +244,10 @@ class Generation:
         return joined, logits
 
     def _admit(self) -> list[Request]:
-        """Those that wait, in their order, while there is a place, a budget, and a page for each to grow into."""
+        """Those that wait, in order, while there is a place, a budget, and a page for each to grow into."""
         joined: list[Request] = []
         tokens = 0
-        while self.waiting and len(self.running) + len(joined) < self.together:
+        while self.waiting and len(self.running) + len(joined) < self.most_running:
             assert self.cache is not None
             request = self.waiting[0]
             tokens += len(request.text)
@@ -270,10 +262,10 @@ class Generation:
         return joined
 
     def _take(self, requests: list[Request], logits: Tensor, finished: Callable[[list[int]], bool]) -> list[Request]:
-        """Gives each its next token. Those that end leave; those whose text outgrows the model slide from now on."""
+        """Gives each its next token. Those that end leave; those that outgrow the model slide from now on."""
         greedy = self.sampling.temperature == 0
         uniforms = None if greedy else torch.tensor([request.uniform() for request in requests], dtype=torch.float64)
-        tokens, failed = choose(logits, self.sampling, None if uniforms is None else uniforms.to(logits.device))
+        tokens, failed = choose_tokens(logits, self.sampling, None if uniforms is None else uniforms.to(logits.device))
         ended, outgrown = [], []
         for request, token, bad in zip(requests, tokens.tolist(), failed.tolist(), strict=True):
             request.failed = bad
@@ -303,7 +295,7 @@ class Generation:
         self.sliding = [request for request in self.sliding if request not in requests]
 
     def _make_room(self) -> None:
-        """A page for the next token of each that runs; where there are too few, the last to come wait again."""
+        """A page for the next token of each that runs; where there are too few, the last to come waits."""
         place = 0
         while place < len(self.running):
             assert self.cache is not None
@@ -352,7 +344,7 @@ class Generation:
         return size // 2
 
     def _new_cache(self, cache_bytes: int | None, page: int) -> PagedCache:
-        """With pages for all requests at once, or as many as the bound allows, or at least for the longest one."""
+        """Pages for all requests at once, or as many as the bound allows, at least for the longest one."""
         assert isinstance(self.model, GPT)
         config, dtype = self.model.config, self.model.embedding.weight.dtype
         if cache_bytes is None:
@@ -367,8 +359,10 @@ class Generation:
 # --- the two passes ---------------------------------------------------------------------------------------------------
 
 
-def prefill(forward: Forward, cache: PagedCache, texts: Sequence[Sequence[int]], pages: Sequence[Pages]) -> Tensor:
-    """Reads texts, keeps their keys and values where `pages` has room for them: logits after each (texts, vocabulary).
+def prefill_prompts(
+    forward: Forward, cache: PagedCache, texts: Sequence[Sequence[int]], pages: Sequence[Pages]
+) -> Tensor:
+    """Reads texts and keeps their keys and values: logits after each (texts, vocabulary).
 
     Positions before the first page of a request are not kept: nothing will look at them.
     """
@@ -388,7 +382,7 @@ def prefill(forward: Forward, cache: PagedCache, texts: Sequence[Sequence[int]],
         asking, seen = lengths, masks
         if len(query) < len(key):  # of each text the last token alone
             asking, seen = [1] * len(texts), [None if mask is None else mask[:, :, -1:] for mask in masks]
-        return attention_apart(query, key, value, asking, lengths, seen, model.config.window)
+        return attention_by_sequence(query, key, value, asking, lengths, seen, model.config.window)
 
     positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
     return forward.logits(forward.hidden(tokens, positions, attend, torch.from_numpy(ends - 1).to(device)))
@@ -401,25 +395,19 @@ def _mask(model: GPT, tokens: Tensor) -> Tensor | None:
     return None if first is None else visible_mask(first, model.embedding.weight.dtype)
 
 
-def decode(forward: Forward, batch: PagedBatch, tokens: Sequence[int], positions: Ids, first: Ids) -> Tensor:
-    """Adds a token to each request of a batch: logits after it (requests, vocabulary).
+def decode_tokens(forward: Forward, batch: PagedBatch, tokens: Sequence[int], positions: Ids, first: Ids) -> Tensor:
+    """Adds one token to each request: logits after it (requests, vocabulary).
 
-    Args:
-        forward: the model.
-        batch: has a page for each position.
-        tokens: (requests,) one each.
-        positions: (requests,) where they stand.
-        first: (requests,) the first position that each sees.
+    `tokens`, `positions` and the `first` position that each sees are (requests,).
     """
     step, device = batch.step(positions, first), forward.model.cos.device
     at = torch.from_numpy(positions).to(device)
     return forward.logits(forward.hidden(torch.tensor(tokens, device=device), at, step.attend))
 
 
-def recomputed(model: torch.nn.Module, texts: Sequence[Sequence[int]], device: str | torch.device) -> Tensor:
-    """Logits after the last token of each text, computed from nothing: (texts, vocabulary).
-
-    Texts are padded on the right: the model is causal, so padding never reaches a token that counts.
+def recompute_last(model: torch.nn.Module, texts: Sequence[Sequence[int]], device: str | torch.device) -> Tensor:
+    """Logits after the last token of each text, computed from nothing: (texts, vocabulary). Padding on the right is
+    unseen.
     """
     longest = max(len(text) for text in texts)
     tokens = torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts], device=device)
@@ -434,12 +422,12 @@ def recomputed(model: torch.nn.Module, texts: Sequence[Sequence[int]], device: s
 # --- the next token ---------------------------------------------------------------------------------------------------
 
 
-def choose(logits: Tensor, sampling: Sampling, uniforms: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """One token a row: temperature first, then top-k, then the nucleus.
+def choose_tokens(logits: Tensor, sampling: Sampling, uniforms: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """One token per row: temperature first, then top-k, then the nucleus.
 
     Args:
         logits: (rows, vocabulary); -inf is never drawn.
-        sampling: temperature, top-k, top-p.
+        sampling: how.
         uniforms: (rows,) float64 in [0, 1); not read where the temperature is 0.
 
     Returns:
@@ -462,16 +450,9 @@ def choose(logits: Tensor, sampling: Sampling, uniforms: Tensor | None = None) -
     return tokens.gather(1, _drawn(likely, uniforms))[:, 0], highest.isnan()
 
 
-def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """One token from logits (vocabulary,) and a stream of random numbers."""
-    uniforms = torch.rand(1, dtype=torch.float64, generator=generator)
-    return int(choose(logits[None], sampling, uniforms)[0])
-
-
 def _most_likely(probabilities: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """The probabilities that top-k leaves, or enough of them to hold the nucleus, highest first, and their tokens.
-
-    After top-k they sum to 1 again.
+    """The probabilities that top-k leaves (they sum to 1 again), or enough to hold the nucleus, highest first; their
+    tokens.
     """
     vocabulary = probabilities.shape[1]
     if sampling.top_k:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from ...train.files import write_atomic
 from ..metrics import mean_and_error
 from .charts import Strip
-from .numbers import compute, count, is_number, number, scored, whole, with_error
+from .numbers import compute, grouped, is_number, number, scored, short_count, with_error
 from .page import render_page
 
 Scores = Mapping[str, Any]
@@ -51,10 +51,12 @@ def write_checkpoint_report(
         peers: scores of the sweep's other checkpoints, with their `flops`: what equal compute buys elsewhere.
         against: scores and items of one other checkpoint, to be compared item by item.
     """
-    write_atomic(path, render(scores, items, peers, against))
+    write_atomic(path, checkpoint_page(scores, items, peers, against))
 
 
-def render(scores: Scores, items: Items = (), peers: Sequence[Scores] = (), against: Other | None = None) -> str:
+def checkpoint_page(
+    scores: Scores, items: Items = (), peers: Sequence[Scores] = (), against: Other | None = None
+) -> str:
     """The page as text."""
     name, worst = scores.get("name") or scores["run_id"], (scores.get("held_out") or {}).get("worst")
     tasks = {task: found for task, found in scores["tasks"].items() if not _is_domain(found)}
@@ -63,6 +65,9 @@ def render(scores: Scores, items: Items = (), peers: Sequence[Scores] = (), agai
     )
     others = [peer for peer in peers if not _is_same(peer, scores)]
     near = at_equal_compute(scores, others)
+    count = sum(task.get("contaminated_items") == 0 for task in tasks.values())  # looked through and found clean
+    among = f"the {len(tasks)}" if count == len(tasks) else f"{count} of the {len(tasks)}"
+    clean = [f"No item of {among} tasks shares text with the training data."] if count else []
     sections = {
         ("tasks", "Benchmarks"): tasks or not scores["tasks"],
         ("domains", "Text by domain"): domains,
@@ -76,7 +81,7 @@ def render(scores: Scores, items: Items = (), peers: Sequence[Scores] = (), agai
         "sections": [section for section, is_there in sections.items() if is_there],
         "sampled": task_order(scores, items), "further_metrics": _further_metrics,
         "facts": _facts(scores), "warnings": _warnings(scores), "footer": _footer(scores),
-        "remarks": [*_suites(scores), *_uncontaminated(tasks)],
+        "remarks": [*_suites(scores), *clean],
         "others": others, "near": near, "places": _places(scores, near), "nearest": _nearest(scores, others),
         "other": against[0] if against else None, "other_name": _called(against[0]) if against else "",
         "differences": _differences(items, against[1]) if against else {},
@@ -92,10 +97,10 @@ def render(scores: Scores, items: Items = (), peers: Sequence[Scores] = (), agai
 def _facts(scores: Scores) -> list[tuple[str, str, str]]:
     """(name, value, what explains it) at the head of the page."""
     held_out = scores.get("held_out") or {}
-    facts = [("Parameters (N_total)", count(scores["N_total"]), whole(scores["N_total"]))]
+    facts = [("Parameters (N_total)", short_count(scores["N_total"]), grouped(scores["N_total"]))]
     if scores.get("N_non_embedding") is not None:
-        facts.append(("N_non_embedding", count(scores["N_non_embedding"]), whole(scores["N_non_embedding"])))
-    facts.append(("Tokens (D)", count(scores["tokens"]), whole(scores["tokens"])))
+        facts.append(("N_non_embedding", short_count(scores["N_non_embedding"]), grouped(scores["N_non_embedding"])))
+    facts.append(("Tokens (D)", short_count(scores["tokens"]), grouped(scores["tokens"])))
     if scores.get("flops") is not None:
         six = "" if not scores["N_total"] else f"exact; 6ND is {compute(6 * scores['N_total'] * scores['tokens'])}"
         facts.append(("Training FLOPs", compute(scores["flops"]), six))
@@ -114,13 +119,6 @@ def _footer(scores: Scores) -> str:
         "scored on": f"{scores['device']} in {scores['seconds']:.1f} s",
     }  # fmt: skip
     return " · ".join(f"{key} {value}" for key, value in known.items() if value)
-
-
-def _uncontaminated(tasks: Mapping[str, Scores]) -> list[str]:
-    """How many tasks were looked through and found clean; nothing where nobody looked."""
-    clean = sum(task.get("contaminated_items") == 0 for task in tasks.values())
-    among = f"the {len(tasks)}" if clean == len(tasks) else f"{clean} of the {len(tasks)}"
-    return [f"No item of {among} tasks shares text with the training data."] if clean else []
 
 
 def _suites(scores: Scores) -> list[str]:
@@ -191,7 +189,7 @@ def _is_same(one: Scores, other: Scores) -> bool:
 
 def _called(scores: Scores) -> str:
     """A checkpoint in a few words."""
-    size = count(scores.get("N_total"))
+    size = short_count(scores.get("N_total"))
     return f"{scores.get('name') or scores.get('run_id')} at step {scores.get('step')}" + (
         f" ({size} parameters)" if size != "–" else ""
     )
@@ -262,7 +260,9 @@ def _key_of(item: Mapping[str, Any]) -> tuple[Any, ...]:
     return (item.get("task"), item.get("index"), item.get("prompt"), tuple(item.get("choices") or ()))
 
 
-def paired(items: Iterable[Mapping[str, Any]], others: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Difference]]:
+def paired_differences(
+    items: Iterable[Mapping[str, Any]], others: Iterable[Mapping[str, Any]]
+) -> dict[str, dict[str, Difference]]:
     """Task -> measure -> difference, over the items that both have a number for."""
     known = {_key_of(item): item for item in others}
     pairs: dict[tuple[str, str], list[tuple[float, float]]] = {}
@@ -285,7 +285,7 @@ def paired(items: Iterable[Mapping[str, Any]], others: Iterable[Mapping[str, Any
 def _differences(items: Items, others: Items) -> dict[str, list[tuple[str, Difference, str]]]:
     """Task -> (measure, difference, its class on the page)."""
     rows: dict[str, list[tuple[str, Difference, str]]] = {}
-    for task, measures in paired(items, others).items():
+    for task, measures in paired_differences(items, others).items():
         for key, name, more in MEASURES:
             if (found := measures.get(key)) is not None:
                 tone = "better" if (found.value > 0) == more else "worse"

@@ -21,7 +21,7 @@ import numpy as np
 
 from ...train.files import write_atomic
 from .charts import Axis, Panel
-from .numbers import compute, count, is_number, number
+from .numbers import compute, is_number, number, short_count
 from .page import render_page, spell
 
 FEW = 60  # checkpoints in a panel that still get error bars of their own
@@ -46,17 +46,17 @@ def write_sweep_report(
         title: of the sweep.
         links: run_id -> a page of that run's checkpoint, relative to this one.
     """
-    write_atomic(path, render(rows, signal, title, links or {}))
+    write_atomic(path, sweep_page(rows, signal, title, links or {}))
 
 
-def render(rows: Sequence[Row], signal: Mapping[str, Row], title: str, links: Mapping[str, str]) -> str:
+def sweep_page(rows: Sequence[Row], signal: Mapping[str, Row], title: str, links: Mapping[str, str]) -> str:
     """The page as text."""
     sweep = Sweep.of(rows)
     names = sorted(sweep.tasks(), key=lambda task: (-strength(signal.get(task)), task))
     if not names:
         return render_page("sweep.html", title, {"tasks": []}, "sweep.css")
     tasks = [
-        Task(name, signal.get(name) or {}, verdict(signal.get(name)), trend(sweep, name), _panels(sweep, name))
+        Task(name, signal.get(name) or {}, task_verdict(signal.get(name)), trend(sweep, name), _panels(sweep, name))
         for name in names
     ]
     best = sweep.best_of_each()
@@ -263,7 +263,7 @@ def strength(entry: Row | None) -> float:
     )
 
 
-def verdict(entry: Row | None) -> str:
+def task_verdict(entry: Row | None) -> str:
     """What a task is good for at this scale, in words."""
     # A ratio may be infinite; it is NaN where nothing measures the noise.
     known = {
@@ -307,7 +307,7 @@ def _facts(sweep: Sweep, tasks: Sequence[Task]) -> list[tuple[str, str, str]]:
     return [
         ("Checkpoints", f"{len(sweep.rows):,}", f"of {len({row['run_id'] for row in sweep.rows}):,} runs"),
         ("Training FLOPs", compute(max(flops)), f"from {compute(min(flops))}, in {len(sweep.budgets)} budgets"),
-        ("Parameters (N)", count(max(sizes, default=None)), f"from {count(min(sizes))}" if sizes else ""),
+        ("Parameters (N)", short_count(max(sizes, default=None)), f"from {short_count(min(sizes))}" if sizes else ""),
         ("Tasks that tell runs apart", f"{clear} of {len(tasks)}", "beyond their noise"),
         ("BPB falls with every budget", f"{sum(one.falls for one in trends)} of {len(trends)}",
          "of the best run of each"),
@@ -331,8 +331,9 @@ def _said(row: Row) -> str:
     """What stands beside the pointer."""
     recipe = f", {row['recipe']}" if row.get("recipe") is not None else ""
     return (
-        f"{row.get('name') or row['run_id']}{recipe}\nN {count(row.get('N'))}, D {count(row.get('D'))}, step "
-        f"{row.get('step')}\n{compute(row['flops'])} FLOPs, loss {number(row.get('loss'), 4)}"
+        f"{row.get('name') or row['run_id']}{recipe}\n"
+        f"N {short_count(row.get('N'))}, D {short_count(row.get('D'))}, step {row.get('step')}\n"
+        f"{compute(row['flops'])} FLOPs, loss {number(row.get('loss'), 4)}"
     )
 
 
@@ -396,5 +397,5 @@ def _key(sweep: Sweep) -> list[tuple[str, str]]:
     """(class, name): what the colours mean."""
     if sweep.recipes:
         return [(sweep.recipe_colour(recipe), recipe) for recipe in sweep.recipes]
-    names = [f"{'to' if place else 'N up to'} {count(most)}" for place, most in enumerate(sweep.shades)]
+    names = [f"{'to' if place else 'N up to'} {short_count(most)}" for place, most in enumerate(sweep.shades)]
     return [(sweep.shade(place), name) for place, name in enumerate(names)]

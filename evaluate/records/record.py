@@ -20,11 +20,11 @@ from typing import Any, Protocol, TypeVar
 from filelock import FileLock, Timeout
 
 from ...train.errors import UserError
-from ...train.files import JsonLines, plain, read_json, write_atomic, write_json
+from ...train.files import JsonLines, plain_value, read_json, write_atomic, write_json
 from ..inference.ranks import Alone, Ranks
 from ..metrics import suite_scores
 from ..tasks.suite import Suite
-from .items import items_path, move_aside, pack, read_items
+from .items import items_path, move_aside, pack_items, read_items
 
 Report = Callable[[str], None]
 T = TypeVar("T")
@@ -46,7 +46,7 @@ class Store(Protocol):
 
 def request_key(kind: str, *parts: Any) -> str:
     """Name of a request: hex of a 16-byte BLAKE2b over the canonical JSON of its parts (strings, numbers, lists)."""
-    text = json.dumps([kind, *parts], sort_keys=True, separators=(",", ":"), default=plain)
+    text = json.dumps([kind, *parts], sort_keys=True, separators=(",", ":"), default=plain_value)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
@@ -82,7 +82,7 @@ class Answers(Memory):
         Raises:
             UserError: the file cannot be written.
         """
-        header = json.loads(json.dumps(header, default=plain))
+        header = json.loads(json.dumps(header, default=plain_value))
         try:
             answers = _answers_under(path, header, say)
             if answers is None:
@@ -247,7 +247,7 @@ class Record:
             by_task: dict[str, list[dict[str, Any]]] = {}
             for item in read_items(items_path(output), say):
                 by_task.setdefault(item["task"], []).append(item)
-            record._members = {name: pack(items) for name, items in by_task.items() if name in record.tasks}
+            record._members = {name: pack_items(items) for name, items in by_task.items() if name in record.tasks}
         return record
 
     @property
@@ -261,7 +261,7 @@ class Record:
         """The answers so far, which the first rank keeps; they are deleted when the block ends without an error."""
         path = self.output.with_name(f"{self.output.stem}.answers.jsonl")
         header = {key: self.scores[key] for key in SAME}
-        answers = self._ranks.together(
+        answers = self._ranks.raise_together(
             lambda: Answers.open(path, header, self._say) if self._ranks.rank == 0 else Memory()
         )
         if not isinstance(answers, Answers):
@@ -279,7 +279,7 @@ class Record:
         """
         self.tasks[name] = scores
         if self._keeps:
-            self._members[name] = pack(items)
+            self._members[name] = pack_items(items)
         from_first(self._ranks, lambda: self._write(flush=False))
 
     def finish(self, held_out: Callable[[], dict[str, Any]], suites: Mapping[str, Sequence[str]]) -> None:

@@ -39,7 +39,7 @@ def load_custom(path: Path | str, shots: int = 0, limit: int | None = None, seed
     Args:
         path: a file that ends in one of `ENDINGS`, or a folder.
         shots: examples before each question, and then `@shots` ends the names. 0 leaves a YAML's own `num_fewshot`.
-        limit: items a task; None means all.
+        limit: items per task; None means all.
         seed: of the choice of items and examples.
 
     Raises:
@@ -60,7 +60,7 @@ def load_custom(path: Path | str, shots: int = 0, limit: int | None = None, seed
 
 
 def _load_jsonl(path: Path, shots: int, limit: int | None, seed: int) -> dict[str, SuiteTask]:
-    rows = read_items(path)
+    rows = read_questions(path)
     name = task_name(path.name[: -len(next(end for end in _JSONL if path.name.lower().endswith(end)))])
     multiple_choice = "choices" in rows[0]
     # One blank joins prompt and answer, unless all prompts end in white space of their own.
@@ -125,7 +125,7 @@ def _examples(
     return "".join(texts)
 
 
-def read_items(path: Path) -> list[dict[str, Any]]:
+def read_questions(path: Path) -> list[dict[str, Any]]:
     """The lines of a .jsonl file: {"prompt", "choices", "answer" (a place)} or {"prompt", "answer" (a text)}.
 
     Raises:

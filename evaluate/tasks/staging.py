@@ -244,10 +244,8 @@ def _mbpp(request: Row) -> Row:
     return {name: doc[name] for name in names} | {"shown_test": shown}
 
 
-ROWS: dict[str, Callable[[Row], Row]] = {
-    "lambada": _lambada, "boolq": _boolq, "trivia": _trivia, "jeopardy": _jeopardy, "squad": _squad, "coqa": _coqa,
-    "drop": _drop, "gsm8k": _gsm8k, "mbpp": _mbpp,
-}  # fmt: skip
+_BY_NAME = (_lambada, _boolq, _trivia, _jeopardy, _squad, _coqa, _drop, _gsm8k, _mbpp)
+ROWS: dict[str, Callable[[Row], Row]] = {function.__name__[1:]: function for function in _BY_NAME}
 
 
 def _code(doc: Row, sources: Any) -> str:

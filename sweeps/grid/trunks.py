@@ -202,7 +202,7 @@ def progress_of(run: RunDirectory, live: bool = False) -> Progress:
         config = run.config()
     except UserError:
         return Progress()  # nothing there, or what `RunDirectory.config` refuses as soon as it is needed
-    saved, fixed = _published(run), live or run.is_done()
+    saved, fixed = run.saved_steps(), live or run.is_done()
     to_save = config.checkpoint.at_steps or () if live else ()
     step = config.steps if fixed else max(saved, default=0)
     return Progress(fixed, step, frozenset(saved).union(to_save), config.parent)
@@ -210,11 +210,6 @@ def progress_of(run: RunDirectory, live: bool = False) -> Progress:
 
 def has_checkpoint(run: RunDirectory, step: int) -> bool:
     return (_checkpoint(run, step) / "manifest.json").is_file()
-
-
-def can_start(branch: RunDirectory, trunk: RunDirectory, step: int) -> bool:
-    """Whether a branch finds a checkpoint to begin from: its trunk's, or its own."""
-    return has_checkpoint(trunk, step) or any(own >= step for own in _published(branch))
 
 
 def graft(branch: RunDirectory, trunk: RunDirectory) -> str | None:
@@ -230,7 +225,7 @@ def graft(branch: RunDirectory, trunk: RunDirectory) -> str | None:
     source, final = _checkpoint(trunk, step), _checkpoint(branch, step)
     begins = f"run {branch.run_id} begins at step {step} of run {trunk.run_id}"
     with FileLock(branch.path / ".graft.lock"):
-        if any(own >= step and damage(_checkpoint(branch, own)) is None for own in _published(branch)):
+        if any(own >= step and damage(_checkpoint(branch, own)) is None for own in branch.saved_steps()):
             return None
         if not has_checkpoint(trunk, step):
             state = trunk.state()
@@ -248,12 +243,6 @@ def graft(branch: RunDirectory, trunk: RunDirectory) -> str | None:
 
 def _checkpoint(run: RunDirectory, step: int) -> Path:
     return run.path / "checkpoints" / f"step_{step}"
-
-
-def _published(run: RunDirectory) -> list[int]:
-    """Steps of a run's whole checkpoints."""
-    names = (path.parent.name.removeprefix("step_") for path in (run.path / "checkpoints").glob("step_*/manifest.json"))
-    return sorted(int(name) for name in names if name.isdigit())
 
 
 def _begin_metrics(branch: RunDirectory, trunk: RunDirectory, step: int) -> None:

@@ -26,14 +26,12 @@ from ...train.config import RECIPE
 from ...train.errors import UserError
 from ...train.files import read_json, write_atomic
 from ..config import cluster_of
-from ..execute import recovery
-from ..execute.control import idle
-from ..execute.queue import Queue
-from ..execute.recovery import KILLED
-from ..runs import attempts, membership
+from ..runs import attempts, membership, states
+from ..runs.attempts import Policy
 from ..runs.directory import OPEN, STATES, AtWork, Busy, RunDirectory, SweepDirectory, now_on, yaml_or_empty
-from ..runs.retries import Policy
+from ..runs.queue import Queue
 from ..slurm import commands as slurm
+from ..slurm import supervisor
 from ..terminal import console
 from .status import missing_field
 
@@ -190,7 +188,7 @@ def _orphans(sweep: SweepDirectory, policy: Policy) -> Iterator[Fault]:
             if lost := queue.lost():
                 names = ", ".join(name for unit in lost for name in unit.runs)
                 yield Fault("queue", f"the worker is gone that had {names}", queue.folder,
-                            partial(queue.recover, policy), "settled")  # fmt: skip
+                            partial(supervisor.settle_queue, queue, policy), "settled")  # fmt: skip
     for run in membership.members(sweep):
         if _is_dead(run, policy):
             what = f"it says running on {run.state().host}, and its process is gone"
@@ -200,7 +198,7 @@ def _orphans(sweep: SweepDirectory, policy: Policy) -> Iterator[Fault]:
         return
     if waiting := _without_job(sweep, live):
         what = f"{len(waiting)} runs wait for a job that SLURM does not know: {', '.join(waiting)}"
-        yield Fault("orphan", what, sweep.path / "runs", lambda: recovery.settle_lost(sweep, policy, live),
+        yield Fault("orphan", what, sweep.path / "runs", lambda: supervisor.settle_lost(sweep, policy, live),
                     "settled; they may be tried again")  # fmt: skip
     yield from _strays(sweep)
 
@@ -217,7 +215,7 @@ def _is_dead(run: RunDirectory, policy: Policy) -> bool:
     if run.state().state != "running":
         return False
     try:
-        with idle(run, policy):
+        with states.hold_idle(run, policy):
             return run.state().state == "running"
     except Busy:
         return False
@@ -226,7 +224,7 @@ def _is_dead(run: RunDirectory, policy: Policy) -> bool:
 def _settle_dead(run: RunDirectory, policy: Policy, ask: bool) -> None:
     """Writes how a run's process ended, in SLURM's words where it can be asked."""
     state = run.state()
-    recovery.settle_dead([run], policy, recovery.death_of(state.job_id, state.host) if ask else KILLED)
+    states.settle_dead([run], policy, supervisor.death_of(state.job_id, state.host) if ask else states.KILLED)
 
 
 def _without_job(sweep: SweepDirectory, live: set[str]) -> list[str]:
@@ -242,7 +240,7 @@ def _without_job(sweep: SweepDirectory, live: set[str]) -> list[str]:
 
 def _strays(sweep: SweepDirectory) -> Iterator[Fault]:
     """Jobs of this sweep that its record does not know; one on hold was never released, and is of no use."""
-    from ..slurm.launch_record import strays
+    from ..slurm.record import strays
 
     try:
         with sweep.lock():  # else a launcher may be writing them down
@@ -278,7 +276,7 @@ def _files(sweep: SweepDirectory) -> Iterator[Fault]:
 
 def _launch_record(sweep: SweepDirectory) -> Iterator[Fault]:
     """Without it jobs are found by their label, and say themselves what they are for."""
-    from ..slurm.launch_record import LaunchRecord, rebuilt
+    from ..slurm.record import LaunchRecord, rebuilt
 
     def rewrite() -> None:
         with sweep.lock():
@@ -306,7 +304,7 @@ def _is_table(path: Path) -> bool:
 def faults_of(run: RunDirectory, policy: Policy, deep: bool, evaluated: bool) -> Iterator[Fault]:
     """What is wrong with a run, whose lock is held from one fault to the next; `evaluated`: it should have scores."""
     try:
-        with idle(run, policy):
+        with states.hold_idle(run, policy):
             for check in (_config, _state, _leftovers, _lines):
                 yield from check(run)
             # Of a run that is to go on no sums are checked: that takes minutes, and its trainer waits for the lock.
@@ -358,10 +356,9 @@ def _state(run: RunDirectory) -> Iterator[Fault]:
     values = read_json(path)
     if values is None or values.get("state") not in STATES:
         known = run.state()
-        number = max([known.attempt, *(attempt.attempt for attempt in attempts.read(run))])
         what = "state.json cannot be read" if path.exists() else "state.json is missing"
         yield Fault(
-            "state", what, path, lambda: run.set_state(known.state, attempt=number),
+            "state", what, path, lambda: states.restore(run),
             f"written anew as {known.state}, for {_because(run)}",
         )  # fmt: skip
     asked = run.cancel_asked()
@@ -371,7 +368,7 @@ def _state(run: RunDirectory) -> Iterator[Fault]:
     elif asked is not None and state != "cancelled":
         yield Fault(
             "cancel", f"{asked} asked to cancel the run, and nobody trains it", run.path,
-            lambda: run.set_state("cancelled", reason=f"cancelled by {asked}"), "cancelled",
+            lambda: states.cancel(run, asked), "cancelled",
         )  # fmt: skip
 
 
@@ -463,7 +460,7 @@ def _result(run: RunDirectory, evaluated: bool) -> Iterator[Fault]:
     if summary is None:
         yield Fault(
             "result", "it is done and has no summary", path,
-            lambda: run.set_state("planned", reason="its summary was lost, and is made anew"),
+            lambda: states.plan(run, "its summary was lost, and is made anew"),
             f"planned again, from its newest checkpoint: isoflop retry {run.path.parent.parent} {run.run_id}",
         )  # fmt: skip
         return

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..config import cluster_of
-from ..execute.control import find_runs
+from ..runs.attempts import Policy
 from ..runs.directory import RunDirectory, SweepDirectory
-from ..runs.membership import is_over, members
-from ..runs.retries import Policy
+from ..runs.membership import find_runs, is_over, members
 
 POLL_SECONDS = 0.5
 TAIL_BYTES = 16384  # of a file, when only its newest lines are wanted

@@ -27,11 +27,10 @@ from ...train.errors import UserError
 from ...train.files import read_json
 from ..config import ClusterConfig, cluster_of
 from ..results import accounting
-from ..runs import attempts, heartbeat, retries
-from ..runs.attempts import Attempt
+from ..runs import attempts
+from ..runs.attempts import Attempt, Policy
 from ..runs.directory import OPEN, STATES, RunDirectory, SweepDirectory, now_on, yaml_or_empty
 from ..runs.membership import members
-from ..runs.retries import Policy
 from ..terminal import console, describe_seconds, short
 
 Row = dict[str, Any]
@@ -148,7 +147,7 @@ def _read(run: RunDirectory, planned: Mapping[str, Any], changed: int) -> Row:
         "state": state.state,
         "reason": state.reason,
         "attempt": state.attempt,
-        "retries": sum(start.cause in retries.RETRIED for start in recent[:-1]),
+        "retries": sum(start.cause in attempts.RETRIED for start in recent[:-1]),
         "host": state.host,
         "mesh": planned.get("mesh", ""),
         "parent": planned.get("parent"),
@@ -182,13 +181,13 @@ def _finite(value: Any) -> float | None:
 
 def _add_life(sweep: SweepDirectory, rows: Iterable[Row], policy: Policy, now: float) -> None:
     """How long ago each running run has shown life, when it began and was last seen, and when it will end."""
-    limit = heartbeat.limit(policy)
+    limit = policy.silence_seconds
     for row in rows:
         row |= {"heartbeat_age": None, "silent": False, "under_way": None}
         if row["state"] != "running":
             continue
         run = sweep.run(row["run_id"])
-        age = row["heartbeat_age"] = heartbeat.age(run, now)
+        age = row["heartbeat_age"] = attempts.sign_age(run, now)
         row["silent"] = age is None or age > limit
         begun = read_json(run.path / attempts.UNDER_WAY) or {}
         began = begun.get("began", now)
@@ -230,7 +229,7 @@ def _add_again(rows: Iterable[Row], policy: Policy, now: float) -> None:
     spent = sum(row["retries"] for row in rows)
     for row in rows:
         recent = _attempts(row)[len(row["history"]) - row["recent"] :]
-        row["again"] = row["state"] == "failed" and retries.decide(recent, policy, spent, now).again
+        row["again"] = row["state"] == "failed" and attempts.decide(recent, policy, spent, now).again
 
 
 def _add_waits(sweep: SweepDirectory, rows: Iterable[Row]) -> None:

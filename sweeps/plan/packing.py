@@ -17,22 +17,11 @@ from ...train.config import RunConfig, run_id
 from ...train.ensemble.members import refusal, shape_of
 from ...train.memory import memory
 from ...train.schedule import trunk_steps
+from ..runs.queue import Unit
 
 LEAST_GAIN = 1.15  # of an ensemble, below which the estimate is no reason to make one
 
 ROUNDING = 1e-9  # what times may differ by and still be equal
-
-
-@dataclass(frozen=True)
-class Unit:
-    """What one job trains."""
-
-    how: str  # alone | ensemble | shared: processes of their own on one device
-    runs: tuple[str, ...]  # run ids, longest first
-
-    @property
-    def name(self) -> str:
-        return self.runs[0] + (f"+{len(self.runs) - 1}" if len(self.runs) > 1 else "")
 
 
 def ensemble_speedup(width: int, members: int, launch_bound_width: float) -> float:

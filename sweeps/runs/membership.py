@@ -10,9 +10,9 @@ from typing import Any
 from ...train.config import RunConfig, run_id
 from ...train.errors import UserError
 from ...train.files import read_json, write_json
-from . import attempts
+from . import attempts, states
+from .attempts import Policy
 from .directory import OPEN, AtWork, RunDirectory, SweepDirectory, now_on
-from .retries import Policy
 
 ADDED = "added.json"
 STOPPED = "cancel.json"
@@ -28,7 +28,7 @@ def add_runs(sweep: SweepDirectory, runs: Iterable[RunConfig], why: str, replace
             directory = sweep.run(run_id(run))
             directory.freeze(run)
             if not (directory.path / "state.json").exists():
-                directory.set_state("planned")
+                states.plan(directory)
             added[run_id(run)] = {"why": why, "replaces": replaces, "when": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
         if fresh:
             write_json(sweep.path / ADDED, added)
@@ -56,6 +56,22 @@ def members(sweep: SweepDirectory) -> list[RunDirectory]:
     planned = sweep.runs()
     known = {run.run_id for run in planned}
     return planned + [sweep.run(name) for name in _added(sweep) if name not in known]
+
+
+def find_runs(sweep: SweepDirectory, prefixes: Iterable[str]) -> list[RunDirectory]:
+    """The runs that begin with these digits, each once; UserError where one begins none or several."""
+    runs, found = members(sweep), dict[str, RunDirectory]()
+    for prefix in prefixes:
+        matching = [run for run in runs if run.run_id.startswith(prefix)]
+        exact = [run for run in matching if run.run_id == prefix]
+        if len(exact or matching) != 1:
+            ids = ", ".join(run.run_id for run in matching[:8]) + (", …" if len(matching) > 8 else "")
+            raise UserError(
+                f"run is {prefix!r}, which must begin exactly one run id of {sweep.path}; it begins {ids or 'none'}"
+            )
+        run = (exact or matching)[0]
+        found[run.run_id] = run
+    return list(found.values())
 
 
 def replacements(sweep: SweepDirectory) -> dict[str, str]:

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..config import ClusterConfig
-from ..plan.packing import Unit
 from ..plan.sweep_plan import JobShape, PlannedRun
+from ..runs.queue import Unit
 
 
 @dataclass(frozen=True)

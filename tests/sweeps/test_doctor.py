@@ -16,12 +16,12 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
-from isoflop.sweeps.execute.queue import Queue
 from isoflop.sweeps.observe import doctor, logs
 from isoflop.sweeps.observe.doctor import Finding, examine_sweep
 from isoflop.sweeps.plan.packing import Unit
 from isoflop.sweeps.runs import attempts
 from isoflop.sweeps.runs.directory import RunDirectory, SweepDirectory
+from isoflop.sweeps.runs.queue import Queue
 from isoflop.train.files import read_json, read_json_lines, write_json
 
 # As the fixture `smoke` runs it.
@@ -352,7 +352,7 @@ def test_units_of_a_worker_that_died_go_back_to_their_queue(sweep: SweepDirector
     dead.claim(0)
     dead.close()
     assert "queue" in kinds(examine_sweep(sweep, mend=True))
-    assert Queue.open(sweep, folder).lost() == []
+    assert Queue.open(sweep, folder).lost() == {}
     assert "queue" not in kinds(examine_sweep(sweep, mend=True))
 
 

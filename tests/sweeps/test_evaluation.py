@@ -25,8 +25,8 @@ from isoflop.sweeps.results import pages, scoring
 from isoflop.sweeps.results.finish import print_law
 from isoflop.sweeps.results.scoring import is_scored, wanted_steps
 from isoflop.sweeps.results.table import _scores, build_table, name_recipes_apart, write_table
+from isoflop.sweeps.runs.attempts import Policy
 from isoflop.sweeps.runs.directory import RunDirectory, SweepDirectory
-from isoflop.sweeps.runs.retries import Policy
 from isoflop.train.config import DataConfig, RunConfig, run_id
 from isoflop.train.errors import UserError
 from isoflop.train.files import read_json, write_json
@@ -128,7 +128,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, small_corpus: Callable[...
             run = sweep.run(run_id(config))
             run.freeze(config)
             run.set_state("planned")
-            worker.train_run(str(run.path), Policy(retries=0))
+            worker.train("alone", [str(run.path)], Policy(retries=0))
     return folder
 
 

@@ -16,8 +16,8 @@ from isoflop.sweeps.observe import logs, status
 from isoflop.sweeps.plan.sweep_plan import plan_runs
 from isoflop.sweeps.results import accounting
 from isoflop.sweeps.runs import attempts, membership
+from isoflop.sweeps.runs.attempts import Policy
 from isoflop.sweeps.runs.directory import RunDirectory, SweepDirectory, now_on
-from isoflop.sweeps.runs.retries import Policy
 from isoflop.train.config import ModelConfig, RunConfig, run_id
 from isoflop.train.errors import UserError
 from isoflop.train.files import write_json

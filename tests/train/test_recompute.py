@@ -259,7 +259,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Traced:
     """What blocks are compiled by from here on."""
     torch._dynamo.reset()
     traced, compile_ = Traced(), torch.compile
-    monkeypatch.setattr(torch, "compile", lambda f: compile_(f, backend=traced.backend, fullgraph=True))
+    monkeypatch.setattr(torch, "compile", lambda f, mode: compile_(f, backend=traced.backend, fullgraph=True))
     return traced
 
 

@@ -1,8 +1,4 @@
-"""The rows of a step, on the device when the step wants them: gathered and copied while the step before it runs.
-
-Copies from pinned pages run on a stream of their own; the host waits only for a copy whose pages it needs again. On a
-CPU there is nothing to copy, and gathering takes less than a hundredth of a step.
-"""
+"""The rows of a step, on the device when the step wants them: gathered and copied while the step before it runs."""
 
 from __future__ import annotations
 
@@ -22,8 +18,6 @@ Gather = Callable[[int], npt.NDArray[np.int64]]  # the rows of a step, (rows, T 
 
 @dataclass(eq=False)
 class Slot:
-    """One place of the ring."""
-
     pages: Tensor  # (rows, T + 1) on the host, pinned
     rows: Tensor  # the same on the device
     step: int | None = None  # whose rows these are
@@ -49,8 +43,6 @@ class Lane(Protocol):
 
 
 class CudaLane:
-    """A stream beside the one that computes."""
-
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream = torch.cuda.Stream(device)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from isoflop.train.config import ModelConfig, OptimizerConfig
 from isoflop.train.job.fork import run_ranks
 from isoflop.train.model.parametrization import build_model, empty_model, initial_weights, parameter_groups
-from isoflop.train.parallel.layout import Piece, Placement, whole
+from isoflop.train.parallel.layout import Piece, Placement, whole_placement
 from isoflop.train.parallel.mesh import Mesh, build_mesh
 from isoflop.train.parallel.zero import StepResult, Zero
 from torch import Tensor
@@ -41,7 +41,7 @@ class Run:
     ) -> None:  # fmt: skip
         self.mesh = mesh
         self.gpt = empty_model(model, optimizer, LENGTH)
-        placements = {name: whole(p.shape) for name, p in self.gpt.named_parameters()}
+        placements = {name: whole_placement(p.shape) for name, p in self.gpt.named_parameters()}
         groups = parameter_groups(self.gpt, optimizer)
         self.zero = Zero(
             self.gpt, groups, placements, mesh, stage=stage, dtype=dtype, optimizer=optimizer, bucket_mb=0.01,
@@ -432,7 +432,7 @@ def test_tp_ranks_count_split_pieces_each_and_shared_ones_once_and_add_up_partia
     def faked() -> None:
         mesh = build_mesh(1, 2, CPU)
         gpt = empty_model(MODEL, NO_CLIP, LENGTH)
-        placements = {name: whole(p.shape) for name, p in gpt.named_parameters()}
+        placements = {name: whole_placement(p.shape) for name, p in gpt.named_parameters()}
         name = "blocks.1.attention.qkv.weight"  # rows: 20 of queries, split; 40 of keys and values, shared and partial
         pieces = (Piece((20 * mesh.tp_rank, 0), (20, 20)), Piece((40, 0), (40, 20), shared=True, partial=True))
         placements[name] = Placement((80, 20), pieces)

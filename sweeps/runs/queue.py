@@ -1,19 +1,16 @@
-"""A queue of units that worker processes go through, on this machine or on many hosts: each unit is one worker's.
+"""A queue of units that workers go through, on this machine or on many hosts: each unit is one worker's at a time.
 
 Special here:
-- the truth is one file, journal.jsonl: a line a claim, release and end, each appended whole under one lock. So there is
-  no state between two lines in which a kill could leave the queue, and what happened to a unit can be read there;
+- the truth is one file, journal.jsonl: one line per claim, release and end, appended whole under one lock, so a kill
+  cannot leave the queue between two states;
 - a reader remembers how far it has read: a claim costs the same with ten thousand units as with ten;
 - who lives is what the kernel says: a worker holds a file lock for its life, and its claims name it. After a kill -9
-  the claim stands and the lock is free, and whoever sees that first recovers the unit;
-- a branch is handed out once its trunk's checkpoint is there, while the trunk still trains; or when nothing will bring
-  that checkpoint any more, and then the branch says in its state what it lacks;
-- times are the file system's (the file server's, where there is one), so that clocks of nodes may differ;
-- a node that a unit is to avoid does not get it for AVOID_SECONDS. After that any node does: a queue must not starve
-  because the only node that is left once failed. On one machine there is nowhere else to go, and no node is avoided.
+  the claim stands and the lock is free; whoever sees that first settles the unit;
+- a branch is handed out once its trunk's checkpoint is there, or when nothing will bring that checkpoint any more;
+- a node that a unit avoids does not get it for AVOID_SECONDS. After that any node does: a queue must not starve.
 
-Should a shared file system not carry locks from node to node, two workers might claim one unit; the heartbeat of the
-run, which `attempt.held` looks at, then keeps one of them out.
+Should a shared file system not carry locks from node to node, two workers might claim one unit; signs of life of the
+run, which `states.held` looks at, then keep one of them out.
 """
 
 from __future__ import annotations
@@ -30,16 +27,26 @@ from pathlib import Path
 from typing import Any
 
 from ...train.files import read_json, write_json
-from ..grid.trunks import can_start
-from ..plan.packing import Unit
-from ..runs.directory import RunDirectory, SweepDirectory, this_node
-from ..runs.retries import Policy
-from ..slurm import commands as slurm
-from . import recovery
-from .recovery import Death
+from . import states
+from .attempts import Policy
+from .directory import RunDirectory, SweepDirectory, inside_job, job_id, this_node
+from .states import Death
 
 CONTENTS, JOURNAL = "units.json", "journal.jsonl"
 AVOID_SECONDS = 900.0  # counted from when the unit can be claimed again
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What one job trains."""
+
+    how: str  # alone | ensemble | shared: processes of their own on one device
+    runs: tuple[str, ...]  # run ids, longest first
+
+    @property
+    def name(self) -> str:
+        """For people: the first run, and how many more."""
+        return self.runs[0] + (f"+{len(self.runs) - 1}" if len(self.runs) > 1 else "")
 
 
 @dataclass(frozen=True)
@@ -54,7 +61,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Hold:
-    """What keeps a unit from being claimed that was released."""
+    """What keeps a released unit from being claimed."""
 
     until: float = 0.0  # by the file system's clock
     avoid: tuple[str, ...] = ()  # nodes
@@ -64,7 +71,7 @@ FREE = Hold()
 
 
 class Queue:
-    """Units and who has them. Launcher, workers and keepers each open their own on the same folder."""
+    """Units and who has them; every process opens its own on the same folder."""
 
     def __init__(
         self, sweep: SweepDirectory, folder: Path, units: Sequence[Unit], parents: Mapping[str, tuple[str, int]]
@@ -88,13 +95,9 @@ class Queue:
     def create(
         cls, sweep: SweepDirectory, folder: Path, units: Sequence[Unit], parents: Mapping[str, tuple[str, int]]
     ) -> Queue:
-        """A new queue.
+        """A new queue in a folder of its own; units in the order in which they start.
 
-        Args:
-            sweep: whose runs the units train.
-            folder: of this queue alone; created where it is missing.
-            units: in the order in which they are to start.
-            parents: of every branch, by run id: its trunk's run id, and the step whose checkpoint it begins from.
+        `parents` are of every branch, by run id: its trunk's run id, and the step whose checkpoint it begins from.
         """
         (folder / "workers").mkdir(parents=True, exist_ok=True)
         (folder / JOURNAL).touch()
@@ -105,11 +108,6 @@ class Queue:
 
     @classmethod
     def open(cls, sweep: SweepDirectory, folder: Path) -> Queue:
-        """The queue that `create` has written.
-
-        Raises:
-            ValueError: there is none.
-        """
         contents = read_json(folder / CONTENTS)
         if contents is None:
             raise ValueError(f"{folder} holds no queue")
@@ -118,144 +116,101 @@ class Queue:
 
     @classmethod
     def all_of(cls, sweep: SweepDirectory) -> list[Queue]:
-        """The queues that a sweep's SLURM jobs go through, in the order of their names."""
+        """The queues of a sweep's SLURM jobs."""
         return [cls.open(sweep, path.parent) for path in sorted((sweep.path / "jobs").glob(f"queue-*/{CONTENTS}"))]
 
     def close(self) -> None:
-        """Lets go of this worker's lock: what it has claimed and not ended counts as lost."""
+        """Releases this worker's lock: units that it has count as lost."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
     def claim(self, place: int, host: str | None = None) -> Unit | None:
-        """The first unit, in order, that can start; it is this process' until `end`, `release` or `settle`.
-
-        None where there is none at the moment; `left` says whether there will be.
-
-        Args:
-            place: a number, by which a launcher on this machine knows who has what.
-            host: node of the worker, for units that are to avoid it; None: any unit will do.
-        """
+        """The first unit that can start, or None at the moment; with a `host` those that avoid it are passed over."""
         self._be_alive()
         with self._mutex():
             index = self._next(host)
             if index is None:
                 return None
-            job = slurm.job_id() if slurm.inside_job() else None
-            claim = Claim(self.worker, place, host or this_node(), job)
+            claim = Claim(self.worker, place, host or this_node(), job_id() if inside_job() else None)
             self._append({"event": "claim", "unit": index, "runs": self.units[index].name, **asdict(claim)})
             return self.units[index]
 
     def end(self, unit: Unit) -> None:
-        """Marks a unit as over, whatever came of its runs."""
         with self._mutex():
             if self._may_settle(index := self._index[unit]):
                 self._end(index)
 
     def release(self, unit: Unit, wait_seconds: float = 0.0, avoid: Sequence[str] = ()) -> None:
-        """Gives a unit back, for whoever comes next.
-
-        Args:
-            unit: what was claimed.
-            wait_seconds: from now on, before which nobody gets it.
-            avoid: nodes that are not to get it; see the head of this file.
-        """
+        """Gives a unit back, to be claimed after `wait_seconds`, and for a while by no node to avoid."""
         with self._mutex():
             if self._may_settle(index := self._index[unit]):
                 self._release(index, wait_seconds, avoid)
 
     def settle(self, unit: Unit, policy: Policy, death: Death) -> None:
-        """Ends or releases a unit that this process has claimed, as what became of its runs says.
-
-        Args:
-            unit: what was claimed.
-            policy: what is tried again.
-            death: of a run that still says `running`.
-        """
-        recovery.settle_dead(self._runs(self._index[unit]), policy, death)
+        """Ends or releases a unit of this process, by what became of its runs."""
+        states.settle_dead(self._runs(self._index[unit]), policy, death)
         with self._mutex():
             if self._may_settle(index := self._index[unit]):
                 self._decide(index, policy)
 
-    def recover(self, policy: Policy) -> list[Unit]:
-        """Settles units whose worker died, and their runs: each is ended, or released to be tried again.
-
-        Anybody may call it at any time. A run that somebody has, such as a process that outlived its worker, is left
-        to him, and its unit to a later call.
-
-        Returns:
-            The units that were settled.
-        """
-        settled = []
-        lost = self._lost()
-        # Once for all of them, and outside the lock: SLURM may take a minute to answer.
-        said = slurm.outcomes({claim.job for claim in lost.values() if claim.job is not None})
-        for index, claim in lost.items():
-            death = recovery.of_worker(recovery.death_of(claim.job, claim.host, said))
-            with self._mutex():
-                if self._open.get(index) != claim:
-                    continue  # somebody else was faster
-                if recovery.settle_dead(self._runs(index), policy, death):
-                    self._decide(index, policy)
-                    settled.append(self.units[index])
-        return settled
+    def settle_lost(self, unit: Unit, claim: Claim, policy: Policy, death: Death) -> bool:
+        """The same for a unit whose worker died; False where somebody was faster."""
+        index = self._index[unit]
+        with self._mutex():
+            if self._open.get(index) != claim or not states.settle_dead(self._runs(index), policy, death):
+                return False
+            self._decide(index, policy)
+            return True
 
     def left(self, host: str | None = None) -> list[Unit]:
-        """Units that nobody has claimed, in order; with a host, those that do not avoid it."""
+        """Units that nobody has claimed and, with a host, that do not avoid it."""
         self._refresh()
         now = self._now() if host is not None and self._holds else 0.0
         return [self.units[index] for index in self._left if not self._avoids(index, host, now)]
 
     def ready(self) -> list[Unit]:
-        """Units left that a worker could begin with now, in order, on one node or another."""
         self._refresh()
         now = self._now() if self._holds else 0.0
         free = [index for index in self._left if self._holds.get(index, FREE).until <= now]
         return [self.units[index] for index in free if self._ready(index)]
 
     def ready_in(self) -> float | None:
-        """Seconds until the first of the units left may be claimed, for all that time tells; None: none is left."""
+        """Seconds until the wait of one of the units left is over."""
         self._refresh()
         now = self._now() if self._holds else 0.0
         return min((max(0.0, self._holds.get(index, FREE).until - now) for index in self._left), default=None)
 
     def avoided(self) -> tuple[str, ...]:
-        """Nodes that the first unit left avoids, which a worker that is added for it should exclude."""
+        """Nodes that a worker added for the first unit left should exclude."""
         self._refresh()
         now = self._now()
         holds = [self._holds.get(index, FREE) for index in self._left[:1]]
         return tuple(node for hold in holds for node in hold.avoid if now < hold.until + AVOID_SECONDS)
 
     def was_claimed(self) -> bool:
-        """Whether a worker ever came as far as to claim a unit."""
         self._refresh()
         return bool(self._claims)
 
     def claimed(self, place: int) -> int:
-        """Times that this place has claimed a unit."""
         self._refresh()
         return self._claims.get(place, 0)
 
     def running(self) -> dict[Unit, int]:
-        """Units at work, and the place of each."""
+        """Units at work, with their places."""
         self._refresh()
         return {self.units[index]: claim.place for index, claim in self._open.items() if self._alive(claim.worker)}
 
-    def lost(self) -> list[Unit]:
-        """Units whose worker died before their end; see `recover`."""
-        return [self.units[index] for index in self._lost()]
+    def lost(self) -> dict[Unit, Claim]:
+        """Units whose worker died before their end."""
+        self._refresh()
+        return {self.units[index]: claim for index, claim in self._open.items() if not self._alive(claim.worker)}
 
     def is_over(self) -> bool:
-        """Whether every unit has ended."""
         self._refresh()
         return not self._left and not self._open
 
-    def _lost(self) -> dict[int, Claim]:
-        self._refresh()
-        return {index: claim for index, claim in self._open.items() if not self._alive(claim.worker)}
-
     def _next(self, host: str | None) -> int | None:
-        """The unit to claim. Under the mutex."""
         now = self._now() if self._holds else 0.0
         waiting = None  # the first that waits for a trunk alone
         for index in self._left:
@@ -273,8 +228,9 @@ class Queue:
                 continue
             trunk, step = begins
             home = self._home.get(trunk)
-            waits = home is not None and home != index and home not in self._ended
-            if waits and not can_start(self.sweep.run(name), self.sweep.run(trunk), step):
+            if home is None or home == index or home in self._ended:
+                continue
+            if not can_begin(self.sweep.run(name), self.sweep.run(trunk), step):
                 return False
         return True
 
@@ -283,7 +239,7 @@ class Queue:
         return host is not None and hold is not None and host in hold.avoid and now < hold.until + AVOID_SECONDS
 
     def _may_settle(self, index: int) -> bool:
-        """Whether this worker has a unit, or nobody who lives. A node that was away for long may have lost its own."""
+        """Whether this worker has a unit, or no live one."""
         claim = self._open.get(index)
         return claim is not None and (claim.worker == self.worker or not self._alive(claim.worker))
 
@@ -291,14 +247,14 @@ class Queue:
         return [self.sweep.run(name) for name in self.units[index].runs]
 
     def _decide(self, index: int, policy: Policy) -> None:
-        going = recovery.going_on(self._runs(index), policy, self._now())
+        going = states.runs_to_go_on(self._runs(index), policy, self._now())
         if not going:
             self._end(index)
             return
         avoid = {node for _, decision in going for node in decision.avoid}
         self._release(index, max(decision.wait_seconds for _, decision in going), sorted(avoid))
         for run, decision in going:
-            recovery.say_queued(run, decision)
+            states.queue_again(run, decision)
 
     def _end(self, index: int) -> None:
         self._append({"event": "end", "unit": index})
@@ -310,7 +266,7 @@ class Queue:
     # The journal
 
     def _append(self, event: dict[str, Any]) -> None:
-        """Adds a line, whole or not at all, and takes note of it. Under the mutex, which has read what was there."""
+        """Adds a line, whole or not at all, and reads it."""
         line = json.dumps({"at": round(self._now(), 3), **event}).encode() + b"\n"
         descriptor = os.open(self.folder / JOURNAL, os.O_WRONLY | os.O_APPEND)
         try:
@@ -325,7 +281,7 @@ class Queue:
         self._refresh()
 
     def _refresh(self) -> None:
-        """Reads what was added to the journal since the last time."""
+        """Reads what was added to the journal."""
         with (self.folder / JOURNAL).open("rb") as file:
             file.seek(self._offset)
             added = file.read()
@@ -334,9 +290,9 @@ class Queue:
         for line in whole.splitlines():
             # Of a line that somebody damaged the worst is that a unit is claimed again, and its runs are found done.
             with contextlib.suppress(ValueError, KeyError, TypeError):
-                self._take_note(json.loads(line))
+                self._apply(json.loads(line))
 
-    def _take_note(self, event: dict[str, Any]) -> None:
+    def _apply(self, event: dict[str, Any]) -> None:
         index, kind = event["unit"], event["event"]
         if kind == "claim":
             self._left.remove(index)
@@ -353,7 +309,6 @@ class Queue:
             self._holds[index] = Hold(event["until"], tuple(event["avoid"]))
 
     def _now(self) -> float:
-        """The file system's clock."""
         os.utime(self.folder / JOURNAL)
         return (self.folder / JOURNAL).stat().st_mtime
 
@@ -361,7 +316,6 @@ class Queue:
 
     @contextlib.contextmanager
     def _mutex(self) -> Iterator[None]:
-        """For whoever changes the queue; everything that was written before has been read."""
         descriptor = _locked(self.folder / ".lock", fcntl.LOCK_EX)
         try:
             self._refresh()
@@ -390,11 +344,13 @@ class Queue:
         return self.folder / "workers" / f"{worker}.lock"
 
 
-def _locked(path: Path, how: int) -> int:
-    """A descriptor that holds a file lock until it is closed.
+def can_begin(branch: RunDirectory, trunk: RunDirectory, step: int) -> bool:
+    """Whether a branch finds a checkpoint at `step` of its trunk, or one of its own."""
+    return step in trunk.saved_steps() or any(own >= step for own in branch.saved_steps())
 
-    Waiting in the kernel, where `filelock` would ask again and again: of a hundred workers each gets its turn.
-    """
+
+def _locked(path: Path, how: int) -> int:
+    """A descriptor that holds a file lock until it is closed."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         fcntl.flock(descriptor, how)

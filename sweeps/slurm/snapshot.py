@@ -1,11 +1,7 @@
 """The code that a sweep's jobs run: a copy in the sweep's folder, so that an edit while jobs wait changes nothing.
 
-Special here:
-- of a checkout the copy has the files that git tracks as they lie in the working tree, and those that it neither tracks
-  nor ignores, for a job would import a new file too; changes.diff and the commit say what they were made from;
-- only the package's rooms are copied: jobs import nothing else;
-- the folder is named after what it holds and made beside its place, so that launchers at once, and one that is killed,
-  do no harm, and the same code is copied once.
+Of a checkout it holds the files that git tracks, as they are, and those that it neither tracks nor ignores. The folder
+is named after its content and moved into place whole, so concurrent or killed launchers do no harm.
 """
 
 from __future__ import annotations
@@ -27,16 +23,11 @@ SOURCE = "source.json"  # commit, whether it was changed, and the files that git
 
 
 def take(sweep: SweepDirectory, report: Callable[[str], None] = print, package: Path = PACKAGE) -> Path:
-    """Copies the code into the sweep, unless the same is there already.
-
-    Args:
-        sweep: whose jobs are to run it.
-        report: is told of files that git does not track, once.
-        package: the folder that is imported as `isoflop`.
+    """Copies the package into the sweep, unless the same is there already; says which files git does not track.
 
     Returns:
-        `<sweep>/code/<digest>`, which holds `isoflop/`, and is to come first on the jobs' PYTHONPATH. For a process
-        that runs from one of the sweep's copies, such as the keeper, it is that copy.
+        `<sweep>/code/<digest>`, which holds `isoflop/`, to come first on the jobs' PYTHONPATH. A process that runs from
+        one of the sweep's copies, such as the keeper, gets that copy.
     """
     home = sweep.path.resolve() / "code"
     if package.parent.parent == home and (package.parent / SOURCE).exists():
@@ -69,12 +60,11 @@ def take(sweep: SweepDirectory, report: Callable[[str], None] = print, package: 
 
 
 def source(package: Path = PACKAGE) -> dict[str, object] | None:
-    """What a copy was made from, where `package` is one: commit (None: no checkout), changed, untracked."""
+    """What a copy was made from, where `package` is one: commit, changed, untracked."""
     return read_json(package.parent / SOURCE)
 
 
 def _put(folder: Path, place: Path) -> None:
-    """Moves a whole copy to its place, which another launcher may have filled meanwhile."""
     os.chmod(folder, 0o755)
     try:
         os.rename(folder, place)
@@ -85,10 +75,7 @@ def _put(folder: Path, place: Path) -> None:
 
 
 def _files_of_git(package: Path) -> tuple[list[str], list[str]] | None:
-    """Paths of the package's files that git tracks, and of those that it would; None where it is no checkout.
-
-    A package that is installed somewhere below another checkout is none: that one does not track it.
-    """
+    """Paths of files that git tracks, and of those that it would; None outside a checkout."""
     parts = ("--", "__init__.py", *ROOMS)
     tracked = _names(_git(package, "ls-files", "-z", *parts))
     if "__init__.py" not in tracked:
@@ -96,18 +83,16 @@ def _files_of_git(package: Path) -> tuple[list[str], list[str]] | None:
     new = _names(_git(package, "ls-files", "-z", "--others", "--exclude-standard", *parts))
     # One that is deleted in the working tree is tracked until the next commit.
     tracked = [name for name in tracked if (package / name).is_file()]
-    return tracked, [name for name in new if name.endswith((".py", ".yaml"))]
+    return tracked, [name for name in new if name.endswith((".py", ".yaml", ".html", ".css", ".js"))]
 
 
 def _files_of_folder(package: Path) -> list[str]:
-    """Paths of all of an installed package's files."""
     found = [path for room in ROOMS for path in (package / room).rglob("*") if path.is_file()]
     names = [path.relative_to(package) for path in [package / "__init__.py", *found]]
     return [name.as_posix() for name in names if "__pycache__" not in name.parts]
 
 
 def _history(package: Path) -> tuple[str | None, bytes]:
-    """The commit, and what was changed since; None before the first commit."""
     commit = (_git(package, "rev-parse", "--verify", "HEAD") or b"").decode().strip()
     return commit or None, _git(package, "diff", "--binary", "HEAD", "--", "__init__.py", *ROOMS) or b""
 
@@ -117,7 +102,6 @@ def _names(listed: bytes | None) -> list[str]:
 
 
 def _git(package: Path, *arguments: str) -> bytes | None:
-    """What git says, or None where there is none, or no checkout of ours."""
     try:
         done = subprocess.run(["git", "-C", str(package), *arguments], capture_output=True, timeout=60, check=True)
     except (OSError, subprocess.SubprocessError):

@@ -1,13 +1,12 @@
-"""Jobs to SLURM through submitit: what sbatch is told, what it answers, and the label by which jobs are found again.
+"""Jobs to SLURM through submitit: what sbatch is told, and what it answers.
 
 Special here:
-- jobs are submitted on hold; see `transaction.py`. A keeper is not: its time to begin holds it, and passes even where
-  a controller that was killed has forgotten that it was released;
+- jobs are submitted on hold (`transaction.py`). A keeper is not: its time to begin holds it, and passes even where a
+  killed controller has forgotten that it was released;
 - a job starts in the folder of its pickles, where nothing shadows a package, with the sweep's copy of the code first on
   PYTHONPATH. `cluster.setup` runs before that, in the folder that the sweep was first launched from;
-- keeper and fit ask for no GPU, and run by the interpreter that launches: they call sbatch, which no image need have;
-- an sbatch whose answer was lost may have made a job. It is called again, and the first job is a stray;
-- submitit refuses to write a job's result beside a half that an earlier start of the job left on a full disk.
+- keeper and fit ask for no GPU and run on the launcher's interpreter: they call sbatch, which images may lack;
+- an sbatch whose answer was lost may have made a job. It is called again, and the first job is a stray.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ TAKEN = {
     "open-mode": None, "signal": None, "requeue": None, "kill-on-invalid-dep": None,
 }  # fmt: skip
 MERGED = {"dependency": ",", "exclude": ",", "comment": " "}  # keys that are joined with ours, and by what
-# Removes what an earlier start of this very job, or task of an array, has left.
+# submitit refuses to write a job's result beside the half that an earlier start of this very job left on a full disk.
 STALE = (
     'rm -f "${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}"_*_result.pkl.save_tmp'
 )
@@ -57,8 +56,6 @@ class QueueFull(UserError):
 
 @dataclass(frozen=True)
 class Call:
-    """A function with its arguments, as submitit wants it for an array."""
-
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
 
@@ -80,8 +77,6 @@ class Request:
 
 @dataclass
 class Submission:
-    """Submits jobs, all but keepers on hold, which are one sweep's and one transaction's."""
-
     name: str  # of the sweep, for people
     label: str  # comment of every job
     cluster: ClusterConfig
@@ -95,7 +90,7 @@ class Submission:
         """Submits calls as one array, or one call as a job; returns their ids.
 
         Raises:
-            QueueFull: the queue takes no more; nothing of this array is in it.
+            QueueFull: nothing of this array is in the queue.
             UserError: SLURM refuses, in its own words.
         """
         executor = submitit.SlurmExecutor(folder=self.folder, python=self._python(request))
@@ -123,7 +118,6 @@ class Submission:
         return names
 
     def parameters(self, request: Request) -> dict[str, Any]:
-        """What submitit is told."""
         cluster, shape, light = self.cluster, request.shape, request.light
         # From SLURM 22.05 on srun does not hand a task the CPUs that its job asked for, unless told so again. One
         # rank that fails takes the others down, and neighbouring ranks, which may split a model, share a node.
@@ -151,7 +145,7 @@ class Submission:
 
     def _raw(self, request: Request) -> dict[str, Any]:
         """Keys that submitit has no name for, with those of cluster.additional_parameters."""
-        usable = spared(request.avoid, request.shape.nodes, self.cluster) if request.avoid else ()
+        usable = avoidable(request.avoid, request.shape.nodes, self.cluster) if request.avoid else ()
         ours: dict[str, Any] = {"requeue": True, "comment": self.label, "chdir": self.started_from}
         if request.kind != "keeper":
             ours["hold"] = True
@@ -178,7 +172,6 @@ class Submission:
         ]
 
     def _python(self, request: Request) -> str:
-        """The interpreter's command."""
         own = shlex.quote(sys.executable)
         command = own if request.light else self.cluster.python or ("python3" if self.cluster.container else own)
         # The signal of a preemption would kill an interpreter that has not yet said what it does about it. SLURM takes
@@ -186,18 +179,13 @@ class Submission:
         return f'sh -c \'trap "" USR2; exec "$@"\' sh {command}'
 
     def _mounts(self) -> str:
-        """Folders that a job in an image must see, under their own names."""
         cache = Path(os.environ.get("ISOFLOP_CACHE") or Path.home() / ".cache" / "isoflop").absolute()
         folders = dict.fromkeys((self.folder.parent.parent, cache, self.started_from))
         return ",".join(f"{folder}:{folder}" for folder in folders)
 
 
 def raw_keys(cluster: ClusterConfig) -> dict[str, Any]:
-    """cluster.additional_parameters by SLURM's own names of the keys.
-
-    Raises:
-        UserError: a key belongs to another setting.
-    """
+    """cluster.additional_parameters by SLURM's names of the keys; UserError where one belongs to another setting."""
     keys = {str(key).replace("_", "-"): value for key, value in (cluster.additional_parameters or {}).items()}
     for key in keys:
         if key in TAKEN:
@@ -210,18 +198,11 @@ def raw_keys(cluster: ClusterConfig) -> dict[str, Any]:
 
 
 def is_held(cluster: ClusterConfig) -> bool:
-    """Whether the user wants jobs to stay on hold."""
     return bool(raw_keys(cluster).get("hold"))
 
 
-def spared(avoid: Sequence[str], needed: int, cluster: ClusterConfig) -> tuple[str, ...]:
-    """Nodes to exclude: those to avoid, or none where too few others are up.
-
-    Args:
-        avoid: nodes.
-        needed: nodes that a job takes.
-        cluster: whose partition, less what it excludes anyway.
-    """
+def avoidable(avoid: Sequence[str], needed: int, cluster: ClusterConfig) -> tuple[str, ...]:
+    """The nodes to avoid, or none where fewer than `needed` others are up."""
     partition = [] if cluster.partition is None else [f"--partition={cluster.partition}"]
     up = set(slurm.ask("sinfo", "-h", "-N", "-r", "-t", "idle,mix,alloc,comp", "-o", "%N", *partition).stdout.split())
     if cluster.exclude is not None:

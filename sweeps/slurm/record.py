@@ -1,10 +1,7 @@
 """What a sweep has in SLURM's queue: jobs/slurm.json, and the label by which every job says whose it is.
 
-Special here:
-- jobs are written down here before they may start (`transaction.py`); keepers alone may have started by then;
-- SLURM's comment of a job is `isoflop:<the sweep's token>:<transaction>`, so that squeue alone finds them all. The
-  token is in jobs/label, apart from the record, and for good: a damaged record loses no job, nor does a folder that is
-  moved.
+Jobs are written down here before they may start (`transaction.py`). SLURM's comment of a job is
+`isoflop:<the sweep's token>:<transaction>`, so squeue alone finds them all; the token is in jobs/label, for good.
 """
 
 from __future__ import annotations
@@ -22,24 +19,22 @@ from typing import Any
 
 from ...train.errors import UserError
 from ...train.files import write_atomic, write_json
-from ..execute.queue import Queue
 from ..plan.sweep_plan import JobShape
 from ..runs.directory import RunDirectory, SweepDirectory
+from ..runs.queue import Queue
 from . import commands as slurm
 from .placement import shape_in
 
 
 @dataclass
 class QueueJobs:
-    """The workers of one queue of runs (`queue.py`)."""
-
     shape: JobShape
     workers: list[str] = field(default_factory=list)  # job ids, also of those that have ended
 
 
 @dataclass
 class LaunchRecord:
-    """jobs/slurm.json: which job is for what. Read by anybody, written by whoever holds the sweep."""
+    """jobs/slurm.json: which job is for what."""
 
     training: dict[str, str] = field(default_factory=dict)  # run id -> job id, of runs that are an array task
     scoring: dict[str, str] = field(default_factory=dict)  # run id -> job id
@@ -52,11 +47,7 @@ class LaunchRecord:
 
     @classmethod
     def read(cls, sweep: SweepDirectory) -> LaunchRecord:
-        """What was written last; nothing where nothing was.
-
-        Raises:
-            UserError: the file cannot be read. To take it for empty would submit again what is in the queue.
-        """
+        """What was written last; UserError where it cannot be read: taken for empty, jobs would be submitted twice."""
         path = _path(sweep)
         try:
             return cls._of(json.loads(path.read_text(encoding="utf-8")))
@@ -79,19 +70,13 @@ class LaunchRecord:
         write_json(_path(sweep), dataclasses.asdict(self))
 
     def jobs(self) -> set[str]:
-        """Every job that the record knows, keepers included."""
         workers = {job for jobs in self.queues.values() for job in jobs.workers}
         last = set() if self.fit is None else {self.fit}
         return {*self.training.values(), *self.scoring.values(), *workers, *last, *self.keepers}
 
 
 class Inventory:
-    """What a sweep has in the queue of SLURM, and who sees to its runs.
-
-    Args:
-        sweep: whose jobs.
-        live: ids of this user's jobs in the queue, from `slurm.live_jobs`.
-    """
+    """A sweep's jobs in SLURM's queue, and which run each will train."""
 
     def __init__(self, sweep: SweepDirectory, live: set[str]) -> None:
         self.sweep, self.live = sweep, live
@@ -99,11 +84,11 @@ class Inventory:
         self._left: dict[str, set[str]] = {}  # by queue, the runs that have not ended in it
 
     def has_job(self, run: RunDirectory) -> bool:
-        """Whether a job in the queue trains a run, or will, or is about to say what became of it."""
+        """Whether a job in the queue trains a run, or will."""
         return bool(self.jobs_of(run))
 
     def jobs_of(self, run: RunDirectory) -> set[str]:
-        """The jobs of which one trains a run, or will: its own, or the workers of the queue that it is in."""
+        """Its own job, or the workers of the queue that it waits in."""
         for name, workers in self.queues().items():
             if workers and run.run_id in self._left_in(name):
                 return workers
@@ -114,15 +99,18 @@ class Inventory:
         return {job for job in named if job is not None} & self.live
 
     def in_queue(self) -> set[str]:
-        """Jobs of the sweep in the queue, but for keepers."""
+        """The sweep's jobs, except keepers."""
         return (self.record.jobs() - set(self.record.keepers)) & self.live
 
     def queues(self) -> dict[str, set[str]]:
-        """Live workers of each queue of runs, by the name of its folder in jobs/."""
+        """Live workers of each queue, by the name of its folder."""
         return {name: self.live.intersection(jobs.workers) for name, jobs in self.record.queues.items()}
 
-    def to_score(self, runs: Sequence[RunDirectory]) -> list[RunDirectory]:
-        """Of runs that have no scores yet, those that no scoring job in the queue will score."""
+    def to_start(self, runs: Sequence[RunDirectory]) -> list[RunDirectory]:
+        return [run for run in runs if not run.is_done() and not self.has_job(run)]
+
+    def without_scoring(self, runs: Sequence[RunDirectory]) -> list[RunDirectory]:
+        """Those runs that no job in the queue will score."""
         return [run for run in runs if self.record.scoring.get(run.run_id) not in self.live]
 
     def _left_in(self, name: str) -> set[str]:
@@ -141,11 +129,7 @@ def label(sweep: SweepDirectory, transaction: str) -> str:
 
 
 def labelled_jobs(sweep: SweepDirectory) -> dict[str, str]:
-    """Jobs in the queue that were submitted for a sweep, each with its transaction.
-
-    Raises:
-        UserError: SLURM does not answer.
-    """
+    """A sweep's jobs in the queue, each with its transaction."""
     if (token := _token(sweep)) is None:
         return {}
     answer = slurm.ask("squeue", "-h", "-r", "-o", "%i %k")
@@ -156,30 +140,50 @@ def labelled_jobs(sweep: SweepDirectory) -> dict[str, str]:
 
 
 def strays(sweep: SweepDirectory) -> set[str]:
-    """Jobs of a sweep in the queue that its record does not know: a launcher was killed while it submitted them.
+    """Jobs of a sweep that its record does not know: a launcher was killed while it submitted them.
 
-    All but keepers are on hold and have done nothing. The next launcher cancels them, or whoever holds the sweep may.
-
-    Raises:
-        UserError: SLURM does not answer, or the record cannot be read.
+    Except for keepers they are on hold. The next launcher cancels them, or whoever holds the sweep may.
     """
     return labelled_jobs(sweep).keys() - LaunchRecord.read(sweep).jobs()
 
 
-def rebuilt(sweep: SweepDirectory) -> LaunchRecord:
-    """A record of what is in the queue, from the labels of the jobs and from what each will call.
+class _Named:
+    """Stands for anything that a pickle names."""
 
-    Raises:
-        UserError: SLURM does not answer, or the plan cannot be read.
-    """
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        self.arguments = arguments
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+
+class _Reader(pickle.Unpickler):
+    """Reads a submitted job without importing what it names."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        return type(name, (_Named,), {"__module__": module})
+
+
+def submitted_call(pickled: Path) -> tuple[str, tuple[Any, ...]]:
+    """The name of the function that a submitted job will call, and its arguments; ValueError where there is none."""
+    try:
+        with pickled.open("rb") as file:
+            call = _Reader(file).load().function
+        return call.function.__name__, call.arguments
+    except (OSError, EOFError, AttributeError, TypeError, IndexError, KeyError, pickle.UnpicklingError) as error:
+        raise ValueError(f"{pickled} cannot be read") from error
+
+
+def rebuilt(sweep: SweepDirectory) -> LaunchRecord:
+    """A record of what is in the queue, from labels and from what each job will call."""
     record, folder = LaunchRecord(), sweep.path / "jobs"
     shapes = {run["run_id"]: run["shape"] for run in sweep.plan()["runs"]}
     for job, transaction in sorted(labelled_jobs(sweep).items()):
         try:
-            call = pickle.loads((folder / f"slurm-{transaction}" / f"{job}_submitted.pkl").read_bytes()).function
-        except (OSError, ValueError, EOFError, AttributeError, ImportError, pickle.UnpicklingError):
+            call = submitted_call(folder / f"slurm-{transaction}" / f"{job}_submitted.pkl")
+        except ValueError:
             continue  # it stays a stray
-        match call.function.__name__, call.arguments:
+        match call:  # `train_run`, `train_unit` and `work_queue`: jobs that version 0.1 has submitted
             case "keep", _:
                 record.keepers.append(job)
             case "finish_sweep", _:
@@ -188,9 +192,9 @@ def rebuilt(sweep: SweepDirectory) -> LaunchRecord:
                 record.scoring.update(dict.fromkeys(names, job))
             case "train_run", (path, *_):
                 record.training[Path(path).name] = job
-            case "train_unit", (_, paths, *_):
+            case "train" | "train_unit", (_, paths, *_):
                 record.training.update(dict.fromkeys((Path(path).name for path in paths), job))
-            case "work_queue", (_, path, *_) if (folder / Path(path).name).is_dir():
+            case "work" | "work_queue", (_, path, *_) if (folder / Path(path).name).is_dir():
                 name = Path(path).name
                 if name not in record.queues:
                     unit = Queue.open(sweep, folder / name).units[0]
@@ -204,11 +208,6 @@ def rebuilt(sweep: SweepDirectory) -> LaunchRecord:
 
 
 def _token(sweep: SweepDirectory) -> str | None:
-    """What the labels of a sweep's jobs have in common; None before its first launch.
-
-    Raises:
-        UserError: it cannot be read.
-    """
     try:
         return _label_path(sweep).read_text(encoding="utf-8").strip() or None
     except FileNotFoundError:
