@@ -111,7 +111,7 @@ class PublishedLaw:
         return self.kind.startswith("optimal") or self.form == "chinchilla"
 
     def optimal(self, flops: ArrayLike) -> Optimum:
-        """N, D and loss (NaN where the paper gives none) at `flops`, a scalar or (targets,), by the law's conventions."""
+        """N, D and loss (NaN where none is given) at `flops`, a scalar or (targets,), by the law's conventions."""
         C = positive("flops", np.atleast_1d(np.asarray(flops, dtype=np.float64)))
         if not self.allocates:
             able = ", ".join(law.name for law in published_laws() if law.allocates)
