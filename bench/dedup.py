@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from ..train.data.recipe import parts, shingles
-from ..train.data.recipe.pool import cores
+from ..train.data.recipe.pool import usable_cores
 from ..train.data.recipe.refine import Refinery
 
 ABOUT = "Near-duplicate removal at Jaccard 0.8 (word 5-grams); ratio: ours over the peer's, more is better."
@@ -96,7 +96,7 @@ def exact_jaccard(texts: Sequence[str], pairs: np.ndarray) -> np.ndarray:
 def bench_dedup(documents: int = 1_000_000, sample: int = 10_000, pairs: int = PAIRS) -> list[Row]:
     """Speed beside datasketch's on a `sample`; time, memory, recall and precision beside what is to be reached."""
     corpus = planted_corpus(documents, pairs)
-    device = f"cpu, {cores()} cores"
+    device = f"cpu, {usable_cores()} cores"
     peer = _datasketch(corpus.texts[:sample]) if sample else None
     with tempfile.TemporaryDirectory() as folder:
         refinery = Refinery(corpus, corpus.fingerprint(), [f"near:{THRESHOLD}"], 1e-6, Path(folder))

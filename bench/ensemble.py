@@ -17,7 +17,7 @@ from ..sweeps.terminal import short
 from ..train.config import DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig, TrackerConfig
 from ..train.data.loader import TrainStream
 from ..train.data.shards import Shards
-from ..train.ensemble.stacked_stepper import StackedStepper
+from ..train.ensemble.stacked import StackedStepper
 from ..train.flops import count_parameters, training_flops_per_token
 from ..train.hardware import pick_device
 from ..train.parallel.mesh import Mesh

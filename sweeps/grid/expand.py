@@ -48,7 +48,7 @@ def expand_grid(grid: GridConfig, base: RunConfig) -> list[RunConfig]:
 
 def run_label(run: RunConfig) -> str:
     named = f"N{short(count_parameters(run.model).N_total)}_D{short(run.D)}_s{run.seed}"
-    return f"{named}_{recipe.label(run.data.recipe)}" if run.data.recipe else named
+    return f"{named}_{recipe.recipe_label(run.data.recipe)}" if run.data.recipe else named
 
 
 def _with_recipe(data: DataConfig, words: Sequence[str], fingerprints: dict[tuple[str, ...], str | None]) -> DataConfig:

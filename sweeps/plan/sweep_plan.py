@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ...train.config import ParallelConfig, RunConfig, run_id
-from ...train.data.recipe.recipe import label
+from ...train.data.recipe.recipe import recipe_label
 from ...train.errors import UserError
 from ...train.flops import count_parameters, flops_6nd, flops_exact
 from ...train.schedule import trunk_steps
@@ -221,5 +221,5 @@ def _planned(name: str, run: RunConfig, cluster: ClusterConfig, rates: Rates, th
         estimated_seconds=own / rates.of(run),
         parent=run.parent,
         first_step=trunk_steps(run) if run.parent is not None else 0,
-        recipe=label(run.data.recipe) if run.data.recipe else "",
+        recipe=recipe_label(run.data.recipe) if run.data.recipe else "",
     )

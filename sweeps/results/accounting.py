@@ -19,6 +19,14 @@ from ..runs import attempts
 from ..runs.attempts import Attempt
 from ..runs.directory import RunDirectory, SweepDirectory
 
+# Causes as the report says them.
+WORDS = {
+    "killed": "process killed", "hung": "hung", "node": "node failed", "lost": "job vanished", "disk": "disk full",
+    "trunk": "trunk not there yet", "memory": "out of memory",
+    "preempted": "preempted", "time_limit": "time limit", "cancelled": "cancelled",
+    "diverged": "diverged", "input": "bad input", "error": "error", "unknown": "cause unknown",
+}  # fmt: skip
+
 Planned = dict[str, Any]  # a run of plan.json
 Times = tuple[float, float]  # actual, planned
 
@@ -36,6 +44,7 @@ class Amount:
 class Wasted:
     """What one cause has cost."""
 
+    words: str
     attempts: int  # that it ended
     hours: float
     flops: float
@@ -208,7 +217,10 @@ class _Books:
 
     def causes(self) -> dict[str, Wasted]:
         names = self.ended.keys() | self.lost_hours.keys()
-        found = {name: Wasted(self.ended[name], self.lost_hours[name], float(self.lost_flops[name])) for name in names}
+        found = {
+            name: Wasted(WORDS.get(name, name), self.ended[name], self.lost_hours[name], float(self.lost_flops[name]))
+            for name in names
+        }
         return dict(sorted(found.items(), key=lambda item: (-item[1].hours, -item[1].attempts, item[0])))
 
 
