@@ -253,6 +253,14 @@ def _science(node: type) -> list[tuple[Any, ...]]:
     ]
 
 
+def flatten(node: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested fields by their dotted names."""
+    flat: dict[str, Any] = {}
+    for name, value in node.items():
+        flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return flat
+
+
 def canonical_json(value: Any) -> str:
     """Sorted keys, no spaces, shortest round-trip floats: the same value is the same text everywhere."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)

@@ -32,7 +32,7 @@ from .model.shape import (
     share_of,
     visible_blocks,
 )
-from .parallel.buckets import fill, pack, units
+from .parallel.buckets import fill, gathered_units, pack_bucket
 
 FP32, INDEX = 4, 8  # bytes of an fp32 number, and of a token's id
 
@@ -127,9 +127,9 @@ def bucket_sizes(share: Share, config: RunConfig) -> tuple[int, ...]:
 def _bucket_sizes(share: Share, limit: int, ranks: int, stage: int) -> tuple[int, ...]:
     sizes = {parameter.name: parameter.size for parameter in share.parameters}
     backward = list(reversed(sizes))
-    runs = units(backward, share.depth, share.tied) if stage == 3 else fill(backward, sizes, limit)
+    runs = gathered_units(backward, share.depth, share.tied) if stage == 3 else fill(backward, sizes, limit)
     group = dict.fromkeys(sizes, 0)  # which parameters are neighbours changes no size
-    return tuple(pack(run, sizes, group, ranks).size for run in runs)
+    return tuple(pack_bucket(run, sizes, group, ranks).size for run in runs)
 
 
 def gathered_bytes(buckets: Sequence[int], share: Share, stage: int, done: int | None) -> int:

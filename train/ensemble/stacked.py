@@ -37,8 +37,8 @@ from ..model.gpt import GPT, SCORED_TOKENS
 from ..model.loss import linear_cross_entropy
 from ..model.parametrization import ParameterGroup, empty_model, initial_weights, output_scale, parameter_groups
 from ..model.shape import model_shape
-from ..parallel.buckets import Bucket, fill, pack
-from ..parallel.layout import Held, whole
+from ..parallel.buckets import Bucket, fill, pack_bucket
+from ..parallel.layout import Held, whole_placement
 from ..parallel.zero import StepResult, square
 from ..precision import compute_dtype
 from ..schedule import learning_rate_factor
@@ -211,7 +211,7 @@ class Rows:
     def held(self, row: int) -> list[Held]:
         kinds = {"weight": self.weight, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
         return [
-            Held(name, kind, whole(self._shapes[name]), 0, view.numel(), view.flatten())
+            Held(name, kind, whole_placement(self._shapes[name]), 0, view.numel(), view.flatten())
             for kind, matrices in kinds.items()
             for name, view in self._views(matrices, slice(row, row + 1)).items()
         ]
@@ -270,7 +270,7 @@ def _layouts(template: GPT, groups: Sequence[ParameterGroup], limit: int) -> lis
     group_of = {id(p): number for number, group in enumerate(groups) for p in group.parameters}
     numbers = {name: group_of[id(p)] for name, p in template.named_parameters()}
     sizes = {name: p.numel() for name, p in template.named_parameters()}
-    return [pack(run, sizes, numbers, 1) for run in fill(reversed(sizes), sizes, max(1, limit))]
+    return [pack_bucket(run, sizes, numbers, 1) for run in fill(reversed(sizes), sizes, max(1, limit))]
 
 
 class Member:

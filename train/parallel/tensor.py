@@ -25,7 +25,7 @@ from torch.distributed import ProcessGroup
 from ..model.block import table_gradient
 from ..model.gpt import GPT, MLP, Attention
 from ..model.shape import LOGITS_AT_A_TIME, Parameter, model_shape
-from .layout import Piece, Placement, Shape, split, whole
+from .layout import Piece, Placement, Shape, split_placement, whole_placement
 from .mesh import Mesh
 
 _collectives = torch.ops._c10d_functional
@@ -256,7 +256,7 @@ def split_model(gpt: GPT, mesh: Mesh, sequence_parallel: bool) -> dict[str, Plac
     """
     parameters = model_shape(gpt.config).parameters
     if mesh.tp_group is None:
-        return {parameter.name: whole(parameter.shape) for parameter in parameters}
+        return {parameter.name: whole_placement(parameter.shape) for parameter in parameters}
     placements = {parameter.name: _place(parameter, mesh, sequence_parallel) for parameter in parameters}
     ranks = (mesh.tp_group, sequence_parallel)
     for name, module in list(gpt.named_modules()):
@@ -288,10 +288,10 @@ def _share_heads(attention: Attention, mesh: Mesh) -> None:
 def _place(parameter: Parameter, mesh: Mesh, sequence_parallel: bool) -> Placement:
     tp, rank, shape = mesh.tp, mesh.tp_rank, parameter.shape
     if parameter.role == "last":
-        return split(shape, 1, rank, tp)
+        return split_placement(shape, 1, rank, tp)
     if parameter.role in ("norm", "head norm"):
         # Of queries or keys it sees this rank's heads, of the residual stream its tokens, or all of them.
-        return whole(shape, partial=parameter.role == "head norm" or sequence_parallel)
+        return whole_placement(shape, partial=parameter.role == "head norm" or sequence_parallel)
     pieces, top = [], 0
     for part in parameter.parts:
         if part.units >= tp:
