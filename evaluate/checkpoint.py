@@ -113,7 +113,6 @@ def evaluate_checkpoint(
 
 
 def _score(record: Record, lm: Any, entry: SuiteTask, ngram: int | None, contaminated: set[int] | None) -> None:
-    """One task, from its requests to its place on disk."""
     start = time.perf_counter()
     with quiet(progress_bars=True):  # keeps the templates that lm-eval compiles until all of its items are read
         items, others = answer_task(lm, entry)

@@ -192,7 +192,6 @@ class CheckpointLM(TemplateLM):
         return [(sum((scores[one][0] for one in of), 0.0), all(scores[one][1] for one in of)) for of in parts]
 
     def _known(self, names: Iterable[str]) -> dict[str, Any]:
-        """Answers that the first rank has."""
         store = self._answers
 
         def find() -> dict[str, Any]:
@@ -291,7 +290,6 @@ def make_lm(
     loaded: Any, device: str | torch.device = "cpu", batch_tokens: int = 4096, *, tokens: TokenCache | None = None,
     answers: Store | None = None, ranks: Ranks | None = None, say: Callable[[str], None] | None = None,
 ) -> CheckpointLM:  # fmt: skip
-    """The loaded checkpoint as lm-eval's model; see `CheckpointLM`."""
     return CheckpointLM(
         loaded.model, loaded.tokenizer, loaded.config.data.sequence_length, device, batch_tokens,
         tokens=tokens, answers=answers, ranks=ranks, say=say,

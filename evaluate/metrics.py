@@ -56,12 +56,10 @@ class ItemResult:
 
     @property
     def gold_bpb(self) -> float | None:
-        """Bits per byte of the right answer."""
         return None if self.gold is None else gold_bits_per_byte(*self.gold)
 
     @property
     def bpb(self) -> float | None:
-        """Bits per byte of a whole text."""
         return -sum(self.log_probabilities) / math.log(2) / self.bytes if self.bytes else None
 
     @property

@@ -54,11 +54,10 @@ Words = npt.NDArray[np.uint64]  # (w,) a hash of each word
 END = b"\xff"  # between documents: never in UTF-8
 _NOT_WORD = re.compile(r"[^\x00-\x7f\w]+")
 _IDEOGRAPH = re.compile(r"([\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff])")
-# The byte in lower case where it is part of a word, else 0.
-_CODES = np.zeros(256, np.uint8)
-for _byte in [*range(0x30, 0x3A), *range(0x61, 0x7B), *range(0x80, 0xFF)]:
-    _CODES[_byte] = _byte
-_CODES[ord("A") : ord("Z") + 1] = _CODES[ord("a") : ord("z") + 1]
+_IS_WORD = np.zeros(256, np.bool_)
+_IS_WORD[[*b"0123456789", *range(ord("A"), ord("Z") + 1), *range(ord("a"), ord("z") + 1), *range(0x80, 0xFF)]] = True
+_VALUES = shingles.byte_values().copy()
+_VALUES[ord("A") : ord("Z") + 1] = _VALUES[ord("a") : ord("z") + 1]  # what `normalised` leaves in ASCII capitals
 
 
 def overlaps(
@@ -141,10 +140,9 @@ def normalised(text: str | bytes) -> bytes:
 def words_and_ends(text: bytes) -> tuple[Words, npt.NDArray[np.intp]]:
     """(w,) hashes of the words of normalised text, and (w,) the number of ends of documents before each."""
     raw = np.frombuffer(text, np.uint8)  # (b,)
-    codes = _CODES[raw]
-    edges = np.flatnonzero(np.diff(codes != 0, prepend=False, append=False))  # starts and ends take turns
+    edges = np.flatnonzero(np.diff(_IS_WORD.take(raw), prepend=False, append=False))  # starts and ends take turns
     starts, ends = edges[::2], edges[1::2]
-    return shingles.word_hashes(codes, starts, ends), np.searchsorted(np.flatnonzero(raw == END[0]), starts)
+    return shingles.word_hashes(_VALUES.take(raw), starts, ends), np.searchsorted(np.flatnonzero(raw == END[0]), starts)
 
 
 # --- items -----------------------------------------------------------------------------------------------------------
@@ -213,7 +211,6 @@ def item_texts(task: Any, doc: Any) -> tuple[str, str]:
 
 
 def _shared(rows: Sequence[Words]) -> int:
-    """How many words all rows begin with."""
     most = min(len(row) for row in rows)
     return next((i for i in range(most) if any(row[i] != rows[0][i] for row in rows)), most)
 

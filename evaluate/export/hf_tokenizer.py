@@ -27,7 +27,6 @@ def byte_characters() -> list[str]:
 
 
 def byte_level_content() -> dict[str, Any]:
-    """The tokenizer.json of `ByteTokenizer`."""
     end = ByteTokenizer.end_of_document
     tokens = [*byte_characters()[:end], END_TOKENS[0]]
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}

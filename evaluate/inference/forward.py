@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...train.hardware import out_of_memory
 from ...train.model.attention import causal_attention
 from ...train.model.block import gated, query_key_value, rotary_turn, rotated
 from ...train.model.gpt import GPT, Attention, Block
@@ -24,6 +25,8 @@ from ...train.model.gpt import GPT, Attention, Block
 # (number of the block, query (n, heads, d), key (n, kv_heads, d), value (n, kv_heads, d)) -> (n, heads, d), rotated.
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 Product = Callable[[Tensor], Tensor]
+
+T = TypeVar("T")
 
 PACKED_BYTES = 1 << 29  # of a model whose matrices are worth keeping twice
 
@@ -103,6 +106,19 @@ def logits_of(model: GPT, hidden: Tensor) -> Tensor:
     """(…, width) -> (…, vocab_size): the padding of the vocabulary is cut off."""
     logits: Tensor = model.head(hidden)
     return logits[..., : model.head.vocab_size]
+
+
+def unless_out_of_memory(work: Callable[[], T], device: torch.device) -> T | None:
+    """What the work returns; None: memory ran out."""
+    try:
+        return work()
+    except RuntimeError as error:
+        if not out_of_memory(error):
+            raise
+    # Outside of the clause: the frames of the error, which hold tensors, are gone.
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return None
 
 
 def _prepared(block: Block, packed: bool) -> tuple[Block, Product, Product, Product, Product]:

@@ -25,10 +25,9 @@ import torch
 from torch import Tensor, nn
 
 from ...train.errors import UserError
-from ...train.hardware import out_of_memory
 from ...train.model.attention import document_starts, first_visible, visible_mask
 from ...train.model.gpt import GPT
-from .forward import Forward, attention_by_sequence, logits_of
+from .forward import Forward, attention_by_sequence, logits_of, unless_out_of_memory
 from .paged import PAGE, Ids, PagedBatch, PagedCache, Pages
 
 MOST_RUNNING = 256  # requests that decode in one pass
@@ -130,7 +129,6 @@ class Request:
     _ahead: list[float] = field(default_factory=list)
 
     def uniform(self) -> float:
-        """The next number of its stream."""
         if not self._ahead:
             drawn = torch.rand(_DRAWN_AHEAD, dtype=torch.float64, generator=self.random)
             self._ahead = drawn.flip(0).tolist()
@@ -169,7 +167,6 @@ class Generation:
 
     @property
     def over(self) -> bool:
-        """Nothing is left to do."""
         return not (self.waiting or self.running or self.sliding)
 
     @torch.inference_mode()
@@ -198,7 +195,7 @@ class Generation:
         while start < len(requests):
             chunk = requests[start : start + max(1, self.batch_tokens // self.max_length)]
             texts = [request.text[-self.max_length :] for request in chunk]
-            logits = self._attempt(partial(recompute_last, self.model, texts, self.device))
+            logits = unless_out_of_memory(partial(recompute_last, self.model, texts, self.device), self.device)
             if logits is None:
                 self.batch_tokens = self._halved(len(chunk)) * self.max_length
                 continue
@@ -220,7 +217,9 @@ class Generation:
         positions = np.array([len(text) - 1 for text in texts])
         first = np.array([self._first(request) for request in self.running])
         tokens = [text[-1] for text in texts]
-        logits = self._attempt(partial(decode_tokens, self.forward, self._batch, tokens, positions, first))
+        logits = unless_out_of_memory(
+            partial(decode_tokens, self.forward, self._batch, tokens, positions, first), self.device
+        )
         if logits is None:
             self.most_running = self._halved(len(self.running))
             while len(self.running) > self.most_running:
@@ -234,7 +233,7 @@ class Generation:
         assert self.cache is not None
         assert self.forward is not None
         texts, pages = [request.text for request in joined], [request.pages for request in joined]
-        logits = self._attempt(partial(prefill_prompts, self.forward, self.cache, texts, pages))
+        logits = unless_out_of_memory(partial(prefill_prompts, self.forward, self.cache, texts, pages), self.device)
         self.running += joined
         self._batch = None
         if logits is None:
@@ -311,7 +310,6 @@ class Generation:
             place += 1
 
     def _wait_again(self) -> None:
-        """The one that came last goes back to the head of the queue."""
         assert self.cache is not None
         request = self.running.pop()
         self.cache.release(request.pages)
@@ -322,20 +320,7 @@ class Generation:
         """The first position that the last token of its text sees."""
         return max(len(request.text) - self.window, request.start)
 
-    def _attempt(self, work: Callable[[], Tensor]) -> Tensor | None:
-        """None: memory ran out."""
-        try:
-            return work()
-        except RuntimeError as error:
-            if not out_of_memory(error):
-                raise
-        # Outside of the clause: the frames of the error, which hold tensors, are gone.
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-        return None
-
     def _halved(self, size: int, alone: bool = False) -> int:
-        """Half of what memory ran out over."""
         if size == 1 or alone:
             raise UserError(
                 f"memory ran out on {self.device} over a single text; precision=bf16 or a machine with more memory "

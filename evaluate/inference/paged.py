@@ -92,7 +92,6 @@ class PagedCache:
         return True
 
     def release(self, pages: Pages) -> None:
-        """Takes all pages of a request back."""
         self._give_back(pages.table)
         pages.table, pages.first = [], 0
 

@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 
 from ...train.errors import UserError
-from ...train.hardware import out_of_memory
 from ...train.model.attention import causal_attention
 from ...train.model.gpt import GPT
-from .forward import Attend, Forward, attention_by_sequence
+from .forward import Attend, Forward, attention_by_sequence, unless_out_of_memory
 from .trees import Costs, Request, Tree, plan_trees, tree_batches
 
 Score = tuple[float, bool]  # (nats, whether greedy decoding would write it)
@@ -35,8 +34,6 @@ LARGEST_TREE = 8192  # tokens: its mask has the square of that
 
 
 class Scores(Protocol):
-    """Whatever scores requests."""
-
     def score(self, requests: Sequence[Request], done: Done | None = None) -> list[Score]: ...
 
 
@@ -80,14 +77,9 @@ class Scorer:
 
     def _try(self, requests: Sequence[Request], batch: list[Tree]) -> list[tuple[int, Score]] | None:
         """None: memory ran out, and the budget was lowered."""
-        try:
-            return self._isolated(requests, batch)
-        except RuntimeError as error:
-            if not out_of_memory(error):
-                raise
-        # Outside of the clause: the frames of the error, which hold tensors, are gone.
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        scored = unless_out_of_memory(lambda: self._isolated(requests, batch), self.device)
+        if scored is not None:
+            return scored
         longest = max(map(len, batch))
         if len(batch) == 1 and len(batch[0].scored) == 1 and self.batch_tokens <= longest:
             raise UserError(

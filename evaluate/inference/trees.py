@@ -32,8 +32,6 @@ class Request:
 
 @dataclass(frozen=True)
 class Scored:
-    """One request inside a tree."""
-
     place: int  # of the request in its list
     nodes: Ids  # (k,) after which of the tree's tokens each of its k tokens is predicted
     targets: Ids  # (k,) those tokens
@@ -112,7 +110,6 @@ def ordered(requests: Sequence[Request], waiting: Sequence[int]) -> list[tuple[i
 
 
 def shared_length(first: Ids, second: Ids) -> int:
-    """How many tokens two sequences begin with alike."""
     length = min(len(first), len(second))
     differ = np.flatnonzero(first[:length] != second[:length])
     return int(differ[0]) if len(differ) else length

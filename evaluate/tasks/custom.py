@@ -1,10 +1,10 @@
 """Tasks of one's own: a .jsonl file of questions, or lm-eval's YAML.
 
 - A .jsonl file is a task: multiple choice with `choices`, a gold answer without. Texts are taken as they are written.
-- Few-shot examples of a file are drawn by a hash of (seed, task, item): an item has the same ones whatever the limit.
-- YAML goes through lm-eval's own classes without its index of 14,000 tasks. What lm-eval passes over in silence (YAML
-  that does not parse, two tasks of one name) is an error here; files are found beside the YAML; `include` also finds
-  lm-eval's own templates. `!function` runs Python code of that folder: whoever names a folder trusts it.
+- Its examples are drawn by a hash of (seed, task, item): an item has the same ones whatever the limit.
+- What lm-eval passes over in silence in YAML (a file that does not parse, two tasks of one name) is an error here;
+  files are found beside the YAML, and `include` also finds lm-eval's own templates.
+- `!function` runs Python code of that folder: whoever names a folder trusts it.
 """
 
 from __future__ import annotations

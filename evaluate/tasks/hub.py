@@ -136,11 +136,7 @@ def _explained(name: str) -> Iterator[None]:
 
 
 def stage_named(names: list[str], cache: Path | str | None = None, progress: Report | None = None) -> list[Path]:
-    """Keeps copies of all data that these tasks load; returns their folders.
-
-    Raises:
-        UserError: an unknown name, a task of another kind, or data that cannot be had.
-    """
+    """Keeps copies of all data that these tasks load; returns their folders. Raises UserError as `load_named`."""
     manager = task_manager(cache, progress)
     for name in names:
         check_name(name, manager)
@@ -205,7 +201,6 @@ def copies(
 
 @contextlib.contextmanager
 def _less_noise() -> Iterator[None]:
-    """The Hub's client tells of each of its attempts; what comes of them is enough."""
     logger = logging.getLogger("huggingface_hub")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -245,11 +240,7 @@ def read_copy(folder: Path) -> Any | None:
 
 
 def write_copy(folder: Path, data: Any, arguments: dict[str, Any]) -> None:
-    """Replaces a copy in one rename. What is streamed is not copied.
-
-    Raises:
-        UserError: the cache cannot be written.
-    """
+    """Replaces a copy in one rename. What is streamed is not copied."""
     import datasets
 
     if not isinstance(data, datasets.Dataset | datasets.DatasetDict):

@@ -249,5 +249,4 @@ class SameGroup:
         """Nothing is drawn."""
 
     def sample(self, n: int, eval_doc: dict[str, Any], **_: Any) -> list[dict[str, Any]]:
-        """The first `n` of the item's group."""
         return [doc for doc in self.pool if doc[self.column] == eval_doc[self.column]][:n]
