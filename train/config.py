@@ -148,7 +148,7 @@ class ParallelConfig:
     micro_batch_size: int | None = cosmetic(None)  # sequences in one forward pass of a rank; None: its whole share
     attention: str = cosmetic("auto")  # auto | ours | sdpa | flash2 | flash3 | flash4: which kernel computes it
     compile: bool = cosmetic(False)  # torch.compile, block by block
-    # CUDA, one rank: replay a recorded step where launching it is what takes time. Off: it has not run on a GPU yet.
+    # CUDA, one rank: blocks are compiled, and their kernels replayed as CUDA graphs. Off: it has not run on a GPU yet.
     cuda_graphs: bool = cosmetic(False)
     tf32: bool = cosmetic(True)  # fp32 matrix products on GPUs in TF32 (10 bits of mantissa)
     timeout_seconds: float = cosmetic(600.0)  # a rank that is dead or makes no progress for so long ends the job
@@ -251,6 +251,14 @@ def _science(node: type) -> list[tuple[Any, ...]]:
         (item.name, item.type == "float", item.name in _GROUPS, *([item.default] if "later" in item.metadata else []))
         for item in fields
     ]
+
+
+def flatten(node: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested fields by their dotted names."""
+    flat: dict[str, Any] = {}
+    for name, value in node.items():
+        flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return flat
 
 
 def canonical_json(value: Any) -> str:

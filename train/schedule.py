@@ -1,7 +1,7 @@
 """Learning rate over a run, always matched to that run's own D.
 
-A schedule that is not matched, or a warm-up that is long for the small runs, bends the fitted law (Hoffmann et al.
-2022, section 3; Porian et al. 2024), so both are impossible here.
+One that is not matched, or a warm-up that is long for the small runs, bends the fitted law (Hoffmann et al. 2022,
+section 3; Porian et al. 2024).
 """
 
 from __future__ import annotations
@@ -14,10 +14,7 @@ from .flops import count_parameters
 
 
 def warmup_steps(config: RunConfig) -> int:
-    """Steps of linear warm-up: as many tokens as parameters (or those stated), never more than a share of the run.
-
-    It grows with N and not with D (Porian et al. 2024, section 3.2), so runs of one N and several D share a trunk.
-    """
+    """Steps of linear warm-up: as many tokens as parameters (or those stated), never more than a share of the run."""
     schedule = config.schedule
     tokens: float | None = schedule.warmup_tokens
     if tokens is None:

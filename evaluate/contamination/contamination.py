@@ -33,7 +33,7 @@ import numpy.typing as npt
 from ...train.data.recipe import shingles
 from ...train.data.recipe.shingles import gram_hashes
 from ...train.data.shards import Shards
-from ...train.data.storage import checksum, locked, read_json
+from ...train.data.storage import checksum, locked, read_checked
 from ...train.data.tokenizers import ByteTokenizer
 from ...train.errors import UserError
 from ...train.files import write_json
@@ -105,7 +105,7 @@ def _read(files: dict[str, Path]) -> dict[str, set[int]]:
     known = {}
     for name, path in files.items():
         try:
-            known[name] = {int(index) for index in read_json(path)["contaminated"]}
+            known[name] = {int(index) for index in read_checked(path)["contaminated"]}
         except (UserError, KeyError, TypeError, ValueError):
             continue
     return known

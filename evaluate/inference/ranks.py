@@ -69,12 +69,7 @@ class Team:
         return run_on_ranks(self._mesh, function)
 
     def gather(self, function: Callable[[], T]) -> list[T]:
-        mine = self.raise_together(function)
-        if self._mesh.control is None:
-            return [mine]
-        everyone: list[Any] = [None] * self.size
-        dist.all_gather_object(everyone, mine, group=self._mesh.control)
-        return everyone
+        return self._mesh.gather(self.raise_together(function))
 
 
 def share_requests(requests: Sequence[Request], ranks: int, round_tokens: int) -> Iterator[list[list[int]]]:

@@ -20,7 +20,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from ...train.files import plain
+from ...train.files import plain_value
 from . import numbers
 from .charts import bar_end
 
@@ -102,7 +102,7 @@ def _data_block(value: Any) -> Markup:
     `<` is escaped, so neither `</script` nor `<!--` can occur; so are U+2028, U+2029, marks of direction and lone
     surrogates. A number that is not finite becomes a text ("nan", "-inf"), because JSON has none.
     """
-    packed = json.dumps(_finite(value), ensure_ascii=False, separators=(",", ":"), allow_nan=False, default=plain)
+    packed = json.dumps(_finite(value), ensure_ascii=False, separators=(",", ":"), allow_nan=False, default=plain_value)
     packed = packed.replace("<", "\\u003c").replace(">", "\\u003e")
     packed = _HIDDEN.sub(lambda found: f"\\u{ord(found.group()):04x}", packed)
     return Markup(f'<script type="application/json" id="data">{packed}</script>')

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...train.files import plain
+from ...train.files import plain_value
 from ..metrics import ItemResult
 from ..tasks.suite import SuiteTask
 
@@ -147,7 +147,7 @@ def _finite(value: float | None) -> float | None:
 
 
 def pack_items(items: Iterable[dict[str, Any]]) -> bytes:
-    lines = "".join(json.dumps(item, default=plain) + "\n" for item in items)
+    lines = "".join(json.dumps(item, default=plain_value) + "\n" for item in items)
     return gzip.compress(lines.encode(), compresslevel=5, mtime=0)
 
 

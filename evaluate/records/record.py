@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeVar
 from filelock import FileLock, Timeout
 
 from ...train.errors import UserError
-from ...train.files import JsonLines, plain, read_json, write_atomic, write_json
+from ...train.files import JsonLines, plain_value, read_json, write_atomic, write_json
 from ..inference.ranks import Alone, Ranks
 from ..metrics import suite_scores
 from ..tasks.suite import Suite
@@ -44,7 +44,7 @@ class Store(Protocol):
 
 def request_key(kind: str, *parts: Any) -> str:
     """Hex of a 16-byte BLAKE2b over the canonical JSON of a request's parts (strings, numbers, lists)."""
-    text = json.dumps([kind, *parts], sort_keys=True, separators=(",", ":"), default=plain)
+    text = json.dumps([kind, *parts], sort_keys=True, separators=(",", ":"), default=plain_value)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
@@ -78,7 +78,7 @@ class Answers(Memory):
         Raises:
             UserError: the file cannot be written.
         """
-        header = json.loads(json.dumps(header, default=plain))
+        header = json.loads(json.dumps(header, default=plain_value))
         try:
             answers = _answers_under(path, header, say)
             if answers is None:

@@ -3,8 +3,8 @@
 Special here:
 - The error of *allocation* is reported beside the error of loss, because a law can predict loss within one percent and
   still misplace tokens per parameter by a factor of two.
-- A move is counted in widths of the full fit's 95 % interval (in the logarithm for N and D/N): beyond a half, one rung
-  decides more than the interval admits. Influence is not error: the ends of a design move a fit most, whoever is off.
+- A move of half the width of the full fit's 95 % interval (of the logarithm for N and D/N) says that one rung decides
+  more than the interval admits. Influence is not error: the ends of a design move a fit most.
 """
 
 from __future__ import annotations
@@ -30,11 +30,9 @@ def backtest(table: RunTable, profiles: IsoflopProfiles, law: Law | None, target
     """Every step fits approach 3 (and 2 where it can) on runs cheaper than a budget and predicts that budget's runs.
 
     Returns {"steps": [...], "reason": ..., "influence": ...} and, copied to the top, the fields of the last step, which
-    holds out the highest budget: loss_error (mean absolute, relative), loss_bias (mean, relative; positive: predicted
-    too high), the same over all runs of the budget and beyond (_beyond), N_predicted (by approach 3), _isoflop (by
-    approach 2) and N_measured, loss_inside (share of held-out runs within the 95 % prediction interval, where
-    the full fit has a bootstrap), tokens_per_parameter likewise, tokens_per_parameter_at_target and _at_target_full.
-    `influence` is None without a law.
+    holds out the highest budget: loss_error (mean absolute, relative), loss_bias (positive: predicted too high), both
+    also over all runs of the budget and beyond (_beyond), loss_inside (share of held-out runs within the 95 %
+    prediction interval), N and tokens_per_parameter, _predicted by approach 3, by approach 2 (_isoflop) and _measured.
     """
     labels, budgets = _levels(table, profiles)
     influence = None if law is None else leave_one_out(table, law, labels, budgets, target)
@@ -56,8 +54,8 @@ def leave_one_out(table: RunTable, law: Law, labels: np.ndarray, budgets: Array,
     """Approach 3 without each rung (the runs of one size) and without each budget: {"left_out": [...], "most": ...}.
 
     Each entry: kind ("size" or "budget"), value (N or FLOPs), runs, the law's exponents, and N, tokens_per_parameter
-    and loss at the target (None where the rest cannot identify the law), and moves of all but the loss. `most` is the
-    entry with the largest move (without intervals: of log N), plus `moved`, the name of what moved; or None.
+    and loss at the target (None where the rest cannot identify the law), and `moves` of all but the loss, in widths of
+    the full fit's interval. `most` is the entry with the largest move (without intervals: of log N), and what `moved`.
     """
     # A rung is the runs of one size, by rising N.
     order = np.argsort(table.N, kind="stable")

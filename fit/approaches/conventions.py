@@ -5,10 +5,7 @@ Special here:
   convention says nothing. N* and C of a row are both in that row's convention.
 - Runs that shared a budget under one convention do not under another. For approaches 1 and 2 each loss is therefore
   moved to its budget along D, at its own model, by the ratio of approach 3's losses there.
-- Approach 3 allocates under the row's own FLOPs a token: 6N, or 6N + p N^(2/3) + q N^(1/3) fitted to the runs
-  (attention over a fixed context, and a vocabulary's tables, where models keep their shape).
-- Loss can be a power law in one count of N only. Under the others approach 3 is the best law of a wrong form, and what
-  it says far beyond the runs is worth less.
+- Loss can be a power law in one count of N only; under the others approach 3 is the best law of a wrong form.
 
 Kaplan et al. 2020 (arXiv:2001.08361), section 2.1; Pearce and Song 2024 (arXiv:2406.12907); Porian et al. 2024
 (arXiv:2406.19146).
@@ -94,9 +91,8 @@ def by_convention(
     """A row for every parameter count times every FLOP count of the table, its own among them.
 
     Counts are the columns of PARAMETERS that the table has (and its N, where that is none of them); FLOPs are 6ND under
-    that count, and `flops_exact` or else the table's FLOPs where they differ from it. targets, bootstrap, seed and law
-    as in `analyze`; method as in `IsoflopProfiles`, by default one that may be lopsided: a profile that is even in one
-    count is lopsided in another.
+    that count, and `flops_exact` or else the table's FLOPs where they differ from it. Arguments as in `analyze`; method
+    as in `IsoflopProfiles`, by default one that may be lopsided: a profile even in one count is lopsided in another.
     """
     counts = {name: table.column(name) for name in PARAMETERS if name in table.frame}
     if not any(_same(N, table.N) for N in counts.values()):
@@ -155,9 +151,8 @@ def _read_off(
 
 
 def _shared_budgets(table: RunTable, C: Array) -> tuple[Array, Array]:
-    """The budget of each run under this convention (NaN: none), and the factor in D that takes it there, both (n,).
-
-    The budget of runs that shared one under the table's convention is the geometric mean of their FLOPs under this one.
+    """The budget of each run (NaN: none), the geometric mean of the FLOPs, under this convention, of those that shared
+    one under the table's; and the factor in D that takes the run there, both (n,).
     """
     labels, levels = budget_levels(table.flops, table.N, table.budget)
     budget = np.full(len(C), np.nan)

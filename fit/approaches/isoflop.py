@@ -147,9 +147,8 @@ def _local_contrasts(knots: Array, weight: Array) -> Array:
 class IsoflopProfile:
     """One budget: its runs by rising N (N0: their geometric mean), the curve through them, and its vertex.
 
-    `has_curve` is false where there are too few sizes. `reason` is empty when the vertex is accepted. `N_draws`,
-    `D_draws` and `loss_draws` (draws,) are bootstrap vertices: NaN where a polynomial had no minimum, the end of the
-    sizes where Akima's curve was lowest there.
+    `has_curve` is false where there are too few sizes. `reason` is empty when the vertex is accepted. The draws
+    (draws,) are NaN where a polynomial had no minimum, and at an end of the sizes where Akima's curve was lowest there.
     """
 
     method: str
@@ -185,9 +184,7 @@ class IsoflopProfile:
         return self.shape.at(self.loss, np.log(np.asarray(N, dtype=np.float64) / self.N0))
 
     def interval(self, level: float = 0.95) -> tuple[float, float] | None:
-        """Interval of the vertex's N; a draw without a minimum counts as one at either infinity, a draw of Akima's at
-        an end of the sizes as one beyond it. None before a bootstrap.
-        """
+        """Interval of the vertex's N, None before a bootstrap; a draw without a minimum counts as infinitely far."""
         if self.N_draws is None:
             return None
         draws = self.N_draws.copy()
@@ -239,9 +236,7 @@ def _edge(profile: IsoflopProfile, N_best: float) -> str:
 
 
 def tokens_at(profile: IsoflopProfile, N: Array) -> Array:
-    """D of this budget at size N: log D is read off a quadratic in log N through the runs, whatever the FLOP
-    convention.
-    """
+    """D of this budget at size N, off a quadratic through the runs and not off 6ND: right under any convention."""
     u = np.log(profile.N / profile.N0)
     X = np.stack([np.ones_like(u), u, u**2], 1)
     c = np.linalg.lstsq(X, np.log(profile.D), rcond=None)[0]
@@ -259,8 +254,8 @@ def draw_vertices(profile: IsoflopProfile, noise: Array, generator: np.random.Ge
 
 
 def cubic_term(profile: IsoflopProfile) -> tuple[float, float, int, float] | None:
-    """What a cubic adds to the parabola of an accepted profile of 5 sizes or more: its contrast (relative loss, of the
-    noise's variance), the squares it leaves over and their degrees of freedom, and log N_cubic - log N_parabola.
+    """What a cubic adds to the parabola of an accepted profile of 5 sizes or more: its contrast in relative loss, the
+    squares it leaves over and their degrees of freedom, and log N_cubic - log N_parabola.
     """
     u = np.log(profile.N / profile.N0)
     if len(np.unique(np.round(u, SAME_SIZE))) < NEEDS["cubic"][1] or not profile.accepted:
@@ -284,20 +279,13 @@ def vertex_variance(profiles: list[IsoflopProfile]) -> Array:
 class IsoflopProfiles:
     """Approach 2.
 
-    Parameters
-    ----------
-    method : "parabola", "cubic" or "akima"
-        The curve through each profile; a cubic needs 5 sizes, and where there are fewer it is a parabola.
-    noise : "spread", "loss_se" or a number
-        Where the uncertainty of a loss comes from: the residual spread pooled over budgets, the standard error of each
-        run, or one standard deviation in nats for all.
+    `method` is the curve through each profile; a cubic is a parabola where there are fewer than 5 sizes. `noise` says
+    where the uncertainty of a loss comes from: "spread", the residual spread pooled over budgets; "loss_se", the
+    standard error of each run; or one standard deviation in nats for all.
 
-    Notes:
-    -----
     After `fit`: profiles_ (by rising budget), labels_ and budgets_ (`budget_levels`), N_law_, D_law_ (PowerLaw or None
-    below 2 accepted vertices), loss_law_ (PowerLaw with offset, or None below 4), sigma_ (pooled relative residual
-    spread) and freedom_ (its degrees of freedom). After `bootstrap`: scatter_, the standard deviation of log vertices
-    about N*(C) beyond their own uncertainty, which the draws of the laws carry too.
+    below 2 accepted vertices), loss_law_ (or None below 4), sigma_ (pooled relative residual spread) and freedom_ (its
+    degrees of freedom). After `bootstrap`: scatter_, of log vertices about N*(C) beyond their own uncertainty.
     """
 
     def __init__(
@@ -322,10 +310,9 @@ class IsoflopProfiles:
         weight: ArrayLike | None = None,
         loss_se: ArrayLike | None = None,
     ) -> IsoflopProfiles:
-        """N, D, loss, flops (n,). `budget` (n,) names the budget of each run (NaN: none); else budgets are read off
-        `flops`. `loss_se` (n,) is read with noise="loss_se" only.
+        """Columns (n,). `budget` names the budget of each run (NaN: none); else budgets are read off `flops`.
 
-        Raises InputError for values that are not positive finite numbers. Returns self; refused vertices raise nothing.
+        Raises InputError for values that are not positive finite numbers; refused vertices raise nothing.
         """
         N, D, loss, flops = positive("N", N), positive("D", D), positive("loss", loss), positive("flops", flops)
         weight, se = check_weights(weight, len(N)), self._standard_errors(loss_se, len(N))
@@ -345,9 +332,7 @@ class IsoflopProfiles:
         return self
 
     def bootstrap(self, n: int = 1000, seed: int = 0) -> IsoflopProfiles:
-        """Draw `n` sets of curves; every vertex, N*(C), D*(C) and L*(C) gets draws. Without residual freedom, and with
-        noise="spread": no draws.
-        """
+        """Every vertex, N*(C), D*(C) and L*(C) gets `n` draws; none where the residual spread is not known."""
         if n < 1:
             raise InputError(f"bootstrap is {n}; a positive number of resamples is needed.")
         if self.noise == "spread" and self.freedom_ < 1:
@@ -367,8 +352,8 @@ class IsoflopProfiles:
         return [profile for profile in self.profiles_ if profile.accepted]
 
     def lopsidedness(self) -> tuple[float, float] | None:
-        """Whether the profiles ask for a cubic: Student's t of its term, pooled over budgets, and the mean move of the
-        log vertices from parabola to cubic. None where no accepted profile has 5 sizes.
+        """Student's t of a cubic term, pooled over budgets, and the mean move of the log vertices from parabola to
+        cubic; None where no accepted profile has 5 sizes.
         """
         found = [term for term in map(cubic_term, self.profiles_) if term is not None]
         if not found:
@@ -434,9 +419,8 @@ class IsoflopProfiles:
 def budget_levels(flops: Array, N: Array, budget: ArrayLike | None = None) -> tuple[np.ndarray, Array]:
     """Label (n,) of the budget that each run belongs to, -1 for none, and the budgets in rising order.
 
-    Where `budget` names them (finite values), its values are the levels. Else a level is a window of LEVEL_WIDTH
-    decades, taken greedily from the fullest one, that holds at least 3 sizes (LOOSE_RUNS runs where the window is wide,
-    because points that merely happen to lie near each other are no profile).
+    Where `budget` names none, a level is a window of LEVEL_WIDTH decades, taken greedily from the fullest one, that
+    holds at least 3 sizes, and LOOSE_RUNS runs where it is wide: points that happen to lie near are no profile.
     """
     labels = np.full(len(flops), -1)
     if budget is not None:

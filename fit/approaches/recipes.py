@@ -55,9 +55,8 @@ class Difference:
 
 @dataclass(frozen=True)
 class RecipeLaw:
-    """One recipe: its runs, its law or the reason why it has none, and how it compares with the base recipe.
-
-    `paired` is of runs that differ in recipe alone, `at_target` of the laws at their own compute-optimal sizes.
+    """One recipe, and how it compares with the base: `paired`, by runs that differ in recipe alone; `at_target`, by the
+    laws, each at its own compute-optimal size.
     """
 
     recipe: str
@@ -113,9 +112,8 @@ def by_recipe(
     seed: int = 0,
     law: Law | None = None,
 ) -> list[RecipeLaw]:
-    """A law for each recipe of the table, the base first, each compared with the base at the first target.
-
-    Arguments as in `analyze`. A recipe whose runs allow no fit has a reason instead, and is still compared by its runs.
+    """A law for each recipe of the table, the base first, each compared with the base at the first target; arguments as
+    in `analyze`. A recipe whose runs allow no fit has a reason instead, and is still compared by its runs.
     """
     C = float(targets[0])
     found: list[RecipeLaw] = []

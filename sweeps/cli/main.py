@@ -160,7 +160,10 @@ def recipe_lines(shards: Shards) -> list[str]:
 
     rows = [("", "documents", "bytes", "")]
     rows.append(("raw", *_amount(recipe["raw"], recipe["raw"]), ""))
-    rows += [(f"- {step['step']}", *_amount(step, recipe["raw"]), _why(step)) for step in recipe["steps"]]
+    for step in recipe["steps"]:
+        reasons = [f"{count:,} {reason}" for reason, count in step["reasons"].items()]
+        more = [f"{len(reasons) - REASONS} more reasons"] if len(reasons) > REASONS else []
+        rows.append((f"- {step['step']}", *_amount(step, recipe["raw"]), ", ".join([*reasons[:REASONS], *more])))
     rows.append(("kept", *_amount(recipe["kept"], recipe["raw"]), ""))
     widths = [max(len(row[i]) for row in rows) for i in range(3)]
     lines = [f"{a:<{widths[0]}}  {b:>{widths[1]}}  {c:>{widths[2]}}  {d}".rstrip() for a, b, c, d in rows]
@@ -169,11 +172,6 @@ def recipe_lines(shards: Shards) -> list[str]:
 
 def _amount(part: dict[str, Any], whole: dict[str, Any]) -> tuple[str, str]:
     return tuple(f"{part[unit]:,} ({part[unit] / max(1, whole[unit]):.1%})" for unit in ("documents", "bytes"))  # type: ignore[return-value]
-
-
-def _why(step: dict[str, Any]) -> str:
-    reasons = [f"{count:,} {reason}" for reason, count in step["reasons"].items()]
-    return ", ".join(reasons[:REASONS]) + (f", {len(reasons) - REASONS} more reasons" if len(reasons) > REASONS else "")
 
 
 @data.command("benchmarks")

@@ -20,7 +20,7 @@ from ..runs.queue import Unit
 
 
 class Backend(Protocol):
-    """Where jobs run. Units may have to wait there; on this machine `start` returns when they have ended."""
+    """Where jobs run."""
 
     def is_taken(self, run: RunDirectory) -> bool: ...  # by a job, or is not to be started for another reason
 
@@ -40,8 +40,6 @@ class Backend(Protocol):
 
 @dataclass
 class Survey:
-    """What is to be done about a sweep's runs."""
-
     due: dict[str, tuple[str, ...]] = field(default_factory=dict)  # nodes to avoid, by the id of a run to start now
     later: list[str] = field(default_factory=list)  # to be started, or settled, at a later look
 
@@ -90,7 +88,7 @@ def advance(
 
 
 def look(sweep: SweepDirectory, backend: Backend, policy: Policy) -> Survey:
-    """Which runs nobody has taken and are to be started: now, or once their time to wait is over."""
+    """Which runs are to be started now, or once their time to wait is over."""
     survey, now = Survey(), now_on(sweep.path)
     open_runs = [run for run in membership.members(sweep) if not run.is_done() and not backend.is_taken(run)]
     spent = attempts.retries_spent(sweep) if open_runs else 0
@@ -116,7 +114,7 @@ def look(sweep: SweepDirectory, backend: Backend, policy: Policy) -> Survey:
 
 
 def renew(runs: Iterable[RunDirectory]) -> None:
-    """Gives a new budget to runs that had ended, for somebody asks for them again."""
+    """Gives a new budget to runs that had ended."""
     for run in runs:
         if run.state().state in ("failed", "diverged", "cancelled"):
             with contextlib.suppress(Busy):
@@ -124,14 +122,14 @@ def renew(runs: Iterable[RunDirectory]) -> None:
 
 
 def prepare_data(run: RunDirectory) -> None:
-    """Builds the shards before any job starts: compute nodes may have no network, and GPUs should not wait."""
+    """Builds the shards before any job starts: compute nodes may have no network."""
     from ...train.data.shards import prepare_with_progress
 
     prepare_with_progress(run.config().data)
 
 
 def missing_scores(runs: Sequence[RunDirectory], config: SweepConfig) -> list[RunDirectory]:
-    """Runs that are done and lack scores for the sweep's evaluation."""
+    """Runs that are done and lack scores."""
     if not config.evaluate.tasks:
         return []
     from ..results.scoring import is_scored

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
-import math
 import os
 import shutil
 import signal
@@ -37,7 +36,7 @@ from ..plan.rates import describe_mesh, usable_cores
 from ..results import tracking
 from ..runs import states
 from ..runs.attempts import Policy
-from ..runs.directory import Busy, RunDirectory, job_restarts
+from ..runs.directory import Busy, RunDirectory, job_restarts, job_seconds
 from ..runs.liveness import Heartbeat
 from ..runs.states import Ending, held
 
@@ -50,14 +49,11 @@ THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_
 
 
 class TrunkNotYet(UserError):
-    """A branch was started before its trunk has come to where it begins, which it still may."""
+    """The trunk may still come to where its branch begins."""
 
 
 class Interrupt:
-    """Remembers that the job was told to stop, by signal or by the loss of whoever started it.
-
-    While it watches runs it also says when one of them is to be cancelled, and takes each call for a step.
-    """
+    """Remembers that the job was told to stop, by signal or by the loss of whoever started it."""
 
     def __init__(self, alive: Callable[[], bool] | None = None, lost: str = "the launcher is gone") -> None:
         self.reason: str | None = None
@@ -76,7 +72,7 @@ class Interrupt:
 
     @contextlib.contextmanager
     def watching(self, runs: Sequence[RunDirectory], policy: Policy) -> Iterator[Heartbeat]:
-        """Gives signs of life of runs that this process trains, and looks whether one is to be cancelled."""
+        """Gives signs of life of runs, and looks whether one is to be cancelled."""
         with Heartbeat(runs, policy) as heart:
             self._heart, self.cancelled = heart, {}
             try:
@@ -101,11 +97,11 @@ class Interrupt:
                 self.cancelled[run.run_id] = who
 
     def stops(self, run: RunDirectory) -> bool:
-        """Whether it is this run that is to stop, and not another one that it is trained with."""
+        """Whether it is this run that is to stop."""
         return self.reason is not None or run.run_id in self.cancelled
 
     def ending(self, run: RunDirectory, words: str) -> Ending:
-        """What a run is that has stopped; `words` says where."""
+        """How a run ends that has stopped; `words` says where."""
         if (who := self.cancelled.get(run.run_id)) is not None:
             return Ending("cancelled", f"cancelled by {who}; {words}")
         over = self.reason is not None and time.monotonic() - self._began > warned_after(os.environ)
@@ -114,15 +110,8 @@ class Interrupt:
 
 
 def warned_after(environment: Mapping[str, str]) -> float:
-    """Seconds after which a SLURM job that is told to stop is told so for its time limit; without one: never.
-
-    SLURM before 23.02 does not say when a job ends, and `requeue_stopped` asks.
-    """
-    try:
-        begins, ends = (int(environment[f"SLURM_JOB_{name}_TIME"]) for name in ("START", "END"))
-    except (KeyError, ValueError):
-        return math.inf
-    seconds = ends - begins
+    """Seconds after which a SLURM job that is told to stop is told so for its time limit."""
+    seconds = job_seconds(environment)
     # Jobs are warned up to two minutes before their end, and a process may begin as late after its job.
     return seconds - min(240.0, 0.75 * seconds)
 
@@ -139,7 +128,7 @@ def failed(error: Exception, run: RunDirectory) -> Ending:
 def train_unit(
     how: str, runs: Sequence[RunDirectory], ranks: Ranks, interrupt: Interrupt, job: str, policy: Policy
 ) -> None:
-    """Trains a unit in this process and those that it starts; how each run ended is in its state."""
+    """Trains a unit; how each run ended is in its state."""
     if how == "ensemble":
         train_ensemble(runs, interrupt, job, policy)
     elif how == "shared":
@@ -154,11 +143,7 @@ def train_unit(
 def train_one(
     run: RunDirectory, ranks: Ranks, interrupt: Interrupt, job: str, policy: Policy, share: float = 1.0
 ) -> tuple[str, str | None]:
-    """Trains a run as its first rank; returns the state that it ended in, which is written, and why.
-
-    Raises:
-        Busy: somebody else has the run.
-    """
+    """Trains a run as its first rank; returns the state that it ended in and why. Busy: somebody else has it."""
     with held(run, job, policy, share=share) as begun:
         if not begun:
             state = run.state()
@@ -174,7 +159,7 @@ def train_one(
 
 
 def train_rank(run: RunDirectory, ranks: Ranks, interrupt: Interrupt) -> Ending:
-    """One rank's part in a run: how it ended. Whatever a run dies of is an answer."""
+    """One rank's part in a run; whatever it dies of is an answer."""
     from ...train.errors import Diverged, Stopped
     from ...train.loop import train
 
@@ -201,7 +186,7 @@ def train_rank(run: RunDirectory, ranks: Ranks, interrupt: Interrupt) -> Ending:
 
 
 def prepare(run: RunDirectory) -> None:
-    """Before a run trains, by its first rank: room to say that the disk is full, and what a branch begins from."""
+    """What a run's first rank does before it trains."""
     run.reserve()
     config = run.config()
     tracking.note_lineage(run, config)
@@ -227,7 +212,7 @@ def try_log(run: RunDirectory, text: str, rank: int = 0) -> None:
 
 
 def tidy() -> None:
-    """After a training, for the next in this process: gives its memory back, and forgets what was compiled for it."""
+    """Gives memory back, and forgets what was compiled."""
     import torch
 
     if "torch._dynamo" in sys.modules:
@@ -257,7 +242,7 @@ class _Member:
 def train_ensemble(
     runs: Sequence[RunDirectory], interrupt: Interrupt, job: str, policy: Policy
 ) -> None:  # fmt: skip
-    """Trains runs of one shape as one ensemble; how each ended is in its state."""
+    """Trains runs of one shape as one ensemble."""
     with contextlib.ExitStack() as holds:
         members = _join(runs, job, policy, holds)
         heart = holds.enter_context(interrupt.watching([member.run for member in members], policy))
@@ -282,7 +267,7 @@ def train_ensemble(
 def _join(
     runs: Sequence[RunDirectory], job: str, policy: Policy, holds: contextlib.ExitStack
 ) -> list[_Member]:  # fmt: skip
-    """Those runs as members that are not done, can begin, and are nobody else's."""
+    """Those runs that are not done, can begin, and are nobody else's."""
     wanted = [run for run in runs if not run.is_done() and not ended_before(run, job)]
     members = (_member(run, job, policy, 1 / len(wanted), holds) for run in wanted)
     return [member for member in members if member is not None]
@@ -310,10 +295,7 @@ def _member(
 
 
 def _train_group(members: Sequence[_Member], interrupt: Interrupt, heart: Heartbeat) -> list[list[_Member]]:
-    """One ensemble, to its end; returns the smaller ones in which members go on that have not ended.
-
-    Members that ran out of memory are halved; those that stopped because another was cancelled stay together.
-    """
+    """One ensemble, to its end; returns the smaller ones in which members go on that have not ended."""
     from ...train.ensemble.ensemble import Ended, train_together
     from ...train.hardware import out_of_memory
 
@@ -356,13 +338,13 @@ def _train_group(members: Sequence[_Member], interrupt: Interrupt, heart: Heartb
 
 
 def ended_before(run: RunDirectory, job: str) -> bool:
-    """Whether a run ended badly in an earlier start of this very job; a requeued job goes on with the others."""
+    """Whether a run ended badly in an earlier start of this job."""
     state = run.state()
     return job_restarts() > 0 and state.state in ("failed", "diverged") and state.job_id == job
 
 
 def train_shared(runs: Sequence[RunDirectory], interrupt: Interrupt, job: str, policy: Policy) -> None:
-    """Trains each run in a process of its own, all at the same time; how each ended is in its state."""
+    """Trains each run in a process of its own, all at the same time."""
     waiting = [run for run in runs if not run.is_done() and not ended_before(run, job)]
     if not waiting:
         return
@@ -394,7 +376,6 @@ def _start(
 
 
 def _watch(processes: Sequence[subprocess.Popen[bytes]], interrupt: Interrupt) -> None:
-    """Returns when all have ended, which they soon do once this process is told to stop."""
     passed_on = False
     while any(process.poll() is None for process in processes):
         if interrupt() and not passed_on:
@@ -405,11 +386,7 @@ def _watch(processes: Sequence[subprocess.Popen[bytes]], interrupt: Interrupt) -
 
 
 def lone_environment(environment: Mapping[str, str], sharers: int) -> dict[str, str]:
-    """The environment of a process that is its run's only rank, with its share of this one's cores.
-
-    It lacks the variables that would make it a rank of this process' job, and those of wandb, whose process would go on
-    holding its run after it is killed.
-    """
+    """The environment of a process that is its run's only rank, with its share of this one's cores."""
     prefixes = ("SLURM_", "SLURMD_", "SRUN_", "SUBMITIT_", "PMI", "TORCHELASTIC_", "WANDB_SERVICE")
     kept = {key: value for key, value in environment.items() if not key.startswith(prefixes) and key not in TORCHRUN}
     kept |= {key: environment[key] for key in ("SLURM_RESTART_COUNT",) if key in environment}  # which limits requeues
@@ -441,7 +418,7 @@ def multi_process_service() -> Iterator[dict[str, str]]:
 
 
 def _control(control: str, places: Mapping[str, str], *arguments: str, words: str = "") -> str | None:
-    """Calls the daemon's control program; returns its complaint where it has one."""
+    """Calls the daemon's control program; returns its complaint."""
     try:
         subprocess.run(
             [control, *arguments], env=os.environ | dict(places), input=words, text=True,
@@ -455,7 +432,6 @@ def _control(control: str, places: Mapping[str, str], *arguments: str, words: st
 
 
 def main(path: str, job: str, settings: str) -> int:
-    """One of the processes that `train_shared` starts: trains the run in a directory; returns its exit code."""
     given = json.loads(settings)
     interrupt = Interrupt(lambda: os.getppid() == given["leader"], "the process that started it is gone")
     try:

@@ -50,15 +50,7 @@ def conduct(config: SweepConfig, command: list[str]) -> int:
 
 
 def resume(sweep: SweepDirectory, only: set[str] | None = None) -> int:
-    """Goes on with a sweep from its folder alone.
-
-    Args:
-        sweep: its folder.
-        only: ids of runs to start, with the trunks that they wait for; None: whatever is not done.
-
-    Returns:
-        See `conduct`; 0 also where the sweep is at work, which then takes the runs when its own have ended.
-    """
+    """Goes on with a sweep from its folder alone, or with the runs in `only` and their trunks; see `conduct`."""
     config = prepare.configuration(sweep)
     check(config)
     membership.allow_growth(sweep)
@@ -81,7 +73,7 @@ def resume(sweep: SweepDirectory, only: set[str] | None = None) -> int:
 
 
 def _conduct_here(prepared: Prepared, only: set[str] | None = None) -> int:
-    """Trains, scores and fits on this machine; the caller holds the sweep and has written its plan."""
+    """Trains, scores and fits on this machine; the caller holds the sweep."""
     from ..results.finish import print_result
     from .local import LocalBackend
 
@@ -100,7 +92,7 @@ def _conduct_here(prepared: Prepared, only: set[str] | None = None) -> int:
 
 
 def submit(prepared: Prepared, only: set[str] | None = None) -> SlurmBackend:
-    """Submits what no job of the sweep does yet; from then on the jobs, the keeper among them, do the rest."""
+    """Submits what no job of the sweep does yet; from then on the jobs do the rest."""
     from .keeper import slurm_backend
 
     sweep, config = prepared.sweep, prepared.config
@@ -117,7 +109,7 @@ def submit(prepared: Prepared, only: set[str] | None = None) -> SlurmBackend:
 
 
 def _conclude(prepared: Prepared, backend: SlurmBackend) -> int:
-    """What the command does after its jobs are submitted: goes, or waits for them, and says how the sweep came out."""
+    """Goes, or waits for the jobs, and says how the sweep came out."""
     from ..results.finish import print_result, write_results
 
     sweep = prepared.sweep
@@ -137,11 +129,7 @@ def _conclude(prepared: Prepared, backend: SlurmBackend) -> int:
 
 
 def check(config: SweepConfig) -> None:
-    """Refuses a configuration that contradicts itself or asks for what is not there.
-
-    Raises:
-        UserError: says what.
-    """
+    """Refuses a configuration that contradicts itself or asks for what is not there."""
     cluster = config.cluster
     if cluster.kind not in ("local", "slurm"):
         raise UserError(f"cluster.kind is {cluster.kind!r}; it must be local or slurm")

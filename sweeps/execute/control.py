@@ -53,7 +53,6 @@ def cancel(sweep: SweepDirectory, prefixes: list[str]) -> int:
 
 
 def _cancel_one(run: RunDirectory, by: str, policy: Policy) -> str:
-    """What was done, in words."""
     if run.is_done():
         return "is done, and stays so"
     run.ask_cancel(by)
@@ -64,7 +63,6 @@ def _cancel_one(run: RunDirectory, by: str, policy: Policy) -> str:
 
 
 def _cancel_jobs(sweep: SweepDirectory, runs: Iterable[RunDirectory], whole: bool) -> None:
-    """Takes jobs out of the queue that have nothing left to do."""
     live = slurm.live_jobs()
     if whole:
         with sweep.lock(conduct.LOCK_SECONDS):  # a keeper's pass may be submitting at this moment
@@ -115,7 +113,7 @@ def retry(
 
 
 def _set_back(sweep: SweepDirectory, run: RunDirectory, policy: Policy) -> bool:
-    """Makes a run start anew; whether it may. Says what it does."""
+    """Makes a run start anew; whether it may."""
     before = run.state()
     if run.is_done():
         print(f"run {run.run_id} is done, and stays so")
@@ -137,14 +135,14 @@ def _set_back(sweep: SweepDirectory, run: RunDirectory, policy: Policy) -> bool:
 
 
 def _job_of(sweep: SweepDirectory, run: RunDirectory) -> str | None:
-    """The job in SLURM's queue that will train a run, or one of several; None where there is none."""
+    """The job in SLURM's queue that will train a run."""
     if not (sweep.path / "jobs" / "slurm.json").exists():
         return None
     return min(Inventory(sweep, slurm.live_jobs()).jobs_of(run), default=None)
 
 
 def lower_rates(sweep: SweepDirectory) -> set[str]:
-    """Adds for every run that diverged one with a lower learning rate; returns the ids of those that are new."""
+    """Adds for every run that diverged one with a lower learning rate; returns the new ids."""
     grid = prepare.configuration(sweep).grid
     factor = FACTOR if grid is None or grid.diverged_rate_factor is None else grid.diverged_rate_factor
     wanted = set()

@@ -33,8 +33,6 @@ LOCK_SECONDS = 120.0  # that another pass, or a command, may hold the sweep
 
 @dataclass(frozen=True)
 class Pass:
-    """What a pass came to."""
-
     over: bool  # every run has ended for good, and the laws are fitted to all that is there
     keepers: int  # that wait in the queue for their turn
 
@@ -62,11 +60,7 @@ def keep(sweep_path: str) -> None:
 
 
 def tend(sweep: SweepDirectory, say: Callable[[str], None] = print) -> Pass:
-    """Settles what was lost, and submits what is due; the caller holds the sweep.
-
-    Raises:
-        UserError: SLURM refuses what is submitted, in its own words.
-    """
+    """Settles what was lost, and submits what is due; the caller holds the sweep."""
     cluster = prepare.configuration(sweep).cluster
     try:
         live = slurm.live_jobs()
@@ -86,7 +80,6 @@ def tend(sweep: SweepDirectory, say: Callable[[str], None] = print) -> Pass:
 
 
 def slurm_backend(sweep: SweepDirectory, cluster: ClusterConfig, live: set[str]) -> SlurmBackend:
-    """The backend whose jobs call this version's workers."""
     calls = Calls(worker.train, worker.work, worker.evaluate_runs, worker.finish_sweep, keep, _stage)
     return SlurmBackend(sweep, cluster, live, calls)
 

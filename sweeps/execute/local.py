@@ -16,7 +16,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from types import FrameType
+from typing import Any
 
 import submitit
 
@@ -39,7 +40,7 @@ ENDED = ("done", "failed", "diverged", "cancelled")
 
 @dataclass
 class LocalJob:
-    """What every rank of one job calls, and, once it is started, its handle."""
+    """What every rank of one job calls, and its handle."""
 
     label: str
     function: Callable[..., None]
@@ -51,19 +52,6 @@ class LocalJob:
     @property
     def running(self) -> bool:
         return self.handle is not None and self.handle._process.poll() is None
-
-
-class Jobs(Protocol):
-    """Where a pool gets its jobs from."""
-
-    def take(self, place: int) -> LocalJob | None:
-        """A job for a place that is free; None where there is none for it now."""
-
-    def left(self) -> bool:
-        """Whether there are jobs that were not taken yet."""
-
-    def ended(self, job: LocalJob) -> None:
-        """A job's processes are gone."""
 
 
 @dataclass
@@ -78,12 +66,11 @@ class Listed:
     def left(self) -> bool:
         return bool(self.jobs)
 
-    def ended(self, job: LocalJob) -> None:
-        """Nothing to do."""
+    def ended(self, job: LocalJob) -> None: ...
 
 
 class LocalBackend:
-    """Where `advance` starts the runs of one command, or those in `only` and what is asked for meanwhile."""
+    """Where `advance` starts the runs of one command."""
 
     def __init__(self, prepared: Prepared, only: set[str] | None = None) -> None:
         self._sweep, self._config, self._rate = prepared.sweep, prepared.config, prepared.rate
@@ -95,11 +82,10 @@ class LocalBackend:
         self._fitted = False
 
     def asked(self) -> list[str]:
-        """The runs that the command asks for."""
         return [run.run_id for run in self._runs if not run.is_done() and run.run_id not in self._tried]
 
     def is_taken(self, run: RunDirectory) -> bool:
-        """Whether a run was not added, nor asked for again, since it was last started here."""
+        """Whether a run was not asked for again since it was last started here."""
         state = run.state()
         return state.state != "planned" or state.since <= self._tried.get(run.run_id, -1.0)
 
@@ -118,7 +104,6 @@ class LocalBackend:
         self, plan: Plan, units: Sequence[Unit], unscored: Sequence[RunDirectory], evaluate: bool,
         avoid: Mapping[str, tuple[str, ...]],
     ) -> None:  # fmt: skip
-        """Trains units, or else scores runs."""
         self._fitted = False
         if units:
             self._train(plan, units)
@@ -190,14 +175,11 @@ class LocalPool:
     gpus_per_rank: int = 0
     jobs_per_gpu: int = 1
 
-    def run(self, jobs: Jobs, tick: Callable[[], None]) -> None:
-        """Runs every job to its end. `tick` is called several times a second, for the display.
-
-        On Ctrl-C or TERM every running job gets TERM, so that it saves, and KeyboardInterrupt goes on.
-        """
+    def run(self, jobs: Listed | Workers | Ranked, tick: Callable[[], None]) -> None:
+        """Runs every job to its end, calling `tick` several times a second; Ctrl-C or TERM lets them save."""
         running: list[LocalJob] = []
         try:
-            with _terminate_as_interrupt():
+            with _handling(signal.SIGTERM, _interrupt):  # such as of a closed allocation
                 while running or jobs.left():
                     for place in sorted(set(range(self.places)) - {job.place for job in running}):
                         if (job := jobs.take(place)) is not None:
@@ -219,7 +201,8 @@ class LocalPool:
             timeout_min=60 * 24 * 365,  # submitit ends a local job after that; a run here has no limit but its D
             tasks_per_node=job.ranks, gpus_per_node=gpus, visible_gpus=tuple(range(first, first + gpus)),
         )  # fmt: skip
-        with _environment(self.threads), _ignored_interrupts():
+        # Children inherit an ignored SIGINT: Ctrl-C reaches the launcher alone, which tells them to save with TERM.
+        with _environment(self.threads), _handling(signal.SIGINT, signal.SIG_IGN):
             job.handle = executor.submit(job.function, *job.arguments)
         job.place = place
         return job
@@ -237,7 +220,7 @@ class LocalPool:
 
 @contextlib.contextmanager
 def _environment(threads: int) -> Iterator[None]:
-    """Environment of a job: pinned threads, because two processes with two threads each on two cores crawl."""
+    """Pinned threads: two processes with two threads each on two cores crawl."""
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")
     before = {name: os.environ.get(name) for name in names}
     os.environ.update(dict.fromkeys(names, str(threads)))
@@ -252,27 +235,18 @@ def _environment(threads: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _ignored_interrupts() -> Iterator[None]:
-    """Children inherit an ignored SIGINT: Ctrl-C reaches the launcher alone, which tells them to save with TERM."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _handling(
+    number: signal.Signals, handler: Callable[[int, FrameType | None], None] | signal.Handlers
+) -> Iterator[None]:
+    before = signal.signal(number, handler)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(number, before)
 
 
-@contextlib.contextmanager
-def _terminate_as_interrupt() -> Iterator[None]:
-    """TERM to the launcher (a closed allocation, a shutdown) is handled as Ctrl-C is."""
-
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
 
 
 @dataclass
@@ -287,14 +261,13 @@ class Training:
 
     @property
     def launcher(self) -> tuple[str, str]:
-        """What a worker needs to see whether this launcher lives."""
         return str(self.sweep.path.resolve()), lock_token(self.sweep.path)
 
     def left(self) -> bool:
         return bool(self.queue.left())
 
     def news(self) -> tuple[list[str], list[str]]:
-        """Runs that train now, and those that have ended since the last call."""
+        """Runs that train now, and those that have just ended."""
         running, open_units = self.queue.running(), set(self.queue.left())
         open_units |= running.keys()
         over = [name for unit in self.queue.units if unit not in open_units for name in unit.runs]
@@ -326,11 +299,7 @@ class Workers(Training):
         return LocalJob("worker", worker.work, arguments)
 
     def ended(self, job: LocalJob) -> None:
-        """Settles what it was at.
-
-        Raises:
-            UserError: one after the other ended before it had begun.
-        """
+        """Settles what it was at; UserError where one after the other ended before it had begun."""
         settle_queue(self.queue, self.policy)
         # What submitit's controller exits with says nothing of its task.
         born = self.queue.claimed(job.place) > self._claimed[job.place] or not self.queue.left()

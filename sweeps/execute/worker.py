@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import math
 import os
 import time
 import traceback
@@ -32,7 +31,7 @@ from ...train.job.session import session
 from ..prepare import configuration
 from ..runs import attempts, states
 from ..runs.attempts import Policy
-from ..runs.directory import RunDirectory, SweepDirectory, inside_job, job_id, job_restarts, this_node
+from ..runs.directory import RunDirectory, SweepDirectory, inside_job, job_id, job_restarts, job_seconds, this_node
 from ..runs.queue import Queue
 from ..runs.states import UNWRITTEN
 from ..slurm import commands as slurm
@@ -205,12 +204,8 @@ class JobClock:
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> JobClock:
         """By what SLURM says of the job; without a word, or without a limit, there is no end."""
-        try:
-            start, end = (int(environment[f"SLURM_JOB_{name}_TIME"]) for name in ("START", "END"))
-        except (KeyError, ValueError):
-            return cls(math.inf, 0.0)
         # The difference, because the controller's clock need not be this node's. A worker starts seconds after its job.
-        seconds = end - start
+        seconds = job_seconds(environment)
         warning = min(MOST_WARNING, seconds / 2)
         return cls(time.monotonic() + seconds, warning + min(LEAST_SECONDS, seconds / 10))
 

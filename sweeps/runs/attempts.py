@@ -15,6 +15,7 @@ import json
 import socket
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...train.config import RunConfig
@@ -41,7 +42,7 @@ MARGIN_SECONDS = 10.0  # beyond three periods without a sign of life, for a file
 
 @dataclass(frozen=True)
 class Policy:
-    """How much is tried again, and when a run counts as dead. Travels in the arguments of jobs."""
+    """How much is tried again, and when a run counts as dead; travels in the arguments of jobs."""
 
     max_requeues: int = 20  # times that a run may be told to stop and go on
     retries: int = 3  # per run, for what was not its own fault
@@ -52,7 +53,6 @@ class Policy:
 
     @classmethod
     def of(cls, cluster: ClusterConfig) -> Policy:
-        """The policy of a sweep's cluster."""
         return cls(
             cluster.max_requeues, cluster.retries, cluster.sweep_retries, cluster.backoff_seconds,
             cluster.heartbeat_seconds, 60 * cluster.hang_minutes,
@@ -103,7 +103,7 @@ NUMBERS = [item.name for item in fields(Attempt) if item.type in ("int", "float"
 
 @dataclass(frozen=True)
 class Begun:
-    """What attempt.json holds: an attempt under way."""
+    """What attempt.json holds."""
 
     attempt: int
     began: float
@@ -120,11 +120,7 @@ class Begun:
 
 
 def decide(attempts: Sequence[Attempt], policy: Policy, spent: int, now: float) -> Decision:
-    """Whether a run is tried again after its last attempt, when, and where not. Pure.
-
-    Attempts come oldest first, as `current` gives them; `spent` counts retries of the whole sweep; `now` is by the
-    clock of the attempts.
-    """
+    """Whether a run is tried again after its attempts, oldest first, where the sweep has `spent` retries. Pure."""
     if not attempts:
         return Decision(True, 0.0, (), "it has not begun")
     last = attempts[-1]
@@ -158,7 +154,7 @@ def decide(attempts: Sequence[Attempt], policy: Policy, spent: int, now: float) 
 
 
 def decision(run: RunDirectory, policy: Policy, now: float) -> Decision:
-    """`decide` for a run on disk; the sweep's retries are counted only where they matter."""
+    """`decide` for a run on disk."""
     past = current(run)
     said = decide(past, policy, 0, now)
     if said.again and past and past[-1].cause in RETRIED:
@@ -167,10 +163,7 @@ def decision(run: RunDirectory, policy: Policy, now: float) -> Decision:
 
 
 def begin(run: RunDirectory, job: str | None, node: str | None = None, share: float = 1.0) -> Begun:
-    """Writes that an attempt begins; the caller holds the run, and has settled what was before.
-
-    Without a node it was to begin and could not; `share` is the part of its process or device that the run gets.
-    """
+    """Writes that an attempt begins; the caller holds the run. Without a node it was to begin and could not."""
     numbers = [attempt.attempt for attempt in read(run)]
     begun = _begun(run, max([run.state().attempt, *numbers]) + 1, now_on(run.path), node, job, share)
     (run.path / UNDER_WAY).write_text(json.dumps(asdict(begun)), encoding="utf-8")
@@ -249,19 +242,19 @@ def current(run: RunDirectory) -> list[Attempt]:
 
 
 def sign_age(run: RunDirectory, now: float | None = None) -> float | None:
-    """Seconds since the last sign of life, where there was one; `now` is `now_on` of the same file system."""
+    """Seconds since the last sign of life, if any; `now` is `now_on` of the same file system."""
     seen = run.last_sign()
     return None if seen is None else max(0.0, (now_on(run.path) if now is None else now) - seen)
 
 
 def is_stale(run: RunDirectory, policy: Policy) -> bool:
-    """Whether a run that says `running` has given no sign of life for three periods and a margin."""
+    """Whether a run that says `running` has given no sign of life for too long."""
     seconds = sign_age(run)
     return seconds is None or seconds > policy.silence_seconds
 
 
 def is_elsewhere(run: RunDirectory, policy: Policy) -> bool:
-    """Whether a run gives signs of life on another machine: not every file system carries locks from node to node."""
+    """Whether a run gives signs of life on another machine, whose locks may not reach here."""
     begun = under_way(run)
     return begun is not None and begun.machine != socket.gethostname() and not is_stale(run, policy)
 
@@ -288,7 +281,7 @@ def with_waste(attempts: Sequence[Attempt]) -> list[Attempt]:
 
 
 def retries_spent(sweep: SweepDirectory) -> int:
-    """Retries of all runs together, each counted since somebody last asked for one by hand."""
+    """Retries of all runs since somebody last asked for one by hand."""
     histories = (current(RunDirectory(path.parent)) for path in sweep.path.glob(f"runs/*/{LINES}"))
     return sum(attempt.cause in RETRIED for history in histories for attempt in history[:-1])
 
@@ -296,13 +289,22 @@ def retries_spent(sweep: SweepDirectory) -> int:
 def newest_checkpoint(run: RunDirectory) -> int | None:
     """Step of the newest checkpoint whose files have their manifest's sizes; the trainer checks their hashes."""
     for step in reversed(run.saved_steps()):
-        folder = run.path / "checkpoints" / f"step_{step}"
-        manifest = read_json(folder / "manifest.json")
+        if visible_damage(run.path / "checkpoints" / f"step_{step}") is None:
+            return step
+    return None
+
+
+def visible_damage(checkpoint: Path) -> str | None:
+    """What is wrong with a checkpoint, by the names and sizes of its files."""
+    manifest = read_json(checkpoint / "manifest.json")
+    if not manifest:
+        return "its manifest.json is missing or unreadable"
+    for name, entry in manifest.items():
         try:
-            if manifest and all((folder / name).stat().st_size == entry["bytes"] for name, entry in manifest.items()):
-                return step
+            if (checkpoint / name).stat().st_size != entry["bytes"]:
+                return f"{name} has another size than its manifest says"
         except (OSError, KeyError, TypeError):
-            continue
+            return f"{name} is missing"
     return None
 
 
@@ -331,7 +333,6 @@ def _config(run: RunDirectory) -> RunConfig | None:
 
 
 def _gpus(config: RunConfig) -> int:
-    """GPUs of a run that begins in this process."""
     if config.parallel.device == "cpu":
         return 0
     import torch
@@ -340,7 +341,7 @@ def _gpus(config: RunConfig) -> int:
 
 
 def _last_step(run: RunDirectory, begun: Begun, cause: str) -> int:
-    """The newest step that an attempt has written down; what other attempts wrote does not count."""
+    """The newest step that this attempt has written down."""
     if cause == "done":
         return begun.steps
     try:
@@ -351,7 +352,6 @@ def _last_step(run: RunDirectory, begun: Begun, cause: str) -> int:
 
 
 def _lines(run: RunDirectory) -> list[dict[str, Any]]:
-    """The whole lines of attempts.jsonl."""
     try:
         content = (run.path / LINES).read_bytes()
     except OSError:
@@ -368,7 +368,6 @@ def _lines(run: RunDirectory) -> list[dict[str, Any]]:
 
 
 def _attempt(line: dict[str, Any], budget: int) -> Attempt | None:
-    """A line as an attempt; None where it is none."""
     cause = line.get("cause") or str(Cause.UNKNOWN)
     values = {name: line[name] for name in NAMES if name in line}
     try:

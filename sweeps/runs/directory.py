@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import getpass
 import json
+import math
 import os
 import socket
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -133,43 +134,40 @@ class RunDirectory:
             yield
 
     def reserve(self) -> None:
-        """Sets disk space aside, so that there is room to say that the disk is full."""
+        """Sets disk space aside, to be able to say that the disk is full."""
         (self.path / ".reserve").write_bytes(b"\0" * 16384)
 
     def release(self) -> None:
-        """Gives back what `reserve` set aside."""
         (self.path / ".reserve").unlink(missing_ok=True)
 
     def log(self, message: str, rank: int = 0) -> None:
-        """Appends a line to log.txt, or to log-rank<r>.txt for any rank but the first, with the time."""
+        """Appends a line to log.txt, or to log-rank<r>.txt."""
         name = f"log-rank{rank}.txt" if rank else "log.txt"
         with (self.path / name).open("a", encoding="utf-8") as file:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {message}\n")
 
     def failure(self) -> Failure | None:
-        """What a process noted of the end of the newest attempt."""
+        """What a process noted of the end of its attempt."""
         return read_failure(self.path)
 
     def forget_failure(self) -> None:
-        """For a new attempt."""
         forget_failure(self.path)
 
     def ask_cancel(self, by: str) -> None:
-        """Asks whoever trains the run, on whatever node, to save and stop; nobody else starts it."""
+        """Asks whoever trains the run, on whatever node, to save and stop."""
         write_json(self.path / CANCEL, {"by": by, "at": now_on(self.path)})
 
     def cancel_asked(self) -> str | None:
-        """Who has asked to cancel the run, if anybody has."""
+        """Who has asked to cancel the run."""
         if not (self.path / CANCEL).exists():
             return None
         return str((read_json(self.path / CANCEL) or {}).get("by", "somebody"))
 
     def forget_cancel(self) -> None:
-        """The run may be trained again."""
         (self.path / CANCEL).unlink(missing_ok=True)
 
     def give_sign(self) -> None:
-        """A sign of life of the process that trains the run, by the file system's clock."""
+        """A sign of life, by the file system's clock."""
         path = self.path / HEARTBEAT
         try:
             os.utime(path)  # without a time: on NFS the server's own
@@ -177,7 +175,7 @@ class RunDirectory:
             path.touch()
 
     def last_sign(self) -> float | None:
-        """When the last sign of life was given; None where nobody trains the run."""
+        """When the last sign of life was given."""
         try:
             with (self.path / HEARTBEAT).open("rb") as file:  # NFS asks its server again only where a file is opened
                 return os.fstat(file.fileno()).st_mtime
@@ -185,7 +183,6 @@ class RunDirectory:
             return None
 
     def forget_signs(self) -> None:
-        """Nobody trains the run any longer."""
         (self.path / HEARTBEAT).unlink(missing_ok=True)
 
     def is_halved(self) -> bool:
@@ -193,7 +190,7 @@ class RunDirectory:
         return (self.path / HALVED).exists()
 
     def saved_steps(self) -> list[int]:
-        """Steps whose checkpoints have been published; their files are not looked into."""
+        """Steps of published checkpoints; their files are not looked into."""
         manifests = (self.path / "checkpoints").glob("step_*/manifest.json")
         names = (path.parent.name.removeprefix("step_") for path in manifests)
         return sorted(int(name) for name in names if name.isdigit())
@@ -245,7 +242,7 @@ class SweepDirectory:
         return [self.run(run["run_id"]) for run in self.plan()["runs"]]
 
     def settings(self) -> dict[str, Any]:
-        """sweep.yaml: the resolved config behind the current plan, and where it came from."""
+        """sweep.yaml: the resolved config, and where it came from."""
         path = self.path / "sweep.yaml"
         try:
             return dict(read_yaml(path))
@@ -254,12 +251,7 @@ class SweepDirectory:
 
     @contextmanager
     def lock(self, timeout: float = 0.0) -> Iterator[None]:
-        """Holds the sweep while runs are planned and launched.
-
-        Raises:
-            AtWork: another process has held it for `timeout` seconds.
-            UserError: the folder cannot be written.
-        """
+        """Holds the sweep while runs are planned and launched; AtWork after `timeout` seconds."""
         with ExitStack() as stack:
             try:
                 self.path.mkdir(parents=True, exist_ok=True)
@@ -314,7 +306,7 @@ def this_node() -> str:
 
 
 def inside_job() -> bool:
-    """Whether this process is a job submitted to SLURM, and not a local one inside somebody's allocation."""
+    """Whether this process was submitted to SLURM."""
     return os.environ.get("SUBMITIT_EXECUTOR") == "slurm"
 
 
@@ -326,13 +318,20 @@ def job_id() -> str:
     return f"{array}_{task}" if array else os.environ["SLURM_JOB_ID"]
 
 
+def job_seconds(environment: Mapping[str, str]) -> float:
+    """The time limit of a SLURM job, as far as it says so: inf before 23.02, and without a limit."""
+    try:
+        begins, ends = (int(environment[f"SLURM_JOB_{name}_TIME"]) for name in ("START", "END"))
+    except (KeyError, ValueError):
+        return math.inf
+    return ends - begins
+
+
 def job_restarts() -> int:
-    """How often this job has been requeued."""
     return int(os.environ.get("SLURM_RESTART_COUNT") or 0)
 
 
 def this_user() -> str:
-    """Who runs this process, and where."""
     try:
         name = getpass.getuser()
     except (KeyError, OSError):  # a container may have no name for a user
@@ -341,7 +340,6 @@ def this_user() -> str:
 
 
 def read_yaml(path: Path) -> Any:
-    """What a YAML file holds."""
     return yaml.load(path.read_text(encoding="utf-8"), _LOADER)
 
 
@@ -355,7 +353,6 @@ def yaml_or_empty(path: Path) -> dict[str, Any]:
 
 
 def lock_token(path: Path) -> str:
-    """The token of the current holder of a sweep's lock."""
     return str((read_json(path / ".lock.owner") or {}).get("token"))
 
 

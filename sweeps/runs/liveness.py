@@ -29,10 +29,7 @@ EXIT_CODE = 124  # as `timeout` exits
 
 
 class Heartbeat:
-    """Gives signs of life of runs while its block runs; the runs are held, and a first sign is given.
-
-    Call `progressed` at every step, and `leave` before the end of a run is written.
-    """
+    """Gives signs of life of runs that are held while its block runs."""
 
     def __init__(self, runs: Iterable[RunDirectory], policy: Policy) -> None:
         self._runs, self._policy = list(runs), policy
@@ -45,15 +42,14 @@ class Heartbeat:
 
     @property
     def runs(self) -> list[RunDirectory]:
-        """Those that have not left."""
         return list(self._runs)
 
     def progressed(self) -> None:
-        """A step was taken. Costs nothing."""
+        """Called at every step; costs nothing."""
         self._steps += 1
 
     def leave(self, run: RunDirectory) -> None:
-        """Gives no more signs of a run; the caller writes how it ended."""
+        """Gives no more signs of a run, before its end is written."""
         with self._ending:
             self._runs = [other for other in self._runs if other is not run]
 
@@ -93,7 +89,6 @@ class Heartbeat:
                 os._exit(EXIT_CODE)
 
     def _write_hung(self) -> None:
-        """Writes that every run hung, and where."""
         frame = sys._current_frames().get(self._main)
         stack = traceback.extract_stack(frame) if frame is not None else None
         at = f", at {Path(stack[-1].filename).name}:{stack[-1].lineno} in {stack[-1].name}" if stack else ""

@@ -61,7 +61,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Hold:
-    """What keeps a unit from being claimed that was released."""
+    """What keeps a released unit from being claimed."""
 
     until: float = 0.0  # by the file system's clock
     avoid: tuple[str, ...] = ()  # nodes
@@ -71,7 +71,7 @@ FREE = Hold()
 
 
 class Queue:
-    """Units and who has them. Launcher, workers and keepers each open their own on the same folder."""
+    """Units and who has them; every process opens its own on the same folder."""
 
     def __init__(
         self, sweep: SweepDirectory, folder: Path, units: Sequence[Unit], parents: Mapping[str, tuple[str, int]]
@@ -108,7 +108,6 @@ class Queue:
 
     @classmethod
     def open(cls, sweep: SweepDirectory, folder: Path) -> Queue:
-        """The queue that `create` has written; ValueError where there is none."""
         contents = read_json(folder / CONTENTS)
         if contents is None:
             raise ValueError(f"{folder} holds no queue")
@@ -121,16 +120,13 @@ class Queue:
         return [cls.open(sweep, path.parent) for path in sorted((sweep.path / "jobs").glob(f"queue-*/{CONTENTS}"))]
 
     def close(self) -> None:
-        """Releases this worker's lock: what it has claimed and not ended counts as lost."""
+        """Releases this worker's lock: units that it has count as lost."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
     def claim(self, place: int, host: str | None = None) -> Unit | None:
-        """The first unit that can start, for this process until `end`, `release` or `settle`; None: none at the moment.
-
-        A launcher on this machine knows by `place` who has what; with a `host` units that avoid it are passed over.
-        """
+        """The first unit that can start, or None at the moment; with a `host` those that avoid it are passed over."""
         self._be_alive()
         with self._mutex():
             index = self._next(host)
@@ -141,26 +137,25 @@ class Queue:
             return self.units[index]
 
     def end(self, unit: Unit) -> None:
-        """Marks a unit as over, whatever came of its runs."""
         with self._mutex():
             if self._may_settle(index := self._index[unit]):
                 self._end(index)
 
     def release(self, unit: Unit, wait_seconds: float = 0.0, avoid: Sequence[str] = ()) -> None:
-        """Gives a unit back, to be claimed after `wait_seconds`, and for a while by none of the nodes to avoid."""
+        """Gives a unit back, to be claimed after `wait_seconds`, and for a while by no node to avoid."""
         with self._mutex():
             if self._may_settle(index := self._index[unit]):
                 self._release(index, wait_seconds, avoid)
 
     def settle(self, unit: Unit, policy: Policy, death: Death) -> None:
-        """Ends or releases a unit of this process, by what became of its runs; `death` is of those left running."""
+        """Ends or releases a unit of this process, by what became of its runs."""
         states.settle_dead(self._runs(self._index[unit]), policy, death)
         with self._mutex():
             if self._may_settle(index := self._index[unit]):
                 self._decide(index, policy)
 
     def settle_lost(self, unit: Unit, claim: Claim, policy: Policy, death: Death) -> bool:
-        """The same for a unit whose worker died; False where somebody was faster, or trains one of its runs."""
+        """The same for a unit whose worker died; False where somebody was faster."""
         index = self._index[unit]
         with self._mutex():
             if self._open.get(index) != claim or not states.settle_dead(self._runs(index), policy, death):
@@ -169,58 +164,53 @@ class Queue:
             return True
 
     def left(self, host: str | None = None) -> list[Unit]:
-        """Units that nobody has claimed; with a host, those that do not avoid it."""
+        """Units that nobody has claimed and, with a host, that do not avoid it."""
         self._refresh()
         now = self._now() if host is not None and self._holds else 0.0
         return [self.units[index] for index in self._left if not self._avoids(index, host, now)]
 
     def ready(self) -> list[Unit]:
-        """Units left that a worker could begin now on some node."""
         self._refresh()
         now = self._now() if self._holds else 0.0
         free = [index for index in self._left if self._holds.get(index, FREE).until <= now]
         return [self.units[index] for index in free if self._ready(index)]
 
     def ready_in(self) -> float | None:
-        """Seconds until the wait of one of the units left is over; None: none is left."""
+        """Seconds until the wait of one of the units left is over."""
         self._refresh()
         now = self._now() if self._holds else 0.0
         return min((max(0.0, self._holds.get(index, FREE).until - now) for index in self._left), default=None)
 
     def avoided(self) -> tuple[str, ...]:
-        """Nodes that the first unit left avoids; a worker that is added for it should exclude them."""
+        """Nodes that a worker added for the first unit left should exclude."""
         self._refresh()
         now = self._now()
         holds = [self._holds.get(index, FREE) for index in self._left[:1]]
         return tuple(node for hold in holds for node in hold.avoid if now < hold.until + AVOID_SECONDS)
 
     def was_claimed(self) -> bool:
-        """Whether a worker ever came as far as to claim a unit."""
         self._refresh()
         return bool(self._claims)
 
     def claimed(self, place: int) -> int:
-        """Times that this place has claimed a unit."""
         self._refresh()
         return self._claims.get(place, 0)
 
     def running(self) -> dict[Unit, int]:
-        """Units at work, and the place of each."""
+        """Units at work, with their places."""
         self._refresh()
         return {self.units[index]: claim.place for index, claim in self._open.items() if self._alive(claim.worker)}
 
     def lost(self) -> dict[Unit, Claim]:
-        """Units whose worker died before their end; see `settle_lost`."""
+        """Units whose worker died before their end."""
         self._refresh()
         return {self.units[index]: claim for index, claim in self._open.items() if not self._alive(claim.worker)}
 
     def is_over(self) -> bool:
-        """Whether every unit has ended."""
         self._refresh()
         return not self._left and not self._open
 
     def _next(self, host: str | None) -> int | None:
-        """The unit to claim. Under the mutex."""
         now = self._now() if self._holds else 0.0
         waiting = None  # the first that waits for a trunk alone
         for index in self._left:
@@ -249,7 +239,7 @@ class Queue:
         return host is not None and hold is not None and host in hold.avoid and now < hold.until + AVOID_SECONDS
 
     def _may_settle(self, index: int) -> bool:
-        """Whether this worker has a unit, or no live one. A node that was away for long may have lost its own."""
+        """Whether this worker has a unit, or no live one."""
         claim = self._open.get(index)
         return claim is not None and (claim.worker == self.worker or not self._alive(claim.worker))
 
@@ -276,7 +266,7 @@ class Queue:
     # The journal
 
     def _append(self, event: dict[str, Any]) -> None:
-        """Adds a line, whole or not at all, and reads it. Under the mutex, which has read what was there."""
+        """Adds a line, whole or not at all, and reads it."""
         line = json.dumps({"at": round(self._now(), 3), **event}).encode() + b"\n"
         descriptor = os.open(self.folder / JOURNAL, os.O_WRONLY | os.O_APPEND)
         try:
@@ -291,7 +281,7 @@ class Queue:
         self._refresh()
 
     def _refresh(self) -> None:
-        """Reads what was added to the journal since the last time."""
+        """Reads what was added to the journal."""
         with (self.folder / JOURNAL).open("rb") as file:
             file.seek(self._offset)
             added = file.read()
@@ -319,7 +309,6 @@ class Queue:
             self._holds[index] = Hold(event["until"], tuple(event["avoid"]))
 
     def _now(self) -> float:
-        """The file system's clock."""
         os.utime(self.folder / JOURNAL)
         return (self.folder / JOURNAL).stat().st_mtime
 
@@ -327,7 +316,6 @@ class Queue:
 
     @contextlib.contextmanager
     def _mutex(self) -> Iterator[None]:
-        """For whoever changes the queue; everything that was written before has been read."""
         descriptor = _locked(self.folder / ".lock", fcntl.LOCK_EX)
         try:
             self._refresh()
@@ -357,12 +345,12 @@ class Queue:
 
 
 def can_begin(branch: RunDirectory, trunk: RunDirectory, step: int) -> bool:
-    """Whether a branch that begins at `step` of its trunk finds a checkpoint there, or has one of its own."""
+    """Whether a branch finds a checkpoint at `step` of its trunk, or one of its own."""
     return step in trunk.saved_steps() or any(own >= step for own in branch.saved_steps())
 
 
 def _locked(path: Path, how: int) -> int:
-    """A descriptor that holds a file lock until it is closed. Waits in the kernel, so each of many gets its turn."""
+    """A descriptor that holds a file lock until it is closed."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         fcntl.flock(descriptor, how)

@@ -30,8 +30,6 @@ ENDS_AS = {
 
 
 class Ending(NamedTuple):
-    """How one process' part in a run ended."""
-
     state: str
     reason: str | None = None  # in a sentence; None when done
     cause: str | None = None  # one of attempts.CAUSES; None: what the state says
@@ -39,8 +37,6 @@ class Ending(NamedTuple):
 
 @dataclass(frozen=True)
 class Death:
-    """Why a run's process is gone."""
-
     cause: str  # of an attempt
     words: str
     job: str | None = None
@@ -62,7 +58,7 @@ def queue(run: RunDirectory, job: str | None = None) -> None:
 
 
 def queue_again(run: RunDirectory, decision: Decision) -> None:
-    """Says of a run that failed and is tried again that it waits, unless somebody trains it. Takes the lock itself."""
+    """Says of a failed run that is tried again that it waits, unless somebody trains it."""
     with contextlib.suppress(Busy, OSError), run.lock(timeout=0.0):
         if (state := run.state()).state == "failed":
             run.set_state("queued", job_id=None, reason=f"{state.reason}; to be tried again: {decision.why}")
@@ -75,17 +71,12 @@ def restore(run: RunDirectory) -> None:
 
 
 def cancel(run: RunDirectory, by: str, before: str = "") -> None:
-    """Nobody trains the run any more, until somebody asks for it again."""
     run.set_state("cancelled", reason=f"cancelled by {by}{before}")
     run.log(f"cancelled by {by}{before}")
 
 
 def cancel_idle(run: RunDirectory, by: str, policy: Policy) -> bool:
-    """Cancels a run that nobody trains, unless it is done; whether it did. Takes the lock itself.
-
-    Raises:
-        Busy: somebody trains it.
-    """
+    """Cancels a run that is not done; whether it did. Busy: somebody trains it."""
     with hold_idle(run, policy):
         if run.is_done():
             run.forget_cancel()
@@ -99,11 +90,7 @@ def cancel_idle(run: RunDirectory, by: str, policy: Policy) -> bool:
 
 
 def retry_by_hand(run: RunDirectory, by: str | None = None) -> None:
-    """Gives a run that is not done a new budget, and forgets what failed or cancelled it. Takes the lock itself.
-
-    Raises:
-        Busy: somebody trains it.
-    """
+    """Gives a run that is not done a new budget. Busy: somebody trains it."""
     with run.lock(timeout=0.0):
         if run.is_done():
             return
@@ -115,11 +102,7 @@ def retry_by_hand(run: RunDirectory, by: str | None = None) -> None:
 
 @contextlib.contextmanager
 def hold_idle(run: RunDirectory, policy: Policy) -> Iterator[None]:
-    """Holds a run that nobody trains.
-
-    Raises:
-        Busy: somebody does; the message says who.
-    """
+    """Holds a run that nobody trains. Busy: somebody does."""
     with run.lock(timeout=0.0):
         if attempts.is_elsewhere(run, policy):
             raise Busy(f"run {run.run_id} gives signs of life on {run.state().host}")
@@ -128,14 +111,7 @@ def hold_idle(run: RunDirectory, policy: Policy) -> Iterator[None]:
 
 @contextlib.contextmanager
 def held(run: RunDirectory, job: str, policy: Policy, timeout: float = 60.0, share: float = 1.0) -> Iterator[bool]:
-    """Holds a run while this process trains it, and says so in its state; yields False where there is nothing to do.
-
-    `timeout` is for how long to wait for somebody else, `share` the part of this process or device that the run gets.
-
-    Raises:
-        Busy: somebody else has held it all the while, or gives signs of life on another machine.
-        OSError: the disk is too full to say that the run begins.
-    """
+    """Holds a run while this process trains it; yields False where there is nothing to do. Busy: somebody trains it."""
     with run.lock(timeout):
         if run.is_done():
             settle_killed(run, "done", "")  # a line that a full disk had no room for
@@ -185,7 +161,7 @@ def _wait_for_signs(run: RunDirectory, policy: Policy) -> None:
 
 
 def _death_before(run: RunDirectory, job: str) -> Death:
-    """Of an attempt that the same job began before it was restarted: it was taken off its node."""
+    """Of an attempt of the same job before it was restarted: it was taken off its node."""
     state = run.state()
     if run.failure() is None and job == state.job_id and job_restarts() > 0:
         return Death("node", f"its node {state.host} failed, and SLURM has started its job again")
@@ -193,7 +169,7 @@ def _death_before(run: RunDirectory, job: str) -> Death:
 
 
 def _had_enough(run: RunDirectory, job: str, policy: Policy) -> str | None:
-    """Why a run does not go on in a job that SLURM itself starts again, as it does without end where nodes fail."""
+    """Why a run does not go on in a job that SLURM restarts without end where nodes fail."""
     past = attempts.current(run)
     if job_restarts() == 0 or not past or past[-1].job_id != job or past[-1].cause not in (*RETRIED, *INTERRUPTED):
         return None
@@ -202,7 +178,7 @@ def _had_enough(run: RunDirectory, job: str, policy: Policy) -> str | None:
 
 
 def conclude(run: RunDirectory, ended: str, reason: str | None = None, cause: str | None = None) -> None:
-    """Writes how a run ended that this process holds: the line of its attempt, and its state."""
+    """Writes how a run ended that this process holds."""
     run.release()
     with contextlib.suppress(OSError):  # whoever settles the run then writes it
         attempts.note(run, cause or ("error" if ended == "failed" else ended), reason)
@@ -216,7 +192,7 @@ def conclude(run: RunDirectory, ended: str, reason: str | None = None, cause: st
 
 
 def correct(run: RunDirectory, ended: str, reason: str | None, cause: str | None = None) -> None:
-    """Corrects the state of a run that has stopped, unless somebody has begun it again. Takes the lock itself."""
+    """Corrects the state of a run that has stopped, unless somebody has begun it again."""
     with contextlib.suppress(Busy, OSError), run.lock(timeout=0.0):
         if run.state().state != "preempted":
             return
@@ -227,14 +203,7 @@ def correct(run: RunDirectory, ended: str, reason: str | None, cause: str | None
 
 
 def settle_killed(run: RunDirectory, cause: str, reason: str, at_fault: Sequence[str] = ()) -> bool:
-    """Writes how an attempt ended that could not say so itself, for one of which nothing else is known.
-
-    Returns:
-        Whether the run was left in the middle of an attempt; its state is `failed` now.
-
-    Raises:
-        OSError: the disk is full.
-    """
+    """Writes how an attempt ended that could not say so; whether it was left in the middle, and is `failed` now."""
     state, begun = run.state(), attempts.under_way(run)
     if begun is not None and state.attempt == begun.attempt and state.state not in UNSETTLED:
         # It has ended, and the disk was too full for its line.
@@ -254,10 +223,7 @@ def settle_killed(run: RunDirectory, cause: str, reason: str, at_fault: Sequence
 
 
 def settle(run: RunDirectory, death: Death, advise: bool = False) -> bool:
-    """Settles an attempt whose process is gone, with what that noted; whether there was one.
-
-    With `advise` the reason says what a person can do.
-    """
+    """Settles an attempt whose process is gone, with what that noted; whether there was one."""
     noted, cause, words = run.failure(), death.cause, death.words
     at_fault: tuple[str, ...] = ()
     if noted is not None:
@@ -278,25 +244,21 @@ def settle(run: RunDirectory, death: Death, advise: bool = False) -> bool:
 
 
 def settle_child(run: RunDirectory) -> None:
-    """Settles a run that a process was to train which has ended: it says how, or it was killed."""
+    """Settles a run whose own process has ended: it says how, or it was killed."""
     settle(run, KILLED, advise=True)
     if run.state().state == "queued":
         run.set_state("failed", reason=KILLED.words)
 
 
 def stop_before(run: RunDirectory, job: str, reason: str | None) -> bool:
-    """Of a run whose process was told to stop before it began: it waits to go on. Whether that was so."""
+    """Whether a run had not begun when its process was told to stop; it is preempted then."""
     if waiting := run.state().state in ("planned", "queued"):
         run.set_state("preempted", job_id=job, reason=f"{reason}, before it began")
     return waiting
 
 
 def settle_dead(runs: Sequence[RunDirectory], policy: Policy, death: Death) -> bool:
-    """Settles runs whose process is gone, also before it began. Takes the locks itself.
-
-    Returns:
-        Whether all are settled; False where somebody trains one, or it gives signs of life on another machine.
-    """
+    """Settles runs whose process is gone, also before it began; False where somebody trains one."""
     settled = True
     for run in runs:
         if run.state().state not in UNSETTLED and attempts.under_way(run) is None:
@@ -313,7 +275,7 @@ def settle_dead(runs: Sequence[RunDirectory], policy: Policy, death: Death) -> b
 
 
 def settle_without_job(run: RunDirectory, state: State, death: Death) -> bool:
-    """Settles a run whose job is gone, unless its state is another by now; whether it did. Takes the lock itself."""
+    """Settles a run whose job is gone, unless its state has changed; whether it did."""
     with contextlib.suppress(Busy), run.lock(timeout=0.0):
         if run.state() != state:
             return False
@@ -327,7 +289,7 @@ def settle_without_job(run: RunDirectory, state: State, death: Death) -> bool:
 
 
 def runs_to_go_on(runs: Sequence[RunDirectory], policy: Policy, now: float) -> list[tuple[RunDirectory, Decision]]:
-    """Those of a unit's runs, which nobody trains at the moment, that are tried again, and when and where."""
+    """Those of a unit's runs that are tried again, when and where."""
     going = []
     for run in runs:
         state = run.state().state

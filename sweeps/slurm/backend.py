@@ -64,14 +64,7 @@ class Calls(NamedTuple):
 
 
 class SlurmBackend(Inventory):
-    """Submits one sweep's jobs, each once: what was submitted before is in jobs/slurm.json.
-
-    `live` are the jobs in the queue, from `slurm.live_jobs`; those submitted here are added.
-
-    Raises:
-        UserError: an earlier launcher was killed on its way, and SLURM does not take or release what it left; or
-            jobs/slurm.json cannot be read.
-    """
+    """Submits one sweep's jobs, each once; `live` are the jobs in the queue."""
 
     def __init__(self, sweep: SweepDirectory, cluster: ClusterConfig, live: set[str], calls: Calls) -> None:
         super().__init__(sweep, live)
@@ -85,16 +78,14 @@ class SlurmBackend(Inventory):
     # What `advance` asks
 
     def to_score(self, runs: Sequence[RunDirectory]) -> list[RunDirectory]:
-        """Of runs without scores those that no job scores, unless that was tried a few times."""
+        """Runs that no job scores and that were not tried often."""
         tries = self.memory.get("scorings", {})
         return [run for run in self.without_scoring(runs) if tries.get(run.run_id, 0) < SCORINGS]
 
     def is_taken(self, run: RunDirectory) -> bool:
-        """Whether a job trains a run, or will."""
         return self.has_job(run)
 
     def is_busy(self) -> bool:
-        """Whether anything but keepers is in the queue."""
         return bool(self.in_queue())
 
     def start(
@@ -115,7 +106,7 @@ class SlurmBackend(Inventory):
             print(f"held back {len(held)} runs until the queue takes more jobs (cluster.max_submit)")
 
     def refill(self) -> None:
-        """Gives a queue of runs as many workers as what is left in it is worth, where some were lost."""
+        """Gives queues the workers that they have lost."""
         seconds = {run["run_id"]: run["estimated_seconds"] for run in self.sweep.plan()["runs"]}
         for name, workers in self.queues().items():
             if not workers or not self.cluster.queue_minutes > 0:
@@ -129,11 +120,7 @@ class SlurmBackend(Inventory):
                 self.add_workers(queue.folder, min(missing, most), queue.avoided())
 
     def fit(self) -> bool:
-        """Has the laws fitted once everything in the queue has ended, where results are newer than the table.
-
-        Returns:
-            Whether that was due, and was not tried a few times already.
-        """
+        """Has the laws fitted where results are newer than the table; whether that was due."""
         newest = max((_written(file) for pattern in RESULTS for file in self.sweep.path.glob(pattern)), default=0.0)
         table, law = _written(self.sweep.path / "table.csv"), _written(self.sweep.path / "fit" / "law.json")
         tried = self.memory.get("fits") or {}
@@ -146,7 +133,7 @@ class SlurmBackend(Inventory):
         return True
 
     def remember(self, over: bool) -> None:
-        """Writes down what was tried how often, for the next keeper."""
+        """Writes down what was tried how often."""
         when = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         write_json(self.sweep.path / "jobs" / MEMORY, self.memory | {"over": over, "when": when})
 
@@ -196,19 +183,19 @@ class SlurmBackend(Inventory):
         return held
 
     def keep(self) -> int:
-        """Sees to it that two keepers wait in the queue, beside the one that runs; returns how many do."""
+        """Sees to it that two keepers wait, beside the one that runs; returns how many do."""
         if len(waiting := self._waiting_keepers()) >= KEEPERS:
             return len(waiting)
         with self._transaction(slurm_cluster.limits(self.cluster)) as began:
             return self._add_keepers(began)
 
     def submit_fit(self) -> None:
-        """Has the laws fitted and the report made once everything that is in the queue has ended."""
+        """Has the laws fitted once everything in the queue has ended."""
         with self._transaction(slurm_cluster.limits(self.cluster)) as began:
             self._add_fit(began)
 
     def add_workers(self, folder: Path, count: int, avoid: Sequence[str] = ()) -> None:
-        """More workers for a queue that was submitted before, off the nodes to avoid; fewer where SLURM is full."""
+        """More workers for a queue, as far as there is room."""
         known, limits = self.record.queues[folder.name], slurm_cluster.limits(self.cluster)
         with self._transaction(limits) as began, contextlib.suppress(QueueFull):
             room = self._room(began)
@@ -218,17 +205,15 @@ class SlurmBackend(Inventory):
                 known.workers += began.submit(request, [self.working(folder)] * count)
 
     def working(self, folder: Path) -> Call:
-        """What a worker of a queue calls."""
         return Call(self.calls.work, (str(self.sweep.path.resolve()), str(folder.resolve()), self.policy))
 
     def cancel_all(self) -> None:
-        """Cancels every job of the sweep, except the one that this process may be."""
+        """Cancels the sweep's jobs, except this process."""
         ours = labelled_jobs(self.sweep).keys()
         self.live |= ours
         self._cancel(self.record.jobs() | ours)
 
     def end_keepers(self) -> None:
-        """Cancels the keepers that wait."""
         self._cancel(self._waiting_keepers())
 
     @contextlib.contextmanager
@@ -250,7 +235,7 @@ class SlurmBackend(Inventory):
         self.live -= jobs
 
     def _room(self, began: Transaction) -> int | None:
-        """Jobs that may still be submitted, less those that a sweep must always be able to submit."""
+        """Jobs that may still be submitted, less keepers and fit."""
         if began.room is None:
             return None
         waiting = len({*self._waiting_keepers(), *began.jobs} & set(self.record.keepers))
@@ -285,7 +270,7 @@ class SlurmBackend(Inventory):
 
 @dataclass(frozen=True)
 class _Launch:
-    """What one launch submits to train and score: queues with their workers, and arrays."""
+    """What one launch submits to train and score."""
 
     backend: SlurmBackend
     began: Transaction
@@ -295,7 +280,7 @@ class _Launch:
     avoid: Mapping[str, tuple[str, ...]]
 
     def train(self, units: Sequence[Unit], room: int | None) -> list[str]:
-        """Submits the training of units, and their scoring thereafter; returns the ids of runs held back."""
+        """Submits training, and scoring thereafter; returns the ids of runs held back."""
         cluster = self.backend.cluster
         short, long = placement.split(units, self.planned, cluster)
         family = placement.families(short, self.planned)
@@ -312,7 +297,7 @@ class _Launch:
         return [name for unit in units for name in unit.runs if name not in self.began.queued]
 
     def score(self, unscored: Sequence[RunDirectory], room: int | None) -> None:
-        """Submits the scoring of runs that are trained already, as far as there is room."""
+        """Submits scoring, as far as there is room."""
         units = [Unit("alone", (run.run_id,)) for run in unscored]
         with contextlib.suppress(QueueFull):
             for batch in placement.batches(units, self.planned, {}, {}):
@@ -324,7 +309,6 @@ class _Launch:
                 room = None if room is None else room - count
 
     def _queue(self, batch: Batch, count: int) -> None:
-        """Units go through a queue of so many workers."""
         sweep = self.backend.sweep
         folder = sweep.path.resolve() / "jobs" / f"queue-{os.urandom(4).hex()}"
         trunks = {name: (run.parent, run.first_step) for name in batch.runs if (run := self.planned[name]).parent}
@@ -350,7 +334,6 @@ class _Launch:
                     self._array(part)
 
     def _array(self, batch: Batch) -> None:
-        """Each unit is a task of its own."""
         sweep, calls = self.backend.sweep, self.backend.calls
         paths = [[str(sweep.run(name).path.resolve()) for name in unit.runs] for unit in batch.units]
         training = [
@@ -373,7 +356,7 @@ class _Launch:
         self.began.queued.update(trained_by)
 
     def _score(self, batch: Batch, count: int, dependency: str | None) -> None:
-        """So many jobs at most, each with a share of the runs: the tasks of an evaluation are loaded once per job."""
+        """So many jobs at most, each with a share of the runs: tasks are loaded once per job."""
         shares = [batch.runs[first::count] for first in range(min(count, len(batch.runs)))]
         request = Request("evaluate", batch.shape.for_one_process(), dependency)
         jobs = self.began.submit(request, [self._scoring(share) for share in shares])
@@ -384,7 +367,7 @@ class _Launch:
         return Call(self.backend.calls.score, (str(self.backend.sweep.path.resolve()), list(runs)))
 
     def _trunk_jobs(self, name: str) -> tuple[str, ...]:
-        """The jobs of its trunk that a run waits for, however they end: without a checkpoint the branch says so."""
+        """The jobs of its trunk that a run waits for, however they end."""
         trunk = self.planned[name].parent
         if trunk is None:
             return ()
@@ -399,7 +382,7 @@ def _by_run(batch: Batch, jobs: Sequence[str]) -> dict[str, str]:
 
 
 def after(jobs: Collection[str]) -> str | None:
-    """The dependency on the end of jobs, of all tasks where an array is named."""
+    """The dependency on the end of jobs."""
     return "afterany:" + ":".join(sorted(jobs)) if jobs else None
 
 
@@ -420,10 +403,7 @@ def _written(file: Path) -> float:
 
 
 def wait_for_slurm(sweep: SweepDirectory) -> None:
-    """Returns once no job of the sweep is in the queue, keepers included; on a terminal it shows the runs' states.
-
-    A controller that is away for a while is waited for. Ctrl-C leaves the jobs alone.
-    """
+    """Returns once no job of the sweep is in the queue, keepers included. Ctrl-C leaves the jobs alone."""
     said, looked = "", -math.inf
     try:
         while True:

@@ -32,11 +32,7 @@ STRANDED = re.compile(r"requeued.held", re.IGNORECASE)  # of the reasons that sq
 
 
 def live_jobs(patience: float = PATIENCE, own: bool = False) -> set[str]:
-    """Ids of everybody's jobs that wait or run, for a sweep may be of several users; `own`: this user's alone.
-
-    Raises:
-        UserError: SLURM does not answer.
-    """
+    """Ids of everybody's jobs that wait or run, for a sweep may be of several users; `own`: this user's alone."""
     return set(_queue("%i", patience, own).split())
 
 
@@ -51,7 +47,6 @@ def held_jobs(patience: float = PATIENCE) -> set[str]:
 
 
 def _reasons(patience: float) -> dict[str, str]:
-    """Why jobs wait, by id."""
     lines = (line.partition("|") for line in _queue("%i|%r", patience).splitlines())
     return {job: reason for job, _, reason in lines}
 
@@ -95,7 +90,7 @@ def fate(job: str, restarts_before: int) -> str:
 
 
 def requeue(job: str, restarts_before: int) -> str | None:
-    """Puts this job back in the queue; returns SLURM's words where it refuses, or is away for long."""
+    """Puts this job back in the queue; returns SLURM's words where it refuses."""
     deadline = time.monotonic() + PATIENCE
     while True:
         answer = ask("scontrol", "requeue", job)
@@ -113,13 +108,9 @@ def outcomes(jobs: Iterable[str]) -> dict[str, tuple[str, str | None]]:
     Asks accounting, or else the controller, for many at once; says nothing of a job that neither remembers. Several
     nodes are as SLURM writes them (`node[1-2]`).
     """
-    wanted, found = {job for job in jobs if re.fullmatch(r"\d+(_\d+)?", job)}, dict[str, tuple[str, str | None]]()
-    arrays = sorted({job.split("_")[0] for job in wanted})
-    for start in range(0, len(arrays), 200):  # what a command line holds
-        names = ",".join(arrays[start : start + 200])
-        # By the array: a task that never started may have no record but the array's own, as 7_[0-2%2].
-        lines = ask("sacct", "-n", "-X", "-P", "-j", names, "-o", "JobID,State,NodeList").stdout.splitlines()
-        found |= _matching(wanted, [tuple(line.split("|")) for line in lines])
+    wanted = {job for job in jobs if re.fullmatch(r"\d+(_\d+)?", job)}
+    # By the array: a task that never started may have no record but the array's own, as 7_[0-2%2].
+    found = _matching(wanted, _accounting(wanted, "JobID,State,NodeList"))
     for array in sorted({job.split("_")[0] for job in wanted - found.keys()}):
         shown = ask("scontrol", "-o", "show", "job", array).stdout
         found |= _matching(wanted - found.keys(), [_shown(line) for line in shown.splitlines()])
@@ -127,7 +118,7 @@ def outcomes(jobs: Iterable[str]) -> dict[str, tuple[str, str | None]]:
 
 
 def _matching(wanted: Collection[str], records: Iterable[tuple[str, ...]]) -> dict[str, tuple[str, str | None]]:
-    """State and node of jobs by records of job id, state and nodes; one of several tasks is of each of them."""
+    """State and node by job, of records that may each be of several tasks."""
     own, shared = dict[str, tuple[str, str | None]](), dict[str, tuple[str, str | None]]()
     for job, state, nodes in (record for record in records if len(record) == 3 and record[1]):
         into = shared if "[" in job else own
@@ -137,7 +128,6 @@ def _matching(wanted: Collection[str], records: Iterable[tuple[str, ...]]) -> di
 
 
 def _shown(line: str) -> tuple[str, str, str]:
-    """A line of `scontrol -o show job` as a record of `sacct`."""
     values: dict[str, str] = dict(re.findall(r"(?<!\w)(JobId|ArrayJobId|ArrayTaskId|JobState|NodeList)=(\S+)", line))
     job, task = values.get("ArrayJobId", values.get("JobId", "")), values.get("ArrayTaskId")
     if task is not None:
@@ -148,16 +138,20 @@ def _shown(line: str) -> tuple[str, str, str]:
 def elapsed(jobs: Iterable[str]) -> dict[str, float]:
     """Seconds that jobs have run in all their starts, of those that accounting knows."""
     wanted, total = set(jobs), dict[str, float]()
-    arrays = sorted({job.split("_")[0] for job in wanted})
-    for start in range(0, len(arrays), 200):  # what a command line holds
-        names = ",".join(arrays[start : start + 200])
-        # With the duplicates: each start of a requeued job is a record of its own.
-        answer = ask("sacct", "-n", "-X", "-P", "-D", "-j", names, "-o", "JobID,ElapsedRaw")
-        for line in answer.stdout.splitlines():
-            job, _, duration = line.partition("|")
-            if job in wanted and duration.isdigit():
-                total[job] = total.get(job, 0.0) + float(duration)
+    # With the duplicates: each start of a requeued job is a record of its own.
+    for job, duration in _accounting(wanted, "JobID,ElapsedRaw", "-D"):
+        if job in wanted and duration.isdigit():
+            total[job] = total.get(job, 0.0) + float(duration)
     return total
+
+
+def _accounting(jobs: Iterable[str], columns: str, *options: str) -> Iterator[tuple[str, ...]]:
+    """Records of jobs and of the arrays that they belong to; of 200 at once, which a command line holds."""
+    arrays = sorted({job.split("_")[0] for job in jobs})
+    for start in range(0, len(arrays), 200):
+        names = ",".join(arrays[start : start + 200])
+        answer = ask("sacct", "-n", "-X", "-P", *options, "-j", names, "-o", columns)
+        yield from (tuple(line.split("|")) for line in answer.stdout.splitlines() if "|" in line)
 
 
 def _covers(record: str, job: str) -> bool:
@@ -171,21 +165,20 @@ def _covers(record: str, job: str) -> bool:
 
 
 def first_to_end(log: str) -> str | None:
-    """Which task of a job's last attempt ended badly before others did, as `srun` wrote in the job's error log."""
+    """Which task of a job's last attempt ended badly first, as `srun` wrote."""
     attempt = log.rpartition("DUE TO JOB REQUEUE")[2]
     found = re.search(r"^srun: error: (\S+): task(s?) ([\d,-]+): (.+)$", attempt, re.MULTILINE)
     return None if found is None else f"rank{found[2]} {found[3]} on {found[1]} ended first ({found[4]})"
 
 
 def cancel(jobs: Iterable[str]) -> None:
-    """Cancels jobs; those that have ended already are no error."""
     if names := sorted(jobs):
         ask("scancel", *names, patience=PATIENCE)
 
 
 @contextlib.contextmanager
 def outside_any_job() -> Iterator[None]:
-    """Hides an allocation that this process runs in: its variables would become those of the jobs submitted from it."""
+    """Hides the allocation that this process runs in from jobs submitted within."""
     prefixes = ("SLURM_", "SLURMD_", "SRUN_", "SUBMITIT_")
     hidden = {key: value for key, value in os.environ.items() if key.startswith(prefixes) and key != "SLURM_CONF"}
     if "SLURM_JOB_ID" not in hidden:
@@ -215,17 +208,15 @@ def ask(*command: str, timeout: float = SECONDS, patience: float = 0.0) -> subpr
 
 
 def is_away(answer: subprocess.CompletedProcess[str]) -> bool:
-    """Whether a command failed because nobody answered it."""
     return answer.returncode != 0 and AWAY.search(answer.stderr) is not None
 
 
 def words(answer: subprocess.CompletedProcess[str]) -> str:
-    """What a command said of its failure."""
     return " ".join((answer.stderr or answer.stdout).split()) or f"exit code {answer.returncode}"
 
 
 def seconds(clock: str) -> int | None:
-    """SLURM's `[days-]hours:minutes:seconds` or `minutes:seconds` in seconds; None for UNLIMITED and the like."""
+    """SLURM's `[days-]hours:minutes:seconds` in seconds; None for UNLIMITED."""
     found = re.fullmatch(r"(?:(?:(\d+)-)?(\d+):)?(\d+):(\d+)", clock)
     if found is None:
         return None

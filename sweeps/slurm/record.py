@@ -28,15 +28,13 @@ from .placement import shape_in
 
 @dataclass
 class QueueJobs:
-    """The workers of one queue of runs."""
-
     shape: JobShape
     workers: list[str] = field(default_factory=list)  # job ids, also of those that have ended
 
 
 @dataclass
 class LaunchRecord:
-    """jobs/slurm.json: which job is for what. Read by anybody, written by whoever holds the sweep."""
+    """jobs/slurm.json: which job is for what."""
 
     training: dict[str, str] = field(default_factory=dict)  # run id -> job id, of runs that are an array task
     scoring: dict[str, str] = field(default_factory=dict)  # run id -> job id
@@ -72,14 +70,13 @@ class LaunchRecord:
         write_json(_path(sweep), dataclasses.asdict(self))
 
     def jobs(self) -> set[str]:
-        """Every job that the record knows, keepers included."""
         workers = {job for jobs in self.queues.values() for job in jobs.workers}
         last = set() if self.fit is None else {self.fit}
         return {*self.training.values(), *self.scoring.values(), *workers, *last, *self.keepers}
 
 
 class Inventory:
-    """A sweep's jobs among those in SLURM's queue (`live`, from `slurm.live_jobs`), and which run each will train."""
+    """A sweep's jobs in SLURM's queue, and which run each will train."""
 
     def __init__(self, sweep: SweepDirectory, live: set[str]) -> None:
         self.sweep, self.live = sweep, live
@@ -91,7 +88,7 @@ class Inventory:
         return bool(self.jobs_of(run))
 
     def jobs_of(self, run: RunDirectory) -> set[str]:
-        """The jobs of which one trains a run, or will: its own, or the workers of its queue."""
+        """Its own job, or the workers of the queue that it waits in."""
         for name, workers in self.queues().items():
             if workers and run.run_id in self._left_in(name):
                 return workers
@@ -106,11 +103,10 @@ class Inventory:
         return (self.record.jobs() - set(self.record.keepers)) & self.live
 
     def queues(self) -> dict[str, set[str]]:
-        """Live workers of each queue of runs, by the name of its folder in jobs/."""
+        """Live workers of each queue, by the name of its folder."""
         return {name: self.live.intersection(jobs.workers) for name, jobs in self.record.queues.items()}
 
     def to_start(self, runs: Sequence[RunDirectory]) -> list[RunDirectory]:
-        """Runs that are not done and that no job in the queue trains."""
         return [run for run in runs if not run.is_done() and not self.has_job(run)]
 
     def without_scoring(self, runs: Sequence[RunDirectory]) -> list[RunDirectory]:
@@ -133,7 +129,7 @@ def label(sweep: SweepDirectory, transaction: str) -> str:
 
 
 def labelled_jobs(sweep: SweepDirectory) -> dict[str, str]:
-    """Jobs in the queue that were submitted for a sweep, each with its transaction."""
+    """A sweep's jobs in the queue, each with its transaction."""
     if (token := _token(sweep)) is None:
         return {}
     answer = slurm.ask("squeue", "-h", "-r", "-o", "%i %k")
@@ -152,7 +148,7 @@ def strays(sweep: SweepDirectory) -> set[str]:
 
 
 class _Named:
-    """Stands for anything that a pickle names, such as a function of a module that has another name by now."""
+    """Stands for anything that a pickle names."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         self.arguments = arguments
@@ -162,18 +158,14 @@ class _Named:
 
 
 class _Reader(pickle.Unpickler):
-    """Reads a submitted job without importing what it names, whichever version has written it."""
+    """Reads a submitted job without importing what it names."""
 
     def find_class(self, module: str, name: str) -> Any:
         return type(name, (_Named,), {"__module__": module})
 
 
 def submitted_call(pickled: Path) -> tuple[str, tuple[Any, ...]]:
-    """The name of the function that a submitted job will call, and its arguments.
-
-    Raises:
-        ValueError: the file holds no job of ours.
-    """
+    """The name of the function that a submitted job will call, and its arguments; ValueError where there is none."""
     try:
         with pickled.open("rb") as file:
             call = _Reader(file).load().function
@@ -183,7 +175,7 @@ def submitted_call(pickled: Path) -> tuple[str, tuple[Any, ...]]:
 
 
 def rebuilt(sweep: SweepDirectory) -> LaunchRecord:
-    """A record of what is in the queue, from the labels of the jobs and from what each will call."""
+    """A record of what is in the queue, from labels and from what each job will call."""
     record, folder = LaunchRecord(), sweep.path / "jobs"
     shapes = {run["run_id"]: run["shape"] for run in sweep.plan()["runs"]}
     for job, transaction in sorted(labelled_jobs(sweep).items()):
@@ -216,7 +208,6 @@ def rebuilt(sweep: SweepDirectory) -> LaunchRecord:
 
 
 def _token(sweep: SweepDirectory) -> str | None:
-    """What the labels of a sweep's jobs have in common; None before its first launch."""
     try:
         return _label_path(sweep).read_text(encoding="utf-8").strip() or None
     except FileNotFoundError:

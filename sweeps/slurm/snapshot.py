@@ -65,7 +65,6 @@ def source(package: Path = PACKAGE) -> dict[str, object] | None:
 
 
 def _put(folder: Path, place: Path) -> None:
-    """Moves a whole copy to its place, which another launcher may have filled meanwhile."""
     os.chmod(folder, 0o755)
     try:
         os.rename(folder, place)
@@ -76,7 +75,7 @@ def _put(folder: Path, place: Path) -> None:
 
 
 def _files_of_git(package: Path) -> tuple[list[str], list[str]] | None:
-    """Paths of the package's files that git tracks, and of those that it would; None where git does not track it."""
+    """Paths of files that git tracks, and of those that it would; None outside a checkout."""
     parts = ("--", "__init__.py", *ROOMS)
     tracked = _names(_git(package, "ls-files", "-z", *parts))
     if "__init__.py" not in tracked:
@@ -84,18 +83,16 @@ def _files_of_git(package: Path) -> tuple[list[str], list[str]] | None:
     new = _names(_git(package, "ls-files", "-z", "--others", "--exclude-standard", *parts))
     # One that is deleted in the working tree is tracked until the next commit.
     tracked = [name for name in tracked if (package / name).is_file()]
-    return tracked, [name for name in new if name.endswith((".py", ".yaml"))]
+    return tracked, [name for name in new if name.endswith((".py", ".yaml", ".html", ".css", ".js"))]
 
 
 def _files_of_folder(package: Path) -> list[str]:
-    """Paths of all of an installed package's files."""
     found = [path for room in ROOMS for path in (package / room).rglob("*") if path.is_file()]
     names = [path.relative_to(package) for path in [package / "__init__.py", *found]]
     return [name.as_posix() for name in names if "__pycache__" not in name.parts]
 
 
 def _history(package: Path) -> tuple[str | None, bytes]:
-    """The commit, and what was changed since; None before the first commit."""
     commit = (_git(package, "rev-parse", "--verify", "HEAD") or b"").decode().strip()
     return commit or None, _git(package, "diff", "--binary", "HEAD", "--", "__init__.py", *ROOMS) or b""
 
@@ -105,7 +102,6 @@ def _names(listed: bytes | None) -> list[str]:
 
 
 def _git(package: Path, *arguments: str) -> bytes | None:
-    """What git says, or None where there is none, or no checkout of ours."""
     try:
         done = subprocess.run(["git", "-C", str(package), *arguments], capture_output=True, timeout=60, check=True)
     except (OSError, subprocess.SubprocessError):

@@ -56,8 +56,6 @@ class QueueFull(UserError):
 
 @dataclass(frozen=True)
 class Call:
-    """A function with its arguments, as submitit wants it for an array."""
-
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
 
@@ -79,8 +77,6 @@ class Request:
 
 @dataclass
 class Submission:
-    """Submits jobs, all but keepers on hold, which are one sweep's and one transaction's."""
-
     name: str  # of the sweep, for people
     label: str  # comment of every job
     cluster: ClusterConfig
@@ -122,7 +118,6 @@ class Submission:
         return names
 
     def parameters(self, request: Request) -> dict[str, Any]:
-        """What submitit is told."""
         cluster, shape, light = self.cluster, request.shape, request.light
         # From SLURM 22.05 on srun does not hand a task the CPUs that its job asked for, unless told so again. One
         # rank that fails takes the others down, and neighbouring ranks, which may split a model, share a node.
@@ -177,7 +172,6 @@ class Submission:
         ]
 
     def _python(self, request: Request) -> str:
-        """The interpreter's command."""
         own = shlex.quote(sys.executable)
         command = own if request.light else self.cluster.python or ("python3" if self.cluster.container else own)
         # The signal of a preemption would kill an interpreter that has not yet said what it does about it. SLURM takes
@@ -185,7 +179,6 @@ class Submission:
         return f'sh -c \'trap "" USR2; exec "$@"\' sh {command}'
 
     def _mounts(self) -> str:
-        """Folders that a job in an image must see, under their own names."""
         cache = Path(os.environ.get("ISOFLOP_CACHE") or Path.home() / ".cache" / "isoflop").absolute()
         folders = dict.fromkeys((self.folder.parent.parent, cache, self.started_from))
         return ",".join(f"{folder}:{folder}" for folder in folders)
@@ -205,7 +198,6 @@ def raw_keys(cluster: ClusterConfig) -> dict[str, Any]:
 
 
 def is_held(cluster: ClusterConfig) -> bool:
-    """Whether the user wants jobs to stay on hold."""
     return bool(raw_keys(cluster).get("hold"))
 
 

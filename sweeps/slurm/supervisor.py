@@ -30,7 +30,7 @@ NOT_ENDED = ("PENDING", "CONFIGURING", "RUNNING", "SUSPENDED", "COMPLETING", "RE
 
 
 def death_of(job: str | None, node: str | None, said: Outcomes | None = None) -> Death:
-    """Why a process is gone; without a job it was one on this machine. SLURM is asked unless `said` has its answer."""
+    """Why the process of a job is gone, or without a job, one on this machine."""
     if job is None:
         return KILLED
     outcome, last = (slurm.outcomes([job]) if said is None else said).get(job, (None, None))
@@ -47,10 +47,7 @@ def _of_worker(death: Death) -> Death:
 
 
 def settle_queue(queue: Queue, policy: Policy) -> list[Unit]:
-    """Settles units whose worker died: each is ended, or released to be tried again. Anybody may call it at any time.
-
-    A run that somebody still trains, such as a process that outlived its worker, is left to a later call.
-    """
+    """Settles units whose worker died: each is ended, or released to be tried again. Anybody may call it."""
     lost = queue.lost()
     # Outside the queue's lock: SLURM may take a minute to answer.
     said = slurm.outcomes({claim.job for claim in lost.values() if claim.job is not None})
@@ -89,7 +86,7 @@ def settle_lost(sweep: SweepDirectory, policy: Policy, live: set[str] | None) ->
 def _settle_queues(
     sweep: SweepDirectory, policy: Policy, live: set[str] | None
 ) -> tuple[list[str], set[str]]:  # fmt: skip
-    """Settles what dead workers of queues had; returns the runs settled, and those that workers will train."""
+    """Returns the runs settled, and those that workers will train."""
     settled, queued = list[str](), set[str]()
     known = LaunchRecord.read(sweep).queues
     for queue in Queue.all_of(sweep):
@@ -107,7 +104,7 @@ def _settle_queues(
 def _settle_unclaimed(
     sweep: SweepDirectory, runs: Sequence[RunDirectory], workers: Sequence[str], policy: Policy
 ) -> list[str]:  # fmt: skip
-    """Of runs in a queue all of whose workers died before they had claimed one: that, too, uses up a budget."""
+    """Of runs in a queue whose workers all died before they had claimed one."""
     waiting = [run for run in runs if run.state().state in states.UNSETTLED]
     said = slurm.outcomes(workers) if waiting else {}
     if not waiting or any(_is_there(job, said) for job in workers):
@@ -117,7 +114,6 @@ def _settle_unclaimed(
 
 
 def _seems_lost(run: RunDirectory, state: State, policy: Policy, live: set[str] | None) -> bool:
-    """Whether nobody trains a run, and no job comes to it, without asking what its job came to."""
     if state.state not in ("queued", "running", "preempted") or state.job_id is None:
         return False  # it ended, or is about to be submitted
     if live is not None and state.job_id in live:
@@ -126,7 +122,6 @@ def _seems_lost(run: RunDirectory, state: State, policy: Policy, live: set[str] 
 
 
 def _is_there(job: str | None, said: Outcomes) -> bool:
-    """Whether SLURM says that a job has not ended."""
     return said.get(job or "", (None, None))[0] in NOT_ENDED
 
 

@@ -43,16 +43,13 @@ class Transaction:
 
     @property
     def jobs(self) -> list[str]:
-        """What was submitted."""
         return self._submission.jobs
 
     @property
     def room(self) -> int | None:
-        """Jobs that may still be submitted; None: any number."""
         return None if self._room is None else max(0, self._room - len(self.jobs))
 
     def submit(self, request: Request, calls: Sequence[Call]) -> list[str]:
-        """See `Submission.submit`; QueueFull also where there is no room by what was known before."""
         if self.room is not None and len(calls) > self.room:
             raise QueueFull("the queue takes no more jobs (cluster.max_submit); sweep again later")
         return self._submission.submit(request, calls)
@@ -69,7 +66,6 @@ class Transaction:
             raise
 
     def commit(self) -> None:
-        """Writes the jobs down, and lets them start."""
         if self._submission.doubtful:
             slurm.cancel(_jobs_of(self.sweep, self.name) - set(self.jobs))
         self.record.held = sorted({job.split("_")[0] for job in self.jobs})
@@ -84,10 +80,7 @@ class Transaction:
 def transaction(
     sweep: SweepDirectory, cluster: ClusterConfig, record: LaunchRecord, room: int | None
 ) -> Iterator[Transaction]:
-    """What is submitted within is submitted together, or not at all; the caller holds the sweep.
-
-    `record` is as it is on disk, may be changed within, and is worthless after an error; `room` is for so many jobs.
-    """
+    """What is submitted within is submitted together, or not at all; `record` is as it is on disk."""
     name = os.urandom(4).hex()
     began = Transaction(sweep, cluster, record, name, room)
     record.begun = name
@@ -103,11 +96,7 @@ def transaction(
 
 
 def recover(sweep: SweepDirectory, cluster: ClusterConfig, record: LaunchRecord) -> None:
-    """Finishes what a killed launcher left: jobs that it had not written down are cancelled, the others released.
-
-    Raises:
-        UserError: SLURM does not answer, or does not release them.
-    """
+    """Finishes what a killed launcher left: jobs that it had not written down are cancelled, the others released."""
     if record.begun is not None:
         # Among them may be this very process: a keeper is not on hold, and comes to see what the launcher left.
         slurm.cancel(_jobs_of(sweep, record.begun) - ({job_id()} if inside_job() else set()))
@@ -117,11 +106,7 @@ def recover(sweep: SweepDirectory, cluster: ClusterConfig, record: LaunchRecord)
 
 
 def finish(sweep: SweepDirectory, cluster: ClusterConfig, record: LaunchRecord) -> None:
-    """What is left to do once the record is written; it may be repeated.
-
-    Raises:
-        UserError: SLURM does not release the jobs, in its own words.
-    """
+    """What is left to do once the record is written; it may be repeated."""
     for run, job in _promised(sweep, record):
         states.queue(run, job)
     retire_queues(sweep, record)
@@ -135,7 +120,7 @@ def finish(sweep: SweepDirectory, cluster: ClusterConfig, record: LaunchRecord) 
 
 
 def _promised(sweep: SweepDirectory, record: LaunchRecord) -> Iterator[tuple[RunDirectory, str | None]]:
-    """Runs whose jobs are held and whose states do not say so yet, with their jobs; None for those in a queue."""
+    """Runs whose jobs are held and whose states do not say so yet, with their jobs."""
     held = set(record.held)
     for name, job in record.training.items():
         run = sweep.run(name)

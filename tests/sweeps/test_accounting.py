@@ -15,6 +15,7 @@ from isoflop.sweeps.config import ClusterConfig
 from isoflop.sweeps.plan.sweep_plan import plan_runs
 from isoflop.sweeps.results import accounting, finish
 from isoflop.sweeps.results.accounting import Account, account, lost_steps, paid_seconds
+from isoflop.sweeps.runs.attempts import CAUSES as ALL_CAUSES
 from isoflop.sweeps.runs.attempts import Attempt, with_waste
 from isoflop.sweeps.runs.directory import SweepDirectory
 from isoflop.sweeps.slurm import commands as slurm
@@ -285,3 +286,7 @@ def test_what_a_run_reached_is_measured_as_if_it_had_trained_alone(tmp_path: Pat
     # Launches take half of a step at this width; two together pay them once: 4/3 as fast.
     assert found[run_id(runs[1])].flops_per_second == pytest.approx(flops / 25 * 3 / 4)
     assert found[run_id(runs[0])].width == 16
+
+
+def test_every_cause_has_words() -> None:
+    assert accounting.WORDS.keys() | {"done"} == set(ALL_CAUSES)

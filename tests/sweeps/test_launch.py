@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pickle
 import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from isoflop.sweeps.config import ClusterConfig
@@ -537,3 +539,39 @@ def test_who_waits_waits_for_the_keepers_too(
         backend.wait_for_slurm(sweep.sweep)
     assert "the jobs go on" in capsys.readouterr().out
     assert len(cluster_of.queue()) == 2
+
+
+def test_jobs_that_another_version_submitted_are_known_without_importing_what_they_name(
+    make: Make, cluster_of: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of version 0.1, whose modules have other names by now and whose jobs call other functions."""
+    sweep = make(planned("run0", 40), planned("run1", 40), planned("short", 1))
+    sweep.go(evaluate=True)
+    before = LaunchRecord.read(sweep.sweep)
+    old, called = ModuleType("isoflop.sweeps.forgotten"), list[str]()
+    monkeypatch.setitem(sys.modules, old.__name__, old)
+    for name in ("train_run", "work_queue", "evaluate_runs", "finish_sweep", "keep"):
+        exec(f"def {name}(*arguments): raise AssertionError", vars(old))
+    exec("class Call:\n    pass\nclass Policy:\n    pass\nclass DelayedSubmission:\n    pass", vars(old))
+    for path in sweep.sweep.path.glob("jobs/slurm-*/*_submitted.pkl"):
+        call = pickle.loads(path.read_bytes()).function
+        name = {"train": "train_run", "work": "work_queue"}.get(call.function.__name__, call.function.__name__)
+        called.append(name)
+        job, there = old.DelayedSubmission(), old.Call()
+        there.function, there.arguments = getattr(old, name), call.arguments
+        if name == "train_run":
+            there.arguments = (call.arguments[1][0], old.Policy())
+        job.function = there
+        path.write_bytes(pickle.dumps(job))
+    monkeypatch.delitem(sys.modules, old.__name__)
+    assert {"train_run", "work_queue", "evaluate_runs", "finish_sweep", "keep"} == set(called)
+    assert dataclasses.replace(rebuilt(sweep.sweep), held=before.held) == before
+
+
+def test_what_is_no_submitted_job_stays_a_stray(make: Make, cluster_of: StandIn) -> None:
+    sweep = make(planned("run", 40))
+    sweep.go()
+    for number, path in enumerate(sweep.sweep.path.glob("jobs/slurm-*/*_submitted.pkl")):
+        path.write_bytes([b"", b"\x80\x04", pickle.dumps(3), pickle.dumps({"function": 4})][number % 4])
+    record = rebuilt(sweep.sweep)
+    assert (record.training, record.keepers, record.fit) == ({}, [], None)

@@ -29,12 +29,12 @@ from ..errors import Diverged, Stopped, UserError
 from ..hardware import kept_peak, out_of_memory
 from ..job.failure import Cause, cause_of, describe_error, forget_failure, note_failure
 from ..job.job import Job, join
-from ..loop import Trainer, open_shards
+from ..loop import Trainer, open_run_shards
 from ..parallel.zero import StepResult
 from ..planner.validation import validate
 from ..precision import set_matmul_precision
 from .members import check_together
-from .stacked_stepper import Member, StackedStepper
+from .stacked import Member, StackedStepper
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def train_together(
         torch.set_num_threads(first.parallel.threads)
     set_matmul_precision(first.parallel.tf32)
     with join(first, directories[0], partial(report, 0)) as job:
-        opened = open_shards(first, shards, job, alive)
+        opened = open_run_shards(first, shards, job, alive)
         together = _Together(configs, directories, opened, job, report, on_end, alive)
         try:
             together.start()

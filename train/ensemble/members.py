@@ -53,7 +53,7 @@ def refusal(config: RunConfig) -> str | None:
             f"batch of {batch}"
         )
     if parallel.cuda_graphs:
-        return "parallel.cuda_graphs is true, and an ensemble's step is not recorded; it must be false"
+        return "parallel.cuda_graphs is true, and an ensemble's kernels are not replayed; it must be false"
     if parallel.recompute != "none":
         return f"parallel.recompute is {parallel.recompute!r}; in an ensemble it must be none"
     return None

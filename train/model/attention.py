@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .activations import LONGEST_KEPT, query_block, visible_blocks
+from .shape import LONGEST_KEPT, query_block, visible_blocks
 
 
 def document_starts(tokens: Tensor, end: int) -> Tensor:

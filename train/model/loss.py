@@ -6,7 +6,7 @@ With n rows of width w, a vocabulary of V, z = x W^T the logits, p their softmax
     dz (n, V)  = (1 + 2 c lse) p - onehot,   dx (n, w) = dz W,   dW (V, w) = dz^T x
 
 Special here:
-- the logits exist for some rows at a time (`activations.rows_at_a_time`), and are computed once: where a gradient is
+- the logits exist for some rows at a time (`shape.rows_at_a_time`), and are computed once: where a gradient is
   wanted of the mean, dz takes their place in the forward pass and goes into dx and dW at once, which the backward
   pass only scales. What is kept is of the size of x and of W, never (n, V), and the backward pass reads no weights;
 - dz is no mean yet, so its size is that of a probability whatever the batch and the loss scale: in low precision it is
@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .activations import rows_at_a_time
+from .shape import rows_at_a_time
 
 # In fp16 dz is kept times this: 6e-8 becomes 2e-10, and dx = dz W stays finite for weights up to 127.
 SHIFT = 2.0**8

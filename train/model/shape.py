@@ -19,6 +19,31 @@ Role = Literal["embedding", "tied", "head", "first", "last", "norm", "head norm"
 TABLES: tuple[Role, ...] = ("embedding", "tied", "head")  # one row per token of the padded vocabulary
 GROUPS = {"matrices": ("first", "last", "head"), "embedding": ("embedding", "tied"), "norms": ("norm", "head norm")}
 
+# What kernels and planner must agree on stands here, where planning can read it without torch.
+# Context up to which bf16 on CPUs keeps the softmax of a training step, (batch, heads, T, T) numbers a layer.
+LONGEST_KEPT = 512
+# Logits that are worked on at a time in fp32: on CPUs what fits the cache, elsewhere what keeps the calls few.
+LOGITS_AT_A_TIME = {"cpu": 2**18, "cuda": 2**25}
+# Rows of them at least, for each adds once to the fp32 gradient of the whole table, which must be little beside the
+# products that they take: on a GPU 8 bytes an element against 6 FLOPs a row and element.
+FEWEST_ROWS = {"cpu": 256, "cuda": 4096}
+
+
+def rows_at_a_time(vocabulary: int, device: str) -> int:
+    """Tokens whose logits exist together in `loss.linear_cross_entropy`."""
+    return max(LOGITS_AT_A_TIME[device] // vocabulary, FEWEST_ROWS[device])
+
+
+def query_block(length: int) -> int:
+    """Queries in a block of attention on CPUs: four skip 3/8 of the square, and below 128 calls cost more."""
+    return max(128, -(-length // 4))
+
+
+def visible_blocks(length: int, block: int, window: int | None = None) -> list[tuple[int, int, int]]:
+    """(first key, first query, end of both) of blocks of queries, each with the keys that any of them sees."""
+    starts = range(0, length, block)
+    return [(max(0, start - (window or length) + 1), start, min(start + block, length)) for start in starts]
+
 
 class Part(NamedTuple):
     """Consecutive rows of a parameter: one of the matrices that are fused in it."""

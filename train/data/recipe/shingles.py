@@ -1,8 +1,8 @@
 """Documents as sets of hashed word n-grams, and these as MinHash signatures: what duplicates are found by.
 
-A word is a run of letters, digits, underscores or bytes beyond ASCII, in lower case. Its hash is a polynomial in its
-bytes, computed for many documents at once as a difference of prefix sums. Signatures are rensa's (Fast Similarity
-Sketching, Dahlgaard et al. 2017, arXiv:1704.04370): each slot is equal with the probability of the Jaccard similarity.
+A word is a run of letters, digits, underscores or bytes beyond ASCII, in lower case. Signatures are rensa's (Fast
+Similarity Sketching, Dahlgaard et al. 2017, arXiv:1704.04370): each slot is equal with the probability of the Jaccard
+similarity.
 """
 
 from __future__ import annotations
@@ -127,10 +127,8 @@ def _mixed(values: Hashes) -> Hashes:
 
 
 def bands_and_rows(threshold: float, missed: float = 0.02, slots: int = SLOTS) -> tuple[int, int]:
-    """(bands, rows) so that pairs at the threshold share a band but for `missed` of them.
-
-    Pairs of similarity s share one with probability 1 - (1 - s^rows)^bands; the more rows, the fewer pairs below the
-    threshold have to be looked at.
+    """(bands, rows) so that pairs at the threshold share a band but for `missed` of them; the more rows, the fewer
+    candidates.
     """
     best = (1, 1)
     for rows in range(1, slots + 1):
