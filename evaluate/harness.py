@@ -1,11 +1,8 @@
 """lm-eval asks, our own models answer, in this process and without transformers.
 
-- `CheckpointLM` is lm-eval's `TemplateLM` over `scoring.py` (log-likelihoods) and `generate.py` (texts). lm-eval builds
-  prompts and computes the metrics; here are ids, windows and sums.
-- Prompts that do not fit are cut on the left, as by lm-eval's `hf` model. A *continuation* that does not fit (that
-  model refuses those) is scored by lm-eval's rolling windows.
-- Each request is looked up among the answers first, and stored there with its batch.
-- Several ranks ask and get the same; the model's work is shared out (`ranks.py`).
+lm-eval builds prompts and computes the metrics; here are ids, windows and sums. Prompts that do not fit are cut on the
+left, as by lm-eval's `hf` model; a *continuation* that does not fit is scored by lm-eval's rolling windows. Each
+request is looked up among the answers first, and the model's work is shared out over ranks (`ranks.py`).
 """
 
 from __future__ import annotations

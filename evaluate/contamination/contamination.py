@@ -1,16 +1,12 @@
 """Which task items were in the training text: overlap of word n-grams, 13 words by default.
 
-- An item is its question and its right answer, without few-shot examples. It is contaminated when `ngram` words in a
-  row of it stand in a training document: runs of letters and digits in lower case (NFKC), ideographs one by one.
-- Words that open or close every question of a task are its template's; items are looked for with and without them.
+- An item is its question and its right answer, without few-shot examples, with and without the words that open or close
+  every question of its task. It is contaminated when `ngram` words in a row of it stand in a training document.
 - An item shorter than `ngram` is looked for whole if it has 8 words or more: shorter ones occur by chance.
-- The items' n-grams lie sorted in memory; the training text streams past in chunks, one thread per core.
-- Equal 64-bit hashes count as equal n-grams: with 1e6 n-grams of items and 1e12 words of text, one false match is
-  expected in 20 such comparisons.
-- Why not a library: lm-eval wants the text's n-grams in sorted files made by scripts outside its package; datatrove
-  asks for lighteval and hashes n-gram by n-gram in Python.
+- Equal 64-bit hashes count as equal: of 1e6 n-grams in 1e12 words one false match is expected in 20 such comparisons.
 
-13 words and the bound of 8: GPT-3 (Brown et al. 2020, arXiv:2005.14165, appendix C).
+lm-eval's own decontamination wants sorted files made outside its package. 13 and 8: GPT-3 (Brown et al. 2020,
+arXiv:2005.14165, appendix C).
 """
 
 from __future__ import annotations
@@ -150,14 +146,9 @@ def words_and_ends(text: bytes) -> tuple[Words, npt.NDArray[np.intp]]:
 
 @dataclass
 class _Index:
-    """The n-grams of all items.
+    """The n-grams of all items: (g,) hashes, ascending; their lengths in words; (task, place) of the items with each.
 
-    Attributes:
-        grams: (g,) hashes, ascending.
-        lengths: of those n-grams, in words.
-        owners: for each n-gram (task, place) of the items that have it.
-        near: (2**_FILTER_BITS,) whether an n-gram starts with these bits: most of the text ends here.
-        found: (g,) which were seen.
+    `near` (2**_FILTER_BITS,): whether one starts with these bits; most of the text ends here. `found` (g,): were seen.
     """
 
     grams: Words

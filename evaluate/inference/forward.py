@@ -1,10 +1,8 @@
 """Passes through a GPT in which the caller says where each token stands and what it sees. For inference mode alone.
 
-- Tokens come as one flat list, whatever sequence they belong to: no padding is computed, and only attention, which the
-  caller brings, knows what belongs together.
-- For a small model on a CPU the number of operations, and not the arithmetic, is what a token costs.
-- On a CPU the matrices of a small model are kept a second time, packed in oneDNN's order: products of 16 rows took two
-  thirds of the time of plain ones, those of 500 and more four fifths.
+Tokens come as one flat list: no padding is computed, and only attention, which the caller brings, knows what belongs
+together. For a small model on a CPU the number of operations is what a token costs. There its matrices are kept a
+second time, packed in oneDNN's order: products of 16 rows took two thirds of the time, those of 500 four fifths.
 """
 
 from __future__ import annotations

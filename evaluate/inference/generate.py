@@ -1,16 +1,12 @@
 """Text from a model, token by token: greedy or sampled, many prompts at a time.
 
-- Batching is continuous: a request that is finished leaves and the next one joins. In one round those that join are
-  prefilled, those that run decode, and those that slide are recomputed.
-- Memory is bounded by the pages of the cache: who finds none waits, and where those that run outgrow them the last to
-  come goes back to wait, with what it has written. Where memory runs out half as many go on.
-- Every prompt draws from a random stream of its own, one uniform number per token: its text depends on neither its
-  neighbours nor such waits.
-- A text longer than the model's context sees its last `max_length` tokens. All positions change with every token then,
-  so no cache helps.
+- Batching is continuous: who is finished leaves and the next one joins. Who finds no page of the cache waits, and
+  where those that run outgrow the pages the last to come goes back to wait, with what it has written.
+- Every prompt draws one uniform number per token from a stream of its own: its text depends on neither its neighbours
+  nor such waits.
+- A text longer than the model's context slides: all positions change with every token, so no cache helps.
 
-Yu et al. 2022 (Orca) for continuous batching; Kwon et al. 2023 (arXiv:2309.06180) for pages; Holtzman et al. 2020
-(arXiv:1904.09751) for the nucleus.
+Yu et al. 2022 (Orca); Kwon et al. 2023 (arXiv:2309.06180); Holtzman et al. 2020 (arXiv:1904.09751).
 """
 
 from __future__ import annotations
@@ -71,9 +67,7 @@ def generate_texts(
         max_tokens: new tokens per prompt, at most.
         max_length: longest sequence that the model accepts.
         finished: asked after each token with all new ones of that prompt; True ends it (that token is kept).
-        sampling: temperature, top-k, top-p.
         seeds: one per prompt, for sampling; default its place in the list.
-        device: where the model lies.
         batch_tokens: bound on the tokens of one forward pass; a longer prompt goes alone.
         cache_bytes: bound on keys and values, default 1 GiB or half of what is free on a GPU; one prompt always fits.
         done: called with a prompt's place and its result as soon as it is there.
@@ -408,12 +402,9 @@ def recompute_last(model: torch.nn.Module, texts: Sequence[Sequence[int]], devic
 
 
 def choose_tokens(logits: Tensor, sampling: Sampling, uniforms: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """One token per row: temperature first, then top-k, then the nucleus.
+    """One token per row of logits (rows, vocabulary): temperature first, then top-k, then the nucleus.
 
-    Args:
-        logits: (rows, vocabulary); -inf is never drawn.
-        sampling: how.
-        uniforms: (rows,) float64 in [0, 1); not read where the temperature is 0.
+    `uniforms` (rows,) float64 in [0, 1) are not read where the temperature is 0.
 
     Returns:
         Tokens (rows,), and which rows (rows,) held a NaN, whose token means nothing.

@@ -1,11 +1,9 @@
 """How likely continuations are after their prefixes, with a GPT: what requests share is computed once.
 
-- Requests are packed as trees of tokens (`trees.py`); matrices work on all tokens of a batch in one list
-  (`forward.py`), and attention on the trees: on a CPU under masks one after the other, else padded side by side.
-- Logits, and the last block, are computed only where a request reads them, and logits a few at a time: an array of
-  (tokens, vocabulary) never exists. A choice of one token costs nothing.
-- Where memory runs out the batch is halved, and stays small from then on.
-- Sums over tokens are float64, so batching changes nothing beyond the rounding of the model itself.
+Requests are packed as trees of tokens (`trees.py`); matrices work on all tokens of a batch in one list (`forward.py`).
+Logits, and the last block, are computed only where a request reads them, a few at a time: an array of (tokens,
+vocabulary) never exists. Where memory runs out the batch is halved. Sums over tokens are float64, so batching changes
+nothing beyond the rounding of the model itself.
 """
 
 from __future__ import annotations

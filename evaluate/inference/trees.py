@@ -1,9 +1,8 @@
 """Requests as trees of tokens: what several of them share stands in a tree once. Pure; NumPy alone.
 
-- In preorder a token i sees a token j exactly where j <= i < end(j), where j's branch ends: one number per token says
-  what attention may see.
-- In lexicographic order what a request shares with any earlier one it shares with the one just before it.
-- A request joins the tree before it where that saves more arithmetic than attention over the larger tree costs.
+In preorder a token i sees a token j exactly where j <= i < end(j), where j's branch ends. In lexicographic order what a
+request shares with any earlier one it shares with the one just before it. It joins the tree before it where that saves
+more arithmetic than attention over the larger tree costs.
 """
 
 from __future__ import annotations

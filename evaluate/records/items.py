@@ -1,8 +1,7 @@
 """Items: from lm-eval's samples to what was asked, what was right and what the model said, and to a file of them.
 
-- The prompt is what all of an item's contexts begin with; the rest of a context belongs to its choice (WinoGrande).
-- The file is gzipped JSON lines, replaced in one rename; each task is a gzip member of its own, compressed once.
-- A damaged file is moved aside. Scores never depend on it; the report's samples do.
+The prompt is what all of an item's contexts begin with; the rest of a context belongs to its choice (WinoGrande). The
+file is gzipped JSON lines, each task a member of its own; scores never depend on it, the report's samples do.
 """
 
 from __future__ import annotations

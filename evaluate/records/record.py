@@ -1,10 +1,8 @@
 """The files of one evaluation: scores, items, and the answers of an evaluation that has not come to its end.
 
-- Of several ranks the first alone reads and writes, and what it has read, or could not write, all of them learn.
-- The first line of the answers says which model they are of (checkpoint, precision, our scoring, lm-eval); under
-  another one the file is begun anew. Within it an answer goes by a hash of its request.
-- Answers are appended and flushed batch by batch: a kill costs the batch at hand. Floats come back the same, so a
-  resumed evaluation equals one that ran through.
+Of several ranks the first alone reads and writes, and what it has read, or could not write, all of them learn. The
+answers begin with what they depend on (checkpoint, precision, our scoring, lm-eval), go by a hash of their request, and
+are flushed batch by batch; floats come back the same, so a resumed evaluation equals one that ran through.
 """
 
 from __future__ import annotations

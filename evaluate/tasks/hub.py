@@ -1,8 +1,7 @@
 """Tasks that lm-eval knows by name: its index without the wait, and copies of their data for nodes without a network.
 
-- lm-eval reads 14,000 YAML files to know its names, 10 s in every process; names and paths are kept in the cache.
-- Whatever a task asks of `datasets.load_dataset` while it is staged is written as Parquet, with checksums, under the
-  arguments of the call; the same call reads it back later. So groups, tags and Python tasks need nothing of their own.
+lm-eval reads 14,000 YAML files to know its names, 10 s in every process, so these are cached. What a task asks of
+`datasets.load_dataset` while it is staged is kept as Parquet under the arguments of the call, and read back later.
 """
 
 from __future__ import annotations
