@@ -157,8 +157,8 @@ class Inputs:
 def our_attention(inputs: Inputs) -> Attention:
     query = inputs.query
     if query.device.type == "cuda":
-        return backends.load("ours")
-    _, backend = backends.select("auto", query.device, query.dtype, query.shape[-1], False, False)
+        return backends.load_backend("ours")
+    _, backend = backends.select_backend("auto", query.device, query.dtype, query.shape[-1], False, False)
     return backend
 
 
@@ -184,7 +184,7 @@ def attention_peers(device: torch.device, shape: Shape) -> dict[str, Attention]:
     }
     for name in sorted(backends.installed() - {"ours", "sdpa"}):
         with contextlib.suppress(ImportError):
-            found[backends.PACKAGES[name]] = backends.load(name)
+            found[backends.PACKAGES[name]] = backends.load_backend(name)
     return found
 
 

@@ -107,13 +107,13 @@ def plan_command(
     ranks: Annotated[int, typer.Option(help="Ranks of the job, one GPU each.")] = 8,
     memory_gb: Annotated[float, typer.Option(help="Memory of one rank.")] = 80.0,
     margin: Annotated[float, typer.Option(help="Share of it to leave free.")] = 0.1,
-    ranks_per_node: Annotated[int, typer.Option(help="Ranks that share a node; tp stays inside one.")] = 8,
+    ranks_per_node: Annotated[int, typer.Option(help="Ranks that share a node.")] = 8,
     flops_per_second: Annotated[float, typer.Option(help="Matrix-product peak of one rank, measured.")] = 4e14,
     node_gb_per_s: Annotated[float, typer.Option(help="From a rank to another of its node.")] = 450.0,
     network_gb_per_s: Annotated[float, typer.Option(help="From a rank to another node.")] = 50.0,
     as_json: Json = False,
 ) -> None:
-    """How a run is best spread over GPUs: tp, dp, ZeRO stage, micro-batch and recomputation, and why."""
+    """How a run is best spread over GPUs: which parallelism, ZeRO stage, micro-batch and recomputation, and why."""
     from ...train.planner.planner import Hardware, choose
     from ..plan.explain import explain_choice, print_choice, read_run
 

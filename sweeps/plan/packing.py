@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
 
 from ...train.config import RunConfig, run_id
-from ...train.ensemble.members import refusal, shape_of
+from ...train.ensemble.members import refusal, shared_fields
 from ...train.memory import memory
 from ...train.schedule import trunk_steps
 from ..runs.queue import Unit
@@ -204,7 +204,7 @@ def _groups(runs: Mapping[str, RunConfig], clock: _Clock) -> list[dict[str, RunC
     groups: dict[tuple[object, ...], dict[str, RunConfig]] = {}
     for name, run in runs.items():
         if refusal(run) is None and not _in_between(name, clock):
-            key = (name in clock.branches, *sorted(shape_of(run).items()))
+            key = (name in clock.branches, *sorted(shared_fields(run).items()))
             groups.setdefault(key, {})[name] = run
     several = [group for group in groups.values() if len(group) > 1]
     return sorted(several, key=lambda group: (-math.fsum(clock.seconds[name] for name in group), min(group)))

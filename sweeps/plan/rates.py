@@ -19,7 +19,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from ...train.config import ParallelConfig, RunConfig
+from ...train.config import RunConfig
 from ...train.errors import UserError
 from ...train.files import read_json, write_json
 from ..config import ClusterConfig, GridConfig, IsoflopGrid
@@ -97,14 +97,7 @@ def kind_of(precision: str, mesh: str, batch_tokens: int, sequence_length: int) 
 
 
 def run_kind(run: RunConfig) -> str:
-    return kind_of(run.precision, describe_mesh(run.parallel), run.batch_tokens, run.data.sequence_length)
-
-
-def describe_mesh(parallel: ParallelConfig) -> str:
-    """How a run is spread over its ranks, as "tp2 dp4 zero1"; empty for one rank."""
-    if parallel.world_size == 1:
-        return ""
-    return f"tp{parallel.tp} dp{parallel.dp}" + (f" zero{parallel.zero}" if parallel.zero else "")
+    return kind_of(run.precision, run.parallel.label, run.batch_tokens, run.data.sequence_length)
 
 
 def place_of(cluster: ClusterConfig, threads: int) -> str:

@@ -18,7 +18,7 @@ from ...train.schedule import trunk_steps
 from ..config import ClusterConfig
 from ..grid.trunks import own_flops
 from .packing import Unit, pack_runs, paid_shares, wall_clock
-from .rates import Calibration, Rates, describe_mesh, run_kind
+from .rates import Calibration, Rates, run_kind
 
 MANY_STEPS = 200_000  # beyond which a batch is far below what a run of that length can use
 
@@ -217,7 +217,7 @@ def _planned(name: str, run: RunConfig, cluster: ClusterConfig, rates: Rates, th
         sequence_length=run.data.sequence_length,
         precision=run.precision,
         shape=job_shape(run.parallel, cluster, threads),
-        mesh=describe_mesh(run.parallel),
+        mesh=run.parallel.label,
         estimated_seconds=own / rates.of(run),
         parent=run.parent,
         first_step=trunk_steps(run) if run.parent is not None else 0,
