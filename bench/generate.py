@@ -1,10 +1,7 @@
 """Our generation beside transformers' `generate` on the same weights: a part of `isoflop bench evaluate`.
 
-Special here:
-- one model of 10M parameters, 16 prompts of 64 to 256 tokens, 128 new ones each and no stop, so that both sides do the
-  same work; transformers gets its cache and left padding, as its documentation has it;
-- each round times the whole and the first token alone; what lies between is decode;
-- how many of the greedy tokens are the same is told in each row, as a share.
+A model of 10M parameters, 16 prompts of 64 to 256 tokens, 128 new ones each and no stop; transformers gets its cache
+and left padding. Each round times the whole and the first token alone; what lies between is decode.
 """
 
 from __future__ import annotations
@@ -17,10 +14,11 @@ from typing import Any
 import torch
 
 from ..evaluate.export.hf_weights import hf_config, to_hf
-from ..evaluate.inference.generate import Sampling, generate
+from ..evaluate.inference.generate import Sampling, generate_texts
 from ..train.config import ModelConfig
+from ..train.hardware import pick_device
 from ..train.model.gpt import GPT
-from .contenders import THREADS, Contender, Row, bench_device, contract_row, pinned_threads, take_turns
+from .contenders import THREADS, Contender, Row, contract_row, pinned_threads, take_turns
 
 MODEL = ModelConfig(vocab_size=8192, width=256, depth=8, heads=8)
 SHORTEST, LONGEST, NEW, BATCH = 64, 256, 128, 16
@@ -30,20 +28,10 @@ Prompts = list[list[int]]
 
 
 def bench_generate(device: str = "auto", rounds: int = 5, model: ModelConfig = MODEL, new: int = NEW) -> Iterator[Row]:
-    """Prefill, decode and both, greedy, then both, sampled; in fp32.
-
-    Args:
-        device: auto | cpu | cuda.
-        rounds: turns of each side; one before them is not counted.
-        model: the architecture, without a window.
-        new: tokens a prompt.
-
-    Yields:
-        Rows in the format of every `isoflop bench`, in tokens/s.
-    """
-    place = bench_device(device)
+    """Prefill, decode and both, greedy, then both, sampled; in fp32."""
+    place = pick_device(device, "--device")
     with pinned_threads(THREADS):
-        gpt, llama = pair(model, LONGEST + new, place)
+        gpt, llama = paired_models(model, LONGEST + new, place)
         prompts = random_prompts(BATCH, model.vocab_size or 0)
         shape = f"{BATCH} prompts of {SHORTEST} to {LONGEST}, {new} new, fp32"
         first, whole, peer_first, peer_whole = contenders = [
@@ -52,7 +40,7 @@ def bench_generate(device: str = "auto", rounds: int = 5, model: ModelConfig = M
             for count in (1, new)
         ]
         take_turns(contenders, rounds, 1, place)
-        same = {"same_tokens": shared(whole.step(), peer_whole.step())}
+        same = {"same_tokens": shared_tokens(whole.step(), peer_whole.step())}
         written, read = BATCH * new, sum(map(len, prompts))
         yield contract_row(
             f"generate, greedy, {shape}", written, "tokens/s", whole.seconds, peer_whole.seconds, PEER, place
@@ -72,7 +60,7 @@ def bench_generate(device: str = "auto", rounds: int = 5, model: ModelConfig = M
         )
 
 
-def pair(config: ModelConfig, length: int, device: torch.device) -> tuple[GPT, Any]:
+def paired_models(config: ModelConfig, length: int, device: torch.device) -> tuple[GPT, Any]:
     """A GPT of random weights, and a transformers model of the same ones."""
     from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
 
@@ -90,7 +78,7 @@ def pair(config: ModelConfig, length: int, device: torch.device) -> tuple[GPT, A
 
 
 def random_prompts(count: int, vocabulary: int) -> Prompts:
-    """Of random tokens, lengths spread evenly over what is measured."""
+    """Lengths spread evenly over what is measured."""
     chance = random.Random(0)
     lengths = [SHORTEST + round((LONGEST - SHORTEST) * row / max(1, count - 1)) for row in range(count)]
     chance.shuffle(lengths)
@@ -98,8 +86,7 @@ def random_prompts(count: int, vocabulary: int) -> Prompts:
 
 
 def our_tokens(gpt: GPT, prompts: Prompts, new: int, sampling: Sampling) -> list[list[int]]:
-    """New tokens of each prompt."""
-    results = generate(
+    results = generate_texts(
         gpt, prompts, new, max_length=gpt.max_length, finished=lambda tokens: False, sampling=sampling,
         device=gpt.cos.device,
     )  # fmt: skip
@@ -108,7 +95,7 @@ def our_tokens(gpt: GPT, prompts: Prompts, new: int, sampling: Sampling) -> list
 
 @torch.inference_mode()
 def peer_tokens(llama: Any, prompts: Prompts, new: int, sampling: Sampling) -> list[list[int]]:
-    """The same by transformers: padded on the left, with its default cache."""
+    """By transformers: padded on the left, with its default cache."""
     longest = max(map(len, prompts))
     tokens = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts], device=llama.device)
     mask = torch.tensor(
@@ -122,7 +109,6 @@ def peer_tokens(llama: Any, prompts: Prompts, new: int, sampling: Sampling) -> l
     return written
 
 
-def shared(ours: Prompts, theirs: Prompts) -> float:
-    """Share of tokens that are the same."""
+def shared_tokens(ours: Prompts, theirs: Prompts) -> float:
     pairs = [a == b for mine, other in zip(ours, theirs, strict=True) for a, b in zip(mine, other, strict=True)]
     return sum(pairs) / len(pairs)

@@ -1,8 +1,7 @@
 """Our head and loss in one beside the logits and `F.cross_entropy`, forward and backward: `isoflop bench loss`.
 
 The peer is what everybody writes, `F.cross_entropy(F.linear(x, W).float(), targets)`; on a GPU the same compiled too,
-and Liger's kernel where it is installed, of which the fastest counts. How far loss and gradients are apart is told in
-each row, as a share of the peer's largest.
+and Liger's kernel where it is installed, of which the fastest counts.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..train.hardware import pick_device
 from ..train.model.loss import linear_cross_entropy
 from .contenders import (
     THREADS,
     Contender,
     Peak,
     Row,
-    bench_device,
     contract_row,
     fastest,
     memory_and_difference,
@@ -59,19 +58,8 @@ def bench_loss(
     device: str = "auto", rounds: int = 15, steps: int | None = None, shapes: Sequence[Shape] | None = None,
     threads: int = THREADS,
 ) -> Iterator[Row]:  # fmt: skip
-    """Tokens a second and peak memory of the loss from the head's input, both ways through.
-
-    Args:
-        device: auto | cpu | cuda.
-        rounds: turns of each contender; one step before them is not counted.
-        steps: calls in a turn; None: as many as take some 30 ms.
-        shapes: what is measured; by default `CPU_SHAPES` or `GPU_SHAPES`.
-        threads: of the CPU.
-
-    Yields:
-        One row a case, in the format of every `isoflop bench`; bf16, and on a CPU fp32 too.
-    """
-    place = bench_device(device)
+    """Tokens/s and peak memory from the head's input, both ways through; `steps` None: some 30 ms a turn."""
+    place = pick_device(device, "--device")
     gpu = place.type == "cuda"
     with pinned_threads(threads):
         for dtype in (torch.bfloat16,) if gpu else (torch.float32, torch.bfloat16):
@@ -84,7 +72,7 @@ def _bench(shape: Shape, peak: Peak, rounds: int, steps: int | None) -> Row:
     device, dtype = peak.device, peak.dtype
     leaves = _inputs(shape, dtype, device)
     ours = Contender("ours", partial(_both_ways, _ours, *leaves))
-    others = [Contender(name, partial(_both_ways, loss, *leaves)) for name, loss in peers(device).items()]
+    others = [Contender(name, partial(_both_ways, loss, *leaves)) for name, loss in loss_peers(device).items()]
     take_turns([ours, *others], rounds, steps or steps_for(ours.step, device), device, peak.measure)
     peer = fastest(others)
     case = f"loss {str(dtype).removeprefix('torch.')}, {shape}"
@@ -114,8 +102,7 @@ def _logits_and_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(F.linear(x, weight).float(), targets)
 
 
-def peers(device: torch.device) -> dict[str, Loss]:
-    """By name."""
+def loss_peers(device: torch.device) -> dict[str, Loss]:
     found: dict[str, Loss] = {"F.cross_entropy of F.linear": _logits_and_loss}
     if device.type == "cuda":
         found["the same, compiled"] = torch.compile(_logits_and_loss, dynamic=False)

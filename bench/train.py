@@ -1,24 +1,31 @@
 """Our training step beside transformers' LlamaForCausalLM, same shapes: `isoflop bench train`.
 
-Special here:
-- ours is `Stepper.step`, the whole of it: reading the batch, forward, backward, clipping, AdamW. The peer gets its
-  batch for free, SDPA, torch's fused AdamW, and no copy of labels; where it has two ways to compute in bf16, both run
-  and the faster counts;
-- on a CPU it is a model of 1.06M parameters, ours eager and compiled, the peer eager, in turn; for GPUs see
-  `bench_train_gpu.py`;
-- MFU is the exact convention of `train/flops.py` over the plain matmul rate measured between the same rounds.
+Ours is all of `Stepper.step`: reading the batch, forward, backward, clipping, AdamW. The peer gets its batch for free,
+SDPA, torch's fused AdamW, and its faster way to compute in bf16. On a CPU both run a model of 1.06M parameters, in
+turn; on a GPU compiled dense GPTs of 124M to 1.3B in bf16, one side after the other, each in all of the memory and with
+the largest micro-batch that fits.
 """
 
 from __future__ import annotations
 
-import itertools
+import gc
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+
+import torch
 
 from ..sweeps.terminal import short
+from ..train.config import DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig, TrackerConfig
+from ..train.data.loader import TrainStream
+from ..train.data.shards import prepare
 from ..train.errors import UserError
+from ..train.flops import count_parameters, training_flops_per_token
+from ..train.hardware import pick_device
+from ..train.parallel.mesh import Mesh
+from ..train.stepper import OutOfMemory, Stepper
 from .contenders import (
     EXACT,
     THREADS,
@@ -26,48 +33,31 @@ from .contenders import (
     Peak,
     Row,
     Step,
-    bench_device,
     contract_row,
+    counted,
     fastest,
     pinned_threads,
+    require,
     take_turns,
     with_mfu,
 )
-
-if TYPE_CHECKING:
-    from ..train.config import RunConfig
-    from ..train.parallel.mesh import Mesh
-    from ..train.stepper import Stepper
+from .llama import LlamaStep
+from .tokens import random_shards
 
 ABOUT = EXACT
 # The 1.06M-parameter byte GPT of the project's figures.
 WIDTH, DEPTH, HEADS, LENGTH, BATCH = 128, 5, 4, 256, 16
+WAYS = {"pure bf16": torch.bfloat16, "bf16 autocast": torch.float32}  # the peer's, and what it holds weights in
 
 
 def bench_train(
     device: str = "auto", rounds: int = 15, steps: int = 4, compiled: bool = True, threads: int = THREADS
 ) -> Iterator[Row]:
-    """Tokens a second of our training step and of transformers' LlamaForCausalLM, same shape, same run.
-
-    Args:
-        device: auto | cpu | cuda.
-        rounds: how often each contender has its turn; one step before them is not counted.
-        steps: steps in a turn.
-        compiled: on a CPU, also our step with `parallel.compile=true`, against the same peer as it is (eager).
-        threads: of the CPU.
-
-    Yields:
-        One row a case, in the format of every `isoflop bench`, with MFU beside it.
-
-    Raises:
-        UserError: transformers is not installed, or the device is not there.
-    """
-    place = bench_device(device)
-    require_transformers()
+    """Tokens/s with MFU; `rounds` turns of `steps` steps; on a CPU ours also `compiled`, the peer eager."""
+    place = pick_device(device, "--device")
+    require("transformers", "which is the benchmark's peer")
     with pinned_threads(threads):
         if place.type == "cuda":
-            from .train_gpu import Setting, bench_sizes
-
             yield from bench_sizes(Setting(place, rounds, steps))
             return
         with tempfile.TemporaryDirectory() as folder:
@@ -76,22 +66,7 @@ def bench_train(
                     yield _on_cpu(precision, Path(folder), rounds, steps, compile_ours)
 
 
-def require_transformers() -> None:
-    """Raises UserError where the peer is not installed."""
-    try:
-        import transformers  # noqa: F401
-    except ImportError:
-        raise UserError(
-            "transformers is not installed; the benchmark's peer comes with pip install 'isoflop[bench]'"
-        ) from None
-
-
 def _on_cpu(precision: str, folder: Path, rounds: int, steps: int, compiled: bool) -> Row:
-    import torch
-
-    from ..train.parallel.mesh import Mesh
-    from .llama import LlamaStep
-
     cpu = torch.device("cpu")
     config = bench_config(precision, folder, compiled)
     ours = Contender("Stepper.step", counted(build_stepper(config, Mesh()).step))
@@ -102,31 +77,24 @@ def _on_cpu(precision: str, folder: Path, rounds: int, steps: int, compiled: boo
         peers.append(Contender("eager, bf16 autocast", LlamaStep(config, batch, torch.float32)))
     peak = Peak(cpu, weights)
     take_turns([ours, *peers], rounds, steps, cpu, peak.measure)
-    case = f"train {precision}{' compiled' if compiled else ''}, {shape_of(config)}"
+    case = f"train {precision}{' compiled' if compiled else ''}, {size_and_batch(config)}"
     return train_row(case, config, ours, fastest(peers), peak)
 
 
 def train_row(case: str, config: RunConfig, ours: Contender, peer: Contender, peak: Peak) -> Row:
-    """A row of the contract with both sides' MFU."""
-    from ..train.flops import training_flops_per_token
-
     name = f"transformers LlamaForCausalLM, SDPA, fused AdamW, {peer.name}"
     row = contract_row(case, config.batch_tokens, "tokens/s", ours.seconds, peer.seconds, name, peak.device)
     return with_mfu(row, training_flops_per_token(config.model, config.data.sequence_length), peak)
 
 
-def shape_of(config: RunConfig) -> str:
+def size_and_batch(config: RunConfig) -> str:
     """Of a case: the model's size, the context and the batch."""
-    from ..train.flops import count_parameters
-
     size = short(count_parameters(config.model).N_total)
     return f"{size} parameters, T={config.data.sequence_length}, B={config.optimizer.batch_size}"
 
 
 def bench_config(precision: str, folder: Path, compiled: bool) -> RunConfig:
-    """What is measured on a CPU: 1.06M parameters, text that is enough for every step to read other windows."""
-    from ..train.config import DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig, TrackerConfig
-
+    """On a CPU: 1.06M parameters, and enough text for every step to read other windows."""
     text = folder / "text.jsonl"
     if not text.exists():
         # Which tokens they are changes no speed.
@@ -143,20 +111,127 @@ def bench_config(precision: str, folder: Path, compiled: bool) -> RunConfig:
 
 
 def build_stepper(config: RunConfig, mesh: Mesh) -> Stepper:
-    """What takes a training step of ours on this rank of a CPU, at its first step."""
-    import torch
-
-    from ..train.data.loader import TrainStream
-    from ..train.data.shards import prepare
-    from ..train.stepper import Stepper
-
+    """Our trainer on this rank of a CPU, at its first step."""
     stream = TrainStream(prepare(config.data), config.data.sequence_length, config.seed)
     stepper = Stepper(config, mesh, torch.device("cpu"), stream)
     stepper.start()
     return stepper
 
 
-def counted(step: Callable[[int], Any]) -> Step:
-    """A step that counts itself: 0, 1, 2, …"""
-    count = itertools.count()
-    return lambda: step(next(count))
+@dataclass(frozen=True)
+class Size:
+    """A dense GPT: widths and depths of GPT-2 and GPT-3, SwiGLU's inner width a multiple of 128."""
+
+    name: str
+    width: int
+    depth: int
+    heads: int
+    hidden: int
+    vocabulary: int = 50304
+    length: int = 1024
+    rows: int = 64  # sequences of a step
+
+    def config(self, device: torch.device, micro: int, compiled: bool) -> RunConfig:
+        """Our run of it, `micro` rows in a forward pass."""
+        return RunConfig(
+            model=ModelConfig(self.width, self.depth, self.heads, hidden=self.hidden, vocab_size=self.vocabulary),
+            data=DataConfig(sequence_length=self.length),
+            optimizer=OptimizerConfig(batch_size=self.rows),
+            parallel=ParallelConfig(device=device.type, compile=compiled, micro_batch_size=micro),
+            tracker=TrackerConfig(kind="none"),
+            tokens=10**12,
+            precision="bf16",
+        )
+
+    def bytes_of(self, micro: int) -> int:
+        """A rough guess at what a step needs."""
+        N = count_parameters(self.config(torch.device("cpu"), micro, compiled=False).model).N_total
+        return 18 * N + micro * self.length * (32 * self.width * self.depth + 8 * self.vocabulary)
+
+
+SIZES = (Size("124M", 768, 12, 12, 2048), Size("350M", 1024, 24, 16, 2816), Size("1.3B", 2048, 24, 16, 5504))
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a size is measured."""
+
+    device: torch.device
+    rounds: int
+    steps: int
+    compiled: bool = True
+
+
+def bench_sizes(setting: Setting, sizes: Sequence[Size] = SIZES, every_way: bool = True) -> Iterator[Row]:
+    """A row per size; without `every_way` later sizes have only the first one's faster way: compiling takes long."""
+    ways = list(WAYS)
+    for size in sizes:
+        row, faster = _bench_size(size, setting, ways)
+        if not every_way:
+            ways = [faster]
+        yield row
+
+
+def _bench_size(size: Size, setting: Setting, ways: Sequence[str]) -> tuple[Row, str]:
+    """The row, and the peer's faster way."""
+    stream = TrainStream(random_shards(size.vocabulary, 16 * size.rows * size.length), size.length, seed=0)
+    peak = Peak(setting.device, torch.bfloat16)
+
+    def our_step(config: RunConfig) -> Step:
+        stepper = Stepper(config, Mesh(), setting.device, stream, report=lambda line: None)
+        stepper.start()
+        stepper.halved = True  # as if it had been before: what does not fit is to fail, and not to go on with less
+        return counted(stepper.step)
+
+    def peers_step(way: str, config: RunConfig) -> Step:
+        batch = torch.from_numpy(stream.batch(0, size.rows)).to(setting.device)
+        return LlamaStep(config, batch, WAYS[way], setting.compiled)
+
+    ours, micro = _largest_that_fits(size, our_step, setting, peak)
+    peers = {way: _largest_that_fits(size, partial(peers_step, way), setting, peak) for way in ways}
+    faster = min(peers, key=lambda way: peers[way][0].median)
+    peer, peers_micro = peers[faster]
+    mode = "compiled" if setting.compiled else "eager"
+    peer.name = f"{mode}, {faster}, micro-batch {peers_micro}"
+    case = f"train bf16 {mode}, {size.name}, T={size.length}, V={size.vocabulary}, B={size.rows}, micro-batch {micro}"
+    return train_row(case, size.config(setting.device, micro, setting.compiled), ours, peer, peak), faster
+
+
+def _largest_that_fits(
+    size: Size, build: Callable[[RunConfig], Step], setting: Setting, peak: Peak
+) -> tuple[Contender, int]:
+    """Measures what `build` makes with the largest micro-batch that fits; and which that is."""
+    micro = _first_micro_batch(size, setting.device)
+    while micro > 0:
+        try:
+            return _measured(build, size.config(setting.device, micro, setting.compiled), setting, peak), micro
+        except (torch.OutOfMemoryError, OutOfMemory):
+            micro //= 2
+        finally:
+            _clear(setting.device)
+    raise UserError(f"{size.name} does not fit on this device, with one sequence of {size.length} tokens at a time")
+
+
+def _measured(build: Callable[[RunConfig], Step], config: RunConfig, setting: Setting, peak: Peak) -> Contender:
+    """Its seconds alone: what was measured would hold its memory."""
+    contender = Contender("", build(config))
+    take_turns([contender], setting.rounds, setting.steps, setting.device, peak.measure)
+    return Contender("", lambda: None, contender.seconds)
+
+
+def _first_micro_batch(size: Size, device: torch.device) -> int:
+    """All rows, halved until the guess fits: failing costs a compilation."""
+    micro = size.rows
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        while micro > 1 and size.bytes_of(micro) > total:
+            micro //= 2
+    return micro
+
+
+def _clear(device: torch.device) -> None:
+    """Gives back what a contender held: compiled functions hold their models."""
+    torch.compiler.reset()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -234,9 +234,9 @@ def check(sweep: SweepDirectory, reference: SweepDirectory) -> list[str]:
     if rows != len(known):
         complaints.append(f"the table has {rows} rows, for {len(known)} runs")
     # What faults have left damaged beside whole results is for the doctor to mend; then nothing may be left.
-    for finding in doctor.examine(sweep, mend=True):
+    for finding in doctor.examine_sweep(sweep, mend=True):
         print(f"doctor: {finding}")
-    complaints += [f"doctor: {finding}" for finding in doctor.examine(sweep, mend=False) if finding.is_left]
+    complaints += [f"doctor: {finding}" for finding in doctor.examine_sweep(sweep, mend=False) if finding.is_left]
     return complaints
 
 

@@ -71,11 +71,13 @@ def rows_of(section: str, device: str, quick: bool) -> Iterable[Row]:
 
 
 def _train_rows(device: str, quick: bool) -> Iterator[Row]:
-    from isoflop.bench.contenders import bench_device
-    from isoflop.bench.train_gpu import SIZES, Setting, Size, bench_sizes
+    from isoflop.bench.train import SIZES, Setting, Size, bench_sizes
+    from isoflop.train.hardware import pick_device
 
     sizes = (Size("tiny", 32, 2, 2, 64, vocabulary=256, length=16, rows=4),) if quick else SIZES
-    setting = Setting(bench_device(device), rounds=2 if quick else 4, steps=1 if quick else 3, compiled=not quick)
+    setting = Setting(
+        pick_device(device, "--device"), rounds=2 if quick else 4, steps=1 if quick else 3, compiled=not quick
+    )
     return bench_sizes(setting, sizes, every_way=False)
 
 

@@ -17,11 +17,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from isoflop.bench.contenders import bench_device, synchronize
 from isoflop.bench.generate import MODEL
 from isoflop.evaluate.inference.generate import Generation
 from isoflop.fit.allocation import serving
-from isoflop.train.hardware import device_name, matmul_peak
+from isoflop.train.hardware import device_name, matmul_peak, pick_device, synchronize
 from isoflop.train.model.gpt import GPT
 
 DECODES = ((1, 64), (4, 64), (16, 64), (64, 64), (1, 512), (4, 512), (16, 512))
@@ -92,7 +91,8 @@ def row(kind: str, batch: int, context: int, seconds: float, expected: serving.P
         "pass": kind, "batch": batch, "context": context, "ms": 1e3 * seconds,
         "tokens_per_s": float(expected.tokens) / seconds,
         "mflops_per_token": float(expected.flops / expected.tokens) / 1e6,
-        "mb_per_token": float(expected.bytes / expected.tokens) / 1e6, "intensity": float(expected.intensity),
+        "mb_per_token": float(expected.bytes / expected.tokens) / 1e6,
+        "intensity": float(expected.flops / expected.bytes),
         "bound": "arithmetic" if expected.bound else "memory", "share_of_roofline": float(expected.seconds) / seconds,
     }  # fmt: skip
 
@@ -106,7 +106,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    result = measure(bench_device(options.device), options.precision, options.rounds)
+    result = measure(pick_device(options.device, "--device"), options.precision, options.rounds)
     if options.json:
         print(json.dumps(result, indent=1))
         return

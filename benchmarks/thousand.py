@@ -26,7 +26,7 @@ from pathlib import Path
 
 from isoflop.sweeps import prepare
 from isoflop.sweeps.entry import compose
-from isoflop.sweeps.execute import conduct_slurm
+from isoflop.sweeps.execute import conduct
 from isoflop.sweeps.runs import attempts
 from isoflop.sweeps.runs.directory import SweepDirectory
 
@@ -91,7 +91,7 @@ def stages(folder: Path, grid: list[str], way: str, rounds: int) -> None:
         prepare.write_plan(prepared, ["benchmark"])
         clock.append(time.perf_counter())
         with contextlib.redirect_stdout(io.StringIO()):
-            conduct_slurm.launch(prepared)
+            conduct.submit(prepared)
         clock.append(time.perf_counter())
         for name, (first, last) in zip(took, pairwise(clock), strict=True):
             took[name].append(last - first)

@@ -1,13 +1,7 @@
 """One checkpoint in, one file of scores out, and beside it one of all items.
 
-Special here:
-- Both files are complete after every task (written aside, renamed), and answers are kept as they come, so a killed
-  evaluation goes on at the next request and ends with the same numbers.
-- A task is not scored twice: a score stands while checkpoint, items, prompts, lm-eval, precision and our own scoring
-  are the same. A file that cannot be read is moved aside, never trusted and never deleted.
-- What does not depend on the model (tasks, prompts, their tokens, contamination) is made once for all checkpoints of a
-  process: hand the same `suite` and `tokens` to each call.
-- Of several ranks, and of several evaluations into one file, one writes; the others wait.
+Both are complete after every task, and a killed evaluation goes on at the next request with the same numbers. A score
+stands while checkpoint, items, prompts, lm-eval, precision and our own scoring are the same.
 """
 
 from __future__ import annotations
@@ -22,16 +16,15 @@ from typing import Any
 
 import torch
 
+from ..train.checkpoint.heldout import score_windows
 from ..train.config import canonical_json, run_id, to_dict
 from ..train.errors import UserError
 from ..train.flops import count_parameters, training_flops_per_token
-from .harness import answer_task, make_lm
+from .harness import TokenCache, answer_task, make_lm
 from .inference.ranks import Ranks
-from .inference.tokens import TokenCache
 from .metrics import task_scores
 from .records.items import as_dicts
-from .records.meter import Meter
-from .records.record import ALONE, Record, from_first, only_one
+from .records.record import ALONE, Meter, Record, from_first, only_one
 from .tasks.suite import Suite, SuiteTask, expand, quiet, suite_names
 from .tasks.tasks import DEFAULT_LIMIT, Report, load_suite
 
@@ -67,21 +60,17 @@ def evaluate_checkpoint(
         path: a checkpoint directory, or a run directory (its newest valid checkpoint).
         tasks: see `tasks.load_suite`; unused when `suite` is given.
         output: where the scores go; tasks that it holds already for this very checkpoint are kept.
-        limit: items a task; None means all.
+        limit: items per task; None means all.
         batch_tokens: bound on rows times length of one forward pass; default: what suits the device.
-        held_out: val_loss, val_loss_se, val_bpb, where the training has them; computed otherwise, as are the windows
-            where the loss is worst if items are kept.
-        device: auto (CUDA where there is one), cpu or cuda.
+        held_out: val_loss, val_loss_se, val_bpb, where the training has them; computed otherwise.
         precision: fp32 or bf16, of the weights.
-        suite: loaded tasks, to share between the checkpoints of one process.
-        tokens: token caches by tokenizer, filled in here, to share likewise.
-        overlaps: contaminated items by corpus, filled in here, to share with the same suite.
+        suite, tokens, overlaps: to share between the checkpoints of one process: loaded tasks; token caches by
+            tokenizer and contaminated items by corpus, both filled in here.
         cache: folder of the staged benchmarks.
-        ngram: words in a row that an item shares with the run's training text to count as contaminated; None: not
-            asked. Where the training text is not at hand the reason is recorded instead.
+        ngram: words in a row shared with the training text that make an item contaminated; None: not asked.
         ranks: the processes that share the work (`ranks.on_ranks`); only the first one writes.
         keep_items: whether to write the items too; they are kept up where there are some.
-        progress: called with a line of text a task, and every few seconds of a long one.
+        progress: called with a line of text for each task, and every few seconds of a long one.
 
     Raises:
         UserError: no checkpoint there, an unknown task, data that cannot be had, or an output that cannot be written.
@@ -89,8 +78,8 @@ def evaluate_checkpoint(
     say = progress if progress is not None and ranks.rank == 0 else (lambda line: None)
     output, device = Path(output), choose_device(device)
     _check(precision, batch_tokens, ngram)
-    loaded = ranks.together(lambda: _load(Path(path), device, PRECISIONS[precision]))
-    suite = suite or ranks.together(lambda: load_suite(tasks, limit, cache=cache, progress=say))
+    loaded = ranks.raise_together(lambda: _load(Path(path), device, PRECISIONS[precision]))
+    suite = suite or ranks.raise_together(lambda: load_suite(tasks, limit, cache=cache, progress=say))
     header = _header(loaded, device, precision)
     with only_one(output, say, ranks):
         record = Record.open(output, header, suite, ngram, say, ranks, keep_items)
@@ -118,7 +107,6 @@ def evaluate_checkpoint(
 
 
 def _score(record: Record, lm: Any, entry: SuiteTask, ngram: int | None, contaminated: set[int] | None) -> None:
-    """One task, from its requests to its place on disk."""
     start = time.perf_counter()
     with quiet(progress_bars=True):  # keeps the templates that lm-eval compiles until all of its items are read
         items, others = answer_task(lm, entry)
@@ -170,9 +158,7 @@ def _load(path: Path, device: str, dtype: torch.dtype) -> Any:
 
 
 def _held_out(loaded: Any) -> dict[str, Any]:
-    """Held-out loss on the run's own corpus, and where it is worst; where there is none, the reason instead."""
-    from .records.worst import worst_windows
-
+    """Held-out loss on the run's own corpus, and where it is worst; the reason where there is none."""
     try:
         found = worst_windows(loaded)
     except UserError as error:  # the corpus is on another machine
@@ -182,13 +168,32 @@ def _held_out(loaded: Any) -> dict[str, Any]:
     return dict(found)
 
 
+def worst_windows(loaded: Any, count: int = 20) -> dict[str, Any]:
+    """Held-out loss of a checkpoint on its run's own corpus, and where it is worst.
+
+    Returns:
+        val_loss (nats per token), val_loss_se, val_bpb, and `worst`: up to `count` windows of {index, loss, text (of
+        the predicted tokens)}, highest loss first and NaN before all; windows of equal loss in their order.
+
+    Raises:
+        UserError: the corpus is not at hand, or has changed.
+    """
+    windows, losses, numbers = score_windows(loaded)
+    length = windows.shape[1] - 1
+    order = torch.sort(losses, descending=True, stable=True).indices[:count].tolist()  # NaN counts as the largest
+    worst = [
+        {"index": i, "loss": losses[i].item() / length, "text": loaded.tokenizer.decode(windows[i, 1:])} for i in order
+    ]
+    return vars(numbers) | {"worst": worst}
+
+
 _NO_LOSS = {"val_loss": None, "val_loss_se": None, "val_bpb": None}
 
 
 def _contamination(
     loaded: Any, suite: Suite, ngram: int | None, cache: Path | str | None, say: Report
 ) -> Contamination:
-    """Items of each task that the training text holds; where it is not at hand, no task and the reason."""
+    """Items of each task that the training text holds; where it is not at hand, none and the reason."""
     if ngram is None:
         return {}, None
     from ..train.data.shards import at_hand

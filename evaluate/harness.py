@@ -1,12 +1,8 @@
 """lm-eval asks, our own models answer, in this process and without transformers.
 
-Special here:
-- `CheckpointLM` is lm-eval's `TemplateLM` over two engines: `scoring.py` for log-likelihoods, `generate.py` for texts.
-  lm-eval builds prompts and computes the metrics; here are ids, windows and sums.
-- Prompts that do not fit are cut on the left, as lm-eval's own `hf` model does it. A *continuation* that does not fit
-  (that model refuses those; a byte-level model of short context meets them) is scored by lm-eval's rolling windows.
-- Each request is looked up among the answers first, and stored there with its batch: what was killed goes on.
-- Several ranks ask and get the same; the first one's answers count, and the model's work is shared out (`ranks.py`).
+lm-eval builds prompts and computes the metrics; here are ids, windows and sums. Prompts that do not fit are cut on the
+left, as by lm-eval's `hf` model; a *continuation* that does not fit is scored by lm-eval's rolling windows. Each
+request is looked up among the answers first, and the model's work is shared out over ranks (`ranks.py`).
 """
 
 from __future__ import annotations
@@ -26,20 +22,18 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from ..train.config import RunConfig
 from ..train.model.gpt import GPT
-from .inference.generate import generate
-from .inference.ranks import Alone, Ranks, shares
-from .inference.sampling import Sampling
+from .inference.generate import Sampling, generate_texts
+from .inference.ranks import Alone, Ranks, share_requests
 from .inference.scoring import Score, Scorer, Scores
-from .inference.tokens import TokenCache
-from .inference.trees import Request, common
+from .inference.trees import Request, shared_length
 from .metrics import ItemResult
-from .records.answers import Store, key
-from .records.samples import item_results
+from .records.items import item_results
+from .records.record import Store, request_key
 from .tasks.suite import SuiteTask, quiet
 
 ROUND_TOKENS = 1 << 18  # that a rank scores before all ranks' answers are stored
+ENTRY_BYTES = 200  # of a text and its ids in a `TokenCache`, beside these
 ROUND_PROMPTS = 64  # that a rank continues before they are
 
 
@@ -54,33 +48,47 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int]) -> str: ...
 
 
-class Loaded(Protocol):
-    """What is asked of a loaded checkpoint."""
+class TokenCache:
+    """Ids of texts under one tokenizer, for checkpoint after checkpoint, as arrays of its own small type.
 
-    @property
-    def model(self) -> GPT: ...
-    @property
-    def config(self) -> RunConfig: ...
-    @property
-    def tokenizer(self) -> Any: ...
-    @property
-    def step(self) -> int: ...
+    Args:
+        fingerprint: of the tokenizer; under another one nothing here is of use.
+        largest: bytes that are kept at most; what is beyond is encoded anew each time.
+    """
+
+    def __init__(self, fingerprint: str, largest: int = 1 << 28) -> None:
+        self.fingerprint, self.largest, self.bytes = fingerprint, largest, 0
+        self._ids: dict[str, np.ndarray] = {}
+
+    def encode(self, texts: Iterable[str], encode: Callable[[Sequence[str]], Sequence[Any]]) -> dict[str, list[int]]:
+        """Ids of each text; those that are not known yet by `encode`, which takes many texts at a time."""
+        wanted = dict.fromkeys(texts)
+        new = [text for text in wanted if text not in self._ids]
+        arrays = dict(zip(new, map(np.asarray, encode(new)), strict=True)) if new else {}
+        for text, ids in arrays.items():
+            size = ids.nbytes + len(text) + ENTRY_BYTES
+            if self.bytes + size <= self.largest:
+                self._ids[text] = ids
+                self.bytes += size
+        return {text: (arrays[text] if text in arrays else self._ids[text]).tolist() for text in wanted}
+
+    def __len__(self) -> int:
+        return len(self._ids)
 
 
 class CheckpointLM(TemplateLM):
     """A model of ours as lm-eval sees it.
 
     Args:
-        model: a GPT, or any causal module: token ids (B, T) -> logits (B, T, V).
-        tokenizer: text to ids and back; `end_of_document` conditions what has no context.
+        tokenizer: `end_of_document` conditions what has no context.
         max_length: longest sequence that the model accepts.
-        device: where the model lies.
         batch_tokens: bound on rows times length of one forward pass.
         seed: of sampled generation.
         tokens: ids of texts met before, under this tokenizer.
         answers: of this model, found before; default none are kept.
         ranks: the processes that share the work, each with the same model.
         say: told when memory runs out.
+        scorer: of log-likelihoods; default `Scorer`.
 
     Attributes:
         truncated: arguments of the requests whose prompt was cut, or whose continuation took several windows.
@@ -127,7 +135,7 @@ class CheckpointLM(TemplateLM):
                 before = whole[:1]
             if len(before) >= len(whole) and context + continuation != start:
                 # No token is the answer's alone, so those that reach over the border are.
-                before = whole[: min(common(np.asarray(before), np.asarray(whole)), len(whole) - 1)]
+                before = whole[: min(shared_length(np.asarray(before), np.asarray(whole)), len(whole) - 1)]
             split.append(((context, continuation), before, whole[len(before) :]))
         return self._loglikelihood_tokens(split)
 
@@ -140,26 +148,24 @@ class CheckpointLM(TemplateLM):
                 self.truncated.add(strings)
             # A context of blanks has moved into the continuation, whole.
             windows.append(self._windows(context or [self.prefix_token_id], continuation))
-        return self._sums([key("loglikelihood", *strings) for strings, _, _ in requests], windows)
+        return self._sums([request_key("loglikelihood", *strings) for strings, _, _ in requests], windows)
 
     def _windows(self, context: list[int], continuation: list[int]) -> list[Request]:
-        """How a continuation fits the model: one window, the prompt cut on the left, or else rolling windows."""
+        """One window, the prompt cut on the left, or else rolling windows."""
         if len(continuation) > self.max_length:
             return _rolling_windows(continuation, context[-1], self.max_length)
         room = self.max_length + 1 - len(continuation)
         return [Request(context[-room:], continuation)] if continuation else []
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = True) -> list[float]:
-        """Nats of whole texts: every token scored once, in lm-eval's windows of `max_length`, the first after
-        `end_of_document`.
-        """
+        """Nats of whole texts: every token scored once, in windows of `max_length` after `end_of_document`."""
         texts = [request.args[0] for request in requests]
         ids = self._encode(texts)
         windows = [_rolling_windows(ids[text], self.prefix_token_id, self.max_length) for text in texts]
-        return [total for total, _ in self._sums([key("rolling", text) for text in texts], windows)]
+        return [total for total, _ in self._sums([request_key("rolling", text) for text in texts], windows)]
 
     def _sums(self, names: list[str], windows: list[list[Request]]) -> list[Score]:
-        """Of each request the sum over its windows; from the answers where it is there, else into them."""
+        """The sum over the windows of each request; from the answers where it is there, else into them."""
         # A long text is kept window by window, for its windows do not stand together in the batches.
         parts = [[f"{name}.{number}" for number in range(len(of))] for name, of in zip(names, windows, strict=True)]
         wanted = dict(zip(chain(*parts), chain(*windows), strict=True))
@@ -175,7 +181,7 @@ class CheckpointLM(TemplateLM):
         if self._ranks.size == 1:
             self._scorer.score(requests, done)
         else:
-            for shared in shares(requests, self._ranks.size, ROUND_TOKENS):
+            for shared in share_requests(requests, self._ranks.size, ROUND_TOKENS):
                 mine = [requests[place] for place in shared[self._ranks.rank]]
                 found = self._ranks.gather(partial(self._scorer.score, mine))
                 done(list(zip(chain(*shared), chain(*found), strict=True)))
@@ -183,7 +189,6 @@ class CheckpointLM(TemplateLM):
         return [(sum((scores[one][0] for one in of), 0.0), all(scores[one][1] for one in of)) for of in parts]
 
     def _known(self, names: Iterable[str]) -> dict[str, Any]:
-        """Answers that the first rank has."""
         store = self._answers
 
         def find() -> dict[str, Any]:
@@ -197,7 +202,7 @@ class CheckpointLM(TemplateLM):
         """With the first rank; where it cannot write them, all raise."""
         store = self._answers
         if store is not None:
-            self._ranks.together(lambda: store.put(answers) if self._ranks.rank == 0 else None)
+            self._ranks.raise_together(lambda: store.put(answers) if self._ranks.rank == 0 else None)
 
     # --- generation --------------------------------------------------------------------------------------------------
 
@@ -230,7 +235,7 @@ class CheckpointLM(TemplateLM):
         # torch keeps 32 bits of a seed on the CPU, so the two numbers are mixed into that many.
         seeds = [int(np.random.SeedSequence([self.seed, place]).generate_state(1)[0]) for place in places]
         marks = seeds if sampling.temperature > 0 else [None] * len(seeds)
-        names = [key("generate", context, words, mark) for context, mark in zip(contexts, marks, strict=True)]
+        names = [request_key("generate", context, words, mark) for context, mark in zip(contexts, marks, strict=True)]
         prompts = [(ids[context] or [self.prefix_token_id])[-room:] for context in contexts]
         wanted = dict(zip(names, prompts, strict=True))
         seed_of = dict(zip(names, seeds, strict=True))
@@ -242,7 +247,7 @@ class CheckpointLM(TemplateLM):
         missing = [name for name in wanted if name not in texts]
 
         def ask(part: list[str], done: Callable[[int, list[int] | None], None] | None = None) -> list[list[int] | None]:
-            return generate(
+            return generate_texts(
                 self.model, [wanted[name] for name in part], most, max_length=self.max_length, finished=finished,
                 sampling=sampling, seeds=[seed_of[name] for name in part], device=self._device,
                 batch_tokens=self.batch_tokens, done=done,
@@ -279,10 +284,9 @@ def _rolling_windows(tokens: list[int], prefix: int, max_length: int) -> list[Re
 
 
 def make_lm(
-    loaded: Loaded, device: str | torch.device = "cpu", batch_tokens: int = 4096, *, tokens: TokenCache | None = None,
+    loaded: Any, device: str | torch.device = "cpu", batch_tokens: int = 4096, *, tokens: TokenCache | None = None,
     answers: Store | None = None, ranks: Ranks | None = None, say: Callable[[str], None] | None = None,
 ) -> CheckpointLM:  # fmt: skip
-    """The loaded checkpoint as lm-eval's model; see `CheckpointLM`."""
     return CheckpointLM(
         loaded.model, loaded.tokenizer, loaded.config.data.sequence_length, device, batch_tokens,
         tokens=tokens, answers=answers, ranks=ranks, say=say,

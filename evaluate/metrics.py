@@ -1,14 +1,9 @@
-"""What a task's item results add up to: each number with a standard error, chance beside it, and a whole suite's mean.
+"""What a task's item results add up to: each number with a standard error, chance beside it, and a suite's mean.
 
-Special here:
-- Below a billion parameters accuracy sits at chance and jumps about, while what the model gives to the right answer
-  (gold bits per byte, its probability among the choices) moves smoothly with compute. All are kept.
-- A model that returns NaN (or an infinite log-probability) has no score: the task's numbers are None and the item is
-  named. Zero would be a lie, and lm-eval's argmax over NaN would count such an item as answered.
-- Whole texts are unequal in length, so their bits per byte is a ratio of sums, with a ratio's standard error.
+Below a billion parameters accuracy sits at chance and jumps about, while gold bits per byte and the probability of the
+right choice move smoothly with compute: all are kept. A model that returns NaN has no score, and the item is named.
 
-p_right and margin: Magnusson et al. 2025 (arXiv:2504.11393). Centered accuracy: Li et al. 2024
-(arXiv:2406.11794).
+p_right and margin: Magnusson et al. 2025 (arXiv:2504.11393). Centered accuracy: Li et al. 2024 (arXiv:2406.11794).
 """
 
 from __future__ import annotations
@@ -34,10 +29,8 @@ class ItemResult:
         chance: probability that a uniform guess among the choices is right; None where guessing has no meaning.
         truncated: whether the model's context was too short for the prompt.
         failed: whether the model returned NaN on the way to a generated answer.
-        prompt: text before the continuations, as asked.
-        choices: the continuations, one a log-probability; None where there is nothing to choose.
-        right: places of the right ones.
-        answer: the generated text, and `target` the text that was wanted (also of a single continuation).
+        choices: the continuations, one per log-probability; `right`: places of the right ones.
+        answer: the generated text; `target`: the text that was wanted (also of a single continuation).
         bytes: UTF-8 bytes of a whole text whose log-probability was asked (rolling tasks).
     """
 
@@ -61,17 +54,15 @@ class ItemResult:
 
     @property
     def gold_bpb(self) -> float | None:
-        """Bits per byte of the right answer."""
         return None if self.gold is None else gold_bits_per_byte(*self.gold)
 
     @property
     def bpb(self) -> float | None:
-        """Bits per byte of a whole text."""
         return -sum(self.log_probabilities) / math.log(2) / self.bytes if self.bytes else None
 
     @property
     def p_right(self) -> float | None:
-        """Probability of the right choices among all of them: a softmax over their log-probabilities, in [0, 1]."""
+        """Probability of the right choices among all: a softmax over their log-probabilities."""
         shares = self._shares
         return None if shares is None else float(shares[self.right].sum())
 
@@ -94,7 +85,7 @@ class ItemResult:
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float | None, float | None]:
-    """Mean and its standard error over items, s / sqrt(n) with the sample's s (n - 1); None where undefined."""
+    """Mean and its standard error over items, s / sqrt(n); None where undefined."""
     if not len(values):
         return None, None
     array = np.asarray(values, dtype=np.float64)
@@ -105,20 +96,17 @@ def mean_and_error(values: Sequence[float]) -> tuple[float | None, float | None]
 
 
 def error_of_alike(count: int) -> float:
-    """Standard error of a share of which all answers are right, or all wrong: theirs do not spread, and 0 would look
-    certain. That of two more answers of each kind: sqrt(p (1 - p) / (n + 4)), p = 2 / (n + 4) (Agresti & Coull 1998).
+    """Standard error of a share that is 0 or 1, as of two more answers of each kind: 0 would look certain.
+
+    sqrt(p (1 - p) / (n + 4)), p = 2 / (n + 4) (Agresti & Coull 1998).
     """
     share = 2 / (count + 4)
     return math.sqrt(share * (1 - share) / (count + 4))
 
 
 def gold_bits_per_byte(log_probability: float, text: str) -> float:
-    """-log2 p(text) / UTF-8 bytes of the text.
-
-    Args:
-        log_probability: of exactly that text, in nats. The blank between prompt and answer is part of what the model
-            was asked for, so it is part of the text too.
-        text: what was scored, not empty.
+    """-log2 p(text) / UTF-8 bytes of the text, from nats of exactly that text: the blank before an answer is part of
+    it.
     """
     return -log_probability / math.log(2) / len(text.encode("utf-8", errors="replace"))
 
@@ -126,8 +114,8 @@ def gold_bits_per_byte(log_probability: float, text: str) -> float:
 def ratio_and_error(amounts: Sequence[float], sizes: Sequence[float]) -> tuple[float | None, float | None]:
     """sum(amounts) / sum(sizes) and its standard error over units that have both (Cochran 1977, chapter 6).
 
-    The residuals `amount - ratio * size` of n units vary as sums of the numerator do, so that the error is
-    sqrt(n) * s / sum(sizes), with s their sample deviation about zero (n - 1). None where undefined.
+    The residuals `amount - ratio * size` vary as the numerator does: sqrt(n) * s / sum(sizes), with s their deviation
+    about zero (n - 1). None where undefined.
     """
     if not len(amounts):
         return None, None
@@ -147,9 +135,9 @@ ALWAYS = ("acc", "acc_norm")
 def task_scores(items: Sequence[ItemResult], contaminated: Collection[int] | None = None) -> dict[str, Any]:
     """One task's numbers: `<metric>` and `<metric>_se` for each, chance, items, truncated_items, withheld, clean.
 
-    `acc`, `acc_norm`, `gold_bpb`, `p_right`, `margin` and `bpb` are always there; None means that the task has no such
-    number. `withheld` is None, or says which item made the model fail; every score is None then. With `contaminated`,
-    the indices of items whose text the model was trained on, `clean` has the numbers of the other items.
+    `acc`, `acc_norm`, `gold_bpb`, `p_right`, `margin` and `bpb` are always there, or None.
+    `withheld` says which item made the model fail; every score is None then. `clean` has the numbers of the items that
+    are not among the `contaminated` indices.
     """
     broken = next((item for item in items if not item.is_finite), None)
     names = [*ALWAYS, *sorted({name for item in items for name in item.values} - {*ALWAYS, *OWN, "bpb"})]
@@ -183,10 +171,7 @@ def _numbers(items: Sequence[ItemResult], names: Sequence[str]) -> dict[str, Any
 
 
 def centered(scores: Mapping[str, Any]) -> tuple[float, float | None] | None:
-    """(acc - chance) / (1 - chance) of one task and its standard error: 0 is guessing, 1 is all right.
-
-    None where the task has no accuracy.
-    """
+    """(acc - chance) / (1 - chance) and its standard error: 0 is guessing, 1 is all right. None without accuracy."""
     acc, chance = scores.get("acc"), scores.get("chance") or 0.0
     if acc is None or chance >= 1:
         return None
@@ -198,8 +183,7 @@ def suite_scores(tasks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Mean centered accuracy over the tasks of a suite that have an accuracy, each task counting once.
 
     Returns:
-        `centered`, `centered_se` (of items within these tasks: other tasks are no part of it), `tasks` the number that
-        entered, and `withheld`: None, or why there is no mean.
+        `centered`, `centered_se` (of items within these tasks), `tasks` the number, `withheld`: None or why.
     """
     withheld = next((scores["withheld"] for scores in tasks if scores.get("withheld")), None)
     each = [] if withheld else [one for scores in tasks if (one := centered(scores)) is not None]

@@ -39,9 +39,9 @@ if TYPE_CHECKING:
     from .downstream.downstream import TaskVerdict, fit_tasks, signal_to_noise
     from .downstream.tasklaw import TaskLaw
     from .flops import FlopsPerToken
-    from .hyperparameters.cells import CellOptimum, cell_optima, read_sweep
+    from .hyperparameters.cells import cell_optima, read_sweep
     from .hyperparameters.critical_batch import CriticalBatchLaw, tokens_to_loss
-    from .hyperparameters.hyperparameters import HyperparameterLaw
+    from .hyperparameters.hyperparameters import CellOptimum, HyperparameterLaw
     from .hyperparameters.settings_surface import HyperparameterSurface
     from .laws.broken import BrokenPowerLaw
     from .laws.chinchilla import ChinchillaLaw

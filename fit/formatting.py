@@ -64,9 +64,6 @@ def fixed(value: float | None, decimals: int = 3, sign: str = "") -> str:
     return NOTHING if value is None or not math.isfinite(value) else f"{value:{sign}.{decimals}f}"
 
 
-loss, ratio = fixed, amount
-
-
 def times(factor: float) -> str:
     """How many times: 2.5 times, 10 times, 1,000 times, 3.3e11 times."""
     if 999.5 <= factor < 99_950:

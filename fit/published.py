@@ -4,84 +4,46 @@ from isoflop.fit.published import compare_published, published_law
 published_law("besiroglu2024")(N=70e9, D=1.4e12);  published_law("llama3").optimal(3.8e25)
 compare_published(1e24, own=law)
 
-Special here:
-- A law is evaluated exactly as its paper prints it, in the paper's own N, FLOPs and tokens; `N_convention` and
-  `flops_convention` say which. Nothing is converted, so two laws differ by their conventions too: read these columns
-  of `compare_published` before its numbers.
-- A split of C FLOPs spends all of it: D = C / 6N, in whatever N the law counts. Kaplan et al.'s law is in
-  C_min = C / 2, their compute at a small batch; DeepSeek's is in M FLOPs a token, and N stands for M / 6.
-- Laws that do not say how to split a budget, or whose authors do not trust what they would say, refuse to.
-
-The numbers, and where each was printed, are in `published_constants` and `published_tuning`.
+A law is evaluated as its paper prints it, in the paper's own N, FLOPs and tokens, so two laws differ by their
+conventions too. A split of C FLOPs spends all of it: D = C / 6N; Kaplan et al.'s C_min is C / 2, and for DeepSeek's M
+FLOPs per token N stands for M / 6. The numbers, and where each was printed, are in constants/laws.yaml.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import yaml
 from numpy.typing import ArrayLike
 
 from .allocation.allocation import Optimum, optimum
-from .constants.published_constants import RECORDS, Record
-from .constants.published_tuning import TUNING
 from .errors import Array, InputError, positive
-from .laws.chinchilla import ChinchillaLaw
-from .laws.kaplan import KaplanLaw
-from .laws.overtraining import OvertrainingLaw
-from .laws.repetition import RepetitionLaw
+from .laws.registry import law_class
 
 if TYPE_CHECKING:
     import pandas as pd
 
 Constants = Mapping[str, float]
-UNITS = {  # where a record says no other
-    "loss": "nats/token",
-    "optimal N": "parameters",
-    "optimal M": "FLOPs/token",
-    "optimal D": "tokens",
-    "optimal D/N": "tokens per parameter",
-    "learning rate": "peak learning rate of AdamW",
-    "batch size": "tokens",
-    "critical batch size": "tokens",
-}
 SAID = ("loss_unit", "N_convention", "flops_convention", "tokenizer", "data", "source", "notes")
 
 
-def _power(law: PublishedLaw, *inputs: Array) -> Array:
-    """The product of k and (x / x_0)^p_x over the inputs; an input without an exponent does not count."""
-    c = law.constants
+def _power(inputs: Mapping[str, Array], c: Constants) -> Array:
+    """The product of k and (x / x_0)^p_x over the inputs."""
     value = np.asarray(c["k"], dtype=np.float64)
-    for name, x in zip(law.inputs, inputs, strict=True):
+    for name, x in inputs.items():
         value = value * (x / c.get(f"{name}_0", 1.0)) ** c.get(f"p_{name}", 0.0)
     return value
 
 
-def _reciprocal(law: PublishedLaw, x: Array) -> Array:
-    c = law.constants
-    return np.asarray(c.get("E", 0.0) + (c["scale"] / x) ** c["alpha"])
-
-
-def _logarithm(law: PublishedLaw, x: Array) -> Array:
-    return np.asarray(law.constants["a"] + law.constants["b"] * np.log(x))
-
-
-def _exponential(law: PublishedLaw, x: Array) -> Array:
-    c = law.constants
-    return np.asarray(c["epsilon"] - c["k"] * np.exp(-c["gamma"] * x))
-
-
-FORMS: dict[str, Callable[..., Any]] = {
-    "chinchilla": lambda law, *inputs: ChinchillaLaw.evaluate(law.constants, *inputs),
-    "kaplan": lambda law, *inputs: KaplanLaw.evaluate(law.constants, *inputs),
-    "overtraining": lambda law, *inputs: OvertrainingLaw.evaluate(law.constants, *inputs),
-    "repetition": lambda law, *inputs: RepetitionLaw.evaluate(law.constants, *inputs),
-    "power": _power,
-    "reciprocal": _reciprocal,
-    "logarithm": _logarithm,
-    "exponential": _exponential,
+# Forms of one input x that no fitted law has; every other form is that of a law here.
+CURVES: dict[str, Callable[[Array, Constants], Any]] = {
+    "reciprocal": lambda x, c: c.get("E", 0.0) + (c["scale"] / x) ** c["alpha"],
+    "logarithm": lambda x, c: c["a"] + c["b"] * np.log(x),
+    "exponential": lambda x, c: c["epsilon"] - c["k"] * np.exp(-c["gamma"] * x),
 }
 EQUATIONS = {
     "chinchilla": "E + A / N^alpha + B / D^beta",
@@ -100,7 +62,6 @@ class PublishedLaw:
 
     kind        "loss", "optimal N" (or M, D, D/N), "learning rate", "batch size", "critical batch size", "error"
     form        how it is computed: a key of EQUATIONS, or "power"
-    unit        of what it gives
     intervals   the paper's own, constant -> (low, high), at `level`
     fitted      range of the runs behind it: C FLOPs, N parameters, D tokens, M = D / N -> (low, high)
     frontier    the law that gives the loss where this one splits a budget
@@ -128,31 +89,29 @@ class PublishedLaw:
     notes: str = ""
 
     def __call__(self, *inputs: ArrayLike, **named: ArrayLike) -> Any:
-        """The law at its inputs, by position or by name, broadcast together; a float for floats.
-
-        Raises InputError where an input is missing, unknown, or not a positive finite number.
-        """
+        """The law at its inputs, by position or by name, broadcast together; a float for floats."""
         given = dict(zip(self.inputs, inputs, strict=False)) | named
         if len(inputs) + len(named) != len(self.inputs) or set(given) != set(self.inputs):
             said = ", ".join([*(f"#{i + 1}" for i in range(len(inputs))), *named]) or "nothing"
             raise InputError(f"{self.name} was given {said}; it takes {', '.join(self.inputs)}, each once.")
-        values = []
+        values = {}
         for name in self.inputs:
             value = np.asarray(given[name], dtype=np.float64)
-            values.append(positive(name, value.ravel()).reshape(value.shape))
-        found = np.asarray(FORMS[self.form](self, *values))
+            values[name] = positive(name, value.ravel()).reshape(value.shape)
+        if self.form == "power":
+            found = _power(values, self.constants)
+        elif self.form in CURVES:
+            found = np.asarray(CURVES[self.form](values[self.inputs[0]], self.constants))
+        else:
+            found = np.asarray(law_class(self.form).evaluate(self.constants, *values.values()))
         return float(found) if found.ndim == 0 else found
 
     @property
     def allocates(self) -> bool:
-        """Whether the law says how to split a budget."""
         return self.kind.startswith("optimal") or self.form == "chinchilla"
 
     def optimal(self, flops: ArrayLike) -> Optimum:
-        """N, D and loss (NaN where the paper gives none) at `flops`, a scalar or (targets,), in the law's conventions.
-
-        Raises InputError for a law that does not split a budget.
-        """
+        """N, D and loss (NaN where none is given) at `flops`, a scalar or (targets,), by the law's conventions."""
         C = positive("flops", np.atleast_1d(np.asarray(flops, dtype=np.float64)))
         if not self.allocates:
             able = ", ".join(law.name for law in published_laws() if law.allocates)
@@ -172,11 +131,9 @@ class PublishedLaw:
 
     @property
     def source(self) -> str:
-        """Authors, year, arXiv id, and where in the paper."""
         return f"{self.authors} {self.year} (arXiv:{self.arxiv}), {self.where}"
 
     def equation(self) -> str:
-        """The law as text, with symbols for its constants."""
         if self.form != "power":
             shown = EQUATIONS[self.form].format(*self.inputs)
             return shown if "E" in self.constants else shown.removeprefix("E + ")
@@ -189,18 +146,29 @@ class PublishedLaw:
         return f"{self.name}: {self.kind} = {self.equation()}   {values}   [{self.unit}; {self.source}]"
 
 
-def _law(name: str, record: Record) -> PublishedLaw:
-    fields: Record = {"unit": UNITS.get(record["kind"])} | record
-    return PublishedLaw(name=name, **fields)
+def _read() -> dict[str, PublishedLaw]:
+    content = yaml.safe_load((Path(__file__).parent / "constants" / "laws.yaml").read_text(encoding="utf-8"))
+    laws = {}
+    for name, record in (content["laws"] | content["tuning"]).items():
+        fields = {"unit": content["units"].get(record["kind"])} | record | {"inputs": tuple(record["inputs"])}
+        for ranges in ("intervals", "fitted"):
+            fields[ranges] = {key: tuple(pair) for key, pair in record.get(ranges, {}).items()}
+        laws[name] = PublishedLaw(name=name, **fields)
+    return laws
 
 
-_LAWS = {name: _law(name, record) for name, record in (RECORDS | TUNING).items()}
+_LAWS = _read()
 
 
 def published_law(name: str) -> PublishedLaw:
     """The published law of that name. Raises InputError naming the nearest names for one that is not known."""
     if name not in _LAWS:
-        near = _nearest(name)
+        from difflib import get_close_matches
+
+        asked = str(name).lower()
+        said = {known: f"{known} {law.authors} {law.form} {law.arxiv}".lower() for known, law in _LAWS.items()}
+        near = [known for known, words in said.items() if asked and asked in words][:6]
+        near = near or get_close_matches(asked, _LAWS, n=3, cutoff=0.5)
         hint = f"the nearest are {', '.join(near)}" if near else "published_laws() lists them"
         raise InputError(f"there is no published law {name!r}; {hint}.")
     return _LAWS[name]
@@ -215,14 +183,13 @@ def published_laws(kind: str | None = None) -> list[PublishedLaw]:
 
 
 def compare_published(flops: ArrayLike, own: Any = None, **own_columns: Any) -> pd.DataFrame:
-    """How each published law splits `flops`, a row a law and target, with its conventions; own laws come first.
+    """How each published law splits `flops`, a row per law and target, with its conventions; own laws come first.
 
     own: anything with `.optimal(flops)` that gives arrays flops, N, D and loss, or a mapping of names to such laws.
     own_columns: what to say of own laws, as in N_convention="N_total", loss_unit="nats/token".
 
-    Columns: law, flops, N, D, ratio (D / N), loss (NaN where none is published), beyond (flops over the largest budget
-    of the fit; NaN where it is not stated), loss_unit, N_convention, flops_convention, tokenizer, data, source, notes.
-    Losses of different tokenizers or data are not comparable.
+    `beyond` is flops over the largest budget of the fit; NaN stands for what is not published. Losses of different
+    tokenizers or data are not comparable.
     """
     import pandas as pd
 
@@ -245,12 +212,3 @@ def _rows(name: str, best: Any, largest: float, said: Mapping[str, Any]) -> list
         {"law": name, "flops": C, "N": N, "D": D, "ratio": D / N, "loss": loss, "beyond": C / largest} | columns
         for C, N, D, loss in zip(best.flops, best.N, best.D, best.loss, strict=True)
     ]
-
-
-def _nearest(name: str) -> list[str]:
-    """Laws whose name, authors, form or arXiv id hold `name`, else those of a name most like it."""
-    from difflib import get_close_matches
-
-    asked = str(name).lower()
-    hold = [law.name for law in _LAWS.values() if asked in f"{law.name} {law.authors} {law.form} {law.arxiv}".lower()]
-    return hold[:6] if asked and hold else get_close_matches(asked, _LAWS, n=3, cutoff=0.5)

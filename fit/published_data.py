@@ -3,14 +3,9 @@
 from isoflop.fit.published_data import load_published, published_runs
 runs = published_runs("epoch", drop_worst=5, download=True)
 
-Special here:
-- Nothing of these data sets is part of the project: most have no licence or were converted. A file is looked for in the
-  folder that ISOFLOP_DATA names (<folder>/<name>/<file>), then in the cache ($ISOFLOP_CACHE, else ~/.cache/isoflop,
-  below `published`), and is downloaded only on request.
-- A download is one file at a pinned commit. It is compared with the SHA-256 written here before it takes its place, and
-  a copy that is read is compared again, so that a number quoted from it is about these bytes.
-- Sets whose source is not a CSV (a notebook's output, pickles, a JSON file a run) cannot be downloaded; `how` says in a
-  sentence what the CSV must hold.
+Nothing of these sets is part of the project. A file is looked for in the folder that ISOFLOP_DATA names
+(<folder>/<name>/<file>), then in the cache ($ISOFLOP_CACHE, else ~/.cache/isoflop, below `published`), and downloaded
+only on request, from a pinned commit. Its SHA-256 is compared whenever it is read.
 """
 
 from __future__ import annotations
@@ -20,6 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import yaml
 
 from .errors import InputError
 from .files import replacing
@@ -45,7 +42,7 @@ class PublishedFile:
 class PublishedData:
     """A published data set: its files (the first is the default), source, licence, and which column plays which part.
 
-    `columns` and `derive_d` are those of `read_table`; `how` says how to make the files that cannot be downloaded.
+    `columns` and `derive_d` are those of `read_table`; `how` says how to make files that cannot be downloaded.
     """
 
     name: str
@@ -59,81 +56,19 @@ class PublishedData:
     how: str = ""
 
 
-DATA = {
-    record.name: record
-    for record in (
-        PublishedData(
-            name="epoch",
-            files=(
-                PublishedFile(
-                    "svg_extracted_data.csv",
-                    "data/svg_extracted_data.csv",
-                    "193478df4e90f040016431996c45682659306840ecdadf83cfb9cd5ca0aa1b30",
-                    23224,
-                ),
-            ),
-            what="245 runs of Hoffmann et al. 2022, read from figure 4 by Besiroglu et al. 2024 (arXiv:2404.10102)",
-            repository="epoch-research/analyzing-chinchilla",
-            commit="92258837425e1b5f2851d624287f0120583a3d0e",
-            licence="none stated",
-            columns={"N": "Model Size", "flops": "Training FLOP"},
-            derive_d="6nd",
-        ),
-        PublishedData(
-            name="porian",
-            files=tuple(
-                PublishedFile(name) for name in ("isoflop_points.csv", "optimal_pairs.csv", "published_fits.csv")
-            ),
-            what="isoFLOP curves, optima and fits of Porian et al. 2024 (arXiv:2406.19146)",
-            repository="formll/resolving-scaling-law-discrepancies",
-            commit="0dc60d91b8a525858a3067fc9e4a46ff5374cc6f",
-            licence="MIT",
-            columns={"N": "n", "budget": "flops"},
-            derive_d="6nd",
-            how="flatten data/summary_df*.pickle.xz: a row a curve's point, with its configuration, flops, n, loss",
-        ),
-        PublishedData(
-            name="gadre",
-            files=(PublishedFile("gadre_runs.csv"), PublishedFile("eval_metadata.csv")),
-            what="104 over-trained models of Gadre et al. 2024 (arXiv:2403.08540)",
-            repository="mlfoundations/scaling",
-            commit="a003c4913793ac2ae7ef87b28ecb562955d026d5",
-            licence="MIT",
-            columns={"loss": "loss_c4_val", "flops": "flops_6ND", "run_id": "name"},
-            how="flatten exp_data/models/*.json: a row a model, with name, train_dataset, N, D, flops_6ND, loss_c4_val",
-        ),
-        PublishedData(
-            name="datablations",
-            files=(PublishedFile("parametric_fit_runs.csv"),),
-            what="296 runs on repeated data of Muennighoff et al. 2023 (arXiv:2305.16264)",
-            repository="huggingface/datablations",
-            commit="13701315b163f1c54642b94ad237b2699187c3ee",
-            licence="Apache-2.0",
-            columns={"run_id": "name"},
-            how="copy what cell 2 of utils/parametric_fit.ipynb prints: name, N, D, U (unique tokens), loss",
-        ),
-        PublishedData(
-            name="steplaw",
-            files=(
-                PublishedFile(
-                    "dense_lr_bs_loss.csv",
-                    "data/dense_lr_bs_loss.csv",
-                    "9e46181076c04d450294d75dfe6f72adc416e231e154a07b337e378f9410002c",
-                    344476,
-                ),
-            ),
-            what="1911 dense models over learning rate and batch size of Li et al. 2025 (arXiv:2503.04715)",
-            repository="step-law/steplaw",
-            commit="32a8f4cc50247695fb56cc6c9117abdf67c97763",
-            licence="none stated",
-            columns={"loss": "smooth loss", "run_id": "exp_name"},
-        ),
-    )
-}
+def _read() -> dict[str, PublishedData]:
+    content = yaml.safe_load((Path(__file__).parent / "constants" / "data.yaml").read_text(encoding="utf-8"))
+    return {
+        name: PublishedData(name, tuple(PublishedFile(**file) for file in record.pop("files")), **record)
+        for name, record in content.items()
+    }
+
+
+DATA = _read()
 
 
 def published_data(name: str) -> PublishedData:
-    """What is known of a data set: epoch, porian, gadre, datablations, or steplaw."""
+    """What is known of a data set."""
     if name not in DATA:
         raise InputError(f"there is no published data set {name!r}; choose one of {', '.join(DATA)}.")
     return DATA[name]
@@ -142,13 +77,10 @@ def published_data(name: str) -> PublishedData:
 def load_published(
     name: str, file: str | None = None, folder: str | Path | None = None, download: bool = False
 ) -> pd.DataFrame:
-    """A published data set as its authors give it, columns and all.
+    """A published data set as its authors give it, columns and all: `file`, by default the set's first.
 
-    file: one of the set's files, by default its first.
-    folder: where <name>/<file> lies, instead of ISOFLOP_DATA and the cache.
-    download: fetch it into that folder, or into the cache, when it is nowhere.
-
-    Raises InputError where it is missing, or its bytes are not those of the pinned commit.
+    folder: where <name>/<file> lies, instead of ISOFLOP_DATA and the cache. download: fetch it into that folder, or
+    into the cache, when it is nowhere.
     """
     import pandas as pd
 
@@ -187,10 +119,8 @@ def published_runs(
 def download_published(
     name: str, file: str | None = None, folder: str | Path | None = None, host: str = HOST, timeout: float = 60.0
 ) -> Path:
-    """Fetch a file of a data set into `folder`/<name>, by default the cache, and return its path.
-
-    Raises InputError, and leaves nothing behind, when the set cannot be downloaded, nothing answers, the bytes are not
-    those of the pinned commit, or there is no room.
+    """Fetch a file of a data set into `folder`/<name>, by default the cache, and return its path; on error leave
+    nothing.
     """
     record, entry = published_data(name), _file(name, file)
     source = f"github.com/{record.repository}, commit {record.commit[:10]}"

@@ -1,8 +1,4 @@
-"""What a sweep is: a base run, a grid over it, a cluster to run on, how to score, and how to fit.
-
-`register()` hands these dataclasses to Hydra as schemas, so that a key that does not exist or a value of a wrong type
-in conf/ or on the command line is an error that names it.
-"""
+"""What a sweep is: a base run, a grid over it, a cluster to run on, how to score, and how to fit."""
 
 from __future__ import annotations
 
@@ -29,8 +25,8 @@ class GridConfig:
     """Common to every grid."""
 
     kind: str = "product"  # isoflop | ladder | product | points | adaptive
-    seeds: list[int] | None = None  # every point once a seed; None: the run's own seed
-    recipes: list[list[str]] | None = None  # every point once a data recipe; None: the run's own, data.recipe
+    seeds: list[int] | None = None  # every point once per seed; None: the run's own seed
+    recipes: list[list[str]] | None = None  # every point once per data recipe; None: the run's own, data.recipe
     # A run that diverges is tried once more, as a new run, with its learning rate times this; None: it is not.
     diverged_rate_factor: float | None = None
 
@@ -39,16 +35,14 @@ class GridConfig:
 class IsoflopGrid(GridConfig):
     """Several sizes at each of several FLOP budgets (Hoffmann et al. 2022, approach 2).
 
-    All budgets take their sizes from one lattice, so that runs of one size share a trunk.
-
-    Sizes are log-spaced around the expected optimum N = expected_N * (C / expected_flops) ^ expected_exponent, which
-    need only be right within the span: the report says how many budgets have an interior minimum.
+    Sizes are log-spaced around N = expected_N * (C / expected_flops) ^ expected_exponent, which need only be right
+    within the span.
     """
 
     kind: str = "isoflop"
     budgets: list[float] | None = None  # training FLOPs; None: from the cluster group, or from a probe of this machine
     convention: str = "exact"  # how a budget turns into D: exact | 6nd
-    sizes: int = 6  # models a budget
+    sizes: int = 6  # models per budget
     span: float = 16.0  # largest over smallest N of a budget
     expected_N: float = 22e3  # N_total at expected_flops
     expected_flops: float = 2.5e11
@@ -58,7 +52,7 @@ class IsoflopGrid(GridConfig):
 
 @dataclass
 class LadderGrid(GridConfig):
-    """Rungs of growing N, each trained on several D: what a parametric fit likes best."""
+    """Rungs of growing N, each trained on several D."""
 
     kind: str = "ladder"
     sizes: list[float] = field(default_factory=list)  # wanted N_total; the nearest well-shaped model is taken
@@ -78,7 +72,7 @@ class ProductGrid(GridConfig):
 
 @dataclass
 class PointsGrid(GridConfig):
-    """Runs one by one, each as what it changes of the base run: what `isoflop suggest` writes and `extend` adds."""
+    """Runs one by one, each as what it changes of the base run: what `isoflop suggest` writes."""
 
     kind: str = "points"
     # A list of mappings from dotted fields to values, e.g. [{model.width: 64, model.depth: 4, tokens: 1000000}].
@@ -89,8 +83,7 @@ class PointsGrid(GridConfig):
 class AdaptiveGrid(IsoflopGrid):
     """A small isoFLOP grid, then rounds of the runs that `isoflop suggest` finds worth most, each after a fit.
 
-    The fields of IsoflopGrid describe the grid that it stands in for: what that would cost is its budget, and the
-    largest of `budgets` the most that one run may cost.
+    It costs what the grid of IsoflopGrid's fields would, and no run more than the largest of `budgets`.
     """
 
     kind: str = "adaptive"
@@ -117,7 +110,7 @@ class ClusterConfig:
     # measured on one; 512 on GPUs, which nobody has measured.
     launch_bound_width: float | None = None
     precision: str = "fp32"  # what a run uses unless `precision` is set
-    jobs: int | None = None  # local: runs at a time; None: one a core
+    jobs: int | None = None  # local: runs at a time; None: one per core
     threads_per_job: int | None = None  # local: of one rank; None: its share of the cores
     # What one rank gets; a run of several ranks gets it for each of them.
     gpus_per_job: int = 0
@@ -138,13 +131,11 @@ class ClusterConfig:
     # Runs estimated shorter than this are no array task each: jobs of about this length work through a queue of them.
     queue_minutes: float = 10.0
     setup: list[str] = field(default_factory=list)  # shell lines before the job's command
-    additional_parameters: Any = (
-        None  # raw #SBATCH keys and their values, a mapping (see ProductGrid.axes for its type)
-    )
+    additional_parameters: Any = None  # raw #SBATCH keys and values, a mapping (see ProductGrid.axes for its type)
     runs_per_gpu: int = 1  # small runs that share a GPU as processes; on slurm through CUDA MPS where there is one
     max_requeues: int = 20  # attempts after which a run that keeps being preempted is given up
     # What is not the run's own fault (a killed process, a lost node, a hang, a full disk) is tried again.
-    retries: int = 3  # so often a run
+    retries: int = 3  # so often per run
     sweep_retries: int = 100  # so often all runs together
     backoff_seconds: float = 30.0  # before the first retry of a run, doubled for each further one
     heartbeat_seconds: float = 10.0  # between two signs of life of a run
@@ -168,7 +159,7 @@ class EvaluateConfig:
     # choices, answer, and text:FOLDER, whose subfolders are domains.
     tasks: list[str] = field(default_factory=list)
     path: str | None = None  # of the suite `custom`: a folder or a file
-    limit: int | None = 150  # items a task, a fixed recorded subset; None: all of them
+    limit: int | None = 150  # items per task, a fixed recorded subset; None: all of them
     every: int | None = None  # steps: checkpoints in between are kept and scored too; None: the final one alone
     batch_tokens: int | None = None  # tokens in one forward pass; None: what suits the device
     ngram: int | None = 13  # words in a row that make an item contaminated where the training text has them too; None:
@@ -190,7 +181,7 @@ class FitConfig:
 
 @dataclass
 class SweepConfig:
-    """Everything `python sweep.py` reads. The first half is the base run that a grid varies."""
+    """Everything `python sweep.py` reads; the first half is the base run that a grid varies."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -233,24 +224,14 @@ OTHER_VERSION = "use the version that wrote it, or sweep into another folder"
 
 
 def from_mapping(values: Any, source: object, remedy: str = OTHER_VERSION) -> SweepConfig:
-    """A configuration from the plain values that sweep.yaml keeps.
-
-    Args:
-        values: what `dataclasses.asdict` made of a SweepConfig.
-        source: where they are from, for the error.
-        remedy: what to do about it, likewise.
-
-    Raises:
-        UserError: they are no configuration of this version.
-    """
+    """A configuration from the plain values of sweep.yaml; `source` and `remedy` are for the error."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    kinds: dict[str, type[GridConfig]] = {node().kind: node for node in reversed(_grids())}
     try:
-        if (kind := values["grid"]["kind"]) not in list(kinds):  # it may be a list itself
-            raise KeyError(f"grid.kind is {kind!r}, which is none of {', '.join(kinds)}")
-        node = kinds[kind]
+        if (kind := values["grid"]["kind"]) not in list(GRIDS):  # it may be a list itself
+            raise KeyError(f"grid.kind is {kind!r}, which is none of {', '.join(GRIDS)}")
+        node = GRIDS[kind]
         result = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(SweepConfig(grid=node())), values))
     except (OmegaConfBaseException, TypeError, KeyError) as error:
         why = str(error.args[0] if error.args else error).splitlines()[0]
@@ -260,16 +241,15 @@ def from_mapping(values: Any, source: object, remedy: str = OTHER_VERSION) -> Sw
 
 
 def cluster_of(settings: Mapping[str, Any]) -> ClusterConfig:
-    """The cluster in a sweep.yaml, whichever version wrote it; what that did not know is as by default."""
+    """The cluster in a sweep.yaml, whichever version wrote it."""
     values = (settings.get("config") or {}).get("cluster") or {}
     known = {item.name for item in dataclasses.fields(ClusterConfig)}
     return ClusterConfig(**{name: value for name, value in values.items() if name in known})
 
 
-def _grids() -> list[type[GridConfig]]:
-    return [node for node in SCHEMAS if issubclass(node, GridConfig) and node is not GridConfig]
-
-
+GRIDS: dict[str, type[GridConfig]] = {
+    node.kind: node for node in (AdaptiveGrid, PointsGrid, ProductGrid, LadderGrid, IsoflopGrid)
+}
 # Every dataclass that a key of the configuration can belong to.
 SCHEMAS: tuple[type, ...] = (
     SweepConfig, IsoflopGrid, LadderGrid, ProductGrid, PointsGrid, AdaptiveGrid, GridConfig, ClusterConfig,
@@ -279,17 +259,13 @@ SCHEMAS: tuple[type, ...] = (
 
 
 def register() -> None:
-    """Makes the dataclasses known to Hydra: `schema` for the whole, `grid/<kind>_schema` for each grid."""
+    """Makes the dataclasses known to Hydra: `schema` for the whole, `grid/<kind>_schema` for each grid.
+
+    So a key that does not exist, or a value of a wrong type, is an error that names it.
+    """
     from hydra.core.config_store import ConfigStore
 
     store = ConfigStore.instance()
     store.store(name="schema", node=SweepConfig)
-    grids = {
-        "isoflop": IsoflopGrid,
-        "ladder": LadderGrid,
-        "product": ProductGrid,
-        "points": PointsGrid,
-        "adaptive": AdaptiveGrid,
-    }
-    for kind, node in grids.items():
+    for kind, node in GRIDS.items():
         store.store(group="grid", name=f"{kind}_schema", node=node)

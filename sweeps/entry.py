@@ -18,13 +18,9 @@ CONFIG = Path(__file__).resolve().parent.parent / "conf"
 
 
 def sweep_main(arguments: list[str] | None = None) -> int:
-    """Runs a sweep from Hydra overrides.
-
-    Returns:
-        0 done, 1 a run failed, 2 the input was wrong, 130 interrupted.
-    """
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
-    return guarded(lambda: _compose_and_conduct(arguments))
+    """Runs a sweep from Hydra overrides: 0 done, 1 a run failed, 2 the input was wrong, 130 interrupted."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    return guarded(lambda: _compose_and_conduct(given))
 
 
 def _compose_and_conduct(arguments: list[str]) -> int:
@@ -58,7 +54,7 @@ def _compose_and_conduct(arguments: list[str]) -> int:
 
 
 def compose(overrides: list[str]) -> SweepConfig:
-    """The configuration that `python sweep.py OVERRIDES` would use, for commands that need only a part of it."""
+    """The configuration of `python sweep.py OVERRIDES`, for commands that need only a part of it."""
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
     from omegaconf import OmegaConf
@@ -91,7 +87,7 @@ def _slurm_answers() -> bool:
 
 
 def to_sweep_config(config: object) -> SweepConfig:
-    """Hydra's config as the dataclasses; every interpolation resolved, every type checked."""
+    """Hydra's config as the dataclasses: every interpolation resolved, every type checked."""
     from omegaconf import OmegaConf
 
     result = OmegaConf.to_object(config)
@@ -126,7 +122,7 @@ def guarded(work: Callable[[], int]) -> int:
 
 
 def composition_error(error: Exception) -> str:
-    """One sentence from Hydra's several lines: which key, what was wrong with it, and what would be accepted."""
+    """One sentence from Hydra's several lines."""
     text = f"{error}\n{error.__cause__ or ''}"
     lines = list(dict.fromkeys(line.strip().rstrip(".") for line in text.splitlines() if line.strip()))
     if "Config search path:" in lines:

@@ -11,15 +11,13 @@ from .errors import UserError
 from .job.session import kept
 
 
-def pick_device(wanted: str) -> torch.device:
-    """`auto` takes the GPU where there is one.
-
-    Raises:
-        UserError: cuda was asked for and there is none.
-    """
+def pick_device(wanted: str, option: str = "parallel.device") -> torch.device:
+    """`auto` takes the GPU where there is one; `option` is what an error names."""
     available = torch.cuda.is_available()
+    if wanted not in ("auto", "cpu", "cuda"):
+        raise UserError(f"{option} is {wanted!r}; it must be auto, cpu or cuda")
     if wanted == "cuda" and not available:
-        raise UserError("parallel.device is 'cuda' and no CUDA device is visible; use auto or cpu")
+        raise UserError(f"{option} is 'cuda' and no CUDA device is visible; use auto or cpu")
     return torch.device("cuda" if available and wanted != "cpu" else "cpu")
 
 
@@ -44,10 +42,10 @@ def matmul_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.05)
     torch.mm(a, a)
     best, stop = float("inf"), time.perf_counter() + seconds
     while time.perf_counter() < stop:
-        _synchronize(device)
+        synchronize(device)
         start = time.perf_counter()
         torch.mm(a, a)
-        _synchronize(device)
+        synchronize(device)
         best = min(best, time.perf_counter() - start)
     return 2 * size**3 / best
 
@@ -57,6 +55,7 @@ def kept_peak(device: torch.device, dtype: torch.dtype) -> float:
     return kept(("matmul_peak", device, dtype, torch.get_num_threads()), lambda: matmul_peak(device, dtype))
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
+    """Waits for the device's queue."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,7 +1,7 @@
 """Learning rate over a run, always matched to that run's own D.
 
-A schedule that is not matched, or a warm-up that is long for the small runs, bends the fitted law
-(Hoffmann et al. 2022, section 3; Porian et al. 2024), so both are impossible here.
+One that is not matched, or a warm-up that is long for the small runs, bends the fitted law (Hoffmann et al. 2022,
+section 3; Porian et al. 2024).
 """
 
 from __future__ import annotations
@@ -14,11 +14,7 @@ from .flops import count_parameters
 
 
 def warmup_steps(config: RunConfig) -> int:
-    """Steps of linear warm-up: as many tokens as parameters (or those stated), never more than a share of the run.
-
-    That it grows with N and not with D is what small runs need (Porian et al. 2024, section 3.2), and what lets runs
-    of one N and several D share a trunk.
-    """
+    """Steps of linear warm-up: as many tokens as parameters (or those stated), never more than a share of the run."""
     schedule = config.schedule
     tokens: float | None = schedule.warmup_tokens
     if tokens is None:
@@ -32,10 +28,10 @@ def decay_steps(config: RunConfig) -> int:
 
 
 def trunk_steps(config: RunConfig) -> int:
-    """Steps at the start of a run that a longer one of the same N can make for it: all before its decay.
+    """Steps at the start of a run that a longer one of the same N can make for it: all before its decay, never the last
+    one.
 
-    Never the last one, so that what has no decay still ends in a step, a score and a checkpoint of its own; and none
-    of a cosine, for its rate depends on D from the end of the warm-up on.
+    None of a cosine, whose rate depends on D from the end of the warm-up on.
     """
     if config.schedule.kind == "cosine":
         return 0
@@ -45,7 +41,7 @@ def trunk_steps(config: RunConfig) -> int:
 def same_until(one: RunConfig, other: RunConfig) -> int:
     """The step up to which two runs are the very same, bit for bit; 0 where they differ from the start.
 
-    They are when they differ in D alone, warm up in as many steps, and neither has begun its decay.
+    They must differ in D alone, warm up in as many steps, and not have begun their decay.
     """
     if identity(replace(one, tokens=0)) != identity(replace(other, tokens=0)):
         return 0
@@ -57,7 +53,7 @@ def same_until(one: RunConfig, other: RunConfig) -> int:
 
 
 def learning_rate_factor(config: RunConfig, step: int) -> float:
-    """Share of the peak learning rate that step (0-based) uses; a pure function of the config and the step."""
+    """Share of the peak learning rate that step (0-based) uses."""
     warmup, final, steps = warmup_steps(config), config.schedule.final_share, config.steps
     if step < warmup:
         return (step + 1) / (warmup + 1)

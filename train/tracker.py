@@ -1,12 +1,6 @@
 """wandb beside metrics.jsonl. The file is the truth and wandb a view of it, so nothing here can stop a run.
 
-Special here:
-- a start sends what metrics.jsonl has, and then each line whose step is new. So the view has every step once, whatever
-  was killed: online wandb leaves out what the server has; offline every attempt has a directory of its own under one
-  id, and the newest is whole, for wandb keeps the last 15 s of a killed run in memory alone;
-- steps that are logged again after a fall-back to an older checkpoint are not sent again: they are the same numbers;
-- everything that waits for a server has a bound. What a bound cuts off is in metrics.jsonl, and `isoflop sync` sends it
-  through this same class.
+Everything that waits for a server has a bound; what it cuts off `isoflop sync` sends through this same class.
 """
 
 from __future__ import annotations
@@ -33,23 +27,16 @@ FINISH_SECONDS = 10.0
 
 
 class Tracker:
-    """Streams numbers to wandb; the first failure is reported once and turns it off.
-
-    Online when logged in, else offline; the wandb run id is the run_id, so a resumed run goes on in the same place.
+    """Streams numbers to wandb, online when logged in, else offline; the first failure is reported once and turns it
+    off.
     """
 
     def __init__(
         self, config: RunConfig, run_id: str, directory: Path, report: Callable[[str], None],
         seconds: float | None = None,
     ) -> None:  # fmt: skip
-        """Opens the view, and brings it up to where metrics.jsonl is.
-
-        Args:
-            config: of the run.
-            run_id: of the run.
-            directory: of the run.
-            report: gets a line where something fails, or goes on offline.
-            seconds: that `finish` may wait for the server; None: FINISH_SECONDS.
+        """Opens the view, and brings it up to where metrics.jsonl is; `finish` waits at most `seconds` for the
+        server.
         """
         self._report, self._directory = report, directory
         self._run: Any = None
@@ -106,17 +93,9 @@ class Tracker:
 
 
 def open_run(settings: TrackerConfig, folder: Path, report: Callable[[str], None], seconds: float, **about: Any) -> Any:
-    """A wandb run; with mode `auto` it is offline where no server can be had, and that is said.
+    """A wandb run; with mode `auto` it is offline where no server can be had, and that is reported.
 
-    Args:
-        settings: project, entity, group and mode.
-        folder: where wandb keeps its files.
-        report: gets the line.
-        seconds: that `finish()` may wait for the server, before it raises TimeoutError.
-        about: further arguments of `wandb.init`.
-
-    Raises:
-        Exception: wandb's own, of many kinds.
+    `seconds`: that `finish()` may wait for the server, before it raises TimeoutError. Other errors are wandb's own.
     """
     import wandb
 
@@ -154,7 +133,6 @@ def metrics(directory: Path) -> list[dict[str, Any]]:
 
 
 def _size(config: RunConfig) -> dict[str, Any]:
-    """N and C under each convention, and D."""
     counts = vars(count_parameters(config.model))
     return {**counts, "D": config.D, "flops_6nd": flops_6nd(config), "flops_exact": flops_exact(config)}
 
@@ -168,7 +146,6 @@ def _lineage(config: RunConfig, directory: Path) -> dict[str, Any]:
 
 
 def logged_in() -> bool:
-    """Whether wandb would find credentials without asking for them."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     import netrc
@@ -183,25 +160,18 @@ def logged_in() -> bool:
 
 
 def server() -> str:
-    """Address of the server that wandb would talk to."""
     return str(_service().settings.base_url)
 
 
 def _service() -> Any:
-    """The wandb process, which all runs of this one share, and the settings of environment and files.
-
-    Silent, for it warns of each line that the server has already; what matters is said by `Tracker`.
-    """
+    """The wandb process, which all runs of this one share, and the settings of environment and files."""
     import wandb
 
     return wandb.setup(wandb.Settings(silent=True))
 
 
 def unreachable() -> str | None:
-    """Why nothing can be sent, in a few words; None where the server answers, whatever it says.
-
-    Asked before wandb is: it would try again and again until its own bound.
-    """
+    """Why nothing can be sent, in a few words; None where the server answers, whatever it says."""
     from http.client import HTTPException
     from ssl import SSLError
     from urllib.error import HTTPError

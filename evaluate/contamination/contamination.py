@@ -1,30 +1,22 @@
 """Which task items were in the training text: overlap of word n-grams, 13 words by default.
 
-Special here:
-- An item is its question (or context) and its right answer, without few-shot examples; a text to be scored whole is
-  itself. It is contaminated when a run of `ngram` words of it stands somewhere in a training document. Compared are
-  words: runs of letters and digits in lower case (NFKC); ideographs and kana count one by one.
-- Words that open or close every question of a task ("Question:", "Answer:") are its template's. An item is looked for
-  with them, as it was asked, and without them.
-- An item shorter than `ngram` words is looked for whole if it has 8 words or more, and never found otherwise: shorter
-  ones occur by chance.
-- The items' n-grams are few and lie sorted in memory; the training text is long and streams past in chunks, in a
-  thread a core: NumPy lets go of the interpreter in what costs time.
-- Equal hashes of 64 bits count as equal n-grams: with 1e6 n-grams of items and 1e12 words of training text, one false
-  match is expected in 20 such comparisons.
-- Why not a library: lm-eval's decontamination wants the n-grams of the training text in sorted files, made by scripts
-  outside its package; datatrove's asks for lighteval and hashes n-gram by n-gram in Python.
+- An item is its question and its right answer, without few-shot examples, with and without the words that open or close
+  every question of its task. It is contaminated when `ngram` words in a row of it stand in a training document.
+- An item shorter than `ngram` is looked for whole if it has 8 words or more: shorter ones occur by chance.
+- Equal 64-bit hashes count as equal: of 1e6 n-grams in 1e12 words one false match is expected in 20 such comparisons.
 
-13 words and the bound of 8: GPT-3 (Brown et al. 2020, arXiv:2005.14165, appendix C), which chooses one length a task
-where this is by item.
+lm-eval's own decontamination wants sorted files made outside its package. 13 and 8: GPT-3 (Brown et al. 2020,
+arXiv:2005.14165, appendix C).
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import threading
 import time
+import unicodedata
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -34,13 +26,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ...train.data.recipe import shingles
+from ...train.data.recipe.shingles import gram_hashes
 from ...train.data.shards import Shards
-from ...train.data.storage import checksum, locked, read_json
+from ...train.data.storage import checksum, locked, read_checked
 from ...train.data.tokenizers import ByteTokenizer
 from ...train.errors import UserError
 from ...train.files import write_json
+from ..export.hf_tokenizer import byte_characters
 from ..tasks.suite import Suite, SuiteTask, quiet
-from .ngrams import END, Words, gram_hashes, normalised, word_hashes, words_and_ends
 
 NGRAM = 13
 SHORTEST = 8  # words of an item that is looked for whole
@@ -52,6 +46,14 @@ _FILTER_BITS = 22
 _SAY_SECONDS = 5.0
 
 Report = Callable[[str], None]
+Words = npt.NDArray[np.uint64]  # (w,) a hash of each word
+END = b"\xff"  # between documents: never in UTF-8
+_NOT_WORD = re.compile(r"[^\x00-\x7f\w]+")
+_IDEOGRAPH = re.compile(r"([\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff])")
+_IS_WORD = np.zeros(256, np.bool_)
+_IS_WORD[[*b"0123456789", *range(ord("A"), ord("Z") + 1), *range(ord("a"), ord("z") + 1), *range(0x80, 0xFF)]] = True
+_VALUES = shingles.byte_values().copy()
+_VALUES[ord("A") : ord("Z") + 1] = _VALUES[ord("a") : ord("z") + 1]  # what `normalised` leaves in ASCII capitals
 
 
 def overlaps(
@@ -63,7 +65,7 @@ def overlaps(
         shards: the corpus of the run; only its training part is read.
         suite: loaded tasks.
         ngram: words that must follow each other.
-        cache: results are kept in `<cache>/contamination`, one file a task, and found there again.
+        cache: results are kept in `<cache>/contamination`, one file per task, and found there again.
         progress: called with a line of text every few seconds.
 
     Raises:
@@ -90,7 +92,7 @@ def overlaps(
 
 
 def _key(shards: Shards, task: SuiteTask, ngram: int) -> str:
-    """Names the training text, the items and the question: what the answer depends on."""
+    """What the answer depends on: the training text, the items and the question."""
     return checksum([VERSION, shards.manifest, task.subset["sha256"], task.indices, ngram])[:32]
 
 
@@ -99,7 +101,7 @@ def _read(files: dict[str, Path]) -> dict[str, set[int]]:
     known = {}
     for name, path in files.items():
         try:
-            known[name] = {int(index) for index in read_json(path)["contaminated"]}
+            known[name] = {int(index) for index in read_checked(path)["contaminated"]}
         except (UserError, KeyError, TypeError, ValueError):
             continue
     return known
@@ -114,19 +116,39 @@ def _write(path: Path, content: dict[str, Any]) -> None:
         ) from error
 
 
-# Items
+# --- words -----------------------------------------------------------------------------------------------------------
+
+
+def normalised(text: str | bytes) -> bytes:
+    """Text in which words are runs of letters, digits and bytes from 0x80 on; ASCII is left to `words_and_ends`.
+
+    Documents in bytes are separated by `END`, which stays.
+    """
+    if isinstance(text, bytes):
+        if text.isascii():
+            return text
+        parts = text.split(END)
+        return END.join(part if part.isascii() else normalised(part.decode(errors="replace")) for part in parts)
+    text = unicodedata.normalize("NFKC", text).lower()
+    return _IDEOGRAPH.sub(r" \1 ", _NOT_WORD.sub(" ", text)).encode(errors="replace")
+
+
+def words_and_ends(text: bytes) -> tuple[Words, npt.NDArray[np.intp]]:
+    """(w,) hashes of the words of normalised text, and (w,) the number of ends of documents before each."""
+    raw = np.frombuffer(text, np.uint8)  # (b,)
+    edges = np.flatnonzero(np.diff(_IS_WORD.take(raw), prepend=False, append=False))  # starts and ends take turns
+    starts, ends = edges[::2], edges[1::2]
+    return shingles.word_hashes(_VALUES.take(raw), starts, ends), np.searchsorted(np.flatnonzero(raw == END[0]), starts)
+
+
+# --- items -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class _Index:
-    """The n-grams of all items.
+    """The n-grams of all items: (g,) hashes, ascending; their lengths in words; (task, place) of the items with each.
 
-    Attributes:
-        grams: (g,) hashes, ascending.
-        lengths: of those n-grams, in words.
-        owners: for each n-gram (task, place) of the items that have it.
-        near: (2**_FILTER_BITS,) whether an n-gram starts with these bits: most of the text ends here.
-        found: (g,) which were seen.
+    `near` (2**_FILTER_BITS,): whether one starts with these bits; most of the text ends here. `found` (g,): were seen.
     """
 
     grams: Words
@@ -150,8 +172,8 @@ class _Index:
 def item_words(task: SuiteTask) -> list[list[Words]]:
     """For each item the word sequences that are looked for: as asked, and without the template's words."""
     pairs = [item_texts(task.task, doc) for doc in task.task.frozen_docs]
-    questions = [word_hashes(normalised(question)) for question, _ in pairs]
-    answers = [word_hashes(normalised(answer)) for _, answer in pairs]
+    questions = [words_and_ends(normalised(question))[0] for question, _ in pairs]
+    answers = [words_and_ends(normalised(answer))[0] for _, answer in pairs]
     head = _shared(questions) if len(pairs) >= _TEMPLATE_ITEMS else 0
     tail = _shared([words[head:][::-1] for words in questions]) if len(pairs) >= _TEMPLATE_ITEMS else 0
     result = []
@@ -162,10 +184,9 @@ def item_words(task: SuiteTask) -> list[list[Words]]:
 
 
 def item_texts(task: Any, doc: Any) -> tuple[str, str]:
-    """The question of an item, without few-shot examples, and its right answer; either may be empty.
+    """The question of an item, without few-shot examples, and its first right answer; either may be empty.
 
-    Where the choices are contexts of one continuation (WinoGrande), the right context stands for the question. Of
-    several right answers the first counts.
+    Where the choices are contexts of one continuation (WinoGrande), the right context stands for the question.
     """
     text, target = task.doc_to_text(doc), task.doc_to_target(doc)
     if task.OUTPUT_TYPE == "multiple_choice" and hasattr(task, "doc_to_choice"):
@@ -181,7 +202,6 @@ def item_texts(task: Any, doc: Any) -> tuple[str, str]:
 
 
 def _shared(rows: Sequence[Words]) -> int:
-    """How many words all rows begin with."""
     most = min(len(row) for row in rows)
     return next((i for i in range(most) if any(row[i] != rows[0][i] for row in rows)), most)
 
@@ -202,7 +222,7 @@ def _index(tasks: dict[str, SuiteTask], ngram: int) -> _Index:
     return _Index(grams, sorted(lengths), [sorted(owners[gram]) for gram in grams.tolist()])
 
 
-# Training text
+# --- training text ---------------------------------------------------------------------------------------------------
 
 
 def _search(
@@ -220,7 +240,7 @@ def _search(
 
 
 def _stream(shards: Shards, index: _Index, progress: Report | None) -> None:
-    """Looks every n-gram of the training part up, in a thread a core."""
+    """Looks up every n-gram of the training part, one thread per core."""
     total, text_bytes = len(shards.train), int(shards.manifest["train"]["bytes"])
     step = max(int(_CHUNK_BYTES * total / max(text_bytes, 1)), _OVERLAP_TOKENS)
     to_text = _text_of(shards)
@@ -260,7 +280,7 @@ def _stream(shards: Shards, index: _Index, progress: Report | None) -> None:
 
 
 def _look_up(index: _Index, text: bytes, cut_before: bool, cut_after: bool) -> None:
-    """Looks up what lies within one document. A word at a cut may be half a word: the neighbouring chunk has it."""
+    """Within one document. A word at a cut may be half a word: the neighbouring chunk has it."""
     text = normalised(text)
     words, documents = words_and_ends(text)
     kept = slice(1 if cut_before else 0, len(words) - 1 if cut_after else len(words))
@@ -290,16 +310,11 @@ def _text_of(shards: Shards) -> Callable[[npt.NDArray[Any]], bytes]:
 
 
 def _byte_table(path: Path, vocab_size: int) -> list[bytes] | None:
-    """The bytes of each id of a byte-level BPE, several times faster than decoding; None for another tokenizer.
-
-    Its vocabulary writes each byte as a visible character: itself, or one from U+0100 on (GPT-2's table).
-    """
+    """The bytes of each id of a byte-level BPE, several times faster than decoding; None for others."""
     content = json.loads(path.read_text(encoding="utf-8"))
     if (content.get("decoder") or {}).get("type") != "ByteLevel" or content["model"].get("type") != "BPE":
         return None
-    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in visible]
-    byte_of = {chr(byte): byte for byte in visible} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    byte_of = {character: byte for byte, character in enumerate(byte_characters())}
     table = [b""] * vocab_size
     for token, number in content["model"]["vocab"].items():
         if any(character not in byte_of for character in token):

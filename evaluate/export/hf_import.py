@@ -1,12 +1,7 @@
-"""A Hugging Face folder as a checkpoint of ours, to be scored, asked and exported.
+"""A Hugging Face folder (Llama, Mistral, Qwen3) as a checkpoint of ours, to be scored, asked and exported.
 
-Special here:
-- Llama, Mistral and Qwen3 whose arithmetic is ours; whatever else a config.json says is refused by its field's name;
-- the checkpoint is a whole one by its manifest, at step 0 of a run whose data nobody knows: `data.corpus` is text
-  without a path, so a held-out loss is withheld and not computed on other text;
-- it has no optimizer state, so a training that would go on from it is refused where it reads its moments;
-- no beginning-of-text token is put in front of a text; what has no context is conditioned on the end of a document, as
-  for our own.
+It is at step 0 of a run whose data nobody knows, so a held-out loss is withheld; it has no optimizer state. What a
+config.json says and our arithmetic has not is refused by its field's name. No beginning-of-text token is put in front.
 """
 
 from __future__ import annotations
@@ -36,16 +31,13 @@ _ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 def import_checkpoint(
     folder: Path | str, output: Path | str, *, sequence_length: int | None = None, overwrite: bool = False
 ) -> Path:
-    """Writes `output/checkpoints/step_0` from a folder that `AutoModelForCausalLM` loads.
+    """Writes `output/checkpoints/step_0` from a folder that `AutoModelForCausalLM` loads; returns the checkpoint.
 
     Args:
         folder: with config.json, safetensors and tokenizer.json.
         output: a new or empty folder, which then counts as a run directory wherever one is asked for.
         sequence_length: context of the checkpoint; default: `max_position_embeddings`.
         overwrite: replace what is in `output`.
-
-    Returns:
-        The checkpoint.
 
     Raises:
         UserError: something is missing, damaged, or describes a model that is none of ours; names the field.
@@ -85,7 +77,7 @@ def import_checkpoint(
 
 
 def _check_end(folder: Path, described: dict[str, Any], end: int) -> None:
-    """Raises UserError where the token that ends a document is a guess, and config.json says another one."""
+    """Refuses a guess at the token that ends a document where config.json says another one."""
     said = described.get("eos_token_id")
     named = (read_json(folder / TOKENIZER_CONFIG) or {}).get("eos_token")
     if said is None or named is not None or end in (said if isinstance(said, list) else [said]):

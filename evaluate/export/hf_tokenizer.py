@@ -1,12 +1,7 @@
-"""Our tokenizers as Hugging Face reads them, and theirs as ours.
+"""Our tokenizers as Hugging Face reads them, and theirs as ours: the same ids on both sides, for every text.
 
-Special here:
-- a tokenizer gives the same ids on both sides, for every text: special tokens are never read out of text here, and the
-  exported `tokenizer_config.json` says so (`split_special_tokens`). Text that spells out the end of a document is text;
-- bytes become a byte-level BPE without merges, whose ids are the bytes. 0xFF occurs in no UTF-8, so its id is free to
-  be the special token that ends a document; read back, it is our byte tokenizer again;
-- the end of a document also stands where a model wants something in front of a text (`bos_token`), as in GPT-2; nothing
-  is put in front unasked.
+Special tokens are never read out of text (`split_special_tokens`). Bytes become a byte-level BPE without merges; 0xFF
+occurs in no UTF-8, so its id ends a document. That token also stands in for `bos_token`, as in GPT-2.
 """
 
 from __future__ import annotations
@@ -30,7 +25,6 @@ def byte_characters() -> list[str]:
 
 
 def byte_level_content() -> dict[str, Any]:
-    """The tokenizer.json of `ByteTokenizer`."""
     end = ByteTokenizer.end_of_document
     tokens = [*byte_characters()[:end], END_TOKENS[0]]
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
@@ -38,7 +32,17 @@ def byte_level_content() -> dict[str, Any]:
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [_special(end, END_TOKENS[0])],
+        "added_tokens": [
+            {
+                "id": end,
+                "content": END_TOKENS[0],
+                "single_word": False,
+                "lstrip": False,
+                "rstrip": False,
+                "normalized": False,
+                "special": True,
+            }
+        ],
         "normalizer": None,
         "pre_tokenizer": level,
         "post_processor": None,
@@ -58,11 +62,6 @@ def byte_level_content() -> dict[str, Any]:
     }
 
 
-def _special(index: int, token: str) -> dict[str, Any]:
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    return {"id": index, "content": token, **flags}
-
-
 def content_of(tokenizer: Tokenizer, saved: Path) -> dict[str, Any]:
     """The tokenizer.json of a tokenizer that a checkpoint keeps in the folder `saved`."""
     if isinstance(tokenizer, ByteTokenizer):
@@ -71,21 +70,12 @@ def content_of(tokenizer: Tokenizer, saved: Path) -> dict[str, Any]:
     return content
 
 
-def end_token(content: dict[str, Any], index: int) -> str:
-    """How a tokenizer.json writes the token that ends a document."""
-    return str(next(token["content"] for token in content["added_tokens"] if token["id"] == index))
-
-
 def write_tokenizer(content: dict[str, Any], end: int, longest: int, folder: Path) -> None:
-    """Writes tokenizer.json, tokenizer_config.json and special_tokens_map.json.
+    """Writes tokenizer.json (its `content`), tokenizer_config.json and special_tokens_map.json.
 
-    Args:
-        content: of tokenizer.json.
-        end: id of the token that ends a document.
-        longest: tokens that the model takes.
-        folder: there already.
+    `end` is the id that ends a document, `longest` the tokens that the model takes.
     """
-    token = end_token(content, end)
+    token = str(next(token["content"] for token in content["added_tokens"] if token["id"] == end))
     (folder / TOKENIZER).write_text(json.dumps(content, ensure_ascii=False, indent=1), encoding="utf-8")
     special = {"bos_token": token, "eos_token": token}
     config = {

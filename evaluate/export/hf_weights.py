@@ -23,7 +23,7 @@ from torch import Tensor
 from ...train.config import ModelConfig
 from ...train.errors import UserError
 from ...train.model.gpt import GPT
-from ...train.model.shape import TABLES, shape_of
+from ...train.model.shape import TABLES, model_shape
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
@@ -41,14 +41,7 @@ def model_type(model: ModelConfig, sequence_length: int) -> str:
 
 
 def hf_config(model: ModelConfig, sequence_length: int, end: int, dtype: str) -> dict[str, Any]:
-    """config.json.
-
-    Args:
-        model: the architecture; `vocab_size` must be set.
-        sequence_length: longest sequence that it was trained on.
-        end: id of the token that ends a document.
-        dtype: float32 | bfloat16, of the weights.
-    """
+    """config.json of a model with its vocab_size; `end` is the id that ends a document, `dtype` torch's name."""
     kind, window = model_type(model, sequence_length), window_of(model, sequence_length)
     config: dict[str, Any] = {
         "architectures": [ARCHITECTURES[kind]],
@@ -86,7 +79,7 @@ def hf_config(model: ModelConfig, sequence_length: int, end: int, dtype: str) ->
 def to_hf(model: GPT) -> dict[str, Tensor]:
     """The weights by Hugging Face's names, fp32 on the CPU, none sharing memory with another."""
     result, weights = {}, dict(model.named_parameters())
-    for parameter in shape_of(model.config).parameters:
+    for parameter in model_shape(model.config).parameters:
         weight = weights[parameter.name].detach().float().cpu()
         if parameter.name == "norm.weight":
             weight = (weight.double() * model.output_scale).float()
@@ -103,7 +96,7 @@ def from_hf(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Ten
         UserError: a tensor is missing, of another shape than config.json says, or nothing that we know.
     """
     left, result = set(tensors), {}
-    for parameter in shape_of(config).parameters:
+    for parameter in model_shape(config).parameters:
         pieces = []
         for part in parameter.parts:
             if part.hf not in tensors:

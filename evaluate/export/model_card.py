@@ -1,7 +1,6 @@
 """The README.md of an exported model: what it is, what it cost, how good it is, and how far to trust that.
 
-Special here: numbers keep their convention (N_total or N_non_embedding, 6ND or exact FLOPs), and what is not known is
-left out or said to be unknown, never filled in.
+What is not known is left out or said to be unknown, never filled in.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from ...train.checkpoint.checkpoint import LoadedCheckpoint
 from ...train.config import run_id, to_dict
 from ...train.files import read_json
 from ...train.flops import count_parameters, training_flops_per_token
-from ...train.model.shape import shape_of
+from ...train.model.shape import model_shape
 from ..pages.numbers import is_number, scored, with_error
 
 SCORES = {"acc": "accuracy", "acc_norm": "length-normalised", "exact_match": "exact match", "gold_bpb": "gold BPB",
@@ -44,7 +43,7 @@ class Facts:
 
 def model_card(loaded: LoadedCheckpoint, facts: Facts, notes: list[str]) -> str:
     """Markdown; `notes` are said under how to use it, a paragraph each."""
-    config = loaded.config
+    config, name = loaded.config, f"isoflop {run_id(loaded.config)}"
     model, count = config.model, count_parameters(config.model)
     tokens = loaded.step * config.batch_tokens
     exact = training_flops_per_token(model, config.data.sequence_length) * tokens
@@ -54,18 +53,18 @@ def model_card(loaded: LoadedCheckpoint, facts: Facts, notes: list[str]) -> str:
         ("N_non_embedding", f"{count.N_non_embedding:,}"),
         ("N_kaplan (matrices inside the blocks)", f"{count.N_kaplan:,}"),
         ("D, tokens", f"{tokens:,}" if known else "unknown: the weights were imported"),
-        ("C, 6 N_total D", _flops(6.0 * count.N_total * tokens) if known else "unknown"),
-        ("C, exact", _flops(float(exact)) if known else "unknown"),
+        ("C, 6 N_total D", f"{6.0 * count.N_total * tokens:.4g} FLOPs" if known else "unknown"),
+        ("C, exact", f"{float(exact):.4g} FLOPs" if known else "unknown"),
         *_held_out((facts.scores or {}).get("held_out") or {}),
         *_law(facts.law),
     ]
     parts = [
         _front_matter(loaded),
-        f"# {_title(loaded)}",
+        f"# {_plain(f'{config.name or name}, step {loaded.step}')}",
         f"A decoder of width {model.width} and depth {model.depth}, {model.heads} heads"
         f" ({model.num_kv_heads} for keys and values), {model.vocab_size} tokens, context "
         f"{config.data.sequence_length}, {'tied' if model.tied_embeddings else 'untied'} embeddings"
-        f"{', RMSNorm on queries and keys' if shape_of(model).head_norms else ''}; "
+        f"{', RMSNorm on queries and keys' if model_shape(model).head_norms else ''}; "
         f"run `{run_id(config)}`, step {loaded.step}.",
         _table(("", ""), rows),
         *_scores(facts.scores or {}),
@@ -85,17 +84,11 @@ def imported_from(loaded: LoadedCheckpoint) -> str | None:
 
 
 def _front_matter(loaded: LoadedCheckpoint) -> str:
-    """What the Hub reads of a card."""
     data = loaded.config.data
     lines = ["library_name: transformers", "pipeline_tag: text-generation", "tags:", "- isoflop", "- scaling-laws"]
     if data.corpus == "hf" and data.name:
         lines += ["datasets:", f"- {json.dumps(data.name)}"]
     return "\n".join(["---", *lines, "---"])
-
-
-def _title(loaded: LoadedCheckpoint) -> str:
-    name = loaded.config.name or f"isoflop {run_id(loaded.config)}"
-    return _plain(f"{name}, step {loaded.step}")
 
 
 def _plain(text: str) -> str:
@@ -105,10 +98,6 @@ def _plain(text: str) -> str:
     return re.sub(
         r"[\\`*<>\[\]|#&]|(?<![^\W_])_|_(?![^\W_])", lambda found: f"&#{ord(found.group())};", line
     )  # fmt: skip
-
-
-def _flops(value: float) -> str:
-    return f"{value:.4g} FLOPs"
 
 
 def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
@@ -154,7 +143,6 @@ def _items(task: Mapping[str, Any]) -> str:
 
 
 def _caveats(task: Mapping[str, Any]) -> str:
-    """What the numbers of a task must not be read without."""
     said = [f"withheld: {_plain(task['withheld'])}"] if task.get("withheld") else []
     return "; ".join([*said, *(f"{task[key]} {name}" for key, name in CAVEATS.items() if task.get(key))])
 

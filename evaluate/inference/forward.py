@@ -1,25 +1,21 @@
-"""Passes through a GPT in which the caller says where each token stands and what it sees.
+"""Passes through a GPT in which the caller says where each token stands and what it sees. For inference mode alone.
 
-Special here:
-- tokens come as one flat list, whatever sequence, branch or request they belong to: matrices and norms treat them
-  alike, no padding is computed, and only attention, which the caller brings, knows what belongs together;
-- a pass is of as few operations as it can be made of: for a small model on a CPU they, and not the arithmetic, are what
-  a token costs. Nothing is kept for a backward pass, so it is for inference mode alone;
-- on a CPU the matrices of a small model may be kept a second time, packed in oneDNN's order, which PyTorch's compiler
-  uses too: products of 16 rows took two thirds of the time of plain ones, and those of 500 and more four fifths;
-- the head is a step of its own, so that logits are computed where somebody reads them and nowhere else.
+Tokens come as one flat list: no padding is computed, and only attention, which the caller brings, knows what belongs
+together. For a small model on a CPU the number of operations is what a token costs. There its matrices are kept a
+second time, packed in oneDNN's order: products of 16 rows took two thirds of the time, those of 500 four fifths.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...train.hardware import out_of_memory
 from ...train.model.attention import causal_attention
 from ...train.model.block import gated, query_key_value, rotary_turn, rotated
 from ...train.model.gpt import GPT, Attention, Block
@@ -28,16 +24,13 @@ from ...train.model.gpt import GPT, Attention, Block
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 Product = Callable[[Tensor], Tensor]
 
+T = TypeVar("T")
+
 PACKED_BYTES = 1 << 29  # of a model whose matrices are worth keeping twice
 
 
 class Forward:
-    """A model made ready for many passes; later changes of its weights may not be seen.
-
-    Args:
-        model: in eval mode; its own attention backend is not used.
-        packed: keep packed matrices beside its own, where this machine has products for them.
-    """
+    """A model in eval mode, made ready for many passes; later changes of its weights may not be seen."""
 
     def __init__(self, model: GPT, packed: bool = True) -> None:
         self.model = model
@@ -48,7 +41,7 @@ class Forward:
         self._head = _product(weight, packed)
 
     def hidden(self, tokens: Tensor, positions: Tensor, attend: Attend, read: Tensor | None = None) -> Tensor:
-        """What the head reads.
+        """What the head reads: (n or m, width), the output multiplier included.
 
         Args:
             tokens: (n,) ids.
@@ -56,9 +49,6 @@ class Forward:
             attend: softmax(Q K^T / sqrt(d)) V over whatever each token sees.
             read: (m,) the tokens whose result is wanted; None: all. In the last block only they ask: `attend` is given
                 their queries (m, heads, d) beside all keys and values.
-
-        Returns:
-            (n or m, width), the output multiplier included.
         """
         model, eps = self.model, self.model.config.norm_eps
         x = F.embedding(tokens, model.embedding.weight)
@@ -82,23 +72,20 @@ class Forward:
         return self._head(hidden)[:, : self.model.head.vocab_size]
 
 
-def attention_apart(
+def attention_by_sequence(
     query: Tensor, key: Tensor, value: Tensor, asking: Sequence[int], lengths: Sequence[int],
     masks: Sequence[Tensor | None], window: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """Attention within sequences that stand one after the other, of each by itself: nothing is padded or gathered.
+    """Attention within sequences that stand one after the other, nothing padded or gathered: (m, heads, d).
 
     Args:
         query: (m, heads, d).
         key, value: (n, kv_heads, d).
         asking: queries of each sequence; they sum to m.
         lengths: tokens of each sequence; they sum to n.
-        masks: of each what is added to its scores, (1, 1, asking, length); None: all of its tokens ask and see what is
+        masks: what is added to the scores of each, (1, 1, asking, length); None: all of its tokens ask and see what is
             before them, or its last one alone asks.
         window: that the masks were made with.
-
-    Returns:
-        (m, heads, d).
     """
     parts = zip(query.split(asking), key.split(lengths), value.split(lengths), masks, strict=True)
     return torch.cat([_alone(q, k, v, mask, window) for q, k, v, mask in parts])
@@ -117,6 +104,19 @@ def logits_of(model: GPT, hidden: Tensor) -> Tensor:
     """(…, width) -> (…, vocab_size): the padding of the vocabulary is cut off."""
     logits: Tensor = model.head(hidden)
     return logits[..., : model.head.vocab_size]
+
+
+def unless_out_of_memory(work: Callable[[], T], device: torch.device) -> T | None:
+    """What the work returns; None: memory ran out."""
+    try:
+        return work()
+    except RuntimeError as error:
+        if not out_of_memory(error):
+            raise
+    # Outside of the clause: the frames of the error, which hold tensors, are gone.
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return None
 
 
 def _prepared(block: Block, packed: bool) -> tuple[Block, Product, Product, Product, Product]:
@@ -146,7 +146,7 @@ def _product(weight: Tensor, packed: bool) -> Product:
 
 @cache
 def _packs(dtype: torch.dtype) -> bool:
-    """Whether packed products of a type are there and right: a PyTorch may lack them, and a processor what they need.
+    """Whether packed products of a type are there and right.
 
     They are no public part of PyTorch, so one is tried, on small whole numbers, of which any order of sums is exact.
     """

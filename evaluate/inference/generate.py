@@ -1,16 +1,12 @@
 """Text from a model, token by token: greedy or sampled, many prompts at a time.
 
-Special here:
-- batching is continuous: a request that is finished leaves, the next one is read and joins, and no one waits for the
-  longest; in one round those that join are prefilled, those that run decode, those that slide are recomputed;
-- memory is bounded by the pages of the cache: who finds none waits, and where those that run outgrow them the one that
-  came last goes back to wait, with what it has written;
-- every prompt draws from a random stream of its own, so its text depends on neither its neighbours nor such waits;
-- a text longer than the model's context sees its last `max_length` tokens alone. All positions change with every token
-  then, so no cache helps, and the window is recomputed;
-- where memory runs out half as many go on, and so on until one cannot.
+- Batching is continuous: who is finished leaves and the next one joins. Who finds no page of the cache waits, and
+  where those that run outgrow the pages the last to come goes back to wait, with what it has written.
+- Every prompt draws one uniform number per token from a stream of its own: its text depends on neither its neighbours
+  nor such waits.
+- A text longer than the model's context slides: all positions change with every token, so no cache helps.
 
-Yu et al. 2022 (Orca, OSDI 22) for continuous batching; Kwon et al. 2023, arXiv 2309.06180, for pages and preemption.
+Yu et al. 2022 (Orca); Kwon et al. 2023 (arXiv:2309.06180); Holtzman et al. 2020 (arXiv:1904.09751).
 """
 
 from __future__ import annotations
@@ -25,23 +21,31 @@ import torch
 from torch import Tensor, nn
 
 from ...train.errors import UserError
-from ...train.hardware import out_of_memory
+from ...train.model.attention import document_starts, first_visible, visible_mask
 from ...train.model.gpt import GPT
-from .decoding import decode, prefill, recomputed
-from .forward import Forward
-from .paged import PAGE, PagedBatch, PagedCache, Pages
-from .sampling import Sampling, choose, draw
+from .forward import Forward, attention_by_sequence, logits_of, unless_out_of_memory
+from .paged import PAGE, Ids, PagedBatch, PagedCache, Pages
 
-__all__ = ["Generation", "Sampling", "draw", "generate", "stream"]
-
-MOST_TOGETHER = 256  # requests that decode in one pass
+MOST_RUNNING = 256  # requests that decode in one pass
 CACHE_BYTES = 1 << 30  # of keys and values on a CPU, where the caller does not say; on a GPU half of what is free
 _DRAWN_AHEAD = 64  # random numbers of a stream
-GREEDY = Sampling()
+_FIRST_SORTED = 64  # tokens that are tried for a nucleus, then 8 times as many
 CPU = torch.device("cpu")
 
 
-def generate(
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is drawn. Temperature 0 is greedy; top_k 0 and top_p 1 leave the distribution whole."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+
+GREEDY = Sampling()
+
+
+def generate_texts(
     model: nn.Module,
     prompts: Sequence[Sequence[int]],
     max_tokens: int,
@@ -58,19 +62,15 @@ def generate(
     """Continues every prompt.
 
     Args:
-        model: a GPT in eval mode. Any other module, token ids (batch, time) -> logits (batch, time, vocabulary), has no
-            cache, and is computed anew for every token.
-        prompts: token ids, none empty; only the last `max_length` count, and the window slides on as the text grows.
-        max_tokens: at most so many new tokens a prompt.
+        model: a GPT in eval mode. Any other module, ids (batch, time) -> logits (batch, time, V), has no cache.
+        prompts: token ids, none empty; only the last `max_length` count.
+        max_tokens: new tokens per prompt, at most.
         max_length: longest sequence that the model accepts.
-        finished: is asked after each token with all new ones of that prompt; True ends it (that token is kept).
-        sampling: temperature, top-k, top-p.
-        seeds: one a prompt, for sampling; default its place in the list.
-        device: where the model lies.
+        finished: asked after each token with all new ones of that prompt; True ends it (that token is kept).
+        seeds: one per prompt, for sampling; default its place in the list.
         batch_tokens: bound on the tokens of one forward pass; a longer prompt goes alone.
-        cache_bytes: bound on the memory of keys and values, 1 GiB by default and half of what is free on a GPU; one
-            prompt always has its place.
-        done: is called with a prompt's place and its result as soon as it is there.
+        cache_bytes: bound on keys and values, default 1 GiB or half of what is free on a GPU; one prompt always fits.
+        done: called with a prompt's place and its result as soon as it is there.
 
     Returns:
         New tokens of each prompt; None where the model's logits were NaN.
@@ -111,13 +111,7 @@ def stream(
 
 @dataclass(eq=False)
 class Request:
-    """A prompt on its way.
-
-    Attributes:
-        text: its last tokens, at most `max_length` + 1 of them while it is cached.
-        new: what it has written.
-        start: where the document of its last token starts in `text`, where documents are kept apart.
-    """
+    """A prompt on its way: the end of its text, what is new, and where its last document starts in the text."""
 
     index: int
     text: list[int]
@@ -129,7 +123,6 @@ class Request:
     _ahead: list[float] = field(default_factory=list)
 
     def uniform(self) -> float:
-        """The next number of its stream."""
         if not self._ahead:
             drawn = torch.rand(_DRAWN_AHEAD, dtype=torch.float64, generator=self.random)
             self._ahead = drawn.flip(0).tolist()
@@ -137,7 +130,7 @@ class Request:
 
 
 class Generation:
-    """Prompts on their way through a model, round by round. For the arguments see `generate`; `page`: positions a page.
+    """Prompts on their way through a model; for the arguments see `generate`, and `page`: positions per page.
 
     A request waits, then runs (cached) or slides (recomputed), and leaves when it ends.
     """
@@ -148,7 +141,7 @@ class Generation:
         batch_tokens: int = 4096, cache_bytes: int | None = None, page: int = PAGE,
     ) -> None:  # fmt: skip
         self.model, self.max_tokens, self.max_length, self.sampling = model, max_tokens, max_length, sampling
-        self.device, self.batch_tokens, self.together = device, batch_tokens, min(batch_tokens, MOST_TOGETHER)
+        self.device, self.batch_tokens, self.most_running = device, batch_tokens, min(batch_tokens, MOST_RUNNING)
         self.end = model.end_of_document if isinstance(model, GPT) else None
         self.window = (model.config.window if isinstance(model, GPT) else None) or max_length
         self.waiting = deque(
@@ -168,7 +161,6 @@ class Generation:
 
     @property
     def over(self) -> bool:
-        """Nothing is left to do."""
         return not (self.waiting or self.running or self.sliding)
 
     @torch.inference_mode()
@@ -197,7 +189,7 @@ class Generation:
         while start < len(requests):
             chunk = requests[start : start + max(1, self.batch_tokens // self.max_length)]
             texts = [request.text[-self.max_length :] for request in chunk]
-            logits = self._attempt(partial(recomputed, self.model, texts, self.device))
+            logits = unless_out_of_memory(partial(recompute_last, self.model, texts, self.device), self.device)
             if logits is None:
                 self.batch_tokens = self._halved(len(chunk)) * self.max_length
                 continue
@@ -219,10 +211,12 @@ class Generation:
         positions = np.array([len(text) - 1 for text in texts])
         first = np.array([self._first(request) for request in self.running])
         tokens = [text[-1] for text in texts]
-        logits = self._attempt(partial(decode, self.forward, self._batch, tokens, positions, first))
+        logits = unless_out_of_memory(
+            partial(decode_tokens, self.forward, self._batch, tokens, positions, first), self.device
+        )
         if logits is None:
-            self.together = self._halved(len(self.running))
-            while len(self.running) > self.together:
+            self.most_running = self._halved(len(self.running))
+            while len(self.running) > self.most_running:
                 self._wait_again()
         return self.running, logits
 
@@ -233,7 +227,7 @@ class Generation:
         assert self.cache is not None
         assert self.forward is not None
         texts, pages = [request.text for request in joined], [request.pages for request in joined]
-        logits = self._attempt(partial(prefill, self.forward, self.cache, texts, pages))
+        logits = unless_out_of_memory(partial(prefill_prompts, self.forward, self.cache, texts, pages), self.device)
         self.running += joined
         self._batch = None
         if logits is None:
@@ -243,10 +237,10 @@ class Generation:
         return joined, logits
 
     def _admit(self) -> list[Request]:
-        """Those that wait, in their order, while there is a place, a budget, and a page for each to grow into."""
+        """Those that wait, in order, while there is a place, a budget, and a page for each to grow into."""
         joined: list[Request] = []
         tokens = 0
-        while self.waiting and len(self.running) + len(joined) < self.together:
+        while self.waiting and len(self.running) + len(joined) < self.most_running:
             assert self.cache is not None
             request = self.waiting[0]
             tokens += len(request.text)
@@ -261,10 +255,10 @@ class Generation:
         return joined
 
     def _take(self, requests: list[Request], logits: Tensor, finished: Callable[[list[int]], bool]) -> list[Request]:
-        """Gives each its next token. Those that end leave; those whose text outgrows the model slide from now on."""
+        """Gives each its next token. Those that end leave; those that outgrow the model slide from now on."""
         greedy = self.sampling.temperature == 0
         uniforms = None if greedy else torch.tensor([request.uniform() for request in requests], dtype=torch.float64)
-        tokens, failed = choose(logits, self.sampling, None if uniforms is None else uniforms.to(logits.device))
+        tokens, failed = choose_tokens(logits, self.sampling, None if uniforms is None else uniforms.to(logits.device))
         ended, outgrown = [], []
         for request, token, bad in zip(requests, tokens.tolist(), failed.tolist(), strict=True):
             request.failed = bad
@@ -294,7 +288,7 @@ class Generation:
         self.sliding = [request for request in self.sliding if request not in requests]
 
     def _make_room(self) -> None:
-        """A page for the next token of each that runs; where there are too few, the last to come wait again."""
+        """A page for the next token of each that runs; where there are too few, the last to come waits."""
         place = 0
         while place < len(self.running):
             assert self.cache is not None
@@ -310,7 +304,6 @@ class Generation:
             place += 1
 
     def _wait_again(self) -> None:
-        """The one that came last goes back to the head of the queue."""
         assert self.cache is not None
         request = self.running.pop()
         self.cache.release(request.pages)
@@ -321,20 +314,7 @@ class Generation:
         """The first position that the last token of its text sees."""
         return max(len(request.text) - self.window, request.start)
 
-    def _attempt(self, work: Callable[[], Tensor]) -> Tensor | None:
-        """None: memory ran out."""
-        try:
-            return work()
-        except RuntimeError as error:
-            if not out_of_memory(error):
-                raise
-        # Outside of the clause: the frames of the error, which hold tensors, are gone.
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-        return None
-
     def _halved(self, size: int, alone: bool = False) -> int:
-        """Half of what memory ran out over."""
         if size == 1 or alone:
             raise UserError(
                 f"memory ran out on {self.device} over a single text; precision=bf16 or a machine with more memory "
@@ -343,7 +323,7 @@ class Generation:
         return size // 2
 
     def _new_cache(self, cache_bytes: int | None, page: int) -> PagedCache:
-        """With pages for all requests at once, or as many as the bound allows, or at least for the longest one."""
+        """Pages for all requests at once, or as many as the bound allows, at least for the longest one."""
         assert isinstance(self.model, GPT)
         config, dtype = self.model.config, self.model.embedding.weight.dtype
         if cache_bytes is None:
@@ -353,3 +333,120 @@ class Generation:
         fitting = cache_bytes // (2 * config.depth * config.num_kv_heads * config.head_dim * page * dtype.itemsize)
         shape = (config.depth, config.num_kv_heads, config.head_dim)
         return PagedCache(*shape, max(least, min(most, fitting)), dtype, self.device, page)
+
+
+# --- the two passes ---------------------------------------------------------------------------------------------------
+
+
+def prefill_prompts(
+    forward: Forward, cache: PagedCache, texts: Sequence[Sequence[int]], pages: Sequence[Pages]
+) -> Tensor:
+    """Reads texts and keeps their keys and values: logits after each (texts, vocabulary).
+
+    Positions before the first page of a request are not kept: nothing will look at them.
+    """
+    model, device = forward.model, forward.model.cos.device
+    lengths = [len(text) for text in texts]
+    kept = [np.arange(one.first * cache.page, length) for one, length in zip(pages, lengths, strict=True)]
+    ends = np.cumsum(lengths)
+    flat = np.concatenate([at + end - length for at, end, length in zip(kept, ends, lengths, strict=True)])
+    rows = torch.from_numpy(cache.rows(pages, kept)).to(device)
+    kept_tokens = None if len(flat) == ends[-1] else torch.from_numpy(flat).to(device)
+    tokens = torch.tensor([token for text in texts for token in text], device=device)
+    masks = [_mask(model, part) for part in tokens.split(lengths)]
+
+    def attend(block: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        written = (key, value) if kept_tokens is None else (key[kept_tokens], value[kept_tokens])
+        cache.write(block, rows, *written)
+        asking, seen = lengths, masks
+        if len(query) < len(key):  # of each text the last token alone
+            asking, seen = [1] * len(texts), [None if mask is None else mask[:, :, -1:] for mask in masks]
+        return attention_by_sequence(query, key, value, asking, lengths, seen, model.config.window)
+
+    positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
+    return forward.logits(forward.hidden(tokens, positions, attend, torch.from_numpy(ends - 1).to(device)))
+
+
+def _mask(model: GPT, tokens: Tensor) -> Tensor | None:
+    row = tokens[None]
+    starts = None if model.end_of_document is None else document_starts(row, model.end_of_document)
+    first = first_visible(row, starts, model.config.window)
+    return None if first is None else visible_mask(first, model.embedding.weight.dtype)
+
+
+def decode_tokens(forward: Forward, batch: PagedBatch, tokens: Sequence[int], positions: Ids, first: Ids) -> Tensor:
+    """Adds one token to each request: logits after it (requests, vocabulary).
+
+    `tokens`, `positions` and the `first` position that each sees are (requests,).
+    """
+    step, device = batch.step(positions, first), forward.model.cos.device
+    at = torch.from_numpy(positions).to(device)
+    return forward.logits(forward.hidden(torch.tensor(tokens, device=device), at, step.attend))
+
+
+def recompute_last(model: torch.nn.Module, texts: Sequence[Sequence[int]], device: str | torch.device) -> Tensor:
+    """Logits after the last token of each text, computed from nothing: (texts, vocabulary). Padding on the right is
+    unseen.
+    """
+    longest = max(len(text) for text in texts)
+    tokens = torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts], device=device)
+    last = torch.tensor([len(text) - 1 for text in texts], device=device)
+    rows = torch.arange(len(texts), device=device)
+    if isinstance(model, GPT):
+        return logits_of(model, model.last_hidden(tokens)[rows, last])
+    logits: Tensor = model(tokens)[rows, last]
+    return logits
+
+
+# --- the next token ---------------------------------------------------------------------------------------------------
+
+
+def choose_tokens(logits: Tensor, sampling: Sampling, uniforms: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """One token per row of logits (rows, vocabulary): temperature first, then top-k, then the nucleus.
+
+    `uniforms` (rows,) float64 in [0, 1) are not read where the temperature is 0.
+
+    Returns:
+        Tokens (rows,), and which rows (rows,) held a NaN, whose token means nothing.
+    """
+    highest, greedy = logits.max(dim=1)  # a NaN counts as the highest
+    if sampling.temperature == 0:
+        return greedy, highest.isnan()
+    assert uniforms is not None
+    probabilities = torch.softmax(logits.double() / sampling.temperature, dim=1)
+    if not sampling.top_k and sampling.top_p >= 1:
+        return _drawn(probabilities, uniforms)[:, 0], highest.isnan()
+    likely, tokens = _most_likely(probabilities, sampling)
+    if sampling.top_p < 1:
+        before = likely.cumsum(1) - likely
+        # A token belongs to the nucleus while those ahead of it hold less than top_p; the first always does.
+        outside = before >= sampling.top_p
+        outside[:, 0] = False
+        likely = likely.masked_fill(outside, 0.0)
+    return tokens.gather(1, _drawn(likely, uniforms))[:, 0], highest.isnan()
+
+
+def _most_likely(probabilities: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """The probabilities that top-k leaves (they sum to 1 again), or enough to hold the nucleus, highest first; their
+    tokens.
+    """
+    vocabulary = probabilities.shape[1]
+    if sampling.top_k:
+        likely, tokens = probabilities.topk(min(sampling.top_k, vocabulary), dim=1)
+        return likely / likely.sum(1, keepdim=True), tokens
+    count = _FIRST_SORTED
+    while count < vocabulary:
+        likely, tokens = probabilities.topk(count, dim=1)
+        if not bool((likely.sum(1) < sampling.top_p).any()):
+            return likely, tokens
+        count *= 8
+    return probabilities.sort(dim=1, descending=True, stable=True)
+
+
+def _drawn(probabilities: Tensor, uniforms: Tensor) -> Tensor:
+    """The first place at which the cumulative sum exceeds uniform times total: (rows, n), (rows,) -> (rows, 1)."""
+    cumulative = probabilities.cumsum(1)
+    total = cumulative[:, -1:]
+    # Below the total even where rounding takes the product there, or a place of probability 0 could be meant.
+    threshold = torch.minimum(uniforms[:, None] * total, total * (1 - 2.0**-52))
+    return torch.searchsorted(cumulative, threshold, right=True).clamp_(max=probabilities.shape[1] - 1)

@@ -1,16 +1,10 @@
 """Keys and values in pages, so that requests of any length share one block of memory, and attention that reads it.
 
-Special here:
-- a page holds the keys of `PAGE` positions of one request, for all key/value heads of a block: (kv_heads, PAGE, d) in
-  a row, so that all pages of all heads together are one batched matrix product, read where they lie and never copied;
-- a page's query is its owner's; what comes out is put in the order of the request's positions for one softmax, and
-  back. So the work goes by pages in use, whatever the lengths: no padding, and no kernel of our own;
-- pages in use are kept at the front of the memory (`PagedCache.compact`), for the product runs over all up to the last;
-- pages are found through a table a request (`pages`), and given back as soon as a window or the end of a document
-  hides them.
+- A page holds `PAGE` positions of one request for all heads, so that all pages are one batched product, read where they
+  lie; what comes out is put in the order of the request's positions for one softmax, and back. No kernel of our own.
+- Pages in use are kept at the front (`compact`), because the product runs over all up to the last.
 
-Kwon et al. 2023, arXiv 2309.06180 (PagedAttention); Ainslie et al. 2023, arXiv 2305.13245 (grouped queries: only
-kv_heads are kept).
+Kwon et al. 2023 (arXiv:2309.06180); Ainslie et al. 2023 (arXiv:2305.13245) for grouped queries.
 """
 
 from __future__ import annotations
@@ -32,12 +26,7 @@ Ids = npt.NDArray[np.int64]
 
 @dataclass
 class Pages:
-    """Where the keys and values of one request lie.
-
-    Attributes:
-        table: page of each stretch of `page` positions, from stretch `first` on.
-        first: stretches before it have been given back.
-    """
+    """Pages of one request: one for each stretch of `page` positions, those before stretch `first` given back."""
 
     table: list[int] = field(default_factory=list)
     first: int = 0
@@ -49,18 +38,7 @@ class Pages:
 
 
 class PagedCache:
-    """Memory for keys and values, and which of its pages are free.
-
-    Args:
-        depth: blocks of the model.
-        kv_heads, head_dim: of each.
-        pages: how many there are; the bound on memory, 2 depth kv_heads head_dim page numbers each.
-        dtype, device: of the model.
-        page: positions a page.
-
-    Attributes:
-        keys, values: (depth, pages, kv_heads, page, head_dim).
-    """
+    """Memory for keys and values (depth, pages, kv_heads, page, head_dim) each, and which of its pages are free."""
 
     def __init__(
         self, depth: int, kv_heads: int, head_dim: int, pages: int, dtype: torch.dtype, device: torch.device,
@@ -88,7 +66,7 @@ class PagedCache:
         return -(-length // self.page) - first // self.page
 
     def extend(self, pages: Pages, length: int) -> bool:
-        """Gives a request pages up to position length - 1; gives nothing and says False where there are too few."""
+        """Pages up to position length - 1; False, and none, where there are too few."""
         missing = -(-length // self.page) - pages.end
         if missing > self.free:
             return False
@@ -101,7 +79,7 @@ class PagedCache:
         return True
 
     def forget(self, pages: Pages, before: int) -> bool:
-        """Takes back the pages of which no position from `before` on is part; says whether there were any."""
+        """Takes back the pages that lie wholly before a position; says whether there were any."""
         hidden = min(before // self.page - pages.first, len(pages.table))
         if hidden <= 0:
             return False
@@ -111,12 +89,11 @@ class PagedCache:
         return True
 
     def release(self, pages: Pages) -> None:
-        """Takes all pages of a request back."""
         self._give_back(pages.table)
         pages.table, pages.first = [], 0
 
     def compact(self) -> bool:
-        """Moves pages to the front where over a third of those before the last are free; says whether it did."""
+        """Moves pages to the front where over a third of those before the last are free; says if it did."""
         used = len(self._users)
         if 3 * used >= 2 * self.top:
             return False
@@ -159,7 +136,7 @@ class PagedCache:
 class PagedBatch:
     """Requests that decode together: which page is whose, as `attend` reads it. Valid until a table changes.
 
-    With B requests, P pages up to the last in use, and S stretches in the longest table.
+    B requests, P pages up to the last in use, S stretches in the longest table.
     """
 
     def __init__(self, cache: PagedCache, pages: Sequence[Pages], heads: int) -> None:
@@ -197,19 +174,14 @@ class PagedBatch:
 
 @dataclass
 class PagedStep:
-    """Attention of one new token a request.
-
-    Attributes:
-        hidden: (B, 1, S page) what it does not see.
-        rows: (B kv_heads,) where its keys and values go.
-    """
+    """Attention of one new token per request: `hidden` (B, 1, S page) is unseen, `rows` are written."""
 
     batch: PagedBatch
     hidden: Tensor
     rows: Tensor
 
     def attend(self, block: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Keeps key and value, and reads all that the queries see: as `forward.Attend`, with n = B."""
+        """Keeps key and value, and reads all that the queries see; see `forward.Attend`, with n = B."""
         cache, batch = self.cache, self.batch
         cache.write(block, self.rows, key, value)
         requests, heads, d = query.shape

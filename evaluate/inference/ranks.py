@@ -1,11 +1,8 @@
 """One evaluation over several processes, each with the whole model and a share of the requests.
 
-Special here:
-- Tasks, prompts and metrics are the same on every rank, computed by each; only what the model does is shared out, and
-  every rank gets all of its answers. So code above this file is code for one process.
-- Requests go out in lexicographic order, which keeps what shares a prompt together, in pieces of equal new tokens.
-- They go out in rounds, so that what is done can be stored between them.
-- An error on one rank is raised on all of them, once what it raised in has ended.
+Only what the model does is shared out, and every rank gets all of its answers, so code above this file is code for one
+process. Requests go out in lexicographic order, which keeps shared prompts on one rank, and in rounds, so that what is
+done can be stored between them.
 """
 
 from __future__ import annotations
@@ -22,12 +19,12 @@ import torch.distributed as dist
 
 from ...train.config import ParallelConfig
 from ...train.errors import UserError
-from ...train.job.control import together
+from ...train.job.control import run_on_ranks
 from ...train.job.environment import detect
 from ...train.job.fork import run_ranks
-from ...train.job.rendezvous import join
+from ...train.job.rendezvous import meet
 from ...train.parallel.mesh import Mesh, build_mesh
-from .trees import Request, common, ordered
+from .trees import Request, ordered, shared_length
 
 T = TypeVar("T")
 
@@ -41,7 +38,7 @@ class Ranks(Protocol):
     def rank(self) -> int: ...
     @property
     def size(self) -> int: ...
-    def together(self, function: Callable[[], T]) -> T:
+    def raise_together(self, function: Callable[[], T]) -> T:
         """What the function gives on this rank; where it raises on one, all raise."""
 
     def gather(self, function: Callable[[], T]) -> list[T]:
@@ -53,7 +50,7 @@ class Alone:
 
     rank, size = 0, 1
 
-    def together(self, function: Callable[[], T]) -> T:
+    def raise_together(self, function: Callable[[], T]) -> T:
         return function()
 
     def gather(self, function: Callable[[], T]) -> list[T]:
@@ -67,30 +64,20 @@ class Team:
         self._mesh = mesh
         self.rank, self.size = mesh.rank, mesh.size
 
-    def together(self, function: Callable[[], T]) -> T:
-        return together(self._mesh, function)
+    def raise_together(self, function: Callable[[], T]) -> T:
+        return run_on_ranks(self._mesh, function)
 
     def gather(self, function: Callable[[], T]) -> list[T]:
-        mine = self.together(function)
-        if self._mesh.control is None:
-            return [mine]
-        everyone: list[Any] = [None] * self.size
-        dist.all_gather_object(everyone, mine, group=self._mesh.control)
-        return everyone
+        return self._mesh.gather(self.raise_together(function))
 
 
-def shares(requests: Sequence[Request], ranks: int, round_tokens: int) -> Iterator[list[list[int]]]:
-    """Places of the requests, a list for each rank, round by round. Pure, so all ranks agree.
-
-    Args:
-        requests: none with an empty continuation.
-        ranks: how many there are.
-        round_tokens: of a rank in one round, about.
-    """
+def share_requests(requests: Sequence[Request], ranks: int, round_tokens: int) -> Iterator[list[list[int]]]:
+    """Places of the requests, one list per rank, round by round of about `round_tokens` each. Pure, so all agree."""
     places, new, before = [], [], np.zeros(0, dtype=np.int64)
     for place, inputs in ordered(requests, range(len(requests))):
         places.append(place)
-        new.append(max(1, len(inputs) - common(before, inputs)))  # what it shares with the one before is computed there
+        # What it shares with the one before is computed there.
+        new.append(max(1, len(inputs) - shared_length(before, inputs)))
         before = inputs
     done = np.cumsum(new)
     rounds = max(1, round(int(done[-1]) / (ranks * round_tokens))) if places else 0
@@ -103,14 +90,8 @@ def shares(requests: Sequence[Request], ranks: int, round_tokens: int) -> Iterat
 def on_ranks(count: int, function: Callable[[Ranks], T], *, device: str = "cpu", folder: Path = Path()) -> T:
     """Calls a function on every rank of a job and returns what it gave on the first one.
 
-    Under torchrun or submitit the ranks are those of the job, each with a GPU of its own where `device` is `cuda`.
-    Without a launcher this process forks `count` ranks, which share its cores, a thread each.
-
-    Args:
-        count: ranks; a launcher with another number is refused, unless it is 1.
-        function: must do the same on every rank.
-        device: cpu or cuda.
-        folder: that all ranks see, where they meet under submitit.
+    Under torchrun or submitit the ranks are those of the job, each with a GPU of its own where `device` is `cuda`, and
+    meet in `folder`. Without a launcher this process forks `count` ranks, one thread each.
 
     Raises:
         UserError: what the function raised as such, on any rank; a number of ranks that cannot be had.
@@ -123,7 +104,7 @@ def on_ranks(count: int, function: Callable[[Ranks], T], *, device: str = "cpu",
         if count not in (1, launched.size):
             raise UserError(f"ranks is {count}, and {launched.source} started {launched.size}; leave it out")
         parallel = ParallelConfig(dp=launched.size, timeout_seconds=PATIENCE.total_seconds())
-        with join(launched, folder, parallel, torch.device(device)) as (mesh, _):
+        with meet(launched, folder, parallel, torch.device(device)) as (mesh, _):
             return function(Team(mesh))
     if count == 1:
         return function(Alone())

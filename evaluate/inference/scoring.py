@@ -1,14 +1,9 @@
 """How likely continuations are after their prefixes, with a GPT: what requests share is computed once.
 
-Special here:
-- Requests are packed as trees of tokens (`trees.py`); matrices work on all tokens of a batch in one list, without
-  padding (`forward.py`), and attention on the trees, under a mask where they branch: on a CPU one after the other,
-  else side by side, padded to one length.
-- Logits, and the last block, are computed where a request reads them and nowhere else, once for all that do, and
-  logits a few at a time: an array of (tokens, vocabulary) never exists. A choice of one token costs nothing: the
-  prompt's last logits answer it.
-- Where memory runs out the batch is halved, down to a single request, and stays small from then on.
-- Sums over tokens are float64, so batching changes nothing beyond the rounding of the model itself.
+Requests are packed as trees of tokens (`trees.py`); matrices work on all tokens of a batch in one list (`forward.py`).
+Logits, and the last block, are computed only where a request reads them, a few at a time: an array of (tokens,
+vocabulary) never exists. Where memory runs out the batch is halved. Sums over tokens are float64, so batching changes
+nothing beyond the rounding of the model itself.
 """
 
 from __future__ import annotations
@@ -21,11 +16,10 @@ import torch
 from torch import Tensor
 
 from ...train.errors import UserError
-from ...train.hardware import out_of_memory
 from ...train.model.attention import causal_attention
 from ...train.model.gpt import GPT
-from .forward import Attend, Forward, attention_apart
-from .trees import Costs, Request, Tree, batches, plan
+from .forward import Attend, Forward, attention_by_sequence, unless_out_of_memory
+from .trees import Costs, Request, Tree, plan_trees, tree_batches
 
 Score = tuple[float, bool]  # (nats, whether greedy decoding would write it)
 Done = Callable[[list[tuple[int, Score]]], None]  # (place of the request, its score) of those that are finished
@@ -38,20 +32,11 @@ LARGEST_TREE = 8192  # tokens: its mask has the square of that
 
 
 class Scores(Protocol):
-    """Whatever scores requests."""
-
     def score(self, requests: Sequence[Request], done: Done | None = None) -> list[Score]: ...
 
 
 class Scorer:
-    """Scores requests with a GPT.
-
-    Args:
-        model: in eval mode, in any precision.
-        device: where the model lies.
-        batch_tokens: bound on rows times length of one pass; a request that is longer goes alone.
-        say: is told when memory ran out and the bound was lowered.
-    """
+    """A GPT in eval mode. `batch_tokens` bounds rows times length of one pass; a request that is longer goes alone."""
 
     def __init__(
         self, model: GPT, device: str | torch.device, batch_tokens: int, say: Callable[[str], None] | None = None
@@ -74,7 +59,7 @@ class Scorer:
         if done is not None and (empty := [(place, score) for place, score in enumerate(results) if score is not None]):
             done(empty)
         while waiting := [place for place, score in enumerate(results) if score is None]:
-            for batch in batches(self._plan(requests, waiting), self.batch_tokens):
+            for batch in tree_batches(self._plan(requests, waiting), self.batch_tokens):
                 scored = self._try(requests, batch)
                 if scored is None:
                     break  # the rest is planned anew for a smaller budget
@@ -86,18 +71,13 @@ class Scorer:
 
     def _plan(self, requests: Sequence[Request], waiting: Sequence[int]) -> list[Tree]:
         largest = min(self.batch_tokens, LARGEST_TREE)
-        return plan(requests, waiting, self._costs, largest, self.model.end_of_document)
+        return plan_trees(requests, waiting, self._costs, largest, self.model.end_of_document)
 
     def _try(self, requests: Sequence[Request], batch: list[Tree]) -> list[tuple[int, Score]] | None:
         """None: memory ran out, and the budget was lowered."""
-        try:
-            return self._isolated(requests, batch)
-        except RuntimeError as error:
-            if not out_of_memory(error):
-                raise
-        # Outside of the clause: the frames of the error, which hold tensors, are gone.
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        scored = unless_out_of_memory(lambda: self._isolated(requests, batch), self.device)
+        if scored is not None:
+            return scored
         longest = max(map(len, batch))
         if len(batch) == 1 and len(batch[0].scored) == 1 and self.batch_tokens <= longest:
             raise UserError(
@@ -202,9 +182,7 @@ def _padded(parts: list[np.ndarray], longest: int, value: int, device: torch.dev
 
 
 class _OneByOne:
-    """Attention over trees one after the other, where they lie; see `forward.Attend`. For CPUs, under masks: nothing is
-    padded or gathered, and what belongs to a small tree stays in a cache.
-    """
+    """Attention over trees one after the other, under masks on CPUs: what belongs to a small tree stays in a cache."""
 
     def __init__(self, batch: list[Tree], model: GPT, device: torch.device, read: Tensor) -> None:
         self.lengths = [len(tree) for tree in batch]
@@ -218,11 +196,11 @@ class _OneByOne:
     def __call__(self, block: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         few = len(query) < len(key)
         asking, masks = (self.asked, self.masks_of_read) if few else (self.lengths, self.masks)
-        return attention_apart(query, key, value, asking, self.lengths, masks)
+        return attention_by_sequence(query, key, value, asking, self.lengths, masks)
 
 
 class _SideBySide:
-    """Attention over trees, one a row of a padded batch; see `forward.Attend`. In the last block `read` alone ask."""
+    """Attention over trees, one per row of a padded batch. In the last block `read` alone ask."""
 
     def __init__(self, batch: list[Tree], model: GPT, device: torch.device, read: Tensor, masked: bool = True) -> None:
         self.read, sizes = read, np.array([len(tree) for tree in batch])

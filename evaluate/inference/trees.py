@@ -1,12 +1,8 @@
 """Requests as trees of tokens: what several of them share stands in a tree once. Pure; NumPy alone.
 
-Special here:
-- In preorder a token i sees a token j exactly where j <= i < end(j), end(j) being where j's branch ends: one number a
-  token says what attention may see, whatever the tree. A single sequence is the tree with end = n everywhere.
-- In lexicographic order what a request shares with any earlier one it shares with the one just before it, so one pass
-  over the sorted requests builds the trees.
-- A request joins the tree before it where that saves more arithmetic than attention over the larger tree costs: choices
-  share their question, and few-shot prompts their examples until a tree has grown too large.
+In preorder a token i sees a token j exactly where j <= i < end(j), where j's branch ends. In lexicographic order what a
+request shares with any earlier one it shares with the one just before it. It joins the tree before it where that saves
+more arithmetic than attention over the larger tree costs.
 """
 
 from __future__ import annotations
@@ -35,8 +31,6 @@ class Request:
 
 @dataclass(frozen=True)
 class Scored:
-    """One request inside a tree."""
-
     place: int  # of the request in its list
     nodes: Ids  # (k,) after which of the tree's tokens each of its k tokens is predicted
     targets: Ids  # (k,) those tokens
@@ -78,7 +72,7 @@ class Costs:
         return self.token * tokens + self.pair * tokens * tokens
 
 
-def plan(
+def plan_trees(
     requests: Sequence[Request], waiting: Sequence[int], costs: Costs, largest: int, end_of_document: int | None = None
 ) -> list[Tree]:
     """Packs requests into trees.
@@ -88,7 +82,7 @@ def plan(
         waiting: places in `requests`.
         costs: decide whether sharing pays.
         largest: tokens of a tree at most; a request that is longer has a tree of its own.
-        end_of_document: the token after which another document begins, which sees nothing of the one before.
+        end_of_document: after this token another document begins, which sees nothing of the one before.
     """
     trees: list[Tree] = []
     growing: _Growing | None = None
@@ -114,16 +108,15 @@ def ordered(requests: Sequence[Request], waiting: Sequence[int]) -> list[tuple[i
     return [(place, inputs[place]) for place in order]
 
 
-def common(first: Ids, second: Ids) -> int:
-    """How many tokens two sequences begin with alike."""
+def shared_length(first: Ids, second: Ids) -> int:
     length = min(len(first), len(second))
     differ = np.flatnonzero(first[:length] != second[:length])
     return int(differ[0]) if len(differ) else length
 
 
-def batches(trees: Sequence[Tree], batch_tokens: int) -> Iterator[list[Tree]]:
-    """The longest first, in batches of at most `batch_tokens` rows times length; those that branch by themselves, for
-    attention over the others needs no mask.
+def tree_batches(trees: Sequence[Tree], batch_tokens: int) -> Iterator[list[Tree]]:
+    """The longest first, at most `batch_tokens` rows times length; those that branch apart, because the others need no
+    mask.
     """
     order = sorted(trees, key=lambda tree: (tree.branches, -len(tree)))
     start = 0
@@ -151,7 +144,7 @@ class _Growing:
         return self._size
 
     def shared(self, inputs: Ids) -> int:
-        return common(self._inputs, inputs)
+        return shared_length(self._inputs, inputs)
 
     def add(self, place: int, inputs: Ids, shared: int, targets: Ids) -> None:
         new = len(inputs) - shared

@@ -28,11 +28,10 @@ def with_error(value: float | None, error: float | None, digits: int = 3) -> str
 
 
 def scored(scores: Mapping[str, Any], metric: str, digits: int = 3) -> str:
-    """A metric of a task with its standard error."""
     return with_error(scores.get(metric), scores.get(f"{metric}_se"), digits)
 
 
-def count(value: float | None) -> str:
+def short_count(value: float | None) -> str:
     """1234567 -> 1.23M; three digits."""
     if not is_number(value):
         return "–"
@@ -42,7 +41,7 @@ def count(value: float | None) -> str:
     return f"{value:.3g}"
 
 
-def whole(value: Any) -> str:
+def grouped(value: Any) -> str:
     """1234567 -> 1,234,567."""
     return f"{value:,}" if is_number(value) else str(value)
 

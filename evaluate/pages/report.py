@@ -2,7 +2,7 @@
 
 Warnings stand before numbers, chance beside accuracy, and a number that was withheld is never a zero. Two checkpoints
 are compared item by item: what is hard for one is hard for both, so the error of the mean difference is far smaller
-than two separate errors suggest. Texts of samples travel as JSON; the script puts them on the page as text, never HTML.
+than two separate errors suggest.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from ...train.files import write_atomic
 from ..metrics import mean_and_error
 from .charts import Strip
-from .numbers import compute, count, is_number, number, scored, whole, with_error
+from .numbers import compute, grouped, is_number, number, scored, short_count, with_error
 from .page import render_page
 
 Scores = Mapping[str, Any]
@@ -47,15 +47,16 @@ def write_checkpoint_report(
     Args:
         scores: what `evaluate_checkpoint` returned.
         path: of the page.
-        items: the items of its tasks, as the items file holds them: the samples.
+        items: of its tasks, as the items file holds them: the samples.
         peers: scores of the sweep's other checkpoints, with their `flops`: what equal compute buys elsewhere.
         against: scores and items of one other checkpoint, to be compared item by item.
     """
-    write_atomic(path, render(scores, items, peers, against))
+    write_atomic(path, checkpoint_page(scores, items, peers, against))
 
 
-def render(scores: Scores, items: Items = (), peers: Sequence[Scores] = (), against: Other | None = None) -> str:
-    """The page as text."""
+def checkpoint_page(
+    scores: Scores, items: Items = (), peers: Sequence[Scores] = (), against: Other | None = None
+) -> str:
     name, worst = scores.get("name") or scores["run_id"], (scores.get("held_out") or {}).get("worst")
     tasks = {task: found for task, found in scores["tasks"].items() if not _is_domain(found)}
     domains = sorted(
@@ -63,6 +64,9 @@ def render(scores: Scores, items: Items = (), peers: Sequence[Scores] = (), agai
     )
     others = [peer for peer in peers if not _is_same(peer, scores)]
     near = at_equal_compute(scores, others)
+    count = sum(task.get("contaminated_items") == 0 for task in tasks.values())  # looked through and found clean
+    among = f"the {len(tasks)}" if count == len(tasks) else f"{count} of the {len(tasks)}"
+    clean = [f"No item of {among} tasks shares text with the training data."] if count else []
     sections = {
         ("tasks", "Benchmarks"): tasks or not scores["tasks"],
         ("domains", "Text by domain"): domains,
@@ -72,30 +76,40 @@ def render(scores: Scores, items: Items = (), peers: Sequence[Scores] = (), agai
         ("worst", "Worst losses"): worst,
     }
     context = {
-        "name": name, "scores": scores, "tasks": tasks, "domains": domains, "items": items, "worst": worst,
+        "name": name,
+        "scores": scores,
+        "tasks": tasks,
+        "domains": domains,
+        "items": items,
+        "worst": worst,
         "sections": [section for section, is_there in sections.items() if is_there],
-        "sampled": task_order(scores, items), "further_metrics": _further_metrics,
-        "facts": _facts(scores), "warnings": _warnings(scores), "footer": _footer(scores),
-        "remarks": [*_suites(scores), *_uncontaminated(tasks)],
-        "others": others, "near": near, "places": _places(scores, near), "nearest": _nearest(scores, others),
-        "other": against[0] if against else None, "other_name": _called(against[0]) if against else "",
+        "sampled": task_order(scores, items),
+        "further_metrics": _further_metrics,
+        "facts": _facts(scores),
+        "warnings": _warnings(scores),
+        "footer": _footer(scores),
+        "remarks": [*_suites(scores), *clean],
+        "others": others,
+        "near": near,
+        "places": _places(scores, near),
+        "nearest": _nearest(scores, others),
+        "other": against[0] if against else None,
+        "other_name": _called(against[0]) if against else "",
         "differences": _differences(items, against[1]) if against else {},
-    }  # fmt: skip
+    }
     title = f"Scores of {name}, step {scores['step']}"
     if not items:
         return render_page("checkpoint.html", title, context, "samples.css")
-    return render_page(
-        "checkpoint.html", title, context, "samples.css", "samples.js", payload(scores, items, against)
-    )  # fmt: skip
+    return render_page("checkpoint.html", title, context, "samples.css", "samples.js", payload(scores, items, against))
 
 
 def _facts(scores: Scores) -> list[tuple[str, str, str]]:
     """(name, value, what explains it) at the head of the page."""
     held_out = scores.get("held_out") or {}
-    facts = [("Parameters (N_total)", count(scores["N_total"]), whole(scores["N_total"]))]
+    facts = [("Parameters (N_total)", short_count(scores["N_total"]), grouped(scores["N_total"]))]
     if scores.get("N_non_embedding") is not None:
-        facts.append(("N_non_embedding", count(scores["N_non_embedding"]), whole(scores["N_non_embedding"])))
-    facts.append(("Tokens (D)", count(scores["tokens"]), whole(scores["tokens"])))
+        facts.append(("N_non_embedding", short_count(scores["N_non_embedding"]), grouped(scores["N_non_embedding"])))
+    facts.append(("Tokens (D)", short_count(scores["tokens"]), grouped(scores["tokens"])))
     if scores.get("flops") is not None:
         six = "" if not scores["N_total"] else f"exact; 6ND is {compute(6 * scores['N_total'] * scores['tokens'])}"
         facts.append(("Training FLOPs", compute(scores["flops"]), six))
@@ -108,23 +122,18 @@ def _facts(scores: Scores) -> list[tuple[str, str, str]]:
 
 def _footer(scores: Scores) -> str:
     known = {
-        "run": scores["run_id"], "checkpoint SHA-256": str(scores.get("checkpoint_sha256") or "")[:16],
-        "context": f"{scores['sequence_length']} tokens", "tokenizer": str(scores.get("tokenizer") or "")[:16],
-        "lm-eval": scores["lm_eval_version"], "precision": scores.get("precision"),
+        "run": scores["run_id"],
+        "checkpoint SHA-256": str(scores.get("checkpoint_sha256") or "")[:16],
+        "context": f"{scores['sequence_length']} tokens",
+        "tokenizer": str(scores.get("tokenizer") or "")[:16],
+        "lm-eval": scores["lm_eval_version"],
+        "precision": scores.get("precision"),
         "scored on": f"{scores['device']} in {scores['seconds']:.1f} s",
-    }  # fmt: skip
+    }
     return " · ".join(f"{key} {value}" for key, value in known.items() if value)
 
 
-def _uncontaminated(tasks: Mapping[str, Scores]) -> list[str]:
-    """How many tasks were looked through and found clean; nothing where nobody looked."""
-    clean = sum(task.get("contaminated_items") == 0 for task in tasks.values())
-    among = f"the {len(tasks)}" if clean == len(tasks) else f"{clean} of the {len(tasks)}"
-    return [f"No item of {among} tasks shares text with the training data."] if clean else []
-
-
 def _suites(scores: Scores) -> list[str]:
-    """One sentence for each suite that was scored whole."""
     return [
         f"Suite {name}: {with_error(mean['centered'], mean.get('centered_se'))} mean centered accuracy over "
         f"{mean['tasks']} tasks; 0 is guessing, 1 is all right."
@@ -190,15 +199,13 @@ def _is_same(one: Scores, other: Scores) -> bool:
 
 
 def _called(scores: Scores) -> str:
-    """A checkpoint in a few words."""
-    size = count(scores.get("N_total"))
+    size = short_count(scores.get("N_total"))
     return f"{scores.get('name') or scores.get('run_id')} at step {scores.get('step')}" + (
         f" ({size} parameters)" if size != "–" else ""
     )
 
 
 def _nearest(scores: Scores, others: Sequence[Scores]) -> str:
-    """What is said where no other checkpoint is near."""
     own = scores.get("flops")
     known = [peer["flops"] for peer in others if is_number(peer.get("flops")) and peer["flops"] > 0]
     if not is_number(own) or own <= 0 or not known:
@@ -253,16 +260,17 @@ class Difference:
 
     @property
     def is_clear(self) -> bool:
-        """Whether it is more than two standard errors."""
         return self.error is not None and abs(self.value) > 2 * self.error
 
 
 def _key_of(item: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What makes two items the same question: prompt and choices, not only the place in the dataset."""
+    """What makes two items the same question: not the place in the dataset alone."""
     return (item.get("task"), item.get("index"), item.get("prompt"), tuple(item.get("choices") or ()))
 
 
-def paired(items: Iterable[Mapping[str, Any]], others: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Difference]]:
+def paired_differences(
+    items: Iterable[Mapping[str, Any]], others: Iterable[Mapping[str, Any]]
+) -> dict[str, dict[str, Difference]]:
     """Task -> measure -> difference, over the items that both have a number for."""
     known = {_key_of(item): item for item in others}
     pairs: dict[tuple[str, str], list[tuple[float, float]]] = {}
@@ -285,7 +293,7 @@ def paired(items: Iterable[Mapping[str, Any]], others: Iterable[Mapping[str, Any
 def _differences(items: Items, others: Items) -> dict[str, list[tuple[str, Difference, str]]]:
     """Task -> (measure, difference, its class on the page)."""
     rows: dict[str, list[tuple[str, Difference, str]]] = {}
-    for task, measures in paired(items, others).items():
+    for task, measures in paired_differences(items, others).items():
         for key, name, more in MEASURES:
             if (found := measures.get(key)) is not None:
                 tone = "better" if (found.value > 0) == more else "worse"
@@ -305,7 +313,7 @@ def is_right(item: Mapping[str, Any]) -> bool | None:
 
 
 def payload(scores: Scores, items: Items, against: Other | None) -> dict[str, Any]:
-    """What the script of the page reads: tasks, the two names, and the items, each with the other's answer in it."""
+    """What the script of the page reads; each item has the other checkpoint's answer in it."""
     others = {_key_of(item): item for item in against[1]} if against else {}
     tasks = task_order(scores, items)
     places = {task: place for place, task in enumerate(tasks)}

@@ -1,10 +1,7 @@
-"""Every item of an evaluation on disk: what was asked, what the model said of each choice, and what that scored.
+"""Items: from lm-eval's samples to what was asked, what was right and what the model said, and to a file of them.
 
-Special here:
-- Gzipped JSON lines, an item a line, replaced in one rename. Each task is a gzip member of its own, so that a file
-  that grows task by task compresses each of them once. The same items are the same bytes.
-- Reading forgives: a damaged file is moved aside and said, and lines that are no item are left out. Scores never
-  depend on it; the report's samples do.
+The prompt is what all of an item's contexts begin with; the rest of a context belongs to its choice (WinoGrande). The
+file is gzipped JSON lines, each task a member of its own; scores never depend on it, the report's samples do.
 """
 
 from __future__ import annotations
@@ -12,17 +9,100 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import os
 import zlib
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...train.files import plain
+from ...train.files import plain_value
 from ..metrics import ItemResult
-from .answers import move_aside
+from ..tasks.suite import SuiteTask
 
 LONGEST = 4000  # characters of a text that are kept
 CUT = " … "
+Arguments = set[tuple[Any, ...]]
+
+
+# --- from lm-eval's samples ------------------------------------------------------------------------------------------
+
+
+def item_results(
+    entry: SuiteTask, samples: list[dict[str, Any]], averaged: set[str], truncated: Arguments, failed: Arguments
+) -> list[ItemResult]:
+    """One result for each item, by place. A task with several filters has a sample for each; they become one item.
+
+    Args:
+        entry: the task.
+        samples: as lm-eval's `evaluate` gives them.
+        averaged: metrics whose mean is the task's score.
+        truncated, failed: arguments of requests, see `harness.CheckpointLM`.
+    """
+    merged: dict[int, ItemResult] = {}
+    for sample in samples:
+        suffix = "" if sample["filter"] == "none" else f",{sample['filter']}"
+        values = {name + suffix: float(sample[name]) for name in sample["metrics"] if name in averaged}
+        place = sample["doc_id"]
+        if place in merged:
+            merged[place].values.update(values)
+            continue
+        keys = [tuple(request) for request in sample["arguments"]]
+        if entry.task.OUTPUT_TYPE == "generate_until":
+            keys = [key[:1] for key in keys]
+        merged[place] = ItemResult(
+            index=entry.indices[place],
+            values=values,
+            truncated=any(key in truncated for key in keys),
+            failed=any(key in failed for key in keys),
+            **_answers(entry.task, sample),
+        )
+    return [merged[place] for place in sorted(merged)]
+
+
+def _answers(task: Any, sample: dict[str, Any]) -> dict[str, Any]:
+    """Fields of an `ItemResult` that follow from the kind of task."""
+    arguments, responses = sample["arguments"], [response[0] for response in sample["resps"]]
+    kind, first = task.OUTPUT_TYPE, arguments[0][0] if arguments else ""
+    if kind == "generate_until":
+        wanted = sample["target"]  # a text, or several of which any will do
+        target = " | ".join(map(str, wanted)) if isinstance(wanted, list | tuple) else str(wanted)
+        return {"chance": 0.0, "prompt": first, "answer": str(responses[0]), "target": target}
+    if kind == "loglikelihood_rolling":
+        return {"log_probabilities": responses, "prompt": first, "bytes": len(first.encode(errors="replace"))}
+    nats = [response[0] for response in responses]
+    if kind == "loglikelihood":
+        gold, target = _gold(arguments[0], nats[0]), arguments[0][1]
+        return {"log_probabilities": nats, "gold": gold, "chance": 0.0, "prompt": first, "target": target}
+    # With mutual information lm-eval asks for every choice once more without its context, at the end.
+    count = len(task.doc_to_choice(sample["doc"]))
+    right = _right_choices(task, sample["doc"], count)
+    prompt = os.path.commonprefix([context for context, *_ in arguments[:count]])  # noqa: RUF071 (of characters)
+    return {
+        "log_probabilities": nats[:count],
+        "gold": _gold(arguments[right[0]], nats[right[0]]) if right else None,
+        "chance": len(right) / count,
+        "prompt": prompt,
+        "choices": [context[len(prompt) :] + continuation for context, continuation, *_ in arguments[:count]],
+        "right": right,
+    }
+
+
+def _gold(arguments: Any, nats: float) -> tuple[float, str] | None:
+    context, continuation = arguments[:2]
+    text = context[len(context.rstrip()) :] + continuation  # lm-eval scores the context's trailing blanks too
+    return (nats, text) if text else None
+
+
+def _right_choices(task: Any, doc: Any, choices: int) -> list[int]:
+    """Places of the right choices, by lm-eval's reading of the label: a place, a text, or a list of either."""
+    label = task.doc_to_text(doc) if task.multiple_input else task.doc_to_target(doc)
+    labels = label if isinstance(label, list) else [label]
+    texts = task.doc_to_choice(doc)
+    places = [texts.index(one) if isinstance(one, str) and one in texts else one for one in labels]
+    return list(dict.fromkeys(place for place in places if isinstance(place, int) and 0 <= place < choices))
+
+
+# --- the file --------------------------------------------------------------------------------------------------------
 
 
 def items_path(scores: Path) -> Path:
@@ -31,9 +111,8 @@ def items_path(scores: Path) -> Path:
 
 
 def as_dicts(task: str, items: Sequence[ItemResult], contaminated: Collection[int] | None) -> list[dict[str, Any]]:
-    """A task's items as they are written.
-
-    Texts are cut in the middle to `LONGEST` characters, and what is no finite number is None.
+    """A task's items as they are written: texts cut in the middle to `LONGEST` characters, None for what is not
+    finite.
     """
     return [
         {
@@ -46,10 +125,7 @@ def as_dicts(task: str, items: Sequence[ItemResult], contaminated: Collection[in
             "answer": None if item.answer is None else shortened(item.answer),
             "target": None if item.target is None else shortened(item.target),
             "values": {name: _finite(value) for name, value in item.values.items()},
-            "gold_bpb": _finite(item.gold_bpb),
-            "p_right": _finite(item.p_right),
-            "margin": _finite(item.margin),
-            "bpb": _finite(item.bpb),
+            **{name: _finite(getattr(item, name)) for name in ("gold_bpb", "p_right", "margin", "bpb")},
             "truncated": item.truncated,
             "contaminated": None if contaminated is None else item.index in contaminated,
         }
@@ -69,19 +145,13 @@ def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def pack(items: Iterable[dict[str, Any]]) -> bytes:
-    """Items of one task as a gzip member."""
-    lines = "".join(json.dumps(item, default=plain) + "\n" for item in items)
+def pack_items(items: Iterable[dict[str, Any]]) -> bytes:
+    lines = "".join(json.dumps(item, default=plain_value) + "\n" for item in items)
     return gzip.compress(lines.encode(), compresslevel=5, mtime=0)
 
 
 def read_items(path: Path, say: Callable[[str], None] = lambda line: None) -> list[dict[str, Any]]:
-    """The items of an evaluation; none where there is no file.
-
-    Args:
-        path: see `items_path`.
-        say: told of a damaged file, which is moved aside.
-    """
+    """The items of an evaluation; none where there is no file. A damaged one is moved aside, and `say` is told."""
     if not path.is_file():
         return []
     try:
@@ -95,3 +165,11 @@ def read_items(path: Path, say: Callable[[str], None] = lambda line: None) -> li
         say(f"{path} is no file of items ({error}); {said}, and its samples are not shown")
         return []
     return [item for item in items if isinstance(item, dict) and "task" in item and "index" in item]
+
+
+def move_aside(path: Path) -> Path:
+    """Renames a damaged file to `<name>.corrupt-<n>`; returns where it is now."""
+    candidates = (path.with_name(f"{path.name}.corrupt-{number}") for number in range(1, 1_000_000))
+    aside = next(candidate for candidate in candidates if not candidate.exists())
+    os.replace(path, aside)
+    return aside

@@ -1,31 +1,174 @@
 """The files of one evaluation: scores, items, and the answers of an evaluation that has not come to its end.
 
-Special here: of several ranks the first alone reads and writes, and what it has read, or what it could not write, all
-of them learn, so that none waits for another that has left.
+Of several ranks the first alone reads and writes, and what it has read, or could not write, all of them learn. The
+answers begin with what they depend on (checkpoint, precision, our scoring, lm-eval), go by a hash of their request, and
+are flushed batch by batch; floats come back the same, so a resumed evaluation equals one that ran through.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from filelock import FileLock, Timeout
 
 from ...train.errors import UserError
-from ...train.files import read_json, write_atomic, write_json
+from ...train.files import JsonLines, plain_value, read_json, write_atomic, write_json
 from ..inference.ranks import Alone, Ranks
 from ..metrics import suite_scores
 from ..tasks.suite import Suite
-from .answers import Answers, Memory, Store, move_aside
-from .items import items_path, pack, read_items
+from .items import items_path, move_aside, pack_items, read_items
 
 Report = Callable[[str], None]
 T = TypeVar("T")
 ALONE = Alone()
 # What a score depends on beside its task: scores of a file that says otherwise are not kept.
 SAME = ("checkpoint_sha256", "lm_eval_version", "scoring", "precision")
+SECONDS = 10.0  # between two lines of a meter
+
+
+# --- answers ---------------------------------------------------------------------------------------------------------
+
+
+class Store(Protocol):
+    def get(self, key: str) -> Any | None: ...
+    def put(self, pairs: Iterable[tuple[str, Any]]) -> None: ...
+
+
+def request_key(kind: str, *parts: Any) -> str:
+    """Hex of a 16-byte BLAKE2b over the canonical JSON of a request's parts (strings, numbers, lists)."""
+    text = json.dumps([kind, *parts], sort_keys=True, separators=(",", ":"), default=plain_value)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+class Memory:
+    """Answers of this process alone."""
+
+    def __init__(self) -> None:
+        self._answers: dict[str, Any] = {}
+
+    def get(self, key: str) -> Any | None:
+        return self._answers.get(key)
+
+    def put(self, pairs: Iterable[tuple[str, Any]]) -> None:
+        self._answers.update(pairs)
+
+    def __len__(self) -> int:
+        return len(self._answers)
+
+
+class Answers(Memory):
+    """Answers in a file; see `open`."""
+
+    def __init__(self, path: Path, lines: JsonLines, answers: dict[str, Any]) -> None:
+        super().__init__()
+        self.path, self._lines, self._answers = path, lines, answers
+
+    @classmethod
+    def open(cls, path: Path, header: dict[str, Any], say: Report) -> Answers:
+        """Opens the file, or begins it: answers under another header are dropped.
+
+        Raises:
+            UserError: the file cannot be written.
+        """
+        header = json.loads(json.dumps(header, default=plain_value))
+        try:
+            answers = _answers_under(path, header, say)
+            if answers is None:
+                path.unlink(missing_ok=True)
+            lines = JsonLines(path)
+            if answers is None:
+                lines.write(header)
+        except OSError as error:
+            raise _unwritable("answers", path, error) from error
+        return cls(path, lines, answers or {})
+
+    def put(self, pairs: Iterable[tuple[str, Any]]) -> None:
+        """Remembers a batch of JSON values and writes it as one line.
+
+        Raises:
+            UserError: the disk is full.
+        """
+        batch = dict(pairs)
+        self._answers.update(batch)
+        if batch:
+            try:
+                self._lines.write(batch)
+            except OSError as error:
+                raise _unwritable("answers", self.path, error) from error
+
+    def close(self) -> None:
+        self._lines.close()
+
+    def remove(self) -> None:
+        """Closes and deletes the file: what it served is complete."""
+        self.close()
+        self.path.unlink(missing_ok=True)
+
+
+def _answers_under(path: Path, header: dict[str, Any], say: Report) -> dict[str, Any] | None:
+    """The answers under this header; None where the file must be begun anew. A line torn by a kill is dropped."""
+    if not path.exists():
+        return None
+    content = path.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1].splitlines()
+    if not whole:  # killed while it wrote the header
+        return None
+    answers: dict[str, Any] = {}
+    try:
+        if json.loads(whole[0]) != header:
+            return None
+        for line in whole[1:]:
+            answers.update(json.loads(line))
+    except (ValueError, TypeError):
+        aside = move_aside(path)
+        say(f"{path} is damaged; moved to {aside.name}, asking the model again")
+        return None
+    return answers
+
+
+class Meter:
+    """A store of answers that counts what passes through it, and says every `seconds` how far and fast a task is."""
+
+    def __init__(
+        self, answers: Store, say: Report, seconds: float = SECONDS, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._answers, self._say, self._seconds, self._clock = answers, say, seconds, clock
+        self.begin("")
+
+    def begin(self, name: str) -> None:
+        """A new task; what it looks up is what it asks for."""
+        self._name, self._total, self._found, self._new = name, 0, 0, 0
+        self._start = self._said = self._clock()
+
+    def get(self, key: str) -> Any | None:
+        answer = self._answers.get(key)
+        self._total += 1
+        self._found += answer is not None
+        return answer
+
+    def put(self, pairs: Iterable[tuple[str, Any]]) -> None:
+        batch = list(pairs)
+        self._answers.put(batch)
+        self._new += len(batch)
+        now = self._clock()
+        if batch and now - self._said >= self._seconds:
+            self._said = now
+            # What was there from an earlier evaluation took no time, so it does not count towards the rate.
+            rate = self._new / max(now - self._start, 1e-9)
+            done = self._found + self._new
+            left = (self._total - done) / rate
+            unit, size = ("s", 1) if left < 100 else ("min", 60) if left < 6000 else ("h", 3600)
+            shown = f"{left / size:.{1 if unit == 'h' else 0}f} {unit} left"
+            self._say(f"{self._name}: {done:,} of {self._total:,} requests, {rate:.3g} a second, {shown}")
+
+
+# --- scores and items ------------------------------------------------------------------------------------------------
 
 
 def from_first(ranks: Ranks, function: Callable[[], T]) -> T:
@@ -36,9 +179,7 @@ def from_first(ranks: Ranks, function: Callable[[], T]) -> T:
 
 @contextlib.contextmanager
 def only_one(output: Path, say: Report, ranks: Ranks = ALONE) -> Iterator[None]:
-    """Holds the output, so that two evaluations into one file do not ask twice; the second one says that it waits.
-
-    The kernel drops the lock with its holder.
+    """Holds the output, so that two evaluations into one file do not ask twice; the kernel drops the lock.
 
     Raises:
         UserError: the folder cannot be written, or the output is one.
@@ -62,15 +203,11 @@ def _acquire(lock: FileLock, output: Path, say: Report) -> None:
             say(f"somebody else writes {output}; waiting for them")
             lock.acquire()
     except OSError as error:
-        raise unwritable(output, error) from error
+        raise _unwritable("scores", output, error) from error
 
 
 class Record:
-    """What is known of a checkpoint, in memory and on disk.
-
-    Attributes:
-        scores: the contents of the file.
-    """
+    """What is known of a checkpoint, in memory (`scores`) and on disk."""
 
     def __init__(self, output: Path, scores: dict[str, Any], ranks: Ranks, say: Report, keep_items: bool) -> None:
         self.output, self.scores, self._ranks, self._say, self._keep_items = output, scores, ranks, say, keep_items
@@ -88,13 +225,15 @@ class Record:
         record = cls(output, header, ranks, say, keep_items)
         known: dict[str, Any] = {"tasks": {}, "suites": {}, "held_out": None, "contamination_withheld": None}
         record.scores |= known | {name: old[name] for name in known if name in old}
-        if record._keeps:
-            record._read_members()
+        if record._keeps and record.tasks:  # items of other tasks go with the next write
+            by_task: dict[str, list[dict[str, Any]]] = {}
+            for item in read_items(items_path(output), say):
+                by_task.setdefault(item["task"], []).append(item)
+            record._members = {name: pack_items(items) for name, items in by_task.items() if name in record.tasks}
         return record
 
     @property
     def tasks(self) -> dict[str, Any]:
-        """Scores by task."""
         tasks: dict[str, Any] = self.scores["tasks"]
         return tasks
 
@@ -103,7 +242,7 @@ class Record:
         """The answers so far, which the first rank keeps; they are deleted when the block ends without an error."""
         path = self.output.with_name(f"{self.output.stem}.answers.jsonl")
         header = {key: self.scores[key] for key in SAME}
-        answers = self._ranks.together(
+        answers = self._ranks.raise_together(
             lambda: Answers.open(path, header, self._say) if self._ranks.rank == 0 else Memory()
         )
         if not isinstance(answers, Answers):
@@ -121,17 +260,14 @@ class Record:
         """
         self.tasks[name] = scores
         if self._keeps:
-            self._members[name] = pack(items)
+            self._members[name] = pack_items(items)
         from_first(self._ranks, lambda: self._write(flush=False))
 
     def finish(self, held_out: Callable[[], dict[str, Any]], suites: Mapping[str, Sequence[str]]) -> None:
-        """The last numbers: what held-out text says, as far as it is not known, and the means of the suites that are
-        whole.
+        """Held-out loss, and the means of the suites (name -> tasks) that are whole.
 
-        Args:
-            held_out: asked where no loss is known, and where items are kept for the windows where it is worst; a loss
-                that is known stays.
-            suites: the tasks of each suite.
+        `held_out` is asked where no loss is known, and, where items are kept, for the windows where it is worst; a
+        known loss stays.
         """
         known = self.scores["held_out"]
         if known is None or known.get("withheld"):  # the corpus may be at hand by now
@@ -154,14 +290,7 @@ class Record:
                 write_atomic(items_path(self.output), self._members.values(), flush)
             write_json(self.output, self.scores, flush)
         except OSError as error:
-            raise unwritable(self.output, error) from error
-
-    def _read_members(self) -> None:
-        """Items of the tasks that are kept; those of others go with the next write."""
-        by_task: dict[str, list[dict[str, Any]]] = {}
-        for item in read_items(items_path(self.output), self._say) if self.tasks else ():
-            by_task.setdefault(item["task"], []).append(item)
-        self._members = {name: pack(items) for name, items in by_task.items() if name in self.tasks}
+            raise _unwritable("scores", self.output, error) from error
 
 
 def _kept(output: Path, header: dict[str, Any], suite: Suite, ngram: int | None, say: Report) -> dict[str, Any]:
@@ -195,8 +324,7 @@ def _is_whole(old: dict[str, Any]) -> bool:
     )
 
 
-def unwritable(output: Path, error: OSError) -> UserError:
-    """One sentence of a full disk or a folder that must not be written."""
+def _unwritable(what: str, path: Path, error: OSError) -> UserError:
     return UserError(
-        f"scores cannot be written to {output} ({error.strerror or error}); free space or choose another output"
+        f"{what} cannot be written to {path} ({error.strerror or error}); free space or choose another output"
     )

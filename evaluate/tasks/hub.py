@@ -1,11 +1,7 @@
 """Tasks that lm-eval knows by name: its index without the wait, and copies of their data for nodes without a network.
 
-Special here:
-- lm-eval reads 14,000 YAML files to know its names, 10 s in every process. The names and paths are kept in the cache
-  for this installation of lm-eval; the definitions themselves are always read from their own files.
-- Whatever a task asks of `datasets.load_dataset` while it is staged is written as Parquet, with a manifest and
-  checksums, under the arguments of the call; the same call reads it back later. So groups, tags and tasks that are
-  Python classes need nothing of their own. One lock, one rename: a kill never leaves half a copy.
+lm-eval reads 14,000 YAML files to know its names, 10 s in every process, so these are cached. What a task asks of
+`datasets.load_dataset` while it is staged is kept as Parquet under the arguments of the call, and read back later.
 """
 
 from __future__ import annotations
@@ -139,11 +135,7 @@ def _explained(name: str) -> Iterator[None]:
 
 
 def stage_named(names: list[str], cache: Path | str | None = None, progress: Report | None = None) -> list[Path]:
-    """Keeps copies of all data that these tasks load; returns their folders.
-
-    Raises:
-        UserError: an unknown name, a task of another kind, or data that cannot be had.
-    """
+    """Keeps copies of all data that these tasks load; returns their folders. Raises UserError as `load_named`."""
     manager = task_manager(cache, progress)
     for name in names:
         check_name(name, manager)
@@ -165,10 +157,7 @@ def copies(
 ) -> Iterator[None]:
     """While open, `datasets.load_dataset` reads a staged copy where there is a sound one.
 
-    Args:
-        cache: as elsewhere.
-        progress: told when a copy is damaged.
-        keep: if a list, data without a copy are copied, and the folders of all that was asked for are appended.
+    With a list `keep`, data without a copy are copied, and the folders of all that was asked for are appended.
     """
     import datasets
 
@@ -211,7 +200,6 @@ def copies(
 
 @contextlib.contextmanager
 def _less_noise() -> Iterator[None]:
-    """The Hub's client tells of each of its attempts, in two lines; what comes of them is enough."""
     logger = logging.getLogger("huggingface_hub")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -222,7 +210,7 @@ def _less_noise() -> Iterator[None]:
 
 
 def copy_folder(arguments: dict[str, Any], cache: Path | str | None = None) -> Path:
-    """Where the copy of what `load_dataset` returns for these arguments lies (or would)."""
+    """Where the copy of what `load_dataset` returns for these arguments lies, or would."""
     which = {name: value for name, value in arguments.items() if name not in _MANNERS}
     digest = hashlib.sha256(json.dumps(which, sort_keys=True, default=str).encode()).hexdigest()[:16]
     plain = "".join(
@@ -232,7 +220,7 @@ def copy_folder(arguments: dict[str, Any], cache: Path | str | None = None) -> P
 
 
 def read_copy(folder: Path) -> Any | None:
-    """The data of a copy, every file compared with its checksum; None where there is none or it is damaged."""
+    """The data of a copy, every file compared with its checksum; None where there is no sound one."""
     import datasets
     import pyarrow.parquet
 
@@ -251,11 +239,7 @@ def read_copy(folder: Path) -> Any | None:
 
 
 def write_copy(folder: Path, data: Any, arguments: dict[str, Any]) -> None:
-    """Replaces a copy in one rename. What is streamed is not copied.
-
-    Raises:
-        UserError: the cache cannot be written.
-    """
+    """Replaces a copy in one rename. What is streamed is not copied."""
     import datasets
 
     if not isinstance(data, datasets.Dataset | datasets.DatasetDict):

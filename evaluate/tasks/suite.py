@@ -1,9 +1,7 @@
-"""Loaded tasks: which items of each are scored, and requests that are built once and asked of many checkpoints.
+"""Suites: lists of tasks in conf/evaluate, and tasks whose requests are built once and asked of many checkpoints.
 
-Special here:
-- A suite scores a fixed subset of each task: items are ranked by a hash of (seed, task, place), so the choice is the
-  same on every machine, forever, and a smaller limit is a subset of a larger one.
-- lm-eval's evaluator asks a task for documents and requests anew for every model; a frozen task answers with the same.
+Of each task a fixed subset is scored: items are ranked by a hash of (seed, task, place), so the choice is the same on
+every machine, forever, and a smaller limit is a subset of a larger one.
 """
 
 from __future__ import annotations
@@ -36,11 +34,9 @@ class SuiteTask:
     """One lm-eval task with its chosen items.
 
     Attributes:
-        task: the lm-eval task, its requests built.
-        indices: places of the chosen items in the split, ascending.
+        indices: places of the items in the split, ascending.
         subset: what is recorded with a score: items, of, split, seed, source, a SHA-256 of all prompts, answers,
-            metrics and filters, and where there is something to say, `examples` (where a prompt's examples are from)
-            and `note`.
+            metrics and filters, and where there is something to say, `examples` (where they are from) and `note`.
         version: lm-eval's version of the task.
         shots: examples in each prompt.
     """
@@ -55,17 +51,12 @@ class SuiteTask:
 
 @dataclass
 class Suite:
-    """Tasks by name."""
-
     name: str
     tasks: dict[str, SuiteTask]
 
 
 def choose_items(name: str, count: int, limit: int | None, seed: int) -> list[int]:
-    """Places of the items to score, ascending: the `limit` smallest by a hash.
-
-    Not by a random generator, because its stream may change between library versions.
-    """
+    """Places of the items to score, ascending: the `limit` smallest by a hash."""
     if limit is None or limit >= count:
         return list(range(count))
     ranked = sorted(range(count), key=lambda index: hashlib.sha256(f"{seed}/{name}/{index}".encode()).digest())
@@ -73,9 +64,8 @@ def choose_items(name: str, count: int, limit: int | None, seed: int) -> list[in
 
 
 def _frozen_class(base: Any) -> Any:
-    """A task class whose documents are the chosen ones, and whose requests are built only once.
-
-    lm-eval's evaluator asks a task for documents and requests anew for every model; neither depends on the model.
+    """A task class with the chosen documents and requests that are built once; lm-eval asks for both anew for every
+    model.
     """
 
     class Frozen(base):
@@ -134,7 +124,7 @@ def freeze(
 
 
 def _written(value: Any) -> str:
-    """A function by its name, for where it lies in memory is another thing in every process."""
+    """A function by its name: its address differs from process to process."""
     return str(getattr(value, "__qualname__", value))
 
 
@@ -164,16 +154,13 @@ def only_text(tasks: dict[str, Any], refused: Sequence[str] = ()) -> dict[str, A
 
 
 def nearest(name: str, known: Iterable[str], otherwise: str) -> str:
-    """A hint at what a misspelt name may have meant."""
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     return f"the nearest names are {', '.join(near)}" if near else otherwise
 
 
 @contextlib.contextmanager
 def quiet(progress_bars: bool = False) -> Iterator[None]:
-    """Around calls into lm-eval: its remarks, and unless `progress_bars` what it draws, stay off the screen; errors
-    still raise. And a template is compiled once, where lm-eval does it anew for every document.
-    """
+    """Keeps lm-eval's remarks, and what it draws unless `progress_bars`, off the screen; compiles a template once."""
     from lm_eval.utils import env
 
     logger = logging.getLogger("lm_eval")
@@ -195,7 +182,6 @@ def quiet(progress_bars: bool = False) -> Iterator[None]:
 
 
 def suite_names(folder: Path = SUITES) -> list[str]:
-    """The suites that there are."""
     return sorted(path.stem for path in folder.glob("*.yaml"))
 
 

@@ -1,13 +1,8 @@
 """Tasks by name, loaded once and asked many times: from staged data, by lm-eval's name, or from files of your own.
 
-Special here:
-- An entry is a suite (`small`), a task (`piqa`), a task with examples in its prompts (`piqa@5`), a folder of lm-eval
-  YAML, a `.jsonl` of questions, or `text:FOLDER`. Results go by the entry as it was written.
-- Staged tasks (`staged_tasks.py`) load without lm-eval's index of 14,000 tasks, and only the chosen items are parsed.
-- Staged tasks have no training split. Their examples are drawn, by lm-eval's own sampler, from a fixed part of the
-  scored split, never the item itself; MMLU's are the five of its subject. Every score records where they are from.
-- Every other lm-eval task or group goes lm-eval's usual way, its data from the Hub or from copies of it (`hub.py`).
-- lm-eval is imported where it is used: staging and listing need neither it nor torch.
+An entry is a suite (`small`), a task (`piqa`), a task with examples (`piqa@5`), a folder of lm-eval YAML, a `.jsonl` of
+questions, or `text:FOLDER`. Staged tasks need no index of lm-eval's 14,000 tasks and have no training split: examples
+are drawn from a fixed part of the scored split, never the item itself; MMLU's are the five of its subject.
 """
 
 from __future__ import annotations
@@ -32,14 +27,7 @@ EXAMPLES = 200  # items of a scored split that examples are drawn from
 
 @dataclass(frozen=True)
 class Entry:
-    """One entry of a list of tasks.
-
-    Attributes:
-        written: as the user wrote it.
-        name: without the number of examples.
-        shots: that number; None where none was given.
-        kind: text | path | staged | named.
-    """
+    """One entry of a list of tasks; `kind` is text, path, staged or named, and `shots` None where none were asked."""
 
     written: str
     name: str
@@ -48,7 +36,7 @@ class Entry:
 
 
 def parse_entry(written: str) -> Entry:
-    """By syntax alone: nothing is looked up but a name without any sign of a path, among staged tasks."""
+    """By syntax alone, and the names of staged tasks."""
     if written.startswith("text:"):
         return Entry(written, written.removeprefix("text:"), None, "text")
     name, shots = written, None
@@ -61,12 +49,7 @@ def parse_entry(written: str) -> Entry:
 
 
 def anchored(tasks: Sequence[str], progress: Report | None = None) -> list[str]:
-    """The same tasks, suites spelled out, with files and folders named from the root: whoever reads them may work in
-    another folder, and hours later.
-
-    Args:
-        tasks: entries as `load_suite` takes them.
-        progress: called with a line of text when lm-eval's index is built.
+    """The same tasks, suites spelled out, files and folders as absolute paths: the reader may work in another folder.
 
     Raises:
         UserError: a file or a folder that is not there, or a name that lm-eval does not know.
@@ -104,12 +87,12 @@ def load_suite(
 
     Args:
         tasks: entries with commas between, or a list of them.
-        limit: items a task; None means all.
+        limit: items per task; None means all.
         seed: of the choice of items.
         cache: folder of the staged data; what the wheel has is staged first where it is not there.
         progress: called with a line of text at each stage of that.
-        manager: lm-eval's index of tasks; every name is looked up in it. Default: staged tasks need none, and it
-            is built when another task is named (10 s, once a machine).
+        manager: lm-eval's index of tasks, in which every name is looked up; default: built (10 s, once per machine)
+            when a task that is not staged is named.
 
     Raises:
         UserError: an unknown task (the nearest names are given), or data that cannot be had.
@@ -147,9 +130,7 @@ def load_suite(
 
 
 def _refuse_namesake(name: str, entry: Entry, sources: dict[str, str]) -> None:
-    """Two files may hold a task of one name, whose scores would take each other's place. A group may hold a task that
-    is named by itself too: that is the same one.
-    """
+    """Tasks of one name from two files would share a place; a group's task that is also named is the same."""
     other = sources.setdefault(name, entry.written)
     if other != entry.written and "path" in (entry.kind, parse_entry(other).kind):
         raise UserError(f"tasks: {name!r} comes from {other} and from {entry.written}; rename one of the two")
@@ -164,10 +145,7 @@ def _load_files(entry: Entry, limit: int | None, seed: int) -> dict[str, SuiteTa
 def stage_tasks(
     tasks: str | Sequence[str], cache: Path | str | None = None, progress: Report | None = None
 ) -> list[Path]:
-    """Fetches what the tasks need while there is a network; nodes without one then load them.
-
-    Returns:
-        The folders that hold the data.
+    """Fetches what the tasks need while there is a network, for nodes without one; returns the folders.
 
     Raises:
         UserError: an unknown task, or data that cannot be had.
@@ -195,7 +173,7 @@ def _stage_wheel(entries: list[Entry], cache: Path | str | None, progress: Repor
 def load_staged(
     name: str, shots: int | None, limit: int | None, seed: int, directory: Path, written: str | None = None
 ) -> SuiteTask:
-    """A task's definition with the data taken from the staged file; only the items that are asked are ever parsed.
+    """A staged task; only the items that are asked are ever parsed.
 
     Args:
         name: one of STAGED.
@@ -260,7 +238,7 @@ def _give_examples(
 
 @dataclass
 class SameGroup:
-    """Stands in for lm-eval's sampler: the first examples that share a column with the item, as MMLU's subjects."""
+    """Stands in for lm-eval's sampler: the first examples that share a column with the item."""
 
     pool: list[dict[str, Any]]
     column: str
@@ -269,5 +247,4 @@ class SameGroup:
         """Nothing is drawn."""
 
     def sample(self, n: int, eval_doc: dict[str, Any], **_: Any) -> list[dict[str, Any]]:
-        """The first `n` of the item's group."""
         return [doc for doc in self.pool if doc[self.column] == eval_doc[self.column]][:n]

@@ -1,18 +1,14 @@
-"""Perplexity suites: any folder of text, scored in bits per byte domain by domain.
+"""Perplexity suites: any folder of text, scored in bits per byte domain by domain (Paloma: Magnusson et al. 2023).
 
-Special here:
-- A domain is a folder one level down, with all that lies in it; or a file of many documents (JSON lines, parquet)
-  that lies in the folder itself. Plain texts (.txt, .md) that lie there make up one domain together.
-- A document counts with its first `DOCUMENT_BYTES` bytes, so that one book does not decide a domain. A domain that is a
-  single plain text would be a single document: it is cut into pieces of that size instead.
-- Files are read as the training corpus is (`train/data/readers.py`): the same kinds, the same field, the same rules.
-
-Text by domain as a measure of language models: Paloma (Magnusson et al. 2023, arXiv:2312.10523).
+A domain is a folder one level down, or a file of many documents that lies in the folder itself; plain texts that lie
+there make up one domain together. A document counts with its first `DOCUMENT_BYTES` bytes, so that one book does not
+decide a domain; a single plain text is cut into pieces of that size instead.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -63,13 +59,10 @@ def domains(folder: Path) -> dict[str, list[Path]]:
         raise UserError(_about(folder, error)) from None
     for path in files:
         parts = path.relative_to(folder).parts
-        domain = parts[0] if len(parts) > 1 else _domain_of_file(path)
+        own = _LOOSE if format_of(path) == "plain" else path.name.split(".")[0]
+        domain = parts[0] if len(parts) > 1 else own
         result.setdefault(domain, []).append(path)
     return dict(sorted(result.items()))
-
-
-def _domain_of_file(path: Path) -> str:
-    return _LOOSE if format_of(path) == "plain" else path.name.split(".")[0]
 
 
 def _load_domain(
@@ -104,16 +97,10 @@ def _documents(files: list[Path]) -> Iterator[str]:
         if in_pieces:
             yield from texts
         elif format_of(path) == "plain":
-            yield from _first(texts)
+            yield from islice(texts, 1)
         else:
             for text in texts:
                 yield from cut([text], DOCUMENT_BYTES)
-
-
-def _first(texts: Iterator[str]) -> Iterator[str]:
-    for text in texts:
-        yield text
-        return
 
 
 def _about(folder: Path, error: UserError) -> str:

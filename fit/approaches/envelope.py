@@ -1,16 +1,7 @@
 """The compute-efficient envelope (approach 1): the best run at each level of compute, and power laws through those.
 
-Special here:
-- By default the points are *finished runs*. Hoffmann et al. read the envelope off whole loss curves, but a point in the
-  middle of a schedule that decays later has a higher loss than a run that was finished there, so such an envelope
-  favours small models that have decayed. `fit_curves` is there for curves of constant learning rate, or for the part
-  of them before the decay, where every point is worth as much as the next.
-- A winner that is the smallest or the largest of its rivals shows where the sizes end and not where the optimum is; it
-  is left out (`edges_` counts them). Curves have many such levels: at the highest C only the largest model is left.
-- The envelope knows the optimum only to within the neighbouring sizes, so each bootstrap draw moves the winner at
-  random halfway to its neighbours. Without that a coarse grid would look certain.
-
-Hoffmann et al. 2022 (arXiv:2203.15556), section 3.1.
+By default the points are *finished runs*: on a loss curve, a point in the middle of a schedule that decays later has
+too high a loss, which favours small models that have decayed. Hoffmann et al. 2022 (arXiv:2203.15556), section 3.1.
 """
 
 from __future__ import annotations
@@ -32,8 +23,7 @@ CURVE_LEVELS = 60  # levels of C at which loss curves are compared
 
 class Envelope:
     """Approach 1. After `fit`: flops_, N_, D_, loss_ (levels,), N_law_, D_law_ (PowerLaw, or None below 2 levels),
-    loss_law_ (None below 4 levels), edges_ (levels left out because an end of their sizes won), source_ ("final
-    points" or "loss curves").
+    loss_law_ (None below 4 levels), edges_ (levels left out because an end of their sizes won), source_.
     """
 
     def fit(
@@ -57,9 +47,8 @@ class Envelope:
     def fit_curves(self, curves: Any, N: Mapping[str, float], until: float = 1.0) -> Envelope:
         """Loss curves of constant learning rate: a DataFrame with run_id, tokens, flops, loss, and N by run_id.
 
-        `until` is the share of a run's tokens up to which its rate is constant, 0.8 where the last fifth decays. At
-        each of CURVE_LEVELS levels of C the curves that reach it compete by interpolated loss. No bootstrap: points of
-        one curve are not independent, and runs enter and leave with C.
+        `until` is the share of a run's tokens up to which its rate is constant. No bootstrap: points of one curve are
+        not independent.
         """
         if not 0.0 < until <= 1.0:
             raise InputError(f"until is {until}; a share of each run's tokens, above 0 and at most 1, is expected.")
@@ -145,7 +134,7 @@ def _winners(
     bare: bool,
     jitter: np.random.Generator | None,
 ) -> tuple[Array, int]:
-    """flops, N, D and loss (4, levels) of the best run of each level, where it also beats every cheaper level and has
+    """flops, N, D and loss (4, levels) of the best run of each level, where it beats every cheaper level and has
     smaller and larger rivals; and how many had not.
     """
     best = []
@@ -160,16 +149,18 @@ def _winners(
         if loss[winner] >= lowest:
             continue
         lowest = loss[winner]
+        # The smallest or largest of its rivals shows where the sizes end and not where the optimum is.
         if not N[everyone].min() < N[winner] < N[everyone].max():
             edges += 1
             continue
+        # The optimum is known only to within the neighbouring sizes; else a coarse grid would look certain.
         shift = 0.0 if jitter is None else _within_neighbours(N[everyone], N[winner], jitter)
         best.append((np.median(flops[everyone]), N[winner] * np.exp(shift), D[winner] * np.exp(-shift), loss[winner]))
     return np.array(best).reshape(-1, 4).T, edges
 
 
 def _within_neighbours(sizes: Array, winner: float, generator: np.random.Generator) -> float:
-    """A uniform shift in log N, at most halfway to the next size on either side of an inner one."""
+    """A uniform shift in log N, at most halfway to the next size on either side."""
     steps = np.unique(np.log(sizes)) - np.log(winner)
     up, down = steps[steps > 1e-9].min(), -steps[steps < -1e-9].max()
     return float(generator.uniform(-0.5 * down, 0.5 * up))

@@ -1,7 +1,6 @@
-"""What a careful reader would ask of a fit, asked first: plain warnings, worst first.
+"""What a careful reader would ask of a fit: plain warnings, worst first. `doctor.py` asks the table alone.
 
-Special here: `doctor.py` asks what the table alone can answer, before any fit; here is what needs the fit. Each check
-is one small function from an analysis to warnings, listed in STOPS or SHOWS.
+Each check is one small function from an analysis to warnings, listed in STOPS or SHOWS.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import numpy as np
 
 from ..allocation.allocation import compute_optimal
 from ..formatting import amount, scientific
-from ..laws.chinchilla import FLAT_EXPONENT
 from ..results import Analysis
 from .doctor import Warning, examine
 from .outliers import find_outliers
@@ -70,10 +68,7 @@ def _solver(a: Analysis) -> Iterator[Warning]:
             f"In the parametric fit {said}; its optimum cannot be trusted without runs over a wider range of N and D.",
         )
     if law.draws_ is not None and not law.degenerate_:
-        stuck = np.zeros(1)
-        if law.form == "chinchilla":
-            stuck = (law.draws_["alpha"] < FLAT_EXPONENT) | (law.draws_["beta"] < FLAT_EXPONENT)
-            stuck |= (law.draws_["E"] <= 0) & (law.E is None)
+        stuck = law.degenerate_draws()
         if stuck.mean() > 0.05:
             yield Warning(
                 "degenerate_bootstrap",

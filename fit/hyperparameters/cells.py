@@ -1,13 +1,9 @@
 """The best learning rate and batch of each cell of a sweep: every (N, D) at which a grid of settings was trained.
 
-Special here:
-- Three ideas of best. "near" is the middle of all settings within a fraction of the lowest loss (Bi et al.: 0.25 %);
-  "best" is the setting of the lowest loss (Li et al.); "surface" is the minimum of a polynomial through the runs near
-  the best.
-- "best" falls on the grid, so it errs by up to half a step, and it picks whatever run was lucky. "near" averages that
-  out and leans to the side where the loss rises slowly. "surface" does neither, and wants a dozen runs near the best of
-  every cell.
-- An optimum that the settings do not enclose is refused with the reason, and enters no law.
+"near" is the middle of all settings within a fraction of the lowest loss (Bi et al.: 0.25 %); it leans to where the
+loss rises slowly. "best" is the setting of the lowest loss (Li et al.), which errs by up to half a step and picks the
+lucky run. "surface" is the minimum of a polynomial, and wants a dozen runs near the best of every cell. An optimum that
+the settings do not enclose is refused with the reason, and enters no law.
 
 Bi et al. 2024 (DeepSeek, arXiv:2401.02954), section 3.1; Li et al. 2025 (Step Law, arXiv:2503.04715).
 """
@@ -23,6 +19,8 @@ from numpy.typing import ArrayLike
 
 from ..errors import Array, InputError, positive, same_length
 from ..table import RunTable
+from .hyperparameters import CellOptimum
+from .settings_surface import HyperparameterSurface, cells_of, near_best
 
 NEAR = 0.0025
 WINDOW = 0.01
@@ -49,8 +47,6 @@ class Sweep:
 def read_sweep(table: RunTable, sequence_length: float | None = None) -> Sweep:
     """The settings of a table's runs, from its columns `learning_rate` or `lr`, and `batch_tokens`, or `batch_size` or
     `bs` (sequences) times `sequence_length` (an argument or a column).
-
-    Raises InputError for a column that is missing or not positive.
     """
     rate = _column(table, "learning_rate", "lr")
     if "batch_tokens" in table.frame:
@@ -65,36 +61,6 @@ def read_sweep(table: RunTable, sequence_length: float | None = None) -> Sweep:
             f"{table.source} counts its batch in sequences and has no column 'sequence_length'; give sequence_length."
         )
     return Sweep(table.N, table.D, rate, sequences * length, table.loss)
-
-
-@dataclass(frozen=True)
-class CellOptimum:
-    """The best settings at one (N, D), from `used` of its `runs`; `reason` is empty when the optimum is accepted.
-
-    learning_rate_se and batch_se are standard errors of the logarithms, which only "surface" knows. A setting that the
-    cell did not vary has no optimum (NaN).
-    """
-
-    N: float
-    D: float
-    loss: float
-    runs: int
-    used: int
-    method: str
-    learning_rate: float = float("nan")
-    batch: float = float("nan")
-    learning_rate_se: float = float("nan")
-    batch_se: float = float("nan")
-    reason: str = ""
-
-    @property
-    def accepted(self) -> bool:
-        return not self.reason
-
-    @property
-    def C(self) -> float:
-        """FLOPs, 6ND."""
-        return 6.0 * self.N * self.D
 
 
 def cell_optima(
@@ -138,8 +104,6 @@ def _from_grid(runs: Sweep, method: str, within: float) -> CellOptimum:
 
 
 def _from_surface(runs: Sweep, method: str, within: float) -> CellOptimum:
-    from .settings_surface import HyperparameterSurface
-
     near = near_best(runs.N, runs.D, runs.loss, np.ones_like(runs.loss), within)
     bare = _bare(runs, method, int(near.sum()))
     laws: dict[str, Any] = {name: () if _varies(runs, name) else None for name in SETTINGS}
@@ -185,16 +149,3 @@ def _column(table: RunTable, *names: str) -> Array:
             return positive(name, table.column(name), table.rows)
     exist = ", ".join(map(str, table.frame.columns))
     raise InputError(f"{table.source} has no column {' or '.join(map(repr, names))}; it has {exist}.")
-
-
-def cells_of(N: Array, D: Array) -> np.ndarray:
-    """The cell of each run, 0, 1, ...: runs of one N and one D."""
-    return np.unique(np.stack([N, D]), axis=1, return_inverse=True)[1].ravel()
-
-
-def near_best(N: Array, D: Array, loss: Array, weight: Array, within: float) -> np.ndarray:
-    """Which runs that count have a loss within a fraction `within` of the lowest of their cell, (n,)."""
-    cell = cells_of(N, D)
-    lowest = np.full(cell.max() + 1, np.inf)
-    np.minimum.at(lowest, cell[weight > 0], loss[weight > 0])
-    return (weight > 0) & (loss <= lowest[cell] * (1.0 + within))

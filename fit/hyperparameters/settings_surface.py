@@ -3,15 +3,11 @@
     log loss = best of the cell + q(log lr - log lr*(N, D), log batch - log batch*(N, D)),   lr* = k N^p_N D^p_D, ...
 
 Special here:
-- One fit for the laws of both optima and for the shape q of the loss around them, instead of a law through the optima
-  of cells that were found first. The shape is shared, so a cell with a handful of runs near its optimum still counts.
-- q has cubic terms: the loss rises faster above the best learning rate than below it. A parabola puts the optimum too
-  low, the more so the wider it looks.
-- Only runs within `window` of the best of their cell are used. Further out the cubic is wrong, and diverged runs say
-  nothing about the optimum. The cost is told inside of it only.
-- Choosing runs by their loss favours lucky ones. That moves no optimum to speak of, but where the noise is not small
-  against the window it makes the valley look flatter than it is; `warnings` says when.
-- The best loss of each cell is free, so no law of L(N, D) is assumed.
+- One fit for the laws of both optima and the shape q of the loss around them, which all cells share: a cell with a
+  handful of runs near its optimum still counts. The best loss of each cell is free, so no law of L(N, D) is assumed.
+- q has cubic terms, as the loss rises faster above the best learning rate: a parabola puts the optimum too low.
+- Only runs within `window` of the best of their cell are used, and costs are predicted only there. Further out the
+  cubic is wrong. Choosing runs by their loss favours lucky ones; `warnings` says when that flattens q.
 
 The laws: Li et al. 2025 (arXiv:2503.04715); the quadratic around an optimum in both logarithms: Porian et al. 2024
 (arXiv:2406.19146).
@@ -20,6 +16,8 @@ The laws: Li et al. 2025 (arXiv:2503.04715); the quadratic around an optimum in 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, product
 from typing import Any, Self
 
 import numpy as np
@@ -29,23 +27,187 @@ from ..checks.doctor import Warning
 from ..errors import Array, InputError, positive, same_length
 from ..errors import weights as check_weights
 from ..laws.law import Problem
-from ..solver.surface import Powers, SurfaceForm, exponents
+from ..solver.forms import DenseForm
 from ..uncertainty import percentile_interval
-from .best_settings import TARGETS, BestSettings, best_of, convex, excess_terms, inputs_of
-from .cells import cells_of, near_best
 from .hyperparameters import DesignedLaw, collinear, log_design
 
+TARGETS = ("learning_rate", "batch")
+Exponents = tuple[int, ...]
 NOISY = 0.15  # of the window: noise from which choosing runs by their loss flattens q by more than 15 %
 NEAREST = 0.25  # of the window: how near the best of its cell a run counts as a best setting, for the first start
+
+
+@dataclass(frozen=True)
+class BestSettings:
+    """Settings at N, D (any shape); None for what the sweep did not vary. Intervals (..., 2) at `level`, with draws."""
+
+    N: Any
+    D: Any
+    learning_rate: Any = None
+    batch: Any = None
+    learning_rate_interval: Array | None = None
+    batch_interval: Array | None = None
+    level: float = 0.95
+
+
+def inputs_of(N: Any, D: Any) -> dict[str, Any]:
+    """What a law of the settings may depend on."""
+    return {"N": N, "D": D, "C": 6.0 * N * D}
+
+
+def best_of(constants: Mapping[str, Any], N: Array, D: Array, batch: Array | None = None) -> dict[str, Array]:
+    """The best of each setting; for a given batch, the learning rate best with it, NaN where there is no minimum."""
+    known, found = inputs_of(N, D), {}
+    for target in TARGETS:
+        if f"{target}_k" in constants:
+            log = np.log(constants[f"{target}_k"]) + np.zeros_like(known["C"])
+            for name, value in known.items():
+                log = log + constants.get(f"{target}_p_{name}", 0.0) * np.log(value)
+            with np.errstate(over="ignore"):
+                found[target] = np.exp(log)
+    if batch is None:
+        return found
+    v = np.log(batch / found["batch"])
+    c = {name: constants.get(f"shape_{name}", 0.0) for name in ("20", "11", "30", "21", "12")}
+    # dq/du = A u^2 + B u + C; of its roots the one that is 0 at v = 0, written so that A = 0 divides by nothing.
+    A, B, C = 3 * c["30"], 2 * (c["20"] + c["21"] * v), (c["11"] + c["12"] * v) * v
+    with np.errstate(invalid="ignore", divide="ignore"):
+        u = np.where(B > 0, -2 * C / (B + np.sqrt(B**2 - 4 * A * C)), np.nan)
+    rate = found["learning_rate"] * np.exp(u)
+    return {"learning_rate": rate, "batch": np.broadcast_to(batch, rate.shape)}
+
+
+def excess_terms(constants: Mapping[str, Any], N: Any, D: Any, *settings: Any) -> tuple[Any, Any]:
+    """The quadratic and the cubic part of q, log of loss over best loss, at settings in the order of TARGETS."""
+    best = best_of(constants, np.asarray(N, dtype=np.float64), np.asarray(D, dtype=np.float64))
+    distances = [np.log(value / found) for value, found in zip(settings, best.values(), strict=True)]
+    parts = {2: np.zeros(()), 3: np.zeros(())}
+    for name, coefficient in constants.items():
+        if name.startswith("shape_"):
+            powers = [int(digit) for digit in name.removeprefix("shape_")]
+            term = coefficient
+            for distance, power in zip(distances, powers, strict=True):
+                term = term * distance**power
+            parts[sum(powers)] = parts[sum(powers)] + term
+    return parts[2], parts[3]
+
+
+def convex(constants: Mapping[str, float]) -> bool:
+    """Whether the quadratic part of q has a minimum."""
+    if "shape_2" in constants:
+        return constants["shape_2"] > 0
+    a, b, c = (constants[f"shape_{name}"] for name in ("20", "11", "02"))
+    return a > 0 and 4 * a * c > b**2
+
+
+def exponents(axes: int, order: int) -> tuple[Exponents, ...]:
+    """The powers of each setting in the monomials of degree 2 to `order`: (2, 0), (1, 1), (0, 2), (3, 0), ..."""
+    every = [e for e in product(range(order, -1, -1), repeat=axes) if 2 <= sum(e) <= order]
+    return tuple(sorted(every, key=lambda e: (sum(e), [-power for power in e])))
+
+
+class Powers:
+    """Monomials of distances (arrays of one shape), and their derivatives."""
+
+    def __init__(self, distances: list[Array], powers: tuple[Exponents, ...]) -> None:
+        self.powers = powers
+        self.table = [[np.ones_like(d), d] for d in distances]
+        for column in self.table:
+            for _ in range(2, max(map(sum, powers)) + 1):
+                column.append(column[-1] * column[1])
+
+    def each(self, lower: tuple[int, ...] = ()) -> Array:
+        """Every monomial, once differentiated by each axis in `lower`: (P, n) give (P, q, n)."""
+        return np.stack([factor * term for factor, term in self._terms(lower)], axis=-2)
+
+    def total(self, coefficients: Array, lower: tuple[int, ...] = ()) -> Array:
+        """Their sum with coefficients (P, q), for distances (P, n): (P, n)."""
+        terms = zip(coefficients.T, self._terms(lower), strict=True)
+        return np.asarray(sum((factor * c)[:, None] * term for c, (factor, term) in terms if factor))
+
+    def _terms(self, lower: tuple[int, ...]) -> list[tuple[float, Array]]:
+        found = []
+        for powers in self.powers:
+            left, factor = list(powers), 1.0
+            for axis in lower:
+                factor *= left[axis]
+                left[axis] = max(left[axis] - 1, 0)
+            term = self.table[0][left[0]]
+            for column, power in zip(self.table[1:], left[1:], strict=True):
+                term = term * column[power] if power else term
+            found.append((factor, term))
+        return found
+
+
+class SurfaceForm(DenseForm):
+    """f = q(z - W x), centred within cells, which projects out the best loss of each; a `LogForm`.
+
+    settings (a, n): the logarithms z, one axis each. designs: for each axis the x of its law, (n, m), constant within a
+    cell. cell (n,): 0, 1, ...; share (n,): each run's weight over its cell's. theta holds the W of each axis, then the
+    coefficients of q. Arrays are (problems, parameters, runs) inside: elementwise work runs along the longest axis.
+    """
+
+    def __init__(
+        self, settings: Array, designs: list[Array], cell: np.ndarray, share: Array, powers: tuple[Exponents, ...]
+    ) -> None:
+        self.settings, self.powers, self.share = settings, powers, share
+        self.designs = [np.ascontiguousarray(design.T) for design in designs]
+        self.member = (np.arange(cell.max() + 1)[:, None] == cell).astype(np.float64)  # (cells, n)
+        self.average = np.ascontiguousarray((self.member * share).T)  # (n, cells)
+        ends = np.cumsum([0] + [len(design) for design in self.designs])
+        self.parts = [slice(a, b) for a, b in pairwise(ends.tolist())]
+        self.shape = slice(int(ends[-1]), int(ends[-1]) + len(powers))
+        self.parameters, self.points = self.shape.stop, len(cell)
+
+    def distances(self, theta: Array) -> list[Array]:
+        """How far each run's settings lie from the optimum of its cell: one (P, n) per axis."""
+        return [z - theta[:, part] @ x for z, part, x in zip(self.settings, self.parts, self.designs, strict=True)]
+
+    def centred(self, values: Array) -> Array:
+        """Values (..., n) less their weighted mean in each cell."""
+        return np.asarray(values - (values @ self.average) @ self.member)
+
+    def value(self, theta: Array) -> tuple[Array, list[Array]]:
+        """The cache is df (P, n, k) and theta."""
+        monomials, coefficients = Powers(self.distances(theta), self.powers), theta[:, self.shape]
+        moves = [-monomials.total(coefficients, (a,))[:, None, :] * x for a, x in enumerate(self.designs)]
+        first = self.centred(np.concatenate([*moves, monomials.each()], axis=1))
+        value = (coefficients[:, None, :] @ first[:, self.shape])[:, 0]  # q is linear in its coefficients
+        return value, [first.swapaxes(1, 2), theta]
+
+    def second(self, cache: list[Array], slope: Array) -> Array:
+        """sum_i slope_i d2f_i. Centring is its own adjoint up to the shares, so the slope is centred and not d2f."""
+        theta = cache[1]
+        monomials, coefficients = Powers(self.distances(theta), self.powers), theta[:, self.shape]
+        slope = slope - self.share * ((slope @ self.member.T) @ self.member)
+        hessian = np.zeros((len(theta), self.parameters, self.parameters))
+        for a, (part, x) in enumerate(zip(self.parts, self.designs, strict=True)):
+            cross = -(slope[:, None, :] * x) @ monomials.each((a,)).swapaxes(1, 2)
+            hessian[:, part, self.shape] = cross
+            hessian[:, self.shape, part] = cross.swapaxes(1, 2)
+            for b, (other, y) in enumerate(zip(self.parts, self.designs, strict=True)):
+                hessian[:, part, other] = ((slope * monomials.total(coefficients, (a, b)))[:, None, :] * x) @ y.T
+        return hessian
+
+    def bend(self, cache: list[Array], step: Array) -> Array:
+        theta = cache[1]
+        monomials, coefficients = Powers(self.distances(theta), self.powers), theta[:, self.shape]
+        moves = [-step[:, part] @ x for part, x in zip(self.parts, self.designs, strict=True)]
+        bend = np.zeros_like(moves[0])
+        for a, move in enumerate(moves):
+            bend += 2.0 * move * monomials.total(step[:, self.shape], (a,))
+            for b, other in enumerate(moves):
+                bend += move * other * monomials.total(coefficients, (a, b))
+        return self.centred(bend)
 
 
 class HyperparameterSurface(DesignedLaw):
     """The joint law of a sweep over learning rate and batch (in tokens) at several (N, D).
 
-    `learning_rate` and `batch` name the inputs of each law, of N, D and C = 6ND; () is a constant, and None says that
-    the sweep did not vary it. `order` of q is 2 or 3, `window` the relative excess loss up to which a run is used.
-    After `fit`: constants_, named as in learning_rate_k, learning_rate_p_N, batch_p_D, and shape_21 for the coefficient
-    of u^2 v; rows_, the positions of the runs in use; and what `Law` lists. `predict` is loss over the best loss.
+    `learning_rate` and `batch` name the inputs of each law, of N, D and C = 6ND; () is a constant, None says that the
+    sweep did not vary it. `order` of q is 2 or 3, `window` the relative excess loss up to which a run is used. After
+    `fit`: constants_, such as learning_rate_k, batch_p_D, and shape_21 (the coefficient of u^2 v); rows_, the runs in
+    use; and what `Law` lists. `predict` is loss over the best loss.
     """
 
     form = "hyperparameter-surface"
@@ -95,8 +257,8 @@ class HyperparameterSurface(DesignedLaw):
     ) -> Self:
         """Every run of the sweep: N, D, learning_rate, batch (tokens), loss (n,); a setting not varied may be None.
 
-        Raises InputError where too few runs lie within the window, where N and D do not vary as the laws need, where a
-        setting does not vary within cells, and where the loss has no minimum there. Returns self.
+        Raises InputError where too few runs lie within the window, where N, D or a setting do not vary as the laws
+        need, and where the loss has no minimum there.
         """
         settings = {"learning_rate": learning_rate, "batch": batch}
         columns = {"N": positive("N", N), "D": positive("D", D)}
@@ -118,9 +280,8 @@ class HyperparameterSurface(DesignedLaw):
         return self
 
     def optimal(self, N: ArrayLike, D: ArrayLike, batch: ArrayLike | None = None, level: float = 0.95) -> BestSettings:
-        """The best settings at N, D; with a `batch` given (tokens), the best learning rate for that batch.
-
-        A batch that costs more than the window gets NaN.
+        """The best settings at N, D; with a `batch` given (tokens), the learning rate best with it, NaN beyond the
+        window.
         """
         self._fitted()
         if batch is not None and len(self.laws) < 2:
@@ -140,10 +301,7 @@ class HyperparameterSurface(DesignedLaw):
         return BestSettings(_plain(n), _plain(d), **settings, **intervals, level=level)
 
     def penalty(self, *settings: ArrayLike, **named: ArrayLike) -> Any:
-        """Relative excess loss, as in 0.0025, of N, D, learning_rate, batch over the best settings at that N and D.
-
-        NaN beyond the window, where the fit saw nothing. For an interval see `predict_draws`, which is one more.
-        """
+        """Relative excess loss, as in 0.0025, of N, D, learning_rate, batch; NaN beyond the window."""
         self._fitted()
         square, cube = excess_terms(self.constants_, *self._inputs(settings, named))
         excess = np.expm1(square + cube)
@@ -154,7 +312,7 @@ class HyperparameterSurface(DesignedLaw):
     def standard_errors(self) -> dict[str, float]:
         """Standard error of each constant (of the logarithm of each k) if the runs erred independently of each other.
 
-        Where the optima of cells scatter about the law they are too small, and `bootstrap` knows better.
+        Too small where the optima of cells scatter about the law: `bootstrap` knows better.
         """
         self._fitted()
         p, ones = self.problem_, np.ones((1, len(self.weight_)))
@@ -196,7 +354,6 @@ class HyperparameterSurface(DesignedLaw):
 
     @staticmethod
     def evaluate(constants: Mapping[str, Any], *inputs: Any) -> Any:
-        """Loss over the best loss at inputs (N, D, then each setting that was varied)."""
         square, cube = excess_terms(constants, *inputs)
         with np.errstate(over="ignore"):
             return np.exp(square + cube)
@@ -301,3 +458,16 @@ def _starts(form: SurfaceForm, target: Array, observed: Array, cell: np.ndarray,
 def _plain(value: Any) -> Any:
     array = np.asarray(value)
     return float(array) if array.ndim == 0 else array
+
+
+def cells_of(N: Array, D: Array) -> np.ndarray:
+    """The cell of each run, 0, 1, ...: runs of one N and one D."""
+    return np.unique(np.stack([N, D]), axis=1, return_inverse=True)[1].ravel()
+
+
+def near_best(N: Array, D: Array, loss: Array, weight: Array, within: float) -> np.ndarray:
+    """Which runs that count have a loss within a fraction `within` of the lowest of their cell, (n,)."""
+    cell = cells_of(N, D)
+    lowest = np.full(cell.max() + 1, np.inf)
+    np.minimum.at(lowest, cell[weight > 0], loss[weight > 0])
+    return (weight > 0) & (loss <= lowest[cell] * (1.0 + within))

@@ -1,81 +1,76 @@
-"""The report's interactive figures, as plain plotly dictionaries ({"data": [...], "layout": {...}}).
+"""The report's interactive figures, as plain plotly dictionaries: importing the library costs more than all of them.
 
-Special here:
-- No plotly objects are built: a dictionary is what the page needs, and importing the library costs more than all the
-  figures.
-- Colours carry meaning: viridis is size or budget (ordered, readable by every eye), the three Okabe-Ito colours are the
-  approaches, each with its own dash, too. Legends stand above the data, never on it.
-- Every string from data is escaped, because plotly reads hover texts as HTML.
+Every string from data is escaped, because plotly reads hover texts as HTML.
 """
 
 from __future__ import annotations
 
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ..approaches.isoflop import IsoflopProfile
+from ..allocation.allocation import compute_optimal
 from ..errors import Array
-from ..formatting import count, loss, ratio, scientific, text
+from ..formatting import amount, count, fixed, percent, scientific, text
+from ..published import published_law
 from ..results import Analysis
+from . import series
+from .series import APPROACH_STYLE, CURVE_TITLES, FAINT, LOSS, OPTIMUM_TITLES, shade, shades
 
 Figure = dict[str, Any]
+Trace = dict[str, Any]  # or a part of one
 
-APPROACH_STYLE = {
-    "envelope": ("#009E73", "dot", "diamond"),
-    "isoflop": ("#D55E00", "dash", "square"),
-    "parametric": ("#0072B2", "solid", "circle"),
-}
-TASK_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-# Viridis, sampled, without its palest end, which is lost on white.
-VIRIDIS = ((68, 1, 84), (70, 50, 127), (54, 92, 141), (39, 127, 142), (31, 161, 135), (74, 194, 109), (159, 218, 58))
-INK, FAINT, GRID = "#1b1f24", "#6a737d", "#e7eaee"
-CURVE_POINTS = 300
+PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+INK = "#1b1f24"
+SCALE = [[i / 10, shade(i / 10)] for i in range(11)]
+CURVE_POINTS = 300  # of a loss curve
+CLOUD = 1500  # draws shown; more only slow the page
+FRONTIER = 1e25  # FLOPs that published laws are asked about
+BESIDE = ("kaplan2020_N_opt", "hoffmann2022_approach2", "besiroglu2024", "porian2024_tuned", "deepseek2024", "llama3")
 
 
-def shade(share: float) -> str:
-    """A colour of the ordered scale at 0 to 1."""
-    at = float(np.clip(share, 0, 1)) * (len(VIRIDIS) - 1)
-    low = min(int(at), len(VIRIDIS) - 2)
-    mixed = [round(a + (at - low) * (b - a)) for a, b in zip(VIRIDIS[low], VIRIDIS[low + 1], strict=True)]
-    return "rgb({},{},{})".format(*mixed)
+def draw_all(a: Analysis, curves: Any) -> dict[str, Figure | None]:
+    """Every figure of the page by name, None where the analysis does not have what it shows."""
+    found: dict[str, Figure | None] = {"backtest": backtest(a), "residuals": residuals(a), "cloud": cloud(a)}
+    for by in CURVE_TITLES:
+        found[f"loss-{by}"] = None if curves is None else loss_curves(a, curves, by)
+    found |= {"isoflop": isoflop(a), "contours": contours(a)}
+    found |= {f"optimal-{quantity.lower()}": allocation(a, quantity) for quantity in OPTIMUM_TITLES}
+    return found | {"published": published(a), "accuracy": scores(a, "acc"), "gold-bpb": scores(a, "gold_bpb")}
 
 
-def shades(values: Array) -> list[str]:
-    """Colours by the logarithm of the values."""
-    log = np.log(values)
-    span = np.ptp(log)
-    return [shade(0.3 if span == 0 else (v - log.min()) / span) for v in log]
+def table_style(key: str) -> tuple[str, str]:
+    """Colour and CSS line style of an approach, as its lines in the figures have."""
+    colour, dash, _ = APPROACH_STYLE[key]
+    return colour, {"solid": "solid", "dash": "dashed", "dot": "dotted"}[dash]
 
 
-def layout(x: str, y: str, height: int = 440, log_x: bool = True, log_y: bool = False, **more: Any) -> dict[str, Any]:
-    """The one look of all figures. Parameters and tokens read 10k, 1M, 1B; FLOPs as powers of ten."""
+# What figures are put together from.
 
-    def axis(title: str, log: bool) -> dict[str, Any]:
-        return {
-            "title": {"text": title, "standoff": 12},
-            "type": "log" if log else "linear",
-            "gridcolor": GRID,
-            "zeroline": False,
-            "linecolor": "#aeb6bf",
-            "ticks": "outside",
-            "tickcolor": "#aeb6bf",
-            "exponentformat": ("power" if "FLOPs" in title else "B") if log else "none",
-            "automargin": True,
-        } | ({"minor": {"ticks": "outside", "ticklen": 3, "tickcolor": "#d5dae0"}} if log else {})
 
-    return {
-        "xaxis": axis(x, log_x),
-        "yaxis": axis(y, log_y),
-        "height": height,
-        "margin": {"l": 64, "r": 20, "t": 44, "b": 56},
-        "font": {"family": "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif", "size": 13, "color": INK},
-        "paper_bgcolor": "white",
-        "plot_bgcolor": "white",
-        "hovermode": "closest",
-        "hoverlabel": {"bgcolor": "white", "bordercolor": "#aeb6bf", "font": {"color": INK}, "align": "left"},
-        "legend": {"orientation": "h", "x": 0, "y": 1.02, "xanchor": "left", "yanchor": "bottom", "font": {"size": 12}},
-    } | more
+@functools.cache
+def _style_file() -> str:
+    return (Path(__file__).parent / "templates" / "layout.json").read_text(encoding="utf-8")
+
+
+def style(part: str) -> Trace:
+    """A part of the look that all figures have."""
+    found: Trace = json.loads(_style_file())[part]
+    return found
+
+
+def layout(x: str, y: str, height: int = 440, log_x: bool = True, log_y: bool = False, **more: Any) -> Trace:
+    """Parameters and tokens read 10k, 1M, 1B; FLOPs as powers of ten."""
+    look = style("layout") | {"height": height} | more
+    for axis, title, log in (("xaxis", x, log_x), ("yaxis", y, log_y)):
+        look[axis] = style("axis") | (style("log") if log else {}) | {"title": {"text": title, "standoff": 12}}
+        if log and "FLOPs" in title:
+            look[axis]["exponentformat"] = "power"
+    return look
 
 
 def fit_axis(axis: dict[str, Any], values: Any, pad: float = 0.05) -> None:
@@ -91,213 +86,326 @@ def tick_step(decades: float) -> int | str:
     return "D2" if decades < 1.6 else max(1, int(np.ceil(decades / 8)))
 
 
-def line_trace(x: Any, y: Any, colour: str, **more: Any) -> dict[str, Any]:
-    line = {"color": colour, "width": 2} | more.pop("line", {})
-    return {"type": "scatter", "mode": "lines", "x": as_list(x), "y": as_list(y), "line": line} | more
-
-
-def point_trace(x: Any, y: Any, colour: Any, **more: Any) -> dict[str, Any]:
-    marker = {"color": colour, "size": 8, "line": {"color": "white", "width": 1}} | more.pop("marker", {})
-    return {"type": "scatter", "mode": "markers", "x": as_list(x), "y": as_list(y), "marker": marker} | more
-
-
 def as_list(values: Any) -> list[Any]:
     return [float(v) if np.isfinite(v) else None for v in np.asarray(values, dtype=np.float64)]
 
 
-def hovers(lines: list[str]) -> dict[str, Any]:
-    return {"text": lines, "hovertemplate": "%{text}<extra></extra>"}
+def line(
+    x: Any, y: Any, colour: str, hover: list[str] | None = None, width: float = 2, dash: str = "solid", **more: Any
+) -> Trace:
+    """A line with a hover text at each point; one without any stays out of the legend, too."""
+    said = {"hoverinfo": "skip", "showlegend": False} if hover is None else _hovers(hover)
+    style = {"color": colour, "width": width, "dash": dash}
+    return {"type": "scatter", "mode": "lines", "x": as_list(x), "y": as_list(y), "line": style} | said | more
+
+
+def points(x: Any, y: Any, colour: Any, hover: list[str], size: float = 8, edge: str = "white", **more: Any) -> Trace:
+    marker = {"color": colour, "size": size, "line": {"color": edge, "width": 1}} | more.pop("marker", {})
+    shown = {"type": "scatter", "mode": "markers", "x": as_list(x), "y": as_list(y), "marker": marker}
+    return shown | _hovers(hover) | more
+
+
+def _hovers(texts: list[str]) -> dict[str, Any]:
+    return {"text": texts, "hovertemplate": "%{text}<extra></extra>"}
+
+
+def band_area(x: Array, band: Array, colour: str, **more: Any) -> Trace:
+    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    around, edge = np.concatenate([x, x[::-1]]), np.concatenate([band[:, 1], band[::-1, 0]])
+    fill = f"rgba({red},{green},{blue},0.13)"
+    return line(around, edge, colour, width=0, fill="toself", fillcolor=fill, **more)
+
+
+def budget_hovers(head: str, C: Any, quantity: str, values: Any) -> list[str]:
+    """Of N, D or loss by budget."""
+    say: Callable[..., str] = fixed if quantity == "loss" else count
+    return [f"{head}<br>{scientific(c)} FLOPs<br>{quantity} {say(v)}" for c, v in zip(C, values, strict=True)]
 
 
 def run_hover(a: Analysis) -> list[str]:
     t = a.table
     return [
-        f"<b>{text(run)}</b><br>N {count(n)} · D {count(d)} · D/N {ratio(d / n)}"
+        f"<b>{text(run)}</b><br>N {count(n)} · D {count(d)} · D/N {amount(d / n)}"
         f"<br>{scientific(c)} FLOPs<br>loss {y:.4f}"
         for run, n, d, c, y in zip(t.run_id, t.N, t.D, t.flops, t.loss, strict=True)
     ]
 
 
+# The runs.
+
+
 def loss_curves(a: Analysis, curves: Any, by: str) -> Figure | None:
-    """Training loss by `tokens` or `flops`, coloured by N, with validation losses as points."""
-    sizes = dict(zip(a.table.run_id.tolist(), a.table.N.tolist(), strict=True))
-    known = curves[curves["run_id"].astype(str).isin(sizes)] if "run_id" in curves and by in curves else curves.iloc[:0]
-    known = known.dropna(subset=[by, "loss"]) if "loss" in known else known.iloc[:0]
-    if known.empty:
+    found = series.loss_curves(a, curves, by)
+    if not found:
         return None
-    order = sorted(sizes, key=sizes.__getitem__)
-    colours = dict(zip(order, shades(np.array([sizes[r] for r in order])), strict=True))
-    data = []
-    for run, rows in known.groupby(known["run_id"].astype(str), sort=False):
-        rows = rows[rows[by] > 0].sort_values(by)
-        keep = np.unique(np.geomspace(1, max(len(rows), 1), CURVE_POINTS).astype(int) - 1)
-        rows = rows.iloc[keep] if len(rows) else rows
-        hover = f"<b>{text(run)}</b><br>N {count(sizes[run])}<br>{by} %{{x:.3s}}<br>loss %{{y:.4f}}<extra></extra>"
-        style = {"width": 1.3}
-        data.append(
-            line_trace(
-                rows[by], rows["loss"], colours[run], line=style, opacity=0.85, showlegend=False, hovertemplate=hover
-            )
-        )
-    t = a.table
+    t, data = a.table, []
+    colours = dict(zip(t.N.tolist(), shades(t.N), strict=True))
+    for run, N, x, y in found:
+        keep = np.unique(np.geomspace(1, len(x), CURVE_POINTS).astype(int) - 1)
+        hover = f"<b>{text(run)}</b><br>N {count(N)}<br>{by} %{{x:.3s}}<br>loss %{{y:.4f}}<extra></extra>"
+        more: Trace = {"opacity": 0.85, "hoverinfo": "all", "hovertemplate": hover}
+        data.append(line(x[keep], y[keep], colours[N], width=1.3, **more))
     x_end = t.D if by == "tokens" else t.flops
-    data.append(
-        point_trace(
-            x_end,
-            t.loss,
-            as_list(np.log10(t.N)),
-            name="final validation loss",
-            showlegend=True,
-            marker={"size": 7, "colorscale": _scale(), "colorbar": _size_bar(t.N)},
-            **hovers(run_hover(a)),
-        )
-    )
-    top = float(np.nanquantile(known["loss"].to_numpy(dtype=np.float64), 0.97))
-    low = min(float(t.loss.min()), float(np.nanmin(known["loss"].to_numpy(dtype=np.float64))))
-    look = layout("tokens seen" if by == "tokens" else "training FLOPs", "loss (nats per token)")
-    seen = known[by].to_numpy(dtype=np.float64)
-    fit_axis(look["xaxis"], np.maximum(seen[seen > 0], float(x_end.min()) / 30))
+    ticks = np.unique(np.round(np.linspace(np.log10(t.N.min()), np.log10(t.N.max()), 5), 3))
+    labels = [count(10**tick, 2) for tick in ticks]
+    bar = style("colorbar") | {"tickvals": ticks.tolist(), "ticktext": labels}
+    marker = {"size": 7, "colorscale": SCALE, "colorbar": bar}
+    name = "final validation loss"
+    ends = points(x_end, t.loss, as_list(np.log10(t.N)), run_hover(a), marker=marker, name=name, showlegend=True)
+    look = layout(CURVE_TITLES[by], LOSS)
+    seen, losses = (np.concatenate([curve[i] for curve in found]) for i in (2, 3))
+    fit_axis(look["xaxis"], np.maximum(seen, float(x_end.min()) / 30))
+    top, low = float(np.quantile(losses, 0.97)), min(float(t.loss.min()), float(losses.min()))
     look["yaxis"]["range"] = [low - 0.05 * (top - low), top + 0.05 * (top - low)]
-    return {"data": data, "layout": look}
-
-
-def _scale() -> list[list[Any]]:
-    return [[i / 10, shade(i / 10)] for i in range(11)]
-
-
-def _size_bar(N: Array) -> dict[str, Any]:
-    ticks = np.unique(np.round(np.linspace(np.log10(N.min()), np.log10(N.max()), 5), 3))
-    return {
-        "title": {"text": "N", "side": "top"},
-        "tickvals": ticks.tolist(),
-        "ticktext": [count(10**t, 2) for t in ticks],
-        "thickness": 10,
-        "outlinewidth": 0,
-        "len": 0.9,
-    }
+    return {"data": [*data, ends], "layout": look}
 
 
 def isoflop(a: Analysis) -> Figure | None:
-    """Loss by size at each budget, with curves and vertices; a refused vertex is hollow and dashed."""
+    """Loss by size at each budget, with curves and vertices."""
     profiles = a.profiles.profiles_
     if not profiles:
         return None
-    data: list[dict[str, Any]] = []
-    for profile, colour in zip(profiles, shades(np.array([p.flops for p in profiles])), strict=True):
-        group = f"{profile.flops:.6g}"
+    data: list[Trace] = []
+    for p, colour in zip(profiles, shades(np.array([p.flops for p in profiles])), strict=True):
+        name = scientific(p.flops)
         hover = [
-            f"{scientific(profile.flops)} FLOPs<br>N {count(n)} · D {count(d)}<br>loss {y:.4f}"
-            for n, d, y in zip(profile.N, profile.D, profile.loss, strict=True)
+            f"{name} FLOPs<br>N {count(n)} · D {count(d)}<br>loss {y:.4f}"
+            for n, d, y in zip(p.N, p.D, p.loss, strict=True)
         ]
-        name = f"{scientific(profile.flops)}"
-        data.append(point_trace(profile.N, profile.loss, colour, name=name, legendgroup=group, **hovers(hover)))
-        if not profile.has_curve:
-            continue
-        N = np.geomspace(profile.N.min() / 1.15, profile.N.max() * 1.15, 80)
-        dash = {"dash": "solid" if profile.accepted else "dot"}
-        data.append(
-            line_trace(N, profile.curve(N), colour, line=dash, legendgroup=group, showlegend=False, hoverinfo="skip")
-        )
-        if profile.accepted:
-            data.append(_vertex(profile, colour, group))
-    look = layout("parameters N", "loss (nats per token)", height=480)
+        data.append(points(p.N, p.loss, colour, hover, name=name, legendgroup=name))
+        if p.has_curve:
+            dash = "solid" if p.accepted else "dot"
+            data.append(line(*series.profile_curve(p), colour, dash=dash, legendgroup=name))
+        if p.accepted:
+            data.append(_vertex(p, colour, name))
+    look = layout("parameters N", LOSS, height=480)
     fit_axis(look["xaxis"], np.concatenate([p.N for p in profiles]))
     look["legend"]["title"] = {"text": "FLOPs "}
     return {"data": data, "layout": look}
 
 
-def _vertex(p: IsoflopProfile, colour: str, group: str) -> dict[str, Any]:
-    interval = p.interval()
-    bars: dict[str, Any] = {}
-    said = ""
-    if interval is not None and p.N_best is not None and np.isfinite(interval).all():
-        bars = {
-            "error_x": {
-                "type": "data",
-                "symmetric": False,
-                "array": [interval[1] - p.N_best],
-                "arrayminus": [p.N_best - interval[0]],
-                "color": colour,
-                "thickness": 1.5,
-            }
-        }
+def _vertex(p: Any, colour: str, group: str) -> Trace:
+    interval, bars, said = p.interval(), {}, ""
+    if interval is not None and np.isfinite(interval).all():
+        sides = {"array": [interval[1] - p.N_best], "arrayminus": [p.N_best - interval[0]]}
+        bars = {"error_x": {"type": "data", "symmetric": False, **sides, "color": colour, "thickness": 1.5}}
         said = f" [{count(interval[0])}, {count(interval[1])}]"
-    marker = {"symbol": "star", "size": 14, "line": {"color": INK, "width": 1}}
-    hover = [
-        f"<b>minimum at {scientific(p.flops)} FLOPs</b><br>N* {count(p.N_best)}{said}<br>D* {count(p.D_best)}"
-        f"<br>loss {loss(p.loss_best)}"
-    ]
-    return point_trace(
-        [p.N_best], [p.loss_best], colour, marker=marker, legendgroup=group, showlegend=False, **bars, **hovers(hover)
+    hover = (
+        f"<b>minimum at {group} FLOPs</b><br>N* {count(p.N_best)}{said}<br>D* {count(p.D_best)}"
+        f"<br>loss {fixed(p.loss_best)}"
     )
+    star = {"marker": {"symbol": "star"}, "legendgroup": group, "showlegend": False}
+    return points([p.N_best], [p.loss_best], colour, [hover], 14, INK, **star, **bars)
+
+
+# The law.
 
 
 def contours(a: Analysis) -> Figure | None:
-    """Parametric loss over (N, D), the runs, isoFLOP lines, and the efficient frontier."""
-    law, t = a.law, a.table
-    if law is None:
+    t = a.table
+    if a.law is None:
         return None
-    N = np.geomspace(t.N.min() / 2, t.N.max() * 2, 60)
-    D = np.geomspace(t.D.min() / 2, t.D.max() * 2, 60)
-    Z = np.asarray(law.predict(N[None, :], D[:, None]))
-    low, high, step = _nice_levels(float(Z.min()), float(np.quantile(Z, 0.97)))
-    data: list[dict[str, Any]] = [
-        {
-            "type": "contour",
-            "x": as_list(N),
-            "y": as_list(D),
-            "z": [as_list(row) for row in Z],
-            "colorscale": [[i / 10, shade(i / 10)] for i in range(11)],
-            "contours": {
-                "start": low,
-                "end": high,
-                "size": step,
-                "coloring": "lines",
-                "showlabels": True,
-                "labelfont": {"size": 10},
-                "labelformat": ".3~f",
-            },
-            "line": {"width": 1.2},
-            "showscale": False,
-            "hovertemplate": "N %{x:.3s}<br>D %{y:.3s}<br>law %{z:.4f}<extra></extra>",
-        }
-    ]
+    found = series.loss_contours(a.law, t.N, t.D)
+    surface = style("contours") | {"colorscale": SCALE, "z": [as_list(row) for row in found.loss]}
+    surface |= {"x": as_list(found.N), "y": as_list(found.D)}
+    surface["contours"] |= {"start": found.low, "end": found.high, "size": found.step}
+    data = [surface]
     for p in a.profiles.profiles_:
-        order = np.argsort(p.N)
-        data.append(
-            line_trace(
-                p.N[order], p.D[order], FAINT, line={"width": 1, "dash": "dot"}, showlegend=False, hoverinfo="skip"
-            )
-        )
-    C = np.geomspace(6 * N[0] * D[0], 6 * N[-1] * D[-1], 80)
-    best = law.optimal(C)
-    inside = (N[0] <= best.N) & (N[-1] >= best.N) & (D[0] <= best.D) & (D[-1] >= best.D)
-    colour, dash, _ = APPROACH_STYLE["parametric"]
+        data.append(line(p.N, p.D, FAINT, width=1, dash="dot"))
+    C, N, D, loss = (getattr(found.frontier, name)[found.inside] for name in ("flops", "N", "D", "loss"))
     hover = [
-        f"<b>optimal at 6ND = {scientific(c)}</b><br>N* {count(n)} · D* {count(d)}<br>D/N {ratio(d / n)} · loss {y:.4f}"
-        for c, n, d, y in zip(C[inside], best.N[inside], best.D[inside], best.loss[inside], strict=True)
+        f"<b>optimal at 6ND = {scientific(c)}</b><br>N* {count(n)} · D* {count(d)}<br>D/N {amount(d / n)}"
+        f" · loss {y:.4f}"
+        for c, n, d, y in zip(C, N, D, loss, strict=True)
     ]
-    data.append(
-        line_trace(
-            best.N[inside],
-            best.D[inside],
-            colour,
-            line={"width": 3, "dash": dash},
-            name="efficient frontier",
-            **hovers(hover),
-        )
-    )
-    marker = {"size": 9, "colorscale": _scale(), "cmin": low, "cmax": high, "line": {"color": INK, "width": 1}}
-    data.append(point_trace(t.N, t.D, as_list(t.loss), marker=marker, name="runs", **hovers(run_hover(a))))
+    data.append(line(N, D, APPROACH_STYLE["parametric"][0], hover, width=3, name="efficient frontier"))
+    marker = {"colorscale": SCALE, "cmin": found.low, "cmax": found.high}
+    data.append(points(t.N, t.D, as_list(t.loss), run_hover(a), 9, INK, marker=marker, name="runs"))
     look = layout("parameters N", "tokens D", height=500, log_y=True)
-    fit_axis(look["xaxis"], N, 0.0)
-    fit_axis(look["yaxis"], D, 0.0)
+    fit_axis(look["xaxis"], found.N, 0.0)
+    fit_axis(look["yaxis"], found.D, 0.0)
     return {"data": data, "layout": look}
 
 
-def _nice_levels(low: float, high: float) -> tuple[float, float, float]:
-    """First and last level and a step of 1, 2 or 5 times a power of ten, at most 20 steps between."""
-    rough = max(high - low, 1e-6) / 20
-    power = 10.0 ** np.floor(np.log10(rough))
-    step = float(power * min((m for m in (1, 2, 5, 10) if m * power >= rough), default=10))
-    return float(np.ceil(low / step) * step), float(np.floor(high / step) * step), step
+def residuals(a: Analysis) -> Figure | None:
+    """Measured over predicted loss of every run."""
+    if a.law is None:
+        return None
+    off = np.expm1(a.law.residuals())
+    hover = [f"{said}<br>{100 * r:+.2f} % of the prediction" for said, r in zip(run_hover(a), off, strict=True)]
+    look = layout("training FLOPs", "measured over predicted loss, %", height=400, showlegend=False)
+    fit_axis(look["xaxis"], a.table.flops)
+    zero = line([10**v for v in look["xaxis"]["range"]], [0.0, 0.0], FAINT, width=1, dash="dot")
+    return {"data": [zero, points(a.table.flops, 100 * off, shades(a.table.N), hover)], "layout": look}
+
+
+def cloud(a: Analysis) -> Figure | None:
+    """Two exponents of every refit, coloured by the tokens per parameter that it wants at the first target."""
+    law = a.law
+    names = [] if law is None else [name for name in law.names if name.startswith(("alpha", "beta"))]
+    if law is None or law.draws_ is None or len(names) < 2:
+        return None
+    want = compute_optimal(law, a.targets[0]).draws["ratio"][0][:CLOUD]
+    known = np.isfinite(want) & (want > 0)
+    if known.sum() < 2:
+        return None
+    want = want[known]
+    one, two = (law.draws_[name][:CLOUD][known] for name in names[:2])
+    low, high = (float(end) for end in np.quantile(want, [0.025, 0.975]))
+    x, y = (name.replace("alpha", "α").replace("beta", "β") for name in names[:2])
+    hover = [f"{x} {p:.4f}, {y} {q:.4f}<br>D/N {amount(z)}" for p, q, z in zip(one, two, want, strict=True)]
+    small = {"opacity": 0.55, "line": {"width": 0}}
+    refits = points(one, two, shades(np.clip(want, low, high)), hover, 5, marker=small, name="refits of resamples")
+    p, q = (law.constants_[name] for name in names[:2])
+    cross = {"symbol": "x-thin", "line": {"color": INK, "width": 3}}
+    best = points([p], [q], INK, [f"{x} {p:.4f}, {y} {q:.4f}"], 11, marker=cross, name="the fit")
+    look = layout(f"{x}, exponent of N", f"{y}, exponent of D", height=400, log_x=False)
+    look["annotations"] = [style("note") | {"text": f"dark: D/N {amount(low)}, light: {amount(high)}"}]
+    return {"data": [refits, best], "layout": look}
+
+
+# What follows: the optimum by budget, published laws, the backtest, scores.
+
+
+def allocation(a: Analysis, quantity: str) -> Figure | None:
+    """N, D or loss of the best run by budget, with the measured optima and the targets."""
+    low, high = float(a.table.flops.min()), float(a.table.flops.max())
+    far = max(*a.targets, high * 10)
+    C = np.unique(np.concatenate([np.geomspace(low / 2, far * 2, 90), np.array(a.targets)]))
+    data: list[Trace] = []
+    near: list[float] = []
+    for approach, values, band in series.allocation_lines(a, quantity, C):
+        near += values[(high * 30 >= C) & np.isfinite(values)].tolist()
+        data += _approach_traces(a, approach, quantity, C, values, band)
+    if not data:
+        return None
+    vertices, winners = series.measured_optima(a, quantity)
+    near += [*vertices[1], *winners[1]]
+    shown = (
+        ("isoFLOP minimum", "minima", vertices, "isoflop", {"symbol": "star", "size": 12}),
+        ("best run", "best runs", winners, "envelope", {"symbol": "diamond-open", "size": 9}),
+    )
+    for what, name, (x, y), key, marker in shown:
+        colour = APPROACH_STYLE[key][0]
+        edge = {"color": INK, "width": 1} if key == "isoflop" else {"color": colour, "width": 2}
+        hover = budget_hovers(what, x, quantity, y)
+        if len(x) or key == "envelope":
+            data.append(points(x, y, colour, hover, marker=marker | {"line": edge}, name=name))
+    log = quantity != "loss"
+    look = layout("training FLOPs", OPTIMUM_TITLES[quantity], log_y=log)
+    look["margin"]["t"] = 64
+    every = [v for one in data if "fill" not in one for v in one["y"] if v is not None]
+    views = {
+        "near": _view("xaxis", [low / 2, high * 30], 0.0, True) | _view("yaxis", near, 0.12, log),
+        "far": _view("xaxis", [low / 2, far * 2], 0.0, True) | _view("yaxis", every, 0.12, log),
+    }
+    # Start near the runs; where the targets lie far off, the page's switch goes from this view to the other.
+    beyond = np.log10(far * 2 / (high * 30)) >= 1.0
+    for change, value in views["near" if beyond else "far"].items():
+        axis, key = change.split(".")
+        look[axis][key] = value
+    return {"data": data, "layout": look | ({"meta": views} if beyond else {})}
+
+
+def _approach_traces(
+    a: Analysis, approach: Any, quantity: str, C: Array, values: Array, band: Array | None
+) -> list[Trace]:
+    """Band, line and targets of one approach."""
+    colour, dash, symbol = APPROACH_STYLE[approach.key]
+    group: Trace = {"legendgroup": approach.key}
+    traces = [] if band is None else [band_area(C, np.clip(band, 1e-30, 1e40), colour, **group)]
+    hover = budget_hovers(f"<b>{approach.title}</b>", C, quantity, values)
+    traces.append(line(C, values, colour, hover, dash=dash, name=approach.title.split(" · ")[1], **group))
+    marks = values[np.searchsorted(C, a.targets)]
+    hover = budget_hovers("<b>target</b>", a.targets, quantity, marks)
+    return [*traces, points(a.targets, marks, colour, hover, 10, marker={"symbol": symbol}, showlegend=False, **group)]
+
+
+def _view(axis: str, values: list[float], pad: float, log: bool) -> dict[str, Any]:
+    """What plotly's relayout takes to show these values."""
+    ends = np.array([min(values), max(values)])
+    low, high = np.log10(ends) if log else ends
+    room = pad * (high - low) + 1e-9
+    view: dict[str, Any] = {f"{axis}.range": [float(low - room), float(high + room)]}
+    return view | ({f"{axis}.dtick": tick_step(float(high - low + 2 * room))} if log else {})
+
+
+def published(a: Analysis) -> Figure | None:
+    """N* by budget of this law and of the published ones."""
+    own = a.approaches["parametric"]
+    if a.law is None or not own.available:
+        return None
+    C = np.geomspace(a.table.flops.min(), max(*a.targets, FRONTIER), 60)
+    values, band = own.values(C)["N"], own.bands(C)["N"]
+    others = {name: published_law(name).optimal(C).N for name in BESIDE}
+    drawn = [(name, N, colour, 1.5, "dot") for (name, N), colour in zip(others.items(), PALETTE[1:], strict=True)]
+    data = []
+    for name, sizes, colour, width, dash in (*drawn, ("this law", values, PALETTE[0], 3.0, "solid")):
+        hover = budget_hovers(f"<b>{name}</b>", C, "N", sizes)
+        data.append(line(C, sizes, colour, hover, width, dash, name=name))
+    data[-1]["legendrank"] = 1
+    if band is not None:
+        finite = np.isfinite(band).all(axis=1) & (band > 0).all(axis=1)
+        data.insert(0, band_area(C[finite], band[finite], PALETTE[0]))
+    look = layout("training FLOPs", "optimal parameters N*", log_y=True)
+    fit_axis(look["xaxis"], C)
+    fit_axis(look["yaxis"], np.concatenate([values, *others.values()]))
+    return {"data": data, "layout": look}
+
+
+def backtest(a: Analysis) -> Figure | None:
+    steps = a.backtest["steps"]
+    if not steps:
+        return None
+    data, every = [], []
+    for step, colour in zip(steps, shades(np.array([s["held_out_flops"] for s in steps])), strict=True):
+        measured, predicted = step["measured"], step["predicted"]
+        every += measured + predicted
+        hover = [
+            f"measured {m:.4f}<br>predicted {p:.4f} ({percent(p / m - 1, True)})"
+            for m, p in zip(measured, predicted, strict=True)
+        ]
+        name = f"{scientific(step['held_out_flops'])} FLOPs held out"
+        data.append(points(measured, predicted, colour, hover, name=name))
+    pad = 0.05 * (max(every) - min(every)) + 1e-6
+    diagonal = [min(every) - pad, max(every) + pad]
+    data.append(line(diagonal, diagonal, FAINT, width=1, dash="dot"))
+    return {"data": data, "layout": layout("measured loss", "predicted loss", log_x=False, height=400)}
+
+
+def scores(a: Analysis, measure: str) -> Figure | None:
+    """`acc` or `gold_bpb` of each task by compute, with standard errors; the line joins each budget's best runs."""
+    t, hover = a.table, run_hover(a)
+    columns = [str(column).rsplit("/", 1) for column in t.frame.columns if str(column).endswith(("/acc", "/gold_bpb"))]
+    names = sorted({task for task, kind in columns if np.isfinite(t.column(f"{task}/{kind}")).any()})
+    data: list[Trace] = []
+    for task, colour in zip(names, PALETTE * (len(names) // len(PALETTE) + 1), strict=False):
+        values, errors, chance = (t.column(f"{task}/{name}") for name in (measure, f"{measure}_se", "chance"))
+        seen = np.isfinite(values)
+        if not seen.any():
+            continue
+        group: Trace = {"legendgroup": task}
+        bars: Trace = {"type": "data", "array": as_list(np.nan_to_num(errors[seen])), "color": colour}
+        bars |= {"thickness": 0.7, "width": 0}
+        said = [f"<b>{text(task)}</b> {values[i]:.3f} ± {errors[i]:.3f}<br>{hover[i]}" for i in np.flatnonzero(seen)]
+        shown: Trace = {"name": text(task), "opacity": 0.75, "error_y": bars}
+        data.append(points(t.flops[seen], values[seen], colour, said, **shown, **group))
+        best = _best_of_budget(a, seen)
+        data.append(line(t.flops[best], values[best], colour, width=1.5, **group))
+        if measure == "acc" and np.isfinite(chance).any():
+            level = float(chance[np.isfinite(chance)][0])
+            said = [f"chance level of {text(task)}: {percent(level)}"] * 2
+            ends = [float(t.flops.min()), float(t.flops.max())]
+            data.append(line(ends, [level] * 2, colour, said, 1.2, "dot", showlegend=False, **group))
+    if not data:
+        return None
+    look = layout("training FLOPs", "accuracy (dotted: chance)" if measure == "acc" else "gold answer, bits per byte")
+    fit_axis(look["xaxis"], t.flops)
+    return {"data": data, "layout": look}
+
+
+def _best_of_budget(a: Analysis, seen: np.ndarray) -> np.ndarray:
+    """The run of lowest loss in each budget, by rising FLOPs."""
+    levels = (np.flatnonzero((a.profiles.labels_ == level) & seen) for level in range(len(a.profiles.budgets_)))
+    picked = np.array([rows[a.table.loss[rows].argmin()] for rows in levels if rows.size], dtype=int)
+    return picked[np.argsort(a.table.flops[picked])]

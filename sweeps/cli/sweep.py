@@ -1,8 +1,7 @@
 """The commands that manage a sweep: look at it, stop it, try again, make it grow, mend it.
 
-Special here:
-- every one works while the sweep runs, from any machine that sees the folder, and by two people at once;
-- nothing is imported before a command needs it, so that `status` starts in a fraction of a second.
+Every one works while the sweep runs, from any machine that sees the folder, and by two people at once. Nothing is
+imported before a command needs it, so that `status` starts in a fraction of a second.
 """
 
 from __future__ import annotations
@@ -32,19 +31,20 @@ def complete_run(context: typer.Context, incomplete: str) -> list[tuple[str, str
 
     with contextlib.suppress(UserError, KeyError, TypeError):
         sweep = SweepDirectory.open(context.params["sweep"])
-        planned = [run for run in sweep.plan()["runs"] if run["run_id"].startswith(incomplete)]
         return [
             (run["run_id"], f"{sweep.run(run['run_id']).state().state}, N {short(run['N_total'])} D {short(run['D'])}")
-            for run in planned
-        ]
+            for run in sweep.plan()["runs"] if run["run_id"].startswith(incomplete)
+        ]  # fmt: skip
     return []
 
 
-RUNS_HELP = "Run ids, or their first digits."
 Sweep = Annotated[Path, typer.Argument(help="A sweep directory, such as outputs/chinchilla.", show_default=False)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Changes = Annotated[bool, typer.Option("--json", help="Print as JSON which runs were changed.")]
-Runs = Annotated[list[str] | None, typer.Argument(help=RUNS_HELP, show_default=False, autocompletion=complete_run)]
+Runs = Annotated[
+    list[str] | None,
+    typer.Argument(help="Run ids, or their first digits.", show_default=False, autocompletion=complete_run),
+]
 
 
 def show(
@@ -63,28 +63,28 @@ def _open(path: Path) -> SweepDirectory:
     return open_sweep(path)
 
 
-@app.command()
-def status(
+@app.command("status")
+def status_command(
     sweep: Sweep,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Look again every two seconds; Ctrl-C ends it.")] = False,
     everything: Annotated[bool, typer.Option("--all", help="Every run, however many there are.")] = False,
     as_json: Json = False,
 ) -> None:
     """States by count, and every run's step, loss, speed, place, and why it waits or failed."""
-    from ..observe import status_view
-    from ..observe.status import sweep_status
+    from ..observe.status import print_json, print_status, sweep_status, watch_sweep
+    from ..runs.directory import SweepDirectory
 
-    directory = _open(sweep)
+    directory = SweepDirectory.open(sweep)
     if watch:
-        status_view.watch(directory, as_json, everything)
+        watch_sweep(directory, as_json, everything)
     elif as_json:
-        status_view.print_json(sweep_status(directory))
+        print_json(sweep_status(directory))
     else:
-        status_view.print_status(sweep_status(directory), everything)
+        print_status(sweep_status(directory), everything)
 
 
-@app.command()
-def logs(
+@app.command("logs")
+def logs_command(
     sweep: Sweep,
     run: Annotated[
         str | None,
@@ -93,17 +93,17 @@ def logs(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run has ended.")] = False,
 ) -> None:
     """What a run has said, from its first attempt on; without RUN the newest lines of those that run or failed."""
-    from ..observe import logs as words
+    from ..observe.logs import print_log, print_newest_lines
 
     directory = _open(sweep)
     if run is None:
-        words.overview(directory, follow)
+        print_newest_lines(directory, follow)
     else:
-        words.one(directory, run, follow)
+        print_log(directory, run, follow)
 
 
-@app.command()
-def retry(
+@app.command("retry")
+def retry_command(
     sweep: Sweep,
     runs: Runs = None,
     failed: Annotated[bool, typer.Option("--failed", help="All that failed; so it is when nothing is named.")] = False,
@@ -119,16 +119,16 @@ def retry(
     _act(sweep, as_json, lambda directory: retry(directory, runs or [], failed, diverged, cancelled))
 
 
-@app.command()
-def cancel(sweep: Sweep, runs: Runs = None, as_json: Changes = False) -> None:
+@app.command("cancel")
+def cancel_command(sweep: Sweep, runs: Runs = None, as_json: Changes = False) -> None:
     """Stops runs, or the whole sweep with all its jobs; what trains saves a checkpoint first."""
     from ..execute.control import cancel
 
     _act(sweep, as_json, lambda directory: cancel(directory, runs or []))
 
 
-@app.command()
-def extend(
+@app.command("extend")
+def extend_command(
     sweep: Sweep,
     overrides: Annotated[
         list[str] | None, typer.Argument(help="As for sweep.py: grid.budgets=[1e20]", show_default=False)
@@ -147,34 +147,34 @@ def extend(
     _act(sweep, as_json, grow)
 
 
-@app.command()
-def doctor(
+@app.command("doctor")
+def doctor_command(
     sweep: Sweep,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what is wrong.")] = False,
     deep: Annotated[bool, typer.Option("--deep", help="Also read every checkpoint and check its sums.")] = False,
     as_json: Json = False,
 ) -> None:
     """Finds orphans, stale locks, half-written files and the like, mends them and says what it did."""
-    from ..observe.doctor import examine, print_findings
+    from ..observe.doctor import examine_sweep, print_findings
     from ..runs.directory import SweepDirectory
 
-    found = examine(SweepDirectory.open(sweep), not dry_run, deep)  # a plan that cannot be read is a finding
+    found = examine_sweep(SweepDirectory.open(sweep), not dry_run, deep)  # a plan that cannot be read is a finding
     show(found, as_json, print_findings, lambda found: [vars(finding) for finding in found])
     raise typer.Exit(1 if any(finding.is_left for finding in found) else 0)
 
 
-@app.command()
-def sync(sweep: Sweep, as_json: Json = False) -> None:
+@app.command("sync")
+def sync_command(sweep: Sweep, as_json: Json = False) -> None:
     """Sends runs that were tracked offline to wandb."""
-    from ..results.tracking import sync
+    from ..results.tracking import sync_sweep
 
     with _said_aside(as_json):
-        count = sync(_open(sweep))
+        count = sync_sweep(_open(sweep))
     show({"sent": count}, as_json, lambda answer: print(f"{answer['sent']} runs were sent"))
 
 
-@app.command()
-def suggest(
+@app.command("suggest")
+def suggest_command(
     sweep: Sweep,
     budget: Annotated[float, typer.Option(help="FLOPs that the new runs may cost together.", show_default=False)],
     target_flops: Annotated[
@@ -189,11 +189,11 @@ def suggest(
     import yaml
 
     from ...train.files import write_atomic
-    from ..growth.suggest import print_suggestion, suggest
+    from ..growth.suggest import print_suggestion, suggest_runs
 
     if write is not None and not write.parent.is_dir():
         raise UserError(f"--write is {write}, and {write.parent} is no folder; name a file in a folder that exists")
-    suggestion = suggest(_open(sweep), budget, target_flops, seeds=seeds, max_flops=max_flops)
+    suggestion = suggest_runs(_open(sweep), budget, target_flops, seeds=seeds, max_flops=max_flops)
     if write is not None:
         try:
             write_atomic(write, yaml.safe_dump(suggestion.grid, sort_keys=False))
@@ -204,8 +204,8 @@ def suggest(
     show(suggestion, as_json, print_suggestion, lambda suggestion: suggestion.to_dict())
 
 
-@app.command()
-def report(sweep: Sweep, as_json: Json = False) -> None:
+@app.command("report")
+def report_command(sweep: Sweep, as_json: Json = False) -> None:
     """Writes the table, the laws and the report anew from what the runs have written."""
     from ..results.finish import print_result, write_results
 
@@ -217,13 +217,17 @@ def report(sweep: Sweep, as_json: Json = False) -> None:
 
 def _act(path: Path, as_json: bool, action: Callable[[SweepDirectory], int]) -> None:
     """Does something to a sweep and leaves with its exit code; as JSON its answer is the runs that it changed."""
+    from ..runs.membership import members
+
     sweep = _open(path)
-    before = _states(sweep) if as_json else {}
+    before = {run.run_id: run.state() for run in members(sweep)} if as_json else {}
     with _said_aside(as_json):
         code = action(sweep)
     if as_json:
-        after = [{"run_id": name, **state} for name, state in _states(sweep).items() if before.get(name) != state]
-        show({"exit_code": code, "changed": after}, as_json, print)
+        after = {run.run_id: run.state() for run in members(sweep)}
+        changed = {name: state for name, state in after.items() if before.get(name) != state}
+        said = [{"run_id": name, **dataclasses.asdict(state)} for name, state in changed.items()]
+        show({"exit_code": code, "changed": said}, as_json, print)
     raise typer.Exit(code)
 
 
@@ -232,9 +236,3 @@ def _said_aside(aside: bool) -> Iterator[None]:
     """What is printed meanwhile goes to standard error, so that standard output is JSON alone."""
     with contextlib.redirect_stdout(sys.stderr) if aside else contextlib.nullcontext():
         yield
-
-
-def _states(sweep: SweepDirectory) -> dict[str, dict[str, Any]]:
-    from ..runs.membership import members
-
-    return {run.run_id: dataclasses.asdict(run.state()) for run in members(sweep)}

@@ -1,60 +1,59 @@
-"""One start of a run, in whatever process: its lock, state and log, what it died of, and the way back to the queue.
+"""One process' part in training a unit: a run alone, an ensemble, or a process per run on one device.
 
 Special here:
-- TERM and USR2 set a flag; the loop saves a checkpoint and returns, and only then is the job put back in the queue. So
-  does the wish to cancel a run, which is a file in its directory, and stops nothing but that run;
-- a failure is a state with a reason in a sentence, and its attempt a line with a cause, by which `retries.decide` goes.
-  A disk that is full for these too leaves the old state whole, and the line to whoever comes next;
-- a run that stops is `preempted` at once. What SLURM makes of its job is asked next, once for all runs of the job, and
-  corrects the state, because SLURM may take minutes to answer and kill the job before it has.
+- TERM and USR2 set a flag; the loop saves a checkpoint and returns, and only then is the job requeued. A wish to cancel
+  a run is a file in its directory, and stops nothing but that run; the others of its ensemble go on without it;
+- each run of a unit stays its own: how it ends is written when it ends, and costs the others nothing;
+- an ensemble that does not fit into memory goes on as two halves, one after the other, down to runs alone;
+- processes that share a GPU do so through CUDA MPS where it can be started; the process that started them trains
+  nothing, passes TERM and USR2 on, and says what became of who was killed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import os
+import shutil
 import signal
-import socket
+import subprocess
 import sys
+import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from types import FrameType
-from typing import NamedTuple, NoReturn
 
+from ...train.config import RunConfig
 from ...train.errors import UserError
-from ...train.job.environment import Ranks
+from ...train.job.environment import TORCHRUN, Ranks
+from ...train.job.failure import DISK_FULL, cause_of, describe_error
 from ..grid import trunks
-from ..plan.rates import describe_mesh
+from ..plan.rates import usable_cores
 from ..results import tracking
-from ..runs import attempts
-from ..runs.causes import TrunkNotYet, cause_in, cause_of, warned_after, words_for
-from ..runs.directory import Busy, RunDirectory, this_node
-from ..runs.heartbeat import Heartbeat, is_stale
-from ..runs.retries import INTERRUPTED, RETRIED, Policy, decide
-from ..slurm import commands as slurm
+from ..runs import states
+from ..runs.attempts import Policy
+from ..runs.directory import Busy, RunDirectory, job_restarts, job_seconds
+from ..runs.liveness import Heartbeat
+from ..runs.states import Ending, held
 
 ASK_SECONDS = 1.0  # between two looks at who started this process, and at who wants a run cancelled
+BUSY_SECONDS = 20.0  # to wait for a run that somebody else has: a killed attempt may take a while to go
+POLL_SECONDS = 0.1
+GPU_DRIVER = Path("/dev/nvidiactl")  # is there where a GPU is
+LEFT_OUT = 75  # exit code of a process that found its run taken; EX_TEMPFAIL of sysexits.h
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")
 
 
-class RunFailed(Exception):
-    """The run ended without a result; its state says why. Makes the job exit with an error."""
-
-
-class Ending(NamedTuple):
-    """How one process' part in a run ended."""
-
-    state: str  # one of runs.STATES
-    reason: str | None = None  # in a sentence; None when done
-    cause: str | None = None  # one of retries.CAUSES; None: what the state says
+class TrunkNotYet(UserError):
+    """The trunk may still come to where its branch begins."""
 
 
 class Interrupt:
-    """Remembers that the job was told to stop, by signal or by the loss of whoever started it.
-
-    While it watches over runs it also tells when one of them is to be cancelled, and takes each call for a step.
-    """
+    """Remembers that the job was told to stop, by signal or by the loss of whoever started it."""
 
     def __init__(self, alive: Callable[[], bool] | None = None, lost: str = "the launcher is gone") -> None:
         self.reason: str | None = None
@@ -73,7 +72,7 @@ class Interrupt:
 
     @contextlib.contextmanager
     def watching(self, runs: Sequence[RunDirectory], policy: Policy) -> Iterator[Heartbeat]:
-        """Gives signs of life for runs that this process holds and trains, and looks whether one is to be cancelled."""
+        """Gives signs of life of runs, and looks whether one is to be cancelled."""
         with Heartbeat(runs, policy) as heart:
             self._heart, self.cancelled = heart, {}
             try:
@@ -98,11 +97,11 @@ class Interrupt:
                 self.cancelled[run.run_id] = who
 
     def stops(self, run: RunDirectory) -> bool:
-        """Whether it is this run that is to stop, and not another one that it is trained with."""
+        """Whether it is this run that is to stop."""
         return self.reason is not None or run.run_id in self.cancelled
 
     def ending(self, run: RunDirectory, words: str) -> Ending:
-        """What a run is that has stopped; `words` says where."""
+        """How a run ends that has stopped; `words` says where."""
         if (who := self.cancelled.get(run.run_id)) is not None:
             return Ending("cancelled", f"cancelled by {who}; {words}")
         over = self.reason is not None and time.monotonic() - self._began > warned_after(os.environ)
@@ -110,120 +109,41 @@ class Interrupt:
         return Ending("preempted", f"{self.reason or 'another rank was told to stop'}; {words}", cause)
 
 
-@contextlib.contextmanager
-def held(run: RunDirectory, job: str, policy: Policy, timeout: float = 60.0, share: float = 1.0) -> Iterator[bool]:
-    """Holds a run while this process trains it, and says so in its state; yields False where there is nothing to do.
+def warned_after(environment: Mapping[str, str]) -> float:
+    """Seconds after which a SLURM job that is told to stop is told so for its time limit."""
+    seconds = job_seconds(environment)
+    # Jobs are warned up to two minutes before their end, and a process may begin as late after its job.
+    return seconds - min(240.0, 0.75 * seconds)
 
-    Args:
-        run: its directory.
-        job: id of the job, as the state names it.
-        policy: says when an earlier attempt on another machine counts as dead.
-        timeout: seconds to wait for somebody else who has it.
-        share: of this process or device that the run gets.
 
-    Raises:
-        Busy: somebody else has held it all the while, or shows signs of life.
-        OSError: the disk is too full to say that the run begins.
-    """
-    with run.lock(timeout):
-        if run.is_done():
-            attempts.settle_killed(run, "done", "")  # a line that a full disk had no room for
-            yield False
-            return
-        _wait_for_signs(run, policy)
-        _settle_attempt(run, job)
-        if (who := run.cancel_asked()) is not None:
-            run.set_state("cancelled", reason=f"cancelled by {who} before it began")
-            run.log(f"cancelled by {who}")
-            yield False
-            return
-        if (why := _had_enough(run, job, policy)) is not None:
-            run.set_state("failed", reason=why)
-            run.log(f"failed: {why}")
-            yield False
-            return
-        run.forget_failure()
-        run.give_sign()
+def failed(error: Exception, run: RunDirectory) -> Ending:
+    """How a run ends that an error has ended."""
+    if isinstance(error, OSError) and error.errno in DISK_FULL:
+        words = f"the disk is full ({error.filename or run.path}); free some space and sweep again"
+    else:
+        words = describe_error(error)
+    return Ending("failed", words, "trunk" if isinstance(error, TrunkNotYet) else str(cause_of(error)))
+
+
+def train_unit(
+    how: str, runs: Sequence[RunDirectory], ranks: Ranks, interrupt: Interrupt, job: str, policy: Policy
+) -> None:
+    """Trains a unit; how each run ended is in its state."""
+    if how == "ensemble":
+        train_ensemble(runs, interrupt, job, policy)
+    elif how == "shared":
+        train_shared(runs, interrupt, job, policy)
+    else:
         try:
-            _begin(run, job, share)
-            yield True
-        finally:
-            with contextlib.suppress(OSError):
-                run.forget_signs()
-
-
-def _begin(run: RunDirectory, job: str, share: float) -> None:
-    begun = attempts.begin(run, job, this_node(), share)
-    try:
-        run.set_state("running", attempt=begun.attempt, host=begun.host, job_id=job, since=begun.began)
-        run.log(f"attempt {begun.attempt} on {begun.host}, job {job}, process {os.getpid()}")
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            attempts.note(run, cause_of(error), words_for(error, run))
-        raise
-
-
-def _had_enough(run: RunDirectory, job: str, policy: Policy) -> str | None:
-    """Why a run does not go on in a job that SLURM itself starts again, as it does without end where nodes fail."""
-    past = attempts.current(run)
-    if slurm.restarts() == 0 or not past or past[-1].job_id != job or past[-1].cause not in (*RETRIED, *INTERRUPTED):
-        return None
-    decision = attempts.decision(run, policy, past[-1].ended)
-    return None if decision.again else f"{decision.why}; {past[-1].reason}"
-
-
-def _wait_for_signs(run: RunDirectory, policy: Policy) -> None:
-    """Where locks do not reach from node to node, a free one says nothing of an attempt on another machine.
-
-    Raises:
-        Busy: it shows signs of life.
-    """
-    begun, seen = attempts.under_way(run), run.last_sign()
-    if begun is None or begun.machine == socket.gethostname():
-        return
-    while not is_stale(run, policy):
-        if run.last_sign() != seen:
-            raise Busy(f"run {run.run_id} gives signs of life on {begun.host}")
-        time.sleep(min(1.0, policy.heartbeat_seconds / 4))
-
-
-def conclude(run: RunDirectory, ended: str, reason: str | None, cause: str | None = None) -> None:
-    """Writes how a run ended that this process holds: the line of its attempt, and its state.
-
-    Args:
-        run: its directory.
-        ended: the state.
-        reason: in a sentence.
-        cause: one of `retries.CAUSES`; None: what the state says.
-    """
-    run.release()
-    with contextlib.suppress(OSError):  # then whoever settles the run writes it
-        attempts.note(run, cause or ("error" if ended == "failed" else ended), reason)
-    try:
-        run.set_state(ended, reason=reason)
-        run.log(ended if reason is None else f"{ended}: {reason}")
-    except OSError:
-        # A disk that is full for state.json too: the old state stays whole, and who started this process settles it.
-        if ended == "done":
-            raise
+            train_one(runs[0], ranks, interrupt, job, policy)
+        except Busy as error:
+            print(f"left out: {error}")
 
 
 def train_one(
     run: RunDirectory, ranks: Ranks, interrupt: Interrupt, job: str, policy: Policy, share: float = 1.0
 ) -> tuple[str, str | None]:
-    """Trains a run as its first rank; returns the state that it ended in, which is written, and why.
-
-    Args:
-        run: its directory.
-        ranks: this process among the run's.
-        interrupt: tells when to save and stop.
-        job: id of the job, as the state names it.
-        policy: when it counts as hung.
-        share: of this process' device that the run gets.
-
-    Raises:
-        Busy: somebody else has the run.
-    """
+    """Trains a run as its first rank; returns the state that it ended in and why. Busy: somebody else has it."""
     with held(run, job, policy, share=share) as begun:
         if not begun:
             state = run.state()
@@ -234,12 +154,12 @@ def train_one(
         if ending.state == "failed" and ranks.size > 1 and run.is_halved() and not halved:
             # Memory ran out on a rank, and the next start takes a smaller micro-batch.
             ending = Ending("preempted", ending.reason, "memory")
-        conclude(run, *ending)
+        states.conclude(run, *ending)
     return ending.state, ending.reason
 
 
 def train_rank(run: RunDirectory, ranks: Ranks, interrupt: Interrupt) -> Ending:
-    """One rank's part in a run: how it ended. Whatever a run dies of is an answer."""
+    """One rank's part in a run; whatever it dies of is an answer."""
     from ...train.errors import Diverged, Stopped
     from ...train.loop import train
 
@@ -251,7 +171,7 @@ def train_rank(run: RunDirectory, ranks: Ranks, interrupt: Interrupt) -> Ending:
             prepare(run)
         config = run.config()
         if ranks.rank == 0 and ranks.size > 1:
-            report(f"{ranks.size} ranks: {describe_mesh(config.parallel)}")
+            report(f"{ranks.size} ranks: {config.parallel.label}")
         train(config, run.path, should_stop=interrupt, report=report, alive=interrupt)
     except Stopped as stopped:
         return interrupt.ending(run, str(stopped))
@@ -261,17 +181,12 @@ def train_rank(run: RunDirectory, ranks: Ranks, interrupt: Interrupt) -> Ending:
         # Whatever a run dies of belongs in its state, with the traceback in its log; the sweep goes on.
         if not isinstance(error, UserError):
             try_log(run, traceback.format_exc(), ranks.rank)
-        return Ending("failed", words_for(error, run), cause_of(error))
+        return failed(error, run)
     return Ending("done")
 
 
 def prepare(run: RunDirectory) -> None:
-    """What its first rank does before a run trains: room to say that the disk is full, and what a branch begins from.
-
-    Raises:
-        TrunkNotYet: the trunk has not what the branch needs, and may still come to it.
-        UserError: the config cannot be read, or the trunk will not come to it.
-    """
+    """What a run's first rank does before it trains."""
     run.reserve()
     config = run.config()
     tracking.note_lineage(run, config)
@@ -281,20 +196,11 @@ def prepare(run: RunDirectory) -> None:
     try:
         line = trunks.graft(run, trunk)
     except trunks.NotThere as error:
-        if _may_go_on(trunk):
+        if states.may_go_on(trunk):
             raise TrunkNotYet(str(error)) from error
         raise
     if line is not None:
         run.log(line)
-
-
-def _may_go_on(run: RunDirectory) -> bool:
-    """Whether a run that is not done may be trained further without anybody's command."""
-    state = run.state().state
-    if state == "failed":
-        past = attempts.current(run)
-        return bool(past) and past[-1].cause in (*RETRIED, *INTERRUPTED)
-    return state in ("planned", "queued", "running", "preempted")
 
 
 def try_log(run: RunDirectory, text: str, rank: int = 0) -> None:
@@ -306,7 +212,7 @@ def try_log(run: RunDirectory, text: str, rank: int = 0) -> None:
 
 
 def tidy() -> None:
-    """After a training, for the next in this process: gives its memory back, and forgets what was compiled for it."""
+    """Gives memory back, and forgets what was compiled."""
     import torch
 
     if "torch._dynamo" in sys.modules:
@@ -316,79 +222,226 @@ def tidy() -> None:
         torch.cuda.empty_cache()
 
 
-def settle(run: RunDirectory) -> None:
-    """Of a run that says that somebody is at it, or about to be, and whose lock the caller holds: it was killed."""
-    reason = _settle_attempt(run)
-    if run.state().state == "queued":
-        run.set_state("failed", reason=reason)
+@dataclass(frozen=True)
+class _Member:
+    """A run of an ensemble that this process holds until `conclude`."""
+
+    run: RunDirectory
+    config: RunConfig
+    hold: contextlib.ExitStack
+
+    def conclude(self, heart: Heartbeat, ending: Ending) -> None:
+        heart.leave(self.run)
+        try:
+            states.conclude(self.run, *ending)
+        except OSError as error:
+            print(f"run {self.run.run_id} is {ending.state}, and that could not be written: {error}")
+        self.hold.close()
 
 
-def _settle_attempt(run: RunDirectory, job: str | None = None) -> str:
-    """Of a run with an attempt under way that nobody is at: it was killed, and why, as far as that was noted.
-
-    Args:
-        run: its directory.
-        job: the SLURM job that asks. One that was at the run already, and starts anew, was taken off its node.
-    """
-    noted, state = run.failure(), run.state()
-    cause, what = run.failure_cause() or cause_in(noted), "its worker was killed"
-    if noted is None and job is not None and job == state.job_id and slurm.restarts() > 0:
-        cause, what = "node", f"its node {state.host} failed, and SLURM has started its job again"
-    found = "" if noted is None else f" ({noted})"
-    reason = f"{what}{found}; sweep again to go on, or see {run.path / 'log.txt'}"
-    attempts.settle_killed(run, cause, reason)
-    return reason
-
-
-def stopped_in(runs: Sequence[RunDirectory], job: str) -> list[RunDirectory]:
-    """Those that were stopped and have saved, in this start of a job."""
-    states = [(run, run.state()) for run in runs]
-    return [run for run, state in states if state.state == "preempted" and state.job_id == job]
-
-
-def back_to_the_queue(runs: Sequence[RunDirectory], policy: Policy) -> NoReturn:
-    """What becomes of a SLURM job whose runs were stopped, and have saved: it is requeued, unless SLURM has done so.
-
-    Leaves with an error in any case: an exit with 0 would let scoring start. The states must be written before the job
-    is requeued: its processes may be killed at any moment from then on. Where SLURM refuses or is away the runs stay
-    `preempted`, for whoever looks after the sweep to start again.
-
-    Raises:
-        RunFailed: the job was cancelled, or does not go back to the queue.
-    """
-    job, restarts = slurm.job_id(), slurm.restarts()
-    fate = slurm.fate(job, restarts)
-    names = ", ".join(run.run_id for run in runs)
-    if fate == "cancelled":
-        why = "its job was cancelled in SLURM"
-        for run in runs:
-            _correct(run, "cancelled", f"{why}; {run.state().reason}", "cancelled")
-        raise RunFailed(f"run {names} cancelled: {why}")
-    if fate == "timeout":
-        for run in runs:
-            _correct(run, "preempted", run.state().reason, "time_limit")
-    decisions = {run: decide(attempts.current(run), policy, 0, 0.0) for run in runs}
-    over = [run for run, decision in decisions.items() if not decision.again]
-    for run in over:
-        _correct(run, "failed", f"{decisions[run].why}; {run.state().reason}")
-    if len(over) == len(runs):
-        raise RunFailed(f"run {names} failed: {decisions[over[0]].why}")
-    if fate != "requeued" and (refused := slurm.requeue(job, restarts)) is not None:
-        why = f"SLURM would not requeue its job ({refused})"
-        for run in runs:
-            if run not in over:
-                _correct(run, "preempted", f"{run.state().reason}; {why}, so sweep again to go on")
-        raise RunFailed(f"run {names} preempted: {why}")
-    # Not an Exception: submitit would record the end of a job that goes on.
-    raise SystemExit(1)
+def train_ensemble(
+    runs: Sequence[RunDirectory], interrupt: Interrupt, job: str, policy: Policy
+) -> None:  # fmt: skip
+    """Trains runs of one shape as one ensemble."""
+    with contextlib.ExitStack() as holds:
+        members = _join(runs, job, policy, holds)
+        heart = holds.enter_context(interrupt.watching([member.run for member in members], policy))
+        # Where memory ran out in a run alone, its micro-batch is smaller than its batch, which no ensemble can do.
+        alone = [[member] for member in members if member.run.is_halved()]
+        groups = [[member for member in members if not member.run.is_halved()], *alone]
+        while groups:
+            group = groups.pop(0)
+            if interrupt():
+                for member in [member for member in group if interrupt.stops(member.run)]:
+                    group.remove(member)
+                    member.conclude(heart, interrupt.ending(member.run, "before it began"))
+            if len(group) == 1:
+                (member,) = group
+                member.conclude(heart, train_rank(member.run, Ranks(), interrupt))
+            elif group:
+                left = _train_group(group, interrupt, heart)
+                tidy()
+                groups = [part for part in left if part] + groups
 
 
-def _correct(run: RunDirectory, ended: str, reason: str | None, cause: str | None = None) -> None:
-    """Says otherwise of a run that has stopped, unless somebody has begun with it again."""
-    with contextlib.suppress(Busy, OSError), run.lock(timeout=0.0):
-        if run.state().state != "preempted":
+def _join(
+    runs: Sequence[RunDirectory], job: str, policy: Policy, holds: contextlib.ExitStack
+) -> list[_Member]:  # fmt: skip
+    """Those runs that are not done, can begin, and are nobody else's."""
+    wanted = [run for run in runs if not run.is_done() and not ended_before(run, job)]
+    members = (_member(run, job, policy, 1 / len(wanted), holds) for run in wanted)
+    return [member for member in members if member is not None]
+
+
+def _member(
+    run: RunDirectory, job: str, policy: Policy, share: float, holds: contextlib.ExitStack
+) -> _Member | None:  # fmt: skip
+    hold = holds.enter_context(contextlib.ExitStack())
+    try:
+        if not hold.enter_context(held(run, job, policy, BUSY_SECONDS, share)):
+            hold.close()
+            return None
+    except (Busy, OSError) as error:  # a disk may be too full to say that a run begins
+        print(f"left out: {error}")
+        return None
+    try:
+        prepare(run)
+        return _Member(run, run.config(), hold)
+    except Exception as error:
+        # What keeps one member from beginning is its own affair.
+        states.conclude(run, *failed(error, run))
+        hold.close()
+        return None
+
+
+def _train_group(members: Sequence[_Member], interrupt: Interrupt, heart: Heartbeat) -> list[list[_Member]]:
+    """One ensemble, to its end; returns the smaller ones in which members go on that have not ended."""
+    from ...train.ensemble.ensemble import Ended, train_together
+    from ...train.hardware import out_of_memory
+
+    left = dict(enumerate(members))
+    too_many, stopped = list[_Member](), list[_Member]()
+
+    def on_end(index: int, ended: Ended) -> None:
+        member = left.pop(index)
+        if ended.error is not None and out_of_memory(ended.error):
+            try_log(member.run, f"{ended.reason}; going on in a smaller ensemble, or alone")
+            too_many.append(member)
+        elif ended.kind == "stopped" and not interrupt.stops(member.run):
+            stopped.append(member)
+        elif ended.kind == "stopped":
+            member.conclude(heart, interrupt.ending(member.run, str(ended.reason)))
+        elif ended.error is not None:
+            member.conclude(heart, failed(ended.error, member.run)._replace(state=ended.kind))
+        else:
+            member.conclude(heart, Ending(ended.kind, ended.reason))
+
+    def report(index: int, line: str) -> None:
+        try_log(members[index].run, line)
+
+    names = ", ".join(member.run.run_id for member in members)
+    for index in range(len(members)):
+        report(index, f"in an ensemble of {len(members)}: {names}")
+    try:
+        train_together(
+            [member.config for member in members], [member.run.path for member in members], interrupt, report, on_end,
+            alive=interrupt,
+        )  # fmt: skip
+    except Exception as error:
+        # Whatever an ensemble dies of belongs in the states of all who are left.
+        if out_of_memory(error):
+            too_many += left.values()
+        else:
+            for member in left.values():
+                member.conclude(heart, failed(error, member.run))
+    return [stopped, too_many[::2], too_many[1::2]]
+
+
+def ended_before(run: RunDirectory, job: str) -> bool:
+    """Whether a run ended badly in an earlier start of this job."""
+    state = run.state()
+    return job_restarts() > 0 and state.state in ("failed", "diverged") and state.job_id == job
+
+
+def train_shared(runs: Sequence[RunDirectory], interrupt: Interrupt, job: str, policy: Policy) -> None:
+    """Trains each run in a process of its own, all at the same time."""
+    waiting = [run for run in runs if not run.is_done() and not ended_before(run, job)]
+    if not waiting:
+        return
+    with multi_process_service() as service:
+        environment = lone_environment(os.environ, len(waiting)) | service
+        processes = {run: _start(run, job, policy, 1 / len(waiting), environment) for run in waiting}
+        try:
+            _watch(list(processes.values()), interrupt)
+        finally:
+            for process in processes.values():
+                if process.poll() is None:  # only after an error here: nobody would look after it any more
+                    process.kill()
+                    process.wait()
+    for run, process in processes.items():
+        if process.returncode == LEFT_OUT:
+            print(f"left out: run {run.run_id} is somebody else's")
+            continue
+        with contextlib.suppress(Busy, OSError), run.lock(timeout=0.0):
+            if process.returncode != -interrupt.number or not states.stop_before(run, job, interrupt.reason):
+                states.settle_child(run)
+
+
+def _start(
+    run: RunDirectory, job: str, policy: Policy, share: float, environment: Mapping[str, str]
+) -> subprocess.Popen[bytes]:  # fmt: skip
+    settings = {"leader": os.getpid(), "share": share, "policy": asdict(policy)}
+    command = [sys.executable, "-m", __spec__.name, str(run.path.resolve()), job, json.dumps(settings)]
+    return subprocess.Popen(command, env=dict(environment), stdin=subprocess.DEVNULL)
+
+
+def _watch(processes: Sequence[subprocess.Popen[bytes]], interrupt: Interrupt) -> None:
+    passed_on = False
+    while any(process.poll() is None for process in processes):
+        if interrupt() and not passed_on:
+            passed_on = True
+            for process in processes:
+                process.send_signal(interrupt.number)
+        time.sleep(POLL_SECONDS)
+
+
+def lone_environment(environment: Mapping[str, str], sharers: int) -> dict[str, str]:
+    """The environment of a process that is its run's only rank, with its share of this one's cores."""
+    prefixes = ("SLURM_", "SLURMD_", "SRUN_", "SUBMITIT_", "PMI", "TORCHELASTIC_", "WANDB_SERVICE")
+    kept = {key: value for key, value in environment.items() if not key.startswith(prefixes) and key not in TORCHRUN}
+    kept |= {key: environment[key] for key in ("SLURM_RESTART_COUNT",) if key in environment}  # which limits requeues
+    given = kept.get("OMP_NUM_THREADS", "")
+    threads = int(given) if given.isdigit() else usable_cores()
+    return kept | dict.fromkeys(THREADS, str(max(1, threads // sharers)))
+
+
+@contextlib.contextmanager
+def multi_process_service() -> Iterator[dict[str, str]]:
+    """CUDA MPS for the processes started inside: the variables that they need. Without it they take turns."""
+    control = shutil.which("nvidia-cuda-mps-control")
+    if control is None or not GPU_DRIVER.exists() or "CUDA_MPS_PIPE_DIRECTORY" in os.environ:
+        yield {}  # where somebody else has set one up, the processes inherit it
+        return
+    with tempfile.TemporaryDirectory(prefix="mps-", ignore_cleanup_errors=True) as folder:
+        places = {"CUDA_MPS_PIPE_DIRECTORY": f"{folder}/pipe", "CUDA_MPS_LOG_DIRECTORY": f"{folder}/log"}
+        for place in places.values():
+            Path(place).mkdir()
+        refused = _control(control, places, "-d")
+        if refused is not None:
+            print(f"no CUDA MPS ({refused}); the runs take turns on the GPU")
+            yield {}
             return
-        if cause is not None:
-            attempts.amend(run, cause, reason)
-        run.set_state(ended, reason=reason)
-        run.log(ended if reason is None else f"{ended}: {reason}")
+        try:
+            yield places
+        finally:
+            _control(control, places, words="quit\n")
+
+
+def _control(control: str, places: Mapping[str, str], *arguments: str, words: str = "") -> str | None:
+    """Calls the daemon's control program; returns its complaint."""
+    try:
+        subprocess.run(
+            [control, *arguments], env=os.environ | dict(places), input=words, text=True,
+            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, timeout=60, check=True,
+        )  # fmt: skip
+    except subprocess.CalledProcessError as error:
+        return " ".join(error.stderr.split()) or f"exit code {error.returncode}"
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    return None
+
+
+def main(path: str, job: str, settings: str) -> int:
+    given = json.loads(settings)
+    interrupt = Interrupt(lambda: os.getppid() == given["leader"], "the process that started it is gone")
+    try:
+        ended, _ = train_one(
+            RunDirectory(Path(path)), Ranks(), interrupt, job, Policy(**given["policy"]), given["share"]
+        )
+    except Busy:
+        return LEFT_OUT
+    return 0 if ended in ("done", "preempted") else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

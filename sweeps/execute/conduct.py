@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import shutil
+import time
 from pathlib import Path
 
 from ...train.errors import UserError
 from .. import prepare
 from ..config import SweepConfig
 from ..plan import rates
+from ..prepare import Prepared
 from ..runs import membership
 from ..runs.directory import AtWork, SweepDirectory
+from ..slurm import cluster as slurm_cluster
+from ..slurm import commands as slurm
+from ..slurm.backend import SlurmBackend, wait_for_slurm
+from ..terminal import describe_seconds
+from .advance import advance, missing_scores, outcome, renew
 
 LOCK_SECONDS = 60.0  # that a keeper's pass may hold a sweep
 
 
 def conduct(config: SweepConfig, command: list[str]) -> int:
-    """Runs a sweep; see the contract in the README.
+    """Runs a sweep.
 
     Returns:
         0 when every run is done (or submitted), 1 when one failed.
@@ -26,74 +33,103 @@ def conduct(config: SweepConfig, command: list[str]) -> int:
     """
     check(config)
     prepared = prepare.from_config(config)
-    notes = [f"note: {remark}\n" for remark in prepared.remarks]
+    notes = "".join(f"note: {remark}\n" for remark in prepared.remarks)
     if config.dry_run:
-        _show(prepared)
-        print("".join(notes), end="")
-        if config.explain:
-            from ..plan.explain import explain_runs
-
-            room = rates.places(config.cluster, config.parallel.world_size, prepared.rate)
-            explain_runs(prepared.runs, config.cluster, room.flops_per_second / config.parallel.world_size)
+        _show(prepared, notes)
         return 0
-    if config.cluster.kind == "local":
-        from . import conduct_local
-
-        with prepared.sweep.lock():
-            prepare.write_plan(prepared, command)
-            print("".join(notes), end="")
-            return conduct_local.conduct(prepared)
-    from . import conduct_slurm
-
-    conduct_slurm.check(prepared)
-    with prepared.sweep.lock(LOCK_SECONDS):
+    on_slurm = config.cluster.kind == "slurm"
+    if on_slurm:
+        slurm_cluster.check(config.cluster, prepared.plan.runs)  # before anything is written
+    with prepared.sweep.lock(LOCK_SECONDS if on_slurm else 0.0):
         prepare.write_plan(prepared, command)
-        print("".join(notes), end="")
-        launcher = conduct_slurm.launch(prepared)
-    return conduct_slurm.conclude(prepared, launcher)
+        print(notes, end="")
+        if not on_slurm:
+            return _conduct_here(prepared)
+        backend = submit(prepared)
+    return _conclude(prepared, backend)
 
 
 def resume(sweep: SweepDirectory, only: set[str] | None = None) -> int:
-    """Goes on with a sweep from its folder alone; what it was told when it was started holds.
-
-    Args:
-        sweep: its folder.
-        only: ids of runs to start, with the trunks that they wait for; None: whatever is not done.
-
-    Returns:
-        See `conduct`; 0 also where the sweep is at work, which then takes the runs when its own have ended.
-    """
+    """Goes on with a sweep from its folder alone, or with the runs in `only` and their trunks; see `conduct`."""
     config = prepare.configuration(sweep)
     check(config)
     membership.allow_growth(sweep)
-    local = config.cluster.kind == "local"
+    on_slurm = config.cluster.kind == "slurm"
     try:
-        with sweep.lock(0.0 if local else LOCK_SECONDS):
+        with sweep.lock(LOCK_SECONDS if on_slurm else 0.0):
             prepared = prepare.from_disk(sweep)
             prepare.write_plan(prepared)
             if only is not None:
                 only = only | {run.parent for run in prepared.configs(only) if run.parent is not None}
-            if local:
-                from . import conduct_local
-
-                return conduct_local.conduct(prepared, only)
-            from . import conduct_slurm
-
-            launcher = conduct_slurm.launch(prepared, only)
+            if not on_slurm:
+                return _conduct_here(prepared, only)
+            backend = submit(prepared, only)
     except AtWork as error:
-        if not local:
+        if on_slurm:
             raise
         print(f"{error}; it takes these runs when its own have ended")
         return 0
-    return conduct_slurm.conclude(prepared, launcher)
+    return _conclude(prepared, backend)
+
+
+def _conduct_here(prepared: Prepared, only: set[str] | None = None) -> int:
+    """Trains, scores and fits on this machine; the caller holds the sweep."""
+    from ..results.finish import print_result
+    from .local import LocalBackend
+
+    started, sweep = time.monotonic(), prepared.sweep
+    backend = LocalBackend(prepared, only)
+    asked = backend.asked()
+    renew(sweep.run(name) for name in asked)  # before anything that takes long, in which one may be cancelled
+    over = advance(sweep, backend, asked, prepared)
+    while not over:
+        over = advance(sweep, backend)
+    if any(run.is_done() for run in sweep.runs()):
+        print_result(sweep)
+    code = outcome(prepare.from_disk(sweep))
+    print(f"all stages took {describe_seconds(time.monotonic() - started)}")
+    return code
+
+
+def submit(prepared: Prepared, only: set[str] | None = None) -> SlurmBackend:
+    """Submits what no job of the sweep does yet; from then on the jobs do the rest."""
+    from .keeper import slurm_backend
+
+    sweep, config = prepared.sweep, prepared.config
+    backend = slurm_backend(sweep, config.cluster, slurm.live_jobs())
+    backend.memory.clear()  # somebody asks again
+    waiting = [run for run in backend.to_start(prepared.directories) if only is None or run.run_id in only]
+    renew(waiting)
+    if waiting or backend.to_score(missing_scores(prepared.directories, config)):
+        advance(sweep, backend, [run.run_id for run in waiting], prepared)
+        backend.remember(over=False)
+    elif backend.is_busy():
+        backend.keep()
+    return backend
+
+
+def _conclude(prepared: Prepared, backend: SlurmBackend) -> int:
+    """Goes, or waits for the jobs, and says how the sweep came out."""
+    from ..results.finish import print_result, write_results
+
+    sweep = prepared.sweep
+    jobs = backend.in_queue()
+    if not jobs and backend.to_start(prepared.directories):
+        jobs = backend.record.jobs() & backend.live  # the keepers, who submit what was held back
+    if jobs and not prepared.config.wait:
+        print(f"{len(jobs)} jobs are in the queue; see `isoflop status {sweep.path}`")
+        print(f"the report will be {sweep.path / 'fit' / 'report.html'}")
+        return 0
+    if jobs:
+        wait_for_slurm(sweep)
+    else:
+        write_results(sweep)
+    print_result(sweep)
+    return outcome(prepare.from_disk(sweep))
 
 
 def check(config: SweepConfig) -> None:
-    """Refuses a configuration that contradicts itself or asks for what is not there.
-
-    Raises:
-        UserError: says what.
-    """
+    """Refuses a configuration that contradicts itself or asks for what is not there."""
     cluster = config.cluster
     if cluster.kind not in ("local", "slurm"):
         raise UserError(f"cluster.kind is {cluster.kind!r}; it must be local or slurm")
@@ -139,11 +175,15 @@ def _require_slurm() -> None:
         raise UserError("cluster is 'slurm' and there is no sbatch on the PATH; use cluster=local, or load SLURM first")
 
 
-def _show(prepared: prepare.Prepared) -> None:
-    from ..slurm import cluster as slurm_cluster
+def _show(prepared: Prepared, notes: str) -> None:
     from .display import print_plan
 
-    plan, cluster = prepared.plan, prepared.config.cluster
-    on_slurm = cluster.kind == "slurm"
-    starts = slurm_cluster.expected_starts(cluster, [run.shape for run in plan.runs]) if on_slurm else {}
-    print_plan(plan, cluster, starts)
+    plan, config = prepared.plan, prepared.config
+    shapes = [run.shape for run in plan.runs] if config.cluster.kind == "slurm" else []
+    print_plan(plan, config.cluster, slurm_cluster.expected_starts(config.cluster, shapes))
+    print(notes, end="")
+    if config.explain:
+        from ..plan.explain import explain_runs
+
+        room = rates.places(config.cluster, config.parallel.world_size, prepared.rate)
+        explain_runs(prepared.runs, config.cluster, room.flops_per_second / config.parallel.world_size)

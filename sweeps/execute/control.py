@@ -1,77 +1,34 @@
-"""Hands on a sweep: which runs are meant, stopping them, and starting them again.
+"""A person's commands on a sweep that may be at work: cancel and retry.
 
-Special here:
-- any number of people may do any of this at once, from any machine, while the sweep runs: what a run is told lies in
-  its directory, and is written by whoever holds its lock;
-- a run that nobody trains is cancelled on the spot; one that trains is asked to stop, and saves first;
-- a lock may not reach other nodes, so a run counts as dead when its lock is free and it gives no sign of life. SLURM is
-  asked for one thing only: whether a job will come to a run that waits.
+Any number of people may do any of this at once, from any machine: what a run is told lies in its directory, and whoever
+holds its lock writes its state. A run that nobody trains is cancelled on the spot; one that trains saves first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 
 from ...train.errors import UserError
 from .. import prepare
 from ..config import cluster_of
 from ..growth import extend
-from ..runs import attempts, membership
+from ..runs import membership, states
+from ..runs.attempts import Policy
 from ..runs.directory import Busy, RunDirectory, SweepDirectory, this_user
-from ..runs.retries import Policy
+from ..runs.membership import find_runs, is_over
 from ..slurm import commands as slurm
-from . import recovery
+from ..slurm.record import Inventory
+from . import conduct
+from .keeper import slurm_backend
 
-LOCK_SECONDS = 60.0  # that a keeper's pass may hold a sweep
 FACTOR = 0.5  # of the learning rate of a run that diverged, where the grid does not say
 
 
-def find_runs(sweep: SweepDirectory, prefixes: Iterable[str]) -> list[RunDirectory]:
-    """The runs that are meant by their first digits, each once, in the order given.
-
-    Raises:
-        UserError: one begins no run, or several.
-    """
-    runs, found = membership.members(sweep), dict[str, RunDirectory]()
-    for prefix in prefixes:
-        matching = [run for run in runs if run.run_id.startswith(prefix)]
-        exact = [run for run in matching if run.run_id == prefix]
-        if len(exact or matching) != 1:
-            ids = ", ".join(run.run_id for run in matching[:8]) + (", …" if len(matching) > 8 else "")
-            raise UserError(
-                f"run is {prefix!r}, which must begin exactly one run id of {sweep.path}; it begins {ids or 'none'}"
-            )
-        run = (exact or matching)[0]
-        found[run.run_id] = run
-    return list(found.values())
-
-
-@contextmanager
-def idle(run: RunDirectory, policy: Policy) -> Iterator[None]:
-    """Holds a run that nobody trains.
-
-    Raises:
-        Busy: somebody does; the message says who.
-    """
-    with run.lock(timeout=0.0):
-        if recovery.is_elsewhere(run, policy):
-            raise Busy(f"run {run.run_id} gives signs of life on {run.state().host}")
-        yield
-
-
 def cancel(sweep: SweepDirectory, prefixes: list[str]) -> int:
-    """Stops runs, or all of a sweep and its jobs; prints a line a run.
-
-    Args:
-        sweep: may be at work, here or anywhere.
-        prefixes: first digits of run ids; none: all that have not ended.
+    """Stops the runs that begin with these digits, or all of a sweep and its jobs; prints a line per run.
 
     Returns:
         The exit code: 1 where SLURM does not answer, and its jobs are left.
-
-    Raises:
-        UserError: a run is not found.
     """
     policy, by = Policy.of(cluster_of(sweep.settings())), this_user()
     if not prefixes:
@@ -79,7 +36,7 @@ def cancel(sweep: SweepDirectory, prefixes: list[str]) -> int:
     runs = (
         find_runs(sweep, prefixes)
         if prefixes
-        else [run for run in membership.members(sweep) if not membership.is_over(run, policy)]
+        else [run for run in membership.members(sweep) if not is_over(run, policy)]
     )
     for run in runs:
         print(f"run {run.run_id} {_cancel_one(run, by, policy)}")
@@ -96,34 +53,20 @@ def cancel(sweep: SweepDirectory, prefixes: list[str]) -> int:
 
 
 def _cancel_one(run: RunDirectory, by: str, policy: Policy) -> str:
-    """What was done, in words."""
     if run.is_done():
         return "is done, and stays so"
     run.ask_cancel(by)
     try:
-        with idle(run, policy):
-            state = run.state()
-            if run.is_done():  # just now
-                run.forget_cancel()
-                return "is done, and stays so"
-            attempts.settle_killed(run, "killed", "its process was killed")
-            run.forget_signs()
-            run.release()
-            before = f", and had {state.state} before: {state.reason}" if state.reason else ""
-            run.set_state("cancelled", reason=f"cancelled by {by}{before}")
-            return "is cancelled"
+        return "is cancelled" if states.cancel_idle(run, by, policy) else "is done, and stays so"
     except Busy as busy:
         return f"is asked to save and stop ({busy})"
 
 
 def _cancel_jobs(sweep: SweepDirectory, runs: Iterable[RunDirectory], whole: bool) -> None:
-    """Takes jobs out of the queue that have nothing left to do."""
-    from ..slurm.launch import SlurmLauncher
-
     live = slurm.live_jobs()
     if whole:
-        with sweep.lock(LOCK_SECONDS):  # a keeper's pass may be submitting at this moment
-            SlurmLauncher(sweep, cluster_of(sweep.settings()), live).cancel_all()
+        with sweep.lock(conduct.LOCK_SECONDS):  # a keeper's pass may be submitting at this moment
+            slurm_backend(sweep, cluster_of(sweep.settings()), live).cancel_all()
         print("its jobs are cancelled; one that trains saves first")
         return
     needed = {run.state().job_id for run in membership.members(sweep) if run.state().state != "cancelled"}
@@ -136,7 +79,7 @@ def _cancel_jobs(sweep: SweepDirectory, runs: Iterable[RunDirectory], whole: boo
 def retry(
     sweep: SweepDirectory, prefixes: list[str], failed: bool, diverged: bool, cancelled: bool = False
 ) -> int:  # fmt: skip
-    """Starts runs again, each from its newest checkpoint and with a new budget of retries; prints a line a run.
+    """Starts runs again, each from its newest checkpoint and with a new budget of retries; prints a line per run.
 
     Args:
         sweep: may be at work; a launcher on this machine then takes the runs when its own have ended.
@@ -146,13 +89,8 @@ def retry(
         cancelled: all that were cancelled.
 
     Returns:
-        The exit code of what then runs; see `conduct.resume`.
-
-    Raises:
-        UserError: a run is not found, or the sweep cannot be read.
+        The exit code of what then runs.
     """
-    from .conduct import resume
-
     policy = Policy.of(cluster_of(sweep.settings()))
     chosen = {run.run_id: run for run in find_runs(sweep, prefixes)}
     failed = failed or not (prefixes or diverged or cancelled)
@@ -160,7 +98,7 @@ def retry(
     members = membership.members(sweep)
     for run in members if wanted else ():
         if failed and run.state().state == "running":
-            recovery.settle_dead([run], policy, recovery.KILLED)
+            states.settle_dead([run], policy, states.KILLED)
         if run.state().state in wanted:
             chosen.setdefault(run.run_id, run)
     again = {run.run_id for run in chosen.values() if _set_back(sweep, run, policy)}
@@ -171,22 +109,22 @@ def retry(
         more = f"; {left} runs are cancelled, which --cancelled tries again" if left and not cancelled else ""
         print(f"there is nothing to try again{more}; see `isoflop status {sweep.path}`")
         return 0
-    return resume(sweep, only=again)
+    return conduct.resume(sweep, only=again)
 
 
 def _set_back(sweep: SweepDirectory, run: RunDirectory, policy: Policy) -> bool:
-    """Makes a run start anew; whether it may. Says what it does."""
+    """Makes a run start anew; whether it may."""
     before = run.state()
     if run.is_done():
         print(f"run {run.run_id} is done, and stays so")
         return False
     try:
-        with idle(run, policy):
+        with states.hold_idle(run, policy):
             pass
         if before.state in ("queued", "preempted") and (job := _job_of(sweep, run)) is not None:
             print(f"run {run.run_id} is {before.state}, and job {job} will train it")
             return False
-        attempts.retry_by_hand(run)
+        states.retry_by_hand(run)
     except Busy as busy:
         what = "is about to stop; try again in a moment" if run.cancel_asked() else "is being trained; cancel it first"
         print(f"run {run.run_id} {what} ({busy})")
@@ -197,16 +135,14 @@ def _set_back(sweep: SweepDirectory, run: RunDirectory, policy: Policy) -> bool:
 
 
 def _job_of(sweep: SweepDirectory, run: RunDirectory) -> str | None:
-    """The job in SLURM's queue that will train a run, or one of several; None where there is none."""
+    """The job in SLURM's queue that will train a run."""
     if not (sweep.path / "jobs" / "slurm.json").exists():
         return None
-    from ..slurm.launch_record import Inventory
-
     return min(Inventory(sweep, slurm.live_jobs()).jobs_of(run), default=None)
 
 
 def lower_rates(sweep: SweepDirectory) -> set[str]:
-    """Adds for every run that diverged one with a lower learning rate; returns the ids of those that are new."""
+    """Adds for every run that diverged one with a lower learning rate; returns the new ids."""
     grid = prepare.configuration(sweep).grid
     factor = FACTOR if grid is None or grid.diverged_rate_factor is None else grid.diverged_rate_factor
     wanted = set()

@@ -1,6 +1,6 @@
-"""What a terminal shows before and while runs train: the plan; a bar a run with its loss; the ETA of the whole.
+"""What a terminal shows before and while runs train: the plan; a bar per run with its loss; the ETA of the whole.
 
-Without a terminal the bars become a plain line a run.
+Without a terminal the bars become a plain line per run.
 """
 
 from __future__ import annotations
@@ -9,32 +9,24 @@ import sys
 import time
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 
 from ..config import ClusterConfig
-from ..plan.sweep_plan import JobShape, Plan, PlannedRun, makespan
+from ..plan.sweep_plan import JobShape, Plan, makespan
 from ..runs import attempts
 from ..runs.directory import RunDirectory, SweepDirectory
 from ..slurm.placement import batches, split, workers_for
-from ..terminal import console, describe, short
+from ..terminal import console, describe_seconds, plain_table, short
 
 MOST_ROWS, FIRST_ROWS, LAST_ROWS = 40, 20, 5  # of a plan: up to so many all are shown, else the first and the last
 OVER = ("done", "failed", "diverged", "cancelled", "preempted")  # states of a run that nobody is at
 
 
 def print_plan(plan: Plan, cluster: ClusterConfig, starts: Mapping[JobShape, str] | None = None) -> None:
-    """The dry run's table: the runs, of many the longest and the shortest, then what all of them cost.
-
-    Args:
-        plan: what is to be shown.
-        cluster: where it is to run.
-        starts: when SLURM expects that a job of a shape would start, where it says so.
-    """
+    """The runs, of many the longest and the shortest, then what all cost; `starts`: when SLURM would start a shape."""
     out = console()
     out.print(_table_of(plan))
     for line in [_cost(plan, cluster), _source(plan, cluster), *_jobs(plan, cluster, starts or {})]:
@@ -42,19 +34,17 @@ def print_plan(plan: Plan, cluster: ClusterConfig, starts: Mapping[JobShape, str
 
 
 def _table_of(plan: Plan) -> Table:
-    table = Table(title=f"{len(plan.runs)} runs", title_justify="left", box=box.SIMPLE)
-    for column in ("run", "N_total", "D", "C exact", "D/N", "shape", "steps", "time"):
-        table.add_column(column, justify="left" if column == "run" else "right", no_wrap=True)
-    together = {name: unit.name for unit in plan.units for name in unit.runs if len(unit.runs) > 1}
+    columns = ("run", "N_total", "D", "C exact", "D/N", "shape", "steps", "time")
+    table = plain_table(columns, ("run",), f"{len(plan.runs)} runs")
     refined = any(run.recipe for run in plan.runs)
     optional = {
         "recipe": {run.run_id: run.recipe or "raw" for run in plan.runs if refined},
-        "ranks": {run.run_id: _ranks(run) for run in plan.runs if run.mesh},
+        "ranks": {run.run_id: run.mesh + _on_nodes(run.shape) for run in plan.runs if run.mesh},
         "branches from": {run.run_id: f"{run.parent} at {run.first_step:,}" for run in plan.runs if run.parent},
-        "together": together,
+        "together": {name: unit.name for unit in plan.units for name in unit.runs if len(unit.runs) > 1},
     }
-    columns = {name: cells for name, cells in optional.items() if cells}
-    for name in columns:
+    more = {name: cells for name, cells in optional.items() if cells}
+    for name in more:
         table.add_column(name, no_wrap=True)
     folded = len(plan.runs) > MOST_ROWS
     for number, run in enumerate(plan.runs):
@@ -64,8 +54,8 @@ def _table_of(plan: Plan) -> Table:
             continue
         table.add_row(
             run.run_id, short(run.N_total), short(run.D), f"{run.flops_exact:.2e}", f"{run.D / run.N_total:.0f}",
-            f"{run.width}x{run.depth}", f"{run.steps:,}", describe(run.estimated_seconds),
-            *(cells.get(run.run_id, "") for cells in columns.values()),
+            f"{run.width}x{run.depth}", f"{run.steps:,}", describe_seconds(run.estimated_seconds),
+            *(cells.get(run.run_id, "") for cells in more.values()),
         )  # fmt: skip
     return table
 
@@ -74,7 +64,7 @@ def _cost(plan: Plan, cluster: ClusterConfig) -> str:
     cost = f"total {plan.total_flops:.3g} FLOPs (exact)"
     if plan.total_flops < plan.separate_flops:
         cost += f", which is {plan.total_flops / plan.separate_flops:.0%} of the runs' own,"
-    cost += f" about {describe(plan.estimated_seconds)} of training"
+    cost += f" about {describe_seconds(plan.estimated_seconds)} of training"
     cost += f" with {plan.jobs_at_once} at a time on {cluster.kind}"
     cost += f", {plan.gpu_hours:.3g} GPU-hours" if cluster.gpus_per_job else f", {plan.core_hours:.3g} core-hours"
     if plan.dollars is not None:
@@ -90,15 +80,14 @@ def _source(plan: Plan, cluster: ClusterConfig) -> str:
 
 
 def _jobs(plan: Plan, cluster: ClusterConfig, starts: Mapping[JobShape, str]) -> list[str]:
-    """How the plan becomes jobs of SLURM, and when they may start."""
     if cluster.kind != "slurm":
         return []
     planned = {run.run_id: run for run in plan.runs}
-    queued, apart = split(plan.units, planned, cluster)
+    queued, tasks = split(plan.units, planned, cluster)
     workers = sum(workers_for(batch, planned, cluster) for batch in batches(queued, planned, {}, {}))
     said = []
-    if apart:
-        said.append(f"{len(apart)} array task{'s' * (len(apart) > 1)}")
+    if tasks:
+        said.append(f"{len(tasks)} array task{'s' * (len(tasks) > 1)}")
     if queued:
         said.append(f"{workers} worker{'s' * (workers > 1)} for a queue of {len(queued)} shorter ones")
     lines = [f"jobs: {' and '.join(said)}"]
@@ -109,15 +98,11 @@ def _jobs(plan: Plan, cluster: ClusterConfig, starts: Mapping[JobShape, str]) ->
 def _shape(shape: JobShape) -> str:
     gpus = f"{shape.gpus} GPU{'s' * (shape.gpus > 1)}, " if shape.gpus else ""
     each = f"{gpus}{shape.cpus} core{'s' * (shape.cpus > 1)} and {shape.memory_gb:g} GB"
-    if shape.ranks == 1:
-        return each
-    nodes = f" on {shape.nodes} nodes" if shape.nodes > 1 else ""
-    return f"{shape.ranks} ranks{nodes}, each with {each}"
+    return each if shape.ranks == 1 else f"{shape.ranks} ranks{_on_nodes(shape)}, each with {each}"
 
 
-def _ranks(run: PlannedRun) -> str:
-    nodes = f" on {run.shape.nodes} nodes" if run.shape.nodes > 1 else ""
-    return f"{run.mesh}{nodes}"
+def _on_nodes(shape: JobShape) -> str:
+    return f" on {shape.nodes} nodes" if shape.nodes > 1 else ""
 
 
 class Display:
@@ -135,26 +120,23 @@ class Display:
         self._attempt = {run.run_id: run.state().attempt + 1 for run in waiting}
         self._open: set[str] = set()  # runs that were said to have ended, and are to be tried again
         self._scoring = scoring or []
-        self._scored = 0
-        self._live: Any = None
-        self._bars: dict[str, Any] = {}
+        columns = (TextColumn("{task.description}"), BarColumn(bar_width=30), TextColumn("{task.fields[note]}"))
+        terminal = Console(stderr=True)
+        self._live = Progress(*columns, console=terminal, transient=True, disable=not sys.stderr.isatty())
+        total = self._estimate if self._total else len(self._scoring)
+        self._all = self._live.add_task("all runs" if self._total else "scoring", total=total, note="")
+        self._bars: dict[str, TaskID] = {}
 
     def __enter__(self) -> Display:
-        if sys.stderr.isatty():
-            columns = (TextColumn("{task.description}"), BarColumn(bar_width=30), TextColumn("{task.fields[note]}"))
-            self._live = Progress(*columns, console=Console(stderr=True), transient=True)
-            self._live.start()
-            total = self._estimate if self._total else len(self._scoring)
-            self._all = self._live.add_task("all runs" if self._total else "scoring", total=total, note="")
-        elif self._scoring:
+        self._live.start()
+        if self._live.disable and self._scoring:
             print(f"scoring {len(self._scoring)} checkpoints", flush=True)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._live is not None:
-            self._live.stop()
+        self._live.stop()
 
     def update(self, running: list[str], ended: list[str]) -> None:
         """Called at every tick with the run ids that train and those that have just ended."""
@@ -168,15 +150,15 @@ class Display:
             self._open.discard(name)
             self._left.pop(name, None)
             self._say(self._ended_line(name))
-            if self._live is not None and name in self._bars:
+            if name in self._bars:
                 self._live.remove_task(self._bars.pop(name))
-        if self._live is None:
+        if self._live.disable:
             return
-        left = self._remaining(progress)
+        left = sum(seconds * (1 - progress.get(name, 0.0)) for name, seconds in self._left.items())
         done = self._total - len(self._left)
         self._live.update(
             self._all, completed=self._estimate - left,
-            note=f"{done}/{self._total} done · {describe(self._eta(left))} left",
+            note=f"{done}/{self._total} done · {describe_seconds(self._eta(left))} left",
         )  # fmt: skip
         for name in running:
             self._draw(name, progress[name])
@@ -184,9 +166,7 @@ class Display:
     def update_scores(self) -> None:
         """Called at every tick while checkpoints are scored."""
         scored = sum((run.path / "eval").is_dir() for run in self._scoring)
-        if scored != self._scored and self._live is not None:
-            self._live.update(self._all, completed=scored, note=f"{scored}/{len(self._scoring)} checkpoints")
-        self._scored = scored
+        self._live.update(self._all, completed=scored, note=f"{scored}/{len(self._scoring)} checkpoints")
 
     def _say_retried(self, name: str) -> None:
         """A line where a run that trains has ended since it was last seen, and is tried again."""
@@ -207,20 +187,13 @@ class Display:
         taken = float(self._sweep.run(name).last_metrics().get("step", 0)) - run.first_step
         return max(0.0, taken) / (run.steps - run.first_step)
 
-    def _remaining(self, progress: dict[str, float]) -> float:
-        return sum(seconds * (1 - progress.get(name, 0.0)) for name, seconds in self._left.items())
-
     def _eta(self, left: float) -> float:
         """Planned seconds that are left, corrected by how the plan has held so far."""
         spent = time.monotonic() - self._started
         done = self._estimate - left
         pace = spent * self._jobs / done if done > 0.02 * self._estimate else 1.0
-        return (
-            makespan(sorted(self._left.values(), reverse=True), self._jobs)
-            * pace
-            * left
-            / max(sum(self._left.values()), 1e-9)
-        )
+        whole = makespan(sorted(self._left.values(), reverse=True), self._jobs)
+        return whole * pace * left / max(sum(self._left.values()), 1e-9)
 
     def _draw(self, name: str, share: float) -> None:
         run = self._planned[name]
@@ -237,12 +210,12 @@ class Display:
         done = self._total - len(self._left)
         head = f"[{done:>{len(str(self._total))}}/{self._total}] {name} N {short(run.N_total):>5} D {short(run.D):>5}"
         if state.state == "done" and summary is not None:
-            eta = describe(self._eta(sum(self._left.values())))
-            return f"{head}  loss {summary['val_loss']:.4f}  {describe(summary['seconds']):>7}  ETA {eta}"
+            eta = describe_seconds(self._eta(sum(self._left.values())))
+            return f"{head}  loss {summary['val_loss']:.4f}  {describe_seconds(summary['seconds']):>7}  ETA {eta}"
         return f"{head}  {state.state}: {state.reason}"
 
     def _say(self, line: str) -> None:
-        if self._live is not None:
-            self._live.console.print(line, highlight=False, markup=False)
-        else:
+        if self._live.disable:
             print(line, flush=True)
+        else:
+            self._live.console.print(line, highlight=False, markup=False)

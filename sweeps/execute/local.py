@@ -1,11 +1,10 @@
 """A sweep's jobs on this machine: processes that submitit starts, and that end with the process that asked for them.
 
 Special here:
-- submitit has no throttle here, so a job is started when a place comes free, with as many threads a rank as its share
+- submitit has no throttle here, so a job is started when a place comes free, with as many threads per rank as its share
   of the cores;
-- runs of one rank are not a job each: one worker a place goes through the sweep's queue (`queue.py`), so that PyTorch
-  is imported once a worker, and no place idles while anything can run;
-- a worker that was killed is replaced; what it was at is tried again within its budget, and the rest goes on.
+- runs of one rank go through a queue with one worker per place, so that PyTorch is imported once per worker, and no
+  place idles while anything can run; a worker that was killed is replaced.
 """
 
 from __future__ import annotations
@@ -14,22 +13,24 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from types import FrameType
+from typing import Any
 
 import submitit
 
-from ...train.config import RunConfig, run_id
 from ...train.errors import UserError
-from ...train.schedule import trunk_steps
-from ..plan.packing import Unit
-from ..runs.directory import SweepDirectory, lock_token
-from ..runs.retries import Policy
+from ..plan import rates
+from ..plan.sweep_plan import Plan, PlannedRun
+from ..prepare import Prepared
+from ..runs.attempts import Policy
+from ..runs.directory import RunDirectory, SweepDirectory, lock_token
+from ..runs.queue import Queue, Unit
+from ..runs.states import KILLED
+from ..slurm.supervisor import settle_queue
 from . import worker
-from .queue import Queue
-from .recovery import KILLED
 
 POLL_SECONDS = 0.25
 GRACE_SECONDS = 30.0  # what a worker gets to save a checkpoint before it is killed
@@ -39,7 +40,7 @@ ENDED = ("done", "failed", "diverged", "cancelled")
 
 @dataclass
 class LocalJob:
-    """One job on this machine: a label, what every rank calls, and, once it is started, its handle."""
+    """What every rank of one job calls, and its handle."""
 
     label: str
     function: Callable[..., None]
@@ -51,19 +52,6 @@ class LocalJob:
     @property
     def running(self) -> bool:
         return self.handle is not None and self.handle._process.poll() is None
-
-
-class Jobs(Protocol):
-    """Where a pool gets its jobs from."""
-
-    def take(self, place: int) -> LocalJob | None:
-        """A job for a place that is free; None where there is none for it now."""
-
-    def left(self) -> bool:
-        """Whether there are jobs that were not taken yet."""
-
-    def ended(self, job: LocalJob) -> None:
-        """A job's processes are gone."""
 
 
 @dataclass
@@ -78,13 +66,108 @@ class Listed:
     def left(self) -> bool:
         return bool(self.jobs)
 
-    def ended(self, job: LocalJob) -> None:
-        """Nothing to do."""
+    def ended(self, job: LocalJob) -> None: ...
+
+
+class LocalBackend:
+    """Where `advance` starts the runs of one command."""
+
+    def __init__(self, prepared: Prepared, only: set[str] | None = None) -> None:
+        self._sweep, self._config, self._rate = prepared.sweep, prepared.config, prepared.rate
+        others = [run for run in prepared.directories if only is not None and run.run_id not in only]
+        # When the state was written that a run was last started in, or is left in.
+        self._tried = {run.run_id: run.state().since for run in others}
+        self._runs = prepared.directories
+        self._scored: set[str] = set()
+        self._fitted = False
+
+    def asked(self) -> list[str]:
+        return [run.run_id for run in self._runs if not run.is_done() and run.run_id not in self._tried]
+
+    def is_taken(self, run: RunDirectory) -> bool:
+        """Whether a run was not asked for again since it was last started here."""
+        state = run.state()
+        return state.state != "planned" or state.since <= self._tried.get(run.run_id, -1.0)
+
+    def to_score(self, runs: Sequence[RunDirectory]) -> list[RunDirectory]:
+        """Each run once."""
+        return [run for run in runs if run.run_id not in self._scored]
+
+    def is_busy(self) -> bool:
+        """Jobs have ended when `start` returns."""
+        return False
+
+    def refill(self) -> None:
+        """Lost workers are replaced while `start` runs."""
+
+    def start(
+        self, plan: Plan, units: Sequence[Unit], unscored: Sequence[RunDirectory], evaluate: bool,
+        avoid: Mapping[str, tuple[str, ...]],
+    ) -> None:  # fmt: skip
+        self._fitted = False
+        if units:
+            self._train(plan, units)
+        elif unscored:
+            self._scored |= {run.run_id for run in unscored}
+            self._score(plan, unscored)
+
+    def fit(self) -> bool:
+        """Fits the laws once after whatever was started."""
+        from ..results.finish import write_results
+
+        if self._fitted or not any(run.is_done() for run in self._sweep.runs()):
+            return False
+        self._fitted = True
+        write_results(self._sweep)
+        return True
+
+    def _train(self, plan: Plan, units: Sequence[Unit]) -> None:
+        from .display import Display
+
+        planned = {run.run_id: run for run in plan.runs}
+        names = [name for unit in units for name in unit.runs]
+        runs = [self._sweep.run(name) for name in names]
+        self._tried |= {run.run_id: run.state().since for run in runs}
+        ranks = max(planned[name].shape.ranks for name in names)  # a grid may vary the ranks of its runs
+        if ranks > 1:  # jobs of several ranks train one run at a time
+            units = [Unit("alone", (name,)) for name in names]
+        pool = self._pool(ranks)
+        parents = {name: (run.parent, run.first_step) for name in names if (run := planned[name]).parent is not None}
+        queue = Queue.create(self._sweep, pool.folder / f"queue-{os.urandom(4).hex()}", units, parents)
+        policy = Policy.of(self._config.cluster)
+        lone = ranks == 1
+        training = Workers(self._sweep, queue, policy) if lone else Ranked(self._sweep, queue, policy, planned=planned)
+        with Display(plan, self._sweep, runs) as display:
+            pool.run(training, lambda: display.update(*training.news()))
+
+    def _score(self, plan: Plan, unscored: Sequence[RunDirectory]) -> None:
+        from ..results.scoring import stage
+        from .display import Display
+
+        try:
+            stage(self._config.evaluate.tasks)
+        except UserError as error:
+            print(f"not scored: {error}")  # the laws of the loss need no benchmark, so the sweep goes on
+            return
+        pool, sweep = self._pool(1), str(self._sweep.path.resolve())
+        # One job per core with its share of the checkpoints: the tasks are loaded once per job.
+        shares = [unscored[i :: pool.places] for i in range(min(pool.places, len(unscored)))]
+        names = [[run.run_id for run in share] for share in shares]
+        jobs = [LocalJob("scoring", worker.evaluate_runs, (sweep, share)) for share in names]
+        with Display(plan, self._sweep, [], scoring=list(unscored)) as display:
+            pool.run(Listed(jobs), display.update_scores)
+
+    def _pool(self, ranks: int) -> LocalPool:
+        # A folder per pool: submitit names its files by process id, and process ids come round again.
+        folder = self._sweep.path / "jobs" / f"local-{os.urandom(4).hex()}"
+        cluster = self._config.cluster
+        room = rates.places(cluster, ranks, self._rate)
+        return LocalPool(folder, room.jobs, room.threads, cluster.gpus_per_job, cluster.runs_per_gpu)
 
 
 @dataclass
 class LocalPool:
-    """Runs jobs of as many ranks each, `places` at a time."""
+    """Runs so many jobs at a time."""
 
     folder: Path
     places: int
@@ -92,14 +175,11 @@ class LocalPool:
     gpus_per_rank: int = 0
     jobs_per_gpu: int = 1
 
-    def run(self, jobs: Jobs, tick: Callable[[], None]) -> None:
-        """Runs every job to its end. `tick` is called several times a second, for the display.
-
-        On Ctrl-C or TERM every running job gets TERM, so that it saves, and KeyboardInterrupt goes on.
-        """
+    def run(self, jobs: Listed | Workers | Ranked, tick: Callable[[], None]) -> None:
+        """Runs every job to its end, calling `tick` several times a second; Ctrl-C or TERM lets them save."""
         running: list[LocalJob] = []
         try:
-            with _terminate_as_interrupt():
+            with _handling(signal.SIGTERM, _interrupt):  # such as of a closed allocation
                 while running or jobs.left():
                     for place in sorted(set(range(self.places)) - {job.place for job in running}):
                         if (job := jobs.take(place)) is not None:
@@ -121,7 +201,8 @@ class LocalPool:
             timeout_min=60 * 24 * 365,  # submitit ends a local job after that; a run here has no limit but its D
             tasks_per_node=job.ranks, gpus_per_node=gpus, visible_gpus=tuple(range(first, first + gpus)),
         )  # fmt: skip
-        with _environment(self.threads), _ignored_interrupts():
+        # Children inherit an ignored SIGINT: Ctrl-C reaches the launcher alone, which tells them to save with TERM.
+        with _environment(self.threads), _handling(signal.SIGINT, signal.SIG_IGN):
             job.handle = executor.submit(job.function, *job.arguments)
         job.place = place
         return job
@@ -139,7 +220,7 @@ class LocalPool:
 
 @contextlib.contextmanager
 def _environment(threads: int) -> Iterator[None]:
-    """Environment of a job: pinned threads, because two processes with two threads each on two cores crawl."""
+    """Pinned threads: two processes with two threads each on two cores crawl."""
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")
     before = {name: os.environ.get(name) for name in names}
     os.environ.update(dict.fromkeys(names, str(threads)))
@@ -154,32 +235,23 @@ def _environment(threads: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _ignored_interrupts() -> Iterator[None]:
-    """Children inherit an ignored SIGINT: Ctrl-C reaches the launcher alone, which tells them to save with TERM."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _handling(
+    number: signal.Signals, handler: Callable[[int, FrameType | None], None] | signal.Handlers
+) -> Iterator[None]:
+    before = signal.signal(number, handler)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(number, before)
 
 
-@contextlib.contextmanager
-def _terminate_as_interrupt() -> Iterator[None]:
-    """TERM to the launcher (a closed allocation, a shutdown) is handled as Ctrl-C is."""
-
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
 
 
 @dataclass
 class Training:
-    """The runs of one launch and its queue; what both ways below to work through it have in common."""
+    """The runs of one launch and its queue."""
 
     sweep: SweepDirectory
     queue: Queue
@@ -189,18 +261,13 @@ class Training:
 
     @property
     def launcher(self) -> tuple[str, str]:
-        """What a worker needs to see whether this launcher lives."""
         return str(self.sweep.path.resolve()), lock_token(self.sweep.path)
 
     def left(self) -> bool:
         return bool(self.queue.left())
 
-    def settle_lost(self) -> None:
-        """Of a unit whose worker died: its runs are settled, and it is over, or waits to be tried again."""
-        self.queue.recover(self.policy)
-
     def news(self) -> tuple[list[str], list[str]]:
-        """Runs that train now, and those that have ended since the last call."""
+        """Runs that train now, and those that have just ended."""
         running, open_units = self.queue.running(), set(self.queue.left())
         open_units |= running.keys()
         over = [name for unit in self.queue.units if unit not in open_units for name in unit.runs]
@@ -216,15 +283,9 @@ class Training:
         return state.state in ENDED and state.since >= self.began
 
 
-def enqueue(sweep: SweepDirectory, folder: Path, units: Sequence[Unit], runs: Sequence[RunConfig]) -> Queue:
-    """A new queue for units of these runs, in a folder of its own below `folder`."""
-    parents = {run_id(run): (run.parent, trunk_steps(run)) for run in runs if run.parent is not None}
-    return Queue.create(sweep, folder / f"queue-{os.urandom(4).hex()}", units, parents)
-
-
 @dataclass
 class Workers(Training):
-    """A worker a place, each going through the queue by itself."""
+    """One worker per place, each going through the queue by itself."""
 
     stillborn: int = 0  # in a row
     _claimed: dict[int, int] = field(default_factory=dict)  # by a place, when its worker was started
@@ -234,16 +295,12 @@ class Workers(Training):
             return None
         self._claimed[place] = self.queue.claimed(place)
         folder = str(self.queue.folder.resolve())
-        arguments = (str(self.sweep.path.resolve()), folder, place, self.policy, self.launcher)
+        arguments = (str(self.sweep.path.resolve()), folder, self.policy, place, self.launcher)
         return LocalJob("worker", worker.work, arguments)
 
     def ended(self, job: LocalJob) -> None:
-        """Settles what it was at.
-
-        Raises:
-            UserError: one after the other ended before it had begun.
-        """
-        self.settle_lost()
+        """Settles what it was at; UserError where one after the other ended before it had begun."""
+        settle_queue(self.queue, self.policy)
         # What submitit's controller exits with says nothing of its task.
         born = self.queue.claimed(job.place) > self._claimed[job.place] or not self.queue.left()
         self.stillborn = 0 if born else self.stillborn + 1
@@ -256,19 +313,19 @@ class Workers(Training):
 
 @dataclass
 class Ranked(Training):
-    """A job a run, of several ranks each."""
+    """One job per unit, for runs of several ranks."""
 
+    planned: Mapping[str, PlannedRun] = field(default_factory=dict)
     _units: dict[str, Unit] = field(default_factory=dict)
 
     def take(self, place: int) -> LocalJob | None:
         unit = self.queue.claim(place)
         if unit is None:
             return None
-        (name,) = unit.runs
-        self._units[name] = unit
-        run = self.sweep.run(name)
-        arguments = (str(run.path.resolve()), self.policy, self.launcher)
-        return LocalJob(name, worker.train_run, arguments, run.config().parallel.world_size)
+        self._units[unit.name] = unit
+        paths = [str(self.sweep.run(name).path.resolve()) for name in unit.runs]
+        arguments = (unit.how, paths, self.policy, self.launcher)
+        return LocalJob(unit.name, worker.train, arguments, self.planned[unit.runs[0]].shape.ranks)
 
     def ended(self, job: LocalJob) -> None:
         self.queue.settle(self._units[job.label], self.policy, KILLED)

@@ -1,8 +1,8 @@
 """From a wanted N to a real model: width, depth and heads that tile well. Pure.
 
 Depth follows the square root of the width (2 blocks at width 16, 4 at 64, 14 at 768, 32 at 4096, close to published
-families). Widths are multiples of the head size, which is a power of two; below width 32 one head is all there is, and
-widths go in steps of 4, because there the embedding tables are most of N and coarser steps would leave gaps.
+families). Widths are multiples of the head size, a power of two; below width 32 there is one head, and widths go in
+steps of 4, because there the embedding tables are most of N and coarser steps would leave gaps.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def widths(largest: int = 16384) -> tuple[int, ...]:
 
 
 def shaped(base: ModelConfig, width: int, depth: int) -> ModelConfig:
-    """The base model at a width and depth, keeping its options and its ratio of query to key/value heads."""
+    """The base model at a width and depth, keeping its ratio of query to key/value heads."""
     heads = width // head_dim(width)
     groups = base.heads // base.num_kv_heads
     kv_heads = None if groups == 1 else max(1, heads // groups)

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from ...train.config import DataConfig, ModelConfig, RunConfig, run_id
@@ -26,29 +26,12 @@ FIRST_TRIES = 81  # budgets that are tried for the largest of them, over four de
 
 
 def expand_grid(grid: GridConfig, base: RunConfig) -> list[RunConfig]:
-    """Every run of a grid, once each, in the grid's own order.
-
-    Args:
-        grid: which runs.
-        base: what they share; `model.vocab_size` and `data.fingerprint` must be filled in.
-
-    Raises:
-        UserError: the grid is empty, contradicts itself, or asks for a run that cannot be trained.
-    """
-    if isinstance(grid, AdaptiveGrid):
-        points = iter(_first_round(grid, base))
-    elif isinstance(grid, IsoflopGrid):
-        points = _isoflop(grid, base)
-    elif isinstance(grid, LadderGrid):
-        points = _ladder(grid, base)
-    elif isinstance(grid, ProductGrid):
-        points = _product(grid, base)
-    elif isinstance(grid, PointsGrid):
-        points = _points(grid, base)
-    else:
+    """Every run of a grid over `base`, once each, in the grid's own order."""
+    if type(grid) not in KINDS:
         raise UserError(f"grid.kind is {grid.kind!r}; it must be isoflop, ladder, product, points or adaptive")
+    points: Iterable[RunConfig] = KINDS[type(grid)](grid, base)
     runs: dict[str, RunConfig] = {}
-    fingerprints: dict[tuple[str, ...], str | None] = {}  # a model of gigabytes is read once, not once a run
+    fingerprints: dict[tuple[str, ...], str | None] = {}  # a model of gigabytes is read once, not once per run
     for point in points:
         recipes = grid.recipes if grid.recipes is not None else [point.data.recipe]
         seeds = grid.seeds if grid.seeds is not None else [point.seed]
@@ -59,17 +42,16 @@ def expand_grid(grid: GridConfig, base: RunConfig) -> list[RunConfig]:
     if not runs:
         raise UserError("grid has no runs; give it at least one size and one D")
     for run in runs.values():
-        run.name = label(run)
+        run.name = run_label(run)
     return list(runs.values())
 
 
-def label(run: RunConfig) -> str:
+def run_label(run: RunConfig) -> str:
     named = f"N{short(count_parameters(run.model).N_total)}_D{short(run.D)}_s{run.seed}"
-    return f"{named}_{recipe.label(run.data.recipe)}" if run.data.recipe else named
+    return f"{named}_{recipe.recipe_label(run.data.recipe)}" if run.data.recipe else named
 
 
 def _with_recipe(data: DataConfig, words: Sequence[str], fingerprints: dict[tuple[str, ...], str | None]) -> DataConfig:
-    """The same data with a recipe, in its one spelling, and what the recipe is known by."""
     steps = tuple(recipe.canonical(words))
     if steps not in fingerprints:
         recipe.require(steps)
@@ -93,23 +75,26 @@ def _isoflop(grid: IsoflopGrid, base: RunConfig) -> Iterator[RunConfig]:
     if not 0 <= grid.expected_exponent <= 2:
         raise UserError(f"grid.expected_exponent is {grid.expected_exponent}; it must be at least 0 and at most 2")
     _positive("grid.budgets", grid.budgets, "a budget is a positive number of FLOPs")
-    for budget in sorted(set(grid.budgets)):
-        yield from _isoflop_budget(grid, base, budget)
-
-
-def _isoflop_budget(grid: IsoflopGrid, base: RunConfig, budget: float) -> Iterator[RunConfig]:
-    least = grid.min_steps * base.batch_tokens
+    least, length = grid.min_steps * base.batch_tokens, base.data.sequence_length
     smallest = architectures.well_shaped(base.model)[0][2]
-    if tokens_for_budget(smallest, base.data.sequence_length, budget, grid.convention) < least:
-        floor = training_flops_per_token(smallest, base.data.sequence_length) * float(least)
-        raise UserError(
-            f"grid.budgets contains {budget:.3g}, and the smallest model ({count_parameters(smallest).N_total:,} "
-            f"parameters) needs {floor:.2g} FLOPs for grid.min_steps {grid.min_steps}; give at least that"
-        )
-    for model in isoflop_sizes(grid, base.model, budget):
-        tokens = tokens_for_budget(model, base.data.sequence_length, budget, grid.convention)
-        if tokens >= least:
-            yield dataclasses.replace(base, model=model, tokens=whole_steps(tokens, base), budget=budget)
+    for budget in sorted(set(grid.budgets)):
+        if tokens_for_budget(smallest, length, budget, grid.convention) < least:
+            raise UserError(
+                f"grid.budgets contains {budget:.3g}, and the smallest model ({count_parameters(smallest).N_total:,} "
+                f"parameters) needs {_least_flops(grid, base):.2g} FLOPs for grid.min_steps {grid.min_steps}; give at "
+                "least that"
+            )
+        for model in isoflop_sizes(grid, base.model, budget):
+            tokens = tokens_for_budget(model, length, budget, grid.convention)
+            if tokens >= least:
+                yield dataclasses.replace(base, model=model, tokens=whole_steps(tokens, base), budget=budget)
+
+
+def _least_flops(grid: IsoflopGrid, base: RunConfig) -> float:
+    """Of the smallest model for the fewest steps."""
+    smallest = architectures.well_shaped(base.model)[0][2]
+    least = float(grid.min_steps * base.batch_tokens)
+    return training_flops_per_token(smallest, base.data.sequence_length) * least
 
 
 def _first_round(grid: AdaptiveGrid, base: RunConfig) -> list[RunConfig]:
@@ -117,9 +102,7 @@ def _first_round(grid: AdaptiveGrid, base: RunConfig) -> list[RunConfig]:
     _check_adaptive(grid)
     reference = list(_isoflop(grid, base))
     total = grid.flops_budget or _trained_flops(reference)
-    top = largest_flops(grid)
-    smallest = architectures.well_shaped(base.model)[0][2]
-    each = training_flops_per_token(smallest, base.data.sequence_length) * float(grid.min_steps * base.batch_tokens)
+    top, each = largest_flops(grid), _least_flops(grid, base)
     for i in range(FIRST_TRIES):
         budgets = [top * 10 ** (-4 * i / (FIRST_TRIES - 1)) / FIRST_STEP**j for j in range(FIRST_BUDGETS)]
         if budgets[-1] < each:
@@ -156,17 +139,17 @@ def largest_flops(grid: AdaptiveGrid) -> float:
 
 
 def adaptive_flops(grid: AdaptiveGrid, base: RunConfig) -> float:
-    """Training FLOPs of an adaptive grid, all rounds together: flops_budget, or what the isoFLOP grid costs."""
+    """Of all rounds together."""
     return grid.flops_budget or _trained_flops(list(_isoflop(grid, base)))
 
 
 def _trained_flops(runs: list[RunConfig]) -> float:
-    """Of runs that share their trunks, as far as their schedule allows."""
+    """Of runs that share their trunks."""
     return sum(map(own_flops, merge_runs(runs).runs))
 
 
 def whole_steps(tokens: float, base: RunConfig, rounded: Callable[[float], int] = round) -> int:
-    """The nearest D that is a whole number of steps: never most of a step off, and written in one way only."""
+    """The nearest D that is a whole number of steps."""
     step = max(1, base.batch_tokens)  # a batch of nothing is refused with the run
     return max(1, rounded(tokens / step)) * step
 
@@ -174,8 +157,8 @@ def whole_steps(tokens: float, base: RunConfig, rounded: Callable[[float], int] 
 def isoflop_sizes(grid: IsoflopGrid, base: ModelConfig, budget: float) -> list[ModelConfig]:
     """Distinct models, log-spaced by grid.span around the expected optimum of a budget, smallest first.
 
-    All budgets take their sizes from one lattice, so that neighbours have most in common and runs of one size share a
-    trunk. The middle is therefore off the optimum, by half a gap between two sizes at most.
+    All budgets take their sizes from one lattice, so that runs of one size share a trunk; the middle is off the optimum
+    by half a gap between two sizes at most.
     """
     expected = grid.expected_N * (budget / grid.expected_flops) ** grid.expected_exponent
     gap = math.log(grid.span) / (grid.sizes - 1) if grid.sizes > 1 else 0.0
@@ -270,7 +253,8 @@ def _assign(run: RunConfig, name: str, value: Any, where: str = "grid.axes") -> 
         raise UserError(f"{where} names {name!r}, which is not a field of a run; see conf/ for the fields")
     if dataclasses.is_dataclass(getattr(node, last)):
         raise UserError(
-            f"{where} names the group {name!r}; name one of its fields, such as {name}.{_first_field(node, last)}"
+            f"{where} names the group {name!r}; name one of its fields, such as "
+            f"{name}.{dataclasses.fields(getattr(node, last))[0].name}"
         )
     kind: Any = type(node)
     typed = _typed(kind)
@@ -283,16 +267,21 @@ def _assign(run: RunConfig, name: str, value: Any, where: str = "grid.axes") -> 
 
 @functools.cache
 def _typed(kind: type) -> Any:
-    """A mapping that takes for each field of a dataclass only what it may be; making one takes milliseconds."""
+    """Takes for each field of a dataclass only what it may be; making one takes milliseconds."""
     from omegaconf import OmegaConf
 
     return OmegaConf.structured(kind)
 
 
-def _first_field(node: Any, group: str) -> str:
-    return dataclasses.fields(getattr(node, group))[0].name
-
-
 def _refuse_tokens(grid: GridConfig, base: RunConfig) -> None:
     if base.tokens:
         raise UserError(f"tokens is {base.tokens}, but a grid of kind {grid.kind} chooses D itself; leave tokens out")
+
+
+KINDS: dict[type, Callable[[Any, RunConfig], Iterable[RunConfig]]] = {
+    AdaptiveGrid: _first_round,
+    IsoflopGrid: _isoflop,
+    LadderGrid: _ladder,
+    ProductGrid: _product,
+    PointsGrid: _points,
+}

@@ -1,7 +1,7 @@
 """Runs that differ in D alone share the constant-rate part of the longest: a trunk, and branches that decay from it.
 
-A trunk is an ordinary run that also saves where its branches begin (`checkpoint.at_steps`), and a branch an ordinary
-run with a `parent`. Both fields are cosmetic: every run keeps its id, and would train alone to the same bits.
+A trunk is an ordinary run that also saves where its branches begin (`checkpoint.at_steps`), a branch one with a
+`parent`. Both fields are cosmetic: every run keeps its id, and would train alone to the same bits.
 
 Haegele et al. 2024 (arXiv 2405.18392), section 5: a scaling law from one constant-rate run and a cooldown for each D.
 """
@@ -36,7 +36,7 @@ class NotThere(UserError):
 
 @dataclass(frozen=True)
 class Progress:
-    """What a run has on disk, as far as trunks go. The default is a run that nobody has started."""
+    """What a run has on disk, as far as trunks go; the default is a run that nobody has started."""
 
     fixed: bool = False  # it is done, or a process has it: what its config.yaml says stays
     step: int = 0  # it saves nothing more at or before this step
@@ -58,16 +58,16 @@ class Merged:
 def merge_runs(runs: Sequence[RunConfig], progress: Mapping[str, Progress] | None = None) -> Merged:
     """Makes branches of the runs that a longer one can serve as a trunk. Pure.
 
-    `progress` is what is on disk, by run id; a run that is not in it has not been started.
+    `progress`: what is on disk, by run id, of runs that have been started.
     """
     families: dict[str, list[_Named]] = {}
     named = [(run_id(run), run) for run in runs]
     for name, run in named:
         families.setdefault(canonical_json({**identity(run), "tokens": 0}), []).append((name, run))
     parents: dict[str, str | None] = {}
-    lone: list[_Lone] = []
+    obstacles: dict[str, list[RunConfig]] = {}  # runs by the reason why they are trained from their first step
     for family in families.values():
-        lone += _merge_family(family, progress or {}, parents)
+        _merge_family(family, progress or {}, parents, obstacles)
     begins: dict[str, set[int]] = {}  # steps at which branches begin, by trunk
     for name, run in named:
         if (trunk := parents[name]) is not None:
@@ -77,16 +77,16 @@ def merge_runs(runs: Sequence[RunConfig], progress: Mapping[str, Progress] | Non
         steps = begins.get(name, set()).union(run.checkpoint.at_steps or ())
         saves = replace(run.checkpoint, at_steps=sorted(steps) or None)
         merged.append(replace(run, parent=parents[name], checkpoint=saves))
-    return Merged(merged, [*_saving(merged), *_obstacles(lone)])
+    return Merged(merged, _remarks(merged, obstacles))
 
 
 def own_steps(run: RunConfig) -> int:
-    """Steps that a run of a merged plan makes itself: a branch makes those after its trunk's part."""
+    """Steps that a run of a merged plan makes itself."""
     return run.steps if run.parent is None else run.steps - trunk_steps(run)
 
 
 def own_flops(run: RunConfig) -> float:
-    """Training FLOPs, exact convention, that a run of a merged plan spends itself."""
+    """Training FLOPs, exact convention, of these steps."""
     return flops_exact(run) / run.steps * own_steps(run)
 
 
@@ -113,19 +113,11 @@ def keep_between(runs: Iterable[RunConfig], every: int | None) -> list[RunConfig
     return kept
 
 
-@dataclass(frozen=True)
-class _Lone:
-    """A run that differs from a longer one in D alone, and is trained from its first step all the same."""
-
-    run: RunConfig
-    why: str  # past | cosine | warm-up | decay
-
-
 def _merge_family(
-    family: list[_Named], progress: Mapping[str, Progress], parents: dict[str, str | None]
-) -> list[_Lone]:
-    """Fills in `parents` of runs that differ in D alone; returns those that get none though there is a longer run."""
-    lone = []
+    family: list[_Named], progress: Mapping[str, Progress], parents: dict[str, str | None],
+    obstacles: dict[str, list[RunConfig]],
+) -> None:  # fmt: skip
+    """Fills in `parents` of runs that differ in D alone, and why some get none though there is a longer run."""
     # Longest first, so that whoever could be a run's trunk has been seen before it; of several the longest is taken,
     # so that one trunk serves as many as possible.
     roots: list[_Named] = []  # make the steps before their decay themselves, or have them behind them
@@ -140,92 +132,70 @@ def _merge_family(
         parents[name] = able[0] if able else None
         if not able:
             if roots:
-                lone.append(_Lone(run, _why(run, begin, bool(alike))))
+                obstacles.setdefault(_obstacle(run, begin, bool(alike)), []).append(run)
             roots.append((name, run))
-    return lone
 
 
-def _why(run: RunConfig, begin: int, alike: bool) -> str:
+def _obstacle(run: RunConfig, begin: int, alike: bool) -> str:
+    """Why a run does not branch from a longer one; `alike`: that has the same steps up to there."""
+    schedule = run.schedule
     if alike:
-        return "past"
-    if run.schedule.kind == "cosine":
-        return "cosine"
-    return "warm-up" if begin > 0 else "decay"
+        return "what could be the trunk is past the step where they would begin, and has kept no checkpoint of it"
+    if schedule.kind == "cosine":
+        return "with schedule.kind cosine the learning rate of every step depends on D; with wsd it would not"
+    if begin <= 0:
+        return f"schedule.decay_share {schedule.decay_share:g} leaves no step before the decay"
+    fixed = schedule.warmup_tokens
+    least = schedule.warmup_per_parameter if fixed is None else fixed
+    return (
+        f"schedule.warmup_max_share {schedule.warmup_max_share:g} cuts a warm-up, which so depends on D; "
+        f"from {short(least / schedule.warmup_max_share)} {'tokens a parameter' if fixed is None else 'tokens'} on it "
+        "does not"
+    )
 
 
-def _saving(merged: Sequence[RunConfig]) -> list[str]:
-    branches = [run for run in merged if run.parent is not None]
-    if not branches:
-        return []
-    trunks = len({run.parent for run in branches})
-    spent, separate = sum(map(own_flops, merged)), sum(map(flops_exact, merged))
-    return [
-        f"{len(branches)} of {len(merged)} runs branch from {trunks} trunk{'s' * (trunks > 1)}: {spent:.3g} training "
-        f"FLOPs instead of {separate:.3g}, {1 - spent / separate:.0%} fewer"
-    ]
-
-
-def _obstacles(lone: Sequence[_Lone]) -> list[str]:
-    """Why runs that differ from a longer one in D alone do not branch from it, in a sentence for each reason."""
-    said = []
-    for why in dict.fromkeys(each.why for each in lone):
-        runs = [each.run for each in lone if each.why == why]
+def _remarks(merged: Sequence[RunConfig], obstacles: Mapping[str, Sequence[RunConfig]]) -> list[str]:
+    """What branching spares, and why runs do not branch."""
+    said, trunks = [], {run.parent for run in merged} - {None}
+    if trunks:
+        branches = sum(run.parent is not None for run in merged)
+        spent, separate = sum(map(own_flops, merged)), sum(map(flops_exact, merged))
+        said.append(
+            f"{branches} of {len(merged)} runs branch from {len(trunks)} trunk{'s' * (len(trunks) > 1)}: {spent:.3g} "
+            f"training FLOPs instead of {separate:.3g}, {1 - spent / separate:.0%} fewer"
+        )
+    for why, runs in obstacles.items():
         named = ", ".join(run.name or run_id(run) for run in runs[:SHOWN])
         more = f" and {len(runs) - SHOWN} more" if len(runs) > SHOWN else ""
         said.append(
             f"{len(runs)} run{'s differ' if len(runs) > 1 else ' differs'} from a longer one in D alone and cannot "
-            f"branch from it ({named}{more}): {_reason(why, runs[0])}"
+            f"branch from it ({named}{more}): {why}"
         )
     return said
 
 
-def _reason(why: str, run: RunConfig) -> str:
-    schedule = run.schedule
-    if why == "cosine":
-        return "with schedule.kind cosine the learning rate of every step depends on D; with wsd it would not"
-    if why == "warm-up":
-        fixed = schedule.warmup_tokens
-        least = schedule.warmup_per_parameter if fixed is None else fixed
-        unit = "tokens a parameter" if fixed is None else "tokens"
-        return (
-            f"schedule.warmup_max_share {schedule.warmup_max_share:g} cuts a warm-up, which so depends on D; "
-            f"from {short(least / schedule.warmup_max_share)} {unit} on it does not"
-        )
-    if why == "decay":
-        return f"schedule.decay_share {schedule.decay_share:g} leaves no step before the decay"
-    return "what could be the trunk is past the step where they would begin, and has kept no checkpoint of it"
-
-
 def progress_of(run: RunDirectory, live: bool = False) -> Progress:
-    """What `merge_runs` wants to know of a run, from its config, its state and the names of its checkpoints.
-
-    `live`: a process or a queued job has the run, which then saves what its config.yaml says and no more.
-    """
+    """What `merge_runs` asks of a run; `live`: a process or a queued job has it."""
     try:
         config = run.config()
     except UserError:
         return Progress()  # nothing there, or what `RunDirectory.config` refuses as soon as it is needed
-    saved, fixed = _published(run), live or run.is_done()
+    saved, fixed = run.saved_steps(), live or run.is_done()
     to_save = config.checkpoint.at_steps or () if live else ()
     step = config.steps if fixed else max(saved, default=0)
     return Progress(fixed, step, frozenset(saved).union(to_save), config.parent)
 
 
 def has_checkpoint(run: RunDirectory, step: int) -> bool:
-    """Whether a checkpoint of that step has been published; its files are not checked."""
     return (_checkpoint(run, step) / "manifest.json").is_file()
 
 
-def can_start(branch: RunDirectory, trunk: RunDirectory, step: int) -> bool:
-    """Whether a branch that begins at `step` of its trunk finds what it needs: there, or among its own checkpoints."""
-    return has_checkpoint(trunk, step) or any(own >= step for own in _published(branch))
-
-
 def graft(branch: RunDirectory, trunk: RunDirectory) -> str | None:
-    """Puts the trunk's checkpoint of the step where the branch begins among the branch's own; says so in a line.
+    """Puts the trunk's checkpoint where the branch begins among the branch's own; says so in a line, None if not
+    needed.
 
-    The caller holds the branch's lock. None where the branch has a whole checkpoint from that step on. Raises NotThere
-    where the trunk has none, UserError where it is damaged, OSError on a full disk; nothing half-written stays.
+    The caller holds the branch's lock. Raises NotThere where the trunk has none, UserError where it is damaged, OSError
+    on a full disk; nothing half-written stays.
     """
     from ...train.checkpoint.checkpoint import damage
 
@@ -233,7 +203,7 @@ def graft(branch: RunDirectory, trunk: RunDirectory) -> str | None:
     source, final = _checkpoint(trunk, step), _checkpoint(branch, step)
     begins = f"run {branch.run_id} begins at step {step} of run {trunk.run_id}"
     with FileLock(branch.path / ".graft.lock"):
-        if any(own >= step and damage(_checkpoint(branch, own)) is None for own in _published(branch)):
+        if any(own >= step and damage(_checkpoint(branch, own)) is None for own in branch.saved_steps()):
             return None
         if not has_checkpoint(trunk, step):
             state = trunk.state()
@@ -251,12 +221,6 @@ def graft(branch: RunDirectory, trunk: RunDirectory) -> str | None:
 
 def _checkpoint(run: RunDirectory, step: int) -> Path:
     return run.path / "checkpoints" / f"step_{step}"
-
-
-def _published(run: RunDirectory) -> list[int]:
-    """Steps that a run has checkpoints of, as far as their manifests tell."""
-    names = (path.parent.name.removeprefix("step_") for path in (run.path / "checkpoints").glob("step_*/manifest.json"))
-    return sorted(int(name) for name in names if name.isdigit())
 
 
 def _begin_metrics(branch: RunDirectory, trunk: RunDirectory, step: int) -> None:

@@ -1,9 +1,7 @@
-"""A sweep grows: by budgets or sizes that somebody adds, by what is tried in place of a run that diverged, by rounds.
+"""A sweep grows: by what somebody adds, by what replaces a run that diverged, by an adaptive grid's rounds.
 
-Special here:
-- a run is added by its frozen config and a line in `added.json` (`membership.add_runs`); whoever plans the sweep next
-  finds it there, be it this command, the launcher at work or the keeper;
-- what takes the place of a diverged run is a new run with an identity of its own, and is not replaced in its turn.
+Whoever plans the sweep next finds the runs in `added.json`. A round is written to adaptive.json before its runs are
+added, so that after a kill the same round is asked for again.
 """
 
 from __future__ import annotations
@@ -11,31 +9,31 @@ from __future__ import annotations
 import copy
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from ...train.config import RunConfig
+from ...train.config import run_id
 from ...train.errors import UserError
+from ...train.files import read_json, write_json
 from .. import prepare
-from ..config import GridConfig, SweepConfig, from_mapping
+from ..config import AdaptiveGrid, GridConfig, PointsGrid, SweepConfig, from_mapping
 from ..grid import expand as grid
+from ..grid.trunks import own_flops
 from ..runs import membership
 from ..runs.directory import RunDirectory, SweepDirectory
 from ..terminal import short
 
+if TYPE_CHECKING:
+    from .suggest import Standing
+
+RECORD = "adaptive.json"
+GROWTH = 1.7  # FLOPs of a round over those of the one before: later ones know more of where runs are worth having
+SPENT = 0.02  # of the FLOPs: less than this is no round
+
 
 def extend_sweep(sweep: SweepDirectory, overrides: list[str], grid_file: Path | None = None) -> list[str]:
-    """Adds runs to a sweep; returns the ids of those that are new.
-
-    Args:
-        sweep: may be at work.
-        overrides: of the sweep's own grid, as for sweep.py: `grid.budgets=[1e19]`.
-        grid_file: YAML of a whole grid, such as `isoflop suggest` writes.
-
-    Raises:
-        UserError: neither or both were given, or they make no grid.
-    """
+    """Adds runs, by `overrides` of the sweep's own grid or a YAML file of a whole one; returns the new ids."""
     if bool(overrides) == (grid_file is not None):
         raise UserError("extend needs what to add: overrides of the grid, such as grid.budgets=[1e19], or --grid FILE")
     config = prepare.configuration(sweep)
@@ -44,19 +42,14 @@ def extend_sweep(sweep: SweepDirectory, overrides: list[str], grid_file: Path | 
     else:
         wanted, why = _overridden(config, overrides), f"extended by {' '.join(overrides)}"
     names = add_grid(sweep, config, wanted, why)
-    if not names:
-        print(f"every run of it is part of {sweep.path} already; nothing was added")
-    else:
+    if names:
         print(f"added {len(names)} runs to {sweep.path}")
+    else:
+        print(f"every run of it is part of {sweep.path} already; nothing was added")
     return names
 
 
 def read_grid(file: Path) -> GridConfig:
-    """A grid from a YAML file.
-
-    Raises:
-        UserError: it cannot be read, or is none.
-    """
     try:
         values = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -67,11 +60,6 @@ def read_grid(file: Path) -> GridConfig:
 
 
 def as_grid(values: dict[str, Any], source: object) -> GridConfig:
-    """Plain values as a grid, every field checked.
-
-    Raises:
-        UserError: they are none.
-    """
     remedy = "correct it; conf/grid/ has one of each kind, with its fields"
     result = from_mapping({"grid": values}, source, remedy).grid
     assert result is not None
@@ -79,48 +67,8 @@ def as_grid(values: dict[str, Any], source: object) -> GridConfig:
 
 
 def add_grid(sweep: SweepDirectory, config: SweepConfig, wanted: GridConfig, why: str) -> list[str]:
-    """Adds a grid's runs to a sweep; returns the ids of those that are new."""
+    """Returns the ids of the runs that are new."""
     return membership.add_runs(sweep, grid.expand_grid(wanted, prepare.resolved_base(sweep, config)), why)
-
-
-def replace_diverged(sweep: SweepDirectory, config: SweepConfig) -> list[str]:
-    """Adds a run for every one that diverged, where the grid asks for that; returns the ids of those that are new."""
-    factor = config.grid.diverged_rate_factor if config.grid is not None else None
-    if factor is None or membership.is_stopped(sweep):
-        return []
-    diverged = [run for run in membership.members(sweep) if run.state().state == "diverged"]
-    return [name for run in diverged for name in replace_one(sweep, run, factor)]
-
-
-def replace_one(sweep: SweepDirectory, run: RunDirectory, factor: float) -> list[str]:
-    """Adds a run like another one with its learning rate times `factor`, unless the other one is such a run itself."""
-    if run.run_id in membership.replacements(sweep):
-        return []
-    other = at_lower_rate(run.config(), factor)
-    return membership.add_runs(sweep, [other], f"run {run.run_id} diverged", replaces=run.run_id)
-
-
-def at_lower_rate(config: RunConfig, factor: float) -> RunConfig:
-    """The same run with its learning rate times `factor`, without a trunk: that had the higher rate."""
-    run = copy.deepcopy(config)
-    run.optimizer.learning_rate *= factor
-    run.parent, run.checkpoint = None, replace(run.checkpoint, at_steps=None)
-    run.name = f"{config.name}_lr{short(run.optimizer.learning_rate)}"
-    return run
-
-
-def next_round(sweep: SweepDirectory, config: SweepConfig) -> bool:
-    """Of an adaptive grid: adds the runs of its next round; False where it is over, or there is no such grid."""
-    if config.grid is None or config.grid.kind != "adaptive" or membership.is_stopped(sweep):
-        return False
-    from . import adaptive
-
-    wanted = adaptive.next_round(sweep, config)
-    added = []
-    if wanted is not None:
-        added = add_grid(sweep, config, as_grid(wanted, sweep.path / "adaptive.json"), "a round of the adaptive grid")
-    print(adaptive.told(sweep))
-    return bool(added)
 
 
 def _overridden(config: SweepConfig, overrides: list[str]) -> GridConfig:
@@ -143,3 +91,135 @@ def _overridden(config: SweepConfig, overrides: list[str]) -> GridConfig:
 
 def _first_line(error: Exception) -> str:
     return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+def replace_diverged(sweep: SweepDirectory, config: SweepConfig) -> list[str]:
+    """Adds a run for every one that diverged, where the grid asks for that; returns the new ids."""
+    factor = config.grid.diverged_rate_factor if config.grid is not None else None
+    if factor is None or membership.is_stopped(sweep):
+        return []
+    diverged = [run for run in membership.members(sweep) if run.state().state == "diverged"]
+    return [name for run in diverged for name in replace_one(sweep, run, factor)]
+
+
+def replace_one(sweep: SweepDirectory, run: RunDirectory, factor: float) -> list[str]:
+    """Adds a run with the learning rate times `factor`, unless the other one is such a run itself."""
+    if run.run_id in membership.replacements(sweep):
+        return []
+    other = copy.deepcopy(run.config())
+    other.optimizer.learning_rate *= factor
+    # Without a trunk: that had the higher rate.
+    other.parent, other.checkpoint = None, replace(other.checkpoint, at_steps=None)
+    other.name = f"{other.name}_lr{short(other.optimizer.learning_rate)}"
+    return membership.add_runs(sweep, [other], f"run {run.run_id} diverged", replaces=run.run_id)
+
+
+def next_round(sweep: SweepDirectory, config: SweepConfig) -> bool:
+    """Adds the runs of an adaptive grid's next round; False where it is over, or the grid is no adaptive one."""
+    if config.grid is None or config.grid.kind != "adaptive" or membership.is_stopped(sweep):
+        return False
+    wanted = ask_round(sweep, config)
+    added = []
+    if wanted is not None:
+        added = add_grid(sweep, config, as_grid(wanted, sweep.path / RECORD), "a round of the adaptive grid")
+    print(round_summary(sweep))
+    return bool(added)
+
+
+def ask_round(sweep: SweepDirectory, config: SweepConfig) -> dict[str, Any] | None:
+    """The points grid of the next round; None where the grid is over, and adaptive.json then says why.
+
+    While runs of the newest round have not ended it is that round.
+    """
+    points = config.grid
+    if not isinstance(points, AdaptiveGrid):
+        raise UserError(f"grid.kind of {sweep.path} is {getattr(points, 'kind', None)!r}; only adaptive has rounds")
+    from .suggest import NothingToSuggest
+
+    record = _record(sweep)
+    rounds = record["rounds"]
+    if rounds and _is_under_way(sweep, rounds[-1]["runs"]):
+        return dict(rounds[-1]["grid"])
+    try:
+        asked = _ask(sweep, config, points, len(rounds))
+    except NothingToSuggest as error:
+        asked = str(error)
+    # An end is written down and not held to: where runs were tried again since, or the grid asks for more, it goes on.
+    if isinstance(asked, str):
+        write_json(sweep.path / RECORD, record | {"ended": asked})
+        return None
+    write_json(sweep.path / RECORD, {"rounds": [*rounds, asked], "ended": None})
+    return dict(asked["grid"])
+
+
+def round_summary(sweep: SweepDirectory) -> str:
+    """The newest round and what it should bring, or why there is no more."""
+    record = _record(sweep)
+    if record["ended"] is not None or not record["rounds"]:
+        return f"the adaptive grid is over: {record['ended']}"
+    newest = record["rounds"][-1]
+
+    def interval(when: str) -> str:
+        ends = (newest[when]["loss"][end] for end in ("low", "high"))
+        return "[" + ", ".join("unbounded" if end is None else f"{end:.3f}" for end in ends) + "]"
+
+    return (
+        f"round {len(record['rounds'])}: {len(newest['runs'])} runs of {newest['flops']:.3g} FLOPs; the 95 % interval "
+        f"of the loss at {newest['target_flops']:.3g} FLOPs is {interval('before')}, and should come to "
+        f"{interval('expected')}"
+    )
+
+
+def _record(sweep: SweepDirectory) -> dict[str, Any]:
+    return read_json(sweep.path / RECORD) or {"rounds": [], "ended": None}
+
+
+def _ask(sweep: SweepDirectory, config: SweepConfig, points: AdaptiveGrid, number: int) -> dict[str, Any] | str:
+    from .suggest import fit_standing, suggest_from
+
+    base = prepare.resolved_base(sweep, config)
+    base.tokens = 0
+    cap = grid.largest_flops(points)
+    total = grid.adaptive_flops(points, base)
+    standing = fit_standing(sweep, config, points.target_flops or max(config.fit.targets, default=1000.0 * cap))
+    reached = _reached(points, standing)
+    if reached is not None:
+        return reached
+    if number >= points.rounds:
+        return f"all {points.rounds} rounds are over"
+    planned = {run["run_id"]: float(run["flops_own"]) for run in sweep.plan()["runs"]}
+    added = [run.config() for run in membership.members(sweep) if run.run_id not in planned]
+    spent = sum(planned.values()) + sum(map(own_flops, added))  # of runs that failed too
+    left = total - spent
+    if left < SPENT * total:
+        return f"{spent:.3g} of {total:.3g} FLOPs are spent"
+    shares = [GROWTH**i for i in range(number, points.rounds)]
+    found = suggest_from(
+        sweep, config, standing, left * shares[0] / sum(shares), max_flops=cap, max_runs=points.round_runs
+    )
+    expected = found.to_dict()
+    return {
+        "runs": [run_id(run) for run in grid.expand_grid(PointsGrid(points=found.grid["points"]), base)],
+        "flops": found.flops,
+        "flops_before": spent,
+        "flops_budget": total,
+        "target_flops": standing.target_flops,
+        "before": expected["before"],
+        "expected": expected["after"],
+        "grid": found.grid,
+    }
+
+
+def _reached(points: AdaptiveGrid, standing: Standing) -> str | None:
+    """A sentence, where the intervals at the target are as narrow as was asked for."""
+    limits = (("loss", standing.loss, points.tolerance), ("N", standing.N, points.size_tolerance))
+    asked = [(name, estimate.relative_width, limit) for name, estimate, limit in limits if limit is not None]
+    if not asked or not all(width <= limit for _, width, limit in asked):
+        return None
+    said = " and ".join(f"{width:.2%} of the {name} (asked for {limit:.2%})" for name, width, limit in asked)
+    return f"the 95 % interval at {standing.target_flops:.3g} FLOPs is {said}"
+
+
+def _is_under_way(sweep: SweepDirectory, runs: list[str]) -> bool:
+    members = {run.run_id: run for run in membership.members(sweep)}
+    return any(name not in members or members[name].state().state in ("planned", "queued", "running") for name in runs)

@@ -1,36 +1,35 @@
 """Which runs a sweep should buy next: those that narrow the interval at a large budget most for their FLOPs.
 
-Special here:
-- what is known comes from the runs that are done, fitted as the report fits them; what could be added from
-  `suggest_candidates`, each at what it costs given the trunks on disk; which of it to buy from `fit.design`;
-- the interval that is expected afterwards is today's, narrowed by as much as the design says. It takes the law to be
-  right, so a share of the budget goes to runs that check it (marked), as large as can be paid;
-- a second seed of a size is offered beside the first: it costs a trunk of its own, and errs on its own.
+The runs that are done are fitted as the report fits them. Well-shaped models, D in whole steps and other seeds are
+offered, each at what it costs given the checkpoints on disk; `fit.allocation` chooses. The expected interval takes the
+law to be right, so a share of the budget goes to runs that check it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ...train.config import ModelConfig, RunConfig, run_id
 from ...train.errors import UserError
+from ...train.flops import count_parameters, flops_exact, tokens_for_budget
+from ...train.schedule import same_until, trunk_steps
 from .. import prepare
-from ..grid.expand import label
-from ..grid.trunks import Progress, own_flops, progress_of
+from ..grid import architectures
+from ..grid.expand import run_label, whole_steps
+from ..grid.trunks import Progress, merge_runs, own_flops, progress_of
 from ..results.table import build_table
 from ..runs import membership
 from ..runs.directory import SweepDirectory
-from ..terminal import console, short
-from . import candidates
-from .candidates import Offer, Range, trunk_of
+from ..terminal import console, plain_table, short
 
 if TYPE_CHECKING:
     from ...fit.allocation.design import Design
-    from ...fit.laws.chinchilla import ChinchillaLaw
+    from ...fit.laws.law import LossLaw
     from ...fit.table import RunTable
     from ..config import SweepConfig
 
@@ -40,10 +39,13 @@ BEYOND = 1000.0  # times the largest C: what is asked about where nothing is nam
 MIN_STEPS = 100  # of a suggested run, where the sweep's grid names no other number
 MAX_RUNS = 24  # of a suggestion, where nothing is named
 MAX_SEEDS = 8  # new ones; with each, every size is offered and judged once more
+BUDGETS_PER_DECADE = 8
+SIZE_STEP = 1.32  # between two sizes, before the nearest well-shaped one is taken
+BELOW = 0.3  # of the smallest C that was tried: the least that is offered
 
 
 class NothingToSuggest(UserError):
-    """The runs that are done, or the budget, allow of no suggestion; other runs or another budget may."""
+    """Other runs or another budget may allow of a suggestion."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,6 @@ class Estimate:
 
     @property
     def relative_width(self) -> float:
-        """Of the interval, over the value."""
         return (self.high - self.low) / self.value
 
 
@@ -65,7 +66,7 @@ class Standing:
     """What the runs that are done say of the target."""
 
     table: RunTable
-    law: ChinchillaLaw
+    law: LossLaw
     target_flops: float
     loss: Estimate
     N: Estimate
@@ -73,7 +74,7 @@ class Standing:
 
 @dataclass(frozen=True)
 class SuggestedRun:
-    """One run to buy. `narrows` is the share by which it narrows the intervals, given the runs before it."""
+    """One run to buy; `narrows` is the share by which it narrows the intervals, given the runs before it."""
 
     run_id: str
     name: str
@@ -100,50 +101,32 @@ class Suggestion:
     grid: dict[str, Any]  # kind points: what `isoflop extend` adds
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values; an end of an interval that is no finite number is None."""
+        """Plain values; None for an infinite end of an interval."""
         from ...fit.formatting import plain_json
 
         return plain_json(asdict(self))
 
 
-def suggest(
-    sweep: SweepDirectory,
-    budget: float,
-    target_flops: float | None = None,
-    *,
-    seeds: int = 1,
-    max_flops: float | None = None,
-    max_runs: int = MAX_RUNS,
-    check_share: float | None = None,
-) -> Suggestion:
-    """The runs to add to a sweep.
+def suggest_runs(
+    sweep: SweepDirectory, budget: float, target_flops: float | None = None, *, seeds: int = 1,
+    max_flops: float | None = None, max_runs: int = MAX_RUNS,
+) -> Suggestion:  # fmt: skip
+    """The runs to add to a sweep, which may be at work.
 
-    Args:
-        sweep: some of its runs are done; it may be at work.
-        budget: training FLOPs (exact convention) that the new runs may cost together.
-        target_flops: the budget asked about; by default the largest of fit.targets, else 1000 times the largest C.
-        seeds: new seeds that each size is offered with, beside the sweep's own; at most 8.
-        max_flops: the most that one run may cost.
-        max_runs: how many to suggest at most.
-        check_share: share of the budget for runs that check the law's form; None: a fifth.
-
-    Raises:
-        UserError: a number makes no sense, too few runs are done, the target lies within the data, or the budget pays
-            for no run.
+    `budget`: FLOPs (exact convention) of all new runs. `target_flops`: by default the largest of fit.targets, else 1000
+    times the largest C. `seeds`: new ones that each size is offered with.
     """
-    _refuse(budget, seeds, max_flops, max_runs, check_share)
+    _refuse(budget, seeds, max_flops, max_runs)
     config = prepare.configuration(sweep)
-    standing = stand(sweep, config, target_flops)
-    return suggest_from(sweep, config, standing, budget, seeds, max_flops, max_runs, check_share)
+    standing = fit_standing(sweep, config, target_flops)
+    return suggest_from(sweep, config, standing, budget, seeds, max_flops, max_runs)
 
 
 def suggest_from(
     sweep: SweepDirectory, config: SweepConfig, standing: Standing, budget: float, seeds: int = 1,
-    max_flops: float | None = None, max_runs: int = MAX_RUNS, check_share: float | None = None,
+    max_flops: float | None = None, max_runs: int = MAX_RUNS,
 ) -> Suggestion:  # fmt: skip
-    """`suggest` where it is known what the runs so far say."""
-    from ...fit.allocation.design import CHECK_SHARE
-
+    """`suggest_runs` given what the runs so far say."""
     base = prepare.resolved_base(sweep, config)
     base.tokens = 0
     members = membership.members(sweep)
@@ -158,7 +141,8 @@ def suggest_from(
     if within.least_flops >= most:
         raise NothingToSuggest(_too_small(budget, max_flops, within.least_flops))
     highest = max(run.seed for run in known)
-    offered = candidates.offers(
+    # A second seed of a size costs a trunk of its own, and errs on its own.
+    offered = possible_runs(
         base, [base.seed, *range(highest + 1, highest + 1 + seeds)], within, known, progress, config.trunks
     )
     if not offered:
@@ -167,26 +151,20 @@ def suggest_from(
     if cheapest > budget:
         raise NothingToSuggest(_too_small(budget, max_flops, cheapest))
     labels = {run.run_id: trunk_of(config) for run, config in zip(members, known, strict=True)}
-    design = _design(
-        standing, offered, [labels.get(name, name) for name in table.run_id], budget, max_runs,
-        CHECK_SHARE if check_share is None else check_share,
-    )  # fmt: skip
-    return _told(design, offered, known, progress, standing, budget, base, config.trunks)
+    design = _design(standing, offered, [labels.get(name, name) for name in table.run_id], budget, max_runs)
+    return _suggestion(design, offered, known, progress, standing, budget, base, config.trunks)
 
 
-def stand(sweep: SweepDirectory, config: SweepConfig, target_flops: float | None = None) -> Standing:
-    """Fits the runs that are done, as the report does, and asks for the target.
-
-    Raises:
-        NothingToSuggest: too few runs are done, or the target lies within the data.
-    """
-    from ...fit import ChinchillaLaw, InputError, compute_optimal, read_table
+def fit_standing(sweep: SweepDirectory, config: SweepConfig, target_flops: float | None = None) -> Standing:
+    """Fits the runs that are done, as the report does, and predicts the target."""
+    from ...fit import InputError, compute_optimal, read_table
     from ...fit.approaches.recipes import split
     from ...fit.flops import flops_per_token
+    from ...fit.laws.registry import law_class
     from ...fit.uncertainty import resampled_together
 
     options = config.fit
-    law = ChinchillaLaw(options.objective, options.delta, options.tied, options.E)
+    law = law_class()(options.objective, options.delta, options.tied, options.E)
     free = 5 - options.tied - (options.E is not None)
     frame = build_table(sweep)
     if (done := int(frame["final"].sum()) if len(frame) else 0) <= free:
@@ -222,16 +200,10 @@ def stand(sweep: SweepDirectory, config: SweepConfig, target_flops: float | None
 
 
 def print_suggestion(suggestion: Suggestion) -> None:
-    """The runs in a table, then what they are expected to do."""
-    from rich import box
-    from rich.table import Table
-
     out = console()
     title = f"{len(suggestion.runs)} runs for {suggestion.flops:.3g} of {suggestion.budget:.3g} FLOPs"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE)
     columns = ("run", "N", "D", "D/N", "seed", "C", "trains", "shares trunk with", "narrows", "")
-    for column in columns:
-        table.add_column(column, justify="left" if column in ("run", "shares trunk with", "") else "right")
+    table = plain_table(columns, ("run", "shares trunk with", ""), title)
     for run in suggestion.runs:
         table.add_row(
             run.run_id, short(run.N), short(run.D), f"{run.D / run.N:.3g}", str(run.seed), f"{run.flops:.3g}",
@@ -239,22 +211,14 @@ def print_suggestion(suggestion: Suggestion) -> None:
         )  # fmt: skip
     out.print(table)
     out.print(f"at {suggestion.target_flops:.3g} FLOPs, 95 % intervals now, and as expected after these runs:")
-    for name, number in {"loss": lambda value: f"{value:.3f}", "N": short}.items():
-
-        def say(value: float, number: Callable[[float], str] = number) -> str:
-            return number(value) if np.isfinite(value) else "∞"
-
-        now, then = suggestion.before[name], suggestion.after[name]
-        out.print(
-            f"  {name:4} {say(now.value)}  now [{say(now.low)}, {say(now.high)}]"
-            f"  then [{say(then.low)}, {say(then.high)}]",
-            highlight=False,
-        )
+    for name, now in suggestion.before.items():
+        then = suggestion.after[name]
+        ends = (now.value, now.low, now.high, then.low, then.high)
+        said = ["∞" if not np.isfinite(end) else short(end) if name == "N" else f"{end:.3f}" for end in ends]
+        out.print("  {:4} {}  now [{}, {}]  then [{}, {}]".format(name, *said), highlight=False)
 
 
-def _design(
-    standing: Standing, offered: Sequence[Offer], trunks: list[str], budget: float, max_runs: int, check_share: float
-) -> Design:
+def _design(standing: Standing, offered: Sequence[Offer], trunks: list[str], budget: float, max_runs: int) -> Design:
     from ...fit import InputError
     from ...fit.allocation.design import Buyer, Candidates, Question
 
@@ -268,21 +232,21 @@ def _design(
     )
     try:
         question = Question.of(standing.law, standing.target_flops, np.array(trunks))
-        return Buyer(question, pool).buy(budget, max_runs, check_share)
+        return Buyer(question, pool).buy(budget, max_runs)
     except InputError as error:
         raise NothingToSuggest(str(error)) from error
 
 
-def _told(
+def _suggestion(
     design: Design, offered: Sequence[Offer], known: Sequence[RunConfig], progress: Mapping[str, Progress],
     standing: Standing, budget: float, base: RunConfig, share: bool,
 ) -> Suggestion:  # fmt: skip
     chosen = [offered[i] for i in design.chosen]
-    runs = candidates.merged([offer.run for offer in chosen], known, progress, share)
-    names = {run_id(run): label(run) for run in [*known, *runs]}
+    runs = merge_chosen([offer.run for offer in chosen], known, progress, share)
+    names = {run_id(run): run_label(run) for run in [*known, *runs]}
     suggested = [
         SuggestedRun(
-            run_id=run_id(run), name=label(run), N=offer.N, D=run.D, seed=run.seed, flops=offer.size,
+            run_id=run_id(run), name=run_label(run), N=offer.N, D=run.D, seed=run.seed, flops=offer.size,
             flops_own=own_flops(run), trunk=None if run.parent is None else names[run.parent],
             narrows=float(-np.expm1(-gain)), check=check,
         )
@@ -300,11 +264,11 @@ def _told(
         flops=sum(run.flops_own for run in suggested),
         before=before,
         after=after,
-        grid={"kind": "points", "points": [point(run, base.model) for run in runs]},
+        grid={"kind": "points", "points": [_point(run, base.model) for run in runs]},
     )
 
 
-def point(run: RunConfig, base: ModelConfig) -> dict[str, Any]:
+def _point(run: RunConfig, base: ModelConfig) -> dict[str, Any]:
     """A run as a points grid has it: what it changes of the base run."""
     shape = {f"model.{name}": getattr(run.model, name) for name in ("width", "depth", "heads")}
     for name in ("kv_heads", "hidden"):
@@ -313,7 +277,7 @@ def point(run: RunConfig, base: ModelConfig) -> dict[str, Any]:
     return {**shape, "tokens": run.tokens, "seed": run.seed}
 
 
-def _refuse(budget: float, seeds: int, max_flops: float | None, max_runs: int, check_share: float | None) -> None:
+def _refuse(budget: float, seeds: int, max_flops: float | None, max_runs: int) -> None:
     for name, value in (("budget", budget), ("max_flops", max_flops)):
         if value is not None and not 0 < value < np.inf:
             raise UserError(f"{name} is {value}; it must be a positive number of FLOPs")
@@ -321,8 +285,6 @@ def _refuse(budget: float, seeds: int, max_flops: float | None, max_runs: int, c
         raise UserError(f"seeds is {seeds}; it must be at least 0 and at most {MAX_SEEDS}")
     if max_runs < 1:
         raise UserError(f"max_runs is {max_runs}; it must be 1 or more")
-    if check_share is not None and not 0 <= check_share <= 1:
-        raise UserError(f"check_share is {check_share}; it must be at least 0 and at most 1")
 
 
 def _too_small(budget: float, max_flops: float | None, least: float) -> str:
@@ -330,3 +292,141 @@ def _too_small(budget: float, max_flops: float | None, least: float) -> str:
     return (
         f"budget is {budget:.3g} FLOPs{capped}, and the smallest run worth adding needs {least:.3g}; give at least that"
     )
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A run that could be added."""
+
+    run: RunConfig
+    size: float  # training FLOPs of the whole run, exact convention
+    flops: float  # of them, what it trains itself given what is there
+    branch_flops: float  # the same where a longer run of its trunk is added too
+    trunk: str  # runs of one trunk differ in D alone
+
+    @property
+    def N(self) -> int:
+        return count_parameters(self.run.model).N_total
+
+
+@dataclass(frozen=True)
+class Range:
+    """Where runs are offered: C and tokens per parameter that were tried, and C not far below."""
+
+    least_flops: float
+    most_flops: float
+    least_ratio: float  # tokens per parameter
+    most_ratio: float
+    min_steps: int
+
+    @classmethod
+    def around(
+        cls, N: Sequence[float], D: Sequence[float], flops: Sequence[float], most_flops: float, min_steps: int
+    ) -> Range:
+        """From the runs that are done."""
+        ratios = [d / n for n, d in zip(N, D, strict=True)]
+        return cls(BELOW * min(flops), most_flops, min(ratios), max(ratios), min_steps)
+
+
+def trunk_of(run: RunConfig) -> str:
+    """The same for runs that differ in D alone."""
+    return run_id(replace(run, tokens=0))
+
+
+def possible_runs(
+    base: RunConfig, seeds: Sequence[int], within: Range, known: Sequence[RunConfig],
+    progress: Mapping[str, Progress], share: bool = True,
+) -> list[Offer]:  # fmt: skip
+    """Every run that could be added: each model and D within the range, with each seed.
+
+    `progress` is what the `known` runs have on disk; with `share`, runs that differ in D alone share a trunk.
+    """
+    families: dict[str, list[RunConfig]] = {}
+    for run in known:
+        families.setdefault(trunk_of(run), []).append(run)
+    taken = {run_id(run) for run in known}
+    found: dict[str, Offer] = {}
+    for model in sizes(base.model, within, base.data.sequence_length):
+        for seed in seeds:
+            template = replace(base, model=model, seed=seed, tokens=0)
+            trunk = trunk_of(template)
+            mates = families.get(trunk, []) if share else []
+            for tokens in dict.fromkeys([*_lengths(template, within), *_saved(template, mates, progress, within)]):
+                run = replace(template, tokens=tokens)
+                name = run_id(run)
+                if name not in taken and name not in found:
+                    found[name] = _offer(run, trunk, mates, progress, share)
+    return list(found.values())
+
+
+def merge_chosen(
+    chosen: Sequence[RunConfig], known: Sequence[RunConfig], progress: Mapping[str, Progress], share: bool
+) -> list[RunConfig]:
+    """The chosen runs as they would be trained beside the known ones: branches have a `parent`."""
+    if not share:
+        return list(chosen)
+    trunks = {trunk_of(run) for run in chosen}
+    mates = [run for run in known if trunk_of(run) in trunks]
+    return merge_runs([*mates, *chosen], progress).runs[len(mates) :]
+
+
+def sizes(base: ModelConfig, within: Range, sequence_length: int) -> list[ModelConfig]:
+    """Well-shaped models with a D within the range, smallest first."""
+    low = math.sqrt(within.least_flops / (6 * within.most_ratio)) / 4  # small models spend more than 6 N a token
+    high = math.sqrt(within.most_flops / (6 * within.least_ratio))
+    models: dict[int, ModelConfig] = {}
+    wanted = max(low, 1.0)
+    while wanted <= high * SIZE_STEP:
+        model = architectures.nearest_model(base, wanted)
+        models.setdefault(count_parameters(model).N_total, model)
+        wanted *= SIZE_STEP
+    return [models[N] for N in sorted(models)]
+
+
+def _lengths(template: RunConfig, within: Range) -> Iterator[int]:
+    decades = math.log10(within.most_flops / within.least_flops)
+    levels = max(1, round(BUDGETS_PER_DECADE * decades))
+    for budget in (within.most_flops * 10 ** (-decades * i / levels) for i in range(levels + 1)):
+        D = tokens_for_budget(template.model, template.data.sequence_length, budget)
+        tokens = whole_steps(D * (1 - 1e-9), template, math.floor)
+        if _lies_within(replace(template, tokens=tokens), within):
+            yield tokens
+
+
+def _saved(
+    template: RunConfig, mates: Sequence[RunConfig], progress: Mapping[str, Progress], within: Range
+) -> Iterator[int]:
+    """Every D whose decay begins where a run of the trunk has kept a checkpoint: they are cheap."""
+    if template.schedule.kind != "wsd":
+        return
+    for mate in mates:
+        for step in progress.get(run_id(mate), Progress()).saved:
+            if step <= trunk_steps(mate):
+                about = round(step / (1 - template.schedule.decay_share))
+                for steps in range(max(1, about - 2), about + 3):
+                    run = replace(template, tokens=steps * template.batch_tokens)
+                    if trunk_steps(run) == step and _lies_within(run, within):
+                        yield run.tokens
+
+
+def _lies_within(run: RunConfig, within: Range) -> bool:
+    ratio = run.D / count_parameters(run.model).N_total
+    return (
+        run.steps >= within.min_steps
+        and within.least_ratio <= ratio <= within.most_ratio
+        and within.least_flops * (1 - 1e-6) <= flops_exact(run) <= within.most_flops * (1 + 1e-6)
+    )
+
+
+def _offer(
+    run: RunConfig, trunk: str, mates: Sequence[RunConfig], progress: Mapping[str, Progress], share: bool
+) -> Offer:
+    size = flops_exact(run)
+    if not share:
+        return Offer(run, size, size, size, trunk)
+    alone = own_flops(merge_chosen([run], mates, progress, share)[0]) if mates else size
+    begin = trunk_steps(run)
+    longer = replace(run, tokens=2 * run.D)
+    branches = 0 < begin <= same_until(longer, run)
+    branch = size * (run.steps - begin) / run.steps if branches else alone
+    return Offer(run, size, alone, min(alone, branch), trunk)

@@ -1,21 +1,21 @@
 """`isoflop doctor`: finds what kills, full disks and lost jobs have left in a sweep, mends it, and says what it did.
 
-Special here:
-- it is safe while the sweep runs, from any node and by two people at once: it takes locks that are free and leaves the
-  rest alone, and judges age by the file system's clock;
-- a sweep that another version or recipe wrote is looked at, and not touched;
-- it starts nothing. A run that it has settled is started by the keeper, or by `isoflop retry`.
+It is safe while the sweep runs, from any node and by two people at once: it takes only locks that are free, and judges
+age by the file system's clock. What it removes is of no use to training. It starts nothing: a run that it has settled
+is started by the keeper, or by `isoflop retry`.
 """
 
 from __future__ import annotations
 
 import csv
 import fcntl
+import json
+import re
 import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,23 +24,35 @@ from typing import Any
 from ... import __version__
 from ...train.config import RECIPE
 from ...train.errors import UserError
-from ...train.files import read_json
+from ...train.files import read_json, write_atomic
 from ..config import cluster_of
-from ..execute import recovery
-from ..execute.control import idle
-from ..execute.queue import Queue
-from ..execute.recovery import KILLED
-from ..runs import membership
-from ..runs.directory import AtWork, Busy, RunDirectory, SweepDirectory, now_on, yaml_or_empty
-from ..runs.retries import Policy
+from ..runs import attempts, membership, states
+from ..runs.attempts import Policy
+from ..runs.directory import OPEN, STATES, AtWork, Busy, RunDirectory, SweepDirectory, now_on, yaml_or_empty
+from ..runs.queue import Queue
 from ..slurm import commands as slurm
+from ..slurm import supervisor
 from ..terminal import console
-from .doctor_runs import Fault, faults_of, old_temporaries, remove, unreadable
-from .status import lacking
+from .status import missing_field
 
 LEAST_BYTES = 500e6  # that the disk must have left
 # Takes the lock that the process which starts it holds; 0: it got it, so locks do nothing here.
 PROBE = "import fcntl, sys; fcntl.flock(open(sys.argv[1]), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+OLD_SECONDS = 600.0  # after which a temporary file is nobody's
+TEMPORARY = re.compile(r"^\.(now-|.+\.)[a-z0-9_]{8}$")  # as tempfile names them, here and in train/files.py
+STEP = re.compile(r"^step_(\d+)(\.request)?$")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that is wrong, and what mends it."""
+
+    kind: str
+    what: str  # in a sentence
+    where: Path
+    mend: Callable[[], object] | None  # None: a person must
+    how: str  # what `mend` does, or what a person may do
+    severity: str = "error"  # error | note
 
 
 @dataclass(frozen=True)
@@ -56,17 +68,13 @@ class Finding:
 
     @property
     def is_left(self) -> bool:
-        """Whether something is still wrong."""
         return self.severity == "error" and not self.mended
 
 
-def examine(sweep: SweepDirectory, mend: bool, deep: bool = False) -> list[Finding]:
-    """Looks for everything that may be wrong with a sweep.
+def examine_sweep(sweep: SweepDirectory, mend: bool, deep: bool = False) -> list[Finding]:
+    """Looks for everything that may be wrong with a sweep, and with `mend` mends what can be.
 
-    Args:
-        sweep: may be at work.
-        mend: whether to mend what can be mended.
-        deep: whether every checkpoint is read, to see that its sums hold.
+    `deep` reads every checkpoint, to see that its sums hold.
     """
     found: list[Finding] = []
     settings = yaml_or_empty(sweep.path / "sweep.yaml")
@@ -81,7 +89,6 @@ def examine(sweep: SweepDirectory, mend: bool, deep: bool = False) -> list[Findi
 
 
 def print_findings(found: list[Finding]) -> None:
-    """A line a finding, then their count."""
     out = console()
     for finding in found:
         sign = "mended" if finding.mended else ("note" if finding.severity == "note" else "left")
@@ -120,7 +127,7 @@ def _version(sweep: SweepDirectory, settings: Mapping[str, Any]) -> Iterator[Fau
         yield Fault("settings", "sweep.yaml cannot be read", sweep.path / "sweep.yaml", None, again)
     wrote = {"isoflop": settings.get("isoflop_version", __version__), "recipe": settings.get("recipe", RECIPE)}
     other = [f"{name} {value}" for name, value in wrote.items() if value != {"isoflop": __version__}.get(name, RECIPE)]
-    absent = lacking(plan)
+    absent = missing_field(plan)
     if other or absent:
         words = (
             f"{' and '.join(other) or 'another version'} wrote the sweep, and this is {__version__}, recipe {RECIPE}"
@@ -171,7 +178,6 @@ def locks_work(folder: Path) -> bool:
 
 
 def _orphans(sweep: SweepDirectory, policy: Policy) -> Iterator[Fault]:
-    """Runs that say that somebody trains them, or will, where nobody does; and jobs that nobody knows."""
     live, record = None, sweep.path / "jobs" / "slurm.json"
     if read_json(record) is not None:
         live, why = _live_jobs()
@@ -181,7 +187,7 @@ def _orphans(sweep: SweepDirectory, policy: Policy) -> Iterator[Fault]:
             if lost := queue.lost():
                 names = ", ".join(name for unit in lost for name in unit.runs)
                 yield Fault("queue", f"the worker is gone that had {names}", queue.folder,
-                            partial(queue.recover, policy), "settled")  # fmt: skip
+                            partial(supervisor.settle_queue, queue, policy), "settled")  # fmt: skip
     for run in membership.members(sweep):
         if _is_dead(run, policy):
             what = f"it says running on {run.state().host}, and its process is gone"
@@ -191,13 +197,13 @@ def _orphans(sweep: SweepDirectory, policy: Policy) -> Iterator[Fault]:
         return
     if waiting := _without_job(sweep, live):
         what = f"{len(waiting)} runs wait for a job that SLURM does not know: {', '.join(waiting)}"
-        yield Fault("orphan", what, sweep.path / "runs", lambda: recovery.settle_lost(sweep, policy, live),
+        yield Fault("orphan", what, sweep.path / "runs", lambda: supervisor.settle_lost(sweep, policy, live),
                     "settled; they may be tried again")  # fmt: skip
     yield from _strays(sweep)
 
 
 def _live_jobs() -> tuple[set[str] | None, str | None]:
-    """Jobs in SLURM's queue, or why they are not known."""
+    """Or why they are not known."""
     try:
         return slurm.live_jobs(patience=0.0), None
     except UserError as error:
@@ -208,7 +214,7 @@ def _is_dead(run: RunDirectory, policy: Policy) -> bool:
     if run.state().state != "running":
         return False
     try:
-        with idle(run, policy):
+        with states.hold_idle(run, policy):
             return run.state().state == "running"
     except Busy:
         return False
@@ -217,11 +223,11 @@ def _is_dead(run: RunDirectory, policy: Policy) -> bool:
 def _settle_dead(run: RunDirectory, policy: Policy, ask: bool) -> None:
     """Writes how a run's process ended, in SLURM's words where it can be asked."""
     state = run.state()
-    recovery.settle_dead([run], policy, recovery.death_of(state.job_id, state.host) if ask else KILLED)
+    states.settle_dead([run], policy, supervisor.death_of(state.job_id, state.host) if ask else states.KILLED)
 
 
 def _without_job(sweep: SweepDirectory, live: set[str]) -> list[str]:
-    """Runs that wait for a job that is gone. Those of a queue wait for its workers, whom the keeper sees to."""
+    """Runs that wait for a job that is gone; those of a queue wait for its workers, whom the keeper sees to."""
     queued = {name for queue in Queue.all_of(sweep) for unit in queue.left() for name in unit.runs}
     states = {run.run_id: run.state() for run in membership.members(sweep) if run.run_id not in queued}
     return [
@@ -232,8 +238,8 @@ def _without_job(sweep: SweepDirectory, live: set[str]) -> list[str]:
 
 
 def _strays(sweep: SweepDirectory) -> Iterator[Fault]:
-    """Jobs of this sweep that its record does not know. One on hold was never released, and is of no use to anybody."""
-    from ..slurm.launch_record import strays
+    """Jobs of this sweep that its record does not know; one on hold was never released, and is of no use."""
+    from ..slurm.record import strays
 
     try:
         with sweep.lock():  # else a launcher may be writing them down
@@ -268,8 +274,7 @@ def _files(sweep: SweepDirectory) -> Iterator[Fault]:
 
 
 def _launch_record(sweep: SweepDirectory) -> Iterator[Fault]:
-    """What launchers remember. Without it jobs are found by their label, and say themselves what they are for."""
-    from ..slurm.launch_record import LaunchRecord, rebuilt
+    from ..slurm.record import LaunchRecord, rebuilt
 
     def rewrite() -> None:
         with sweep.lock():
@@ -292,3 +297,178 @@ def _is_table(path: Path) -> bool:
     except (OSError, UnicodeDecodeError, csv.Error):
         return False
     return bool(rows) and "run_id" in rows[0] and all(len(row) == len(rows[0]) for row in rows)
+
+
+def faults_of(run: RunDirectory, policy: Policy, deep: bool, evaluated: bool) -> Iterator[Fault]:
+    """What is wrong with a run, whose lock is held from one fault to the next; `evaluated`: it should have scores."""
+    try:
+        with states.hold_idle(run, policy):
+            for check in (_config, _state, _leftovers, _lines):
+                yield from check(run)
+            # Of a run that is to go on no sums are checked: that takes minutes, and its trainer waits for the lock.
+            yield from _checkpoints(run, deep and run.state().state not in OPEN)
+            yield from _result(run, evaluated)
+            yield from _scores(run)
+    except Busy:
+        return
+
+
+def old_temporaries(folder: Path, now: float) -> Iterator[Fault]:
+    """What a writer left behind who was killed before the rename."""
+    for path in sorted(folder.glob(".*")):
+        if not TEMPORARY.match(path.name):
+            continue
+        try:
+            age = now - path.stat().st_mtime
+        except OSError:  # renamed just now
+            continue
+        if age > OLD_SECONDS:
+            yield Fault(
+                "temporary", f"a write was killed {age / 60:.0f} minutes ago and left {path.name}", path,
+                partial(remove, path), "removed",
+            )  # fmt: skip
+
+
+def remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def unreadable(path: Path, how: str) -> Iterator[Fault]:
+    """A file that is there and holds no JSON object."""
+    if path.exists() and read_json(path) is None:
+        yield Fault("unreadable", f"{path.name} cannot be read", path, lambda: remove(path), how)
+
+
+def _config(run: RunDirectory) -> Iterator[Fault]:
+    try:
+        run.config()
+    except UserError as error:
+        yield Fault("config", str(error), run.path / "config.yaml", None, "nothing is done to such a run")
+
+
+def _state(run: RunDirectory) -> Iterator[Fault]:
+    path = run.path / "state.json"
+    values = read_json(path)
+    if values is None or values.get("state") not in STATES:
+        known = run.state()
+        what = "state.json cannot be read" if path.exists() else "state.json is missing"
+        lost = "it has no summary, and goes on from a checkpoint"
+        why = "its summary is there" if run.summary() is not None else lost
+        yield Fault(
+            "state", what, path, lambda: states.restore(run),
+            f"written anew as {known.state}, for {why}",
+        )  # fmt: skip
+    asked = run.cancel_asked()
+    state = run.state().state
+    if asked is not None and state == "done":
+        yield Fault("cancel", f"{asked} asked to cancel a run that is done", run.path, run.forget_cancel, "forgotten")
+    elif asked is not None and state != "cancelled":
+        yield Fault(
+            "cancel", f"{asked} asked to cancel the run, and nobody trains it", run.path,
+            lambda: states.cancel(run, asked), "cancelled",
+        )  # fmt: skip
+
+
+def _leftovers(run: RunDirectory) -> Iterator[Fault]:
+    now = now_on(run.path)
+    for folder in (run.path, run.path / "eval"):
+        yield from old_temporaries(folder, now)
+    for name in ("failure.json", "cancel.json", attempts.UNDER_WAY):
+        yield from unreadable(run.path / name, "removed")
+    if (run.path / ".reserve").exists():
+        yield Fault("temporary", "disk is set aside for a run that nobody trains", run.path / ".reserve",
+                    run.release, "given back")  # fmt: skip
+    if run.last_sign() is not None and run.state().state != "running":
+        yield Fault("heartbeat", "a sign of life is left of a run that nobody trains", run.path / "heartbeat",
+                    run.forget_signs, "removed")  # fmt: skip
+
+
+def _lines(run: RunDirectory) -> Iterator[Fault]:
+    for name in ("metrics.jsonl", attempts.LINES):
+        path = run.path / name
+        try:
+            content = path.read_bytes()
+        except OSError:
+            continue
+        lines = content.split(b"\n")
+        torn = lines.pop() != b""
+        whole = [line for line in lines if _is_record(line)]
+        if bad := len(lines) - len(whole) + torn:
+            text = b"".join(line + b"\n" for line in whole).decode()
+            yield Fault(
+                "torn", f"{bad} of the lines of {name} cannot be read", path,
+                partial(write_atomic, path, text), "cut out; every other line stays",
+            )  # fmt: skip
+
+
+def _is_record(line: bytes) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except ValueError:
+        return False
+
+
+def _checkpoints(run: RunDirectory, deep: bool) -> Iterator[Fault]:
+    folder = run.path / "checkpoints"
+    for path in sorted(folder.glob(".step_*")):  # the lock is held: nobody writes one
+        yield Fault("half-written", f"a save was killed and left {path.name}", path,
+                    partial(remove, path), "removed")  # fmt: skip
+    final = (run.summary() or {}).get("checkpoint")
+    for path in sorted(folder.glob("step_*")):
+        if (problem := _damage(path, deep)) is None:
+            continue
+        if run.is_done() and final == f"checkpoints/{path.name}":
+            continue  # see `_result`
+        yield Fault("half-written", f"checkpoint {path.name} is damaged: {problem}", path,
+                    partial(remove, path), "removed; the run goes on from the one before")  # fmt: skip
+
+
+def _damage(checkpoint: Path, deep: bool) -> str | None:
+    """What is wrong with a checkpoint, by names and sizes, or also by sums."""
+    if not deep:
+        return attempts.visible_damage(checkpoint)
+    from ...train.checkpoint.checkpoint import damage
+
+    return damage(checkpoint)
+
+
+def _result(run: RunDirectory, evaluated: bool) -> Iterator[Fault]:
+    path = run.path / "summary.json"
+    if path.exists() and run.summary() is None:
+        yield Fault("unreadable", "summary.json cannot be read", path, lambda: remove(path),
+                    "removed; the newest checkpoint makes a new one")  # fmt: skip
+    if run.state().state != "done":
+        return
+    summary = run.summary()
+    if summary is None:
+        yield Fault(
+            "result", "it is done and has no summary", path,
+            lambda: states.plan(run, "its summary was lost, and is made anew"),
+            f"planned again, from its newest checkpoint: isoflop retry {run.path.parent.parent} {run.run_id}",
+        )  # fmt: skip
+        return
+    checkpoint = run.path / str(summary.get("checkpoint"))
+    problem = _damage(checkpoint, deep=False) if checkpoint.is_dir() else "it is gone"
+    if problem is not None:
+        needed = evaluated and not (run.path / "eval" / f"step_{summary.get('step')}.json").exists()
+        yield Fault(
+            "result", f"its last checkpoint cannot be used ({problem})", checkpoint, None,
+            f"its losses stand; to train the run again, remove {path} and ask the doctor again",
+            "error" if needed else "note",
+        )  # fmt: skip
+
+
+def _scores(run: RunDirectory) -> Iterator[Fault]:
+    done = run.is_done()
+    for path in sorted((run.path / "eval").glob("*.json")):
+        if not STEP.match(path.stem):
+            continue
+        if read_json(path) is None:
+            yield Fault("unreadable", f"eval/{path.name} cannot be read", path, partial(remove, path),
+                        "removed; the run is scored again when the sweep goes on")  # fmt: skip
+        elif not done:
+            yield Fault("scores", f"eval/{path.name} scores a run that is {run.state().state}", path,
+                        partial(remove, path), "removed; the run is scored when it is done")  # fmt: skip

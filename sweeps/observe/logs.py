@@ -1,8 +1,6 @@
 """What runs have said: a run's log and its job's own output, all of it, its newest lines, or as it grows.
 
-Special here:
-- following is looking twice a second at sizes, which works on any file system and needs no process beside this one;
-- a file that has become shorter, or another file, is read from its beginning; half a line waits for its end.
+Following is looking twice a second at sizes, which works on any file system and needs no process beside this one.
 """
 
 from __future__ import annotations
@@ -11,15 +9,14 @@ import contextlib
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..config import cluster_of
-from ..execute.control import find_runs
+from ..runs.attempts import Policy
 from ..runs.directory import RunDirectory, SweepDirectory
-from ..runs.membership import is_over, members
-from ..runs.retries import Policy
+from ..runs.membership import find_runs, is_over, members
 
 POLL_SECONDS = 0.5
 TAIL_BYTES = 16384  # of a file, when only its newest lines are wanted
@@ -27,17 +24,18 @@ JOB_LINES = 10  # of a job's output, after the log of its run
 LINES = 3  # of each run, where no run is named
 
 
-def one(sweep: SweepDirectory, prefix: str, follow: bool) -> None:
-    """Prints what a run has said, then the newest lines of its job's output; with `follow` until it ends for good.
-
-    Raises:
-        UserError: no run begins so, or several do.
-    """
+def print_log(sweep: SweepDirectory, prefix: str, follow: bool) -> None:
+    """What a run has said, then the newest lines of its job's output; with `follow` until it ends for good."""
     (run,) = find_runs(sweep, [prefix])
     files = [run.path / "log.txt", *sorted(run.path.glob("log-rank*.txt"))]
     if follow:
         policy = Policy.of(cluster_of(sweep.settings()))
-        _follow(lambda: [*_labelled(files), *_labelled(job_files(sweep, run))], lambda: is_over(run, policy))
+
+        def files_now() -> list[tuple[str, Path]]:
+            paths = [*files, *job_files(sweep, run)]
+            return [("" if path.name == "log.txt" else f"{path.name}: ", path) for path in paths]
+
+        _follow(files_now, lambda: is_over(run, policy))
         return
     if not any(path.exists() for path in files):
         print(f"run {run.run_id} has not started")
@@ -45,17 +43,17 @@ def one(sweep: SweepDirectory, prefix: str, follow: bool) -> None:
         with contextlib.suppress(OSError):
             print(path.read_text(encoding="utf-8", errors="replace"), end="")
     for path in job_files(sweep, run):
-        if lines := tail(path, JOB_LINES):
+        if lines := last_lines(path, JOB_LINES):
             print(f"newest lines of {path}:", *lines, sep="\n")
 
 
-def overview(sweep: SweepDirectory, follow: bool) -> None:
-    """Prints the newest lines of every run that runs or failed; with `follow` goes on until none is left to run."""
+def print_newest_lines(sweep: SweepDirectory, follow: bool) -> None:
+    """Of every run that runs or failed; with `follow` goes on until none is left to run."""
     runs = members(sweep)
     states = {run.run_id: run.state().state for run in runs}
     shown = [run for run in runs if states[run.run_id] in ("running", "failed", "diverged")]
     for run in shown:
-        for line in tail(run.path / "log.txt", LINES):
+        for line in last_lines(run.path / "log.txt", LINES):
             print(f"{run.run_id} {states[run.run_id]}: {line}")
     if not shown:
         counts = Counter(states.values())
@@ -67,13 +65,12 @@ def overview(sweep: SweepDirectory, follow: bool) -> None:
 
 
 def job_files(sweep: SweepDirectory, run: RunDirectory) -> list[Path]:
-    """What the job of a run's newest attempt wrote to standard output and error, rank by rank, where it is found."""
+    """What the job of a run's newest attempt wrote to standard output and error, rank by rank."""
     job = run.state().job_id
     return [] if job is None else sorted(sweep.path.glob(f"jobs/*/{job}_*_log.*"))
 
 
-def tail(path: Path, lines: int) -> list[str]:
-    """The newest lines of a file; none where it cannot be read."""
+def last_lines(path: Path, lines: int) -> list[str]:
     try:
         with path.open("rb") as file:
             file.seek(0, os.SEEK_END)
@@ -81,11 +78,6 @@ def tail(path: Path, lines: int) -> list[str]:
             return file.read().decode("utf-8", errors="replace").splitlines()[-lines:]
     except OSError:
         return []
-
-
-def _labelled(paths: Iterable[Path]) -> Iterator[tuple[str, Path]]:
-    for path in paths:
-        yield ("" if path.name == "log.txt" else f"{path.name}: "), path
 
 
 @dataclass
@@ -98,13 +90,12 @@ class Follower:
     rest: bytes = b""  # of a line without its end
 
     def skip(self) -> None:
-        """Counts all that is there as read."""
         with contextlib.suppress(OSError):
             found = self.path.stat()
             self.position, self.inode = found.st_size, found.st_ino
 
     def lines(self) -> list[str]:
-        """Whole lines that are new since the last call; those of a file that was replaced or cut, from its start."""
+        """Whole lines that are new since the last call; a file that was replaced or cut is read from its start."""
         try:
             found = self.path.stat()
             if found.st_ino != self.inode or found.st_size < self.position:
@@ -124,7 +115,7 @@ class Follower:
 def _follow(
     files: Callable[[], Iterable[tuple[str, Path]]], is_over: Callable[[], bool], from_start: bool = True
 ) -> None:
-    """Prints what files grow by, each line with its file's label, until all is over or Ctrl-C."""
+    """Prints what files grow by until all is over or Ctrl-C."""
     followers: dict[Path, Follower] = {}
     with contextlib.suppress(KeyboardInterrupt):
         while True:

@@ -1,47 +1,60 @@
-"""Run directories become a view of a sweep: states by count, and per run its step, loss, speed, place and reason.
+"""A view of a sweep: states by count, per run its step, loss, speed, place and reason; as a table, as JSON, or live.
 
-Special here:
-- a directory listing and at most four small files a run, so that a thousand runs are a fraction of a second; under
-  `--watch` a run whose directory has not changed is not read again;
-- "now" is the file system's clock, as a heartbeat's is: the clock of whoever looks may be minutes off;
-- hours and retries are those of the books (`accounting`), and of the attempts that are under way;
-- SLURM only explains. It is asked once, for why jobs wait, and only about a sweep that went to SLURM.
+At most four small files per run are read, so that a thousand runs take a fraction of a second; under `--watch` none of
+a run whose directory has not changed. "Now" is the file system's clock, as a heartbeat's is. SLURM is only asked why
+jobs wait.
 """
 
 from __future__ import annotations
 
-import collections
+import contextlib
 import heapq
+import json
 import math
 import os
+import time
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
 
 from ...train.errors import UserError
 from ...train.files import read_json
 from ..config import ClusterConfig, cluster_of
 from ..results import accounting
-from ..runs import attempts, heartbeat, retries
-from ..runs.attempts import Attempt
+from ..runs import attempts
+from ..runs.attempts import Attempt, Policy
 from ..runs.directory import OPEN, STATES, RunDirectory, SweepDirectory, now_on, yaml_or_empty
-from ..runs.retries import Policy
-from ..slurm import commands as slurm
+from ..runs.membership import members
+from ..terminal import console, describe_seconds, short
 
 Row = dict[str, Any]
 SQUEUE_SECONDS = 5.0  # that a look waits for an explanation
 # What every version's plan says of a run, and the commands here read.
 PLANNED = ("run_id", "name", "N_total", "D", "steps", "shape", "estimated_seconds")
+PERIOD_SECONDS = 2.0  # between two looks
+ROWS = 60  # that a file or a pipe gets
+# In the order in which people look at them.
+ORDER = ("running", "failed", "diverged", "preempted", "cancelled", "queued", "planned", "done")
+FOLDED = ("done", "planned", "queued")  # counted instead of shown, in this order, where there are more than fit
+STYLES = {"failed": "red", "diverged": "red", "running": "cyan", "preempted": "yellow", "done": "green"}
+COLUMNS = ("run", "state", "N", "D", "step", "loss", "tok/s", "MFU", "ETA", "try", "where", "note")
 
 
 def open_sweep(path: Path | str) -> SweepDirectory:
-    """An existing sweep whose plan this version can read.
-
-    Raises:
-        UserError: the folder is no sweep, or is one of another version.
-    """
+    """An existing sweep whose plan this version can read."""
     sweep = SweepDirectory.open(path)
-    if absent := lacking(sweep.plan()):
+    _require_fields(sweep, sweep.plan())
+    return sweep
+
+
+def _require_fields(sweep: SweepDirectory, plan: Mapping[str, Any]) -> None:
+    if absent := missing_field(plan):
         from ... import __version__
 
         wrote = yaml_or_empty(sweep.path / "sweep.yaml").get("isoflop_version", "an unknown version")
@@ -49,11 +62,10 @@ def open_sweep(path: Path | str) -> SweepDirectory:
             f"{sweep.path / 'plan.json'} lacks {absent}, for isoflop {wrote} wrote it and this is {__version__}; "
             "use the version that wrote it, or sweep into another folder"
         )
-    return sweep
 
 
-def lacking(plan: Mapping[str, Any]) -> str | None:
-    """A field that a run of a plan lacks, as where another version wrote it; None where all are there."""
+def missing_field(plan: Mapping[str, Any]) -> str | None:
+    """A field that a run of a plan lacks, because another version wrote it."""
     for planned in plan["runs"]:
         for name in PLANNED:
             if not isinstance(planned, dict) or name not in planned:
@@ -64,11 +76,10 @@ def lacking(plan: Mapping[str, Any]) -> str | None:
 def sweep_status(sweep: SweepDirectory, before: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Everything that the run directories say, as plain values (the `--json` of `isoflop status`).
 
-    Args:
-        sweep: the sweep.
-        before: an earlier status of it; what ended then and has not been touched since is not read again.
+    What had ended in an earlier status `before`, and was not touched since, is not read again.
     """
     plan, cluster = sweep.plan(), cluster_of(sweep.settings())
+    _require_fields(sweep, plan)
     known = {row["run_id"]: row for row in (before or {}).get("runs", []) if row["state"] not in OPEN}
     rows = []
     for planned in [*plan["runs"], *_added(sweep, plan)]:
@@ -77,12 +88,12 @@ def sweep_status(sweep: SweepDirectory, before: Mapping[str, Any] | None = None)
         if row is None or row["changed"] != changed:
             row = _read(run, planned, changed)
         rows.append(row)
-    now = now_on(sweep.path)
-    _add_life(sweep, rows, Policy.of(cluster), now)
+    now, policy = now_on(sweep.path), Policy.of(cluster)
+    _add_life(sweep, rows, policy, now)
     _add_costs(rows, cluster)
-    _add_again(rows, Policy.of(cluster), now)
+    _add_again(rows, policy, now)
     _add_waits(sweep, rows)
-    counts = collections.Counter(row["state"] for row in rows)
+    counts = Counter(row["state"] for row in rows)
     report = sweep.path / "fit" / "report.html"
     return {
         "sweep": sweep.path.name,
@@ -97,36 +108,30 @@ def sweep_status(sweep: SweepDirectory, before: Mapping[str, Any] | None = None)
 
 
 def _added(sweep: SweepDirectory, plan: Mapping[str, Any]) -> list[Row]:
-    """What the next plan will say of the runs that were added since this one was made."""
+    """Rows of the plan for runs that were added since it was made."""
     if not (sweep.path / "added.json").exists():
         return []
     from ...train.flops import count_parameters
-    from ..runs.membership import members
 
     known = {planned["run_id"] for planned in plan["runs"]}
     rows = []
     for run in members(sweep):
         if run.run_id not in known:
             config = run.config()
-            size = count_parameters(config.model).N_total
-            name = config.name or run.run_id
-            rows.append({"run_id": run.run_id, "name": name, "N_total": size, "D": config.D, "steps": config.steps})
+            size = {"N_total": count_parameters(config.model).N_total, "D": config.D, "steps": config.steps}
+            rows.append({"run_id": run.run_id, "name": config.name or run.run_id, **size})
     return rows
 
 
 def _changed(run: RunDirectory) -> int:
-    """When something in a run's directory was last made, replaced or removed, as its state is; 0: there is none."""
-    try:
+    """When something in a run's directory was last made, replaced or removed; 0: there is none."""
+    with contextlib.suppress(OSError):
         return os.stat(run.path).st_mtime_ns
-    except OSError:
-        return 0
+    return 0
 
 
 def _read(run: RunDirectory, planned: Mapping[str, Any], changed: int) -> Row:
-    try:
-        there = {entry.name for entry in os.scandir(run.path)}
-    except OSError:
-        there = set()
+    there = set(os.listdir(run.path)) if changed else set()
     state = run.state()
     last = run.last_metrics() if "metrics.jsonl" in there else {}
     summary = run.summary() if state.state == "done" else None
@@ -138,7 +143,7 @@ def _read(run: RunDirectory, planned: Mapping[str, Any], changed: int) -> Row:
         "state": state.state,
         "reason": state.reason,
         "attempt": state.attempt,
-        "retries": sum(start.cause in retries.RETRIED for start in recent[:-1]),
+        "retries": sum(start.cause in attempts.RETRIED for start in recent[:-1]),
         "host": state.host,
         "mesh": planned.get("mesh", ""),
         "parent": planned.get("parent"),
@@ -166,19 +171,19 @@ def _read(run: RunDirectory, planned: Mapping[str, Any], changed: int) -> Row:
 
 
 def _finite(value: Any) -> float | None:
-    """A number; a loss that is none, as of a run that diverged, has no place in JSON."""
+    """None for a loss that is no number, which JSON cannot hold."""
     return value if isinstance(value, int | float) and math.isfinite(value) else None
 
 
 def _add_life(sweep: SweepDirectory, rows: Iterable[Row], policy: Policy, now: float) -> None:
-    """How long ago each running run has shown life, when it began and was last seen, and when it will end."""
-    limit = heartbeat.limit(policy)
+    """How long ago each running run has shown life, and when it will end."""
+    limit = policy.silence_seconds
     for row in rows:
         row |= {"heartbeat_age": None, "silent": False, "under_way": None}
         if row["state"] != "running":
             continue
         run = sweep.run(row["run_id"])
-        age = row["heartbeat_age"] = heartbeat.age(run, now)
+        age = row["heartbeat_age"] = attempts.sign_age(run, now)
         row["silent"] = age is None or age > limit
         begun = read_json(run.path / attempts.UNDER_WAY) or {}
         began = begun.get("began", now)
@@ -192,7 +197,7 @@ def _add_life(sweep: SweepDirectory, rows: Iterable[Row], policy: Policy, now: f
 
 
 def _add_costs(rows: Iterable[Row], cluster: ClusterConfig) -> None:
-    """What each run has cost so far: GPU-hours, or core-hours where it has no GPU."""
+    """GPU-hours of each run so far, or core-hours where it has no GPU."""
     paid = accounting.paid_seconds({row["run_id"]: [*_attempts(row), *_under_way(row)] for row in rows})
     for row in rows:
         shape = row["shape"]
@@ -207,15 +212,12 @@ def _attempts(row: Row) -> list[Attempt]:
 
 
 def _under_way(row: Row) -> list[Attempt]:
-    """The one that has not, as far as the books ask."""
+    """The one that has not."""
     if (begun := row["under_way"]) is None:
         return []
     seconds = begun["ended"] - begun["began"]
-    unknown: Row = {
-        "reason": None,
-        **dict.fromkeys(("first_step", "last_step", "saved_step", "flops", "flops_wasted"), 0),
-    }
-    return [Attempt(attempt=row["attempt"], seconds=seconds, cause="killed", **begun, **unknown)]
+    unknown: Row = dict.fromkeys(("first_step", "last_step", "saved_step", "flops", "flops_wasted"), 0)
+    return [Attempt(attempt=row["attempt"], seconds=seconds, cause="killed", reason=None, **begun, **unknown)]
 
 
 def _add_again(rows: Iterable[Row], policy: Policy, now: float) -> None:
@@ -223,15 +225,17 @@ def _add_again(rows: Iterable[Row], policy: Policy, now: float) -> None:
     spent = sum(row["retries"] for row in rows)
     for row in rows:
         recent = _attempts(row)[len(row["history"]) - row["recent"] :]
-        row["again"] = row["state"] == "failed" and retries.decide(recent, policy, spent, now).again
+        row["again"] = row["state"] == "failed" and attempts.decide(recent, policy, spent, now).again
 
 
 def _add_waits(sweep: SweepDirectory, rows: Iterable[Row]) -> None:
-    """Why each queued run waits, in SLURM's words, where SLURM is there and says."""
+    """Why each queued run waits, in SLURM's words."""
     for row in rows:
         row["waits"] = None
     waiting = [row for row in rows if row["state"] in ("queued", "preempted") and row["job_id"]]
     if waiting and (sweep.path / "jobs" / "slurm.json").exists():
+        from ..slurm import commands as slurm
+
         owner = str(os.stat(sweep.path / "jobs" / "slurm.json").st_uid)
         answer = slurm.ask("squeue", "-h", "-r", "-u", owner, "-o", "%i|%r", timeout=SQUEUE_SECONDS)
         reasons = dict(line.split("|", 1) for line in answer.stdout.splitlines() if not line.endswith("|None"))
@@ -242,8 +246,7 @@ def _add_waits(sweep: SweepDirectory, rows: Iterable[Row]) -> None:
 def sweep_eta(rows: Iterable[Row]) -> float | None:
     """Seconds until the last run has ended, at as many side by side as train now; None where none does.
 
-    A run that trains goes on at its own speed. What waits takes its estimate, corrected by how wrong the estimates of
-    the runs that are done have been.
+    What waits takes its estimate, corrected by how wrong the estimates of the runs that are done have been.
     """
     left = [row for row in rows if row["state"] in OPEN and not row["cancel_asked"]]
     done = [row for row in rows if row["state"] == "done" and row["seconds"] and row["estimated_seconds"]]
@@ -263,3 +266,151 @@ def sweep_eta(rows: Iterable[Row]) -> float | None:
     for seconds in sorted(waiting, reverse=True):
         heapq.heapreplace(places, places[0] + seconds)
     return max(places)
+
+
+def print_status(status: dict[str, Any], everything: bool = False) -> None:
+    """Of a large sweep what needs attention, unless `everything`."""
+    out = console()
+    out.print(render_status(status, None if everything else _room(out)))
+
+
+def watch_sweep(sweep: SweepDirectory, as_json: bool = False, everything: bool = False) -> None:
+    """Looks every two seconds, until every run has ended for good or Ctrl-C is pressed."""
+    from rich.live import Live
+
+    out, status = console(), sweep_status(sweep)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.suppress(KeyboardInterrupt))
+        live = None
+        if out.is_terminal and not as_json:
+            live = stack.enter_context(Live(console=out, auto_refresh=False, vertical_overflow="crop"))
+        while True:
+            if as_json:
+                print_json(status)
+            elif live is not None:
+                live.update(render_status(status, None if everything else _room(out)), refresh=True)
+            else:
+                print_status(status, everything)
+            if not any(row["state"] in OPEN or row["again"] for row in status["runs"]):
+                return
+            time.sleep(PERIOD_SECONDS)
+            status = sweep_status(sweep, status)
+
+
+def print_json(status: dict[str, Any]) -> None:
+    """On one line: with line breaks a thousand runs would take Python's slow encoder a second."""
+    print(json.dumps(status, allow_nan=False), flush=True)
+
+
+def _room(out: Console) -> int:
+    return max(10, out.height - 8) if out.is_terminal else ROWS
+
+
+def render_status(status: dict[str, Any], room: int | None) -> RenderableType:
+    """Table, reasons and totals, with at most `room` lines of runs."""
+    shown, hidden = fold_rows(status["runs"], room)
+    shown.sort(key=lambda row: ORDER.index(row["state"]))
+    counts = ", ".join(f"{count} {state}" for state, count in status["states"].items())
+    table = Table(title=f"{status['sweep']}: {counts}", title_justify="left", box=box.SIMPLE)
+    cells = [_cells(row) for row in shown]
+    for number, column in enumerate(COLUMNS):
+        words = column in ("where", "note")  # what gives way on a narrow terminal
+        width = None if words else max([len(column), *(len(row[number]) for row in cells)])
+        left = words or column in ("run", "state")
+        table.add_column(column, justify="left" if left else "right", no_wrap=True, min_width=width)
+    for row, of_run in zip(shown, cells, strict=True):
+        table.add_row(*map(Text, of_run), style=STYLES.get(row["state"]))  # text: a name may have [brackets]
+    lines = []
+    for (state, reason), runs in _reasons(shown).items():
+        if len(runs) == 1:
+            lines.append(f"{runs[0]} {state}: {reason}")
+        else:
+            named = ", ".join(runs[:3]) + ", …" * (len(runs) > 3)
+            lines.append(f"{len(runs)} runs {state}: {reason} ({named})")
+    if hidden:
+        lines.append(f"not shown: {', '.join(f'{n} {state}' for state, n in hidden.items())}; --all shows every run")
+    lines += _totals(status)
+    return Group(table, *(Text(line, overflow="fold") for line in lines))
+
+
+def fold_rows(rows: list[Row], room: int | None) -> tuple[list[Row], dict[str, int]]:
+    """The rows that fit in so many lines with their reasons, and how many of each state do not.
+
+    Where even what neither waits nor is done does not fit, half the room is for what went wrong.
+    """
+    left = list(rows)
+    for state in FOLDED:
+        if room is not None and _height(left) > room:
+            left = [row for row in left if row["state"] != state]
+    if room is not None and _height(left) > room:
+        wrong = [row for row in left if row["state"] in ("failed", "diverged")]
+        right = [row for row in left if row not in wrong]
+        half = max(room // 2, room - _height(right))
+        kept = _first(wrong, half)
+        left = _first(right, room - _height(kept)) + kept
+    counts = Counter(row["state"] for row in rows)
+    counts.subtract(row["state"] for row in left)
+    return left, {state: counts[state] for state in ORDER if counts[state]}
+
+
+def _height(rows: list[Row]) -> int:
+    return len(rows) + len(_reasons(rows))
+
+
+def _first(rows: list[Row], room: int) -> list[Row]:
+    return next((rows[:count] for count in range(min(room, len(rows)), 0, -1) if _height(rows[:count]) <= room), [])
+
+
+def _reasons(rows: list[Row]) -> dict[tuple[str, str], list[str]]:
+    found: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        if row["reason"]:
+            found.setdefault((row["state"], row["reason"]), []).append(row["run_id"])
+    return found
+
+
+def _totals(status: dict[str, Any]) -> list[str]:
+    hours, unit = (status["gpu_hours"], "GPU") if status["gpu_hours"] else (status["core_hours"], "core")
+    words = [f"{hours:.3g} {unit}-hours so far"] if hours else []
+    if status["retries"]:
+        words.append(f"{status['retries']} retries")
+    if status["eta_seconds"] is not None:
+        words.append(f"the last run ends in about {describe_seconds(status['eta_seconds'])}")
+    lines = [", ".join(words)] if words else []
+    if status["report"]:
+        lines.append(f"report: {status['report']}")
+    return lines
+
+
+def _cells(row: Row) -> list[str]:
+    places = (row["host"], row["job_id"], row["mesh"])
+    return [
+        row["run_id"],
+        row["state"],
+        short(row["N_total"]),
+        short(row["D"]),
+        f"{row['step']}/{row['steps']}",
+        "" if row["loss"] is None else f"{row['loss']:.4f}",
+        short(row["tokens_per_s"]) if row["tokens_per_s"] else "",
+        "" if row["mfu"] is None else f"{row['mfu']:.1%}",
+        "" if row["eta_seconds"] is None else describe_seconds(row["eta_seconds"]),
+        str(row["attempt"] or ""),
+        " ".join(str(place) for place in places if place) if row["state"] != "planned" else "",
+        _note(row),
+    ]
+
+
+def _note(row: Row) -> str:
+    words = []
+    age = None if row["heartbeat_age"] is None else describe_seconds(row["heartbeat_age"])
+    if row["silent"]:
+        words.append("no sign of life" + ("" if age is None else f" for {age}"))
+    elif age is not None:
+        words.append(f"alive {age} ago")
+    if row["waits"]:
+        words.append(f"waits: {row['waits']}")
+    if row["retries"]:
+        words.append(f"retried {row['retries']}x")
+    if row["cancel_asked"]:
+        words.append("to be cancelled")
+    return ", ".join(words)

@@ -1,19 +1,15 @@
-"""How to spread a run over ranks, for a person to read: what was chosen, its bytes and seconds, and what was not.
-
-`isoflop plan` asks for one run, `python sweep.py … dry_run=true explain=true` for every distinct shape of a grid.
-"""
+"""How to spread a run over ranks, for a person: what was chosen, its bytes and seconds, and what was not."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import yaml
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from ...train.config import RunConfig, from_dict
 from ...train.errors import UserError
@@ -21,18 +17,16 @@ from ...train.flops import count_parameters
 from ...train.planner.planner import Candidate, Choice, Hardware, choose, gigabytes
 from ...train.planner.validation import validate
 from ..config import ClusterConfig
-from ..terminal import console, short
+from ..terminal import console, plain_table, short
 
-STATE = ("parameters", "gradients", "optimizer")
-PASSING = ("gathered", "reduction", "activations", "head", "loss_workspace", "block_workspace", "table_gradients")
+TERMS = (
+    "parameters", "gradients", "optimizer", "gathered", "reduction", "activations", "head", "loss_workspace",
+    "block_workspace", "table_gradients",
+)  # fmt: skip
 
 
 def read_run(path: Path) -> RunConfig:
-    """The config of a run directory, or of a config.yaml.
-
-    Raises:
-        UserError: there is none, or it is not that of a run.
-    """
+    """The config of a run directory, or of a config.yaml."""
     file = path / "config.yaml" if path.is_dir() else path
     try:
         values = yaml.safe_load(file.read_text(encoding="utf-8"))
@@ -50,12 +44,7 @@ def read_run(path: Path) -> RunConfig:
 
 
 def hardware_of(cluster: ClusterConfig, flops_per_second: float) -> Hardware:
-    """What a rank of a job on this cluster has.
-
-    Args:
-        cluster: says memory, links and how many ranks a node has.
-        flops_per_second: matrix-product peak of one rank.
-    """
+    """What a rank of a job on this cluster has."""
     gpus = cluster.gpus_per_job > 0
     return Hardware(
         memory_bytes=(cluster.gpu_memory_gb if gpus else cluster.memory_gb) * 1e9,
@@ -70,17 +59,17 @@ def hardware_of(cluster: ClusterConfig, flops_per_second: float) -> Hardware:
     )
 
 
-def distinct(runs: list[RunConfig]) -> list[RunConfig]:
-    """One run of each shape: of model, sequence, batch and precision. Seeds, D and learning rates change no plan."""
+def distinct_shapes(runs: list[RunConfig]) -> list[RunConfig]:
+    """One run per model, sequence, batch and precision: seeds, D and learning rates change no plan."""
+    found: dict[str, RunConfig] = {}
+    for run in runs:
+        shape = [vars(run.model), run.data.sequence_length, run.optimizer.batch_size, run.precision]
+        found.setdefault(json.dumps(shape), run)
+    return list(found.values())
 
-    def shape(run: RunConfig) -> str:
-        return json.dumps([vars(run.model), run.data.sequence_length, run.optimizer.batch_size, run.precision])
 
-    return list({shape(run): run for run in reversed(runs)}.values())[::-1]
-
-
-def explain(choice: Choice) -> dict[str, Any]:
-    """A choice as plain values: the settings to use, why, and every way that was considered, fastest first."""
+def explain_choice(choice: Choice) -> dict[str, Any]:
+    """As plain values: the settings to use, why, and every way that was considered, fastest first."""
     model = choice.config.model
     return {
         "model": {"width": model.width, "depth": model.depth, "N_total": count_parameters(model).N_total},
@@ -108,7 +97,7 @@ def _described(choice: Choice, candidate: Candidate) -> dict[str, Any]:
 
 
 def print_choice(choice: Choice) -> None:
-    """The choice for a terminal: why, what was considered, and where bytes and seconds go."""
+    """Why, what was considered, and where bytes and seconds go."""
     out = console()
     model, config = choice.config.model, choice.config
     out.print(
@@ -131,10 +120,8 @@ def print_choice(choice: Choice) -> None:
 
 
 def _print_considered(choice: Choice, out: Console) -> None:
-    table = Table(box=box.SIMPLE, title="the fastest of each tp and ZeRO stage, in time's order", title_justify="left")
-    for column in ("tp", "dp", "zero", "micro-batch", "recompute", "s a step", "GB", "verdict"):
-        left = column in ("recompute", "verdict")
-        table.add_column(column, justify="left" if left else "right", no_wrap=True)
+    columns = ("tp", "dp", "zero", "micro-batch", "recompute", "s a step", "GB", "verdict")
+    table = plain_table(columns, ("recompute", "verdict"), "the fastest of each tp and ZeRO stage, in time's order")
     for candidate in choice.notable():
         parallel = candidate.parallel
         style = "bold" if candidate is choice.best else None if choice.fits(candidate) else "dim"
@@ -146,22 +133,19 @@ def _print_considered(choice: Choice, out: Console) -> None:
 
 
 def _print_terms(best: Candidate, out: Console) -> None:
-    """Bytes and seconds of the choice, side by side."""
     memory, time = best.memory, best.time
-    sizes = [(name, getattr(memory, name)) for name in STATE] + [(name, getattr(memory, name)) for name in PASSING]
+    sizes = [(name, getattr(memory, name)) for name in TERMS]
     sizes.append((f"peak ({memory.worst})", memory.peak))
     seconds = [(item.name, getattr(time, item.name)) for item in dataclasses.fields(time)] + [("step", time.total)]
-    table = Table(box=box.SIMPLE)
-    for column in ("bytes a rank", "", "seconds a step", ""):
-        table.add_column(column, justify="right" if not column else "left", no_wrap=True)
-    for row in range(max(len(sizes), len(seconds))):
-        size = (sizes[row][0].replace("_", " "), gigabytes(sizes[row][1])) if row < len(sizes) else ("", "")
-        spent = (seconds[row][0], f"{seconds[row][1]:.3g}") if row < len(seconds) else ("", "")
+    table = plain_table(("bytes a rank", "", "seconds a step", ""), ("bytes a rank", "seconds a step"))
+    left = [(name.replace("_", " "), gigabytes(size)) for name, size in sizes]
+    right = [(name, f"{spent:.3g}") for name, spent in seconds]
+    for size, spent in zip_longest(left, right, fillvalue=("", "")):
         table.add_row(*size, *spent)
     out.print(table)
 
 
 def explain_runs(runs: list[RunConfig], cluster: ClusterConfig, flops_per_second: float) -> None:
-    """Prints the choice for every distinct shape among the runs, each on the ranks that it asks for."""
-    for run in distinct(runs):
+    """Prints the choice for every distinct shape, each on the ranks that it asks for."""
+    for run in distinct_shapes(runs):
         print_choice(choose(run, run.parallel.world_size, hardware_of(cluster, flops_per_second)))

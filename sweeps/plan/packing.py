@@ -1,8 +1,7 @@
 """Runs become units of work: one run, an ensemble in one process, or processes that share a device. Pure, no torch.
 
-Runs are put together only where the whole sweep is then estimated to end no later: two places get two ensembles of
-four and not one of eight. The search goes through the shapes one by one, tries every size of ensemble for each, and
-stops when nothing helps.
+Runs are put together only where the whole sweep is then estimated to end no later: two places get two ensembles of four
+and not one of eight. The search goes through the shapes, tries every size of ensemble, and stops when nothing helps.
 """
 
 from __future__ import annotations
@@ -15,32 +14,20 @@ from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
 
 from ...train.config import RunConfig, run_id
-from ...train.ensemble.members import refusal, shape_of
+from ...train.ensemble.members import refusal, shared_fields
 from ...train.memory import memory
 from ...train.schedule import trunk_steps
+from ..runs.queue import Unit
 
 LEAST_GAIN = 1.15  # of an ensemble, below which the estimate is no reason to make one
 
 ROUNDING = 1e-9  # what times may differ by and still be equal
 
 
-@dataclass(frozen=True)
-class Unit:
-    """What one job trains."""
-
-    how: str  # alone | ensemble | shared: processes of their own on one device
-    runs: tuple[str, ...]  # run ids, longest first
-
-    @property
-    def name(self) -> str:
-        """For people: the first run, and how many more."""
-        return self.runs[0] + (f"+{len(self.runs) - 1}" if len(self.runs) > 1 else "")
-
-
 def ensemble_speedup(width: int, members: int, launch_bound_width: float) -> float:
-    """Tokens/s of an ensemble over those of its members one after another: launches are paid once for all members.
+    """Tokens/s of an ensemble over those of its members one after another.
 
-    At `launch_bound_width` launching operations takes half of a step of one model alone.
+    Launches, which at `launch_bound_width` take half of a step of one model, are paid once for all members.
     """
     launches = launch_bound_width / (width + launch_bound_width)
     return 1 / (1 - launches + launches / members)
@@ -50,15 +37,10 @@ def pack_runs(
     runs: Sequence[RunConfig], seconds: Mapping[str, float], *, places: int, ensembles: int, runs_per_gpu: int = 1,
     room_bytes: float | None = None, launch_bound_width: float, device: str = "cuda",
 ) -> list[Unit]:  # fmt: skip
-    """Units of a sweep in the order in which they are to start.
+    """Units of a sweep in the order in which they are to start, at most `places` at a time.
 
-    Args:
-        runs: complete; a branch names its trunk as `parent`.
-        seconds: by run id, of each run trained alone, and of a branch without what it shares with its trunk.
-        places: jobs that run at a time.
-        ensembles: most members of an ensemble; 1 makes none.
-        runs_per_gpu: most processes that share a device, each with its part of the memory; 1 makes none.
-        room_bytes: of the device; None: enough for anything.
+    `seconds` are those of each run alone, by id, and of a branch without its trunk's part. An ensemble has at most
+    `ensembles` members; of at most `runs_per_gpu` processes that share a device each has its part of the memory.
     """
     by_id = {run_id(run): run for run in runs}
     if len(by_id) < len(runs):
@@ -79,10 +61,7 @@ def pack_runs(
 def paid_shares(
     unit: Unit, runs: Mapping[str, RunConfig], seconds: Mapping[str, float], launch_bound_width: float
 ) -> dict[str, float]:
-    """What of a unit's time each of its runs pays, by run id: at any time an equal share with those that still train.
-
-    `runs` and `seconds` by run id, as `pack_runs` takes them. All shares together are the unit's time.
-    """
+    """What of a unit's time each of its runs pays: at any time an equal share with those that still train."""
     piece = _Clock({name: runs[name] for name in unit.runs}, seconds, launch_bound_width).piece(unit)
     names = sorted(unit.runs, key=lambda name: seconds[name])
     lengths = [end - before for before, end in pairwise([0.0, *piece.passed])]
@@ -94,14 +73,14 @@ def wall_clock(
     units: Sequence[Unit], runs: Mapping[str, RunConfig], seconds: Mapping[str, float], places: int,
     launch_bound_width: float,
 ) -> float:  # fmt: skip
-    """Estimated time of all units: each place takes the first that can start; a branch can once its trunk is there."""
+    """Estimated time of all units: each place takes the first that can start, a branch once its trunk is there."""
     clock = _Clock(runs, seconds, launch_bound_width)
     return clock.wall_clock([clock.piece(unit) for unit in units], places)
 
 
 @dataclass(frozen=True, eq=False)
 class _Piece:
-    """A unit with its times. Its runs end one by one, shortest first, and what is left then goes on faster."""
+    """A unit with its times; its runs end one by one, shortest first, and the rest then goes on faster."""
 
     unit: Unit
     ends: list[float]  # own time, as if alone, at which the runs end; ascending
@@ -112,7 +91,6 @@ class _Piece:
 
     @property
     def seconds(self) -> float:
-        """From its start to the end of its last run."""
         return self.passed[-1]
 
 
@@ -146,7 +124,7 @@ class _Clock:
         passed = list(accumulate(length * slow for length, slow in zip(lengths, slowdown, strict=True)))
 
         def reaches(until: float) -> float:
-            """From the start until each of the runs has done `until` of its own time, or has ended."""
+            """Until each of the runs has done `until` of its own time, or has ended."""
             phase = min(bisect.bisect_left(ends, until), len(ends) - 1)
             return passed[phase] - max(0.0, ends[phase] - until) * slowdown[phase]
 
@@ -163,7 +141,7 @@ class _Clock:
         return max(1.0, sum(width / (width + self.bound) for width in widths))
 
     def wall_clock(self, pieces: Sequence[_Piece], places: int) -> float:
-        """See the function of that name; the queue of a launch (`queue.py`) hands units out in the same way."""
+        """The queue of a launch hands units out in the same way."""
         home = {name: number for number, piece in enumerate(pieces) for name in piece.unit.runs}
         lacking = [0] * len(pieces)  # trunks that have not begun
         at = [0.0] * len(pieces)  # when the others are there
@@ -226,7 +204,7 @@ def _groups(runs: Mapping[str, RunConfig], clock: _Clock) -> list[dict[str, RunC
     groups: dict[tuple[object, ...], dict[str, RunConfig]] = {}
     for name, run in runs.items():
         if refusal(run) is None and not _in_between(name, clock):
-            key = (name in clock.branches, *sorted(shape_of(run).items()))
+            key = (name in clock.branches, *sorted(shared_fields(run).items()))
             groups.setdefault(key, {})[name] = run
     several = [group for group in groups.values() if len(group) > 1]
     return sorted(several, key=lambda group: (-math.fsum(clock.seconds[name] for name in group), min(group)))
@@ -240,7 +218,7 @@ def _in_between(name: str, clock: _Clock) -> bool:
 def _ensembles(
     group: Mapping[str, RunConfig], clock: _Clock, places: int, most: int, room: float | None, device: str
 ) -> Iterator[Way]:
-    """Ways to make ensembles of runs of one shape: as large as may be, half of that, down to none; or one a place."""
+    """Ways to make ensembles of runs of one shape: as large as may be, half of that, down to none; or one per place."""
     if room is not None:
         most = min(most, int(room // max(memory(run, device).peak for run in group.values())))
     names = clock.longest_first(group)
@@ -260,7 +238,7 @@ def _ensembles(
 
 
 def _small(left: Mapping[str, RunConfig], clock: _Clock, room: float | None, device: str) -> Iterator[list[str]]:
-    """Runs that may share a device, longest first: those that wait for nothing, and branches."""
+    """Runs that may share a device, longest first: those that wait for nothing, then branches."""
     small = [
         name for name, run in left.items()
         if run.parallel.world_size == 1 and not _in_between(name, clock)
@@ -271,7 +249,7 @@ def _small(left: Mapping[str, RunConfig], clock: _Clock, room: float | None, dev
 
 
 def _shared(names: Sequence[str], clock: _Clock, most: int) -> Iterator[Way]:
-    """Ways to put processes of similar length on one device: as many as allowed, fewer, down to each its own."""
+    """Ways to put processes of similar length on one device."""
     for size in range(most, 0, -1):
         parts = [names[start : start + size] for start in range(0, len(names), size)]
         yield [_piece("shared", part, clock) for part in parts]

@@ -1,7 +1,7 @@
 """How fast runs train: what past sweeps measured, kept in the cache, else a share of this machine's matmul rate.
 
-A place is what a planner knows before a job runs: this machine's processor and threads, or a partition and what a rank
-gets there. Rates are FLOP/s (exact convention) of a whole run on all its ranks, trained alone.
+A place is what a planner knows before a job runs: a processor and threads, or a partition and what a rank gets there.
+Rates are FLOP/s (exact convention) of a whole run on all its ranks, trained alone.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from ...train.config import ParallelConfig, RunConfig
+from ...train.config import RunConfig
 from ...train.errors import UserError
 from ...train.files import read_json, write_json
 from ..config import ClusterConfig, GridConfig, IsoflopGrid
@@ -44,12 +44,12 @@ class Measured:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What is known of one place: FLOP/s and how many runs say so, by kind of run and width."""
+    """FLOP/s at one place and how many runs say so, by kind of run and width."""
 
     rates: Mapping[str, Mapping[int, tuple[float, int]]] = field(default_factory=dict)
 
     def rate(self, kind: str, width: int, assumed: Callable[[float], float]) -> float | None:
-        """FLOP/s of a run of this kind and width; None where no run of its kind was measured.
+        """FLOP/s of a run; None where no run of its kind was measured.
 
         Log-log between the measured widths; beyond them it follows the shape of `assumed`, FLOP/s by width.
         """
@@ -67,20 +67,17 @@ class Calibration:
         return math.exp((1 - part) * math.log(known[below][0]) + part * math.log(known[above][0]))
 
     def runs(self, kinds: Iterable[str]) -> int:
-        """How many runs of these kinds are behind the rates."""
         return sum(count for kind in set(kinds) for _, count in self.rates.get(kind, {}).values())
 
 
 @dataclass(frozen=True)
 class Rates:
-    """How fast runs are expected to train: as measured, or else as assumed."""
-
     cluster: ClusterConfig
     flops_per_second: float  # matrix-product peak of a job
     measured: Calibration
 
     def of(self, run: RunConfig) -> float:
-        """FLOP/s, exact convention, that training a run alone is expected to reach."""
+        """FLOP/s, exact convention, of training a run alone."""
         found = self.measured.rate(run_kind(run), run.model.width, self.assumed)
         return self.assumed(run.model.width) if found is None else found
 
@@ -89,39 +86,35 @@ class Rates:
         return self.flops_per_second * width / (width + self.cluster.half_speed_width)
 
     def measured_runs(self, runs: Iterable[RunConfig]) -> int:
-        """How many measured runs are behind the estimates of these; 0 where one of them has none."""
+        """Those behind the estimates of these; 0 where one of them has none."""
         kinds = {run_kind(run) for run in runs}
         return self.measured.runs(kinds) if all(self.measured.runs([kind]) for kind in kinds) else 0
 
 
 def kind_of(precision: str, mesh: str, batch_tokens: int, sequence_length: int) -> str:
-    """What beside its width decides how fast a run trains, in words; a key of the file."""
+    """What beside its width decides how fast a run trains; a key of the file."""
     return f"{precision}, {mesh or 'one rank'}, {batch_tokens} tokens a step in sequences of {sequence_length}"
 
 
 def run_kind(run: RunConfig) -> str:
-    return kind_of(run.precision, describe_mesh(run.parallel), run.batch_tokens, run.data.sequence_length)
-
-
-def describe_mesh(parallel: ParallelConfig) -> str:
-    """How a run is spread over its ranks, as "tp2 dp4 zero1"; empty for one rank."""
-    if parallel.world_size == 1:
-        return ""
-    return f"tp{parallel.tp} dp{parallel.dp}" + (f" zero{parallel.zero}" if parallel.zero else "")
+    return kind_of(run.precision, run.parallel.label, run.batch_tokens, run.data.sequence_length)
 
 
 def place_of(cluster: ClusterConfig, threads: int) -> str:
-    """Where runs of a cluster are trained, `threads` cores per rank; a key of the file."""
+    """Where runs of a cluster are trained; a key of the file."""
     count, what = (cluster.gpus_per_job, "GPU") if cluster.gpus_per_job else (threads, "thread")
     has = f"{count} {what}{'s' * (count > 1)}"
     if cluster.kind == "slurm":
         only = f" {cluster.constraint}" if cluster.constraint else ""
         return f"slurm {cluster.partition or 'default partition'}{only}, {has} a rank"
-    machine = f"{platform.node()}, {_processor()}" if cluster.gpus_per_job else _processor()  # which has which GPUs
+    machine = (
+        f"{platform.node()}, {processor_name()}" if cluster.gpus_per_job else processor_name()
+    )  # which has which GPUs
     return f"{machine}, {has} a rank"
 
 
-def _processor() -> str:
+def processor_name() -> str:
+    """This machine's, where the system tells."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -131,7 +124,7 @@ def _processor() -> str:
 
 
 def load_rates(cluster: ClusterConfig, threads: int) -> Calibration:
-    """What past sweeps measured where this one is to run; nothing where the file is missing or damaged."""
+    """What past sweeps measured where this one is to run."""
     kinds = _places(read_json(_file())).get(place_of(cluster, threads), {}).get("kinds", {})
     rates = {}
     for kind, widths in kinds.items():
@@ -140,7 +133,7 @@ def load_rates(cluster: ClusterConfig, threads: int) -> Calibration:
 
 
 def sweep_rates(folder: Path, cluster: ClusterConfig, threads: int) -> Calibration:
-    """What a sweep is planned with: of the kinds of run in its plan.json what that says, of others `load_rates`'s."""
+    """What a sweep is planned with: what its plan.json says, and of other kinds of run `load_rates`."""
     # Else what its own runs reached would become their estimate, and the report could not say how far that was off.
     planned = (read_json(folder / "plan.json") or {}).get("rates") or {}
     fixed = {
@@ -150,10 +143,7 @@ def sweep_rates(folder: Path, cluster: ClusterConfig, threads: int) -> Calibrati
 
 
 def record_rates(place: str, measured: Iterable[Measured]) -> str | None:
-    """Adds what runs reached to the file; says in a sentence what went wrong, None where nothing did.
-
-    A run counts once, however often its sweep is finished.
-    """
+    """Adds what runs reached to the file; says in a sentence what went wrong, None where nothing did."""
     measured, file = list(measured), _file()
     if not measured:
         return None
@@ -177,7 +167,7 @@ def _file() -> Path:
 
 
 def _with(places: dict[str, Any], place: str, measured: list[Measured]) -> dict[str, Any]:
-    """The file's places with these runs in theirs: what is added to moves to the end, and the oldest falls out."""
+    """With these runs: what is added to moves to the end, and the oldest falls out."""
     kinds = places.pop(place, {}).get("kinds", {})
     for run in measured:
         widths = kinds.pop(run.kind, {})
@@ -199,13 +189,11 @@ def _is_whole(content: dict[str, Any] | None) -> bool:
     if content is None or content.get("version") != VERSION:
         return False
 
-    def is_rate(value: Any) -> bool:
-        return isinstance(value, (int, float)) and math.isfinite(value) and value > 0
-
     try:
         kinds = [kind for place in content["places"].values() for kind in place["kinds"].values()]
         runs = [(int(width), runs) for widths in kinds for width, runs in widths.items()]
-        return all(is_rate(number) for width, rates in runs for number in (width, len(rates), *rates.values()))
+        numbers = [number for width, rates in runs for number in (width, len(rates), *rates.values())]
+        return all(0 < number < math.inf for number in numbers)
     except (AttributeError, KeyError, TypeError, ValueError):
         return False
 
@@ -254,7 +242,7 @@ print(2 * 512**3 / best)
 
 
 def core_flops_per_second(seconds: float = 0.4) -> float:
-    """fp32 matrix-product rate of one core, through NumPy's BLAS, in a process of its own held to one thread."""
+    """fp32 matmul rate of one core, through NumPy's BLAS, in a process of its own held to one thread."""
     names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
     environment = {**os.environ, **dict.fromkeys(names, "1")}
     trial = [sys.executable, "-c", _TRIAL.format(seconds=seconds)]
@@ -262,7 +250,7 @@ def core_flops_per_second(seconds: float = 0.4) -> float:
 
 
 def fill_budgets(points: GridConfig | None, cluster: ClusterConfig, rate: float) -> None:
-    """Budgets that an isoFLOP grid does not name are the cluster's; where that names none either, the probe's."""
+    """Budgets that an isoFLOP grid does not name are the cluster's, else the probe's."""
     if not isinstance(points, IsoflopGrid) or points.budgets is not None:
         return
     if not cluster.minutes > 0:
@@ -274,7 +262,7 @@ def fill_budgets(points: GridConfig | None, cluster: ClusterConfig, rate: float)
 
 
 def probed_budgets(flops_per_second: float, jobs: int, minutes: float, half_speed_width: float) -> list[float]:
-    """FLOP budgets whose grid of six sizes each fills about `minutes` on `jobs` cores."""
+    """Budgets whose grid of six sizes each fills about `minutes` on `jobs` cores."""
     rate = flops_per_second * jobs * TYPICAL_WIDTH / (TYPICAL_WIDTH + half_speed_width)
     smallest = rate * minutes * 60 / (SIZES * sum(LADDER))
     # To a power of two: two probes of one machine, or two machines of one kind, nearly always plan the same runs.

@@ -1,15 +1,12 @@
 """What a sweep was planned to cost and what it has cost, what was wasted and why, and how far its estimates were off.
 
-- The books are those of the attempts that have ended. A step is useful as long as a result stands on it, or a
-  checkpoint that a run can go on from; what is useful and what is wasted add up to what was done.
-- A step is lost to what ended the attempt after which a run went back behind it, whoever had made it.
-- Runs that are trained together share their device: at any time each pays as much as every other that still trains.
-- Of a branch only its own steps count, and a trunk that diverged was of use as far as its branches begin.
+The books are those of the attempts that have ended. A step is useful as long as a result stands on it, or a checkpoint
+that a run can go on from; else it is lost to what ended the attempt after which a run went back behind it. Runs that
+share a device pay equal parts at any time; of a branch only its own steps count.
 """
 
 from __future__ import annotations
 
-import statistics
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -18,14 +15,17 @@ from typing import Any
 
 from ...train.errors import UserError
 from ...train.files import read_json_lines
-from ..plan.packing import ensemble_speedup
-from ..plan.rates import Measured, kind_of
 from ..runs import attempts
 from ..runs.attempts import Attempt
 from ..runs.directory import RunDirectory, SweepDirectory
-from ..slurm import commands as slurm
 
-LEAST_SECONDS = 5.0  # of a run that `measured_rates` learns from: a shorter one says more of its start than its speed
+# Causes as the report says them.
+WORDS = {
+    "killed": "process killed", "hung": "hung", "node": "node failed", "lost": "job vanished", "disk": "disk full",
+    "trunk": "trunk not there yet", "memory": "out of memory",
+    "preempted": "preempted", "time_limit": "time limit", "cancelled": "cancelled",
+    "diverged": "diverged", "input": "bad input", "error": "error", "unknown": "cause unknown",
+}  # fmt: skip
 
 Planned = dict[str, Any]  # a run of plan.json
 Times = tuple[float, float]  # actual, planned
@@ -33,7 +33,7 @@ Times = tuple[float, float]  # actual, planned
 
 @dataclass(frozen=True)
 class Amount:
-    """Of work: device-hours, dollars where a GPU-hour has a price, and FLOPs by the exact convention."""
+    """Device-hours, dollars where a GPU-hour has a price, and FLOPs by the exact convention."""
 
     hours: float
     dollars: float | None
@@ -44,6 +44,7 @@ class Amount:
 class Wasted:
     """What one cause has cost."""
 
+    words: str
     attempts: int  # that it ended
     hours: float
     flops: float
@@ -82,16 +83,16 @@ class Account:
 
     @property
     def overhead_hours(self) -> float | None:
-        """What SLURM counts beyond the attempts: start-up, and waiting for work."""
+        """Beyond the attempts: start-up, and waiting for work."""
         return None if self.cluster_hours is None else self.cluster_hours - self.used.hours
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, as costs.json has them."""
+        """As costs.json has them."""
         return asdict(self) | {"overhead_hours": self.overhead_hours}
 
 
 def account(sweep: SweepDirectory) -> Account:
-    """The books of a sweep as its directories have them now; SLURM is asked where the sweep went there."""
+    """The books of a sweep as they are now; SLURM is asked where the sweep went there."""
     plan, cluster = sweep.plan(), sweep.settings()["config"]["cluster"]
     runs = {run["run_id"]: run for run in plan["runs"]}
     histories = {name: attempts.read(sweep.run(name)) for name in runs}
@@ -110,7 +111,7 @@ def account(sweep: SweepDirectory) -> Account:
         return Amount(hours, None if price is None else hours * price, float(flops))
 
     wasted_hours, wasted_flops = sum(books.lost_hours.values()), sum(books.lost_flops.values())
-    compared = _compared(runs, results, histories, paid, sweep)
+    error, errors = _errors(runs, _compared(runs, results, histories, paid, sweep))
     return Account(
         unit="GPU-hours" if gpus else "core-hours",
         runs=len(runs),
@@ -124,8 +125,8 @@ def account(sweep: SweepDirectory) -> Account:
         retries=attempts.retries_spent(sweep),
         retry_budget=cluster.get("sweep_retries", 0),
         measured_runs=plan.get("measured_runs", 0),
-        error=_error_of_all(compared),
-        errors=_errors_by_width(runs, compared),
+        error=error,
+        errors=errors,
         **_by_slurm(sweep, runs, histories, cluster),
     )
 
@@ -140,7 +141,7 @@ def devices(shape: Mapping[str, Any], cluster: Mapping[str, Any]) -> float:
 def lost_steps(history: Sequence[Attempt], begins: int, done: bool, served: int = 0) -> list[Counter[str]]:
     """Steps of each attempt (oldest first) on which nothing stands, by the cause that took them away. Pure.
 
-    The run leaves its trunk at step `begins`; `served` is the last step that another run's result stands on.
+    The run leaves its trunk at step `begins`; another run's result stands on step `served`.
     """
     lost: list[Counter[str]] = [Counter() for _ in history]
     kept = [(attempt.first_step, attempt.last_step) for attempt in history]
@@ -160,7 +161,7 @@ def lost_steps(history: Sequence[Attempt], begins: int, done: bool, served: int 
 
 
 def paid_seconds(histories: Mapping[str, Sequence[Attempt]]) -> dict[str, list[float]]:
-    """Time of each attempt, by run id; of attempts that share a process or a device, each one's part of it. Pure."""
+    """Time of each attempt, by run id; of those that share a process or a device, each one's part. Pure."""
     paid = {name: [attempt.seconds for attempt in history] for name, history in histories.items()}
     sharing = defaultdict(list)  # attempts of one job, though perhaps one after the other
     for name, history in histories.items():
@@ -216,7 +217,10 @@ class _Books:
 
     def causes(self) -> dict[str, Wasted]:
         names = self.ended.keys() | self.lost_hours.keys()
-        found = {name: Wasted(self.ended[name], self.lost_hours[name], float(self.lost_flops[name])) for name in names}
+        found = {
+            name: Wasted(WORDS.get(name, name), self.ended[name], self.lost_hours[name], float(self.lost_flops[name]))
+            for name in names
+        }
         return dict(sorted(found.items(), key=lambda item: (-item[1].hours, -item[1].attempts, item[0])))
 
 
@@ -233,15 +237,17 @@ def _by_slurm(
     sweep: SweepDirectory, runs: Mapping[str, Planned], histories: Mapping[str, Sequence[Attempt]],
     cluster: Mapping[str, Any],
 ) -> dict[str, float | None]:  # fmt: skip
-    """Device-hours that SLURM counts for the jobs that trained, and for those that scored; None where it does not."""
+    """Device-hours that SLURM counts for the jobs that trained, and for those that scored."""
+    unknown: dict[str, float | None] = {"cluster_hours": None, "scoring_hours": None}
     if cluster["kind"] != "slurm":
-        return {"cluster_hours": None, "scoring_hours": None}
-    from ..slurm.launch_record import LaunchRecord
+        return unknown
+    from ..slurm import commands as slurm
+    from ..slurm.record import LaunchRecord
 
     try:
         record = LaunchRecord.read(sweep)
     except UserError:  # the books need no record, and `isoflop doctor` makes it anew
-        return {"cluster_hours": None, "scoring_hours": None}
+        return unknown
     one = {name: devices(run["shape"] | {"nodes": 1, "ranks_per_node": 1}, cluster) for name, run in runs.items()}
     scoring = {job: one[name] for name, job in record.scoring.items() if name in one}
     training = {
@@ -260,7 +266,7 @@ def _by_slurm(
 
 
 def planned_seconds(planned: Planned) -> float:
-    """What a run was expected to pay; a plan of an earlier version has only what it takes alone."""
+    """What a run was expected to pay; an earlier version's plan has only what it takes alone."""
     return float(planned.get("paid_seconds") or planned["estimated_seconds"])
 
 
@@ -279,64 +285,44 @@ def _compared(
     runs: Mapping[str, Planned], results: Mapping[str, Mapping[str, Any] | None],
     histories: Mapping[str, Sequence[Attempt]], paid: Mapping[str, Sequence[float]], sweep: SweepDirectory,
 ) -> dict[str, Times]:  # fmt: skip
-    """Of the runs that are done: the seconds of training that each paid, without repeated steps, and those planned."""
+    """Of the runs that are done: the seconds that each paid, without repeated steps, and those planned."""
     found = {}
     for name, result in results.items():
         if result is None:
             continue
         seconds = own_seconds(sweep.run(name), runs[name], result)
-        if _shares_device(histories[name], result):
+        if shares_device(histories[name], result):
             seconds *= sum(paid[name]) / max(sum(attempt.seconds for attempt in histories[name]), 1e-9)
         found[name] = seconds, planned_seconds(runs[name])
     return found
 
 
-def _error_of_all(compared: Mapping[str, Times]) -> Error | None:
+def _error(ratios: Sequence[float], ratio: float) -> Error:
+    import statistics  # which takes longer than all else here, and `isoflop status` has no use for it
+
+    low, _, high = statistics.quantiles(ratios, method="inclusive") if len(ratios) > 1 else [ratios[0]] * 3
+    return Error(len(ratios), ratio, low, high)
+
+
+def _errors(runs: Mapping[str, Planned], compared: Mapping[str, Times]) -> tuple[Error | None, dict[int, Error]]:
+    """Of all runs together, and by width."""
     if not compared:
-        return None
-    actual, planned = map(sum, zip(*compared.values(), strict=True))
-    return Error(len(compared), actual / planned, *_quartiles([one / other for one, other in compared.values()]))
+        return None, {}
+    from statistics import median
 
-
-def _errors_by_width(runs: Mapping[str, Planned], compared: Mapping[str, Times]) -> dict[int, Error]:
-    ratios: dict[int, list[float]] = defaultdict(list)
+    by_width: dict[int, list[float]] = defaultdict(list)
     for name, (actual, planned) in compared.items():
-        ratios[runs[name]["width"]].append(actual / planned)
-    return {
-        width: Error(len(some), statistics.median(some), *_quartiles(some)) for width, some in sorted(ratios.items())
-    }
-
-
-def measured_rates(sweep: SweepDirectory, launch_bound_width: float) -> list[Measured]:
-    """What the runs that are done reached, each as if trained alone, for the estimates of later sweeps."""
-    found = []
-    for planned in sweep.plan()["runs"]:
-        run = sweep.run(planned["run_id"])
-        result = result_of(run)
-        if result is None or _shares_device(attempts.read(run), result):
-            continue
-        seconds = own_seconds(run, planned, result)
-        if seconds < LEAST_SECONDS:
-            continue
-        members = result.get("ensemble", 1)
-        gain = ensemble_speedup(planned["width"], members, launch_bound_width)
-        batch_tokens = planned["D"] // planned["steps"]
-        kind = kind_of(planned["precision"], planned["mesh"], batch_tokens, planned["sequence_length"])
-        rate = planned["flops_own"] / seconds / gain
-        found.append(Measured(run.run_id, kind, planned["width"], rate, result["device"]))
-    return found
+        by_width[runs[name]["width"]].append(actual / planned)
+    actual, planned = map(sum, zip(*compared.values(), strict=True))
+    together = _error([one / other for one, other in compared.values()], actual / planned)
+    return together, {width: _error(ratios, median(ratios)) for width, ratios in sorted(by_width.items())}
 
 
 def result_of(run: RunDirectory) -> dict[str, Any] | None:
-    """The summary of a run that is done; None of any other."""
+    """The summary of a run that is done."""
     return run.summary() if run.state().state == "done" else None
 
 
-def _shares_device(history: Sequence[Attempt], result: Mapping[str, Any]) -> bool:
-    """Whether a run shared its device with other processes; an ensemble's clock takes care of its members itself."""
+def shares_device(history: Sequence[Attempt], result: Mapping[str, Any]) -> bool:
+    """Whether a run shared its device with other processes; an ensemble's clock takes care of its members."""
     return result.get("ensemble", 1) == 1 and any(attempt.share < 1 for attempt in history)
-
-
-def _quartiles(values: Sequence[float]) -> tuple[float, float]:
-    low, _, high = statistics.quantiles(values, method="inclusive") if len(values) > 1 else [values[0]] * 3
-    return low, high

@@ -12,24 +12,25 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.markup import escape
-from rich.table import Table
 
 from ...train.config import from_dict
 from ...train.errors import UserError
 from ...train.files import read_json, write_json
 from ..config import ClusterConfig
-from ..plan.rates import place_of, record_rates
+from ..plan.packing import ensemble_speedup
+from ..plan.rates import Measured, kind_of, place_of, record_rates
 from ..plan.sweep_plan import launch_bound_width
+from ..runs import attempts
 from ..runs.directory import SweepDirectory
-from ..terminal import console, short
+from ..terminal import console, plain_table, short
 from . import pages, tracking
-from .accounting import account, measured_rates
-from .table import loss_curves, write_table
+from .accounting import account, own_seconds, result_of, shares_device
+from .table import sweep_curves, write_table
 
 COSTS = "costs.json"
 INPUTS = "inputs.json"
+LEAST_SECONDS = 5.0  # of a run that `measured_rates` learns from: a shorter one says more of its start than its speed
 SHOWN = 3  # causes of waste that the terminal names
 ROOMS = ("fit", "sweeps", "evaluate", "train")  # whose code the results depend on
 CODE = (".py", ".yaml", ".html", ".css", ".js")
@@ -41,12 +42,9 @@ MADE = ("table.csv", COSTS, "fit/law.json", "fit/*.html", "fit/*.png", "runs/*/e
 
 
 def write_results(sweep: SweepDirectory, targets: list[float] | None = None, anew: bool = False) -> dict[str, Any]:
-    """The analysis, after table.csv, costs.json, fit/law.json and the pages in fit/ are written, where that is due.
+    """The analysis; writes table.csv, costs.json, fit/law.json and the pages, where they are out of date or `anew`.
 
-    Args:
-        sweep: some of its runs are done.
-        targets: FLOP budgets to extrapolate to; None: those of the sweep's config.
-        anew: write everything, also where nothing has changed since.
+    `targets`: FLOP budgets to extrapolate to; None: those of the sweep's config.
     """
     digest = _digest(sweep, targets)
     law = None if anew else _up_to_date(sweep, digest)
@@ -58,7 +56,7 @@ def write_results(sweep: SweepDirectory, targets: list[float] | None = None, ane
 
 
 def _digest(sweep: SweepDirectory, targets: list[float] | None) -> str:
-    """Of everything that the results are made from: code by content, what the sweep's runs wrote by size and time."""
+    """Of all that the results are made from: code by content, what the runs wrote by size and time."""
     root, found = Path(__file__).resolve().parents[2], hashlib.sha256(repr((targets, _stamps(sweep, SOURCES))).encode())
     for path in sorted(path for room in ROOMS for path in (root / room).rglob("*") if path.suffix in CODE):
         found.update(path.read_bytes())
@@ -66,7 +64,7 @@ def _digest(sweep: SweepDirectory, targets: list[float] | None) -> str:
 
 
 def _stamps(sweep: SweepDirectory, patterns: tuple[str, ...]) -> dict[str, list[int]]:
-    """Size and time of the last change of each file, by name."""
+    """Size and time of the last change of each file."""
     found = {path: path.stat() for pattern in patterns for path in sorted(sweep.path.glob(pattern))}
     return {str(path.relative_to(sweep.path)): [stat.st_size, stat.st_mtime_ns] for path, stat in found.items()}
 
@@ -82,6 +80,7 @@ def _up_to_date(sweep: SweepDirectory, digest: str) -> dict[str, Any] | None:
 
 def _analyze(sweep: SweepDirectory, targets: list[float] | None) -> dict[str, Any]:
     from ... import fit
+    from ...fit.laws.registry import law_class
 
     settings = sweep.settings()
     table = write_table(sweep)
@@ -93,14 +92,14 @@ def _analyze(sweep: SweepDirectory, targets: list[float] | None) -> dict[str, An
     runs = fit.read_table(sweep.path)
     largest = float(table["flops"].max())
     wanted = targets or options["targets"] or [largest * factor for factor in (10.0, 100.0, 1000.0)]
-    law = fit.ChinchillaLaw(**{name: options[name] for name in ("objective", "delta", "tied", "E") if name in options})
+    law = law_class()(**{name: options[name] for name in ("objective", "delta", "tied", "E") if name in options})
     analysis = fit.analyze(runs, tuple(wanted), options["bootstrap"], options["seed"], law)
     provenance = {key: settings.get(key) for key in ("isoflop_version", "git_commit", "git_dirty", "host", "written")}
     provenance["command"] = " ".join(settings.get("command", []))
     costs = account(sweep).to_dict()
     write_json(sweep.path / COSTS, costs)
     fit.write_report(
-        analysis, sweep.path / "fit", curves=loss_curves(sweep), title=sweep.path.name, provenance=provenance,
+        analysis, sweep.path / "fit", curves=sweep_curves(sweep), title=sweep.path.name, provenance=provenance,
         costs=costs,
     )  # fmt: skip
     pages.write_pages(sweep, table, analysis.tasks)
@@ -109,7 +108,7 @@ def _analyze(sweep: SweepDirectory, targets: list[float] | None) -> dict[str, An
 
 
 def _calibrate(sweep: SweepDirectory, settings: dict[str, Any]) -> None:
-    """Adds what this sweep's runs reached to what the estimates of later sweeps are made from. Never an error."""
+    """Adds what this sweep's runs reached to what later estimates are made from. Never an error."""
     cluster = from_dict(ClusterConfig, settings["config"]["cluster"])
     if cluster.kind == "local" and settings.get("host") != platform.node():
         return  # its runs were trained on another machine than this
@@ -118,13 +117,33 @@ def _calibrate(sweep: SweepDirectory, settings: dict[str, Any]) -> None:
         _say(f"note: {said}")
 
 
+def measured_rates(sweep: SweepDirectory, launch_bound_width: float) -> list[Measured]:
+    """What the runs that are done reached, each as if trained alone."""
+    found = []
+    for planned in sweep.plan()["runs"]:
+        run = sweep.run(planned["run_id"])
+        result = result_of(run)
+        if result is None or shares_device(attempts.read(run), result):
+            continue
+        seconds = own_seconds(run, planned, result)
+        if seconds < LEAST_SECONDS:
+            continue
+        members = result.get("ensemble", 1)
+        gain = ensemble_speedup(planned["width"], members, launch_bound_width)
+        batch_tokens = planned["D"] // planned["steps"]
+        kind = kind_of(planned["precision"], planned["mesh"], batch_tokens, planned["sequence_length"])
+        rate = planned["flops_own"] / seconds / gain
+        found.append(Measured(run.run_id, kind, planned["width"], rate, result["device"]))
+    return found
+
+
 def _say(line: str) -> None:
     """To people alone: standard output may be somebody's JSON."""
     print(line, file=sys.stderr)
 
 
 def print_result(sweep: SweepDirectory) -> None:
-    """What a sweep ends with: the laws in a table, the warnings, the cost, and where the pages are."""
+    """The laws in a table, the warnings, the cost, and where the pages are."""
     law = read_json(sweep.path / "fit" / "law.json")
     if law is None:
         return
@@ -140,9 +159,8 @@ def print_law(law: dict[str, Any], name: str) -> None:
     """N, D and loss at each target by each approach, then what to distrust."""
     out = console()
     if rows := _estimates(law):
-        table = Table(title=f"{name}: compute-optimal, with 95 % intervals", title_justify="left", box=box.SIMPLE)
-        for column in ("FLOPs", "approach", "N", "D", "D/N", "loss"):
-            table.add_column(column, justify="left" if column == "approach" else "right", no_wrap=True)
+        columns = ("FLOPs", "approach", "N", "D", "D/N", "loss")
+        table = plain_table(columns, ("approach",), f"{name}: compute-optimal, with 95 % intervals")
         for row in rows:
             table.add_row(*row)
         out.print(table)
@@ -157,7 +175,6 @@ def print_law(law: dict[str, Any], name: str) -> None:
 
 
 def _estimates(law: dict[str, Any]) -> list[list[str]]:
-    """Rows of the table, by budget."""
     found = [
         (item["flops"], name, item)
         for name, approach in (law.get("approaches") or {}).items()
@@ -177,7 +194,7 @@ def _estimates(law: dict[str, Any]) -> list[list[str]]:
 
 
 def _with_interval(value: float | None, interval: list[float | None] | None, say: Callable[[float], str]) -> str:
-    """JSON has no infinity: a bound of an interval without an end is None there."""
+    """None is a bound of an interval without an end."""
     if value is None:
         return "–"
     if not interval:
@@ -187,7 +204,7 @@ def _with_interval(value: float | None, interval: list[float | None] | None, say
 
 
 def cost_lines(costs: dict[str, Any]) -> list[str]:
-    """What a sweep cost, in two lines: planned against used, and what was wasted."""
+    """Two lines: planned against used, and what was wasted."""
     used, planned, unit = costs["used"], costs["planned"], costs["unit"]
     price = "" if used["dollars"] is None else f", ${used['dollars']:,.2f}"
     head = (

@@ -1,7 +1,7 @@
-"""What a sweep's benchmarks look like: one page of the sweep, and one of each of its best checkpoints.
+"""The pages of a sweep's benchmarks: one of the sweep, and one of each of its best checkpoints.
 
-Special here: a page of a checkpoint holds its samples and takes a tenth of a second or more, so of a large sweep only
-some get one: the best of every budget first, then the largest. `isoflop evaluate RUN` makes that of any other.
+A checkpoint's page takes a tenth of a second or more, so of a large sweep only some get one: the best of every budget
+first, then the largest.
 """
 
 from __future__ import annotations
@@ -26,31 +26,23 @@ ABOUT = ("run_id", "name", "step", "final", "N", "D", "flops", "loss", "recipe",
 
 
 def write_pages(sweep: SweepDirectory, table: pd.DataFrame, verdicts: Iterable[TaskVerdict]) -> Path | None:
-    """Writes fit/evaluation.html and the pages of checkpoints, runs/<id>/eval/step_<n>.html.
-
-    Args:
-        sweep: whose table.csv is `table`.
-        table: see `table.build_table`.
-        verdicts: what the fit says of its tasks.
-
-    Returns:
-        The sweep's page; None where nothing has been scored.
-    """
+    """Writes fit/evaluation.html and runs/<id>/eval/step_<n>.html; None where nothing has been scored."""
     from ...evaluate.pages.report import write_checkpoint_report
     from ...evaluate.pages.sweep_report import write_sweep_report
     from ...evaluate.records.items import items_path, read_items
+    from ...fit.formatting import plain_json
 
     scores = {run_id: evaluations(sweep.run(run_id)) for run_id in table["run_id"].unique()}
     rows = [
-        {name: _plain(row[name]) for name in ABOUT if name in row} | {"tasks": found["tasks"]}
-        for row in table.to_dict("records")
+        {name: row[name] for name in ABOUT if name in row} | {"tasks": found["tasks"]}
+        for row in plain_json(table.to_dict("records"))
         if (found := scores[row["run_id"]].get(row["step"])) is not None
     ]
     if not rows:
         return None
     finals = [row for row in rows if row["final"]]
     peers = [scores[row["run_id"]][row["step"]] | {"name": row["name"]} for row in finals]
-    shown = {(row["run_id"], row["step"]) for row in chosen(finals)}
+    shown = {(row["run_id"], row["step"]) for row in chosen_checkpoints(finals)}
     newest = max(_scores_file(sweep, row).stat().st_mtime_ns for row in finals) if finals else 0
     links = {}
     for row, own in zip(finals, peers, strict=True):
@@ -61,12 +53,12 @@ def write_pages(sweep: SweepDirectory, table: pd.DataFrame, verdicts: Iterable[T
         if page.exists():
             links[row["run_id"]] = f"../runs/{row['run_id']}/eval/{page.name}"
     path = sweep.path / "fit" / "evaluation.html"
-    write_sweep_report(path, rows, signals(table, verdicts), sweep.path.name, links)
+    write_sweep_report(path, rows, task_signals(table, verdicts), sweep.path.name, links)
     return path
 
 
-def chosen(finals: list[dict[str, Any]], most: int = MOST) -> list[dict[str, Any]]:
-    """The checkpoints that get a page: those of the lowest loss in each budget, then those of most FLOPs."""
+def chosen_checkpoints(finals: list[dict[str, Any]], most: int = MOST) -> list[dict[str, Any]]:
+    """Those of the lowest loss in each budget, then those of most FLOPs."""
     best: dict[Any, dict[str, Any]] = {}
     for row in finals:
         group = row["budget"] if row["budget"] is not None else round(math.log2(max(row["flops"], 1.0)))
@@ -81,11 +73,10 @@ def _scores_file(sweep: SweepDirectory, row: Mapping[str, Any]) -> Path:
     return sweep.run(row["run_id"]).path / "eval" / f"step_{row['step']}.json"
 
 
-def signals(table: pd.DataFrame, verdicts: Iterable[TaskVerdict]) -> dict[str, dict[str, Any]]:
+def task_signals(table: pd.DataFrame, verdicts: Iterable[TaskVerdict]) -> dict[str, dict[str, Any]]:
     """How clearly each task tells the runs apart, in accuracy and in bits per byte (of the right answer, or of texts).
 
-    As the fit judged it; for what it did not judge (few runs, or a task without accuracy) the noise is that of the
-    items.
+    As the fit judged it, else (few runs, or a task without accuracy) with the noise of the items.
     """
     judged = {verdict.task: verdict for verdict in verdicts}
     finals = table[table["final"]]
@@ -127,14 +118,8 @@ def _signal(signal: SignalToNoise | None) -> dict[str, Any] | None:
     return None if signal is None else asdict(signal) | {"clear": signal.clear}
 
 
-def _plain(value: Any) -> Any:
-    """A cell as JSON knows it; an empty one is None."""
-    value = value.item() if hasattr(value, "item") else value
-    return None if isinstance(value, float) and math.isnan(value) else value
-
-
 def peers_of(checkpoint: Path) -> list[dict[str, Any]]:
-    """Scores of the other final checkpoints of the sweep that a checkpoint belongs to; none where it is in no sweep."""
+    """Scores of the other final checkpoints of the sweep that a checkpoint belongs to."""
     run = checkpoint.parent.parent
     root = run.parent.parent
     if run.parent.name != "runs" or not (root / "plan.json").is_file():

@@ -1,11 +1,11 @@
-"""Run directories become one DataFrame, a row a (run, checkpoint): what `fit` eats."""
+"""Run directories become one DataFrame, a row per (run, checkpoint): what `fit` eats."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from ...train.data.recipe.recipe import label
+from ...train.data.recipe.recipe import recipe_label
 from ...train.errors import UserError
 from ...train.files import read_json, read_json_lines, write_atomic
 from ..runs.directory import RunDirectory, SweepDirectory, yaml_or_empty
@@ -36,19 +36,17 @@ CONFIGURED = {
 
 
 def build_table(sweep: SweepDirectory) -> pd.DataFrame:
-    """One row a final checkpoint of every run that is done, with its scores where there are any, and below it one of
-    each checkpoint on its way that has scores.
-    """
+    """A row per final checkpoint of every run that is done, then one for each earlier checkpoint with scores."""
     import pandas as pd
 
     planned = {run["run_id"]: run for run in sweep.plan()["runs"]}
-    rows = apart([row for run in sweep.runs() if run.is_done() for row in _rows(run, planned[run.run_id])])
+    rows = name_recipes_apart([row for run in sweep.runs() if run.is_done() for row in _rows(run, planned[run.run_id])])
     columns = ["run_id", "step", "final", "state", "N", "D", "flops", "loss", "loss_se"]
     return pd.DataFrame(rows) if rows else pd.DataFrame(columns=columns)
 
 
-def apart(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows in which recipes of one name that do different things, as with two models in files of one name, differ."""
+def name_recipes_apart(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Gives other names to recipes of one name that do different things."""
     known: dict[str, set[str | None]] = {}
     for row in rows:
         known.setdefault(row["recipe"], set()).add(row["recipe_fingerprint"])
@@ -66,7 +64,7 @@ def write_table(sweep: SweepDirectory) -> pd.DataFrame:
 
 
 def evaluations(run: RunDirectory) -> dict[int, dict[str, Any]]:
-    """The scores of a run's checkpoints, by step; a file that cannot be read is as good as none."""
+    """The scores of a run's checkpoints, by step."""
     found = {}
     for path in (run.path / "eval").glob("step_*.json"):
         step = path.stem.removeprefix("step_")
@@ -115,7 +113,7 @@ def _row(run: RunDirectory, planned: dict[str, Any], summary: dict[str, Any]) ->
 
 
 def _configured(run: RunDirectory) -> dict[str, Any]:
-    """From config.yaml as it was frozen, whichever version wrote it; a field that it lacks is left empty."""
+    """From config.yaml, whichever version wrote it."""
     groups = yaml_or_empty(run.path / "config.yaml")
     values = {name: (groups.get(group) or {}).get(field) for name, (group, field) in CONFIGURED.items()}
     data = groups.get("data") or {}
@@ -124,7 +122,7 @@ def _configured(run: RunDirectory) -> dict[str, Any]:
 
 def _recipe(steps: list[str]) -> str:
     try:
-        return label(steps)
+        return recipe_label(steps)
     except UserError:  # a step that this version does not know
         return "+".join(steps)
 
@@ -141,11 +139,8 @@ def _scores(scores: dict[str, Any]) -> dict[str, Any]:
     return columns
 
 
-def loss_curves(sweep: SweepDirectory) -> pd.DataFrame:
-    """metrics.jsonl of every run of the plan, long: run_id, step, tokens, flops, loss (smoothed), val_loss.
-
-    A resumed run repeats the steps since its checkpoint, with the same numbers; the last line of a step counts.
-    """
+def sweep_curves(sweep: SweepDirectory) -> pd.DataFrame:
+    """metrics.jsonl of every run of the plan, long: run_id, step, tokens, flops, loss (smoothed), val_loss."""
     import pandas as pd
 
     frames = []

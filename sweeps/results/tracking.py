@@ -1,12 +1,8 @@
 """A sweep on wandb: where its runs come from, its results as a run of their own, and sending what was tracked offline.
 
-Special here:
-- what is sent is what our own files say: metrics.jsonl and summary.json through the trainer's `Tracker`, line by line
-  from where the server is. `wandb sync` (0.31) stops at the torn file of a killed attempt, sends none of a batch with
-  an empty one, leaves with 0 all the same, and waits without end for a server that is silent;
-- so `sync` can be cut off and repeated at any moment, and sends nothing twice. Beside each run wandb.json says how far
-  the server has confirmed; one that is to go on is left alone, for it will have a tracker of its own;
-- results are one run of job type `fit` in the sweep's group, with one id however often the laws are fitted.
+Sent is what our own files say, line by line from where the server is, so nothing is sent twice. `wandb sync` (0.31)
+stops at the torn file of a killed attempt, sends none of a batch with an empty one, exits with 0 all the same, and
+waits forever for a silent server.
 """
 
 from __future__ import annotations
@@ -26,8 +22,8 @@ from ...train.config import RunConfig, TrackerConfig, from_dict
 from ...train.errors import UserError
 from ...train.files import read_json, write_json
 from ...train.tracker import LINEAGE, PUSHED, Tracker, is_online, logged_in, open_run, server, unreachable
-from ..results.table import SCORES, evaluations
 from ..runs.directory import OPEN, Busy, RunDirectory, SweepDirectory
+from .table import SCORES, evaluations
 
 RESULTS = ("fit/law.json", "fit/report.html", "table.csv", "plan.json", "sweep.yaml")
 AT_ONCE = 8  # runs that are sent at a time
@@ -36,7 +32,7 @@ PROVENANCE = ("isoflop_version", "git_commit", "git_dirty", "host", "command", "
 
 
 def note_lineage(run: RunDirectory, config: RunConfig) -> None:
-    """Leaves word beside a run that is about to train of where it comes from, for its tracker. Never an error."""
+    """Notes beside a run that is about to train where it comes from, for its tracker. Never an error."""
     if config.tracker.kind == "none":
         return
     sweep = run.path.parent.parent / "sweep.yaml"
@@ -48,7 +44,7 @@ def note_lineage(run: RunDirectory, config: RunConfig) -> None:
 
 @functools.lru_cache(maxsize=4)
 def _code(sweep: Path, written: int) -> dict[str, Any]:
-    """What code a sweep was planned with. A worker asks before each run, and sweep.yaml takes 25 ms to read."""
+    """What code a sweep was planned with, read once: sweep.yaml takes 25 ms."""
     settings = SweepDirectory(sweep).settings()
     return {key: settings.get(key) for key in ("isoflop_version", "git_commit", "git_dirty")}
 
@@ -56,16 +52,11 @@ def _code(sweep: Path, written: int) -> dict[str, Any]:
 def push_results(sweep: SweepDirectory, report: Callable[[str], None] = print, **changes: Any) -> None:
     """Logs the laws, the report, the table and all scores, as a run of the sweep's group; nothing when tracker=none.
 
-    Never an error: what fails is one line.
-
-    Args:
-        sweep: a sweep that was fitted.
-        report: gets the line.
-        changes: to the sweep's tracker settings.
+    Never an error: what fails is one line for `report`. `changes` are made to the tracker's settings.
     """
     try:
         settings = dataclasses.replace(tracker_of(sweep), **changes)
-        if settings.kind == "wandb" and not _results_are_sent(sweep):
+        if settings.kind == "wandb" and (read_json(sweep.path / "fit" / PUSHED) or {}).get("digest") != _digest(sweep):
             _push_results(sweep, settings, report)
     except Exception as error:
         # The results are on disk, and a network or a quota must not make a sweep of them that failed.
@@ -87,7 +78,7 @@ def _push_results(sweep: SweepDirectory, settings: TrackerConfig, report: Callab
     )  # fmt: skip
     try:
         run.log_artifact(_artifact(sweep))
-        columns, rows = scores(sweep)
+        columns, rows = score_rows(sweep)
         if rows:
             run.log({"scores": wandb.Table(columns=columns, data=rows)})
         run.summary.update({key: law.get(key) for key in ("law", "ci", "optimal", "verdict", "runs")})
@@ -100,7 +91,8 @@ def _push_results(sweep: SweepDirectory, settings: TrackerConfig, report: Callab
 def _artifact(sweep: SweepDirectory) -> Any:
     import wandb
 
-    artifact = wandb.Artifact(f"{_plain(sweep.path.name)}-results", type="scaling-law")
+    name = "".join(letter if letter.isalnum() or letter in "-_." else "-" for letter in sweep.path.name)
+    artifact = wandb.Artifact(f"{name}-results", type="scaling-law")
     for name in RESULTS:
         if (sweep.path / name).is_file():
             artifact.add_file(str(sweep.path / name), name=Path(name).name)
@@ -111,16 +103,11 @@ def _artifact(sweep: SweepDirectory) -> Any:
 
 
 def results_id(sweep: SweepDirectory) -> str:
-    """The wandb id of a sweep's results: the same for the same folder, and no other's."""
     return "fit-" + hashlib.sha256(str(sweep.path.resolve()).encode()).hexdigest()[:10]
 
 
-def _plain(name: str) -> str:
-    return "".join(letter if letter.isalnum() or letter in "-_." else "-" for letter in name)
-
-
-def scores(sweep: SweepDirectory) -> tuple[list[str | int], list[Iterable[Any]]]:
-    """Every score of every checkpoint of the sweep: the columns, and a row a (checkpoint, task)."""
+def score_rows(sweep: SweepDirectory) -> tuple[list[str | int], list[Iterable[Any]]]:
+    """Every score of every checkpoint: the columns, and a row per (checkpoint, task)."""
     columns: list[str | int] = ["run_id", "name", "N", "step", "tokens", "task", *SCORES]
     rows: list[Iterable[Any]] = []
     for planned in sweep.plan()["runs"]:
@@ -132,36 +119,20 @@ def scores(sweep: SweepDirectory) -> tuple[list[str | int], list[Iterable[Any]]]
 
 
 def tracker_of(sweep: SweepDirectory) -> TrackerConfig:
-    """What sweep.yaml says of the tracker."""
     return from_dict(TrackerConfig, sweep.settings()["config"]["tracker"], "tracker.")
 
 
 def _digest(sweep: SweepDirectory) -> str:
-    """Of what the results are made of; law.json and table.csv change with every run and every score."""
+    """Of law.json and table.csv, which change with every run and every score."""
     content = hashlib.sha256()
-    for name in RESULTS[:3:2]:
+    for name in ("fit/law.json", "table.csv"):
         content.update((sweep.path / name).read_bytes() if (sweep.path / name).is_file() else b"")
     return content.hexdigest()
 
 
-def _results_are_sent(sweep: SweepDirectory) -> bool:
-    return (read_json(sweep.path / "fit" / PUSHED) or {}).get("digest") == _digest(sweep)
-
-
-def sync(sweep: SweepDirectory, progress: Callable[[str], None] = print) -> int:
-    """Sends to wandb what it does not have of a sweep's runs, and the results. May be cut off and repeated.
-
-    Args:
-        sweep: the sweep's directory.
-        progress: gets a line a run.
-
-    Returns:
-        Runs that were sent.
-
-    Raises:
-        UserError: nobody is logged in, the server does not answer, nothing was tracked, or something did not arrive.
-    """
-    tracked = [run for run in sweep.runs() if _is_tracked(run)]
+def sync_sweep(sweep: SweepDirectory, progress: Callable[[str], None] = print) -> int:
+    """Sends to wandb what it lacks of a sweep's runs and results; returns how many runs were sent."""
+    tracked = [run for run in sweep.runs() if run.last_metrics() and run.config().tracker.kind == "wandb"]
     if not tracked:
         raise UserError(f"{sweep.path} has nothing to send: none of its runs has trained with tracker=wandb")
     if not logged_in():
@@ -203,10 +174,6 @@ def _send(run: RunDirectory, folder: str) -> bool:
 def _refuse(line: str) -> None:
     """What is only said while a run trains ends a sync: the next run would wait as long for the same."""
     raise UserError(f"{line}, so try again later")
-
-
-def _is_tracked(run: RunDirectory) -> bool:
-    return bool(run.last_metrics()) and run.config().tracker.kind == "wandb"
 
 
 def _is_sent(run: RunDirectory) -> bool:

@@ -1,12 +1,12 @@
-"""Every start of a run is one line of attempts.jsonl: when, where, why it ended, which steps, what was wasted.
+"""Every start of a run is one line of attempts.jsonl: when, where, why it ended, which steps; and what follows from it.
 
 Special here:
-- an attempt that begins leaves attempt.json, which goes when its line is written. So whoever comes after one that was
-  killed (holding the run's lock) writes the line in its place, with what was known at its start, even where state.json
-  was damaged meanwhile; and a number that has its line is never written again;
-- what an attempt wasted is known only when the next one has begun, from an older checkpoint than expected if the newest
-  was damaged. So `read` reckons it anew from all lines;
-- checkpoints are judged by names and sizes here; the trainer hashes them, and falls back where one is damaged.
+- an attempt that begins leaves attempt.json, which goes when its line is written. Whoever comes after one that was
+  killed (holding the run's lock) writes its line, even where state.json is damaged; no number is written twice;
+- what an attempt wasted depends on where the next one resumes, so `read` computes it from all lines;
+- failures that are not the run's own fault are retried within a budget per run and one per sweep, after a pause that
+  doubles; what would only happen again (bad input, an exception, a divergence) never is;
+- being told to stop is no failure: it counts against `max_requeues` alone.
 """
 
 from __future__ import annotations
@@ -15,22 +15,63 @@ import json
 import socket
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from ...train.config import RunConfig
 from ...train.errors import UserError
 from ...train.files import JsonLines, read_json, write_atomic
 from ...train.flops import flops_exact
+from ...train.job.failure import Cause
 from ...train.schedule import trunk_steps
-from .directory import RunDirectory, SweepDirectory, now_on, this_user
-from .retries import CAUSES, RETRIED, Decision, Policy, decide
+from .directory import RunDirectory, SweepDirectory, now_on
+
+if TYPE_CHECKING:
+    from ..config import ClusterConfig
 
 LINES = "attempts.jsonl"
 UNDER_WAY = "attempt.json"
-STATES = {
-    "done": "done", "preempted": "preempted", "time_limit": "preempted", "cancelled": "cancelled",
-    "diverged": "diverged",
-}  # fmt: skip  # that a cause ends a run in; any other is `failed`
+ON_NODE = (str(Cause.HUNG), str(Cause.NODE), "lost")  # the next attempt goes to another node
+# Against the budgets; trunk: a branch's trunk is not there yet.
+RETRIED = (str(Cause.KILLED), str(Cause.UNKNOWN), *ON_NODE, str(Cause.DISK), "trunk")
+INTERRUPTED = ("preempted", "time_limit")
+CAUSES = ("done", *INTERRUPTED, "cancelled", *RETRIED, *(str(cause) for cause in Cause if cause not in RETRIED))
+LONGEST_WAIT = 3600.0  # seconds between two attempts
+MARGIN_SECONDS = 10.0  # beyond three periods without a sign of life, for a file server that stalls
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How much is tried again, and when a run counts as dead; travels in the arguments of jobs."""
+
+    max_requeues: int = 20  # times that a run may be told to stop and go on
+    retries: int = 3  # per run, for what was not its own fault
+    sweep_retries: int = 100  # of all runs of a sweep together
+    backoff_seconds: float = 30.0  # before the first retry, doubled for each further one
+    heartbeat_seconds: float = 10.0  # between two signs of life
+    hang_seconds: float = 1800.0  # without a step, after which a run counts as hung
+
+    @classmethod
+    def of(cls, cluster: ClusterConfig) -> Policy:
+        return cls(
+            cluster.max_requeues, cluster.retries, cluster.sweep_retries, cluster.backoff_seconds,
+            cluster.heartbeat_seconds, 60 * cluster.hang_minutes,
+        )  # fmt: skip
+
+    @property
+    def silence_seconds(self) -> float:
+        """Without a sign of life, after which a run counts as dead."""
+        return 3 * self.heartbeat_seconds + MARGIN_SECONDS
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Whether a run is tried again, when and where."""
+
+    again: bool
+    wait_seconds: float  # from now on, before it may start
+    avoid: tuple[str, ...]  # nodes that it must not start on; the newest last
+    why: str  # in a few words, for a reason or a log
 
 
 @dataclass(frozen=True)
@@ -43,21 +84,26 @@ class Attempt:
     seconds: float
     host: str | None  # the node of its first rank, as SLURM names it
     job_id: str | None
-    cause: str  # one of retries.CAUSES
+    cause: str  # one of CAUSES
     reason: str | None  # in a sentence
-    first_step: int  # where it went on from
-    last_step: int  # that it is known to have taken
+    first_step: int  # where it resumed
+    last_step: int  # the last that it is known to have taken
     saved_step: int  # of the newest checkpoint that it left
     flops: float  # of its own steps, exact convention
     flops_wasted: float  # of those among them that had to be made again, or that led nowhere
     gpus: float = 0.0  # ranks times GPUs, times `share`
-    share: float = 1.0  # of its process or device: runs that are trained together have one between them
+    share: float = 1.0  # of its process or device, which runs trained together divide between them
+    at_fault: tuple[str, ...] = ()  # nodes, where its ranks were on several
     budget: int = 0  # times that somebody had asked for a retry before; counted by `read`
+
+
+NAMES = [item.name for item in fields(Attempt) if item.name != "budget"]
+NUMBERS = [item.name for item in fields(Attempt) if item.type in ("int", "float")]
 
 
 @dataclass(frozen=True)
 class Begun:
-    """What attempt.json holds: an attempt under way."""
+    """What attempt.json holds."""
 
     attempt: int
     began: float
@@ -66,22 +112,58 @@ class Begun:
     steps: int  # of the whole run
     begins: int  # step of the run's own first: 0, or where a branch leaves its trunk
     first_step: int
-    metrics_bytes: int  # of metrics.jsonl: what is beyond is this attempt's
+    metrics_bytes: int  # size of metrics.jsonl: what is beyond is this attempt's
     flops_per_step: float
     gpus: float
     share: float
     machine: str | None = None  # whose kernel keeps its lock
 
 
-def begin(run: RunDirectory, job: str | None, node: str | None = None, share: float = 1.0) -> Begun:
-    """Writes that an attempt begins; the caller holds the run, and has settled what was before.
+def decide(attempts: Sequence[Attempt], policy: Policy, spent: int, now: float) -> Decision:
+    """Whether a run is tried again after its attempts, oldest first, where the sweep has `spent` retries. Pure."""
+    if not attempts:
+        return Decision(True, 0.0, (), "it has not begun")
+    last = attempts[-1]
+    ours = [attempt for attempt in attempts if attempt.budget == last.budget]
+    nodes = [node for attempt in ours if attempt.cause in ON_NODE for node in attempt.at_fault or (attempt.host,)]
+    avoid = tuple(reversed(dict.fromkeys(node for node in reversed(nodes) if node is not None)))
 
-    Args:
-        run: its directory.
-        job: id of the job, as the state names it.
-        node: where; None: nobody knows, for it was to begin and could not.
-        share: of this process or device that the run gets.
-    """
+    def no(why: str) -> Decision:
+        return Decision(False, 0.0, avoid, why)
+
+    if last.cause in INTERRUPTED:
+        stops = sum(attempt.cause in INTERRUPTED for attempt in ours)
+        if stops > policy.max_requeues:
+            most = f"{policy.max_requeues} requeues, all that cluster.max_requeues allows"
+            return no(f"it had to stop again after {most}")
+        return Decision(True, 0.0, avoid, f"it was stopped, and goes on (requeue {stops} of {policy.max_requeues})")
+    if last.cause == "memory":
+        if sum(attempt.cause == "memory" for attempt in ours) > 1:
+            return no("its memory ran out with the smaller micro-batch too")
+        return Decision(True, 0.0, avoid, "its memory ran out, and it goes on with a smaller micro-batch")
+    if last.cause not in RETRIED:
+        return no(f"what ended it ({last.cause}) would only happen again" if last.cause != "done" else "it is done")
+    failures = sum(attempt.cause in RETRIED for attempt in ours)
+    if failures > policy.retries:
+        return no(f"it has had {policy.retries} retries, all that cluster.retries allows")
+    if spent >= policy.sweep_retries:
+        return no(f"the sweep has had {spent} retries, all that cluster.sweep_retries allows")
+    pause = min(LONGEST_WAIT, policy.backoff_seconds * 2.0 ** min(failures - 1, 64))
+    wait = min(pause, max(0.0, last.ended + pause - now))
+    return Decision(True, wait, avoid, f"retry {failures} of {policy.retries} after {last.cause}")
+
+
+def decision(run: RunDirectory, policy: Policy, now: float) -> Decision:
+    """`decide` for a run on disk."""
+    past = current(run)
+    said = decide(past, policy, 0, now)
+    if said.again and past and past[-1].cause in RETRIED:
+        said = decide(past, policy, retries_spent(SweepDirectory(run.path.parent.parent)), now)
+    return said
+
+
+def begin(run: RunDirectory, job: str | None, node: str | None = None, share: float = 1.0) -> Begun:
+    """Writes that an attempt begins; the caller holds the run. Without a node it was to begin and could not."""
     numbers = [attempt.attempt for attempt in read(run)]
     begun = _begun(run, max([run.state().attempt, *numbers]) + 1, now_on(run.path), node, job, share)
     (run.path / UNDER_WAY).write_text(json.dumps(asdict(begun)), encoding="utf-8")
@@ -89,7 +171,7 @@ def begin(run: RunDirectory, job: str | None, node: str | None = None, share: fl
 
 
 def under_way(run: RunDirectory) -> Begun | None:
-    """The attempt that has begun and has no line yet; None where there is none."""
+    """The attempt that has begun and has no line yet."""
     numbers = [attempt.attempt for attempt in read(run)]
     values, state = read_json(run.path / UNDER_WAY) or {}, run.state()
     try:
@@ -103,17 +185,10 @@ def under_way(run: RunDirectory) -> Begun | None:
     return None if begun.attempt in numbers else begun
 
 
-def note(run: RunDirectory, cause: str, reason: str | None, ended: float | None = None) -> Attempt | None:
-    """Writes the line of the attempt that now ends; the caller holds the run.
-
-    Args:
-        run: its directory.
-        cause: one of `retries.CAUSES`.
-        reason: in a sentence.
-        ended: when, by the file system's clock; None: now.
-
-    Returns:
-        What was written; None where no attempt is under way.
+def note(
+    run: RunDirectory, cause: str, reason: str | None, ended: float | None = None, at_fault: Sequence[str] = ()
+) -> Attempt | None:
+    """Writes the line of the attempt that ends now, or `ended`; None where none is under way. The caller holds the run.
 
     Raises:
         OSError: it could not be written; whoever settles the run next does.
@@ -130,45 +205,14 @@ def note(run: RunDirectory, cause: str, reason: str | None, ended: float | None 
         attempt=begun.attempt, began=begun.began, ended=ended, seconds=ended - begun.began, host=begun.host,
         job_id=begun.job_id, cause=cause, reason=reason, first_step=begun.first_step, last_step=last, saved_step=saved,
         flops=begun.flops_per_step * (last - begun.first_step), flops_wasted=0.0, gpus=begun.gpus, share=begun.share,
+        at_fault=tuple(at_fault),
     )  # fmt: skip
     attempt = with_waste([*read(run), attempt])[-1]
     values = asdict(attempt)
     del values["budget"]
-    _append(run, values)
+    append_line(run, values)
     (run.path / UNDER_WAY).unlink(missing_ok=True)
     return attempt
-
-
-def settle_killed(run: RunDirectory, cause: str, reason: str) -> bool:
-    """Writes how an attempt ended that could not say so itself; the caller holds the run.
-
-    Args:
-        run: its directory.
-        cause: one of `retries.CAUSES`, for an attempt of which nothing else is known.
-        reason: likewise, in a sentence.
-
-    Returns:
-        Whether the run was left in the middle of an attempt; its state is `failed` now.
-
-    Raises:
-        OSError: the disk is full.
-    """
-    state, begun = run.state(), under_way(run)
-    if begun is not None and state.attempt == begun.attempt and state.state not in ("running", "queued", "planned"):
-        # It has ended, and the disk was too full for its line.
-        note(run, "disk" if state.state == "failed" else state.state, state.reason, state.since)
-        return False
-    if begun is not None:
-        note(run, cause, reason, run.last_sign())
-    if state.state != "running" and (begun is None or state.attempt >= begun.attempt):
-        return False  # nobody is at it, or somebody has put it back in a queue already
-    last = next((each for each in reversed(read(run)) if each.attempt == state.attempt), None)
-    if begun is None and last is not None:  # killed between its line and its state
-        run.set_state(STATES.get(last.cause, "failed"), reason=last.reason)
-        return last.cause not in STATES
-    number = 0 if begun is None else begun.attempt
-    run.set_state("failed", attempt=max(state.attempt, number), reason=reason)
-    return True
 
 
 def amend(run: RunDirectory, cause: str, reason: str | None) -> None:
@@ -180,7 +224,7 @@ def amend(run: RunDirectory, cause: str, reason: str | None) -> None:
 
 
 def read(run: RunDirectory) -> list[Attempt]:
-    """The attempts that have ended, oldest first; lines that are torn or damaged are left out."""
+    """The attempts that have ended, oldest first, without torn or damaged lines."""
     found: dict[int, Attempt] = {}
     budget = 0
     for line in _lines(run):
@@ -192,31 +236,34 @@ def read(run: RunDirectory) -> list[Attempt]:
 
 
 def current(run: RunDirectory) -> list[Attempt]:
-    """Those since somebody last asked for a retry by hand: what `retries.decide` goes by."""
+    """Those since somebody last asked for a retry by hand, by which `decide` goes."""
     asked = sum(line.get("event") == "retry" for line in _lines(run))
     return [attempt for attempt in read(run) if attempt.budget == asked]
 
 
-def decision(run: RunDirectory, policy: Policy, now: float) -> Decision:
-    """What `retries.decide` says of a run; the retries of the whole sweep are counted only where they matter.
+def sign_age(run: RunDirectory, now: float | None = None) -> float | None:
+    """Seconds since the last sign of life, if any; `now` is `now_on` of the same file system."""
+    seen = run.last_sign()
+    return None if seen is None else max(0.0, (now_on(run.path) if now is None else now) - seen)
 
-    Args:
-        run: its directory.
-        policy: the sweep's.
-        now: the file system's clock.
-    """
-    past = current(run)
-    said = decide(past, policy, 0, now)
-    if said.again and past and past[-1].cause in RETRIED:
-        said = decide(past, policy, retries_spent(SweepDirectory(run.path.parent.parent)), now)
-    return said
+
+def is_stale(run: RunDirectory, policy: Policy) -> bool:
+    """Whether a run that says `running` has given no sign of life for too long."""
+    seconds = sign_age(run)
+    return seconds is None or seconds > policy.silence_seconds
+
+
+def is_elsewhere(run: RunDirectory, policy: Policy) -> bool:
+    """Whether a run gives signs of life on another machine, whose locks may not reach here."""
+    begun = under_way(run)
+    return begun is not None and begun.machine != socket.gethostname() and not is_stale(run, policy)
 
 
 def with_waste(attempts: Sequence[Attempt]) -> list[Attempt]:
     """The same attempts with `flops_wasted` as it follows from all of them. Pure.
 
-    Steps that a later attempt began before were made again. Of the last one, those after its newest checkpoint will be;
-    and a run that ends diverged has led nowhere with all that was not wasted before.
+    Wasted are the steps that a later attempt made again, those of the last one after its newest checkpoint, and all
+    steps of a run that diverged.
     """
     if not attempts:
         return []
@@ -233,43 +280,31 @@ def with_waste(attempts: Sequence[Attempt]) -> list[Attempt]:
     return [replace(attempt, flops_wasted=flops) for attempt, flops in zip(attempts, wasted, strict=True)]
 
 
-def retry_by_hand(run: RunDirectory, by: str | None = None) -> None:
-    """Gives a run that is not done a new budget, and forgets what failed or cancelled it; its state is `planned`.
-
-    Args:
-        run: its directory.
-        by: who asks; None: the user of this process.
-
-    Raises:
-        Busy: somebody is training it.
-    """
-    with run.lock(timeout=0.0):
-        if run.is_done():
-            return
-        settle_killed(run, "killed", "its worker was killed")
-        _append(run, {"event": "retry", "by": by or this_user(), "at": now_on(run.path)})
-        run.forget_failure()
-        run.forget_cancel()
-        run.set_state("planned", host=None, job_id=None)
-
-
 def retries_spent(sweep: SweepDirectory) -> int:
-    """Retries that all runs together have had, each since somebody last asked for one by hand."""
+    """Retries of all runs since somebody last asked for one by hand."""
     histories = (current(RunDirectory(path.parent)) for path in sweep.path.glob(f"runs/*/{LINES}"))
     return sum(attempt.cause in RETRIED for history in histories for attempt in history[:-1])
 
 
 def newest_checkpoint(run: RunDirectory) -> int | None:
-    """Step of the newest checkpoint whose files have the sizes that its manifest says; None where there is none."""
-    names = (path.name.removeprefix("step_") for path in (run.path / "checkpoints").glob("step_*"))
-    for step in sorted((int(name) for name in names if name.isdigit()), reverse=True):
-        folder = run.path / "checkpoints" / f"step_{step}"
-        manifest = read_json(folder / "manifest.json")
+    """Step of the newest checkpoint whose files have their manifest's sizes; the trainer checks their hashes."""
+    for step in reversed(run.saved_steps()):
+        if visible_damage(run.path / "checkpoints" / f"step_{step}") is None:
+            return step
+    return None
+
+
+def visible_damage(checkpoint: Path) -> str | None:
+    """What is wrong with a checkpoint, by the names and sizes of its files."""
+    manifest = read_json(checkpoint / "manifest.json")
+    if not manifest:
+        return "its manifest.json is missing or unreadable"
+    for name, entry in manifest.items():
         try:
-            if manifest and all((folder / name).stat().st_size == entry["bytes"] for name, entry in manifest.items()):
-                return step
+            if (checkpoint / name).stat().st_size != entry["bytes"]:
+                return f"{name} has another size than its manifest says"
         except (OSError, KeyError, TypeError):
-            continue
+            return f"{name} is missing"
     return None
 
 
@@ -298,7 +333,6 @@ def _config(run: RunDirectory) -> RunConfig | None:
 
 
 def _gpus(config: RunConfig) -> int:
-    """GPUs of a run that begins in this process."""
     if config.parallel.device == "cpu":
         return 0
     import torch
@@ -307,7 +341,7 @@ def _gpus(config: RunConfig) -> int:
 
 
 def _last_step(run: RunDirectory, begun: Begun, cause: str) -> int:
-    """The newest step that an attempt has written down; what other attempts wrote does not count."""
+    """The newest step that this attempt has written down."""
     if cause == "done":
         return begun.steps
     try:
@@ -318,7 +352,6 @@ def _last_step(run: RunDirectory, begun: Begun, cause: str) -> int:
 
 
 def _lines(run: RunDirectory) -> list[dict[str, Any]]:
-    """The whole lines of attempts.jsonl."""
     try:
         content = (run.path / LINES).read_bytes()
     except OSError:
@@ -335,17 +368,18 @@ def _lines(run: RunDirectory) -> list[dict[str, Any]]:
 
 
 def _attempt(line: dict[str, Any], budget: int) -> Attempt | None:
-    """A line as an attempt; None where it is none."""
-    names = [item.name for item in fields(Attempt) if item.name != "budget"]
+    cause = line.get("cause") or str(Cause.UNKNOWN)
+    values = {name: line[name] for name in NAMES if name in line}
     try:
-        attempt = Attempt(**{name: line[name] for name in names}, budget=budget)
-    except KeyError:
+        attempt = Attempt(**{**values, "cause": cause, "at_fault": tuple(line.get("at_fault") or ())}, budget=budget)
+    except TypeError:
         return None
-    numbers = [getattr(attempt, item.name) for item in fields(Attempt) if item.type in ("int", "float")]
-    return attempt if attempt.cause in CAUSES and all(isinstance(number, int | float) for number in numbers) else None
+    whole = all(isinstance(getattr(attempt, name), int | float) for name in NUMBERS)
+    return attempt if cause in CAUSES and whole else None
 
 
-def _append(run: RunDirectory, line: dict[str, Any]) -> None:
+def append_line(run: RunDirectory, line: dict[str, Any]) -> None:
+    """Adds a line to attempts.jsonl; the caller holds the run."""
     file = JsonLines(run.path / LINES)
     try:
         file.write(line)

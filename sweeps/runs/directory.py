@@ -1,39 +1,39 @@
-"""Run directories: identity, frozen config, state and lock. The only writer of state.json.
+"""Run and sweep directories: identity, frozen config, locks, and the files by which processes tell each other things.
 
-State is what our own files say, never what a scheduler says. A lock is an advisory file lock, which the kernel drops
-when its holder dies, so a kill -9 leaves nothing to clean. Of several ranks the first alone writes the state; another
-one notes in failure.json what it died of.
+A lock is an advisory file lock, which the kernel drops when its holder dies, so a kill -9 leaves nothing to clean up.
+State is what our own files say, never what a scheduler says; `states.py` makes its transitions.
 """
 
 from __future__ import annotations
 
 import getpass
 import json
+import math
 import os
 import socket
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
-from filelock import FileLock, Timeout
 
 from ...train.config import RunConfig, from_dict, run_id, to_dict
 from ...train.errors import UserError
-from ...train.files import FAILURE, HALVED, create_json, read_json, write_atomic, write_json
+from ...train.files import HALVED, read_json, write_atomic, write_json
+from ...train.job.failure import Failure, forget_failure, read_failure
 
 ENDS = ("done", "failed", "diverged", "preempted", "cancelled")
 OPEN = ("running", "preempted", "queued", "planned")  # states that a run leaves by itself
+STATES = ("planned", "queued", "running", *ENDS)
 CANCEL = "cancel.json"
 HEARTBEAT = "heartbeat"
 # A thousand runs are planned in a second, and 4 ms a config in Python would be as much again to read them.
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
-STATES = ("planned", "queued", "running", "done", "failed", "diverged", "preempted", "cancelled")
 
 
 class Busy(Exception):
@@ -64,18 +64,14 @@ class RunDirectory:
         self.run_id = path.name
 
     def freeze(self, config: RunConfig) -> None:
-        """Writes config.yaml, all that a job will read; a run that has one keeps it, the science being the same."""
+        """Writes config.yaml, all that a job reads; a run that has one keeps it."""
         if run_id(config) != self.run_id:
             raise ValueError(f"run {run_id(config)} does not belong in {self.path}")
         if not (self.path / "config.yaml").exists():
             write_atomic(self.path / "config.yaml", _dump(to_dict(config)))
 
     def refreeze(self, config: RunConfig, timeout: float = 60.0) -> None:
-        """Writes config.yaml anew where it says something else of where or how: other ranks, another device.
-
-        Raises:
-            UserError: it says something else, and somebody has run it for the whole of `timeout` seconds.
-        """
+        """Writes config.yaml anew where ranks, device or the like differ; UserError where somebody trains the run."""
         if self.config() == config:
             return
         try:
@@ -87,11 +83,7 @@ class RunDirectory:
             ) from error
 
     def config(self) -> RunConfig:
-        """The frozen config.
-
-        Raises:
-            UserError: config.yaml is missing, unreadable, or no longer the run that the directory is named after.
-        """
+        """The frozen config; UserError where it is missing, unreadable, or that of another run."""
         path = self.path / "config.yaml"
         try:
             values = read_yaml(path)
@@ -108,11 +100,7 @@ class RunDirectory:
         return config
 
     def state(self) -> State:
-        """The run's state.
-
-        A state.json that is missing or damaged says nothing. Then a run with a summary, which is written last of all,
-        is `done`; any other is `planned`, for its checkpoints are found by whoever starts it.
-        """
+        """The run's state. Without a readable state.json a run with a summary is `done`, any other `planned`."""
         values = read_json(self.path / "state.json") or {}
         known = {key: values[key] for key in State.__dataclass_fields__ if key in values}
         state = State(**known)
@@ -122,20 +110,18 @@ class RunDirectory:
         return State() if self.summary() is None else State("done")
 
     def set_state(self, state: str, **changes: Any) -> State:
-        """Replaces state.json atomically; fields that are not named keep their value, the reason does not.
-
-        How a run ended is on the disk on return. That it waits or runs is not, for a power cut loses nothing with it.
-        """
+        """Replaces state.json atomically; fields that are not named keep their value, except the reason."""
         if state not in STATES:
             raise ValueError(f"{state!r} is not a state")
         if state in ("planned", "queued"):
             self.forget_failure()
         values = {**asdict(self.state()), "reason": None, "since": now_on(self.path), **changes, "state": state}
+        # A power cut must not lose how a run ended; that it waits or runs is no loss.
         write_json(self.path / "state.json", values, flush=state in ENDS)
         return State(**values)
 
     def is_done(self) -> bool:
-        """Our own marker: state `done` and a summary that can be read."""
+        """State `done` and a summary that can be read."""
         return self.state().state == "done" and self.summary() is not None
 
     def summary(self) -> dict[str, Any] | None:
@@ -143,66 +129,45 @@ class RunDirectory:
 
     @contextmanager
     def lock(self, timeout: float = 60.0) -> Iterator[None]:
-        """Holds the run: one writer at a time.
-
-        Raises:
-            Busy: somebody else has held it for the whole of `timeout` seconds.
-        """
+        """Holds the run: one writer at a time. Raises Busy after `timeout` seconds."""
         with _lock(self.path / ".lock", timeout, f"run {self.run_id}"):
             yield
 
     def reserve(self) -> None:
-        """Sets some disk aside, so that a disk filled by the run still has room to say that it is full."""
+        """Sets disk space aside, to be able to say that the disk is full."""
         (self.path / ".reserve").write_bytes(b"\0" * 16384)
 
     def release(self) -> None:
-        """Gives back what `reserve` set aside."""
         (self.path / ".reserve").unlink(missing_ok=True)
 
     def log(self, message: str, rank: int = 0) -> None:
-        """Appends a line to log.txt, or to log-rank<r>.txt for any rank but the first, with the time."""
+        """Appends a line to log.txt, or to log-rank<r>.txt."""
         name = f"log-rank{rank}.txt" if rank else "log.txt"
         with (self.path / name).open("a", encoding="utf-8") as file:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {message}\n")
 
-    def note_failure(self, reason: str, cause: str | None = None) -> None:
-        """Leaves word of what ended an attempt, for whoever sets the state: any rank may, and the first word stays.
-
-        `train` does the same with more that it knows, see `train/job/failure.py`.
-        """
-        create_json(self.path / FAILURE, {"reason": reason, "cause": cause})
-
-    def failure(self) -> str | None:
-        """What a rank noted of the newest attempt."""
-        reason = (read_json(self.path / FAILURE) or {}).get("reason")
-        return None if reason is None else str(reason)
-
-    def failure_cause(self) -> str | None:
-        """The cause that went with it, one of `retries.CAUSES`, where it was known."""
-        cause = (read_json(self.path / FAILURE) or {}).get("cause")
-        return None if cause is None else str(cause)
+    def failure(self) -> Failure | None:
+        """What a process noted of the end of its attempt."""
+        return read_failure(self.path)
 
     def forget_failure(self) -> None:
-        """For a new attempt."""
-        (self.path / FAILURE).unlink(missing_ok=True)
+        forget_failure(self.path)
 
     def ask_cancel(self, by: str) -> None:
-        """Asks whoever trains the run, on whatever node, to save and end it; and everybody else not to start it."""
+        """Asks whoever trains the run, on whatever node, to save and stop."""
         write_json(self.path / CANCEL, {"by": by, "at": now_on(self.path)})
 
     def cancel_asked(self) -> str | None:
-        """Who has asked to cancel the run; None where nobody has."""
-        asked = read_json(self.path / CANCEL)
-        if asked is None:
-            return "somebody" if (self.path / CANCEL).exists() else None
-        return str(asked.get("by", "somebody"))
+        """Who has asked to cancel the run."""
+        if not (self.path / CANCEL).exists():
+            return None
+        return str((read_json(self.path / CANCEL) or {}).get("by", "somebody"))
 
     def forget_cancel(self) -> None:
-        """The run may be trained again."""
         (self.path / CANCEL).unlink(missing_ok=True)
 
     def give_sign(self) -> None:
-        """A sign of life of the process that trains the run, by the clock of the run's file system."""
+        """A sign of life, by the file system's clock."""
         path = self.path / HEARTBEAT
         try:
             os.utime(path)  # without a time: on NFS the server's own
@@ -210,7 +175,7 @@ class RunDirectory:
             path.touch()
 
     def last_sign(self) -> float | None:
-        """When the last sign of life was given, by the same clock; None where nobody has the run."""
+        """When the last sign of life was given."""
         try:
             with (self.path / HEARTBEAT).open("rb") as file:  # NFS asks its server again only where a file is opened
                 return os.fstat(file.fileno()).st_mtime
@@ -218,15 +183,20 @@ class RunDirectory:
             return None
 
     def forget_signs(self) -> None:
-        """Nobody has the run any longer."""
         (self.path / HEARTBEAT).unlink(missing_ok=True)
 
     def is_halved(self) -> bool:
         """Whether memory ran out once, and the micro-batch is halved from then on."""
         return (self.path / HALVED).exists()
 
+    def saved_steps(self) -> list[int]:
+        """Steps of published checkpoints; their files are not looked into."""
+        manifests = (self.path / "checkpoints").glob("step_*/manifest.json")
+        names = (path.parent.name.removeprefix("step_") for path in manifests)
+        return sorted(int(name) for name in names if name.isdigit())
+
     def last_metrics(self) -> dict[str, Any]:
-        """The newest whole line of metrics.jsonl, read from the end of the file."""
+        """The newest whole line of metrics.jsonl."""
         try:
             with (self.path / "metrics.jsonl").open("rb") as file:
                 file.seek(0, os.SEEK_END)
@@ -251,11 +221,7 @@ class SweepDirectory:
 
     @classmethod
     def open(cls, path: Path | str) -> SweepDirectory:
-        """An existing sweep.
-
-        Raises:
-            UserError: the folder is not a sweep.
-        """
+        """An existing sweep; UserError where the folder is none."""
         directory = cls(Path(path))
         if not (directory.path / "plan.json").is_file():
             raise UserError(f"{path} is not a sweep directory (it has no plan.json); give a folder that sweep.py wrote")
@@ -265,11 +231,7 @@ class SweepDirectory:
         return RunDirectory(self.path / "runs" / run_id)
 
     def plan(self) -> dict[str, Any]:
-        """plan.json.
-
-        Raises:
-            UserError: it cannot be read.
-        """
+        """plan.json; UserError where it cannot be read."""
         plan = read_json(self.path / "plan.json")
         if plan is None or not isinstance(plan.get("runs"), list):
             raise UserError(f"{self.path / 'plan.json'} cannot be read; run sweep.py again to write it anew")
@@ -280,7 +242,7 @@ class SweepDirectory:
         return [self.run(run["run_id"]) for run in self.plan()["runs"]]
 
     def settings(self) -> dict[str, Any]:
-        """sweep.yaml: the resolved config that made the current plan, and where it came from."""
+        """sweep.yaml: the resolved config, and where it came from."""
         path = self.path / "sweep.yaml"
         try:
             return dict(read_yaml(path))
@@ -289,15 +251,7 @@ class SweepDirectory:
 
     @contextmanager
     def lock(self, timeout: float = 0.0) -> Iterator[None]:
-        """Holds the sweep while runs are planned and launched.
-
-        Args:
-            timeout: seconds to wait for somebody else who holds it.
-
-        Raises:
-            AtWork: another process is at work in this folder.
-            UserError: the folder cannot be written.
-        """
+        """Holds the sweep while runs are planned and launched; AtWork after `timeout` seconds."""
         with ExitStack() as stack:
             try:
                 self.path.mkdir(parents=True, exist_ok=True)
@@ -318,6 +272,8 @@ class SweepDirectory:
         owner = read_json(self.path / ".lock.owner") or {}
         if owner.get("token") != token:
             return False
+        from filelock import FileLock, Timeout  # which takes longer than all of `status` on a small sweep
+
         lock = FileLock(self.path / ".lock")
         try:
             lock.acquire(timeout=0)
@@ -328,9 +284,9 @@ class SweepDirectory:
 
 
 def now_on(folder: Path) -> float:
-    """Seconds since the epoch by the clock of a folder's file system, which is the same for all nodes that share it.
+    """Seconds since the epoch by the clock of a folder's file system, the same for all nodes that share it.
 
-    It is when a file was changed that is touched there just now. Who may write nothing there gets this machine's clock.
+    Without write access: by this machine's clock.
     """
     try:
         handle, name = tempfile.mkstemp(prefix=".now-", dir=folder)
@@ -345,12 +301,37 @@ def now_on(folder: Path) -> float:
 
 
 def this_node() -> str:
-    """The node of this process, as SLURM names it where this is a job of SLURM's."""
+    """The node of this process, by SLURM's name inside a job."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
+def inside_job() -> bool:
+    """Whether this process was submitted to SLURM."""
+    return os.environ.get("SUBMITIT_EXECUTOR") == "slurm"
+
+
+def job_id() -> str:
+    """The id of this job, `array_task` for a task of an array; the process id outside SLURM."""
+    if not inside_job():
+        return str(os.getpid())
+    array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
+    return f"{array}_{task}" if array else os.environ["SLURM_JOB_ID"]
+
+
+def job_seconds(environment: Mapping[str, str]) -> float:
+    """The time limit of a SLURM job, as far as it says so: inf before 23.02, and without a limit."""
+    try:
+        begins, ends = (int(environment[f"SLURM_JOB_{name}_TIME"]) for name in ("START", "END"))
+    except (KeyError, ValueError):
+        return math.inf
+    return ends - begins
+
+
+def job_restarts() -> int:
+    return int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+
+
 def this_user() -> str:
-    """Who runs this process, and where."""
     try:
         name = getpass.getuser()
     except (KeyError, OSError):  # a container may have no name for a user
@@ -359,7 +340,6 @@ def this_user() -> str:
 
 
 def read_yaml(path: Path) -> Any:
-    """What a YAML file of a sweep holds; the errors are those of reading and of YAML."""
     return yaml.load(path.read_text(encoding="utf-8"), _LOADER)
 
 
@@ -373,7 +353,6 @@ def yaml_or_empty(path: Path) -> dict[str, Any]:
 
 
 def lock_token(path: Path) -> str:
-    """The token that the current holder of a sweep's lock wrote."""
     return str((read_json(path / ".lock.owner") or {}).get("token"))
 
 
@@ -383,6 +362,8 @@ def _dump(config: dict[str, Any]) -> str:
 
 @contextmanager
 def _lock(path: Path, timeout: float, what: str) -> Iterator[None]:
+    from filelock import FileLock, Timeout
+
     path.parent.mkdir(parents=True, exist_ok=True)
     owner_file = path.with_name(path.name + ".owner")
     lock = FileLock(path)

@@ -1,4 +1,4 @@
-"""Which runs a sweep has: those of its plan and, as a sweep grows, those that `added.json` names."""
+"""Which runs a sweep has: those of its plan and those that `added.json` names."""
 
 from __future__ import annotations
 
@@ -7,24 +7,19 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from filelock import FileLock, Timeout
-
 from ...train.config import RunConfig, run_id
 from ...train.errors import UserError
 from ...train.files import read_json, write_json
-from . import attempts
+from . import attempts, states
+from .attempts import Policy
 from .directory import OPEN, AtWork, RunDirectory, SweepDirectory, now_on
-from .retries import Policy
 
 ADDED = "added.json"
 STOPPED = "cancel.json"
 
 
 def add_runs(sweep: SweepDirectory, runs: Iterable[RunConfig], why: str, replaces: str | None = None) -> list[str]:
-    """Makes complete runs part of a sweep, from its next plan on; returns the ids of those that it did not have.
-
-    `replaces` is the run in whose place they are tried.
-    """
+    """Makes runs part of a sweep, from its next plan on, in the place of `replaces`; returns the ids of new ones."""
     known = {run["run_id"] for run in sweep.plan()["runs"]}
     with _adding(sweep):
         added = _added(sweep)
@@ -33,7 +28,7 @@ def add_runs(sweep: SweepDirectory, runs: Iterable[RunConfig], why: str, replace
             directory = sweep.run(run_id(run))
             directory.freeze(run)
             if not (directory.path / "state.json").exists():
-                directory.set_state("planned")
+                states.plan(directory)
             added[run_id(run)] = {"why": why, "replaces": replaces, "when": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
         if fresh:
             write_json(sweep.path / ADDED, added)
@@ -42,6 +37,8 @@ def add_runs(sweep: SweepDirectory, runs: Iterable[RunConfig], why: str, replace
 
 @contextlib.contextmanager
 def _adding(sweep: SweepDirectory) -> Iterator[None]:
+    from filelock import FileLock, Timeout  # slow to import, and status needs no lock
+
     try:
         with FileLock(sweep.path / f".{ADDED}.lock", timeout=60):
             yield
@@ -55,14 +52,30 @@ def added_runs(sweep: SweepDirectory) -> list[RunConfig]:
 
 
 def members(sweep: SweepDirectory) -> list[RunDirectory]:
-    """Every run of a sweep: those of its plan, and those that were added since it was made."""
+    """Every run of a sweep: of its plan, then those added since."""
     planned = sweep.runs()
     known = {run.run_id for run in planned}
     return planned + [sweep.run(name) for name in _added(sweep) if name not in known]
 
 
+def find_runs(sweep: SweepDirectory, prefixes: Iterable[str]) -> list[RunDirectory]:
+    """The runs that begin with these digits, each once; UserError where one begins none or several."""
+    runs, found = members(sweep), dict[str, RunDirectory]()
+    for prefix in prefixes:
+        matching = [run for run in runs if run.run_id.startswith(prefix)]
+        exact = [run for run in matching if run.run_id == prefix]
+        if len(exact or matching) != 1:
+            ids = ", ".join(run.run_id for run in matching[:8]) + (", …" if len(matching) > 8 else "")
+            raise UserError(
+                f"run is {prefix!r}, which must begin exactly one run id of {sweep.path}; it begins {ids or 'none'}"
+            )
+        run = (exact or matching)[0]
+        found[run.run_id] = run
+    return list(found.values())
+
+
 def replacements(sweep: SweepDirectory) -> dict[str, str]:
-    """Which run replaces which: the run id of what diverged, by the run id of what was tried in its place."""
+    """Run ids of what diverged, by the run id of what was tried in its place."""
     return {name: entry["replaces"] for name, entry in _added(sweep).items() if entry.get("replaces")}
 
 
@@ -72,7 +85,7 @@ def stop_growth(sweep: SweepDirectory, by: str) -> None:
 
 
 def allow_growth(sweep: SweepDirectory) -> None:
-    """Undoes `stop_growth`, for somebody has started the sweep again."""
+    """Undoes `stop_growth`."""
     (sweep.path / STOPPED).unlink(missing_ok=True)
 
 

@@ -1,11 +1,8 @@
 """What a SLURM cluster allows and has, asked before anything is submitted to it.
 
-Special here:
-- nothing here must be there: a command that is missing, refuses or is slow (TIMEOUT) leaves its question open, and what
-  it would have said is then said by sbatch;
-- whether a node can host a run is computed from `sinfo`, which names what is short; `sbatch --test-only` is asked about
-  what only SLURM knows (accounts, QOS, features), for it calls a shape that never fits and one whose nodes are all down
-  by the same words.
+A command that is missing, refuses or is slow leaves its question open; sbatch then says what it would have said.
+Whether a node can host a run is computed from `sinfo`, which names what is short; `sbatch --test-only` is asked about
+what only SLURM knows (accounts, QOS, features).
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ from ...train.errors import UserError
 from ..config import ClusterConfig
 from ..plan.sweep_plan import JobShape, PlannedRun
 from . import commands as slurm
-from .submission import raw_keys
+from .submit import raw_keys
 
 TIMEOUT = 10.0  # seconds that a question may take
 DEFAULT_MAX_ARRAY = 1001  # SLURM's own
@@ -32,8 +29,6 @@ PASSING = re.compile(r"node configuration is not available|joblimit|job submit l
 
 @dataclass(frozen=True)
 class Limits:
-    """What the cluster allows one user."""
-
     max_array: int  # tasks of one array
     max_submit: int | None  # jobs in the queue at once, every array task being one; None: no limit, or nobody to ask
 
@@ -56,7 +51,6 @@ class Node:
 
 
 def limits(cluster: ClusterConfig) -> Limits:
-    """The limits that submissions must keep to; `cluster.max_submit` counts where it is the smaller."""
     shown = slurm.ask("scontrol", "show", "config", timeout=TIMEOUT).stdout
     config = dict(re.findall(r"^(\w+)\s*= (.*?)\s*$", shown, re.MULTILINE))
     largest = int(config.get("MaxArraySize") or DEFAULT_MAX_ARRAY)
@@ -69,7 +63,7 @@ def limits(cluster: ClusterConfig) -> Limits:
 
 
 def _submit_limits(cluster: ClusterConfig, name: str) -> Iterator[int]:
-    """Every limit that accounting sets to the jobs in the queue: of the user, the account, the QOS."""
+    """Every limit to the jobs in the queue: of the user, the account, the QOS."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # a user without a name, as in some containers
@@ -89,12 +83,7 @@ def _submit_limits(cluster: ClusterConfig, name: str) -> Iterator[int]:
 
 
 def check(cluster: ClusterConfig, runs: Sequence[PlannedRun]) -> None:
-    """Whether the cluster can and will take these runs; says nothing where SLURM does not answer.
-
-    Raises:
-        UserError: a raw key belongs to another setting, there is no such partition, it allows less time, none of its
-            nodes can host a run, or SLURM refuses the account, the QOS or another setting, in its own words.
-    """
+    """UserError where the cluster cannot or will not take these runs, if SLURM says so."""
     raw_keys(cluster)
     by_shape = {run.shape: run for run in reversed(runs)}  # the first of each shape
     if nodes := _nodes():
@@ -113,7 +102,7 @@ def check(cluster: ClusterConfig, runs: Sequence[PlannedRun]) -> None:
 
 
 def _of_partition(nodes: Sequence[Node], partition: str | None, setting: str = "cluster.partition") -> list[Node]:
-    """Nodes of a partition, of several with commas between them, or of the default one."""
+    """Nodes of one partition, of several, or of the default one."""
     there = ", ".join(sorted({node.partition for node in nodes}))
     if partition is None:
         if found := [node for node in nodes if node.is_default]:
@@ -145,11 +134,7 @@ def _check_keepers(cluster: ClusterConfig, there: Sequence[Node]) -> None:
 
 
 def check_fits(run: PlannedRun, nodes: Sequence[Node]) -> None:
-    """Whether nodes of a partition, one kind or another, can host a run.
-
-    Raises:
-        UserError: too few can; it says what the run needs on each node, and what the nodes have.
-    """
+    """UserError where too few nodes can host a run."""
     shape = run.shape
     ranks = shape.ranks_per_node
     gpus, cpus, memory = ranks * shape.gpus, ranks * shape.cpus, ranks * shape.memory_gb
@@ -169,10 +154,7 @@ def check_fits(run: PlannedRun, nodes: Sequence[Node]) -> None:
 
 
 def expected_starts(cluster: ClusterConfig, shapes: Sequence[JobShape]) -> dict[JobShape, str]:
-    """When SLURM expects that a job of each shape would start, submitted now: a local time as SLURM writes it.
-
-    A shape is left out of which SLURM does not say so.
-    """
+    """When SLURM expects that a job of each shape would start, where it says so."""
     found = {}
     for shape in dict.fromkeys(shapes):
         answer = _test(cluster, shape)
@@ -182,7 +164,7 @@ def expected_starts(cluster: ClusterConfig, shapes: Sequence[JobShape]) -> dict[
 
 
 def _refusal(answer: subprocess.CompletedProcess[str]) -> str | None:
-    """SLURM's words where `sbatch --test-only` has refused; None where it has not, or nobody has answered."""
+    """SLURM's words where `sbatch --test-only` has refused."""
     if answer.returncode == 0 or slurm.is_away(answer):
         return None
     said = "; ".join(re.findall(r"^(?:sbatch: error|allocation failure): (.+)$", answer.stderr, re.MULTILINE))
@@ -190,7 +172,6 @@ def _refusal(answer: subprocess.CompletedProcess[str]) -> str | None:
 
 
 def _test(cluster: ClusterConfig, shape: JobShape) -> subprocess.CompletedProcess[str]:
-    """`sbatch --test-only` of one job of a shape, as `launch` would submit it."""
     flags: dict[str, Any] = {
         "partition": cluster.partition, "account": cluster.account, "qos": cluster.qos,
         "constraint": cluster.constraint, "exclude": cluster.exclude, "time": shape.time_minutes,
@@ -210,7 +191,6 @@ def _test(cluster: ClusterConfig, shape: JobShape) -> subprocess.CompletedProces
 
 
 def _nodes() -> list[Node]:
-    """Kinds of nodes by partition; none where sinfo does not answer."""
     found = []
     # %P marks the default with an asterisk; without -e, nodes that differ would be one line with the smallest values.
     for row in _rows("sinfo", "-h", "-e", "-o", "%P|%D|%c|%m|%G|%l"):
@@ -231,7 +211,6 @@ def _rows(*command: str) -> list[list[str]]:
 
 
 def _amounts(gpus: int, cpus: int, memory_gb: float) -> str:
-    """Resources of a node in words."""
     parts = [f"{cpus} CPU" + "s" * (cpus != 1), f"{memory_gb:.4g} GB"]
     if gpus:
         parts.insert(0, f"{gpus} GPU" + "s" * (gpus != 1))

@@ -1,12 +1,11 @@
-"""SLURM's own commands, called and read: what is in the queue, what became of a job, and back into the queue with it.
+"""SLURM's own commands, called and read: what is in the queue, what became of a job, and requeueing it.
 
 Special here:
-- a job that is being cancelled and one that is being put back in the queue both read COMPLETING; the count of restarts
-  tells them apart, so that a cancelled job is never brought back;
-- an array task is always named `array_task`: the last task's plain id is the id of its whole array, and requeueing that
-  would restart every task;
+- a job that is being cancelled and one that is being requeued both read COMPLETING; the count of restarts tells them
+  apart, so that a cancelled job is never brought back;
+- an array task is always named `array_task`: the last task's plain id is that of its whole array;
 - a controller that restarts is away for seconds to minutes. What must not be missed is asked again for `patience`
-  seconds; any command may also be missing, which is an answer that says nothing.
+  seconds; a missing command is an answer that says nothing.
 """
 
 from __future__ import annotations
@@ -32,71 +31,28 @@ AWAY = re.compile(
 STRANDED = re.compile(r"requeued.held", re.IGNORECASE)  # of the reasons that squeue shows
 
 
-def inside_job() -> bool:
-    """Whether this process is a job that was submitted to SLURM, and not a local one inside somebody's allocation."""
-    return os.environ.get("SUBMITIT_EXECUTOR") == "slurm"
-
-
-def job_id() -> str:
-    """The id of this job, `array_task` for a task of an array; the process id where this is no SLURM job."""
-    if not inside_job():
-        return str(os.getpid())
-    array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
-    return f"{array}_{task}" if array else os.environ["SLURM_JOB_ID"]
-
-
-def restarts() -> int:
-    """How often this job has been put back in the queue before."""
-    return int(os.environ.get("SLURM_RESTART_COUNT") or 0)
-
-
 def live_jobs(patience: float = PATIENCE, own: bool = False) -> set[str]:
-    """Ids of everybody's jobs that wait or run, `array_task` for tasks of arrays: a sweep may be of several users.
-
-    Args:
-        patience: seconds for which a controller that is away is asked again.
-        own: this user's alone, which count against limits.
-
-    Raises:
-        UserError: SLURM does not answer.
-    """
+    """Ids of everybody's jobs that wait or run, for a sweep may be of several users; `own`: this user's alone."""
     return set(_queue("%i", patience, own).split())
 
 
 def stranded(patience: float = PATIENCE) -> set[str]:
-    """Ids of this user's jobs that SLURM itself has put on hold, for they could not be launched: they wait for ever.
-
-    That happens to a job whose node thinks that it still runs there, and where its log cannot be opened.
-
-    Raises:
-        UserError: SLURM does not answer.
-    """
+    """Ids of this user's jobs that SLURM has put on hold because it could not launch them."""
     return {job for job, reason in _reasons(patience).items() if STRANDED.search(reason)}
 
 
 def held_jobs(patience: float = PATIENCE) -> set[str]:
-    """Ids of this user's jobs that are on hold as if by the user.
-
-    Raises:
-        UserError: SLURM does not answer.
-    """
+    """Ids of this user's jobs that are on hold as if by the user."""
     return {job for job, reason in _reasons(patience).items() if reason == "JobHeldUser"}
 
 
 def _reasons(patience: float) -> dict[str, str]:
-    """Why jobs wait, by id."""
     lines = (line.partition("|") for line in _queue("%i|%r", patience).splitlines())
     return {job: reason for job, _, reason in lines}
 
 
 def release(jobs: Iterable[str]) -> str | None:
-    """Lets jobs start that are on hold; returns SLURM's words where some stay there.
-
-    Those that are gone, or have started, are no error, whatever SLURM says of them.
-
-    Args:
-        jobs: ids, of an array for all of its tasks.
-    """
+    """Releases jobs that are on hold; returns SLURM's words where some stay there. Those that are gone are no error."""
     if not (names := sorted(jobs)):
         return None
     answer = ask("scontrol", "release", ",".join(names), patience=PATIENCE)
@@ -121,14 +77,7 @@ def _queue(what: str, patience: float, own: bool = True) -> str:
 
 
 def fate(job: str, restarts_before: int) -> str:
-    """What SLURM does with a job that still runs: `running`, `requeued`, `cancelled`, or `timeout` (over its limit).
-
-    A controller that does not answer does nothing with it yet: `running`.
-
-    Args:
-        job: the id, `array_task` for a task of an array.
-        restarts_before: how often the job had been requeued when it started.
-    """
+    """What SLURM does with a job that still runs: `running`, `requeued`, `cancelled`, or `timeout`."""
     shown = ask("scontrol", "-o", "show", "job", job, patience=PATIENCE).stdout
     fields = dict(re.findall(r"\b(JobState|Restarts|RunTime|TimeLimit)=(\S+)", shown))
     if int(fields.get("Restarts", 0)) > restarts_before:
@@ -141,7 +90,7 @@ def fate(job: str, restarts_before: int) -> str:
 
 
 def requeue(job: str, restarts_before: int) -> str | None:
-    """Puts this job back in the queue; returns SLURM's words where it refuses, or is away for long."""
+    """Puts this job back in the queue; returns SLURM's words where it refuses."""
     deadline = time.monotonic() + PATIENCE
     while True:
         answer = ask("scontrol", "requeue", job)
@@ -154,23 +103,14 @@ def requeue(job: str, restarts_before: int) -> str | None:
 
 
 def outcomes(jobs: Iterable[str]) -> dict[str, tuple[str, str | None]]:
-    """How jobs ended, in SLURM's word (COMPLETED, CANCELLED, OUT_OF_MEMORY, …), and the node that each was on last.
+    """State in SLURM's word (COMPLETED, OUT_OF_MEMORY, …) and last node of jobs that have ended, by id.
 
-    Accounting says so, or else the controller, each asked for many at once; nothing of a job that neither remembers.
-
-    Args:
-        jobs: ids, `array_task` for tasks of arrays; those that are not SLURM's are left out.
-
-    Returns:
-        State and node by job id; several nodes as SLURM writes them (`node[1-2]`), None where nobody knows.
+    Asks accounting, or else the controller, for many at once; says nothing of a job that neither remembers. Several
+    nodes are as SLURM writes them (`node[1-2]`).
     """
-    wanted, found = {job for job in jobs if re.fullmatch(r"\d+(_\d+)?", job)}, dict[str, tuple[str, str | None]]()
-    arrays = sorted({job.split("_")[0] for job in wanted})
-    for start in range(0, len(arrays), 200):  # what a command line holds
-        names = ",".join(arrays[start : start + 200])
-        # By the array: a task that never started may have no record but the array's own, as 7_[0-2%2].
-        lines = ask("sacct", "-n", "-X", "-P", "-j", names, "-o", "JobID,State,NodeList").stdout.splitlines()
-        found |= _matching(wanted, [tuple(line.split("|")) for line in lines])
+    wanted = {job for job in jobs if re.fullmatch(r"\d+(_\d+)?", job)}
+    # By the array: a task that never started may have no record but the array's own, as 7_[0-2%2].
+    found = _matching(wanted, _accounting(wanted, "JobID,State,NodeList"))
     for array in sorted({job.split("_")[0] for job in wanted - found.keys()}):
         shown = ask("scontrol", "-o", "show", "job", array).stdout
         found |= _matching(wanted - found.keys(), [_shown(line) for line in shown.splitlines()])
@@ -178,7 +118,7 @@ def outcomes(jobs: Iterable[str]) -> dict[str, tuple[str, str | None]]:
 
 
 def _matching(wanted: Collection[str], records: Iterable[tuple[str, ...]]) -> dict[str, tuple[str, str | None]]:
-    """State and node of jobs by records of job id, state and nodes; one of several tasks is of each of them."""
+    """State and node by job, of records that may each be of several tasks."""
     own, shared = dict[str, tuple[str, str | None]](), dict[str, tuple[str, str | None]]()
     for job, state, nodes in (record for record in records if len(record) == 3 and record[1]):
         into = shared if "[" in job else own
@@ -188,7 +128,6 @@ def _matching(wanted: Collection[str], records: Iterable[tuple[str, ...]]) -> di
 
 
 def _shown(line: str) -> tuple[str, str, str]:
-    """A line of `scontrol -o show job` as a record of `sacct`."""
     values: dict[str, str] = dict(re.findall(r"(?<!\w)(JobId|ArrayJobId|ArrayTaskId|JobState|NodeList)=(\S+)", line))
     job, task = values.get("ArrayJobId", values.get("JobId", "")), values.get("ArrayTaskId")
     if task is not None:
@@ -197,22 +136,22 @@ def _shown(line: str) -> tuple[str, str, str]:
 
 
 def elapsed(jobs: Iterable[str]) -> dict[str, float]:
-    """Seconds that jobs have run in all their starts, as accounting has it; none of a job that it does not know.
-
-    Args:
-        jobs: ids, `array_task` for tasks of arrays.
-    """
+    """Seconds that jobs have run in all their starts, of those that accounting knows."""
     wanted, total = set(jobs), dict[str, float]()
-    arrays = sorted({job.split("_")[0] for job in wanted})
-    for start in range(0, len(arrays), 200):  # what a command line holds
-        names = ",".join(arrays[start : start + 200])
-        # With the duplicates: each start of a requeued job is a record of its own.
-        answer = ask("sacct", "-n", "-X", "-P", "-D", "-j", names, "-o", "JobID,ElapsedRaw")
-        for line in answer.stdout.splitlines():
-            job, _, duration = line.partition("|")
-            if job in wanted and duration.isdigit():
-                total[job] = total.get(job, 0.0) + float(duration)
+    # With the duplicates: each start of a requeued job is a record of its own.
+    for job, duration in _accounting(wanted, "JobID,ElapsedRaw", "-D"):
+        if job in wanted and duration.isdigit():
+            total[job] = total.get(job, 0.0) + float(duration)
     return total
+
+
+def _accounting(jobs: Iterable[str], columns: str, *options: str) -> Iterator[tuple[str, ...]]:
+    """Records of jobs and of the arrays that they belong to; of 200 at once, which a command line holds."""
+    arrays = sorted({job.split("_")[0] for job in jobs})
+    for start in range(0, len(arrays), 200):
+        names = ",".join(arrays[start : start + 200])
+        answer = ask("sacct", "-n", "-X", "-P", *options, "-j", names, "-o", columns)
+        yield from (tuple(line.split("|")) for line in answer.stdout.splitlines() if "|" in line)
 
 
 def _covers(record: str, job: str) -> bool:
@@ -226,21 +165,20 @@ def _covers(record: str, job: str) -> bool:
 
 
 def first_to_end(log: str) -> str | None:
-    """Which task of a job's last attempt ended badly before others did, as `srun` wrote in the job's error log."""
+    """Which task of a job's last attempt ended badly first, as `srun` wrote."""
     attempt = log.rpartition("DUE TO JOB REQUEUE")[2]
     found = re.search(r"^srun: error: (\S+): task(s?) ([\d,-]+): (.+)$", attempt, re.MULTILINE)
     return None if found is None else f"rank{found[2]} {found[3]} on {found[1]} ended first ({found[4]})"
 
 
 def cancel(jobs: Iterable[str]) -> None:
-    """Cancels jobs; those that have ended already are no error."""
     if names := sorted(jobs):
         ask("scancel", *names, patience=PATIENCE)
 
 
 @contextlib.contextmanager
 def outside_any_job() -> Iterator[None]:
-    """Hides an allocation that this process runs in: its variables would become those of the jobs submitted from it."""
+    """Hides the allocation that this process runs in from jobs submitted within."""
     prefixes = ("SLURM_", "SLURMD_", "SRUN_", "SUBMITIT_")
     hidden = {key: value for key, value in os.environ.items() if key.startswith(prefixes) and key != "SLURM_CONF"}
     if "SLURM_JOB_ID" not in hidden:
@@ -254,12 +192,9 @@ def outside_any_job() -> Iterator[None]:
 
 
 def ask(*command: str, timeout: float = SECONDS, patience: float = 0.0) -> subprocess.CompletedProcess[str]:
-    """Calls one of SLURM's commands. One that is missing, or takes longer than `timeout`, has failed with those words.
+    """Calls one of SLURM's commands, again for `patience` seconds while the controller is away.
 
-    Args:
-        command: with its arguments.
-        timeout: seconds for one call.
-        patience: seconds for which it is called again while the controller is away.
+    One that is missing, or takes longer than `timeout` seconds, has failed with those words.
     """
     deadline = time.monotonic() + patience
     while True:
@@ -273,17 +208,15 @@ def ask(*command: str, timeout: float = SECONDS, patience: float = 0.0) -> subpr
 
 
 def is_away(answer: subprocess.CompletedProcess[str]) -> bool:
-    """Whether a command failed because nobody answered it."""
     return answer.returncode != 0 and AWAY.search(answer.stderr) is not None
 
 
 def words(answer: subprocess.CompletedProcess[str]) -> str:
-    """What a command said of its failure."""
     return " ".join((answer.stderr or answer.stdout).split()) or f"exit code {answer.returncode}"
 
 
 def seconds(clock: str) -> int | None:
-    """SLURM's `[days-]hours:minutes:seconds` or `minutes:seconds` in seconds; None for UNLIMITED and the like."""
+    """SLURM's `[days-]hours:minutes:seconds` in seconds; None for UNLIMITED."""
     found = re.fullmatch(r"(?:(?:(\d+)-)?(\d+):)?(\d+):(\d+)", clock)
     if found is None:
         return None

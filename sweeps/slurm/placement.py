@@ -1,10 +1,7 @@
 """Which units become array tasks and which go through a queue, in how many jobs, within what SLURM takes. Pure.
 
-Special here:
-- a trunk and its branches go the same way: through a queue, which hands a branch out when its trunk has come far
-  enough, or as array tasks that wait for one another. Where one of them is long all are array tasks;
-- where the queue of SLURM is too short for all, array tasks and workers share what there is, and of the tasks those
-  come first that are longest, trunks before branches.
+A trunk and its branches go the same way: through a queue, which hands a branch out when its trunk has come far enough,
+or as array tasks that wait for one another; where one of them is long all are array tasks.
 """
 
 from __future__ import annotations
@@ -14,8 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..config import ClusterConfig
-from ..plan.packing import Unit
 from ..plan.sweep_plan import JobShape, PlannedRun
+from ..runs.queue import Unit
 
 
 @dataclass(frozen=True)
@@ -35,13 +32,7 @@ class Batch:
 def split(
     units: Sequence[Unit], planned: Mapping[str, PlannedRun], cluster: ClusterConfig
 ) -> tuple[list[Unit], list[Unit]]:
-    """Units for queues, and units for array tasks, each in the order given.
-
-    Args:
-        units: what is to be trained.
-        planned: every run of the plan, by id.
-        cluster: says what is short.
-    """
+    """Units for queues, and units for array tasks, each in the order given."""
     family = families(units, planned)
     shape = {family[unit.runs[0]]: shape_of(unit, planned) for unit in units}
     # A queue holds units of one shape, and looks for a trunk among its own.
@@ -55,7 +46,7 @@ def split(
 
 
 def families(units: Sequence[Unit], planned: Mapping[str, PlannedRun]) -> dict[str, int]:
-    """By run id, a number that runs have in common which come from one another, or whose relations share a unit."""
+    """By run id, a number that runs share which come from one another, or whose relations share a unit."""
     number = {name: index for index, unit in enumerate(units) for name in unit.runs}
     while True:
         joined = dict(number)
@@ -87,14 +78,7 @@ def batches(
     units: Iterable[Unit], planned: Mapping[str, PlannedRun], waits: Mapping[str, tuple[str, ...]],
     avoid: Mapping[str, tuple[str, ...]],
 ) -> list[Batch]:  # fmt: skip
-    """Units of one shape that wait for the same jobs and avoid the same nodes, together, in the order given.
-
-    Args:
-        units: to be put together.
-        planned: every run of the plan, by id.
-        waits: by the id of a run, jobs that it waits for.
-        avoid: by the id of a run, nodes that it is not to get.
-    """
+    """Units of one shape that wait for the same jobs and avoid the same nodes (both by run id), together."""
     alike: dict[tuple[JobShape, tuple[str, ...], tuple[str, ...]], list[Unit]] = {}
     for unit in units:
         jobs = sorted({job for name in unit.runs for job in waits.get(name, ())})
@@ -104,28 +88,23 @@ def batches(
 
 
 def chunks(batch: Batch, most: int) -> Iterator[Batch]:
-    """A batch in parts of at most so many units."""
     for start in range(0, len(batch.units), most):
         yield replace(batch, units=batch.units[start : start + most])
 
 
 def shape_of(unit: Unit, planned: Mapping[str, PlannedRun]) -> JobShape:
-    """What a unit's job asks for; see `shape_in`."""
     return shape_in(unit, planned[unit.runs[0]].shape)
 
 
 def shape_in(unit: Unit, shape: JobShape) -> JobShape:
-    """Of a unit whose runs have this shape alone.
-
-    Runs that share a device as processes have cores and memory each; those of an ensemble are one process.
-    """
+    """What the job of a unit asks for whose runs have this shape alone."""
     if unit.how != "shared":
         return shape
     return replace(shape, cpus=shape.cpus * len(unit.runs), memory_gb=shape.memory_gb * len(unit.runs))
 
 
 def levels(units: Sequence[Unit], planned: Mapping[str, PlannedRun]) -> list[list[Unit]]:
-    """Units by how many trunks come before them, those without one first; each level in the order given."""
+    """Units by how many trunks come before them."""
 
     def depth(name: str) -> int:
         count, parent = 0, planned[name].parent
@@ -140,19 +119,13 @@ def levels(units: Sequence[Unit], planned: Mapping[str, PlannedRun]) -> list[lis
 
 
 def workers_for(batch: Batch, planned: Mapping[str, PlannedRun], cluster: ClusterConfig) -> int:
-    """Workers that a queue should get: as many as make each last about `cluster.queue_minutes`."""
+    """As many as make each last about `cluster.queue_minutes`."""
     total = math.fsum(seconds(unit, planned) for unit in batch.units)
     return max(1, min(len(batch.units), cluster.array_parallelism, math.ceil(total / (60 * cluster.queue_minutes))))
 
 
 def allot(room: int | None, workers: Sequence[int], tasks: int) -> tuple[list[int], int]:
-    """How many workers each queue gets, and how many array tasks may be submitted.
-
-    Args:
-        room: jobs that there is room for; None: for any number.
-        workers: that each queue should get.
-        tasks: array tasks that there are.
-    """
+    """Workers that each queue gets, and array tasks, given room for so many jobs (None: any number)."""
     if room is None or sum(workers) + tasks <= room:
         return list(workers), tasks
     room = max(0, room)

@@ -1,10 +1,8 @@
 """Everything that one launch submits, or nothing of it: jobs on hold, written down, released.
 
-Special here:
-- the order is: say in jobs/slurm.json that a transaction begins; submit on hold; write down all jobs, and from then on
-  they count; write the runs' states; release. Whatever kills the launcher on its way, `recover` does the rest of it;
-- keepers are not on hold (`submission.py`). One that begins before its launcher has ended waits for the sweep's lock;
-- what is refused, or interrupted, takes all jobs of the transaction out of the queue again.
+The order is: say in jobs/slurm.json that a transaction begins; submit on hold; write down all jobs, which count from
+then on; write the runs' states; release. Whatever kills the launcher on its way, `recover` finishes the rest. Keepers
+are not on hold; one that begins before its launcher has ended waits for the sweep's lock.
 """
 
 from __future__ import annotations
@@ -17,16 +15,17 @@ from pathlib import Path
 from ...train.errors import UserError
 from ...train.files import read_json, write_json
 from ..config import ClusterConfig
-from ..execute import snapshot
-from ..execute.queue import Queue
-from ..runs.directory import RunDirectory, SweepDirectory
+from ..runs import states
+from ..runs.directory import RunDirectory, SweepDirectory, inside_job, job_id
+from ..runs.queue import Queue
 from . import commands as slurm
-from .launch_record import LaunchRecord, label, labelled_jobs
-from .submission import Call, QueueFull, Request, Submission, is_held
+from . import snapshot
+from .record import LaunchRecord, label, labelled_jobs
+from .submit import Call, QueueFull, Request, Submission, is_held
 
 
 class Transaction:
-    """One, open. `record` is what will be written down."""
+    """An open transaction; `record` is what will be written down."""
 
     def __init__(
         self, sweep: SweepDirectory, cluster: ClusterConfig, record: LaunchRecord, name: str, room: int | None
@@ -44,16 +43,13 @@ class Transaction:
 
     @property
     def jobs(self) -> list[str]:
-        """What was submitted."""
         return self._submission.jobs
 
     @property
     def room(self) -> int | None:
-        """Jobs that may still be submitted; None: any number."""
         return None if self._room is None else max(0, self._room - len(self.jobs))
 
     def submit(self, request: Request, calls: Sequence[Call]) -> list[str]:
-        """See `Submission.submit`; the queue is full also where there is no room by what was known before."""
         if self.room is not None and len(calls) > self.room:
             raise QueueFull("the queue takes no more jobs (cluster.max_submit); sweep again later")
         return self._submission.submit(request, calls)
@@ -70,7 +66,6 @@ class Transaction:
             raise
 
     def commit(self) -> None:
-        """Writes the jobs down, and lets them start."""
         if self._submission.doubtful:
             slurm.cancel(_jobs_of(self.sweep, self.name) - set(self.jobs))
         self.record.held = sorted({job.split("_")[0] for job in self.jobs})
@@ -85,14 +80,7 @@ class Transaction:
 def transaction(
     sweep: SweepDirectory, cluster: ClusterConfig, record: LaunchRecord, room: int | None
 ) -> Iterator[Transaction]:
-    """Submits what is submitted herein, all of it or nothing; the caller holds the sweep.
-
-    Args:
-        sweep: whose jobs.
-        cluster: what they may ask for.
-        record: as it is on disk. It may be changed herein, and is worthless after an error.
-        room: jobs that may be submitted; None: any number.
-    """
+    """What is submitted within is submitted together, or not at all; `record` is as it is on disk."""
     name = os.urandom(4).hex()
     began = Transaction(sweep, cluster, record, name, room)
     record.begun = name
@@ -108,30 +96,19 @@ def transaction(
 
 
 def recover(sweep: SweepDirectory, cluster: ClusterConfig, record: LaunchRecord) -> None:
-    """Ends what a launcher left that was killed: jobs that it had not written down are cancelled, the others released.
-
-    The runs of these have the states by then that the launcher meant to write.
-
-    Raises:
-        UserError: SLURM does not answer, or does not release them.
-    """
+    """Finishes what a killed launcher left: jobs that it had not written down are cancelled, the others released."""
     if record.begun is not None:
         # Among them may be this very process: a keeper is not on hold, and comes to see what the launcher left.
-        slurm.cancel(_jobs_of(sweep, record.begun) - ({slurm.job_id()} if slurm.inside_job() else set()))
+        slurm.cancel(_jobs_of(sweep, record.begun) - ({job_id()} if inside_job() else set()))
         record.begun = None
         record.write(sweep)
     finish(sweep, cluster, record)
 
 
 def finish(sweep: SweepDirectory, cluster: ClusterConfig, record: LaunchRecord) -> None:
-    """What is left to do once the record is written; after a kill on the way it may be done again.
-
-    Raises:
-        UserError: SLURM does not release the jobs, in its own words.
-    """
+    """What is left to do once the record is written; it may be repeated."""
     for run, job in _promised(sweep, record):
-        run.forget_failure()
-        run.set_state("queued", host=None, job_id=job)
+        states.queue(run, job)
     retire_queues(sweep, record)
     if record.held:
         if not is_held(cluster) and (said := slurm.release(record.held)) is not None:
@@ -143,7 +120,7 @@ def finish(sweep: SweepDirectory, cluster: ClusterConfig, record: LaunchRecord) 
 
 
 def _promised(sweep: SweepDirectory, record: LaunchRecord) -> Iterator[tuple[RunDirectory, str | None]]:
-    """Runs whose jobs are held and whose states do not say so yet, with their jobs; None of those in a queue."""
+    """Runs whose jobs are held and whose states do not say so yet, with their jobs."""
     held = set(record.held)
     for name, job in record.training.items():
         run = sweep.run(name)
@@ -161,10 +138,9 @@ def _promised(sweep: SweepDirectory, record: LaunchRecord) -> Iterator[tuple[Run
 
 
 def release_forgotten(sweep: SweepDirectory, cluster: ClusterConfig, record: LaunchRecord) -> None:
-    """Lets jobs start that SLURM holds because it could not launch them, or because it forgot that they were released.
+    """Releases jobs that SLURM holds because it could not launch them, or forgot to have released.
 
-    A controller that is killed forgets its last seconds. A job that is on hold as if by its user is released once, for
-    the user may hold it too.
+    A job on hold as if by its user is released only once, for it may be the user who holds it.
     """
     known = sweep.path / "jobs" / "released.json"
     before = set((read_json(known) or {}).get("jobs") or [])
@@ -175,7 +151,7 @@ def release_forgotten(sweep: SweepDirectory, cluster: ClusterConfig, record: Lau
 
 
 def retire_queues(sweep: SweepDirectory, record: LaunchRecord) -> None:
-    """Puts queues of runs aside that the record does not know: nobody will ever work through them."""
+    """Puts aside queues of runs that the record does not know: nobody will work through them."""
     for folder in (sweep.path / "jobs").glob("queue-*"):
         if folder.name not in record.queues:
             folder.rename(folder.with_name(f"past-{folder.name}"))

@@ -12,6 +12,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
+from isoflop.bench import contenders
 from isoflop.bench import evaluate as bench
 from isoflop.bench.contenders import print_benchmark
 from isoflop.bench.overhead import overhead, time_passes
@@ -35,8 +36,8 @@ def test_an_answer_is_the_same_when_choice_text_and_metrics_are() -> None:
 
 def test_items_are_as_far_apart_as_their_furthest_choice_and_nan_is_infinitely_far() -> None:
     item = ItemResult(0, {}, [-2.0, -1.0])
-    assert bench.apart(item, replace(item, log_probabilities=[-2.5, -1.1])) == pytest.approx(0.5)
-    assert bench.apart(item, replace(item, log_probabilities=[math.nan, -1.0])) == math.inf
+    assert bench.nats_apart(item, replace(item, log_probabilities=[-2.5, -1.1])) == pytest.approx(0.5)
+    assert bench.nats_apart(item, replace(item, log_probabilities=[math.nan, -1.0])) == math.inf
 
 
 def test_passes_of_the_model_are_timed_even_when_they_fail() -> None:
@@ -95,10 +96,12 @@ def test_a_case_that_there_is_not_and_a_peer_that_is_missing_are_refused(monkeyp
         next(bench.bench_evaluate("cpu", cases=["speed"]))
 
     def missing(library: str) -> ModuleType:
+        if library == "transformers":
+            return ModuleType(library)
         raise ImportError(library)
 
     # Only here: transformers asks once in a process whether there is one, and remembers.
-    monkeypatch.setattr(bench, "importlib", SimpleNamespace(import_module=missing))
+    monkeypatch.setattr(contenders, "importlib", SimpleNamespace(import_module=missing))
     with pytest.raises(UserError, match="accelerate is not installed"):
         next(bench.bench_evaluate("cpu", cases=["agreement"]))
     with pytest.raises(UserError, match="datasketch is not installed"):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from isoflop.bench import attention as bench_attention
 from isoflop.bench import loss as bench_loss
-from isoflop.bench.contenders import apart, print_benchmark
+from isoflop.bench.contenders import largest_difference, print_benchmark
 
 CONTRACT = {"case", "ours", "peer", "peer_name", "unit", "ratio", "spread", "device"}
 # bf16 keeps 8 bits, and what is compared was rounded several times on either side.
@@ -47,8 +47,8 @@ def test_attention_is_counted_by_the_causal_convention() -> None:
 
 def test_a_difference_is_seen() -> None:
     one = (torch.tensor([1.0, -2.0]), torch.tensor([4.0]))
-    assert apart(one, one) == 0
-    assert apart((one[0], torch.tensor([3.0])), one) == 0.25
+    assert largest_difference(one, one) == 0
+    assert largest_difference((one[0], torch.tensor([3.0])), one) == 0.25
 
 
 def test_a_peer_that_does_not_work_here_is_left_out() -> None:
@@ -57,7 +57,7 @@ def test_a_peer_that_does_not_work_here_is_left_out() -> None:
 
     inputs = bench_attention.Inputs.random(bench_attention.Shape(1, 8, 1, 1, 8), torch.float32, torch.device("cpu"))
     functions = {"broken": broken, "sdpa": bench_attention._sdpa}
-    assert list(bench_attention.working(functions, inputs, backward=True)) == ["sdpa"]
+    assert list(bench_attention.working_peers(functions, inputs, backward=True)) == ["sdpa"]
 
 
 def test_both_sides_have_the_same_loss_and_gradients() -> None:

@@ -39,7 +39,7 @@ def test_a_peer_takes_our_steps(
     def losses() -> tuple[list[float], list[float]]:
         warnings.simplefilter("ignore")
         here = build_mesh(dp, tp, torch.device("cpu"))
-        ours, theirs = build_stepper(config, here), bench_peers.build(peer, config, here)
+        ours, theirs = build_stepper(config, here), bench_peers.build_peer(peer, config, here)
         # Fused matrices are cut elsewhere by the tensor-parallel peer, so it is the same model in its first step only.
         steps = 4 if tp == 1 else 1
         return [ours.step(n).loss.item() for n in range(steps)], [theirs(n).item() for n in range(steps)]

@@ -8,7 +8,6 @@ import pytest
 import torch
 from isoflop.bench.contenders import (
     Contender,
-    bench_device,
     contract_row,
     fastest,
     peak_bytes,
@@ -18,6 +17,7 @@ from isoflop.bench.contenders import (
     take_turns,
 )
 from isoflop.train.errors import UserError
+from isoflop.train.hardware import pick_device
 
 CPU = torch.device("cpu")
 
@@ -75,13 +75,13 @@ def test_threads_are_pinned_and_given_back() -> None:
 
 
 def test_a_device_that_is_no_device_is_refused_in_a_sentence() -> None:
-    assert bench_device("cpu").type == "cpu"
+    assert pick_device("cpu", "--device").type == "cpu"
     with pytest.raises(UserError, match="--device is 'tpu'; it must be auto, cpu or cuda"):
-        bench_device("tpu")
+        pick_device("tpu", "--device")
     if not torch.cuda.is_available():
-        assert bench_device("auto").type == "cpu"
+        assert pick_device("auto", "--device").type == "cpu"
         with pytest.raises(UserError, match="no CUDA device is visible"):
-            bench_device("cuda")
+            pick_device("cuda", "--device")
 
 
 def test_the_table_has_the_columns_that_its_rows_have(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from isoflop.bench import train as bench_train
-from isoflop.bench import train_gpu as bench_train_gpu
 from isoflop.bench.contenders import Peak, pinned_threads
 from isoflop.bench.llama import LlamaStep
 from isoflop.bench.tokens import random_shards
-from isoflop.bench.train_gpu import Setting, Size, bench_sizes
+from isoflop.bench.train import Setting, Size, bench_sizes
 from isoflop.train.data.loader import TrainStream
 from isoflop.train.flops import count_parameters
 from isoflop.train.model.gpt import GPT
@@ -63,7 +62,7 @@ def test_the_peer_is_the_same_model() -> None:
     assert peer().item() < ours.item()  # it trains
 
 
-@pytest.mark.parametrize("size", bench_train_gpu.SIZES, ids=lambda size: size.name)
+@pytest.mark.parametrize("size", bench_train.SIZES, ids=lambda size: size.name)
 def test_sizes_have_the_parameters_that_their_names_say(size: Size) -> None:
     N = count_parameters(size.config(CPU, 1, compiled=False).model).N_total
     number, unit = float(size.name[:-1]), {"M": 1e6, "B": 1e9}[size.name[-1]]
@@ -83,7 +82,7 @@ def test_a_micro_batch_that_does_not_fit_is_halved_until_it_does() -> None:
 
     peak = Peak(CPU, torch.float32, best=1.0)
     setting = Setting(CPU, rounds=2, steps=1, compiled=False)
-    contender, micro = bench_train_gpu._largest_that_fits(TINY, build, setting, peak)  # type: ignore[arg-type]
+    contender, micro = bench_train._largest_that_fits(TINY, build, setting, peak)  # type: ignore[arg-type]
     assert tried == [4, 2, 1]
     assert micro == 1
     assert len(contender.seconds) == 2
@@ -123,4 +122,4 @@ def test_rows_on_a_cpu_have_the_format_of_every_benchmark() -> None:
 def test_a_case_says_how_large_its_model_is(tmp_path: Path) -> None:
     config = bench_train.bench_config("fp32", tmp_path, compiled=False)
     assert count_parameters(config.model).N_total == 1_055_104
-    assert bench_train.shape_of(config) == "1.06M parameters, T=256, B=16"
+    assert bench_train.size_and_batch(config) == "1.06M parameters, T=256, B=16"

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from isoflop.evaluate.harness import CheckpointLM, answer_task
+from isoflop.evaluate.inference.generate import Sampling, choose_tokens
 from isoflop.evaluate.inference.scoring import Done, Score
 from isoflop.evaluate.inference.trees import Request
 from isoflop.evaluate.metrics import task_scores
@@ -73,3 +74,9 @@ def score(loaded: Any, suite: Suite) -> dict[str, dict[str, Any]]:
     """Scores of each task."""
     lm = lm_of(loaded.model, loaded.tokenizer, loaded.config.data.sequence_length)
     return {name: score_task(lm, entry) for name, entry in suite.tasks.items()}
+
+
+def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+    """One token from logits (vocabulary,) and a stream of random numbers."""
+    uniforms = torch.rand(1, dtype=torch.float64, generator=generator)
+    return int(choose_tokens(logits[None], sampling, uniforms)[0])

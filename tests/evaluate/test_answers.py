@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 from isoflop.evaluate.metrics import ItemResult
-from isoflop.evaluate.records.answers import Answers, Memory, key
-from isoflop.evaluate.records.items import CUT, LONGEST, as_dicts, items_path, pack, read_items, shortened
-from isoflop.evaluate.records.meter import Meter
+from isoflop.evaluate.records.items import CUT, LONGEST, as_dicts, items_path, pack_items, read_items, shortened
+from isoflop.evaluate.records.record import Answers, Memory, Meter, request_key
 from isoflop.train.errors import UserError
 from isoflop.train.files import write_atomic
 
@@ -24,10 +23,22 @@ def opened(path: Path, lines: list[str] | None = None, **changes: Any) -> Answer
 
 
 def test_a_key_names_a_request_by_its_parts() -> None:
-    assert key("a", [1, 2], "x") == key("a", [1, 2], "x")
-    assert len({key("a", "b"), key("b", "b"), key("a", "b", None), key("a", ["b"]), key("ab"), key("a", "é")}) == 6
-    assert len(key("a")) == 32
-    assert key("a", np.int64(3)) == key("a", 3)
+    assert request_key("a", [1, 2], "x") == request_key("a", [1, 2], "x")
+    assert (
+        len(
+            {
+                request_key("a", "b"),
+                request_key("b", "b"),
+                request_key("a", "b", None),
+                request_key("a", ["b"]),
+                request_key("ab"),
+                request_key("a", "é"),
+            }
+        )
+        == 6
+    )
+    assert len(request_key("a")) == 32
+    assert request_key("a", np.int64(3)) == request_key("a", 3)
 
 
 def test_answers_come_back_to_the_last_bit(tmp_path: Path) -> None:
@@ -134,11 +145,11 @@ def test_items_are_written_and_read_back(tmp_path: Path) -> None:
     assert whole[0]["log_probabilities"] == [-1.0, None]
     assert whole[0]["contaminated"] is True
     assert as_dicts("t", [item()], None)[0]["contaminated"] is None
-    write_atomic(path, [pack(whole), pack(as_dicts("u", [item()], None))])
+    write_atomic(path, [pack_items(whole), pack_items(as_dicts("u", [item()], None))])
     assert [one["task"] for one in read_items(path)] == ["t", "u"]
     assert read_items(path)[0] == whole[0]
     assert read_items(tmp_path / "absent") == []
-    assert pack(whole) == pack(whole)
+    assert pack_items(whole) == pack_items(whole)
 
 
 def test_long_texts_keep_their_beginning_and_their_end() -> None:
@@ -151,7 +162,7 @@ def test_long_texts_keep_their_beginning_and_their_end() -> None:
     assert shortened("a" * LONGEST) == "a" * LONGEST
 
 
-@pytest.mark.parametrize("content", [b"", b"no gzip", pack([{"task": "t", "index": 1}])[:-3], pack([])[:4]])
+@pytest.mark.parametrize("content", [b"", b"no gzip", pack_items([{"task": "t", "index": 1}])[:-3], pack_items([])[:4]])
 def test_a_damaged_file_of_items_is_moved_aside(tmp_path: Path, content: bytes) -> None:
     path, lines = tmp_path / "s.items.jsonl.gz", list[str]()
     path.write_bytes(content)
@@ -163,7 +174,7 @@ def test_a_damaged_file_of_items_is_moved_aside(tmp_path: Path, content: bytes) 
 
 def test_items_that_cannot_be_written_leave_the_old_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "s.items.jsonl.gz"
-    write_atomic(path, [pack(as_dicts("t", [item()], None))])
+    write_atomic(path, [pack_items(as_dicts("t", [item()], None))])
 
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")

@@ -313,7 +313,7 @@ def test_a_disk_that_fills_up_under_one_rank_ends_all_of_them(
     def full(*_: Any) -> None:
         raise UserError("answers cannot be written")
 
-    monkeypatch.setattr("isoflop.evaluate.records.answers.Answers.put", full)
+    monkeypatch.setattr("isoflop.evaluate.records.record.Answers.put", full)
     with pytest.raises(UserError, match="answers cannot be written"):
         on_ranks(2, lambda ranks: evaluate(tmp_path / "s.json", suite_of(4, ("chosen",)), ranks=ranks))
 

@@ -12,8 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 from isoflop.evaluate.contamination import contamination
-from isoflop.evaluate.contamination.contamination import item_texts, overlaps
-from isoflop.evaluate.contamination.ngrams import END, gram_hashes, normalised, word_hashes, words_and_ends
+from isoflop.evaluate.contamination.contamination import (
+    END,
+    gram_hashes,
+    item_texts,
+    normalised,
+    overlaps,
+    words_and_ends,
+)
 from isoflop.evaluate.tasks.custom import load_custom
 from isoflop.evaluate.tasks.suite import Suite
 from isoflop.evaluate.tasks.texts import load_texts
@@ -22,6 +28,10 @@ from isoflop.train.data.shards import Shards, prepare
 from isoflop.train.errors import UserError
 
 WORDS = [f"{a}{b}" for a in ["tensor", "kernel", "loss", "law", "naïve", "Straße", "10x"] for b in "abcdef"]
+
+
+def word_hashes(text: bytes) -> Any:
+    return words_and_ends(text)[0]
 
 
 def text_of(rng: np.random.Generator, count: int) -> str:

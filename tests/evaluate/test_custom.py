@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from isoflop.evaluate.tasks.custom import load_custom, read_items, task_name
+from isoflop.evaluate.tasks.custom import load_custom, read_questions, task_name
 from isoflop.evaluate.tasks.suite import SuiteTask
 from isoflop.evaluate.tasks.tasks import load_suite
 from isoflop.train.errors import UserError
@@ -184,7 +184,7 @@ COMPLAINTS: list[tuple[list[Any], str]] = [
 @pytest.mark.parametrize(("rows", "complaint"), COMPLAINTS)
 def test_every_bad_line_is_named_in_one_sentence(tmp_path: Path, rows: list[Any], complaint: str) -> None:
     with pytest.raises(UserError, match=complaint) as raised:
-        read_items(write(tmp_path / "bad.jsonl", rows))
+        read_questions(write(tmp_path / "bad.jsonl", rows))
     assert "\n" not in str(raised.value)
     assert "bad.jsonl" in str(raised.value)
 

@@ -11,14 +11,21 @@ import numpy as np
 import pytest
 import torch
 from isoflop.evaluate.inference import forward
-from isoflop.evaluate.inference.decoding import decode, prefill
 from isoflop.evaluate.inference.forward import Forward
-from isoflop.evaluate.inference.generate import Generation, Sampling, generate, stream
+from isoflop.evaluate.inference.generate import (
+    Generation,
+    Sampling,
+    choose_tokens,
+    decode_tokens,
+    generate_texts,
+    prefill_prompts,
+    stream,
+)
 from isoflop.evaluate.inference.paged import PagedBatch, PagedCache, Pages
-from isoflop.evaluate.inference.sampling import choose, draw
 from isoflop.train.config import ModelConfig
 from isoflop.train.errors import UserError
 from isoflop.train.model.gpt import GPT
+from simple_models import draw
 
 CPU, END, STOP = torch.device("cpu"), 3, 2
 Finished = Callable[[list[int]], bool]
@@ -147,11 +154,11 @@ def test_results_do_not_depend_on_neighbours_and_are_told_as_they_come() -> None
     told: dict[int, list[int] | None] = {}
     options: dict[str, Any] = {"max_length": 60, "finished": lambda new: new[-1] == STOP, "sampling": Sampling(1.2)}
     seeds = [chance.randrange(1 << 30) for _ in prompts]
-    together = generate(gpt, prompts, 25, seeds=seeds, done=told.__setitem__, **options)
-    alone = [generate(gpt, [p], 25, seeds=[s], **options)[0] for p, s in zip(prompts, seeds, strict=True)]
+    together = generate_texts(gpt, prompts, 25, seeds=seeds, done=told.__setitem__, **options)
+    alone = [generate_texts(gpt, [p], 25, seeds=[s], **options)[0] for p, s in zip(prompts, seeds, strict=True)]
     assert together == alone == [told[index] for index in range(12)]
-    assert generate(gpt, prompts, 0, **options) == [[]] * 12
-    assert generate(gpt, [], 5, **options) == []
+    assert generate_texts(gpt, prompts, 0, **options) == [[]] * 12
+    assert generate_texts(gpt, [], 5, **options) == []
 
 
 def test_a_stream_is_the_greedy_text_token_by_token() -> None:
@@ -172,25 +179,27 @@ def test_nan_fails_its_prompt_and_reaches_neither_neighbours_nor_those_that_come
         gpt.head.weight[16] = 0.0
         gpt.embedding.weight[16] = float("nan")
     poisoned = [prompt if index % 3 else [16, *prompt] for index, prompt in enumerate(healthy)]
-    expected = [generate(gpt, [prompt], 12, **options)[0] for prompt in poisoned]
+    expected = [generate_texts(gpt, [prompt], 12, **options)[0] for prompt in poisoned]
     assert [result is None for result in expected] == [index % 3 == 0 for index in range(8)]
-    assert generate(gpt, poisoned, 12, **options, cache_bytes=0) == expected
-    assert generate(gpt, poisoned, 12, **options) == expected
+    assert generate_texts(gpt, poisoned, 12, **options, cache_bytes=0) == expected
+    assert generate_texts(gpt, poisoned, 12, **options) == expected
     with pytest.raises(UserError, match="the model returned NaN"):
         list(stream(gpt, poisoned[0], 5, max_length=40))
 
 
-@pytest.mark.parametrize("name", ["prefill", "recomputed", "decode"])
-def test_where_memory_runs_out_fewer_go_on_and_one_alone_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "place"), [("prefill_prompts", 2), ("recompute_last", 1), ("decode_tokens", 2)])
+def test_where_memory_runs_out_fewer_go_on_and_one_alone_is_refused(
+    name: str, place: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from isoflop.evaluate.inference import generate as module
 
     chance = random.Random(9)
     gpt = random_gpt(chance, 14)
     prompts = [[chance.randrange(17) for _ in range(chance.randrange(2, 14))] for _ in range(9)]
-    expected = generate(gpt, prompts, 12, max_length=14, finished=lambda new: False)
+    expected = generate_texts(gpt, prompts, 12, max_length=14, finished=lambda new: False)
     true, sizes, most = getattr(module, name), [], 2
 
-    def limited(work: Any, place: int) -> Any:
+    def limited(work: Any) -> Any:
         def run(*arguments: Any) -> Any:
             sizes.append(len(arguments[place]))
             if sizes[-1] > most:
@@ -199,12 +208,12 @@ def test_where_memory_runs_out_fewer_go_on_and_one_alone_is_refused(name: str, m
 
         return run
 
-    monkeypatch.setattr(module, name, limited(true, {"prefill": 2, "recomputed": 1, "decode": 2}[name]))
-    assert generate(gpt, prompts, 12, max_length=14, finished=lambda new: False) == expected
+    monkeypatch.setattr(module, name, limited(true))
+    assert generate_texts(gpt, prompts, 12, max_length=14, finished=lambda new: False) == expected
     assert max(sizes) > most  # it did run out
     most = 0
     with pytest.raises(UserError, match="memory ran out on cpu over a single text"):
-        generate(gpt, prompts, 12, max_length=14, finished=lambda new: False)
+        generate_texts(gpt, prompts, 12, max_length=14, finished=lambda new: False)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-5), (torch.bfloat16, 0.1)])
@@ -220,7 +229,7 @@ def test_logits_of_prefill_and_decode_are_the_models(dtype: torch.dtype, toleran
         for one, text in zip(pages, texts, strict=True):
             assert cache.extend(one, len(text))
         with torch.inference_mode():
-            first = prefill(Forward(gpt), cache, [text[:-1] for text in texts], pages)
+            first = prefill_prompts(Forward(gpt), cache, [text[:-1] for text in texts], pages)
             starts = [
                 0 if gpt.end_of_document is None or END not in text[:-1] else len(text) - 1 - text[-2::-1].index(END)
                 for text in texts
@@ -228,7 +237,7 @@ def test_logits_of_prefill_and_decode_are_the_models(dtype: torch.dtype, toleran
             lengths, window = np.array(list(map(len, texts))), gpt.config.window or 64
             seen = np.maximum(lengths - window, starts)
             batch = PagedBatch(cache, pages, gpt.config.heads)
-            second = decode(Forward(gpt), batch, [text[-1] for text in texts], lengths - 1, seen)
+            second = decode_tokens(Forward(gpt), batch, [text[-1] for text in texts], lengths - 1, seen)
             for row, text in enumerate(texts):
                 whole = gpt(torch.tensor([text]))[0, :, :size].double()
                 for logits, expected in ((first[row], whole[-2]), (second[row], whole[-1])):
@@ -241,7 +250,7 @@ def test_without_packed_products_the_plain_ones_give_the_same_tokens(
 ) -> None:
     """A PyTorch without these operations, a processor that they refuse, and one on which they are wrong."""
     gpt = random_gpt(random.Random(3), 64, torch.float32)
-    expected = generate(gpt, [[5, 6, 7], [8]], 20, max_length=64, finished=lambda new: False)
+    expected = generate_texts(gpt, [[5, 6, 7], [8]], 20, max_length=64, finished=lambda new: False)
     true = forward._product
 
     def faulty(weight: torch.Tensor, packed: bool) -> Any:
@@ -256,7 +265,7 @@ def test_without_packed_products_the_plain_ones_give_the_same_tokens(
     monkeypatch.setattr(forward, "_product", faulty)
     forward._packs.cache_clear()
     try:
-        assert generate(gpt, [[5, 6, 7], [8]], 20, max_length=64, finished=lambda new: False) == expected
+        assert generate_texts(gpt, [[5, 6, 7], [8]], 20, max_length=64, finished=lambda new: False) == expected
     finally:
         forward._packs.cache_clear()
 
@@ -331,7 +340,7 @@ def test_drawn_tokens_follow_the_definitions(sampling: Sampling) -> None:
     for scale in (0.5, 3.0):
         logits, n = scale * torch.randn(300, generator=generator), 4000
         uniforms = (torch.arange(n, dtype=torch.float64) + 0.5) / n
-        tokens, _ = choose(logits.expand(n, -1), sampling, uniforms)
+        tokens, _ = choose_tokens(logits.expand(n, -1), sampling, uniforms)
         counts = torch.bincount(tokens, minlength=300)
         assert (counts - n * probabilities(logits, sampling)).abs().max() <= 1.0 + 1e-6
 
@@ -340,7 +349,7 @@ def test_the_ends_of_the_uniform_range_never_draw_what_has_no_probability() -> N
     logits = torch.tensor([[float("-inf"), 0.0, 1.0, float("-inf")]] * 2)
     uniforms = torch.tensor([0.0, 1.0 - 2.0**-53], dtype=torch.float64)
     for sampling in (Sampling(1.0), Sampling(1.0, 4), Sampling(1.0, 0, 0.99)):
-        assert {*choose(logits, sampling, uniforms)[0].tolist()} == {1, 2}
+        assert {*choose_tokens(logits, sampling, uniforms)[0].tolist()} == {1, 2}
 
 
 def test_a_module_without_a_cache_is_recomputed() -> None:
@@ -350,7 +359,9 @@ def test_a_module_without_a_cache_is_recomputed() -> None:
         def forward(self, tokens: torch.Tensor) -> torch.Tensor:
             return table[tokens]
 
-    results = generate(Bigram(), [[1], [2, 3], [4] * 9], 12, max_length=6, finished=lambda new: False, batch_tokens=7)
+    results = generate_texts(
+        Bigram(), [[1], [2, 3], [4] * 9], 12, max_length=6, finished=lambda new: False, batch_tokens=7
+    )
     for index, prompt in enumerate([[1], [2, 3], [4] * 9]):
         assert results[index] == naive(Bigram(), prompt, 12, 6, lambda new: False, Sampling(), index)
 
@@ -362,5 +373,5 @@ def test_a_gpu_writes_what_the_host_does() -> None:
         gpt = random_gpt(random.Random(seed), 60)
         prompts = [[chance.randrange(17) for _ in range(chance.randrange(1, 30))] for _ in range(9)]
         options: dict[str, Any] = {"max_length": 60, "finished": lambda new: False, "sampling": Sampling(1.0, 9, 0.9)}
-        expected = generate(gpt, prompts, 40, **options, cache_bytes=1 << 14)
-        assert generate(gpt.cuda(), prompts, 40, **options, device="cuda", cache_bytes=1 << 14) == expected
+        expected = generate_texts(gpt, prompts, 40, **options, cache_bytes=1 << 14)
+        assert generate_texts(gpt.cuda(), prompts, 40, **options, device="cuda", cache_bytes=1 << 14) == expected

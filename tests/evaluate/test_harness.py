@@ -11,20 +11,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from isoflop.evaluate.harness import CheckpointLM, answer_task, make_lm
+from isoflop.evaluate.harness import CheckpointLM, TokenCache, answer_task, make_lm
 from isoflop.evaluate.inference import generate as generation
-from isoflop.evaluate.inference.generate import Sampling, draw, generate
+from isoflop.evaluate.inference.generate import Sampling, generate_texts
 from isoflop.evaluate.inference.scoring import Scorer
-from isoflop.evaluate.inference.tokens import TokenCache
 from isoflop.evaluate.metrics import ItemResult
-from isoflop.evaluate.records.answers import Memory
-from isoflop.evaluate.records.samples import _right_choices
+from isoflop.evaluate.records.items import _right_choices
+from isoflop.evaluate.records.record import Memory
 from isoflop.evaluate.tasks.tasks import load_suite
 from isoflop.train.config import DataConfig, ModelConfig, RunConfig
 from isoflop.train.model.gpt import GPT
 from lm_eval.api.instance import Instance
 from lm_eval.tasks import TaskManager
-from simple_models import lm_of
+from simple_models import draw, lm_of
 from torch import Tensor, nn
 
 END = 256
@@ -493,7 +492,7 @@ def test_greedy_generation_is_the_naive_loop_whatever_the_batch() -> None:
     prompts = [ids(random_text(rng, 0, 30)) for _ in range(5)]
     # 30 new tokens in a window of 20: it slides.
     for budget in (1, 70, 10_000):
-        outputs = generate(model, prompts, 30, max_length=20, finished=lambda new: False, batch_tokens=budget)
+        outputs = generate_texts(model, prompts, 30, max_length=20, finished=lambda new: False, batch_tokens=budget)
         assert outputs == [naive(model, prompt, 30, 20) for prompt in prompts]
 
 

@@ -18,7 +18,7 @@ from isoflop.evaluate.metrics import (
     suite_scores,
     task_scores,
 )
-from isoflop.evaluate.pages.report import format_scores, render, write_checkpoint_report
+from isoflop.evaluate.pages.report import checkpoint_page, format_scores, write_checkpoint_report
 
 
 def test_gold_bits_per_byte_is_the_code_length_of_the_answer_over_its_bytes() -> None:
@@ -245,14 +245,14 @@ def test_hostile_text_stays_text() -> None:
     scores = scores_of(hostile, withheld=hostile)
     scores |= {"checkpoint": hostile, "run_id": hostile, "lm_eval_version": hostile, "device": hostile}
     scores["held_out"] = {"val_loss": None, "val_bpb": None, "withheld": hostile}
-    page = Page(render(scores))
+    page = Page(checkpoint_page(scores))
     assert not {"script", "img"} & set(page.tags)
     assert sum(hostile in text for text in page.texts) >= 6  # path, title, facts, task, both warnings
 
 
 def test_missing_numbers_are_a_dash_in_page_and_table_never_a_zero() -> None:
     scores = scores_of(acc=None, acc_se=None, acc_norm=None, acc_norm_se=None, gold_bpb=None, gold_bpb_se=None)
-    page = Page(render(scores))
+    page = Page(checkpoint_page(scores))
     assert "svg" not in page.tags
     row = next(line for line in format_scores(scores).splitlines() if line.startswith("arc_easy"))
     assert row.split() == ["arc_easy", "3", "–", "0.500", "–", "–"]

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import torch
 from isoflop.evaluate.harness import CheckpointLM, make_lm
-from isoflop.evaluate.inference.ranks import Alone, Ranks, on_ranks, shares
+from isoflop.evaluate.inference.ranks import Alone, Ranks, on_ranks, share_requests
 from isoflop.evaluate.inference.trees import Request
-from isoflop.evaluate.records.answers import Memory
+from isoflop.evaluate.records.record import Memory
 from isoflop.train.checkpoint.checkpoint import load_for_evaluation
 from isoflop.train.checkpoint.saver import Saver
 from isoflop.train.config import ModelConfig, RunConfig
@@ -25,7 +25,7 @@ from isoflop.train.data.tokenizers import ByteTokenizer
 from isoflop.train.errors import UserError
 from isoflop.train.job.fork import run_ranks
 from isoflop.train.model.gpt import GPT
-from isoflop.train.parallel.layout import Held, whole
+from isoflop.train.parallel.layout import Held, whole_placement
 from isoflop.train.parallel.mesh import build_mesh
 from isoflop.train.parallel.tensor import split_model
 
@@ -95,7 +95,7 @@ def test_the_first_rank_keeps_all_answers_and_asks_for_none_twice(monkeypatch: p
         everything(ranks, mine)
         kept = ranks.gather(lambda: len(mine))
         monkeypatch.setattr("isoflop.evaluate.inference.scoring.Scorer._pass", None)  # whoever asks the model fails
-        monkeypatch.setattr("isoflop.evaluate.harness.generate", None)
+        monkeypatch.setattr("isoflop.evaluate.harness.generate_texts", None)
         return everything(ranks, mine), *kept
 
     again, first, second = on_ranks(2, twice)
@@ -111,7 +111,7 @@ def save_on(tp: int, root: Path) -> None:
     torch.manual_seed(0)
     model, mesh = GPT(config.model, T), build_mesh(1, tp, torch.device("cpu"))
     weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    places = {name: whole(weight.shape) for name, weight in weights.items()}
+    places = {name: whole_placement(weight.shape) for name, weight in weights.items()}
     if tp > 1:
         places = split_model(model, mesh, False)
     values = {name: places[name].take(weight).flatten() for name, weight in weights.items()}
@@ -148,7 +148,7 @@ def test_shares_hold_every_request_once_and_weigh_the_same() -> None:
     prompts = [rng.integers(0, 99, rng.integers(20, 200)).tolist() for _ in range(60)]
     flat = [Request(prompt, rng.integers(0, 99, 10).tolist()) for prompt in prompts for _ in range(4)]
     for ranks, round_tokens in ((1, 10**9), (2, 10**9), (3, 1000), (5, 400)):
-        rounds = list(shares(flat, ranks, round_tokens))
+        rounds = list(share_requests(flat, ranks, round_tokens))
         assert sorted(place for parts in rounds for part in parts for place in part) == list(range(len(flat)))
         for parts in rounds:
             assert len(parts) == ranks
@@ -162,8 +162,8 @@ def test_shares_hold_every_request_once_and_weigh_the_same() -> None:
             assert max(loads) - min(loads) < 3 * 236  # two prompts at borders, and one that both compute
         expected = sum(len(prompt) + 36 for prompt in prompts) / (ranks * round_tokens)
         assert len(rounds) == max(1, round(expected))
-    assert list(shares([], 2, 100)) == []
-    assert [sorted(map(len, parts)) for parts in shares(flat[:1], 3, 100)] == [[0, 0, 1]]
+    assert list(share_requests([], 2, 100)) == []
+    assert [sorted(map(len, parts)) for parts in share_requests(flat[:1], 3, 100)] == [[0, 0, 1]]
 
 
 def test_an_error_of_one_rank_ends_all_of_them() -> None:

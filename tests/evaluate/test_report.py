@@ -19,14 +19,14 @@ from isoflop.evaluate.pages import sweep_report
 from isoflop.evaluate.pages.charts import Axis
 from isoflop.evaluate.pages.report import (
     at_equal_compute,
+    checkpoint_page,
     format_scores,
     is_right,
-    paired,
+    paired_differences,
     payload,
-    render,
     write_checkpoint_report,
 )
-from isoflop.evaluate.pages.sweep_report import Sweep, rank_correlation, trend, verdict
+from isoflop.evaluate.pages.sweep_report import Sweep, rank_correlation, task_verdict, trend
 from report_samples import HOSTILE, domain, header, make_items, make_rows, make_written, numbers, signal_of
 
 
@@ -104,12 +104,12 @@ def test_the_page_says_all_that_is_known_of_a_checkpoint(tmp_path: Path) -> None
 
 
 def test_without_items_the_page_has_no_script_and_no_empty_sections() -> None:
-    read = Read(render(header({"arc_easy": numbers()})))
+    read = Read(checkpoint_page(header({"arc_easy": numbers()})))
     assert "script" not in read.tags
     assert any("script-src 'none'" in (value or "") for name, value in read.attributes if name == "content")
     for heading in ("Samples", "Worst", "equal compute", "Against", "domain"):
         assert heading not in read.text
-    assert "No task was scored." in Read(render(header({}))).text
+    assert "No task was scored." in Read(checkpoint_page(header({}))).text
 
 
 def test_old_scores_without_the_newer_numbers_still_make_a_page_and_a_table() -> None:
@@ -118,7 +118,7 @@ def test_old_scores_without_the_newer_numbers_still_make_a_page_and_a_table() ->
     scores = header({"arc_easy": old}, held_out=None)
     for key in ("flops", "N_non_embedding", "tokenizer", "precision", "checkpoint_sha256"):
         del scores[key]
-    assert "0.300 ± 0.100" in Read(render(scores)).text
+    assert "0.300 ± 0.100" in Read(checkpoint_page(scores)).text
     assert format_scores(scores).splitlines()[0].split() == [
         "task", "items", "accuracy", "chance", "acc_norm", "gold", "BPB",
     ]  # fmt: skip
@@ -126,7 +126,7 @@ def test_old_scores_without_the_newer_numbers_still_make_a_page_and_a_table() ->
 
 def test_a_task_found_clean_is_said_and_not_listed_twice() -> None:
     clean = numbers(contaminated_items=0, clean=numbers())
-    said = Read(render(header({"a": clean, "b": clean, "c": numbers()}))).text
+    said = Read(checkpoint_page(header({"a": clean, "b": clean, "c": numbers()}))).text
     assert "No item of 2 of the 3 tasks shares text with the training data." in said
     assert said.count("clean part") == 0
 
@@ -135,7 +135,7 @@ def test_suites_and_what_is_not_known_of_contamination_are_said() -> None:
     suites = {"small": {"centered": 0.125, "centered_se": 0.01, "tasks": 12, "withheld": None}}
     suites["core"] = {"centered": None, "centered_se": None, "tasks": 0, "withheld": "item 3"}
     scores = header({"arc_easy": numbers()}, suites=suites, contamination_withheld="the shards are gone")
-    for said in (Read(render(scores)).text, format_scores(scores)):
+    for said in (Read(checkpoint_page(scores)).text, format_scores(scores)):
         assert "Suite small: 0.125 ± 0.010 mean centered accuracy over 12 tasks" in said
         assert "Suite core" not in said
         assert "Contamination is not known: the shards are gone." in said
@@ -172,14 +172,16 @@ def test_equal_compute_means_within_a_factor_nearest_first_and_not_itself() -> N
 
 def test_where_nothing_is_near_the_page_says_how_far_the_nearest_is() -> None:
     scores = header({"arc_easy": numbers()}, flops=1e12)
-    said = Read(render(scores, peers=[header({}, run_id="x", flops=1e15), header({}, run_id="y", flops=3e12)])).text
+    said = Read(
+        checkpoint_page(scores, peers=[header({}, run_id="x", flops=1e15), header({}, run_id="y", flops=3e12)])
+    ).text
     assert "None of the sweep's 2 other checkpoints is within a factor 1.5" in said
     assert "the nearest took 3.00×10¹²" in said
 
 
 def test_the_place_among_the_others_knows_which_direction_is_better() -> None:
     peers = [header({"a": numbers(value)}, run_id=str(value)) for value in (0.1, 0.2, 0.9)]
-    said = Read(render(header({"a": numbers(0.4)}), peers=peers)).text
+    said = Read(checkpoint_page(header({"a": numbers(0.4)}), peers=peers)).text
     # Bits per byte: two are lower, so third of four; accuracy: one is higher, so second.
     assert re.search(r"0\.600 .*? 3 of 4 0\.400 .*? 2 of 4", said)
 
@@ -191,7 +193,7 @@ def test_the_paired_error_is_that_of_the_differences() -> None:
     items, others = make_items("t", 200), make_items("t", 200)
     for place in range(200):
         items[place]["gold_bpb"], others[place]["gold_bpb"] = float(a[place]), float(b[place])
-    found = paired(items, others)["t"]["gold_bpb"]
+    found = paired_differences(items, others)["t"]["gold_bpb"]
     expected = scipy.stats.ttest_rel(a, b)
     assert found.items == 200
     assert found.value == pytest.approx((a - b).mean(), rel=1e-12)
@@ -205,9 +207,9 @@ def test_items_are_matched_by_question_not_by_place() -> None:
     items, others = make_items("t", 10), make_items("t", 10, seed=1)
     others[3]["prompt"] = "asked with other examples"
     others[4]["choices"] = [" other choices"] * 4
-    assert paired(items, others[:8])["t"]["acc"].items == 6
-    assert paired(items, make_items("u", 10)) == {}
-    said = Read(render(header({"t": numbers()}), items, against=(header({}), make_items("u", 10)))).text
+    assert paired_differences(items, others[:8])["t"]["acc"].items == 6
+    assert paired_differences(items, make_items("u", 10)) == {}
+    said = Read(checkpoint_page(header({"t": numbers()}), items, against=(header({}), make_items("u", 10)))).text
     assert "no item with the same prompt and choices" in said
 
 
@@ -243,7 +245,7 @@ def test_the_data_of_the_samples_holds_every_item_and_the_others_answer_to_it() 
 def test_what_is_no_number_stays_visible_and_never_breaks_the_json() -> None:
     items = make_items("t", 2)
     items[0]["log_probabilities"] = [math.nan, -math.inf, -1.0, np.float64(-2.123456789)]
-    read = Read(render(header({"t": numbers()}), items))
+    read = Read(checkpoint_page(header({"t": numbers()}), items))
     assert read.data["items"][0]["log_probabilities"] == ["nan", "-inf", -1.0, -2.12346]
 
 
@@ -254,10 +256,10 @@ def test_what_is_no_number_stays_visible_and_never_breaks_the_json() -> None:
 def test_hostile_text_makes_no_element_no_attribute_and_no_script(kind: str) -> None:
     def write(text: str) -> str:
         if kind == "checkpoint":
-            return render(*full(text))
+            return checkpoint_page(*full(text))
         rows = make_rows(text=text, recipes=(f"a{text}", f"b{text}"))
         signal = {f"arc_easy{text}": {"acc": signal_of(3.0) | {"source": text}, "gold_bpb": None}}
-        return sweep_report.render(rows, signal, f"title{text}", {rows[0]["run_id"]: f"runs/{text}"})
+        return sweep_report.sweep_page(rows, signal, f"title{text}", {rows[0]["run_id"]: f"runs/{text}"})
 
     harmless, hostile = write("x" * len(HOSTILE)), write(HOSTILE)
     hostile.encode("utf-8")  # a lone surrogate would raise
@@ -277,7 +279,7 @@ def test_hostile_text_makes_no_element_no_attribute_and_no_script(kind: str) -> 
 
 
 def test_the_policy_names_our_script_and_style_and_nothing_else() -> None:
-    html = render(*full(HOSTILE))
+    html = checkpoint_page(*full(HOSTILE))
     policy = re.search(r'Content-Security-Policy" content="([^"]+)"', html)
     assert policy
     script = re.findall(r"<script>(.*?)</script>", html, re.S)
@@ -308,7 +310,7 @@ def test_links_are_relative_or_nothing(link: str | None, kept: bool) -> None:
      (20.5e12, "20.5T"), (None, "–"), (math.nan, "–")],
 )  # fmt: skip
 def test_counts_have_three_digits_and_a_unit(value: float | None, said: str) -> None:
-    assert written.count(value) == said
+    assert written.short_count(value) == said
 
 
 def test_missing_numbers_are_a_dash() -> None:
@@ -352,7 +354,7 @@ def test_no_axis_of_a_panel_goes_below_zero_where_nothing_can() -> None:
     rows = make_rows(("arc_easy",))
     for entry in rows:
         entry["tasks"]["arc_easy"] |= {"acc": 0.0, "acc_se": 0.0, "chance": 0.0}
-    html = sweep_report.render(rows, {}, "sweep", {})
+    html = sweep_report.sweep_page(rows, {}, "sweep", {})
     ticks = re.findall(r'<text class="tick"[^>]*>([^<]*)<', html)
     assert "0.000" in ticks
     assert not [tick for tick in ticks if tick.startswith(("-", "−"))]
@@ -383,16 +385,16 @@ def test_a_task_falls_with_compute_only_where_every_budget_is_lower() -> None:
 
 def test_verdicts_are_words() -> None:
     clear, noise = signal_of(20), signal_of(3)
-    assert verdict({"acc": clear, "gold_bpb": clear}) == "BPB and accuracy tell runs apart"
-    assert verdict({"acc": noise, "gold_bpb": clear}) == "BPB tells runs apart, accuracy is noise"
-    assert verdict({"acc": None, "gold_bpb": clear}) == "BPB tells runs apart"
-    assert verdict({"acc": clear, "gold_bpb": noise}) == "accuracy tells runs apart, BPB is noise"
-    assert verdict({"acc": noise, "gold_bpb": noise}) == "noise: differences between runs mean nothing"
+    assert task_verdict({"acc": clear, "gold_bpb": clear}) == "BPB and accuracy tell runs apart"
+    assert task_verdict({"acc": noise, "gold_bpb": clear}) == "BPB tells runs apart, accuracy is noise"
+    assert task_verdict({"acc": None, "gold_bpb": clear}) == "BPB tells runs apart"
+    assert task_verdict({"acc": clear, "gold_bpb": noise}) == "accuracy tells runs apart, BPB is noise"
+    assert task_verdict({"acc": noise, "gold_bpb": noise}) == "noise: differences between runs mean nothing"
     unjudged = noise | {"ratio": math.nan}
-    assert verdict({"acc": clear, "gold_bpb": unjudged}) == "accuracy tells runs apart"
-    assert verdict({"acc": unjudged, "gold_bpb": unjudged}) == "not known"
-    assert verdict({"acc": None, "gold_bpb": clear | {"ratio": math.inf}}) == "BPB tells runs apart"
-    assert verdict({"acc": None, "gold_bpb": None}) == verdict(None) == "not known"
+    assert task_verdict({"acc": clear, "gold_bpb": unjudged}) == "accuracy tells runs apart"
+    assert task_verdict({"acc": unjudged, "gold_bpb": unjudged}) == "not known"
+    assert task_verdict({"acc": None, "gold_bpb": clear | {"ratio": math.inf}}) == "BPB tells runs apart"
+    assert task_verdict({"acc": None, "gold_bpb": None}) == task_verdict(None) == "not known"
 
 
 def test_the_sweeps_page_says_which_tasks_mean_something_the_clearest_first(tmp_path: Path) -> None:
@@ -415,7 +417,7 @@ def test_the_sweeps_page_says_which_tasks_mean_something_the_clearest_first(tmp_
 
 
 def test_every_checkpoint_is_a_dot_in_every_panel() -> None:
-    html = sweep_report.render(make_rows(budgets=5, sizes=4), {}, "t", {})
+    html = sweep_report.sweep_page(make_rows(budgets=5, sizes=4), {}, "t", {})
     for panel in re.findall(r'<figure class="panel">.*?</figure>', html, re.S):
         rows = [int(row) for group in re.findall(r'data-rows="([^"]*)"', panel) for row in group.split(",")]
         assert sorted(rows) == list(range(20))
@@ -432,7 +434,7 @@ def test_recipes_are_compared_at_the_largest_budget_that_all_have() -> None:
         "filtered": 14, "no recipe": 14,
     }  # fmt: skip
     assert rows[best["filtered"]]["recipe"] == "filtered"
-    read = Read(sweep_report.render(rows, {}, "t", {}))
+    read = Read(sweep_report.sweep_page(rows, {}, "t", {}))
     assert "By recipe" in read.text
     assert f"{rows[best['filtered']]['loss']:.4f}" in read.text
 
@@ -441,7 +443,7 @@ def test_a_sweep_that_has_no_scores_says_so() -> None:
     rows = [row | {"tasks": {}} for row in make_rows()]
     assert (
         "No checkpoint of this sweep has been scored on a task yet."
-        in Read(sweep_report.render(rows, {}, "t", {})).text
+        in Read(sweep_report.sweep_page(rows, {}, "t", {})).text
     )
-    one = Read(sweep_report.render(make_rows(budgets=1, sizes=1), {}, "t", {}))
+    one = Read(sweep_report.sweep_page(make_rows(budgets=1, sizes=1), {}, "t", {}))
     assert "not known" in one.text, "one run draws, and promises nothing"

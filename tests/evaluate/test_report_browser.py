@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from isoflop.evaluate.pages.report import is_right, render
-from isoflop.evaluate.pages.sweep_report import render as render_sweep
+from isoflop.evaluate.pages.report import checkpoint_page, is_right
+from isoflop.evaluate.pages.sweep_report import sweep_page
 from report_samples import HOSTILE, RAN, domain, header, make_items, make_rows, make_written, numbers, signal_of
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -128,7 +128,7 @@ def test_samples_are_filtered_sorted_searched_and_walked_through_and_hostile_tex
     scores = header({one: numbers(), two: numbers(withheld=HOSTILE), f"text{HOSTILE}": domain(1.0)}, held_out=worst)
     scores |= {key: HOSTILE for key in ("name", "checkpoint", "device", "tokenizer")}
     other = header(scores["tasks"], run_id=HOSTILE, name=HOSTILE, checkpoint=HOSTILE)
-    said = probe(tmp_path, render(scores, items, [other], (other, theirs)), 900, SAMPLES)
+    said = probe(tmp_path, checkpoint_page(scores, items, [other], (other, theirs)), 900, SAMPLES)
 
     assert said["faults"] == []
     assert said["ran"] is None, "hostile text ran"
@@ -182,7 +182,7 @@ def test_every_column_of_the_tables_is_seen_at_once_on_a_screen_and_on_half_of_o
     tasks |= {"half": numbers(subset={"items": 500, "of": 10042}, items=500), "text_news": domain(1.5, **whole)}
     further = {"exact_match": 0.1, "exact_match_se": 0.01, "exact_match,flexible-extract": 0.2}
     tasks["gsm8k"] = numbers(acc=None, p_right=None, **further, **{"exact_match,flexible-extract_se": 0.02})
-    page = render(header(tasks), (), [header(tasks, run_id="p", flops=1.4e11)])
+    page = checkpoint_page(header(tasks), (), [header(tasks, run_id="p", flops=1.4e11)])
     widths = [1280, 1245, 1235, 1100, 900]
     # A frame is a window of its own to the style.
     steps = f"""
@@ -202,7 +202,7 @@ def test_every_column_of_the_tables_is_seen_at_once_on_a_screen_and_on_half_of_o
 
 
 def test_a_missed_escape_still_cannot_run_and_ten_thousand_items_are_25_on_the_page(tmp_path: Path) -> None:
-    page = render(header({"t": numbers()}), make_items("t", 10_000))
+    page = checkpoint_page(header({"t": numbers()}), make_items("t", 10_000))
     attack = f"<script>{RAN}</script><img src=x onerror={RAN}><svg onload={RAN}></svg><a href='javascript:{RAN}'>x</a>"
     seen, log = browse(tmp_path, page.replace("<main>", f"<main>{attack}", 1), 1280)
     assert "data-ran" not in seen
@@ -215,7 +215,7 @@ def test_a_sweeps_panels_name_the_run_under_the_pointer_and_its_table_sorts(tmp_
     rows = make_rows(text=HOSTILE, recipes=("a", f"b{HOSTILE}"))
     tasks = list(rows[0]["tasks"])
     signal = {tasks[0]: {"acc": signal_of(3) | {"source": HOSTILE}, "gold_bpb": signal_of(20)}}
-    page = render_sweep(rows, signal, f"spine{HOSTILE}", {row["run_id"]: HOSTILE for row in rows})
+    page = sweep_page(rows, signal, f"spine{HOSTILE}", {row["run_id"]: HOSTILE for row in rows})
     said = probe(tmp_path, page, 900, SWEEP)
     assert said["faults"] == []
     assert said["ran"] is None

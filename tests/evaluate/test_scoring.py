@@ -11,7 +11,7 @@ import torch
 from isoflop.evaluate.inference import scoring as module
 from isoflop.evaluate.inference.forward import Forward
 from isoflop.evaluate.inference.scoring import Score, Scorer
-from isoflop.evaluate.inference.trees import Costs, Request, Tree, batches, plan
+from isoflop.evaluate.inference.trees import Costs, Request, Tree, plan_trees, tree_batches
 from isoflop.train.config import ModelConfig
 from isoflop.train.errors import UserError
 from isoflop.train.model.gpt import GPT
@@ -142,12 +142,12 @@ def test_a_prompt_is_computed_once_and_choices_of_one_token_add_nothing() -> Non
     letters = [Request(prompt, [letter]) for letter in (30, 31, 32, 33)]
     answers = [Request(prompt, [30, 31, 32]), Request(prompt, [30, 33, 34]), Request(prompt, [35, 36])]
     free = Costs(1, 0)
-    assert [len(tree) for tree in plan(letters, range(4), free, 1000)] == [20]
+    assert [len(tree) for tree in plan_trees(letters, range(4), free, 1000)] == [20]
     # 30 is shared by two, then 31, 33 and 35 stand apart.
-    assert [len(tree) for tree in plan(answers, range(3), free, 1000)] == [24]
+    assert [len(tree) for tree in plan_trees(answers, range(3), free, 1000)] == [24]
     # Contexts differ and what follows is the same (WinoGrande): they part where they differ.
     pair = [Request([*prompt, name, 9], [10, 11]) for name in (30, 31)]
-    assert [len(tree) for tree in plan(pair, range(2), free, 1000)] == [20 + 2 * 3]
+    assert [len(tree) for tree in plan_trees(pair, range(2), free, 1000)] == [20 + 2 * 3]
 
 
 def test_prompts_share_their_examples_only_where_that_pays() -> None:
@@ -157,19 +157,19 @@ def test_prompts_share_their_examples_only_where_that_pays() -> None:
         Request([*examples, question, *rng.integers(0, V, 30)], rng.integers(0, V, 5).tolist())
         for question in range(20)
     ]
-    (everything,) = plan(requests, range(20), Costs(1, 0), 10_000)
+    (everything,) = plan_trees(requests, range(20), Costs(1, 0), 10_000)
     assert len(everything) == 500 + 20 * 35
     # Attention over a large tree is dear: a few trees, which cost less than one, and than none.
     costs, short = Costs(1, 1), [Request(request.prefix[400:], request.continuation) for request in requests]
-    some = plan(short, range(20), costs, 10_000)
+    some = plan_trees(short, range(20), costs, 10_000)
     assert 1 < len(some) < 20
     assert sum(costs.of(len(tree)) for tree in some) < min(20 * costs.of(135), costs.of(100 + 20 * 35))
     # Long questions that share a word do not pay.
     long = [Request([7, question, *rng.integers(0, V, 300)], [1]) for question in range(5)]
-    assert len(plan(long, range(5), costs, 10_000)) == 5
+    assert len(plan_trees(long, range(5), costs, 10_000)) == 5
     # No tree is larger than the budget, if a request is not.
-    assert all(len(tree) <= 700 for tree in plan(requests, range(20), Costs(1, 0), 700))
-    assert [len(tree) for tree in plan(requests, range(20), Costs(1, 0), 100)] == [535] * 20
+    assert all(len(tree) <= 700 for tree in plan_trees(requests, range(20), Costs(1, 0), 700))
+    assert [len(tree) for tree in plan_trees(requests, range(20), Costs(1, 0), 100)] == [535] * 20
 
 
 def test_no_tree_outgrows_what_its_mask_may_take_however_large_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,7 +187,7 @@ def test_no_tree_outgrows_what_its_mask_may_take_however_large_the_budget(monkey
 
 def test_in_a_tree_a_token_sees_its_own_path_and_nothing_else() -> None:
     requests = [request for request in groups(8, 12, header=10) if request.continuation]
-    for tree in plan(requests, range(len(requests)), Costs(1, 0), 10_000, END):
+    for tree in plan_trees(requests, range(len(requests)), Costs(1, 0), 10_000, END):
         for one in tree.scored:
             request = requests[one.place]
             last = int(one.nodes[-1])
@@ -204,9 +204,9 @@ def test_in_a_tree_a_token_sees_its_own_path_and_nothing_else() -> None:
 
 def test_batches_keep_to_the_budget_and_hold_every_tree_once() -> None:
     requests = [request for request in groups(9, 30) if request.continuation]
-    trees = plan(requests, range(len(requests)), Costs(100, 1), 200)
+    trees = plan_trees(requests, range(len(requests)), Costs(100, 1), 200)
     for budget in (1, 90, 300, 10_000):
-        cut = list(batches(trees, budget))
+        cut = list(tree_batches(trees, budget))
         assert sorted(id(tree) for batch in cut for tree in batch) == sorted(map(id, trees))
         assert all(len(batch) == 1 or len(batch) * max(map(len, batch)) <= budget for batch in cut)
         assert all(len({tree.branches for tree in batch}) == 1 for batch in cut)

@@ -16,8 +16,8 @@ import pyarrow.parquet
 import pytest
 import torch
 import zstandard
+from isoflop.evaluate.checkpoint import worst_windows
 from isoflop.evaluate.harness import CheckpointLM
-from isoflop.evaluate.records.worst import worst_windows
 from isoflop.evaluate.tasks.suite import SuiteTask
 from isoflop.evaluate.tasks.texts import DOCUMENT_BYTES, domains, load_texts
 from isoflop.train.config import DataConfig, ModelConfig, RunConfig

@@ -396,7 +396,7 @@ def test_signal_to_noise_is_range_over_noise():
 
 def test_targets_need_the_law_of_these_runs():
     runs = fit.read_table(table(good=good))
-    with pytest.raises(fit.InputError, match="targets need a ChinchillaLaw"):
+    with pytest.raises(fit.InputError, match="targets need a law of N and D"):
         fit_tasks(runs, [1e20])
     with pytest.raises(fit.InputError, match="bootstrap is 0"):
         fit_tasks(runs, bootstrap=0)

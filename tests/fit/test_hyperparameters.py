@@ -7,10 +7,9 @@ import numpy as np
 import pandas as pd
 import pytest
 from isoflop import fit
-from isoflop.fit.hyperparameters.cells import cell_optima, cells_of, read_sweep
+from isoflop.fit.hyperparameters.cells import cell_optima, read_sweep
 from isoflop.fit.hyperparameters.hyperparameters import HyperparameterLaw
-from isoflop.fit.hyperparameters.settings_surface import HyperparameterSurface
-from isoflop.fit.solver.surface import SurfaceForm, exponents
+from isoflop.fit.hyperparameters.settings_surface import HyperparameterSurface, SurfaceForm, cells_of, exponents
 from scipy.optimize import least_squares, minimize_scalar
 
 LAW = {"learning_rate": (30.0, -0.75, 0.22), "batch": (50.0, -0.25, 0.6)}

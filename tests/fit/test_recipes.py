@@ -9,8 +9,7 @@ import pandas as pd
 import pytest
 from isoflop import fit
 from isoflop.fit.approaches.recipes import RAW, paired, sentences, split
-from isoflop.fit.report import sections
-from isoflop.fit.report.page import Page
+from isoflop.fit.report.report import render_template
 
 TRUTH = {"E": 1.7, "A": 400.0, "B": 400.0, "alpha": 0.34, "beta": 0.28}
 
@@ -148,12 +147,10 @@ def test_recipes_of_one_run_each_are_compared_without_an_interval() -> None:
 
 
 def test_the_report_shows_the_recipes_side_by_side_and_escapes_them(both: fit.Analysis) -> None:
-    page, alone = Page(""), Page("")
     raw, gopher = both.recipes
-    sections.recipes(page, replace(both, recipes=[raw, replace(gopher, recipe="<script>alert(1)</script>")]))
-    section = "".join(page.parts)
+    shown = [raw, replace(gopher, recipe="<script>alert(1)</script>")]
+    section = render_template("recipes.html", recipes=shown, compared=sentences(shown))
     assert "&lt;script&gt;alert(1)" in section
     assert "<script>" not in section
     assert section.count("<tr>") == 3
-    sections.recipes(alone, replace(both, recipes=[]))
-    assert alone.parts == []
+    assert render_template("recipes.html", recipes=[], compared=[]).strip() == ""

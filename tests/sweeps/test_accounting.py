@@ -13,8 +13,9 @@ import pytest
 import yaml
 from isoflop.sweeps.config import ClusterConfig
 from isoflop.sweeps.plan.sweep_plan import plan_runs
-from isoflop.sweeps.results import accounting
+from isoflop.sweeps.results import accounting, finish
 from isoflop.sweeps.results.accounting import Account, account, lost_steps, paid_seconds
+from isoflop.sweeps.runs.attempts import CAUSES as ALL_CAUSES
 from isoflop.sweeps.runs.attempts import Attempt, with_waste
 from isoflop.sweeps.runs.directory import SweepDirectory
 from isoflop.sweeps.slurm import commands as slurm
@@ -278,10 +279,14 @@ def test_what_a_run_reached_is_measured_as_if_it_had_trained_alone(tmp_path: Pat
     made.add(runs[0], [attempt(1, 0, 100, 100)], seconds=50.0)
     made.add(runs[1], [attempt(1, 0, 100, 100, share=0.5)], seconds=25.0, ensemble=2)
     made.add(runs[2], [attempt(1, 0, 100, 100, share=0.5)], seconds=50.0)  # a process beside another
-    made.add(runs[3], [attempt(1, 0, 100, 100)], seconds=0.9 * accounting.LEAST_SECONDS)
-    found = {each.run_id: each for each in accounting.measured_rates(made.sweep, launch_bound_width=16.0)}
+    made.add(runs[3], [attempt(1, 0, 100, 100)], seconds=0.9 * finish.LEAST_SECONDS)
+    found = {each.run_id: each for each in finish.measured_rates(made.sweep, launch_bound_width=16.0)}
     assert set(found) == {run_id(runs[0]), run_id(runs[1])}
     assert found[run_id(runs[0])].flops_per_second == pytest.approx(flops / 50)
     # Launches take half of a step at this width; two together pay them once: 4/3 as fast.
     assert found[run_id(runs[1])].flops_per_second == pytest.approx(flops / 25 * 3 / 4)
     assert found[run_id(runs[0])].width == 16
+
+
+def test_every_cause_has_words() -> None:
+    assert accounting.WORDS.keys() | {"done"} == set(ALL_CAUSES)

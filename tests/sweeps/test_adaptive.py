@@ -13,8 +13,8 @@ from isoflop.fit.allocation.allocation import optimum
 from isoflop.sweeps.config import AdaptiveGrid, IsoflopGrid, SweepConfig
 from isoflop.sweeps.grid import expand as grid
 from isoflop.sweeps.grid.trunks import merge_runs, own_flops
-from isoflop.sweeps.growth import adaptive, extend
-from isoflop.sweeps.growth.suggest import stand
+from isoflop.sweeps.growth import extend
+from isoflop.sweeps.growth.suggest import fit_standing
 from isoflop.sweeps.runs import membership
 from isoflop.sweeps.runs.directory import SweepDirectory
 from isoflop.train.config import RunConfig
@@ -65,18 +65,20 @@ def test_rounds_go_on_until_they_are_over_within_the_flops_and_narrow_the_interv
     sweep = write(tmp_path / "sweep", config)
     finish(sweep)
     rounds = 0
-    while (round_ := adaptive.next_round(sweep, config)) is not None:
-        assert re.match(rf"round {rounds + 1}: \d+ runs of .* is \[.*\], and should come to \[", adaptive.told(sweep))
-        assert adaptive.next_round(sweep, config) == round_  # until its runs have been added and have ended
+    while (round_ := extend.ask_round(sweep, config)) is not None:
+        assert re.match(
+            rf"round {rounds + 1}: \d+ runs of .* is \[.*\], and should come to \[", extend.round_summary(sweep)
+        )
+        assert extend.ask_round(sweep, config) == round_  # until its runs have been added and have ended
         assert train(sweep, config, round_) == record(sweep)["rounds"][-1]["runs"]
         rounds += 1
     assert rounds == 2
     assert record(sweep)["ended"] == "all 2 rounds are over"
-    assert adaptive.told(sweep) == "the adaptive grid is over: all 2 rounds are over"
-    assert adaptive.next_round(sweep, config) is None
+    assert extend.round_summary(sweep) == "the adaptive grid is over: all 2 rounds are over"
+    assert extend.ask_round(sweep, config) is None
     total = record(sweep)["rounds"][0]["flops_budget"]
     assert 0.9 * total < spent(sweep) <= total * (1 + 1e-9)
-    after = stand(sweep, config, 1e15)
+    after = fit_standing(sweep, config, 1e15)
     before = record(sweep)["rounds"][0]["before"]["loss"]
     assert after.loss.relative_width < 0.7 * (before["high"] - before["low"]) / before["value"]
     # The convention of FLOPs moves the optimum of so flat a valley, but hardly its loss.
@@ -87,26 +89,26 @@ def test_it_ends_when_the_interval_is_as_narrow_as_was_asked_for(tmp_path: Path)
     config = adaptive_settings(tolerance=0.9, size_tolerance=1e6, target_flops=2e13)
     sweep = write(tmp_path / "sweep", config)
     finish(sweep)
-    assert adaptive.next_round(sweep, config) is None
+    assert extend.ask_round(sweep, config) is None
     assert "% of the loss (asked for 90.00%) and " in record(sweep)["ended"]
 
 
 def test_it_ends_when_the_flops_are_spent_and_when_too_few_runs_are_done(tmp_path: Path) -> None:
     config = adaptive_settings()
     sweep = write(tmp_path / "poor", config)
-    assert adaptive.next_round(sweep, config) is None
+    assert extend.ask_round(sweep, config) is None
     assert "0 runs of" in record(sweep)["ended"]
     finish(sweep)  # they were tried again
-    assert adaptive.next_round(sweep, config) is not None
+    assert extend.ask_round(sweep, config) is not None
     assert record(sweep)["ended"] is None
     (sweep.path / "adaptive.json").unlink()
     assert isinstance(config.grid, AdaptiveGrid)
     config.grid.flops_budget = spent(sweep) * 1.001
-    assert adaptive.next_round(sweep, config) is None
+    assert extend.ask_round(sweep, config) is None
     assert record(sweep)["ended"].endswith("FLOPs are spent")
 
 
 def test_only_an_adaptive_grid_has_rounds(tmp_path: Path) -> None:
     config = settings(IsoflopGrid(budgets=BUDGETS))
     with pytest.raises(UserError, match="is 'isoflop'; only adaptive has rounds"):
-        adaptive.next_round(SweepDirectory(tmp_path), config)
+        extend.ask_round(SweepDirectory(tmp_path), config)

@@ -13,16 +13,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
-from isoflop.sweeps.execute import attempt
-from isoflop.sweeps.runs import attempts
-from isoflop.sweeps.runs.attempts import Attempt
-from isoflop.sweeps.runs.causes import cause_in, cause_of, warned_after
+from isoflop.sweeps.execute.attempt import TrunkNotYet, failed, warned_after
+from isoflop.sweeps.runs import attempts, states
+from isoflop.sweeps.runs.attempts import CAUSES, Attempt, Policy
 from isoflop.sweeps.runs.directory import Busy, RunDirectory, SweepDirectory
-from isoflop.sweeps.runs.retries import CAUSES, RETRIED, Policy
 from isoflop.train.config import ModelConfig, OptimizerConfig, ParallelConfig, RunConfig, ScheduleConfig, run_id
 from isoflop.train.errors import OutOfMemory, UserError
 from isoflop.train.flops import flops_exact, training_flops_per_token
-from isoflop.train.job.failure import Cause, Failure, RankError
+from isoflop.train.job.failure import Cause, Failure, RankError, note_failure
 from isoflop.train.schedule import trunk_steps
 from small_runs import planned
 
@@ -84,7 +82,7 @@ def per_step(config: RunConfig) -> float:
 
 
 def test_a_run_that_is_done_has_one_line_with_all_its_steps(run: RunDirectory) -> None:
-    with attempt.held(run, "7", POLICY) as begun:
+    with states.held(run, "7", POLICY) as begun:
         assert begun
         assert (run.state().state, run.state().attempt, run.state().since) == (
             "running", 1, attempts.under_way(run).began,  # type: ignore[union-attr]
@@ -93,7 +91,7 @@ def test_a_run_that_is_done_has_one_line_with_all_its_steps(run: RunDirectory) -
         assert lines(run) == []
         save(run, 100)
         (run.path / "summary.json").write_text("{}")
-        attempt.conclude(run, "done", None)
+        states.conclude(run, "done", None)
     end = only(run)
     assert (end.attempt, end.cause, end.reason, end.job_id, end.host) == (1, "done", None, "7", run.state().host)
     assert (end.first_step, end.last_step, end.saved_step, end.gpus, end.share) == (0, 100, 100, 0, 1)
@@ -102,28 +100,28 @@ def test_a_run_that_is_done_has_one_line_with_all_its_steps(run: RunDirectory) -
     assert end.seconds == end.ended - end.began >= 0
     assert run.last_sign() is None
     assert not (run.path / attempts.UNDER_WAY).exists()
-    with attempt.held(run, "8", POLICY) as begun:
+    with states.held(run, "8", POLICY) as begun:
         assert not begun
     assert only(run) == end
 
 
 def test_steps_after_the_newest_checkpoint_are_wasted_and_none_of_another_attempt_count(run: RunDirectory) -> None:
     step = per_step(a_config())
-    with attempt.held(run, "7", POLICY):
+    with states.held(run, "7", POLICY):
         save(run, 20)
         log_step(run, 37)
-        attempt.conclude(run, "failed", "KeyError: 'x'")
+        states.conclude(run, "failed", "KeyError: 'x'")
     first = only(run)
     assert (first.cause, first.first_step, first.saved_step, first.last_step) == ("error", 0, 20, 37)
     assert (first.flops, first.flops_wasted) == pytest.approx((37 * step, 17 * step), rel=1e-12)
-    with attempt.held(run, "8", POLICY):
-        attempt.conclude(run, "failed", "KeyError: 'x'")  # before it wrote anything: the 37 are not its own
+    with states.held(run, "8", POLICY):
+        states.conclude(run, "failed", "KeyError: 'x'")  # before it wrote anything: the 37 are not its own
     second = attempts.read(run)[1]
     assert (second.attempt, second.first_step, second.last_step, second.flops) == (2, 20, 20, 0)
-    with attempt.held(run, "9", POLICY):
+    with states.held(run, "9", POLICY):
         log_step(run, 30)
         save(run, 40)
-        attempt.conclude(run, "preempted", "signal SIGUSR2; stopped at step 40 of 100", "time_limit")
+        states.conclude(run, "preempted", "signal SIGUSR2; stopped at step 40 of 100", "time_limit")
     third = attempts.read(run)[2]
     assert (third.first_step, third.last_step, third.flops_wasted) == (20, 40, 0)
 
@@ -133,10 +131,10 @@ def test_a_branch_counts_its_own_steps_only(tmp_path: Path) -> None:
     config = replace(a_config(), parent=run_id(trunk))
     run, begins = a_run(tmp_path, config), trunk_steps(config)
     assert 0 < begins < 100
-    with attempt.held(run, "7", POLICY):
+    with states.held(run, "7", POLICY):
         save(run, begins)  # as `graft` does
         log_step(run, begins)  # of the trunk
-        attempt.conclude(run, "failed", "no luck")
+        states.conclude(run, "failed", "no luck")
     end = only(run)
     assert (end.first_step, end.last_step, end.saved_step, end.flops) == (begins, begins, begins, 0)
 
@@ -156,8 +154,8 @@ def test_a_checkpoint_whose_files_have_not_their_sizes_is_none(run: RunDirectory
 
 def test_a_run_whose_config_cannot_be_read_has_its_attempt_too(run: RunDirectory) -> None:
     (run.path / "config.yaml").write_text("[")
-    with attempt.held(run, "7", POLICY):
-        attempt.conclude(run, "failed", "cannot be read", "input")
+    with states.held(run, "7", POLICY):
+        states.conclude(run, "failed", "cannot be read", "input")
     assert (only(run).cause, only(run).flops) == ("input", 0)
 
 
@@ -166,8 +164,8 @@ def test_runs_that_are_trained_together_have_their_share_of_the_gpus(
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     run = a_run(tmp_path, replace(a_config(), parallel=ParallelConfig(tp=2, dp=2, device="auto")))
-    with attempt.held(run, "7", POLICY, share=0.25):
-        attempt.conclude(run, "failed", "no luck")
+    with states.held(run, "7", POLICY, share=0.25):
+        states.conclude(run, "failed", "no luck")
     assert (only(run).gpus, only(run).share) == (1.0, 0.25)
 
 
@@ -175,7 +173,7 @@ def test_runs_that_are_trained_together_have_their_share_of_the_gpus(
 
 
 def die(run: RunDirectory) -> None:
-    with attempt.held(run, "7", POLICY):
+    with states.held(run, "7", POLICY):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -187,12 +185,12 @@ def test_an_attempt_that_was_killed_has_its_line_from_the_next_start(run: RunDir
     sign = run.last_sign()
     assert (run.state().state, lines(run)) == ("running", [])
     save(run, 5), log_step(run, 8)
-    run.note_failure("rank 1 on node3 has made no progress since step 8")
-    with attempt.held(run, "8", POLICY):
+    note_failure(run.path, Failure(Cause.HUNG, "rank 1 on node3 has made no progress since step 8"))
+    with states.held(run, "8", POLICY):
         first = only(run)
         assert run.failure() is None  # what it says of another attempt is forgotten
         assert run.state().attempt == 2
-        attempt.conclude(run, "failed", "again")
+        states.conclude(run, "failed", "again")
     assert (first.attempt, first.cause, first.job_id, first.ended) == (1, "hung", "7", sign)
     assert (first.last_step, first.saved_step) == (8, 5)
     assert "rank 1 on node3 has made no progress" in (first.reason or "")
@@ -206,7 +204,7 @@ def begin(run: RunDirectory, state: str = "running") -> None:
 
 def test_a_run_is_settled_once_by_however_many(run: RunDirectory) -> None:
     begin(run)
-    said = [attempts.settle_killed(run, "lost", "its job is gone") for _ in range(3)]
+    said = [states.settle_killed(run, "lost", "its job is gone") for _ in range(3)]
     assert said == [True, False, False]
     assert (only(run).cause, run.state().state, run.state().reason) == ("lost", "failed", "its job is gone")
 
@@ -215,7 +213,7 @@ def settle_all(runs: list[RunDirectory], said: Connection) -> None:
     found = []
     for run in runs:
         with run.lock():
-            found.append(attempts.settle_killed(run, "killed", "gone"))
+            found.append(states.settle_killed(run, "killed", "gone"))
     said.send(found)
 
 
@@ -237,27 +235,27 @@ def test_two_processes_that_settle_at_once_write_one_line_a_run(tmp_path: Path) 
 def test_a_damaged_state_loses_no_attempt_and_repeats_no_number(run: RunDirectory, damage: str) -> None:
     for _ in range(2):
         begin(run)
-        attempts.settle_killed(run, "killed", "gone")
+        states.settle_killed(run, "killed", "gone")
     begin(run)
     (run.path / "state.json").write_text(damage)
-    assert attempts.settle_killed(run, "killed", "gone")
+    assert states.settle_killed(run, "killed", "gone")
     assert run.state().attempt == 3
     (run.path / "state.json").write_text(damage)
     begin(run)
     assert run.state().attempt == 4
-    attempts.settle_killed(run, "killed", "gone")
+    states.settle_killed(run, "killed", "gone")
     assert [each.attempt for each in attempts.read(run)] == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("damage", [None, "", '{"attempt": 2'])
 def test_a_damaged_mark_of_the_attempt_under_way_loses_no_attempt(run: RunDirectory, damage: str | None) -> None:
     begin(run)
-    attempts.settle_killed(run, "killed", "gone")
+    states.settle_killed(run, "killed", "gone")
     begin(run)
     save(run, 30)
     path = run.path / attempts.UNDER_WAY
     path.unlink() if damage is None else path.write_text(damage)
-    assert attempts.settle_killed(run, "node", "its node failed")
+    assert states.settle_killed(run, "node", "its node failed")
     first, second = attempts.read(run)
     assert (second.attempt, second.cause, second.host, second.job_id) == (2, "node", "node1", "7")
     assert second.began > first.began
@@ -269,27 +267,27 @@ def test_a_kill_between_line_and_state_is_finished_as_the_line_says(run: RunDire
         begin(run)
         attempts.note(run, cause, f"because {cause}")
         assert run.state().state == "running"
-        assert attempts.settle_killed(run, "killed", "gone") == (state == "failed")
+        assert states.settle_killed(run, "killed", "gone") == (state == "failed")
         assert (run.state().state, run.state().reason) == (state, f"because {cause}")
         assert len(lines(run)) == number
 
 
 def test_a_run_that_somebody_has_queued_again_gets_its_line_and_stays_queued(run: RunDirectory) -> None:
     begin(run, "queued")
-    assert not attempts.settle_killed(run, "lost", "gone")
+    assert not states.settle_killed(run, "lost", "gone")
     assert (only(run).cause, run.state().state) == ("lost", "queued")
 
 
 def test_a_run_that_could_not_begin_has_an_attempt_of_nobodys_node(run: RunDirectory) -> None:
     run.set_state("queued", job_id="7")
     attempts.begin(run, "7")
-    assert attempts.settle_killed(run, "lost", "its job never began")
+    assert states.settle_killed(run, "lost", "its job never began")
     assert (only(run).host, run.state().state, run.state().attempt) == (None, "failed", 1)
 
 
 def test_settling_a_run_that_nobody_was_at_changes_nothing(run: RunDirectory) -> None:
     before = (run.path / "state.json").read_bytes()
-    assert not attempts.settle_killed(run, "killed", "gone")
+    assert not states.settle_killed(run, "killed", "gone")
     assert ((run.path / "state.json").read_bytes(), lines(run)) == (before, [])
 
 
@@ -297,7 +295,7 @@ def test_a_job_that_slurm_starts_anew_has_lost_its_node(run: RunDirectory, monke
     begin(run)
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     monkeypatch.setenv("SLURMD_NODENAME", "node2")
-    with attempt.held(run, "7", POLICY):
+    with states.held(run, "7", POLICY):
         pass
     assert (only(run).cause, only(run).host, run.state().host) == ("node", "node1", "node2")
 
@@ -310,18 +308,18 @@ def test_a_job_that_slurm_starts_anew_for_ever_ends_with_the_budget(
     started = list[bool]()
     for restarts in range(4):
         monkeypatch.setenv("SLURM_RESTART_COUNT", str(restarts))
-        with attempt.held(run, "7", policy) as begun:
+        with states.held(run, "7", policy) as begun:
             started.append(begun)
             if begun and cause == "preempted":
-                attempt.conclude(run, "preempted", "signal SIGUSR2")
+                states.conclude(run, "preempted", "signal SIGUSR2")
     assert started == [True, True, True, False]
     assert [each.cause for each in attempts.read(run)] == [cause] * 3
     assert (run.state().state, "2 re" in str(run.state().reason)) == ("failed", True)
-    with attempt.held(run, "8", policy) as begun:
+    with states.held(run, "8", policy) as begun:
         assert begun, "another job was submitted on purpose"
-        attempt.conclude(run, "failed", "no luck", cause)
-    attempts.retry_by_hand(run)
-    with attempt.held(run, "7", policy) as begun:
+        states.conclude(run, "failed", "no luck", cause)
+    states.retry_by_hand(run)
+    with states.held(run, "7", policy) as begun:
         assert begun
 
 
@@ -331,10 +329,10 @@ def test_a_job_that_slurm_starts_anew_counts_against_the_retries_of_the_sweep(
     other = a_run(tmp_path, a_config(1))
     for _ in range(3):
         begin(other)
-        attempts.settle_killed(other, "killed", "gone")
+        states.settle_killed(other, "killed", "gone")
     begin(run)
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    with attempt.held(run, "7", replace(POLICY, sweep_retries=2)) as begun:
+    with states.held(run, "7", replace(POLICY, sweep_retries=2)) as begun:
         assert not begun
     assert "cluster.sweep_retries" in (run.state().reason or "")
 
@@ -358,14 +356,14 @@ class Full:
 
 @pytest.mark.parametrize(("state", "cause"), [("done", "done"), ("preempted", "preempted"), ("failed", "disk")])
 def test_a_line_that_had_no_room_is_written_by_who_settles_next(run: RunDirectory, state: str, cause: str) -> None:
-    with pytest.MonkeyPatch.context() as patch, attempt.held(run, "7", POLICY):
+    with pytest.MonkeyPatch.context() as patch, states.held(run, "7", POLICY):
         patch.setattr(attempts, "JsonLines", Full)
         if state == "done":
             (run.path / "summary.json").write_text("{}")
-        attempt.conclude(run, state, "so it was", cause)
+        states.conclude(run, state, "so it was", cause)
     assert (run.state().state, attempts.read(run)) == (state, [])
     ended = run.state().since
-    with attempt.held(run, "8", POLICY) as begun:
+    with states.held(run, "8", POLICY) as begun:
         assert begun == (state != "done")
     end = attempts.read(run)[0]
     assert (end.attempt, end.cause, end.reason, end.ended) == (1, cause, "so it was", ended)
@@ -379,7 +377,7 @@ def test_a_disk_too_full_to_begin_is_an_attempt_that_ended_for_it(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(run, "set_state", full)
-    with pytest.raises(OSError, match="No space left"), attempt.held(run, "7", POLICY):
+    with pytest.raises(OSError, match="No space left"), states.held(run, "7", POLICY):
         pytest.fail("it began")
     assert only(run).cause == "disk"
     assert run.last_sign() is None
@@ -391,13 +389,13 @@ def test_a_disk_too_full_to_begin_is_an_attempt_that_ended_for_it(
 def test_lines_that_are_torn_damaged_or_twice_there_are_left_out(run: RunDirectory) -> None:
     for _ in range(3):
         begin(run)
-        attempts.settle_killed(run, "killed", "gone")
+        states.settle_killed(run, "killed", "gone")
     whole, path = attempts.read(run), run.path / attempts.LINES
     one, two, three = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(one + b"\xff\xfe\n[1]\n{}\n3\n" + two.replace(b'"killed"', b'"vanished"') + two + one + three[:40])
     assert attempts.read(run) == whole[:2]
     begin(run)
-    attempts.settle_killed(run, "lost", "gone")  # is not glued to what was torn
+    states.settle_killed(run, "lost", "gone")  # is not glued to what was torn
     assert [(each.attempt, each.cause) for each in attempts.read(run)] == [(1, "killed"), (2, "killed"), (4, "lost")]
 
 
@@ -436,13 +434,13 @@ def test_the_waste_of_an_attempt_grows_when_the_next_falls_back_to_an_older_chec
     begin(run)
     save(run, 10), log_step(run, 25)
     newest = save(run, 20)
-    attempts.settle_killed(run, "killed", "gone")
+    states.settle_killed(run, "killed", "gone")
     step = per_step(a_config())
     assert only(run).flops_wasted == pytest.approx(5 * step, rel=1e-12)
     (newest / "model.safetensors").write_bytes(b"")
     begin(run)
     save(run, 40)
-    attempts.settle_killed(run, "killed", "gone")
+    states.settle_killed(run, "killed", "gone")
     first, second = attempts.read(run)
     assert (second.first_step, second.flops_wasted) == (10, 0)
     assert first.flops_wasted == pytest.approx(15 * step, rel=1e-12)
@@ -455,34 +453,34 @@ def test_a_retry_by_hand_is_a_new_budget_and_a_clean_slate(run: RunDirectory, tm
     sweep = SweepDirectory(tmp_path)
     for _ in range(3):
         begin(run)
-        attempts.settle_killed(run, "killed", "gone")
+        states.settle_killed(run, "killed", "gone")
     assert attempts.retries_spent(sweep) == 2  # the third has not been tried again
     run.ask_cancel("ann on login1")
-    run.note_failure("gone")
-    attempts.retry_by_hand(run, "bob on login2")
+    note_failure(run.path, Failure(Cause.KILLED, "gone"))
+    states.retry_by_hand(run, "bob on login2")
     assert json.loads(lines(run)[-1])["by"] == "bob on login2"
     assert (run.state().state, run.state().job_id, run.failure(), run.cancel_asked()) == ("planned", None, None, None)
     assert [each.budget for each in attempts.read(run)] == [0, 0, 0]
     assert (attempts.current(run), attempts.retries_spent(sweep)) == ([], 0)
     assert attempts.decision(run, POLICY, 0.0).why == "it has not begun"
     begin(run)
-    attempts.retry_by_hand(run)  # settles what was killed before it
+    states.retry_by_hand(run)  # settles what was killed before it
     begin(run)
-    attempts.settle_killed(run, "disk", "full")
+    states.settle_killed(run, "disk", "full")
     assert [(each.attempt, each.budget) for each in attempts.read(run)] == [(1, 0), (2, 0), (3, 0), (4, 1), (5, 2)]
     assert attempts.retries_spent(sweep) == 0
     begin(run)
-    attempts.settle_killed(run, "disk", "full")
+    states.settle_killed(run, "disk", "full")
     assert attempts.retries_spent(sweep) == 1
 
 
 def test_a_retry_by_hand_leaves_what_is_done_and_what_is_trained(run: RunDirectory) -> None:
     other = RunDirectory(run.path)  # a lock of its own keeps out this process too
     with other.lock(), pytest.raises(Busy):
-        attempts.retry_by_hand(run)
+        states.retry_by_hand(run)
     (run.path / "summary.json").write_text("{}")
     run.set_state("done")
-    attempts.retry_by_hand(run)
+    states.retry_by_hand(run)
     assert run.is_done()
     assert lines(run) == []
 
@@ -505,16 +503,30 @@ def test_amending_a_line_keeps_the_others(run: RunDirectory) -> None:
         (UserError("no such text"), "input"), (OSError(errno.ENOSPC, "full"), "disk"),
         (OSError(errno.EDQUOT, "quota"), "disk"), (OSError(errno.EIO, "broken"), "error"), (ValueError("x"), "error"),
         (RuntimeError("can't allocate memory"), "memory"), (OutOfMemory("at step 3"), "memory"),
-        *((RankError(Failure(cause, "rank 1 on a: x")), cause.value) for cause in Cause if cause != "unknown"),
+        (TrunkNotYet("it has no checkpoint there"), "trunk"),
+        *((RankError(Failure(cause, "rank 1 on a: it says why")), str(cause)) for cause in Cause),
     ],
 )  # fmt: skip
-def test_an_error_has_a_cause(error: Exception, cause: str) -> None:
-    assert cause_of(error) == cause
+def test_an_error_has_a_cause(error: Exception, cause: str, run: RunDirectory) -> None:
+    assert failed(error, run).cause == cause
     assert cause in CAUSES
 
 
-def test_without_a_word_a_process_was_killed() -> None:
-    assert cause_in(None) == "killed" in RETRIED
+def test_an_attempt_without_a_cause_is_of_an_unknown_one_and_is_tried_again(run: RunDirectory) -> None:
+    begin(run)
+    states.settle_killed(run, "killed", "gone")
+    (run.path / attempts.LINES).write_text(json.dumps(json.loads(lines(run)[0]) | {"cause": None}) + "\n")
+    assert only(run).cause == "unknown"
+    assert attempts.decision(run, POLICY, 0.0).again
+
+
+def test_what_a_rank_noted_says_which_nodes_are_at_fault(run: RunDirectory) -> None:
+    begin(run)
+    note_failure(run.path, Failure(Cause.HUNG, "two ranks hang", hosts=("node07", "gpu-8.local")))
+    with run.lock():
+        states.settle(run, states.KILLED)
+    assert (only(run).cause, only(run).host, only(run).at_fault) == ("hung", "node1", ("node07", "gpu-8.local"))
+    assert attempts.decision(run, POLICY, 0.0).avoid == ("node07", "gpu-8.local")
 
 
 def test_a_warning_near_the_end_of_a_job_is_that_of_its_time_limit() -> None:
@@ -528,8 +540,8 @@ def test_a_warning_near_the_end_of_a_job_is_that_of_its_time_limit() -> None:
 
 def test_a_line_is_plain_json(run: RunDirectory) -> None:
     begin(run)
-    attempts.settle_killed(run, "killed", "gone")
+    states.settle_killed(run, "killed", "gone")
     written = json.loads(lines(run)[0])
     assert "budget" not in written
-    assert written == {key: value for key, value in asdict(only(run)).items() if key != "budget"}
+    assert written == {key: value for key, value in asdict(only(run)).items() if key != "budget"} | {"at_fault": []}
     assert os.linesep not in lines(run)[0]

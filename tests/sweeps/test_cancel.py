@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from isoflop.sweeps.execute import attempt, together
-from isoflop.sweeps.execute.attempt import Interrupt, RunFailed, back_to_the_queue, train_one
-from isoflop.sweeps.runs import attempts
+from isoflop.sweeps.execute import attempt, worker
+from isoflop.sweeps.execute.attempt import Interrupt, train_one
+from isoflop.sweeps.execute.worker import RunFailed, requeue_stopped
+from isoflop.sweeps.runs import attempts, states
+from isoflop.sweeps.runs.attempts import Policy
 from isoflop.sweeps.runs.directory import RunDirectory
-from isoflop.sweeps.runs.retries import Policy
 from isoflop.sweeps.slurm import commands as slurm
 from isoflop.train.config import DataConfig, RunConfig
 from isoflop.train.job.environment import Ranks
@@ -82,7 +83,7 @@ def test_a_run_that_somebody_cancels_saves_and_ends_and_is_not_begun_again(
         "cancelled by ann on login1 before it began",
     )
     assert ends(run) == ["cancelled"]
-    attempts.retry_by_hand(run)
+    states.retry_by_hand(run)
     trainer(
         lambda config, directory, should_stop, **rest: should_stop() or (directory / "summary.json").write_text("{}")
     )
@@ -117,7 +118,7 @@ def test_of_an_ensemble_one_is_cancelled_and_the_others_go_on_as_if_it_had_ended
     make: Callable[[int], RunDirectory], tmp_path: Path
 ) -> None:
     first, cancelled, last = runs = [make(seed) for seed in range(3)]
-    together.train_ensemble(runs, CancelsAt(cancelled, 12), "7", POLICY)
+    attempt.train_ensemble(runs, CancelsAt(cancelled, 12), "7", POLICY)
     assert [run.state().state for run in runs] == ["done", "cancelled", "done"]
     (end,) = attempts.read(cancelled)
     said = f"cancelled by ann on login1; stopped at step {end.last_step} of 40"
@@ -162,7 +163,7 @@ class Controller:
         self.fate, self.refusal, self.requeued = "running", None, list[str]()
         monkeypatch.setattr(slurm, "fate", lambda job, restarts: self.fate)
         monkeypatch.setattr(slurm, "requeue", self._requeue)
-        monkeypatch.setattr(slurm, "job_id", lambda: "7")
+        monkeypatch.setattr(worker, "job_id", lambda: "7")
 
     def _requeue(self, job: str, restarts: int) -> str | None:
         self.requeued.append(job)
@@ -176,8 +177,8 @@ def controller(monkeypatch: pytest.MonkeyPatch) -> Controller:
 
 def stopped(run: RunDirectory, times: int = 1) -> RunDirectory:
     for _ in range(times):
-        with attempt.held(run, "7", POLICY):
-            attempt.conclude(run, "preempted", "signal SIGUSR2")
+        with states.held(run, "7", POLICY):
+            states.conclude(run, "preempted", "signal SIGUSR2")
     return run
 
 
@@ -187,7 +188,7 @@ def test_a_job_that_slurm_refuses_to_requeue_leaves_its_runs_preempted_and_recor
     run = stopped(make(1))
     controller.refusal = "Unable to contact slurm controller"
     with pytest.raises(RunFailed, match="SLURM would not requeue its job"):
-        back_to_the_queue([run], POLICY)
+        requeue_stopped([run], POLICY)
     assert run.state().state == "preempted"
     assert "signal SIGUSR2; SLURM would not requeue its job (Unable to contact" in (run.state().reason or "")
     assert ends(run) == ["preempted"]
@@ -199,16 +200,16 @@ def test_requeues_are_counted_from_the_attempts_since_the_last_retry_by_hand(
     policy = Policy(max_requeues=2)
     often, seldom = stopped(make(1), 3), stopped(make(2), 2)
     with pytest.raises(SystemExit, match="1"):
-        back_to_the_queue([often, seldom], policy)  # one of them goes on
+        requeue_stopped([often, seldom], policy)  # one of them goes on
     assert controller.requeued == ["7"]
     assert [run.state().state for run in (often, seldom)] == ["failed", "preempted"]
     assert "2 requeues, all that cluster.max_requeues allows; signal SIGUSR2" in (often.state().reason or "")
     with pytest.raises(RunFailed, match="had to stop again after 2 requeues"):
-        back_to_the_queue([stopped(seldom)], policy)
+        requeue_stopped([stopped(seldom)], policy)
     assert controller.requeued == ["7"]
-    attempts.retry_by_hand(often)
+    states.retry_by_hand(often)
     with pytest.raises(SystemExit):
-        back_to_the_queue([stopped(often)], policy)
+        requeue_stopped([stopped(often)], policy)
     assert len(controller.requeued) == 2
 
 
@@ -221,7 +222,7 @@ def test_what_slurm_says_of_the_job_corrects_the_line(
     run = stopped(make(1))
     controller.fate = fate
     with pytest.raises(RunFailed if fate == "cancelled" else SystemExit):
-        back_to_the_queue([run], POLICY)
+        requeue_stopped([run], POLICY)
     assert (run.state().state, ends(run)) == (state, [cause])
     assert "signal SIGUSR2" in (run.state().reason or "")
     assert controller.requeued == (["7"] if fate == "timeout" else [])
@@ -233,7 +234,7 @@ def test_a_run_that_another_job_has_begun_meanwhile_is_left_alone(
     run = stopped(make(1))
     controller.fate = "cancelled"
     other = RunDirectory(run.path)
-    with attempt.held(other, "8", POLICY), pytest.raises(RunFailed):
-        back_to_the_queue([run], POLICY)
+    with states.held(other, "8", POLICY), pytest.raises(RunFailed):
+        requeue_stopped([run], POLICY)
     assert run.state().state == "running"
     assert json.loads((run.path / attempts.LINES).read_text())["cause"] == "preempted"

@@ -14,7 +14,10 @@ import numpy as np
 import pandas as pd
 import pytest
 from isoflop.sweeps.cli import main as cli
+from isoflop.sweeps.entry import sweep_main
 from isoflop.sweeps.runs.directory import SweepDirectory
+
+SMOKE = ["+grid=smoke", "cluster=local", "tracker=none", "evaluate=none", "cluster.flops_per_second=1e11"]
 
 
 def isoflop(
@@ -301,7 +304,36 @@ def test_ctrl_c_during_an_evaluation_is_a_sentence(run: Run, monkeypatch: pytest
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("isoflop.sweeps.cli.scoring.score_all", interrupted)
+    monkeypatch.setattr("isoflop.sweeps.cli.checkpoint.score_all", interrupted)
     code, _, error = run("evaluate", "checkpoint")
     assert code == 130
     assert error.startswith("interrupted; everything finished so far is kept")
+
+
+def stamps(folder: Path) -> dict[str, int]:
+    """When each file of a sweep was last written, locks apart."""
+    files = [path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(".lock")]
+    return {str(path.relative_to(folder)): path.stat().st_mtime_ns for path in files}
+
+
+def test_a_sweep_that_is_asked_for_again_writes_only_what_is_out_of_date(sweep: Path) -> None:
+    def again(*more: str) -> set[str]:
+        before = stamps(sweep)
+        assert sweep_main([*SMOKE, f"output_root={sweep.parent}", *more]) == 0
+        return {name for name, when in stamps(sweep).items() if before.get(name) != when}
+
+    results = {"table.csv", "costs.json", "fit/law.json", "fit/report.html", "fit/inputs.json"}
+    assert again() >= {"sweep.yaml", *results}, "the copy lies in another folder"
+    assert again() == set()
+    changed = again("fit.bootstrap=101")
+    assert changed >= {"sweep.yaml", *results}
+    assert not any(name.startswith("runs/") for name in changed)
+    assert again("fit.bootstrap=101") == set()
+    (sweep / "fit" / "report.html").unlink()
+    assert again("fit.bootstrap=101") >= results
+    for text in ('{"digest"', '{"digest": "of an older version"}'):
+        (sweep / "fit" / "inputs.json").write_text(text)
+        assert again("fit.bootstrap=101") >= results
+    run = SweepDirectory.open(sweep).runs()[0]
+    (run.path / "summary.json").write_text(json.dumps(run.summary()))
+    assert again("fit.bootstrap=101") >= results, "a run wrote its summary anew"

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 import typer
-from isoflop.sweeps.cli import generate as cli_generate
-from isoflop.sweeps.cli.generate import Pieces, app
+from isoflop.sweeps.cli import checkpoint as cli_generate
+from isoflop.sweeps.cli.checkpoint import Pieces, app
 from isoflop.sweeps.entry import guarded
 from isoflop.train.checkpoint.checkpoint import load_for_evaluation
 from isoflop.train.data.tokenizers import ByteTokenizer
@@ -22,7 +22,7 @@ from isoflop.train.data.tokenizers import ByteTokenizer
 def run(capsys: pytest.CaptureFixture[str], *arguments: Any) -> tuple[int, str, str]:
     """Exit code and what was printed, as the console script would have it."""
     command = typer.main.get_command(app)
-    code = guarded(lambda: command.main([str(a) for a in arguments], standalone_mode=False) or 0)
+    code = guarded(lambda: command.main(["generate", *map(str, arguments)], standalone_mode=False) or 0)
     printed = capsys.readouterr()
     return code, printed.out, printed.err
 

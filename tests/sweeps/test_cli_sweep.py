@@ -44,7 +44,7 @@ def sweep(smoke: tuple[Path, str], tmp_path: Path) -> SweepDirectory:
 def test_status_shows_more_of_a_large_sweep_when_asked(
     run: Run, sweep: SweepDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("isoflop.sweeps.observe.status_view.ROWS", 3)
+    monkeypatch.setattr("isoflop.sweeps.observe.status.ROWS", 3)
     first, *others = sweep.runs()
     first.set_state("failed", reason="the disk is full")
     code, output, _ = run("status", sweep.path)
@@ -98,7 +98,7 @@ def test_the_doctor_says_that_a_plan_cannot_be_read(run: Run, sweep: SweepDirect
 def test_a_suggestion_that_cannot_be_written_is_one_sentence(
     run: Run, sweep: SweepDirectory, where: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(suggest, "suggest", lambda *_, **__: SimpleNamespace(grid={"kind": "points"}))
+    monkeypatch.setattr(suggest, "suggest_runs", lambda *_, **__: SimpleNamespace(grid={"kind": "points"}))
     code, _, error = run("suggest", sweep.path, "--budget", 1e12, "--write", tmp_path / where)
     assert code == 2
     assert f"--write is {tmp_path / where}" in error

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 from isoflop.sweeps.execute import conduct, control
-from isoflop.sweeps.runs import attempts, membership
+from isoflop.sweeps.runs import attempts, membership, states
+from isoflop.sweeps.runs.attempts import Policy
 from isoflop.sweeps.runs.directory import Busy, RunDirectory, SweepDirectory
-from isoflop.sweeps.runs.retries import Policy
 from isoflop.train.errors import UserError
 from isoflop.train.files import write_json
 
@@ -71,7 +71,7 @@ def busy() -> Iterator[Callable[[RunDirectory], None]]:
         process.join()  # type: ignore[attr-defined]
 
 
-def states(sweep: SweepDirectory) -> list[str]:
+def states_of(sweep: SweepDirectory) -> list[str]:
     return [run.state().state for run in sweep.runs()]
 
 
@@ -84,7 +84,7 @@ def fail(run: RunDirectory, cause: str) -> None:
 
 def test_a_run_is_found_by_its_first_digits_and_one_that_is_meant_twice_once(sweep: SweepDirectory) -> None:
     first, second = sweep.runs()[:2]
-    found = control.find_runs(sweep, [second.run_id[:7], first.run_id, second.run_id])
+    found = membership.find_runs(sweep, [second.run_id[:7], first.run_id, second.run_id])
     assert [run.run_id for run in found] == [second.run_id, first.run_id]
 
 
@@ -95,7 +95,7 @@ def test_a_prefix_of_no_run_or_of_several_is_one_sentence(
     runs = [sweep.run("2b55d78312"), sweep.run("d237d5ba58")]
     monkeypatch.setattr(membership, "members", lambda sweep: runs)
     with pytest.raises(UserError, match="must begin exactly one run id") as error:
-        control.find_runs(sweep, [prefix])
+        membership.find_runs(sweep, [prefix])
     assert says in str(error.value)
 
 
@@ -108,7 +108,7 @@ def test_what_nobody_trains_is_cancelled_at_once_and_what_is_over_stays(
     dead.set_state("running", attempt=1, job_id="1")  # and nobody holds it
     diverged.set_state("diverged", reason="the loss is nan")
     assert control.cancel(sweep, []) == 0
-    assert states(sweep) == ["cancelled", "cancelled", "cancelled", "diverged"]
+    assert states_of(sweep) == ["cancelled", "cancelled", "cancelled", "diverged"]
     assert [attempt.cause for attempt in attempts.read(dead)] == ["killed"]
     assert all(run.cancel_asked() is not None for run in (planned, queued, dead))
     assert capsys.readouterr().out.count("is cancelled") == 3
@@ -126,7 +126,7 @@ def test_a_run_that_trains_is_asked_to_stop_and_left_to_its_worker(
     assert run.state().state == "running"
     assert run.cancel_asked() is not None
     assert "is asked to save and stop" in capsys.readouterr().out
-    assert states(sweep)[1:] == ["planned"] * 3
+    assert states_of(sweep)[1:] == ["planned"] * 3
 
 
 def test_a_lock_that_does_not_reach_this_node_is_not_taken_for_a_dead_run(sweep: SweepDirectory) -> None:
@@ -136,12 +136,12 @@ def test_a_lock_that_does_not_reach_this_node_is_not_taken_for_a_dead_run(sweep:
     write_json(run.path / attempts.UNDER_WAY, begun | {"machine": "another"})
     run.set_state("running", attempt=1, job_id="1")
     run.give_sign()
-    with pytest.raises(Busy, match="signs of life"), control.idle(run, POLICY):
+    with pytest.raises(Busy, match="signs of life"), states.hold_idle(run, POLICY):
         pass
     control.cancel(sweep, [run.run_id])
     assert run.state().state == "running"
     os.utime(run.path / "heartbeat", (0, 0))
-    with control.idle(run, POLICY):
+    with states.hold_idle(run, POLICY):
         pass
 
 
@@ -164,7 +164,7 @@ def test_two_people_can_cancel_at_once(sweep: SweepDirectory) -> None:
         person.join()
     assert [person.exitcode for person in people] == [0] * 4
     control.cancel(sweep, [])  # of somebody who found the lock taken the wish is left
-    assert states(sweep) == ["cancelled"] * 4
+    assert states_of(sweep) == ["cancelled"] * 4
 
 
 @pytest.fixture
@@ -211,7 +211,7 @@ def test_retry_without_names_takes_what_failed_and_what_was_killed(
     cancelled.set_state("cancelled", reason="cancelled by somebody")
     assert control.retry(sweep, [], failed=False, diverged=False) == 0
     assert resumed == [{failed.run_id, killed.run_id}]
-    assert states(sweep) == ["planned", "planned", "cancelled", "planned"]
+    assert states_of(sweep) == ["planned", "planned", "cancelled", "planned"]
     assert "it was failed: node it was" in capsys.readouterr().out
     assert cancelled.run_id not in resumed[0]
     assert control.retry(sweep, [cancelled.run_id[:8]], failed=False, diverged=False) == 0
@@ -234,7 +234,7 @@ def test_what_is_done_or_at_work_is_not_tried_again(
     assert f"run {running.run_id} is being trained" in printed
     assert "nothing to try again" in printed
     assert resumed == []
-    assert states(sweep)[:2] == ["done", "running"]
+    assert states_of(sweep)[:2] == ["done", "running"]
 
 
 def test_a_run_that_a_job_in_the_queue_will_train_is_left_to_it(
@@ -291,7 +291,7 @@ def test_a_failed_run_that_is_tried_again_ends_as_if_it_had_never_failed(
     assert before is not None
     assert after is not None
     assert after["val_loss"] == before["val_loss"]
-    assert states(sweep) == ["done"] * 4
+    assert states_of(sweep) == ["done"] * 4
 
 
 def test_what_was_cancelled_is_tried_again_when_asked_for(
@@ -304,7 +304,7 @@ def test_what_was_cancelled_is_tried_again_when_asked_for(
     assert not resumed
     control.retry(sweep, [], False, False, cancelled=True)
     assert resumed == [{run.run_id for run in sweep.runs()}]
-    assert states(sweep) == ["planned"] * 4
+    assert states_of(sweep) == ["planned"] * 4
 
 
 def test_a_run_that_is_about_to_stop_is_not_to_be_cancelled_first(

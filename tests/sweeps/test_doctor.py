@@ -16,17 +16,17 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
-from isoflop.sweeps.execute.queue import Queue
-from isoflop.sweeps.observe import doctor, doctor_runs, logs
-from isoflop.sweeps.observe.doctor import Finding, examine
+from isoflop.sweeps.observe import doctor, logs
+from isoflop.sweeps.observe.doctor import Finding, examine_sweep
 from isoflop.sweeps.plan.packing import Unit
 from isoflop.sweeps.runs import attempts
 from isoflop.sweeps.runs.directory import RunDirectory, SweepDirectory
+from isoflop.sweeps.runs.queue import Queue
 from isoflop.train.files import read_json, read_json_lines, write_json
 
 # As the fixture `smoke` runs it.
 SMOKE = ("+grid=smoke", "cluster=local", "tracker=none", "evaluate=none", "cluster.flops_per_second=1e11")
-LONG_AGO = time.time() - 2 * doctor_runs.OLD_SECONDS
+LONG_AGO = time.time() - 2 * doctor.OLD_SECONDS
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def test_an_undisturbed_sweep_is_clean_and_is_not_touched(sweep: SweepDirectory) -> None:
     before = contents(sweep.path)
-    assert examine(sweep, mend=True, deep=True) == []
+    assert examine_sweep(sweep, mend=True, deep=True) == []
     assert contents(sweep.path) == before
 
 
@@ -199,14 +199,14 @@ def test_what_is_broken_is_found_and_mended_once(
 ) -> None:
     damage(sweep)
     before = contents(sweep.path)
-    found = examine(sweep, mend=False)
+    found = examine_sweep(sweep, mend=False)
     assert kinds(found) == kind
     assert all(finding.is_left for finding in found)
     assert contents(sweep.path) == before, "a dry run changes nothing"
-    mended = examine(sweep, mend=True)
+    mended = examine_sweep(sweep, mend=True)
     assert kinds(mended) == kind
     assert not any(finding.is_left for finding in mended), mended
-    assert examine(sweep, mend=True) == []
+    assert examine_sweep(sweep, mend=True) == []
 
 
 def test_what_mending_leaves_is_what_was_whole(sweep: SweepDirectory) -> None:
@@ -214,7 +214,7 @@ def test_what_mending_leaves_is_what_was_whole(sweep: SweepDirectory) -> None:
     metrics, state = read_json_lines(run.path / "metrics.jsonl"), run.state()
     tear_metrics(sweep)
     break_state(sweep)
-    examine(sweep, mend=True)
+    examine_sweep(sweep, mend=True)
     assert read_json_lines(run.path / "metrics.jsonl") == metrics
     assert (run.state().state, run.state().attempt) == ("done", state.attempt)
     assert run.is_done()
@@ -222,7 +222,7 @@ def test_what_mending_leaves_is_what_was_whole(sweep: SweepDirectory) -> None:
 
 def test_a_killed_run_is_settled_and_its_attempt_has_a_line(sweep: SweepDirectory) -> None:
     kill(sweep)
-    examine(sweep, mend=True)
+    examine_sweep(sweep, mend=True)
     run = first(sweep)
     assert run.state().state == "failed"
     assert attempts.read(run)[-1].cause == "killed"
@@ -232,7 +232,7 @@ def test_a_killed_run_is_settled_and_its_attempt_has_a_line(sweep: SweepDirector
 def test_a_run_without_its_summary_is_planned_again_and_keeps_its_checkpoint(sweep: SweepDirectory) -> None:
     kept = checkpoint(sweep)
     lose_summary(sweep)
-    (finding,) = examine(sweep, mend=True)
+    (finding,) = examine_sweep(sweep, mend=True)
     assert first(sweep).state().state == "planned"
     assert kept.is_dir()
     assert f"isoflop retry {sweep.path} {first(sweep).run_id}" in finding.how
@@ -246,7 +246,7 @@ def test_what_is_new_or_at_work_is_left_alone(sweep: SweepDirectory) -> None:
     run.set_state("running", attempt=2, job_id="1")
     before = contents(sweep.path)
     with run.lock():  # its trainer
-        assert examine(sweep, mend=True) == []
+        assert examine_sweep(sweep, mend=True) == []
     assert contents(sweep.path) == before
 
 
@@ -255,7 +255,7 @@ def test_a_run_that_only_gives_signs_of_life_is_at_work_elsewhere(sweep: SweepDi
     run = first(sweep)
     write_json(run.path / attempts.UNDER_WAY, {**(read_json(run.path / attempts.UNDER_WAY) or {}), "machine": "far"})
     run.give_sign()
-    assert examine(sweep, mend=True) == []
+    assert examine_sweep(sweep, mend=True) == []
     assert run.state().state == "running"
 
 
@@ -266,13 +266,13 @@ def test_a_checkpoint_whose_sums_do_not_hold_is_seen_by_a_deep_look(sweep: Sweep
     path.write_bytes(content)
     lose_summary(sweep)
     first(sweep).set_state("preempted", reason="signal SIGTERM")
-    assert examine(sweep, mend=False, deep=True) == [], "whoever is to train it must not find it held for minutes"
+    assert examine_sweep(sweep, mend=False, deep=True) == [], "whoever is to train it must not find it held for minutes"
     first(sweep).set_state("failed", reason="x")
-    assert examine(sweep, mend=False) == []
-    (finding,) = examine(sweep, mend=True, deep=True)
+    assert examine_sweep(sweep, mend=False) == []
+    (finding,) = examine_sweep(sweep, mend=True, deep=True)
     assert "does not match its checksum" in finding.what
     assert not checkpoint_folder(sweep).exists()
-    assert examine(sweep, mend=True, deep=True) == []
+    assert examine_sweep(sweep, mend=True, deep=True) == []
 
 
 def checkpoint_folder(sweep: SweepDirectory) -> Path:
@@ -281,16 +281,16 @@ def checkpoint_folder(sweep: SweepDirectory) -> Path:
 
 def test_the_last_checkpoint_of_a_run_that_is_done_stays_and_a_person_is_told_what_to_do(sweep: SweepDirectory) -> None:
     (checkpoint(sweep) / "model.safetensors").write_text("")
-    (finding,) = examine(sweep, mend=True)
+    (finding,) = examine_sweep(sweep, mend=True)
     assert finding.severity == "note"  # no task of this sweep needs it
     assert "its losses stand" in finding.how
     settings = yaml.safe_load((sweep.path / "sweep.yaml").read_text())
     settings["config"]["evaluate"]["tasks"] = ["small"]
     (sweep.path / "sweep.yaml").write_text(yaml.safe_dump(settings))
-    (finding,) = examine(sweep, mend=True)
+    (finding,) = examine_sweep(sweep, mend=True)
     assert finding.is_left
     (first(sweep).path / "summary.json").unlink()  # what it says
-    examine(sweep, mend=True)
+    examine_sweep(sweep, mend=True)
     assert not checkpoint_folder(sweep).exists()
     assert first(sweep).state().state == "planned"
 
@@ -299,14 +299,14 @@ def test_a_config_that_is_no_longer_the_run_is_left_to_a_person(sweep: SweepDire
     path = first(sweep).path / "config.yaml"
     path.write_text(path.read_text().replace("seed: 0", "seed: 1"))
     for _ in range(2):
-        (finding,) = examine(sweep, mend=True)
+        (finding,) = examine_sweep(sweep, mend=True)
         assert finding.kind == "config"
         assert finding.is_left
 
 
 def test_a_folder_that_no_plan_names_is_only_mentioned(sweep: SweepDirectory) -> None:
     (sweep.path / "runs" / "0123456789").mkdir()
-    (finding,) = examine(sweep, mend=True)
+    (finding,) = examine_sweep(sweep, mend=True)
     assert (finding.kind, finding.is_left) == ("stranger", False)
     assert (sweep.path / "runs" / "0123456789").exists()
 
@@ -319,7 +319,7 @@ def test_a_sweep_of_another_version_is_looked_at_and_not_touched(
     (sweep.path / "sweep.yaml").write_text(yaml.safe_dump({**settings, key: value}))
     tear_metrics(sweep)
     before = contents(sweep.path)
-    found = examine(sweep, mend=True)
+    found = examine_sweep(sweep, mend=True)
     assert kinds(found) == ["torn", "version"]
     assert all(finding.is_left for finding in found)
     assert str(value) in found[0].what
@@ -329,7 +329,7 @@ def test_a_sweep_of_another_version_is_looked_at_and_not_touched(
 def test_a_sweep_yaml_that_cannot_be_read_stops_the_mending(sweep: SweepDirectory) -> None:
     (sweep.path / "sweep.yaml").write_text("a: [")
     tear_metrics(sweep)
-    found = examine(sweep, mend=True)
+    found = examine_sweep(sweep, mend=True)
     assert kinds(found) == ["settings", "torn"]
     assert all(finding.is_left for finding in found)
 
@@ -337,7 +337,7 @@ def test_a_sweep_yaml_that_cannot_be_read_stops_the_mending(sweep: SweepDirector
 @pytest.mark.parametrize("text", ["{", '{"runs": [{"run_id": "x"}]}'])
 def test_a_plan_that_cannot_be_read_is_all_that_is_said(sweep: SweepDirectory, text: str) -> None:
     (sweep.path / "plan.json").write_text(text)
-    (finding,) = examine(sweep, mend=True)
+    (finding,) = examine_sweep(sweep, mend=True)
     assert finding.kind == "plan"
     assert finding.is_left
 
@@ -351,9 +351,9 @@ def test_units_of_a_worker_that_died_go_back_to_their_queue(sweep: SweepDirector
     dead = Queue.create(sweep, folder, [Unit("alone", (run.run_id,))], {})
     dead.claim(0)
     dead.close()
-    assert "queue" in kinds(examine(sweep, mend=True))
-    assert Queue.open(sweep, folder).lost() == []
-    assert "queue" not in kinds(examine(sweep, mend=True))
+    assert "queue" in kinds(examine_sweep(sweep, mend=True))
+    assert Queue.open(sweep, folder).lost() == {}
+    assert "queue" not in kinds(examine_sweep(sweep, mend=True))
 
 
 def test_a_run_whose_job_slurm_does_not_know_is_settled_and_a_silent_slurm_settles_nothing(
@@ -370,7 +370,7 @@ def test_a_run_whose_job_slurm_does_not_know_is_settled_and_a_silent_slurm_settl
     def answer(script: str) -> list[Finding]:
         program.write_text(f"#!/bin/sh\n{script}\n")
         program.chmod(stat.S_IRWXU)
-        return examine(sweep, mend=True)
+        return examine_sweep(sweep, mend=True)
 
     assert [finding.is_left for finding in answer("exit 1")] == [False]  # a note
     assert answer("echo 12_0") == []
@@ -385,7 +385,7 @@ def test_a_full_disk_and_locks_that_hold_nobody_are_said(
     assert doctor.locks_work(sweep.path)
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: SimpleNamespace(free=1e6))
     monkeypatch.setattr(fcntl, "flock", lambda *arguments: None)  # as where a file system takes every lock
-    found = examine(sweep, mend=True)
+    found = examine_sweep(sweep, mend=True)
     assert kinds(found) == ["disk", "locks"]
     assert all(finding.is_left for finding in found)
 
@@ -393,12 +393,12 @@ def test_a_full_disk_and_locks_that_hold_nobody_are_said(
 def test_findings_are_said_in_lines(sweep: SweepDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     tear_metrics(sweep)
     (sweep.path / "runs" / "0123456789").mkdir()
-    doctor.print_findings(examine(sweep, mend=True))
+    doctor.print_findings(examine_sweep(sweep, mend=True))
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith(f"mended: runs/{first(sweep).run_id}/metrics.jsonl: 1 of the lines")
     assert lines[1].startswith("note: runs/0123456789: ")
     assert lines[2] == "1 mended"
-    assert logs.tail(first(sweep).path / "metrics.jsonl", 1)
+    assert logs.last_lines(first(sweep).path / "metrics.jsonl", 1)
     doctor.print_findings([])
     assert capsys.readouterr().out == "nothing is wrong\n"
 
@@ -416,7 +416,7 @@ def test_a_sweep_at_work_is_clean_at_every_moment_and_is_not_disturbed(smoke: tu
     sweep, looks = SweepDirectory(tmp_path / "smoke"), 0
     while launched.poll() is None:
         if (sweep.path / "plan.json").exists():
-            assert examine(sweep, mend=True) == []
+            assert examine_sweep(sweep, mend=True) == []
             looks += 1
     assert launched.wait() == 0
     assert looks > 3

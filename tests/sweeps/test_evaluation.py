@@ -21,12 +21,12 @@ from isoflop.sweeps.config import EvaluateConfig, SweepConfig
 from isoflop.sweeps.entry import compose
 from isoflop.sweeps.execute import worker
 from isoflop.sweeps.grid.trunks import keep_between, merge_runs, steps_between
-from isoflop.sweeps.results import evaluation, pages
-from isoflop.sweeps.results.evaluation import is_scored, wanted_steps
+from isoflop.sweeps.results import pages, scoring
 from isoflop.sweeps.results.finish import print_law
-from isoflop.sweeps.results.table import _scores, apart, build_table, write_table
+from isoflop.sweeps.results.scoring import is_scored, wanted_steps
+from isoflop.sweeps.results.table import _scores, build_table, name_recipes_apart, write_table
+from isoflop.sweeps.runs.attempts import Policy
 from isoflop.sweeps.runs.directory import RunDirectory, SweepDirectory
-from isoflop.sweeps.runs.retries import Policy
 from isoflop.train.config import DataConfig, RunConfig, run_id
 from isoflop.train.errors import UserError
 from isoflop.train.files import read_json, write_json
@@ -65,7 +65,7 @@ def test_what_is_kept_for_branches_stays_and_no_run_becomes_another() -> None:
 
 def test_the_plan_of_a_sweep_has_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = family(forty_steps(DataConfig(sequence_length=16)))
-    monkeypatch.setattr(prepare, "share_trunks", lambda sweep, runs, config: (runs, []))
+    monkeypatch.setattr(prepare, "progress_of_runs", lambda sweep, names, config: {})
     config = SweepConfig(evaluate=EvaluateConfig(tasks=["small"], every=30))
     config.cluster.flops_per_second = 1e11
     prepared = prepare._prepare(SweepDirectory(tmp_path), config, runs, 1e11)
@@ -128,7 +128,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, small_corpus: Callable[...
             run = sweep.run(run_id(config))
             run.freeze(config)
             run.set_state("planned")
-            worker.train_run(str(run.path), Policy(retries=0))
+            worker.train("alone", [str(run.path)], Policy(retries=0))
     return folder
 
 
@@ -159,7 +159,7 @@ def test_every_kept_checkpoint_and_the_final_one_are_scored_once(
     assert not is_scored(trunk, settings | {"limit": 3})
     # The trunk trained through what its branch shares with it, and only final checkpoints keep their items.
     assert [path.name for path in (trunk.path / "eval").glob("*.items.jsonl.gz")] == ["step_80.items.jsonl.gz"]
-    monkeypatch.setattr(evaluation, "open_suite", lambda *_: pytest.fail("nothing is left to score"))
+    monkeypatch.setattr(scoring, "open_suite", lambda *_: pytest.fail("nothing is left to score"))
     worker.evaluate_runs(str(scored), [trunk.run_id, branch.run_id])
 
 
@@ -262,10 +262,10 @@ def test_of_many_checkpoints_the_best_of_each_budget_get_pages_first() -> None:
         for budget in (1, 10, 100)
         for n in range(30)
     ]
-    names = [row["run_id"] for row in pages.chosen(rows, 5)]
+    names = [row["run_id"] for row in pages.chosen_checkpoints(rows, 5)]
     assert names == ["100-0", "10-0", "1-0", "100-1", "100-2"]
-    assert len(pages.chosen(rows)) == pages.MOST
-    assert len(pages.chosen(rows[:4])) == 4
+    assert len(pages.chosen_checkpoints(rows)) == pages.MOST
+    assert len(pages.chosen_checkpoints(rows[:4])) == 4
 
 
 def test_an_interval_without_an_end_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -288,7 +288,7 @@ def test_signal_to_noise_is_the_fits_or_else_that_of_the_items() -> None:
          "t/gold_bpb": [2.0, 1.5, None, None, 9.0], "t/gold_bpb_se": [0.1] * 5,
          "text_a/bpb": [4.0, 3.0, 2.5, 2.0, 9.0], "text_a/bpb_se": [0.25] * 5}
     )  # fmt: skip
-    both = pages.signals(table, [])
+    both = pages.task_signals(table, [])
     assert both["text_a"]["acc"] is None
     assert both["text_a"]["gold_bpb"]["ratio"] == pytest.approx(2.0 / 0.25)  # of texts, by their own bits per byte
     found = both["t"]
@@ -299,14 +299,14 @@ def test_signal_to_noise_is_the_fits_or_else_that_of_the_items() -> None:
     # What the fit had nothing to measure noise by is judged by the items too.
     unknown = SignalToNoise(0.5, math.nan, math.nan, 2.0, "")
     refused = TaskVerdict("text_a", "gold_bpb", 4, "too few runs", unknown, unknown)
-    assert pages.signals(table, [refused])["text_a"] == both["text_a"]
+    assert pages.task_signals(table, [refused])["text_a"] == both["text_a"]
 
 
 def test_recipes_of_one_name_that_do_different_things_are_told_apart() -> None:
     rows = [{"recipe": "exact", "recipe_fingerprint": "e"}] + [
         {"recipe": "quality:m.bin@0.5", "recipe_fingerprint": print_} for print_ in ("a", "b", "a")
     ]
-    assert [row["recipe"] for row in apart(rows)] == [
+    assert [row["recipe"] for row in name_recipes_apart(rows)] == [
         "exact", "quality:m.bin@0.5 (a)", "quality:m.bin@0.5 (b)", "quality:m.bin@0.5 (a)",
     ]  # fmt: skip
-    assert apart(rows[:2]) == rows[:2]
+    assert name_recipes_apart(rows[:2]) == rows[:2]

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from isoflop.sweeps.cli import main as cli
 from isoflop.sweeps.entry import sweep_main
-from isoflop.sweeps.plan.explain import distinct
+from isoflop.sweeps.plan.explain import distinct_shapes
 from isoflop.train.config import DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig, to_dict
 from isoflop.train.errors import UserError
 from isoflop.train.flops import forward_flops_per_token
@@ -162,7 +162,7 @@ def test_runs_that_differ_in_seed_or_length_are_planned_once() -> None:
     run = a_run()
     others = [dataclasses.replace(run, seed=1), dataclasses.replace(run, tokens=10**9)]
     wider = dataclasses.replace(run, model=dataclasses.replace(MODEL, width=2048))
-    assert distinct([run, *others, wider]) == [run, wider]
+    assert distinct_shapes([run, *others, wider]) == [run, wider]
 
 
 def isoflop(arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:

@@ -17,6 +17,7 @@ import pytest
 from isoflop.sweeps.grid import trunks
 from isoflop.sweeps.grid.trunks import Progress, graft, merge_runs
 from isoflop.sweeps.runs.directory import RunDirectory
+from isoflop.sweeps.runs.queue import can_begin
 from isoflop.train.checkpoint import checkpoint
 from isoflop.train.checkpoint.checkpoint import load_for_evaluation
 from isoflop.train.config import (
@@ -258,7 +259,7 @@ def test_a_kill_or_a_full_disk_in_the_middle_leaves_nothing_that_counts(
             graft(branch, trunk)
             os._exit(0)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
-        assert not trunks.can_start(branch, directory(tmp_path / "nothing", config), BEGIN)
+        assert not can_begin(branch, directory(tmp_path / "nothing", config), BEGIN)
         assert checkpoint.newest_valid(root, report=lambda line: None) is None
     assert graft(branch, trunk) is not None
     assert checkpoint.newest_valid(root, report=lambda line: None) == root / f"step_{BEGIN}"
@@ -307,7 +308,7 @@ def test_what_is_on_disk_is_read_without_opening_a_tensor(
     moving = directory(tmp_path / "moving", trunk.config())
     assert trunks.progress_of(moving, live=True) == Progress(True, TRUNK_STEPS, frozenset({BEGIN}))
     assert (trunks.has_checkpoint(trunk, BEGIN), trunks.has_checkpoint(moving, BEGIN)) == (True, False)
-    assert (trunks.can_start(branch, trunk, BEGIN), trunks.can_start(branch, moving, BEGIN)) == (True, False)
+    assert (can_begin(branch, trunk, BEGIN), can_begin(branch, moving, BEGIN)) == (True, False)
     graft(branch, trunk)
     assert trunks.progress_of(branch) == Progress(False, BEGIN, frozenset({BEGIN}), trunk.run_id)
-    assert trunks.can_start(branch, moving, BEGIN)  # it has what it needs
+    assert can_begin(branch, moving, BEGIN)  # it has what it needs

@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from isoflop.sweeps.execute import attempt
-from isoflop.sweeps.runs import attempts, heartbeat
+from isoflop.sweeps.runs import attempts, liveness, states
+from isoflop.sweeps.runs.attempts import Policy, is_stale, sign_age
 from isoflop.sweeps.runs.directory import Busy, RunDirectory, now_on
-from isoflop.sweeps.runs.heartbeat import Heartbeat, age, is_stale
-from isoflop.sweeps.runs.retries import Policy
+from isoflop.sweeps.runs.liveness import Heartbeat
 from isoflop.train.config import ModelConfig, RunConfig
 from small_runs import planned
 
@@ -28,7 +27,7 @@ POLICY = Policy(heartbeat_seconds=0.05, hang_seconds=60.0)
 
 @pytest.fixture(autouse=True)
 def small_margin(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heartbeat, "MARGIN_SECONDS", 0.3)
+    monkeypatch.setattr(attempts, "MARGIN_SECONDS", 0.3)
 
 
 def a_run(folder: Path, seed: int = 0) -> RunDirectory:
@@ -49,23 +48,23 @@ def until(condition: Callable[[], Any]) -> None:
 
 
 def test_a_run_that_is_trained_gives_signs_and_one_that_has_ended_gives_none(run: RunDirectory) -> None:
-    assert age(run) is None
+    assert sign_age(run) is None
     assert is_stale(run, POLICY)
-    with attempt.held(run, "7", POLICY), Heartbeat([run], POLICY):
+    with states.held(run, "7", POLICY), Heartbeat([run], POLICY):
         first = run.last_sign()
         assert first is not None
         until(lambda: (run.last_sign() or 0) > first)
         assert not is_stale(run, POLICY)
-    assert age(run) is None
+    assert sign_age(run) is None
     time.sleep(0.1)
-    assert age(run) is None  # no thread goes on
+    assert sign_age(run) is None  # no thread goes on
 
 
 def test_clocks_of_nodes_may_differ_by_hours(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     run.give_sign()
     for skew in (-7200.0, 0.0, 7200.0):
         monkeypatch.setattr(time, "time", lambda skew=skew: time.monotonic() + skew)
-        seconds = age(run)
+        seconds = sign_age(run)
         assert seconds is not None
         assert 0 <= seconds < 60  # of a sign given just now; the two clocks would be hours apart
         begun = attempts.begin(run, "7")
@@ -74,8 +73,8 @@ def test_clocks_of_nodes_may_differ_by_hours(run: RunDirectory, monkeypatch: pyt
         assert 0 <= end.ended - begun.began < 60
         assert abs(run.set_state("planned").since - end.ended) < 60
     os.utime(run.path / "heartbeat", (0, now_on(run.path) - 1000))
-    assert 1000 <= (age(run) or 0) < 1060
-    assert age(run, now=now_on(run.path) + 50) == pytest.approx(1050, abs=5)  # the second look is a little later
+    assert 1000 <= (sign_age(run) or 0) < 1060
+    assert sign_age(run, now=now_on(run.path) + 50) == pytest.approx(1050, abs=5)  # the second look is a little later
     assert sorted(run.path.glob(".now*")) == []
 
 
@@ -88,23 +87,23 @@ def hang(seconds: float, runs: list[RunDirectory]) -> None:
     policy = Policy(heartbeat_seconds=0.05, hang_seconds=seconds)
     with ExitStack() as stack:
         for run in runs:
-            stack.enter_context(attempt.held(run, "7", policy))
+            stack.enter_context(states.held(run, "7", policy))
         heart = stack.enter_context(Heartbeat(runs, policy))
         heart.progressed()
         heart.leave(runs[0])
-        attempt.conclude(runs[0], "diverged", "rose")
+        states.conclude(runs[0], "diverged", "rose")
         time.sleep(600)
 
 
 def go_on(seconds: float, run: RunDirectory) -> None:
     """Trains a run until a file `end` is there."""
     policy = Policy(heartbeat_seconds=0.05, hang_seconds=seconds)
-    with attempt.held(run, "7", policy):
+    with states.held(run, "7", policy):
         with Heartbeat([run], policy) as heart:
             while not (run.path / "end").exists():
                 heart.progressed()
                 time.sleep(0.01)
-        attempt.conclude(run, "preempted", "told to stop")
+        states.conclude(run, "preempted", "told to stop")
 
 
 def test_a_process_that_hangs_says_where_for_all_its_runs_and_ends(tmp_path: Path) -> None:
@@ -112,15 +111,17 @@ def test_a_process_that_hangs_says_where_for_all_its_runs_and_ends(tmp_path: Pat
     process = FORK.Process(target=hang, args=(0.4, [ended, *runs]))
     process.start()
     process.join(60)
-    assert process.exitcode == heartbeat.EXIT_CODE
+    assert process.exitcode == liveness.EXIT_CODE
     for run in runs:
         (end,) = attempts.read(run)
-        assert (end.cause, run.state().state, run.failure_cause()) == ("hung", "failed", "hung")
-        assert run.state().reason == end.reason == run.failure()
+        noted = run.failure()
+        assert noted is not None
+        assert (end.cause, run.state().state, noted.cause) == ("hung", "failed", "hung")
+        assert run.state().reason == end.reason == noted.reason
         assert "no step for 0.4 s, at test_heartbeat.py:" in (end.reason or "")
         assert "time.sleep(600)" in (run.path / "log.txt").read_text()
         with run.lock(timeout=0.0):
-            assert not attempts.settle_killed(run, "killed", "gone")
+            assert not states.settle_killed(run, "killed", "gone")
     assert (ended.state().state, [end.cause for end in attempts.read(ended)]) == ("diverged", ["diverged"])
 
 
@@ -132,8 +133,8 @@ def hang_with_a_full_disk(broken: RunDirectory, run: RunDirectory) -> None:
 
     with ExitStack() as stack:
         for each in (broken, run):
-            stack.enter_context(attempt.held(each, "7", POLICY))
-        broken.note_failure = broken.log = full  # type: ignore[method-assign,assignment]
+            stack.enter_context(states.held(each, "7", POLICY))
+        broken.log = full  # type: ignore[method-assign,assignment]
         sys.stdout = stack.enter_context(Path("/dev/full").open("w"))
         stack.enter_context(Heartbeat([broken, run], Policy(heartbeat_seconds=0.05, hang_seconds=0.4)))
         time.sleep(20)
@@ -145,7 +146,7 @@ def test_a_full_disk_does_not_keep_a_process_alive_that_hangs(tmp_path: Path) ->
     process.start()
     process.join(15)
     try:
-        assert process.exitcode == heartbeat.EXIT_CODE
+        assert process.exitcode == liveness.EXIT_CODE
     finally:
         process.kill()
     assert [end.cause for end in attempts.read(run)] == ["hung"], "what happened to one costs no other its line"
@@ -193,7 +194,7 @@ def test_a_run_that_gives_signs_of_life_elsewhere_is_not_begun_although_its_lock
     thread = threading.Thread(target=live)
     thread.start()
     try:
-        with pytest.raises(Busy, match="gives signs of life on far"), attempt.held(run, "7", POLICY):
+        with pytest.raises(Busy, match="gives signs of life on far"), states.held(run, "7", POLICY):
             pytest.fail("two trained it at once")
     finally:
         lives.set()
@@ -209,7 +210,7 @@ def test_a_run_that_died_elsewhere_is_begun_once_its_last_sign_is_old(
     if not known:
         (run.path / attempts.UNDER_WAY).write_text("")  # what a power cut may leave
     sign, began = run.last_sign(), time.monotonic()
-    with attempt.held(run, "7", POLICY):
+    with states.held(run, "7", POLICY):
         assert time.monotonic() - began > 0.3  # the margin: so long it may have lived
         assert attempts.read(run)[0].ended == sign
 
@@ -219,5 +220,5 @@ def test_on_the_same_machine_a_free_lock_is_enough(run: RunDirectory) -> None:
     run.set_state("running", attempt=begun.attempt, host="node2", job_id="6")
     run.give_sign()
     with ExitStack() as stack:
-        stack.enter_context(attempt.held(run, "7", Policy(heartbeat_seconds=1000.0)))
+        stack.enter_context(states.held(run, "7", Policy(heartbeat_seconds=1000.0)))
         assert run.state().attempt == 2

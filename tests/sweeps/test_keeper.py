@@ -5,19 +5,23 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from isoflop.sweeps import prepare
+from isoflop.sweeps.config import ClusterConfig
 from isoflop.sweeps.entry import compose
-from isoflop.sweeps.execute import conduct_slurm, keeper
+from isoflop.sweeps.execute import advance, keeper
 from isoflop.sweeps.prepare import Prepared
 from isoflop.sweeps.runs import attempts
+from isoflop.sweeps.runs.attempts import Policy
 from isoflop.sweeps.runs.directory import RunDirectory, SweepDirectory
+from isoflop.sweeps.slurm import backend
 from isoflop.sweeps.slurm import commands as slurm
-from isoflop.sweeps.slurm.submission import QueueFull
+from isoflop.sweeps.slurm.backend import Calls, SlurmBackend
+from isoflop.sweeps.slurm.submit import QueueFull
 from isoflop.train.config import DataConfig
 from isoflop.train.errors import UserError
 
@@ -35,50 +39,58 @@ class Cluster:
         self.full = False  # whether SLURM takes no more jobs
         self.scoring: set[str] = set()  # runs that a job in the queue scores
 
-    def launcher(self, sweep: SweepDirectory, cluster: object, live: set[str]) -> Cluster:
-        return self
+    def backend(self, sweep: SweepDirectory, cluster: ClusterConfig, live: set[str]) -> Backend:
+        return Backend(self, sweep, cluster, live)
+
+
+class Backend(SlurmBackend):
+    """What a pass of the keeper works with."""
+
+    def __init__(self, queue: Cluster, sweep: SweepDirectory, cluster: ClusterConfig, live: set[str]) -> None:
+        super().__init__(sweep, cluster, live, Calls(*[lambda *arguments: None] * 6))
+        self.queue = queue
 
     def keep(self) -> int:
-        self.said.append("keep")
-        return self.keepers
+        self.queue.said.append("keep")
+        return self.queue.keepers
 
-    def fit(self) -> None:
-        if self.full:
+    def submit_fit(self) -> None:
+        if self.queue.full:
             raise QueueFull("no more jobs")
-        self.said.append("fit")
+        self.queue.said.append("fit")
 
     def end_keepers(self) -> None:
-        self.said.append("end")
+        self.queue.said.append("end")
 
     def has_job(self, run: RunDirectory) -> bool:
-        return run.run_id in self.jobs
+        return run.run_id in self.queue.jobs
 
     def in_queue(self) -> set[str]:
-        return self.jobs | self.others
+        return self.queue.jobs | self.queue.others
 
     def queues(self) -> dict[str, set[str]]:
         return {}
 
-    def to_score(self, runs: list[RunDirectory]) -> list[RunDirectory]:
-        return [run for run in runs if run.run_id not in self.scoring]
+    def without_scoring(self, runs: Sequence[RunDirectory]) -> list[RunDirectory]:
+        return [run for run in runs if run.run_id not in self.queue.scoring]
 
     def submit(
-        self, plan: Any, units: Iterable[Any], unscored: list[RunDirectory], evaluate: bool,
-        avoid: Mapping[str, tuple[str, ...]],
+        self, plan: Any, units: Iterable[Any], unscored: Sequence[RunDirectory], evaluate: bool,
+        avoid: Mapping[str, tuple[str, ...]] | None = None,
     ) -> list[str]:  # fmt: skip
         names = [name for unit in units for name in unit.runs]
-        self.submitted.append({name: avoid.get(name, ()) for name in names})
-        if not self.full:
-            self.scored.append([run.run_id for run in unscored])
-            self.scoring |= set(self.scored[-1])
-        self.jobs |= set(names)
+        self.queue.submitted.append({name: (avoid or {}).get(name, ()) for name in names})
+        if not self.queue.full:
+            self.queue.scored.append([run.run_id for run in unscored])
+            self.queue.scoring |= set(self.queue.scored[-1])
+        self.queue.jobs |= set(names)
         return []
 
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     result = Cluster()
-    monkeypatch.setattr(keeper, "SlurmLauncher", result.launcher)
+    monkeypatch.setattr(keeper, "slurm_backend", result.backend)
     monkeypatch.setattr(slurm, "live_jobs", lambda: set())
     monkeypatch.setattr(keeper, "settle_lost", lambda sweep, policy, live: [])
     return result
@@ -99,6 +111,10 @@ def planned(small_corpus: Callable[..., DataConfig], tmp_path: Path, cluster: Cl
     prepared = prepare.from_config(config)
     prepare.write_plan(prepared, ["test"])
     return prepared
+
+
+def backend_of(planned: Prepared, cluster: Cluster) -> Backend:
+    return cluster.backend(planned.sweep, planned.config.cluster, set())
 
 
 def finish_all(planned: Prepared) -> None:
@@ -134,8 +150,8 @@ def test_a_run_whose_node_was_lost_waits_and_then_goes_elsewhere(
     cluster.jobs = {run.run_id for run in others}
     assert not keeper.tend(planned.sweep).over
     assert cluster.submitted == [], "not before its time to wait is over"
-    later = keeper.now_on(planned.sweep.path) + 1001
-    monkeypatch.setattr(keeper, "now_on", lambda path: later)
+    later = advance.now_on(planned.sweep.path) + 1001
+    monkeypatch.setattr(advance, "now_on", lambda path: later)
     cluster.jobs = {run.run_id for run in others}
     keeper.tend(planned.sweep)
     assert cluster.submitted == [{lost.run_id: ("node7",)}]
@@ -157,12 +173,12 @@ def test_retries_end_with_their_budget(planned: Prepared, cluster: Cluster, monk
     for other in others:
         end(other, "failed", "input")
     starts = 0
-    far = keeper.now_on(planned.sweep.path)
+    far = advance.now_on(planned.sweep.path)
     while True:
         end(run, "failed", "killed")
         cluster.jobs = set()
         far += 1e6
-        monkeypatch.setattr(keeper, "now_on", lambda path, far=far: far)
+        monkeypatch.setattr(advance, "now_on", lambda path, far=far: far)
         if keeper.tend(planned.sweep).over:
             break
         starts += 1
@@ -174,13 +190,13 @@ def test_the_laws_are_fitted_after_the_last_result_and_a_fit_that_fails_is_given
 ) -> None:
     finish_all(planned)
     cluster.full = True
-    for _ in range(2 * keeper.FITS):
+    for _ in range(2 * backend.FITS):
         assert not keeper.tend(planned.sweep).over
     cluster.full = False
-    for _ in range(keeper.FITS):
+    for _ in range(backend.FITS):
         assert not keeper.tend(planned.sweep).over
     assert keeper.tend(planned.sweep).over, "the fit never came, and that is the end of it"
-    assert cluster.said.count("fit") == keeper.FITS
+    assert cluster.said.count("fit") == backend.FITS
 
     newer = max(file.stat().st_mtime for file in planned.sweep.path.glob("runs/*/summary.json")) + 1
     (planned.sweep.path / "fit").mkdir()
@@ -188,11 +204,11 @@ def test_the_laws_are_fitted_after_the_last_result_and_a_fit_that_fails_is_given
         file.write_text("")
         os.utime(file, (newer, newer))
     assert keeper.tend(planned.sweep).over
-    assert cluster.said.count("fit") == keeper.FITS
+    assert cluster.said.count("fit") == backend.FITS
     late = planned.directories[0].path / "summary.json"
     os.utime(late, (newer + 1, newer + 1))
     assert not keeper.tend(planned.sweep).over
-    assert cluster.said.count("fit") == keeper.FITS + 1, "a result that came after the table"
+    assert cluster.said.count("fit") == backend.FITS + 1, "a result that came after the table"
 
 
 def test_nothing_is_done_while_slurm_does_not_answer(
@@ -215,8 +231,8 @@ def test_a_keeper_of_a_sweep_that_is_gone_goes_too(planned: Prepared, cluster: C
 def test_the_budget_of_a_sweep_holds_within_one_pass(planned: Prepared, cluster: Cluster) -> None:
     for run in planned.directories:
         end(run, "failed", "killed")
-    policy = keeper.Policy(sweep_retries=2, backoff_seconds=0.0)
-    assert len(keeper.look(planned.sweep, cluster, policy).due) == 2  # type: ignore[arg-type]
+    policy = Policy(sweep_retries=2, backoff_seconds=0.0)
+    assert len(advance.look(planned.sweep, backend_of(planned, cluster), policy).due) == 2
 
 
 def test_a_run_that_still_shows_signs_of_life_is_waited_for(planned: Prepared, cluster: Cluster) -> None:
@@ -230,16 +246,16 @@ def test_a_scoring_that_fails_is_repeated_a_few_times(
     planned: Prepared, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     finish_all(planned)
-    monkeypatch.setattr(conduct_slurm, "missing_scores", lambda runs, config: list(runs))
+    monkeypatch.setattr(advance, "missing_scores", lambda runs, config: list(runs))
     passes = 0
     cluster.full = True
-    for _ in range(2 * keeper.SCORINGS):
+    for _ in range(2 * backend.SCORINGS):
         assert not keeper.tend(planned.sweep).over
     cluster.full = False
     while not keeper.tend(planned.sweep).over and passes < 20:
         passes += 1
         cluster.scoring.clear()
-    assert len(cluster.scored) == keeper.SCORINGS
+    assert len(cluster.scored) == backend.SCORINGS
     assert set(cluster.scored[0]) == {run.run_id for run in planned.directories}
 
 
@@ -255,7 +271,7 @@ def test_two_passes_at_once_are_one(planned: Prepared, cluster: Cluster, monkeyp
     monkeypatch.setattr(keeper.time, "sleep", pause)
     keeper.keep(str(planned.sweep.path))  # it does not go, for the other one might find the same
     assert len(cluster.submitted) == 1
-    record = json.loads((planned.sweep.path / "jobs" / keeper.RECORD).read_text())
+    record = json.loads((planned.sweep.path / "jobs" / backend.MEMORY).read_text())
     assert record["over"] is False
 
 
@@ -282,12 +298,12 @@ def test_a_pass_that_comes_to_nothing_is_made_again_by_the_same_keeper(
     pauses: list[float] = []
     failures: list[Exception] = [OSError(errno.ENOSPC, "No space left on device"), UserError("SLURM refuses")]
 
-    def launcher(*arguments: Any) -> Cluster:
+    def launcher(*arguments: Any) -> Backend:
         if failures:
             raise failures.pop()
-        return cluster
+        return cluster.backend(*arguments)
 
-    monkeypatch.setattr(keeper, "SlurmLauncher", launcher)
+    monkeypatch.setattr(keeper, "slurm_backend", launcher)
     monkeypatch.setattr(keeper.time, "sleep", pauses.append)
     keeper.keep(str(planned.sweep.path))
     assert pauses == [planned.config.cluster.keeper_seconds] * 2
@@ -301,6 +317,6 @@ def test_a_branch_waits_with_its_trunk(planned: Prepared, cluster: Cluster, monk
         run["parent"] = trunk.run_id if run["run_id"] == branch.run_id else None
     (planned.sweep.path / "plan.json").write_text(json.dumps(plan))
     end(trunk, "failed", "killed")
-    survey = keeper.look(planned.sweep, cluster, keeper.Policy())  # type: ignore[arg-type]
+    survey = advance.look(planned.sweep, backend_of(planned, cluster), Policy())
     assert survey.due == {other.run_id: ()}
     assert set(survey.later) == {trunk.run_id, branch.run_id}

@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pickle
 import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from isoflop.sweeps.config import ClusterConfig
 from isoflop.sweeps.execute import keeper, worker
-from isoflop.sweeps.execute.queue import Queue
 from isoflop.sweeps.plan.packing import Unit
 from isoflop.sweeps.plan.sweep_plan import JobShape, Plan, PlannedRun
+from isoflop.sweeps.runs.attempts import Policy
 from isoflop.sweeps.runs.directory import RunDirectory, SweepDirectory
-from isoflop.sweeps.runs.retries import Policy
+from isoflop.sweeps.runs.queue import Queue
+from isoflop.sweeps.slurm import backend, submit, transaction
 from isoflop.sweeps.slurm import commands as slurm
-from isoflop.sweeps.slurm import launch, submission, transaction
-from isoflop.sweeps.slurm.launch import HELD_BACK, SlurmLauncher, to_start
-from isoflop.sweeps.slurm.launch_record import Inventory, LaunchRecord, labelled_jobs, rebuilt, strays
+from isoflop.sweeps.slurm.backend import HELD_BACK, SlurmBackend
+from isoflop.sweeps.slurm.record import Inventory, LaunchRecord, labelled_jobs, rebuilt, strays
 from isoflop.train.errors import UserError
 from isoflop.train.files import write_json
 from standin_slurm import StandIn
@@ -57,13 +59,13 @@ class Launch:
     def directories(self) -> list[RunDirectory]:
         return [self.sweep.run(run.run_id) for run in self.runs]
 
-    def launcher(self) -> SlurmLauncher:
-        return SlurmLauncher(self.sweep, self.cluster, slurm.live_jobs())
+    def launcher(self) -> SlurmBackend:
+        return keeper.slurm_backend(self.sweep, self.cluster, slurm.live_jobs())
 
     def go(self, evaluate: bool = False, avoid: dict[str, tuple[str, ...]] | None = None) -> list[str]:
         """What a launch does: submits what no job does yet; returns what was held back."""
         launcher = self.launcher()
-        units = [Unit("alone", (run.run_id,)) for run in to_start(self.directories, launcher)]
+        units = [Unit("alone", (run.run_id,)) for run in launcher.to_start(self.directories)]
         return launcher.submit(self.plan, units, [], evaluate, avoid)
 
     def states(self) -> Counter[str]:
@@ -89,7 +91,7 @@ def make(tmp_path: Path, cluster_of: StandIn) -> Make:
     return made
 
 
-def calls(launched: Launch, job: str) -> list[submission.Call]:
+def calls(launched: Launch, job: str) -> list[submit.Call]:
     """What the tasks of an array will call."""
     (folder,) = {path.parent for path in launched.sweep.path.glob(f"jobs/*/{job}*_submitted.pkl")}
     names = sorted(folder.glob(f"{job}*_submitted.pkl"), key=lambda path: (len(path.name), path.name))
@@ -112,7 +114,7 @@ def test_short_runs_go_through_a_queue_and_long_ones_are_tasks(make: Make, clust
     assert cluster_of.flags(ranks)["ntasks-per-node"] == "2"
     (folder,) = sweep.sweep.path.glob("jobs/queue-*")
     assert [unit.runs[0] for unit in Queue.open(sweep.sweep, folder).left()] == [f"short{i}" for i in range(7)]
-    assert {call.function for call in calls(sweep, queue)} == {worker.work_queue}
+    assert {call.function for call in calls(sweep, queue)} == {worker.work}
     # Scoring: of a queue's runs in as many jobs, after its workers; of a task after its success.
     scoring = {cluster_of.flags(job)["dependency"]: job for job in cluster_of.of_kind("evaluate")}
     assert set(scoring) == {f"afterany:{queue}", f"aftercorr:{alone}", f"afterok:{ranks}"}
@@ -132,7 +134,7 @@ def test_nothing_is_submitted_twice(make: Make, cluster_of: StandIn) -> None:
     sweep.go()
     before = cluster_of.queue()
     launcher = sweep.launcher()
-    assert to_start(sweep.directories, launcher) == []
+    assert launcher.to_start(sweep.directories) == []
     launcher.keep()
     assert cluster_of.queue() == before
     # A run whose unit has ended in a live queue, and failed, has no job any more.
@@ -141,14 +143,14 @@ def test_nothing_is_submitted_twice(make: Make, cluster_of: StandIn) -> None:
     queue = Queue.open(sweep.sweep, folder)
     queue.end(queue.claim(0) or Unit("alone", ()))
     queue.close()
-    assert [run.run_id for run in to_start(sweep.directories, sweep.launcher())] == ["short"]
+    assert [run.run_id for run in sweep.launcher().to_start(sweep.directories)] == ["short"]
 
 
 def test_a_queue_without_workers_is_left_for_a_new_one(make: Make, cluster_of: StandIn) -> None:
     sweep = make(planned("one", 1), planned("two", 1))
     sweep.go()
     cluster_of.end(*cluster_of.of_kind("queue"))
-    assert len(to_start(sweep.directories, sweep.launcher())) == 2
+    assert len(sweep.launcher().to_start(sweep.directories)) == 2
     sweep.go()
     (folder,) = sweep.sweep.path.glob("jobs/queue-*")
     assert set(LaunchRecord.read(sweep.sweep).queues) == {folder.name}
@@ -278,7 +280,7 @@ def killed_at(step: int, sweep: Launch, monkeypatch: pytest.MonkeyPatch) -> bool
         monkeypatch.setattr(where, name, counted)
 
     for where, name in (
-        (LaunchRecord, "write"), (submission.Submission, "submit"), (RunDirectory, "set_state"),
+        (LaunchRecord, "write"), (submit.Submission, "submit"), (RunDirectory, "set_state"),
         (slurm, "release"), (transaction, "finish"), (transaction, "retire_queues"),
     ):  # fmt: skip
         count(where, name)
@@ -299,7 +301,7 @@ def killed_and_launched_again(step: int, sweep: Launch, slurms: StandIn, monkeyp
     assert {kind: len(slurms.of_kind(kind)) for kind in kinds} == kinds, step
     assert [slurms.tasks(job) for job in slurms.of_kind("train")] == [2, 1], step
     launcher = sweep.launcher()
-    assert to_start(sweep.directories, launcher) == [], step
+    assert launcher.to_start(sweep.directories) == [], step
     assert sweep.states() == {"queued": 4}, step
     assert len(list(sweep.sweep.path.glob("jobs/queue-*"))) == 1
     launcher.cancel_all()
@@ -341,7 +343,7 @@ def test_a_record_that_cannot_be_read_is_no_empty_one_and_is_made_anew_from_the_
     assert cluster_of.queue() == queue
     rebuilt(sweep.sweep).write(sweep.sweep)  # as the doctor does
     assert LaunchRecord.read(sweep.sweep) == before
-    assert to_start(sweep.directories, sweep.launcher()) == []
+    assert sweep.launcher().to_start(sweep.directories) == []
 
 
 def test_jobs_are_found_after_the_sweep_was_moved(make: Make, cluster_of: StandIn) -> None:
@@ -370,7 +372,7 @@ def test_jobs_that_slurm_does_not_release_are_released_by_the_next_launcher(make
 def test_an_answer_that_was_lost_makes_no_second_job(
     make: Make, cluster_of: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(submission, "time", SimpleNamespace(sleep=lambda seconds: None, monotonic=time.monotonic))
+    monkeypatch.setattr(submit, "time", SimpleNamespace(sleep=lambda seconds: None, monotonic=time.monotonic))
     sweep = make(planned("run", 40))
     cluster_of.say("lose", "")
     sweep.go()
@@ -431,7 +433,7 @@ def test_more_workers_join_a_queue(make: Make, cluster_of: StandIn) -> None:
     assert (cluster_of.tasks(first), cluster_of.tasks(more)) == (1, 2)
     assert cluster_of.flags(more)["exclude"] == "a"
     cluster_of.end(first)
-    assert to_start(sweep.directories, sweep.launcher()) == [], "the others go on with it"
+    assert sweep.launcher().to_start(sweep.directories) == [], "the others go on with it"
 
 
 def test_a_job_runs_the_sweeps_copy_of_the_code_in_a_folder_of_its_own(
@@ -446,7 +448,7 @@ def test_a_job_runs_the_sweeps_copy_of_the_code_in_a_folder_of_its_own(
         "export OMP_NUM_THREADS=1",
         "module load cuda",
         f"cd {folder.resolve()}",
-        submission.STALE,
+        submit.STALE,
         f"export PYTHONPATH={tmp_path / 'code'}${{PYTHONPATH:+:$PYTHONPATH}}",
     ]
     assert " apptainer exec image.sif python -u -m submitit.core._submit " in script
@@ -466,7 +468,7 @@ def test_a_job_removes_the_half_of_a_result_that_its_earlier_start_left(
     names = {"7_0", "7_1", "77_0", "8_1_0", "8_10_0", "9_0"}
     for name in names:
         (tmp_path / f"{name}_result.pkl.save_tmp").touch()
-    subprocess.run(["sh", "-c", submission.STALE], cwd=tmp_path, env=job | {"PATH": os.environ["PATH"]}, check=True)
+    subprocess.run(["sh", "-c", submit.STALE], cwd=tmp_path, env=job | {"PATH": os.environ["PATH"]}, check=True)
     assert {path.name.removesuffix("_result.pkl.save_tmp") for path in tmp_path.iterdir()} == names - gone
 
 
@@ -493,7 +495,7 @@ def test_raw_keys_are_merged_or_refused_by_name(make: Make, cluster_of: StandIn)
     assert (flags[0]["exclude"], flags[0]["wckey"], "exclusive" in flags[0]) == ("b,c", "mine", False)
     sweep.cluster = cluster(additional_parameters={"cpus_per_task": 3})
     with pytest.raises(UserError, match=r"has cpus-per-task, which cluster\.cpus_per_task sets"):
-        sweep.launcher().fit()
+        sweep.launcher().submit_fit()
 
 
 def test_jobs_that_the_user_holds_stay_on_hold(make: Make, cluster_of: StandIn) -> None:
@@ -523,8 +525,8 @@ def test_who_waits_waits_for_the_keepers_too(
         asked.append(seconds)
         cluster_of.end(cluster_of.queue()[0])
 
-    monkeypatch.setattr(launch, "time", SimpleNamespace(sleep=rest, monotonic=time.monotonic))
-    launch.wait_for_slurm(sweep.sweep)
+    monkeypatch.setattr(backend, "time", SimpleNamespace(sleep=rest, monotonic=time.monotonic))
+    backend.wait_for_slurm(sweep.sweep)
     assert len(asked) == 4
     assert cluster_of.queue() == []
     sweep.launcher().keep()
@@ -532,8 +534,44 @@ def test_who_waits_waits_for_the_keepers_too(
     def interrupt(seconds: float) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(launch, "time", SimpleNamespace(sleep=interrupt, monotonic=time.monotonic))
+    monkeypatch.setattr(backend, "time", SimpleNamespace(sleep=interrupt, monotonic=time.monotonic))
     with pytest.raises(KeyboardInterrupt):
-        launch.wait_for_slurm(sweep.sweep)
+        backend.wait_for_slurm(sweep.sweep)
     assert "the jobs go on" in capsys.readouterr().out
     assert len(cluster_of.queue()) == 2
+
+
+def test_jobs_that_another_version_submitted_are_known_without_importing_what_they_name(
+    make: Make, cluster_of: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of version 0.1, whose modules have other names by now and whose jobs call other functions."""
+    sweep = make(planned("run0", 40), planned("run1", 40), planned("short", 1))
+    sweep.go(evaluate=True)
+    before = LaunchRecord.read(sweep.sweep)
+    old, called = ModuleType("isoflop.sweeps.forgotten"), list[str]()
+    monkeypatch.setitem(sys.modules, old.__name__, old)
+    for name in ("train_run", "work_queue", "evaluate_runs", "finish_sweep", "keep"):
+        exec(f"def {name}(*arguments): raise AssertionError", vars(old))
+    exec("class Call:\n    pass\nclass Policy:\n    pass\nclass DelayedSubmission:\n    pass", vars(old))
+    for path in sweep.sweep.path.glob("jobs/slurm-*/*_submitted.pkl"):
+        call = pickle.loads(path.read_bytes()).function
+        name = {"train": "train_run", "work": "work_queue"}.get(call.function.__name__, call.function.__name__)
+        called.append(name)
+        job, there = old.DelayedSubmission(), old.Call()
+        there.function, there.arguments = getattr(old, name), call.arguments
+        if name == "train_run":
+            there.arguments = (call.arguments[1][0], old.Policy())
+        job.function = there
+        path.write_bytes(pickle.dumps(job))
+    monkeypatch.delitem(sys.modules, old.__name__)
+    assert {"train_run", "work_queue", "evaluate_runs", "finish_sweep", "keep"} == set(called)
+    assert dataclasses.replace(rebuilt(sweep.sweep), held=before.held) == before
+
+
+def test_what_is_no_submitted_job_stays_a_stray(make: Make, cluster_of: StandIn) -> None:
+    sweep = make(planned("run", 40))
+    sweep.go()
+    for number, path in enumerate(sweep.sweep.path.glob("jobs/slurm-*/*_submitted.pkl")):
+        path.write_bytes([b"", b"\x80\x04", pickle.dumps(3), pickle.dumps({"function": 4})][number % 4])
+    record = rebuilt(sweep.sweep)
+    assert (record.training, record.keepers, record.fit) == ({}, [], None)

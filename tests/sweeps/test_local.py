@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 from isoflop.sweeps.execute.local import STILLBORN, LocalJob, Workers
-from isoflop.sweeps.execute.queue import Queue
 from isoflop.sweeps.plan.packing import Unit
+from isoflop.sweeps.runs.attempts import Policy
 from isoflop.sweeps.runs.directory import SweepDirectory
-from isoflop.sweeps.runs.retries import Policy
+from isoflop.sweeps.runs.queue import Queue
 from isoflop.train.errors import UserError
 from isoflop.train.files import JsonLines
 

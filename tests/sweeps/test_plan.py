@@ -12,7 +12,7 @@ from isoflop.sweeps.grid.expand import expand_grid
 from isoflop.sweeps.plan import rates
 from isoflop.sweeps.plan.packing import Unit, paid_shares, wall_clock
 from isoflop.sweeps.plan.sweep_plan import MANY_STEPS, job_shape, makespan, plan_remarks, plan_runs
-from isoflop.sweeps.terminal import describe, short
+from isoflop.sweeps.terminal import describe_seconds, short
 from isoflop.train.config import ModelConfig, ParallelConfig, RunConfig, run_id
 from isoflop.train.errors import UserError
 from isoflop.train.flops import flops_exact
@@ -152,7 +152,7 @@ def test_numbers_are_said_as_people_say_them(value: float, said: str) -> None:
 
 
 def test_durations_are_said_in_their_unit() -> None:
-    assert [describe(s) for s in (12.4, 90, 5400)] == ["12 s", "1.5 min", "1.5 h"]
+    assert [describe_seconds(s) for s in (12.4, 90, 5400)] == ["12 s", "1.5 min", "1.5 h"]
 
 
 def test_a_plan_says_what_it_costs_in_cores_where_there_is_no_gpu() -> None:

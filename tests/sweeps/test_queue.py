@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from isoflop.sweeps.execute import queue as queues
 from isoflop.sweeps.execute import worker
-from isoflop.sweeps.execute.queue import JOURNAL, Queue
 from isoflop.sweeps.plan.packing import Unit
 from isoflop.sweeps.runs import attempts
+from isoflop.sweeps.runs import queue as queues
+from isoflop.sweeps.runs.attempts import Policy
 from isoflop.sweeps.runs.directory import SweepDirectory
-from isoflop.sweeps.runs.retries import Policy
+from isoflop.sweeps.runs.queue import JOURNAL, Queue
 from isoflop.train.config import DataConfig, ModelConfig, RunConfig, run_id
 from isoflop.train.files import write_json
 
@@ -103,7 +103,7 @@ def test_units_are_handed_out_in_order_and_once(sweep: SweepDirectory) -> None:
     assert (first.claim(0), second.claim(1), second.left()) == (None, None, [])
     second.end(units[1])
     first.end(units[2])
-    assert (first.running(), first.lost()) == ({}, [])
+    assert (first.running(), first.lost()) == ({}, {})
 
 
 def test_many_processes_never_get_the_same_unit(
@@ -134,14 +134,14 @@ def test_a_unit_whose_worker_was_killed_is_lost_until_it_is_settled(
     launcher = queue(sweep, units)
     pid = forked(lambda: claims_and_sleeps(launcher, sweep, 3))
     until(lambda: launcher.running() == {units[0]: 3})
-    assert launcher.lost() == []
+    assert launcher.lost() == {}
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
-    assert (launcher.running(), launcher.lost()) == ({}, [units[0]])
+    assert (launcher.running(), list(launcher.lost())) == ({}, [units[0]])
     other = again(launcher, sweep)
     assert other.claim(0) == units[1]
     launcher.end(units[0])
-    assert launcher.lost() == []
+    assert launcher.lost() == {}
     assert other.claim(0) is None
 
 
@@ -285,7 +285,7 @@ def test_a_line_torn_at_any_byte_costs_nothing_that_came_before(sweep: SweepDire
     for length in range(0, len(line), 7):
         (made.folder / JOURNAL).write_bytes(before + line[:length])
         reader = again(made, sweep)
-        assert (reader.left(), reader.lost()) == ([units[1]], [])
+        assert (reader.left(), reader.lost()) == ([units[1]], {})
         assert reader.claim(1) == units[1]
         assert again(made, sweep).running() == {units[1]: 1}
         reader.close()
@@ -322,7 +322,7 @@ def work(made: Queue, kill_at: int | None = None) -> int:
             os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(on_event)
-    worker.work(str(made.sweep.path), str(made.folder), 0, POLICY)
+    worker.work(str(made.sweep.path), str(made.folder), POLICY)
     return next(operations)
 
 

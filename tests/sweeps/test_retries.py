@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pickle
 import random
+from dataclasses import replace
 
 import pytest
 from isoflop.sweeps.config import ClusterConfig
-from isoflop.sweeps.runs import retries
-from isoflop.sweeps.runs.attempts import Attempt
-from isoflop.sweeps.runs.retries import CAUSES, INTERRUPTED, ON_NODE, RETRIED, Policy, decide
+from isoflop.sweeps.runs import attempts as retries
+from isoflop.sweeps.runs.attempts import CAUSES, INTERRUPTED, ON_NODE, RETRIED, Attempt, Policy, decide
 
 NEVER = ("done", "cancelled", "diverged", "input", "error")
 
@@ -94,13 +94,9 @@ def test_nodes_that_failed_are_avoided_each_once_and_the_newest_last() -> None:
     assert decide(attempts, Policy(retries=99), 0, 0.0).avoid == ("c", "a")
 
 
-def test_the_node_that_a_reason_names_is_at_fault_and_not_that_of_the_first_rank() -> None:
-    attempt = an_attempt(1, "hung", "node1")
-    said = "rank 3 on node07 and rank 4 on gpu-8.local have made no progress since step 5 (in a step, at x) for 60 s"
-    object.__setattr__(attempt, "reason", said)
+def test_the_nodes_of_the_ranks_at_fault_are_avoided_and_not_that_of_the_first_rank() -> None:
+    attempt = replace(an_attempt(1, "hung", "node1"), at_fault=("node07", "gpu-8.local"))
     assert decide([attempt], Policy(), 0, 0.0).avoid == ("node07", "gpu-8.local")
-    object.__setattr__(attempt, "reason", "rank 0 on node1: it hung")
-    assert decide([attempt], Policy(), 0, 0.0).avoid == ("node1",)
 
 
 def test_a_retry_by_hand_begins_a_new_budget_and_forgets_the_nodes() -> None:

@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 from isoflop.sweeps.config import ClusterConfig
-from isoflop.sweeps.execute import attempt, worker
+from isoflop.sweeps.execute import worker
 from isoflop.sweeps.plan.sweep_plan import JobShape, job_shape
+from isoflop.sweeps.runs import directory
+from isoflop.sweeps.runs.attempts import Policy
 from isoflop.sweeps.runs.directory import RunDirectory, SweepDirectory
-from isoflop.sweeps.runs.retries import Policy
 from isoflop.sweeps.slurm import commands as slurm
-from isoflop.sweeps.slurm.launch_record import LaunchRecord
-from isoflop.sweeps.slurm.submission import Call, Request, Submission
+from isoflop.sweeps.slurm.record import LaunchRecord
+from isoflop.sweeps.slurm.submit import Call, Request, Submission
 from isoflop.sweeps.slurm.transaction import release_forgotten
 from isoflop.train.config import ParallelConfig
 from isoflop.train.errors import UserError
@@ -83,7 +84,7 @@ def test_a_run_whose_job_slurm_will_not_requeue_stays_preempted_and_says_slurms_
     run.path.mkdir()
     run.set_state("preempted", reason="signal SIGUSR2")
     with pytest.raises(worker.RunFailed):
-        attempt.back_to_the_queue([run], Policy())
+        worker.requeue_stopped([run], Policy())
     assert run.state().state == "preempted"
     assert "SLURM would not requeue its job (Requeue disabled)" in (run.state().reason or "")
 
@@ -92,13 +93,13 @@ def test_a_local_job_inside_an_allocation_is_no_slurm_job(monkeypatch: pytest.Mo
     """Else Ctrl-C on a local sweep would requeue the allocation that it runs in."""
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SUBMITIT_EXECUTOR", "local")
-    assert not slurm.inside_job()
-    assert slurm.job_id() == str(os.getpid())
+    assert not directory.inside_job()
+    assert directory.job_id() == str(os.getpid())
     monkeypatch.setenv("SUBMITIT_EXECUTOR", "slurm")
-    assert slurm.job_id() == "7"
+    assert directory.job_id() == "7"
     monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "5")
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "2")
-    assert slurm.job_id() == "5_2"
+    assert directory.job_id() == "5_2"
 
 
 def test_jobs_submitted_from_a_job_do_not_inherit_it(monkeypatch: pytest.MonkeyPatch) -> None:

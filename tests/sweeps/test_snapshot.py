@@ -10,8 +10,8 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from isoflop.sweeps.execute import snapshot
 from isoflop.sweeps.runs.directory import SweepDirectory
+from isoflop.sweeps.slurm import snapshot
 
 ROOT = Path(__file__).resolve().parents[2]
 

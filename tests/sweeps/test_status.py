@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 from isoflop.sweeps.config import ClusterConfig
-from isoflop.sweeps.observe import logs, status, status_view
+from isoflop.sweeps.observe import logs, status
 from isoflop.sweeps.plan.sweep_plan import plan_runs
 from isoflop.sweeps.results import accounting
 from isoflop.sweeps.runs import attempts, membership
+from isoflop.sweeps.runs.attempts import Policy
 from isoflop.sweeps.runs.directory import RunDirectory, SweepDirectory, now_on
-from isoflop.sweeps.runs.retries import Policy
 from isoflop.train.config import ModelConfig, RunConfig, run_id
 from isoflop.train.errors import UserError
 from isoflop.train.files import write_json
@@ -76,7 +76,7 @@ def test_a_run_without_a_sign_of_life_for_three_periods_is_called_silent(sweep: 
     run = sweep.runs()[0]
     begin(run, seconds_ago=100)
     assert row_of(sweep, run)["silent"]
-    assert "no sign of life for 1.7 min" in status_view._note(row_of(sweep, run))
+    assert "no sign of life for 1.7 min" in status._note(row_of(sweep, run))
 
 
 def ended(run: RunDirectory, cause: str, hours: float, number: int = 1, share: float = 1.0) -> None:
@@ -132,7 +132,7 @@ def test_a_loss_that_is_no_number_does_not_break_the_json(
     run = sweep.runs()[0]
     metrics(run, train_loss=float("nan"))
     run.set_state("diverged", reason="the loss is nan")
-    status_view.print_json(status.sweep_status(sweep))
+    status.print_json(status.sweep_status(sweep))
     found = json.loads(capsys.readouterr().out)
     assert [row["loss"] for row in found["runs"]] == [None] * 4
 
@@ -148,24 +148,24 @@ def rows(**counts: int) -> list[dict[str, Any]]:
 
 
 def test_few_runs_are_all_shown() -> None:
-    shown, hidden = status_view.fold(rows(done=10, running=5), room=20)
+    shown, hidden = status.fold_rows(rows(done=10, running=5), room=20)
     assert len(shown) == 15
     assert hidden == {}
 
 
 def test_of_many_runs_those_that_are_done_or_wait_are_counted() -> None:
-    shown, hidden = status_view.fold(rows(done=600, planned=100, queued=9, running=5, failed=2), room=20)
+    shown, hidden = status.fold_rows(rows(done=600, planned=100, queued=9, running=5, failed=2), room=20)
     assert [row["state"] for row in shown] == ["queued"] * 9 + ["running"] * 5 + ["failed"] * 2
     assert hidden == {"planned": 100, "done": 600}
 
 
 def test_many_failures_leave_room_for_what_runs_and_the_other_way_round() -> None:
-    shown, hidden = status_view.fold(rows(running=100, failed=50), room=20)
+    shown, hidden = status.fold_rows(rows(running=100, failed=50), room=20)
     states = [row["state"] for row in shown]
     assert states.count("failed") == 9  # and a line for their reason
     assert states.count("running") == 10
     assert hidden == {"running": 90, "failed": 41}
-    everything, hidden = status_view.fold(rows(running=100, failed=50), room=None)
+    everything, hidden = status.fold_rows(rows(running=100, failed=50), room=None)
     assert len(everything) == 150
     assert not hidden
 
@@ -244,8 +244,8 @@ def test_a_watch_ends_with_the_last_run(
         write_json(run.path / "summary.json", {"step": 1, "val_loss": 2.0})
     last = sweep.runs()[-1]
     last.set_state("running")
-    monkeypatch.setattr(status_view.time, "sleep", lambda seconds: last.set_state("done"))
-    status_view.watch(sweep, as_json=True)
+    monkeypatch.setattr(status.time, "sleep", lambda seconds: last.set_state("done"))
+    status.watch_sweep(sweep, as_json=True)
     looks = [json.loads(line)["states"] for line in capsys.readouterr().out.splitlines()]
     assert looks == [{"running": 1, "done": 3}, {"done": 4}]
 
@@ -266,8 +266,8 @@ def test_a_watch_waits_for_what_is_tried_again_and_not_for_what_has_failed_for_g
     def pause(seconds: float) -> None:
         again.set_state("diverged")
 
-    monkeypatch.setattr(status_view.time, "sleep", pause)
-    status_view.watch(sweep, as_json=True)
+    monkeypatch.setattr(status.time, "sleep", pause)
+    status.watch_sweep(sweep, as_json=True)
     looks = [json.loads(line)["states"] for line in capsys.readouterr().out.splitlines()]
     assert looks == [{"failed": 4}, {"failed": 3, "diverged": 1}]
 
@@ -284,10 +284,10 @@ def test_following_a_log_goes_on_while_the_run_is_tried_again(
         again.set_state("diverged")
 
     monkeypatch.setattr(logs.time, "sleep", pause)
-    logs.one(sweep, again.run_id, follow=True)
+    logs.print_log(sweep, again.run_id, follow=True)
     assert "second attempt" in capsys.readouterr().out
     monkeypatch.setattr(logs.time, "sleep", lambda seconds: pytest.fail("it waits for what has ended"))
-    logs.one(sweep, never.run_id, follow=True)
+    logs.print_log(sweep, never.run_id, follow=True)
 
 
 def test_a_watch_is_left_quietly(
@@ -296,8 +296,8 @@ def test_a_watch_is_left_quietly(
     def interrupt(seconds: float) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(status_view.time, "sleep", interrupt)
-    status_view.watch(sweep)
+    monkeypatch.setattr(status.time, "sleep", interrupt)
+    status.watch_sweep(sweep)
     printed = capsys.readouterr()
     assert "4 planned" in printed.out
     assert not printed.err
@@ -340,7 +340,7 @@ def test_following_a_log_ends_with_the_run_and_loses_no_line(
 
     worker = threading.Thread(target=work)
     worker.start()
-    logs.one(sweep, run.run_id[:6], follow=True)
+    logs.print_log(sweep, run.run_id[:6], follow=True)
     worker.join()
     printed = capsys.readouterr().out.splitlines()
     said = [line.split(" ", 2)[2] for line in printed if line.startswith("20")]
@@ -356,7 +356,7 @@ def test_without_a_run_the_newest_lines_of_those_that_run_or_failed_are_shown(
         for number in range(9):
             run.log(f"{state} {number}")
         run.set_state(state)
-    logs.overview(sweep, follow=False)
+    logs.print_newest_lines(sweep, follow=False)
     printed = capsys.readouterr().out.splitlines()
     assert [line.split()[-2:] for line in printed] == [
         [state, str(number)] for state in ("running", "failed") for number in (6, 7, 8)
@@ -366,13 +366,13 @@ def test_without_a_run_the_newest_lines_of_those_that_run_or_failed_are_shown(
 def test_runs_that_were_added_are_shown_too_and_where_there_are_none_that_is_said(
     sweep: SweepDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    logs.overview(sweep, follow=False)
+    logs.print_newest_lines(sweep, follow=False)
     assert capsys.readouterr().out == "no run runs or failed (4 planned)\n"
     added = sweep.run("0123456789")
     added.set_state("failed")
     added.log("of a run that was added")
     write_json(sweep.path / membership.ADDED, {added.run_id: {}})
-    logs.overview(sweep, follow=False)
+    logs.print_newest_lines(sweep, follow=False)
     assert "of a run that was added" in capsys.readouterr().out
 
 

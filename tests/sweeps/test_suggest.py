@@ -14,8 +14,15 @@ from isoflop.sweeps.config import IsoflopGrid
 from isoflop.sweeps.grid import expand as grid
 from isoflop.sweeps.grid.trunks import Progress, merge_runs, own_flops
 from isoflop.sweeps.growth import extend
-from isoflop.sweeps.growth.candidates import Range, merged, offers, trunk_of
-from isoflop.sweeps.growth.suggest import Suggestion, print_suggestion, suggest
+from isoflop.sweeps.growth.suggest import (
+    Range,
+    Suggestion,
+    merge_chosen,
+    possible_runs,
+    print_suggestion,
+    suggest_runs,
+    trunk_of,
+)
 from isoflop.sweeps.runs import membership
 from isoflop.sweeps.runs.directory import SweepDirectory
 from isoflop.train.config import RunConfig, run_id
@@ -35,7 +42,7 @@ def sweep(tmp_path_factory: pytest.TempPathFactory) -> SweepDirectory:
 
 @pytest.fixture(scope="module")
 def suggestion(sweep: SweepDirectory) -> Suggestion:
-    return suggest(sweep, 1e12, 1e14, max_flops=4e11, max_runs=12)
+    return suggest_runs(sweep, 1e12, 1e14, max_flops=4e11, max_runs=12)
 
 
 def test_the_grid_that_is_written_expands_to_the_suggested_runs_and_extends_the_sweep(
@@ -97,7 +104,7 @@ def test_a_branch_costs_its_own_steps_where_the_trunk_has_kept_its_checkpoint_an
     whole, cheap = (
         {
             offer.run.D: offer
-            for offer in offers(trunk, [trunk.seed], within, [trunk], {run_id(trunk): progress})
+            for offer in possible_runs(trunk, [trunk.seed], within, [trunk], {run_id(trunk): progress})
             if offer.trunk == trunk_of(trunk)
         }
         for progress in (done, kept)
@@ -107,17 +114,20 @@ def test_a_branch_costs_its_own_steps_where_the_trunk_has_kept_its_checkpoint_an
     assert 8_192_000 not in whole  # what begins at a checkpoint that is there is offered because of that
     branch = cheap[8_192_000]
     assert branch.flops == pytest.approx(branch.size * (1 - begin / branch.run.steps))
-    assert own_flops(merged([branch.run], [trunk], {run_id(trunk): kept}, True)[0]) == branch.flops
+    assert own_flops(merge_chosen([branch.run], [trunk], {run_id(trunk): kept}, True)[0]) == branch.flops
 
 
 def test_what_shares_no_trunk_pays_for_all_of_its_steps() -> None:
     cosine = sized(4_096_000)
     cosine.schedule.kind = "cosine"
     within = Range(1e11, 1e12, 1.0, 1e6, 100)
-    for found in (offers(cosine, [0], within, [], {}), offers(sized(4_096_000), [0], within, [], {}, share=False)):
+    for found in (
+        possible_runs(cosine, [0], within, [], {}),
+        possible_runs(sized(4_096_000), [0], within, [], {}, share=False),
+    ):
         assert found
         assert all(offer.branch_flops == offer.flops == offer.size for offer in found)
-    assert any(offer.branch_flops < 0.3 * offer.flops for offer in offers(sized(4_096_000), [0], within, [], {}))
+    assert any(offer.branch_flops < 0.3 * offer.flops for offer in possible_runs(sized(4_096_000), [0], within, [], {}))
 
 
 REFUSED = [
@@ -130,7 +140,6 @@ REFUSED = [
     ({"budget": 1e12, "seeds": -1}, "seeds is -1"),
     ({"budget": 1e12, "seeds": 100}, "seeds is 100; it must be at least 0 and at most 8"),
     ({"budget": 1e12, "max_runs": 0}, "max_runs is 0"),
-    ({"budget": 1e12, "check_share": 2.0}, "check_share is 2.0"),
 ]
 
 
@@ -139,7 +148,7 @@ def test_what_cannot_be_suggested_is_refused_in_one_sentence(
     sweep: SweepDirectory, asked: dict[str, float], sentence: str
 ) -> None:
     with pytest.raises(UserError, match=sentence) as error:
-        suggest(sweep, **asked)  # type: ignore[arg-type]
+        suggest_runs(sweep, **asked)  # type: ignore[arg-type]
     assert "\n" not in str(error.value)
 
 
@@ -147,4 +156,4 @@ def test_fewer_runs_than_constants_are_refused(tmp_path: Path) -> None:
     small = write(tmp_path / "sweep", settings(IsoflopGrid(budgets=[5e10], sizes=5)))
     finish(small)
     with pytest.raises(UserError, match=r"5 runs of .* are done, and the law has 5 constants; at least 6 runs"):
-        suggest(small, 1e12)
+        suggest_runs(small, 1e12)

@@ -256,14 +256,14 @@ def test_sync_sends_what_the_server_lacks_and_nothing_twice(server: StandIn, tmp
     said: list[str] = []
     left = f"run {run_id(other)} is to go on and was left alone"
     with sweep.run(run_id(other)).lock():  # somebody trains it
-        assert tracking.sync(sweep, said.append) == 1
+        assert tracking.sync_sweep(sweep, said.append) == 1
     assert sorted(said) == sorted([f"run {RUN} was sent, 1 of 2", left])
     sweep.run(run_id(other)).set_state("queued")  # and must not find it held
-    assert tracking.sync(sweep, said.append) == 0
+    assert tracking.sync_sweep(sweep, said.append) == 0
     assert said[-1] == left
     sweep.run(run_id(other)).set_state("done")
-    assert tracking.sync(sweep, said.append) == 1
-    assert tracking.sync(sweep, said.append) == 0
+    assert tracking.sync_sweep(sweep, said.append) == 1
+    assert tracking.sync_sweep(sweep, said.append) == 0
     assert said[-1] == "wandb has every run already"
     for name in (RUN, run_id(other)):
         assert server.steps(name) == [1, 2, 3, 4, 5]
@@ -271,7 +271,7 @@ def test_sync_sends_what_the_server_lacks_and_nothing_twice(server: StandIn, tmp
     assert not list(sweep.path.rglob("*.wandb"))
     # A sync that was cut off before it could note how far it came.
     (sweep.run(RUN).path / tracker.PUSHED).unlink()
-    assert tracking.sync(sweep, said.append) == 1
+    assert tracking.sync_sweep(sweep, said.append) == 1
     assert server.steps(RUN) == [1, 2, 3, 4, 5]
 
 
@@ -326,13 +326,13 @@ def test_sync_refuses_in_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setattr(tracking, "unreachable", lambda: "http://wandb does not answer")
     untracked = RunConfig(model=CONFIG.model, tracker=TrackerConfig(kind="none"))
     with pytest.raises(UserError, match="none of its runs has trained with tracker=wandb"):
-        tracking.sync(tracked_sweep(tmp_path / "none", untracked))
+        tracking.sync_sweep(tracked_sweep(tmp_path / "none", untracked))
     sweep = tracked_sweep(tmp_path, CONFIG)
     with pytest.raises(UserError, match="nobody is logged in at http://wandb; run `wandb login`, or set WANDB_API_KEY"):
-        tracking.sync(sweep)
+        tracking.sync_sweep(sweep)
     monkeypatch.setattr(tracking, "logged_in", lambda: True)
     with pytest.raises(UserError, match="http://wandb does not answer; sync again when it does"):
-        tracking.sync(sweep)
+        tracking.sync_sweep(sweep)
 
 
 def test_lineage_says_which_attempt_and_which_code(tmp_path: Path) -> None:
@@ -386,10 +386,10 @@ def test_a_sync_that_fails_says_so_and_the_next_one_goes_on(
         patch.setattr(tracker, "INIT_SECONDS", 3.0)
         patch.setattr(tracking, "SEND_SECONDS", 3.0)
         with pytest.raises(UserError, match=r"wandb failed while (starting|finishing) .*, so try again later"):
-            tracking.sync(sweep, breaks)
+            tracking.sync_sweep(sweep, breaks)
     sent = [run for run in sweep.runs() if (run.path / tracker.PUSHED).exists()]
     assert 0 < len(sent) < 20
     server.mood = "well"
     wandb.teardown()  # the next one is a process of its own; in this one wandb holds on to what it could not finish
-    assert tracking.sync(sweep, lambda line: None) == 20 - len(sent)
+    assert tracking.sync_sweep(sweep, lambda line: None) == 20 - len(sent)
     assert [server.steps(run.run_id) for run in sweep.runs()] == [[1, 2, 3, 4, 5]] * 20

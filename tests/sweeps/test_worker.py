@@ -17,20 +17,23 @@ from typing import Any
 import pytest
 import torch
 from isoflop.sweeps.config import SweepConfig
-from isoflop.sweeps.execute import attempt, recovery, together, worker
-from isoflop.sweeps.execute.queue import Queue
+from isoflop.sweeps.execute import attempt, worker
 from isoflop.sweeps.plan.packing import Unit
 from isoflop.sweeps.plan.sweep_plan import JobShape
 from isoflop.sweeps.runs import attempts
+from isoflop.sweeps.runs import states as run_states
+from isoflop.sweeps.runs.attempts import Policy
 from isoflop.sweeps.runs.directory import AtWork, RunDirectory, SweepDirectory
-from isoflop.sweeps.runs.retries import Policy
+from isoflop.sweeps.runs.queue import Queue
 from isoflop.sweeps.slurm import commands as slurm
-from isoflop.sweeps.slurm.launch_record import LaunchRecord, QueueJobs
+from isoflop.sweeps.slurm import supervisor
+from isoflop.sweeps.slurm.record import LaunchRecord, QueueJobs
 from isoflop.train.config import CheckpointConfig, DataConfig, RunConfig, run_id
 from isoflop.train.ensemble.ensemble import Ended
 from isoflop.train.errors import UserError
 from isoflop.train.files import HALVED, write_json
 from isoflop.train.job.environment import Ranks, detect
+from isoflop.train.job.failure import Cause, Failure, note_failure
 from isoflop.train.loop import Diverged, Stopped, train
 from isoflop.train.schedule import trunk_steps
 from small_runs import forty_steps, own_signals
@@ -87,7 +90,7 @@ class Bench:
         launcher: tuple[str, str] | None = None,
     ) -> Queue:
         queue = self.queue(*units)
-        worker.work(str(self.sweep.path), str(queue.folder), 0, policy, launcher)
+        worker.work(str(self.sweep.path), str(queue.folder), policy, 0, launcher)
         return queue
 
 
@@ -144,7 +147,7 @@ def test_one_worker_trains_an_ensemble_a_trunk_and_its_branch_as_if_each_were_al
     queue = bench.work(("ensemble", members), ("alone", [trunk]), ("alone", [branch]))
     runs = [*members, trunk, branch]
     assert states(*runs) == ["done"] * 4, [reason(run) for run in runs]
-    assert (queue.left(), queue.running(), queue.lost()) == ([], {}, [])
+    assert (queue.left(), queue.running(), queue.lost()) == ([], {}, {})
     for run in runs:
         config = replace(run.config(), parent=None)
         alone = train(config, tmp_path / "alone" / run.run_id, report=lambda line: None)
@@ -172,7 +175,7 @@ def test_of_two_processes_on_one_device_one_is_killed_and_the_other_ends(
 
     killer = threading.Thread(target=kill)
     killer.start()
-    worker.train_unit("shared", [str(short.path), str(endless.path)], POLICY)
+    worker.train("shared", [str(short.path), str(endless.path)], POLICY)
     killer.join()
     assert states(short, endless) == ["done", "failed"]
     assert "its worker was killed; sweep again to go on" in reason(endless)
@@ -195,7 +198,7 @@ def test_what_ends_a_run_never_ends_the_worker(bench: Bench, train_alone: Callab
     train_alone(trainer)
     queue = bench.queue(*[("alone", [run]) for run in runs])
     runs[4].path.joinpath("config.yaml").write_text("[]")
-    worker.work(str(bench.sweep.path), str(queue.folder), 0, POLICY)
+    worker.work(str(bench.sweep.path), str(queue.folder), POLICY)
     assert states(*runs) == ["diverged", "failed", "failed", "failed", "failed", "done"]
     assert [reason(run) for run in runs[:2]] == ["the loss rose", "no such text"]
     assert reason(runs[2]) == f"the disk is full ({runs[2].path}); free some space and sweep again"
@@ -271,7 +274,7 @@ def test_a_branch_of_a_trunk_that_failed_says_so(bench: Bench, train_alone: Call
 def test_each_member_of_an_ensemble_ends_in_its_own_way(
     bench: Bench, train_ensemble: Callable[[Trainer], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(together, "BUSY_SECONDS", 0.1)
+    monkeypatch.setattr(attempt, "BUSY_SECONDS", 0.1)
     done, diverged, full, broken, stopped, before, taken, orphan = runs = [
         *(bench.run(seed) for seed in range(7)), bench.run(7, parent="0123456789"),
     ]  # fmt: skip
@@ -297,7 +300,7 @@ def test_each_member_of_an_ensemble_ends_in_its_own_way(
 
     train_ensemble(trainer)
     with taken.lock():
-        worker.train_unit("ensemble", [str(run.path) for run in runs], POLICY)
+        worker.train("ensemble", [str(run.path) for run in runs], POLICY)
     assert states(*runs) == ["done", "diverged", "failed", "failed", "preempted", "done", "planned", "failed"]
     assert reason(full) == "the disk is full (metrics.jsonl); free some space and sweep again"
     assert reason(broken) == "the checkpoint is damaged"
@@ -328,7 +331,7 @@ def test_an_ensemble_out_of_memory_goes_on_in_halves_down_to_runs_alone(
     train_alone(lambda config, directory, **arguments: (groups.append(1), succeed(directory)))
     *runs, halved = [bench.run(seed) for seed in range(8)]
     write_json(halved.path / HALVED, {"micro_batch_size": 2})  # no ensemble takes it
-    worker.train_unit("ensemble", [str(run.path) for run in (*runs, halved)], POLICY)
+    worker.train("ensemble", [str(run.path) for run in (*runs, halved)], POLICY)
     assert groups == [7, 4, 2, 2, 3, 2, 1, 1]
     assert states(*runs, halved) == ["done"] * 8
     assert "going on in a smaller ensemble" in log(runs[0])
@@ -343,7 +346,7 @@ def test_a_job_that_is_told_to_stop_begins_no_smaller_ensemble(
 
     train_ensemble(trainer)
     runs = [bench.run(seed) for seed in range(4)]
-    worker.train_unit("ensemble", [str(run.path) for run in runs], POLICY)
+    worker.train("ensemble", [str(run.path) for run in runs], POLICY)
     assert [reason(run) for run in runs] == ["signal SIGTERM; before it began"] * 4
     assert states(*runs) == ["preempted"] * 4
 
@@ -358,7 +361,7 @@ def test_an_ensemble_that_cannot_be_trained_fails_those_that_are_left(
 
     train_ensemble(trainer)
     first, second = bench.run(1), bench.run(2)
-    worker.train_unit("ensemble", [str(first.path), str(second.path)], POLICY)
+    worker.train("ensemble", [str(first.path), str(second.path)], POLICY)
     assert states(first, second) == ["failed", "done"]
     assert reason(first) == "model.width differs"
 
@@ -418,12 +421,12 @@ def test_a_stopped_job_of_several_runs_is_requeued_once_and_goes_on_with_those_t
     paths = [str(run.path) for run in runs]
     train_ensemble(ending(STOPPED, DIVERGED, DONE, STOPPED))
     with pytest.raises(SystemExit, match="1"):
-        worker.train_unit("ensemble", paths, POLICY)
+        worker.train("ensemble", paths, POLICY)
     assert fake_slurm.requeued == ["7"]
     assert states(*runs) == ["preempted", "diverged", "done", "preempted"]
     fake_slurm.start(1)
     train_ensemble(ending(DONE, DONE))  # the one that diverged would diverge again
-    worker.train_unit("ensemble", paths, POLICY)
+    worker.train("ensemble", paths, POLICY)
     assert states(*runs) == ["done", "diverged", "done", "done"]
     assert [run.state().attempt for run in runs] == [2, 1, 1, 2]
     fake_slurm.start(0)  # another job: somebody wants it tried again
@@ -431,7 +434,7 @@ def test_a_stopped_job_of_several_runs_is_requeued_once_and_goes_on_with_those_t
     succeeding = lambda config, directory, **arguments: succeed(directory)  # noqa: E731
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("isoflop.train.loop.train", succeeding)
-        worker.train_unit("ensemble", paths, POLICY)
+        worker.train("ensemble", paths, POLICY)
     assert states(*runs) == ["done"] * 4
 
 
@@ -451,7 +454,7 @@ def test_a_job_that_is_not_requeued_says_why_in_every_run_that_was_stopped(
     runs = [bench.run(seed) for seed in range(3)]
     train_ensemble(ending(STOPPED, DONE, STOPPED))
     with pytest.raises(worker.RunFailed, match=says.split(";")[0]):
-        worker.train_unit("ensemble", [str(run.path) for run in runs], Policy(max_requeues=requeues))
+        worker.train("ensemble", [str(run.path) for run in runs], Policy(max_requeues=requeues))
     assert states(*runs) == [state, "done", state]
     for run in (runs[0], runs[2]):
         with pytest.raises(AssertionError, match=says):
@@ -465,7 +468,7 @@ def test_a_job_that_slurm_has_requeued_itself_is_not_requeued_again(
     train_ensemble(ending(STOPPED, STOPPED))
     runs = [bench.run(1), bench.run(2)]
     with pytest.raises(SystemExit):
-        worker.train_unit("ensemble", [str(run.path) for run in runs], POLICY)
+        worker.train("ensemble", [str(run.path) for run in runs], POLICY)
     assert (fake_slurm.requeued, states(*runs)) == ([], ["preempted"] * 2)
 
 
@@ -475,11 +478,11 @@ def test_a_job_fails_only_when_none_of_its_runs_is_done(
     """Scoring and branches depend on the job, and those of the runs that are done should not be lost."""
     first = [str(bench.run(seed).path) for seed in (1, 2)]
     train_ensemble(ending(DIVERGED, DONE))
-    worker.train_unit("ensemble", first, POLICY)
+    worker.train("ensemble", first, POLICY)
     second = [str(bench.run(seed).path) for seed in (3, 4)]
     train_ensemble(ending(DIVERGED, DIVERGED))
     with pytest.raises(worker.RunFailed, match=r"run \w+ diverged: rose; run \w+ diverged: rose"):
-        worker.train_unit("ensemble", second, POLICY)
+        worker.train("ensemble", second, POLICY)
 
 
 # Processes that share a device
@@ -510,13 +513,13 @@ else:
 def children(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """What the processes of runs do, by run id, in the place of training: done, taken or sleep."""
     script: dict[str, str] = {}
-    start = together.subprocess.Popen
+    start = attempt.subprocess.Popen
 
     def popen(command: list[str], **arguments: Any) -> Any:
-        assert command[:3] == [sys.executable, "-m", "isoflop.sweeps.execute.together"]
+        assert command[:3] == [sys.executable, "-m", "isoflop.sweeps.execute.attempt"]
         return start([sys.executable, "-c", CHILD, script[Path(command[3]).name], *command[3:]], **arguments)
 
-    monkeypatch.setattr(together.subprocess, "Popen", popen)
+    monkeypatch.setattr(attempt.subprocess, "Popen", popen)
     return script
 
 
@@ -534,7 +537,7 @@ def test_processes_that_share_a_device_are_told_to_stop_and_their_job_is_requeue
     stopper = threading.Thread(target=stop)
     stopper.start()
     with pytest.raises(SystemExit), taken.lock():
-        worker.train_unit("shared", [str(run.path) for run in runs], POLICY)
+        worker.train("shared", [str(run.path) for run in runs], POLICY)
     stopper.join()
     assert states(*runs) == ["done", "running", "preempted", "preempted"]
     assert reason(one) == reason(two) == "SIGUSR2"
@@ -548,11 +551,11 @@ def test_a_process_that_shares_a_device_is_the_only_rank_of_its_run_and_has_its_
         "RANK": "0", "WORLD_SIZE": "2", "OMP_NUM_THREADS": "8", "CUDA_VISIBLE_DEVICES": "3", "PATH": "/bin",
     }  # fmt: skip
     assert detect(job).size == 2
-    alone = together.lone_environment(job, 3)
+    alone = attempt.lone_environment(job, 3)
     assert detect(alone) == Ranks(host=detect(alone).host)
-    assert set(alone) == {"CUDA_VISIBLE_DEVICES", "PATH", *together.THREADS}
-    assert {alone[name] for name in together.THREADS} == {"2"}
-    assert together.lone_environment(job, 16)["OMP_NUM_THREADS"] == "1"
+    assert set(alone) == {"CUDA_VISIBLE_DEVICES", "PATH", *attempt.THREADS}
+    assert {alone[name] for name in attempt.THREADS} == {"2"}
+    assert attempt.lone_environment(job, 16)["OMP_NUM_THREADS"] == "1"
 
 
 @pytest.fixture
@@ -566,7 +569,7 @@ def mps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path
         program.write_text(f"#!/bin/sh\n{script}\n".replace("TOLD", str(told)))
         program.chmod(0o755)
         monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
-        monkeypatch.setattr(together, "GPU_DRIVER", tmp_path)
+        monkeypatch.setattr(attempt, "GPU_DRIVER", tmp_path)
         monkeypatch.delenv("CUDA_MPS_PIPE_DIRECTORY", raising=False)
         return told
 
@@ -575,7 +578,7 @@ def mps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path
 
 def test_the_multi_process_service_has_folders_of_its_own_and_is_stopped(mps: Callable[[str], Path]) -> None:
     told = mps('test -d "$CUDA_MPS_PIPE_DIRECTORY" && echo "$1 $(cat)" >> TOLD')
-    with together.multi_process_service() as places:
+    with attempt.multi_process_service() as places:
         folders = [Path(places["CUDA_MPS_PIPE_DIRECTORY"]), Path(places["CUDA_MPS_LOG_DIRECTORY"])]
         assert all(folder.is_dir() for folder in folders)
         assert told.read_text().split() == ["-d"]
@@ -587,12 +590,12 @@ def test_without_the_multi_process_service_runs_take_turns(
     mps: Callable[[str], Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told = mps("echo not supported >&2; exit 3")
-    with together.multi_process_service() as places:
+    with attempt.multi_process_service() as places:
         assert places == {}
     assert "no CUDA MPS (not supported)" in capsys.readouterr().out
     mps("echo started >> TOLD")
-    monkeypatch.setattr(together, "GPU_DRIVER", Path("/nonexistent"))
-    with together.multi_process_service() as places:
+    monkeypatch.setattr(attempt, "GPU_DRIVER", Path("/nonexistent"))
+    with attempt.multi_process_service() as places:
         assert places == {}
     assert not told.exists()
 
@@ -600,11 +603,11 @@ def test_without_the_multi_process_service_runs_take_turns(
 def test_a_run_that_was_killed_is_settled_with_what_was_noted(bench: Bench) -> None:
     run = bench.run(1)
     run.set_state("running")
-    run.note_failure("rank 1 died")
-    attempt.settle(run)
+    note_failure(run.path, Failure(Cause.KILLED, "rank 1 died"))
+    run_states.settle_child(run)
     assert reason(run).startswith("its worker was killed (rank 1 died); sweep again")
     run.set_state("diverged", reason="rose")
-    attempt.settle(run)
+    run_states.settle_child(run)
     assert states(run) == ["diverged"]
 
 
@@ -622,7 +625,7 @@ def node(fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
 
 
 def work_queue(bench: Bench, queue: Queue, policy: Policy = POLICY) -> None:
-    worker.work_queue(str(bench.sweep.path), str(queue.folder), policy)
+    worker.work(str(bench.sweep.path), str(queue.folder), policy)
 
 
 def test_a_worker_that_slurm_stops_gives_its_unit_back_and_its_job_too(
@@ -789,7 +792,7 @@ def test_a_run_whose_job_is_gone_is_settled_as_slurm_explains_it(
     never.set_state("queued", job_id="7_4")
     (bench.sweep.path / "jobs" / "slurm-1").mkdir(parents=True)
     (bench.sweep.path / "jobs" / "slurm-1" / "7_1_0_log.out").touch()
-    settled = recovery.settle_lost(bench.sweep, POLICY, {"7_2", "7_3"})
+    settled = supervisor.settle_lost(bench.sweep, POLICY, {"7_2", "7_3"})
     assert sorted(settled) == sorted([gone.run_id, never.run_id])
     assert states(gone, alive, waiting, never) == [state, "running", "queued", state]
     assert asked == [{"7_1", "7_4"}], "all at once"
@@ -800,7 +803,7 @@ def test_a_run_whose_job_is_gone_is_settled_as_slurm_explains_it(
     ]
     assert "it left no log in" in reason(never)
     assert "it left no log in" not in reason(gone)
-    assert recovery.settle_lost(bench.sweep, POLICY, {"7_2", "7_3"}) == []
+    assert supervisor.settle_lost(bench.sweep, POLICY, {"7_2", "7_3"}) == []
 
 
 def test_a_run_that_gives_signs_of_life_is_not_lost(bench: Bench) -> None:
@@ -808,10 +811,10 @@ def test_a_run_that_gives_signs_of_life_is_not_lost(bench: Bench) -> None:
     attempts.begin(run, "7", "node1")
     run.set_state("running", attempt=1, job_id="7")
     run.give_sign()
-    assert recovery.settle_lost(bench.sweep, POLICY, set()) == []
-    assert recovery.settle_lost(bench.sweep, POLICY, None) == []
+    assert supervisor.settle_lost(bench.sweep, POLICY, set()) == []
+    assert supervisor.settle_lost(bench.sweep, POLICY, None) == []
     os.utime(run.path / "heartbeat", (0, 0))
-    assert recovery.settle_lost(bench.sweep, POLICY, None) == [run.run_id]
+    assert supervisor.settle_lost(bench.sweep, POLICY, None) == [run.run_id]
     assert attempts.read(run)[-1].cause == "lost"
 
 
@@ -832,23 +835,23 @@ def test_runs_in_a_queue_whose_workers_die_at_once_use_up_a_budget(
     queue = submitted(bench, runs, ["7_0", "7_1"])
     said = {"7_0": ("FAILED", "node3"), "7_1": ("PENDING", None)}
     slurm_says(monkeypatch, said.get)
-    assert recovery.settle_lost(bench.sweep, policy, None) == [], "nobody knows"
-    assert recovery.settle_lost(bench.sweep, policy, {"7_1"}) == [], "one is alive"
-    assert recovery.settle_lost(bench.sweep, policy, set()) == [], "it was submitted while somebody looked"
+    assert supervisor.settle_lost(bench.sweep, policy, None) == [], "nobody knows"
+    assert supervisor.settle_lost(bench.sweep, policy, {"7_1"}) == [], "one is alive"
+    assert supervisor.settle_lost(bench.sweep, policy, set()) == [], "it was submitted while somebody looked"
     said["7_1"] = ("FAILED", "node3")
     for starts in (1, 2, 3):
         assert attempts.decision(runs[0], policy, 0.0).again
         queue = submitted(bench, runs, ["7_0", "7_1"])  # as a keeper does
-        assert recovery.settle_lost(bench.sweep, policy, set()) == [run.run_id for run in runs]
+        assert supervisor.settle_lost(bench.sweep, policy, set()) == [run.run_id for run in runs]
         assert [(one.cause, one.host) for one in attempts.read(runs[0])] == [("killed", "node3")] * starts
-        assert recovery.settle_lost(bench.sweep, policy, set()) == []
+        assert supervisor.settle_lost(bench.sweep, policy, set()) == []
     assert not attempts.decision(runs[0], policy, 0.0).again
     assert "SLURM calls the job FAILED; it left no log" in reason(runs[1])
     for run in runs:
-        attempts.retry_by_hand(run)
+        run_states.retry_by_hand(run)
     queue = submitted(bench, runs, ["7_0"])
     assert queue.claim(0) is not None
-    assert recovery.settle_lost(bench.sweep, policy, set()) == [], "what its worker has is his affair"
+    assert supervisor.settle_lost(bench.sweep, policy, set()) == [], "what its worker has is his affair"
     assert states(*runs) == ["queued", "queued"], "it came as far as to begin one"
 
 
@@ -858,18 +861,18 @@ def test_a_worker_that_was_cancelled_before_it_claimed_anything_has_cancelled_no
     run = bench.run(1)
     submitted(bench, [run], ["7_0"])
     slurm_says(monkeypatch, lambda job: ("CANCELLED", None))
-    assert recovery.settle_lost(bench.sweep, POLICY, set()) == [run.run_id]
+    assert supervisor.settle_lost(bench.sweep, POLICY, set()) == [run.run_id]
     assert (states(run), attempts.read(run)[-1].cause) == (["preempted"], "preempted")
 
 
-@pytest.mark.parametrize("outcome", recovery.NOT_ENDED)
+@pytest.mark.parametrize("outcome", supervisor.NOT_ENDED)
 def test_a_run_that_waits_for_a_job_which_has_not_ended_is_not_lost(
     outcome: str, bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = bench.run(1)
     run.set_state("queued", job_id="95_0")
     slurm_says(monkeypatch, lambda job: (outcome, None))
-    assert recovery.settle_lost(bench.sweep, POLICY, set()) == []
+    assert supervisor.settle_lost(bench.sweep, POLICY, set()) == []
     assert (states(run), attempts.read(run)) == (["queued"], [])
 
 
@@ -881,7 +884,7 @@ def test_a_run_that_was_submitted_anew_alone_is_no_longer_its_old_queues(
     LaunchRecord(training={run.run_id: "95_0"}).write(bench.sweep)
     run.set_state("queued", job_id="95_0")
     slurm_says(monkeypatch, lambda job: ("FAILED", None))
-    assert recovery.settle_lost(bench.sweep, POLICY, set()) == [run.run_id]
+    assert supervisor.settle_lost(bench.sweep, POLICY, set()) == [run.run_id]
 
 
 def test_the_last_job_looks_for_lost_runs_while_it_holds_the_sweep_alone(
@@ -923,7 +926,7 @@ def test_the_unit_of_a_worker_that_died_is_settled_by_whoever_looks_first(
     dead.close()
     asked = slurm_says(monkeypatch, lambda job: ("NODE_FAIL", None))
     policy = Policy(backoff_seconds=50.0)
-    assert recovery.settle_lost(bench.sweep, policy, set()) == [run.run_id]
+    assert supervisor.settle_lost(bench.sweep, policy, set()) == [run.run_id]
     assert asked == [{"7"}]
     (queue,) = Queue.all_of(bench.sweep)
     assert queue.avoided() == ("node1",)

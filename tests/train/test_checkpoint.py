@@ -24,7 +24,7 @@ from isoflop.train.data.tokenizers import ByteTokenizer
 from isoflop.train.errors import UserError
 from isoflop.train.model.gpt import GPT
 from isoflop.train.model.parametrization import build_model
-from isoflop.train.parallel.layout import Held, whole
+from isoflop.train.parallel.layout import Held, whole_placement
 from isoflop.train.parallel.mesh import Mesh
 
 FILES = ("model.safetensors", "optimizer.safetensors", "trainer.json", "config.json", "manifest.json")
@@ -58,7 +58,7 @@ def held(gpt: GPT, adam: torch.optim.AdamW) -> list[Held]:
         for kind in ("exp_avg", "exp_avg_sq"):
             if parameter in adam.state:
                 moment = adam.state[parameter][kind].view(-1)
-                found.append(Held(name, kind, whole(parameter.shape), 0, len(moment), moment))
+                found.append(Held(name, kind, whole_placement(parameter.shape), 0, len(moment), moment))
     return found
 
 

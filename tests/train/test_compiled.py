@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 import torch
 from isoflop.train.config import DataConfig, ModelConfig, ParallelConfig, RunConfig
-from isoflop.train.model import compiled
 from isoflop.train.model.compiled import Compiled, environment, shape
 from isoflop.train.model.gpt import GPT
 
@@ -65,19 +64,11 @@ def test_an_environment_is_text_that_is_the_same_twice() -> None:
     assert environment(CPU)["torch"][0] == torch.__version__
 
 
-def compile_something(monkeypatch: pytest.MonkeyPatch, part: Compiled, files: dict[str, bytes]) -> None:
+def compile_something(part: Compiled, files: dict[str, bytes]) -> None:
     """What a compilation leaves behind."""
     for name, content in files.items():
         (part.folder / name).parent.mkdir(parents=True, exist_ok=True)
         (part.folder / name).write_bytes(content)
-    monkeypatch.setattr(compiled, "_graphs", lambda count=part.graphs + 1: count)
-
-
-@pytest.fixture(autouse=True)
-def no_probes(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """Asking what the CPU can do takes half a minute of g++."""
-    monkeypatch.setattr(compiled, "_probes_pass", lambda: True)
-    monkeypatch.setattr(compiled, "_leave_out_probes", lambda known: None)
 
 
 def on_a_node(config: RunConfig, node: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]) -> Compiled:
@@ -95,7 +86,7 @@ def test_what_one_node_compiled_another_finds(
     first = on_a_node(config, tmp_path / "a", monkeypatch, said)
     assert not first.archive.exists()
     files = {"ab/kernel.so": bytes(range(256)) * 40, "fxgraph/x/key": b"graph"}
-    compile_something(monkeypatch, first, {**files, "locks/x.lock": b"", "ab/kernel.lock": b"", "half.tmp": b"x"})
+    compile_something(first, {**files, "locks/x.lock": b"", "ab/kernel.lock": b"", "half.tmp": b"x"})
     first.keep()
     second = on_a_node(config, tmp_path / "b", monkeypatch, said)
     found = {str(path.relative_to(second.folder)): path.read_bytes() for path in second.folder.rglob("*.*")}
@@ -103,13 +94,13 @@ def test_what_one_node_compiled_another_finds(
     assert (second.folder / "fxgraph/x/key").read_bytes() == b"graph"
     # Nothing new: the file stays as it is. Something new: the old is kept beside it.
     written = second.archive.stat().st_mtime_ns
-    compile_something(monkeypatch, second, {})
+    compile_something(second, {})
     second.keep()
     assert second.archive.stat().st_mtime_ns == written
-    compile_something(monkeypatch, second, {"cd/other.so": b"other"})
+    compile_something(second, {"cd/other.so": b"other"})
     second.keep()
     with tarfile.open(second.archive) as tar:
-        assert set(tar.getnames()) == {*files, "cd/other.so", compiled.PROBED}
+        assert set(tar.getnames()) == {*files, "cd/other.so"}
     assert [path.name for path in second.archive.parent.iterdir()] == [second.archive.name]
     assert not said
 
@@ -130,7 +121,7 @@ def test_a_damaged_file_is_passed_over_with_a_word_and_replaced(
     said: list[str] = []
     first = on_a_node(config, tmp_path / "a", monkeypatch, said)
     content = os.urandom(100_000)
-    compile_something(monkeypatch, first, {"ab/kernel.so": content})
+    compile_something(first, {"ab/kernel.so": content})
     first.keep()
     whole = bytearray(first.archive.read_bytes())
     if damage == "flipped":
@@ -141,7 +132,7 @@ def test_a_damaged_file_is_passed_over_with_a_word_and_replaced(
     assert not list(second.folder.iterdir())
     assert len(said) == 1
     assert "are of no use, and are compiled anew" in said[0]
-    compile_something(monkeypatch, second, {"ab/kernel.so": content})
+    compile_something(second, {"ab/kernel.so": content})
     second.keep()
     third = on_a_node(config, tmp_path / "c", monkeypatch, said)
     assert (third.folder / "ab/kernel.so").read_bytes() == content
@@ -153,7 +144,7 @@ def test_a_cache_that_cannot_be_written_does_not_end_the_run(
     said: list[str] = []
     part = on_a_node(config, tmp_path / "a", monkeypatch, said)
     part.archive.parent.write_text("a file where the folder should be")
-    compile_something(monkeypatch, part, {"ab/kernel.so": b"x"})
+    compile_something(part, {"ab/kernel.so": b"x"})
     part.keep()
     assert len(said) == 1
     assert "cannot be kept" in said[0]

@@ -27,9 +27,7 @@ from isoflop.train.data.shards import Shards, prepare
 from isoflop.train.ensemble import ensemble
 from isoflop.train.ensemble.ensemble import Ended, SharedClock, train_together
 from isoflop.train.ensemble.members import check_together
-from isoflop.train.ensemble.rows import Rows
-from isoflop.train.ensemble.stacked import StackedGPT
-from isoflop.train.ensemble.stacked_stepper import StackedStepper, shares
+from isoflop.train.ensemble.stacked import Rows, StackedGPT, StackedStepper, shares
 from isoflop.train.errors import UserError
 from isoflop.train.files import file_sha256, read_json_lines
 from isoflop.train.loop import Stopped, train

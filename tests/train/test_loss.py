@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from isoflop.train.config import ModelConfig, OptimizerConfig
-from isoflop.train.model import activations
+from isoflop.train.model import shape
 from isoflop.train.model.loss import SHIFT, linear_cross_entropy
 from isoflop.train.model.parametrization import build_model
 from torch import Tensor
@@ -27,8 +27,8 @@ def chunk_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Sets how many rows go together."""
 
     def set_rows(rows: int) -> None:
-        monkeypatch.setitem(activations.LOGITS_AT_A_TIME, "cpu", 1)
-        monkeypatch.setitem(activations.FEWEST_ROWS, "cpu", rows)
+        monkeypatch.setitem(shape.LOGITS_AT_A_TIME, "cpu", 1)
+        monkeypatch.setitem(shape.FEWEST_ROWS, "cpu", rows)
 
     return set_rows
 

@@ -29,6 +29,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from zero_buffers import bytes_held
 
 CPU = torch.device("cpu")
 
@@ -151,7 +152,8 @@ def take_step(config: RunConfig, gpt: GPT, zero: Zero, device: torch.device = CP
         with zero.micro_batch(last=number == passes - 1):
             loss = gpt.loss(*rows_of(config, device))
             loss.backward()
-    zero.step(1.0, loss.detach())
+    zero.set_rates(1.0)
+    zero.step(loss.detach())
 
 
 PLAIN = ModelConfig(width=256, depth=4, heads=8, vocab_size=250)
@@ -181,7 +183,7 @@ def test_the_state_is_to_the_byte_what_the_engine_holds(model: ModelConfig, tp: 
         for stage in range(4) if dp > 1 else (0,):
             config = run_config(model, precision=precision, tp=tp, dp=dp, zero=stage)
             with mesh_of(config, rank=tp * dp - 1) as mesh, FakeTensorMode():
-                held = build(config, mesh)[1].bytes_held()
+                held = bytes_held(build(config, mesh)[1])
             said = memory(config)
             optimizer = held["master"] + held["exp_avg"] + held["exp_avg_sq"]
             assert (said.parameters, said.gradients, said.optimizer) == (held["weights"], held["gradients"], optimizer)
@@ -312,7 +314,7 @@ def test_large_worlds_build_shard_and_plan(world: int, tp: int, size: str) -> No
     with mesh_of(config, rank=world - 1) as mesh, FakeTensorMode():
         gpt, zero = build(config, mesh)
     said = memory(config)
-    assert said.parameters == zero.bytes_held()["weights"]
+    assert said.parameters == bytes_held(zero)["weights"]
     psi = sum(parameter.numel() for parameter in gpt.parameters())
     # 16 Psi / N, with the padding of a bucket a block, of which there is little.
     assert 16 * psi / (world // tp) <= said.state < 1.001 * 16 * psi / (world // tp) + 16 * 8 * len(zero.layouts)

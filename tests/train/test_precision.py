@@ -8,12 +8,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 from isoflop.train import precision
-from isoflop.train.config import ModelConfig, OptimizerConfig
+from isoflop.train.config import ModelConfig, OptimizerConfig, RunConfig
+from isoflop.train.errors import Diverged
+from isoflop.train.job.progress import PastStep, RunProgress
 from isoflop.train.model.parametrization import empty_model, initial_weights, parameter_groups
 from isoflop.train.parallel.mesh import Mesh
 from isoflop.train.parallel.tensor import split_model
 from isoflop.train.parallel.zero import StepResult, Zero
-from isoflop.train.precision import LossScaler, PastStep, SkipBudget, compute_dtype, set_matmul_precision
+from isoflop.train.precision import LossScaler, compute_dtype, set_matmul_precision
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
@@ -46,7 +48,8 @@ class Run:
         with self.zero.micro_batch(last=True):
             loss = self.gpt.loss(rows[:, :-1], rows[:, 1:])
             self.scaler.scaled(loss).backward()
-        result = self.zero.step(1.0, loss.detach(), self.scaler.scale)
+        self.zero.set_rates(1.0)
+        result = self.zero.step(loss.detach(), self.scaler.scale)
         self.scaler.update(result.skipped)
         return result
 
@@ -197,36 +200,39 @@ def steps(*outcomes: tuple[float, bool], first: int = 1) -> list[PastStep]:
     return [PastStep(step, loss, skipped) for step, (loss, skipped) in enumerate(outcomes, first)]
 
 
+def allowing(bad_steps: int, precision: str) -> RunConfig:
+    return RunConfig(skip_bad_steps=bad_steps, precision=precision)
+
+
 @pytest.mark.parametrize("name", ["fp32", "bf16", "fp16"])
 def test_without_a_budget_the_first_loss_that_is_no_number_ends_the_run(name: str) -> None:
-    verdict = SkipBudget(0, name).judge(steps((2.0, False), (NAN, True), (2.0, False)))
-    assert verdict.diverged == "the loss is nan at step 2"
-    assert verdict.trained == steps((2.0, False))
+    progress = RunProgress()
+    with pytest.raises(Diverged, match=r"^the loss is nan at step 2$"):
+        progress.judge(steps((2.0, False), (NAN, True), (1.0, False)), allowing(0, name))
+    assert progress.smoothed_loss == 2.0
 
 
 def test_bad_batches_are_skipped_as_often_as_allowed_and_across_looks() -> None:
-    budget = SkipBudget(2, "bf16")
-    verdict = budget.judge(steps((2.0, False), (INFINITY, True), (1.9, False)))
-    assert verdict.diverged is None
-    assert verdict.skipped == [(2, "the loss is inf")]
-    assert [item.step for item in verdict.trained] == [1, 3]
-    assert budget.judge(steps((1.8, True), first=4)).skipped == [(4, "the gradient norm is not finite")]
-    budget = SkipBudget(2, "bf16", budget.bad, budget.overflows)  # through a checkpoint
-    verdict = budget.judge(steps((1.7, False), (NAN, True), first=5))
-    assert verdict.diverged == "the loss is nan at step 6, and skip_bad_steps 2 is spent"
+    progress, config = RunProgress(), allowing(2, "bf16")
+    assert progress.judge(steps((2.0, False), (INFINITY, True), (2.0, False)), config) == [
+        "step 2 made no update: the loss is inf"
+    ]
+    assert progress.judge(steps((1.8, True), first=4), config) == [
+        "step 4 made no update: the gradient norm is not finite"
+    ]
+    assert progress.smoothed_loss == 2.0
+    progress = RunProgress(bad_steps=progress.bad_steps, overflows=progress.overflows)  # through a checkpoint
+    with pytest.raises(Diverged, match=r"^the loss is nan at step 6, and skip_bad_steps 2 is spent$"):
+        progress.judge(steps((1.7, False), (NAN, True), first=5), config)
 
 
 def test_overflows_in_fp16_are_free_until_the_scale_is_at_its_floor() -> None:
-    budget = SkipBudget(0, "fp16")
-    overflow = (2.0, True)
-    verdict = budget.judge(steps(*[overflow] * 24))
-    assert verdict.diverged is None
-    assert verdict.skipped[-1] == (24, "the gradient overflowed fp16")
-    assert budget.judge(steps((2.0, False), *[overflow] * 24, first=25)).diverged is None  # one good step starts anew
-    verdict = budget.judge(steps(overflow, first=50))
-    assert (
-        verdict.diverged == "the gradient overflowed fp16 at step 50, for the 25th time in a row, at a loss scale of 1"
-    )
+    progress, config, overflow = RunProgress(), allowing(0, "fp16"), (2.0, True)
+    assert progress.judge(steps(*[overflow] * 24), config)[-1] == "step 24 made no update: the gradient overflowed fp16"
+    progress.judge(steps((2.0, False), *[overflow] * 24, first=25), config)  # one good step starts anew
+    words = r"^the gradient overflowed fp16 at step 50, for the 25th time in a row, at a loss scale of 1$"
+    with pytest.raises(Diverged, match=words):
+        progress.judge(steps(overflow, first=50), config)
 
 
 def test_so_many_overflows_as_end_a_run_have_taken_any_scale_to_its_floor() -> None:

@@ -1,4 +1,4 @@
-"""A step is a function of buffers on the device: replayed it is the plain step, and it waits for nothing."""
+"""A step waits for no value of the device, and reads the rows that are its own."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import copy
 import json
 import random
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,8 @@ import pytest
 import torch
 from isoflop.train.config import DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig, ScheduleConfig
 from isoflop.train.data.loader import TrainStream
-from isoflop.train.data.prefetch import RING, Prefetch, Slot
+from isoflop.train.data.prefetch import RING, Lane, Prefetch, Slot
 from isoflop.train.data.shards import prepare
-from isoflop.train.model.graphs import WARM_UP, Recording, Results, flops_per_launch, launch_bound
 from isoflop.train.parallel.mesh import Mesh
 from isoflop.train.parallel.zero import StepResult
 from isoflop.train.precision import compute_dtype
@@ -74,113 +72,6 @@ def assert_same(ours: tuple[Stepper, list[StepResult]], theirs: tuple[Stepper, l
         assert torch.equal(mine.values, other.values), (mine.name, mine.kind)
 
 
-class Tape(TorchDispatchMode):
-    """A CUDA graph on a CPU: operations and the tensors that they worked on, done again without any of our code."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.done: list[tuple[Any, Any, Any, Any]] = []
-        self.replays = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = function(*args, **(kwargs or {}))
-        self.done.append((function, args, kwargs or {}, out))
-        return out
-
-    def aside(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def capture(self, function: Callable[[], Results]) -> Results:
-        with self:
-            return function()
-
-    def replay(self) -> None:
-        self.replays += 1
-        if self.replays == 1:  # a CUDA graph does nothing while it is recorded; this one has done it
-            return
-        with torch._C._AutoDispatchBelowAutograd():  # where they were recorded
-            for function, args, kwargs, out in self.done:
-                again = function(*args, **kwargs)
-                if any(value.alias_info is not None for value in function._schema.returns):
-                    continue  # a view of what is there, or written in place
-                pairs = zip(again, out, strict=True) if isinstance(again, tuple | list) else [(again, out)]
-                for new, old in pairs:
-                    if isinstance(old, Tensor):
-                        old.copy_(new)
-
-
-def recorded(config: RunConfig) -> Stepper:
-    stepper = build(config)
-    stepper.recording = Recording(Tape(), torch.zeros(ROWS, LENGTH + 1, dtype=torch.int64))
-    return stepper
-
-
-@pytest.mark.parametrize(
-    ("precision", "micro", "recompute"),
-    [("fp32", None, "none"), ("fp32", 2, "full"), ("bf16", 1, "selective"), ("fp16", 2, "none")],
-)
-def test_a_replayed_step_is_the_plain_step(
-    precision: str, micro: int | None, recompute: str, config: RunConfig
-) -> None:
-    config.precision, config.parallel.micro_batch_size, config.parallel.recompute = precision, micro, recompute
-    plain, ours = build(config), recorded(config)
-    assert_same((ours, take(ours)), (plain, take(plain)))
-    assert ours.recording is not None
-    assert ours.recording.graph.replays == STEPS - WARM_UP  # type: ignore[attr-defined]
-
-
-def test_a_held_out_set_that_is_scored_between_replays_changes_nothing(config: RunConfig) -> None:
-    plain, ours = build(config), recorded(config)
-    windows = torch.from_numpy(plain.stream.batch(100, ROWS))
-    results = []
-    for step in range(STEPS):
-        results.append(ours.step(step))
-        ours.losses(windows, lambda: None)
-    assert_same((ours, results), (plain, take(plain)))
-
-
-def test_memory_that_runs_out_before_the_recording_ends_it_and_halves_the_micro_batch(
-    config: RunConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stepper, real = recorded(config), Stepper._rows
-
-    def rows(self: Stepper, step: int, start: int) -> Tensor:
-        if step == 1 and self.micro == ROWS:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return real(self, step, start)
-
-    monkeypatch.setattr(Stepper, "_rows", rows)
-    losses = [result.loss.item() for result in take(stepper)]
-    assert (stepper.recording, stepper.micro) == (None, ROWS // 2)
-    monkeypatch.undo()
-    expected = [result.loss.item() for result in take(build(config))]
-    assert losses == pytest.approx(expected, rel=1e-4)  # fp32 sums in another order
-
-
-def test_a_step_that_cannot_be_recorded_is_taken_plainly(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Refuses(Tape):
-        def capture(self, function: Callable[[], Results]) -> Results:
-            stepper.zero.micro_batch(last=False).__enter__()  # half a step of our bookkeeping
-            raise RuntimeError("operation not permitted when stream is capturing\nmore")
-
-    said: list[str] = []
-    stepper = build(config, report=said.append)
-    stepper.recording = Recording(Refuses(), torch.zeros(ROWS, LENGTH + 1, dtype=torch.int64))
-    plain = build(config)
-    assert_same((stepper, take(stepper)), (plain, take(plain)))
-    assert said == ["the step is not recorded as a CUDA graph: operation not permitted when stream is capturing"]
-
-
-def test_graphs_are_for_models_whose_kernels_are_shorter_than_their_launch(config: RunConfig) -> None:
-    config.data.sequence_length = 1024
-    config.model = ModelConfig(width=256, depth=6, heads=4, vocab_size=4096)
-    small = flops_per_launch(config, 8)
-    assert launch_bound(config, 8)
-    assert flops_per_launch(config, 16) == 2 * small
-    config.model = ModelConfig(width=2048, depth=24, heads=16, vocab_size=50304)
-    assert not launch_bound(config, 8)
-
-
 class Waits(TorchDispatchMode):
     """Names the operations after which the host must know a value of the device."""
 
@@ -234,7 +125,7 @@ def test_a_learning_rate_on_the_device_gives_the_bits_of_a_number(dtype: torch.d
         assert torch.equal(ours, other)
 
 
-class SlowLane:
+class SlowLane(Lane):
     """A device whose copies are made when somebody waits for them, and not before; it refuses what would race."""
 
     def __init__(self) -> None:
@@ -296,21 +187,16 @@ def test_a_run_that_prefetches_is_the_run_that_does_not(config: RunConfig) -> No
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_a_cuda_graph_replays_the_plain_step(precision: str, compiled: bool, config: RunConfig) -> None:
+def test_blocks_replayed_as_cuda_graphs_give_the_plain_step(precision: str, config: RunConfig) -> None:
     config.precision, config.parallel.device, config.parallel.micro_batch_size = precision, "cuda", 2
-    config.parallel.compile = compiled
     device, runs = torch.device("cuda"), []
     for graphs in (False, True):
         config.parallel.cuda_graphs = graphs
         stepper = build(config, device)
-        assert (stepper.recording is not None) == graphs
+        assert (stepper.compiled is not None) == graphs
         assert stepper.dtype == compute_dtype(precision)
         runs.append((stepper, take(stepper)))
-        if graphs:
-            assert stepper.recording is not None
-            assert stepper.recording.results is not None
     for ours, plain in zip(runs[1][1], runs[0][1], strict=True):
         # The look-up's derivative adds with atomics, in an order of its own.
         torch.testing.assert_close(ours.loss, plain.loss, rtol=1e-3 if precision != "fp32" else 1e-5, atol=0)

@@ -31,7 +31,7 @@ class HeldOut:
 def held_out(per_window: Tensor, length: int, text_bytes: int) -> HeldOut:
     """From the summed nats of each window (n,) of `length` targets, which stand for `text_bytes` bytes of text.
 
-    Windows, not tokens, are the sample: tokens of one window are not independent.
+    The sample is the window, not the token: tokens of one window are not independent.
     """
     mean = per_window.mean().item() / length
     error = per_window.std().item() / length / math.sqrt(len(per_window)) if len(per_window) > 1 else None
@@ -44,14 +44,7 @@ def validation_steps(config: RunConfig) -> set[int]:
 
 
 def score_windows(loaded: LoadedCheckpoint) -> tuple[np.ndarray, Tensor, HeldOut]:
-    """A checkpoint on the held-out text of the data that its run was trained beside.
-
-    Returns:
-        The windows, (n, T + 1) ids; the nats of each, (n,), summed over its T targets; and what they come to.
-
-    Raises:
-        UserError: the corpus is not at hand, or has changed.
-    """
+    """A checkpoint on the held-out text of its own data: windows (n, T + 1), summed nats of each (n,), and the loss."""
     config = loaded.config
     length = config.data.sequence_length
     windows = validation_windows(at_hand(config.data, loaded.tokenizer), length, config.data.validation_tokens)

@@ -1,12 +1,6 @@
-"""Saving a checkpoint while training goes on.
+"""Saving a checkpoint while training goes on: the state is copied to host memory, and a thread writes it.
 
-Special here:
-- a save copies this rank's share of the state to host memory and returns; a thread writes it. So training pays for the
-  copy alone, and what is saved is the state of that moment, whatever training does to it meanwhile;
-- the threads of all ranks talk on a process group of their own, so that their collectives and those of training can
-  never be taken for each other;
-- the first rank makes the directory, writes the manifest last, and renames: until then nothing counts as a checkpoint;
-- what goes wrong in the background is raised by the next `save` or `wait`, on every rank the same.
+The first rank makes the directory, writes the manifest last, and renames: until then nothing counts as a checkpoint.
 """
 
 from __future__ import annotations
@@ -27,7 +21,7 @@ from torch import Tensor
 
 from ..config import RunConfig, to_dict
 from ..data.tokenizers import Tokenizer
-from ..job.control import together
+from ..job.control import run_on_ranks
 from ..job.rendezvous import MARGIN_SECONDS
 from ..parallel.layout import Held
 from ..parallel.mesh import Mesh
@@ -43,13 +37,7 @@ class Saver:
     ) -> None:
         """Every rank makes one at the same time, for they make a process group together.
 
-        Args:
-            root: the folder of the run's checkpoints, the same on every node.
-            mesh: this rank's place.
-            config: of the run. `checkpoint.asynchronous`, `keep` and `at_steps` are obeyed, and ranks whose disks
-                differ by more than `parallel.timeout_seconds` in the time to write their files fail.
-            tokenizer: what turns text into the run's tokens.
-            report: gets a line for an error that nobody waited for.
+        Ranks whose disks differ by more than `parallel.timeout_seconds` in the time to write their files fail.
         """
         self.root, self.config, self.tokenizer, self.report = root, config, tokenizer, report
         self._mesh = replace(mesh, control=None)
@@ -64,14 +52,11 @@ class Saver:
         self._pending: Future[None] | None = None
 
     def save(self, step: int, held: Sequence[Held], trainer: dict[str, Any]) -> Path:
-        """Copies the state as it is now and sees to it that it becomes `root/step_<n>`; returns that path.
-
-        A whole checkpoint that stands there already stays; a damaged one is replaced. A save that is still being
-        written is waited for first.
+        """Copies the state as it is now and has it written to `root/step_<n>`; returns that path. A whole one there
+        stays.
 
         Raises:
-            OSError: this save (in line) or the one before (asynchronous) failed, for example because the disk is full;
-                nothing half-written stays.
+            OSError: on every rank: this save (in line) or the one before (asynchronous) failed.
         """
         self.wait()
         staged, copied = self._stage(held)
@@ -87,11 +72,7 @@ class Saver:
         return self.root / f"step_{step}"
 
     def wait(self) -> None:
-        """Returns when the last save is on disk.
-
-        Raises:
-            OSError: it failed; as `save` does.
-        """
+        """Returns when the last save is on disk; raises as `save` does."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
@@ -107,7 +88,7 @@ class Saver:
             self._mesh = replace(self._mesh, control=None)
 
     def _stage(self, held: Sequence[Held]) -> tuple[list[Part], torch.cuda.Event | None]:
-        """This rank's share of the state in host memory, and on CUDA the event after which it is there."""
+        """This rank's share of the state in host memory, and on CUDA the event after which it is complete."""
         mine = self._mine(held)
         cuda = any(part.values.is_cuda for part in mine)
         if [part.values.shape for part in mine] != [buffer.shape for buffer in self._buffers]:
@@ -120,43 +101,39 @@ class Saver:
         return [replace(part, values=buffer) for part, buffer in zip(mine, self._buffers, strict=True)], copied
 
     def _mine(self, held: Sequence[Held]) -> list[Part]:
-        """What of the state this rank writes: shared parts are the first tp rank's, and twins share out the rest."""
+        """What this rank writes of the state: shared parts are the first tensor-parallel rank's; ranks that hold the
+        same share it out.
+        """
         mesh = self._mesh
         if mesh.control is None:
             return parts(held)
         if not self._twins:
             ranges = [(each.name, each.kind, each.start, each.stop) for each in held]
             mine = (mesh.tp_rank, hashlib.sha256(repr(ranges).encode()).digest())
-            everyone: list[Any] = [None] * mesh.size
-            dist.all_gather_object(everyone, mine, mesh.control)
-            self._twins = [rank for rank in range(mesh.size) if everyone[rank] == mine]
+            self._twins = [rank for rank, other in enumerate(mesh.gather(mine)) if other == mine]
         return share_out(parts(held, mesh.tp_rank == 0), len(self._twins))[self._twins.index(mesh.rank)]
 
     def _write(self, step: int, staged: Sequence[Part], copied: torch.cuda.Event | None, trainer: str) -> None:
         if copied is not None:
             copied.synchronize()
-        temporary = together(self._mesh, lambda: checkpoint.start(self.root, step), only_first=True)
+        temporary = run_on_ranks(self._mesh, lambda: checkpoint.start(self.root, step), only_first=True)
         if temporary is None:
             return
         try:
             described = self._write_tensors(temporary, staged)
-            together(self._mesh, lambda: self._finish(temporary, step, described, trainer), only_first=True)
+            run_on_ranks(self._mesh, lambda: self._finish(temporary, step, described, trainer), only_first=True)
         except BaseException:
             if self._mesh.rank == 0:
                 checkpoint.sweep(self.root)
             raise
 
     def _write_tensors(self, temporary: Path, staged: Sequence[Part]) -> dict[str, dict[str, Any]]:
-        """Writes them; returns what the manifest says of the ranks' own files."""
         mesh = self._mesh
         if mesh.control is None:
             write_whole(temporary, staged)
             return {}
         name = self._write_shards(temporary, staged, mesh.control)
-        mine = together(mesh, lambda: (name, checkpoint.describe(temporary / name)))
-        everyone: list[Any] = [None] * mesh.size
-        dist.all_gather_object(everyone, mine, mesh.control)
-        return dict(everyone)
+        return dict(mesh.gather(run_on_ranks(mesh, lambda: (name, checkpoint.describe(temporary / name)))))
 
     def _finish(self, temporary: Path, step: int, described: dict[str, dict[str, Any]], trainer: str) -> None:
         (temporary / "trainer.json").write_text(trainer)

@@ -1,10 +1,7 @@
-"""The tensors of a checkpoint as `torch.distributed.checkpoint` (DCP) keeps them: a file a rank, and an index.
+"""The tensors of a checkpoint as `torch.distributed.checkpoint` (DCP) keeps them: a file per rank, and an index.
 
-Special here:
-- a rank's boxes of one tensor are described as a DTensor whose local tensor is a list of boxes with offsets: a flat
-  ZeRO range is up to three rectangles a piece, which no placement of DTensor can say;
-- the DTensors lie on a mesh of the CPUs, whatever trained: they hold copies, and are made on the saver's own group;
-- reading needs no collective, and so no process group: a rank reads the index and then the boxes that overlap its own.
+A rank's boxes of one tensor are a DTensor whose local tensor is a list of boxes with offsets: a flat ZeRO range is up
+to three rectangles per piece, which no placement of DTensor can express.
 """
 
 from __future__ import annotations
@@ -36,14 +33,11 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
 from ..errors import UserError
-from .storage import SHARDS, Part, check
+from .storage import SHARDS, Part, check_shape
 
 
 def write_shards(checkpoint: Path, mine: Iterable[Part], group: ProcessGroup) -> str:
-    """Writes this rank's parts, on the CPU, which no other rank gives. Every rank of the group calls it.
-
-    Returns:
-        The file that this rank wrote, below `checkpoint`.
+    """Writes this rank's parts, on the CPU; returns the file, below `checkpoint`. Every rank of the group calls it.
 
     Raises:
         OSError: a rank could not write, for example because the disk is full; the same on every rank.
@@ -76,7 +70,7 @@ def _dtensor(boxes: Sequence[Part], mesh: DeviceMesh) -> Tensor:
 
 
 class _Files(FileSystem):
-    """Files whose errors are the system's: torch's archive hides a refused write behind a complaint of its own."""
+    """Files whose errors are the system's: torch's archive replaces a refused write by a RuntimeError of its own."""
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
@@ -90,18 +84,14 @@ class _Files(FileSystem):
 
 
 def read_shards(checkpoint: Path, wanted: Sequence[Part]) -> None:
-    """Fills the parts in place, wherever they lie.
-
-    Raises:
-        UserError: the checkpoint does not cover them.
-    """
+    """Fills the parts in place, wherever they lie; `UserError` where the checkpoint does not cover them."""
     reader = FileSystemReader(checkpoint / SHARDS)
     index = reader.read_metadata()
     reader.set_up_storage_reader(index, is_coordinator=True)
     items = []
     for part in wanted:
         saved: Any = index.state_dict_metadata.get(part.key)
-        check(checkpoint, part, None if saved is None else tuple(saved.size))
+        check_shape(checkpoint, part, None if saved is None else tuple(saved.size))
         if sum(math.prod(chunk.sizes) for chunk in saved.chunks) != math.prod(part.shape):
             raise UserError(f"checkpoint {checkpoint} does not cover the model: there are holes in its {part.key}")
         box = ChunkStorageMetadata(torch.Size(part.offset), part.values.shape)
@@ -110,7 +100,7 @@ def read_shards(checkpoint: Path, wanted: Sequence[Part]) -> None:
 
 
 class _InPlace(DefaultLoadPlanner):
-    """Hands a reader the memory of parts to write to."""
+    """Gives a reader the memory of parts to write to."""
 
     def __init__(self, wanted: Iterable[Part]) -> None:
         super().__init__()

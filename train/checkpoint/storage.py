@@ -1,13 +1,10 @@
-"""The tensors of a checkpoint on disk, in either of two formats, either read under any (tp, dp, zero).
+"""The tensors of a checkpoint on disk, in either of two formats, either read on any mesh and ZeRO stage.
 
     one process     model.safetensors      weights, fp32, by name
                     optimizer.safetensors  Adam's moments, `<parameter>.exp_avg` and `.exp_avg_sq`
-    several ranks   shards/                all of these by the same names, a file a rank; see `parallel/shards.py`
+    several ranks   shards/                all of these by the same names, a file per rank; see `shards.py`
 
-Special here:
-- what a rank holds is a list of boxes of whole tensors (`Part`); that is all that either format knows of a mesh;
-- every element is written once: ranks that hold the same share the boxes out, each copies and writes its share alone;
-- reading is local, with no collective: a rank opens what its boxes overlap. So an error can be shared by who calls.
+What a rank holds is a list of boxes of whole tensors (`Part`). Every element is written once.
 """
 
 from __future__ import annotations
@@ -49,12 +46,11 @@ class Part:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """The box, to index the whole tensor."""
         return tuple(slice(o, o + n) for o, n in zip(self.offset, self.values.shape, strict=True))
 
 
 def parts(held: Iterable[Held], shared: bool = True) -> list[Part]:
-    """Everything held, as boxes; with `shared` False without what every tp rank holds."""
+    """Everything held, as boxes; with `shared` False without what every tensor-parallel rank holds."""
     return [part for each in held for part in _parts(each, shared)]
 
 
@@ -72,7 +68,7 @@ def _parts(held: Held, shared: bool) -> Iterator[Part]:
 
 
 def share_out(whole: Sequence[Part], ranks: int) -> list[list[Part]]:
-    """Parts that `ranks` ranks all hold, dealt so that each writes about as much. The same on every one of them."""
+    """Distributes parts that `ranks` ranks all hold, so that each writes about as much; the same on every rank."""
     shares: list[list[Part]] = [[] for _ in range(ranks)]
     load = [0] * ranks
     for part in sorted(whole, key=lambda part: (-part.values.numel(), part.key, part.offset)):
@@ -83,12 +79,7 @@ def share_out(whole: Sequence[Part], ranks: int) -> list[list[Part]]:
 
 
 def write_whole(directory: Path, mine: Iterable[Part]) -> None:
-    """The format of one process, whose parts make up whole tensors. The same state gives the same bytes.
-
-    Raises:
-        OSError: for example when the disk is full.
-        ValueError: parts do not make up their tensor.
-    """
+    """The format of one process, whose parts must make up whole tensors. The same state gives the same bytes."""
     by_key = defaultdict(list)
     for part in mine:
         by_key[part.key].append(part)
@@ -121,38 +112,24 @@ def _save(tensors: dict[str, Tensor], path: Path) -> None:
         raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
 
 
-def read(checkpoint: Path, held: Iterable[Held]) -> None:
-    """Fills what is held from a checkpoint of either format, in place, opening only what it needs.
-
-    Raises:
-        UserError: the checkpoint does not cover what is held.
-    """
-    wanted = parts(held)
-    if (checkpoint / SHARDS_INDEX).is_file():
-        from .shards import read_shards  # half a second of imports that one process does without
-
-        read_shards(checkpoint, wanted)
-    else:
-        _read_whole(checkpoint / WEIGHTS, [part for part in wanted if part.kind == "weight"])
-        _read_whole(checkpoint / MOMENTS, [part for part in wanted if part.kind != "weight"])
+def read_whole(checkpoint: Path, wanted: Sequence[Part]) -> None:
+    """Fills the parts in place from the format of one process; `UserError` where the checkpoint does not cover them."""
+    _read_file(checkpoint / WEIGHTS, [part for part in wanted if part.kind == "weight"])
+    _read_file(checkpoint / MOMENTS, [part for part in wanted if part.kind != "weight"])
 
 
-def _read_whole(path: Path, wanted: Sequence[Part]) -> None:
+def _read_file(path: Path, wanted: Sequence[Part]) -> None:
     if not wanted:
         return
     with safe_open(path, framework="pt") as file:
         there = set(file.keys())
         for part in wanted:
-            check(path.parent, part, tuple(file.get_slice(part.key).get_shape()) if part.key in there else None)
+            check_shape(path.parent, part, tuple(file.get_slice(part.key).get_shape()) if part.key in there else None)
             part.values.copy_(file.get_slice(part.key)[part.slices])
 
 
-def check(checkpoint: Path, part: Part, saved: Shape | None) -> None:
-    """Compares the shape of a tensor in the checkpoint, None where it has none, with the model's.
-
-    Raises:
-        UserError: they differ.
-    """
+def check_shape(checkpoint: Path, part: Part, saved: Shape | None) -> None:
+    """Raises `UserError` where a tensor of the checkpoint (None: it is missing) has another shape than the model's."""
     if saved is None:
         raise UserError(f"checkpoint {checkpoint} does not cover the model: it has no {part.key}")
     if saved != part.shape:

@@ -1,11 +1,4 @@
-"""A dataset of the Hugging Face Hub, streamed: nothing is downloaded beyond `max_bytes` of text.
-
-Special here:
-- The fingerprint names what was asked for (name, subset, split, revision, field, max_bytes), since hashing the
-  content would download it: only a pinned `revision` makes it as strict as the others.
-- The Hub is asked once, with a time limit, before `datasets` is: alone, that retries for half a minute where there
-  is no network.
-"""
+"""A dataset of the Hugging Face Hub, streamed: nothing is downloaded beyond `max_bytes` of text."""
 
 from __future__ import annotations
 
@@ -17,7 +10,7 @@ from typing import Any
 
 from ..config import canonical_json
 from ..errors import UserError
-from .readers import cut, listed, one_line, text_value
+from .readers import cut, listed, one_line, refuse_empty, text_value
 
 _TIMEOUT_SECONDS = 20.0
 
@@ -47,12 +40,8 @@ class HubDataset:
         return self.max_bytes
 
     def _head(self, size: int) -> Iterator[str]:
-        found = False
-        for text in cut((text for text in self._texts() if text.strip()), size):
-            found = True
-            yield text
-        if not found:
-            raise UserError(f"data.name is {self.name!r}; its {self.split} has no text in the field {self.field!r}")
+        complaint = f"data.name is {self.name!r}; its {self.split} has no text in the field {self.field!r}"
+        return refuse_empty(cut((text for text in self._texts() if text.strip()), size), complaint)
 
     def _texts(self) -> Iterator[str]:
         rows = iter(self._open())

@@ -1,13 +1,7 @@
-"""The order of samples: a pure function of (seed, step).
+"""The order of samples: a pure function of (seed, step), so ranks, micro-batches and restarts cannot change it.
 
-Special here:
-- A sample is a window of T + 1 consecutive tokens of the training stream, stride T: inputs and targets overlap in
-  all but one.
-- Every epoch is a permutation of all windows, by Philox (Salmon et al. 2011) keyed by (seed, epoch). Nothing is
-  carried from step to step, so ranks, micro-batches and restarts cannot change what is read, and a batch may span
-  epochs.
-- The permutation sorts raw Philox words: unlike the methods of NumPy's Generator, they are the same in every NumPy
-  release.
+Every epoch is a permutation of all windows by Philox (Salmon et al. 2011) keyed by (seed, epoch); a batch may span
+epochs.
 """
 
 from __future__ import annotations
@@ -22,17 +16,7 @@ from .tokenizers import Tokenizer
 
 
 class TrainStream:
-    """Batches of the training stream.
-
-    Args:
-        shards: what `prepare` built.
-        sequence_length: T, tokens of context.
-        seed: of the order; the same windows come in another order under another seed.
-
-    Raises:
-        UserError: when the training part is shorter than one window.
-
-    """
+    """Batches of the training stream: windows of T + 1 consecutive tokens, stride T."""
 
     def __init__(self, shards: Shards, sequence_length: int, seed: int) -> None:
         self._windows = _windows(shards.train, sequence_length, "training")
@@ -61,31 +45,19 @@ class TrainStream:
         return tokens / self.unique_tokens
 
     def batch(self, step: int, batch_size: int, start: int = 0, count: int | None = None) -> npt.NDArray[np.int64]:
-        """(count, T+1) token ids: rows start … start + count of the batch of an optimizer step, all of it by default.
-
-        Args:
-            step: optimizer step, from 0. Batches before it are taken to have had the same size.
-            batch_size: samples of the step over all ranks and micro-batches.
-            start: first row, for a rank or micro-batch.
-            count: rows; None means up to the end of the batch.
-
+        """(count, T + 1) token ids: rows start … start + count of the batch of an optimizer step (0-based), by
+        default all.
         """
         count = batch_size - start if count is None else count
         if step < 0 or start < 0 or count < 0 or start + count > batch_size:
             raise ValueError(f"rows {start} to {start + count} of step {step} are outside of a batch of {batch_size}")
         first = step * batch_size + start
-        epoch, offset = divmod(first, len(self._windows))
-        if offset + count <= len(self._windows):
-            chosen = self._permutation(epoch)[offset : offset + count]
-        else:
-            chosen = np.concatenate([self._permutation(e)[i:j] for e, i, j in self._spans(first, first + count)])
-        return self._windows[chosen].astype(np.int64)
-
-    def _spans(self, first: int, last: int) -> list[tuple[int, int, int]]:
-        """(epoch, from, to) positions that cover the samples first … last."""
-        n = len(self._windows)
-        epochs = range(first // n, -(-last // n))
-        return [(e, max(first - e * n, 0), min(last - e * n, n)) for e in epochs]
+        last, n = first + count, len(self._windows)
+        spans = [
+            self._permutation(epoch)[max(first - epoch * n, 0) : last - epoch * n]
+            for epoch in range(first // n, max(first // n + 1, -(-last // n)))
+        ]
+        return self._windows[np.concatenate(spans)].astype(np.int64)
 
     def _permutation(self, epoch: int) -> npt.NDArray[np.unsignedinteger]:
         if epoch not in self._permutations:
@@ -103,13 +75,8 @@ def permutation(seed: int, epoch: int, n: int) -> npt.NDArray[np.unsignedinteger
 
 
 def validation_windows(shards: Shards, sequence_length: int, max_tokens: int) -> npt.NDArray[np.int64]:
-    """(n, T+1) the fixed held-out set: windows evenly spread over the validation stream, at most `max_tokens` targets.
-
-    No target is in two windows. Spread, because the head of the stream alone would be a few long documents.
-
-    Raises:
-        UserError: when the validation part, or `max_tokens`, is shorter than one window.
-
+    """(n, T+1) the fixed held-out set: windows evenly spread over the validation stream, at most `max_tokens`
+    targets.
     """
     if max_tokens < sequence_length:
         raise UserError(
@@ -121,10 +88,7 @@ def validation_windows(shards: Shards, sequence_length: int, max_tokens: int) ->
 
 
 def bytes_of(targets: npt.ArrayLike, tokenizer: Tokenizer) -> int:
-    """Bytes of UTF-8 that target tokens stand for, of any shape: give `windows[:, 1:]`, what is predicted.
-
-    Bits per byte = (sum of nats over those targets) / ln 2 / bytes.
-    """
+    """Bytes of UTF-8 that target tokens of any shape stand for, such as `windows[:, 1:]`."""
     return int(tokenizer.token_bytes[np.asarray(targets, np.int64)].sum())
 
 

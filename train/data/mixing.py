@@ -1,11 +1,6 @@
 """Which documents are held out, and in what order documents stand: both by a hash of their content alone.
 
-Special here:
-- The split depends on nothing but a document's text, so exact copies are on one side and new text moves no old one.
-- Documents are sorted by hash, which mixes sources, in 256 buckets by the first byte of the hash. Beyond
-  `MEMORY_BYTES` the buckets go to disk and are sorted one at a time, so no index of all documents is ever in
-  memory: it holds 1/256 of the corpus (10^11 tokens of two bytes: 0.8 GB), and the disk holds the tokens about once
-  while they wait.
+So exact copies are on one side, and new text moves no old one. Sorting by hash mixes sources.
 """
 
 from __future__ import annotations
@@ -39,10 +34,9 @@ def below_threshold(digests: npt.NDArray[np.uint64], fraction: float) -> npt.NDA
 
 
 class MixedDocuments:
-    """Collects tokenized documents in any order and gives them back in the order of their content's hash.
+    """Collects tokenized documents in any order and yields them in the order of their content's hash.
 
-    Copies of one document would stand side by side in that order, and a model would learn to copy; each further copy is
-    placed elsewhere in its bucket, by a hash of its hash and its number.
+    Further copies of a document are placed elsewhere in their bucket: side by side a model would learn to copy.
     """
 
     def __init__(self, spool: Path, dtype: npt.DTypeLike, memory_bytes: int = MEMORY_BYTES) -> None:
@@ -108,7 +102,7 @@ class MixedDocuments:
 
 
 def _mixed_order(digests: npt.NDArray[np.uint64]) -> tuple[npt.NDArray[np.int64], int]:
-    """Indices in the order of the digests with further copies placed elsewhere, and how many such copies there are."""
+    """Indices in the order of the digests with further copies placed elsewhere, and the number of such copies."""
     by_digest = np.argsort(digests, kind="stable")
     ordered = digests[by_digest]
     repeated = np.flatnonzero(ordered[1:] == ordered[:-1]) + 1

@@ -1,11 +1,6 @@
-"""Text files to documents: .txt, .md, JSON lines (plain, gzip, zstandard) and parquet.
+"""Text files to documents, streamed: .txt, .md, JSON lines (plain, gzip, zstandard) and parquet.
 
-Special here:
-- Everything streams, so that a file larger than memory can be read. A long plain text is cut into documents at
-  blank lines.
-- A compressed file that ends early is an error, never a shorter corpus: the zstandard readers that look like files
-  stop silently at a truncated frame, so frames are counted here.
-- Every complaint names the file, and the line or row.
+A compressed file that ends early is an error, never a shorter corpus. Every error names the file, and the line or row.
 """
 
 from __future__ import annotations
@@ -48,14 +43,8 @@ def is_compressed(path: Path) -> bool:
 def read_documents(path: Path, field: str, piece_bytes: int) -> Iterator[str]:
     """The documents of one file, in order; those without a visible character are left out.
 
-    Args:
-        path: a file whose ending is one of `ACCEPTED`.
-        field: the key or column that holds the text (JSON lines and parquet).
-        piece_bytes: a plain text longer than this is cut into documents of at most this many bytes.
-
-    Raises:
-        UserError: the file is missing, damaged, not UTF-8, or lacks the field.
-
+    `field` is the key or column that holds the text; a plain text longer than `piece_bytes` is cut at blank lines.
+    `UserError` where the file is missing, damaged, not UTF-8, or lacks the field.
     """
     kind = format_of(path)
     try:
@@ -219,7 +208,7 @@ def _parquet(path: Path, field: str) -> Iterator[str]:
 
 
 def parquet_text_bytes(path: Path, field: str) -> int | None:
-    """Uncompressed bytes of the column by the file's footer: about what its text holds. None if it cannot be said."""
+    """Uncompressed bytes of the column by the file's footer: about what its text holds. None if it is not known."""
     import pyarrow
     import pyarrow.parquet
 
@@ -258,8 +247,17 @@ def cut(texts: Iterable[str], max_bytes: int | None) -> Iterator[str]:
         left -= len(encoded)
 
 
+def refuse_empty(texts: Iterable[str], complaint: str) -> Iterator[str]:
+    """The texts; `UserError` at the end where there was none."""
+    empty = True
+    for text in texts:
+        empty = False
+        yield text
+    if empty:
+        raise UserError(complaint)
+
+
 def listed(names: list[str]) -> str:
-    """Names for a sentence, the first twelve."""
     shown = ", ".join(repr(name) for name in names[:12])
     return (shown + (", …" if len(names) > 12 else "")) or "no fields"
 

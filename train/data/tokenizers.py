@@ -1,14 +1,7 @@
 """Text to token ids and back: bytes, a byte-level BPE trained on the corpus, or any tokenizer.json.
 
-Special here:
-- Every document ends with `end_of_document`. For bytes it is 0xFF, which never occurs in UTF-8, so the vocabulary
-  is exactly 256. For a tokenizer.json it is the `eos_token` of a tokenizer_config.json beside it, else the first of
-  `END_TOKENS` that it has.
-- `token_bytes` says how many bytes of text a token stands for: nats per token become bits per byte, which compare
-  across tokenizers. It is exact for byte-level tokenizers. A SentencePiece-like one counts the space that it puts
-  in front of a text, and one that changes its text (lower case, say) counts the changed text.
-- Special tokens are never read out of text: a document that says "<|endoftext|>" does not end there.
-- A BPE is trained on up to `SAMPLE_BYTES` of the corpus, without the documents that are held out.
+Special tokens are never read out of text. `token_bytes` turns nats per token into bits per byte, which compare across
+tokenizers.
 """
 
 from __future__ import annotations
@@ -28,8 +21,9 @@ from ..config import DataConfig, canonical_json
 from ..errors import UserError
 from .corpora import Corpus, open_corpus
 from .mixing import Tokens, below_fraction, content_hash
-from .storage import Progress, building, checksum, locked, read_json, write_json
+from .storage import Progress, building, checksum, locked, read_checked, write_checked
 
+# What ends a document in a tokenizer.json without an `eos_token` in a tokenizer_config.json beside it.
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]")
 SAMPLE_BYTES = 64 << 20
 # Bumped when training a BPE on the same corpus would give another one.
@@ -39,8 +33,6 @@ _CARD = "isoflop_tokenizer.json"
 
 
 class Tokenizer(Protocol):
-    """Text to token ids and back."""
-
     @property
     def vocab_size(self) -> int:
         """Ids are below this."""
@@ -73,12 +65,7 @@ class Tokenizer(Protocol):
 def load_tokenizer(
     config: DataConfig, corpus: Corpus | None, cache: Path, progress: Progress | None = None
 ) -> Tokenizer:
-    """The tokenizer that a config names; a BPE is trained on the corpus unless the cache has it.
-
-    Raises:
-        UserError: on a vocabulary that is too small, or a file that is not a usable tokenizer.json.
-
-    """
+    """The tokenizer that a config names; a BPE is trained on the corpus unless the cache has it."""
     if config.tokenizer == "bytes":
         return ByteTokenizer()
     if config.tokenizer == "bpe":
@@ -87,13 +74,8 @@ def load_tokenizer(
 
 
 def planned_vocab_size(config: DataConfig) -> int:
-    """Size of the vocabulary, known without reading the corpus.
-
-    For `bpe` it is the declared size: a corpus too small to give that many tokens leaves the last ids unused.
-
-    Raises:
-        UserError: as `load_tokenizer`.
-
+    """Size of the vocabulary, known without reading the corpus; a corpus too small for a BPE leaves the last ids
+    unused.
     """
     if config.tokenizer == "bytes":
         return 256
@@ -108,24 +90,16 @@ def planned_vocab_size(config: DataConfig) -> int:
 
 
 def planned_fingerprint(config: DataConfig) -> str:
-    """What tells this tokenizer from another, known without reading the corpus: bytes, bpe, or a hash of the file.
+    """What distinguishes this tokenizer, known without reading the corpus: bytes, bpe, or a hash of the file.
 
     A trained BPE follows from the corpus and the vocabulary's size, which identify a run by themselves.
-
-    Raises:
-        UserError: as `load_tokenizer`.
     """
     return config.tokenizer if config.tokenizer in ("bytes", "bpe") else _from_file(config.tokenizer).fingerprint
 
 
 def tokenizer_from_directory(directory: str | Path) -> Tokenizer:
-    """The tokenizer that `Tokenizer.save` wrote: a checkpoint carries its own.
-
-    Raises:
-        UserError: when it is missing or was changed since.
-
-    """
-    card = read_json(Path(directory) / _CARD)
+    """The tokenizer that `Tokenizer.save` wrote; `UserError` where it is missing or was changed since."""
+    card = read_checked(Path(directory) / _CARD)
     if card["kind"] == "bytes":
         return ByteTokenizer()
     path = Path(directory) / "tokenizer.json"
@@ -139,7 +113,7 @@ def tokenizer_from_directory(directory: str | Path) -> Tokenizer:
 
 
 class ByteTokenizer:
-    """A token is a byte of UTF-8."""
+    """A token is a byte of UTF-8; documents end with 0xFF, which never occurs there."""
 
     vocab_size = 256
     end_of_document = 0xFF
@@ -204,7 +178,7 @@ class SubwordTokenizer:
 def _save_card(tokenizer: Tokenizer, kind: str, directory: Path) -> None:
     Path(directory).mkdir(parents=True, exist_ok=True)
     card = {"kind": kind, "vocab_size": tokenizer.vocab_size, "end_of_document": tokenizer.end_of_document}
-    write_json(Path(directory) / _CARD, {**card, "fingerprint": tokenizer.fingerprint})
+    write_checked(Path(directory) / _CARD, {**card, "fingerprint": tokenizer.fingerprint})
 
 
 def _read_tokenizer_json(path: Path) -> Any:

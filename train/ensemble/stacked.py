@@ -1,35 +1,51 @@
-"""The GPT of `model.py` with a leading axis of members: E models of one shape in one forward and one backward pass.
+"""The members of an ensemble: E models of one shape with a leading axis, their training state, and the step they take.
 
 With E members, n = B T tokens of each, width w, rows V of the padded vocabulary:
 
     weights     (E, out, in), (E, w), (E, V, w)     by the names of `GPT.named_parameters`
     streams     (E, n, w)                           a product is one batched product over members
     attention   (E B, T, heads, d)                  has no weights: it sees E times as many sequences
+    state       (E, bucket)                         one row per member, laid out as `parallel/zero.py` does for one run
 
-Special here:
-- no operation mixes members, so what one does (a NaN too) reaches no other;
-- on CPUs a member's numbers are those of `model.py` bit for bit: a batched product gives the bits of the plain ones,
-  and every other operation is the same, in the same order. So no rounding grows into another course of training;
-- the head's product and the loss go through `linear_cross_entropy` member by member: it works in chunks that fill the
-  cache, or the GPU, by themselves.
+No operation mixes members, so what one does (a NaN too) reaches no other. On CPUs a member's numbers are those of a run
+alone bit for bit, so a run can leave an ensemble or join one. There each thread takes some members through their whole
+step, as many at a time as the cache holds streams of: cutting every operation in two would have threads wait.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.optim.adamw import adamw
 
-from ..config import ModelConfig
+from ..config import ModelConfig, OptimizerConfig, RunConfig
+from ..data.loader import TrainStream
+from ..data.shards import Shards
 from ..model.backends import Backend
 from ..model.block import apply_rotary, lookup, query_key_value, rms_norm, swiglu
-from ..model.gpt import GPT
+from ..model.compiled import Compiled
+from ..model.gpt import GPT, SCORED_TOKENS
 from ..model.loss import linear_cross_entropy
-from ..model.shape import shape_of
+from ..model.parametrization import ParameterGroup, empty_model, initial_weights, output_scale, parameter_groups
+from ..model.shape import model_shape
+from ..parallel.buckets import Bucket, fill, pack_bucket
+from ..parallel.layout import Held, whole_placement
+from ..parallel.zero import StepResult, square
+from ..precision import compute_dtype
+from ..schedule import learning_rate_factor
+
+# Elements of the residual streams of members that a CPU's thread works on together: 1 MiB in fp32, what a core's
+# second cache holds.
+STREAM_AT_A_TIME = 2**18
 
 Weights = Mapping[str, Tensor]
 
@@ -38,11 +54,10 @@ class StackedGPT:
     """E models that share a shape. It owns no weights, and follows whoever changes them.
 
     Args:
-        template: a GPT of that shape; its angles lie on the device, its own weights are not looked at.
-        weights: of all members, at least fp32; what is trained, or views of it.
-        output_scale: (E,) of each member, of the weights' type.
+        template: a GPT of that shape, for its angles and attention.
+        weights: of all members, at least fp32.
+        output_scale: (E,).
         dtype: of products and streams.
-        compiled: whether blocks go through `torch.compile`.
     """
 
     def __init__(
@@ -77,7 +92,7 @@ class StackedGPT:
         return [linear_cross_entropy(x, w, ids, vocabulary, reduction, z) for x, w, ids, z in members]
 
     def _last_hidden(self, tokens: Tensor, table: Tensor) -> Tensor:
-        """What the head reads, (E, n, w), with rows of the tables (E, V, w) at the beginning."""
+        """What the head reads, (E, n, w), for rows of the tables (E, V, w)."""
         config, weights = self.config, self.weights
         members, batch, time = tokens.shape
         cos, sin = self.template.cos[:time], self.template.sin[:time]
@@ -93,8 +108,6 @@ def _block(
     config: ModelConfig, backend: Backend, x: Tensor, weights: Weights, cos: Tensor, sin: Tensor,
     seen: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """One pre-norm decoder block of every member, (E, n, w) -> (E, n, w)."""
-
     def norm(name: str, x: Tensor) -> Tensor:
         return _norm(x, weights[f"{name}_norm.weight"], config.norm_eps)
 
@@ -107,7 +120,7 @@ def _block(
     heads, kv_heads = config.heads, config.num_kv_heads
     # (E, n, …) -> (E B, T, heads, d): in attention members are sequences among sequences.
     fused = times(norm("attention", x), "attention.qkv").view(-1, len(cos), heads + 2 * kv_heads, config.head_dim)
-    norms = tuple(partial(head_norm, name) for name in ("query", "key")) if shape_of(config).head_norms else ()
+    norms = tuple(partial(head_norm, name) for name in ("query", "key")) if model_shape(config).head_norms else ()
     query, key, value = query_key_value(fused, heads, kv_heads, norms, lambda x: apply_rotary(x, cos, sin))
     mixed = backend.attend(query, key, value, seen, config.window).reshape(x.shape)
     x = x + times(mixed, "attention.out")
@@ -139,3 +152,268 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         x, weight = ctx.saved_tensors
         return torch.bmm(grad, weight), torch.bmm(grad.transpose(1, 2), x)
+
+
+class Rows:
+    """The training state of E models of one shape: every member's update is the one that `Zero` makes, bit for bit on
+    CPUs.
+
+    A parameter of all members is a strided view of a matrix, which batched products take as it is; a member's state is
+    rows, which the fused AdamW takes whole.
+
+    Args:
+        template: on any device; names and shapes are all that is read.
+        bucket_mb: MiB of gradients that a run alone would keep together.
+        dtype: of everything; fp64 for tests.
+    """
+
+    def __init__(
+        self, template: GPT, optimizers: Sequence[OptimizerConfig], bucket_mb: float, device: torch.device,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:  # fmt: skip
+        self.optimizers = list(optimizers)
+        self._groups = [parameter_groups(template, optimizer) for optimizer in self.optimizers]
+        self._shapes = {name: tuple(p.shape) for name, p in template.named_parameters()}
+        self._layouts = _layouts(template, self._groups[0], int(bucket_mb * 2**20 / dtype.itemsize))
+
+        def matrices() -> list[Tensor]:
+            shapes = [(len(self.optimizers), layout.size) for layout in self._layouts]
+            return [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
+
+        self.weight, self.grad, self.exp_avg, self.exp_avg_sq = matrices(), matrices(), matrices(), matrices()
+        self.updates = torch.zeros(len(self.optimizers), dtype=torch.float32, device=device)  # of each, as in `Zero`
+        # The largest norm of each, infinity where nothing is clipped.
+        limits = [optimizer.gradient_clip or math.inf for optimizer in self.optimizers]
+        self._limits = torch.tensor(limits, dtype=dtype, device=device)
+
+    def parameters(self, rows: slice) -> dict[str, Tensor]:
+        """The weights of some members, (e, …) by name: leaves, views of `weight`."""
+        return {name: view.detach().requires_grad_() for name, view in self._views(self.weight, rows).items()}
+
+    def gradients(self, rows: slice) -> list[Tensor]:
+        """Where the gradients of `parameters` are to be written, in their order."""
+        return list(self._views(self.grad, rows).values())
+
+    def _views(self, matrices: Sequence[Tensor], rows: slice) -> dict[str, Tensor]:
+        found = {
+            slot.name: matrix[rows, slot.start : slot.stop].unflatten(1, self._shapes[slot.name])
+            for matrix, layout in zip(matrices, self._layouts, strict=True)
+            for slot in layout.slots
+        }
+        return {name: found[name] for name in self._shapes}
+
+    def load(self, row: int, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Sets the weights of a member: tensors on the CPU by name, all of them."""
+        own = self._views(self.weight, slice(row, row + 1))
+        for name, value in weights:
+            own[name][0].copy_(value)
+
+    def held(self, row: int) -> list[Held]:
+        kinds = {"weight": self.weight, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
+        return [
+            Held(name, kind, whole_placement(self._shapes[name]), 0, view.numel(), view.flatten())
+            for kind, matrices in kinds.items()
+            for name, view in self._views(matrices, slice(row, row + 1)).items()
+        ]
+
+    @torch.no_grad()
+    def step(self, rows: slice, factors: Sequence[float], losses: Tensor) -> list[StepResult]:
+        """Updates some members from their gradients; one whose loss or gradient is not finite is left alone.
+
+        Args:
+            factors: on the peak learning rates of each of them.
+            losses: (e,) the batches' mean losses.
+        """
+        slopes = zip(*(grad[rows].unbind() for grad in self.grad), strict=True)
+        norms = torch.stack([torch.stack([square(part, part.dtype) for part in own]).sum() for own in slopes]).sqrt()
+        skipped = 1 - (torch.isfinite(norms) & torch.isfinite(losses)).float()
+        # Spelled as PyTorch computes the number over a tensor of `Zero`, whose bits a division would not give.
+        divisors = ((norms + 1e-6).reciprocal() * self._limits[rows]).clamp(max=1.0).reciprocal().float()
+        for number, layout in enumerate(self._layouts):
+            for group, (start, stop) in layout.segments:
+                kinds = (self.weight, self.grad, self.exp_avg, self.exp_avg_sq)
+                state = [matrices[number][rows, start:stop] for matrices in kinds]
+                self._update(group, rows, state, factors, divisors, skipped)
+        self.updates[rows] += 1 - skipped
+        parts = (losses.unbind(), norms.unbind(), skipped.unbind())
+        return [StepResult(*member) for member in zip(*parts, strict=True)]
+
+    def _update(
+        self, group: int, rows: slice, state: Sequence[Tensor], factors: Sequence[float], divisors: Tensor,
+        skipped: Tensor,
+    ) -> None:  # fmt: skip
+        """AdamW on parameters of one group, a member at a time: the fused kernel has one learning rate a call."""
+        state = (*state, self.updates[rows].clone(), divisors, skipped)
+        settings = zip(factors, self._groups[rows], self.optimizers[rows], strict=True)
+        members = zip(settings, *(part.unbind() for part in state), strict=True)
+        for (factor, groups, optimizer), weight, slope, first, second, updates, divisor, skip in members:
+            adamw(
+                [weight], [slope], [first], [second], [], [updates],
+                fused=True, grad_scale=divisor, found_inf=skip, amsgrad=False, maximize=False,
+                beta1=optimizer.beta1, beta2=optimizer.beta2, eps=optimizer.eps,
+                lr=groups[group].learning_rate * factor, weight_decay=groups[group].weight_decay,
+            )  # fmt: skip
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Forgets all other members; earlier `parameters` and `held` are of no use any more."""
+        self.optimizers = [self.optimizers[row] for row in rows]
+        self._groups = [self._groups[row] for row in rows]
+        index = torch.tensor(rows, device=self.updates.device)
+        self.weight, self.grad, self.exp_avg, self.exp_avg_sq = (
+            [matrix[index] for matrix in matrices]
+            for matrices in (self.weight, self.grad, self.exp_avg, self.exp_avg_sq)
+        )
+        self.updates, self._limits = self.updates[index], self._limits[index]
+
+
+def _layouts(template: GPT, groups: Sequence[ParameterGroup], limit: int) -> list[Bucket]:
+    group_of = {id(p): number for number, group in enumerate(groups) for p in group.parameters}
+    numbers = {name: group_of[id(p)] for name, p in template.named_parameters()}
+    sizes = {name: p.numel() for name, p in template.named_parameters()}
+    return [pack_bucket(run, sizes, numbers, 1) for run in fill(reversed(sizes), sizes, max(1, limit))]
+
+
+class Member:
+    """One run's part of an ensemble, to its trainer what a `Stepper` is, but for the step, which all take at once."""
+
+    def __init__(self, stepper: StackedStepper, index: int, config: RunConfig, stream: TrainStream) -> None:
+        self.stepper, self.index, self.config, self.stream = stepper, index, config, stream
+        self.micro = config.optimizer.batch_size
+
+    @property
+    def row(self) -> int:
+        return self.stepper.members.index(self)
+
+    @property
+    def zero(self) -> Member:
+        return self
+
+    def held(self) -> list[Held]:
+        return self.stepper.rows.held(self.row)
+
+    def start(self) -> None:
+        config = self.config
+        self.stepper.rows.load(self.row, initial_weights(config.model, config.optimizer, config.seed))
+
+    def state(self) -> dict[str, Any]:
+        return {"updates": self.stepper.rows.updates[self.row].item(), "loss_scale": {}}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.stepper.rows.updates[self.row] = state["updates"]
+
+    @torch.no_grad()
+    def losses(self, windows: Tensor, beat: Callable[[], None]) -> Tensor:
+        """As `Stepper.losses`, one member: a pass is as large as is good for the device, whatever the ensemble."""
+        model = self.stepper.model(slice(self.row, self.row + 1))
+        at_once = max(1, SCORED_TOKENS // (windows.shape[1] - 1))
+        found = []
+        for start in range(0, len(windows), at_once):
+            beat()
+            chunk = windows[None, start : start + at_once].to(self.stepper.device)
+            found.append(model.each_loss(chunk[..., :-1], chunk[..., 1:])[0].double().sum(dim=1).cpu())
+        return torch.cat(found)
+
+
+@dataclass(frozen=True)
+class _Stack:
+    rows: slice
+    members: Sequence[Member]
+    model: StackedGPT
+    gradients: list[Tensor]  # where those of the model's weights are to be written
+
+
+class StackedStepper:
+    """All members that still train, and the step that they take together."""
+
+    def __init__(
+        self, configs: Sequence[RunConfig], device: torch.device, shards: Shards, report: Callable[[str], None] = print
+    ) -> None:
+        """The members' weights are not set: each `start`s or loads its state. `check_together` accepts the configs."""
+        first = configs[0]
+        self.device, self.dtype, self.length = device, compute_dtype(first.precision), first.data.sequence_length
+        self.compiled = first.parallel.compile
+        self.template = empty_model(first.model, first.optimizer, self.length)
+        self.template.place_angles(device)
+        if first.data.separate_documents:
+            self.template.separate_documents(shards.tokenizer.end_of_document)
+        choice = self.template.set_attention(first.parallel.attention, device, self.dtype)
+        if device.type == "cuda":
+            report(str(choice))
+        self.members = [
+            Member(self, index, config, TrainStream(shards, self.length, config.seed))
+            for index, config in enumerate(configs)
+        ]
+        # A run alone cuts its buckets by the bytes of its compute type; here all is fp32, and cut at the same elements.
+        bucket_mb = first.parallel.bucket_mb * torch.float32.itemsize / self.dtype.itemsize
+        self.rows = Rows(self.template, [config.optimizer for config in configs], bucket_mb, device)
+        self.threads = torch.get_num_threads() if device.type == "cpu" and not self.compiled else 1
+        self.pool: ThreadPoolExecutor | None = None
+        if self.threads > 1:
+            self.pool = ThreadPoolExecutor(self.threads, "members", torch.set_num_threads, (1,))
+        self.cache: Compiled | None = None
+        if self.compiled:
+            self.cache = Compiled(first, len(configs) * first.optimizer.batch_size, device, True, report)
+            self.cache.load()
+        self._stack()
+
+    def _stack(self) -> None:
+        at_once = len(self.members)
+        if self.device.type == "cpu":
+            first = self.members[0].config
+            at_once = max(1, STREAM_AT_A_TIME // (first.batch_tokens * first.model.width))
+        self.stacks = [
+            _Stack(rows, self.members[rows], self.model(rows), self.rows.gradients(rows))
+            for rows in shares(len(self.members), at_once, self.threads)
+        ]
+
+    def model(self, rows: slice) -> StackedGPT:
+        """Some members' model, until somebody leaves."""
+        configs = [member.config for member in self.members[rows]]
+        scales = torch.tensor([output_scale(c.model, c.optimizer) for c in configs], device=self.device)
+        return StackedGPT(self.template, self.rows.parameters(rows), scales, self.dtype, self.compiled)
+
+    def step(self, steps: Sequence[int]) -> list[StepResult]:
+        """One optimizer step of every member, each at its own step."""
+        if self.pool is None:
+            results = [result for stack in self.stacks for result in self._step(stack, steps[stack.rows])]
+            if self.cache is not None:
+                self.cache.keep()
+            return results
+        under_way = [self.pool.submit(self._step, stack, steps[stack.rows]) for stack in self.stacks]
+        wait(under_way)  # all of them, even if one fails: nobody may write to what others then look at
+        return [result for future in under_way for result in future.result()]
+
+    def _step(self, stack: _Stack, steps: Sequence[int]) -> list[StepResult]:
+        tokens = self._tokens(stack.members, steps)
+        z_losses = [member.config.optimizer.z_loss for member in stack.members]
+        losses = stack.model.losses(tokens[..., :-1], tokens[..., 1:], z_losses)
+        found = torch.autograd.grad(losses.sum(), list(stack.model.weights.values()))
+        torch._foreach_copy_(stack.gradients, found)
+        factors = [learning_rate_factor(member.config, step) for member, step in zip(stack.members, steps, strict=True)]
+        return self.rows.step(stack.rows, factors, losses.detach())
+
+    def _tokens(self, members: Sequence[Member], steps: Sequence[int]) -> Tensor:
+        """(e, B, T + 1)."""
+        batches = [member.stream.batch(step, member.micro) for member, step in zip(members, steps, strict=True)]
+        tokens = torch.stack([torch.from_numpy(batch) for batch in batches])
+        if self.device.type == "cuda":
+            tokens = tokens.pin_memory()
+        return tokens.to(self.device, non_blocking=True)
+
+    def drop(self, leaving: Sequence[Member]) -> None:
+        rows = [row for row, member in enumerate(self.members) if member not in leaving]
+        self.members = [self.members[row] for row in rows]
+        self.rows.keep(rows)
+        self._stack()
+
+    def close(self) -> None:
+        if self.pool is not None:
+            self.pool.shutdown()
+
+
+def shares(members: int, at_once: int, threads: int) -> list[slice]:
+    """Members in parts of about one size, of at most `at_once`, that keep all threads equally busy."""
+    rounds = -(-members // (at_once * threads))
+    parts = min(members, rounds * threads)
+    bounds = [members * part // parts for part in range(parts + 1)]
+    return [slice(start, stop) for start, stop in pairwise(bounds)]

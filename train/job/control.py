@@ -1,10 +1,6 @@
-"""What all ranks decide together: errors, configs, and flags.
+"""What all ranks decide together: errors, configs and flags, over `mesh.control` on the host.
 
-Special here:
-- an error on one rank becomes an error on every rank, at once, in one sentence that names rank and host;
-- flags (stop, save) are agreed on by a reduction that starts at one step and is read at the next, so no step waits for
-  it, and every rank acts at the same step;
-- all of it travels over `mesh.control`, on the host; one process communicates nothing and gets the same answers.
+One process communicates nothing and gets the same answers.
 """
 
 from __future__ import annotations
@@ -17,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from ..config import RunConfig, to_dict
+from ..config import RunConfig, flatten, to_dict
 from ..errors import UserError
 from ..parallel.mesh import Mesh
 from .failure import Cause, RankError, cause_of, failure_at
@@ -31,25 +27,19 @@ SHARED = "raised on every rank"  # note on exceptions that no rank needs to tell
 class _Raised:
     """An exception of one rank, as the others hear of it."""
 
-    family: str  # UserError | OSError | RankError
     cause: Cause
     message: str
-    number: int | None = None  # OSError: errno
-    filename: str | None = None  # OSError
+    system: tuple[int | None, str | None] | None = None  # OSError: errno and file
 
 
-def together(mesh: Mesh, function: Callable[[], T], only_first: bool = False) -> T:
+def run_on_ranks(mesh: Mesh, function: Callable[[], T], only_first: bool = False) -> T:
     """Calls a function on every rank and returns what it gave; where it raises on any rank, all ranks raise.
 
-    Args:
-        mesh: of this rank.
-        function: may not communicate on `mesh.control`, nor anything that other ranks wait for once it has raised.
-        only_first: rank 0 alone calls it, and what it gave (must pickle) is returned on every rank.
+    With `only_first` rank 0 alone calls it, and every rank gets its result. The function must not communicate.
 
     Raises:
-        UserError: if that is what it raised, "rank 3 on node07: …" (no rank is named where all say the same).
-        OSError: likewise, with its errno and file.
-        RankError: any other exception, with the name of its type. In one process an exception passes unchanged.
+        UserError, OSError: as the function did, naming the rank unless all say the same.
+        RankError: any other exception. In one process an exception passes unchanged.
     """
     if mesh.control is None:
         return function()
@@ -67,8 +57,7 @@ def together(mesh: Mesh, function: Callable[[], T], only_first: bool = False) ->
         result, mine = box[0]
         failures: list[_Raised | None] = [mine, *[None] * (mesh.size - 1)]
     else:
-        failures = [None] * mesh.size
-        dist.all_gather_object(failures, mine, group=mesh.control)
+        failures = mesh.gather(mine)
     if any(failures):
         shared = _shared(mesh, failures)
         shared.add_note(SHARED)
@@ -78,43 +67,33 @@ def together(mesh: Mesh, function: Callable[[], T], only_first: bool = False) ->
 
 def _describe(error: Exception) -> _Raised:
     cause, message = cause_of(error), str(error) or "no message"
-    if isinstance(error, UserError):
-        return _Raised("UserError", cause, message)
     if isinstance(error, OSError):
-        words = error.strerror or message
-        return _Raised("OSError", cause, words, error.errno, str(error.filename) if error.filename else None)
-    if isinstance(error, RankError):
-        return _Raised("RankError", cause, message)
-    return _Raised("RankError", cause, f"{type(error).__name__}: {message}")
+        return _Raised(cause, error.strerror or message, (error.errno, str(error.filename) if error.filename else None))
+    if isinstance(error, UserError | RankError):
+        return _Raised(cause, message)
+    return _Raised(cause, f"{type(error).__name__}: {message}")
 
 
 def _shared(mesh: Mesh, failures: list[_Raised | None]) -> Exception:
-    """The exception that every rank raises; failures by rank, None for a rank that succeeded."""
     failed = [(rank, failure) for rank, failure in enumerate(failures) if failure is not None]
     rank, first = failed[0]
-    if len(failed) == len(failures) and len({(failure.message, failure.filename) for _, failure in failed}) == 1:
+    if len(failed) == len(failures) and len({(failure.message, failure.system) for _, failure in failed}) == 1:
         message = first.message
     else:
         message = f"{mesh.name(rank)}: {first.message}"
         if len(failed) > 1:
             message += f" (and {len(failed) - 1} more of {len(failures)} ranks)"
-    if first.family == "UserError":
+    if first.cause == Cause.INPUT:
         return UserError(message)
-    if first.family == "OSError":
-        return OSError(first.number, message, first.filename) if first.number is not None else OSError(message)
+    if first.system is not None:
+        number, filename = first.system
+        return OSError(message) if number is None else OSError(number, message, filename)
     return RankError(failure_at(mesh.hosts, [rank for rank, _ in failed], first.cause, message, None))
 
 
-def same_everywhere(mesh: Mesh, config: RunConfig) -> None:
-    """Refuses ranks that were given different configs.
-
-    Raises:
-        UserError: on every rank, naming the rank, the field and both values.
-    """
-    if mesh.control is None:
-        return
-    configs: list[dict[str, Any]] = [{}] * mesh.size
-    dist.all_gather_object(configs, _flat(to_dict(config)), group=mesh.control)
+def check_same_config(mesh: Mesh, config: RunConfig) -> None:
+    """Raises `UserError` on every rank where ranks were given different configs."""
+    configs = mesh.gather(flatten(to_dict(config)))
     for rank, other in enumerate(configs):
         for name in configs[0] | other:
             here, there = configs[0].get(name), other.get(name)
@@ -125,22 +104,13 @@ def same_everywhere(mesh: Mesh, config: RunConfig) -> None:
                 )
 
 
-def _flat(node: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in node.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
-    return flat
-
-
 class Flag(enum.IntFlag):
-    """What a rank asks of all."""
-
     STOP = 1
     SAVE = 2
 
 
 class Agreement:
-    """The flags that any rank has raised, the same on every rank at the same step."""
+    """Flags that any rank has raised, the same on every rank at the same step."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._control = mesh.control
@@ -150,7 +120,7 @@ class Agreement:
     def __call__(self, flags: Flag) -> Flag:
         """Raises this rank's flags and returns what all ranks raised at the call before; one process: at this one.
 
-        Every rank calls it at every step. What is raised at the last call is never heard.
+        Every rank calls it at every step, and none waits: a reduction that starts at one call is read at the next.
         """
         if self._control is None:
             return flags
@@ -160,7 +130,7 @@ class Agreement:
         return agreed
 
     def close(self) -> Flag:
-        """Waits for the last reduction, without which the group must not be left; returns what it says."""
+        """Waits for the last reduction, without which the group must not be left; returns its flags."""
         return self._read()
 
     def _read(self) -> Flag:

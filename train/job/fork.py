@@ -1,4 +1,4 @@
-"""Ranks as forked processes of this one, over gloo: for tests and benchmarks. Forking 8 ranks takes half a second."""
+"""Ranks as forked processes of this one, over gloo. Forking 8 ranks takes half a second."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import os
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
@@ -19,15 +18,14 @@ import torch.distributed as dist
 
 
 def run_ranks(ranks: int, function: Callable[..., Any], *arguments: Any, timeout: float = 120.0) -> list[Any]:
-    """Calls `function(*arguments)` in `ranks` forked processes with torch's process group up; returns what each gave.
-
-    The function may be a closure; what it returns must pickle. Each rank has one thread.
+    """Calls `function(*arguments)`, which may be a closure, in forked processes with torch's process group; returns all
+    results.
 
     Raises:
-        RuntimeError: a rank raised, died, or had not ended in time; holds every rank's own words. None is left behind.
+        RuntimeError: a rank raised, died, or had not ended in time; holds every rank's own words.
     """
     with tempfile.TemporaryDirectory() as folder:
-        processes, receivers = _start(ranks, _rank, ranks, folder, timeout, function, arguments)
+        processes, receivers = start_forks(ranks, _rank, ranks, folder, timeout, function, arguments)
         try:
             answers = _collect(receivers, timeout)
         finally:
@@ -42,8 +40,10 @@ def run_ranks(ranks: int, function: Callable[..., Any], *arguments: Any, timeout
     return [answer[1] for answer in answers]
 
 
-def _start(count: int, target: Callable[..., None], *arguments: Any) -> tuple[list[ForkProcess], list[Connection]]:
-    """Forks `target(number, sender, *arguments)` so often; the processes, and what each can be heard through."""
+def start_forks(count: int, target: Callable[..., None], *arguments: Any) -> tuple[list[ForkProcess], list[Connection]]:
+    """Forks `target(number, sender, *arguments)` `count` times; returns the processes and the other ends of their
+    pipes.
+    """
     context = multiprocessing.get_context("fork")
     pipes = [context.Pipe(duplex=False) for _ in range(count)]
     processes = [context.Process(target=target, args=(n, pipes[n][1], *arguments)) for n in range(count)]
@@ -86,51 +86,3 @@ def _rank(
         answer.send((False, traceback.format_exc()))
     answer.close()
     os._exit(0)  # no teardown of what the parent still owns
-
-
-@dataclass(frozen=True)
-class Ended:
-    """How a forked process ended."""
-
-    code: int | None  # its exit code, minus the signal that ended it; None: it was still there
-    said: list[str]
-
-
-def fork_processes(
-    count: int, function: Callable[[int, Callable[[str], None]], None], wait_for: Collection[int], timeout: float = 60.0
-) -> list[Ended]:
-    """Calls `function(number, say)` in `count` bare forked processes, which may die, and returns how each ended.
-
-    Once the processes in `wait_for` have ended, or the timeout has passed, those that are left are killed. What a
-    process says is kept whatever becomes of it. A function that raises says its traceback and ends with code 1.
-    """
-    processes, receivers = _start(count, _process, function)
-    deadline = time.monotonic() + timeout
-    for number in wait_for:
-        processes[number].join(max(0.0, deadline - time.monotonic()))
-    codes = [process.exitcode for process in processes]
-    for process in processes:
-        process.kill()
-        process.join()
-    return [Ended(code, _said(receiver)) for code, receiver in zip(codes, receivers, strict=True)]
-
-
-def _said(receiver: Connection) -> list[str]:
-    said = []
-    try:
-        while receiver.poll():
-            said.append(receiver.recv())
-    except EOFError:
-        pass
-    return said
-
-
-def _process(number: int, sender: Connection, function: Callable[[int, Callable[[str], None]], None]) -> None:
-    torch.set_num_threads(1)
-    try:
-        function(number, sender.send)
-        code = 0
-    except BaseException:
-        sender.send(traceback.format_exc())
-        code = 1
-    os._exit(code)

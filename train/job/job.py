@@ -1,4 +1,4 @@
-"""One rank's part in its job: who it is, how it tells the others that it lives, and what it decides with them."""
+"""One rank's part in its job: who it is, how it shows the others that it lives, and what it decides with them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ..config import RunConfig
 from ..errors import COLLECTIVE, Stopped
 from ..hardware import pick_device
 from ..parallel.mesh import Mesh
-from ..planner.validation import check_world
-from .control import Agreement, Flag, same_everywhere, together
+from ..planner.validation import check_world, validate
+from .control import Agreement, Flag, check_same_config
 from .environment import detect
 from .failure import Cause, Failure, failure_of, forget_failure, note_failure
-from .rendezvous import join as meet
+from .rendezvous import meet
 from .watchdog import Watchdog
 
 T = TypeVar("T")
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 @dataclass
 class Job:
-    """Of one process, the same calls do nothing or answer at once."""
+    """For one process the same calls do nothing, or answer at once."""
 
     mesh: Mesh
     device: torch.device
@@ -44,29 +44,20 @@ class Job:
         return Flag.STOP in flags, Flag.SAVE in flags
 
     def failure(self, cause: Cause, reason: str) -> Failure:
-        """What has failed on this rank, at the step where it is."""
+        """A failure of this rank at its current step."""
         return Failure(cause, reason, self.mesh.rank, self.host, self.watchdog.step, (self.host,))
-
-    def together(self, function: Callable[[], T]) -> T:
-        """See `control.together`."""
-        return together(self.mesh, function)
 
 
 @contextmanager
 def join(config: RunConfig, directory: Path, report: Callable[[str], None]) -> Iterator[Job]:
     """Makes this process a rank of the run's job, and takes it out again.
 
-    Where another rank dies or hangs while this one is stuck in a collective, this process is ended from within. Of
-    this and of whatever is raised in the block but `Stopped`, `directory/failure.json` says why.
-
-    Args:
-        config: of the run.
-        directory: of the run, on a file system that all ranks share.
-        report: gets the reason for which this process is ended.
+    Where another rank dies or hangs while this one is stuck in a collective, this process is ended from within.
+    failure.json says why, as it does of whatever is raised in the block but `Stopped`.
 
     Raises:
         UserError: the ranks are not those that the config asks for, were given different configs, or do not meet.
-        RankError: another rank failed; says which, where, at which step and why.
+        RankError: another rank failed.
     """
     ranks, watchdog = detect(), None
 
@@ -77,13 +68,14 @@ def join(config: RunConfig, directory: Path, report: Callable[[str], None]) -> I
     if ranks.rank == 0:
         forget_failure(directory)  # of an earlier attempt
     try:
+        validate(config)
         device = pick_device(config.parallel.device)
         check_world(config, ranks.size, ranks.local_size)
         with meet(ranks, directory, config.parallel, device) as (mesh, store):
             if device.type == "cuda":
                 device = torch.device("cuda", torch.cuda.current_device())
             with Watchdog(mesh, store, config.parallel.timeout_seconds, lost) as watchdog:
-                same_everywhere(mesh, config)
+                check_same_config(mesh, config)
                 agreement = Agreement(mesh)
                 try:
                     yield Job(mesh, device, agreement, watchdog, ranks.host)

@@ -1,13 +1,4 @@
-"""The ranks of a job find each other: through a file in the run directory, or through torchrun's address.
-
-Special here:
-- rank 0 opens a store on a port that the system picks, and writes address and a random token to a file on the shared
-  file system; a rank takes an address only if the store behind it knows the token, so neither the file of an earlier
-  attempt nor a stranger on its old port is ever taken for ours;
-- rank 0 leaves last: the store lives in its process, and would look dead to ranks that still read it;
-- one process without a launcher joins nothing. Started by `torchrun --nproc-per-node 1` it gets process groups of one
-  rank: the same code as many ranks, on NCCL too.
-"""
+"""The ranks of a job find each other: through a file in the run directory, or through torchrun's address."""
 
 from __future__ import annotations
 
@@ -28,7 +19,7 @@ from torch.distributed import Store
 from ..config import ParallelConfig
 from ..errors import UserError
 from ..files import write_atomic
-from ..parallel.mesh import Mesh, build_mesh
+from ..parallel.mesh import Mesh, configured_mesh
 from ..planner.validation import check_hosts
 from .environment import Ranks
 
@@ -39,22 +30,13 @@ FAREWELL_SECONDS = 5.0  # that rank 0 keeps the store up for ranks that must sti
 
 
 @contextmanager
-def join(
+def meet(
     ranks: Ranks, folder: Path, parallel: ParallelConfig, device: torch.device
 ) -> Iterator[tuple[Mesh, Store | None]]:
-    """Makes this process a rank of its job, and at the end takes it out again.
+    """Makes this process a rank of its job, and takes it out again.
 
-    Args:
-        ranks: this process' place, as `environment.detect` finds it.
-        folder: of the run, the same for all ranks and on a file system that they share.
-        parallel: tp * dp must be the number of ranks (`validation.check_world`).
-        device: `cpu`, or `cuda` for this rank's own GPU of those that it sees.
-
-    Yields:
-        The mesh, and the store in which ranks leave each other word; None for one process without a launcher.
-
-    Raises:
-        UserError: rank 0 was not found in time, or a tensor-parallel group is spread over nodes.
+    Yields the mesh, and the store in which ranks leave each other messages: None for one process without a launcher.
+    `UserError` where rank 0 was not found in time, or a tensor-parallel group is spread over nodes.
     """
     if device.type == "cuda":
         # The launcher shows a rank all GPUs of its node, or only its own.
@@ -64,7 +46,7 @@ def join(
         yield Mesh(), None
         return
     limit = timedelta(seconds=parallel.timeout_seconds + MARGIN_SECONDS)
-    store, file = _meet(ranks, folder, parallel.timeout_seconds)
+    store, file = _open_store(ranks, folder, parallel.timeout_seconds)
     clean = False
     try:
         dist.init_process_group(
@@ -72,15 +54,14 @@ def join(
             store=dist.PrefixStore("torch", store), rank=ranks.rank, world_size=ranks.size,
             timeout=limit, device_id=device if device.type == "cuda" else None,
         )  # fmt: skip
-        mesh = build_mesh(parallel.dp, parallel.tp, device)
+        mesh = configured_mesh(parallel, device)
         for group in (mesh.dp_group, mesh.tp_group, mesh.control):
             if group is not None:  # torch gives groups of its own making 10 minutes on NCCL, whatever their parent has
                 dist.distributed_c10d._set_pg_timeout(limit, group)
-        hosts: list[str] = [""] * ranks.size
-        dist.all_gather_object(hosts, ranks.host, group=mesh.control)
+        hosts = mesh.gather(ranks.host)
         if file is not None:
             file.unlink(missing_ok=True)  # everybody is here
-        check_hosts(parallel.tp, hosts)
+        check_hosts(parallel, hosts)
         yield dataclasses.replace(mesh, hosts=tuple(hosts)), store
         clean = True
     finally:
@@ -92,8 +73,7 @@ def join(
             file.unlink(missing_ok=True)
 
 
-def _meet(ranks: Ranks, folder: Path, timeout: float) -> tuple[Store, Path | None]:
-    """The store that all ranks share, and on rank 0 the file that tells of it."""
+def _open_store(ranks: Ranks, folder: Path, timeout: float) -> tuple[Store, Path | None]:
     if ranks.source == "torchrun":
         store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
         joined = store.add(f"joined/{ranks.rank}", 1)  # torchrun's store outlives a run, and a process may do several
@@ -106,7 +86,7 @@ def _meet(ranks: Ranks, folder: Path, timeout: float) -> tuple[Store, Path | Non
     store = dist.TCPStore(
         "localhost", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout)
     )  # port 0: the system picks a free one
-    token = os.urandom(8).hex()
+    token = os.urandom(8).hex()  # by which nobody takes an earlier attempt's address, or a stranger there, for ours
     store.set("token", token)
     address = "127.0.0.1" if ranks.local_size == ranks.size else socket.gethostname()
     write_atomic(path, json.dumps({"host": address, "port": store.port, "token": token}))
@@ -135,7 +115,7 @@ def _find(path: Path, ranks: Ranks, timeout: float) -> Store:
 
 
 def _connect(host: str, port: int, token: str, timeout: float) -> Store | None:
-    """A client of the store at an address; None where none listens, or one that is not ours."""
+    """A client of the store at an address; None where none listens, or one of another job."""
     try:
         socket.create_connection((host, port), timeout=5.0).close()  # torch's client fails at great length
         store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=5))
@@ -148,10 +128,10 @@ def _connect(host: str, port: int, token: str, timeout: float) -> Store | None:
 
 
 def leave(store: Store, rank: int, size: int, patience: float) -> None:
-    """Says that this rank needs the store no more; rank 0 waits until all have said so, at most `patience` seconds."""
+    """Says that this rank no longer needs the store; rank 0 waits up to `patience` seconds until all have said so."""
     with suppress(dist.DistError):  # rank 0 may be dead
         store.set(farewell(rank), "")
-        if rank == 0:
+        if rank == 0:  # the store lives in this process, and would look dead to ranks that still read it
             store.wait([farewell(other) for other in range(size)], timedelta(seconds=patience))
 
 

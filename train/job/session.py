@@ -1,10 +1,4 @@
-"""What a process that trains run after run keeps from one to the next: opened shards, and the device's measured rate.
-
-Special here:
-- to know a corpus again means to read all of it, and to measure a device takes 50 ms; a run of a second should pay for
-  neither. Inside `session()` each is done once, outside it for every run;
-- nothing is kept that a run could change, and nothing beyond the block.
-"""
+"""What a process that trains run after run makes once: opened shards, and the device's measured rate."""
 
 from __future__ import annotations
 

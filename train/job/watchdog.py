@@ -1,23 +1,13 @@
-"""Takes the whole job down, with the reason, when one of its ranks dies, hangs or raises.
-
-Every rank publishes in the store what it does, and watches the others. The remaining ranks end within these times:
+"""Ends the whole job, with the reason, when one of its ranks dies, hangs or raises.
 
 | what a rank does | the others end within |
 | --- | --- |
-| raises | 2 polls + GRACE_SECONDS |
-| dies where another rank of its node lives to see it | 2 polls + GRACE_SECONDS |
+| raises, or dies where another rank of its node sees it | 2 polls + GRACE_SECONDS |
 | dies with its node, is frozen, or hangs until no rank makes progress | timeout * 17 / 16 + 2 polls + GRACE_SECONDS |
 
-A poll is a 16th of the timeout, at most a second. LAST_WORDS_SECONDS are added where the caller's `on_loss` hangs, and
-GRACE_SECONDS where rank 0 is frozen. Rank 0 keeps the store until the others have read why: at most FAREWELL_SECONDS.
-
-Special here:
-- only the observer's own clock counts, and only while the observer itself runs: clocks of nodes may differ, and a job
-  that is suspended does not age;
-- when one rank hangs, all of them soon wait for it, and `beats.at_fault` tells it from those;
-- two threads: one talks to the store, and is stuck when the rank that keeps the store is frozen; the other keeps time;
-- a thread cannot wake the main thread from a collective, so it ends the process, after GRACE_SECONDS in which a main
-  thread that got an error may leave by itself.
+A poll is a 16th of the timeout, at most a second. LAST_WORDS_SECONDS are added where `on_loss` hangs, GRACE_SECONDS
+where rank 0 is frozen. Only the observer's own clock counts, while it runs itself: nodes' clocks differ, and jobs are
+suspended.
 """
 
 from __future__ import annotations
@@ -27,9 +17,10 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -39,7 +30,6 @@ from torch.distributed import Store
 
 from ..errors import COLLECTIVE
 from ..parallel.mesh import Mesh
-from .beats import Beat, Seen, at_fault, pid_space, runs
 from .control import SHARED
 from .failure import Cause, Failure, RankError, cause_of, describe_error, failure_at, parse_failure
 from .rendezvous import FAREWELL_SECONDS, farewell, leave
@@ -51,28 +41,94 @@ NAMED = 3  # ranks in a sentence; of more the number is given
 FAILED = "failed"  # key of the store: why the job ends, by the rank that knew first
 
 
-class Watchdog:
-    """Watches over a job's ranks while its block runs, and turns what a lost rank causes into a sentence that names it.
+@dataclass(frozen=True)
+class Beat:
+    """What a rank last published of itself."""
 
-    Use as `with Watchdog(…) as watchdog:` around all work that ranks do together, and call `beat` at every step and
-    within any work that takes long. All ranks must enter. One process without a launcher (store None) is not watched.
+    pulse: int = 0  # times that it has published: its process lives
+    count: int = 0  # times that its main thread has beaten: it makes progress
+    step: int | None = None  # None before the first
+    doing: str = "starting"
+    at: str = ""  # where its main thread is in the code
+    pid: int = 0
+    space: str = ""  # in which pid means something; empty where nobody can tell
+    ended: bool = False  # it left in good order
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A rank's last beat, and when it was new on the observer's clock, in seconds."""
+
+    beat: Beat
+    moved: float  # its main thread made progress
+    alive: float  # its process published
+
+    def update(self, beat: Beat, now: float) -> Seen:
+        return Seen(
+            beat,
+            moved=self.moved if beat.count == self.beat.count else now,
+            alive=self.alive if beat.pulse == self.beat.pulse else now,
+        )
+
+    def is_silent(self, now: float, timeout: float) -> bool:
+        """Whether the process has not published for so long that it does not merely wait for another."""
+        return now - self.alive >= timeout / 2
+
+
+def at_fault(seen: Mapping[int, Seen], now: float, timeout: float) -> list[int]:
+    """Ranks that stop the job: silent processes, else those at the earliest step, else those elsewhere in the code.
+
+    None as long as all have published, and any has made progress, within `timeout` seconds: the others may wait for it.
+    """
+    running = {rank: entry for rank, entry in seen.items() if not entry.beat.ended}
+    silent = [rank for rank, entry in running.items() if entry.is_silent(now, timeout)]
+    if any(now - running[rank].alive >= timeout for rank in silent):
+        return silent
+    if any(now - entry.moved < timeout for entry in running.values()):
+        return []
+    if silent:
+        return silent
+    company = Counter(entry.beat.at for entry in running.values())
+
+    def suspicion(rank: int) -> tuple[int, int]:
+        beat = running[rank].beat
+        return -1 if beat.step is None else beat.step, company[beat.at]
+
+    least = min(map(suspicion, running), default=None)
+    return [rank for rank in running if suspicion(rank) == least]
+
+
+def pid_space() -> str:
+    """Names the set of processes to which this one's id belongs: a boot of a machine, or a container in it."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process exists and is no zombie; a stopped one runs."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return stat.rpartition(")")[2].split()[0] not in "ZX"
+
+
+class Watchdog:
+    """Watches a job's ranks while its block runs, and turns what a lost rank causes into an error that names it.
+
+    All ranks enter it, and call `beat` at every step and within any work that takes long. Without a store (one process
+    without a launcher) nothing is watched.
 
     Raises:
-        RankError: from the block, in place of an error that another rank's end caused; or on entry, when a rank
-            does not come.
+        RankError: in place of an error that another rank's end caused; on entry, when a rank is missing.
     """
 
     def __init__(
         self, mesh: Mesh, store: Store | None, timeout_seconds: float, on_loss: Callable[[Failure], None]
     ) -> None:  # fmt: skip
-        """Does nothing before the block is entered.
-
-        Args:
-            mesh: of this rank.
-            store: that `rendezvous.join` gave.
-            timeout_seconds: without a beat, after which a rank counts as lost.
-            on_loss: gets what failed just before this process is ended from within, with EXIT_CODE.
-        """
+        """`on_loss` is called just before this process is ended from within, with EXIT_CODE."""
         self._mesh, self._timeout, self._on_loss = mesh, timeout_seconds, on_loss
         self._poll = min(1.0, timeout_seconds / 16)
         self._base = store
@@ -89,18 +145,19 @@ class Watchdog:
         self._threads: list[threading.Thread] = []
 
     def beat(self, step: int, doing: str = "in the step") -> None:
-        """Says that the main thread goes on. Costs nothing; may be called as often as one likes."""
+        """Says that the main thread goes on. Costs nothing."""
         self._beat = replace(self._beat, count=self._beat.count + 1, step=step, doing=doing)
 
     @property
     def step(self) -> int | None:
-        """The step that this rank was at when it last said so."""
+        """The step at which this rank last said it was."""
         return self._beat.step
 
     def __enter__(self) -> Watchdog:
         if self._base is None:
             return self
-        self._client = _client(self._base)
+        # Another connection: an operation that waits blocks its own connection only.
+        self._client = self._base.clone()  # type: ignore[attr-defined]  # torch's stubs lack it
         self._store = dist.PrefixStore("watchdog", self._client)
         self._main = threading.get_ident()
         self._publish()
@@ -112,6 +169,7 @@ class Watchdog:
             reason = f"{self._names(missing)} did not start within {self._timeout:g} s"
             raise RankError(failure_at(self._mesh.hosts, missing, Cause.NODE, reason, None)) from error
         self._read()
+        # Whoever talks to the store is stuck when the rank that keeps it is frozen, so another thread keeps time.
         for target in (self._talk, self._keep_time):
             thread = threading.Thread(target=target, name=f"watchdog{target.__name__}", daemon=True)
             self._threads.append(thread)
@@ -136,7 +194,9 @@ class Watchdog:
             raise explained from error
 
     def explain(self, error: BaseException) -> BaseException:
-        """What to raise in place of an error: who is lost, where that caused it; else itself, once all others know."""
+        """What to raise in place of an error: who is lost, if that caused it; else the error itself, once the others
+        know it.
+        """
         if _is_lost_connection(error):
             self._silence = max(1.0, 4 * self._poll)
             self._known.wait(2 * self._silence + 2 * self._poll)
@@ -180,7 +240,7 @@ class Watchdog:
 
     def _dead(self) -> list[int]:
         def dead(entry: Seen) -> bool:
-            gone = self._beat.space and entry.beat.space == self._beat.space and not runs(entry.beat.pid)
+            gone = self._beat.space and entry.beat.space == self._beat.space and not is_running(entry.beat.pid)
             return bool(gone) or self._clock - entry.alive >= self._silence
 
         if any(dead(entry) and not entry.beat.ended for entry in self._seen.values()):
@@ -220,7 +280,7 @@ class Watchdog:
         if self._failure is not None and not self._left.wait(GRACE_SECONDS):
             self._end(self._failure)
 
-    def _end(self, failure: Failure) -> None:
+    def _end(self, failure: Failure) -> None:  # a thread cannot wake the main thread from a collective
         _within(LAST_WORDS_SECONDS, lambda: self._on_loss(failure))
         _within(FAREWELL_SECONDS if self._mesh.rank == 0 else GRACE_SECONDS, self._say_farewell)
         os._exit(EXIT_CODE)
@@ -271,15 +331,10 @@ class Watchdog:
 
 
 def _within(seconds: float, function: Callable[[], None]) -> None:
-    """Calls a function that may hang, and goes on without it after so many seconds."""
+    """Calls a function that may hang, for at most so many seconds."""
     thread = threading.Thread(target=function, daemon=True)
     thread.start()
     thread.join(seconds)
-
-
-def _client(store: Store) -> Store:
-    """Another connection to the same store: an operation that waits blocks its own connection only."""
-    return store.clone()  # type: ignore[attr-defined]  # torch's stubs lack it
 
 
 def _key(rank: int) -> str:
@@ -287,5 +342,4 @@ def _key(rank: int) -> str:
 
 
 def _is_lost_connection(error: BaseException) -> bool:
-    """Whether an error is what a collective raises when another rank is gone."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))

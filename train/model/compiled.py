@@ -1,14 +1,9 @@
 """What the compiler made of a block, kept for the next run of the same shape, on this node or another.
 
-Special here:
-- blocks are compiled one by one, so one compilation serves every depth: what counts as a shape leaves it out;
-- the compiler gets a folder of its own for each shape (TORCHINDUCTOR_CACHE_DIR), and the whole folder is packed into
-  one file in the project's cache. `torch.compiler.save_cache_artifacts` would do on GPUs, but leaves out what g++ made
-  of the kernels of a CPU, which is nine tenths of the wait;
-- before it uses anything, the compiler starts processes that load all of torch, to see which kinds of vectors it can
-  build for. Where the folder says that it can for all that the CPU has, it is told to ask no more;
-- a file that is damaged is passed over with a word, and replaced after the next compilation. Two runs that write at
-  once replace each other's file whole; both are good.
+The compiler gets a folder of its own for each shape of block, whatever the depth (TORCHINDUCTOR_CACHE_DIR), which is
+packed into one file in the project's cache: `torch.compiler.save_cache_artifacts` leaves out what g++ made of the
+kernels of a CPU, nine tenths of the wait. A damaged file is passed over with a word, and replaced after the next
+compilation.
 """
 
 from __future__ import annotations
@@ -18,14 +13,12 @@ import hashlib
 import io
 import os
 import platform
-import subprocess
 import tarfile
 import tempfile
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -33,19 +26,18 @@ import torch
 
 from ..config import RunConfig, canonical_json
 from ..data.storage import cache_directory
+from ..files import write_atomic
 
 PREFIX = "isoflop-"  # of our folders inside the compiler's
-PROBED = "probed"  # in such a folder: the compiler can build for all that this CPU has
 OF_NO_BLOCK = ("depth", "vocab_size", "vocab_multiple", "tied_embeddings")  # fields of the model
+OF_NO_STEP = ("dp", "zero", "bucket_mb", "micro_batch_size", "compile", "timeout_seconds", "device", "threads")
 
 
 class Compiled:
     """The compiler's files for one shape of block.
 
     Args:
-        config: of the run.
         rows: sequences in a micro-batch.
-        device: that is compiled for.
         writes: whether this rank keeps what is new.
         report: gets a line where a file is of no use.
     """
@@ -53,12 +45,13 @@ class Compiled:
     def __init__(
         self, config: RunConfig, rows: int, device: torch.device, writes: bool, report: Callable[[str], None]
     ) -> None:
-        name = f"{_digest(environment(device))}-{_digest(shape(config, rows))}"
+        made_for = canonical_json([environment(device), shape(config, rows)])
+        name = hashlib.sha256(made_for.encode()).hexdigest()[:24]
         self.archive = cache_directory(config.data) / "compiled" / f"{name}.tar.gz"
         self.folder = _base() / f"{PREFIX}{name}"
-        self.cpu, self.writes, self.report = device.type == "cpu", writes, report
+        self.writes, self.report = writes, report
         self.known: set[str] = set()  # files that the archive holds
-        self.graphs = 0  # compiled or taken over by this process, when we last looked
+        self.steps = 0
 
     def load(self) -> None:
         """Before the first compilation: puts the files where the compiler looks for them."""
@@ -69,26 +62,25 @@ class Compiled:
                 self.known = _unpack(self.archive, self.folder)
             except (tarfile.TarError, OSError, EOFError, zlib.error) as error:
                 self.report(f"compiled blocks in {self.archive} are of no use, and are compiled anew: {error}")
-        _static_shapes()
-        if self.cpu:
-            _leave_out_probes((self.folder / PROBED).exists())
-        self.graphs = _graphs()
+        # One process may train many shapes. Each gets its own code, as it would in a process of its own: by default the
+        # second would be compiled for shapes that vary, and the ninth not at all, without a word.
+        limits = torch.compiler.config
+        limits.automatic_dynamic_shapes = False
+        limits.recompile_limit = max(limits.recompile_limit, 256)
+        limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, 4096)
 
     def keep(self) -> None:
-        """After a step: saves what is new. Cheap where nothing was compiled. A full disk is no error of the run."""
-        if self.graphs == _graphs():
-            return
-        self.graphs = _graphs()
-        if not self.writes:
+        """After a step: saves what is new. A full disk is no error of the run."""
+        self.steps += 1
+        # Most is compiled in the first step, more where a held-out set is scored: steps 1, 2, 4, 8 … look.
+        if not self.writes or self.steps & (self.steps - 1):
             return
         files = set[str]()
         try:
-            if self.cpu and _probes_pass():
-                (self.folder / PROBED).touch()
             files = _files(self.folder)
             if files <= self.known:
                 return
-            _pack(self.folder, files, self.archive)
+            write_atomic(self.archive, [_packed(self.folder, files)])
         except OSError as error:
             self.report(f"compiled blocks cannot be kept in {self.archive}: {error.strerror or error}")
         self.known |= files
@@ -103,49 +95,26 @@ def shape(config: RunConfig, rows: int) -> dict[str, Any]:
         "sequence_length": config.data.sequence_length,
         "separate_documents": config.data.separate_documents,
         "precision": config.precision,
-        **{name: getattr(parallel, name) for name in ("tp", "sequence_parallel", "recompute", "attention", "tf32")},
+        **{name: value for name, value in asdict(parallel).items() if name not in OF_NO_STEP},
         "dp": parallel.dp if parallel.zero == 3 else 1,  # its hooks are part of the graph's surroundings
         "threads": torch.get_num_threads(),  # written into the code for CPUs
     }
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """What compiled code runs on: one made elsewhere may not run here, or not be found."""
+    """What compiled code runs on: code made elsewhere may not run here."""
     found: dict[str, Any] = {
         "torch": [torch.__version__, str(Path(torch.__file__).parent)],  # which the kernels are linked against
-        "triton": _version("triton"),
         "python": platform.python_version(),
         "machine": platform.machine(),
     }
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         return found | {"device": properties.name, "capability": [properties.major, properties.minor]}
-    cpu = {"device": torch.backends.cpu.get_cpu_capability(), "flags": _cpu_flags(), "compiler": _cpp_compiler()}
-    return found | cpu
-
-
-def _digest(value: dict[str, Any]) -> str:
-    return hashlib.sha256(canonical_json(value).encode()).hexdigest()[:12]
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _cpp_compiler() -> str:
-    """What g++ or its stand-in says of itself: what this one can build another may not."""
-    try:
-        said = subprocess.run([os.environ.get("CXX", "g++"), "--version"], capture_output=True, text=True, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return said.stdout.split("\n")[0]
+    return found | {"device": torch.backends.cpu.get_cpu_capability(), "flags": _cpu_flags()}
 
 
 def _cpu_flags() -> str:
-    """What the CPU says it can do; code is compiled for this one, not for a family."""
     with suppress(OSError), open("/proc/cpuinfo") as file:
         for line in file:
             if line.startswith(("flags", "Features")):
@@ -159,12 +128,6 @@ def _base() -> Path:
     if not given:
         return Path(tempfile.gettempdir()) / f"isoflop_compiled_{os.getuid()}"
     return Path(given).parent if Path(given).name.startswith(PREFIX) else Path(given)
-
-
-def _graphs() -> int:
-    from torch._dynamo.utils import counters
-
-    return int(counters["stats"]["unique_graphs"])
 
 
 def _files(folder: Path) -> set[str]:
@@ -187,60 +150,10 @@ def _unpack(archive: Path, folder: Path) -> set[str]:
     return files
 
 
-def _pack(folder: Path, files: set[str], archive: Path) -> None:
-    """Replaces the archive in one step. gzip, because it ends in a checksum."""
-    archive.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(prefix=f".{archive.name}.", dir=archive.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            with tarfile.open(fileobj=file, mode="w:gz", compresslevel=1) as tar:
-                for name in sorted(files):
-                    tar.add(folder / name, name, recursive=False)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, archive)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-
-
-def _static_shapes() -> None:
-    """One process may train many shapes. Each gets its own code, as it would in a process of its own: by default the
-    second would be compiled for shapes that vary, and the ninth not at all, without a word.
-    """
-    from torch._dynamo import config
-
-    config.automatic_dynamic_shapes = False
-    config.recompile_limit = max(config.recompile_limit, 256)
-    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, 4096)
-
-
-def _leave_out_probes(known: bool) -> None:
-    """Spares the compiler its questions about this CPU where the answers are `known`.
-
-    The setting changes none of the code, so it must not be part of what code is found by.
-    """
-    with suppress(ImportError, AttributeError):  # no public interface; without it a start is slower
-        from torch._inductor import config
-
-        if "cpp.vec_isa_ok" not in config._cache_config_ignore_prefix:
-            config._cache_config_ignore_prefix.append("cpp.vec_isa_ok")
-        config.cpp.vec_isa_ok = True if known else None
-
-
-def _probes_pass() -> bool:
-    """Whether to skip the probes would change nothing: every kind of vector that this CPU has can be built for."""
-    with suppress(ImportError, AttributeError):
-        from torch._inductor import config
-        from torch._inductor.cpu_vec_isa import valid_vec_isa_list
-
-        if config.cpp.vec_isa_ok:
-            return True
-        probed = [str(isa) for isa in valid_vec_isa_list()]
-        with config.patch({"cpp.vec_isa_ok": True}):
-            valid_vec_isa_list.cache_clear()
-            unprobed = [str(isa) for isa in valid_vec_isa_list()]
-        valid_vec_isa_list.cache_clear()
-        return probed == unprobed
-    return False
+def _packed(folder: Path, files: set[str]) -> bytes:
+    """A tar file, in gzip because that ends in a checksum."""
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:gz", compresslevel=1) as tar:
+        for name in sorted(files):
+            tar.add(folder / name, name, recursive=False)
+    return packed.getvalue()

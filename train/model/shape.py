@@ -19,6 +19,31 @@ Role = Literal["embedding", "tied", "head", "first", "last", "norm", "head norm"
 TABLES: tuple[Role, ...] = ("embedding", "tied", "head")  # one row per token of the padded vocabulary
 GROUPS = {"matrices": ("first", "last", "head"), "embedding": ("embedding", "tied"), "norms": ("norm", "head norm")}
 
+# What kernels and planner must agree on stands here, where planning can read it without torch.
+# Context up to which bf16 on CPUs keeps the softmax of a training step, (batch, heads, T, T) numbers a layer.
+LONGEST_KEPT = 512
+# Logits that are worked on at a time in fp32: on CPUs what fits the cache, elsewhere what keeps the calls few.
+LOGITS_AT_A_TIME = {"cpu": 2**18, "cuda": 2**25}
+# Rows of them at least, for each adds once to the fp32 gradient of the whole table, which must be little beside the
+# products that they take: on a GPU 8 bytes an element against 6 FLOPs a row and element.
+FEWEST_ROWS = {"cpu": 256, "cuda": 4096}
+
+
+def rows_at_a_time(vocabulary: int, device: str) -> int:
+    """Tokens whose logits exist together."""
+    return max(LOGITS_AT_A_TIME[device] // vocabulary, FEWEST_ROWS[device])
+
+
+def query_block(length: int) -> int:
+    """Queries in a block of attention on CPUs: four skip 3/8 of the square, and below 128 calls cost more."""
+    return max(128, -(-length // 4))
+
+
+def visible_blocks(length: int, block: int, window: int | None = None) -> list[tuple[int, int, int]]:
+    """(first key, first query, end of both) of blocks of queries, each with the keys that any of them sees."""
+    starts = range(0, length, block)
+    return [(max(0, start - (window or length) + 1), start, min(start + block, length)) for start in starts]
+
 
 class Part(NamedTuple):
     """Consecutive rows of a parameter: one of the matrices that are fused in it."""
@@ -77,7 +102,6 @@ class Shape:
 
     @property
     def parameters(self) -> list[Parameter]:
-        """Every parameter, in the model's order."""
         blocks = [parameter.of_block(number) for number in range(self.depth) for parameter in self.block]
         norm = Parameter("norm.weight", "norm", (Part("model.norm.weight", self.width, 1),))
         table = self._table("embedding.weight", "tied" if self.tied else "embedding", "model.embed_tokens.weight")
@@ -94,7 +118,6 @@ class Shape:
 
     @property
     def block_size(self) -> int:
-        """Weights of a block."""
         return sum(parameter.size for parameter in self.block)
 
     @property
@@ -132,8 +155,7 @@ def _block(
     )  # fmt: skip
 
 
-def shape_of(model: ModelConfig) -> Shape:
-    """Of a whole model; its vocab_size must be set."""
+def model_shape(model: ModelConfig) -> Shape:
     return Shape(
         width=model.width, depth=model.depth, heads=model.heads, kv_heads=model.num_kv_heads, head_dim=model.head_dim,
         hidden=model.mlp_hidden, vocabulary=model.padded_vocab_size, head_norms=model.qk_norm,
@@ -143,10 +165,7 @@ def shape_of(model: ModelConfig) -> Shape:
 
 @dataclass(frozen=True)
 class Share(Shape):
-    """One rank's share of a model and its micro-batch, after tensor and sequence parallelism.
-
-    With fewer key/value heads than tensor-parallel ranks a rank holds them all and attends with one of them.
-    """
+    """One rank's share of a model and micro-batch; with fewer key/value heads than ranks it holds all and uses one."""
 
     split: bool  # over more than one tensor-parallel rank
     kv_used: int  # key/value heads that are attended with
@@ -159,19 +178,16 @@ class Share(Shape):
 
     @property
     def itemsize(self) -> int:
-        """Bytes of a weight, a gradient or an activation."""
         return 4 if self.precision == "fp32" else 2
 
     @property
     def tokens(self) -> int:
-        """Of a micro-batch."""
         return self.sequences * self.length
 
 
 def share_of(config: RunConfig) -> Share:
-    """The share of a rank; `config` has passed `validation.check_shapes`."""
     model, ranks, length = config.model, config.parallel.tp, config.data.sequence_length
-    whole = shape_of(model)
+    whole = model_shape(model)
     sequences = micro_batch_of(config)
     tokens = sequences * length
     own = {

@@ -1,11 +1,7 @@
 """Flat buckets: which elements of which parameters lie side by side, and which of them a rank owns. Pure.
 
-Special here:
-- a bucket is cut into one equal slice for each dp rank, so it is padded to a multiple of the ranks; every parameter
-  starts at a multiple of `ALIGNMENT` elements, for which the padding between two may stand too; both are zero forever;
-- inside a bucket parameters of one learning rate and weight decay are neighbours: an update is then one to three
-  contiguous segments a bucket, however many parameters there are;
-- padding goes with what lies before it, so that runs are long: AdamW leaves a zero with a zero gradient at zero.
+A bucket is cut into one equal slice per data-parallel rank. Parameters of one learning rate and weight decay are
+neighbours in it. Padding is zero forever: AdamW leaves a zero with a zero gradient at zero.
 """
 
 from __future__ import annotations
@@ -42,7 +38,6 @@ class Bucket:
     ranks: int
 
     def owned(self, rank: int) -> Range:
-        """The slice of the bucket that a dp rank owns."""
         share = self.size // self.ranks
         return rank * share, (rank + 1) * share
 
@@ -63,7 +58,7 @@ class Bucket:
         return [(slot.group, (slot.start, stop)) for slot, stop in zip(firsts, stops, strict=True)]
 
 
-def pack(names: Sequence[str], sizes: Mapping[str, int], groups: Mapping[str, int], ranks: int) -> Bucket:
+def pack_bucket(names: Sequence[str], sizes: Mapping[str, int], groups: Mapping[str, int], ranks: int) -> Bucket:
     """One bucket of these parameters; sizes in elements, groups as numbers."""
     slots, end = [], 0
     for name in sorted(names, key=lambda name: groups[name]):  # stable: otherwise in the order given
@@ -85,15 +80,10 @@ def fill(names: Iterable[str], sizes: Mapping[str, int], limit: int) -> list[lis
     return runs
 
 
-def units(backward: Sequence[str], depth: int, tied: bool) -> list[list[str]]:
-    """Names of the parameters that are gathered together at stage 3, in backward order.
+def gathered_units(backward: Sequence[str], depth: int, tied: bool) -> list[list[str]]:
+    """Names of the parameters that are gathered together at stage 3, given and returned in backward order.
 
     They are the final norm with the head (and a tied table), each block, and an untied table.
-
-    Args:
-        backward: names of all parameters in backward order.
-        depth: blocks of the model.
-        tied: whether the head is the table.
     """
     blocks = [[name for name in backward if name.startswith(f"blocks.{i}.")] for i in reversed(range(depth))]
     table = [name for name in backward if name.startswith("embedding.")]
@@ -103,12 +93,14 @@ def units(backward: Sequence[str], depth: int, tied: bool) -> list[list[str]]:
 
 
 def counted(bucket: Bucket, placements: Mapping[str, Placement], tp_rank: int) -> list[Range]:
-    """Ranges whose squares a tp rank adds to the gradient norm: its own pieces, and on the first rank shared ones."""
+    """Ranges whose squares a tensor-parallel rank adds to the gradient norm: its own pieces, and on the first shared
+    ones.
+    """
     return _merge((r, tp_rank == 0 or not piece.shared) for r, piece in _pieces(bucket, placements))
 
 
 def partial(bucket: Bucket, placements: Mapping[str, Placement]) -> list[Range]:
-    """Ranges whose gradient on a tp rank is one term of a sum; the same on all tp ranks."""
+    """Ranges whose gradient on a tensor-parallel rank is one term of a sum; the same on all of them."""
     return _merge((r, piece.partial) for r, piece in _pieces(bucket, placements))
 
 

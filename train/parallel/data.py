@@ -1,15 +1,8 @@
-"""Data parallelism: gradients in flat buckets, summed over the dp ranks while the backward pass still runs.
+"""Data parallelism: gradients in flat buckets, summed over the ranks while the backward pass still runs.
 
-Special here:
-- buckets hold parameters in the order in which a backward pass finishes them, and they are reduced in that order on
-  every rank, so that ranks never wait for each other crosswise;
-- a hook moves each gradient into its bucket and drops it at once: accumulation happens in the bucket;
-- while whole gradients are kept, nothing is sent before the last micro-batch; when they are not (ZeRO-2 and 3) every
-  micro-batch is reduced into the shard, and a whole bucket lives only until then;
-- low-precision gradients travel as they are to the rank that owns them, which sums them in fp32: the arithmetic of
-  widening them first, for half the bytes. gloo gets fp32 in this way too: its own reduce-scatter is an all-reduce.
-
-Rajbhandari et al. 2020 (arXiv 1910.02054), sections 5.1-5.2; Li et al. 2020 (arXiv 2006.15704) for buckets and hooks.
+Buckets are reduced in the same order, that of the backward pass, on every rank. Low-precision gradients travel as they
+are to the rank that owns them, which sums them in fp32. Rajbhandari et al. 2020 (arXiv 1910.02054), sections 5.1-5.2;
+Li et al. 2020 (arXiv 2006.15704).
 """
 
 from __future__ import annotations
@@ -24,12 +17,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup, Work
 
 from .buckets import Bucket, Range
-from .collectives import all_gather, reduce_scatter
+from .mesh import all_gather, reduce_scatter
 
 
 class _Bucket:
-    """The gradient of one bucket."""
-
     def __init__(self, layout: Bucket, owned: Range, parameters: Sequence[nn.Parameter]) -> None:
         self.layout, self.owned, self.parameters = layout, owned, parameters
         self.waiting: set[int] = set()  # slots whose gradient of this micro-batch is still to come
@@ -51,15 +42,10 @@ class _Bucket:
 
 
 class Gradients:
-    """Gradients of all parameters, accumulated over micro-batches and summed over the dp ranks.
+    """Gradients of all parameters, accumulated over micro-batches and summed over the data-parallel group.
 
-    Args:
-        layouts: the buckets in backward order.
-        parameters: by name; those that `layouts` name.
-        owned: of each bucket the range that this rank updates.
-        group: the dp ranks; None for one process, which reduces nothing.
-        stage: of ZeRO; from 1 on a rank gets the sums of its own range alone, from 2 on it keeps no more than these.
-        complete: called with a bucket's number when all its gradients of one backward pass have come.
+    `layouts` are the buckets in backward order, `owned` the range of each that this rank updates. `complete` is called
+    with a bucket's number when all its gradients of one backward pass have come.
     """
 
     def __init__(
@@ -87,7 +73,9 @@ class Gradients:
 
     @property
     def freed(self) -> bool:
-        """Whether whole buckets exist only until they are reduced."""
+        """Whether whole buckets exist only until they are reduced (ZeRO 2 and 3, which reduce after every
+        micro-batch).
+        """
         return self.stage >= 2
 
     @property
@@ -95,13 +83,7 @@ class Gradients:
         """Of each bucket what this rank owns, (elements,); the batch's gradient after `wait`."""
         return [bucket.shard for bucket in self.buckets]
 
-    @property
-    def lasting(self) -> list[Tensor]:
-        """The buffers that live from step to step."""
-        return [bucket.shard if self.freed or bucket.full is None else bucket.full for bucket in self.buckets]
-
     def clear(self) -> None:
-        """Forgets what was accumulated: the next micro-batch starts a new batch."""
         self.fresh = True  # nothing is accumulated, so what lies in the buckets is overwritten
         self.reducing, self.next = False, 0
 
@@ -178,7 +160,6 @@ class Gradients:
             self.pending.append(total)
 
     def _advance(self) -> None:
-        """Takes every sum one step on."""
         self.pending = [total for total in self.pending if next(total, self) is not self]
 
     def _sum(self, bucket: _Bucket) -> Iterator[None]:

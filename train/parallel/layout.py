@@ -1,12 +1,6 @@
 """Where the part of a parameter that a rank holds lies in the whole one. Pure.
 
-Special here:
-- a rank's part is described once (`Placement`), and initial weights, gradient norms, sums over tp ranks and checkpoints
-  all read that one description;
-- fused matrices are several pieces: a rank of a split query-key-value product holds three runs of rows, which are not
-  neighbours in the whole;
-- ZeRO cuts flattened parameters anywhere, so a shard is a range of elements; `boxes` turns a range into the few
-  rectangles that a checkpoint can describe.
+ZeRO cuts flattened parameters anywhere, so a shard is a range of elements, which `boxes` turns into a few rectangles.
 """
 
 from __future__ import annotations
@@ -27,20 +21,19 @@ class Piece:
 
     offset: Shape  # first element of the box in the whole parameter
     size: Shape  # of the box; size[0] rows of the rank's part
-    shared: bool = False  # every tp rank holds this box; else it is this rank's alone
-    partial: bool = False  # shared, and a rank's gradient is one term of a sum over the tp ranks
+    shared: bool = False  # every tensor-parallel rank holds this box; else it is this rank's alone
+    partial: bool = False  # shared, and a rank's gradient is one term of a sum over them
 
 
 @dataclass(frozen=True)
 class Placement:
-    """What one tp rank holds of a parameter: its pieces, one below the other."""
+    """What one tensor-parallel rank holds of a parameter: its pieces, one below the other."""
 
     shape: Shape  # of the whole parameter
     pieces: tuple[Piece, ...]
 
     @property
     def local_shape(self) -> Shape:
-        """Shape of the rank's part."""
         return (sum(piece.size[0] for piece in self.pieces), *self.pieces[0].size[1:])
 
     def take(self, whole: Tensor) -> Tensor:
@@ -54,12 +47,12 @@ class Placement:
         return torch.cat(parts)
 
 
-def whole(shape: Shape, partial: bool = False) -> Placement:
-    """Every tp rank holds the parameter whole; with `partial` their gradients are terms of a sum."""
+def whole_placement(shape: Shape, partial: bool = False) -> Placement:
+    """Every tensor-parallel rank holds the parameter whole; with `partial` their gradients are terms of a sum."""
     return Placement(tuple(shape), (Piece((0,) * len(shape), tuple(shape), shared=True, partial=partial),))
 
 
-def split(shape: Shape, dim: int, rank: int, ranks: int) -> Placement:
+def split_placement(shape: Shape, dim: int, rank: int, ranks: int) -> Placement:
     """The rank's equal share along one dimension. ranks must divide shape[dim]."""
     share = shape[dim] // ranks
     offset = tuple(rank * share if d == dim else 0 for d in range(len(shape)))
@@ -81,7 +74,7 @@ class Box:
 
 
 def boxes(placement: Placement, start: int, stop: int) -> Iterator[Box]:
-    """Elements start … stop of a rank's flattened part as rectangles of the whole: at most three a piece in 2-D."""
+    """Elements start … stop of a rank's flattened part as rectangles of the whole: at most three per piece in 2-D."""
     row = math.prod(placement.local_shape[1:])
     first = 0
     for piece in placement.pieces:

@@ -1,43 +1,262 @@
 """Tensor parallelism: every matrix of the model shared out over the tp ranks, norms and residuals by tokens as well.
 
 Special here:
-- a block's first matrices (`qkv`, `gate_up`) are split by rows and its last ones (`out`, `down`) by columns, so that
-  what lies between them, heads or hidden units, never leaves a rank;
-- fused matrices are split within each of their parts: a rank has its query, its key and its value rows;
-- where there are fewer key/value heads than ranks, every rank holds them all, and attends with the one that serves its
-  queries; their gradients are then terms of a sum over the ranks;
-- the modules are swapped in a model without memory (device `meta`), whose parameters keep their names.
+- a block's first matrices are split by rows and its last ones by columns, so heads and hidden units never leave a rank;
+- with fewer key/value heads than ranks, every rank holds them all and attends with the one that serves its queries;
+- collectives are PyTorch's functional operators: `torch.compile` traces them, they return at once, and what stands
+  before `wait` overlaps with them;
+- a gathered activation is gathered again in the backward pass instead of kept: 1 / tp of the memory;
+- no rank holds the logits of the whole vocabulary: ranks exchange two numbers per token, combined in the same order
+  everywhere, and the gradient takes the place of the logits.
 
-The layers are in `linear.py`, the vocabulary's in `vocabulary.py`. Sequence parallelism shares out the residual stream
-as (batch * time / tp, width), consecutive tokens a rank.
+Column and row products: Megatron-LM, arXiv 1909.08053, section 3. Sequence parallelism, which shares the residual
+stream as (batch * time / tp, width): Korthikanti et al., arXiv 2205.05198, section 4.2.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from ..model.block import table_gradient
 from ..model.gpt import GPT, MLP, Attention
-from ..model.shape import Parameter, shape_of
-from .layout import Piece, Placement, split, whole
-from .linear import ColumnLinear, RowLinear
+from ..model.shape import LOGITS_AT_A_TIME, Parameter, model_shape
+from .layout import Piece, Placement, Shape, split_placement, whole_placement
 from .mesh import Mesh
-from .vocabulary import VocabularyEmbedding, VocabularyHead
+
+_collectives = torch.ops._c10d_functional
+
+
+def all_gather(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Starts (n, …) of every rank -> (tp * n, …), one below the other; `wait` before it is read."""
+    return _collectives.all_gather_into_tensor(x.contiguous(), group.size(), group.group_name)
+
+
+def reduce_scatter(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Starts the sum of (tp * n, …) over the ranks -> this rank's (n, …); `wait` before it is read."""
+    return _collectives.reduce_scatter_tensor(x.contiguous(), "sum", group.size(), group.group_name)
+
+
+def all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Starts the sum over the ranks, in the place of x, which nobody else may read; `wait` before it is read."""
+    if torch.compiler.is_compiling():  # the compiler finds by itself what may be done in place
+        return _collectives.all_reduce(x, "sum", group.group_name)
+    return _collectives.all_reduce_(x.contiguous(), "sum", group.group_name)
+
+
+def wait(x: Tensor) -> Tensor:
+    """The result of a collective; on GPUs the stream waits, not the host."""
+    return _collectives.wait_tensor(x)
+
+
+class _Column(torch.autograd.Function):
+    """Y_r = X W_r^T, the rows of W and so the columns of Y shared out; every rank needs the whole X.
+
+    With n tokens, i inputs, o outputs and tp ranks, of which this is r:
+
+        forward   Y_r (n, o/tp) = X (n, i) W_r^T (i, o/tp)
+        dgrad     dX (n, i)     = sum over ranks of dY_r (n, o/tp) W_r (o/tp, i)
+        wgrad     dW_r (o/tp, i) = dY_r^T (o/tp, n) X (n, i)
+
+    The sum is an all-reduce. With sequence parallelism a rank has X_r, dX_r (n/tp, i): X is an all-gather, in the
+    backward pass again, and the sum is a reduce-scatter; they overlap with the products.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, group: ProcessGroup, sequence_parallel: bool) -> Tensor:
+        ctx.group, ctx.sequence_parallel = group, sequence_parallel
+        ctx.save_for_backward(x, weight)
+        return F.linear(wait(all_gather(x, group)) if sequence_parallel else x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        x, weight = ctx.saved_tensors
+        if ctx.sequence_parallel:
+            x = all_gather(x, ctx.group)
+            dx = reduce_scatter(dy @ weight, ctx.group)
+            x = wait(x)
+        else:
+            dx = all_reduce(dy @ weight, ctx.group)
+        dw = dy.flatten(0, -2).T @ x.flatten(0, -2)
+        return wait(dx), dw, None, None
+
+
+class _Row(torch.autograd.Function):
+    """Y = sum over ranks of X_r W_r^T, the columns of W and of X shared out, as `_Column` leaves them.
+
+        forward   Y (n, o)        = sum over ranks of X_r (n, i/tp) W_r^T (i/tp, o)
+        dgrad     dX_r (n, i/tp)  = dY (n, o) W_r (o, i/tp)
+        wgrad     dW_r (o, i/tp)  = dY^T (o, n) X_r (n, i/tp)
+
+    The sum is an all-reduce; with sequence parallelism a reduce-scatter to Y_r (n/tp, o), and dY an all-gather of dY_r.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, group: ProcessGroup, sequence_parallel: bool) -> Tensor:
+        ctx.group, ctx.sequence_parallel = group, sequence_parallel
+        ctx.save_for_backward(x, weight)
+        y = F.linear(x, weight)
+        return wait(reduce_scatter(y, group) if sequence_parallel else all_reduce(y, group))
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        x, weight = ctx.saved_tensors
+        if ctx.sequence_parallel:
+            dy = wait(all_gather(dy, ctx.group))
+        return dy @ weight, dy.flatten(0, -2).T @ x.flatten(0, -2), None, None
+
+
+class SplitWeight(nn.Module):
+    def __init__(self, shape: Shape, group: ProcessGroup, sequence_parallel: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(shape, device="meta"))
+        self.group, self.sequence_parallel = group, sequence_parallel
+
+
+class ColumnLinear(SplitWeight):
+    """x W_r^T with this rank's rows of W: (…, i) -> (…, o/tp), or with sequence parallelism (n/tp, i) -> (n, o/tp)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Column.apply(x, self.weight, self.group, self.sequence_parallel)
+
+
+class RowLinear(SplitWeight):
+    """Sum of x_r W_r^T: (…, i/tp) -> (…, o), or with sequence parallelism (n, i/tp) -> (n/tp, o)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Row.apply(x, self.weight, self.group, self.sequence_parallel)
+
+
+class _Embedding(torch.autograd.Function):
+    """Y = sum over ranks of E_r[tokens], where a rank gives zeros for the tokens of others.
+
+        forward   Y (n, w)       = sum over ranks of onehot_r (n, V/tp) E_r (V/tp, w)
+        wgrad     dE_r (V/tp, w) = onehot_r^T (V/tp, n) dY (n, w)
+
+    Collectives as in `_Row`.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, weight: Tensor, group: ProcessGroup, sequence_parallel: bool) -> Tensor:
+        rows = weight.shape[0]
+        index = tokens - group.rank() * rows
+        foreign = (index < 0) | (index >= rows)
+        y = F.embedding(index.masked_fill(foreign, 0), weight).masked_fill_(foreign[..., None], 0.0)
+        ctx.group, ctx.sequence_parallel, ctx.rows = group, sequence_parallel, rows
+        ctx.save_for_backward(index.masked_fill_(foreign, rows))
+        return wait(reduce_scatter(y, group) if sequence_parallel else all_reduce(y, group))
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor, None, None]:
+        (index,) = ctx.saved_tensors
+        if ctx.sequence_parallel:
+            dy = wait(all_gather(dy, ctx.group))
+        # The tokens of others have an index of their own, one past the last row.
+        return None, table_gradient(dy, index, ctx.rows, left_out=ctx.rows), None, None
+
+
+class VocabularyEmbedding(SplitWeight):
+    """Rows of the whole table, with sequence parallelism (batch * time / tp, w)."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if not self.sequence_parallel:
+            return _Embedding.apply(tokens, self.weight, self.group, False)
+        if tokens.numel() % self.group.size():
+            raise ValueError(f"{tokens.numel()} tokens cannot be shared out over {self.group.size()} ranks")
+        return _Embedding.apply(tokens.flatten(), self.weight, self.group, True)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """L = lse - z_t + c lse^2, with z (n, V) the logits, of which a rank has v of the V/tp columns that are no padding,
+    and c the z-loss.
+
+        forward   lse_r (n,)    = log sum over own columns of exp(z)     (-inf where all is padding)
+                  t_r (n,)      = z of the target, or 0 where another rank has it
+                  lse (n,)      = log sum over ranks of exp(lse_r),  L (n,) = lse - sum over ranks of t_r + c lse^2
+        dgrad     dz_r (n, V/tp) = dL ((1 + 2 c lse) exp(z - lse) - onehot_r), and 0 for padding
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, first: int, valid: int, group: ProcessGroup, z_loss: float
+    ) -> Tensor:
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        terms = logits.new_empty((1, 2, len(logits)), dtype=wide)
+        index = targets - first
+        foreign = (index < 0) | (index >= valid)
+        index.masked_fill_(foreign, 0)
+        for rows in _chunks(logits):
+            torch.logsumexp(logits[rows, :valid].to(wide), dim=1, out=terms[0, 0, rows])
+        terms[0, 1] = logits.gather(1, index[:, None])[:, 0].masked_fill_(foreign, 0.0)
+        every = wait(all_gather(terms, group))
+        lse = every[:, 0].logsumexp(0)
+        ctx.valid, ctx.z_loss = valid, z_loss
+        ctx.save_for_backward(logits, index, foreign, lse)
+        losses = lse - every[:, 1].sum(0)
+        return losses.add_(lse.square(), alpha=z_loss) if z_loss else losses
+
+    @staticmethod
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+        logits, index, foreign, lse = ctx.saved_tensors
+        hit = dloss.masked_fill(foreign, 0.0)[:, None]
+        pull = dloss * (1 + 2 * ctx.z_loss * lse) if ctx.z_loss else dloss
+        for rows in _chunks(logits) if ctx.valid else ():
+            own = logits[rows, : ctx.valid]
+            slope = own.to(lse.dtype).sub_(lse[rows, None]).exp_().mul_(pull[rows, None])
+            slope.scatter_add_(1, index[rows, None], -hit[rows])
+            if slope.dtype != own.dtype:
+                own.copy_(slope)
+        logits[:, ctx.valid :] = 0.0
+        return logits, None, None, None, None, None
+
+
+def _chunks(logits: Tensor) -> list[slice]:
+    count, columns = logits.shape
+    step = max(1, LOGITS_AT_A_TIME["cpu" if logits.is_cpu else "cuda"] // columns)
+    return [slice(start, min(start + step, count)) for start in range(0, count, step)]
+
+
+class VocabularyHead(ColumnLinear):
+    """Logits of this rank's columns: (…, w) -> (…, V/tp), or with sequence parallelism (n/tp, w) -> (n, V/tp)."""
+
+    def __init__(self, shape: Shape, group: ProcessGroup, sequence_parallel: bool, vocab_size: int) -> None:
+        super().__init__(shape, group, sequence_parallel)
+        self.vocab_size = vocab_size
+
+    def whole(self, logits: Tensor) -> Tensor:
+        """Every rank's columns, (…, V/tp) -> (…, V), padding at -inf; no gradient flows."""
+        columns = logits.detach().movedim(-1, 0)
+        logits = wait(all_gather(columns, self.group)).movedim(0, -1).contiguous()
+        logits[..., self.vocab_size :] = float("-inf")
+        return logits
+
+    def forward(self, x: Tensor, targets: Tensor | None = None, reduction: str = "mean", z_loss: float = 0.0) -> Tensor:
+        """Logits of this rank's columns; given targets (…) their losses in nats, fp32, the same on every rank.
+
+        The backward pass overwrites the logits.
+        """
+        logits = super().forward(x)
+        if targets is None:
+            return logits
+        columns = logits.shape[-1]
+        first = self.group.rank() * columns
+        valid = min(max(self.vocab_size - first, 0), columns)
+        losses = _CrossEntropy.apply(logits.flatten(0, -2), targets.flatten(), first, valid, self.group, z_loss)
+        return losses.view(targets.shape) if reduction == "none" else losses.mean()
 
 
 def split_model(gpt: GPT, mesh: Mesh, sequence_parallel: bool) -> dict[str, Placement]:
     """Swaps the modules of a model on `meta` for this rank's parts; says for every parameter which part it is.
 
-    Without tensor parallelism the model stays as it is and every placement is the whole.
-
-    Args:
-        gpt: the whole model on the device `meta`; its config has passed `check_shapes`.
-        mesh: this rank's place; its `tp_group` does the communication.
-        sequence_parallel: whether norms and residuals are shared out by tokens.
-
-    Returns:
-        Parameter name -> placement. The parameters have the `local_shape` of their placements afterwards.
+    Parameters keep their names, and get the `local_shape` of their placements.
     """
-    parameters = shape_of(gpt.config).parameters
+    parameters = model_shape(gpt.config).parameters
     if mesh.tp_group is None:
-        return {parameter.name: whole(parameter.shape) for parameter in parameters}
+        return {parameter.name: whole_placement(parameter.shape) for parameter in parameters}
     placements = {parameter.name: _place(parameter, mesh, sequence_parallel) for parameter in parameters}
     ranks = (mesh.tp_group, sequence_parallel)
     for name, module in list(gpt.named_modules()):
@@ -69,10 +288,10 @@ def _share_heads(attention: Attention, mesh: Mesh) -> None:
 def _place(parameter: Parameter, mesh: Mesh, sequence_parallel: bool) -> Placement:
     tp, rank, shape = mesh.tp, mesh.tp_rank, parameter.shape
     if parameter.role == "last":
-        return split(shape, 1, rank, tp)
+        return split_placement(shape, 1, rank, tp)
     if parameter.role in ("norm", "head norm"):
         # Of queries or keys it sees this rank's heads, of the residual stream its tokens, or all of them.
-        return whole(shape, partial=parameter.role == "head norm" or sequence_parallel)
+        return whole_placement(shape, partial=parameter.role == "head norm" or sequence_parallel)
     pieces, top = [], 0
     for part in parameter.parts:
         if part.units >= tp:

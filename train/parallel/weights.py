@@ -1,15 +1,8 @@
-"""The weights that a model computes with, as views of flat buffers, and how a rank gets those that others own.
+"""The weights that a model computes with, as views of flat buckets, and how a rank gets those that others own.
 
-Special here:
-- at stages 1 and 2 each rank updates its slice of every bucket, and the slices are gathered in place, bucket by bucket,
-  while later buckets are still updated; a module waits for its own buckets when it is next called;
-- at stage 3 a rank keeps its slices alone. A bucket is then a block: it is gathered while the block before it computes,
-  forward and backward, and its storage is freed after. At most two blocks are whole at a time;
-- what the backward pass needs first (head, tied table, last block) stays from the forward pass on; an untied table is
-  freed after the look-up, whose derivative reads no weights;
-- parameters keep their identity: storage comes and goes below them, unseen by autograd's version counters.
-
-Rajbhandari et al. 2020 (arXiv 1910.02054), sections 5.3 and 7; Zhao et al. 2023 (arXiv 2304.11277) for prefetching.
+At stages 1 and 2 updated slices are gathered in place, and a module waits for its buckets when it is next called. At
+stage 3 a bucket is a block, gathered while the block before it computes and freed after: at most two are whole at a
+time. Rajbhandari et al. 2020 (arXiv 1910.02054), sections 5.3 and 7; Zhao et al. 2023 (arXiv 2304.11277).
 """
 
 from __future__ import annotations
@@ -24,18 +17,14 @@ from torch.distributed import ProcessGroup, Work
 
 from ..model.gpt import GPT
 from .buckets import Bucket, Range
-from .collectives import all_gather
+from .mesh import all_gather
 
 
 class Weights:
-    """Every parameter of a model in flat buckets.
+    """Every parameter of a model in flat buckets; the model's own are replaced, and their values left undefined.
 
-    Args:
-        gpt: its parameters are replaced; values are left undefined.
-        layouts: the buckets in backward order; at stage 3 those of `units`.
-        owned: of each bucket the range that this rank updates.
-        group: the dp ranks; None for one process.
-        stage: of ZeRO; 0 gathers nothing, 3 gathers block by block.
+    `layouts` are the buckets in backward order, at stage 3 those of `gathered_units`; `owned` the range of each that
+    this rank updates.
     """
 
     def __init__(
@@ -84,7 +73,7 @@ class Weights:
             self._gather(number)
 
     def fetch(self, number: int) -> None:
-        """Starts to bring a bucket together, where it is not whole."""
+        """Starts to gather a bucket, where it is not whole."""
         if not self.whole[number]:
             full = self.full[number]
             full.untyped_storage().resize_(full.numel() * full.element_size())
@@ -116,11 +105,7 @@ class Weights:
 
 
 class Schedule:
-    """Hooks on a model that wait for weights, and at stage 3 fetch them a block ahead and release them.
-
-    Args:
-        numbers: the bucket of each parameter by name.
-    """
+    """Hooks on a model that wait for weights, and at stage 3 fetch them a block ahead and release them."""
 
     def __init__(self, weights: Weights, gpt: GPT, numbers: Mapping[str, int]) -> None:
         self.weights = weights

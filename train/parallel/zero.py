@@ -1,17 +1,8 @@
 """One rank's parameters, gradients and optimizer state, and how much of each it holds: ZeRO stages 0 to 3.
 
-Special here:
-- everything lies in flat buckets, of which dp rank d owns slice d (stage 0: the whole); a stage says only what is kept
-  of the rest: 0 everything, 1 weights and gradients, 2 weights, 3 nothing;
-- in low precision the owner keeps fp32 master weights, and gradients are widened bucket by bucket as they are used; in
-  fp32 the master weights are the weights, and nothing is kept twice;
-- clipping and the loss scale are one factor, folded into the fused AdamW update, so that gradients are not read for it;
-- a step never waits for the device: whether an update is skipped comes out of the all-reduce of norm and loss, and
-  the update kernel itself reads it;
-- nothing that changes from step to step is a number of Python's: learning rates and the count of updates lie on the
-  device, and every view that a step needs is cut once, so a step can be recorded and replayed (graphs.py).
-
-Rajbhandari et al. 2020 (arXiv 1910.02054); Loshchilov and Hutter 2019 (arXiv 1711.05101) for AdamW.
+Data-parallel rank d owns slice d of every flat bucket (stage 0: all of it). Of the rest weights and gradients are kept
+at stage 1, weights at 2, nothing at 3. In low precision the owner keeps fp32 master weights. A step never waits for the
+device. Rajbhandari et al. 2020 (arXiv 1910.02054); Loshchilov and Hutter 2019 (arXiv 1711.05101).
 """
 
 from __future__ import annotations
@@ -28,7 +19,7 @@ from torch import Tensor
 from ..config import OptimizerConfig
 from ..model.gpt import GPT
 from ..model.parametrization import ParameterGroup
-from .buckets import Range, Slot, clip, counted, fill, pack, partial, units
+from .buckets import Range, Slot, clip, counted, fill, gathered_units, pack_bucket, partial
 from .data import Gradients
 from .layout import Held, Placement
 from .mesh import Mesh
@@ -59,13 +50,8 @@ class Segment(NamedTuple):
 class Zero:
     """Owner of a model's parameters, gradients and Adam's state.
 
-    Args:
-        gpt: its parameters are replaced by views of flat buffers on `device`; they may be on `meta`.
-        groups: every parameter once, by learning rate and weight decay.
-        placements: of every parameter by name.
-        stage: 0 to 3.
-        dtype: of weights and gradients; master weights and moments are at least fp32.
-        bucket_mb: MiB of gradients that travel together; at stage 3 a block does.
+    The model's parameters (they may be on `meta`) become views of flat buffers on `device`, in `dtype`; master weights
+    and moments are at least fp32. `bucket_mb` MiB of gradients travel together; at stage 3 a block.
     """
 
     updates: Tensor  # () updates made: Adam's step count, to be saved and restored
@@ -90,8 +76,8 @@ class Zero:
         if self.stage < 3:
             runs = fill(backward, sizes, max(1, int(bucket_mb * 2**20 / dtype.itemsize)))
         else:
-            runs = units(backward, gpt.config.depth, gpt.config.tied_embeddings)
-        self.layouts = [pack(run, sizes, numbers, mesh.dp) for run in runs]
+            runs = gathered_units(backward, gpt.config.depth, gpt.config.tied_embeddings)
+        self.layouts = [pack_bucket(run, sizes, numbers, mesh.dp) for run in runs]
         # Everybody keeps the gradient norm of its slice; at stage 0 it owns the other slices as well.
         slices = [layout.owned(mesh.dp_rank) for layout in self.layouts]
         self.owned = slices if self.stage > 0 else [(0, layout.size) for layout in self.layouts]
@@ -118,11 +104,7 @@ class Zero:
         ]
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Sets the weights: whole fp32 tensors on the CPU by name, one at a time; this rank takes its part of each.
-
-        Raises:
-            ValueError: a name is unknown, comes twice or is missing, or a shape is another one.
-        """
+        """Sets the weights: every whole fp32 tensor once, on the CPU by name; this rank takes its part of each."""
         slots = {slot.name: (number, slot) for number, layout in enumerate(self.layouts) for slot in layout.slots}
         self.weights.forget()
         for name, whole in weights:
@@ -141,7 +123,6 @@ class Zero:
 
     @contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
-        """One forward and one backward pass; with `last` the batch's gradients are summed over ranks on the way."""
         with self.gradients.micro_batch(last):
             yield
 
@@ -156,16 +137,11 @@ class Zero:
         torch.mul(self.peaks, factor, out=self.rates)
 
     @torch.no_grad()
-    def step(self, factor: float | None, loss: Tensor, scale: Tensor | None = None) -> StepResult:
-        """Updates the weights from the accumulated gradients, and clears these.
+    def step(self, loss: Tensor, scale: Tensor | None = None) -> StepResult:
+        """Updates the weights from the accumulated gradients at the rates of `set_rates`, and clears the gradients.
 
-        Args:
-            factor: on every group's peak learning rate; None: the rates stay those of `set_rates`.
-            loss: () this rank's share of the batch's mean loss.
-            scale: () what the loss was multiplied by before the backward pass; None means 1.
+        `loss` () is this rank's share of the batch's mean loss, `scale` () the loss scale.
         """
-        if factor is not None:
-            self.set_rates(factor)
         self.gradients.wait()
         self._sum_partial()
         total, norm = self._measure(loss)
@@ -182,7 +158,7 @@ class Zero:
         return StepResult(total, norm, skipped)
 
     def _sum_partial(self) -> None:
-        """Adds up gradients that the tp ranks hold terms of: pieces lie at the same places on all of them."""
+        """Adds up gradients that tensor-parallel ranks hold terms of: pieces lie at the same places on all of them."""
         if self.mesh.tp_group is None or not self._partial:
             return
         terms = torch.cat([part.to(self.wide) for part in self._partial])
@@ -191,7 +167,9 @@ class Zero:
             part.copy_(total)
 
     def _measure(self, loss: Tensor) -> tuple[Tensor, Tensor]:
-        """Loss and gradient norm of all ranks. Each adds the squares of its slice; the loss is the first tp rank's."""
+        """Loss and gradient norm of all ranks. Each adds the squares of its slice; the loss is the first
+        tensor-parallel rank's.
+        """
         squares = [square(part, self.wide) for part in self._measured]
         if not squares:  # what this rank owns is another's, or padding
             squares = [torch.zeros((), dtype=self.wide, device=self.device)]
@@ -232,7 +210,6 @@ class Zero:
         ]
 
     def _refresh(self, number: int) -> None:
-        """The model's weights after the master weights of one bucket."""
         if self.dtype != self.wide:
             self.weights.own[number].copy_(self.master[number])
         self.weights.changed(number)
@@ -257,17 +234,6 @@ class Zero:
         """Takes the weights over from `held`, on all ranks."""
         for number in range(len(self.layouts)):
             self._refresh(number)
-
-    def bytes_held(self) -> dict[str, int]:
-        """Bytes of this rank's lasting buffers."""
-        tensors = {
-            "weights": self.weights.full if self.stage < 3 else self.weights.own,
-            "gradients": self.gradients.lasting,
-            "master": self.master if self.dtype != self.wide else [],
-            "exp_avg": self.exp_avg,
-            "exp_avg_sq": self.exp_avg_sq,
-        }
-        return {kind: sum(t.numel() * t.element_size() for t in held) for kind, held in tensors.items()}
 
     def _overlap(self, number: int, slot: Slot) -> tuple[Range, int, int]:
         """What of a parameter this rank owns: elements of the flattened parameter; start and stop in its slice."""

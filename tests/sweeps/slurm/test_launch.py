@@ -16,12 +16,12 @@ from pathlib import Path
 
 import pytest
 from isoflop.sweeps.config import ClusterConfig
-from isoflop.sweeps.execute import conduct, snapshot
+from isoflop.sweeps.execute import conduct
 from isoflop.sweeps.plan.sweep_plan import JobShape
 from isoflop.sweeps.runs.directory import SweepDirectory
-from isoflop.sweeps.slurm import commands
-from isoflop.sweeps.slurm.launch_record import LaunchRecord, labelled_jobs
-from isoflop.sweeps.slurm.submission import Call, Request, Submission
+from isoflop.sweeps.slurm import commands, snapshot
+from isoflop.sweeps.slurm.record import LaunchRecord, labelled_jobs
+from isoflop.sweeps.slurm.submit import Call, Request, Submission
 from slurm_sweeps import EVERY, ROOT, Sweep, slurm, sweeps_in, until
 
 pytestmark = pytest.mark.slurm

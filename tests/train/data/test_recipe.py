@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from isoflop.sweeps.cli.data_report import recipe_lines
+from isoflop.sweeps.cli.main import recipe_lines
 from isoflop.sweeps.config import LadderGrid, ProductGrid
 from isoflop.sweeps.grid import expand as grid
 from isoflop.train.config import DataConfig, ModelConfig, RunConfig, run_id
 from isoflop.train.data.corpora import open_corpus
 from isoflop.train.data.mixing import content_hash
-from isoflop.train.data.recipe import parts, quality, recipe
+from isoflop.train.data.recipe import parts, recipe
 from isoflop.train.data.recipe.pool import Pool
 from isoflop.train.data.recipe.refine import Refinery
 from isoflop.train.data.shards import Shards, prepare
@@ -79,8 +79,8 @@ def test_a_recipe_has_one_spelling() -> None:
         "gopher", "near:0.8", "length:50-1000", "language:en@0.65"]  # fmt: skip
     assert recipe.fingerprint(["near"]) == recipe.fingerprint(["near:0.80"]) != recipe.fingerprint(["near:0.8000001"])
     assert recipe.fingerprint([]) is None
-    assert recipe.label([]) == "raw"
-    assert recipe.label(["exact", "near"]) == "exact+near:0.8"
+    assert recipe.recipe_label([]) == "raw"
+    assert recipe.recipe_label(["exact", "near"]) == "exact+near:0.8"
     others = (["exact"], ["near"], ["near:0.7"], ["exact", "near"], ["near", "exact"])
     assert len({recipe.fingerprint(steps) for steps in others}) == 5
 
@@ -99,7 +99,7 @@ def test_a_model_counts_by_its_content_wherever_it_lies(tmp_path: Path) -> None:
     a, b, c = (recipe.fingerprint([f"quality:{tmp_path / name}/model.bin@0.5"]) for name in "abc")
     assert a == b != c
     assert a != recipe.fingerprint([f"quality:{tmp_path}/a/model.bin@0.6"])
-    assert recipe.label([f"quality:{tmp_path}/a/model.bin@0.5"]) == "quality:model.bin@0.5"
+    assert recipe.recipe_label([f"quality:{tmp_path}/a/model.bin@0.5"]) == "quality:model.bin@0.5"
 
 
 @pytest.mark.parametrize(
@@ -125,18 +125,18 @@ def test_a_bad_step_is_named_with_what_is_accepted(step: str, said: str) -> None
 def test_what_a_step_needs_is_missed_by_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     base = RunConfig(model=ModelConfig(vocab_size=256), tokens=100_000)
     with pytest.raises(UserError, match=r"'language:xx@0.65'; language knows .*en"):
-        grid.expand(ProductGrid(axes={"data.recipe": [["language:xx"]]}), base)
+        grid.expand_grid(ProductGrid(axes={"data.recipe": [["language:xx"]]}), base)
     monkeypatch.setattr(recipe, "find_spec", lambda name: None)
     for step, package in (("near", "rensa"), ("bloom", "rbloom"), ("language:en", "py3langid"),
                           ("quality:model.bin@0.5", "fasttext-predict")):  # fmt: skip
         with pytest.raises(UserError, match=rf"needs {package}: pip install {package}"):
-            grid.expand(ProductGrid(axes={"data.recipe": [[step]]}), base)
-    assert len(grid.expand(ProductGrid(axes={"data.recipe": [["gopher", "exact"]]}), base)) == 1
+            grid.expand_grid(ProductGrid(axes={"data.recipe": [[step]]}), base)
+    assert len(grid.expand_grid(ProductGrid(axes={"data.recipe": [["gopher", "exact"]]}), base)) == 1
 
 
 def test_another_model_of_the_language_library_is_another_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
     before = [recipe.fingerprint([step]) for step in ("language:en", "gopher")]
-    monkeypatch.setattr(quality, "language_model_digest", lambda: "of another release")
+    monkeypatch.setattr(recipe, "_language_model_digest", lambda: "of another release")
     assert [recipe.fingerprint([step]) == old for step, old in zip(("language:en", "gopher"), before, strict=True)] == [
         False, True]  # fmt: skip
 
@@ -151,19 +151,19 @@ def test_a_recipe_is_science_and_raw_text_keeps_every_old_id() -> None:
 def test_a_grid_takes_recipes_as_it_takes_seeds() -> None:
     base = RunConfig(model=ModelConfig(vocab_size=256), tokens=0)
     ladder = LadderGrid(sizes=[1e4, 2e4], tokens=[100_000])
-    alone = {run_id(run) for run in grid.expand(ladder, base)}
+    alone = {run_id(run) for run in grid.expand_grid(ladder, base)}
     ladder.recipes = [[], ["exact", "near"], ["near:0.80"], ["near"]]  # the last two are one
-    runs = grid.expand(ladder, base)
+    runs = grid.expand_grid(ladder, base)
     assert len(runs) == 2 * 3
     assert alone == {run_id(run) for run in runs if not run.data.recipe}
     assert {tuple(run.data.recipe) for run in runs} == {(), ("exact", "near:0.8"), ("near:0.8",)}
     assert all(run.data.recipe_fingerprint == recipe.fingerprint(run.data.recipe) for run in runs)
     assert all((run.name or "").endswith("exact+near:0.8") for run in runs if len(run.data.recipe) == 2)
     base.tokens = 100_000
-    product = grid.expand(ProductGrid(axes={"data.recipe": [[], ["gopher"]], "seed": [0, 1]}), base)
+    product = grid.expand_grid(ProductGrid(axes={"data.recipe": [[], ["gopher"]], "seed": [0, 1]}), base)
     assert [run.data.recipe for run in product] == [[], [], ["gopher"], ["gopher"]]
     with pytest.raises(UserError, match="no step"):
-        grid.expand(ProductGrid(axes={"data.recipe": [["gofer"]]}), base)
+        grid.expand_grid(ProductGrid(axes={"data.recipe": [["gofer"]]}), base)
 
 
 def test_every_step_counts_what_it_removes_and_nothing_is_lost(corpus: DataConfig) -> None:
@@ -310,7 +310,7 @@ def test_a_killed_prepare_goes_on_from_what_it_had_finished(
         process.send_signal(how)
         process.wait()
         seen = kill_at - 1  # the job that the kill hit is not done
-        assert not [path for path in (tmp_path / "killed" / "shards").glob("*") if ".tmp-" not in path.name]
+        assert not [path for path in (tmp_path / "killed" / "shards").glob("*") if not path.name.startswith(".")]
     last = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     assert last[-1] == "done"
     # Each kill costs at most the job that it hit, and the line that was in the pipe.

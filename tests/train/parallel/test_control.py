@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from forked import Ended, fork_processes
 from isoflop.train.config import ParallelConfig, RunConfig
 from isoflop.train.errors import UserError
-from isoflop.train.job.control import Agreement, Flag, same_everywhere, together
+from isoflop.train.job.control import Agreement, Flag, check_same_config, run_on_ranks
 from isoflop.train.job.environment import Ranks, detect
 from isoflop.train.job.failure import Cause, Failure, RankError
-from isoflop.train.job.fork import Ended, fork_processes, run_ranks
-from isoflop.train.job.rendezvous import MARGIN_SECONDS, join
+from isoflop.train.job.fork import run_ranks
+from isoflop.train.job.rendezvous import MARGIN_SECONDS, meet
 from isoflop.train.parallel.mesh import Mesh, build_mesh
 
 CPU = torch.device("cpu")
@@ -43,7 +44,7 @@ def test_an_error_on_one_rank_is_raised_on_every_rank_and_keeps_its_kind() -> No
                 if mesh.rank in who:
                     raise with_error
 
-            error = caught(lambda: together(mesh, function))
+            error = caught(lambda: run_on_ranks(mesh, function))
             return (
                 type(error).__name__,
                 str(error),
@@ -83,8 +84,8 @@ def test_what_rank_0_finds_is_given_to_all_and_so_is_its_error() -> None:
         def fail() -> None:
             raise FileNotFoundError(errno.ENOENT, "No such file or directory", f"shard-{mesh.rank}")
 
-        found = together(mesh, find, only_first=True)
-        error = caught(lambda: together(mesh, fail, only_first=True))
+        found = run_on_ranks(mesh, find, only_first=True)
+        error = caught(lambda: run_on_ranks(mesh, fail, only_first=True))
         assert isinstance(error, FileNotFoundError)
         return found, called, str(error)
 
@@ -93,7 +94,7 @@ def test_what_rank_0_finds_is_given_to_all_and_so_is_its_error() -> None:
 
 
 def test_what_every_rank_finds_is_its_own() -> None:
-    assert run_ranks(2, lambda: together(mesh := build_mesh(2, 1, CPU), lambda: mesh.rank * 10)) == [0, 10]
+    assert run_ranks(2, lambda: run_on_ranks(mesh := build_mesh(2, 1, CPU), lambda: mesh.rank * 10)) == [0, 10]
 
 
 def test_in_one_process_an_exception_passes_unchanged() -> None:
@@ -102,18 +103,18 @@ def test_in_one_process_an_exception_passes_unchanged() -> None:
     def fail() -> None:
         raise error
 
-    assert together(Mesh(), lambda: 5) == 5
-    assert caught(lambda: together(Mesh(), fail)) is error
-    same_everywhere(Mesh(), RunConfig())
+    assert run_on_ranks(Mesh(), lambda: 5) == 5
+    assert caught(lambda: run_on_ranks(Mesh(), fail)) is error
+    check_same_config(Mesh(), RunConfig())
 
 
 def test_ranks_with_different_configs_hear_which_rank_and_which_field() -> None:
     def rank() -> str:
         mesh, config = build_mesh(3, 1, CPU), RunConfig()
-        same_everywhere(mesh, config)
+        check_same_config(mesh, config)
         if mesh.rank == 2:
             config.optimizer.weight_decay = 0.25
-        error = caught(lambda: same_everywhere(mesh, config))
+        error = caught(lambda: check_same_config(mesh, config))
         assert isinstance(error, UserError)
         return str(error)
 
@@ -171,7 +172,7 @@ def joined(folder: Path, count: int, function: Callable[[Mesh, int], Any], **set
             time.sleep(0.5)
         ranks = Ranks(rank, count, rank, count, hosts[rank], "local", "7")
         try:
-            with join(ranks, folder, ParallelConfig(**shape), CPU) as (mesh, _):
+            with meet(ranks, folder, ParallelConfig(**shape), CPU) as (mesh, _):
                 say(json.dumps(function(mesh, rank)))
         except UserError as error:
             say(json.dumps(str(error)))
@@ -222,7 +223,7 @@ def test_the_address_of_an_earlier_attempt_is_never_taken(tmp_path: Path) -> Non
 
 def test_a_rank_that_waits_in_vain_says_for_what(tmp_path: Path) -> None:
     lost = Ranks(1, 2, 0, 1, "node07", "slurm", "71-0")
-    with pytest.raises(UserError) as error, join(lost, tmp_path, ParallelConfig(dp=2, timeout_seconds=0.3), CPU):
+    with pytest.raises(UserError) as error, meet(lost, tmp_path, ParallelConfig(dp=2, timeout_seconds=0.3), CPU):
         pass
     assert str(error.value) == (
         "rank 1 on node07 did not find rank 0 within parallel.timeout_seconds 0.3 s: "
@@ -231,7 +232,7 @@ def test_a_rank_that_waits_in_vain_says_for_what(tmp_path: Path) -> None:
     (tmp_path / ".rendezvous-71-0.json").write_text('{"host": "127.0.0.1", "port": 1, "token": "old"}')
     with (
         pytest.raises(UserError, match=r"nothing of ours listens at 127\.0\.0\.1:1"),
-        join(lost, tmp_path, ParallelConfig(dp=2, timeout_seconds=0.3), CPU),
+        meet(lost, tmp_path, ParallelConfig(dp=2, timeout_seconds=0.3), CPU),
     ):
         pass
 
@@ -248,10 +249,10 @@ def test_torchrun_gives_the_address_and_one_rank_of_it_has_groups(tmp_path: Path
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_PORT=port)
         os.environ.update(MASTER_ADDR="127.0.0.1", TORCHELASTIC_RUN_ID="x", TORCHELASTIC_USE_AGENT_STORE="True")
         for _ in range(2):  # torchrun's store outlives a run
-            with join(detect(), tmp_path / "missing", ParallelConfig(), CPU) as (mesh, _):
+            with meet(detect(), tmp_path / "missing", ParallelConfig(), CPU) as (mesh, _):
                 groups = (mesh.dp_group, mesh.tp_group, mesh.world, mesh.control)
                 assert all(dist.get_world_size(group) == 1 for group in groups if group is not None)
-                say(f"{sum(group is not None for group in groups)} {together(mesh, lambda: 5)}")
+                say(f"{sum(group is not None for group in groups)} {run_on_ranks(mesh, lambda: 5)}")
             assert not dist.is_initialized()
 
     agent = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # torchrun keeps one
@@ -261,7 +262,7 @@ def test_torchrun_gives_the_address_and_one_rank_of_it_has_groups(tmp_path: Path
 
 
 def test_one_process_without_a_launcher_joins_nothing(tmp_path: Path) -> None:
-    with join(Ranks(), tmp_path / "missing", ParallelConfig(), CPU) as (mesh, store):
+    with meet(Ranks(), tmp_path / "missing", ParallelConfig(), CPU) as (mesh, store):
         assert mesh == Mesh()
         assert store is None
         assert not dist.is_initialized()

@@ -198,10 +198,10 @@ def test_a_job_with_other_ranks_is_refused_with_shapes_for_them() -> None:
 
 
 def test_ranks_dealt_out_to_nodes_in_turn_are_refused() -> None:
-    check_hosts(2, ["a", "a", "b", "b"])
-    check_hosts(1, ["a", "b", "a", "b"])
+    check_hosts(ParallelConfig(tp=2), ["a", "a", "b", "b"])
+    check_hosts(ParallelConfig(tp=1), ["a", "b", "a", "b"])
     with pytest.raises(UserError) as refused:
-        check_hosts(2, ["a", "a", "a", "b", "b", "b"])
+        check_hosts(ParallelConfig(tp=2), ["a", "a", "a", "b", "b", "b"])
     assert "ranks 2 to 3 of one tensor-parallel group are on a, b" in str(refused.value)
 
 

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 from isoflop.sweeps.entry import sweep_main
 from isoflop.sweeps.execute import worker
+from isoflop.sweeps.runs.attempts import Policy
 from isoflop.sweeps.runs.directory import RunDirectory, SweepDirectory
-from isoflop.sweeps.runs.retries import Policy
 from isoflop.train.config import ModelConfig, ParallelConfig, RunConfig, run_id
 from isoflop.train.files import HALVED, write_json
 from isoflop.train.job.environment import Ranks

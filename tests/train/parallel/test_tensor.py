@@ -19,11 +19,10 @@ from isoflop.train.config import ModelConfig, OptimizerConfig
 from isoflop.train.job.fork import run_ranks
 from isoflop.train.model.gpt import GPT, MLP, Attention
 from isoflop.train.model.parametrization import build_model, empty_model
-from isoflop.train.parallel import vocabulary
-from isoflop.train.parallel.layout import Placement, whole
-from isoflop.train.parallel.linear import ColumnLinear
+from isoflop.train.parallel import tensor as tensor_module
+from isoflop.train.parallel.layout import Placement, whole_placement
 from isoflop.train.parallel.mesh import Mesh, build_mesh
-from isoflop.train.parallel.tensor import split_model
+from isoflop.train.parallel.tensor import ColumnLinear, split_model
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -151,7 +150,7 @@ ARCHITECTURES = {
 def test_losses_logits_and_gradients_are_those_of_one_process(
     name: str, tp: int, z_loss: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(vocabulary.LOGITS_AT_A_TIME, "cpu", 256)  # several chunks, the last one shorter
+    monkeypatch.setitem(tensor_module.LOGITS_AT_A_TIME, "cpu", 256)  # several chunks, the last one shorter
     gpt = with_gradients(ARCHITECTURES[name], torch.float64, z_loss)
     tokens, targets = draw_tokens(gpt.config)
 
@@ -348,7 +347,7 @@ def test_logits_never_exist_whole_and_in_fp32_only_some_rows_at_a_time(
     config = architecture(width=8, hidden=8, vocab_size=4000, vocab_multiple=128, depth=1)
     gpt = random_model(config).to(torch.bfloat16)
     tokens, targets = draw_tokens(config)
-    monkeypatch.setitem(vocabulary.LOGITS_AT_A_TIME, "cpu", 4096)
+    monkeypatch.setitem(tensor_module.LOGITS_AT_A_TIME, "cpu", 4096)
 
     def record() -> tuple[int, int, int, int]:
         part, _ = split_copy(gpt, build_mesh(1, tp, torch.device("cpu")), True)
@@ -414,7 +413,7 @@ def test_one_rank_leaves_the_model_as_it_is() -> None:
     modules = list(gpt.modules())
     placements = split_model(gpt, Mesh(), True)
     assert list(gpt.modules()) == modules
-    assert placements == {name: whole(tuple(p.shape)) for name, p in gpt.named_parameters()}
+    assert placements == {name: whole_placement(tuple(p.shape)) for name, p in gpt.named_parameters()}
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

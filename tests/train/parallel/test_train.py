@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from forked import Ended, fork_processes
 from isoflop.train import loop
 from isoflop.train.checkpoint.checkpoint import load_for_evaluation
 from isoflop.train.config import (
@@ -32,7 +33,7 @@ from isoflop.train.data.shards import prepare
 from isoflop.train.errors import OutOfMemory
 from isoflop.train.files import read_json_lines
 from isoflop.train.job.failure import read_failure
-from isoflop.train.job.fork import Ended, fork_processes, run_ranks
+from isoflop.train.job.fork import run_ranks
 from isoflop.train.parallel.layout import boxes
 from isoflop.train.parallel.mesh import Mesh, build_mesh
 from isoflop.train.stepper import Stepper

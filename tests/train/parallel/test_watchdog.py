@@ -15,16 +15,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from forked import Ended, fork_processes
 from isoflop.train.config import ParallelConfig
 from isoflop.train.errors import Stopped
 from isoflop.train.job import watchdog as module
-from isoflop.train.job.beats import Beat, Seen, at_fault
-from isoflop.train.job.control import together
+from isoflop.train.job.control import run_on_ranks
 from isoflop.train.job.environment import Ranks
 from isoflop.train.job.failure import Failure, RankError
-from isoflop.train.job.fork import Ended, fork_processes
-from isoflop.train.job.rendezvous import join
-from isoflop.train.job.watchdog import EXIT_CODE, GRACE_SECONDS, Watchdog
+from isoflop.train.job.rendezvous import meet
+from isoflop.train.job.watchdog import EXIT_CODE, GRACE_SECONDS, Beat, Seen, Watchdog, at_fault
 from isoflop.train.parallel.mesh import Mesh
 
 TIMEOUT = 2.0
@@ -44,7 +43,7 @@ def job(
         ranks = Ranks(rank, count, rank, count, f"node{rank}", "local", "1")
         try:
             with ExitStack() as stack:
-                joined = join(ranks, folder, ParallelConfig(dp=count, timeout_seconds=TIMEOUT), torch.device("cpu"))
+                joined = meet(ranks, folder, ParallelConfig(dp=count, timeout_seconds=TIMEOUT), torch.device("cpu"))
                 mesh, store = stack.enter_context(joined)
                 watchdog = stack.enter_context(Watchdog(mesh, store, TIMEOUT, lambda failure: say(failure.reason)))
                 for step in range(steps):
@@ -145,7 +144,7 @@ def test_an_error_that_all_ranks_share_ends_no_rank_before_it_has_cleaned_up(tmp
     def act(mesh: Mesh, step: int, watchdog: Watchdog) -> None:
         if step == 3:
             try:
-                together(mesh, lambda: fail() if mesh.rank == 2 else None)
+                run_on_ranks(mesh, lambda: fail() if mesh.rank == 2 else None)
             finally:
                 time.sleep(GRACE_SECONDS + 0.5 if mesh.rank == 1 else 0)
 

@@ -1,15 +1,8 @@
-"""Rules that look at one document at a time: each says why a document goes, or None where it stays.
+"""Rules and models that judge one document at a time: each says why a document is removed, or None where it stays.
 
-Special here:
-- The Gopher rules with the thresholds of the paper's text and its table A1. Words are what whitespace separates: that
-  is what "words" means in the paper's rules as far as it says, and it is fast; datatrove cuts words with a language's
-  tokenizer, and given the same words both remove the same documents, for the same reason (the tests compare them).
-- Two details follow datatrove, because data sets that people compare with were made by it: words of nothing but
-  punctuation count neither for the number of words nor for their mean length, and duplicate n-grams are counted
-  without overlap.
-- The rules are for prose. Source code has few stop words and many symbols: most of it goes.
-
-Rae et al. 2021 (arXiv:2112.11446), appendix A.1.1.
+The Gopher rules are those of Rae et al. 2021 (arXiv:2112.11446), appendix A.1.1 and table A1, for prose; given the same
+words they remove the same documents as datatrove. Languages by py3langid (Lui and Baldwin 2012); quality by fastText
+(Joulin et al. 2017) or a Hugging Face classifier.
 """
 
 from __future__ import annotations
@@ -19,8 +12,11 @@ import unicodedata
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache
+from pathlib import Path
+from typing import Any
 
-from .recipe import Step
+from ...errors import UserError
+from .recipe import Step, language_identifier
 
 Rule = Callable[[str], str | None]
 Filter = Callable[[Sequence[str]], list[str | None]]  # texts to the reasons why they go; None: it stays
@@ -35,19 +31,19 @@ LEAST_STOP_WORDS = 2
 DUPLICATE_LINES, DUPLICATE_LINE_CHARACTERS = 0.3, 0.2  # of the lines, or paragraphs; and of the characters
 TOP_NGRAMS = ((2, 0.20), (3, 0.18), (4, 0.16))  # n, and the share of the characters
 DUPLICATE_NGRAMS = ((5, 0.15), (6, 0.14), (7, 0.13), (8, 0.12), (9, 0.11), (10, 0.10))
+# A quality model's label for good text is one of these names, else its last.
+GOOD = ("hq", "good", "high", "positive", "pos", "1", "yes", "keep", "label_1", "quality", "edu", "wiki")
+JUDGED_CHARACTERS = 20_000  # the beginning of a document, which is all that a model reads
+_BATCH, _TOKENS = 16, 512  # of a Hugging Face classifier
 _PARAGRAPHS, _LINES = re.compile(r"\n{2,}"), re.compile(r"\n+")
 
 
 def make_filter(step: Step) -> Filter:
-    """The filter of a step that looks at one document at a time; models are loaded here, once a process.
-
-    Raises:
-        UserError: a library or a model that the step needs cannot be loaded.
-    """
-    if step.kind in ("language", "quality"):
-        from . import quality
-
-        return quality.language(step) if step.kind == "language" else quality.quality(step)
+    """The filter of a step that looks at one document at a time; models are loaded here, once per process."""
+    if step.kind == "language":
+        return language_filter(step)
+    if step.kind == "quality":
+        return quality_filter(step)
     rules: dict[str, Rule] = {
         "gopher": lambda text: gopher_quality(text) or gopher_repetition(text),
         "gopher_quality": gopher_quality,
@@ -60,8 +56,8 @@ def make_filter(step: Step) -> Filter:
 
 
 def gopher_quality(text: str) -> str | None:
-    """The quality rules of Gopher: length, word length, symbols, bullets, ellipses, letters, stop words."""
-    words = text.split()
+    words = text.split()  # by whitespace
+    # As datatrove, by which data sets are made: words of punctuation count neither here nor for the mean length.
     spelled = [word for word in words if not _is_punctuation(word)]
     if len(spelled) < LEAST_WORDS:
         return "few words"
@@ -85,14 +81,13 @@ def gopher_quality(text: str) -> str | None:
 
 
 def symbols(text: str, words: int, most: float) -> str | None:
-    """Whether hash signs, or ellipses, are more than `most` for each word."""
+    """Whether hash signs, or ellipses, are more than `most` per word."""
     if text.count("#") > most * words:
         return "hash signs"
     return "ellipses" if text.count("...") + text.count("…") > most * words else None
 
 
 def gopher_repetition(text: str) -> str | None:
-    """The repetition rules of Gopher: duplicate lines and paragraphs, top n-grams, duplicate n-grams."""
     for what, parts in (("paragraphs", _PARAGRAPHS.split(text.strip())), ("lines", _LINES.split(text))):
         again, characters = _repeated(parts)
         if again > DUPLICATE_LINES * len(parts):
@@ -150,3 +145,98 @@ def _is_mark(character: str) -> bool:
 
 def _is_punctuation(word: str) -> bool:
     return not word[0].isalnum() and all(map(_is_mark, word))
+
+
+def language_filter(step: Step) -> Filter:
+    """Removes documents that are not in a language with the probability that the step names."""
+    identifier = language_identifier()
+
+    def judge(text: str) -> str | None:
+        found, probability = identifier.classify(text[:JUDGED_CHARACTERS])
+        if found != step.name:
+            return f"language {found}"
+        return None if probability >= step.number else f"hardly {step.name}"
+
+    return lambda texts: [judge(text) for text in texts]
+
+
+def quality_filter(step: Step) -> Filter:
+    """Removes documents whose probability of being good is below the step's threshold."""
+    score = _fasttext(step) if Path(step.name).is_file() else _hugging_face(step)
+
+    def judge(texts: Sequence[str]) -> list[str | None]:
+        scores = score([text[:JUDGED_CHARACTERS] for text in texts])
+        return [None if value >= step.number else "low quality" for value in scores]
+
+    return judge
+
+
+def good_label(labels: Sequence[str]) -> int:
+    """Index of the label that means good text: one that is named so, else the last."""
+    plain = [label.removeprefix("__label__").lower() for label in labels]
+    return next((i for i, label in enumerate(plain) if label in GOOD), len(labels) - 1)
+
+
+def _fasttext(step: Step) -> Callable[[list[str]], list[float]]:
+    import fasttext
+
+    try:
+        model = fasttext.load_model(step.name)
+        said, _ = _predicted(model, "a")
+    except (ValueError, RuntimeError, MemoryError) as error:
+        raise UserError(f"data.recipe contains {step.word!r}; it is no fastText model ({error})") from None
+    if len(said) < 2:
+        raise UserError(f"data.recipe contains {step.word!r}; its model has {len(said)} labels, it needs two or more")
+    wanted = sorted(said)[good_label(sorted(said))]
+
+    def score(texts: list[str]) -> list[float]:
+        found = []
+        for text in texts:
+            labels, probabilities = _predicted(model, " ".join(text.split()))  # a newline would end the document
+            found.append(float(dict(zip(labels, probabilities, strict=True)).get(wanted, 0.0)))
+        return found
+
+    return score
+
+
+def _predicted(model: Any, text: str) -> tuple[list[str], list[float]]:
+    # Not model.predict: fasttext-predict's and the training library's differ, what they call does not.
+    pairs = model.f.predict(text + "\n", -1, -1.0, "strict")
+    return [label for _, label in pairs], [probability for probability, _ in pairs]
+
+
+def _hugging_face(step: Step) -> Callable[[list[str]], list[float]]:
+    import torch
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(step.name)
+        model, loaded = AutoModelForSequenceClassification.from_pretrained(step.name, output_loading_info=True)
+    except (OSError, ValueError, KeyError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+        raise UserError(f"data.recipe contains {step.word!r}; it cannot be loaded ({reason})") from None
+    if loaded["missing_keys"]:  # which transformers fills with random numbers, others in every process
+        raise UserError(
+            f"data.recipe contains {step.word!r}; the folder lacks weights of a classifier, such as "
+            f"{min(loaded['missing_keys'])}: it must hold one that was trained"
+        )
+    model.eval()
+    labels = [model.config.id2label[i] for i in range(model.config.num_labels)]
+    if len(labels) < 2:
+        raise UserError(f"data.recipe contains {step.word!r}; its model has one output, it needs two labels or more")
+    wanted = good_label(labels)
+    longest = min(_TOKENS, getattr(model.config, "max_position_embeddings", _TOKENS))
+    torch.set_num_threads(1)  # one process a core
+
+    def score(texts: list[str]) -> list[float]:
+        found: list[float] = []
+        with torch.inference_mode():
+            for start in range(0, len(texts), _BATCH):
+                batch = tokenizer(
+                    texts[start : start + _BATCH], truncation=True, max_length=longest, padding=True,
+                    return_tensors="pt",
+                )  # fmt: skip
+                found += model(**batch).logits.float().softmax(-1)[:, wanted].tolist()
+        return found
+
+    return score

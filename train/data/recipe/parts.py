@@ -1,16 +1,13 @@
-"""A corpus in parts on disk, each with its texts, their hashes and what steps found in them: what a kill cannot undo.
+"""A corpus in parts on disk: texts, their hashes and what steps found in them; a file that is there is a job done.
 
-Special here:
-- A part is at most `PART_BYTES` of text, compressed: many processes work on parts, and none holds more than one.
-- Every file appears whole under its name. A file that is there is a job that is done, and its result.
-- The functions here run in other processes, and say nothing but what they return.
+The functions here run in the processes of a `Pool`, each of which holds one part at a time.
 """
 
 from __future__ import annotations
 
+import io
 import json
-import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ...files import write_atomic
 from ..mixing import content_hash
 from . import filters, shingles
 from .recipe import parse
@@ -29,7 +27,7 @@ Flags = npt.NDArray[np.bool_]
 
 
 def in_parts(texts: Iterable[str], size: int, documents: int | None = None) -> Iterator[list[str]]:
-    """Texts in lists, each as short as makes up `size` characters or, where that is said, so many documents."""
+    """Texts in lists, each as short as makes up `size` characters or, where given, so many documents."""
     part: list[str] = []
     characters = 0
     for text in texts:
@@ -51,14 +49,14 @@ def part_file(folder: Path, number: int, kind: str) -> Path:
 
 
 def write_part(folder: Path, number: int, texts: list[str]) -> int:
-    """Texts to disk, with the hash and the size of each."""
+    """Writes texts, with the hash and the size of each."""
     import zstandard
 
     encoded = [text.encode() for text in texts]
     whole = zstandard.ZstdCompressor(level=1).compress(b"".join(encoded))
-    _replace(part_file(folder, number, "zst"), lambda path: path.write_bytes(whole))
+    write_atomic(part_file(folder, number, "zst"), [whole], flush=False)
     digests = np.fromiter(map(content_hash, encoded), np.uint64, len(encoded))
-    save(part_file(folder, number, "npz"), digests=digests, sizes=np.fromiter(map(len, encoded), np.int64))
+    save_arrays(part_file(folder, number, "npz"), digests=digests, sizes=np.fromiter(map(len, encoded), np.int64))
     return number
 
 
@@ -66,15 +64,15 @@ def read_texts(folder: Path, number: int) -> list[str]:
     import zstandard
 
     whole = zstandard.ZstdDecompressor().decompress(part_file(folder, number, "zst").read_bytes())
-    ends = np.cumsum(load(part_file(folder, number, "npz"))["sizes"]).tolist()
+    ends = np.cumsum(load_arrays(part_file(folder, number, "npz"))["sizes"]).tolist()
     return [whole[start:end].decode() for start, end in zip([0, *ends], ends, strict=False)]
 
 
-def filter_part(folder: Path, number: int, words: list[str], kind: str, asked: Flags) -> int:
+def filter_part(folder: Path, number: int, kind: str, asked: Flags, words: list[str]) -> int:
     """Runs steps that look at one document at a time over the documents asked for.
 
-    Writes `step` (documents,) int16, the number of the step that each one falls to, -1: none; `reason`, what it said,
-    as an index of `reasons`.
+    Writes `step` (documents,) int16, the number of the step that removes each one or -1, and `reason`, an index of
+    `reasons`.
     """
     texts = read_texts(folder, number)
     step, reason = np.full(len(texts), -1, np.int16), np.zeros(len(texts), np.int16)
@@ -84,7 +82,7 @@ def filter_part(folder: Path, number: int, words: list[str], kind: str, asked: F
         for i, said in zip(left, _filter(word)([texts[i] for i in left]), strict=True):
             if said is not None:
                 step[i], reason[i] = k, reasons.setdefault(said, len(reasons))
-    save(part_file(folder, number, kind), step=step, reason=reason, reasons=np.array(json.dumps(list(reasons))))
+    save_arrays(part_file(folder, number, kind), step=step, reason=reason, reasons=np.array(json.dumps(list(reasons))))
     return number
 
 
@@ -94,24 +92,24 @@ def _filter(word: str) -> filters.Filter:
 
 
 def sign_part(folder: Path, number: int, kind: str, asked: Flags, bands: int, rows: int) -> int:
-    """Writes `bands` (bands, documents asked for) hashes of their signatures, and `words`, whether they have any."""
+    """Writes `bands` (bands, documents asked for), hashes of their signatures, and `words`, whether they have any."""
     hashes, offsets = shingles.ngrams(_asked(folder, number, asked), NEAR_WORDS)
     signed = shingles.band_hashes(shingles.signatures(hashes, offsets), bands, rows)
-    save(part_file(folder, number, kind), bands=np.ascontiguousarray(signed.T), words=np.diff(offsets) > 0)
+    save_arrays(part_file(folder, number, kind), bands=np.ascontiguousarray(signed.T), words=np.diff(offsets) > 0)
     return number
 
 
 def sets_part(folder: Path, number: int, kind: str, asked: Flags) -> int:
     """Writes the n-grams of the documents asked for as sets, `hashes` and `offsets`; see `shingles.distinct`."""
     hashes, offsets = shingles.distinct(*shingles.ngrams(_asked(folder, number, asked), NEAR_WORDS))
-    save(part_file(folder, number, kind), hashes=hashes, offsets=offsets)
+    save_arrays(part_file(folder, number, kind), hashes=hashes, offsets=offsets)
     return number
 
 
 def ngrams_part(folder: Path, number: int, kind: str, asked: Flags) -> int:
     """Writes the n-grams of the documents asked for in order, `hashes` and `offsets`; see `shingles.ngrams`."""
     hashes, offsets = shingles.ngrams(_asked(folder, number, asked), BLOOM_WORDS)
-    save(part_file(folder, number, kind), hashes=hashes, offsets=offsets)
+    save_arrays(part_file(folder, number, kind), hashes=hashes, offsets=offsets)
     return number
 
 
@@ -120,26 +118,13 @@ def _asked(folder: Path, number: int, asked: Flags) -> list[str]:
     return [texts[i] for i in np.flatnonzero(asked).tolist()]
 
 
-def save(path: Path, **arrays: npt.NDArray[Any]) -> None:
-    """Arrays to a file that is whole or not there."""
-
-    def write(temporary: Path) -> None:
-        with open(temporary, "wb") as file:
-            np.savez(file, **arrays)  # type: ignore[arg-type]
-
-    _replace(path, write)
+def save_arrays(path: Path, **arrays: npt.NDArray[Any]) -> None:
+    """Arrays to a file that is whole or absent."""
+    content = io.BytesIO()
+    np.savez(content, **arrays)  # type: ignore[arg-type]
+    write_atomic(path, [content.getbuffer()], flush=False)
 
 
-def load(path: Path) -> dict[str, npt.NDArray[Any]]:
+def load_arrays(path: Path) -> dict[str, npt.NDArray[Any]]:
     with np.load(path) as file:
         return {name: file[name] for name in file.files}
-
-
-def _replace(path: Path, write: Callable[[Path], object]) -> None:
-    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    try:
-        write(temporary)
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise

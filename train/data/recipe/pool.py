@@ -1,10 +1,7 @@
-"""Processes that work on parts of a corpus: functions of modules, called with what can be pickled.
+"""Processes that work on parts of a corpus: functions of modules, called with arguments that can be pickled.
 
-Special here:
-- A worker is `python -m ….pool`, a process of its own that is spoken to through its pipes: a fork would take the
-  threads' locks of torch and tokenizers with it, and multiprocessing would run the user's script again.
-- A worker ends when its pipe does, or a second after its parent was killed; Ctrl-C is the parent's to handle.
-- Few jobs are under way at a time, so that what produces them is read no faster than they are worked on.
+A worker is `python -m ….pool`, spoken to through its pipes: a fork would take the threads' locks of torch and
+tokenizers with it, and multiprocessing would run the user's script again.
 """
 
 from __future__ import annotations
@@ -27,7 +24,7 @@ from ...errors import UserError
 Job = tuple[Any, ...]
 
 
-def cores() -> int:
+def usable_cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -36,7 +33,7 @@ class Pool:
     """A number of workers; one alone is this process itself."""
 
     def __init__(self, processes: int | None = None) -> None:
-        self._count = processes or cores()
+        self._count = processes or usable_cores()
         self._free: queue.SimpleQueue[subprocess.Popen[bytes]] = queue.SimpleQueue()
         self._started: list[subprocess.Popen[bytes]] = []
         self._starting = threading.Lock()
@@ -60,7 +57,7 @@ class Pool:
             process.wait()
 
     def map(self, function: Callable[..., Any], jobs: Iterable[Job]) -> Iterator[Any]:
-        """Results of function(*job), in the order in which they are done."""
+        """Results of function(*job), in the order in which they are done. Few jobs at a time are taken from `jobs`."""
         if self._count == 1:
             for job in jobs:
                 yield function(*job)

@@ -1,13 +1,6 @@
-"""Data recipes: what training documents go through, as a list of words, so that a recipe is a value like any other.
+"""Data recipes: the steps that training documents pass, in order, each `name` or `name:argument`; [] is raw text.
 
-Special here:
-- A step is a name and at most one argument, `name:argument`. The order counts, and [] is the raw text.
-- The fingerprint is part of a run's identity, and of the shards' key: a hash of the steps in one spelling
-  (`near` and `near:0.8` are one), of a version of each step's rules, and of the content of model files, wherever they
-  lie. Bump a version when the same step would keep other documents.
-- What a step needs (a library, a model, a language that the model knows) is missed by `require`, which planning calls,
-  and not in a job.
-- No heavy import: planning a grid reads recipes.
+Planning reads recipes, so nothing heavy is imported here, and what a step needs is checked by `require` before any job.
 """
 
 from __future__ import annotations
@@ -17,8 +10,11 @@ import hashlib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from ...config import canonical_json
 from ...errors import UserError
@@ -26,7 +22,7 @@ from ...errors import UserError
 
 @dataclass(frozen=True)
 class Step:
-    """One step of a recipe. `number` and `name` are what its argument says; a step without a number has 0."""
+    """One step of a recipe, with what its argument says; a step without a number has 0."""
 
     kind: str
     number: float = 0.0  # a threshold, or the lower bound of `length`
@@ -44,12 +40,12 @@ class Step:
         return f"{self.kind}:{self.number:.15g}" if self.kind in _NUMBERED else self.kind
 
 
-# Steps by kind: the version of its rules, and what is accepted, for errors. Those of WHOLE look at all documents
-# together, the others at one at a time.
+# Version of the rules of each kind of step, part of the fingerprint: bump it when a step would keep other documents.
 VERSIONS = {
     "gopher": 1, "gopher_quality": 1, "gopher_repetition": 1, "length": 1, "symbols": 1, "language": 1, "quality": 1,
     "exact": 1, "near": 1, "bloom": 1,
 }  # fmt: skip
+# Kinds that look at all documents together, the others at one at a time.
 WHOLE = ("exact", "near", "bloom")
 MODELS = (".bin", ".ftz")  # fastText's
 LEAST_NEAR = 0.05  # below, a signature is too short to find most pairs; see shingles.bands_and_rows
@@ -64,11 +60,6 @@ _ACCEPTED = (
 
 
 def parse(recipe: Sequence[str]) -> list[Step]:
-    """The steps of a recipe, in order.
-
-    Raises:
-        UserError: naming the step and what is accepted.
-    """
     return [_parse(word) for word in recipe]
 
 
@@ -89,7 +80,6 @@ def _without(kind: str, argument: str, word: str) -> Step:
 
 
 def _share(kind: str, argument: str, word: str) -> Step:
-    """A share above 0 and at most 1."""
     number = _number(argument, word, f"{kind}[:SHARE]") if argument else _NUMBERED[kind]
     if not 0 < number <= 1:
         raise _refused(word, f"the number of {kind} must be above 0 and at most 1")
@@ -150,7 +140,7 @@ def canonical(recipe: Sequence[str]) -> list[str]:
     return [step.word for step in parse(recipe)]
 
 
-def label(recipe: Sequence[str]) -> str:
+def recipe_label(recipe: Sequence[str]) -> str:
     """A recipe for people and tables: its steps joined by "+", model files by their name; "raw" where it has none."""
     words = [
         f"quality:{Path(step.name).name}@{step.number:.15g}" if step.kind == "quality" else step.word
@@ -160,11 +150,7 @@ def label(recipe: Sequence[str]) -> str:
 
 
 def fingerprint(recipe: Sequence[str]) -> str | None:
-    """16 hex digits that name what a recipe does; None for raw text.
-
-    Raises:
-        UserError: a step is none, or a model cannot be read.
-    """
+    """16 hex digits that name what a recipe does: its steps, their versions and their models; None for raw text."""
     steps = parse(recipe)
     if not steps:
         return None
@@ -177,18 +163,11 @@ def _nameless(step: Step) -> str:
 
 
 def require(recipe: Sequence[str]) -> None:
-    """Refuses steps that cannot be run here.
-
-    Raises:
-        UserError: a step is none, its library is not installed, or its language is not known.
-    """
+    """Raises `UserError` for steps that cannot be run here, such as where a library is not installed."""
     for step in parse(recipe):
         _require_library(step)
-        if step.kind == "language":
-            from .quality import languages
-
-            if step.name not in (known := languages()):
-                raise UserError(f"data.recipe contains {step.word!r}; language knows {', '.join(known)}")
+        if step.kind == "language" and step.name not in (known := sorted(map(str, language_identifier().labels))):
+            raise UserError(f"data.recipe contains {step.word!r}; language knows {', '.join(known)}")
 
 
 def _require_library(step: Step) -> None:
@@ -199,19 +178,26 @@ def _require_library(step: Step) -> None:
         raise UserError(f"data.recipe contains {step.word!r}, which needs {needed[1]}: pip install {needed[1]}")
 
 
+@cache
+def language_identifier() -> Any:
+    """py3langid's, whose model comes in its wheel: no download, and the same answer everywhere."""
+    from py3langid.langid import MODEL_FILE, LanguageIdentifier
+
+    return LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
+
+
+@cache
+def _language_model_digest() -> str:
+    from py3langid.langid import MODEL_FILE
+
+    return hashlib.sha256((files("py3langid") / MODEL_FILE).read_bytes()).hexdigest()
+
+
 def model_digest(step: Step) -> str | None:
-    """SHA-256 of the model that a step asks: of `quality`, a file or a folder; of `language`, the library's own.
-
-    None for other steps.
-
-    Raises:
-        UserError: it is missing, cannot be read, or is no kind of model that is known.
-    """
+    """SHA-256 of the model that a `quality` or `language` step uses; None for other steps."""
     if step.kind == "language":
         _require_library(step)
-        from .quality import language_model_digest
-
-        return language_model_digest()
+        return _language_model_digest()
     if step.kind != "quality":
         return None
     path = Path(step.name)

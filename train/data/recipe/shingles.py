@@ -1,14 +1,8 @@
 """Documents as sets of hashed word n-grams, and these as MinHash signatures: what duplicates are found by.
 
-Special here:
-- A word is a run of letters, digits, underscores or bytes beyond ASCII, in lower case, so that layout, punctuation and
-  case do not matter. A language without spaces has too few of them to tell documents apart.
-- Words are found and hashed for many documents at once, by NumPy on their bytes: a word's hash is a polynomial in its
-  bytes, which is a difference of prefix sums.
-- Signatures are rensa's (Fast Similarity Sketching): each slot of two documents is equal with the probability of their
-  Jaccard similarity. They follow from the text alone, on every machine.
-
-Dahlgaard et al. 2017 (arXiv:1704.04370).
+A word is a run of letters, digits, underscores or bytes beyond ASCII, in lower case. Signatures are rensa's (Fast
+Similarity Sketching, Dahlgaard et al. 2017, arXiv:1704.04370): each slot is equal with the probability of the Jaccard
+similarity.
 """
 
 from __future__ import annotations
@@ -33,12 +27,10 @@ _WORD[[*range(48, 58), *range(65, 91), *range(97, 123), 95, *range(128, 256)]] =
 
 
 def ngrams(texts: Sequence[str], n: int) -> tuple[Hashes, Offsets]:
-    """Hashes of the word n-grams of documents, in order, repeated ones too.
+    """Hashes (all n-grams,) of the word n-grams of documents, in order, and where each document's begin (documents +
+    1,).
 
     A document of fewer words has one n-gram, of all of them; one without words has none.
-
-    Returns:
-        the hashes, (all n-grams,), and where each document's begin, (documents + 1,).
     """
     found: list[Hashes] = [np.empty(0, np.uint64)]
     counts: list[Offsets] = [np.zeros(1, np.int64)]
@@ -89,21 +81,41 @@ def _words(texts: list[bytes]) -> tuple[Hashes, Offsets]:
 
 def _hashed(joined: npt.NDArray[np.uint8], starts: Offsets, ends: Offsets) -> Hashes:
     """The polynomial of each word of some that follow each other."""
-    part = joined[starts[0] : ends[-1]]
-    powers, inverses, table = _powers(1 << (len(part) - 1).bit_length())
-    sums = np.zeros(len(part) + 1, np.uint64)
-    np.cumsum(table[part] * powers[: len(part)], out=sums[1:])
-    return (sums[ends - starts[0]] - sums[starts - starts[0]]) * inverses[starts - starts[0]]
+    return run_hashes(byte_values().take(joined[starts[0] : ends[-1]]), starts - starts[0], ends - starts[0])
+
+
+def word_hashes(values: Hashes, starts: Offsets, ends: Offsets) -> Hashes:
+    """A hash of each word, given the `byte_values` of a text and where its words start and end."""
+    return _mixed(run_hashes(values, starts, ends))
+
+
+def gram_hashes(words: Hashes, length: int) -> Hashes:
+    """(w - length + 1,) a hash of each run of `length` words, at a cost that does not depend on the length."""
+    count = max(len(words) - length + 1, 0)
+    return _mixed(run_hashes(words, slice(count), slice(length, length + count)))
+
+
+def run_hashes(values: Hashes, starts: Offsets | slice, ends: Offsets | slice) -> Hashes:
+    """The polynomial in the values from each start to its end: differences of prefix sums, moved to power 0."""
+    powers, inverses = _powers(1 << max(len(values) - 1, 0).bit_length())
+    sums = np.zeros(len(values) + 1, np.uint64)
+    np.cumsum(values * powers[: len(values)], out=sums[1:])
+    return (sums[ends] - sums[starts]) * inverses[starts]
 
 
 @cache
-def _powers(size: int) -> tuple[Hashes, Hashes, Hashes]:
-    """Powers of an odd number modulo 2^64, those of its inverse, and a random number for each byte."""
+def byte_values() -> Hashes:
+    """A random number for each byte."""
+    return _mixed(np.arange(1, 257, dtype=np.uint64))
+
+
+@cache
+def _powers(size: int) -> tuple[Hashes, Hashes]:
+    """Powers of an odd number modulo 2^64, and those of its inverse."""
     inverse = np.uint64(pow(int(_ODD), -1, 1 << 64))
     powers, inverses = (np.full(size, base, np.uint64) for base in (_ODD, inverse))
     powers[0] = inverses[0] = 1
-    table = _mixed(np.arange(1, 257, dtype=np.uint64))
-    return np.multiply.accumulate(powers), np.multiply.accumulate(inverses), table
+    return np.multiply.accumulate(powers), np.multiply.accumulate(inverses)
 
 
 def _mixed(values: Hashes) -> Hashes:
@@ -115,10 +127,8 @@ def _mixed(values: Hashes) -> Hashes:
 
 
 def bands_and_rows(threshold: float, missed: float = 0.02, slots: int = SLOTS) -> tuple[int, int]:
-    """How a signature is cut so that pairs at the threshold share a band but for `missed` of them: (bands, rows).
-
-    Pairs of similarity s share one with probability 1 - (1 - s^rows)^bands; the more rows, the fewer pairs below the
-    threshold have to be looked at.
+    """(bands, rows) so that pairs at the threshold share a band but for `missed` of them; the more rows, the fewer
+    candidates.
     """
     best = (1, 1)
     for rows in range(1, slots + 1):
@@ -155,7 +165,9 @@ def band_hashes(signed: npt.NDArray[np.uint32], bands: int, rows: int) -> Hashes
 
 
 def distinct(hashes: Hashes, offsets: Offsets) -> tuple[npt.NDArray[np.uint32], Offsets]:
-    """The set of each document, sorted, as 32 bits a hash: in one document few enough for these to differ."""
+    """The set of each document, sorted, as 32 bits per hash, few enough in one document for these to differ; and
+    offsets.
+    """
     document = np.repeat(np.arange(len(offsets) - 1, dtype=np.uint64), np.diff(offsets))
     keys = np.sort((document << np.uint64(32)) | (hashes >> np.uint64(32)))
     keys = keys[np.concatenate([[True], keys[1:] != keys[:-1]])] if len(keys) else keys

@@ -1,0 +1,382 @@
+"""The commands about one checkpoint: score it, let it write, carry it to other libraries and back."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ...train.errors import UserError
+from ...train.files import read_json
+from .sweep import Json, show
+
+if TYPE_CHECKING:
+    from ...evaluate.export.model_card import Facts
+
+app = typer.Typer()
+SCORES = "scores.json"
+BROKEN = "\N{REPLACEMENT CHARACTER}"
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what the folder holds.")]
+RunOrCheckpoint = Annotated[
+    Path, typer.Argument(help="A checkpoint, or a run directory (its newest).", show_default=False)
+]
+
+
+@app.command(name="evaluate")
+def score(
+    checkpoint: Annotated[
+        list[Path], typer.Argument(help="Checkpoints, or run directories (the newest of each).", show_default=False)
+    ],
+    tasks: Annotated[
+        str,
+        typer.Option(help="With commas between: suites (small, core, domains), tasks (piqa, piqa@5), files, folders."),
+    ] = "small",
+    limit: Annotated[int | None, typer.Option(help="Items a task, a fixed subset; all of them when not given.")] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for scores.json, items and report.html; default: the checkpoint. Of several: a folder each."
+        ),
+    ] = None,
+    against: Annotated[
+        Path | None, typer.Option(help="Another checkpoint, or its scores.json: compared item by item in the report.")
+    ] = None,
+    ngram: Annotated[
+        int, typer.Option(help="Words in a row shared with the training text make an item contaminated; 0: not asked.")
+    ] = 13,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    precision: Annotated[str, typer.Option(help="fp32 or bf16, of the weights.")] = "fp32",
+    ranks: Annotated[int, typer.Option(help="Processes that share the work; on GPUs start them with torchrun.")] = 1,
+    batch_tokens: Annotated[
+        int | None, typer.Option(help="Tokens in one forward pass; default: what suits the device.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Scores checkpoints and writes scores.json, every item, and report.html for each.
+
+    An evaluation that was stopped goes on where it was when it is started again.
+    """
+    settings = {"device": device, "precision": precision, "ngram": ngram or None, "batch_tokens": batch_tokens}
+    score_all(checkpoint, tasks, limit, output, against, ranks, as_json, settings)
+
+
+@dataclass(frozen=True)
+class _Scored:
+    """A checkpoint and where its scores are."""
+
+    folder: Path
+    scores: dict[str, Any]
+    checkpoint: Path | None = None
+
+
+def score_all(
+    checkpoints: Sequence[Path], tasks: str, limit: int | None, output: Path | None, against: Path | None, ranks: int,
+    as_json: bool, settings: dict[str, Any],
+) -> None:  # fmt: skip
+    """Scores the checkpoints with tasks that are loaded once, writes their pages, and shows the scores.
+
+    `settings` are those of `evaluate_checkpoint`; the other arguments are the command's.
+    """
+    from ...evaluate.checkpoint import choose_device
+    from ...evaluate.inference.ranks import on_ranks
+    from ...evaluate.pages.report import format_scores
+    from ...train.checkpoint.checkpoint import find
+
+    paths = [find(path) for path in checkpoints]
+    folders = _folders(paths, output)
+    other = None if against is None else _read(against)
+    wanted = list(zip(paths, folders, strict=True))
+    if against is not None and other is None:
+        wanted.append((path := find(against), path))
+    device = choose_device(settings["device"])
+    scored = on_ranks(ranks, lambda ranks: _score(wanted, tasks, limit, settings, ranks, as_json), device=device)
+    if scored is None:  # another rank of a job than the first
+        return
+    if against is not None and other is None:
+        other = scored.pop()
+    for one in scored:
+        _write_page(one, other)
+    if as_json:
+        found = [one.scores for one in scored]
+        print(json.dumps(found[0] if len(found) == 1 else found, indent=1))
+        return
+    for one in scored:
+        if len(scored) > 1:
+            print(one.scores["checkpoint"])
+        print(format_scores(one.scores))
+        print(f"report: {one.folder / 'report.html'}")
+
+
+def _score(
+    wanted: Sequence[tuple[Path, Path]], tasks: str, limit: int | None, settings: dict[str, Any], ranks: Any,
+    quietly: bool,
+) -> list[_Scored] | None:  # fmt: skip
+    """One after the other, on every rank alike; only the first has an answer."""
+    from ...evaluate.checkpoint import evaluate_checkpoint
+    from ..results.scoring import open_suite
+
+    def say(line: str) -> None:
+        if ranks.rank == 0 and not quietly:
+            print(line, flush=True)
+
+    shared = open_suite({"tasks": tasks, "limit": limit}, say)
+    found = []
+    for number, (path, folder) in enumerate(wanted, 1):
+        if len(wanted) > 1:
+            say(f"{path} ({number} of {len(wanted)})")
+        scores = evaluate_checkpoint(
+            path, output=folder / SCORES, ranks=ranks, progress=say, **vars(shared), **settings
+        )
+        found.append(_Scored(folder, scores, path))
+    return found if ranks.rank == 0 else None
+
+
+def _folders(paths: Sequence[Path], output: Path | None) -> list[Path]:
+    if output is None:
+        return list(paths)
+    if len(paths) == 1:
+        return [output]
+    # runs/<id>/checkpoints/step_<n>: the run's name and the step tell checkpoints apart, for people too.
+    names = [f"{path.absolute().parent.parent.name}_{path.name}" for path in paths]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise UserError(f"checkpoints of the same name {twice} cannot share --output {output}; score them one by one")
+    return [output / name for name in names]
+
+
+def _read(against: Path) -> _Scored | None:
+    """Scores that are there already: the file, or a folder that holds it; None where it is a checkpoint."""
+    file = against if against.is_file() else against / SCORES
+    if not file.is_file() or (against.is_dir() and (against / "manifest.json").is_file()):
+        return None
+    scores = read_json(file)
+    if scores is None or not isinstance(scores.get("tasks"), dict):
+        raise UserError(f"{file} is not a file of scores; give a checkpoint, or what `isoflop evaluate` wrote")
+    return _Scored(file.parent, scores)
+
+
+def _write_page(one: _Scored, other: _Scored | None) -> None:
+    from ...evaluate.pages.report import write_checkpoint_report
+    from ...evaluate.records.items import items_path, read_items
+    from ..results.pages import peers_of
+
+    def items_of(side: _Scored) -> Any:
+        return read_items(items_path(side.folder / SCORES), lambda line: print(line, file=sys.stderr))
+
+    peers = [] if one.checkpoint is None else peers_of(one.checkpoint.absolute())
+    against = None if other is None else (other.scores, items_of(other))
+    write_checkpoint_report(one.scores, one.folder / "report.html", items_of(one), peers, against)
+
+
+@app.command(name="generate")
+def write_text(
+    checkpoint: RunOrCheckpoint,
+    prompt: Annotated[
+        str, typer.Argument(help="Text to go on from; - reads standard input; none: the start of a document.")
+    ] = "",
+    max_tokens: Annotated[int, typer.Option(help="New tokens, at most.")] = 256,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token; above it tokens are drawn.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Draw from so many likeliest tokens; 0: from all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Draw from the likeliest tokens that hold this share.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of what is drawn.")] = 0,
+    stop: Annotated[list[str] | None, typer.Option(help="Ends the text, and is left out; repeat for more.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    as_json: Json = False,
+) -> None:
+    """Continues a text with a checkpoint, greedily unless a temperature is given, and prints it as it comes."""
+    check_sampling(max_tokens, temperature, top_k, top_p, seed, stop or [])
+    from ...evaluate.inference.generate import Sampling, stream
+    from ...train.checkpoint.checkpoint import load_for_evaluation
+    from ...train.hardware import pick_device
+
+    place = pick_device(device, "--device")
+    text = _standard_input() if prompt == "-" else prompt
+    loaded = load_for_evaluation(checkpoint, str(place))
+    ids = [int(token) for token in loaded.tokenizer.encode(text)] or [loaded.tokenizer.end_of_document]
+    started = time.perf_counter()
+    tokens = stream(
+        loaded.model, ids, max_tokens, max_length=loaded.config.data.sequence_length,
+        sampling=Sampling(temperature, top_k, top_p), seed=seed, device=place,
+    )  # fmt: skip
+    pieces, times = Pieces(loaded.tokenizer.decode, stop or []), [started]
+    try:
+        for token in tokens:
+            times.append(time.perf_counter())
+            if token == loaded.tokenizer.end_of_document:
+                break
+            piece = pieces.add(token)
+            if not as_json:
+                print(piece, end="", flush=True)
+            if pieces.stopped:
+                break
+    except KeyboardInterrupt:
+        print(flush=True)
+        sys.exit(130)  # what has been printed says it all
+    rest = pieces.rest()
+    if not as_json:
+        print(rest, flush=True)
+        return
+    read, written = min(len(ids), loaded.config.data.sequence_length), len(times) - 1
+    after_first = times[-1] - times[1]
+    said: dict[str, Any] = {
+        "prompt": text, "text": pieces.text, "prompt_tokens": read, "tokens": written, "seed": seed,
+        "tokens_per_s": {
+            "prefill": read / (times[1] - started),
+            "decode": (written - 1) / after_first if after_first > 0 else None,
+        },
+    }  # fmt: skip
+    show(said, as_json, print)
+
+
+def check_sampling(
+    max_tokens: int, temperature: float, top_k: int, top_p: float, seed: int, stops: Sequence[str]
+) -> None:
+    """Refuses what no text can be drawn with; the error names the option."""
+    if max_tokens < 1:
+        raise UserError(f"--max-tokens is {max_tokens}; it must be 1 or more")
+    if not (temperature >= 0 and math.isfinite(temperature)):
+        raise UserError(f"--temperature is {temperature}; it must be a finite number, 0 (greedy) or more")
+    if top_k < 0:
+        raise UserError(f"--top-k is {top_k}; it must be 0 (all tokens) or more")
+    if not 0 < top_p <= 1:
+        raise UserError(f"--top-p is {top_p}; it must be above 0 and at most 1")
+    if not 0 <= seed < 1 << 63:
+        raise UserError(f"--seed is {seed}; it must be from 0 to 2^63 - 1")
+    if temperature == 0 and (top_k or top_p < 1):
+        raise UserError("--temperature is 0, which is greedy, so --top-k and --top-p say nothing; give one above 0")
+    if not all(stops):
+        raise UserError("--stop is empty; it must be a text of one character or more")
+
+
+class Pieces:
+    """Text that grows token by token, handed out in pieces; it ends before the first of the stops.
+
+    Held back are characters whose bytes are not all there, and what may be the beginning of a stop.
+    """
+
+    def __init__(self, decode: Callable[[list[int]], str], stops: Sequence[str] = ()) -> None:
+        self._decode, self._stops = decode, stops
+        self._tokens: list[int] = []
+        self._said = 0
+        self.text = ""
+        self.stopped = False
+
+    def add(self, token: int) -> str:
+        """What can be said after one more token."""
+        self._tokens.append(token)
+        self.text = self._decode(self._tokens)
+        found = [place for stop in self._stops if (place := self.text.find(stop)) >= 0]
+        if found:
+            self.text, self.stopped = self.text[: min(found)], True
+            return self._say(len(self.text))
+        end = len(self.text.rstrip(BROKEN))
+        for stop in self._stops:
+            sizes = (size for size in range(min(len(stop) - 1, len(self.text)), 0, -1))
+            size = next((size for size in sizes if self.text.endswith(stop[:size])), 0)
+            end = min(end, len(self.text) - size)
+        return self._say(end)
+
+    def rest(self) -> str:
+        """What was held back, when nothing more comes."""
+        return self._say(len(self.text))
+
+    def _say(self, end: int) -> str:
+        piece = self.text[self._said : end]
+        self._said = max(self._said, end)
+        return piece
+
+
+def _standard_input() -> str:
+    try:
+        return sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as error:
+        raise UserError(f"standard input is not UTF-8 at byte {error.start}; it must be text in UTF-8") from error
+
+
+@app.command()
+def export(
+    checkpoint: RunOrCheckpoint,
+    output: Annotated[Path, typer.Argument(help="A folder, new or empty.", show_default=False)],
+    format: Annotated[str, typer.Option(help="hf: what transformers loads, and llama.cpp converts.")] = "hf",
+    dtype: Annotated[str, typer.Option(help="Of the weights: fp32 or bf16.")] = "fp32",
+    overwrite: Overwrite = False,
+    as_json: Json = False,
+) -> None:
+    """Writes a checkpoint as a folder that other libraries load, with a model card."""
+    from ...evaluate.export.export import export_checkpoint
+    from ...train.checkpoint.checkpoint import find
+
+    path = find(checkpoint)
+    done = export_checkpoint(path, output, format=format, dtype=dtype, overwrite=overwrite, facts=facts_about(path))
+    said = {"folder": str(done.folder), "architecture": done.architecture, "dtype": dtype, "files": done.files}
+    show(said, as_json, lambda said: print(f"{said['folder']}: {said['architecture']}, {', '.join(said['files'])}"))
+
+
+@app.command(name="import")
+def import_model(
+    folder: Annotated[
+        Path, typer.Argument(help="With config.json, safetensors and tokenizer.json.", show_default=False)
+    ],
+    output: Annotated[Path, typer.Argument(help="A folder, new or empty.", show_default=False)],
+    sequence_length: Annotated[
+        int | None, typer.Option(min=1, help="Context of the checkpoint; default: max_position_embeddings.")
+    ] = None,
+    overwrite: Overwrite = False,
+    as_json: Json = False,
+) -> None:
+    """Makes a checkpoint of a Hugging Face folder (Llama, Mistral, Qwen3), to be scored, asked and exported."""
+    from ...evaluate.export.hf_import import import_checkpoint
+
+    path = import_checkpoint(folder, output, sequence_length=sequence_length, overwrite=overwrite)
+    show({"checkpoint": str(path)}, as_json, lambda said: print(f"checkpoint: {said['checkpoint']}"))
+
+
+def facts_about(checkpoint: Path) -> Facts:
+    """What the files around a checkpoint say of it: scores, its sweep's law and provenance; each where there is one."""
+    from importlib.metadata import version
+
+    from ...evaluate.export.model_card import Facts
+    from ..results.tracking import PROVENANCE
+    from ..runs.directory import yaml_or_empty
+
+    run = checkpoint.parent.parent
+    sweep = run.parent.parent
+    summary = read_json(run / "summary.json") or {}
+    if summary.get("step") != int(checkpoint.name.removeprefix("step_")):
+        summary = {}
+    scores = read_json(run / "eval" / f"{checkpoint.name}.json") or read_json(checkpoint / "scores.json") or {}
+    held_out = {name: summary.get(name) for name in ("val_loss", "val_loss_se", "val_bpb")}
+    if not (scores.get("held_out") or {}).get("val_loss"):
+        scores = scores | {"held_out": held_out}
+    settings = yaml_or_empty(sweep / "sweep.yaml")
+    return Facts(
+        scores=scores,
+        law=_law(sweep / "fit" / "law.json", summary),
+        provenance={name: settings.get(name) for name in PROVENANCE},
+        version=version("isoflop"),
+    )
+
+
+def _law(path: Path, summary: dict[str, Any]) -> dict[str, Any] | None:
+    """What the sweep's law says of a finished run's N and D; None where there is no law, or none that this reads."""
+    from ... import fit
+
+    if not path.is_file() or not summary:
+        return None
+    try:
+        law = fit.read_law(path)
+        inputs = {"N": summary["N_total"], "D": summary["D"]}
+        interval = None
+        if law.draws_ is not None:
+            low, high = law.predict_interval(**inputs)
+            interval = (float(low), float(high))
+        return {"form": law.form, "predicted_loss": float(law.predict(**inputs)), "interval": interval}
+    except fit.InputError:
+        return None

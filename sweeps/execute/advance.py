@@ -1,0 +1,156 @@
+"""What of a sweep starts next: for the command, on this machine and on SLURM, and for SLURM's keeper alike."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from .. import prepare
+from ..config import SweepConfig
+from ..growth import extend
+from ..plan.sweep_plan import Plan
+from ..prepare import Prepared
+from ..runs import attempts, membership, states
+from ..runs.attempts import Policy
+from ..runs.directory import Busy, RunDirectory, SweepDirectory, now_on
+from ..runs.queue import Unit
+
+
+class Backend(Protocol):
+    """Where jobs run."""
+
+    def is_taken(self, run: RunDirectory) -> bool: ...  # by a job, or is not to be started for another reason
+
+    def to_score(self, runs: Sequence[RunDirectory]) -> list[RunDirectory]: ...  # of those without scores
+
+    def is_busy(self) -> bool: ...
+
+    def start(
+        self, plan: Plan, units: Sequence[Unit], unscored: Sequence[RunDirectory], evaluate: bool,
+        avoid: Mapping[str, tuple[str, ...]],
+    ) -> None: ...  # fmt: skip
+
+    def refill(self) -> None: ...  # replaces workers that were lost
+
+    def fit(self) -> bool: ...  # has the laws fitted where results are newer; whether that was so
+
+
+@dataclass
+class Survey:
+    due: dict[str, tuple[str, ...]] = field(default_factory=dict)  # nodes to avoid, by the id of a run to start now
+    later: list[str] = field(default_factory=list)  # to be started, or settled, at a later look
+
+
+def advance(
+    sweep: SweepDirectory, backend: Backend, asked: Collection[str] = (), prepared: Prepared | None = None
+) -> bool:
+    """Starts what is next: runs, scorings, another round, the fit. The caller holds the sweep.
+
+    Args:
+        sweep: planned already.
+        backend: where its jobs run.
+        asked: runs that a person's command asks for, whatever became of them; none: those that are due.
+        prepared: the plan, where it was just made.
+
+    Returns:
+        Whether the sweep is over: every run has ended for good, and the laws are fitted to all that is there.
+
+    Raises:
+        UserError: SLURM refuses what is submitted, or there is no data to train or score on.
+    """
+    config = prepare.configuration(sweep)
+    policy = Policy.of(config.cluster)
+    if extend.replace_diverged(sweep, config):
+        prepared = None
+    survey = Survey(dict.fromkeys(asked, ())) if asked else look(sweep, backend, policy)
+    idle = not survey.due and not survey.later and not backend.is_busy()
+    if idle and extend.next_round(sweep, config):
+        survey = look(sweep, backend, policy)
+    unscored = backend.to_score(missing_scores(membership.members(sweep), config))
+    if survey.due or unscored:
+        if prepared is None:
+            prepared = prepare.from_disk(sweep)
+            prepare.write_plan(prepared)
+        waiting = [run for run in prepared.directories if run.run_id in survey.due]
+        prepare.refreeze(waiting, prepared)
+        if waiting:
+            prepare_data(waiting[0])
+        units = prepared.plan.units_of(survey.due.keys())
+        backend.start(prepared.plan, units, unscored, bool(config.evaluate.tasks), survey.due)
+        return False
+    if survey.later or backend.is_busy():
+        backend.refill()
+        return False
+    return not backend.fit()
+
+
+def look(sweep: SweepDirectory, backend: Backend, policy: Policy) -> Survey:
+    """Which runs are to be started now, or once their time to wait is over."""
+    survey, now = Survey(), now_on(sweep.path)
+    open_runs = [run for run in membership.members(sweep) if not run.is_done() and not backend.is_taken(run)]
+    spent = attempts.retries_spent(sweep) if open_runs else 0
+    for run in open_runs:
+        state = run.state().state
+        if state in ("cancelled", "diverged"):
+            continue
+        if state == "running":  # not settled yet: it still shows signs of life
+            survey.later.append(run.run_id)
+            continue
+        tries = attempts.current(run)
+        decision = attempts.decide(tries, policy, spent, now)
+        spent += decision.again and bool(tries) and tries[-1].cause in attempts.RETRIED
+        if decision.again and decision.wait_seconds > 0:
+            survey.later.append(run.run_id)
+        elif decision.again:
+            survey.due[run.run_id] = decision.avoid
+    parents = {run["run_id"]: run["parent"] for run in sweep.plan()["runs"]}
+    for name in [name for name in survey.due if parents.get(name) in survey.later]:
+        del survey.due[name]  # it would wait for a trunk that has no job yet
+        survey.later.append(name)
+    return survey
+
+
+def renew(runs: Iterable[RunDirectory]) -> None:
+    """Gives a new budget to runs that had ended."""
+    for run in runs:
+        if run.state().state in ("failed", "diverged", "cancelled"):
+            with contextlib.suppress(Busy):
+                states.retry_by_hand(run)
+
+
+def prepare_data(run: RunDirectory) -> None:
+    """Builds the shards before any job starts: compute nodes may have no network."""
+    from ...train.data.shards import prepare_with_progress
+
+    prepare_with_progress(run.config().data)
+
+
+def missing_scores(runs: Sequence[RunDirectory], config: SweepConfig) -> list[RunDirectory]:
+    """Runs that are done and lack scores."""
+    if not config.evaluate.tasks:
+        return []
+    from ..results.scoring import is_scored
+
+    settings = dataclasses.asdict(config.evaluate)
+    return [run for run in runs if run.is_done() and not is_scored(run, settings)]
+
+
+def outcome(prepared: Prepared) -> int:
+    """The exit code, after a line for every run that is not done."""
+    sweep = prepared.sweep
+    stands_in = {old: sweep.run(new) for new, old in membership.replacements(sweep).items()}
+    missing = missing_scores(prepared.directories, prepared.config)
+    code = 1 if missing else 0
+    for run in [run for run in prepared.directories if not run.is_done()]:
+        print(f"run {run.run_id} is {run.state().state}: {run.state().reason}")
+        other = stands_in.get(run.run_id)
+        if other is not None and other.is_done():
+            print(f"run {other.run_id} was trained in its place, at a lower learning rate")
+        else:
+            code = 1
+    if missing:
+        print(f"{len(missing)} runs could not be scored; the reasons are in {sweep.path / 'runs'}/<run>/log.txt")
+    return code

@@ -1,0 +1,93 @@
+"""Scoring the runs of a sweep: which checkpoints are wanted, which have scores, and the call into the evaluate room.
+
+A checkpoint that a run was not told to keep, because `evaluate.every` was set later, is not missed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ...train.files import read_json, read_json_lines, write_json
+from ..grid.trunks import steps_between
+from ..runs.directory import RunDirectory
+
+if TYPE_CHECKING:
+    from ...evaluate.checkpoint import Contamination
+    from ...evaluate.harness import TokenCache
+    from ...evaluate.tasks.suite import Suite
+
+
+@dataclasses.dataclass
+class Scoring:
+    """What the checkpoints of one process share: tasks, their texts as ids, and which items were trained on."""
+
+    suite: Suite
+    tokens: dict[str, TokenCache] = dataclasses.field(default_factory=dict)
+    overlaps: dict[str, Contamination] = dataclasses.field(default_factory=dict)
+
+
+def stage(tasks: list[str]) -> None:
+    """Fetches what the tasks need while there is a network; compute nodes may have none."""
+    from ...evaluate.tasks.tasks import stage_tasks
+
+    stage_tasks(tasks, progress=print)
+
+
+def is_scored(run: RunDirectory, settings: dict[str, Any]) -> bool:
+    """Whether every wanted checkpoint has been scored on these tasks, over as many items."""
+    return all(_is_scored(run, step, settings) for step in wanted_steps(run, settings))
+
+
+def wanted_steps(run: RunDirectory, settings: dict[str, Any]) -> list[int]:
+    """Steps of a finished run whose checkpoints are to be scored, as far as they were kept; the final one last."""
+    last = (run.summary() or {}).get("step")
+    steps = steps_between(run.config(), settings["every"]) if settings.get("every") is not None else []
+    kept = [step for step in steps if (run.path / "checkpoints" / f"step_{step}" / "manifest.json").is_file()]
+    return [*kept, last] if isinstance(last, int) else kept
+
+
+def _is_scored(run: RunDirectory, step: int, settings: dict[str, Any]) -> bool:
+    # A group of lm-eval tasks is recorded by its members, so the request itself is kept beside the scores.
+    scores, request = (read_json(run.path / "eval" / f"step_{step}{kind}.json") for kind in ("", ".request"))
+    return scores is not None and request == _request(settings)
+
+
+def _request(settings: dict[str, Any]) -> dict[str, Any]:
+    return {"tasks": list(settings["tasks"]), "limit": settings["limit"], "ngram": settings.get("ngram")}
+
+
+def open_suite(settings: dict[str, Any], say: Callable[[str], None] | None = None) -> Scoring:
+    from ...evaluate.tasks.tasks import load_suite
+
+    return Scoring(load_suite(settings["tasks"], settings["limit"], progress=say))
+
+
+def evaluate_run(run: RunDirectory, settings: dict[str, Any], scoring: Scoring) -> None:
+    """Scores the wanted checkpoints that have no scores yet, into eval/step_<n>.json."""
+    from ...evaluate.checkpoint import evaluate_checkpoint
+
+    def log_step(step: int, line: str) -> None:
+        run.log(f"step {step}: {line}")
+
+    for step in wanted_steps(run, settings):
+        if _is_scored(run, step, settings):
+            continue
+        evaluate_checkpoint(
+            run.path / "checkpoints" / f"step_{step}", output=run.path / "eval" / f"step_{step}.json",
+            held_out=_held_out(run, step), batch_tokens=settings["batch_tokens"], ngram=settings.get("ngram"),
+            keep_items=step == (run.summary() or {}).get("step"), progress=partial(log_step, step), **vars(scoring),
+        )  # fmt: skip
+        write_json(run.path / "eval" / f"step_{step}.request.json", _request(settings))
+
+
+def _held_out(run: RunDirectory, step: int) -> dict[str, Any] | None:
+    """The held-out loss of a step, where the training computed it."""
+    lines = [run.summary() or {}, *read_json_lines(run.path / "metrics.jsonl")]
+    names = ("val_loss", "val_loss_se", "val_bpb")
+    for line in lines:
+        if line.get("step") == step and all(name in line for name in names):
+            return {name: line[name] for name in names}
+    return None

@@ -1,0 +1,210 @@
+"""Jobs to SLURM through submitit: what sbatch is told, and what it answers.
+
+Special here:
+- jobs are submitted on hold (`transaction.py`). A keeper is not: its time to begin holds it, and passes even where a
+  killed controller has forgotten that it was released;
+- a job starts in the folder of its pickles, where nothing shadows a package, with the sweep's copy of the code first on
+  PYTHONPATH. `cluster.setup` runs before that, in the folder that the sweep was first launched from;
+- keeper and fit ask for no GPU and run on the launcher's interpreter: they call sbatch, which images may lack;
+- an sbatch whose answer was lost may have made a job. It is called again, and the first job is a stray.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import shlex
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import submitit
+from submitit.core.utils import FailedJobError, FailedSubmissionError
+
+from ...train.errors import UserError
+from ..config import ClusterConfig
+from ..plan.sweep_plan import JobShape
+from . import commands as slurm
+
+# What SLURM says where the queue may hold no more jobs of a user, an account, a QOS or all of them.
+FULL = re.compile(r"SubmitJob|MaxJobCount|job submit limit|temporarily unable to accept", re.IGNORECASE)
+# Raw #SBATCH keys that would contradict a setting of ours, and the setting.
+TAKEN = {
+    "account": "cluster.account", "array": "cluster.array_parallelism", "begin": "cluster.keeper_seconds",
+    "constraint": "cluster.constraint", "cpus-per-task": "cluster.cpus_per_task",
+    "gpus-per-node": "cluster.gpus_per_job", "mem": "cluster.memory_gb", "nodes": "parallel.*",
+    "ntasks-per-node": "cluster.ranks_per_node", "partition": "cluster.partition", "qos": "cluster.qos",
+    "time": "cluster.time_minutes", "job-name": "sweep", "chdir": "cluster.setup", "output": None, "error": None,
+    "open-mode": None, "signal": None, "requeue": None, "kill-on-invalid-dep": None,
+}  # fmt: skip
+MERGED = {"dependency": ",", "exclude": ",", "comment": " "}  # keys that are joined with ours, and by what
+# submitit refuses to write a job's result beside the half that an earlier start of this very job left on a full disk.
+STALE = (
+    'rm -f "${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}"_*_result.pkl.save_tmp'
+)
+HEAVY = ("exclusive", "gres", "gpus", "gpus-per-task", "cpus-per-gpu", "mem-per-gpu")  # raw keys that no light job has
+
+
+class QueueFull(UserError):
+    """SLURM takes no more jobs for now."""
+
+
+@dataclass(frozen=True)
+class Call:
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+
+    def __call__(self) -> None:
+        self.function(*self.arguments)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What sbatch is told of one job, or of the array of one shape."""
+
+    kind: str  # train | queue | evaluate | fit | keeper
+    shape: JobShape
+    dependency: str | None = None
+    avoid: tuple[str, ...] = ()  # nodes, beside cluster.exclude
+    light: bool = False  # keeper and fit, which go to cluster.keeper_partition
+    begin: str | None = None
+
+
+@dataclass
+class Submission:
+    name: str  # of the sweep, for people
+    label: str  # comment of every job
+    cluster: ClusterConfig
+    folder: Path  # of this transaction alone, for pickles, scripts and logs
+    started_from: Path
+    code: Path  # folder that holds the package
+    jobs: list[str] = field(default_factory=list)  # all that was submitted
+    doubtful: bool = False  # whether an answer was lost on the way
+
+    def submit(self, request: Request, calls: Sequence[Call]) -> list[str]:
+        """Submits calls as one array, or one call as a job; returns their ids.
+
+        Raises:
+            QueueFull: nothing of this array is in the queue.
+            UserError: SLURM refuses, in its own words.
+        """
+        executor = submitit.SlurmExecutor(folder=self.folder, python=self._python(request))
+        executor.update_parameters(**self.parameters(request))
+        deadline = time.monotonic() + slurm.PATIENCE
+        while True:
+            try:
+                # submitit prints SLURM's words as well as raising them.
+                with slurm.outside_any_job(), contextlib.redirect_stderr(io.StringIO()):
+                    jobs = executor.submit_array(calls)
+                break
+            except (FailedJobError, FailedSubmissionError) as error:
+                said = " ".join(str(error).split()) or "it gave no reason"
+                if FULL.search(said):
+                    raise QueueFull(f"SLURM takes no more jobs for now ({said}); sweep again later") from error
+                if slurm.AWAY.search(said) is None or time.monotonic() > deadline:
+                    raise UserError(
+                        f"SLURM refused the {request.kind} job ({said}); nothing is left in the queue, "
+                        "mend the cluster.* setting that it names and sweep again"
+                    ) from error
+                self.doubtful = True
+                time.sleep(1.0)
+        names = [str(job.job_id) for job in jobs]
+        self.jobs += names
+        return names
+
+    def parameters(self, request: Request) -> dict[str, Any]:
+        cluster, shape, light = self.cluster, request.shape, request.light
+        # From SLURM 22.05 on srun does not hand a task the CPUs that its job asked for, unless told so again. One
+        # rank that fails takes the others down, and neighbouring ranks, which may split a model, share a node.
+        srun = [f"--cpus-per-task={shape.cpus}", "--kill-on-bad-exit=1", "--distribution=block"]
+        if cluster.container is not None and not light:
+            srun += [f"--container-image={cluster.container}", f"--container-mounts={self._mounts()}"]
+        return {
+            "job_name": f"{self.name}-{request.kind}",
+            "time": shape.time_minutes,
+            "nodes": shape.nodes,
+            "ntasks_per_node": shape.ranks_per_node,
+            "cpus_per_task": shape.cpus,
+            "mem": f"{round(shape.memory_gb * shape.ranks_per_node * 1024)}M",
+            "gpus_per_node": shape.gpus * shape.ranks_per_node or None,
+            "partition": (cluster.keeper_partition if light else None) or cluster.partition,
+            "account": cluster.account,
+            "qos": cluster.qos,
+            "constraint": None if light else cluster.constraint,
+            "array_parallelism": cluster.array_parallelism,
+            "signal_delay_s": min(120, 30 * shape.time_minutes),
+            "setup": [f"export OMP_NUM_THREADS={shape.cpus}", *cluster.setup, *self._setup()],
+            "srun_args": srun,
+            "additional_parameters": self._raw(request),
+        }
+
+    def _raw(self, request: Request) -> dict[str, Any]:
+        """Keys that submitit has no name for, with those of cluster.additional_parameters."""
+        usable = avoidable(request.avoid, request.shape.nodes, self.cluster) if request.avoid else ()
+        ours: dict[str, Any] = {"requeue": True, "comment": self.label, "chdir": self.started_from}
+        if request.kind != "keeper":
+            ours["hold"] = True
+        if request.dependency is not None:
+            # A task whose run failed can never start: without this it would wait in the queue for ever.
+            ours |= {"dependency": request.dependency, "kill-on-invalid-dep": "yes"}
+        if request.begin is not None:
+            ours["begin"] = request.begin
+        if excluded := ",".join(part for part in (self.cluster.exclude, *usable) if part):
+            ours["exclude"] = excluded
+        theirs = raw_keys(self.cluster)
+        for key, value in theirs.items():
+            if key in ours and key in MERGED:
+                ours[key] = f"{ours[key]}{MERGED[key]}{value}"
+            elif key not in ours and not (request.light and key in HEAVY):
+                ours[key] = value
+        return {key: value for key, value in ours.items() if value is not None and value is not False}
+
+    def _setup(self) -> list[str]:
+        return [
+            f"cd {shlex.quote(str(self.folder))}",
+            STALE,
+            f"export PYTHONPATH={shlex.quote(str(self.code))}${{PYTHONPATH:+:$PYTHONPATH}}",
+        ]
+
+    def _python(self, request: Request) -> str:
+        own = shlex.quote(sys.executable)
+        command = own if request.light else self.cluster.python or ("python3" if self.cluster.container else own)
+        # The signal of a preemption would kill an interpreter that has not yet said what it does about it. SLURM takes
+        # a job that ends in its grace for ended, and does not put it back in the queue.
+        return f'sh -c \'trap "" USR2; exec "$@"\' sh {command}'
+
+    def _mounts(self) -> str:
+        cache = Path(os.environ.get("ISOFLOP_CACHE") or Path.home() / ".cache" / "isoflop").absolute()
+        folders = dict.fromkeys((self.folder.parent.parent, cache, self.started_from))
+        return ",".join(f"{folder}:{folder}" for folder in folders)
+
+
+def raw_keys(cluster: ClusterConfig) -> dict[str, Any]:
+    """cluster.additional_parameters by SLURM's names of the keys; UserError where one belongs to another setting."""
+    keys = {str(key).replace("_", "-"): value for key, value in (cluster.additional_parameters or {}).items()}
+    for key in keys:
+        if key in TAKEN:
+            setting = TAKEN[key]
+            raise UserError(
+                f"cluster.additional_parameters has {key}, which "
+                + ("the sweep sets itself; leave it out" if setting is None else f"{setting} sets; give that instead")
+            )
+    return keys
+
+
+def is_held(cluster: ClusterConfig) -> bool:
+    return bool(raw_keys(cluster).get("hold"))
+
+
+def avoidable(avoid: Sequence[str], needed: int, cluster: ClusterConfig) -> tuple[str, ...]:
+    """The nodes to avoid, or none where fewer than `needed` others are up."""
+    partition = [] if cluster.partition is None else [f"--partition={cluster.partition}"]
+    up = set(slurm.ask("sinfo", "-h", "-N", "-r", "-t", "idle,mix,alloc,comp", "-o", "%N", *partition).stdout.split())
+    if cluster.exclude is not None:
+        up -= set(slurm.ask("scontrol", "show", "hostnames", cluster.exclude).stdout.split())
+    return tuple(avoid) if len(up - set(avoid)) >= needed else ()
