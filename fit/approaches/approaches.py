@@ -38,7 +38,7 @@ def fit_parametric(
     """A law like `law` of the runs, with N (n,) counted as given: the fit, or None and the reason why there is none."""
     fitted = (law or default_law()).clone()
     try:
-        fitted.fit(N, table.D, table.loss, table.weight, table.known_se)
+        fitted.fit(N, table.D, table.loss, weight=table.weight, loss_se=table.known_se)
     except InputError as error:
         return None, str(error)
     if bootstrap:

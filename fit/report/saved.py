@@ -16,7 +16,7 @@ import numpy as np
 from ..approaches.approaches import parametric
 from ..errors import positive
 from ..formatting import plain_json, scientific, times
-from ..laws.chinchilla import NAMES, ChinchillaLaw
+from ..laws.law import LossLaw
 from ..laws.persistence import read_law
 
 FAR = 100.0  # times the largest run
@@ -28,7 +28,7 @@ def answer(source: str | Path, targets: Sequence[float] | None = None) -> dict[s
 
     `source` is a file of `to_json` or a report's law.json. Raises InputError for what is no law of this version.
     """
-    law = read_law(source, ChinchillaLaw)
+    law = read_law(source, LossLaw)
     largest = float((6.0 * law.data_["N"] * law.data_["D"]).max())
     goals = positive("target", np.asarray(targets or [largest * factor for factor in DEFAULT_TARGETS]))
     approach = parametric(law, "")
@@ -43,7 +43,7 @@ def answer(source: str | Path, targets: Sequence[float] | None = None) -> dict[s
     return plain_json(
         {
             "law": {"form": law.form} | law.constants_,
-            "ci": {} if law.draws_ is None else {name: law.interval(name) for name in NAMES},
+            "ci": {} if law.draws_ is None else {name: law.interval(name) for name in law.names},
             "starts": law.starts_,
             "objective": law.objective_,
             "optimal": estimates,
@@ -56,7 +56,7 @@ def answer(source: str | Path, targets: Sequence[float] | None = None) -> dict[s
     )
 
 
-def _warnings_of(source: str | Path, law: ChinchillaLaw) -> list[dict[str, str]]:
+def _warnings_of(source: str | Path, law: LossLaw) -> list[dict[str, str]]:
     """What the report said beside the law; of a law alone, what it knows of itself."""
     if Path(source).is_file():
         content = json.loads(Path(source).read_text())
