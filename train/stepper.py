@@ -105,7 +105,7 @@ class Stepper:
                 if not out_of_memory(error):
                     raise
                 self._halve(step, error)
-        result = self.zero.step(None, total, self.scaler.scale)
+        result = self.zero.step(total, self.scaler.scale)
         self.scaler.update(result.skipped)
         if step + 1 < self.config.steps:
             self.prefetch.ahead(step + 1)

@@ -15,7 +15,7 @@ from ...train.checkpoint.checkpoint import LoadedCheckpoint
 from ...train.config import run_id, to_dict
 from ...train.files import read_json
 from ...train.flops import count_parameters, training_flops_per_token
-from ...train.model.shape import shape_of
+from ...train.model.shape import model_shape
 from ..pages.numbers import is_number, scored, with_error
 
 SCORES = {"acc": "accuracy", "acc_norm": "length-normalised", "exact_match": "exact match", "gold_bpb": "gold BPB",
@@ -64,7 +64,7 @@ def model_card(loaded: LoadedCheckpoint, facts: Facts, notes: list[str]) -> str:
         f"A decoder of width {model.width} and depth {model.depth}, {model.heads} heads"
         f" ({model.num_kv_heads} for keys and values), {model.vocab_size} tokens, context "
         f"{config.data.sequence_length}, {'tied' if model.tied_embeddings else 'untied'} embeddings"
-        f"{', RMSNorm on queries and keys' if shape_of(model).head_norms else ''}; "
+        f"{', RMSNorm on queries and keys' if model_shape(model).head_norms else ''}; "
         f"run `{run_id(config)}`, step {loaded.step}.",
         _table(("", ""), rows),
         *_scores(facts.scores or {}),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,25 +24,9 @@ class Slot:
     events: dict[str, Any] = field(default_factory=dict)  # of the lane
 
 
-class Lane(Protocol):
-    """The way from pages to rows."""
+class Lane:
+    """The way from pages to rows: a stream beside the one that computes."""
 
-    def slot(self, shape: tuple[int, int]) -> Slot: ...
-
-    def start(self, slot: Slot) -> None:
-        """Begins to copy pages to rows, once the rows are no longer read."""
-
-    def arrive(self, slot: Slot) -> None:
-        """What is computed from here on finds the rows."""
-
-    def leave(self, slot: Slot) -> None:
-        """What was computed up to here is the last that reads the rows."""
-
-    def pages_free(self, slot: Slot) -> None:
-        """Returns when the pages may be written to."""
-
-
-class CudaLane:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream = torch.cuda.Stream(device)
@@ -58,18 +42,22 @@ class CudaLane:
         return slot
 
     def start(self, slot: Slot) -> None:
+        """Begins to copy pages to rows, once the rows are no longer read."""
         with torch.cuda.stream(self.stream):
             slot.events["read"].wait()
             slot.rows.copy_(slot.pages, non_blocking=True)
             slot.events["copied"].record()
 
     def arrive(self, slot: Slot) -> None:
+        """What is computed from here on finds the rows."""
         slot.events["copied"].wait(torch.cuda.current_stream(self.device))
 
     def leave(self, slot: Slot) -> None:
+        """What was computed up to here is the last that reads the rows."""
         slot.events["read"].record(torch.cuda.current_stream(self.device))
 
     def pages_free(self, slot: Slot) -> None:
+        """Returns when the pages may be written to."""
         slot.events["copied"].synchronize()
 
 
@@ -79,7 +67,7 @@ class Prefetch:
     def __init__(self, gather: Gather, shape: tuple[int, int], device: torch.device, lane: Lane | None = None) -> None:
         self.gather = gather
         if lane is None and device.type == "cuda":
-            lane = CudaLane(device)
+            lane = Lane(device)
         self._lane = lane
         self._ring = [] if lane is None else [lane.slot(shape) for _ in range(RING)]
         self._read: Slot | None = None  # the place whose rows are in use

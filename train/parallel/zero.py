@@ -137,14 +137,11 @@ class Zero:
         torch.mul(self.peaks, factor, out=self.rates)
 
     @torch.no_grad()
-    def step(self, factor: float | None, loss: Tensor, scale: Tensor | None = None) -> StepResult:
-        """Updates the weights from the accumulated gradients, and clears these.
+    def step(self, loss: Tensor, scale: Tensor | None = None) -> StepResult:
+        """Updates the weights from the accumulated gradients at the rates of `set_rates`, and clears the gradients.
 
-        `factor` is on every group's peak learning rate (None: those of `set_rates`), `loss` () this rank's share of the
-        batch's mean loss, `scale` () the loss scale.
+        `loss` () is this rank's share of the batch's mean loss, `scale` () the loss scale.
         """
-        if factor is not None:
-            self.set_rates(factor)
         self.gradients.wait()
         self._sum_partial()
         total, norm = self._measure(loss)

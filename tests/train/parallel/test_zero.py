@@ -66,7 +66,8 @@ class Run:
                 (loss * (scale or 1.0)).backward()
                 handle.remove()
             total += loss.detach()
-        return self.zero.step(0.7 + 0.1 * (step % 3), total, None if scale is None else torch.tensor(scale))
+        self.zero.set_rates(0.7 + 0.1 * (step % 3))
+        return self.zero.step(total, None if scale is None else torch.tensor(scale))
 
     def weights(self) -> dict[str, np.ndarray]:
         """What the model computes with, brought together."""
@@ -204,7 +205,8 @@ def test_a_gradient_that_is_no_number_on_one_rank_skips_the_update_on_all() -> N
         # What follows is what would have been without the bad batch.
         assert run.step(2).skipped.item() == plain.step(2).skipped.item() == 0.0
         assert_close(run.weights(), plain.weights(), 0.0)
-        bad = run.zero.step(1.0, torch.tensor(float("nan") if mesh.rank == 0 else 1.0))
+        run.zero.set_rates(1.0)
+        bad = run.zero.step(torch.tensor(float("nan") if mesh.rank == 0 else 1.0))
         assert bad.skipped.item() == 1.0
         assert run.zero.updates.item() == 2
 
@@ -458,7 +460,8 @@ def test_tp_ranks_count_split_pieces_each_and_shared_ones_once_and_add_up_partia
         dist.broadcast(squares, 0)  # of shared pieces the first rank tells
         squares += sum(g[:20].double().square().sum() for g in both)
         squares += (both[0][20:] + both[1][20:]).double().square().sum()
-        result = zero.step(1.0, loss.detach() * (mesh.tp_rank + 1))
+        zero.set_rates(1.0)
+        result = zero.step(loss.detach() * (mesh.tp_rank + 1))
         if mesh.tp_rank == 0:  # the loss is one number, which the first tp rank tells
             assert result.loss == loss
         assert result.norm.item() == pytest.approx(squares.sqrt().item(), rel=1e-6)
