@@ -84,7 +84,6 @@ def imported_from(loaded: LoadedCheckpoint) -> str | None:
 
 
 def _front_matter(loaded: LoadedCheckpoint) -> str:
-    """What the Hub reads of a card."""
     data = loaded.config.data
     lines = ["library_name: transformers", "pipeline_tag: text-generation", "tags:", "- isoflop", "- scaling-laws"]
     if data.corpus == "hf" and data.name:
@@ -144,7 +143,6 @@ def _items(task: Mapping[str, Any]) -> str:
 
 
 def _caveats(task: Mapping[str, Any]) -> str:
-    """What the numbers of a task must not be read without."""
     said = [f"withheld: {_plain(task['withheld'])}"] if task.get("withheld") else []
     return "; ".join([*said, *(f"{task[key]} {name}" for key, name in CAVEATS.items() if task.get(key))])
 
