@@ -33,7 +33,7 @@ def trunk_steps(config: RunConfig) -> int:
     """
     if config.schedule.kind == "cosine":
         return 0
-    return min(config.steps - decay_steps(config), config.steps - 1)  # never the last: what has no decay ends in one too
+    return min(config.steps - decay_steps(config), config.steps - 1)  # never the last, which has its own score
 
 
 def same_until(one: RunConfig, other: RunConfig) -> int:
