@@ -1,9 +1,8 @@
 """One evaluation over several processes, each with the whole model and a share of the requests.
 
-- Tasks, prompts and metrics are computed by each; only what the model does is shared out, and every rank gets all of
-  its answers. So code above this file is code for one process.
-- Requests go out in lexicographic order, which keeps what shares a prompt together, in pieces of equal new tokens, and
-  in rounds, so that what is done can be stored between them.
+Only what the model does is shared out, and every rank gets all of its answers, so code above this file is code for one
+process. Requests go out in lexicographic order, which keeps shared prompts on one rank, and in rounds, so that what is
+done can be stored between them.
 """
 
 from __future__ import annotations

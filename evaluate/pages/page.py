@@ -42,10 +42,18 @@ def render_page(
         f"default-src 'none';script-src {_source(code) if code else _NONE};style-src {_source(styles)};"
         f"base-uri {_NONE};form-action {_NONE}"
     )
-    return _environment().get_template(template).render(
-        context, title=title, policy=Markup(policy), style=Markup(styles), script=Markup(code),
-        data=Markup("") if data is None else _data_block(data),
-    )  # fmt: skip
+    return (
+        _environment()
+        .get_template(template)
+        .render(
+            context,
+            title=title,
+            policy=Markup(policy),
+            style=Markup(styles),
+            script=Markup(code),
+            data=Markup("") if data is None else _data_block(data),
+        )
+    )
 
 
 _NONE = "'none'"
@@ -58,9 +66,13 @@ def _source(content: str) -> str:
 @functools.cache
 def _environment() -> Environment:
     environment = Environment(
-        loader=FileSystemLoader(TEMPLATES), autoescape=True, trim_blocks=True, lstrip_blocks=True,
-        undefined=StrictUndefined, finalize=lambda value: value if isinstance(value, Markup) else spell(value),
-    )  # fmt: skip
+        loader=FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=StrictUndefined,
+        finalize=lambda value: value if isinstance(value, Markup) else spell(value),
+    )
     named = (numbers.number, numbers.with_error, numbers.scored, numbers.short_count, numbers.grouped, numbers.compute)
     environment.filters |= {function.__name__: function for function in (*named, soften, breakable, bar_end)}
     environment.tests["number"] = numbers.is_number
