@@ -1,11 +1,8 @@
 """Our attention beside PyTorch's and the flash-attn packages, forward and backward: `isoflop bench attention`.
 
-Special here:
-- every contender gets the same leaves in the layout in which a model's projections leave them, (batch, time, heads,
-  head_dim), and gives its result in that layout;
-- on a GPU ours is the Triton kernel, and the peer of a row is the fastest of SDPA's backends and whatever flash-attn is
-  installed; on a CPU ours is what the model calls, and the peer is SDPA;
-- how far the outputs and gradients of both are apart is told in each row, as a share of the peer's largest.
+Every contender takes and gives the layout of a model's projections, (batch, time, heads, head_dim). On a GPU ours is
+the Triton kernel, and the peer the fastest of SDPA's backends and whatever flash-attn is installed; on a CPU ours is
+what the model calls, and the peer is SDPA.
 """
 
 from __future__ import annotations
@@ -51,8 +48,6 @@ Attention = Callable[
 
 @dataclass(frozen=True)
 class Shape:
-    """What is attended to."""
-
     batch: int
     time: int
     heads: int
@@ -74,7 +69,7 @@ class Shape:
 
 
 def gpu_shapes(lengths: Sequence[int] = (1024, 2048, 4096, 8192, 16384), tokens: int = 16384) -> list[Shape]:
-    """A width of 2048 in heads of 64 and of 128; the tokens of a batch stay the same."""
+    """A width of 2048 in heads of 64 and of 128, the same tokens in every batch."""
     return [
         Shape(tokens // time, time, 2048 // head_dim, 2048 // head_dim, head_dim)
         for head_dim in (64, 128)
@@ -93,16 +88,8 @@ def bench_attention(
 ) -> Iterator[Row]:  # fmt: skip
     """Causal attention of ours and of the fastest peer.
 
-    Args:
-        device: auto | cpu | cuda.
-        rounds: turns of each contender; one step before them is not counted.
-        steps: calls in a turn; None: as many as take some 30 ms, for those on a GPU are too short to be timed alone.
-        shapes: what is measured; by default `gpu_shapes` or `cpu_shapes`.
-        threads: of the CPU.
-
-    Yields:
-        One row a case, in the format of every `isoflop bench`. On a GPU in bf16 and TFLOP/s, forward alone and with
-        backward; on a CPU in fp32 and bf16 and tokens/s, forward with backward.
+    On a GPU in bf16 and TFLOP/s, forward alone and with backward; on a CPU in fp32 and bf16 and tokens/s, with
+    backward. A turn is `steps` calls; None: some 30 ms.
     """
     place = pick_device(device, "--device")
     with pinned_threads(threads):
@@ -168,16 +155,15 @@ class Inputs:
 
 
 def our_attention(inputs: Inputs) -> Attention:
-    """The kernel on a GPU; on a CPU what the model calls."""
     query = inputs.query
     if query.device.type == "cuda":
-        return backends.load("ours")
-    _, backend = backends.select("auto", query.device, query.dtype, query.shape[-1], False, False)
+        return backends.load_backend("ours")
+    _, backend = backends.select_backend("auto", query.device, query.dtype, query.shape[-1], False, False)
     return backend
 
 
 def attention_peers(device: torch.device, shape: Shape) -> dict[str, Attention]:
-    """By name, those that are installed; which heads, devices and types they take is their own affair."""
+    """Those that are installed; which heads, devices and types they take is their own affair."""
     grouped = shape.heads != shape.kv_heads
     if device.type == "cpu":
         if not grouped:
@@ -198,12 +184,11 @@ def attention_peers(device: torch.device, shape: Shape) -> dict[str, Attention]:
     }
     for name in sorted(backends.installed() - {"ours", "sdpa"}):
         with contextlib.suppress(ImportError):
-            found[backends.PACKAGES[name]] = backends.load(name)
+            found[backends.PACKAGES[name]] = backends.load_backend(name)
     return found
 
 
 def working_peers(functions: Mapping[str, Attention], inputs: Inputs, backward: bool) -> dict[str, Attention]:
-    """Those that take these inputs."""
     found = {}
     for name, function in functions.items():
         try:

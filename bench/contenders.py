@@ -1,11 +1,8 @@
 """What every benchmark shares: contenders that take turns, a row of the contract, peak memory, the table.
 
-Special here:
-- contenders alternate in one process, round by round, so that what else the machine does falls on all of them alike; a
-  figure is the median over rounds, its spread half the interquartile range of the rounds' own ratios;
-- the ratio is ours over the peer's in the direction in which more is better, and a peer with several ways to do the
-  work is represented by its fastest;
-- a device is waited for at the ends of a turn and not between its steps.
+Contenders alternate in one process, so that what else the machine does falls on all of them alike. A figure is the
+median over rounds, its spread half the interquartile range of the rounds' own ratios; a ratio is ours over the peer's
+in the direction in which more is better, and the fastest of several peers counts.
 """
 
 from __future__ import annotations
@@ -36,7 +33,7 @@ Step = Callable[[], Any]
 
 @dataclasses.dataclass
 class Contender:
-    """One way to do the work, with the seconds a step that each round measured."""
+    """One way to do the work, with its seconds per step in each round."""
 
     name: str
     step: Step
@@ -54,7 +51,7 @@ def counted(step: Callable[[int], Any]) -> Step:
 
 
 def require(library: str, why: str) -> None:
-    """Raises UserError where a library is missing: at once, and not after the cases before it."""
+    """Raises UserError where a library is missing, before anything is measured."""
     try:
         importlib.import_module(library)
     except ImportError:
@@ -78,10 +75,7 @@ def take_turns(
     contenders: Sequence[Contender], rounds: int, steps: int, device: torch.device,
     between: Callable[[], None] = lambda: None,
 ) -> None:  # fmt: skip
-    """Fills the contenders' seconds: `rounds` turns of `steps` steps each, after a step that is not counted.
-
-    `between` is called after every round.
-    """
+    """Fills the contenders' seconds: `rounds` turns of `steps` steps each, after a step that is not counted."""
     for turn in range(rounds + 1):
         for contender in contenders:
             seconds = seconds_a_step(contender.step, 1 if turn == 0 else steps, device)
@@ -109,7 +103,6 @@ def steps_for(step: Step, device: torch.device, seconds: float = 0.03) -> int:
 
 
 def fastest(contenders: Sequence[Contender]) -> Contender:
-    """The one with the lowest median."""
     return min(contenders, key=lambda contender: contender.median)
 
 
@@ -139,13 +132,12 @@ def peak_bytes(step: Step, device: torch.device) -> int:
 
 
 def largest_difference(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> float:
-    """The largest difference between two lists of tensors, each as a share of the largest value of the second."""
+    """Between two lists of tensors, as a share of the largest value of the second."""
     pairs = [(a.detach().float(), b.detach().float()) for a, b in zip(ours, theirs, strict=True)]
     return max(((a - b).abs().max() / b.abs().max()).item() for a, b in pairs)
 
 
 def memory_and_difference(ours: Contender, peer: Contender, device: torch.device) -> Row:
-    """What both ask for in one step, and how far apart the tensors are that it gives."""
     return {
         "peak_bytes": peak_bytes(ours.step, device),
         "peer_peak_bytes": peak_bytes(peer.step, device),
@@ -158,14 +150,8 @@ def contract_row(
 ) -> Row:
     """A row of the contract.
 
-    Args:
-        case: what is measured, with its shapes and number format.
-        work: what a step does, in the unit's numerator: tokens, models, ….
-        unit: of the figures, such as tokens/s.
-        ours: seconds a step, one a round.
-        theirs: the peer's in the same rounds.
-        peer: its name.
-        device: that both ran on.
+    A step does `work` in the unit's numerator (tokens, models); `ours` and `theirs` are seconds per step of the same
+    rounds.
     """
     from ..train.hardware import device_name
 
@@ -191,7 +177,6 @@ class Peak:
     best: float = 0.0
 
     def measure(self) -> None:
-        """Once more."""
         from ..train.hardware import matmul_peak
 
         self.best = max(self.best, matmul_peak(self.device, self.dtype))
@@ -204,7 +189,7 @@ def with_mfu(row: Row, flops: float, peak: Peak) -> Row:
 
 
 def spread(ratios: Sequence[float]) -> float:
-    """Half the interquartile range; of a single round there is none."""
+    """Half the interquartile range."""
     if len(ratios) < 2:
         return 0.0
     quarters = statistics.quantiles(ratios, n=4)
@@ -235,7 +220,7 @@ COLUMNS = (
 
 
 def print_benchmark(rows: list[Row], about: str = "") -> None:
-    """The rows as a table for people; `about` says in the title what the columns cannot, such as a FLOP convention."""
+    """The rows as a table; `about` says in the title what the columns cannot."""
     from rich.table import Table
 
     from ..sweeps.terminal import console
@@ -267,7 +252,6 @@ def print_benchmark(rows: list[Row], about: str = "") -> None:
 
 
 def _number(value: float | None) -> str:
-    """Empty where there is none: some rows have no peer."""
     if value is None:
         return ""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -1,13 +1,9 @@
-"""Near-duplicate removal of our recipes beside datasketch's MinHash and LSH: documents a second, memory, recall.
+"""Near-duplicate removal of our recipes beside datasketch's MinHash and LSH: documents per second, memory, recall.
 
-Special here:
-- Documents are random words whose frequencies fall as those of words do; planted pairs share so many words in a row
-  that the Jaccard similarity of their 5-grams is just what is said (the least possible value at or above it), and is
-  computed exactly before anything is measured.
-- Ours is the whole step, as `data prepare` runs it: texts in parts on disk, all cores, verified pairs. datasketch's
-  is one process, as it comes, on a sample: a Python loop that takes hours for the whole. The rate of its first part is
-  its best, for its dictionaries grow.
-- Memory is that of all processes together, sampled from /proc as proportional shares (PSS), its peak.
+Documents are random words whose frequencies fall as those of words do; planted pairs share so many words in a row that
+the Jaccard similarity of their 5-grams is what is said. Ours is the whole step, as `data prepare` runs it, on all
+cores; datasketch's is one process on a sample, whose rate is its best, for its dictionaries grow. Memory is the peak of
+all processes together, as proportional shares (PSS).
 """
 
 from __future__ import annotations
@@ -24,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from ..train.data.recipe import parts, shingles
-from ..train.data.recipe.pool import cores
+from ..train.data.recipe.pool import usable_cores
 from ..train.data.recipe.refine import Refinery
 
 ABOUT = "Near-duplicate removal at Jaccard 0.8 (word 5-grams); ratio: ours over the peer's, more is better."
@@ -40,7 +36,7 @@ Row = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Planted:
-    """A corpus in memory: texts, and pairs of their indices by the Jaccard similarity that they were made for."""
+    """Texts, and pairs of their indices by the Jaccard similarity that they were made for."""
 
     texts: list[str]
     pairs: dict[float, np.ndarray]
@@ -59,7 +55,7 @@ class Planted:
 
 
 def planted_corpus(documents: int, pairs: int = PAIRS, seed: int = 0) -> Planted:
-    """So many short documents of random words, with so many planted pairs of each similarity among them, shuffled."""
+    """Documents of random words, with so many planted pairs of each similarity among them, shuffled."""
     random = np.random.default_rng(seed)
     letters = random.integers(97, 123, (VOCABULARY, 9)).astype(np.uint8)
     words = [bytes(row[: 2 + i % 8]).decode() for i, row in enumerate(letters)]
@@ -79,7 +75,7 @@ def planted_corpus(documents: int, pairs: int = PAIRS, seed: int = 0) -> Planted
 
 
 def _like(words: list[str], others: list[str], similarity: float) -> str:
-    """A text of as many words whose end is that of another: 5-grams in common, over all, at least `similarity`."""
+    """A text of as many words whose end is another's: 5-grams in common, over all, at least `similarity`."""
     n = len(words) - parts.NEAR_WORDS + 1
     common = int(np.ceil(2 * n * similarity / (1 + similarity)))
     kept = common + parts.NEAR_WORDS - 1
@@ -98,15 +94,9 @@ def exact_jaccard(texts: Sequence[str], pairs: np.ndarray) -> np.ndarray:
 
 
 def bench_dedup(documents: int = 1_000_000, sample: int = 10_000, pairs: int = PAIRS) -> list[Row]:
-    """Rows of the contract: speed beside datasketch's; time, memory, recall and precision beside what is to be reached.
-
-    Args:
-        documents: that ours works on.
-        sample: that datasketch works on; 0: no peer.
-        pairs: planted ones of each similarity.
-    """
+    """Speed beside datasketch's on a `sample`; time, memory, recall and precision beside what is to be reached."""
     corpus = planted_corpus(documents, pairs)
-    device = f"cpu, {cores()} cores"
+    device = f"cpu, {usable_cores()} cores"
     peer = _datasketch(corpus.texts[:sample]) if sample else None
     with tempfile.TemporaryDirectory() as folder:
         refinery = Refinery(corpus, corpus.fingerprint(), [f"near:{THRESHOLD}"], 1e-6, Path(folder))
@@ -139,7 +129,7 @@ def _precision(corpus: Planted, gone: np.ndarray) -> float:
 
 
 def _datasketch(texts: Sequence[str]) -> float:
-    """Seconds that datasketch takes for its signatures and its LSH, in one process."""
+    """Seconds for its signatures and its LSH, in one process."""
     from datasketch import MinHash, MinHashLSH
 
     began = time.perf_counter()
@@ -156,7 +146,7 @@ def _datasketch(texts: Sequence[str]) -> float:
 
 
 class _Memory:
-    """Peak of the memory of this process, the corpus in it too, and of the processes that it starts."""
+    """Peak of the memory of this process and of those that it starts."""
 
     def __enter__(self) -> _Memory:
         self.peak = 0
@@ -192,7 +182,7 @@ def _pss(pid: int) -> int:
 
 
 def _row(case: str, peer: float, ours: float, unit: str, device: str, name: str = FIGURE, lower: bool = False) -> Row:
-    """`lower`: less is better. Each is measured once, so that there is no spread."""
+    """`lower`: less is better. Each is measured once, so there is no spread."""
     return {
         "case": f"near duplicates, {case}", "ours": ours, "peer": peer, "peer_name": name, "unit": unit,
         "ratio": peer / ours if lower else ours / peer, "spread": 0.0, "device": device,

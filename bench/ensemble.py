@@ -1,10 +1,8 @@
 """Runs of one shape trained together beside the same one after the other: `isoflop bench ensemble`.
 
-Special here:
-- both sides are ours: a step of `StackedStepper`, which all members take at once, and as many steps of `Stepper`, the
-  trainer of a run alone, reading of batches included. The members have other seeds and other learning rates;
-- one after the other is as fast as any one of them, and one alone has the caches to itself, so one stands for all;
-- each row tells how far the losses of a member are from the same run's alone, over its first steps, in nats.
+Both sides are ours: a step of `StackedStepper`, which all members take at once, and as many steps of `Stepper`. One run
+alone has the caches to itself, so one stands for all. Each row tells how far the losses of a member are from the same
+run's alone, over its first steps, in nats.
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ COMPARED = 8  # first steps whose losses are compared
 
 @dataclass(frozen=True)
 class Case:
-    """An ensemble: wanted parameters of a member, members, context, sequences of a member's batch."""
+    """Wanted parameters of a member, members, context, sequences of a member's batch."""
 
     parameters: float
     members: int
@@ -53,7 +51,7 @@ class Case:
     vocabulary: int = 256
 
     def configs(self, device: torch.device) -> list[RunConfig]:
-        """The members: of the shape that a sweep gives that size, in bf16 and compiled on a GPU."""
+        """Of the shape that a sweep gives that size, in bf16 and compiled on a GPU."""
         gpu = device.type == "cuda"
         model = architectures.nearest_model(ModelConfig(vocab_size=self.vocabulary), self.parameters)
         first = RunConfig(
@@ -80,18 +78,7 @@ def bench_ensemble(
     device: str = "auto", rounds: int = 15, steps: int = 4, cases: Sequence[Case] | None = None,
     threads: int = THREADS,
 ) -> Iterator[Row]:  # fmt: skip
-    """Tokens a second of ensembles and of their members one after the other.
-
-    Args:
-        device: auto | cpu | cuda.
-        rounds: turns of each side; one before them is not counted.
-        steps: of every member in a turn.
-        cases: what is measured; by default `CPU_CASES` or `GPU_CASES`.
-        threads: of the CPU.
-
-    Yields:
-        One row a case, in the format of every `isoflop bench`.
-    """
+    """Tokens/s of ensembles and of their members one after the other."""
     place = pick_device(device, "--device")
     with pinned_threads(threads):
         for case in cases or (GPU_CASES if place.type == "cuda" else CPU_CASES):
@@ -127,7 +114,7 @@ def _bench(case: Case, device: torch.device, rounds: int, steps: int) -> Row:
 
 
 def ensemble_of(configs: Sequence[RunConfig], shards: Shards, device: torch.device) -> StackedStepper:
-    """All runs together, at their first step."""
+    """At their first step."""
     together = StackedStepper(configs, device, shards, report=lambda line: None)
     for member in together.members:
         member.start()
@@ -135,7 +122,7 @@ def ensemble_of(configs: Sequence[RunConfig], shards: Shards, device: torch.devi
 
 
 def run_alone(config: RunConfig, shards: Shards, device: torch.device) -> Stepper:
-    """One run, at its first step."""
+    """At its first step."""
     stream = TrainStream(shards, config.data.sequence_length, config.seed)
     stepper = Stepper(config, Mesh(), device, stream, report=lambda line: None)
     stepper.start()
@@ -143,7 +130,7 @@ def run_alone(config: RunConfig, shards: Shards, device: torch.device) -> Steppe
 
 
 def _apart(configs: Sequence[RunConfig], shards: Shards, device: torch.device, alone: Sequence[RunConfig]) -> float:
-    """The largest difference of a loss between the ensemble and the first runs `alone`, over their first steps."""
+    """The largest difference of a loss between the ensemble and the first runs `alone`."""
     together = ensemble_of(configs, shards, device)
     ours = [[result.loss.item() for result in together.step([n] * len(configs))] for n in range(COMPARED)]
     worst = 0.0

@@ -1,11 +1,8 @@
 """Our evaluation beside lm-eval's own `hf` model, on one checkpoint and its export: `isoflop bench evaluate`.
 
-Special here:
-- both sides answer the very same requests, of tasks loaded once, through lm-eval's own evaluator: what differs is the
-  model behind it. Agreement is counted item by item, and in nats;
-- the model is trained for a moment on Python's standard library, so that its answers are no coin tosses between equal
-  choices; the peer reads the folder that `isoflop export` writes, and gets its fastest batch size;
-- what is known of the parts lies elsewhere: `bench_overhead.py`, `bench_generate.py`, `bench_dedup.py`.
+Both sides answer the same requests through lm-eval's own evaluator; agreement is counted item by item, and in nats. The
+model is trained for a moment on Python's standard library, so that its answers are no coin tosses; the peer reads what
+`isoflop export` writes, and gets its fastest batch size.
 """
 
 from __future__ import annotations
@@ -60,18 +57,7 @@ TRIAL_ITEMS = 50  # by which its batch size is chosen
 
 @dataclass(frozen=True)
 class Setting:
-    """What is measured.
-
-    Attributes:
-        model: the architecture; 10M parameters.
-        vocab_size: of the BPE that is trained on the standard library.
-        text_bytes: how much of that.
-        length: context.
-        tokens: that it is trained on.
-        generation: prompts of GSM8K, and new tokens that each may have.
-        overhead: tasks and items a task by which overhead is measured.
-        documents: of the removal of near duplicates.
-    """
+    """What is measured."""
 
     model: ModelConfig = field(default_factory=lambda: ModelConfig(width=256, depth=10, heads=8))
     vocab_size: int = 8192
@@ -87,18 +73,10 @@ def bench_evaluate(
     device: str = "auto", rounds: int = 3, items: int = ITEMS, cases: Sequence[str] = CASES, sweep: Path | None = None,
     setting: Setting | None = None,
 ) -> Iterator[Row]:  # fmt: skip
-    """Rows of the contract, case by case.
+    """Rows of the contract, case by case (some of `CASES`).
 
-    Args:
-        device: auto | cpu | cuda.
-        rounds: turns of each side where time is measured; a shorter one before them is not counted.
-        items: of HellaSwag and LAMBADA; ARC-E is scored whole, unless this is below 500.
-        cases: some of `CASES`.
-        sweep: a finished sweep whose gold BPB is asked whether it falls with compute, too.
-        setting: what is measured.
-
-    Raises:
-        UserError: a case that there is not, or a peer that is not installed.
+    HellaSwag and LAMBADA have so many `items`; ARC-E is whole from 500 on. Of a finished `sweep` it is asked whether
+    gold BPB falls with compute.
     """
     from ..train.hardware import pick_device
 
@@ -168,7 +146,6 @@ class Pair:
 
     @classmethod
     def make(cls, folder: Path, setting: Setting, device: torch.device) -> Pair:
-        """Trains a model, and exports it."""
         from ..evaluate.export.export import export_checkpoint
         from ..train.checkpoint.checkpoint import load_for_evaluation
 
@@ -184,7 +161,6 @@ class Pair:
         return make_lm(self.loaded, self.device, BATCH_TOKENS[self.device.type])
 
     def peer(self, batch_size: int) -> Any:
-        """lm-eval's side."""
         from lm_eval.models.huggingface import HFLM
 
         with silence():
@@ -225,7 +201,9 @@ class Pair:
         }  # fmt: skip
 
     def throughput(self, items: int, rounds: int) -> Row:
-        """Items of HellaSwag a second, from prompts to answers; ours encodes all text anew in each turn, as theirs."""
+        """Items of HellaSwag per second, from prompts to answers; ours encodes all text anew in each turn, too."""
+        from ..train.flops import count_parameters
+
         trial, entry = load_entry("hellaswag", min(items, TRIAL_ITEMS)), load_entry("hellaswag", items)
         peers = {size: self.peer(size) for size in BATCH_SIZES}
         trials = [Contender(str(size), partial(answers, lm, trial)) for size, lm in peers.items()]
@@ -236,19 +214,13 @@ class Pair:
         peer = Contender(PEER, lambda: answers(peers[size], entry))
         for side in [ours, peer] * rounds:
             side.seconds.append(seconds_a_step(side.step, 1, self.device))
-        case = f"HellaSwag, {len(entry.indices)} items, {_millions(self.loaded.config)}, fp32"
+        millions = count_parameters(self.loaded.config.model).N_total / 1e6
+        case = f"HellaSwag, {len(entry.indices)} items, {millions:.1f}M parameters, fp32"
         name = f"{PEER}, batch size {size}"
         return contract_row(case, len(entry.indices), "items/s", ours.seconds, peer.seconds, name, self.device)
 
 
-def _millions(config: RunConfig) -> str:
-    from ..train.flops import count_parameters
-
-    return f"{count_parameters(config.model).N_total / 1e6:.1f}M parameters"
-
-
 def load_entry(name: str, limit: int | None) -> SuiteTask:
-    """One task with its requests."""
     from ..evaluate.tasks.tasks import load_suite
 
     (entry,) = load_suite(name, limit).tasks.values()
@@ -256,7 +228,7 @@ def load_entry(name: str, limit: int | None) -> SuiteTask:
 
 
 def limit_new_tokens(entry: SuiteTask, most: int) -> None:
-    """No answer that is written may be longer, on either side."""
+    """No answer may be longer, on either side."""
     for request in entry.task.instances:
         if request.request_type == "generate_until":
             context, settings = request.args
@@ -264,7 +236,7 @@ def limit_new_tokens(entry: SuiteTask, most: int) -> None:
 
 
 def answers(lm: Any, entry: SuiteTask) -> list[ItemResult]:
-    """What a model answers, item by item, by lm-eval's evaluator."""
+    """Item by item, by lm-eval's evaluator."""
     from ..evaluate.harness import answer_task
 
     with silence():
@@ -301,11 +273,7 @@ def nats_apart(ours: ItemResult, theirs: ItemResult) -> float:
 
 
 def falling(sweep: Path) -> Row:
-    """On how many tasks gold BPB of the best run (lowest loss) of each budget falls from budget to budget.
-
-    Raises:
-        UserError: no table, or nothing scored, or fewer than two budgets.
-    """
+    """On how many tasks gold BPB of each budget's run of the lowest loss falls from budget to budget."""
     import pandas as pd
 
     from ..sweeps.runs.directory import SweepDirectory

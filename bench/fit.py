@@ -1,23 +1,19 @@
-"""Fits a second beside SciPy's L-BFGS-B, on the same runs and resamples, in turn: `isoflop bench fit`.
+"""Fits per second beside SciPy's L-BFGS-B, on the same runs and resamples, one core against one: `isoflop bench fit`.
 
-The runs are Hoffmann et al.'s as Besiroglu et al. (2024) read them off the figure, from the folder that ISOFLOP_DATA
-names; without it, as many random runs of a known law. What is compared, one core against one:
+The runs are Hoffmann et al.'s as Besiroglu et al. (2024) read them off the figure, from ISOFLOP_DATA; else as many
+random runs of a known law.
 
-- one fit: ours from its grid of starts, and the published recipe, which is one optimization from each point of a grid
-  of 4500 (Hoffmann et al. 2022, appendix D.3). The peer's time is that of random points of the grid, times 4500.
-- the bootstrap: ours with its several starts a resample, and the published way, which is one optimization a resample
-  from the optimum of all runs. What ours takes on all cores is told beside it.
+- One fit: the peer starts from each point of the published grid of 4500 (Hoffmann et al. 2022, appendix D.3); its time
+  is that of random points of the grid, times 4500.
+- The bootstrap: the peer starts once per resample, from the optimum of all runs.
 
-The peer minimises the sum of Huber's function through log-sum-exp, in units that make its tolerances tight. It comes
-with an analytic gradient, which is the best that can be done with it, and with differences, which is how it is used.
-How often it gets there with SciPy's own tolerances is told as well. Rounds alternate; a figure is the median over
-rounds, its spread half the interquartile range of the rounds' own ratios.
+The peer minimises Huber's function through log-sum-exp, in units that make its tolerances tight, with an analytic
+gradient, which is the best that can be done with it, and with differences, which is how it is used.
 """
 
 from __future__ import annotations
 
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -33,6 +29,7 @@ import numpy as np
 from .. import fit
 from ..fit.solver.solver import cores
 from ..fit.uncertainty import identifiable_counts
+from ..sweeps.plan.rates import processor_name
 
 DELTA = 1e-3
 AMPLITUDES, ENTROPIES, EXPONENTS = np.arange(0, 30, 5.0), np.arange(-1, 1.5, 0.5), np.arange(0, 2.5, 0.5)
@@ -89,11 +86,7 @@ class Peer:
 
 
 def bench_fit(rounds: int = 7, resamples: int = 4000, peer_resamples: int = 20, peer_starts: int = 30) -> list[Row]:
-    """Measure one fit, and the bootstrap beside the peer with and without a gradient.
-
-    `peer_resamples` and `peer_starts` are how many the peer does in a round. Returns one row a case, in the format of
-    every `isoflop bench`, with what each side reached beside it.
-    """
+    """One fit, and the bootstrap beside the peer with and without a gradient, with what each side reached."""
     said, N, D, loss = _runs()
     peer = Peer(N, D, loss)
     law = fit.ChinchillaLaw().fit(N, D, loss)
@@ -180,7 +173,7 @@ def _objectives(law: fit.ChinchillaLaw, peer: Peer, counts: Any) -> Any:
 
 
 def _row(case: str, ours: list[float], theirs: list[float], peer: str) -> Row:
-    """`ours` and `theirs` are seconds a fit, one a round."""
+    """`ours` and `theirs` are seconds per fit, one per round."""
     ratios = [b / a for a, b in zip(ours, theirs, strict=True)]
     quarters = statistics.quantiles(ratios, n=4)
     return {
@@ -191,7 +184,7 @@ def _row(case: str, ours: list[float], theirs: list[float], peer: str) -> Row:
         "unit": "fits/s",
         "ratio": statistics.median(ratios),
         "spread": (quarters[2] - quarters[0]) / 2,
-        "device": f"{_processor()}, one core",
+        "device": f"{processor_name()}, one core",
     }
 
 
@@ -215,7 +208,7 @@ def _seconds(work: Callable[[], Any]) -> float:
 
 
 def _each(inputs: Any, work: Callable[[Any], float]) -> tuple[float, list[float]]:
-    """Seconds an input, and what `work` gave for each."""
+    """Seconds per input, and what `work` gave for each."""
     found: list[float] = []
     return _seconds(lambda: found.extend(work(each) for each in inputs)) / len(inputs), found
 
@@ -233,16 +226,7 @@ def _one_core() -> Iterator[None]:
             os.environ["OMP_NUM_THREADS"] = before
 
 
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
-
-
 def print_fit_benchmark(rows: list[Row]) -> None:
-    """The rows as sentences for people."""
     one, *boots = rows
     print(f"On {one['device']}, in turn with the peer.\n")
     print(f"{one['case']}: {1e3 * one['seconds']:.1f} ms, {one['starts_agreeing']} of {one['starts']} starts agree")

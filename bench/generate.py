@@ -1,10 +1,7 @@
 """Our generation beside transformers' `generate` on the same weights: a part of `isoflop bench evaluate`.
 
-Special here:
-- one model of 10M parameters, 16 prompts of 64 to 256 tokens, 128 new ones each and no stop, so that both sides do the
-  same work; transformers gets its cache and left padding, as its documentation has it;
-- each round times the whole and the first token alone; what lies between is decode;
-- how many of the greedy tokens are the same is told in each row, as a share.
+A model of 10M parameters, 16 prompts of 64 to 256 tokens, 128 new ones each and no stop; transformers gets its cache
+and left padding. Each round times the whole and the first token alone; what lies between is decode.
 """
 
 from __future__ import annotations
@@ -31,17 +28,7 @@ Prompts = list[list[int]]
 
 
 def bench_generate(device: str = "auto", rounds: int = 5, model: ModelConfig = MODEL, new: int = NEW) -> Iterator[Row]:
-    """Prefill, decode and both, greedy, then both, sampled; in fp32.
-
-    Args:
-        device: auto | cpu | cuda.
-        rounds: turns of each side; one before them is not counted.
-        model: the architecture, without a window.
-        new: tokens a prompt.
-
-    Yields:
-        Rows in the format of every `isoflop bench`, in tokens/s.
-    """
+    """Prefill, decode and both, greedy, then both, sampled; in fp32."""
     place = pick_device(device, "--device")
     with pinned_threads(THREADS):
         gpt, llama = paired_models(model, LONGEST + new, place)
@@ -91,7 +78,7 @@ def paired_models(config: ModelConfig, length: int, device: torch.device) -> tup
 
 
 def random_prompts(count: int, vocabulary: int) -> Prompts:
-    """Of random tokens, lengths spread evenly over what is measured."""
+    """Lengths spread evenly over what is measured."""
     chance = random.Random(0)
     lengths = [SHORTEST + round((LONGEST - SHORTEST) * row / max(1, count - 1)) for row in range(count)]
     chance.shuffle(lengths)
@@ -99,7 +86,6 @@ def random_prompts(count: int, vocabulary: int) -> Prompts:
 
 
 def our_tokens(gpt: GPT, prompts: Prompts, new: int, sampling: Sampling) -> list[list[int]]:
-    """New tokens of each prompt."""
     results = generate_texts(
         gpt, prompts, new, max_length=gpt.max_length, finished=lambda tokens: False, sampling=sampling,
         device=gpt.cos.device,
@@ -109,7 +95,7 @@ def our_tokens(gpt: GPT, prompts: Prompts, new: int, sampling: Sampling) -> list
 
 @torch.inference_mode()
 def peer_tokens(llama: Any, prompts: Prompts, new: int, sampling: Sampling) -> list[list[int]]:
-    """The same by transformers: padded on the left, with its default cache."""
+    """By transformers: padded on the left, with its default cache."""
     longest = max(map(len, prompts))
     tokens = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts], device=llama.device)
     mask = torch.tensor(
@@ -124,6 +110,5 @@ def peer_tokens(llama: Any, prompts: Prompts, new: int, sampling: Sampling) -> l
 
 
 def shared_tokens(ours: Prompts, theirs: Prompts) -> float:
-    """Share of tokens that are the same."""
     pairs = [a == b for mine, other in zip(ours, theirs, strict=True) for a, b in zip(mine, other, strict=True)]
     return sum(pairs) / len(pairs)

@@ -1,12 +1,8 @@
-"""A whole grid beside the same grid with one fresh process a run: `isoflop bench grid`.
+"""A whole grid beside the same grid with one fresh process per run: `isoflop bench grid`.
 
-Special here:
-- ours is `python sweep.py`, from its start to its report; the peer is this project without trunks, ensembles and
-  workers: every run a new process from its first step, as many at a time and with as many threads, longest first, and
-  then the same table, laws and report. Neither is scored; the shards are built before any clock starts;
-- both plan the same runs, for the rate of a core is measured once and given to both. A row tells the largest
-  difference between the final held-out losses of the same run in both, in nats;
-- what trunks save in FLOPs is exact, from the plan.
+Ours is `python sweep.py`, from its start to its report; the peer has no trunks, ensembles and workers: every run is a
+new process from its first step, longest first, then the same table, laws and report. Neither is scored, and shards are
+built before. A row tells the largest difference between the final held-out losses of both, in nats.
 """
 
 from __future__ import annotations
@@ -38,22 +34,16 @@ from ..train.files import read_json
 from .contenders import Row, contract_row
 
 ABOUT = "training and fit of a whole sweep, not its scoring; FLOPs by the exact convention"
-MULTIPLES = (10, 20, 40, 80, 160)  # tokens a parameter: 1/2, 1, 2, 4 and 8 times twenty
+MULTIPLES = (10, 20, 40, 80, 160)  # tokens per parameter: 1/2, 1, 2, 4 and 8 times twenty
 GRACE_SECONDS = 40.0  # what an interrupted sweep gets to save
 CASES = ("ladder", "chinchilla")
 PEER = "one process a run, from its first step"
 
 
 def bench_grid(minutes: float = 4.5, rounds: int = 2, cases: Sequence[str] = CASES) -> Iterator[Row]:
-    """FLOPs and wall clock of whole sweeps.
+    """FLOPs and wall clock of whole sweeps that may train `minutes`.
 
-    Args:
-        minutes: `cluster.minutes`, how long a probed grid may train; of the ladder as many sizes as it leaves time for.
-        rounds: turns of each side, in alternation.
-        cases: ladder (trunks alone: exactly the same losses) | chinchilla (as it comes).
-
-    Yields:
-        One row a case, in the format of every `isoflop bench`.
+    Cases: ladder (trunks alone: exactly the same losses, as many sizes as fit) | chinchilla (as it comes).
     """
     for case in cases:
         if case not in CASES:
@@ -91,7 +81,7 @@ class Planned:
 
 
 def flops_row(overrides: Sequence[str]) -> Row:
-    """What the trunks of a grid save: an exact count, without a clock."""
+    """What the trunks of a grid save: an exact count from the plan."""
     planned = Planned.of(overrides)
     merged = plan_runs(merge_runs(planned.runs).runs, planned.config.cluster, 1.0, 1)
     ours, theirs = merged.total_flops, merged.separate_flops
@@ -109,7 +99,7 @@ def flops_row(overrides: Sequence[str]) -> Row:
 
 
 def _shortened(ladder: list[str], minutes: float) -> list[str]:
-    """With as many of the ladder's sizes as are estimated to train within so many minutes, one at least."""
+    """With as many of the ladder's sizes as are estimated to train within so many minutes."""
     planned = Planned.of(ladder)
     grid, cluster = planned.config.grid, planned.config.cluster
     assert isinstance(grid, LadderGrid)
@@ -157,11 +147,7 @@ def _clock_row(name: str, overrides: list[str], rounds: int) -> Row:
 
 
 def final_losses(sweep: Path) -> dict[str, float]:
-    """The held-out loss that each run ended with, by run id.
-
-    Raises:
-        UserError: a run has none.
-    """
+    """The held-out loss that each run ended with, by run id."""
     found = {path.name: read_json(path / "summary.json") for path in sorted((sweep / "runs").iterdir())}
     missing = [name for name, summary in found.items() if summary is None]
     if missing:
@@ -176,11 +162,7 @@ def _differences(ours: dict[str, float], theirs: dict[str, float]) -> list[float
 
 
 def _run(command: list[str], folder: Path) -> float:
-    """Wall clock of a command in seconds. Whatever happens, none of its processes is left.
-
-    Raises:
-        UserError: it failed; with the last line that it said.
-    """
+    """Wall clock of a command in seconds; whatever happens, none of its processes is left."""
     start = time.perf_counter()
     with tempfile.TemporaryFile("w+", dir=folder) as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, cwd=folder, start_new_session=True)
@@ -204,7 +186,7 @@ def _run(command: list[str], folder: Path) -> float:
 
 
 def peer_main(overrides: list[str]) -> None:
-    """The whole sweep of these overrides with one process a run: plan, training, table, laws and report."""
+    """The whole sweep with one process per run: plan, training, table, laws and report."""
     from ..sweeps.results.finish import write_results
 
     planned = Planned.of([item for item in overrides if not item.startswith("sweep=")])
@@ -219,7 +201,7 @@ def peer_main(overrides: list[str]) -> None:
 
 
 def one_process_a_run(runs: Sequence[RunDirectory], at_once: int, threads: int) -> None:
-    """Trains runs in the order given, each in a process of its own, so many at a time with so many threads each."""
+    """Trains runs in the order given, each in a process of its own."""
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")
     environment = {**os.environ, **dict.fromkeys(names, str(threads))}
     program = (

@@ -15,11 +15,8 @@ if TYPE_CHECKING:
 class LlamaStep:
     """A training step of a Llama of our model's shape, on one batch over and over, which it gets for free.
 
-    Args:
-        config: gives the shape, the optimizer's numbers and, as `parallel.micro_batch_size`, the rows of a pass.
-        batch: (rows, T + 1) token ids, on the device to train on.
-        weights: what they are held in; fp32 weights of a bf16 run are computed with by autocast.
-        compiled: forward and loss as one, by `torch.compile`.
+    `batch`: (rows, T + 1) token ids; `weights`: what they are held in, fp32 ones of a bf16 run computed with by
+    autocast; `compiled`: forward and loss as one.
     """
 
     def __init__(self, config: RunConfig, batch: Tensor, weights: torch.dtype, compiled: bool = False) -> None:

@@ -1,8 +1,7 @@
 """Our head and loss in one beside the logits and `F.cross_entropy`, forward and backward: `isoflop bench loss`.
 
 The peer is what everybody writes, `F.cross_entropy(F.linear(x, W).float(), targets)`; on a GPU the same compiled too,
-and Liger's kernel where it is installed, of which the fastest counts. How far loss and gradients are apart is told in
-each row, as a share of the peer's largest.
+and Liger's kernel where it is installed, of which the fastest counts.
 """
 
 from __future__ import annotations
@@ -59,18 +58,7 @@ def bench_loss(
     device: str = "auto", rounds: int = 15, steps: int | None = None, shapes: Sequence[Shape] | None = None,
     threads: int = THREADS,
 ) -> Iterator[Row]:  # fmt: skip
-    """Tokens a second and peak memory of the loss from the head's input, both ways through.
-
-    Args:
-        device: auto | cpu | cuda.
-        rounds: turns of each contender; one step before them is not counted.
-        steps: calls in a turn; None: as many as take some 30 ms.
-        shapes: what is measured; by default `CPU_SHAPES` or `GPU_SHAPES`.
-        threads: of the CPU.
-
-    Yields:
-        One row a case, in the format of every `isoflop bench`; bf16, and on a CPU fp32 too.
-    """
+    """Tokens/s and peak memory from the head's input, both ways through; `steps` None: some 30 ms a turn."""
     place = pick_device(device, "--device")
     gpu = place.type == "cuda"
     with pinned_threads(threads):
@@ -115,7 +103,6 @@ def _logits_and_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 
 def loss_peers(device: torch.device) -> dict[str, Loss]:
-    """By name."""
     found: dict[str, Loss] = {"F.cross_entropy of F.linear": _logits_and_loss}
     if device.type == "cuda":
         found["the same, compiled"] = torch.compile(_logits_and_loss, dynamic=False)

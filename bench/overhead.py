@@ -1,9 +1,7 @@
 """What scoring costs beside the model's own passes, for the first checkpoint of a process and for the second.
 
-Special here:
-- a process of its own is timed, from its first import on, as a worker of a sweep is one;
-- a pass is everything from token ids on the host to log-probabilities on the host; all other seconds are overhead. They
-  do not depend on the model, so small ones do, of random weights, with a tokenizer of the usual size.
+A process of its own is timed from its first import on, as a worker of a sweep is one. A pass is everything from token
+ids to log-probabilities on the host; the other seconds do not depend on the model, so small random ones do.
 """
 
 from __future__ import annotations
@@ -20,10 +18,7 @@ from .contenders import THREADS, Row
 
 
 def overhead(folder: Path, asked: tuple[str, int] = ("small", 100), vocab_size: int = 8192) -> Row:
-    """Seconds beside the model's passes for the second checkpoint of a process, and for its first one.
-
-    `asked` are the tasks, and the items of each.
-    """
+    """`asked`: the tasks, and the items of each."""
     checkpoints = [_untrained(folder / f"untrained-{seed}", vocab_size, seed) for seed in range(2)]
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         first, second = pool.submit(seconds_beside_passes, checkpoints, *asked).result()
@@ -50,10 +45,7 @@ def _untrained(folder: Path, vocab_size: int, seed: int) -> Path:
 
 
 def seconds_beside_passes(checkpoints: Sequence[Path], tasks: str, items: int) -> list[float]:
-    """Scores checkpoints one after the other as a sweep's worker does; seconds of each beside the model's passes.
-
-    The first one's begin before anything is imported, and hold the loading of the tasks.
-    """
+    """Scores one after the other as a worker does; the first one's begin before anything is imported."""
     found = []
     began = time.perf_counter()
     import torch

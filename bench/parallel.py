@@ -1,11 +1,8 @@
-"""Our parallel trainer beside PyTorch's own, on forked ranks over gloo, each rank pinned to a core, in turn in one run.
+"""Our parallel trainer beside PyTorch's own, on forked ranks over gloo, each pinned to a core, in turn in one run.
 
-Special here:
-- both sides train the same model on the same rows from the same weights: `Stepper.step` against a step with DDP,
-  ZeroRedundancyOptimizer, `fully_shard` or `parallelize_module`, torch's fused AdamW and torch's own clipping;
-- rounds of a few steps alternate; a figure is the median over rounds of the first rank's clock, its spread half the
-  interquartile range of the rounds' own ratios;
-- the last case is a step that starts an asynchronous checkpoint, against the same step without one.
+Both sides train the same model on the same rows from the same weights: `Stepper.step` against DDP,
+ZeroRedundancyOptimizer, `fully_shard` or `parallelize_module`, with torch's fused AdamW and clipping. Figures are of
+the first rank's clock. The last case is a step that starts an asynchronous checkpoint, against one without.
 """
 
 from __future__ import annotations
@@ -34,15 +31,7 @@ CASES = (
 
 
 def bench_parallel(rounds: int = 15, steps: int = 3) -> list[dict[str, Any]]:
-    """Tokens a second of our step and of the peer's on the same ranks, and what an asynchronous save costs a step.
-
-    Args:
-        rounds: how often each contender has its turn; the first one is not counted.
-        steps: steps in a turn.
-
-    Returns:
-        One row a case, in the format of every `isoflop bench`.
-    """
+    """Tokens/s of our step and of the peer's on the same ranks, and what an asynchronous save costs a step."""
     from ..train.data.shards import prepare
 
     rows = []
@@ -75,14 +64,14 @@ def _row(case: str, config: RunConfig, ours: list[float], theirs: list[float], p
 
 
 def _pin(rank: int) -> None:
-    """A core a rank, or they wander; where there are more ranks than cores they share them in order."""
+    """A core per rank, or they wander."""
     if hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[rank % len(cores)]})
 
 
 def _take_turns(config: RunConfig, peer: str, rounds: int, steps: int) -> tuple[list[float], list[float]]:
-    """On every rank: seconds a step of ours and of the peer's in each round."""
+    """On every rank: seconds per step of ours and of the peer's in each round."""
     import warnings
 
     import torch

@@ -1,7 +1,7 @@
 """The peers of `isoflop bench parallel`: our model under PyTorch's own parallelism, with torch's AdamW and clipping.
 
 Each gets its rows for free, and what its documentation recommends. `parallelize_module` gets the fused matrices as one
-product each (which of their rows a rank holds changes no speed), and torch's RMSNorm, which its plan for norms needs.
+product each, and torch's RMSNorm, which its plan for norms needs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Backward = Callable[[Tensor], Tensor]  # rows -> loss, after its backward pass
 
 
 def build_peer(peer: str, config: RunConfig, mesh: Mesh) -> Callable[[int], Tensor]:
-    """A training step of the named peer on this rank: takes the step's number, returns the loss of this rank's rows."""
+    """A training step of the named peer on this rank: the step's number in, the loss of this rank's rows out."""
     gpt = build_model(config.model, config.optimizer, config.data.sequence_length, config.seed)
     assert mesh.device_mesh is not None
     share = config.optimizer.batch_size // mesh.dp
@@ -84,7 +84,7 @@ def build_peer(peer: str, config: RunConfig, mesh: Mesh) -> Callable[[int], Tens
 
 
 def clip_gradients(parameters: list[nn.Parameter], limit: float) -> None:
-    """Clipping by torch, whose norm takes one kind of tensor: without sequence parallelism norms are no DTensors."""
+    """By torch, whose norm takes one kind of tensor: without sequence parallelism norms are no DTensors."""
     kinds = [[p for p in parameters if isinstance(p, DTensor) == kind] for kind in (True, False)]
     if not all(kinds):
         torch.nn.utils.clip_grad_norm_(parameters, limit)
@@ -96,7 +96,7 @@ def clip_gradients(parameters: list[nn.Parameter], limit: float) -> None:
 
 
 def groups_of(gpt: GPT, config: RunConfig) -> list[dict[str, Any]]:
-    """The optimizer's parameter groups of the model as it is now: `fully_shard` and its like replace parameters."""
+    """Parameter groups of the model as it is now: `fully_shard` and its like replace parameters."""
     return [
         {"params": list(group.parameters), "lr": group.learning_rate, "weight_decay": group.weight_decay}
         for group in parameter_groups(gpt, config.optimizer)
@@ -113,7 +113,7 @@ def plain_backward(model: nn.Module) -> Backward:
 
 
 def split_backward(model: GPT) -> Backward:
-    """Of logits that stay split over the vocabulary, as torch's recipe has it."""
+    """Of logits that stay split over the vocabulary."""
 
     def backward(rows: Tensor) -> Tensor:
         with loss_parallel():
@@ -125,7 +125,7 @@ def split_backward(model: GPT) -> Backward:
 
 
 def parallelized(gpt: GPT, mesh: DeviceMesh, sequence_parallel: bool) -> GPT:
-    """The model split by `parallelize_module`, by torch's recipe for a Llama."""
+    """Split by torch's recipe for a Llama."""
     for module in list(gpt.modules()):
         for name, child in module.named_children():
             if isinstance(child, nn.RMSNorm):
@@ -139,7 +139,7 @@ def parallelized(gpt: GPT, mesh: DeviceMesh, sequence_parallel: bool) -> GPT:
 
 
 def llama_plan(sequence_parallel: bool, part: str = "") -> dict[str, ParallelStyle]:
-    """PyTorch's recipe for a Llama, for `parallelize_module`; `part` follows the name of each fused matrix."""
+    """PyTorch's recipe for a Llama; `part` follows the name of each fused matrix."""
     stream = Shard(1) if sequence_parallel else Replicate()
     plan: dict[str, ParallelStyle] = {
         "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=stream),

@@ -1,14 +1,9 @@
 """What a run costs beside its training, in a queue and as an array task: `isoflop bench queue`.
 
-Special here:
-- the runs are trivial, the smallest model for two steps, so that nearly all there is to see is overhead;
-- overhead a run = (wall clock x workers - what the runs' own trainings took) / runs. The wall clock is from the first
-  claim to the last end of a unit, as the queue's journal has it: the workers' imports are paid once a worker, and are a
-  column of their own. A run's own training is one call of `train` on it, from opening its data to writing its summary,
-  as measured in the same worker around each call. `whole` counts all of it, training included;
-- the peer is submitit alone: an array of tasks that do nothing, as many at a time as there are workers, from the first
-  start to the last end that their own clocks saw. It needs SLURM; without one the row has no peer;
-- both sides have the same cores, and take no turns: a queue is one long stretch of work.
+The runs are the smallest model for two steps. Overhead per run = (wall clock x workers - what the runs' own calls of
+`train` took) / runs; the wall clock is from the first claim to the last end of a unit, so that imports, paid once per
+worker, are a column of their own. The peer is submitit alone: an array of tasks that do nothing, as many at a time as
+there are workers; it needs SLURM.
 """
 
 from __future__ import annotations
@@ -21,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -52,16 +47,7 @@ TIMES = "bench-times"  # folder of the seconds that each worker spent in `train`
 
 
 def bench_queue(runs: int = 1000, workers: int = 2, tasks: int = 50) -> Iterator[Row]:
-    """Overhead a run, in milliseconds.
-
-    Args:
-        runs: trivial runs in the queue.
-        workers: processes that go through it, of one thread each.
-        tasks: array tasks of the peer, where SLURM answers; 0: no peer.
-
-    Yields:
-        One row, in the format of every `isoflop bench`.
-    """
+    """Overhead per run, in milliseconds; `tasks` array tasks of the peer."""
     for name, value, least in (("runs", runs, 1), ("workers", workers, 1), ("tasks", tasks, 0)):
         if value < least:
             raise UserError(f"--{name} is {value}; it must be {least} or more")
@@ -82,7 +68,7 @@ def bench_queue(runs: int = 1000, workers: int = 2, tasks: int = 50) -> Iterator
 
 
 def trivial_sweep(folder: Path, runs: int) -> tuple[SweepDirectory, Queue]:
-    """So many runs of two steps, each with its own seed, and a queue of them."""
+    """Runs of two steps, each with its own seed, and a queue of them."""
     from ..train.data.corpora import open_corpus
 
     text = folder / "text"
@@ -113,7 +99,7 @@ def trivial_sweep(folder: Path, runs: int) -> tuple[SweepDirectory, Queue]:
 
 
 def measure_queue(folder: Path, runs: int, workers: int) -> dict[str, Any]:
-    """Goes through a queue of trivial runs with so many processes; milliseconds a run, and where they went."""
+    """Milliseconds per run, and where they went."""
     sweep, queue = trivial_sweep(folder, runs)
     environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     started = time.time()
@@ -163,11 +149,7 @@ def timed_worker(sweep_path: str, queue_folder: str, place: int) -> None:
 
 
 def measure_submitit(folder: Path, tasks: int, workers: int) -> dict[str, float]:
-    """Milliseconds of one place's time that an array task costs which does nothing.
-
-    Raises:
-        UserError: SLURM refuses them.
-    """
+    """Milliseconds of one place's time that an array task costs which does nothing."""
     import submitit
 
     executor = submitit.SlurmExecutor(folder=folder / "submitit")
@@ -187,11 +169,6 @@ def measure_submitit(folder: Path, tasks: int, workers: int) -> dict[str, float]
     return {"milliseconds": 1e3 * wall * workers / tasks, "wall_s": wall}
 
 
-def run_worker(arguments: Sequence[str]) -> None:
-    """One of the workers that `measure_queue` starts."""
-    sweep_path, queue_folder, place = arguments
-    timed_worker(sweep_path, queue_folder, int(place))
-
-
 if __name__ == "__main__":
-    run_worker(sys.argv[1:])
+    sweep_path, queue_folder, place = sys.argv[1:]
+    timed_worker(sweep_path, queue_folder, int(place))

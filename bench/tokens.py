@@ -11,7 +11,7 @@ from ..train.data.tokenizers import ByteTokenizer
 
 
 def random_shards(vocabulary: int, tokens: int, seed: int = 0) -> Shards:
-    """So many random tokens, whose frequencies fall as those of words do (Zipf), as shards that are on no disk.
+    """Random tokens with Zipf's frequencies, as shards that are on no disk.
 
     Uniform ones would spread the gradient of the embedding, and the caches' misses, as no text does.
     """

@@ -1,12 +1,9 @@
 """Our training step beside transformers' LlamaForCausalLM, same shapes: `isoflop bench train`.
 
-Ours is `Stepper.step`, the whole of it: reading the batch, forward, backward, clipping, AdamW. The peer gets its batch
-for free, SDPA, torch's fused AdamW, and no copy of labels; where it has two ways to compute in bf16, both run and the
-faster counts. MFU is the exact convention of `train/flops.py` over the matmul rate measured between the same rounds.
-
-- On a CPU: a model of 1.06M parameters, ours eager and compiled, the peer eager, in turn.
-- On a GPU: dense GPTs of 124M to 1.3B parameters in bf16, both sides compiled, each with the largest micro-batch that
-  fits it; one side after the other, each in all of the memory, for a GPU that nobody else uses does not drift.
+Ours is all of `Stepper.step`: reading the batch, forward, backward, clipping, AdamW. The peer gets its batch for free,
+SDPA, torch's fused AdamW, and its faster way to compute in bf16. On a CPU both run a model of 1.06M parameters, in
+turn; on a GPU compiled dense GPTs of 124M to 1.3B in bf16, one side after the other, each in all of the memory and with
+the largest micro-batch that fits.
 """
 
 from __future__ import annotations
@@ -56,21 +53,7 @@ WAYS = {"pure bf16": torch.bfloat16, "bf16 autocast": torch.float32}  # the peer
 def bench_train(
     device: str = "auto", rounds: int = 15, steps: int = 4, compiled: bool = True, threads: int = THREADS
 ) -> Iterator[Row]:
-    """Tokens a second of our training step and of transformers' LlamaForCausalLM, same shape, same run.
-
-    Args:
-        device: auto | cpu | cuda.
-        rounds: how often each contender has its turn; one step before them is not counted.
-        steps: steps in a turn.
-        compiled: on a CPU, also our step with `parallel.compile=true`, against the same peer as it is (eager).
-        threads: of the CPU.
-
-    Yields:
-        One row a case, in the format of every `isoflop bench`, with MFU beside it.
-
-    Raises:
-        UserError: transformers is not installed, or the device is not there.
-    """
+    """Tokens/s with MFU; `rounds` turns of `steps` steps; on a CPU ours also `compiled`, the peer eager."""
     place = pick_device(device, "--device")
     require("transformers", "which is the benchmark's peer")
     with pinned_threads(threads):
@@ -99,7 +82,6 @@ def _on_cpu(precision: str, folder: Path, rounds: int, steps: int, compiled: boo
 
 
 def train_row(case: str, config: RunConfig, ours: Contender, peer: Contender, peak: Peak) -> Row:
-    """A row of the contract with both sides' MFU."""
     name = f"transformers LlamaForCausalLM, SDPA, fused AdamW, {peer.name}"
     row = contract_row(case, config.batch_tokens, "tokens/s", ours.seconds, peer.seconds, name, peak.device)
     return with_mfu(row, training_flops_per_token(config.model, config.data.sequence_length), peak)
@@ -112,7 +94,7 @@ def size_and_batch(config: RunConfig) -> str:
 
 
 def bench_config(precision: str, folder: Path, compiled: bool) -> RunConfig:
-    """What is measured on a CPU: 1.06M parameters, text that is enough for every step to read other windows."""
+    """On a CPU: 1.06M parameters, and enough text for every step to read other windows."""
     text = folder / "text.jsonl"
     if not text.exists():
         # Which tokens they are changes no speed.
@@ -129,7 +111,7 @@ def bench_config(precision: str, folder: Path, compiled: bool) -> RunConfig:
 
 
 def build_stepper(config: RunConfig, mesh: Mesh) -> Stepper:
-    """What takes a training step of ours on this rank of a CPU, at its first step."""
+    """Our trainer on this rank of a CPU, at its first step."""
     stream = TrainStream(prepare(config.data), config.data.sequence_length, config.seed)
     stepper = Stepper(config, mesh, torch.device("cpu"), stream)
     stepper.start()
@@ -162,10 +144,7 @@ class Size:
         )
 
     def bytes_of(self, micro: int) -> int:
-        """A rough guess at what a step needs.
-
-        18 bytes a parameter, 16 vectors of the width a token and block, and the logits four times over.
-        """
+        """A rough guess at what a step needs."""
         N = count_parameters(self.config(torch.device("cpu"), micro, compiled=False).model).N_total
         return 18 * N + micro * self.length * (32 * self.width * self.depth + 8 * self.vocabulary)
 
@@ -175,7 +154,7 @@ SIZES = (Size("124M", 768, 12, 12, 2048), Size("350M", 1024, 24, 16, 2816), Size
 
 @dataclass(frozen=True)
 class Setting:
-    """How a size is measured: where, how often, and whether both sides are compiled."""
+    """How a size is measured."""
 
     device: torch.device
     rounds: int
@@ -184,14 +163,7 @@ class Setting:
 
 
 def bench_sizes(setting: Setting, sizes: Sequence[Size] = SIZES, every_way: bool = True) -> Iterator[Row]:
-    """A row a size.
-
-    Args:
-        setting: how each is measured.
-        sizes: what is measured.
-        every_way: both of the peer's ways for every size; else of the later ones only the first one's faster way, for
-            compiling takes most of the time.
-    """
+    """A row per size; without `every_way` later sizes have only the first one's faster way: compiling takes long."""
     ways = list(WAYS)
     for size in sizes:
         row, faster = _bench_size(size, setting, ways)
@@ -201,7 +173,7 @@ def bench_sizes(setting: Setting, sizes: Sequence[Size] = SIZES, every_way: bool
 
 
 def _bench_size(size: Size, setting: Setting, ways: Sequence[str]) -> tuple[Row, str]:
-    """The row, and the peer's fastest way."""
+    """The row, and the peer's faster way."""
     stream = TrainStream(random_shards(size.vocabulary, 16 * size.rows * size.length), size.length, seed=0)
     peak = Peak(setting.device, torch.bfloat16)
 
@@ -228,11 +200,7 @@ def _bench_size(size: Size, setting: Setting, ways: Sequence[str]) -> tuple[Row,
 def _largest_that_fits(
     size: Size, build: Callable[[RunConfig], Step], setting: Setting, peak: Peak
 ) -> tuple[Contender, int]:
-    """Measures what `build` makes with the largest micro-batch that it can; and which that is.
-
-    Raises:
-        UserError: not even one sequence fits.
-    """
+    """Measures what `build` makes with the largest micro-batch that fits; and which that is."""
     micro = _first_micro_batch(size, setting.device)
     while micro > 0:
         try:

@@ -91,7 +91,8 @@ def row(kind: str, batch: int, context: int, seconds: float, expected: serving.P
         "pass": kind, "batch": batch, "context": context, "ms": 1e3 * seconds,
         "tokens_per_s": float(expected.tokens) / seconds,
         "mflops_per_token": float(expected.flops / expected.tokens) / 1e6,
-        "mb_per_token": float(expected.bytes / expected.tokens) / 1e6, "intensity": float(expected.intensity),
+        "mb_per_token": float(expected.bytes / expected.tokens) / 1e6,
+        "intensity": float(expected.flops / expected.bytes),
         "bound": "arithmetic" if expected.bound else "memory", "share_of_roofline": float(expected.seconds) / seconds,
     }  # fmt: skip
 

@@ -1,10 +1,7 @@
 """One checkpoint in, one file of scores out, and beside it one of all items.
 
-- Both files are complete after every task, and answers are kept as they come: a killed evaluation goes on at the next
-  request and ends with the same numbers.
-- A score stands while checkpoint, items, prompts, lm-eval, precision and our own scoring are the same. A file that
-  cannot be read is moved aside, never trusted and never deleted.
-- What does not depend on the model is made once: hand the same `suite` and `tokens` to each call.
+Both are complete after every task, and a killed evaluation goes on at the next request with the same numbers. A score
+stands while checkpoint, items, prompts, lm-eval, precision and our own scoring are the same.
 """
 
 from __future__ import annotations
@@ -66,14 +63,11 @@ def evaluate_checkpoint(
         limit: items per task; None means all.
         batch_tokens: bound on rows times length of one forward pass; default: what suits the device.
         held_out: val_loss, val_loss_se, val_bpb, where the training has them; computed otherwise.
-        device: auto (CUDA where there is one), cpu or cuda.
         precision: fp32 or bf16, of the weights.
-        suite: loaded tasks, to share between the checkpoints of one process.
-        tokens: token caches by tokenizer, filled in here, to share likewise.
-        overlaps: contaminated items by corpus, filled in here, to share with the same suite.
+        suite, tokens, overlaps: to share between the checkpoints of one process: loaded tasks; token caches by
+            tokenizer and contaminated items by corpus, both filled in here.
         cache: folder of the staged benchmarks.
-        ngram: words in a row shared with the training text that make an item contaminated; None: not asked. Where the
-            training text is not at hand the reason is recorded instead.
+        ngram: words in a row shared with the training text that make an item contaminated; None: not asked.
         ranks: the processes that share the work (`ranks.on_ranks`); only the first one writes.
         keep_items: whether to write the items too; they are kept up where there are some.
         progress: called with a line of text for each task, and every few seconds of a long one.
@@ -113,7 +107,6 @@ def evaluate_checkpoint(
 
 
 def _score(record: Record, lm: Any, entry: SuiteTask, ngram: int | None, contaminated: set[int] | None) -> None:
-    """One task, from its requests to its place on disk."""
     start = time.perf_counter()
     with quiet(progress_bars=True):  # keeps the templates that lm-eval compiles until all of its items are read
         items, others = answer_task(lm, entry)

@@ -1,11 +1,8 @@
 """lm-eval asks, our own models answer, in this process and without transformers.
 
-- `CheckpointLM` is lm-eval's `TemplateLM` over `scoring.py` (log-likelihoods) and `generate.py` (texts). lm-eval builds
-  prompts and computes the metrics; here are ids, windows and sums.
-- Prompts that do not fit are cut on the left, as by lm-eval's `hf` model. A *continuation* that does not fit (that
-  model refuses those) is scored by lm-eval's rolling windows.
-- Each request is looked up among the answers first, and stored there with its batch.
-- Several ranks ask and get the same; the model's work is shared out (`ranks.py`).
+lm-eval builds prompts and computes the metrics; here are ids, windows and sums. Prompts that do not fit are cut on the
+left, as by lm-eval's `hf` model; a *continuation* that does not fit is scored by lm-eval's rolling windows. Each
+request is looked up among the answers first, and the model's work is shared out over ranks (`ranks.py`).
 """
 
 from __future__ import annotations
@@ -192,7 +189,6 @@ class CheckpointLM(TemplateLM):
         return [(sum((scores[one][0] for one in of), 0.0), all(scores[one][1] for one in of)) for of in parts]
 
     def _known(self, names: Iterable[str]) -> dict[str, Any]:
-        """Answers that the first rank has."""
         store = self._answers
 
         def find() -> dict[str, Any]:
@@ -291,7 +287,6 @@ def make_lm(
     loaded: Any, device: str | torch.device = "cpu", batch_tokens: int = 4096, *, tokens: TokenCache | None = None,
     answers: Store | None = None, ranks: Ranks | None = None, say: Callable[[str], None] | None = None,
 ) -> CheckpointLM:  # fmt: skip
-    """The loaded checkpoint as lm-eval's model; see `CheckpointLM`."""
     return CheckpointLM(
         loaded.model, loaded.tokenizer, loaded.config.data.sequence_length, device, batch_tokens,
         tokens=tokens, answers=answers, ranks=ranks, say=say,

@@ -1,9 +1,7 @@
 """What a task's item results add up to: each number with a standard error, chance beside it, and a suite's mean.
 
-- Below a billion parameters accuracy sits at chance and jumps about, while what the model gives to the right answer
-  (gold bits per byte, its probability among the choices) moves smoothly with compute. All are kept.
-- A model that returns NaN has no score: the task's numbers are None and the item is named. lm-eval's argmax over NaN
-  would count such an item as answered.
+Below a billion parameters accuracy sits at chance and jumps about, while gold bits per byte and the probability of the
+right choice move smoothly with compute: all are kept. A model that returns NaN has no score, and the item is named.
 
 p_right and margin: Magnusson et al. 2025 (arXiv:2504.11393). Centered accuracy: Li et al. 2024 (arXiv:2406.11794).
 """
@@ -56,12 +54,10 @@ class ItemResult:
 
     @property
     def gold_bpb(self) -> float | None:
-        """Bits per byte of the right answer."""
         return None if self.gold is None else gold_bits_per_byte(*self.gold)
 
     @property
     def bpb(self) -> float | None:
-        """Bits per byte of a whole text."""
         return -sum(self.log_probabilities) / math.log(2) / self.bytes if self.bytes else None
 
     @property

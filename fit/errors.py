@@ -1,8 +1,4 @@
-"""The room's one exception for bad input, and the checks of numbers that every law shares.
-
-Special here: a check says which value is wrong and what would do, in one sentence, and nothing is fitted to a table
-that fails one.
-"""
+"""The room's one exception for bad input, and the checks of numbers that every law shares."""
 
 from __future__ import annotations
 
@@ -19,10 +15,7 @@ class InputError(ValueError):
 
 
 def positive(name: str, values: ArrayLike, rows: Any = None) -> Array:
-    """`values` as a flat float64 array of finite, strictly positive numbers.
-
-    Raises InputError naming the first offending value and its row (`rows` gives labels, by default the position).
-    """
+    """`values` as a flat float64 array of finite, strictly positive numbers; `rows` labels them in errors."""
     return _checked(name, values, rows, "a finite number above zero", lambda v: v > 0)
 
 
@@ -45,7 +38,6 @@ def same_length(**columns: Array) -> None:
 
 
 def enough(points: int, parameters: int, what: str) -> None:
-    """Raises InputError unless at least one point is left over after `parameters` are fitted."""
     if points <= parameters:
         raise InputError(
             f"{what} has {parameters} parameters and the table has {points} different points; "

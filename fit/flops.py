@@ -1,8 +1,7 @@
-"""FLOPs a token by model size, read off the runs of a table, so that an optimum can be found under their convention.
+"""FLOPs per token by model size, read off the runs of a table, so that an optimum can be found under their convention.
 
-Special here: the leading 6N is given and not fitted, because the FLOPs of large models tend to it. Attention over a
-fixed context grows as N^(2/3) and a vocabulary's tables as N^(1/3) where models keep their shape; both vanish beside 6N
-in large models, so what small runs show of them does not mislead far away.
+The leading 6N is given and not fitted: attention over a fixed context grows as N^(2/3), a vocabulary's tables as
+N^(1/3).
 """
 
 from __future__ import annotations
@@ -19,9 +18,7 @@ SAME = 1e-3  # relative difference up to which two counts of FLOPs are one conve
 
 @dataclass(frozen=True)
 class FlopsPerToken:
-    """linear N + attention N^(2/3) + tables N^(1/3) training FLOPs a token; below `smallest`, where no run says, in
-    proportion to N.
-    """
+    """linear N + attention N^(2/3) + tables N^(1/3) training FLOPs per token; below `smallest`, in proportion to N."""
 
     linear: float = 6.0
     attention: float = 0.0
@@ -34,9 +31,8 @@ class FlopsPerToken:
 
     @classmethod
     def measured(cls, N: ArrayLike, D: ArrayLike, flops: ArrayLike) -> FlopsPerToken:
-        """From runs, all (n,), by least squares of the relative error beside 6N.
-
-        Where FLOPs proportional to N miss the worst run by less, they are counted in another way and are taken as that.
+        """From runs, all (n,), by least squares of the relative error beside 6N, or proportional to N where that is
+        closer.
         """
         N, D, flops = positive("N", N), positive("D", D), positive("flops", flops)
         same_length(N=N, D=D, flops=flops)

@@ -4,13 +4,9 @@ from isoflop.fit.published import compare_published, published_law
 published_law("besiroglu2024")(N=70e9, D=1.4e12);  published_law("llama3").optimal(3.8e25)
 compare_published(1e24, own=law)
 
-Special here:
-- A law is evaluated exactly as its paper prints it, in the paper's own N, FLOPs and tokens. Nothing is converted, so
-  two laws differ by their conventions too: read these columns of `compare_published` before its numbers.
-- A split of C FLOPs spends all of it: D = C / 6N, in whatever N the law counts. Kaplan et al.'s law is in
-  C_min = C / 2, their compute at a small batch; DeepSeek's is in M FLOPs per token, and N stands for M / 6.
-
-The numbers, and where each was printed, are in constants/laws.yaml.
+A law is evaluated as its paper prints it, in the paper's own N, FLOPs and tokens, so two laws differ by their
+conventions too. A split of C FLOPs spends all of it: D = C / 6N; Kaplan et al.'s C_min is C / 2, and for DeepSeek's M
+FLOPs per token N stands for M / 6. The numbers, and where each was printed, are in constants/laws.yaml.
 """
 
 from __future__ import annotations
@@ -36,7 +32,7 @@ SAID = ("loss_unit", "N_convention", "flops_convention", "tokenizer", "data", "s
 
 
 def _power(inputs: Mapping[str, Array], c: Constants) -> Array:
-    """The product of k and (x / x_0)^p_x over the inputs; an input without an exponent does not count."""
+    """The product of k and (x / x_0)^p_x over the inputs."""
     value = np.asarray(c["k"], dtype=np.float64)
     for name, x in inputs.items():
         value = value * (x / c.get(f"{name}_0", 1.0)) ** c.get(f"p_{name}", 0.0)
@@ -66,7 +62,6 @@ class PublishedLaw:
 
     kind        "loss", "optimal N" (or M, D, D/N), "learning rate", "batch size", "critical batch size", "error"
     form        how it is computed: a key of EQUATIONS, or "power"
-    unit        of what it gives
     intervals   the paper's own, constant -> (low, high), at `level`
     fitted      range of the runs behind it: C FLOPs, N parameters, D tokens, M = D / N -> (low, high)
     frontier    the law that gives the loss where this one splits a budget
@@ -94,10 +89,7 @@ class PublishedLaw:
     notes: str = ""
 
     def __call__(self, *inputs: ArrayLike, **named: ArrayLike) -> Any:
-        """The law at its inputs, by position or by name, broadcast together; a float for floats.
-
-        Raises InputError where an input is missing, unknown, or not a positive finite number.
-        """
+        """The law at its inputs, by position or by name, broadcast together; a float for floats."""
         given = dict(zip(self.inputs, inputs, strict=False)) | named
         if len(inputs) + len(named) != len(self.inputs) or set(given) != set(self.inputs):
             said = ", ".join([*(f"#{i + 1}" for i in range(len(inputs))), *named]) or "nothing"
@@ -116,14 +108,10 @@ class PublishedLaw:
 
     @property
     def allocates(self) -> bool:
-        """Whether the law says how to split a budget."""
         return self.kind.startswith("optimal") or self.form == "chinchilla"
 
     def optimal(self, flops: ArrayLike) -> Optimum:
-        """N, D and loss (NaN where the paper gives none) at `flops`, a scalar or (targets,), in the law's conventions.
-
-        Raises InputError for a law that does not split a budget.
-        """
+        """N, D and loss (NaN where none is given) at `flops`, a scalar or (targets,), by the law's conventions."""
         C = positive("flops", np.atleast_1d(np.asarray(flops, dtype=np.float64)))
         if not self.allocates:
             able = ", ".join(law.name for law in published_laws() if law.allocates)
@@ -143,11 +131,9 @@ class PublishedLaw:
 
     @property
     def source(self) -> str:
-        """Authors, year, arXiv id, and where in the paper."""
         return f"{self.authors} {self.year} (arXiv:{self.arxiv}), {self.where}"
 
     def equation(self) -> str:
-        """The law as text, with symbols for its constants."""
         if self.form != "power":
             shown = EQUATIONS[self.form].format(*self.inputs)
             return shown if "E" in self.constants else shown.removeprefix("E + ")
@@ -197,14 +183,13 @@ def published_laws(kind: str | None = None) -> list[PublishedLaw]:
 
 
 def compare_published(flops: ArrayLike, own: Any = None, **own_columns: Any) -> pd.DataFrame:
-    """How each published law splits `flops`, a row a law and target, with its conventions; own laws come first.
+    """How each published law splits `flops`, a row per law and target, with its conventions; own laws come first.
 
     own: anything with `.optimal(flops)` that gives arrays flops, N, D and loss, or a mapping of names to such laws.
     own_columns: what to say of own laws, as in N_convention="N_total", loss_unit="nats/token".
 
-    Columns: law, flops, N, D, ratio (D / N), loss (NaN where none is published), beyond (flops over the largest budget
-    of the fit; NaN where it is not stated), loss_unit, N_convention, flops_convention, tokenizer, data, source, notes.
-    Losses of different tokenizers or data are not comparable.
+    `beyond` is flops over the largest budget of the fit; NaN stands for what is not published. Losses of different
+    tokenizers or data are not comparable.
     """
     import pandas as pd
 

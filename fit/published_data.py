@@ -3,14 +3,9 @@
 from isoflop.fit.published_data import load_published, published_runs
 runs = published_runs("epoch", drop_worst=5, download=True)
 
-Special here:
-- Nothing of these data sets is part of the project: most have no licence or were converted. A file is looked for in the
-  folder that ISOFLOP_DATA names (<folder>/<name>/<file>), then in the cache ($ISOFLOP_CACHE, else ~/.cache/isoflop,
-  below `published`), and is downloaded only on request.
-- A download is one file at a pinned commit. It is compared with the SHA-256 written here before it takes its place, and
-  a copy that is read is compared again, so that a number quoted from it is about these bytes.
-- Sets whose source is not a CSV (a notebook's output, pickles, a JSON file a run) cannot be downloaded; `how` says in a
-  sentence what the CSV must hold.
+Nothing of these sets is part of the project. A file is looked for in the folder that ISOFLOP_DATA names
+(<folder>/<name>/<file>), then in the cache ($ISOFLOP_CACHE, else ~/.cache/isoflop, below `published`), and downloaded
+only on request, from a pinned commit. Its SHA-256 is compared whenever it is read.
 """
 
 from __future__ import annotations
@@ -47,7 +42,7 @@ class PublishedFile:
 class PublishedData:
     """A published data set: its files (the first is the default), source, licence, and which column plays which part.
 
-    `columns` and `derive_d` are those of `read_table`; `how` says how to make the files that cannot be downloaded.
+    `columns` and `derive_d` are those of `read_table`; `how` says how to make files that cannot be downloaded.
     """
 
     name: str
@@ -73,7 +68,7 @@ DATA = _read()
 
 
 def published_data(name: str) -> PublishedData:
-    """What is known of a data set: epoch, porian, gadre, datablations, or steplaw."""
+    """What is known of a data set."""
     if name not in DATA:
         raise InputError(f"there is no published data set {name!r}; choose one of {', '.join(DATA)}.")
     return DATA[name]
@@ -82,13 +77,10 @@ def published_data(name: str) -> PublishedData:
 def load_published(
     name: str, file: str | None = None, folder: str | Path | None = None, download: bool = False
 ) -> pd.DataFrame:
-    """A published data set as its authors give it, columns and all.
+    """A published data set as its authors give it, columns and all: `file`, by default the set's first.
 
-    file: one of the set's files, by default its first.
-    folder: where <name>/<file> lies, instead of ISOFLOP_DATA and the cache.
-    download: fetch it into that folder, or into the cache, when it is nowhere.
-
-    Raises InputError where it is missing, or its bytes are not those of the pinned commit.
+    folder: where <name>/<file> lies, instead of ISOFLOP_DATA and the cache. download: fetch it into that folder, or
+    into the cache, when it is nowhere.
     """
     import pandas as pd
 
@@ -127,10 +119,8 @@ def published_runs(
 def download_published(
     name: str, file: str | None = None, folder: str | Path | None = None, host: str = HOST, timeout: float = 60.0
 ) -> Path:
-    """Fetch a file of a data set into `folder`/<name>, by default the cache, and return its path.
-
-    Raises InputError, and leaves nothing behind, when the set cannot be downloaded, nothing answers, the bytes are not
-    those of the pinned commit, or there is no room.
+    """Fetch a file of a data set into `folder`/<name>, by default the cache, and return its path; on error leave
+    nothing.
     """
     record, entry = published_data(name), _file(name, file)
     source = f"github.com/{record.repository}, commit {record.commit[:10]}"

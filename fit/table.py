@@ -1,8 +1,7 @@
 """Tables of runs: where every fit begins.
 
-Special here: what was derived, dropped or assumed on the way in is written into `notes`, because a law is only as good
-as its table. Only rows of finished runs are used: where a table has a column `final`, the others (intermediate
-checkpoints) stay in `frame` alone.
+What was derived, dropped or assumed on the way in is written into `notes`. Where a table has a column `final`, other
+rows (intermediate checkpoints) stay in `frame` alone.
 """
 
 from __future__ import annotations
@@ -37,11 +36,10 @@ ALIASES = {
 class RunTable:
     """Finished runs as NumPy arrays of shape (n,).
 
-    N parameters, D tokens, loss nats per token, loss_se its standard error (NaN: unknown), flops training FLOPs, budget
-    the FLOP budget that a run belongs to (NaN: none), run_id strings, group strings (rows that share their luck and are
-    resampled together: the trunk of a branch, else the run itself), weight (ones by default). `frame` is the whole
-    table as it was read, `rows` its positions that these arrays hold, `notes` what was derived or dropped, `source`
-    where it came from.
+    N parameters, D tokens, loss nats per token, loss_se (NaN: unknown), flops, budget that a run belongs to (NaN:
+    none), run_id, group (rows that share their luck: the trunk of a branch, else the run itself), weight. `frame` is
+    the whole table, `rows` its positions that these arrays hold, `notes` what was derived or dropped, `source` its
+    origin.
     """
 
     N: Array
@@ -69,7 +67,6 @@ class RunTable:
         return self.loss_se if (np.isfinite(self.loss_se) & (self.loss_se > 0)).all() else None
 
     def column(self, name: str) -> Array:
-        """A numeric column of the frame for these runs, NaN where absent or not a number."""
         import pandas as pd
 
         if name not in self.frame:

@@ -1,13 +1,9 @@
 """Resampling and intervals.
 
-Special here:
-- What is resampled is a *run*, never a row. Checkpoints of one run, and branches of one trunk, share their data order
-  and their luck, so they move together (a cluster bootstrap).
-- There are two ways. "Pairs" draws runs with replacement: a resample is a row of counts, which makes it a weight for
-  the solver. It assumes least, but needs many runs: of 24, a 95 % interval of a Huber fit covers 98 to 99 %. "Wild"
-  keeps every run and moves its loss by what the fit without it misses it by. It covers 93 to 97 % from a few runs on,
-  under unequal noise too (measured in docs/decisions.md), but takes the law to be right, and an error to be as likely
-  up as down.
+What is resampled is a *run*, never a row: checkpoints of one run and branches of one trunk share their luck. "Pairs"
+draws runs with replacement, as weights for the solver; of 24 runs, a 95 % interval of a Huber fit then covers 98 to 99
+%. "Wild" keeps every run and moves its loss by what the fit without it misses it by; it covers 93 to 97 % from a few
+runs on, under unequal noise too (measured in docs/decisions.md), but takes the law to be right.
 """
 
 from __future__ import annotations
@@ -26,11 +22,7 @@ STILL = 1e-6  # variance of a log input below which a resample holds it constant
 
 
 def cluster_counts(groups: Any, resamples: int, seed: int = 0) -> Array:
-    """How often each row occurs in each resample, of shape (resamples, rows), when whole groups are drawn with
-    replacement.
-
-    `groups` (rows,) labels the rows that move together. Each resample draws as many groups as there are.
-    """
+    """How often each row occurs in each resample, (resamples, rows), when whole `groups` (rows,) are drawn."""
     if resamples < 1:
         raise InputError(f"bootstrap is {resamples}; a positive number of resamples is needed.")
     labels, member = np.unique(np.asarray(groups).astype(str), return_inverse=True)
@@ -42,10 +34,10 @@ def cluster_counts(groups: Any, resamples: int, seed: int = 0) -> Array:
 def identifiable_counts(
     groups: Any, n: int, seed: int, inputs: Array, weight: Array, axes: Array, free: int
 ) -> tuple[Array, int]:
-    """Resamples (n, rows) that can identify a law, and how many others were drawn and thrown away on the way.
+    """Resamples (n, rows) that can identify a law, and how many others were drawn and thrown away.
 
     inputs (m, rows): a resample needs more different ones than the `free` parameters; axes (a, rows): log inputs that
-    must vary in it. Raises InputError where the table has too few groups for that.
+    must vary in it.
     """
     _, point = np.unique(inputs, axis=1, return_inverse=True)
     member = np.zeros((len(point), point.max() + 1))
@@ -65,7 +57,7 @@ def identifiable_counts(
 
 
 def independent_groups(groups: Any, free: int) -> int:
-    """How many groups there are; raises InputError where they are too few to say anything of `free` parameters."""
+    """How many groups there are; raises InputError where they are too few for `free` parameters."""
     independent = len(np.unique(np.asarray(groups).astype(str)))
     if independent <= free:
         raise _too_few(independent, free)
@@ -73,9 +65,9 @@ def independent_groups(groups: Any, free: int) -> int:
 
 
 def resampled_together(groups: Array, run_ids: Array, free: int) -> Array:
-    """Which rows to resample together: those of one group, or, of fewer groups than `free` parameters need, each row.
+    """Which rows to resample together: those of one group, or, where these are too few for `free` parameters, each row.
 
-    The latter is too kind, for branches share their trunk's luck: who does it says so (`few_trunks` in checks.py).
+    The latter is too kind: who does it says so (`few_trunks` in checks.py).
     """
     few = len(np.unique(groups)) <= free < len(np.unique(run_ids))
     return run_ids if few else groups
@@ -102,8 +94,8 @@ def jackknife_weights(groups: Any) -> Array:
 def need_no_group_alone(jacobian: Array, groups: Any, what: str) -> None:
     """Raises InputError where leaving one group out would leave a constant of `what` undetermined.
 
-    jacobian (rows, k) of the fit, each row times the root of its weight. A group alone determines some direction of
-    the parameters where its block of the hat matrix has an eigenvalue of one.
+    jacobian (rows, k) of the fit, each row times the root of its weight. A group stands alone where its block of the
+    hat matrix has an eigenvalue of one.
     """
     labels, member = np.unique(np.asarray(groups).astype(str), return_inverse=True)
     size = np.linalg.norm(jacobian, axis=0)
@@ -120,8 +112,7 @@ def need_no_group_alone(jacobian: Array, groups: Any, what: str) -> None:
 def kernel_width(errors: Array, independent: int) -> float:
     """Bandwidth of a Gaussian kernel for `errors` (rows,) of `independent` groups, which an outlier does not widen.
 
-    KERNEL stands where Silverman's rule has 1.06. Without a kernel, 95 % intervals of Huber fits cover 92 to 95 %; with
-    all of the rule 95 to 98.
+    Without a kernel, 95 % intervals of Huber fits cover 92 to 95 %; with all of Silverman's rule 95 to 98.
     """
     spread = min(np.sqrt(np.mean(errors**2)), 1.4826 * np.median(np.abs(errors)))
     return float(KERNEL * spread * independent**-0.2)
@@ -130,16 +121,13 @@ def kernel_width(errors: Array, independent: int) -> float:
 def wild_targets(
     fitted: Array, left_out: Array, groups: Any, n: int, seed: int, freedom: int, width: float = 0.0
 ) -> Array:
-    """Targets (n, rows) of a wild bootstrap: the fit plus, with one random sign a group, what it misses each row by.
+    """Targets (n, rows) of a wild bootstrap: the fit plus, with one random sign per group, what it misses each row by.
 
-    fitted, left_out (rows,): the latter is the residual that the fit *without* the row's group leaves there. It is as
-    large as the error, and larger where the group has leverage, which gives the jackknife's covariance (MacKinnon and
-    White 1985; for clusters MacKinnon, Nielsen and Webb 2023, arXiv:2301.04527). The fit's own residuals are too small,
-    most of all where it is nearly L1 and runs through as many points as it has parameters. The size of a resample is
-    drawn too, as in Student's t with `freedom` degrees, because few groups leave the size of the errors open.
-
-    `width` is that of a kernel for an objective that is nearly L1: its intervals depend on how densely errors lie near
-    zero, and two values a row do not say (De Angelis, Hall and Young 1993). The variance stays what it is.
+    left_out (rows,) is the residual of the fit *without* the row's group, larger where the group has leverage: the
+    jackknife's covariance (MacKinnon and White 1985; for clusters MacKinnon, Nielsen and Webb 2023, arXiv:2301.04527).
+    Sizes are drawn too, as in Student's t with `freedom` degrees, because few groups leave them open. `width` is that
+    of a kernel for a nearly L1 objective, whose intervals depend on the density of errors near zero (De Angelis, Hall
+    and Young 1993); the variance stays what it is.
     """
     if n < 1:
         raise InputError(f"bootstrap is {n}; a positive number of resamples is needed.")
@@ -155,9 +143,7 @@ def wild_targets(
 
 
 def percentile_interval(draws: Any, level: float = 0.95) -> tuple[float, float]:
-    """The central `level` interval of the draws; infinities count as draws, NaN do not, and no draw gives (nan,
-    nan).
-    """
+    """The central `level` interval of the draws; infinities count, NaN do not, no draw gives (nan, nan)."""
     values = np.sort(np.asarray(draws, dtype=np.float64).ravel())
     values = values[~np.isnan(values)]
     if values.size == 0:
@@ -170,10 +156,9 @@ def percentile_interval(draws: Any, level: float = 0.95) -> tuple[float, float]:
 
 
 def bca_interval(draws: Any, estimate: float, jackknife: Any, level: float = 0.95) -> tuple[float, float]:
-    """Bias-corrected and accelerated bootstrap interval (Efron 1987).
+    """Bias-corrected and accelerated bootstrap interval (Efron 1987); percentile where all draws lie on one side.
 
-    `draws` (resamples,), `estimate` of the full fit, `jackknife` (groups,) with one group left out each. Falls back on
-    the percentile interval where every draw lies on one side of the estimate, since the bias is then unknown.
+    `draws` (resamples,), `estimate` of the full fit, `jackknife` (groups,) with one group left out each.
     """
     from scipy.special import ndtr, ndtri
 
@@ -197,10 +182,7 @@ def bca_interval(draws: Any, estimate: float, jackknife: Any, level: float = 0.9
 
 
 def excess_scatter(squares: Array, variance: Array, freedom: int) -> float:
-    """The tau >= 0 at which sum squares / (variance + tau^2) equals the degrees of freedom (Paule and Mandel 1982).
-
-    squares (n,) weighted squared residuals, variance (n,) of the observations; zero where they scatter less than that.
-    """
+    """The tau >= 0 at which sum squares / (variance + tau^2) equals the degrees of freedom (Paule and Mandel 1982)."""
     if freedom < 1 or (squares / variance).sum() <= freedom:
         return 0.0
     low, high = 0.0, float(np.sqrt(squares.sum() / freedom))  # at `high` the sum is at most `freedom`

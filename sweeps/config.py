@@ -25,8 +25,8 @@ class GridConfig:
     """Common to every grid."""
 
     kind: str = "product"  # isoflop | ladder | product | points | adaptive
-    seeds: list[int] | None = None  # every point once a seed; None: the run's own seed
-    recipes: list[list[str]] | None = None  # every point once a data recipe; None: the run's own, data.recipe
+    seeds: list[int] | None = None  # every point once per seed; None: the run's own seed
+    recipes: list[list[str]] | None = None  # every point once per data recipe; None: the run's own, data.recipe
     # A run that diverges is tried once more, as a new run, with its learning rate times this; None: it is not.
     diverged_rate_factor: float | None = None
 
@@ -35,14 +35,14 @@ class GridConfig:
 class IsoflopGrid(GridConfig):
     """Several sizes at each of several FLOP budgets (Hoffmann et al. 2022, approach 2).
 
-    Sizes are log-spaced around the expected optimum N = expected_N * (C / expected_flops) ^ expected_exponent, which
-    need only be right within the span.
+    Sizes are log-spaced around N = expected_N * (C / expected_flops) ^ expected_exponent, which need only be right
+    within the span.
     """
 
     kind: str = "isoflop"
     budgets: list[float] | None = None  # training FLOPs; None: from the cluster group, or from a probe of this machine
     convention: str = "exact"  # how a budget turns into D: exact | 6nd
-    sizes: int = 6  # models a budget
+    sizes: int = 6  # models per budget
     span: float = 16.0  # largest over smallest N of a budget
     expected_N: float = 22e3  # N_total at expected_flops
     expected_flops: float = 2.5e11
@@ -52,7 +52,7 @@ class IsoflopGrid(GridConfig):
 
 @dataclass
 class LadderGrid(GridConfig):
-    """Rungs of growing N, each trained on several D: what a parametric fit likes best."""
+    """Rungs of growing N, each trained on several D."""
 
     kind: str = "ladder"
     sizes: list[float] = field(default_factory=list)  # wanted N_total; the nearest well-shaped model is taken
@@ -72,7 +72,7 @@ class ProductGrid(GridConfig):
 
 @dataclass
 class PointsGrid(GridConfig):
-    """Runs one by one, each as what it changes of the base run: what `isoflop suggest` writes and `extend` adds."""
+    """Runs one by one, each as what it changes of the base run: what `isoflop suggest` writes."""
 
     kind: str = "points"
     # A list of mappings from dotted fields to values, e.g. [{model.width: 64, model.depth: 4, tokens: 1000000}].
@@ -110,7 +110,7 @@ class ClusterConfig:
     # measured on one; 512 on GPUs, which nobody has measured.
     launch_bound_width: float | None = None
     precision: str = "fp32"  # what a run uses unless `precision` is set
-    jobs: int | None = None  # local: runs at a time; None: one a core
+    jobs: int | None = None  # local: runs at a time; None: one per core
     threads_per_job: int | None = None  # local: of one rank; None: its share of the cores
     # What one rank gets; a run of several ranks gets it for each of them.
     gpus_per_job: int = 0
@@ -135,7 +135,7 @@ class ClusterConfig:
     runs_per_gpu: int = 1  # small runs that share a GPU as processes; on slurm through CUDA MPS where there is one
     max_requeues: int = 20  # attempts after which a run that keeps being preempted is given up
     # What is not the run's own fault (a killed process, a lost node, a hang, a full disk) is tried again.
-    retries: int = 3  # so often a run
+    retries: int = 3  # so often per run
     sweep_retries: int = 100  # so often all runs together
     backoff_seconds: float = 30.0  # before the first retry of a run, doubled for each further one
     heartbeat_seconds: float = 10.0  # between two signs of life of a run
@@ -159,7 +159,7 @@ class EvaluateConfig:
     # choices, answer, and text:FOLDER, whose subfolders are domains.
     tasks: list[str] = field(default_factory=list)
     path: str | None = None  # of the suite `custom`: a folder or a file
-    limit: int | None = 150  # items a task, a fixed recorded subset; None: all of them
+    limit: int | None = 150  # items per task, a fixed recorded subset; None: all of them
     every: int | None = None  # steps: checkpoints in between are kept and scored too; None: the final one alone
     batch_tokens: int | None = None  # tokens in one forward pass; None: what suits the device
     ngram: int | None = 13  # words in a row that make an item contaminated where the training text has them too; None:
@@ -181,7 +181,7 @@ class FitConfig:
 
 @dataclass
 class SweepConfig:
-    """Everything `python sweep.py` reads. The first half is the base run that a grid varies."""
+    """Everything `python sweep.py` reads; the first half is the base run that a grid varies."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)

@@ -1,7 +1,7 @@
 """A sweep that is planned and not started, from a configuration or from what is on disk; and written there.
 
-A plan from disk reads the frozen configs and asks neither the corpus nor the grid, so that a compute node makes the
-same plan as the machine that the sweep was started on.
+A plan from disk reads the frozen configs and asks neither the corpus nor the grid: a compute node makes the same plan
+as the machine that the sweep was started on.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def from_disk(sweep: SweepDirectory) -> Prepared:
 
 
 def configuration(sweep: SweepDirectory) -> SweepConfig:
-    """What a sweep was started with; UserError where sweep.yaml cannot be read, or is of another version."""
+    """What a sweep was started with."""
     config = from_mapping(sweep.settings().get("config"), sweep.path / "sweep.yaml")
     config.output_root, config.sweep = str(sweep.path.parent), sweep.path.name  # wherever the folder is now
     return config
@@ -83,23 +83,25 @@ def _prepare(sweep: SweepDirectory, config: SweepConfig, runs: list[RunConfig], 
     for run in added_runs(sweep):
         by_id.setdefault(run_id(run), run)
     runs, said = list(by_id.values()), list[str]()
+    progress = progress_of_runs(sweep, by_id, config)
     if config.trunks:
-        runs, said = share_trunks(sweep, runs, config)
+        merged = trunks.merge_runs(runs, progress)
+        runs, said = merged.runs, merged.remarks
     if config.evaluate.tasks:
         runs = trunks.keep_between(runs, config.evaluate.every)
     room = places(config.cluster, config.parallel.world_size, rate)
     measured = sweep_rates(sweep.path, config.cluster, room.threads)
-    done = {name for name in by_id if sweep.run(name).is_done()}
+    taken = {name for name, each in progress.items() if each.fixed}
     planned = plan_runs(
-        runs, config.cluster, room.flops_per_second, room.jobs, config.ensembles, room.threads, measured, done
+        runs, config.cluster, room.flops_per_second, room.jobs, config.ensembles, room.threads, measured, taken
     )
     return Prepared(sweep, config, runs, planned, rate, [*said, *plan_remarks(planned)])
 
 
 def matmul_rate(config: SweepConfig, sweep: SweepDirectory) -> float:
-    """Matrix-product peak of one core of this machine, or of one rank on slurm.
+    """Matmul peak of one core of this machine, or of one rank on slurm.
 
-    A core is probed once a sweep: a later start reads what the first one measured, and plans the same runs.
+    A core is probed once per sweep: a later start plans the same runs.
     """
     rate = config.cluster.flops_per_second
     if rate is not None:
@@ -111,7 +113,7 @@ def matmul_rate(config: SweepConfig, sweep: SweepDirectory) -> float:
 
 
 def resolve_runs(config: SweepConfig) -> list[RunConfig]:
-    """The grid's runs, each complete: vocabulary from the tokenizer, fingerprint from the text."""
+    """The grid's runs, with the vocabulary of the tokenizer and the fingerprint of the text."""
     from ..train.data.corpora import open_corpus
     from ..train.data.tokenizers import planned_fingerprint, planned_vocab_size
 
@@ -129,7 +131,7 @@ def resolve_runs(config: SweepConfig) -> list[RunConfig]:
 
 
 def resolved_base(sweep: SweepDirectory, config: SweepConfig) -> RunConfig:
-    """The run that the sweep's grid varies, complete, with the corpus and the tokenizer that its runs have on disk."""
+    """The run that the sweep's grid varies, with the corpus and the tokenizer of its runs on disk."""
     runs = sweep.runs()
     if not runs:
         raise UserError(f"{sweep.path / 'plan.json'} has no runs, so nothing can be added to them; sweep anew")
@@ -139,14 +141,11 @@ def resolved_base(sweep: SweepDirectory, config: SweepConfig) -> RunConfig:
     return base
 
 
-def share_trunks(
-    sweep: SweepDirectory, runs: list[RunConfig], config: SweepConfig
-) -> tuple[list[RunConfig], list[str]]:
-    """Makes trunks and branches of runs that differ in D alone, as far as what is on disk allows; and says so."""
+def progress_of_runs(sweep: SweepDirectory, names: Iterable[str], config: SweepConfig) -> dict[str, trunks.Progress]:
     from .slurm import commands as slurm
     from .slurm.record import Inventory
 
-    live, progress = set[str](), {}
+    live = set[str]()
     if config.cluster.kind == "slurm":
         try:
             live = slurm.live_jobs()
@@ -154,18 +153,12 @@ def share_trunks(
             if not config.dry_run:  # which needs no SLURM
                 raise
     inventory = Inventory(sweep, live)
-    for run in map(run_id, runs):
-        directory = sweep.run(run)
-        progress[run] = trunks.progress_of(directory, live=inventory.has_job(directory))
-    merged = trunks.merge_runs(runs, progress)
-    return merged.runs, merged.remarks
+    runs = map(sweep.run, names)
+    return {run.run_id: trunks.progress_of(run, live=inventory.has_job(run)) for run in runs}
 
 
 def write_plan(prepared: Prepared, command: list[str] | None = None) -> None:
-    """Writes plan.json, and every run's frozen config where it has none; with a `command` also sweep.yaml.
-
-    What would only say again what is there is left as it is.
-    """
+    """Writes plan.json, frozen configs, and with a `command` sweep.yaml; what says the same is left as it is."""
     sweep, by_id = prepared.sweep, {run_id(run): run for run in prepared.runs}
     for directory in prepared.directories:
         directory.freeze(by_id[directory.run_id])
@@ -199,7 +192,6 @@ def refreeze(waiting: Iterable[RunDirectory], prepared: Prepared) -> None:
 
 
 def git_state(root: Path) -> dict[str, Any]:
-    """Commit and dirty flag of the code, or None where it is not a checkout."""
 
     def git(*arguments: str) -> str | None:
         command = ["git", "-C", str(root), *arguments]

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection, Iterable
 
+from rich import box
 from rich.console import Console
+from rich.table import Table
 
 
 def console() -> Console:
     """Standard output. A pipe or a file has no width, and a table cut to 80 columns is of no use there."""
     return Console(width=None if sys.stdout.isatty() else 160)
+
+
+def plain_table(columns: Iterable[str], left: Collection[str] = (), title: str | None = None) -> Table:
+    """A table without rules, whose columns are as wide as what they hold; numbers to the right."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE)
+    for column in columns:
+        table.add_column(column, justify="left" if column in left else "right", no_wrap=True)
+    return table
 
 
 def short(value: float) -> str:

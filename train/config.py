@@ -1,11 +1,8 @@
-"""One run, described completely: the dataclasses behind `conf/` and the identity of a run.
+"""One run, described completely: the dataclasses behind `conf/` and the identity of a run. No torch: planning is
+instant.
 
-Special here:
-- `RunConfig` is all that a training reads. It is composed by Hydra, resolved, and frozen to `config.yaml` before a job
-  starts.
-- A field is *cosmetic* when changing it leaves the science alone (where files lie, how many ranks, how often to save).
-  Every other field is part of the run's identity, so a forgotten field errs on the side of running again.
-- No torch: planning a grid imports this module and must be instant.
+A field is *cosmetic* when changing it leaves the science alone (where files lie, how many ranks, how often to save).
+Every other field is part of the run's identity, so a forgotten field errs on the side of running again.
 """
 
 from __future__ import annotations
@@ -28,12 +25,12 @@ T = TypeVar("T")
 
 
 def cosmetic(default: Any) -> Any:
-    """A field that says how or where, never what: it is left out of the run's identity."""
+    """A field that says how or where, never what."""
     return field(default=default, metadata={"cosmetic": True})
 
 
 def later(default: Any) -> Any:
-    """A field that came after runs had ids: science, but left out of the identity at its default, so old ids stand."""
+    """A field that came after runs had ids: left out of the identity at its default, so old ids stand."""
     return field(default=default, metadata={"later": True})
 
 
@@ -106,8 +103,8 @@ class DataConfig:
 class OptimizerConfig:
     """AdamW with decoupled weight decay, and the rule that gives every width its learning rate.
 
-    Rule (muP for Adam, Yang et al. 2022, Table 8): matrices whose fan-in grows with the width get
-    `learning_rate * base_width / width`; embeddings and norms keep `learning_rate * embedding_multiplier`.
+    Matrices whose fan-in grows with the width get `learning_rate * base_width / width`; embeddings and norms keep
+    `learning_rate * embedding_multiplier` (muP for Adam, Yang et al. 2022, Table 8).
     """
 
     learning_rate: float = 6e-3  # at base_width
@@ -125,8 +122,6 @@ class OptimizerConfig:
 
 @dataclass
 class ScheduleConfig:
-    """Learning rate over the run, matched to each run's own D."""
-
     kind: str = "wsd"  # wsd (warm-up, stable, decay) | cosine | constant
     warmup_per_parameter: float = 1.0  # tokens of warm-up for each parameter, N_total (Porian et al. 2024)
     warmup_tokens: int | None = None  # tokens of warm-up whatever N is, instead
@@ -157,13 +152,23 @@ class ParallelConfig:
 
     @property
     def world_size(self) -> int:
-        """Ranks of the run."""
         return self.tp * self.dp
+
+    @property
+    def mesh(self) -> str:
+        return f"parallel.tp {self.tp} * parallel.dp {self.dp} is {self.world_size}"
+
+    @property
+    def label(self) -> str:
+        """How a run is spread over its ranks, as "tp2 dp4 zero1"; empty for one rank."""
+        if self.world_size == 1:
+            return ""
+        return f"tp{self.tp} dp{self.dp}" + (f" zero{self.zero}" if self.zero else "")
 
 
 @dataclass
 class CheckpointConfig:
-    """When to save. Saving never changes the arithmetic, so all of it is cosmetic."""
+    """When to save; saving never changes the arithmetic."""
 
     every_seconds: float = cosmetic(60.0)  # on a clock, so that any kill costs at most this much
     every_steps: int | None = cosmetic(None)
@@ -187,8 +192,6 @@ class TrackerConfig:
 
 @dataclass
 class RunConfig:
-    """One training run, complete."""
-
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -214,17 +217,14 @@ class RunConfig:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps; D is rounded up to a whole number of them."""
         return max(1, -(-self.tokens // self.batch_tokens))
 
     @property
     def D(self) -> int:
-        """Tokens actually trained on."""
         return self.steps * self.batch_tokens
 
 
 def identity(config: RunConfig) -> dict[str, Any]:
-    """What of a run is science: the nested fields that are not cosmetic."""
     return _strip_cosmetic(config)
 
 
@@ -243,14 +243,22 @@ def _strip_cosmetic(node: Any) -> dict[str, Any]:
 
 @functools.cache
 def _science(node: type) -> list[tuple[Any, ...]]:
-    """Fields of a dataclass that are not cosmetic: the name, whether it is a float, whether it is a group, and for a
-    `later` field its default.
+    """Per field that is not cosmetic: name, whether it is a float, whether it is a group, and the default of a `later`
+    one.
     """
     fields = (item for item in dataclasses.fields(node) if not item.metadata.get("cosmetic"))
     return [
         (item.name, item.type == "float", item.name in _GROUPS, *([item.default] if "later" in item.metadata else []))
         for item in fields
     ]
+
+
+def flatten(node: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested fields by their dotted names."""
+    flat: dict[str, Any] = {}
+    for name, value in node.items():
+        flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return flat
 
 
 def canonical_json(value: Any) -> str:
@@ -264,16 +272,11 @@ def run_id(config: RunConfig) -> str:
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """Nested plain dict of any config dataclass."""
     return dataclasses.asdict(config)
 
 
 def from_dict(cls: type[T], values: dict[str, Any], prefix: str = "") -> T:
-    """Builds a config dataclass from a nested dict.
-
-    Raises:
-        UserError: on a key that the dataclass does not have, naming the key and those that exist.
-    """
+    """Builds a config dataclass from a nested dict; UserError on a key that it does not have."""
     fields = {item.name: item for item in dataclasses.fields(cls)}  # type: ignore[arg-type]
     unknown = sorted(set(values) - set(fields))
     if unknown:

@@ -16,7 +16,7 @@ FAILURE = "failure.json"  # what ended an attempt, in the words of the first ran
 HALVED = "micro_batch.json"  # memory ran out, and the next start takes a smaller micro-batch
 
 
-def plain(value: Any) -> Any:
+def plain_value(value: Any) -> Any:
     """Fallback for json: NumPy scalars and paths as plain values."""
     if type(value).__module__ == "numpy":  # not imported here: commands that only read start in half the time
         return value.item()
@@ -47,7 +47,7 @@ def write_atomic(path: Path, content: str | Iterable[bytes | memoryview], flush:
 
 def write_json(path: Path, value: Any, flush: bool = True) -> None:
     """`write_atomic` of indented JSON. NaN is refused: a number that is not one must not pass for a result."""
-    write_atomic(path, json.dumps(value, indent=1, default=plain, allow_nan=False) + "\n", flush)
+    write_atomic(path, json.dumps(value, indent=1, default=plain_value, allow_nan=False) + "\n", flush)
 
 
 def create_json(path: Path, value: dict[str, Any]) -> None:
@@ -62,7 +62,6 @@ def create_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def fsync_path(path: Path) -> None:
-    """Flushes a file or a directory entry to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -79,7 +78,7 @@ class JsonLines:
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, record: dict[str, Any]) -> None:
-        self._file.write(json.dumps(record, default=plain) + "\n")
+        self._file.write(json.dumps(record, default=plain_value) + "\n")
         self._file.flush()
 
     def close(self) -> None:
@@ -153,7 +152,6 @@ def put_in_place(temporary: Path, output: Path) -> None:
 
 
 def file_sha256(path: Path) -> str:
-    """The checksum of a file's content."""
     import hashlib
 
     with path.open("rb") as file:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .config import ModelConfig, RunConfig
-from .model.shape import shape_of
+from .model.shape import model_shape
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,8 @@ class ParameterCount:
 
 
 def count_parameters(model: ModelConfig) -> ParameterCount:
-    """Parameters of a model under each convention."""
     assert model.vocab_size is not None
-    shape = shape_of(model)
+    shape = model_shape(model)
     non_embedding = shape.depth * shape.block_size + shape.width
     tables = 1 if shape.tied else 2
     return ParameterCount(
@@ -42,26 +41,24 @@ def count_parameters(model: ModelConfig) -> ParameterCount:
 
 
 def forward_flops_per_token(model: ModelConfig, sequence_length: int) -> int:
-    """Matrix-product FLOPs of one forward pass, per token, at the given context length."""
+    """Matrix-product FLOPs of one forward pass, per token."""
     # Scores (T x head_dim products) and their weighting of the values, every query against the full square, or against
     # as many keys as its window has.
     keys = min(sequence_length, model.window or sequence_length)
     attention = model.depth * 2 * 2 * keys * model.width
-    return sum(parameter.flops for parameter in shape_of(model).parameters) + attention
+    return sum(parameter.flops for parameter in model_shape(model).parameters) + attention
 
 
 def training_flops_per_token(model: ModelConfig, sequence_length: int) -> int:
-    """Exact convention: forward, and twice as much for the backward pass."""
+    """Forward, and twice as much for the backward pass."""
     return 3 * forward_flops_per_token(model, sequence_length)
 
 
 def flops_exact(config: RunConfig) -> float:
-    """Training FLOPs of a run under the exact convention."""
     return float(training_flops_per_token(config.model, config.data.sequence_length)) * config.D
 
 
 def flops_6nd(config: RunConfig) -> float:
-    """Training FLOPs of a run as 6 * N_total * D."""
     return 6.0 * count_parameters(config.model).N_total * config.D
 
 

@@ -1,8 +1,7 @@
 """The training loop: a config in, a run directory out.
 
-Everything that decides a number is a pure function of the config and the step, so a run that was killed and resumed
-gives the same bits. A `Trainer` keeps the records of one run and takes no step itself: `train` steps one run, an
-ensemble many together. Every rank runs this loop; rank 0 alone writes metrics and the summary.
+Everything that decides a number is a pure function of the config and the step, so a resumed run gives the same bits. A
+`Trainer` keeps the records of one run and takes no step itself: `train` steps one run, an ensemble many together.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .checkpoint.checkpoint import resume
+from .checkpoint.checkpoint import resume_state
 from .checkpoint.heldout import HeldOut, held_out, validation_steps
 from .checkpoint.saver import Saver
 from .config import RunConfig, run_id
@@ -32,7 +31,6 @@ from .job.progress import PastStep, RunProgress
 from .job.session import kept
 from .parallel.layout import Held
 from .parallel.zero import StepResult
-from .planner.validation import validate
 from .precision import set_matmul_precision
 from .schedule import learning_rate_factor, warmup_steps
 from .stepper import Stepper
@@ -49,25 +47,23 @@ def train(
 ) -> dict[str, Any]:
     """Trains one run, resuming from its newest valid checkpoint, and returns what it writes to summary.json.
 
-    With more than one rank every rank calls this, with the same complete and resolved config. `should_stop` is asked
-    after every step; True on any rank saves a checkpoint and raises `Stopped` on all. `alive` is called in long work
-    without steps, such as preparing the data.
+    Every rank calls this, with the same complete config. `should_stop` is asked after every step. `alive` is called in
+    long work without steps, such as preparing the data.
 
     Raises:
         UserError: the config cannot be trained.
         Diverged: the loss is not a number, or rose out of its band.
-        Stopped: `should_stop` said so; call again to go on.
+        Stopped: `should_stop` said so on any rank; call again to go on.
         OutOfMemory: a micro-batch does not fit, and cannot be halved here.
-        RankError: another rank failed; says which, where, and why.
-        OSError: the disk is full or not writable; the newest checkpoint stays valid.
+        RankError: another rank failed.
+        OSError: the disk is full or not writable.
     """
-    validate(config)
-    if config.parallel.threads is not None:
-        torch.set_num_threads(config.parallel.threads)
-    set_matmul_precision(config.parallel.tf32)
     with join(config, directory, report) as job:
-        say = report if job.mesh.rank == 0 else _silent
-        opened = run_on_ranks(job.mesh, lambda: open_shards(config, shards, job, alive))
+        if config.parallel.threads is not None:
+            torch.set_num_threads(config.parallel.threads)
+        set_matmul_precision(config.parallel.tf32)
+        say = report if job.mesh.rank == 0 else lambda line: None
+        opened = run_on_ranks(job.mesh, lambda: open_run_shards(config, shards, job, alive))
         stream = TrainStream(opened, config.data.sequence_length, config.seed)
         stepper = Stepper(config, job.mesh, job.device, stream, say, directory / HALVED)
         peak = kept_peak(job.device, stepper.dtype) * job.mesh.size
@@ -79,7 +75,6 @@ def train(
 
 
 def _run(trainer: Trainer, stepper: Stepper, should_stop: Callable[[], bool]) -> dict[str, Any]:
-    """Steps until the end of D."""
     job = trainer.job
     while trainer.goes_on:
         job.beat(trainer.progress.step, "in a step")
@@ -90,16 +85,8 @@ def _run(trainer: Trainer, stepper: Stepper, should_stop: Callable[[], bool]) ->
     return trainer.finish()
 
 
-def _silent(line: str) -> None:
-    """What rank 0 says is said once."""
-
-
-def open_shards(config: RunConfig, shards: Shards | None, job: Job, alive: Callable[[], object]) -> Shards:
-    """The tokens that a run trains on, those given or prepared from its config.
-
-    Raises:
-        UserError: the tokenizer is not the one that the run was planned with, or not the model's.
-    """
+def open_run_shards(config: RunConfig, shards: Shards | None, job: Job, alive: Callable[[], object]) -> Shards:
+    """The tokens that a run trains on; `UserError` where the tokenizer is not the planned one, or not the model's."""
 
     def beat(stage: str, done: float, total: float) -> None:
         # Building takes as long as the corpus is large, and the other ranks wait for who builds.
@@ -189,7 +176,6 @@ class Trainer:
 
     @property
     def goes_on(self) -> bool:
-        """Whether there are steps to take."""
         return self.progress.step < self.config.steps
 
     def start_clock(self) -> None:
@@ -199,11 +185,7 @@ class Trainer:
         self._saved_at = time.perf_counter()  # by the wall, for a kill costs what the wall has seen
 
     def record_step(self, result: StepResult) -> None:
-        """Records a step: judges losses, validates and logs where the config says so.
-
-        Raises:
-            Diverged: the loss is not a number, or rose out of its band.
-        """
+        """Records a step: judges losses, validates and logs where the config says so."""
         config, progress = self.config, self.progress
         progress.step += 1
         self.unwatched.append(result)
@@ -217,14 +199,11 @@ class Trainer:
             self._logged_at, self._logged_step = self.clock(), progress.step
 
     def save_is_due(self) -> bool:
-        """Whether this rank's clock asks for a checkpoint; the leader's counts."""
         return self.leads and time.perf_counter() - self._saved_at >= self.config.checkpoint.every_seconds
 
     def pause(self, stop: bool, save: bool) -> None:
-        """Between two steps: saves where told to or where the config names the step.
-
-        Raises:
-            Stopped: with `stop`, after saving.
+        """Between two steps: saves where told to or where the config names the step; with `stop` it then raises
+        `Stopped`.
         """
         config, step = self.config, self.progress.step
         every, named = config.checkpoint.every_steps, config.checkpoint.at_steps or ()
@@ -236,8 +215,6 @@ class Trainer:
             raise Stopped(f"stopped at step {step} of {config.steps}")
 
     def validate(self) -> HeldOut:
-        """Loss on the fixed held-out set, in the precision of the run."""
-
         def beat() -> None:
             self.job.beat(self.progress.step, "scoring the held-out set")
             self.alive()
@@ -275,7 +252,7 @@ class Trainer:
             self.metrics.close()
 
     def _resume(self) -> None:
-        state = resume(
+        state = resume_state(
             self.directory / "checkpoints", self.stepper.zero.held(), self.config, self.job.mesh, self.report
         )
         if state is None:

@@ -8,18 +8,11 @@ With Psi the parameters of a rank's tensor-parallel part, N = dp, and e the byte
     2       e Psi       e Psi / N   12 Psi / N
     3       e Psi / N   e Psi / N   12 Psi / N
 
-In fp32 the weights are their own master: 8 in place of 12. Psi counts the padding of the buckets, which are laid out by
-the functions that the trainer uses, so this is exact. The peak is the largest of four moments: the loss; the worst
-block of the backward pass; its end, where the embedding's gradient appears; the update.
+In fp32 the weights are their own master: 8 in place of 12. Psi counts the padding of the trainer's buckets, so this is
+exact. What a micro-batch keeps is counted as autograd keeps it, one storage at a time: a view keeps all of what it
+looks into.
 
-What a micro-batch keeps is counted as autograd keeps it, one storage at a time: a view keeps all of what it looks into,
-so a value that is a view of the fused product keeps queries and keys before their rotation as well. What attention
-keeps depends on device and precision: PyTorch's fused kernels keep their inputs, output and one number per query; our
-blocks for bf16 on CPUs (`attention.py`) the softmax itself. Under sequence parallelism a column product keeps its own
-rows of the input only, and gathers the rest again.
-
-Rajbhandari et al. 2020, arXiv 1910.02054, section 3; Korthikanti et al. 2022, arXiv 2205.05198, section 4, for another
-block.
+Rajbhandari et al. 2020, arXiv 1910.02054, section 3; Korthikanti et al. 2022, arXiv 2205.05198, section 4.
 """
 
 from __future__ import annotations
@@ -39,7 +32,7 @@ from .model.shape import (
     share_of,
     visible_blocks,
 )
-from .parallel.buckets import fill, pack, units
+from .parallel.buckets import fill, gathered_units, pack_bucket
 
 FP32, INDEX = 4, 8  # bytes of an fp32 number, and of a token's id
 
@@ -62,32 +55,25 @@ class Memory:
 
     @property
     def state(self) -> int:
-        """What is there all the time."""
         return self.parameters + self.gradients + self.optimizer
 
     @property
     def peak(self) -> int:
-        """Bytes at the worst moment; not the sum of all terms, which never come together."""
+        """Bytes at the worst moment; terms that never come together are not summed."""
         return max(self.moments.values())
 
     @property
     def worst(self) -> str:
-        """Name of that moment."""
         return max(self.moments, key=lambda name: self.moments[name])
 
 
 def memory(config: RunConfig, device: str = "cuda") -> Memory:
-    """Bytes of one rank of a run that has passed `validation.check_shapes`.
-
-    Args:
-        config: complete, its vocabulary included.
-        device: cpu | cuda; their kernels keep different things.
-    """
+    """Bytes of one rank of a run that has passed `validation.check_shapes`; `device` is cpu or cuda."""
     share, parallel, stage = share_of(config), config.parallel, stage_of(config)
     buckets = bucket_sizes(share, config)
     held = state_bytes(sum(buckets), share.itemsize, stage, parallel.dp)
     state, depth = sum(held.values()), share.depth
-    kept = sum(kept_by_block(share, parallel.recompute, device).values())
+    kept = kept_by_block(share, parallel.recompute, device)
     head = kept_by_head(share)
     at_loss = loss_workspace(share, device)
     in_block = block_workspace(share, parallel.recompute, device)
@@ -110,10 +96,7 @@ def memory(config: RunConfig, device: str = "cuda") -> Memory:
 
 
 def halved_micro_batch(micro_batch: int) -> int | None:
-    """What to try when a micro-batch does not fit: its largest proper divisor, half of it where it is even.
-
-    A divisor, because the batch must still be a whole number of micro-batches. None: one sequence cannot be divided.
-    """
+    """What to try when a micro-batch does not fit: its largest proper divisor, so that it still divides the batch."""
     return next((micro_batch // d for d in range(2, micro_batch + 1) if micro_batch % d == 0), None)
 
 
@@ -123,7 +106,7 @@ def stage_of(config: RunConfig) -> int:
 
 
 def state_bytes(elements: int, itemsize: int, stage: int, ranks: int) -> dict[str, int]:
-    """The table above, in bytes, for buckets of so many elements together, padding included."""
+    """The table above for buckets of so many elements, padding included."""
     own = elements // ranks
     master_and_moments = FP32 * (2 if itemsize == FP32 else 3)
     return {
@@ -134,7 +117,7 @@ def state_bytes(elements: int, itemsize: int, stage: int, ranks: int) -> dict[st
 
 
 def bucket_sizes(share: Share, config: RunConfig) -> tuple[int, ...]:
-    """Elements of the rank's buckets in backward order, padding included; at stage 3 a block is one."""
+    """Elements of the rank's buckets in backward order, padding included; at stage 3 one per block."""
     limit = max(1, int(config.parallel.bucket_mb * 2**20 / share.itemsize))
     alike = replace(share, sequences=0, rows=0)  # the micro-batch changes no bucket
     return _bucket_sizes(alike, limit, config.parallel.dp, stage_of(config))
@@ -144,15 +127,16 @@ def bucket_sizes(share: Share, config: RunConfig) -> tuple[int, ...]:
 def _bucket_sizes(share: Share, limit: int, ranks: int, stage: int) -> tuple[int, ...]:
     sizes = {parameter.name: parameter.size for parameter in share.parameters}
     backward = list(reversed(sizes))
-    runs = units(backward, share.depth, share.tied) if stage == 3 else fill(backward, sizes, limit)
+    runs = gathered_units(backward, share.depth, share.tied) if stage == 3 else fill(backward, sizes, limit)
     group = dict.fromkeys(sizes, 0)  # which parameters are neighbours changes no size
-    return tuple(pack(run, sizes, group, ranks).size for run in runs)
+    return tuple(pack_bucket(run, sizes, group, ranks).size for run in runs)
 
 
 def gathered_bytes(buckets: Sequence[int], share: Share, stage: int, done: int | None) -> int:
     """Whole weights at stage 3 while block `done`, counted from the last, goes backward; None: while the loss does.
 
-    They are the block's and the next one's, at the loss the last block's and the head's; a tied table stays throughout.
+    They are this block's and the next one's, at the loss the last block's and the head's; a tied table stays
+    throughout.
     """
     if stage < 3:
         return 0
@@ -167,9 +151,8 @@ def reduction_bytes(
 ) -> int:  # fmt: skip
     """Copies of gradients while block `done`, counted from the last, goes backward; done = depth is the embedding.
 
-    A bucket that is being summed has a copy for what the other ranks send; where NCCL adds by itself, in fp32, it has
-    none. From stage 2 on the whole bucket is such a copy too, and so is the one that is being filled, which holds at
-    least the gradient of the block's last matrix.
+    A bucket that is being summed has a copy for what the other ranks send, unless NCCL adds by itself, in fp32. From
+    stage 2 on the whole bucket is such a copy too, and so is the one that is being filled.
     """
     native = share.itemsize == FP32 and (device == "cuda" or stage == 0)
     if ranks == 1 or (stage < 2 and native):
@@ -186,41 +169,31 @@ def reduction_bytes(
     return share.itemsize * (received + sum(summed) + sum(filled))
 
 
-def kept_by_block(share: Share, recompute: str, device: str) -> dict[str, int]:
-    """Bytes kept of one block, by what keeps them.
-
-    Args:
-        share: of the rank.
-        recompute: none | selective | full.
-        device: cpu | cuda.
-    """
+def kept_by_block(share: Share, recompute: str, device: str) -> int:
     stream = share.rows * share.width * share.itemsize
     if recompute == "full":
-        return {"stream": stream}
+        return stream
     inner = share.tokens * share.hidden * share.itemsize
-    kept = {"stream": 2 * stream, "query, key and value": 0, "gate and up": 2 * inner}
+    kept = 2 * stream + 2 * inner  # before and after attention; gate and up
     if recompute == "selective":
-        return kept | {"query, key and value": product_bytes(share)}
-    return kept | {
-        "norms": 2 * stream + 2 * share.rows * FP32,  # what they give, and one number a token
-        "query, key and value": product_bytes(share) if keeps_product(share, device) else 0,
-        "attention": attention_bytes(share, device),
-        "SwiGLU": inner,
-    }
+        return kept + product_bytes(share)
+    # A value that is a view of the fused product keeps all of it, and so do norms of heads, which read it.
+    copied = share.heads > 1 if keeps_softmax(share, device) else repeats_heads(share, device)
+    product = product_bytes(share) if share.head_norms or not copied else 0
+    norms = 2 * stream + 2 * share.rows * FP32  # what they give, and one number per token
+    return kept + norms + product + attention_bytes(share, device) + inner
 
 
 def product_bytes(share: Share) -> int:
-    """The fused product of query, key and value."""
     return share.tokens * (share.heads + 2 * share.kv_heads) * share.head_dim * share.itemsize
 
 
 def heads_bytes(share: Share, heads: int) -> int:
-    """A query, key or value of so many heads."""
     return share.tokens * heads * share.head_dim * share.itemsize
 
 
 def keeps_softmax(share: Share, device: str) -> bool:
-    """Whether attention runs in our blocks, which keep their softmax, and copies of what they read."""
+    """Whether attention runs in our blocks for CPUs, which keep their softmax, and copies of what they read."""
     return device == "cpu" and share.precision == "bf16" and share.length <= LONGEST_KEPT
 
 
@@ -229,18 +202,13 @@ def repeats_heads(share: Share, device: str) -> bool:
     return share.heads > share.kv_used and device == "cuda" and share.precision == "fp32"
 
 
-def keeps_product(share: Share, device: str) -> bool:
-    """Whether something that is kept is a view of the fused product: a value, or what the norms of heads read."""
-    copied = share.heads > 1 if keeps_softmax(share, device) else repeats_heads(share, device)
-    return share.head_norms or not copied
-
-
 def attention_bytes(share: Share, device: str) -> int:
-    """Kept between the product for query, key and value and the one for the output, the latter's input included."""
+    """Kept from the fused product to the output's product, whose input is included."""
     queries = heads_bytes(share, share.heads)
     rotated = heads_bytes(share, share.heads + share.kv_heads)  # queries and keys, of which both are views
     if keeps_softmax(share, device):  # a single head needs no copy of its key and value
-        kept = softmax_bytes(share) + (4 * queries if share.heads > 1 else 2 * queries + rotated)
+        softmax = share.sequences * share.heads * sum(softmax_blocks(share)) * share.itemsize
+        kept = softmax + (4 * queries if share.heads > 1 else 2 * queries + rotated)
     elif repeats_heads(share, device):  # the value is no view any more
         kept = (queries if share.head_norms else rotated) + 3 * queries
     else:
@@ -254,11 +222,6 @@ def attention_bytes(share: Share, device: str) -> int:
     return kept
 
 
-def softmax_bytes(share: Share) -> int:
-    """Weights of the blocks of `attention._BlockAttention`, each of some queries against the keys that they see."""
-    return share.sequences * share.heads * sum(softmax_blocks(share)) * share.itemsize
-
-
 def softmax_blocks(share: Share) -> list[int]:
     """Weights of one head in each block."""
     blocks = visible_blocks(share.length, query_block(share.length), share.window)
@@ -266,22 +229,21 @@ def softmax_blocks(share: Share) -> list[int]:
 
 
 def has_mask(share: Share, device: str) -> bool:
-    """Whether a window or documents are said by a mask, as PyTorch's kernels want it; ours for GPUs has no need."""
+    """Whether a mask says what is seen, as PyTorch's kernels want it; ours for GPUs needs none."""
     return device == "cpu" and (share.window is not None or share.documents)
 
 
 def mask_bytes(share: Share, recompute: str, device: str) -> int:
-    """The mask, which all blocks share; those that keep their softmax do not ask for it again."""
     if not has_mask(share, device) or (recompute == "none" and keeps_softmax(share, device)):
         return 0
     return (share.sequences if share.documents else 1) * share.length**2 * share.itemsize
 
 
 def kept_by_head(share: Share) -> int:
-    """Bytes kept from the last block to the loss: the final norm's, and what the loss has ready for the backward pass.
+    """Bytes kept from the last block to the loss: the final norm's, and the loss's derivatives by the head's weights.
 
-    That are its derivatives by the head's input and, in fp32, by its weights. Under tensor parallelism they are input
-    and logits, with each token's place among these columns, whether it has one, and its normaliser.
+    Split over ranks the loss keeps input and logits, with each token's column, whether it lies here, and its
+    normaliser.
     """
     norm = share.rows * (2 * share.width * share.itemsize + FP32)
     if not share.split:
@@ -290,18 +252,14 @@ def kept_by_head(share: Share) -> int:
 
 
 def norm_workspace(share: Share, device: str) -> int:
-    """Derivatives in the backward pass of a norm: on CPUs two or four more in fp32, on GPUs two alone."""
+    """Derivatives in a norm's backward pass."""
     stream = share.rows * share.width
     wide = 0 if device == "cuda" else 2 if share.precision == "fp32" else 4
     return 2 * stream * share.itemsize + wide * stream * FP32
 
 
 def loss_workspace(share: Share, device: str) -> int:
-    """Bytes beside what `kept_by_head` counts, from the loss back to the last block: the most at any of some moments,
-    each with less of that left.
-
-    They are the loss's own, the head's, and the final norm's.
-    """
+    """Bytes beside `kept_by_head`, from the loss back to the last block: the most at the loss, the head or the norm."""
     if share.split:
         return _split_loss_workspace(share, device)
     stream, table = share.rows * share.width * share.itemsize, share.table * share.itemsize
@@ -317,7 +275,6 @@ def loss_workspace(share: Share, device: str) -> int:
 
 
 def _split_loss_workspace(share: Share, device: str) -> int:
-    """`loss_workspace` of a tensor-parallel rank."""
     logits, whole = share.tokens * share.vocabulary, share.tokens * share.width * share.itemsize
     # The derivative takes the logits' place, in low precision through fp32: some rows, and those before them.
     chunk = max(LOGITS_AT_A_TIME[device], share.vocabulary)
@@ -330,9 +287,8 @@ def _split_loss_workspace(share: Share, device: str) -> int:
 def block_workspace(share: Share, recompute: str, device: str) -> int:
     """Bytes beside what all blocks keep while one goes backward: the most at any of four moments.
 
-    They are SwiGLU's (derivatives of the inner activation, of gate and up, and one of a half), the first product's of
-    the MLP (its input, gathered, and the derivative of that), its norm's, and attention's (derivatives of all that goes
-    in and out). Before each some of what the block kept has been freed. The stream's derivative is there throughout.
+    They are SwiGLU's derivative, that of the MLP's first product, of its norm, and of attention. Before each, some of
+    what the block kept has been freed; the stream's derivative is there throughout.
     """
     stream, whole = share.rows * share.width * share.itemsize, share.tokens * share.width * share.itemsize
     inner = share.tokens * share.hidden * share.itemsize
@@ -345,6 +301,6 @@ def block_workspace(share: Share, recompute: str, device: str) -> int:
         again = attention_bytes(share, device)
         moments = (4 * inner, stream + gathered + whole, norm - 2 * inner, again + mixing - 2 * inner - stream)
         return stream + max(moments)
-    again = sum(kept_by_block(share, "none", device).values()) - stream if recompute == "full" else 0
+    again = kept_by_block(share, "none", device) - stream if recompute == "full" else 0
     moments = (3 * inner, gathered + whole - inner, norm - 3 * inner - stream, mixing - 3 * inner - 2 * stream)
     return stream + again + max(moments)

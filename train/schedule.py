@@ -1,7 +1,7 @@
 """Learning rate over a run, always matched to that run's own D.
 
-A schedule that is not matched, or a warm-up that is long for the small runs, bends the fitted law (Hoffmann et al.
-2022, section 3; Porian et al. 2024), so both are impossible here.
+One that is not matched, or a warm-up that is long for the small runs, bends the fitted law (Hoffmann et al. 2022,
+section 3; Porian et al. 2024).
 """
 
 from __future__ import annotations
@@ -14,10 +14,7 @@ from .flops import count_parameters
 
 
 def warmup_steps(config: RunConfig) -> int:
-    """Steps of linear warm-up: as many tokens as parameters (or those stated), never more than a share of the run.
-
-    It grows with N and not with D (Porian et al. 2024, section 3.2), so runs of one N and several D share a trunk.
-    """
+    """Steps of linear warm-up: as many tokens as parameters (or those stated), never more than a share of the run."""
     schedule = config.schedule
     tokens: float | None = schedule.warmup_tokens
     if tokens is None:
@@ -31,14 +28,12 @@ def decay_steps(config: RunConfig) -> int:
 
 
 def trunk_steps(config: RunConfig) -> int:
-    """Steps at the start of a run that a longer one of the same N can make for it: all before its decay, never the last
-    one.
-
-    None of a cosine, whose rate depends on D from the end of the warm-up on.
+    """Steps at the start of a run that a longer one of the same N can make for it: all before its decay, none of a
+    cosine.
     """
     if config.schedule.kind == "cosine":
         return 0
-    return min(config.steps - decay_steps(config), config.steps - 1)
+    return min(config.steps - decay_steps(config), config.steps - 1)  # never the last, which has its own score
 
 
 def same_until(one: RunConfig, other: RunConfig) -> int:

@@ -1,9 +1,5 @@
-"""One optimizer step of one rank: its rows of the batch, forward, backward, update.
-
-Special here:
-- everything is a pure function of the config and the step: which rows a rank reads, at which learning rate;
-- nothing in a step waits for the device: losses, norms and skips stay there until somebody looks;
-- a micro-batch that does not fit into memory is halved once, and the step starts anew with the same rows.
+"""One optimizer step of one rank: its rows of the batch, forward, backward, update. Nothing in it waits for the
+device.
 """
 
 from __future__ import annotations
@@ -28,8 +24,7 @@ from .model.compiled import Compiled
 from .model.gpt import sequence_losses
 from .model.parametrization import empty_model, initial_weights, parameter_groups
 from .model.shape import micro_batch_of
-from .parallel.collectives import all_gather
-from .parallel.mesh import Mesh
+from .parallel.mesh import Mesh, all_gather
 from .parallel.tensor import split_model
 from .parallel.zero import StepResult, Zero
 from .precision import LossScaler, compute_dtype
@@ -43,16 +38,7 @@ class Stepper:
         self, config: RunConfig, mesh: Mesh, device: torch.device, stream: TrainStream,
         report: Callable[[str], None] = print, record: Path | None = None,
     ) -> None:  # fmt: skip
-        """On every rank at the same time.
-
-        Args:
-            config: of the run.
-            mesh: this rank's place.
-            device: of this rank.
-            stream: of the training tokens.
-            report: gets a line for what was chosen that is not in the config, and when the micro-batch is halved.
-            record: file that remembers a halving for the next start; None remembers nothing.
-        """
+        """On every rank at the same time. The file `record` remembers a halved micro-batch for the next start."""
         parallel = config.parallel
         self.config, self.mesh, self.device, self.stream, self.report = config, mesh, device, stream, report
         self.dtype = compute_dtype(config.precision)
@@ -115,7 +101,7 @@ class Stepper:
                 if not out_of_memory(error):
                     raise
                 self._halve(step, error)
-        result = self.zero.step(None, total, self.scaler.scale)
+        result = self.zero.step(total, self.scaler.scale)
         self.scaler.update(result.skipped)
         if step + 1 < self.config.steps:
             self.prefetch.ahead(step + 1)
@@ -127,10 +113,9 @@ class Stepper:
         """Summed nats of each window of tokens (n, T + 1) -> (n,) float64 on the CPU, the same on every rank.
 
         `beat` is called before every forward pass, for it may be many.
-
-        Each dp rank scores an equal share; the last windows are scored twice where n does not divide, for under
-        ZeRO-3 every rank must make the same number of passes.
         """
+        # Each data-parallel rank scores an equal share, the last windows twice where it does not divide: under ZeRO-3
+        # every rank must make the same number of passes.
         share = -(-len(windows) // self.mesh.dp)
         mine = torch.arange(self.mesh.dp_rank * share, (self.mesh.dp_rank + 1) * share).clamp_(max=len(windows) - 1)
 
@@ -150,7 +135,7 @@ class Stepper:
         return everyone[: len(windows)].cpu()
 
     def _gradients(self, step: int) -> Tensor:
-        """Forward and backward over this rank's rows; returns its part of the batch's mean loss, on the device."""
+        """Forward and backward over this rank's rows; returns its part () of the batch's mean loss, on the device."""
         batch, z_loss = self.config.optimizer.batch_size, self.config.optimizer.z_loss
         total = torch.zeros((), device=self.device)
         for start in range(0, self.share, self.micro):
@@ -175,11 +160,8 @@ class Stepper:
             torch.compiler.cudagraph_mark_step_begin()  # what replays gave in the pass before may be overwritten
 
     def _halve(self, step: int, error: Exception) -> None:
-        """Once a run: half the micro-batch, the same batch. Of several ranks the others wait inside a collective
+        """Once per run: half the micro-batch, the same batch. Of several ranks the others wait inside a collective
         that this one will never join, so there the halving is for the next start.
-
-        Raises:
-            OutOfMemory: it cannot be halved (again), or there are other ranks.
         """
         smaller = None if self.halved else halved_micro_batch(self.micro)
         words = f"out of memory at step {step} with parallel.micro_batch_size {self.micro}"

@@ -1,8 +1,6 @@
 """wandb beside metrics.jsonl. The file is the truth and wandb a view of it, so nothing here can stop a run.
 
-A start sends what metrics.jsonl has, and then each line whose step is new, so the view has every step once, whatever
-was killed. Everything that waits for a server has a bound; what it cuts off `isoflop sync` sends through this same
-class.
+Everything that waits for a server has a bound; what it cuts off `isoflop sync` sends through this same class.
 """
 
 from __future__ import annotations
@@ -29,9 +27,8 @@ FINISH_SECONDS = 10.0
 
 
 class Tracker:
-    """Streams numbers to wandb; the first failure is reported once and turns it off.
-
-    Online when logged in, else offline; the wandb run id is the run_id, so a resumed run goes on in the same place.
+    """Streams numbers to wandb, online when logged in, else offline; the first failure is reported once and turns it
+    off.
     """
 
     def __init__(
@@ -136,7 +133,6 @@ def metrics(directory: Path) -> list[dict[str, Any]]:
 
 
 def _size(config: RunConfig) -> dict[str, Any]:
-    """N and C under each convention, and D."""
     counts = vars(count_parameters(config.model))
     return {**counts, "D": config.D, "flops_6nd": flops_6nd(config), "flops_exact": flops_exact(config)}
 
@@ -150,7 +146,6 @@ def _lineage(config: RunConfig, directory: Path) -> dict[str, Any]:
 
 
 def logged_in() -> bool:
-    """Whether wandb would find credentials without asking for them."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     import netrc
@@ -165,7 +160,6 @@ def logged_in() -> bool:
 
 
 def server() -> str:
-    """Address of the server that wandb would talk to."""
     return str(_service().settings.base_url)
 
 

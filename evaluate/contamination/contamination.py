@@ -1,16 +1,12 @@
 """Which task items were in the training text: overlap of word n-grams, 13 words by default.
 
-- An item is its question and its right answer, without few-shot examples. It is contaminated when `ngram` words in a
-  row of it stand in a training document: runs of letters and digits in lower case (NFKC), ideographs one by one.
-- Words that open or close every question of a task are its template's; items are looked for with and without them.
+- An item is its question and its right answer, without few-shot examples, with and without the words that open or close
+  every question of its task. It is contaminated when `ngram` words in a row of it stand in a training document.
 - An item shorter than `ngram` is looked for whole if it has 8 words or more: shorter ones occur by chance.
-- The items' n-grams lie sorted in memory; the training text streams past in chunks, one thread per core.
-- Equal 64-bit hashes count as equal n-grams: with 1e6 n-grams of items and 1e12 words of text, one false match is
-  expected in 20 such comparisons.
-- Why not a library: lm-eval wants the text's n-grams in sorted files made by scripts outside its package; datatrove
-  asks for lighteval and hashes n-gram by n-gram in Python.
+- Equal 64-bit hashes count as equal: of 1e6 n-grams in 1e12 words one false match is expected in 20 such comparisons.
 
-13 words and the bound of 8: GPT-3 (Brown et al. 2020, arXiv:2005.14165, appendix C).
+lm-eval's own decontamination wants sorted files made outside its package. 13 and 8: GPT-3 (Brown et al. 2020,
+arXiv:2005.14165, appendix C).
 """
 
 from __future__ import annotations
@@ -33,7 +29,7 @@ import numpy.typing as npt
 from ...train.data.recipe import shingles
 from ...train.data.recipe.shingles import gram_hashes
 from ...train.data.shards import Shards
-from ...train.data.storage import checksum, locked, read_json
+from ...train.data.storage import checksum, locked, read_checked
 from ...train.data.tokenizers import ByteTokenizer
 from ...train.errors import UserError
 from ...train.files import write_json
@@ -54,11 +50,10 @@ Words = npt.NDArray[np.uint64]  # (w,) a hash of each word
 END = b"\xff"  # between documents: never in UTF-8
 _NOT_WORD = re.compile(r"[^\x00-\x7f\w]+")
 _IDEOGRAPH = re.compile(r"([\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff])")
-# The byte in lower case where it is part of a word, else 0.
-_CODES = np.zeros(256, np.uint8)
-for _byte in [*range(0x30, 0x3A), *range(0x61, 0x7B), *range(0x80, 0xFF)]:
-    _CODES[_byte] = _byte
-_CODES[ord("A") : ord("Z") + 1] = _CODES[ord("a") : ord("z") + 1]
+_IS_WORD = np.zeros(256, np.bool_)
+_IS_WORD[[*b"0123456789", *range(ord("A"), ord("Z") + 1), *range(ord("a"), ord("z") + 1), *range(0x80, 0xFF)]] = True
+_VALUES = shingles.byte_values().copy()
+_VALUES[ord("A") : ord("Z") + 1] = _VALUES[ord("a") : ord("z") + 1]  # what `normalised` leaves in ASCII capitals
 
 
 def overlaps(
@@ -106,7 +101,7 @@ def _read(files: dict[str, Path]) -> dict[str, set[int]]:
     known = {}
     for name, path in files.items():
         try:
-            known[name] = {int(index) for index in read_json(path)["contaminated"]}
+            known[name] = {int(index) for index in read_checked(path)["contaminated"]}
         except (UserError, KeyError, TypeError, ValueError):
             continue
     return known
@@ -141,10 +136,9 @@ def normalised(text: str | bytes) -> bytes:
 def words_and_ends(text: bytes) -> tuple[Words, npt.NDArray[np.intp]]:
     """(w,) hashes of the words of normalised text, and (w,) the number of ends of documents before each."""
     raw = np.frombuffer(text, np.uint8)  # (b,)
-    codes = _CODES[raw]
-    edges = np.flatnonzero(np.diff(codes != 0, prepend=False, append=False))  # starts and ends take turns
+    edges = np.flatnonzero(np.diff(_IS_WORD.take(raw), prepend=False, append=False))  # starts and ends take turns
     starts, ends = edges[::2], edges[1::2]
-    return shingles.word_hashes(codes, starts, ends), np.searchsorted(np.flatnonzero(raw == END[0]), starts)
+    return shingles.word_hashes(_VALUES.take(raw), starts, ends), np.searchsorted(np.flatnonzero(raw == END[0]), starts)
 
 
 # --- items -----------------------------------------------------------------------------------------------------------
@@ -152,14 +146,9 @@ def words_and_ends(text: bytes) -> tuple[Words, npt.NDArray[np.intp]]:
 
 @dataclass
 class _Index:
-    """The n-grams of all items.
+    """The n-grams of all items: (g,) hashes, ascending; their lengths in words; (task, place) of the items with each.
 
-    Attributes:
-        grams: (g,) hashes, ascending.
-        lengths: of those n-grams, in words.
-        owners: for each n-gram (task, place) of the items that have it.
-        near: (2**_FILTER_BITS,) whether an n-gram starts with these bits: most of the text ends here.
-        found: (g,) which were seen.
+    `near` (2**_FILTER_BITS,): whether one starts with these bits; most of the text ends here. `found` (g,): were seen.
     """
 
     grams: Words
@@ -213,7 +202,6 @@ def item_texts(task: Any, doc: Any) -> tuple[str, str]:
 
 
 def _shared(rows: Sequence[Words]) -> int:
-    """How many words all rows begin with."""
     most = min(len(row) for row in rows)
     return next((i for i in range(most) if any(row[i] != rows[0][i] for row in rows)), most)
 

@@ -29,8 +29,6 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written where."""
-
     folder: Path
     architecture: str
     files: list[str]

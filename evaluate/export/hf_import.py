@@ -1,9 +1,7 @@
-"""A Hugging Face folder as a checkpoint of ours, to be scored, asked and exported.
+"""A Hugging Face folder (Llama, Mistral, Qwen3) as a checkpoint of ours, to be scored, asked and exported.
 
-- Llama, Mistral and Qwen3 whose arithmetic is ours; whatever else a config.json says is refused by its field's name.
-- The checkpoint is at step 0 of a run whose data nobody knows, so a held-out loss is withheld; it has no optimizer
-  state, so a training that would go on from it is refused.
-- No beginning-of-text token is put in front of a text, as for our own models.
+It is at step 0 of a run whose data nobody knows, so a held-out loss is withheld; it has no optimizer state. What a
+config.json says and our arithmetic has not is refused by its field's name. No beginning-of-text token is put in front.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Our tokenizers as Hugging Face reads them, and theirs as ours: the same ids on both sides, for every text.
 
-- Special tokens are never read out of text here, and `tokenizer_config.json` says so (`split_special_tokens`).
-- Bytes become a byte-level BPE without merges. 0xFF occurs in no UTF-8, so its id ends a document; read back, it is
-  our byte tokenizer again.
-- The end of a document also stands where a model wants something in front of a text (`bos_token`), as in GPT-2.
+Special tokens are never read out of text (`split_special_tokens`). Bytes become a byte-level BPE without merges; 0xFF
+occurs in no UTF-8, so its id ends a document. That token also stands in for `bos_token`, as in GPT-2.
 """
 
 from __future__ import annotations
@@ -27,7 +25,6 @@ def byte_characters() -> list[str]:
 
 
 def byte_level_content() -> dict[str, Any]:
-    """The tokenizer.json of `ByteTokenizer`."""
     end = ByteTokenizer.end_of_document
     tokens = [*byte_characters()[:end], END_TOKENS[0]]
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}

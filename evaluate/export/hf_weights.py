@@ -23,7 +23,7 @@ from torch import Tensor
 from ...train.config import ModelConfig
 from ...train.errors import UserError
 from ...train.model.gpt import GPT
-from ...train.model.shape import TABLES, shape_of
+from ...train.model.shape import TABLES, model_shape
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
@@ -79,7 +79,7 @@ def hf_config(model: ModelConfig, sequence_length: int, end: int, dtype: str) ->
 def to_hf(model: GPT) -> dict[str, Tensor]:
     """The weights by Hugging Face's names, fp32 on the CPU, none sharing memory with another."""
     result, weights = {}, dict(model.named_parameters())
-    for parameter in shape_of(model.config).parameters:
+    for parameter in model_shape(model.config).parameters:
         weight = weights[parameter.name].detach().float().cpu()
         if parameter.name == "norm.weight":
             weight = (weight.double() * model.output_scale).float()
@@ -96,7 +96,7 @@ def from_hf(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Ten
         UserError: a tensor is missing, of another shape than config.json says, or nothing that we know.
     """
     left, result = set(tensors), {}
-    for parameter in shape_of(config).parameters:
+    for parameter in model_shape(config).parameters:
         pieces = []
         for part in parameter.parts:
             if part.hf not in tensors:

@@ -15,7 +15,7 @@ from ...train.checkpoint.checkpoint import LoadedCheckpoint
 from ...train.config import run_id, to_dict
 from ...train.files import read_json
 from ...train.flops import count_parameters, training_flops_per_token
-from ...train.model.shape import shape_of
+from ...train.model.shape import model_shape
 from ..pages.numbers import is_number, scored, with_error
 
 SCORES = {"acc": "accuracy", "acc_norm": "length-normalised", "exact_match": "exact match", "gold_bpb": "gold BPB",
@@ -64,7 +64,7 @@ def model_card(loaded: LoadedCheckpoint, facts: Facts, notes: list[str]) -> str:
         f"A decoder of width {model.width} and depth {model.depth}, {model.heads} heads"
         f" ({model.num_kv_heads} for keys and values), {model.vocab_size} tokens, context "
         f"{config.data.sequence_length}, {'tied' if model.tied_embeddings else 'untied'} embeddings"
-        f"{', RMSNorm on queries and keys' if shape_of(model).head_norms else ''}; "
+        f"{', RMSNorm on queries and keys' if model_shape(model).head_norms else ''}; "
         f"run `{run_id(config)}`, step {loaded.step}.",
         _table(("", ""), rows),
         *_scores(facts.scores or {}),
@@ -84,7 +84,6 @@ def imported_from(loaded: LoadedCheckpoint) -> str | None:
 
 
 def _front_matter(loaded: LoadedCheckpoint) -> str:
-    """What the Hub reads of a card."""
     data = loaded.config.data
     lines = ["library_name: transformers", "pipeline_tag: text-generation", "tags:", "- isoflop", "- scaling-laws"]
     if data.corpus == "hf" and data.name:
@@ -144,7 +143,6 @@ def _items(task: Mapping[str, Any]) -> str:
 
 
 def _caveats(task: Mapping[str, Any]) -> str:
-    """What the numbers of a task must not be read without."""
     said = [f"withheld: {_plain(task['withheld'])}"] if task.get("withheld") else []
     return "; ".join([*said, *(f"{task[key]} {name}" for key, name in CAVEATS.items() if task.get(key))])
 

@@ -1,22 +1,21 @@
 """Passes through a GPT in which the caller says where each token stands and what it sees. For inference mode alone.
 
-- Tokens come as one flat list, whatever sequence they belong to: no padding is computed, and only attention, which the
-  caller brings, knows what belongs together.
-- For a small model on a CPU the number of operations, and not the arithmetic, is what a token costs.
-- On a CPU the matrices of a small model are kept a second time, packed in oneDNN's order: products of 16 rows took two
-  thirds of the time of plain ones, those of 500 and more four fifths.
+Tokens come as one flat list: no padding is computed, and only attention, which the caller brings, knows what belongs
+together. For a small model on a CPU the number of operations is what a token costs. There its matrices are kept a
+second time, packed in oneDNN's order: products of 16 rows took two thirds of the time, those of 500 four fifths.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...train.hardware import out_of_memory
 from ...train.model.attention import causal_attention
 from ...train.model.block import gated, query_key_value, rotary_turn, rotated
 from ...train.model.gpt import GPT, Attention, Block
@@ -24,6 +23,8 @@ from ...train.model.gpt import GPT, Attention, Block
 # (number of the block, query (n, heads, d), key (n, kv_heads, d), value (n, kv_heads, d)) -> (n, heads, d), rotated.
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 Product = Callable[[Tensor], Tensor]
+
+T = TypeVar("T")
 
 PACKED_BYTES = 1 << 29  # of a model whose matrices are worth keeping twice
 
@@ -103,6 +104,19 @@ def logits_of(model: GPT, hidden: Tensor) -> Tensor:
     """(…, width) -> (…, vocab_size): the padding of the vocabulary is cut off."""
     logits: Tensor = model.head(hidden)
     return logits[..., : model.head.vocab_size]
+
+
+def unless_out_of_memory(work: Callable[[], T], device: torch.device) -> T | None:
+    """What the work returns; None: memory ran out."""
+    try:
+        return work()
+    except RuntimeError as error:
+        if not out_of_memory(error):
+            raise
+    # Outside of the clause: the frames of the error, which hold tensors, are gone.
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return None
 
 
 def _prepared(block: Block, packed: bool) -> tuple[Block, Product, Product, Product, Product]:

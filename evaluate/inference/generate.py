@@ -1,16 +1,12 @@
 """Text from a model, token by token: greedy or sampled, many prompts at a time.
 
-- Batching is continuous: a request that is finished leaves and the next one joins. In one round those that join are
-  prefilled, those that run decode, and those that slide are recomputed.
-- Memory is bounded by the pages of the cache: who finds none waits, and where those that run outgrow them the last to
-  come goes back to wait, with what it has written. Where memory runs out half as many go on.
-- Every prompt draws from a random stream of its own, one uniform number per token: its text depends on neither its
-  neighbours nor such waits.
-- A text longer than the model's context sees its last `max_length` tokens. All positions change with every token then,
-  so no cache helps.
+- Batching is continuous: who is finished leaves and the next one joins. Who finds no page of the cache waits, and
+  where those that run outgrow the pages the last to come goes back to wait, with what it has written.
+- Every prompt draws one uniform number per token from a stream of its own: its text depends on neither its neighbours
+  nor such waits.
+- A text longer than the model's context slides: all positions change with every token, so no cache helps.
 
-Yu et al. 2022 (Orca) for continuous batching; Kwon et al. 2023 (arXiv:2309.06180) for pages; Holtzman et al. 2020
-(arXiv:1904.09751) for the nucleus.
+Yu et al. 2022 (Orca); Kwon et al. 2023 (arXiv:2309.06180); Holtzman et al. 2020 (arXiv:1904.09751).
 """
 
 from __future__ import annotations
@@ -25,10 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from ...train.errors import UserError
-from ...train.hardware import out_of_memory
 from ...train.model.attention import document_starts, first_visible, visible_mask
 from ...train.model.gpt import GPT
-from .forward import Forward, attention_by_sequence, logits_of
+from .forward import Forward, attention_by_sequence, logits_of, unless_out_of_memory
 from .paged import PAGE, Ids, PagedBatch, PagedCache, Pages
 
 MOST_RUNNING = 256  # requests that decode in one pass
@@ -72,9 +67,7 @@ def generate_texts(
         max_tokens: new tokens per prompt, at most.
         max_length: longest sequence that the model accepts.
         finished: asked after each token with all new ones of that prompt; True ends it (that token is kept).
-        sampling: temperature, top-k, top-p.
         seeds: one per prompt, for sampling; default its place in the list.
-        device: where the model lies.
         batch_tokens: bound on the tokens of one forward pass; a longer prompt goes alone.
         cache_bytes: bound on keys and values, default 1 GiB or half of what is free on a GPU; one prompt always fits.
         done: called with a prompt's place and its result as soon as it is there.
@@ -130,7 +123,6 @@ class Request:
     _ahead: list[float] = field(default_factory=list)
 
     def uniform(self) -> float:
-        """The next number of its stream."""
         if not self._ahead:
             drawn = torch.rand(_DRAWN_AHEAD, dtype=torch.float64, generator=self.random)
             self._ahead = drawn.flip(0).tolist()
@@ -169,7 +161,6 @@ class Generation:
 
     @property
     def over(self) -> bool:
-        """Nothing is left to do."""
         return not (self.waiting or self.running or self.sliding)
 
     @torch.inference_mode()
@@ -198,7 +189,7 @@ class Generation:
         while start < len(requests):
             chunk = requests[start : start + max(1, self.batch_tokens // self.max_length)]
             texts = [request.text[-self.max_length :] for request in chunk]
-            logits = self._attempt(partial(recompute_last, self.model, texts, self.device))
+            logits = unless_out_of_memory(partial(recompute_last, self.model, texts, self.device), self.device)
             if logits is None:
                 self.batch_tokens = self._halved(len(chunk)) * self.max_length
                 continue
@@ -220,7 +211,9 @@ class Generation:
         positions = np.array([len(text) - 1 for text in texts])
         first = np.array([self._first(request) for request in self.running])
         tokens = [text[-1] for text in texts]
-        logits = self._attempt(partial(decode_tokens, self.forward, self._batch, tokens, positions, first))
+        logits = unless_out_of_memory(
+            partial(decode_tokens, self.forward, self._batch, tokens, positions, first), self.device
+        )
         if logits is None:
             self.most_running = self._halved(len(self.running))
             while len(self.running) > self.most_running:
@@ -234,7 +227,7 @@ class Generation:
         assert self.cache is not None
         assert self.forward is not None
         texts, pages = [request.text for request in joined], [request.pages for request in joined]
-        logits = self._attempt(partial(prefill_prompts, self.forward, self.cache, texts, pages))
+        logits = unless_out_of_memory(partial(prefill_prompts, self.forward, self.cache, texts, pages), self.device)
         self.running += joined
         self._batch = None
         if logits is None:
@@ -311,7 +304,6 @@ class Generation:
             place += 1
 
     def _wait_again(self) -> None:
-        """The one that came last goes back to the head of the queue."""
         assert self.cache is not None
         request = self.running.pop()
         self.cache.release(request.pages)
@@ -322,20 +314,7 @@ class Generation:
         """The first position that the last token of its text sees."""
         return max(len(request.text) - self.window, request.start)
 
-    def _attempt(self, work: Callable[[], Tensor]) -> Tensor | None:
-        """None: memory ran out."""
-        try:
-            return work()
-        except RuntimeError as error:
-            if not out_of_memory(error):
-                raise
-        # Outside of the clause: the frames of the error, which hold tensors, are gone.
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-        return None
-
     def _halved(self, size: int, alone: bool = False) -> int:
-        """Half of what memory ran out over."""
         if size == 1 or alone:
             raise UserError(
                 f"memory ran out on {self.device} over a single text; precision=bf16 or a machine with more memory "
@@ -423,12 +402,9 @@ def recompute_last(model: torch.nn.Module, texts: Sequence[Sequence[int]], devic
 
 
 def choose_tokens(logits: Tensor, sampling: Sampling, uniforms: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """One token per row: temperature first, then top-k, then the nucleus.
+    """One token per row of logits (rows, vocabulary): temperature first, then top-k, then the nucleus.
 
-    Args:
-        logits: (rows, vocabulary); -inf is never drawn.
-        sampling: how.
-        uniforms: (rows,) float64 in [0, 1); not read where the temperature is 0.
+    `uniforms` (rows,) float64 in [0, 1) are not read where the temperature is 0.
 
     Returns:
         Tokens (rows,), and which rows (rows,) held a NaN, whose token means nothing.

@@ -1,11 +1,8 @@
 """Keys and values in pages, so that requests of any length share one block of memory, and attention that reads it.
 
-- A page holds the keys of `PAGE` positions of one request for all heads: (kv_heads, PAGE, d) in a row, so that all
-  pages of all heads are one batched product, read where they lie.
-- A page's query is its owner's; what comes out is put in the order of the request's positions for one softmax, and
-  back: no padding, and no kernel of our own.
-- Pages in use are kept at the front (`PagedCache.compact`), because the product runs over all up to the last, and are
-  given back as soon as a window or the end of a document hides them.
+- A page holds `PAGE` positions of one request for all heads, so that all pages are one batched product, read where they
+  lie; what comes out is put in the order of the request's positions for one softmax, and back. No kernel of our own.
+- Pages in use are kept at the front (`compact`), because the product runs over all up to the last.
 
 Kwon et al. 2023 (arXiv:2309.06180); Ainslie et al. 2023 (arXiv:2305.13245) for grouped queries.
 """
@@ -92,7 +89,6 @@ class PagedCache:
         return True
 
     def release(self, pages: Pages) -> None:
-        """Takes all pages of a request back."""
         self._give_back(pages.table)
         pages.table, pages.first = [], 0
 

@@ -1,9 +1,8 @@
 """One evaluation over several processes, each with the whole model and a share of the requests.
 
-- Tasks, prompts and metrics are computed by each; only what the model does is shared out, and every rank gets all of
-  its answers. So code above this file is code for one process.
-- Requests go out in lexicographic order, which keeps what shares a prompt together, in pieces of equal new tokens, and
-  in rounds, so that what is done can be stored between them.
+Only what the model does is shared out, and every rank gets all of its answers, so code above this file is code for one
+process. Requests go out in lexicographic order, which keeps shared prompts on one rank, and in rounds, so that what is
+done can be stored between them.
 """
 
 from __future__ import annotations
@@ -69,12 +68,7 @@ class Team:
         return run_on_ranks(self._mesh, function)
 
     def gather(self, function: Callable[[], T]) -> list[T]:
-        mine = self.raise_together(function)
-        if self._mesh.control is None:
-            return [mine]
-        everyone: list[Any] = [None] * self.size
-        dist.all_gather_object(everyone, mine, group=self._mesh.control)
-        return everyone
+        return self._mesh.gather(self.raise_together(function))
 
 
 def share_requests(requests: Sequence[Request], ranks: int, round_tokens: int) -> Iterator[list[list[int]]]:

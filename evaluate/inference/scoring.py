@@ -1,11 +1,9 @@
 """How likely continuations are after their prefixes, with a GPT: what requests share is computed once.
 
-- Requests are packed as trees of tokens (`trees.py`); matrices work on all tokens of a batch in one list
-  (`forward.py`), and attention on the trees: on a CPU under masks one after the other, else padded side by side.
-- Logits, and the last block, are computed only where a request reads them, and logits a few at a time: an array of
-  (tokens, vocabulary) never exists. A choice of one token costs nothing.
-- Where memory runs out the batch is halved, and stays small from then on.
-- Sums over tokens are float64, so batching changes nothing beyond the rounding of the model itself.
+Requests are packed as trees of tokens (`trees.py`); matrices work on all tokens of a batch in one list (`forward.py`).
+Logits, and the last block, are computed only where a request reads them, a few at a time: an array of (tokens,
+vocabulary) never exists. Where memory runs out the batch is halved. Sums over tokens are float64, so batching changes
+nothing beyond the rounding of the model itself.
 """
 
 from __future__ import annotations
@@ -18,10 +16,9 @@ import torch
 from torch import Tensor
 
 from ...train.errors import UserError
-from ...train.hardware import out_of_memory
 from ...train.model.attention import causal_attention
 from ...train.model.gpt import GPT
-from .forward import Attend, Forward, attention_by_sequence
+from .forward import Attend, Forward, attention_by_sequence, unless_out_of_memory
 from .trees import Costs, Request, Tree, plan_trees, tree_batches
 
 Score = tuple[float, bool]  # (nats, whether greedy decoding would write it)
@@ -35,8 +32,6 @@ LARGEST_TREE = 8192  # tokens: its mask has the square of that
 
 
 class Scores(Protocol):
-    """Whatever scores requests."""
-
     def score(self, requests: Sequence[Request], done: Done | None = None) -> list[Score]: ...
 
 
@@ -80,14 +75,9 @@ class Scorer:
 
     def _try(self, requests: Sequence[Request], batch: list[Tree]) -> list[tuple[int, Score]] | None:
         """None: memory ran out, and the budget was lowered."""
-        try:
-            return self._isolated(requests, batch)
-        except RuntimeError as error:
-            if not out_of_memory(error):
-                raise
-        # Outside of the clause: the frames of the error, which hold tensors, are gone.
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        scored = unless_out_of_memory(lambda: self._isolated(requests, batch), self.device)
+        if scored is not None:
+            return scored
         longest = max(map(len, batch))
         if len(batch) == 1 and len(batch[0].scored) == 1 and self.batch_tokens <= longest:
             raise UserError(

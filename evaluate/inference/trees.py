@@ -1,9 +1,8 @@
 """Requests as trees of tokens: what several of them share stands in a tree once. Pure; NumPy alone.
 
-- In preorder a token i sees a token j exactly where j <= i < end(j), where j's branch ends: one number per token says
-  what attention may see.
-- In lexicographic order what a request shares with any earlier one it shares with the one just before it.
-- A request joins the tree before it where that saves more arithmetic than attention over the larger tree costs.
+In preorder a token i sees a token j exactly where j <= i < end(j), where j's branch ends. In lexicographic order what a
+request shares with any earlier one it shares with the one just before it. It joins the tree before it where that saves
+more arithmetic than attention over the larger tree costs.
 """
 
 from __future__ import annotations
@@ -32,8 +31,6 @@ class Request:
 
 @dataclass(frozen=True)
 class Scored:
-    """One request inside a tree."""
-
     place: int  # of the request in its list
     nodes: Ids  # (k,) after which of the tree's tokens each of its k tokens is predicted
     targets: Ids  # (k,) those tokens
@@ -112,7 +109,6 @@ def ordered(requests: Sequence[Request], waiting: Sequence[int]) -> list[tuple[i
 
 
 def shared_length(first: Ids, second: Ids) -> int:
-    """How many tokens two sequences begin with alike."""
     length = min(len(first), len(second))
     differ = np.flatnonzero(first[:length] != second[:length])
     return int(differ[0]) if len(differ) else length

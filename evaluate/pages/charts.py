@@ -88,7 +88,6 @@ class Strip:
         self.chance = chance if chance is not None and self._axis.low <= chance <= self._axis.high else None
 
     def x(self, value: float) -> str:
-        """In pixels."""
         return f"{6 + self._axis.at(value) * (STRIP - 12):.1f}"
 
 
@@ -121,11 +120,14 @@ class Panel:
     def paths(self) -> list[tuple[str, str, str]]:
         """(classes, row numbers, path) of all dots of one colour."""
         return [
-            (f"{kind} {colour}", ",".join(str(row) for row, _, _ in dots),
-             "".join(f"M{self.x(x)} {self.y(y)}h0" for _, x, y in dots))
+            (
+                f"{kind} {colour}",
+                ",".join(str(row) for row, _, _ in dots),
+                "".join(f"M{self.x(x)} {self.y(y)}h0" for _, x, y in dots),
+            )
             for kind, group in (("pts faint", self.faint), ("pts", self.dots))
             for colour, dots in group.items()
-        ]  # fmt: skip
+        ]
 
     @property
     def whiskers(self) -> str:

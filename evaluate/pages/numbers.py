@@ -28,7 +28,6 @@ def with_error(value: float | None, error: float | None, digits: int = 3) -> str
 
 
 def scored(scores: Mapping[str, Any], metric: str, digits: int = 3) -> str:
-    """A metric of a task with its standard error."""
     return with_error(scores.get(metric), scores.get(f"{metric}_se"), digits)
 
 

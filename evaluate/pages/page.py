@@ -20,7 +20,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from ...train.files import plain
+from ...train.files import plain_value
 from . import numbers
 from .charts import bar_end
 
@@ -42,10 +42,18 @@ def render_page(
         f"default-src 'none';script-src {_source(code) if code else _NONE};style-src {_source(styles)};"
         f"base-uri {_NONE};form-action {_NONE}"
     )
-    return _environment().get_template(template).render(
-        context, title=title, policy=Markup(policy), style=Markup(styles), script=Markup(code),
-        data=Markup("") if data is None else _data_block(data),
-    )  # fmt: skip
+    return (
+        _environment()
+        .get_template(template)
+        .render(
+            context,
+            title=title,
+            policy=Markup(policy),
+            style=Markup(styles),
+            script=Markup(code),
+            data=Markup("") if data is None else _data_block(data),
+        )
+    )
 
 
 _NONE = "'none'"
@@ -58,9 +66,13 @@ def _source(content: str) -> str:
 @functools.cache
 def _environment() -> Environment:
     environment = Environment(
-        loader=FileSystemLoader(TEMPLATES), autoescape=True, trim_blocks=True, lstrip_blocks=True,
-        undefined=StrictUndefined, finalize=lambda value: value if isinstance(value, Markup) else spell(value),
-    )  # fmt: skip
+        loader=FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=StrictUndefined,
+        finalize=lambda value: value if isinstance(value, Markup) else spell(value),
+    )
     named = (numbers.number, numbers.with_error, numbers.scored, numbers.short_count, numbers.grouped, numbers.compute)
     environment.filters |= {function.__name__: function for function in (*named, soften, breakable, bar_end)}
     environment.tests["number"] = numbers.is_number
@@ -90,7 +102,7 @@ def _data_block(value: Any) -> Markup:
     `<` is escaped, so neither `</script` nor `<!--` can occur; so are U+2028, U+2029, marks of direction and lone
     surrogates. A number that is not finite becomes a text ("nan", "-inf"), because JSON has none.
     """
-    packed = json.dumps(_finite(value), ensure_ascii=False, separators=(",", ":"), allow_nan=False, default=plain)
+    packed = json.dumps(_finite(value), ensure_ascii=False, separators=(",", ":"), allow_nan=False, default=plain_value)
     packed = packed.replace("<", "\\u003c").replace(">", "\\u003e")
     packed = _HIDDEN.sub(lambda found: f"\\u{ord(found.group()):04x}", packed)
     return Markup(f'<script type="application/json" id="data">{packed}</script>')

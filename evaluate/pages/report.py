@@ -2,7 +2,7 @@
 
 Warnings stand before numbers, chance beside accuracy, and a number that was withheld is never a zero. Two checkpoints
 are compared item by item: what is hard for one is hard for both, so the error of the mean difference is far smaller
-than two separate errors suggest. Texts of samples travel as JSON; the script puts them on the page as text, never HTML.
+than two separate errors suggest.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def write_checkpoint_report(
     Args:
         scores: what `evaluate_checkpoint` returned.
         path: of the page.
-        items: the items of its tasks, as the items file holds them: the samples.
+        items: of its tasks, as the items file holds them: the samples.
         peers: scores of the sweep's other checkpoints, with their `flops`: what equal compute buys elsewhere.
         against: scores and items of one other checkpoint, to be compared item by item.
     """
@@ -57,7 +57,6 @@ def write_checkpoint_report(
 def checkpoint_page(
     scores: Scores, items: Items = (), peers: Sequence[Scores] = (), against: Other | None = None
 ) -> str:
-    """The page as text."""
     name, worst = scores.get("name") or scores["run_id"], (scores.get("held_out") or {}).get("worst")
     tasks = {task: found for task, found in scores["tasks"].items() if not _is_domain(found)}
     domains = sorted(
@@ -77,21 +76,31 @@ def checkpoint_page(
         ("worst", "Worst losses"): worst,
     }
     context = {
-        "name": name, "scores": scores, "tasks": tasks, "domains": domains, "items": items, "worst": worst,
+        "name": name,
+        "scores": scores,
+        "tasks": tasks,
+        "domains": domains,
+        "items": items,
+        "worst": worst,
         "sections": [section for section, is_there in sections.items() if is_there],
-        "sampled": task_order(scores, items), "further_metrics": _further_metrics,
-        "facts": _facts(scores), "warnings": _warnings(scores), "footer": _footer(scores),
+        "sampled": task_order(scores, items),
+        "further_metrics": _further_metrics,
+        "facts": _facts(scores),
+        "warnings": _warnings(scores),
+        "footer": _footer(scores),
         "remarks": [*_suites(scores), *clean],
-        "others": others, "near": near, "places": _places(scores, near), "nearest": _nearest(scores, others),
-        "other": against[0] if against else None, "other_name": _called(against[0]) if against else "",
+        "others": others,
+        "near": near,
+        "places": _places(scores, near),
+        "nearest": _nearest(scores, others),
+        "other": against[0] if against else None,
+        "other_name": _called(against[0]) if against else "",
         "differences": _differences(items, against[1]) if against else {},
-    }  # fmt: skip
+    }
     title = f"Scores of {name}, step {scores['step']}"
     if not items:
         return render_page("checkpoint.html", title, context, "samples.css")
-    return render_page(
-        "checkpoint.html", title, context, "samples.css", "samples.js", payload(scores, items, against)
-    )  # fmt: skip
+    return render_page("checkpoint.html", title, context, "samples.css", "samples.js", payload(scores, items, against))
 
 
 def _facts(scores: Scores) -> list[tuple[str, str, str]]:
@@ -113,16 +122,18 @@ def _facts(scores: Scores) -> list[tuple[str, str, str]]:
 
 def _footer(scores: Scores) -> str:
     known = {
-        "run": scores["run_id"], "checkpoint SHA-256": str(scores.get("checkpoint_sha256") or "")[:16],
-        "context": f"{scores['sequence_length']} tokens", "tokenizer": str(scores.get("tokenizer") or "")[:16],
-        "lm-eval": scores["lm_eval_version"], "precision": scores.get("precision"),
+        "run": scores["run_id"],
+        "checkpoint SHA-256": str(scores.get("checkpoint_sha256") or "")[:16],
+        "context": f"{scores['sequence_length']} tokens",
+        "tokenizer": str(scores.get("tokenizer") or "")[:16],
+        "lm-eval": scores["lm_eval_version"],
+        "precision": scores.get("precision"),
         "scored on": f"{scores['device']} in {scores['seconds']:.1f} s",
-    }  # fmt: skip
+    }
     return " · ".join(f"{key} {value}" for key, value in known.items() if value)
 
 
 def _suites(scores: Scores) -> list[str]:
-    """One sentence for each suite that was scored whole."""
     return [
         f"Suite {name}: {with_error(mean['centered'], mean.get('centered_se'))} mean centered accuracy over "
         f"{mean['tasks']} tasks; 0 is guessing, 1 is all right."
@@ -188,7 +199,6 @@ def _is_same(one: Scores, other: Scores) -> bool:
 
 
 def _called(scores: Scores) -> str:
-    """A checkpoint in a few words."""
     size = short_count(scores.get("N_total"))
     return f"{scores.get('name') or scores.get('run_id')} at step {scores.get('step')}" + (
         f" ({size} parameters)" if size != "–" else ""
@@ -196,7 +206,6 @@ def _called(scores: Scores) -> str:
 
 
 def _nearest(scores: Scores, others: Sequence[Scores]) -> str:
-    """What is said where no other checkpoint is near."""
     own = scores.get("flops")
     known = [peer["flops"] for peer in others if is_number(peer.get("flops")) and peer["flops"] > 0]
     if not is_number(own) or own <= 0 or not known:
@@ -251,12 +260,11 @@ class Difference:
 
     @property
     def is_clear(self) -> bool:
-        """Whether it is more than two standard errors."""
         return self.error is not None and abs(self.value) > 2 * self.error
 
 
 def _key_of(item: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What makes two items the same question: prompt and choices, not only the place in the dataset."""
+    """What makes two items the same question: not the place in the dataset alone."""
     return (item.get("task"), item.get("index"), item.get("prompt"), tuple(item.get("choices") or ()))
 
 
@@ -305,7 +313,7 @@ def is_right(item: Mapping[str, Any]) -> bool | None:
 
 
 def payload(scores: Scores, items: Items, against: Other | None) -> dict[str, Any]:
-    """What the script of the page reads: tasks, the two names, and the items, each with the other's answer in it."""
+    """What the script of the page reads; each item has the other checkpoint's answer in it."""
     others = {_key_of(item): item for item in against[1]} if against else {}
     tasks = task_order(scores, items)
     places = {task: place for place, task in enumerate(tasks)}

@@ -1,7 +1,7 @@
 """A sweep's benchmarks as one page: tasks by compute, loss to accuracy, and which tasks mean something at this scale.
 
-The best run of a budget is the one with the lowest held-out loss, not the best score: the best of many noisy scores
-would look monotone by luck. Every panel is static SVG; the script adds what a pointer wants.
+The best run of a budget is the one with the lowest held-out loss: the best of many noisy scores would look monotone
+by luck. Every panel is static SVG; the script adds what a pointer wants.
 
 Heineman et al. 2025 (arXiv:2508.13144) for signal and noise; Magnusson et al. 2025 (arXiv:2504.11393) for tasks that
 move at small scale.
@@ -50,7 +50,6 @@ def write_sweep_report(
 
 
 def sweep_page(rows: Sequence[Row], signal: Mapping[str, Row], title: str, links: Mapping[str, str]) -> str:
-    """The page as text."""
     sweep = Sweep.of(rows)
     names = sorted(sweep.tasks(), key=lambda task: (-strength(signal.get(task)), task))
     if not names:
@@ -61,22 +60,32 @@ def sweep_page(rows: Sequence[Row], signal: Mapping[str, Row], title: str, links
     ]
     best = sweep.best_of_each()
     best_of_budget = {place for line in sweep.lines.values() for place in line}
-    sections = [("tasks", "Which tasks mean something"), ("recipes", "By recipe"), ("panels", "Tasks by compute"),
-                ("runs", "Runs")]  # fmt: skip
+    sections = [
+        ("tasks", "Which tasks mean something"),
+        ("recipes", "By recipe"),
+        ("panels", "Tasks by compute"),
+        ("runs", "Runs"),
+    ]
     context = {
-        "sweep": sweep, "tasks": tasks, "key": _key(sweep), "recipe_of": recipe_of,
+        "sweep": sweep,
+        "tasks": tasks,
+        "key": _key(sweep),
+        "recipe_of": recipe_of,
         "sections": [section for section in sections if section[0] != "recipes" or sweep.recipes],
-        "facts": _facts(sweep, tasks), "warnings": _warnings(sweep, len(rows)),
-        "sources": sorted({one["source"] for known in signal.values() for one in known.values()
-                           if one and one.get("source")}),
-        "best": best, "best_flops": max((sweep.rows[place]["flops"] for place in best.values()), default=None),
+        "facts": _facts(sweep, tasks),
+        "warnings": _warnings(sweep, len(rows)),
+        "sources": sorted(
+            {one["source"] for known in signal.values() for one in known.values() if one and one.get("source")}
+        ),
+        "best": best,
+        "best_flops": max((sweep.rows[place]["flops"] for place in best.values()), default=None),
         "recipe_rows": _recipe_rows(sweep, names, best),
         "finals": [
             (sweep.rows[place], safe_link(links.get(sweep.rows[place]["run_id"])), place in best_of_budget)
             for group in sweep.budgets
             for place in group
         ],
-    }  # fmt: skip
+    }
     data = [{"said": spell(_said(row)), "link": safe_link(links.get(row["run_id"]))} for row in sweep.rows]
     return render_page("sweep.html", title, context, "sweep.css", "sweep.js", data)
 
@@ -142,7 +151,6 @@ class Sweep:
         return scores[key], error if is_number(error) else None
 
     def chance(self, task: str) -> float | None:
-        """The task's chance level, where a checkpoint's scores have it."""
         levels = (((row.get("tasks") or {}).get(task) or {}).get("chance") for row in self.rows)
         return next(filter(is_number, levels), None)
 
@@ -162,9 +170,10 @@ class Sweep:
 
     def _lowest(self, group: Sequence[int], recipe: str | None) -> int | None:
         known = [
-            place for place in group
+            place
+            for place in group
             if is_number(self.rows[place].get("loss")) and recipe in (None, recipe_of(self.rows[place]))
-        ]  # fmt: skip
+        ]
         return min(known, key=lambda place: self.rows[place]["loss"], default=None)
 
     def best_of_each(self) -> dict[str, int]:
@@ -233,7 +242,6 @@ class Trend:
 
     @property
     def falls(self) -> bool:
-        """Whether each budget has a lower value than the one before."""
         return len(self.values) > 1 and all(self.steps)
 
 
@@ -264,7 +272,6 @@ def strength(entry: Row | None) -> float:
 
 
 def task_verdict(entry: Row | None) -> str:
-    """What a task is good for at this scale, in words."""
     # A ratio may be infinite; it is NaN where nothing measures the noise.
     known = {
         key: one
@@ -309,9 +316,12 @@ def _facts(sweep: Sweep, tasks: Sequence[Task]) -> list[tuple[str, str, str]]:
         ("Training FLOPs", compute(max(flops)), f"from {compute(min(flops))}, in {len(sweep.budgets)} budgets"),
         ("Parameters (N)", short_count(max(sizes, default=None)), f"from {short_count(min(sizes))}" if sizes else ""),
         ("Tasks that tell runs apart", f"{clear} of {len(tasks)}", "beyond their noise"),
-        ("BPB falls with every budget", f"{sum(one.falls for one in trends)} of {len(trends)}",
-         "of the best run of each"),
-    ]  # fmt: skip
+        (
+            "BPB falls with every budget",
+            f"{sum(one.falls for one in trends)} of {len(trends)}",
+            "of the best run of each",
+        ),
+    ]
 
 
 def _warnings(sweep: Sweep, given: int) -> list[str]:
@@ -367,7 +377,6 @@ def _panels(sweep: Sweep, task: str) -> list[Panel]:
 
 
 def _panel(sweep: Sweep, task: str, keys: Sequence[str], name: str, field: str, label: str, axis: Axis) -> Panel | None:
-    """One panel; None where no checkpoint has both numbers."""
     points: dict[int, tuple[float, float, float | None]] = {}
     for place, row in enumerate(sweep.rows):
         scored = sweep.value(place, task, keys)

@@ -1,10 +1,7 @@
 """Items: from lm-eval's samples to what was asked, what was right and what the model said, and to a file of them.
 
-- The prompt is what all of an item's contexts begin with; the rest of a context belongs to its choice. For most tasks
-  the contexts are the same, and where they differ (WinoGrande) a choice reads as it was asked.
-- The file is gzipped JSON lines, replaced in one rename; each task is a gzip member of its own, so that a file that
-  grows task by task compresses each of them once. The same items are the same bytes.
-- Reading forgives: a damaged file is moved aside. Scores never depend on it; the report's samples do.
+The prompt is what all of an item's contexts begin with; the rest of a context belongs to its choice (WinoGrande). The
+file is gzipped JSON lines, each task a member of its own; scores never depend on it, the report's samples do.
 """
 
 from __future__ import annotations
@@ -18,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...train.files import plain
+from ...train.files import plain_value
 from ..metrics import ItemResult
 from ..tasks.suite import SuiteTask
 
@@ -114,9 +111,8 @@ def items_path(scores: Path) -> Path:
 
 
 def as_dicts(task: str, items: Sequence[ItemResult], contaminated: Collection[int] | None) -> list[dict[str, Any]]:
-    """A task's items as they are written.
-
-    Texts are cut in the middle to `LONGEST` characters, and what is no finite number is None.
+    """A task's items as they are written: texts cut in the middle to `LONGEST` characters, None for what is not
+    finite.
     """
     return [
         {
@@ -150,8 +146,7 @@ def _finite(value: float | None) -> float | None:
 
 
 def pack_items(items: Iterable[dict[str, Any]]) -> bytes:
-    """Items of one task as a gzip member."""
-    lines = "".join(json.dumps(item, default=plain) + "\n" for item in items)
+    lines = "".join(json.dumps(item, default=plain_value) + "\n" for item in items)
     return gzip.compress(lines.encode(), compresslevel=5, mtime=0)
 
 

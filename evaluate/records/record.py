@@ -1,10 +1,8 @@
 """The files of one evaluation: scores, items, and the answers of an evaluation that has not come to its end.
 
-- Of several ranks the first alone reads and writes, and what it has read, or could not write, all of them learn.
-- An answer belongs to one model: the first line of its file says which (checkpoint, precision, our scoring, lm-eval),
-  and under another first line the file is begun anew. Within it an answer goes by a hash of its request.
-- Answers are append-only JSON lines, one for each batch, flushed at once: a kill costs the batch at hand. Floats come
-  back the same, so a resumed evaluation equals one that ran through.
+Of several ranks the first alone reads and writes, and what it has read, or could not write, all of them learn. The
+answers begin with what they depend on (checkpoint, precision, our scoring, lm-eval), go by a hash of their request, and
+are flushed batch by batch; floats come back the same, so a resumed evaluation equals one that ran through.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 from filelock import FileLock, Timeout
 
 from ...train.errors import UserError
-from ...train.files import JsonLines, plain, read_json, write_atomic, write_json
+from ...train.files import JsonLines, plain_value, read_json, write_atomic, write_json
 from ..inference.ranks import Alone, Ranks
 from ..metrics import suite_scores
 from ..tasks.suite import Suite
@@ -38,15 +36,13 @@ SECONDS = 10.0  # between two lines of a meter
 
 
 class Store(Protocol):
-    """What is asked of a store of answers."""
-
     def get(self, key: str) -> Any | None: ...
     def put(self, pairs: Iterable[tuple[str, Any]]) -> None: ...
 
 
 def request_key(kind: str, *parts: Any) -> str:
-    """Name of a request: hex of a 16-byte BLAKE2b over the canonical JSON of its parts (strings, numbers, lists)."""
-    text = json.dumps([kind, *parts], sort_keys=True, separators=(",", ":"), default=plain)
+    """Hex of a 16-byte BLAKE2b over the canonical JSON of a request's parts (strings, numbers, lists)."""
+    text = json.dumps([kind, *parts], sort_keys=True, separators=(",", ":"), default=plain_value)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
@@ -57,11 +53,9 @@ class Memory:
         self._answers: dict[str, Any] = {}
 
     def get(self, key: str) -> Any | None:
-        """The answer, or None where there is none yet."""
         return self._answers.get(key)
 
     def put(self, pairs: Iterable[tuple[str, Any]]) -> None:
-        """Remembers a batch of answers."""
         self._answers.update(pairs)
 
     def __len__(self) -> int:
@@ -82,7 +76,7 @@ class Answers(Memory):
         Raises:
             UserError: the file cannot be written.
         """
-        header = json.loads(json.dumps(header, default=plain))
+        header = json.loads(json.dumps(header, default=plain_value))
         try:
             answers = _answers_under(path, header, say)
             if answers is None:
@@ -95,7 +89,7 @@ class Answers(Memory):
         return cls(path, lines, answers or {})
 
     def put(self, pairs: Iterable[tuple[str, Any]]) -> None:
-        """Remembers a batch of answers, JSON values, and writes them as one line.
+        """Remembers a batch of JSON values and writes it as one line.
 
         Raises:
             UserError: the disk is full.
@@ -109,7 +103,6 @@ class Answers(Memory):
                 raise _unwritable("answers", self.path, error) from error
 
     def close(self) -> None:
-        """Leaves the file for the next one who opens it."""
         self._lines.close()
 
     def remove(self) -> None:
@@ -140,14 +133,7 @@ def _answers_under(path: Path, header: dict[str, Any], say: Report) -> dict[str,
 
 
 class Meter:
-    """A store of answers that counts what passes through it, and says how far a task is, how fast, and how long yet.
-
-    Args:
-        answers: where answers are looked up and kept.
-        say: called with a line of text.
-        seconds: between two lines; a task that takes less says nothing here.
-        clock: seconds that pass.
-    """
+    """A store of answers that counts what passes through it, and says every `seconds` how far and fast a task is."""
 
     def __init__(
         self, answers: Store, say: Report, seconds: float = SECONDS, clock: Callable[[], float] = time.monotonic
@@ -161,14 +147,12 @@ class Meter:
         self._start = self._said = self._clock()
 
     def get(self, key: str) -> Any | None:
-        """What the store says."""
         answer = self._answers.get(key)
         self._total += 1
         self._found += answer is not None
         return answer
 
     def put(self, pairs: Iterable[tuple[str, Any]]) -> None:
-        """Into the store, and perhaps a line."""
         batch = list(pairs)
         self._answers.put(batch)
         self._new += len(batch)
@@ -195,9 +179,7 @@ def from_first(ranks: Ranks, function: Callable[[], T]) -> T:
 
 @contextlib.contextmanager
 def only_one(output: Path, say: Report, ranks: Ranks = ALONE) -> Iterator[None]:
-    """Holds the output, so that two evaluations into one file do not ask twice; the second one says that it waits.
-
-    The kernel drops the lock with its holder.
+    """Holds the output, so that two evaluations into one file do not ask twice; the kernel drops the lock.
 
     Raises:
         UserError: the folder cannot be written, or the output is one.
@@ -252,7 +234,6 @@ class Record:
 
     @property
     def tasks(self) -> dict[str, Any]:
-        """Scores by task."""
         tasks: dict[str, Any] = self.scores["tasks"]
         return tasks
 
@@ -283,12 +264,10 @@ class Record:
         from_first(self._ranks, lambda: self._write(flush=False))
 
     def finish(self, held_out: Callable[[], dict[str, Any]], suites: Mapping[str, Sequence[str]]) -> None:
-        """The last numbers: held-out loss, and the means of the suites (name -> tasks) that are whole.
+        """Held-out loss, and the means of the suites (name -> tasks) that are whole.
 
-        Args:
-            held_out: asked where no loss is known, and where items are kept for the windows where it is worst; a loss
-                that is known stays.
-            suites: the tasks of each suite.
+        `held_out` is asked where no loss is known, and, where items are kept, for the windows where it is worst; a
+        known loss stays.
         """
         known = self.scores["held_out"]
         if known is None or known.get("withheld"):  # the corpus may be at hand by now
@@ -346,7 +325,6 @@ def _is_whole(old: dict[str, Any]) -> bool:
 
 
 def _unwritable(what: str, path: Path, error: OSError) -> UserError:
-    """One sentence of a full disk or a folder that must not be written."""
     return UserError(
         f"{what} cannot be written to {path} ({error.strerror or error}); free space or choose another output"
     )

@@ -1,10 +1,8 @@
 """Tasks of one's own: a .jsonl file of questions, or lm-eval's YAML.
 
-- A .jsonl file is a task: multiple choice with `choices`, a gold answer without. Texts are taken as they are written.
-- Few-shot examples of a file are drawn by a hash of (seed, task, item): an item has the same ones whatever the limit.
-- YAML goes through lm-eval's own classes without its index of 14,000 tasks. What lm-eval passes over in silence (YAML
-  that does not parse, two tasks of one name) is an error here; files are found beside the YAML; `include` also finds
-  lm-eval's own templates. `!function` runs Python code of that folder: whoever names a folder trusts it.
+Examples of a file are drawn by a hash of (seed, task, item): an item has the same ones whatever the limit. What lm-eval
+passes over in silence in YAML (a file that does not parse, two tasks of one name) is an error here; files are found
+beside the YAML. `!function` runs Python code of that folder: whoever names a folder trusts it.
 """
 
 from __future__ import annotations
@@ -36,11 +34,7 @@ _BETWEEN_EXAMPLES = "\n\n"
 def load_custom(path: Path | str, shots: int = 0, limit: int | None = None, seed: int = 0) -> dict[str, SuiteTask]:
     """The task of a .jsonl file, or every task of a file or a folder (with all below it) of lm-eval YAML.
 
-    Args:
-        path: a file that ends in one of `ENDINGS`, or a folder.
-        shots: examples before each question, and then `@shots` ends the names. 0 leaves a YAML's own `num_fewshot`.
-        limit: items per task; None means all.
-        seed: of the choice of items and examples.
+    With `shots` examples before each question, `@shots` ends the names; 0 leaves a YAML's own `num_fewshot`.
 
     Raises:
         UserError: naming file, line, field and value, and what would be accepted.

@@ -1,8 +1,7 @@
 """Tasks that lm-eval knows by name: its index without the wait, and copies of their data for nodes without a network.
 
-- lm-eval reads 14,000 YAML files to know its names, 10 s in every process; names and paths are kept in the cache.
-- Whatever a task asks of `datasets.load_dataset` while it is staged is written as Parquet, with checksums, under the
-  arguments of the call; the same call reads it back later. So groups, tags and Python tasks need nothing of their own.
+lm-eval reads 14,000 YAML files to know its names, 10 s in every process, so these are cached. What a task asks of
+`datasets.load_dataset` while it is staged is kept as Parquet under the arguments of the call, and read back later.
 """
 
 from __future__ import annotations
@@ -136,11 +135,7 @@ def _explained(name: str) -> Iterator[None]:
 
 
 def stage_named(names: list[str], cache: Path | str | None = None, progress: Report | None = None) -> list[Path]:
-    """Keeps copies of all data that these tasks load; returns their folders.
-
-    Raises:
-        UserError: an unknown name, a task of another kind, or data that cannot be had.
-    """
+    """Keeps copies of all data that these tasks load; returns their folders. Raises UserError as `load_named`."""
     manager = task_manager(cache, progress)
     for name in names:
         check_name(name, manager)
@@ -205,7 +200,6 @@ def copies(
 
 @contextlib.contextmanager
 def _less_noise() -> Iterator[None]:
-    """The Hub's client tells of each of its attempts; what comes of them is enough."""
     logger = logging.getLogger("huggingface_hub")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -245,11 +239,7 @@ def read_copy(folder: Path) -> Any | None:
 
 
 def write_copy(folder: Path, data: Any, arguments: dict[str, Any]) -> None:
-    """Replaces a copy in one rename. What is streamed is not copied.
-
-    Raises:
-        UserError: the cache cannot be written.
-    """
+    """Replaces a copy in one rename. What is streamed is not copied."""
     import datasets
 
     if not isinstance(data, datasets.Dataset | datasets.DatasetDict):

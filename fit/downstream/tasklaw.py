@@ -1,20 +1,14 @@
 """A task's accuracy in two steps: (N, D) to task loss by a law, and task loss to accuracy by a curve.
 
-Special here:
-- Both steps are refitted on the same resample of runs, so a draw is a pair that belongs together, and intervals carry
-  the uncertainty of both.
-- Rows that are not final (checkpoints of a run) teach the second step alone: what a model scores at a loss does not
-  depend on how it came there, but its loss at (N, D) does depend on the schedule having ended.
-- The curve never falls below its floor. With `chance` given that floor is known, which takes one of three parameters
-  away from data that lies mostly near it.
+Both steps are refitted on the same resample of runs. Rows that are not final (checkpoints) teach the second step alone:
+what a model scores at a loss does not depend on how it came there. `chance` gives the curve's floor.
 
   sigmoid      acc = floor + (ceiling - floor) / (1 + exp(-slope (middle - loss)))
                Bhagia et al. 2024 (arXiv:2412.04403)
   exponential  acc = floor + exp(slope (middle - loss)), which is error = eps - k exp(-gamma loss) of Gadre et al. 2024
                (arXiv:2403.08540) with eps = 1 - floor, gamma = slope and k = exp(slope middle)
 
-The second step is weighted least squares: weights 1 / (acc_se^2 + tau^2), tau a scatter of runs beyond the sampling of
-items, found so that each degree of freedom is worth one.
+The second step weighs by 1 / (acc_se^2 + tau^2), tau a scatter of runs beyond the sampling of items.
 """
 
 from __future__ import annotations
@@ -45,17 +39,13 @@ class TaskLaw(Estimator):
     Parameters
     ----------
     link : {"sigmoid", "exponential"}
-        The curve from task loss to accuracy.
     ceiling : float or None
         What the sigmoid tends to at low loss; None fits it, which takes runs that come near it.
     law : Law, optional
         An unfitted law of (N, D) for the first step; by default E + A/N^alpha + B/D^beta.
 
-    Notes:
-    -----
-    After `fit`: law_ (the first step), constants_ (those of the law, floor, ceiling, middle, slope), scatter_ (tau),
-    items_ (how many items the standard errors speak of, or None), converged_. After `bootstrap`: draws_, counts_ (the
-    resample of each draw, (resamples, rows)), bootstrap_.
+    After `fit`: law_ (the first step), constants_ (of both), scatter_ (tau), items_ (of the benchmark, by the standard
+    errors, or None), converged_. After `bootstrap`: draws_, counts_ (of each resample, (resamples, rows)), bootstrap_.
     """
 
     form = "task"
@@ -83,8 +73,8 @@ class TaskLaw(Estimator):
     ) -> Self:
         """Fit to n rows: N parameters, D tokens, task_loss (gold bits per byte, or any loss), acc a share, all (n,).
 
-        acc_se (n,): standard error of acc from its items. chance: the curve's floor; None fits it. final (n,): the rows
-        of the first step, by default all; N and D of the others are not read. Raises InputError.
+        acc_se (n,): standard error from the items. chance: the curve's floor; None fits it. final (n,): the rows of the
+        first step, by default all; N and D of the others are not read.
         """
         self.data_ = _rows(N, D, task_loss, acc, acc_se, final)
         if chance is not None and not 0 <= chance < 1:
@@ -106,7 +96,6 @@ class TaskLaw(Estimator):
         return self
 
     def _solve_scatter(self) -> None:
-        """Alternate between the curve and the scatter of the runs around it."""
         acc, se = self.data_["acc"], self.data_["se"]
         freedom = len(acc) - self._curve.free
         self.scatter_ = 0.0
@@ -122,7 +111,7 @@ class TaskLaw(Estimator):
         self.converged_ = bool(found.converged[0]) and self.law_.converged_
 
     def refit(self, counts: ArrayLike) -> dict[str, Array]:
-        """All constants (P,) with row i counted `counts` (P, n) times; NaN where either step did not converge."""
+        """All constants (P,) with row i counted `counts` (P, n) times; NaN where a step did not converge."""
         self._fitted()
         counts = np.atleast_2d(np.asarray(counts, dtype=np.float64))
         first = self.law_.refit(counts[:, self.data_["final"]])
@@ -132,10 +121,7 @@ class TaskLaw(Estimator):
         return {name: np.where(whole, both[name], np.nan) for name in self.names}
 
     def bootstrap(self, n: int = 1000, groups: ArrayLike | None = None, seed: int = 0) -> Self:
-        """Refit both steps on `n` resamples of whole groups (`groups` (rows,): run ids). Returns self.
-
-        Raises InputError where there are too few groups with a final row.
-        """
+        """Refit both steps on `n` resamples of whole groups (`groups` (rows,): run ids). Returns self."""
         self._fitted()
         rows = len(self.data_["acc"])
         groups = (np.arange(rows) if groups is None else np.asarray(groups)).astype(str)
@@ -153,9 +139,8 @@ class TaskLaw(Estimator):
     def widened(self, level: float) -> float:
         """The level whose percentiles of the draws cover at `level`, given how few runs there are.
 
-        Percentiles of n resampled runs are those of a normal distribution with too small a variance, by (n - k) / n for
-        k constants; the expanded percentile interval (Hesterberg 2014, arXiv:1411.5279) undoes that and puts Student's
-        t with n - k degrees of freedom in the normal's place.
+        Percentiles of n runs have a variance too small by (n - k) / n for k constants; the expanded percentile interval
+        (Hesterberg 2014, arXiv:1411.5279) undoes that, with Student's t.
         """
         from scipy.special import ndtr, stdtrit
 
@@ -179,7 +164,6 @@ class TaskLaw(Estimator):
     # Reading.
 
     def task_loss(self, constants: Mapping[str, Any], N: Any, D: Any) -> Array:
-        """The first step under the constants given, which broadcast with N and D."""
         with np.errstate(over="ignore"):
             return np.asarray(self.law_.evaluate(constants, N, D))
 
@@ -190,13 +174,11 @@ class TaskLaw(Estimator):
         return np.asarray(constants["floor"] + top * _shape(self.link, u)[0])
 
     def predict(self, N: ArrayLike, D: ArrayLike) -> Any:
-        """Accuracy at N parameters and D tokens (broadcast together); a float for two floats."""
         self._fitted()
         value = self.accuracy(self.constants_, self.task_loss(self.constants_, *_pair(N, D)))
         return float(value) if value.ndim == 0 else value
 
     def predict_draws(self, N: ArrayLike, D: ArrayLike) -> Array:
-        """Accuracy under each bootstrap draw: (resamples,) for scalars, (points, resamples) for (points,)."""
         draws = self.bootstrapped()
         n, d = (v[..., None] for v in _pair(N, D))
         return self.accuracy(draws, self.task_loss(draws, n, d))
@@ -208,9 +190,8 @@ class TaskLaw(Estimator):
     def prediction_interval(
         self, N: ArrayLike, D: ArrayLike, level: float = 0.95, items: int | None = None, seed: int = 0
     ) -> Any:
-        """Interval for the score of one new run: the law's own, the luck of a run in both steps, and its items.
-
-        `items` of the benchmark, by default as many as those of the fit. Shapes as of `interval`.
+        """Interval for the score of one new run: the law's, the luck of a run in both steps, and `items` of the
+        benchmark.
         """
         draws, rng = self.bootstrapped(), np.random.default_rng(seed)
         n, d = (v[..., None] for v in _pair(N, D))
@@ -219,7 +200,6 @@ class TaskLaw(Estimator):
     def noisy(
         self, constants: Mapping[str, Any], loss: Array, rng: np.random.Generator, items: int | None = None
     ) -> Array:
-        """Scores that single runs might get where the law says `loss`."""
         luck = rng.choice(self.law_.residuals(), size=loss.shape)
         acc = self.accuracy(constants, loss * np.exp(luck))
         acc = np.clip(acc + self.scatter_ * rng.standard_normal(loss.shape), 0.0, 1.0)
@@ -242,7 +222,6 @@ class TaskLaw(Estimator):
         return percentile_interval(draws[name], self.widened(level))
 
     def say(self, name: str) -> str:
-        """A constant with its interval where there is one."""
         shown = f"{self.constants_[name]:.4g}"
         if self.draws_ is None or np.ptp(self.draws_[name]) == 0:
             return shown
@@ -268,7 +247,7 @@ class TaskLaw(Estimator):
 
 
 class _Curve:
-    """The second step over one table, in the solver's coordinates: (floor, ceiling, u at the mean loss, log slope)."""
+    """The second step over one table, in the solver's (floor, ceiling, u at the mean loss, log slope)."""
 
     def __init__(self, link: str, loss: Array, acc: Array, chance: float | None, ceiling: float | None) -> None:
         self.link, self.acc = link, acc
@@ -307,7 +286,7 @@ class _Curve:
         return theta[:, :1] + top * _shape(self.link, u)[0]
 
     def _derivatives(self, theta: Array) -> tuple[Array, Array, Array]:
-        """Accuracy (P, n) at the table's losses, its gradient (P, n, 4) and Hessian (P, n, 4, 4)."""
+        """Accuracy (P, n), its gradient (P, n, 4) and Hessian (P, n, 4, 4)."""
         floor, ceiling, offset = (theta[:, i : i + 1] for i in range(3))
         v = np.exp(theta[:, 3:]) * self.z
         g, g1, g2 = _shape(self.link, offset - v)
@@ -350,7 +329,7 @@ def intervals(draws: Array, level: float) -> Any:
 def _rows(
     N: ArrayLike, D: ArrayLike, loss: ArrayLike, acc: ArrayLike, se: ArrayLike | None, final: ArrayLike | None
 ) -> dict[str, Array]:
-    """The checked columns; a standard error of zero (every item right, or none) becomes half of the median one."""
+    """The checked columns; a standard error of zero becomes half of the median one."""
     rows = {name: np.atleast_1d(np.asarray(v, dtype=np.float64)) for name, v in (("N", N), ("D", D), ("acc", acc))}
     rows["loss"] = positive("task_loss", loss)
     rows["se"] = np.zeros(len(rows["acc"])) if se is None else np.asarray(se, dtype=np.float64)

@@ -1,13 +1,9 @@
 """The best learning rate and batch of each cell of a sweep: every (N, D) at which a grid of settings was trained.
 
-Special here:
-- Three ideas of best. "near" is the middle of all settings within a fraction of the lowest loss (Bi et al.: 0.25 %);
-  "best" is the setting of the lowest loss (Li et al.); "surface" is the minimum of a polynomial through the runs near
-  the best.
-- "best" falls on the grid, so it errs by up to half a step, and it picks whatever run was lucky. "near" averages that
-  out and leans to the side where the loss rises slowly. "surface" does neither, and wants a dozen runs near the best of
-  every cell.
-- An optimum that the settings do not enclose is refused with the reason, and enters no law.
+"near" is the middle of all settings within a fraction of the lowest loss (Bi et al.: 0.25 %); it leans to where the
+loss rises slowly. "best" is the setting of the lowest loss (Li et al.), which errs by up to half a step and picks the
+lucky run. "surface" is the minimum of a polynomial, and wants a dozen runs near the best of every cell. An optimum that
+the settings do not enclose is refused with the reason, and enters no law.
 
 Bi et al. 2024 (DeepSeek, arXiv:2401.02954), section 3.1; Li et al. 2025 (Step Law, arXiv:2503.04715).
 """
@@ -51,8 +47,6 @@ class Sweep:
 def read_sweep(table: RunTable, sequence_length: float | None = None) -> Sweep:
     """The settings of a table's runs, from its columns `learning_rate` or `lr`, and `batch_tokens`, or `batch_size` or
     `bs` (sequences) times `sequence_length` (an argument or a column).
-
-    Raises InputError for a column that is missing or not positive.
     """
     rate = _column(table, "learning_rate", "lr")
     if "batch_tokens" in table.frame:

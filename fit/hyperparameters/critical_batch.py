@@ -2,16 +2,9 @@
 
     E = E_min (1 + batch / B_crit),   S = S_min (1 + B_crit / batch),   B_crit = E_min / S_min
 
-so that (S / S_min - 1) (E / E_min - 1) = 1: E tokens and S steps to one loss, E_min tokens at the smallest batches,
-S_min steps at the largest.
-
-Special here:
-- E = batch S, and the batch is chosen, so a run has one error and not two: the law is fitted to log E at each batch.
-- At B_crit a run costs twice E_min tokens. Zhang et al. call critical what costs 20 % more than E_min: 0.2 B_crit.
-- Every run must be at its best settings for its batch, and tokens must be read off runs whose schedule does not end
-  elsewhere; else the schedule is measured.
-- B_crit of several losses, or of several D, is a power law of them: `HyperparameterLaw("critical_batch", ("loss",))`.
-  Losses read off the same runs share their luck, so the interval of such a law is too narrow.
+so that (S / S_min - 1) (E / E_min - 1) = 1. E = batch S, and the batch is chosen, so a run has one error: the law is
+fitted to log E. Every run must be at its best settings for its batch, and end its schedule where its tokens are read.
+Zhang et al. call critical what costs 20 % more than E_min: 0.2 B_crit.
 
 McCandlish et al. 2018 (arXiv:1812.06162), equation 2.11; Kaplan et al. 2020 (arXiv:2001.08361), equations 1.4 and 5.1;
 Zhang et al. 2024 (arXiv:2410.21676), for a critical batch by its overhead.
@@ -37,8 +30,8 @@ REACH = np.log(1e6)  # how far beyond the batches tried B_crit may lie before on
 class CriticalBatchLaw(DesignedLaw):
     """E = E_min + S_min batch: tokens E to one loss at each batch (tokens).
 
-    After `fit`: E_min_ (tokens), S_min_ (steps), B_crit_ (tokens), and what `Law` lists; `degenerate_` names the
-    constant that the batches tried say nothing about. `predict` is E.
+    After `fit`: E_min_ (tokens), S_min_ (steps), B_crit_ (tokens); `degenerate_` names what the batches say nothing
+    about.
     """
 
     form = "critical-batch"
@@ -56,9 +49,8 @@ class CriticalBatchLaw(DesignedLaw):
     def fit(
         self, batch: ArrayLike, tokens: ArrayLike, weight: ArrayLike | None = None, loss_se: ArrayLike | None = None
     ) -> Self:
-        """Batch and tokens to the loss, (n,), both counted in tokens; `loss_se` is the standard error of the latter.
-
-        From pairs of steps and tokens: `fit(tokens / steps, tokens)`. Raises InputError below 3 different batches.
+        """Batch and tokens to the loss, (n,), both counted in tokens; from pairs of steps and tokens, `fit(tokens /
+        steps, tokens)`.
         """
         return self._fit((batch, tokens), weight, loss_se)
 
@@ -81,7 +73,6 @@ class CriticalBatchLaw(DesignedLaw):
             raise InputError(f"{self.title} needs at least 3 different batches; there are {distinct}.")
 
     def _problem(self, inputs: tuple[Array, ...], observed: Array, centred: bool = True) -> Problem:
-        """Coordinates: log E_min and log S_min, the latter at the mean log batch."""
         log_batch, target = np.log(inputs[0]), np.log(observed)
         middle = float(log_batch.mean()) if centred else 0.0
         one = np.ones((len(target), 1))
@@ -115,10 +106,7 @@ class CriticalBatchLaw(DesignedLaw):
 
 
 def tokens_to_loss(tokens: ArrayLike, loss: ArrayLike, target: float) -> float:
-    """Tokens at which one run's loss (n,) first reaches `target`, linear in the logarithms; NaN where it never does.
-
-    Raises InputError for values that are not positive, and for a run that begins below the target.
-    """
+    """Tokens at which one run's loss (n,) first reaches `target`, linear in the logarithms; NaN where it never does."""
     tokens, loss = positive("tokens", tokens), positive("loss", loss)
     same_length(tokens=tokens, loss=loss)
     order = np.argsort(tokens)

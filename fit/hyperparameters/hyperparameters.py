@@ -1,15 +1,10 @@
 """Learning-rate and batch-size laws, y = k N^p_N D^p_D or in other inputs, through the optimum of each cell of a sweep.
 
-Special here:
-- A *cell* is a grid of settings trained at one (N, D). Its optimum is one observation: rows of one cell are not
-  independent, and a bootstrap over rows (Li et al.) gives intervals that are too narrow.
-- The cells are designed and few, so the bootstrap keeps them all and moves their residuals. The residual of a cell is
-  that of the fit without it, as large as its error and larger where the cell has leverage (the jackknife's covariance,
-  MacKinnon and White 1985); its sign is drawn, and its size from the spread that so few cells leave open (Student's t).
-- The same law serves other optima: critical batch against loss is Kaplan's (B* = k, alpha_B = -1 / p_loss), against D
-  that of Zhang et al. 2024 (arXiv:2410.21676).
+A *cell* is a grid of settings trained at one (N, D); its optimum is one observation. Cells are designed and few, so the
+bootstrap keeps them all and moves their residuals; over rows (Li et al.) intervals are too narrow.
 
-Li et al. 2025 (arXiv:2503.04715), equation 1; Bi et al. 2024 (arXiv:2401.02954), equation 1 and section 3.1.
+Li et al. 2025 (arXiv:2503.04715), equation 1; Bi et al. 2024 (arXiv:2401.02954), equation 1 and section 3.1. The same
+law serves other optima, such as critical batch against loss (Kaplan et al.) or D (Zhang et al. 2024, arXiv:2410.21676).
 """
 
 from __future__ import annotations
@@ -32,8 +27,8 @@ COLLINEAR = 0.01  # smallest over largest singular value of the log inputs, each
 class CellOptimum:
     """The best settings at one (N, D), from `used` of its `runs`; `reason` is empty when the optimum is accepted.
 
-    learning_rate_se and batch_se are standard errors of the logarithms, which only "surface" knows. A setting that the
-    cell did not vary has no optimum (NaN).
+    learning_rate_se and batch_se are standard errors of the logarithms ("surface" alone); NaN where a setting did not
+    vary.
     """
 
     N: float
@@ -59,10 +54,10 @@ class CellOptimum:
 
 
 class DesignedLaw(Law):
-    """A law whose independent units were designed and are few: cells of a sweep, or single rows."""
+    """A law whose independent units, cells of a sweep or single rows, were designed and are few."""
 
     def _designs(self) -> list[Array]:
-        """The inputs of each log-linear part, (n, m): what remains when a cell is left out must identify it."""
+        """The inputs of each log-linear part, (n, m), which the cells without any one must identify."""
         raise NotImplementedError
 
     def _cells(self) -> np.ndarray:
@@ -72,9 +67,9 @@ class DesignedLaw(Law):
     def bootstrap(self, n: int = 1000, groups: Any = None, seed: int = 0, method: str | None = "wild") -> Self:
         """Refit `n` draws; rows of a cell move together, unless `groups` (rows,) says what does.
 
-        method "wild" keeps every cell and moves the residuals that the fits without each have (see the module);
-        "pairs" draws whole cells with replacement, and needs many. Raises InputError where a cell is the only one
-        that tells two constants apart, or where "pairs" has too few.
+        "wild" moves the residual that the fit without a cell has there (the jackknife's covariance, MacKinnon and White
+        1985) by a random sign and size (Student's t); "pairs" draws whole cells, and needs many. Raises InputError
+        where a cell is the only one that tells two constants apart.
         """
         self._fitted()
         groups = self._cells() if groups is None else np.asarray(groups)
@@ -111,8 +106,8 @@ class DesignedLaw(Law):
 class HyperparameterLaw(DesignedLaw):
     """target = k prod_i input_i^p_i, by least squares in the logarithm (or another objective of `Law`).
 
-    `target` says what is predicted ("learning_rate", "batch", "critical_batch", ...) and `inputs` of what, as in ("N",
-    "D") or ("C",). After `fit`: constants_ (k, p_N, p_D, ...), and what `Law` lists.
+    `target` says what is predicted ("learning_rate", "batch", ...) and `inputs` of what, as in ("N", "D") or ("C",).
+    After `fit`: constants_ (k, p_N, p_D, ...).
     """
 
     form = "hyperparameter"
@@ -139,17 +134,14 @@ class HyperparameterLaw(DesignedLaw):
         return self.get_params() | {"inputs": list(self.inputs)}
 
     def fit(self, *columns: ArrayLike, weight: ArrayLike | None = None, loss_se: ArrayLike | None = None) -> Self:
-        """Columns (cells,): the inputs in order, then the target. `loss_se` is the target's standard error.
-
-        Raises InputError for fewer than one cell more than constants, and for inputs that do not vary separately.
-        """
+        """Columns (cells,): the inputs in order, then the target. `loss_se` is the target's standard error."""
         if len(columns) != len(self.inputs) + 1:
             wanted = ", ".join((*self.inputs, self.output))
             raise InputError(f"fit was given {len(columns)} columns; {wanted} are expected.")
         return self._fit(columns, weight, loss_se)
 
     def fit_cells(self, cells: Sequence[CellOptimum]) -> Self:
-        """Fit to the accepted optima of `cell_optima`, in N, D or C = 6ND; objective "se" reads their uncertainty."""
+        """Fit to the accepted optima of `cell_optima`; objective "se" reads their uncertainty."""
         good = [cell for cell in cells if cell.accepted]
         if not good:
             reason = f", the first because {cells[0].reason}" if cells else ""
@@ -166,7 +158,6 @@ class HyperparameterLaw(DesignedLaw):
 
     @staticmethod
     def evaluate(constants: Mapping[str, Any], *inputs: Any) -> Any:
-        """The product k prod_i input_i^p_i; the exponents are `constants` after k, in order."""
         powers = [value for name, value in constants.items() if name != "k"]
         with np.errstate(over="ignore"):
             return np.exp(
@@ -191,7 +182,6 @@ class HyperparameterLaw(DesignedLaw):
             )
 
     def _problem(self, inputs: tuple[Array, ...], observed: Array, centred: bool = True) -> Problem:
-        """Coordinates: log k (at the mean log inputs), then the exponents."""
         design, target = log_design(list(inputs), len(observed)), np.log(observed)
         middle = design[:, 1:].mean(axis=0) if centred else np.zeros(len(inputs))
         design = np.concatenate([design[:, :1], design[:, 1:] - middle], axis=1)
@@ -225,7 +215,6 @@ def log_design(inputs: list[Array], rows: int) -> Array:
 
 
 def collinear(design: Array) -> bool:
-    """Whether the columns of a `log_design` cannot be told apart."""
     if design.shape[1] == 1:
         return len(design) == 0
     centred = design[:, 1:] - design[:, 1:].mean(axis=0)

@@ -3,15 +3,11 @@
     log loss = best of the cell + q(log lr - log lr*(N, D), log batch - log batch*(N, D)),   lr* = k N^p_N D^p_D, ...
 
 Special here:
-- One fit for the laws of both optima and for the shape q of the loss around them, instead of a law through the optima
-  of cells that were found first. The shape is shared, so a cell with a handful of runs near its optimum still counts.
-- q has cubic terms: the loss rises faster above the best learning rate than below it. A parabola puts the optimum too
-  low, the more so the wider it looks.
-- Only runs within `window` of the best of their cell are used. Further out the cubic is wrong, and diverged runs say
-  nothing about the optimum. The cost is told inside of it only.
-- Choosing runs by their loss favours lucky ones. That moves no optimum to speak of, but where the noise is not small
-  against the window it makes the valley look flatter than it is; `warnings` says when.
-- The best loss of each cell is free, so no law of L(N, D) is assumed.
+- One fit for the laws of both optima and the shape q of the loss around them, which all cells share: a cell with a
+  handful of runs near its optimum still counts. The best loss of each cell is free, so no law of L(N, D) is assumed.
+- q has cubic terms, as the loss rises faster above the best learning rate: a parabola puts the optimum too low.
+- Only runs within `window` of the best of their cell are used, and costs are predicted only there. Further out the
+  cubic is wrong. Choosing runs by their loss favours lucky ones; `warnings` says when that flattens q.
 
 The laws: Li et al. 2025 (arXiv:2503.04715); the quadratic around an optimum in both logarithms: Porian et al. 2024
 (arXiv:2406.19146).
@@ -43,9 +39,7 @@ NEAREST = 0.25  # of the window: how near the best of its cell a run counts as a
 
 @dataclass(frozen=True)
 class BestSettings:
-    """Settings at N, D (any shape, broadcast); None for what the sweep did not vary. Intervals (..., 2) at `level`
-    where the law has draws.
-    """
+    """Settings at N, D (any shape); None for what the sweep did not vary. Intervals (..., 2) at `level`, with draws."""
 
     N: Any
     D: Any
@@ -62,9 +56,7 @@ def inputs_of(N: Any, D: Any) -> dict[str, Any]:
 
 
 def best_of(constants: Mapping[str, Any], N: Array, D: Array, batch: Array | None = None) -> dict[str, Array]:
-    """The best of each setting that the constants know; for a given batch, the learning rate best with it, NaN where
-    the loss has no minimum there.
-    """
+    """The best of each setting; for a given batch, the learning rate best with it, NaN where there is no minimum."""
     known, found = inputs_of(N, D), {}
     for target in TARGETS:
         if f"{target}_k" in constants:
@@ -86,7 +78,7 @@ def best_of(constants: Mapping[str, Any], N: Array, D: Array, batch: Array | Non
 
 
 def excess_terms(constants: Mapping[str, Any], N: Any, D: Any, *settings: Any) -> tuple[Any, Any]:
-    """The quadratic and the cubic part of q, the log of loss over best loss, at settings in the order of TARGETS."""
+    """The quadratic and the cubic part of q, log of loss over best loss, at settings in the order of TARGETS."""
     best = best_of(constants, np.asarray(N, dtype=np.float64), np.asarray(D, dtype=np.float64))
     distances = [np.log(value / found) for value, found in zip(settings, best.values(), strict=True)]
     parts = {2: np.zeros(()), 3: np.zeros(())}
@@ -109,13 +101,13 @@ def convex(constants: Mapping[str, float]) -> bool:
 
 
 def exponents(axes: int, order: int) -> tuple[Exponents, ...]:
-    """The powers of each setting in the monomials of degree 2 to `order`, as in (2, 0), (1, 1), (0, 2), (3, 0), ..."""
+    """The powers of each setting in the monomials of degree 2 to `order`: (2, 0), (1, 1), (0, 2), (3, 0), ..."""
     every = [e for e in product(range(order, -1, -1), repeat=axes) if 2 <= sum(e) <= order]
     return tuple(sorted(every, key=lambda e: (sum(e), [-power for power in e])))
 
 
 class Powers:
-    """Monomials of distances, and their derivatives, from one set of products. distances: arrays of one shape."""
+    """Monomials of distances (arrays of one shape), and their derivatives."""
 
     def __init__(self, distances: list[Array], powers: tuple[Exponents, ...]) -> None:
         self.powers = powers
@@ -125,7 +117,7 @@ class Powers:
                 column.append(column[-1] * column[1])
 
     def each(self, lower: tuple[int, ...] = ()) -> Array:
-        """Every monomial, once differentiated by each axis in `lower`: distances (P, n) give (P, q, n)."""
+        """Every monomial, once differentiated by each axis in `lower`: (P, n) give (P, q, n)."""
         return np.stack([factor * term for factor, term in self._terms(lower)], axis=-2)
 
     def total(self, coefficients: Array, lower: tuple[int, ...] = ()) -> Array:
@@ -148,11 +140,11 @@ class Powers:
 
 
 class SurfaceForm(DenseForm):
-    """f = q(z - W x), centred within cells; a `LogForm`.
+    """f = q(z - W x), centred within cells, which projects out the best loss of each; a `LogForm`.
 
-    settings (a, n): the logarithms z of what was set, one axis each. designs: for each axis the x of its law, (n, m),
-    constant within a cell. cell (n,): 0, 1, ...; share (n,): each run's weight over its cell's. theta holds the W of
-    each axis, then the coefficients of q in the order of `powers`.
+    settings (a, n): the logarithms z, one axis each. designs: for each axis the x of its law, (n, m), constant within a
+    cell. cell (n,): 0, 1, ...; share (n,): each run's weight over its cell's. theta holds the W of each axis, then the
+    coefficients of q. Arrays are (problems, parameters, runs) inside: elementwise work runs along the longest axis.
     """
 
     def __init__(
@@ -168,7 +160,7 @@ class SurfaceForm(DenseForm):
         self.parameters, self.points = self.shape.stop, len(cell)
 
     def distances(self, theta: Array) -> list[Array]:
-        """How far each run's settings lie from the optimum of its cell: one (P, n) an axis."""
+        """How far each run's settings lie from the optimum of its cell: one (P, n) per axis."""
         return [z - theta[:, part] @ x for z, part, x in zip(self.settings, self.parts, self.designs, strict=True)]
 
     def centred(self, values: Array) -> Array:
@@ -212,10 +204,10 @@ class SurfaceForm(DenseForm):
 class HyperparameterSurface(DesignedLaw):
     """The joint law of a sweep over learning rate and batch (in tokens) at several (N, D).
 
-    `learning_rate` and `batch` name the inputs of each law, of N, D and C = 6ND; () is a constant, and None says that
-    the sweep did not vary it. `order` of q is 2 or 3, `window` the relative excess loss up to which a run is used.
-    After `fit`: constants_, named as in learning_rate_k, learning_rate_p_N, batch_p_D, and shape_21 for the coefficient
-    of u^2 v; rows_, the positions of the runs in use; and what `Law` lists. `predict` is loss over the best loss.
+    `learning_rate` and `batch` name the inputs of each law, of N, D and C = 6ND; () is a constant, None says that the
+    sweep did not vary it. `order` of q is 2 or 3, `window` the relative excess loss up to which a run is used. After
+    `fit`: constants_, such as learning_rate_k, batch_p_D, and shape_21 (the coefficient of u^2 v); rows_, the runs in
+    use; and what `Law` lists. `predict` is loss over the best loss.
     """
 
     form = "hyperparameter-surface"
@@ -265,8 +257,8 @@ class HyperparameterSurface(DesignedLaw):
     ) -> Self:
         """Every run of the sweep: N, D, learning_rate, batch (tokens), loss (n,); a setting not varied may be None.
 
-        Raises InputError where too few runs lie within the window, where N and D do not vary as the laws need, where a
-        setting does not vary within cells, and where the loss has no minimum there. Returns self.
+        Raises InputError where too few runs lie within the window, where N, D or a setting do not vary as the laws
+        need, and where the loss has no minimum there.
         """
         settings = {"learning_rate": learning_rate, "batch": batch}
         columns = {"N": positive("N", N), "D": positive("D", D)}
@@ -288,9 +280,8 @@ class HyperparameterSurface(DesignedLaw):
         return self
 
     def optimal(self, N: ArrayLike, D: ArrayLike, batch: ArrayLike | None = None, level: float = 0.95) -> BestSettings:
-        """The best settings at N, D; with a `batch` given (tokens), the best learning rate for that batch.
-
-        A batch that costs more than the window gets NaN.
+        """The best settings at N, D; with a `batch` given (tokens), the learning rate best with it, NaN beyond the
+        window.
         """
         self._fitted()
         if batch is not None and len(self.laws) < 2:
@@ -310,10 +301,7 @@ class HyperparameterSurface(DesignedLaw):
         return BestSettings(_plain(n), _plain(d), **settings, **intervals, level=level)
 
     def penalty(self, *settings: ArrayLike, **named: ArrayLike) -> Any:
-        """Relative excess loss, as in 0.0025, of N, D, learning_rate, batch over the best settings at that N and D.
-
-        NaN beyond the window, where the fit saw nothing. For an interval see `predict_draws`, which is one more.
-        """
+        """Relative excess loss, as in 0.0025, of N, D, learning_rate, batch; NaN beyond the window."""
         self._fitted()
         square, cube = excess_terms(self.constants_, *self._inputs(settings, named))
         excess = np.expm1(square + cube)
@@ -324,7 +312,7 @@ class HyperparameterSurface(DesignedLaw):
     def standard_errors(self) -> dict[str, float]:
         """Standard error of each constant (of the logarithm of each k) if the runs erred independently of each other.
 
-        Where the optima of cells scatter about the law they are too small, and `bootstrap` knows better.
+        Too small where the optima of cells scatter about the law: `bootstrap` knows better.
         """
         self._fitted()
         p, ones = self.problem_, np.ones((1, len(self.weight_)))
@@ -366,7 +354,6 @@ class HyperparameterSurface(DesignedLaw):
 
     @staticmethod
     def evaluate(constants: Mapping[str, Any], *inputs: Any) -> Any:
-        """Loss over the best loss at inputs (N, D, then each setting that was varied)."""
         square, cube = excess_terms(constants, *inputs)
         with np.errstate(over="ignore"):
             return np.exp(square + cube)

@@ -1,12 +1,8 @@
 """Smoothly broken power laws, y = a + b x^-c0 prod_i (1 + (x / d_i)^(1 / f_i))^(-c_i f_i).
 
-Special here:
-- In log-log the slope of y - a goes from -c0 to -(c0 + c1) around d1, over a width of about 4 f1 in log x; and so on.
-- With a and the places and widths of the breaks given, log(y - a) is linear in log b and the slopes; the starts are the
-  best of a grid solved that way.
-- Three more constants a break fit almost anything. A break counts as supported only inside the data and where it lowers
-  the corrected Akaike criterion; else `degenerate_` names its place d_i, and the law must not be extrapolated.
-- The points of such a law are designed, so its bootstrap flips residuals and keeps x, as with `PowerLaw`.
+In log-log the slope of y - a goes from -c0 to -(c0 + c1) around d1, over a width of about 4 f1 in log x; and so on.
+Three more constants per break fit almost anything, so a break counts only inside the data and where it lowers the
+corrected Akaike criterion.
 
 Caballero et al. 2022 (arXiv:2210.14891), equation 1; Hurvich and Tsai 1989 for the criterion.
 """
@@ -40,9 +36,8 @@ CHUNK = 200  # resamples whose starts are projected at once, to bound memory
 class BrokenPowerLaw(LineLaw):
     """y = a + b x^-c0 prod_i (1 + (x / d_i)^(1 / f_i))^(-c_i f_i), with 0 to 3 `breaks`; a is zero without `offset`.
 
-    After `fit`: a_, b_, c0_, for every break c1_, d1_, f1_, ..., in the order of their places, and what `Law` lists.
-    `degenerate_` names d_i where the break lies outside of the data, and the weakest one where the data are no better
-    described than with one break fewer (`support`). After `bootstrap`: draws_.
+    After `fit`: a_, b_, c0_, for every break c1_, d1_, f1_, ..., by place. `degenerate_` names d_i where the break lies
+    outside of the data, and the weakest one where `support` is not above zero.
     """
 
     form = "broken"
@@ -61,7 +56,6 @@ class BrokenPowerLaw(LineLaw):
 
     @staticmethod
     def evaluate(constants: Mapping[str, Any], *inputs: Any) -> Any:
-        """The law, a + b x^-c0 prod_i (1 + (x / d_i)^(1 / f_i))^(-c_i f_i), at inputs (x,)."""
         c, u = constants, np.log(inputs[0])
         log = np.log(c["b"]) - c["c0"] * u
         i = 1
@@ -81,7 +75,7 @@ class BrokenPowerLaw(LineLaw):
     # Whether the data support the breaks.
 
     def aicc(self) -> float:
-        """The corrected Akaike criterion of the fit, less a constant of the data; infinity where n - k - 1 < 1.
+        """The corrected Akaike criterion, less a constant of the data; infinity where n - k - 1 < 1.
 
         The scatter is Gaussian where the objective is a sum of squares, and Laplacian for huber and l1.
         """
@@ -103,9 +97,7 @@ class BrokenPowerLaw(LineLaw):
         return law.fit(self.data_["x"], self.data_["y"], self.weight_, self.se_)
 
     def support(self) -> float:
-        """How much one break fewer raises the corrected Akaike criterion: below zero, the data do not want this break;
-        above ten, they can hardly do without.
-        """
+        """How much one break fewer raises the criterion; above ten the data can hardly do without."""
         return self.simpler().aicc() - self.aicc()
 
     def _accept(self, found: Any) -> None:
@@ -129,9 +121,7 @@ class BrokenPowerLaw(LineLaw):
             )
 
     def _problem(self, inputs: tuple[Array, ...], observed: Array, centred: bool = True) -> Problem:
-        """Coordinates: log b (of the law without breaks, at the mean log x), c0, and for every break c_i, log d_i and
-        log f_i; log a with an offset.
-        """
+        """Coordinates: log b (without breaks, at the mean log x), c0, c_i, log d_i, log f_i; log a with an offset."""
         log_x, target = np.log(inputs[0]), np.log(observed)
         x0 = float(log_x.mean()) if centred else 0.0
         u, span = log_x - x0, max(float(np.ptp(log_x)), 1e-3)
@@ -165,7 +155,6 @@ class BrokenPowerLaw(LineLaw):
         )
 
     def _constants(self, theta: Array, at: Mapping[str, int], x0: float, floor: float) -> dict[str, Array]:
-        """Constants (P,) by name, the breaks in the order of their places."""
         with np.errstate(over="ignore"):
             found = {"a": np.zeros(len(theta)), "b": np.exp(theta[:, at["b"]] + theta[:, at["c0"]] * x0)}
         if self.offset:
@@ -204,7 +193,7 @@ def _terms(v: Mapping[str, Array], u: Array, breaks: int, with_second: bool) -> 
 
 
 def _starts(u: Array, y: Array, breaks: int, at: Mapping[str, int], weights: Array, keep: int) -> Array:
-    """Starts (P, G, k): log b and the slopes by least squares in log(y - a), over a grid of a, places and widths."""
+    """Starts (P, G, k): log b and slopes by least squares in log(y - a), over a grid of a, places and widths."""
     span = float(np.ptp(u))
     inner = np.quantile(u, np.linspace(0.0, 1.0, PLACES.get(breaks, 1) + 2)[1:-1])
     grid = [

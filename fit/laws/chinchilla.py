@@ -1,12 +1,7 @@
 """The parametric law L(N, D) = E + A / N^alpha + B / D^beta and the optimum that follows from it (approach 3).
 
-Special here:
-- The fit is the global optimum of its objective, from a grid of starts that each solve for E, A and B at fixed
-  exponents; `starts_` says how many of them ended at the same optimum, and `converged_` is never true for one that did
-  not.
-- N and D are centred in the logarithm inside the solver, so that bounds and conditioning do not depend on units.
-- `tied=True` holds alpha = beta, the assumption behind a constant D/N (Muennighoff et al. 2023; Gadre et al. 2024).
-  `E=` fixes the irreducible loss, as where it is known from the entropy of the data.
+Starts are a grid of exponents, solved for E, A and B; N and D are centred in the logarithm inside the solver, so bounds
+and conditioning do not depend on units.
 
 Hoffmann et al. 2022 (arXiv:2203.15556), section 3.3 and appendix D.3; Besiroglu et al. 2024 (arXiv:2404.10102).
 """
@@ -39,18 +34,15 @@ class ChinchillaLaw(LossLaw):
     Parameters
     ----------
     objective : {"huber", "l1", "squares", "se"}
-        What is minimised in log loss; see `fit.law`. "se" needs `loss_se`.
+        What is minimised in log loss; see `Law`. "se" needs `loss_se`.
     delta : float
-        Where Huber's function turns from quadratic to linear, in log loss. 1e-3 is Hoffmann et al.'s.
+        Where Huber's function turns linear, in log loss. 1e-3 is Hoffmann et al.'s.
     tied : bool
-        Hold alpha = beta.
+        Hold alpha = beta, as a constant D/N implies (Muennighoff et al. 2023; Gadre et al. 2024).
     E : float, optional
         Fix the irreducible loss, in the unit of the loss; zero leaves the term out.
 
-    Notes:
-    -----
-    After `fit`: E_, A_, B_, alpha_, beta_ (floats; loss in the unit of the input, N and D in parameters and tokens),
-    and what `Law` lists; `degenerate_` also names an exponent near zero. After `bootstrap`: draws_ and intervals.
+    After `fit`: E_, A_, B_, alpha_, beta_, and what `Law` lists; `degenerate_` also names an exponent near zero.
     """
 
     form = "chinchilla"
@@ -74,7 +66,6 @@ class ChinchillaLaw(LossLaw):
 
     @staticmethod
     def evaluate(constants: Mapping[str, Any], *inputs: Any) -> Any:
-        """E + A / N^alpha + B / D^beta at inputs (N, D)."""
         N, D = inputs
         c = constants
         return c["E"] + c["A"] * np.power(N, -c["alpha"]) + c["B"] * np.power(D, -c["beta"])
@@ -106,7 +97,7 @@ class ChinchillaLaw(LossLaw):
         self._call_degenerate(*(name for name in exponents if self.constants_[name] < FLAT_EXPONENT))
 
     def _problem(self, inputs: tuple[Array, ...], observed: Array, centred: bool = True) -> Problem:
-        """Coordinates: log A and log B (at the mean log N and log D), log E unless fixed, and one or two exponents."""
+        """Coordinates: log A and log B (at the mean log N and log D), log E unless fixed, and the exponents."""
         log_n, log_d = np.log(inputs[0]), np.log(inputs[1])
         x0, y0 = (float(log_n.mean()), float(log_d.mean())) if centred else (0.0, 0.0)
         x, y = log_n - x0, log_d - y0

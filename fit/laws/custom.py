@@ -1,20 +1,13 @@
 """Any law that is written as a Python function, fitted and resampled as the built-in ones are.
 
-    def precision(c, N, D, P):  # Kumar et al. 2024: weights of P bits act as fewer parameters
+    def precision(c, N, D, P):  # Kumar et al. 2024 (arXiv:2411.04330): weights of P bits act as fewer parameters
         return c["E"] + c["A"] / (N * (1 - np.exp(-P / c["gamma"]))) ** c["alpha"] + c["B"] / D ** c["beta"]
 
     bounds = {"E": (0.1, 10), "A": (1, 1e6), "B": (1, 1e6), "alpha": (0.05, 2), "beta": (0.05, 2), "gamma": (0.1, 20)}
     law = FunctionLaw(precision, bounds, inputs=("N", "D", "P")).fit(N, D, P, loss)
 
-Special here:
-- Derivatives are complex steps through the function, exact to rounding, so it must take complex constants: arithmetic,
-  exp, log, powers, and no abs, maximum or cast to float. A fit checks that and refuses a function that does not.
-- A constant whose bounds are above zero is fitted in its logarithm, another as it is. Starts are a Latin hypercube
-  inside the bounds, of which the best are kept, and those given; `starts_` says how many agree.
-- A file holds everything but the function. `FunctionLaw.from_json(source, function)` takes it again, and checks that it
-  gives the stored objective.
-
-The precision law: Kumar et al. 2024 (arXiv:2411.04330), section 3. Complex steps: Squire and Trapp 1998.
+Derivatives are complex steps, so the function must take complex constants: no abs, maximum or cast to float; a fit
+checks that. A constant whose bounds are above zero is fitted in its logarithm.
 """
 
 from __future__ import annotations
@@ -39,7 +32,7 @@ TAKEN |= {"objective", "problem", "scatter", "se", "starts", "theta", "weight"}
 
 
 class FunctionLaw(LossLaw):
-    """The law `function(constants, *inputs)`.
+    """The law `function(constants, *inputs)`; one of N and D drives an analysis.
 
     Parameters
     ----------
@@ -47,19 +40,12 @@ class FunctionLaw(LossLaw):
         Takes constants (name -> array) and the inputs, which broadcast together, and gives predictions above zero.
     parameters : mapping
         name -> (lowest, highest), both finite; equal ones hold a constant.
-    inputs, output : names
-        Of the columns that `fit` takes, in order, and of what is predicted.
-    starts : sequence of mappings, optional
-        Constants to start from besides the drawn ones, each complete.
-    tries, seed
-        How many starts are drawn, and from which seed.
-    name : str, optional
-        What to call the law; by default the function's own name.
+    inputs, output : names of the columns that `fit` takes, in order, and of what is predicted.
+    starts : sequence of complete mappings, optional, besides the drawn ones.
+    tries, seed : how many starts of a Latin hypercube are kept, and its seed.
+    name : what to call the law; by default the function's own name.
 
-    Notes:
-    -----
-    After `fit`: every constant as an attribute, as in `gamma_`, and what `Law` lists; `degenerate_` also names a
-    constant that no prediction depends on.
+    `degenerate_` also names a constant that no prediction depends on.
     """
 
     form = "function"
@@ -111,9 +97,8 @@ class FunctionLaw(LossLaw):
     ) -> Self:
         """Fit to the inputs in order and then what was observed, all (n,) and above zero; by position or by name.
 
-        `weight` (n,) multiplies each run's term. `loss_se` (n,) is the standard error of what was observed, for
-        objective "se". Raises InputError when a column is missing or not positive, when there are too few different
-        runs, or when the function does not take arrays of complex constants. Returns self.
+        `weight` (n,), `loss_se` (n,) as in every law. Raises InputError also where the function takes no complex
+        constants.
         """
         wanted = (*self.inputs, self.output)
         given = dict(zip(wanted, columns, strict=False)) | named
@@ -123,7 +108,6 @@ class FunctionLaw(LossLaw):
         return self._fit(tuple(given[name] for name in wanted), weight, loss_se)
 
     def evaluate(self, constants: Mapping[str, Any], *inputs: Any) -> Any:  # type: ignore[override]
-        """The function; it is not known to a law that was read without it."""
         if self.function is None:
             raise InputError(f"{self.title} has no function; give it to FunctionLaw or to from_json(source, function).")
         return self.function(constants, *inputs)
@@ -134,9 +118,9 @@ class FunctionLaw(LossLaw):
 
     @classmethod
     def from_json(cls, source: Any, function: Function | None = None) -> Self:
-        """A fitted law from a file or from `to_json`'s text, with the function that it was fitted with.
+        """A fitted law from a file, with the function that it was fitted with, which no file holds.
 
-        Raises InputError without one, or where it does not give the stored objective.
+        Raises InputError where the function does not give the stored objective.
         """
         if function is None:
             raise InputError(
@@ -180,7 +164,6 @@ class FunctionLaw(LossLaw):
         self._call_degenerate(*still)
 
     def _problem(self, inputs: tuple[Array, ...], observed: Array, centred: bool = True) -> Problem:
-        """Coordinates: every constant, in its logarithm where its bounds are above zero."""
         target, k = np.log(observed), len(self.names)
         logarithmic = np.array([low > 0.0 for low, _ in self.bounds.values()], dtype=bool)
         box = np.array(list(self.bounds.values())).reshape(k, 2)
@@ -220,7 +203,6 @@ class FunctionLaw(LossLaw):
         )
 
     def _points(self, box: Array, logarithmic: np.ndarray) -> Array:
-        """Where the fit may start (G, k): the constants given, and the Latin hypercube."""
         given = np.array([[start[name] for name in self.names] for start in self._given]).reshape(-1, len(box))
         given[:, logarithmic] = np.log(given[:, logarithmic])
         drawn = box[:, 0] + latin_hypercube(CANDIDATES * self.tries, len(box), self.seed) * np.ptp(box, axis=1)
@@ -237,7 +219,6 @@ class FunctionLaw(LossLaw):
 
 
 def _squares(log_value: Function, points: Array, target: Array) -> Array:
-    """Squared errors (G, n) of the predictions at points (G, k)."""
     try:
         value = log_value(points)
     except InputError:

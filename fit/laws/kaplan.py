@@ -1,12 +1,7 @@
 """Kaplan's joint law L(N, D) = [(N_c / N)^(alpha_N / alpha_D) + D_c / D]^alpha_D.
 
-Special here:
-- It has no irreducible loss, and its two lines are joined by a power mean: with enough data the loss is
-  (N_c / N)^alpha_N, with enough parameters (D_c / D)^alpha_D.
-- N_c and D_c are where those lines would reach a loss of one, far beyond any run, and they move by orders of magnitude
-  with the exponents. The solver therefore works with the two lines at the middle of the data, and N_c and D_c are
-  computed at the end; their intervals are wide, those of predictions are not.
-- N is Kaplan's count, without embeddings; another count gives other exponents.
+It has no irreducible loss. N_c and D_c are where its two lines would reach a loss of one, far beyond any run; so the
+solver works with the lines at the middle of the data. N is Kaplan's count, without embeddings.
 
 Kaplan et al. 2020 (arXiv:2001.08361), equation 1.5.
 """
@@ -37,7 +32,7 @@ FAR = 700.0  # of log N_c and log D_c: the largest that a float can hold
 class KaplanLaw(LossLaw):
     """L(N, D) = [(N_c / N)^(alpha_N / alpha_D) + D_c / D]^alpha_D.
 
-    After `fit`: N_c_, D_c_ (parameters and tokens), alpha_N_, alpha_D_, and what `Law` lists.
+    After `fit`: N_c_, D_c_ (parameters and tokens), alpha_N_, alpha_D_.
     """
 
     form = "kaplan"
@@ -51,7 +46,6 @@ class KaplanLaw(LossLaw):
 
     @staticmethod
     def evaluate(constants: Mapping[str, Any], *inputs: Any) -> Any:
-        """[(N_c / N)^(alpha_N / alpha_D) + D_c / D]^alpha_D at inputs (N, D)."""
         N, D = inputs
         c = constants
         with np.errstate(divide="ignore"):
@@ -86,7 +80,7 @@ class KaplanLaw(LossLaw):
 
     def _problem(self, inputs: tuple[Array, ...], observed: Array, centred: bool = True) -> Problem:
         """Coordinates: D_c is the logarithm of the line of the data at the mean log D, N_c how far the other lies above
-        it there, in units of alpha_D; uncentred they are log D_c and log N_c. And the two exponents.
+        it there, in units of alpha_D (uncentred: log D_c, log N_c); and the exponents.
         """
         log_n, log_d = np.log(inputs[0]), np.log(inputs[1])
         x0, y0 = (float(log_n.mean()), float(log_d.mean())) if centred else (0.0, 0.0)

@@ -1,18 +1,17 @@
 """What every law can do: fit, resample, say its intervals, predict, and be written to a file.
 
 Special here:
-- A law says only what is its own (`_problem`, `evaluate`, `equation`); many starts and bookkeeping are here, once.
-- A resample is a row of weights and a refit is a full fit: it starts at the law's own optimum and at the best points of
-  its own variable projection, so that another valley is found where there is one.
+- A law says only what is its own (`_problem`, `evaluate`, `equation`).
+- A refit of a resample is a full fit: it starts at the law's own optimum and at its own variable projection's best.
 - What a group of runs says is judged by the fit *without* it: a fit's own residuals are too small, and under a Huber
-  objective, which is nearly L1, as many of them are nearly zero as there are constants.
+  objective as many of them are nearly zero as there are constants.
 
 Objectives, in log space, of residuals r_i = log observed_i - log predicted_i, always *summed*:
   huber    sum w_i huber_delta(r_i), Hoffmann et al. 2022 (arXiv:2203.15556), equation 3
   l1       the same with delta = 1e-6, which is L1 to within 1e-6 in log loss
   squares  sum w_i r_i^2 / 2
   se       sum w_i r_i^2 / (2 (s_i^2 + tau^2)), s_i the relative standard error of the observation and tau a scatter of
-           the runs beyond it, found so that the sum is worth one per degree of freedom (Paule and Mandel 1982)
+           the runs beyond it, found so that each degree of freedom is worth one (Paule and Mandel 1982)
 """
 
 from __future__ import annotations
@@ -67,10 +66,10 @@ Point = tuple[float, float, Array]  # of a profile: the coordinate that is held,
 class Problem:
     """A law over one table of n rows, in the solver's k coordinates.
 
-    target (n,) log of what was observed; lower, upper (k,), equal where a coordinate is fixed; coordinates (k,) names
-    the constant behind each; logarithmic (k,) says whether a coordinate is the logarithm of its constant; axes (m, n)
-    log inputs that must vary in every resample. `starts(weights (P, n), keep)` gives (P, G, k), the `keep` best or all;
-    `constants(theta (P, k))` gives name -> (P,).
+    target (n,) log of what was observed; lower, upper (k,), equal where fixed; coordinates (k,) names the constant
+    behind each, logarithmic (k,) those in logarithms; axes (m, n) log inputs that must vary in every resample.
+    `starts(weights (P, n), keep)` gives (P, G, k), the `keep` best or all; `constants(theta (P, k))` gives name ->
+    (P,).
     """
 
     form: LogForm
@@ -90,14 +89,14 @@ class Problem:
 
 
 class Estimator:
-    """Parameters as in scikit-learn, whose `clone` works too: each constructor argument is an attribute of its name."""
+    """Parameters as in scikit-learn: each constructor argument is an attribute of its name."""
 
     def get_params(self, deep: bool = True) -> dict[str, Any]:
         """The constructor's arguments."""
         return {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
 
     def set_params(self, **params: Any) -> Self:
-        """Change constructor arguments; what was fitted with the others is to be fitted again."""
+        """Change constructor arguments; the result is not fitted."""
         known = self.get_params()
         for name in params:
             if name not in known:
@@ -112,7 +111,7 @@ class Estimator:
 
 
 class Law(Estimator):
-    """A law in log space with scikit-learn manners: options in the constructor, `fit` returns self, results end in _.
+    """A law in log space with scikit-learn manners.
 
     After `fit`: constants_ (name -> float, each also as an attribute, as in `alpha_`), objective_, starts_ ({"tried",
     "agreeing"}), converged_, degenerate_ (constants that the fit could not move off a bound), scatter_ (tau of
@@ -139,7 +138,7 @@ class Law(Estimator):
     # What a subclass gives.
 
     def _problem(self, inputs: tuple[Array, ...], observed: Array, centred: bool = True) -> Problem:
-        """The law over these rows; uncentred, every coordinate is one constant alone (for profile likelihoods)."""
+        """The law over these rows; uncentred, every coordinate is one constant alone (for profiles)."""
         raise NotImplementedError
 
     @staticmethod
@@ -162,7 +161,7 @@ class Law(Estimator):
     # Fitting.
 
     def _fit(self, columns: tuple[ArrayLike, ...], weight: ArrayLike | None, loss_se: ArrayLike | None) -> Self:
-        """Fit to columns (n,): the inputs in order, then what was observed. Subclasses' `fit` spell the names out."""
+        """Fit to columns (n,): the inputs in order, then what was observed."""
         names = (*self.inputs, self.output)
         values = {name: positive(name, column) for name, column in zip(names, columns, strict=True)}
         self.weight_ = check_weights(weight, len(values[self.output]))
@@ -238,7 +237,7 @@ class Law(Estimator):
         self.draws_ = None
 
     def resume(self, theta: Array, scatter: float) -> None:
-        """Become the fitted law that had these coordinates: for a law read from a file, with its data in place."""
+        """Become the fitted law that had these coordinates, with its data in place."""
         self._prepare(scatter)
         self.theta_ = theta
         self._settle()
@@ -246,7 +245,7 @@ class Law(Estimator):
     def refit(self, weights: ArrayLike, target: Array | None = None) -> dict[str, Array]:
         """Constants (P,) of P refits whose `weights` (P, n) multiply the fit's own; NaN where one did not converge.
 
-        `target` (P, n) replaces the logarithm of what was observed. Leaving a row out is a weight of zero.
+        `target` (P, n) replaces the logarithm of what was observed.
         """
         found = self._refit(np.atleast_2d(np.asarray(weights, dtype=np.float64)), target)
         return {k: np.where(found.converged, v, np.nan) for k, v in self.problem_.constants(found.theta).items()}
@@ -263,10 +262,9 @@ class Law(Estimator):
     def bootstrap(self, n: int = 1000, groups: Any = None, seed: int = 0, method: str | None = None) -> Self:
         """Refit `n` resamples; rows of one group (`groups` (rows,): run ids, or trunks) move together.
 
-        method "pairs" draws whole groups with replacement. "wild" keeps every row and moves its value up or down by
-        what the fit without its group misses it by. "auto" is wild below 20 groups per fitted constant, where intervals
-        of pairs are too wide, and pairs from there on. Raises InputError where there are too few groups to resample,
-        and where wild meets a group without which a constant is undetermined. Returns self.
+        "pairs" draws whole groups with replacement. "wild" keeps every row and moves its value up or down by what the
+        fit without its group misses it by. "auto" is wild below 20 groups per fitted constant, where intervals of pairs
+        are too wide. Raises InputError where there are too few groups, or one without which a constant is undetermined.
         """
         self._fitted()
         method = self.resampling if method is None else method
@@ -308,13 +306,13 @@ class Law(Estimator):
         return self._jackknife[1]
 
     def left_out_residuals(self, groups: np.ndarray) -> Array:
-        """Log of what was observed minus what the fit without the row's group predicts there, of shape (rows,)."""
+        """Log of what was observed minus what the fit without the row's group predicts, (rows,)."""
         member = np.unique(groups, return_inverse=True)[1].ravel()
         predicted = self.problem_.form.value(self._left_out(groups).theta)[0]
         return self.problem_.target - predicted[member, np.arange(len(member))]
 
     def _slopes(self, problem: Problem, theta: Array) -> Array:
-        """Slopes (rows, k) of the log prediction at theta (k,), by the root of each row's weight in the fit."""
+        """Slopes (rows, k) of the log prediction at theta (k,), by the root of each row's weight."""
         k = len(theta)
         _, cache = problem.form.value(np.broadcast_to(theta, (k, k)))
         return problem.form.along(cache, np.eye(k)).T * np.sqrt(self.weight_ * self._precision)[:, None]
@@ -322,8 +320,8 @@ class Law(Estimator):
     # Intervals.
 
     def interval(self, name: str, level: float = 0.95, method: str = "percentile") -> tuple[float, float]:
-        """Interval of a constant: "percentile" or "bca" of the bootstrap, or "profile" of the likelihood, which needs
-        no bootstrap, takes rows as independent, and has an infinite end where the runs determine none.
+        """Interval of a constant: "percentile" or "bca" of the bootstrap, or "profile" of the likelihood (see
+        `Profile`).
         """
         self._known(name)
         if method == "profile":
@@ -333,7 +331,7 @@ class Law(Estimator):
     def interval_of(
         self, quantity: Callable[[Mapping[str, Any]], Any], level: float = 0.95, method: str = "percentile"
     ) -> tuple[float, float]:
-        """Bootstrap interval of any function of the constants, which it takes as name -> (draws,) arrays."""
+        """Bootstrap interval of any function of the constants, given as name -> (draws,)."""
         draws = quantity(self._bootstrapped())
         if method == "percentile":
             return percentile_interval(draws, level)
@@ -346,11 +344,10 @@ class Law(Estimator):
     def predict_interval(
         self, *inputs: ArrayLike, level: float = 0.95, kind: str = "mean", **named: ArrayLike
     ) -> Array:
-        """Interval at each point, of shape (2,) for scalars and (points, 2) for (points,), after `bootstrap`.
+        """Interval at each point, (2,) for scalars and (points, 2) for (points,), after `bootstrap`.
 
-        kind "mean" is where the law's value lies. "run" is where one new run lands, seed noise and all: each draw is
-        multiplied by exp of a residual drawn from those of the fit, inflated for its degrees of freedom. That takes the
-        noise of the new run to be like that of the runs that there are, and no Gaussian.
+        kind "mean" is where the law's value lies. "run" is where one new run lands: each draw is multiplied by exp of a
+        residual of the fit, inflated for its degrees of freedom.
         """
         points = self._inputs(inputs, named)
         if kind not in ("mean", "run"):
@@ -369,7 +366,7 @@ class Law(Estimator):
 
     @property
     def residual_scale_(self) -> float:
-        """Root mean square residual in log space, per degree of freedom: what two runs of one setting scatter by."""
+        """Root mean square residual in log space, per degree of freedom."""
         self._fitted()
         inflated = self._inflation(int((self.weight_ > 0).sum())) * self.residuals()
         return float(np.sqrt(self.weight_ @ inflated**2 / self.weight_.sum()))
@@ -395,14 +392,14 @@ class Law(Estimator):
         return self.problem_.target - self.problem_.form.value(self.theta_[None, :])[0][0]
 
     def score(self, *columns: ArrayLike) -> float:
-        """R^2 in the logarithm: of the inputs in order, then what was observed, each (n,)."""
+        """R^2 in the logarithm, of the inputs in order and then what was observed, each (n,)."""
         *inputs, observed = (np.asarray(column, dtype=np.float64) for column in columns)
         target = np.log(observed)
         error = target - np.log(self.predict(*inputs))
         return float(1.0 - (error**2).sum() / ((target - target.mean()) ** 2).sum())
 
     def say(self, name: str, digits: int = 4) -> str:
-        """A constant with its interval, where there is one, as in `0.3473 [0.3171, 0.3731]`."""
+        """A constant with its interval, where there is one: `0.3473 [0.3171, 0.3731]`."""
         self._known(name)
         shown = f"{self.constants_[name]:.{digits}g}"
         if self.draws_ is None or np.ptp(self.draws_[name]) == 0:
@@ -419,7 +416,6 @@ class Law(Estimator):
         return f"{type(self).__name__}({said})"
 
     def _repr_html_(self) -> str:
-        """For notebooks: the equation, a row per constant, and what to know before trusting the law."""
         if not hasattr(self, "theta_"):
             return f"<code>{self!r}</code>"
         rows = []
@@ -442,12 +438,12 @@ class Law(Estimator):
     # JSON.
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything: options, constants, data with its hash, draws and provenance, as JSON's own types."""
+        """Options, constants, data with its hash, draws and provenance, as JSON's own types."""
         self._fitted()
         return law_to_dict(self)
 
     def to_json(self, path: Any = None) -> str:
-        """The same as text, also written whole or not at all to `path` where one is given."""
+        """The same as text, also written to `path` where one is given."""
         written = json.dumps(self.to_dict(), allow_nan=False) + "\n"
         if path is not None:
             write_text(Path(path), written)
@@ -457,7 +453,7 @@ class Law(Estimator):
     def from_json(cls, source: Any) -> Self:
         """A fitted law from a file or from `to_json`'s text; nothing is fitted again.
 
-        Raises InputError for what is no law, another version of the format, or a law of another form.
+        Raises InputError for another version of the format, or another form of law.
         """
         found: Self = read_law(source, cls)
         return found
@@ -493,7 +489,7 @@ class Law(Estimator):
 class LossLaw(Law):
     """A law L(N, D): it can drive an analysis, a backtest, an allocation and a report.
 
-    Besides what `Law` has, they ask it for `optimum`, `size_exponent`, `exponent_names` and `degenerate_draws` alone.
+    Besides what `Law` has, these ask for `optimum`, `size_exponent`, `exponent_names` and `degenerate_draws` alone.
     """
 
     title = "a law of N and D"
@@ -512,9 +508,8 @@ class LossLaw(Law):
     ) -> Self:
         """Fit to n runs: N parameters, D tokens, loss (nats per token), all (n,). Returns self.
 
-        `weight` (n,) multiplies each run's term. `loss_se` (n,) is the loss's standard error, for objective "se".
-        Raises InputError when a value is not a positive finite number, when there are too few different runs, or when N
-        and D do not vary separately.
+        `weight` (n,) multiplies each run's term; `loss_se` (n,) is the standard error, for objective "se". Raises
+        InputError for bad numbers, too few different runs, and where N and D do not vary separately.
         """
         return self._fit((N, D, loss), weight, loss_se)
 
@@ -528,7 +523,7 @@ class LossLaw(Law):
         return search(self, constants, np.asarray(flops, dtype=np.float64), lambda N: flops_per_token * N)
 
     def size_exponent(self, constants: Mapping[str, Any]) -> Any:
-        """The exponent of N*(C); here, its mean slope between the smallest and the largest run."""
+        """The exponent of N*(C); here its mean slope between the smallest and the largest run."""
         C = 6.0 * self.data_["N"] * self.data_["D"]
         low, high = float(C.min()), float(C.max())
         ends = self.optimum(np.array([[low], [high]]), {k: np.atleast_1d(v) for k, v in constants.items()})[0]
@@ -539,10 +534,8 @@ class LossLaw(Law):
         return np.zeros(len(self._bootstrapped()[self.names[0]]), dtype=bool)
 
     def optimal(self, flops: ArrayLike, level: float = 0.95) -> Optimum:
-        """The N and D of lowest loss under C = 6 N D; `flops` is a scalar or (targets,).
-
-        Intervals are there once `bootstrap` has run. `fit.allocation` has other FLOP conventions, token limits, and
-        inference.
+        """The N and D of lowest loss under C = 6 N D, with intervals after `bootstrap`; `flops` is a scalar or
+        (targets,).
         """
         self._fitted()
         return compute_optimal(self, flops, level=level)
@@ -555,13 +548,13 @@ class LossLaw(Law):
         return a, 1.0 - a
 
     def interval(self, name: str, level: float = 0.95, method: str = "percentile") -> tuple[float, float]:
-        """Interval of a constant by percentile, bca or profile; of `a`, the exponent of N*(C), by the first two."""
+        """As `Law.interval`; also of `a`, the exponent of N*(C), from the bootstrap."""
         if name != "a" or name in self.names:
             return super().interval(name, level, method)
         return self.interval_of(self.size_exponent, level, method)
 
     def plot(self, axes: Any = None) -> Any:
-        """Loss contours over (N, D) with the runs and the compute-efficient frontier; returns the matplotlib axes."""
+        """Loss contours over (N, D), the runs and the efficient frontier; returns the matplotlib axes."""
         self._fitted()
         plots = import_module("...plots", __name__)  # by name, for it draws laws and so knows them
         return plots.plot_contours(self, *self.data_.values(), axes)
@@ -574,7 +567,7 @@ class LossLaw(Law):
 
 
 class LineLaw(Law):
-    """A law y(x) through few and designed points: least squares, and a bootstrap that keeps every x."""
+    """A law y(x) through few and designed points; its bootstrap keeps every x."""
 
     inputs = ("x",)
     output = "y"
@@ -583,10 +576,7 @@ class LineLaw(Law):
     def fit(
         self, x: ArrayLike, y: ArrayLike, weight: ArrayLike | None = None, loss_se: ArrayLike | None = None
     ) -> Self:
-        """x, y (n,) positive; weight and standard errors of y (n,) optional. Returns self.
-
-        Raises InputError for fewer different x than the law needs.
-        """
+        """x, y (n,) positive; weight and standard errors of y (n,) optional. Returns self."""
         return self._fit((x, y), weight, loss_se)
 
 
@@ -595,8 +585,8 @@ class Profile:
 
     It takes rows as independent and alike in their noise. Huber's objective is no likelihood, so how far it may rise
     follows from the errors: 2 rise * mean psi' / mean psi^2 is F(1, n - k), psi being the objective's slope. Both means
-    are those of the residuals that fits without each row leave there, smoothed by a kernel; the fit's own residuals
-    bunch at zero, and with them an interval covers 85 to 92 % instead of 94 to 97 (measured in docs/decisions.md).
+    are those of the left-out residuals, smoothed by a kernel; with the fit's own, intervals cover 85 to 92 % instead of
+    94 to 97 (measured in docs/decisions.md).
 
     The tau test: Huber and Ronchetti 2009, Robust Statistics, chapter 13. For least squares it is the F test.
     """
@@ -676,7 +666,7 @@ class Profile:
         return float(curve), float(square.mean())
 
     def _refits(self, values: Array, near: Array) -> tuple[Array, Array]:
-        """Rise of the objective (m,) and coordinates (m, k), with the held one at values (m,), others near `near`."""
+        """Rise of the objective (m,) and coordinates (m, k), with the held one at values (m,)."""
         p, law = self.problem, self.law
         warm = near + (values - near[:, self.at])[:, None] * self.direction
         lower, upper = (np.tile(bound, (len(values), 1)) for bound in (p.lower, p.upper))
@@ -688,8 +678,8 @@ class Profile:
         return np.maximum(rise, 0.0), found.theta
 
     def _end(self, step: float, most: float) -> float:
-        """The coordinate where the objective has risen by `most`, in the direction of `step`; infinite (or a coordinate
-        of zero) where it never does.
+        """The coordinate where the objective has risen by `most`, in the direction of `step`; infinite (or zero) if
+        never.
         """
         best = self.best[self.at]
         bound = float((self.problem.upper if step > 0 else self.problem.lower)[self.at])

@@ -1,10 +1,7 @@
 """The law of over-training, L(C, M) = E + (a M^eta + b M^-eta) C^-eta, with M = D / N and C = 6 N D.
 
-Special here:
-- It is the law E + A / N^alpha + B / D^alpha in other words: eta = alpha / 2, a = A 6^eta, b = B 6^eta. At every M the
-  reducible loss falls with the same power of C, so that training beyond the optimum moves a line and does not bend it.
-- The fit is that of `ChinchillaLaw` in 6 N^2 and 6 D^2, whose exponent is eta; `chinchilla` and `from_chinchilla` go
-  between the two without a fit.
+It is E + A / N^alpha + B / D^alpha in other words: eta = alpha / 2, a = A 6^eta, b = B 6^eta; its fit is the tied one
+of `ChinchillaLaw` in 6 N^2 and 6 D^2. At every M the reducible loss falls with the same power of C.
 
 Gadre et al. 2024 (arXiv:2403.08540), equation 4.
 """
@@ -27,9 +24,9 @@ RENAMED = {"A": "a", "B": "b", "alpha": "eta"}
 
 
 class OvertrainingLaw(LossLaw):
-    """L(C, M) = E + (a M^eta + b M^-eta) C^-eta; fitted to N and D, with C = 6 N D and M = D / N.
+    """L(C, M) = E + (a M^eta + b M^-eta) C^-eta; fitted to N and D.
 
-    `E` fixes the irreducible loss. After `fit`: E_, a_, b_, eta_, and what `Law` lists.
+    `E` fixes the irreducible loss. After `fit`: E_, a_, b_, eta_.
     """
 
     form = "overtraining"
@@ -47,7 +44,6 @@ class OvertrainingLaw(LossLaw):
 
     @staticmethod
     def evaluate(constants: Mapping[str, Any], *inputs: Any) -> Any:
-        """E + (a M^eta + b M^-eta) C^-eta at inputs (N, D)."""
         N, D = inputs
         c = constants
         size, data = (6.0 * np.square(np.asarray(v, dtype=np.float64)) for v in (N, D))
@@ -58,7 +54,7 @@ class OvertrainingLaw(LossLaw):
         return f"L(C, M) = {say('E')} + ({say('a')} M^{eta} + {say('b')} M^-{eta}) C^-{eta}"
 
     def at(self, flops: ArrayLike, ratio: ArrayLike) -> Any:
-        """The predicted loss of `flops` = 6 N D of training at `ratio` = D / N tokens per parameter."""
+        """The predicted loss of `flops` = 6 N D of training at `ratio` = D / N."""
         C, M = np.asarray(flops, dtype=np.float64), np.asarray(ratio, dtype=np.float64)
         return self.predict(N=np.sqrt(C / (6.0 * M)), D=np.sqrt(C * M / 6.0))
 
@@ -79,14 +75,14 @@ class OvertrainingLaw(LossLaw):
     # To and from the law E + A / N^alpha + B / D^alpha.
 
     def chinchilla(self) -> ChinchillaLaw:
-        """The same fitted law, with its draws, as a `ChinchillaLaw(tied=True)`; nothing is fitted again."""
+        """The same fitted law, with its draws, as a `ChinchillaLaw(tied=True)`."""
         self._fitted()
         draws = None if self.draws_ is None else tied_constants(self.draws_)
         return _translated(self, ChinchillaLaw, {new: old for old, new in RENAMED.items()}, draws)
 
     @classmethod
     def from_chinchilla(cls, law: ChinchillaLaw) -> Self:
-        """A fitted `ChinchillaLaw(tied=True)`, with its draws, in these constants; nothing is fitted again."""
+        """A fitted `ChinchillaLaw(tied=True)`, with its draws, in these constants."""
         law._fitted()
         if not law.tied:
             raise InputError("the ChinchillaLaw has two exponents; fit it with tied=True, as this law has only one.")
@@ -104,7 +100,6 @@ class OvertrainingLaw(LossLaw):
             self._call_degenerate("eta")
 
     def _problem(self, inputs: tuple[Array, ...], observed: Array, centred: bool = True) -> Problem:
-        """That of `ChinchillaLaw(tied=True)` in 6 N^2 and 6 D^2: its A is a, its B is b and its alpha is eta."""
         size, data = (6.0 * v**2 for v in inputs)
         problem = self._tied(self.E)._problem((size, data), observed, centred)
 
@@ -130,8 +125,8 @@ def own_constants(constants: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _translated(law: Law, to: Any, renamed: Mapping[str, str], draws: Mapping[str, Array] | None) -> Any:
-    """The fitted law as class `to`, by way of its file. The mean of log 6 N^2 is log 6 + 2 mean log N, so the solver's
-    coordinates are the same, but for a factor of two in the exponent.
+    """The fitted law as class `to`, by way of its file: the solver's coordinates are the same, but for a factor of two
+    in the exponent, as the mean of log 6 N^2 is log 6 + 2 mean log N.
     """
     content = law.to_dict()
     exponent = law.problem_.coordinates.index("eta" if to is ChinchillaLaw else "alpha")

@@ -1,10 +1,7 @@
 """Single power laws, y = k x^p, and with an offset, y = E + k x^p: N*(C), D*(C) and the best loss L*(C).
 
-Special here:
-- Least squares in log y by default, since the points are few and already averages; the options of every law are there.
-- The points of such a law are designed (budgets), so its bootstrap flips residuals and keeps the budgets.
-- A power law can be fitted to *draws* of its points (`fit_draws`), so that the uncertainty of each point, however it
-  came about, is carried into exponents, coefficients and extrapolations.
+A power law can be fitted to *draws* of its points (`fit_draws`), which carries the uncertainty of each point into
+exponents, coefficients and extrapolations.
 """
 
 from __future__ import annotations
@@ -27,7 +24,7 @@ VANISHED = 12.0  # a term below exp(-12) of the smallest y is called zero
 class PowerLaw(LineLaw):
     """y = k x^p; with `offset`, y = E + k x^p with E >= 0 and p in [-3, 0].
 
-    After `fit`: k_, p_, E_ (0 without an offset), and what `Law` lists. After `bootstrap` or `fit_draws`: draws_.
+    After `fit`: k_, p_, E_ (0 without an offset). After `bootstrap` or `fit_draws`: draws_.
     """
 
     form = "power"
@@ -53,8 +50,7 @@ class PowerLaw(LineLaw):
     def fit_draws(self, y: Array) -> Self:
         """Refit to draws of the points: y (draws, n), NaN where a draw has no such point. Returns self.
 
-        Draws keep their places, so that those of two laws over the same points belong together: one with too few points
-        is NaN.
+        Draws keep their places, so that those of two laws belong together: one with too few points is NaN.
         """
         self._fitted()
         present = np.isfinite(y) & (y > 0)
@@ -134,7 +130,7 @@ class PowerLaw(LineLaw):
 
 
 def _starts(u: Array, y: Array, offset: bool, weights: Array, keep: int | None) -> Array:
-    """Starts (P, G, k): the straight line in the logarithm, or with an offset one start an exponent."""
+    """Starts (P, G, k): the straight line in the logarithm, or with an offset one per exponent."""
     if not offset:
         return _straight(u, np.log(y)[None, :], weights)[:, None, :]
     basis = np.stack([np.exp(-OFFSET_GRID[:, None] * u), np.ones((len(OFFSET_GRID), len(u)))], 2)
@@ -147,7 +143,7 @@ def _starts(u: Array, y: Array, offset: bool, weights: Array, keep: int | None) 
 
 
 def _straight(u: Array, log_y: Array, weights: Array) -> Array:
-    """(log k, p) of weighted least squares in the logarithm, (P, 2); log_y (P, n) or (1, n), weights (P, n)."""
+    """(log k, p) of weighted least squares in the logarithm, (P, 2); log_y (P, n) or (1, n)."""
     total = weights.sum(axis=1)
     mean_u, mean_y = weights @ u / total, (weights * log_y).sum(axis=1) / total
     centred = u[None, :] - mean_u[:, None]

@@ -1,10 +1,7 @@
-"""Laws as the solver sees them: log loss as a function of the parameters, with exact derivatives.
+"""Laws as the solver sees them: log loss as a function of the parameters, with derivatives.
 
-Special here:
-- A form is asked for *sums over points* (gradients, Hessians), never for a Jacobian of shape (problems, points,
-  parameters). For every sum of power laws these sums are products of (problems, points) arrays with constant tables.
-- A law of one's own comes in either way: with its derivatives (`FunctionForm`), or as an analytic function alone
-  (`ComplexStepForm`), whose gradient is then exact to rounding.
+A form is asked for *sums over points* (gradients, Hessians), which for sums of power laws (`LogSumExp`) are products
+with constant tables; a dense Jacobian is kept only by other laws (`DenseForm`).
 
 Squire and Trapp 1998 (SIAM Review 40, 110): the complex step.
 """
@@ -28,10 +25,9 @@ ANALYTIC = 1e-4  # how well a complex step and a difference of an analytic funct
 
 
 class LogForm(Protocol):
-    """A law as the solver sees it: k parameters, n points, log loss out.
+    """k parameters, n points, log loss out. theta is (P, k), coefficients such as `slope` (P, n), a step (P, k).
 
-    `value(theta)` takes (P, k) and returns f of shape (P, n), an array of the caller's own, and a list of arrays with P
-    rows each for the other methods to reuse (`cache`). Coefficients such as `slope` are (P, n), a step is (P, k).
+    `value` gives f (P, n), an array of the caller's own, and arrays with P rows each for the other methods (`cache`).
     """
 
     parameters: int
@@ -48,7 +44,7 @@ class LogForm(Protocol):
         ...
 
     def sizes(self, cache: list[Array], slope: Array, spread: Array) -> tuple[Array, Array]:
-        """sum_i |slope_i| |df_i|, the size of what cancels in a gradient, and sum_i spread_i |df_i|; both (P, k)."""
+        """sum_i |slope_i| |df_i|, what cancels in a gradient, and sum_i spread_i |df_i|; both (P, k)."""
         ...
 
     def along(self, cache: list[Array], step: Array) -> Array:
@@ -63,11 +59,8 @@ class LogForm(Protocol):
 class LogSumExp:
     """f = log sum_t exp(Z_t theta[index_t] + offset_t): every sum of power laws, with free, shared or fixed parameters.
 
-    `terms` is a sequence of (index, Z) or (index, Z, offset): `index` lists the parameters that the term reads, Z has
-    shape (n, len(index)), offset (n,). A term without parameters has an empty index and a Z of shape (n, 0).
-
-    With p_t the share of term t in the sum: df = sum_t p_t Z_t, d2f = sum_t p_t Z_t Z_t^T - df df^T. The cache is p, an
-    array (P, n) a term.
+    `terms` are (index, Z) or (index, Z, offset): the parameters that the term reads, (n, len(index)), (n,). With p_t
+    the share of term t: df = sum_t p_t Z_t, d2f = sum_t p_t Z_t Z_t^T - df df^T. The cache is p, a (P, n) per term.
     """
 
     def __init__(self, parameters: int, terms: Sequence[tuple[Any, ...]]) -> None:
@@ -104,7 +97,7 @@ class LogSumExp:
         return columns, place.reshape(len(pairs), self.parameters**2)
 
     def _change(self, step: Array) -> list[Array]:
-        """Change of each term's exponent along a step: (P, n), or (P, 1) where it is the same at every point."""
+        """Change of each term's exponent along a step: (P, n), or (P, 1) where all points share it."""
         return [step[:, index] @ rows for index, rows in zip(self.index, self._rows, strict=True)]
 
     def value(self, theta: Array) -> tuple[Array, list[Array]]:
@@ -154,7 +147,7 @@ class LogSumExp:
 
 
 def _pair_coefficients(cache: list[Array], slope: Array, curvature: Array, second: bool) -> Iterator[Array]:
-    """What multiplies Z_s Z_t^T at each point for the pairs s <= t, in order; the array is the same one each time."""
+    """What multiplies Z_s Z_t^T at each point for the pairs s <= t, in order; one array, overwritten."""
     outer = curvature - slope if second else curvature
     left, work = np.empty_like(outer), np.empty_like(outer)
     for s, share in enumerate(cache):
@@ -190,10 +183,8 @@ class _PlacedSums:
 
 
 class DenseForm:
-    """A form that keeps its Jacobian, for laws that are no sum of power laws.
-
-    A subclass gives `value(theta)`, whose cache is [first (P, n, k), theta, ...], and `second(cache, slope)`, which is
-    sum_i slope_i d2f_i of shape (P, k, k).
+    """A form that keeps its Jacobian: `value` has the cache [first (P, n, k), theta, ...], `second` gives sum_i slope_i
+    d2f_i.
     """
 
     parameters: int
@@ -229,7 +220,7 @@ class DenseForm:
 
 @dataclass(frozen=True)
 class Term:
-    """One u (P, n), du by coordinate name, and d2u by pair of names, each pair once; arrays that broadcast to u."""
+    """u (P, n), du by coordinate name, and d2u, where not zero, by pair of names, each once; they broadcast to u."""
 
     value: Array
     first: Mapping[str, Array] = field(default_factory=dict)
@@ -241,7 +232,10 @@ Terms = Callable[[Mapping[str, Array], bool], list[Term]]
 
 
 class LogSumTerms(DenseForm):
-    """f = log sum_t exp u_t: `at` gives the parameter that each name reads (names may share one), `fixed` the rest."""
+    """f = log sum_t exp u_t(theta), each u_t any twice differentiable function of named coordinates.
+
+    `at` gives the parameter that each name reads (names may share one), `fixed` the rest.
+    """
 
     def __init__(
         self, terms: Terms, at: Mapping[str, int], points: int, fixed: Mapping[str, float] | None = None
@@ -251,7 +245,6 @@ class LogSumTerms(DenseForm):
         self.parameters = max(self.at.values()) + 1
 
     def value(self, theta: Array) -> tuple[Array, list[Array]]:
-        """The cache is df (P, n, k) and theta."""
         terms, shares, value = self._evaluate(theta, False)
         first = np.zeros((*value.shape, self.parameters))
         for term, share in zip(terms, shares, strict=True):
@@ -261,7 +254,7 @@ class LogSumTerms(DenseForm):
         return value, [first, theta]
 
     def second(self, cache: list[Array], slope: Array) -> Array:
-        """sum_i slope_i d2f_i, with d2f = sum_t p_t (du_t du_t^T + d2u_t) - df df^T."""
+        """d2f = sum_t p_t (du_t du_t^T + d2u_t) - df df^T."""
         first, theta = cache
         terms, shares, _ = self._evaluate(theta, True)
         hessian = np.zeros((len(theta), self.parameters, self.parameters))
@@ -336,12 +329,8 @@ class FunctionForm(DenseForm):
 class ComplexStepForm(DenseForm):
     """Any analytic law as a function alone: complex theta (P, k) to log predictions (P, n).
 
-    The gradient is that of a complex step, Im f(theta + i h e) / h with h = 1e-30: exact to rounding. The Hessian is a
-    central difference of that gradient, good to about nine digits where theta is of order one; it steers the steps, and
-    convergence is judged on the gradient.
-
-    `function` may use exp, log, powers, products and what else is analytic, but not abs, real, casts to float, or a
-    comparison that chooses between branches; see `check`. A result of the wrong shape raises InputError.
+    The gradient is Im f(theta + i h e) / h with h = 1e-30: exact to rounding. The Hessian is a central difference of
+    it, good to about nine digits; it steers steps, and convergence is judged on the gradient.
     """
 
     def __init__(self, function: Callable[[Any], Any], parameters: int, points: int) -> None:
@@ -373,9 +362,7 @@ class ComplexStepForm(DenseForm):
         return f
 
     def check(self, starts: Array) -> None:
-        """Raises InputError where the function is not analytic in practice: at `starts` (G, k) its complex step and a
-        central difference disagree, or it fails on complex numbers, or it is finite nowhere.
-        """
+        """Raises InputError where at `starts` (G, k) complex step and difference disagree, or nothing is finite."""
         with np.errstate(all="ignore"), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # NumPy warns of a cast that drops the imaginary part; we refuse it
             try:

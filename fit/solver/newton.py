@@ -1,14 +1,10 @@
 """Damped Newton in a box for many problems at once: far from the optimum, and near it.
 
 Special here:
-- *Far*: the step of Levenberg and Marquardt, with the weights of iteratively reweighted least squares, and the
-  correction of Transtrum and Sethna along the curve of equal predictions. Between most starts and the optimum of a sum
-  of power laws lies a valley that is narrow and bent; the correction halves the number of steps in it.
-- *Near*: Newton with the exact Hessian, in stages of a falling delta. Huber's function with a small delta is nearly L1:
-  its Hessian sees only the points inside delta. So the length of a step is searched on the linearised residuals, where
-  the objective is piecewise quadratic, before anything is evaluated (Madsen and Nielsen 1990).
+- *Far*: Levenberg and Marquardt on iteratively reweighted least squares, with Transtrum and Sethna's correction along
+  the curve of equal predictions, which halves the number of steps in the bent valleys of sums of power laws.
+- *Near*: Newton with the exact Hessian, in stages of a falling delta, the step searched on linearised residuals.
 - Convergence is judged on the gradient and on the sign of the curvature, never on a small change of the objective.
-- Problems leave the batch as they finish.
 
 Bertsekas 1982 (SIAM J. Control Optim. 20, 221): Newton in a box. Madsen and Nielsen 1990 (BIT 30, 682). Transtrum and
 Sethna 2012 (arXiv:1201.5885), section 4; Nielsen 1999 (IMM-REP-1999-05): how the damping moves.
@@ -40,8 +36,8 @@ CAUTION = 4.0  # a rejected step raises the damping by this, the next one by twi
 class Minimum:
     """Where each of P problems ended.
 
-    theta (P, k); objective (P,); converged (P,): the gradient inside the box is zero to tolerance and the Hessian there
-    has no negative curvature; at_bound (P, k): parameters held by the box; steps (P,).
+    theta (P, k); objective (P,); converged (P,): no gradient inside the box and no negative curvature; at_bound (P, k):
+    parameters held by the box; steps (P,).
     """
 
     theta: Array
@@ -59,8 +55,8 @@ class Batch:
     """P problems: target (1, n) or (P, n), weights (P, n), lower and upper (P, k), delta (P,); and where each one is.
 
     theta (P, k); residual (P, n) in units of delta; pull (P, n), the weighted slope of Huber's function in these units;
-    objective (P,); cache, what the form keeps of theta. least (P, k) is a curvature that each parameter is thought to
-    have at the least, rounding (P,) an objective that means a perfect fit.
+    objective (P,); cache of the form. least (P, k): each parameter's least curvature; rounding (P,): an objective that
+    means a perfect fit.
     """
 
     form: LogForm
@@ -145,12 +141,12 @@ class Batch:
         return np.divide(self.weights, size, out=size)
 
     def held(self, gradient: Array) -> np.ndarray:
-        """Parameters that the box holds: at a bound and pushed against it, or fixed."""
+        """Parameters at a bound and pushed against it, or fixed."""
         low, high = self.theta <= self.lower, self.theta >= self.upper
         return (low & (gradient > 0)) | (high & (gradient < 0)) | (low & high)
 
     def flat(self, gradient: Array) -> np.ndarray:
-        """Whether the gradient inside the box is zero: a small share of what cancels in it, or rounding."""
+        """Whether the gradient inside the box is a small share of what cancels in it, or rounding."""
         absolute, reach = self.form.sizes(self.cache, self.slope, self.spread)
         zero = np.abs(gradient) <= GRADIENT_TOLERANCE * absolute + RESIDUAL_ROUNDING * reach
         return np.asarray((self.held(gradient) | zero).all(axis=1))
@@ -200,10 +196,7 @@ def approach(batch: Batch, iterations: int) -> tuple[Array, Array, np.ndarray]:
 
 
 def refine(batch: Batch, stage: np.ndarray, deltas: Array, iterations: int) -> Minimum:
-    """Newton through the stages deltas[stage:] of each problem to an optimum under the last one.
-
-    The batch's delta is deltas[stage].
-    """
+    """Newton through the stages deltas[stage:] of each problem; the batch's delta is deltas[stage]."""
     theta, objective = batch.theta.copy(), batch.objective.copy()
     lower, upper = batch.lower, batch.upper
     rows, steps = np.arange(len(theta)), np.zeros(len(theta), dtype=int)
@@ -256,8 +249,8 @@ def refine(batch: Batch, stage: np.ndarray, deltas: Array, iterations: int) -> M
 def _search(batch: Batch, inside: Array, step: Array, curvature: Array) -> Array:
     """The share in (0, 1] of each step that minimises the objective with linearised residuals, (P,).
 
-    Along a step its slope is piecewise linear there; what the Hessian has beyond the linearised residuals adds a
-    straight line. The zero of the slope is bracketed among `LENGTHS` and interpolated.
+    Along a step its slope is piecewise linear there, plus a straight line for the rest of the Hessian. The zero of the
+    slope is bracketed among `LENGTHS` and interpolated.
     """
     change = batch.form.along(batch.cache, step)
     change /= batch.delta[:, None]
@@ -316,12 +309,12 @@ class _System:
         return np.linalg.solve(self._damped, right[:, :, None])[:, :, 0] * self._unit
 
     def curves_up(self, rows: np.ndarray) -> np.ndarray:
-        """Whether the free part of the Hessian has no negative curvature (to rounding): a minimum and not a saddle."""
+        """Whether the free part of the Hessian has no negative curvature: a minimum and not a saddle."""
         return np.linalg.eigvalsh(self._matrix[rows])[:, 0] > -1e-9
 
 
 def _rows_dot(a: Array, b: Array) -> Array:
-    """sum_i a_i b_i for each problem, (P, n) and (P, n) to (P,): faster than einsum for long rows."""
+    """sum_i a_i b_i, (P, n) and (P, n) to (P,): faster than einsum for long rows."""
     return (a[:, None, :] @ b[:, :, None])[:, 0, 0]
 
 

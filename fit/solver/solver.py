@@ -1,15 +1,11 @@
 """One batched solver for every law: many problems times many starts at once, in NumPy.
 
 Special here:
-- A law is fitted as a *log form*: f(theta) predicts log loss, and sum_i w_i rho(f_i - log loss_i) is minimised, rho
-  being Huber's function (Hoffmann et al. 2022, equation 3 and appendix D.3). The sum is never divided by the number of
-  points: with a mean the usual tolerances of library optimizers stop far from the optimum, which is how a published fit
-  went wrong (Besiroglu et al. 2024).
-- Sums of power laws become the log-sum-exp of affine functions of theta. Their gradient and Hessian are matrix products
-  with constant tables, so a thousand resamples cost little more than one. Another law slots in by implementing
-  `LogForm`.
-- Huber's function with a small delta is nearly L1, and full of small valleys. So every start first finds an optimum
-  under a large delta, and follows it while delta is lowered. Starts that meet under the large delta go on as one.
+- sum_i w_i rho(f_i - log loss_i) is minimised for a `LogForm` f, rho being Huber's function (Hoffmann et al. 2022,
+  equation 3). The sum is never divided by the number of points: with a mean, the usual tolerances of library optimizers
+  stop far from the optimum, which is how a published fit went wrong (Besiroglu et al. 2024).
+- Huber's function with a small delta is full of small valleys. So every start first finds an optimum under a large
+  delta, and follows it while delta is lowered. Starts that meet under the large delta go on as one.
 - The answer does not depend on how many threads work on it.
 """
 
@@ -42,9 +38,8 @@ Result = TypeVar("Result")
 class Solution:
     """The best optimum that was found of each of P problems.
 
-    theta (P, k); objective (P,), the weighted *sum*; converged (P,), as in `Minimum`; at_bound (P, k): parameters held
-    by the box; tried (P,): starts; agreeing (P,): how many of them led to a converged optimum of this objective
-    (relative 1e-7). Starts that met at one point under a larger delta are followed as one from there, and all count.
+    theta (P, k); objective (P,), the weighted *sum*; converged (P,) and at_bound (P, k) as in `Minimum`; tried (P,):
+    starts; agreeing (P,): how many of them led to a converged optimum of this objective (relative 1e-7).
     """
 
     theta: Array
@@ -70,8 +65,8 @@ def solve(
 
     target (n,) or (P, n) log losses; weights (P, n); starts (P, G, k) or (1, G, k); lower and upper (k,) or (P, k),
     where equal bounds fix a parameter; `delta` in log loss, infinity for least squares. `warm` (k,) or (P, k) is one
-    more start that is thought to lie near the optimum, as that of all runs does for a resample; it is refined under
-    `delta` at once. `threads` is by default as many as this process has cores, or OMP_NUM_THREADS where that is less.
+    more start near the optimum, refined under `delta` at once. `threads` is by default as many as this process has
+    cores.
     """
     P, k = len(weights), form.parameters
     lower, upper = (np.broadcast_to(bound, (P, k)) for bound in (lower, upper))
@@ -105,9 +100,8 @@ def minimise(
     stages: Sequence[float] = STAGES,
     iterations: int = ITERATIONS,
 ) -> Minimum:
-    """As `solve`, for one start a problem, starts (P, k), each followed to its own end; weights (n,) or (P, n).
-
-    The last of `stages` must be 1; (1,) alone starts under `delta` at once.
+    """As `solve`, but each start (P, k) is followed to its own end. The last of `stages` must be 1; (1,) starts under
+    `delta` at once.
     """
     P, k = starts.shape
     lower, upper = (np.broadcast_to(bound, (P, k)) for bound in (lower, upper))
@@ -128,7 +122,7 @@ def minimise(
 
 
 def _deltas(delta: float, stages: Sequence[float] = STAGES) -> Array:
-    """The delta under which starts are brought near, and then that of each stage; even L1 begins smooth."""
+    """The delta under which starts are brought near, and then that of each stage."""
     if len(stages) == 1 or delta >= LEAST_SQUARES:
         return np.full(2, min(delta, LEAST_SQUARES))
     first = delta * stages[0]
@@ -183,7 +177,7 @@ def _solve(
 
 
 def _leaders(theta: Array, objective: Array, rounding: Array) -> np.ndarray:
-    """Which point each of G points (P, G, k) has met, by index, (P, G): itself or one of lower objective (P, G)."""
+    """Which of G points (P, G, k) each has met, (P, G): itself or one of lower objective (P, G)."""
     P, G, _ = theta.shape
     objective = np.where(np.isfinite(objective), objective, np.inf)
     leader = np.full((P, G), -1)
@@ -201,7 +195,7 @@ def _leaders(theta: Array, objective: Array, rounding: Array) -> np.ndarray:
 
 
 def in_chunks(part: Callable[[slice], Result], rows: int, size: int, threads: int | None = None) -> list[Result]:
-    """`part` of each chunk of at most `size` of `rows`, in order; on threads, which NumPy lets run side by side."""
+    """`part` of each chunk of at most `size` of `rows`, in order, on threads."""
     size = max(1, size)
     chunks = [slice(begin, min(begin + size, rows)) for begin in range(0, rows, size)]
     workers = min(len(chunks), cores() if threads is None else threads)
@@ -218,19 +212,11 @@ def cores() -> int:
     return min(available, max(1, int(asked))) if asked.isdigit() else available
 
 
-def huber(residual: Array, delta: float) -> tuple[Array, Array, np.ndarray]:
-    """Huber's rho, its slope psi, and whether each residual lies in the quadratic part."""
-    slope = np.clip(residual, -delta, delta)
-    return slope * (residual - 0.5 * slope), slope, np.abs(residual) <= delta
-
-
 def variable_projection(basis: Array, target: Array, weights: Array) -> tuple[Array, Array]:
-    """Least squares for the linear parameters of a law at each of G settings of its nonlinear ones, for P problems at
-    once.
+    """Least squares for the linear parameters of a law at each of G settings of its nonlinear ones, for P problems.
 
-    basis (G, n, m), target (n,), weights (P, n). Returns amplitudes (P, G, m) and the sum of squares (P, G). The normal
-    equations of all problems are two matrix products, because the basis does not depend on the weights.
-    (Golub and Pereyra 1973.)
+    basis (G, n, m), target (n,), weights (P, n). Returns amplitudes (P, G, m) and the sum of squares (P, G). (Golub and
+    Pereyra 1973.)
     """
     G, _, m = basis.shape
     entries = [(i, j) for i in range(m) for j in range(i, m)]

@@ -86,6 +86,7 @@ def score_all(
     """
     from ...evaluate.checkpoint import choose_device
     from ...evaluate.inference.ranks import on_ranks
+    from ...evaluate.pages.report import format_scores
     from ...train.checkpoint.checkpoint import find
 
     paths = [find(path) for path in checkpoints]
@@ -105,8 +106,12 @@ def score_all(
     if as_json:
         found = [one.scores for one in scored]
         print(json.dumps(found[0] if len(found) == 1 else found, indent=1))
-    else:
-        _show(scored)
+        return
+    for one in scored:
+        if len(scored) > 1:
+            print(one.scores["checkpoint"])
+        print(format_scores(one.scores))
+        print(f"report: {one.folder / 'report.html'}")
 
 
 def _score(
@@ -115,29 +120,22 @@ def _score(
 ) -> list[_Scored] | None:  # fmt: skip
     """One after the other, on every rank alike; only the first has an answer."""
     from ...evaluate.checkpoint import evaluate_checkpoint
-    from ...evaluate.tasks.tasks import load_suite
-    from ..results.scoring import Scoring
+    from ..results.scoring import open_suite
 
-    say = (lambda line: None) if ranks.rank or quietly else _say
-    shared = Scoring(load_suite(tasks, limit, progress=say))
+    def say(line: str) -> None:
+        if ranks.rank == 0 and not quietly:
+            print(line, flush=True)
+
+    shared = open_suite({"tasks": tasks, "limit": limit}, say)
     found = []
     for number, (path, folder) in enumerate(wanted, 1):
         if len(wanted) > 1:
             say(f"{path} ({number} of {len(wanted)})")
         scores = evaluate_checkpoint(
-            path, output=folder / SCORES, suite=shared.suite, tokens=shared.tokens, overlaps=shared.overlaps,
-            ranks=ranks, progress=say, **settings,
-        )  # fmt: skip
+            path, output=folder / SCORES, ranks=ranks, progress=say, **vars(shared), **settings
+        )
         found.append(_Scored(folder, scores, path))
     return found if ranks.rank == 0 else None
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)
-
-
-def _warn(line: str) -> None:
-    print(line, file=sys.stderr)
 
 
 def _folders(paths: Sequence[Path], output: Path | None) -> list[Path]:
@@ -169,22 +167,12 @@ def _write_page(one: _Scored, other: _Scored | None) -> None:
     from ...evaluate.records.items import items_path, read_items
     from ..results.pages import peers_of
 
-    items = read_items(items_path(one.folder / SCORES), _warn)
+    def items_of(side: _Scored) -> Any:
+        return read_items(items_path(side.folder / SCORES), lambda line: print(line, file=sys.stderr))
+
     peers = [] if one.checkpoint is None else peers_of(one.checkpoint.absolute())
-    against = None
-    if other is not None:
-        against = (other.scores, read_items(items_path(other.folder / SCORES), _warn))
-    write_checkpoint_report(one.scores, one.folder / "report.html", items, peers, against)
-
-
-def _show(scored: Sequence[_Scored]) -> None:
-    from ...evaluate.pages.report import format_scores
-
-    for one in scored:
-        if len(scored) > 1:
-            print(one.scores["checkpoint"])
-        print(format_scores(one.scores))
-        print(f"report: {one.folder / 'report.html'}")
+    against = None if other is None else (other.scores, items_of(other))
+    write_checkpoint_report(one.scores, one.folder / "report.html", items_of(one), peers, against)
 
 
 @app.command(name="generate")

@@ -107,13 +107,13 @@ def plan_command(
     ranks: Annotated[int, typer.Option(help="Ranks of the job, one GPU each.")] = 8,
     memory_gb: Annotated[float, typer.Option(help="Memory of one rank.")] = 80.0,
     margin: Annotated[float, typer.Option(help="Share of it to leave free.")] = 0.1,
-    ranks_per_node: Annotated[int, typer.Option(help="Ranks that share a node; tp stays inside one.")] = 8,
+    ranks_per_node: Annotated[int, typer.Option(help="Ranks that share a node.")] = 8,
     flops_per_second: Annotated[float, typer.Option(help="Matrix-product peak of one rank, measured.")] = 4e14,
     node_gb_per_s: Annotated[float, typer.Option(help="From a rank to another of its node.")] = 450.0,
     network_gb_per_s: Annotated[float, typer.Option(help="From a rank to another node.")] = 50.0,
     as_json: Json = False,
 ) -> None:
-    """How a run is best spread over GPUs: tp, dp, ZeRO stage, micro-batch and recomputation, and why."""
+    """How a run is best spread over GPUs: which parallelism, ZeRO stage, micro-batch and recomputation, and why."""
     from ...train.planner.planner import Hardware, choose
     from ..plan.explain import explain_choice, print_choice, read_run
 
@@ -160,7 +160,10 @@ def recipe_lines(shards: Shards) -> list[str]:
 
     rows = [("", "documents", "bytes", "")]
     rows.append(("raw", *_amount(recipe["raw"], recipe["raw"]), ""))
-    rows += [(f"- {step['step']}", *_amount(step, recipe["raw"]), _why(step)) for step in recipe["steps"]]
+    for step in recipe["steps"]:
+        reasons = [f"{count:,} {reason}" for reason, count in step["reasons"].items()]
+        more = [f"{len(reasons) - REASONS} more reasons"] if len(reasons) > REASONS else []
+        rows.append((f"- {step['step']}", *_amount(step, recipe["raw"]), ", ".join([*reasons[:REASONS], *more])))
     rows.append(("kept", *_amount(recipe["kept"], recipe["raw"]), ""))
     widths = [max(len(row[i]) for row in rows) for i in range(3)]
     lines = [f"{a:<{widths[0]}}  {b:>{widths[1]}}  {c:>{widths[2]}}  {d}".rstrip() for a, b, c, d in rows]
@@ -169,11 +172,6 @@ def recipe_lines(shards: Shards) -> list[str]:
 
 def _amount(part: dict[str, Any], whole: dict[str, Any]) -> tuple[str, str]:
     return tuple(f"{part[unit]:,} ({part[unit] / max(1, whole[unit]):.1%})" for unit in ("documents", "bytes"))  # type: ignore[return-value]
-
-
-def _why(step: dict[str, Any]) -> str:
-    reasons = [f"{count:,} {reason}" for reason, count in step["reasons"].items()]
-    return ", ".join(reasons[:REASONS]) + (f", {len(reasons) - REASONS} more reasons" if len(reasons) > REASONS else "")
 
 
 @data.command("benchmarks")

@@ -32,7 +32,7 @@ from ...train.errors import UserError
 from ...train.job.environment import TORCHRUN, Ranks
 from ...train.job.failure import DISK_FULL, cause_of, describe_error
 from ..grid import trunks
-from ..plan.rates import describe_mesh, usable_cores
+from ..plan.rates import usable_cores
 from ..results import tracking
 from ..runs import states
 from ..runs.attempts import Policy
@@ -171,7 +171,7 @@ def train_rank(run: RunDirectory, ranks: Ranks, interrupt: Interrupt) -> Ending:
             prepare(run)
         config = run.config()
         if ranks.rank == 0 and ranks.size > 1:
-            report(f"{ranks.size} ranks: {describe_mesh(config.parallel)}")
+            report(f"{ranks.size} ranks: {config.parallel.label}")
         train(config, run.path, should_stop=interrupt, report=report, alive=interrupt)
     except Stopped as stopped:
         return interrupt.ending(run, str(stopped))

@@ -9,11 +9,9 @@ import sys
 import time
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 
 from ..config import ClusterConfig
@@ -21,7 +19,7 @@ from ..plan.sweep_plan import JobShape, Plan, makespan
 from ..runs import attempts
 from ..runs.directory import RunDirectory, SweepDirectory
 from ..slurm.placement import batches, split, workers_for
-from ..terminal import console, describe_seconds, short
+from ..terminal import console, describe_seconds, plain_table, short
 
 MOST_ROWS, FIRST_ROWS, LAST_ROWS = 40, 20, 5  # of a plan: up to so many all are shown, else the first and the last
 OVER = ("done", "failed", "diverged", "cancelled", "preempted")  # states of a run that nobody is at
@@ -36,9 +34,8 @@ def print_plan(plan: Plan, cluster: ClusterConfig, starts: Mapping[JobShape, str
 
 
 def _table_of(plan: Plan) -> Table:
-    table = Table(title=f"{len(plan.runs)} runs", title_justify="left", box=box.SIMPLE)
-    for column in ("run", "N_total", "D", "C exact", "D/N", "shape", "steps", "time"):
-        table.add_column(column, justify="left" if column == "run" else "right", no_wrap=True)
+    columns = ("run", "N_total", "D", "C exact", "D/N", "shape", "steps", "time")
+    table = plain_table(columns, ("run",), f"{len(plan.runs)} runs")
     refined = any(run.recipe for run in plan.runs)
     optional = {
         "recipe": {run.run_id: run.recipe or "raw" for run in plan.runs if refined},
@@ -46,8 +43,8 @@ def _table_of(plan: Plan) -> Table:
         "branches from": {run.run_id: f"{run.parent} at {run.first_step:,}" for run in plan.runs if run.parent},
         "together": {name: unit.name for unit in plan.units for name in unit.runs if len(unit.runs) > 1},
     }
-    columns = {name: cells for name, cells in optional.items() if cells}
-    for name in columns:
+    more = {name: cells for name, cells in optional.items() if cells}
+    for name in more:
         table.add_column(name, no_wrap=True)
     folded = len(plan.runs) > MOST_ROWS
     for number, run in enumerate(plan.runs):
@@ -58,7 +55,7 @@ def _table_of(plan: Plan) -> Table:
         table.add_row(
             run.run_id, short(run.N_total), short(run.D), f"{run.flops_exact:.2e}", f"{run.D / run.N_total:.0f}",
             f"{run.width}x{run.depth}", f"{run.steps:,}", describe_seconds(run.estimated_seconds),
-            *(cells.get(run.run_id, "") for cells in columns.values()),
+            *(cells.get(run.run_id, "") for cells in more.values()),
         )  # fmt: skip
     return table
 
@@ -123,26 +120,23 @@ class Display:
         self._attempt = {run.run_id: run.state().attempt + 1 for run in waiting}
         self._open: set[str] = set()  # runs that were said to have ended, and are to be tried again
         self._scoring = scoring or []
-        self._scored = 0
-        self._live: Any = None
-        self._bars: dict[str, Any] = {}
+        columns = (TextColumn("{task.description}"), BarColumn(bar_width=30), TextColumn("{task.fields[note]}"))
+        terminal = Console(stderr=True)
+        self._live = Progress(*columns, console=terminal, transient=True, disable=not sys.stderr.isatty())
+        total = self._estimate if self._total else len(self._scoring)
+        self._all = self._live.add_task("all runs" if self._total else "scoring", total=total, note="")
+        self._bars: dict[str, TaskID] = {}
 
     def __enter__(self) -> Display:
-        if sys.stderr.isatty():
-            columns = (TextColumn("{task.description}"), BarColumn(bar_width=30), TextColumn("{task.fields[note]}"))
-            self._live = Progress(*columns, console=Console(stderr=True), transient=True)
-            self._live.start()
-            total = self._estimate if self._total else len(self._scoring)
-            self._all = self._live.add_task("all runs" if self._total else "scoring", total=total, note="")
-        elif self._scoring:
+        self._live.start()
+        if self._live.disable and self._scoring:
             print(f"scoring {len(self._scoring)} checkpoints", flush=True)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._live is not None:
-            self._live.stop()
+        self._live.stop()
 
     def update(self, running: list[str], ended: list[str]) -> None:
         """Called at every tick with the run ids that train and those that have just ended."""
@@ -156,11 +150,11 @@ class Display:
             self._open.discard(name)
             self._left.pop(name, None)
             self._say(self._ended_line(name))
-            if self._live is not None and name in self._bars:
+            if name in self._bars:
                 self._live.remove_task(self._bars.pop(name))
-        if self._live is None:
+        if self._live.disable:
             return
-        left = self._remaining(progress)
+        left = sum(seconds * (1 - progress.get(name, 0.0)) for name, seconds in self._left.items())
         done = self._total - len(self._left)
         self._live.update(
             self._all, completed=self._estimate - left,
@@ -172,9 +166,7 @@ class Display:
     def update_scores(self) -> None:
         """Called at every tick while checkpoints are scored."""
         scored = sum((run.path / "eval").is_dir() for run in self._scoring)
-        if scored != self._scored and self._live is not None:
-            self._live.update(self._all, completed=scored, note=f"{scored}/{len(self._scoring)} checkpoints")
-        self._scored = scored
+        self._live.update(self._all, completed=scored, note=f"{scored}/{len(self._scoring)} checkpoints")
 
     def _say_retried(self, name: str) -> None:
         """A line where a run that trains has ended since it was last seen, and is tried again."""
@@ -194,9 +186,6 @@ class Display:
         run = self._planned[name]
         taken = float(self._sweep.run(name).last_metrics().get("step", 0)) - run.first_step
         return max(0.0, taken) / (run.steps - run.first_step)
-
-    def _remaining(self, progress: dict[str, float]) -> float:
-        return sum(seconds * (1 - progress.get(name, 0.0)) for name, seconds in self._left.items())
 
     def _eta(self, left: float) -> float:
         """Planned seconds that are left, corrected by how the plan has held so far."""
@@ -226,7 +215,7 @@ class Display:
         return f"{head}  {state.state}: {state.reason}"
 
     def _say(self, line: str) -> None:
-        if self._live is not None:
-            self._live.console.print(line, highlight=False, markup=False)
-        else:
+        if self._live.disable:
             print(line, flush=True)
+        else:
+            self._live.console.print(line, highlight=False, markup=False)

@@ -26,16 +26,12 @@ FIRST_TRIES = 81  # budgets that are tried for the largest of them, over four de
 
 
 def expand_grid(grid: GridConfig, base: RunConfig) -> list[RunConfig]:
-    """Every run of a grid, once each, in the grid's own order.
-
-    What they share is `base`, with its `model.vocab_size` and `data.fingerprint`. Raises UserError where the grid is
-    empty, contradicts itself, or asks for a run that cannot be trained.
-    """
+    """Every run of a grid over `base`, once each, in the grid's own order."""
     if type(grid) not in KINDS:
         raise UserError(f"grid.kind is {grid.kind!r}; it must be isoflop, ladder, product, points or adaptive")
     points: Iterable[RunConfig] = KINDS[type(grid)](grid, base)
     runs: dict[str, RunConfig] = {}
-    fingerprints: dict[tuple[str, ...], str | None] = {}  # a model of gigabytes is read once, not once a run
+    fingerprints: dict[tuple[str, ...], str | None] = {}  # a model of gigabytes is read once, not once per run
     for point in points:
         recipes = grid.recipes if grid.recipes is not None else [point.data.recipe]
         seeds = grid.seeds if grid.seeds is not None else [point.seed]
@@ -52,7 +48,7 @@ def expand_grid(grid: GridConfig, base: RunConfig) -> list[RunConfig]:
 
 def run_label(run: RunConfig) -> str:
     named = f"N{short(count_parameters(run.model).N_total)}_D{short(run.D)}_s{run.seed}"
-    return f"{named}_{recipe.label(run.data.recipe)}" if run.data.recipe else named
+    return f"{named}_{recipe.recipe_label(run.data.recipe)}" if run.data.recipe else named
 
 
 def _with_recipe(data: DataConfig, words: Sequence[str], fingerprints: dict[tuple[str, ...], str | None]) -> DataConfig:
@@ -143,7 +139,7 @@ def largest_flops(grid: AdaptiveGrid) -> float:
 
 
 def adaptive_flops(grid: AdaptiveGrid, base: RunConfig) -> float:
-    """Of all rounds together: flops_budget, or what the isoFLOP grid costs."""
+    """Of all rounds together."""
     return grid.flops_budget or _trained_flops(list(_isoflop(grid, base)))
 
 
@@ -271,7 +267,7 @@ def _assign(run: RunConfig, name: str, value: Any, where: str = "grid.axes") -> 
 
 @functools.cache
 def _typed(kind: type) -> Any:
-    """A mapping that takes for each field of a dataclass only what it may be; making one takes milliseconds."""
+    """Takes for each field of a dataclass only what it may be; making one takes milliseconds."""
     from omegaconf import OmegaConf
 
     return OmegaConf.structured(kind)

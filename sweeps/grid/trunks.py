@@ -65,9 +65,9 @@ def merge_runs(runs: Sequence[RunConfig], progress: Mapping[str, Progress] | Non
     for name, run in named:
         families.setdefault(canonical_json({**identity(run), "tokens": 0}), []).append((name, run))
     parents: dict[str, str | None] = {}
-    lone: list[_Lone] = []
+    obstacles: dict[str, list[RunConfig]] = {}  # runs by the reason why they are trained from their first step
     for family in families.values():
-        lone += _merge_family(family, progress or {}, parents)
+        _merge_family(family, progress or {}, parents, obstacles)
     begins: dict[str, set[int]] = {}  # steps at which branches begin, by trunk
     for name, run in named:
         if (trunk := parents[name]) is not None:
@@ -77,7 +77,7 @@ def merge_runs(runs: Sequence[RunConfig], progress: Mapping[str, Progress] | Non
         steps = begins.get(name, set()).union(run.checkpoint.at_steps or ())
         saves = replace(run.checkpoint, at_steps=sorted(steps) or None)
         merged.append(replace(run, parent=parents[name], checkpoint=saves))
-    return Merged(merged, [*_saving(merged), *_obstacles(lone)])
+    return Merged(merged, _remarks(merged, obstacles))
 
 
 def own_steps(run: RunConfig) -> int:
@@ -113,19 +113,11 @@ def keep_between(runs: Iterable[RunConfig], every: int | None) -> list[RunConfig
     return kept
 
 
-@dataclass(frozen=True)
-class _Lone:
-    """A run that differs from a longer one in D alone, and is trained from its first step all the same."""
-
-    run: RunConfig
-    why: str  # past | cosine | warm-up | decay
-
-
 def _merge_family(
-    family: list[_Named], progress: Mapping[str, Progress], parents: dict[str, str | None]
-) -> list[_Lone]:
-    """Fills in `parents` of runs that differ in D alone; returns those that get none though there is a longer run."""
-    lone = []
+    family: list[_Named], progress: Mapping[str, Progress], parents: dict[str, str | None],
+    obstacles: dict[str, list[RunConfig]],
+) -> None:  # fmt: skip
+    """Fills in `parents` of runs that differ in D alone, and why some get none though there is a longer run."""
     # Longest first, so that whoever could be a run's trunk has been seen before it; of several the longest is taken,
     # so that one trunk serves as many as possible.
     roots: list[_Named] = []  # make the steps before their decay themselves, or have them behind them
@@ -140,60 +132,46 @@ def _merge_family(
         parents[name] = able[0] if able else None
         if not able:
             if roots:
-                lone.append(_Lone(run, _why(run, begin, bool(alike))))
+                obstacles.setdefault(_obstacle(run, begin, bool(alike)), []).append(run)
             roots.append((name, run))
-    return lone
 
 
-def _why(run: RunConfig, begin: int, alike: bool) -> str:
+def _obstacle(run: RunConfig, begin: int, alike: bool) -> str:
+    """Why a run does not branch from a longer one; `alike`: that has the same steps up to there."""
+    schedule = run.schedule
     if alike:
-        return "past"
-    if run.schedule.kind == "cosine":
-        return "cosine"
-    return "warm-up" if begin > 0 else "decay"
+        return "what could be the trunk is past the step where they would begin, and has kept no checkpoint of it"
+    if schedule.kind == "cosine":
+        return "with schedule.kind cosine the learning rate of every step depends on D; with wsd it would not"
+    if begin <= 0:
+        return f"schedule.decay_share {schedule.decay_share:g} leaves no step before the decay"
+    fixed = schedule.warmup_tokens
+    least = schedule.warmup_per_parameter if fixed is None else fixed
+    return (
+        f"schedule.warmup_max_share {schedule.warmup_max_share:g} cuts a warm-up, which so depends on D; "
+        f"from {short(least / schedule.warmup_max_share)} {'tokens a parameter' if fixed is None else 'tokens'} on it "
+        "does not"
+    )
 
 
-def _saving(merged: Sequence[RunConfig]) -> list[str]:
-    branches = [run for run in merged if run.parent is not None]
-    if not branches:
-        return []
-    trunks = len({run.parent for run in branches})
-    spent, separate = sum(map(own_flops, merged)), sum(map(flops_exact, merged))
-    return [
-        f"{len(branches)} of {len(merged)} runs branch from {trunks} trunk{'s' * (trunks > 1)}: {spent:.3g} training "
-        f"FLOPs instead of {separate:.3g}, {1 - spent / separate:.0%} fewer"
-    ]
-
-
-def _obstacles(lone: Sequence[_Lone]) -> list[str]:
-    """Why runs do not branch from a longer one, in a sentence for each reason."""
-    said = []
-    for why in dict.fromkeys(each.why for each in lone):
-        runs = [each.run for each in lone if each.why == why]
+def _remarks(merged: Sequence[RunConfig], obstacles: Mapping[str, Sequence[RunConfig]]) -> list[str]:
+    """What branching spares, and why runs do not branch."""
+    said, trunks = [], {run.parent for run in merged} - {None}
+    if trunks:
+        branches = sum(run.parent is not None for run in merged)
+        spent, separate = sum(map(own_flops, merged)), sum(map(flops_exact, merged))
+        said.append(
+            f"{branches} of {len(merged)} runs branch from {len(trunks)} trunk{'s' * (len(trunks) > 1)}: {spent:.3g} "
+            f"training FLOPs instead of {separate:.3g}, {1 - spent / separate:.0%} fewer"
+        )
+    for why, runs in obstacles.items():
         named = ", ".join(run.name or run_id(run) for run in runs[:SHOWN])
         more = f" and {len(runs) - SHOWN} more" if len(runs) > SHOWN else ""
         said.append(
             f"{len(runs)} run{'s differ' if len(runs) > 1 else ' differs'} from a longer one in D alone and cannot "
-            f"branch from it ({named}{more}): {_reason(why, runs[0])}"
+            f"branch from it ({named}{more}): {why}"
         )
     return said
-
-
-def _reason(why: str, run: RunConfig) -> str:
-    schedule = run.schedule
-    if why == "cosine":
-        return "with schedule.kind cosine the learning rate of every step depends on D; with wsd it would not"
-    if why == "warm-up":
-        fixed = schedule.warmup_tokens
-        least = schedule.warmup_per_parameter if fixed is None else fixed
-        unit = "tokens a parameter" if fixed is None else "tokens"
-        return (
-            f"schedule.warmup_max_share {schedule.warmup_max_share:g} cuts a warm-up, which so depends on D; "
-            f"from {short(least / schedule.warmup_max_share)} {unit} on it does not"
-        )
-    if why == "decay":
-        return f"schedule.decay_share {schedule.decay_share:g} leaves no step before the decay"
-    return "what could be the trunk is past the step where they would begin, and has kept no checkpoint of it"
 
 
 def progress_of(run: RunDirectory, live: bool = False) -> Progress:

@@ -33,10 +33,7 @@ SPENT = 0.02  # of the FLOPs: less than this is no round
 
 
 def extend_sweep(sweep: SweepDirectory, overrides: list[str], grid_file: Path | None = None) -> list[str]:
-    """Adds runs to a sweep, which may be at work; returns the ids of those that are new.
-
-    Either `overrides` of the sweep's own grid, as `grid.budgets=[1e19]`, or the YAML of a whole grid.
-    """
+    """Adds runs, by `overrides` of the sweep's own grid or a YAML file of a whole one; returns the new ids."""
     if bool(overrides) == (grid_file is not None):
         raise UserError("extend needs what to add: overrides of the grid, such as grid.budgets=[1e19], or --grid FILE")
     config = prepare.configuration(sweep)
@@ -63,7 +60,6 @@ def read_grid(file: Path) -> GridConfig:
 
 
 def as_grid(values: dict[str, Any], source: object) -> GridConfig:
-    """Plain values as a grid, every field checked."""
     remedy = "correct it; conf/grid/ has one of each kind, with its fields"
     result = from_mapping({"grid": values}, source, remedy).grid
     assert result is not None
@@ -133,7 +129,7 @@ def next_round(sweep: SweepDirectory, config: SweepConfig) -> bool:
 def ask_round(sweep: SweepDirectory, config: SweepConfig) -> dict[str, Any] | None:
     """The points grid of the next round; None where the grid is over, and adaptive.json then says why.
 
-    For whoever holds a sweep with nothing left to run. While runs of the newest round have not ended it is that round.
+    While runs of the newest round have not ended it is that round.
     """
     points = config.grid
     if not isinstance(points, AdaptiveGrid):
@@ -225,6 +221,5 @@ def _reached(points: AdaptiveGrid, standing: Standing) -> str | None:
 
 
 def _is_under_way(sweep: SweepDirectory, runs: list[str]) -> bool:
-    """Whether a run of a round is not part of the sweep yet, or has not ended."""
     members = {run.run_id: run for run in membership.members(sweep)}
     return any(name not in members or members[name].state().state in ("planned", "queued", "running") for name in runs)

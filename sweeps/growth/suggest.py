@@ -8,7 +8,7 @@ law to be right, so a share of the budget goes to runs that check it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ from ..grid.trunks import Progress, merge_runs, own_flops, progress_of
 from ..results.table import build_table
 from ..runs import membership
 from ..runs.directory import SweepDirectory
-from ..terminal import console, short
+from ..terminal import console, plain_table, short
 
 if TYPE_CHECKING:
     from ...fit.allocation.design import Design
@@ -109,32 +109,24 @@ class Suggestion:
 
 def suggest_runs(
     sweep: SweepDirectory, budget: float, target_flops: float | None = None, *, seeds: int = 1,
-    max_flops: float | None = None, max_runs: int = MAX_RUNS, check_share: float | None = None,
+    max_flops: float | None = None, max_runs: int = MAX_RUNS,
 ) -> Suggestion:  # fmt: skip
     """The runs to add to a sweep, which may be at work.
 
-    Args:
-        sweep: some of its runs are done.
-        budget: training FLOPs (exact convention) of all new runs together, at most.
-        target_flops: the budget asked about; by default the largest of fit.targets, else 1000 times the largest C.
-        seeds: new seeds that each size is offered with, beside the sweep's own.
-        max_flops: of one run.
-        max_runs: at most.
-        check_share: share of the budget for runs that check the law's form; None: a fifth.
+    `budget`: FLOPs (exact convention) of all new runs. `target_flops`: by default the largest of fit.targets, else 1000
+    times the largest C. `seeds`: new ones that each size is offered with.
     """
-    _refuse(budget, seeds, max_flops, max_runs, check_share)
+    _refuse(budget, seeds, max_flops, max_runs)
     config = prepare.configuration(sweep)
     standing = fit_standing(sweep, config, target_flops)
-    return suggest_from(sweep, config, standing, budget, seeds, max_flops, max_runs, check_share)
+    return suggest_from(sweep, config, standing, budget, seeds, max_flops, max_runs)
 
 
 def suggest_from(
     sweep: SweepDirectory, config: SweepConfig, standing: Standing, budget: float, seeds: int = 1,
-    max_flops: float | None = None, max_runs: int = MAX_RUNS, check_share: float | None = None,
+    max_flops: float | None = None, max_runs: int = MAX_RUNS,
 ) -> Suggestion:  # fmt: skip
     """`suggest_runs` given what the runs so far say."""
-    from ...fit.allocation.design import CHECK_SHARE
-
     base = prepare.resolved_base(sweep, config)
     base.tokens = 0
     members = membership.members(sweep)
@@ -159,10 +151,7 @@ def suggest_from(
     if cheapest > budget:
         raise NothingToSuggest(_too_small(budget, max_flops, cheapest))
     labels = {run.run_id: trunk_of(config) for run, config in zip(members, known, strict=True)}
-    design = _design(
-        standing, offered, [labels.get(name, name) for name in table.run_id], budget, max_runs,
-        CHECK_SHARE if check_share is None else check_share,
-    )  # fmt: skip
+    design = _design(standing, offered, [labels.get(name, name) for name in table.run_id], budget, max_runs)
     return _suggestion(design, offered, known, progress, standing, budget, base, config.trunks)
 
 
@@ -211,15 +200,10 @@ def fit_standing(sweep: SweepDirectory, config: SweepConfig, target_flops: float
 
 
 def print_suggestion(suggestion: Suggestion) -> None:
-    from rich import box
-    from rich.table import Table
-
     out = console()
     title = f"{len(suggestion.runs)} runs for {suggestion.flops:.3g} of {suggestion.budget:.3g} FLOPs"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE)
     columns = ("run", "N", "D", "D/N", "seed", "C", "trains", "shares trunk with", "narrows", "")
-    for column in columns:
-        table.add_column(column, justify="left" if column in ("run", "shares trunk with", "") else "right")
+    table = plain_table(columns, ("run", "shares trunk with", ""), title)
     for run in suggestion.runs:
         table.add_row(
             run.run_id, short(run.N), short(run.D), f"{run.D / run.N:.3g}", str(run.seed), f"{run.flops:.3g}",
@@ -227,22 +211,14 @@ def print_suggestion(suggestion: Suggestion) -> None:
         )  # fmt: skip
     out.print(table)
     out.print(f"at {suggestion.target_flops:.3g} FLOPs, 95 % intervals now, and as expected after these runs:")
-    for name, number in {"loss": lambda value: f"{value:.3f}", "N": short}.items():
-
-        def say(value: float, number: Callable[[float], str] = number) -> str:
-            return number(value) if np.isfinite(value) else "∞"
-
-        now, then = suggestion.before[name], suggestion.after[name]
-        out.print(
-            f"  {name:4} {say(now.value)}  now [{say(now.low)}, {say(now.high)}]"
-            f"  then [{say(then.low)}, {say(then.high)}]",
-            highlight=False,
-        )
+    for name, now in suggestion.before.items():
+        then = suggestion.after[name]
+        ends = (now.value, now.low, now.high, then.low, then.high)
+        said = ["∞" if not np.isfinite(end) else short(end) if name == "N" else f"{end:.3f}" for end in ends]
+        out.print("  {:4} {}  now [{}, {}]  then [{}, {}]".format(name, *said), highlight=False)
 
 
-def _design(
-    standing: Standing, offered: Sequence[Offer], trunks: list[str], budget: float, max_runs: int, check_share: float
-) -> Design:
+def _design(standing: Standing, offered: Sequence[Offer], trunks: list[str], budget: float, max_runs: int) -> Design:
     from ...fit import InputError
     from ...fit.allocation.design import Buyer, Candidates, Question
 
@@ -256,7 +232,7 @@ def _design(
     )
     try:
         question = Question.of(standing.law, standing.target_flops, np.array(trunks))
-        return Buyer(question, pool).buy(budget, max_runs, check_share)
+        return Buyer(question, pool).buy(budget, max_runs)
     except InputError as error:
         raise NothingToSuggest(str(error)) from error
 
@@ -301,7 +277,7 @@ def _point(run: RunConfig, base: ModelConfig) -> dict[str, Any]:
     return {**shape, "tokens": run.tokens, "seed": run.seed}
 
 
-def _refuse(budget: float, seeds: int, max_flops: float | None, max_runs: int, check_share: float | None) -> None:
+def _refuse(budget: float, seeds: int, max_flops: float | None, max_runs: int) -> None:
     for name, value in (("budget", budget), ("max_flops", max_flops)):
         if value is not None and not 0 < value < np.inf:
             raise UserError(f"{name} is {value}; it must be a positive number of FLOPs")
@@ -309,8 +285,6 @@ def _refuse(budget: float, seeds: int, max_flops: float | None, max_runs: int, c
         raise UserError(f"seeds is {seeds}; it must be at least 0 and at most {MAX_SEEDS}")
     if max_runs < 1:
         raise UserError(f"max_runs is {max_runs}; it must be 1 or more")
-    if check_share is not None and not 0 <= check_share <= 1:
-        raise UserError(f"check_share is {check_share}; it must be at least 0 and at most 1")
 
 
 def _too_small(budget: float, max_flops: float | None, least: float) -> str:
@@ -341,7 +315,7 @@ class Range:
 
     least_flops: float
     most_flops: float
-    least_ratio: float  # tokens a parameter
+    least_ratio: float  # tokens per parameter
     most_ratio: float
     min_steps: int
 
@@ -365,8 +339,7 @@ def possible_runs(
 ) -> list[Offer]:  # fmt: skip
     """Every run that could be added: each model and D within the range, with each seed.
 
-    `known` are the sweep's runs, `progress` what they have on disk; with `share`, runs that differ in D alone share a
-    trunk.
+    `progress` is what the `known` runs have on disk; with `share`, runs that differ in D alone share a trunk.
     """
     families: dict[str, list[RunConfig]] = {}
     for run in known:

@@ -178,7 +178,6 @@ def locks_work(folder: Path) -> bool:
 
 
 def _orphans(sweep: SweepDirectory, policy: Policy) -> Iterator[Fault]:
-    """Runs that claim a process or a job that is gone, and jobs that nobody knows."""
     live, record = None, sweep.path / "jobs" / "slurm.json"
     if read_json(record) is not None:
         live, why = _live_jobs()
@@ -204,7 +203,7 @@ def _orphans(sweep: SweepDirectory, policy: Policy) -> Iterator[Fault]:
 
 
 def _live_jobs() -> tuple[set[str] | None, str | None]:
-    """Jobs in SLURM's queue, or why they are not known."""
+    """Or why they are not known."""
     try:
         return slurm.live_jobs(patience=0.0), None
     except UserError as error:
@@ -275,7 +274,6 @@ def _files(sweep: SweepDirectory) -> Iterator[Fault]:
 
 
 def _launch_record(sweep: SweepDirectory) -> Iterator[Fault]:
-    """Without it jobs are found by their label, and say themselves what they are for."""
     from ..slurm.record import LaunchRecord, rebuilt
 
     def rewrite() -> None:
@@ -357,9 +355,11 @@ def _state(run: RunDirectory) -> Iterator[Fault]:
     if values is None or values.get("state") not in STATES:
         known = run.state()
         what = "state.json cannot be read" if path.exists() else "state.json is missing"
+        lost = "it has no summary, and goes on from a checkpoint"
+        why = "its summary is there" if run.summary() is not None else lost
         yield Fault(
             "state", what, path, lambda: states.restore(run),
-            f"written anew as {known.state}, for {_because(run)}",
+            f"written anew as {known.state}, for {why}",
         )  # fmt: skip
     asked = run.cancel_asked()
     state = run.state().state
@@ -370,10 +370,6 @@ def _state(run: RunDirectory) -> Iterator[Fault]:
             "cancel", f"{asked} asked to cancel the run, and nobody trains it", run.path,
             lambda: states.cancel(run, asked), "cancelled",
         )  # fmt: skip
-
-
-def _because(run: RunDirectory) -> str:
-    return "its summary is there" if run.summary() is not None else "it has no summary, and goes on from a checkpoint"
 
 
 def _leftovers(run: RunDirectory) -> Iterator[Fault]:
@@ -431,25 +427,15 @@ def _checkpoints(run: RunDirectory, deep: bool) -> Iterator[Fault]:
 
 
 def _damage(checkpoint: Path, deep: bool) -> str | None:
-    """What is wrong with a checkpoint, by the names and sizes of its files, or also by their sums."""
-    if deep:
-        from ...train.checkpoint.checkpoint import damage
+    """What is wrong with a checkpoint, by names and sizes, or also by sums."""
+    if not deep:
+        return attempts.visible_damage(checkpoint)
+    from ...train.checkpoint.checkpoint import damage
 
-        return damage(checkpoint)
-    manifest = read_json(checkpoint / "manifest.json")
-    if not manifest:
-        return "its manifest.json is missing or unreadable"
-    for name, entry in manifest.items():
-        try:
-            if (checkpoint / name).stat().st_size != entry["bytes"]:
-                return f"{name} has another size than its manifest says"
-        except (OSError, KeyError, TypeError):
-            return f"{name} is missing"
-    return None
+    return damage(checkpoint)
 
 
 def _result(run: RunDirectory, evaluated: bool) -> Iterator[Fault]:
-    """A run that is done has a summary, and the checkpoint that this names."""
     path = run.path / "summary.json"
     if path.exists() and run.summary() is None:
         yield Fault("unreadable", "summary.json cannot be read", path, lambda: remove(path),

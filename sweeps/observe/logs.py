@@ -31,10 +31,11 @@ def print_log(sweep: SweepDirectory, prefix: str, follow: bool) -> None:
     if follow:
         policy = Policy.of(cluster_of(sweep.settings()))
 
-        def labelled() -> list[tuple[str, Path]]:
-            return [(_label(path), path) for path in (*files, *job_files(sweep, run))]
+        def files_now() -> list[tuple[str, Path]]:
+            paths = [*files, *job_files(sweep, run)]
+            return [("" if path.name == "log.txt" else f"{path.name}: ", path) for path in paths]
 
-        _follow(labelled, lambda: is_over(run, policy))
+        _follow(files_now, lambda: is_over(run, policy))
         return
     if not any(path.exists() for path in files):
         print(f"run {run.run_id} has not started")
@@ -77,10 +78,6 @@ def last_lines(path: Path, lines: int) -> list[str]:
             return file.read().decode("utf-8", errors="replace").splitlines()[-lines:]
     except OSError:
         return []
-
-
-def _label(path: Path) -> str:
-    return "" if path.name == "log.txt" else f"{path.name}: "
 
 
 @dataclass

@@ -108,7 +108,7 @@ def sweep_status(sweep: SweepDirectory, before: Mapping[str, Any] | None = None)
 
 
 def _added(sweep: SweepDirectory, plan: Mapping[str, Any]) -> list[Row]:
-    """What the next plan will say of the runs that were added since this one was made."""
+    """Rows of the plan for runs that were added since it was made."""
     if not (sweep.path / "added.json").exists():
         return []
     from ...train.flops import count_parameters
@@ -125,17 +125,13 @@ def _added(sweep: SweepDirectory, plan: Mapping[str, Any]) -> list[Row]:
 
 def _changed(run: RunDirectory) -> int:
     """When something in a run's directory was last made, replaced or removed; 0: there is none."""
-    try:
+    with contextlib.suppress(OSError):
         return os.stat(run.path).st_mtime_ns
-    except OSError:
-        return 0
+    return 0
 
 
 def _read(run: RunDirectory, planned: Mapping[str, Any], changed: int) -> Row:
-    try:
-        there = {entry.name for entry in os.scandir(run.path)}
-    except OSError:
-        there = set()
+    there = set(os.listdir(run.path)) if changed else set()
     state = run.state()
     last = run.last_metrics() if "metrics.jsonl" in there else {}
     summary = run.summary() if state.state == "done" else None
@@ -180,7 +176,7 @@ def _finite(value: Any) -> float | None:
 
 
 def _add_life(sweep: SweepDirectory, rows: Iterable[Row], policy: Policy, now: float) -> None:
-    """How long ago each running run has shown life, when it began and was last seen, and when it will end."""
+    """How long ago each running run has shown life, and when it will end."""
     limit = policy.silence_seconds
     for row in rows:
         row |= {"heartbeat_age": None, "silent": False, "under_way": None}
@@ -302,7 +298,7 @@ def watch_sweep(sweep: SweepDirectory, as_json: bool = False, everything: bool =
 
 
 def print_json(status: dict[str, Any]) -> None:
-    """The status on one line; a thousand runs with line breaks would take Python's slow encoder a second."""
+    """On one line: with line breaks a thousand runs would take Python's slow encoder a second."""
     print(json.dumps(status, allow_nan=False), flush=True)
 
 
@@ -324,7 +320,13 @@ def render_status(status: dict[str, Any], room: int | None) -> RenderableType:
         table.add_column(column, justify="left" if left else "right", no_wrap=True, min_width=width)
     for row, of_run in zip(shown, cells, strict=True):
         table.add_row(*map(Text, of_run), style=STYLES.get(row["state"]))  # text: a name may have [brackets]
-    lines = [_why(state, reason, runs) for (state, reason), runs in _reasons(shown).items()]
+    lines = []
+    for (state, reason), runs in _reasons(shown).items():
+        if len(runs) == 1:
+            lines.append(f"{runs[0]} {state}: {reason}")
+        else:
+            named = ", ".join(runs[:3]) + ", …" * (len(runs) > 3)
+            lines.append(f"{len(runs)} runs {state}: {reason} ({named})")
     if hidden:
         lines.append(f"not shown: {', '.join(f'{n} {state}' for state, n in hidden.items())}; --all shows every run")
     lines += _totals(status)
@@ -338,25 +340,25 @@ def fold_rows(rows: list[Row], room: int | None) -> tuple[list[Row], dict[str, i
     """
     left = list(rows)
     for state in FOLDED:
-        if room is not None and _lines(left) > room:
+        if room is not None and _height(left) > room:
             left = [row for row in left if row["state"] != state]
-    if room is not None and _lines(left) > room:
+    if room is not None and _height(left) > room:
         wrong = [row for row in left if row["state"] in ("failed", "diverged")]
         right = [row for row in left if row not in wrong]
-        half = max(room // 2, room - _lines(right))
+        half = max(room // 2, room - _height(right))
         kept = _first(wrong, half)
-        left = _first(right, room - _lines(kept)) + kept
+        left = _first(right, room - _height(kept)) + kept
     counts = Counter(row["state"] for row in rows)
     counts.subtract(row["state"] for row in left)
     return left, {state: counts[state] for state in ORDER if counts[state]}
 
 
-def _lines(rows: list[Row]) -> int:
+def _height(rows: list[Row]) -> int:
     return len(rows) + len(_reasons(rows))
 
 
 def _first(rows: list[Row], room: int) -> list[Row]:
-    return next((rows[:count] for count in range(min(room, len(rows)), 0, -1) if _lines(rows[:count]) <= room), [])
+    return next((rows[:count] for count in range(min(room, len(rows)), 0, -1) if _height(rows[:count]) <= room), [])
 
 
 def _reasons(rows: list[Row]) -> dict[tuple[str, str], list[str]]:
@@ -365,12 +367,6 @@ def _reasons(rows: list[Row]) -> dict[tuple[str, str], list[str]]:
         if row["reason"]:
             found.setdefault((row["state"], row["reason"]), []).append(row["run_id"])
     return found
-
-
-def _why(state: str, reason: str, runs: list[str]) -> str:
-    if len(runs) == 1:
-        return f"{runs[0]} {state}: {reason}"
-    return f"{len(runs)} runs {state}: {reason} ({', '.join(runs[:3])}{', …' if len(runs) > 3 else ''})"
 
 
 def _totals(status: dict[str, Any]) -> list[str]:
@@ -387,9 +383,6 @@ def _totals(status: dict[str, Any]) -> list[str]:
 
 
 def _cells(row: Row) -> list[str]:
-    def say(value: float | None, form: str) -> str:
-        return "" if value is None else form.format(value)
-
     places = (row["host"], row["job_id"], row["mesh"])
     return [
         row["run_id"],
@@ -397,10 +390,10 @@ def _cells(row: Row) -> list[str]:
         short(row["N_total"]),
         short(row["D"]),
         f"{row['step']}/{row['steps']}",
-        say(row["loss"], "{:.4f}"),
+        "" if row["loss"] is None else f"{row['loss']:.4f}",
         short(row["tokens_per_s"]) if row["tokens_per_s"] else "",
-        say(row["mfu"], "{:.1%}"),
-        describe_seconds(row["eta_seconds"]) if row["eta_seconds"] is not None else "",
+        "" if row["mfu"] is None else f"{row['mfu']:.1%}",
+        "" if row["eta_seconds"] is None else describe_seconds(row["eta_seconds"]),
         str(row["attempt"] or ""),
         " ".join(str(place) for place in places if place) if row["state"] != "planned" else "",
         _note(row),

@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from ...train.config import RunConfig, from_dict
 from ...train.errors import UserError
@@ -19,7 +17,7 @@ from ...train.flops import count_parameters
 from ...train.planner.planner import Candidate, Choice, Hardware, choose, gigabytes
 from ...train.planner.validation import validate
 from ..config import ClusterConfig
-from ..terminal import console, short
+from ..terminal import console, plain_table, short
 
 TERMS = (
     "parameters", "gradients", "optimizer", "gathered", "reduction", "activations", "head", "loss_workspace",
@@ -122,10 +120,8 @@ def print_choice(choice: Choice) -> None:
 
 
 def _print_considered(choice: Choice, out: Console) -> None:
-    table = Table(box=box.SIMPLE, title="the fastest of each tp and ZeRO stage, in time's order", title_justify="left")
-    for column in ("tp", "dp", "zero", "micro-batch", "recompute", "s a step", "GB", "verdict"):
-        left = column in ("recompute", "verdict")
-        table.add_column(column, justify="left" if left else "right", no_wrap=True)
+    columns = ("tp", "dp", "zero", "micro-batch", "recompute", "s a step", "GB", "verdict")
+    table = plain_table(columns, ("recompute", "verdict"), "the fastest of each tp and ZeRO stage, in time's order")
     for candidate in choice.notable():
         parallel = candidate.parallel
         style = "bold" if candidate is choice.best else None if choice.fits(candidate) else "dim"
@@ -141,9 +137,7 @@ def _print_terms(best: Candidate, out: Console) -> None:
     sizes = [(name, getattr(memory, name)) for name in TERMS]
     sizes.append((f"peak ({memory.worst})", memory.peak))
     seconds = [(item.name, getattr(time, item.name)) for item in dataclasses.fields(time)] + [("step", time.total)]
-    table = Table(box=box.SIMPLE)
-    for column in ("bytes a rank", "", "seconds a step", ""):
-        table.add_column(column, justify="right" if not column else "left", no_wrap=True)
+    table = plain_table(("bytes a rank", "", "seconds a step", ""), ("bytes a rank", "seconds a step"))
     left = [(name.replace("_", " "), gigabytes(size)) for name, size in sizes]
     right = [(name, f"{spent:.3g}") for name, spent in seconds]
     for size, spent in zip_longest(left, right, fillvalue=("", "")):

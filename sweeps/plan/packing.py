@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
 
 from ...train.config import RunConfig, run_id
-from ...train.ensemble.members import refusal, shape_of
+from ...train.ensemble.members import refusal, shared_fields
 from ...train.memory import memory
 from ...train.schedule import trunk_steps
 from ..runs.queue import Unit
@@ -25,9 +25,9 @@ ROUNDING = 1e-9  # what times may differ by and still be equal
 
 
 def ensemble_speedup(width: int, members: int, launch_bound_width: float) -> float:
-    """Tokens/s of an ensemble over those of its members one after another: launches are paid once for all members.
+    """Tokens/s of an ensemble over those of its members one after another.
 
-    At `launch_bound_width` launching operations takes half of a step of one model alone.
+    Launches, which at `launch_bound_width` take half of a step of one model, are paid once for all members.
     """
     launches = launch_bound_width / (width + launch_bound_width)
     return 1 / (1 - launches + launches / members)
@@ -37,15 +37,10 @@ def pack_runs(
     runs: Sequence[RunConfig], seconds: Mapping[str, float], *, places: int, ensembles: int, runs_per_gpu: int = 1,
     room_bytes: float | None = None, launch_bound_width: float, device: str = "cuda",
 ) -> list[Unit]:  # fmt: skip
-    """Units of a sweep in the order in which they are to start.
+    """Units of a sweep in the order in which they are to start, at most `places` at a time.
 
-    Args:
-        runs: complete; a branch names its trunk as `parent`.
-        seconds: by run id, of each run trained alone, and of a branch without what it shares with its trunk.
-        places: jobs that run at a time.
-        ensembles: most members of an ensemble; 1 makes none.
-        runs_per_gpu: most processes that share a device, each with its part of the memory; 1 makes none.
-        room_bytes: of the device; None: enough for anything.
+    `seconds` are those of each run alone, by id, and of a branch without its trunk's part. An ensemble has at most
+    `ensembles` members; of at most `runs_per_gpu` processes that share a device each has its part of the memory.
     """
     by_id = {run_id(run): run for run in runs}
     if len(by_id) < len(runs):
@@ -129,7 +124,7 @@ class _Clock:
         passed = list(accumulate(length * slow for length, slow in zip(lengths, slowdown, strict=True)))
 
         def reaches(until: float) -> float:
-            """From the start until each of the runs has done `until` of its own time, or has ended."""
+            """Until each of the runs has done `until` of its own time, or has ended."""
             phase = min(bisect.bisect_left(ends, until), len(ends) - 1)
             return passed[phase] - max(0.0, ends[phase] - until) * slowdown[phase]
 
@@ -209,7 +204,7 @@ def _groups(runs: Mapping[str, RunConfig], clock: _Clock) -> list[dict[str, RunC
     groups: dict[tuple[object, ...], dict[str, RunConfig]] = {}
     for name, run in runs.items():
         if refusal(run) is None and not _in_between(name, clock):
-            key = (name in clock.branches, *sorted(shape_of(run).items()))
+            key = (name in clock.branches, *sorted(shared_fields(run).items()))
             groups.setdefault(key, {})[name] = run
     several = [group for group in groups.values() if len(group) > 1]
     return sorted(several, key=lambda group: (-math.fsum(clock.seconds[name] for name in group), min(group)))

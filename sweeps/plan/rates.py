@@ -1,7 +1,7 @@
 """How fast runs train: what past sweeps measured, kept in the cache, else a share of this machine's matmul rate.
 
-A place is what a planner knows before a job runs: this machine's processor and threads, or a partition and what a rank
-gets there. Rates are FLOP/s (exact convention) of a whole run on all its ranks, trained alone.
+A place is what a planner knows before a job runs: a processor and threads, or a partition and what a rank gets there.
+Rates are FLOP/s (exact convention) of a whole run on all its ranks, trained alone.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from ...train.config import ParallelConfig, RunConfig
+from ...train.config import RunConfig
 from ...train.errors import UserError
 from ...train.files import read_json, write_json
 from ..config import ClusterConfig, GridConfig, IsoflopGrid
@@ -67,14 +67,11 @@ class Calibration:
         return math.exp((1 - part) * math.log(known[below][0]) + part * math.log(known[above][0]))
 
     def runs(self, kinds: Iterable[str]) -> int:
-        """How many runs of these kinds are behind the rates."""
         return sum(count for kind in set(kinds) for _, count in self.rates.get(kind, {}).values())
 
 
 @dataclass(frozen=True)
 class Rates:
-    """How fast runs are expected to train: as measured, or else as assumed."""
-
     cluster: ClusterConfig
     flops_per_second: float  # matrix-product peak of a job
     measured: Calibration
@@ -89,7 +86,7 @@ class Rates:
         return self.flops_per_second * width / (width + self.cluster.half_speed_width)
 
     def measured_runs(self, runs: Iterable[RunConfig]) -> int:
-        """How many measured runs are behind the estimates of these; 0 where one of them has none."""
+        """Those behind the estimates of these; 0 where one of them has none."""
         kinds = {run_kind(run) for run in runs}
         return self.measured.runs(kinds) if all(self.measured.runs([kind]) for kind in kinds) else 0
 
@@ -100,14 +97,7 @@ def kind_of(precision: str, mesh: str, batch_tokens: int, sequence_length: int) 
 
 
 def run_kind(run: RunConfig) -> str:
-    return kind_of(run.precision, describe_mesh(run.parallel), run.batch_tokens, run.data.sequence_length)
-
-
-def describe_mesh(parallel: ParallelConfig) -> str:
-    """How a run is spread over its ranks, as "tp2 dp4 zero1"; empty for one rank."""
-    if parallel.world_size == 1:
-        return ""
-    return f"tp{parallel.tp} dp{parallel.dp}" + (f" zero{parallel.zero}" if parallel.zero else "")
+    return kind_of(run.precision, run.parallel.label, run.batch_tokens, run.data.sequence_length)
 
 
 def place_of(cluster: ClusterConfig, threads: int) -> str:
@@ -117,11 +107,14 @@ def place_of(cluster: ClusterConfig, threads: int) -> str:
     if cluster.kind == "slurm":
         only = f" {cluster.constraint}" if cluster.constraint else ""
         return f"slurm {cluster.partition or 'default partition'}{only}, {has} a rank"
-    machine = f"{platform.node()}, {_processor()}" if cluster.gpus_per_job else _processor()  # which has which GPUs
+    machine = (
+        f"{platform.node()}, {processor_name()}" if cluster.gpus_per_job else processor_name()
+    )  # which has which GPUs
     return f"{machine}, {has} a rank"
 
 
-def _processor() -> str:
+def processor_name() -> str:
+    """This machine's, where the system tells."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -196,13 +189,11 @@ def _is_whole(content: dict[str, Any] | None) -> bool:
     if content is None or content.get("version") != VERSION:
         return False
 
-    def is_rate(value: Any) -> bool:
-        return isinstance(value, (int, float)) and math.isfinite(value) and value > 0
-
     try:
         kinds = [kind for place in content["places"].values() for kind in place["kinds"].values()]
         runs = [(int(width), runs) for widths in kinds for width, runs in widths.items()]
-        return all(is_rate(number) for width, rates in runs for number in (width, len(rates), *rates.values()))
+        numbers = [number for width, rates in runs for number in (width, len(rates), *rates.values())]
+        return all(0 < number < math.inf for number in numbers)
     except (AttributeError, KeyError, TypeError, ValueError):
         return False
 

@@ -11,21 +11,21 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ...train.config import ParallelConfig, RunConfig, run_id
-from ...train.data.recipe.recipe import label
+from ...train.data.recipe.recipe import recipe_label
 from ...train.errors import UserError
 from ...train.flops import count_parameters, flops_6nd, flops_exact
 from ...train.schedule import trunk_steps
 from ..config import ClusterConfig
 from ..grid.trunks import own_flops
 from .packing import Unit, pack_runs, paid_shares, wall_clock
-from .rates import Calibration, Rates, describe_mesh, run_kind
+from .rates import Calibration, Rates, run_kind
 
 MANY_STEPS = 200_000  # beyond which a batch is far below what a run of that length can use
 
 
 @dataclass(frozen=True)
 class JobShape:
-    """What one run asks of the machine: something for each rank, and ranks. Runs of one shape share an array."""
+    """What one run asks of the machine; runs of one shape share an array."""
 
     gpus: int  # for a rank
     cpus: int  # for a rank
@@ -39,7 +39,7 @@ class JobShape:
         return self.nodes * self.ranks_per_node
 
     def for_one_process(self) -> JobShape:
-        """For a process that works on the whole run, as its scoring does: the memory of all ranks of a node."""
+        """For a process that works on the whole run, as its scoring does: the memory of a node."""
         return replace(self, memory_gb=self.memory_gb * self.ranks_per_node, nodes=1, ranks_per_node=1)
 
 
@@ -101,22 +101,12 @@ class Plan:
 
 def plan_runs(
     runs: Sequence[RunConfig], cluster: ClusterConfig, flops_per_second: float, jobs_at_once: int, ensembles: int = 1,
-    threads: int | None = None, measured: Calibration | None = None, done: Collection[str] = (),
+    threads: int | None = None, measured: Calibration | None = None, taken: Collection[str] = (),
 ) -> Plan:  # fmt: skip
     """Cost, order and placement of a grid, with its trunks and branches.
 
-    Args:
-        runs: complete.
-        cluster: what a job may ask for, and the price.
-        flops_per_second: matrix-product peak of what one job gets, all ranks together.
-        jobs_at_once: how many run side by side.
-        ensembles: most runs that may be trained together as one ensemble.
-        threads: cores that a rank has; None: `cluster.cpus_per_task`.
-        measured: what past sweeps reached on such a device.
-        done: ids of runs that are trained: no unit has both such a run and one that is left.
-
-    Raises:
-        UserError: a run's ranks do not fit on the cluster's nodes.
+    `flops_per_second` is the matmul peak of one job, all ranks together; `threads` are those of a rank. `taken` runs
+    are done or have a job: no unit has both such a run and one that is left.
     """
     rates = Rates(cluster, flops_per_second, measured or Calibration())
     by_id = {run_id(run): run for run in runs}
@@ -125,8 +115,8 @@ def plan_runs(
     planned.sort(key=lambda run: (-run.estimated_seconds, run.run_id))
     seconds = {run.run_id: run.estimated_seconds for run in planned}
     units: list[Unit] = []
-    for trained in (False, True):
-        part = [run for name, run in by_id.items() if (name in done) == trained]
+    for is_taken in (False, True):
+        part = [run for name, run in by_id.items() if (name in taken) == is_taken]
         units += _units(part, seconds, cluster, jobs_at_once, ensembles)
     bound = launch_bound_width(cluster)
     paid: dict[str, float] = {}
@@ -173,7 +163,7 @@ def launch_bound_width(cluster: ClusterConfig) -> float:
 
 
 def plan_remarks(plan: Plan) -> list[str]:
-    """What a person should know before the plan is started, in sentences."""
+    """What a person should know before the plan is started."""
     longest = max(plan.runs, key=lambda run: run.steps)
     if longest.steps <= MANY_STEPS:
         return []
@@ -184,7 +174,7 @@ def plan_remarks(plan: Plan) -> list[str]:
 
 
 def makespan(seconds: list[float], at_once: int) -> float:
-    """Wall clock of jobs started in the given order, each on the first free one of `at_once` places."""
+    """Wall clock of jobs started in the given order, each on the first free place."""
     places = [0.0] * max(1, at_once)
     for duration in seconds:
         heapq.heapreplace(places, places[0] + duration)
@@ -192,10 +182,7 @@ def makespan(seconds: list[float], at_once: int) -> float:
 
 
 def job_shape(parallel: ParallelConfig, cluster: ClusterConfig, threads: int | None = None) -> JobShape:
-    """The nodes and ranks of a run: every node has as many ranks, and a tensor-parallel group stays within one node.
-
-    Raises UserError where a node does not take a whole tensor-parallel group.
-    """
+    """Every node has as many ranks, and a tensor-parallel group stays within one node."""
     groups = parallel.dp  # tensor-parallel groups on a node
     if cluster.kind == "slurm" and cluster.ranks_per_node is not None:
         room = cluster.ranks_per_node // parallel.tp
@@ -230,9 +217,9 @@ def _planned(name: str, run: RunConfig, cluster: ClusterConfig, rates: Rates, th
         sequence_length=run.data.sequence_length,
         precision=run.precision,
         shape=job_shape(run.parallel, cluster, threads),
-        mesh=describe_mesh(run.parallel),
+        mesh=run.parallel.label,
         estimated_seconds=own / rates.of(run),
         parent=run.parent,
         first_step=trunk_steps(run) if run.parent is not None else 0,
-        recipe=label(run.data.recipe) if run.data.recipe else "",
+        recipe=recipe_label(run.data.recipe) if run.data.recipe else "",
     )

@@ -1,9 +1,8 @@
 """What a sweep was planned to cost and what it has cost, what was wasted and why, and how far its estimates were off.
 
 The books are those of the attempts that have ended. A step is useful as long as a result stands on it, or a checkpoint
-that a run can go on from; else it is lost to what ended the attempt after which a run went back behind it. Useful and
-wasted add up to what was done. Runs that share a device pay equal parts at any time; of a branch only its own steps
-count, and a trunk that diverged was of use as far as its branches begin.
+that a run can go on from; else it is lost to what ended the attempt after which a run went back behind it. Runs that
+share a device pay equal parts at any time; of a branch only its own steps count.
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ class Account:
 
     @property
     def overhead_hours(self) -> float | None:
-        """What SLURM counts beyond the attempts: start-up, and waiting for work."""
+        """Beyond the attempts: start-up, and waiting for work."""
         return None if self.cluster_hours is None else self.cluster_hours - self.used.hours
 
     def to_dict(self) -> dict[str, Any]:
@@ -112,7 +111,7 @@ def account(sweep: SweepDirectory) -> Account:
         return Amount(hours, None if price is None else hours * price, float(flops))
 
     wasted_hours, wasted_flops = sum(books.lost_hours.values()), sum(books.lost_flops.values())
-    compared = _compared(runs, results, histories, paid, sweep)
+    error, errors = _errors(runs, _compared(runs, results, histories, paid, sweep))
     return Account(
         unit="GPU-hours" if gpus else "core-hours",
         runs=len(runs),
@@ -126,8 +125,8 @@ def account(sweep: SweepDirectory) -> Account:
         retries=attempts.retries_spent(sweep),
         retry_budget=cluster.get("sweep_retries", 0),
         measured_runs=plan.get("measured_runs", 0),
-        error=_error_of_all(compared),
-        errors=_errors_by_width(runs, compared),
+        error=error,
+        errors=errors,
         **_by_slurm(sweep, runs, histories, cluster),
     )
 
@@ -239,15 +238,16 @@ def _by_slurm(
     cluster: Mapping[str, Any],
 ) -> dict[str, float | None]:  # fmt: skip
     """Device-hours that SLURM counts for the jobs that trained, and for those that scored."""
+    unknown: dict[str, float | None] = {"cluster_hours": None, "scoring_hours": None}
     if cluster["kind"] != "slurm":
-        return {"cluster_hours": None, "scoring_hours": None}
+        return unknown
     from ..slurm import commands as slurm
     from ..slurm.record import LaunchRecord
 
     try:
         record = LaunchRecord.read(sweep)
     except UserError:  # the books need no record, and `isoflop doctor` makes it anew
-        return {"cluster_hours": None, "scoring_hours": None}
+        return unknown
     one = {name: devices(run["shape"] | {"nodes": 1, "ranks_per_node": 1}, cluster) for name, run in runs.items()}
     scoring = {job: one[name] for name, job in record.scoring.items() if name in one}
     training = {
@@ -297,22 +297,25 @@ def _compared(
     return found
 
 
-def _error_of_all(compared: Mapping[str, Times]) -> Error | None:
+def _error(ratios: Sequence[float], ratio: float) -> Error:
+    import statistics  # which takes longer than all else here, and `isoflop status` has no use for it
+
+    low, _, high = statistics.quantiles(ratios, method="inclusive") if len(ratios) > 1 else [ratios[0]] * 3
+    return Error(len(ratios), ratio, low, high)
+
+
+def _errors(runs: Mapping[str, Planned], compared: Mapping[str, Times]) -> tuple[Error | None, dict[int, Error]]:
+    """Of all runs together, and by width."""
     if not compared:
-        return None
-    actual, planned = map(sum, zip(*compared.values(), strict=True))
-    return Error(len(compared), actual / planned, *_quartiles([one / other for one, other in compared.values()]))
+        return None, {}
+    from statistics import median
 
-
-def _errors_by_width(runs: Mapping[str, Planned], compared: Mapping[str, Times]) -> dict[int, Error]:
-    import statistics
-
-    ratios: dict[int, list[float]] = defaultdict(list)
+    by_width: dict[int, list[float]] = defaultdict(list)
     for name, (actual, planned) in compared.items():
-        ratios[runs[name]["width"]].append(actual / planned)
-    return {
-        width: Error(len(some), statistics.median(some), *_quartiles(some)) for width, some in sorted(ratios.items())
-    }
+        by_width[runs[name]["width"]].append(actual / planned)
+    actual, planned = map(sum, zip(*compared.values(), strict=True))
+    together = _error([one / other for one, other in compared.values()], actual / planned)
+    return together, {width: _error(ratios, median(ratios)) for width, ratios in sorted(by_width.items())}
 
 
 def result_of(run: RunDirectory) -> dict[str, Any] | None:
@@ -323,10 +326,3 @@ def result_of(run: RunDirectory) -> dict[str, Any] | None:
 def shares_device(history: Sequence[Attempt], result: Mapping[str, Any]) -> bool:
     """Whether a run shared its device with other processes; an ensemble's clock takes care of its members."""
     return result.get("ensemble", 1) == 1 and any(attempt.share < 1 for attempt in history)
-
-
-def _quartiles(values: Sequence[float]) -> tuple[float, float]:
-    import statistics  # which takes longer than all else here, and `isoflop status` has no use for it
-
-    low, _, high = statistics.quantiles(values, method="inclusive") if len(values) > 1 else [values[0]] * 3
-    return low, high

@@ -12,9 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.markup import escape
-from rich.table import Table
 
 from ...train.config import from_dict
 from ...train.errors import UserError
@@ -25,7 +23,7 @@ from ..plan.rates import Measured, kind_of, place_of, record_rates
 from ..plan.sweep_plan import launch_bound_width
 from ..runs import attempts
 from ..runs.directory import SweepDirectory
-from ..terminal import console, short
+from ..terminal import console, plain_table, short
 from . import pages, tracking
 from .accounting import account, own_seconds, result_of, shares_device
 from .table import sweep_curves, write_table
@@ -161,9 +159,8 @@ def print_law(law: dict[str, Any], name: str) -> None:
     """N, D and loss at each target by each approach, then what to distrust."""
     out = console()
     if rows := _estimates(law):
-        table = Table(title=f"{name}: compute-optimal, with 95 % intervals", title_justify="left", box=box.SIMPLE)
-        for column in ("FLOPs", "approach", "N", "D", "D/N", "loss"):
-            table.add_column(column, justify="left" if column == "approach" else "right", no_wrap=True)
+        columns = ("FLOPs", "approach", "N", "D", "D/N", "loss")
+        table = plain_table(columns, ("approach",), f"{name}: compute-optimal, with 95 % intervals")
         for row in rows:
             table.add_row(*row)
         out.print(table)

@@ -30,11 +30,12 @@ def write_pages(sweep: SweepDirectory, table: pd.DataFrame, verdicts: Iterable[T
     from ...evaluate.pages.report import write_checkpoint_report
     from ...evaluate.pages.sweep_report import write_sweep_report
     from ...evaluate.records.items import items_path, read_items
+    from ...fit.formatting import plain_json
 
     scores = {run_id: evaluations(sweep.run(run_id)) for run_id in table["run_id"].unique()}
     rows = [
-        {name: _plain(row[name]) for name in ABOUT if name in row} | {"tasks": found["tasks"]}
-        for row in table.to_dict("records")
+        {name: row[name] for name in ABOUT if name in row} | {"tasks": found["tasks"]}
+        for row in plain_json(table.to_dict("records"))
         if (found := scores[row["run_id"]].get(row["step"])) is not None
     ]
     if not rows:
@@ -115,12 +116,6 @@ def _by_items(finals: pd.DataFrame, column: str) -> SignalToNoise | None:
 
 def _signal(signal: SignalToNoise | None) -> dict[str, Any] | None:
     return None if signal is None else asdict(signal) | {"clear": signal.clear}
-
-
-def _plain(value: Any) -> Any:
-    """A cell as JSON knows it; an empty one is None."""
-    value = value.item() if hasattr(value, "item") else value
-    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def peers_of(checkpoint: Path) -> list[dict[str, Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from ...train.data.recipe.recipe import label
+from ...train.data.recipe.recipe import recipe_label
 from ...train.errors import UserError
 from ...train.files import read_json, read_json_lines, write_atomic
 from ..runs.directory import RunDirectory, SweepDirectory, yaml_or_empty
@@ -122,7 +122,7 @@ def _configured(run: RunDirectory) -> dict[str, Any]:
 
 def _recipe(steps: list[str]) -> str:
     try:
-        return label(steps)
+        return recipe_label(steps)
     except UserError:  # a step that this version does not know
         return "+".join(steps)
 

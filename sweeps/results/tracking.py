@@ -1,8 +1,8 @@
 """A sweep on wandb: where its runs come from, its results as a run of their own, and sending what was tracked offline.
 
-Sent is what our own files say, line by line from where the server is: `sync` can be cut off and repeated, and sends
-nothing twice. `wandb sync` (0.31) stops at the torn file of a killed attempt, sends none of a batch with an empty one,
-exits with 0 all the same, and waits forever for a silent server.
+Sent is what our own files say, line by line from where the server is, so nothing is sent twice. `wandb sync` (0.31)
+stops at the torn file of a killed attempt, sends none of a batch with an empty one, exits with 0 all the same, and
+waits forever for a silent server.
 """
 
 from __future__ import annotations
@@ -103,7 +103,6 @@ def _artifact(sweep: SweepDirectory) -> Any:
 
 
 def results_id(sweep: SweepDirectory) -> str:
-    """The same for the same folder, and no other's."""
     return "fit-" + hashlib.sha256(str(sweep.path.resolve()).encode()).hexdigest()[:10]
 
 
@@ -133,7 +132,7 @@ def _digest(sweep: SweepDirectory) -> str:
 
 def sync_sweep(sweep: SweepDirectory, progress: Callable[[str], None] = print) -> int:
     """Sends to wandb what it lacks of a sweep's runs and results; returns how many runs were sent."""
-    tracked = [run for run in sweep.runs() if _is_tracked(run)]
+    tracked = [run for run in sweep.runs() if run.last_metrics() and run.config().tracker.kind == "wandb"]
     if not tracked:
         raise UserError(f"{sweep.path} has nothing to send: none of its runs has trained with tracker=wandb")
     if not logged_in():
@@ -175,10 +174,6 @@ def _send(run: RunDirectory, folder: str) -> bool:
 def _refuse(line: str) -> None:
     """What is only said while a run trains ends a sync: the next run would wait as long for the same."""
     raise UserError(f"{line}, so try again later")
-
-
-def _is_tracked(run: RunDirectory) -> bool:
-    return bool(run.last_metrics()) and run.config().tracker.kind == "wandb"
 
 
 def _is_sent(run: RunDirectory) -> bool:

@@ -15,6 +15,7 @@ import json
 import socket
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...train.config import RunConfig
@@ -288,13 +289,22 @@ def retries_spent(sweep: SweepDirectory) -> int:
 def newest_checkpoint(run: RunDirectory) -> int | None:
     """Step of the newest checkpoint whose files have their manifest's sizes; the trainer checks their hashes."""
     for step in reversed(run.saved_steps()):
-        folder = run.path / "checkpoints" / f"step_{step}"
-        manifest = read_json(folder / "manifest.json")
+        if visible_damage(run.path / "checkpoints" / f"step_{step}") is None:
+            return step
+    return None
+
+
+def visible_damage(checkpoint: Path) -> str | None:
+    """What is wrong with a checkpoint, by the names and sizes of its files."""
+    manifest = read_json(checkpoint / "manifest.json")
+    if not manifest:
+        return "its manifest.json is missing or unreadable"
+    for name, entry in manifest.items():
         try:
-            if manifest and all((folder / name).stat().st_size == entry["bytes"] for name, entry in manifest.items()):
-                return step
+            if (checkpoint / name).stat().st_size != entry["bytes"]:
+                return f"{name} has another size than its manifest says"
         except (OSError, KeyError, TypeError):
-            continue
+            return f"{name} is missing"
     return None
 
 

@@ -78,10 +78,7 @@ def batches(
     units: Iterable[Unit], planned: Mapping[str, PlannedRun], waits: Mapping[str, tuple[str, ...]],
     avoid: Mapping[str, tuple[str, ...]],
 ) -> list[Batch]:  # fmt: skip
-    """Units of one shape that wait for the same jobs and avoid the same nodes, together, in the order given.
-
-    `waits` and `avoid`: by run id, the jobs that it waits for and the nodes that it is not to get.
-    """
+    """Units of one shape that wait for the same jobs and avoid the same nodes (both by run id), together."""
     alike: dict[tuple[JobShape, tuple[str, ...], tuple[str, ...]], list[Unit]] = {}
     for unit in units:
         jobs = sorted({job for name in unit.runs for job in waits.get(name, ())})
@@ -107,7 +104,7 @@ def shape_in(unit: Unit, shape: JobShape) -> JobShape:
 
 
 def levels(units: Sequence[Unit], planned: Mapping[str, PlannedRun]) -> list[list[Unit]]:
-    """Units by how many trunks come before them, those without one first."""
+    """Units by how many trunks come before them."""
 
     def depth(name: str) -> int:
         count, parent = 0, planned[name].parent
@@ -122,7 +119,7 @@ def levels(units: Sequence[Unit], planned: Mapping[str, PlannedRun]) -> list[lis
 
 
 def workers_for(batch: Batch, planned: Mapping[str, PlannedRun], cluster: ClusterConfig) -> int:
-    """Workers that a queue should get: as many as make each last about `cluster.queue_minutes`."""
+    """As many as make each last about `cluster.queue_minutes`."""
     total = math.fsum(seconds(unit, planned) for unit in batch.units)
     return max(1, min(len(batch.units), cluster.array_parallelism, math.ceil(total / (60 * cluster.queue_minutes))))
 

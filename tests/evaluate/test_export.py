@@ -18,7 +18,7 @@ from isoflop.evaluate.export.hf_import import import_checkpoint
 from isoflop.evaluate.export.hf_tokenizer import byte_characters
 from isoflop.evaluate.export.model_card import Facts, model_card
 from isoflop.sweeps.cli.checkpoint import facts_about
-from isoflop.train.checkpoint.checkpoint import ALONE, load_for_evaluation, restore, whole_weights
+from isoflop.train.checkpoint.checkpoint import ALONE, load_for_evaluation, restore_state, whole_weights
 from isoflop.train.checkpoint.saver import Saver
 from isoflop.train.config import CheckpointConfig, DataConfig, ModelConfig, OptimizerConfig, RunConfig
 from isoflop.train.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
@@ -320,17 +320,17 @@ def test_what_our_model_cannot_compute_is_refused_by_its_field(tmp_path: Path) -
 
 
 def test_training_does_not_go_on_from_an_imported_checkpoint(tmp_path: Path) -> None:
-    from isoflop.train.parallel.layout import Held, whole
+    from isoflop.train.parallel.layout import Held, whole_placement
 
     random_hf(tmp_path / "hf", "Llama")
     path = import_checkpoint(tmp_path / "hf", tmp_path / "ours")
     loaded = load_for_evaluation(path)
     moments = [
-        Held(name, "exp_avg", whole(p.shape), 0, p.numel(), torch.zeros(p.numel()))
+        Held(name, "exp_avg", whole_placement(p.shape), 0, p.numel(), torch.zeros(p.numel()))
         for name, p in loaded.model.named_parameters()
     ]
     with pytest.raises(UserError, match=r"does not cover the model: it has no .*exp_avg"):
-        restore(path, moments, loaded.config)
+        restore_state(path, moments, loaded.config)
 
 
 def test_a_folder_that_holds_something_is_replaced_only_when_asked(tmp_path: Path) -> None:

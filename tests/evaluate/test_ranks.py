@@ -25,7 +25,7 @@ from isoflop.train.data.tokenizers import ByteTokenizer
 from isoflop.train.errors import UserError
 from isoflop.train.job.fork import run_ranks
 from isoflop.train.model.gpt import GPT
-from isoflop.train.parallel.layout import Held, whole
+from isoflop.train.parallel.layout import Held, whole_placement
 from isoflop.train.parallel.mesh import build_mesh
 from isoflop.train.parallel.tensor import split_model
 
@@ -111,7 +111,7 @@ def save_on(tp: int, root: Path) -> None:
     torch.manual_seed(0)
     model, mesh = GPT(config.model, T), build_mesh(1, tp, torch.device("cpu"))
     weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    places = {name: whole(weight.shape) for name, weight in weights.items()}
+    places = {name: whole_placement(weight.shape) for name, weight in weights.items()}
     if tp > 1:
         places = split_model(model, mesh, False)
     values = {name: places[name].take(weight).flatten() for name, weight in weights.items()}

@@ -9,8 +9,7 @@ from isoflop.fit.laws.custom import FunctionLaw, latin_hypercube
 from isoflop.fit.laws.kaplan import KaplanLaw
 from isoflop.fit.laws.law import Law
 from isoflop.fit.laws.overtraining import OvertrainingLaw, own_constants, tied_constants
-from isoflop.fit.laws.repetition import RepetitionLaw
-from isoflop.fit.laws.repetition_form import saturated
+from isoflop.fit.laws.repetition import RepetitionLaw, saturated
 
 # Kaplan et al. 2020, section 1.2; Muennighoff et al. 2023, the repository's README.
 KAPLAN = {"N_c": 6.4e13, "D_c": 1.8e13, "alpha_N": 0.076, "alpha_D": 0.103}

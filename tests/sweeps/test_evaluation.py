@@ -65,7 +65,7 @@ def test_what_is_kept_for_branches_stays_and_no_run_becomes_another() -> None:
 
 def test_the_plan_of_a_sweep_has_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = family(forty_steps(DataConfig(sequence_length=16)))
-    monkeypatch.setattr(prepare, "share_trunks", lambda sweep, runs, config: (runs, []))
+    monkeypatch.setattr(prepare, "progress_of_runs", lambda sweep, names, config: {})
     config = SweepConfig(evaluate=EvaluateConfig(tasks=["small"], every=30))
     config.cluster.flops_per_second = 1e11
     prepared = prepare._prepare(SweepDirectory(tmp_path), config, runs, 1e11)

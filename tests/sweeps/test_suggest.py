@@ -140,7 +140,6 @@ REFUSED = [
     ({"budget": 1e12, "seeds": -1}, "seeds is -1"),
     ({"budget": 1e12, "seeds": 100}, "seeds is 100; it must be at least 0 and at most 8"),
     ({"budget": 1e12, "max_runs": 0}, "max_runs is 0"),
-    ({"budget": 1e12, "check_share": 2.0}, "check_share is 2.0"),
 ]
 
 

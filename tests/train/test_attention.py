@@ -25,7 +25,7 @@ from isoflop.train.config import (
 )
 from isoflop.train.loop import train
 from isoflop.train.model import attention, backends
-from isoflop.train.model.backends import Backend, Work, installed, load, obstacle
+from isoflop.train.model.backends import Backend, Work, installed, load_backend, obstacle
 from isoflop.train.model.gpt import GPT
 from isoflop.train.model.parametrization import build_model
 from torch import Tensor, nn
@@ -124,16 +124,16 @@ def backend_of(run: str, has_window: bool, has_documents: bool) -> Backend:
         pytest.importorskip("triton", reason="Triton is not installed")
         if os.environ.get("TRITON_INTERPRET") != "1":
             pytest.skip("runs under Triton's interpreter: TRITON_INTERPRET=1")
-        return load(name)
+        return load_backend(name)
     if device == CPU:
-        return load(name)
+        return load_backend(name)
     if name not in installed():
         pytest.skip(f"{backends.PACKAGES[name]} is not installed")
     capability = torch.cuda.get_device_capability()
     work = Work("cuda", capability, dtype, HEAD_DIM[CUDA], has_window, has_documents)
     if (reason := obstacle(name, work)) is not None:
         pytest.skip(f"{name} {reason}")
-    return load(name)
+    return load_backend(name)
 
 
 def runs(*names: str) -> Any:
@@ -185,7 +185,7 @@ def test_the_long_blocks_of_a_cpu_equal_the_reference() -> None:
     # Several blocks of queries, the last of which see no key of the first; bf16 where the softmax is not kept any more.
     for time, window, dtype, tolerance in ((260, 9, torch.float32, 2e-6), (520, 140, torch.bfloat16, 0.015)):
         case = Case(time, 2, 1, window, True)
-        for actual, expected in zip(case.actual(load("sdpa"), CPU, dtype), case.expected(), strict=True):
+        for actual, expected in zip(case.actual(load_backend("sdpa"), CPU, dtype), case.expected(), strict=True):
             assert relative(actual, expected) < tolerance
 
 
@@ -193,7 +193,7 @@ def test_the_long_blocks_of_a_cpu_equal_the_reference() -> None:
 def test_attention_that_trains_in_bf16_keeps_its_softmax(case: str | None) -> None:
     drawn = Case(*(CASES[case] if case else (256, 4, 4, None, False)))
     low = [x.bfloat16().requires_grad_() for x in drawn.inputs]
-    out = load("sdpa")(*low, drawn.first, drawn.window)
+    out = load_backend("sdpa")(*low, drawn.first, drawn.window)
     names, todo = set(), [out.grad_fn]
     while todo:
         node = todo.pop()
@@ -320,7 +320,7 @@ def test_no_pass_waits_for_the_device(name: str, recompute: str) -> None:
     # Tensors on `meta` have no values to wait for: whatever asks for one raises. They take the ways of a GPU.
     model = random_model(width=128, window=9)
     model.separate_documents(END)
-    model.use(load(name))
+    model.use(load_backend(name))
     model.set_recompute(recompute)
     model.to("meta")
     model.last_hidden(packed(40).to("meta")).sum().backward()

@@ -15,7 +15,7 @@ from isoflop.train.config import ATTENTION, ModelConfig, OptimizerConfig
 from isoflop.train.errors import UserError
 from isoflop.train.kernels import flash
 from isoflop.train.model import backends
-from isoflop.train.model.backends import Choice, choose, installed, load, select
+from isoflop.train.model.backends import Choice, choose_backend, installed, load_backend, select_backend
 from isoflop.train.model.parametrization import build_model
 from torch import Tensor
 
@@ -53,21 +53,22 @@ HOPPER: dict[str, Any] = {
     ],
 )
 def test_auto_takes_what_suits_the_device_and_the_mask(changes: dict[str, Any], name: str) -> None:
-    assert choose("auto", **(HOPPER | changes)).name == name
+    assert choose_backend("auto", **(HOPPER | changes)).name == name
 
 
 def test_a_choice_says_why() -> None:
     assert (
-        str(choose("auto", **(HOPPER | {"device_type": "cpu", "capability": None}))) == "attention: sdpa (auto: no GPU)"
+        str(choose_backend("auto", **(HOPPER | {"device_type": "cpu", "capability": None})))
+        == "attention: sdpa (auto: no GPU)"
     )
     words = "attention: ours (auto: compute capability 9.0, bf16, heads of size 64, a window, documents apart)"
-    assert str(choose("auto", **(HOPPER | {"has_window": True, "has_documents": True}))) == words
-    assert str(choose("flash2", **HOPPER)) == "attention: flash2 (parallel.attention)"
+    assert str(choose_backend("auto", **(HOPPER | {"has_window": True, "has_documents": True}))) == words
+    assert str(choose_backend("flash2", **HOPPER)) == "attention: flash2 (parallel.attention)"
 
 
 def test_what_is_asked_for_is_taken_wherever_it_can_be() -> None:
     for name in ATTENTION[1:]:
-        assert choose(name, **HOPPER) == Choice(name, "parallel.attention")
+        assert choose_backend(name, **HOPPER) == Choice(name, "parallel.attention")
 
 
 @pytest.mark.parametrize(
@@ -89,7 +90,7 @@ def test_what_is_asked_for_is_taken_wherever_it_can_be() -> None:
 def test_what_cannot_be_had_is_refused_in_a_sentence(wanted: str, changes: dict[str, Any], words: str) -> None:
     words = words.replace("{must}", "it must be auto or one of")
     with pytest.raises(UserError, match=rf"^parallel\.attention is '{wanted}', .*{words}") as refusal:
-        choose(wanted, **(HOPPER | changes))
+        choose_backend(wanted, **(HOPPER | changes))
     assert "\n" not in str(refusal.value)
 
 
@@ -135,11 +136,11 @@ def test_a_package_that_cannot_be_imported_is_passed_over_or_refused(monkeypatch
     monkeypatch.setattr(backends, "installed", lambda: frozenset({"sdpa", "flash3"}))
     stand_in(monkeypatch, "flash_attn_interface")
     monkeypatch.setitem(sys.modules, "flash_attn_interface", None)  # what makes an import fail
-    choice, backend = select("auto", CUDA, torch.bfloat16, 64, False, False)
+    choice, backend = select_backend("auto", CUDA, torch.bfloat16, 64, False, False)
     assert (choice.name, backend.name) == ("sdpa", "sdpa")
     assert choice.reason.endswith("; flash-attn 3 (flash_attn_interface) cannot be imported")
     with pytest.raises(UserError, match=r"^parallel\.attention is 'flash3', and flash-attn 3 .* cannot be imported \("):
-        select("flash3", CUDA, torch.bfloat16, 64, False, False)
+        select_backend("flash3", CUDA, torch.bfloat16, 64, False, False)
 
 
 class Package:
@@ -173,7 +174,7 @@ def test_a_package_is_called_as_it_wants_to_be(
         "flash4": ["flash_attn", "flash_attn.cute"],
     }
     stand_in(monkeypatch, *modules[name], flash_attn_func=package)
-    backend, generator = load(name), torch.Generator().manual_seed(0)
+    backend, generator = load_backend(name), torch.Generator().manual_seed(0)
     for time, window in ((20, None), (20, 5), (20, 1), (9, 9), (9, 30)):
         qkv = [torch.randn(2, time, heads, 8, generator=generator, dtype=torch.float64) for heads in (4, 2, 2)]
         expected, _ = flash.flash_reference(*qkv, window=window)

@@ -152,7 +152,8 @@ def take_step(config: RunConfig, gpt: GPT, zero: Zero, device: torch.device = CP
         with zero.micro_batch(last=number == passes - 1):
             loss = gpt.loss(*rows_of(config, device))
             loss.backward()
-    zero.step(1.0, loss.detach())
+    zero.set_rates(1.0)
+    zero.step(loss.detach())
 
 
 PLAIN = ModelConfig(width=256, depth=4, heads=8, vocab_size=250)

@@ -48,7 +48,8 @@ class Run:
         with self.zero.micro_batch(last=True):
             loss = self.gpt.loss(rows[:, :-1], rows[:, 1:])
             self.scaler.scaled(loss).backward()
-        result = self.zero.step(1.0, loss.detach(), self.scaler.scale)
+        self.zero.set_rates(1.0)
+        result = self.zero.step(loss.detach(), self.scaler.scale)
         self.scaler.update(result.skipped)
         return result
 

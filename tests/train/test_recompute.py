@@ -309,7 +309,8 @@ def train(
             loss.backward()
         if calls is not None and step == 0:
             sent += Counter({name: calls.count[name] for name in COLLECTIVES})
-        losses.append(zero.step(1.0, loss.detach()).loss)
+        zero.set_rates(1.0)
+        losses.append(zero.step(loss.detach()).loss)
     return losses + [held.values.clone() for held in zero.held()], sent
 
 

@@ -208,6 +208,6 @@ def test_a_run_killed_between_its_last_checkpoint_and_its_summary_only_writes_th
     with pytest.raises(KeyboardInterrupt):
         train(config, tmp_path, report=lambda line: None)
     monkeypatch.undo()
-    monkeypatch.setattr(loop.Trainer, "took", killed)  # not one more step
+    monkeypatch.setattr(loop.Trainer, "record_step", killed)  # not one more step
     train(config, tmp_path, report=lambda line: None)
     assert_same_run(tmp_path, undisturbed)

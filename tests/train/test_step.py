@@ -14,7 +14,7 @@ import pytest
 import torch
 from isoflop.train.config import DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig, ScheduleConfig
 from isoflop.train.data.loader import TrainStream
-from isoflop.train.data.prefetch import RING, Prefetch, Slot
+from isoflop.train.data.prefetch import RING, Lane, Prefetch, Slot
 from isoflop.train.data.shards import prepare
 from isoflop.train.parallel.mesh import Mesh
 from isoflop.train.parallel.zero import StepResult
@@ -125,7 +125,7 @@ def test_a_learning_rate_on_the_device_gives_the_bits_of_a_number(dtype: torch.d
         assert torch.equal(ours, other)
 
 
-class SlowLane:
+class SlowLane(Lane):
     """A device whose copies are made when somebody waits for them, and not before; it refuses what would race."""
 
     def __init__(self) -> None:

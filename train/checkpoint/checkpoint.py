@@ -24,15 +24,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
-from ..config import RunConfig, canonical_json, from_dict, identity, run_id
+from ..config import RunConfig, canonical_json, flatten, from_dict, identity, run_id
 from ..errors import UserError
 from ..files import file_sha256, fsync_path
 from ..job.control import run_on_ranks
 from ..model.gpt import GPT
 from ..model.parametrization import build_model
-from ..parallel.layout import Held, whole
+from ..parallel.layout import Held, whole_placement
 from ..parallel.mesh import Mesh
 from ..schedule import same_until
 from .storage import MOMENTS, SHARDS_INDEX, WEIGHTS, parts, read_whole
@@ -65,11 +64,8 @@ def start(root: Path, step: int) -> Path | None:
 def publish(temporary: Path, final: Path, described: dict[str, dict[str, Any]]) -> None:
     """Turns what `start` gave into a checkpoint: manifest, flush to the disk, and the one rename that makes it count.
 
-    `described` are manifest entries of files that other ranks have flushed. A damaged checkpoint named `final` is
-    replaced.
-
-    Raises:
-        UserError: another rank's file is not visible from here.
+    `described` are manifest entries of files that other ranks have flushed; `UserError` where one is not visible from
+    here.
     """
     inside = sorted(temporary.rglob("*"))
     files = {str(path.relative_to(temporary)): path for path in inside if path.is_file()}
@@ -92,16 +88,10 @@ def publish(temporary: Path, final: Path, described: dict[str, dict[str, Any]]) 
 
 
 def damage(checkpoint: Path, mesh: Mesh = ALONE) -> str | None:
-    """What is wrong with a checkpoint directory, in words; None when every file agrees with the manifest.
-
-    The ranks of a mesh read a share of the files each, and all get the same answer.
+    """What is wrong with a checkpoint directory, in words, the same on all ranks; None when every file agrees with
+    the manifest.
     """
-    found = _damage(checkpoint, mesh.rank, mesh.size)
-    if mesh.control is None:
-        return found
-    everyone: list[str | None] = [None] * mesh.size
-    dist.all_gather_object(everyone, found, mesh.control)
-    return next((problem for problem in everyone if problem is not None), None)
+    return next(filter(None, mesh.gather(_damage(checkpoint, mesh.rank, mesh.size))), None)
 
 
 def _damage(checkpoint: Path, rank: int, ranks: int) -> str | None:
@@ -148,11 +138,7 @@ def newest_valid(root: Path, report: Callable[[str], None], mesh: Mesh = ALONE) 
 
 
 def prune(root: Path, keep: int, newest: int | None = None, named: Collection[int] = ()) -> None:
-    """Removes all but the newest `keep` checkpoints, and those of `named` steps, where other runs begin.
-
-    `newest` is the step just saved: a later one was damaged when the run resumed, so it goes, and does not count as
-    kept.
-    """
+    """Removes all but the newest `keep` checkpoints, and those of `named` steps, where other runs begin."""
     steps = list_steps(root)
     later = [path for step, path in steps if newest is not None and step > newest]
     others = [path for step, path in steps if path not in later and step not in named]
@@ -166,31 +152,26 @@ def sweep(root: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def resume(
+def resume_state(
     root: Path, held: Sequence[Held], config: RunConfig, mesh: Mesh, report: Callable[[str], None] = print
 ) -> dict[str, Any] | None:
-    """Fills what this rank holds from the newest valid checkpoint; returns what the saver was given as `trainer`, and
-    `step`.
+    """Fills what this rank holds from the newest valid checkpoint; returns the saver's `trainer` and `step`, None
+    without one.
 
-    None where there is no checkpoint. Every rank calls it.
-
-    Raises:
-        UserError: on every rank: the checkpoint belongs to another run, or does not cover the model.
+    Every rank calls it, and all raise the `UserError` of `restore_state`.
     """
     newest = newest_valid(root, report, mesh)
     if newest is None:
         return None
-    trainer: dict[str, Any] = run_on_ranks(mesh, lambda: restore(newest, held, config))
+    trainer: dict[str, Any] = run_on_ranks(mesh, lambda: restore_state(newest, held, config))
     return trainer
 
 
-def restore(checkpoint: Path, held: Sequence[Held], config: RunConfig) -> dict[str, Any]:
+def restore_state(checkpoint: Path, held: Sequence[Held], config: RunConfig) -> dict[str, Any]:
     """Fills what this rank holds, in place; returns what the saver was given as `trainer`, and the step.
 
-    One of another run will do where the two are the very same up to its step: a branch begins in its trunk.
-
     Raises:
-        UserError: the checkpoint belongs to another run (names a field that differs), or does not cover the model.
+        UserError: the checkpoint is of a run that differs before its step (names a field), or does not fit the model.
     """
     saved = read_config(checkpoint)
     result: dict[str, Any] = json.loads((checkpoint / "trainer.json").read_text())
@@ -201,11 +182,7 @@ def restore(checkpoint: Path, held: Sequence[Held], config: RunConfig) -> dict[s
 
 
 def read_tensors(checkpoint: Path, held: Iterable[Held]) -> None:
-    """Fills what is held from a checkpoint of either format, in place, opening only what it needs.
-
-    Raises:
-        UserError: the checkpoint does not cover what is held.
-    """
+    """Fills what is held from a checkpoint of either format, in place; `UserError` where it does not cover that."""
     if not (checkpoint / SHARDS_INDEX).is_file():
         return read_whole(checkpoint, parts(held))
     from .shards import read_shards  # half a second of imports that one process does without
@@ -214,22 +191,14 @@ def read_tensors(checkpoint: Path, held: Iterable[Held]) -> None:
 
 
 def _first_difference(saved: RunConfig, config: RunConfig) -> str:
-    ours, theirs = _flatten(identity(config)), _flatten(identity(saved))
+    ours, theirs = flatten(identity(config)), flatten(identity(saved))
     for name in sorted(ours):
         if ours[name] != theirs.get(name):
             return f"{name} is {theirs.get(name)!r} there and {ours[name]!r} here"
     return "they have different fields"
 
 
-def _flatten(node: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in node.items():
-        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return flat
-
-
 def read_config(checkpoint: Path) -> RunConfig:
-    """The config of the run that a checkpoint belongs to."""
     return from_dict(RunConfig, json.loads((checkpoint / "config.json").read_text()))
 
 
@@ -252,10 +221,8 @@ class LoadedCheckpoint:
 
 
 def find(path: Path | str) -> Path:
-    """A whole checkpoint: the directory given, or the newest valid one of a run directory.
-
-    Raises:
-        UserError: there is none, or it is damaged.
+    """A whole checkpoint: the directory given, or the newest valid one of a run directory; `UserError` where there
+    is none.
     """
     path = Path(path)
     if _NAME.search(path.name):
@@ -276,16 +243,14 @@ def find(path: Path | str) -> Path:
 def whole_weights(gpt: GPT) -> list[Held]:
     """The weights of a model that one process holds whole."""
     return [
-        Held(name, "weight", whole(parameter.shape), 0, parameter.numel(), parameter.detach().view(-1))
+        Held(name, "weight", whole_placement(parameter.shape), 0, parameter.numel(), parameter.detach().view(-1))
         for name, parameter in gpt.named_parameters()
     ]
 
 
 def load_for_evaluation(path: Path | str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> LoadedCheckpoint:
-    """Opens a checkpoint, or the newest one of a run directory, for evaluation only.
-
-    Raises:
-        UserError: there is none, or it is damaged.
+    """Opens a checkpoint, or the newest one of a run directory, for evaluation only; `UserError` where there is
+    none.
     """
     from ..data.tokenizers import tokenizer_from_directory
 

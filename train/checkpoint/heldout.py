@@ -44,11 +44,7 @@ def validation_steps(config: RunConfig) -> set[int]:
 
 
 def score_windows(loaded: LoadedCheckpoint) -> tuple[np.ndarray, Tensor, HeldOut]:
-    """A checkpoint on the held-out text of its own data: windows (n, T + 1), summed nats of each (n,), and the loss.
-
-    Raises:
-        UserError: the corpus is not at hand, or has changed.
-    """
+    """A checkpoint on the held-out text of its own data: windows (n, T + 1), summed nats of each (n,), and the loss."""
     config = loaded.config
     length = config.data.sequence_length
     windows = validation_windows(at_hand(config.data, loaded.tokenizer), length, config.data.validation_tokens)

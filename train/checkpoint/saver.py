@@ -1,6 +1,5 @@
 """Saving a checkpoint while training goes on: the state is copied to host memory, and a thread writes it.
 
-The threads of all ranks talk on a process group of their own, so that their collectives never meet those of training.
 The first rank makes the directory, writes the manifest last, and renames: until then nothing counts as a checkpoint.
 """
 
@@ -53,9 +52,8 @@ class Saver:
         self._pending: Future[None] | None = None
 
     def save(self, step: int, held: Sequence[Held], trainer: dict[str, Any]) -> Path:
-        """Copies the state as it is now and has it written to `root/step_<n>`; returns that path.
-
-        A whole checkpoint that stands there already stays; a damaged one is replaced.
+        """Copies the state as it is now and has it written to `root/step_<n>`; returns that path. A whole one there
+        stays.
 
         Raises:
             OSError: on every rank: this save (in line) or the one before (asynchronous) failed.
@@ -112,9 +110,7 @@ class Saver:
         if not self._twins:
             ranges = [(each.name, each.kind, each.start, each.stop) for each in held]
             mine = (mesh.tp_rank, hashlib.sha256(repr(ranges).encode()).digest())
-            everyone: list[Any] = [None] * mesh.size
-            dist.all_gather_object(everyone, mine, mesh.control)
-            self._twins = [rank for rank in range(mesh.size) if everyone[rank] == mine]
+            self._twins = [rank for rank, other in enumerate(mesh.gather(mine)) if other == mine]
         return share_out(parts(held, mesh.tp_rank == 0), len(self._twins))[self._twins.index(mesh.rank)]
 
     def _write(self, step: int, staged: Sequence[Part], copied: torch.cuda.Event | None, trainer: str) -> None:
@@ -132,16 +128,12 @@ class Saver:
             raise
 
     def _write_tensors(self, temporary: Path, staged: Sequence[Part]) -> dict[str, dict[str, Any]]:
-        """Returns what the manifest says of the ranks' own files."""
         mesh = self._mesh
         if mesh.control is None:
             write_whole(temporary, staged)
             return {}
         name = self._write_shards(temporary, staged, mesh.control)
-        mine = run_on_ranks(mesh, lambda: (name, checkpoint.describe(temporary / name)))
-        everyone: list[Any] = [None] * mesh.size
-        dist.all_gather_object(everyone, mine, mesh.control)
-        return dict(everyone)
+        return dict(mesh.gather(run_on_ranks(mesh, lambda: (name, checkpoint.describe(temporary / name)))))
 
     def _finish(self, temporary: Path, step: int, described: dict[str, dict[str, Any]], trainer: str) -> None:
         (temporary / "trainer.json").write_text(trainer)

@@ -1,7 +1,7 @@
 """The tensors of a checkpoint as `torch.distributed.checkpoint` (DCP) keeps them: a file per rank, and an index.
 
-A rank's boxes of one tensor are described as a DTensor whose local tensor is a list of boxes with offsets: a flat ZeRO
-range is up to three rectangles per piece, which no placement of DTensor can express. Reading needs no process group.
+A rank's boxes of one tensor are a DTensor whose local tensor is a list of boxes: no placement of DTensor can express
+them.
 """
 
 from __future__ import annotations
@@ -37,9 +37,7 @@ from .storage import SHARDS, Part, check_shape
 
 
 def write_shards(checkpoint: Path, mine: Iterable[Part], group: ProcessGroup) -> str:
-    """Writes this rank's parts, on the CPU, which no other rank gives; returns the file, below `checkpoint`.
-
-    Every rank of the group calls it.
+    """Writes this rank's parts, on the CPU; returns the file, below `checkpoint`. Every rank of the group calls it.
 
     Raises:
         OSError: a rank could not write, for example because the disk is full; the same on every rank.
@@ -86,11 +84,7 @@ class _Files(FileSystem):
 
 
 def read_shards(checkpoint: Path, wanted: Sequence[Part]) -> None:
-    """Fills the parts in place, wherever they lie.
-
-    Raises:
-        UserError: the checkpoint does not cover them.
-    """
+    """Fills the parts in place, wherever they lie; `UserError` where the checkpoint does not cover them."""
     reader = FileSystemReader(checkpoint / SHARDS)
     index = reader.read_metadata()
     reader.set_up_storage_reader(index, is_coordinator=True)

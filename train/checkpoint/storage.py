@@ -4,8 +4,7 @@
                     optimizer.safetensors  Adam's moments, `<parameter>.exp_avg` and `.exp_avg_sq`
     several ranks   shards/                all of these by the same names, a file per rank; see `shards.py`
 
-What a rank holds is a list of boxes of whole tensors (`Part`): all that either format knows of a mesh. Every element is
-written once, and reading is local, without collectives, so that the caller can share an error.
+What a rank holds is a list of boxes of whole tensors (`Part`). Every element is written once.
 """
 
 from __future__ import annotations
@@ -47,7 +46,6 @@ class Part:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """The box, to index the whole tensor."""
         return tuple(slice(o, o + n) for o, n in zip(self.offset, self.values.shape, strict=True))
 
 
@@ -81,12 +79,7 @@ def share_out(whole: Sequence[Part], ranks: int) -> list[list[Part]]:
 
 
 def write_whole(directory: Path, mine: Iterable[Part]) -> None:
-    """The format of one process, whose parts make up whole tensors. The same state gives the same bytes.
-
-    Raises:
-        OSError: for example when the disk is full.
-        ValueError: parts do not make up their tensor.
-    """
+    """The format of one process, whose parts must make up whole tensors. The same state gives the same bytes."""
     by_key = defaultdict(list)
     for part in mine:
         by_key[part.key].append(part)
@@ -120,11 +113,7 @@ def _save(tensors: dict[str, Tensor], path: Path) -> None:
 
 
 def read_whole(checkpoint: Path, wanted: Sequence[Part]) -> None:
-    """Fills the parts in place from the format of one process.
-
-    Raises:
-        UserError: the checkpoint does not cover them.
-    """
+    """Fills the parts in place from the format of one process; `UserError` where the checkpoint does not cover them."""
     _read_file(checkpoint / WEIGHTS, [part for part in wanted if part.kind == "weight"])
     _read_file(checkpoint / MOMENTS, [part for part in wanted if part.kind != "weight"])
 
@@ -140,11 +129,7 @@ def _read_file(path: Path, wanted: Sequence[Part]) -> None:
 
 
 def check_shape(checkpoint: Path, part: Part, saved: Shape | None) -> None:
-    """Compares the shape of a tensor in the checkpoint, None where it has none, with the model's.
-
-    Raises:
-        UserError: they differ.
-    """
+    """Raises `UserError` where a tensor of the checkpoint (None: it is missing) has another shape than the model's."""
     if saved is None:
         raise UserError(f"checkpoint {checkpoint} does not cover the model: it has no {part.key}")
     if saved != part.shape:

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from ..config import DataConfig, canonical_json
 from ..errors import UserError
 from .hub import HubDataset
-from .readers import ACCEPTED, cut, format_of, is_compressed, parquet_text_bytes, read_documents
+from .readers import ACCEPTED, cut, format_of, is_compressed, parquet_text_bytes, read_documents, refuse_empty
 
 # Above FULL_HASH_BYTES a file is represented by its size and some blocks, for planning computes fingerprints: an edit
 # between blocks that keeps the size goes unseen.
@@ -33,11 +33,7 @@ class Corpus(Protocol):
     """Text, one document at a time."""
 
     def documents(self) -> Iterator[str]:
-        """Documents in a deterministic order, none of them blank, all of them encodable as UTF-8.
-
-        Raises:
-            UserError: on text that cannot be read, naming the file and the line or row.
-        """
+        """Documents in a deterministic order, none of them blank, all of them encodable as UTF-8."""
         ...
 
     def fingerprint(self) -> str:
@@ -45,11 +41,7 @@ class Corpus(Protocol):
         ...
 
     def size_bytes(self) -> int | None:
-        """About how many bytes of UTF-8 `documents` yields, without reading them; None where that is not known.
-
-        Exact for the standard library and plain text; for JSON lines the size of the files, an upper bound; for parquet
-        the uncompressed size of the column; for the Hub `max_bytes`; None for compressed JSON lines.
-        """
+        """About how many bytes of UTF-8 `documents` yields, without reading them; None where that is not known."""
         ...
 
     def sample(self, size: int) -> Iterator[str]:
@@ -58,11 +50,7 @@ class Corpus(Protocol):
 
 
 def open_corpus(config: DataConfig) -> Corpus:
-    """The corpus that a config names.
-
-    Raises:
-        UserError: on an unknown corpus, a missing file, a folder without text, or fields that do not fit the corpus.
-    """
+    """The corpus that a config names; `UserError` where it does not exist, or fields do not fit it."""
     if config.max_bytes is not None and config.max_bytes < 1:
         raise UserError(f"data.max_bytes is {config.max_bytes}; it must be 1 or more, or null for the whole corpus")
     if config.corpus == "stdlib":
@@ -91,12 +79,8 @@ class StandardLibrary:
     max_bytes: int | None = None
 
     def documents(self) -> Iterator[str]:
-        found = False
-        for text in cut(self._texts(), self.max_bytes):
-            found = True
-            yield text
-        if not found:
-            raise UserError(f"data.corpus is stdlib; {self.root} holds no Python source, use data.corpus=text or hf")
+        complaint = f"data.corpus is stdlib; {self.root} holds no Python source, use data.corpus=text or hf"
+        return refuse_empty(cut(self._texts(), self.max_bytes), complaint)
 
     def _texts(self) -> Iterator[str]:
         for path in self._files():
@@ -136,12 +120,7 @@ class TextFiles:
 
     def documents(self) -> Iterator[str]:
         texts = (text for path in self.files for text in self._read(path))
-        found = False
-        for text in cut(texts, self.max_bytes):
-            found = True
-            yield text
-        if not found:
-            raise UserError(_empty(self.path))
+        return refuse_empty(cut(texts, self.max_bytes), _empty(self.path))
 
     def _read(self, path: Path) -> Iterator[str]:
         piece = PIECE_BYTES if len(self.files) > 1 else SINGLE_FILE_PIECE_BYTES
@@ -184,13 +163,8 @@ def _empty(path: str) -> str:
 
 
 def find_files(path: str) -> list[Path]:
-    """The readable text files that a file, folder (searched recursively) or glob names, ordered by the parts of their
-    paths.
-
-    Hidden files and folders are left out.
-
-    Raises:
-        UserError: when there is no such file, or none of an accepted kind.
+    """The text files that a file, folder (searched recursively) or glob names, in the order of their paths; no
+    hidden ones.
     """
     given = Path(path).expanduser()
     if given.is_file():

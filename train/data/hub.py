@@ -10,7 +10,7 @@ from typing import Any
 
 from ..config import canonical_json
 from ..errors import UserError
-from .readers import cut, listed, one_line, text_value
+from .readers import cut, listed, one_line, refuse_empty, text_value
 
 _TIMEOUT_SECONDS = 20.0
 
@@ -40,12 +40,8 @@ class HubDataset:
         return self.max_bytes
 
     def _head(self, size: int) -> Iterator[str]:
-        found = False
-        for text in cut((text for text in self._texts() if text.strip()), size):
-            found = True
-            yield text
-        if not found:
-            raise UserError(f"data.name is {self.name!r}; its {self.split} has no text in the field {self.field!r}")
+        complaint = f"data.name is {self.name!r}; its {self.split} has no text in the field {self.field!r}"
+        return refuse_empty(cut((text for text in self._texts() if text.strip()), size), complaint)
 
     def _texts(self) -> Iterator[str]:
         rows = iter(self._open())

@@ -1,7 +1,7 @@
 """The order of samples: a pure function of (seed, step), so ranks, micro-batches and restarts cannot change it.
 
-A sample is a window of T + 1 consecutive tokens of the training stream, stride T. Every epoch is a permutation of all
-windows by Philox (Salmon et al. 2011) keyed by (seed, epoch); a batch may span epochs.
+Every epoch is a permutation of all windows by Philox (Salmon et al. 2011) keyed by (seed, epoch); a batch may span
+epochs.
 """
 
 from __future__ import annotations
@@ -16,11 +16,7 @@ from .tokenizers import Tokenizer
 
 
 class TrainStream:
-    """Batches of the training stream.
-
-    Raises:
-        UserError: the training part is shorter than one window.
-    """
+    """Batches of the training stream: windows of T + 1 consecutive tokens, stride T."""
 
     def __init__(self, shards: Shards, sequence_length: int, seed: int) -> None:
         self._windows = _windows(shards.train, sequence_length, "training")
@@ -56,18 +52,12 @@ class TrainStream:
         if step < 0 or start < 0 or count < 0 or start + count > batch_size:
             raise ValueError(f"rows {start} to {start + count} of step {step} are outside of a batch of {batch_size}")
         first = step * batch_size + start
-        epoch, offset = divmod(first, len(self._windows))
-        if offset + count <= len(self._windows):
-            chosen = self._permutation(epoch)[offset : offset + count]
-        else:
-            chosen = np.concatenate([self._permutation(e)[i:j] for e, i, j in self._spans(first, first + count)])
-        return self._windows[chosen].astype(np.int64)
-
-    def _spans(self, first: int, last: int) -> list[tuple[int, int, int]]:
-        """(epoch, from, to) positions that cover the samples first … last."""
-        n = len(self._windows)
-        epochs = range(first // n, -(-last // n))
-        return [(e, max(first - e * n, 0), min(last - e * n, n)) for e in epochs]
+        last, n = first + count, len(self._windows)
+        spans = [
+            self._permutation(epoch)[max(first - epoch * n, 0) : last - epoch * n]
+            for epoch in range(first // n, max(first // n + 1, -(-last // n)))
+        ]
+        return self._windows[np.concatenate(spans)].astype(np.int64)
 
     def _permutation(self, epoch: int) -> npt.NDArray[np.unsignedinteger]:
         if epoch not in self._permutations:
@@ -85,12 +75,8 @@ def permutation(seed: int, epoch: int, n: int) -> npt.NDArray[np.unsignedinteger
 
 
 def validation_windows(shards: Shards, sequence_length: int, max_tokens: int) -> npt.NDArray[np.int64]:
-    """(n, T+1) the fixed held-out set: windows evenly spread over the validation stream, at most `max_tokens` targets.
-
-    No target is in two windows. Spread, because the head of the stream alone would be a few long documents.
-
-    Raises:
-        UserError: the validation part, or `max_tokens`, is shorter than one window.
+    """(n, T+1) the fixed held-out set: windows evenly spread over the validation stream, at most `max_tokens`
+    targets.
     """
     if max_tokens < sequence_length:
         raise UserError(

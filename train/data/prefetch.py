@@ -1,14 +1,10 @@
-"""The rows of a step, on the device when the step wants them: gathered and copied while the step before it runs.
-
-Copies from pinned pages run on a stream of their own; the host waits only for a copy whose pages it needs again. On a
-CPU there is nothing to copy, and gathering takes less than a hundredth of a step.
-"""
+"""The rows of a step, on the device when the step wants them: gathered and copied while the step before it runs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,34 +18,14 @@ Gather = Callable[[int], npt.NDArray[np.int64]]  # the rows of a step, (rows, T 
 
 @dataclass(eq=False)
 class Slot:
-    """One place of the ring."""
-
     pages: Tensor  # (rows, T + 1) on the host, pinned
     rows: Tensor  # the same on the device
     step: int | None = None  # whose rows these are
     events: dict[str, Any] = field(default_factory=dict)  # of the lane
 
 
-class Lane(Protocol):
-    """The way from pages to rows."""
-
-    def slot(self, shape: tuple[int, int]) -> Slot: ...
-
-    def start(self, slot: Slot) -> None:
-        """Begins to copy pages to rows, once the rows are no longer read."""
-
-    def arrive(self, slot: Slot) -> None:
-        """What is computed from here on finds the rows."""
-
-    def leave(self, slot: Slot) -> None:
-        """What was computed up to here is the last that reads the rows."""
-
-    def pages_free(self, slot: Slot) -> None:
-        """Returns when the pages may be written to."""
-
-
-class CudaLane:
-    """A stream beside the one that computes."""
+class Lane:
+    """The way from pages to rows: a stream beside the one that computes."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -66,18 +42,22 @@ class CudaLane:
         return slot
 
     def start(self, slot: Slot) -> None:
+        """Begins to copy pages to rows, once the rows are no longer read."""
         with torch.cuda.stream(self.stream):
             slot.events["read"].wait()
             slot.rows.copy_(slot.pages, non_blocking=True)
             slot.events["copied"].record()
 
     def arrive(self, slot: Slot) -> None:
+        """What is computed from here on finds the rows."""
         slot.events["copied"].wait(torch.cuda.current_stream(self.device))
 
     def leave(self, slot: Slot) -> None:
+        """What was computed up to here is the last that reads the rows."""
         slot.events["read"].record(torch.cuda.current_stream(self.device))
 
     def pages_free(self, slot: Slot) -> None:
+        """Returns when the pages may be written to."""
         slot.events["copied"].synchronize()
 
 
@@ -87,7 +67,7 @@ class Prefetch:
     def __init__(self, gather: Gather, shape: tuple[int, int], device: torch.device, lane: Lane | None = None) -> None:
         self.gather = gather
         if lane is None and device.type == "cuda":
-            lane = CudaLane(device)
+            lane = Lane(device)
         self._lane = lane
         self._ring = [] if lane is None else [lane.slot(shape) for _ in range(RING)]
         self._read: Slot | None = None  # the place whose rows are in use

@@ -44,9 +44,7 @@ def read_documents(path: Path, field: str, piece_bytes: int) -> Iterator[str]:
     """The documents of one file, in order; those without a visible character are left out.
 
     `field` is the key or column that holds the text; a plain text longer than `piece_bytes` is cut at blank lines.
-
-    Raises:
-        UserError: the file is missing, damaged, not UTF-8, or lacks the field.
+    `UserError` where the file is missing, damaged, not UTF-8, or lacks the field.
     """
     kind = format_of(path)
     try:
@@ -249,8 +247,17 @@ def cut(texts: Iterable[str], max_bytes: int | None) -> Iterator[str]:
         left -= len(encoded)
 
 
+def refuse_empty(texts: Iterable[str], complaint: str) -> Iterator[str]:
+    """The texts; `UserError` at the end where there was none."""
+    empty = True
+    for text in texts:
+        empty = False
+        yield text
+    if empty:
+        raise UserError(complaint)
+
+
 def listed(names: list[str]) -> str:
-    """Names for a sentence, the first twelve."""
     shown = ", ".join(repr(name) for name in names[:12])
     return (shown + (", …" if len(names) > 12 else "")) or "no fields"
 

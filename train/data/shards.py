@@ -1,30 +1,30 @@
 """Token files that a run maps into memory: built once, keyed by content, never half-written.
 
 `<cache>/shards/<key>/` holds `train.bin` and `validation.bin` (token ids, every document followed by
-`end_of_document`), `*.documents.npy` (where each document starts), the tokenizer, and `manifest.json`. Building it
-twice gives the same bytes. What is held out comes from the raw text, so that recipes are compared on the same ground.
+`end_of_document`), `*.documents.npy` (where each document starts), the tokenizer, and `manifest.json`.
 """
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ..config import DataConfig
 from ..errors import UserError
+from ..files import file_sha256
 from .corpora import Corpus, open_corpus
 from .mixing import MixedDocuments, Tokens, below_fraction, content_hash
 from .recipe import recipe
 from .recipe.parts import in_parts
 from .recipe.refine import Refined, Refinery
-from .storage import Progress, building, cache_directory, checksum, locked, read_json, write_json
+from .storage import Progress, building, cache_directory, checksum, locked, read_checked, write_checked
 from .tokenizers import Tokenizer, load_tokenizer
 
 # Bumped when the same corpus would give other files.
@@ -32,7 +32,7 @@ FORMAT = 1
 PARTS = ("train", "validation")
 EXAMPLES = "recipe.examples.jsonl"
 _BATCH_CHARACTERS = 1 << 20  # that are encoded at a time
-_WRITE_TOKENS = 1 << 20  # tokens that are written at a time
+_WRITE_BYTES = 1 << 21  # that are written at a time
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,10 @@ class Shards:
 def prepare(config: DataConfig, progress: Progress | None = None, processes: int | None = None) -> Shards:
     """The shards of a config's corpus, built unless the cache has them. Processes that ask at once build once.
 
-    Where the config has a `fingerprint` or `recipe_fingerprint`, corpus and recipe must still have it. A recipe runs in
-    `processes` processes; None: one per core. Progress in the stage "tokenize" counts tokens, with an estimated total.
+    A recipe runs in `processes` processes; None: one per core. Progress in the stage "tokenize" counts tokens.
 
     Raises:
-        UserError: on text that cannot be read or has changed since it was planned, on too little text, a full disk,
-            or a cache that cannot be written.
+        UserError: the text cannot be read, is too little, or has changed since it was planned; or the disk is full.
     """
     cache = cache_directory(config)
     corpus = open_corpus(config)
@@ -74,8 +72,8 @@ def prepare(config: DataConfig, progress: Progress | None = None, processes: int
     steps = recipe.fingerprint(config.recipe)
     if config.recipe_fingerprint not in (None, steps):
         raise UserError(
-            f"data.recipe_fingerprint is {config.recipe_fingerprint}; the recipe {recipe.label(config.recipe)} has "
-            f"{steps}, so its rules or its model changed since it was planned: restore them, or plan again"
+            f"data.recipe_fingerprint is {config.recipe_fingerprint}; the recipe {recipe.recipe_label(config.recipe)} "
+            f"has {steps}, so its rules or its model changed since it was planned: restore them, or plan again"
         )
     tokenizer = load_tokenizer(config, corpus, cache, progress)
     directory = _directory(config, fingerprint, steps, tokenizer)
@@ -85,21 +83,21 @@ def prepare(config: DataConfig, progress: Progress | None = None, processes: int
     with locked(cache, f"shards-{key}", progress):
         if (found := _open_if_sound(directory, tokenizer)) is None:
             with building(directory) as temporary:
-                source = _Source(corpus, fingerprint, config)
+                build = partial(_build, corpus, fingerprint, config, tokenizer, temporary, progress)
                 if steps is None:
-                    _build(source, tokenizer, temporary, progress)
+                    build(None)
                 else:
-                    _refine(source, cache, processes, tokenizer, temporary, progress)
+                    fraction = config.validation_fraction
+                    refinery = Refinery(corpus, fingerprint, config.recipe, fraction, cache, progress, processes)
+                    with locked(cache, f"recipe-{refinery.key}", progress):  # its folder serves every tokenizer
+                        build(refinery.run())
+                        refinery.remove()
             found = open_shards(directory, tokenizer)
     return _enough(found, config)
 
 
 def at_hand(config: DataConfig, tokenizer: Tokenizer) -> Shards:
-    """As `prepare`, for a checkpoint that carries its tokenizer; but text of the Hub must be in the cache already.
-
-    Raises:
-        UserError: as `prepare`, or it is not there.
-    """
+    """As `prepare`, for a checkpoint that carries its tokenizer; but text of the Hub must be in the cache already."""
     if config.corpus != "hf":
         return prepare(config)
     directory = _directory(config, str(config.fingerprint), config.recipe_fingerprint, tokenizer)
@@ -129,31 +127,6 @@ def _enough(shards: Shards, config: DataConfig) -> Shards:
     return shards
 
 
-@dataclass(frozen=True)
-class _Source:
-    corpus: Corpus
-    fingerprint: str
-    config: DataConfig
-
-
-def _refine(
-    source: _Source,
-    cache: Path,
-    processes: int | None,
-    tokenizer: Tokenizer,
-    directory: Path,
-    progress: Progress | None,
-) -> None:
-    """`_build` of what a recipe leaves."""
-    config = source.config
-    refinery = Refinery(
-        source.corpus, source.fingerprint, config.recipe, config.validation_fraction, cache, progress, processes
-    )
-    with locked(cache, f"recipe-{refinery.key}", progress):  # its folder serves every tokenizer
-        _build(source, tokenizer, directory, progress, refinery.run())
-        refinery.remove()
-
-
 def _open_if_sound(directory: Path, tokenizer: Tokenizer) -> Shards | None:
     if not directory.exists():
         return None
@@ -165,13 +138,9 @@ def _open_if_sound(directory: Path, tokenizer: Tokenizer) -> Shards | None:
 
 
 def open_shards(directory: str | Path, tokenizer: Tokenizer) -> Shards:
-    """Shards that `prepare` built, checked by the manifest's checksum and the size of every file.
-
-    Raises:
-        UserError: something is missing, truncated or changed, or was built with another tokenizer.
-    """
+    """Shards that `prepare` built; `UserError` where their manifest, a file's size or the tokenizer does not match."""
     directory = Path(directory)
-    manifest = read_json(directory / "manifest.json")
+    manifest = read_checked(directory / "manifest.json")
     if manifest.get("format") != FORMAT:
         raise UserError(f"{directory} has format {manifest.get('format')}; this version reads format {FORMAT}")
     if manifest["tokenizer"]["fingerprint"] != tokenizer.fingerprint:
@@ -197,14 +166,14 @@ def open_shards(directory: str | Path, tokenizer: Tokenizer) -> Shards:
 
 
 def _build(
-    source: _Source, tokenizer: Tokenizer, directory: Path, progress: Progress | None, refined: Refined | None = None
-) -> None:
-    config = source.config
+    corpus: Corpus, fingerprint: str, config: DataConfig, tokenizer: Tokenizer, directory: Path,
+    progress: Progress | None, refined: Refined | None,
+) -> None:  # fmt: skip
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
     spool = directory / "spool"
     mixed = MixedDocuments(spool, dtype)
-    texts = source.corpus.documents() if refined is None else refined.documents()
-    size = None if progress is None else source.corpus.size_bytes() if refined is None else refined.size_bytes()
+    texts = corpus.documents() if refined is None else refined.documents()
+    size = None if progress is None else corpus.size_bytes() if refined is None else refined.size_bytes()
     _tokenize(texts, size, tokenizer, mixed, progress)
     if refined is None:
         lowest, highest, documents = mixed.lowest, mixed.highest, mixed.documents
@@ -215,7 +184,7 @@ def _build(
             f"data.corpus is {config.corpus}; its {documents} document(s) are all the same text, and "
             "holding one out for validation needs at least two distinct documents"
         )
-    if source.corpus.fingerprint() != source.fingerprint:
+    if corpus.fingerprint() != fingerprint:
         raise UserError(f"data.corpus is {config.corpus}; its text changed while it was read, run again")
     writers = {part: _PartWriter(directory / f"{part}.bin", dtype) for part in PARTS}
     for done, (digest, tokens, text_bytes) in enumerate(mixed, start=1):
@@ -231,10 +200,12 @@ def _build(
     tokenizer.save(directory)
     if refined is not None:
         refined.write_examples(directory / EXAMPLES)
-    files = {path.name: _described(path) for path in sorted(directory.iterdir())}
+    files = {
+        path.name: {"bytes": path.stat().st_size, "sha256": file_sha256(path)} for path in sorted(directory.iterdir())
+    }
     manifest = {
         "format": FORMAT,
-        "corpus": {"kind": config.corpus, "fingerprint": source.fingerprint},
+        "corpus": {"kind": config.corpus, "fingerprint": fingerprint},
         "tokenizer": {
             "fingerprint": tokenizer.fingerprint,
             "vocab_size": tokenizer.vocab_size,
@@ -247,7 +218,7 @@ def _build(
         **({} if refined is None else {"recipe": refined.report}),
         "files": files,
     }
-    write_json(directory / "manifest.json", manifest)
+    write_checked(directory / "manifest.json", manifest)
 
 
 def _tokenize(
@@ -275,10 +246,8 @@ class _PartWriter:
     """Appends documents to one token file."""
 
     def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:
-        self._file = open(path, "wb")  # noqa: SIM115  closed by close(); a failed build drops the whole folder
+        self._file = open(path, "wb", _WRITE_BYTES)  # noqa: SIM115  closed by close(); a failed build drops the folder
         self._dtype = dtype
-        self._waiting: list[Tokens] = []
-        self._waiting_tokens = 0
         self._bytes = 0
         self.starts = [0]
 
@@ -287,43 +256,25 @@ class _PartWriter:
         return {"tokens": self.starts[-1], "documents": len(self.starts) - 1, "bytes": self._bytes}
 
     def add(self, tokens: Tokens, text_bytes: int) -> None:
-        self._waiting.append(tokens)
-        self._waiting_tokens += len(tokens)
+        self._file.write(tokens.astype(self._dtype, copy=False).tobytes())
         self._bytes += text_bytes
         self.starts.append(self.starts[-1] + len(tokens))
-        if self._waiting_tokens >= _WRITE_TOKENS:
-            self._flush()
-
-    def _flush(self) -> None:
-        if self._waiting:
-            self._file.write(cast(Any, np.concatenate(self._waiting).astype(self._dtype, copy=False)).data)
-        self._waiting, self._waiting_tokens = [], 0
 
     def close(self) -> None:
-        self._flush()
         self._file.close()
-
-
-def _described(path: Path) -> dict[str, Any]:
-    with open(path, "rb") as file:
-        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
 def prepare_with_progress(config: DataConfig) -> Shards:
     """`prepare` with a bar on standard error that shows tokens per second; silent where there is no terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.text import Text
 
     class Speed(TextColumn):
-        def render(self, task: Any) -> Any:
+        def render(self, task: Any) -> Text:
             speed = task.finished_speed or task.speed
             unit = " tokens" if task.description == "tokenize" else ""
-            return self._text(f"{speed:,.0f}{unit}/s" if speed else "")
-
-        def _text(self, text: str) -> Any:
-            from rich.text import Text
-
-            return Text(text)
+            return Text(f"{speed:,.0f}{unit}/s" if speed else "")
 
     columns = (TextColumn("{task.description}"), BarColumn(), Speed(""), TimeRemainingColumn())
     console = Console(stderr=True)

@@ -17,18 +17,14 @@ from typing import Any
 
 from ..config import DataConfig, canonical_json
 from ..errors import UserError
-from ..files import fsync_path
+from ..files import put_in_place, temporary_directory_beside
 
 # (stage, done, total): total is 0 while it is unknown.
 Progress = Callable[[str, float, float], None]
 
 
 def cache_directory(config: DataConfig) -> Path:
-    """`data.cache_dir`, else $ISOFLOP_CACHE, else ~/.cache/isoflop; made if it is missing.
-
-    Raises:
-        UserError: it cannot be made. One that cannot be written is refused by `locked`.
-    """
+    """`data.cache_dir`, else $ISOFLOP_CACHE, else ~/.cache/isoflop; made if it is missing."""
     given = config.cache_dir or os.environ.get("ISOFLOP_CACHE")
     directory = Path(given).expanduser() if given else Path.home() / ".cache" / "isoflop"
     try:
@@ -72,30 +68,17 @@ def locked(cache: Path, name: str, progress: Progress | None = None) -> Iterator
 def building(final: Path) -> Iterator[Path]:
     """A temporary folder beside `final` that takes its name when the block ends well, and is removed when it does not.
 
-    Only for holders of the lock of `final`: leftovers of killed builders and a damaged `final` are removed.
-
-    Raises:
-        UserError: the disk is full.
+    Only for holders of the lock of `final`, for leftovers of killed builders are removed. A full disk is a `UserError`.
     """
-    temporary = final.with_name(f"{final.name}.tmp-{os.getpid()}")
     try:
-        for leftover in final.parent.glob(f"{final.name}.tmp-*"):
+        for leftover in final.parent.glob(f".{final.name}.*"):
             shutil.rmtree(leftover, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        yield temporary
-        for path in temporary.iterdir():
-            fsync_path(path)
-        fsync_path(temporary)
-        if final.exists():
-            # rename() replaces no folder that has content. Who looks between the two finds none, and waits to build.
-            final.rename(final.with_name(f"{final.name}.tmp-damaged"))
-        temporary.rename(final)
-        fsync_path(final.parent)
-        shutil.rmtree(final.with_name(f"{final.name}.tmp-damaged"), ignore_errors=True)
-    except BaseException as error:
-        shutil.rmtree(temporary, ignore_errors=True)
+        with temporary_directory_beside(final) as temporary:
+            yield temporary
+            put_in_place(temporary, final)
+    except OSError as error:
         # EFBIG is what a limit on the size of files gives (ulimit -f), EDQUOT a quota.
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise UserError(
                 f"data.cache_dir: {final.parent} has no room ({error.strerror}); free some, "
                 "or set data.cache_dir to a larger disk"
@@ -108,17 +91,13 @@ def checksum(value: Any) -> str:
     return hashlib.sha256(canonical_json(value).encode()).hexdigest()
 
 
-def write_json(path: Path, content: dict[str, Any]) -> None:
+def write_checked(path: Path, content: dict[str, Any]) -> None:
     """Writes a dict with its own checksum in it. For a folder that `building` makes: it is not atomic by itself."""
     path.write_text(json.dumps({**content, "checksum": checksum(content)}, indent=2) + "\n", encoding="utf-8")
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """What `write_json` wrote, without the checksum.
-
-    Raises:
-        UserError: the file is missing, unreadable, or its checksum does not hold.
-    """
+def read_checked(path: Path) -> dict[str, Any]:
+    """What `write_checked` wrote, without the checksum; `UserError` where the file is missing or damaged."""
     try:
         content = json.loads(path.read_bytes())
         expected = content.pop("checksum")

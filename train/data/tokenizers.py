@@ -1,7 +1,7 @@
 """Text to token ids and back: bytes, a byte-level BPE trained on the corpus, or any tokenizer.json.
 
 Special tokens are never read out of text. `token_bytes` turns nats per token into bits per byte, which compare across
-tokenizers; it is exact for byte-level ones, and counts the changed text of one that changes its text.
+tokenizers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..config import DataConfig, canonical_json
 from ..errors import UserError
 from .corpora import Corpus, open_corpus
 from .mixing import Tokens, below_fraction, content_hash
-from .storage import Progress, building, checksum, locked, read_json, write_json
+from .storage import Progress, building, checksum, locked, read_checked, write_checked
 
 # What ends a document in a tokenizer.json without an `eos_token` in a tokenizer_config.json beside it.
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]")
@@ -33,8 +33,6 @@ _CARD = "isoflop_tokenizer.json"
 
 
 class Tokenizer(Protocol):
-    """Text to token ids and back."""
-
     @property
     def vocab_size(self) -> int:
         """Ids are below this."""
@@ -67,11 +65,7 @@ class Tokenizer(Protocol):
 def load_tokenizer(
     config: DataConfig, corpus: Corpus | None, cache: Path, progress: Progress | None = None
 ) -> Tokenizer:
-    """The tokenizer that a config names; a BPE is trained on the corpus unless the cache has it.
-
-    Raises:
-        UserError: on a vocabulary that is too small, or a file that is not a usable tokenizer.json.
-    """
+    """The tokenizer that a config names; a BPE is trained on the corpus unless the cache has it."""
     if config.tokenizer == "bytes":
         return ByteTokenizer()
     if config.tokenizer == "bpe":
@@ -82,9 +76,6 @@ def load_tokenizer(
 def planned_vocab_size(config: DataConfig) -> int:
     """Size of the vocabulary, known without reading the corpus; a corpus too small for a BPE leaves the last ids
     unused.
-
-    Raises:
-        UserError: as `load_tokenizer`.
     """
     if config.tokenizer == "bytes":
         return 256
@@ -107,12 +98,8 @@ def planned_fingerprint(config: DataConfig) -> str:
 
 
 def tokenizer_from_directory(directory: str | Path) -> Tokenizer:
-    """The tokenizer that `Tokenizer.save` wrote: a checkpoint carries its own.
-
-    Raises:
-        UserError: it is missing or was changed since.
-    """
-    card = read_json(Path(directory) / _CARD)
+    """The tokenizer that `Tokenizer.save` wrote; `UserError` where it is missing or was changed since."""
+    card = read_checked(Path(directory) / _CARD)
     if card["kind"] == "bytes":
         return ByteTokenizer()
     path = Path(directory) / "tokenizer.json"
@@ -191,7 +178,7 @@ class SubwordTokenizer:
 def _save_card(tokenizer: Tokenizer, kind: str, directory: Path) -> None:
     Path(directory).mkdir(parents=True, exist_ok=True)
     card = {"kind": kind, "vocab_size": tokenizer.vocab_size, "end_of_document": tokenizer.end_of_document}
-    write_json(Path(directory) / _CARD, {**card, "fingerprint": tokenizer.fingerprint})
+    write_checked(Path(directory) / _CARD, {**card, "fingerprint": tokenizer.fingerprint})
 
 
 def _read_tokenizer_json(path: Path) -> Any:

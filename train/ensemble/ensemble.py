@@ -1,14 +1,8 @@
 """Runs of one shape trained together, each with its own identity, directory, metrics and checkpoints.
 
-Special here:
-- one step of the ensemble is one step of every member that still trains, each at its own step of its own schedule; a
-  member that has ended leaves, and the others go on with an ensemble that is smaller;
-- each member has a `Trainer` of its own, the same that keeps the books of a run alone, and writes the same files, so a
-  run can be trained alone up to a kill and go on in an ensemble, or the other way round;
-- what goes wrong with one member (its loss, its disk, its checkpoint) ends that member; what goes wrong in the step
-  they share (memory) ends all that are left;
-- seconds are shared out: while E members train, each pays 1/E of the clock, so the seconds of all runs add up to what
-  the device was busy, and tokens_per_s is what a member gets for the time that it pays.
+Each member has a `Trainer` of its own, the same that keeps the books of a run alone, so a run can go on alone or in an
+ensemble. What goes wrong with one member ends that member; what goes wrong in the shared step ends all that are left.
+While E members train, each pays 1/E of the clock, so the seconds of all runs add up to those of the device.
 """
 
 from __future__ import annotations
@@ -29,7 +23,7 @@ from ..errors import Diverged, Stopped, UserError
 from ..hardware import kept_peak, out_of_memory
 from ..job.failure import Cause, cause_of, describe_error, forget_failure, note_failure
 from ..job.job import Job, join
-from ..loop import Trainer, open_shards
+from ..loop import Trainer, open_run_shards
 from ..parallel.zero import StepResult
 from ..planner.validation import validate
 from ..precision import set_matmul_precision
@@ -39,8 +33,6 @@ from .stacked import Member, StackedStepper
 
 @dataclass(frozen=True)
 class Ended:
-    """How one member of an ensemble ended."""
-
     kind: str  # done | diverged | failed | stopped
     reason: str | None = None  # in a sentence; None when done
     summary: dict[str, Any] | None = None  # what summary.json holds; of a run that is done
@@ -62,10 +54,10 @@ def train_together(
         configs: complete and resolved, of different runs that `members.check_together` accepts.
         directories: of the runs, in the same order.
         should_stop: asked after every step; True saves every member that still trains, and ends it with `stopped`.
-        report: gets the index of a member and a line for everything that a person should know of it.
-        on_end: gets the index of a member and how it ended, when it ends; the others may go on.
+        report: gets the index of a member and a line for a person.
+        on_end: gets the index of a member and how it ended; the others may go on.
         shards: tokens to train on; prepared from the config when not given.
-        alive: called in work that takes long and has no steps, such as preparing the data; its answer is not looked at.
+        alive: called in work that takes long and has no steps, such as preparing the data.
 
     Returns:
         How each ended, in the order of `configs`.
@@ -81,7 +73,7 @@ def train_together(
         torch.set_num_threads(first.parallel.threads)
     set_matmul_precision(first.parallel.tf32)
     with join(first, directories[0], partial(report, 0)) as job:
-        opened = open_shards(first, shards, job, alive)
+        opened = open_run_shards(first, shards, job, alive)
         together = _Together(configs, directories, opened, job, report, on_end, alive)
         try:
             together.start()
@@ -106,7 +98,6 @@ class SharedClock:
         return self._paid
 
     def leave(self) -> None:
-        """One pays no longer."""
         self()
         self.payers -= 1
 
@@ -140,7 +131,6 @@ class _Together:
         self._leave()
 
     def step(self, should_stop: Callable[[], bool]) -> None:
-        """One step of everybody who is left, and its books."""
         steps = [self.trainers[member.index].progress.step for member in self.members]
         self.job.beat(min(steps), f"in a step of an ensemble of {len(steps)}")
         try:
@@ -158,7 +148,6 @@ class _Together:
         self._leave()
 
     def close(self) -> None:
-        """Closes what is still open; after an error that nobody here answers that may be all."""
         for trainer in self.trainers.values():
             trainer.close()
         self.stepper.close()
@@ -197,7 +186,6 @@ class _Together:
         self.on_end(member.index, ended)
 
     def _leave(self) -> None:
-        """Those who have ended make room."""
         gone = [member for member in self.stepper.members if member not in self.members]
         for _ in gone:
             self.clock.leave()
@@ -206,7 +194,6 @@ class _Together:
 
 
 def _keep_books(trainer: Trainer, result: StepResult, stop: bool) -> Ended | None:
-    """What the loop of a run alone does after a step."""
     trainer.record_step(result)
     if not trainer.goes_on:
         return _finish(trainer)

@@ -1,7 +1,6 @@
-"""Which runs can be trained together as one ensemble. Pure, and without torch: the planner asks.
+"""Which runs can be trained together as one ensemble; the planner asks, so without torch.
 
-Members of an ensemble share a shape: the model, the data, the batch, the number format and the device. All else is a
-member's own: seed, learning rate, weight decay, every other number of the optimizer, the schedule, D, names and places.
+Members share the model, the data, the batch, the number format and the device; all else is a member's own.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from ..errors import UserError
 _SHARED_PARALLEL = ("device", "compile", "tf32", "threads", "attention", "bucket_mb")
 
 
-def shape_of(config: RunConfig) -> dict[str, Any]:
-    """What members of one ensemble must agree on, by the flat names of config fields; values can be hashed.
+def shared_fields(config: RunConfig) -> dict[str, Any]:
+    """What members of one ensemble must agree on, by flat names of config fields.
 
-    The corpus counts by its fingerprint, wherever it lies; by its path too where the planner has not filled that in.
+    The corpus counts by its fingerprint; by its path too where the planner has not filled that in.
     """
     shape: dict[str, Any] = {}
     for group in ("model", "data"):
@@ -38,13 +37,10 @@ def shape_of(config: RunConfig) -> dict[str, Any]:
 
 
 def refusal(config: RunConfig) -> str | None:
-    """Why a run cannot be a member of any ensemble, in a sentence; None where it can."""
+    """Why a run cannot be a member of any ensemble; None where it can."""
     parallel, batch = config.parallel, config.optimizer.batch_size
     if parallel.world_size > 1:
-        return (
-            f"parallel.tp {parallel.tp} * parallel.dp {parallel.dp} is {parallel.world_size} ranks; a member of an "
-            "ensemble has 1"
-        )
+        return f"{parallel.mesh} ranks; a member of an ensemble has 1"
     if config.precision == "fp16":
         return "precision is 'fp16', whose loss scale an ensemble does not have; it must be fp32 or bf16"
     if parallel.micro_batch_size not in (None, batch):
@@ -60,23 +56,18 @@ def refusal(config: RunConfig) -> str | None:
 
 
 def check_together(configs: Sequence[RunConfig]) -> None:
-    """Refuses what cannot be trained as one ensemble.
-
-    Raises:
-        UserError: one sentence: there is no run, a run comes twice, a run cannot be a member of any ensemble, or two
-            differ in what members share (the field and both values).
-    """
+    """Refuses what cannot be trained as one ensemble: UserError with the field and both values."""
     if not configs:
         raise UserError("an ensemble of no runs was asked for; it must have at least 1")
     names = [run_id(config) for config in configs]
     twice = next((name for number, name in enumerate(names) if name in names[:number]), None)
     if twice is not None:
         raise UserError(f"run {twice} is twice in one ensemble; its members must be different runs")
-    first = shape_of(configs[0])
+    first = shared_fields(configs[0])
     for name, config in zip(names, configs, strict=True):
         if (reason := refusal(config)) is not None:
             raise UserError(f"run {name} cannot be a member of an ensemble: {reason}")
-        for field, value in shape_of(config).items():
+        for field, value in shared_fields(config).items():
             if field not in first or first[field] != value:
                 raise UserError(
                     f"{field} is {first.get(field)!r} in run {names[0]} and {value!r} in run {name}; members of one "

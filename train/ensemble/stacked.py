@@ -7,13 +7,9 @@ With E members, n = B T tokens of each, width w, rows V of the padded vocabulary
     attention   (E B, T, heads, d)                  has no weights: it sees E times as many sequences
     state       (E, bucket)                         one row per member, laid out as `parallel/zero.py` does for one run
 
-Special here:
-- no operation mixes members, so what one does (a NaN too) reaches no other;
-- on CPUs a member's numbers are those of a run alone bit for bit: a batched product gives the bits of the plain ones,
-  and every other operation is the same, in the same order. So a run can go on alone, or in an ensemble;
-- the head and the loss go member by member: they work in chunks that fill the cache, or the GPU, by themselves;
-- on CPUs each thread takes some members through their whole step: cutting every operation in two would have threads
-  wait for one another some hundred times a step. It takes as many at a time as the cache holds streams of.
+No operation mixes members, so what one does (a NaN too) reaches no other. On CPUs a member's numbers are those of a run
+alone bit for bit, so a run can leave an ensemble or join one. There each thread takes some members through their whole
+step, as many at a time as the cache holds streams of: cutting every operation in two would have threads wait.
 """
 
 from __future__ import annotations
@@ -40,9 +36,9 @@ from ..model.compiled import Compiled
 from ..model.gpt import GPT, SCORED_TOKENS
 from ..model.loss import linear_cross_entropy
 from ..model.parametrization import ParameterGroup, empty_model, initial_weights, output_scale, parameter_groups
-from ..model.shape import shape_of
-from ..parallel.buckets import Bucket, fill, pack
-from ..parallel.layout import Held, whole
+from ..model.shape import model_shape
+from ..parallel.buckets import Bucket, fill, pack_bucket
+from ..parallel.layout import Held, whole_placement
 from ..parallel.zero import StepResult, square
 from ..precision import compute_dtype
 from ..schedule import learning_rate_factor
@@ -58,11 +54,10 @@ class StackedGPT:
     """E models that share a shape. It owns no weights, and follows whoever changes them.
 
     Args:
-        template: a GPT of that shape; its angles lie on the device, its own weights are not looked at.
-        weights: of all members, at least fp32; what is trained, or views of it.
-        output_scale: (E,) of each member, of the weights' type.
+        template: a GPT of that shape, for its angles and attention.
+        weights: of all members, at least fp32.
+        output_scale: (E,).
         dtype: of products and streams.
-        compiled: whether blocks go through `torch.compile`.
     """
 
     def __init__(
@@ -97,7 +92,7 @@ class StackedGPT:
         return [linear_cross_entropy(x, w, ids, vocabulary, reduction, z) for x, w, ids, z in members]
 
     def _last_hidden(self, tokens: Tensor, table: Tensor) -> Tensor:
-        """What the head reads, (E, n, w), with rows of the tables (E, V, w) at the beginning."""
+        """What the head reads, (E, n, w), for rows of the tables (E, V, w)."""
         config, weights = self.config, self.weights
         members, batch, time = tokens.shape
         cos, sin = self.template.cos[:time], self.template.sin[:time]
@@ -113,8 +108,6 @@ def _block(
     config: ModelConfig, backend: Backend, x: Tensor, weights: Weights, cos: Tensor, sin: Tensor,
     seen: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """One pre-norm decoder block of every member, (E, n, w) -> (E, n, w)."""
-
     def norm(name: str, x: Tensor) -> Tensor:
         return _norm(x, weights[f"{name}_norm.weight"], config.norm_eps)
 
@@ -127,7 +120,7 @@ def _block(
     heads, kv_heads = config.heads, config.num_kv_heads
     # (E, n, …) -> (E B, T, heads, d): in attention members are sequences among sequences.
     fused = times(norm("attention", x), "attention.qkv").view(-1, len(cos), heads + 2 * kv_heads, config.head_dim)
-    norms = tuple(partial(head_norm, name) for name in ("query", "key")) if shape_of(config).head_norms else ()
+    norms = tuple(partial(head_norm, name) for name in ("query", "key")) if model_shape(config).head_norms else ()
     query, key, value = query_key_value(fused, heads, kv_heads, norms, lambda x: apply_rotary(x, cos, sin))
     mixed = backend.attend(query, key, value, seen, config.window).reshape(x.shape)
     x = x + times(mixed, "attention.out")
@@ -162,13 +155,15 @@ class _Product(torch.autograd.Function):
 
 
 class Rows:
-    """The training state of E models of one shape.
+    """The training state of E models of one shape: every member's update is the one that `Zero` makes, bit for bit on
+    CPUs.
+
+    A parameter of all members is a strided view of a matrix, which batched products take as it is; a member's state is
+    rows, which the fused AdamW takes whole.
 
     Args:
-        template: one of them, on any device; names and shapes are all that is read.
-        optimizers: of every member.
+        template: on any device; names and shapes are all that is read.
         bucket_mb: MiB of gradients that a run alone would keep together.
-        device: where everything lies.
         dtype: of everything; fp64 for tests.
     """
 
@@ -196,7 +191,7 @@ class Rows:
         return {name: view.detach().requires_grad_() for name, view in self._views(self.weight, rows).items()}
 
     def gradients(self, rows: slice) -> list[Tensor]:
-        """Where the gradients of `parameters` are to be written, in their order: views of `grad`."""
+        """Where the gradients of `parameters` are to be written, in their order."""
         return list(self._views(self.grad, rows).values())
 
     def _views(self, matrices: Sequence[Tensor], rows: slice) -> dict[str, Tensor]:
@@ -214,10 +209,9 @@ class Rows:
             own[name][0].copy_(value)
 
     def held(self, row: int) -> list[Held]:
-        """The training state of a member, as writable views."""
         kinds = {"weight": self.weight, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
         return [
-            Held(name, kind, whole(self._shapes[name]), 0, view.numel(), view.flatten())
+            Held(name, kind, whole_placement(self._shapes[name]), 0, view.numel(), view.flatten())
             for kind, matrices in kinds.items()
             for name, view in self._views(matrices, slice(row, row + 1)).items()
         ]
@@ -227,7 +221,6 @@ class Rows:
         """Updates some members from their gradients; one whose loss or gradient is not finite is left alone.
 
         Args:
-            rows: the e members.
             factors: on the peak learning rates of each of them.
             losses: (e,) the batches' mean losses.
         """
@@ -262,7 +255,7 @@ class Rows:
             )  # fmt: skip
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Forgets all other members; what `parameters` and `held` gave before is of no use any more."""
+        """Forgets all other members; earlier `parameters` and `held` are of no use any more."""
         self.optimizers = [self.optimizers[row] for row in rows]
         self._groups = [self._groups[row] for row in rows]
         index = torch.tensor(rows, device=self.updates.device)
@@ -274,15 +267,14 @@ class Rows:
 
 
 def _layouts(template: GPT, groups: Sequence[ParameterGroup], limit: int) -> list[Bucket]:
-    """What `Zero` makes of one process."""
     group_of = {id(p): number for number, group in enumerate(groups) for p in group.parameters}
     numbers = {name: group_of[id(p)] for name, p in template.named_parameters()}
     sizes = {name: p.numel() for name, p in template.named_parameters()}
-    return [pack(run, sizes, numbers, 1) for run in fill(reversed(sizes), sizes, max(1, limit))]
+    return [pack_bucket(run, sizes, numbers, 1) for run in fill(reversed(sizes), sizes, max(1, limit))]
 
 
 class Member:
-    """One run's part of an ensemble, to its trainer what a `Stepper` is."""
+    """One run's part of an ensemble, to its trainer what a `Stepper` is, but for the step, which all take at once."""
 
     def __init__(self, stepper: StackedStepper, index: int, config: RunConfig, stream: TrainStream) -> None:
         self.stepper, self.index, self.config, self.stream = stepper, index, config, stream
@@ -290,37 +282,28 @@ class Member:
 
     @property
     def row(self) -> int:
-        """Where its state lies now."""
         return self.stepper.members.index(self)
 
     @property
     def zero(self) -> Member:
-        """Who owns weights and moments."""
         return self
 
     def held(self) -> list[Held]:
-        """Writable views of weights and moments."""
         return self.stepper.rows.held(self.row)
 
     def start(self) -> None:
-        """Initial weights, those of a run alone."""
         config = self.config
         self.stepper.rows.load(self.row, initial_weights(config.model, config.optimizer, config.seed))
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps beside weights and moments: plain numbers, as `Stepper.state`."""
         return {"updates": self.stepper.rows.updates[self.row].item(), "loss_scale": {}}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Takes over `state`, after weights and moments were written to `held()`."""
         self.stepper.rows.updates[self.row] = state["updates"]
 
     @torch.no_grad()
     def losses(self, windows: Tensor, beat: Callable[[], None]) -> Tensor:
-        """Summed nats of each window of tokens (n, T + 1) -> (n,) float64 on the CPU; `beat` before every pass.
-
-        By itself: a pass is as large as it is good for the device, and no larger for more members.
-        """
+        """As `Stepper.losses`, one member: a pass is as large as is good for the device, whatever the ensemble."""
         model = self.stepper.model(slice(self.row, self.row + 1))
         at_once = max(1, SCORED_TOKENS // (windows.shape[1] - 1))
         found = []
@@ -333,8 +316,6 @@ class Member:
 
 @dataclass(frozen=True)
 class _Stack:
-    """Members that go through a step together."""
-
     rows: slice
     members: Sequence[Member]
     model: StackedGPT
@@ -342,19 +323,12 @@ class _Stack:
 
 
 class StackedStepper:
-    """Models, gradients and Adam's state of all members that still train, and the step that they take together."""
+    """All members that still train, and the step that they take together."""
 
     def __init__(
         self, configs: Sequence[RunConfig], device: torch.device, shards: Shards, report: Callable[[str], None] = print
     ) -> None:
-        """The members' weights are not set: each `start`s or loads its state.
-
-        Args:
-            configs: that `check_together` accepts.
-            device: of all of them.
-            shards: what they are trained on.
-            report: gets a line that says which kernel computes attention on a GPU.
-        """
+        """The members' weights are not set: each `start`s or loads its state. `check_together` accepts the configs."""
         first = configs[0]
         self.device, self.dtype, self.length = device, compute_dtype(first.precision), first.data.sequence_length
         self.compiled = first.parallel.compile
@@ -383,7 +357,6 @@ class StackedStepper:
         self._stack()
 
     def _stack(self) -> None:
-        """Who is worked on together."""
         at_once = len(self.members)
         if self.device.type == "cpu":
             first = self.members[0].config
@@ -394,13 +367,13 @@ class StackedStepper:
         ]
 
     def model(self, rows: slice) -> StackedGPT:
-        """Some members' model, on their weights as they are and will be, until somebody leaves."""
+        """Some members' model, until somebody leaves."""
         configs = [member.config for member in self.members[rows]]
         scales = torch.tensor([output_scale(c.model, c.optimizer) for c in configs], device=self.device)
         return StackedGPT(self.template, self.rows.parameters(rows), scales, self.dtype, self.compiled)
 
     def step(self, steps: Sequence[int]) -> list[StepResult]:
-        """One optimizer step of every member, each at its own step (0-based)."""
+        """One optimizer step of every member, each at its own step."""
         if self.pool is None:
             results = [result for stack in self.stacks for result in self._step(stack, steps[stack.rows])]
             if self.cache is not None:
@@ -411,7 +384,6 @@ class StackedStepper:
         return [result for future in under_way for result in future.result()]
 
     def _step(self, stack: _Stack, steps: Sequence[int]) -> list[StepResult]:
-        """The step of some members."""
         tokens = self._tokens(stack.members, steps)
         z_losses = [member.config.optimizer.z_loss for member in stack.members]
         losses = stack.model.losses(tokens[..., :-1], tokens[..., 1:], z_losses)
@@ -421,7 +393,7 @@ class StackedStepper:
         return self.rows.step(stack.rows, factors, losses.detach())
 
     def _tokens(self, members: Sequence[Member], steps: Sequence[int]) -> Tensor:
-        """The batches of some members, (e, B, T + 1)."""
+        """(e, B, T + 1)."""
         batches = [member.stream.batch(step, member.micro) for member, step in zip(members, steps, strict=True)]
         tokens = torch.stack([torch.from_numpy(batch) for batch in batches])
         if self.device.type == "cuda":
@@ -429,20 +401,18 @@ class StackedStepper:
         return tokens.to(self.device, non_blocking=True)
 
     def drop(self, leaving: Sequence[Member]) -> None:
-        """Takes members out; their state is gone."""
         rows = [row for row, member in enumerate(self.members) if member not in leaving]
         self.members = [self.members[row] for row in rows]
         self.rows.keep(rows)
         self._stack()
 
     def close(self) -> None:
-        """Ends the threads; safe to call twice."""
         if self.pool is not None:
             self.pool.shutdown()
 
 
 def shares(members: int, at_once: int, threads: int) -> list[slice]:
-    """Members in parts of about one size, of at most `at_once`, that keep all threads busy alike. Pure."""
+    """Members in parts of about one size, of at most `at_once`, that keep all threads equally busy."""
     rounds = -(-members // (at_once * threads))
     parts = min(members, rounds * threads)
     bounds = [members * part // parts for part in range(parts + 1)]

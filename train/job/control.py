@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from ..config import RunConfig, to_dict
+from ..config import RunConfig, flatten, to_dict
 from ..errors import UserError
 from ..parallel.mesh import Mesh
 from .failure import Cause, RankError, cause_of, failure_at
@@ -27,21 +27,18 @@ SHARED = "raised on every rank"  # note on exceptions that no rank needs to tell
 class _Raised:
     """An exception of one rank, as the others hear of it."""
 
-    family: str  # UserError | OSError | RankError
     cause: Cause
     message: str
-    number: int | None = None  # OSError: errno
-    filename: str | None = None  # OSError
+    system: tuple[int | None, str | None] | None = None  # OSError: errno and file
 
 
 def run_on_ranks(mesh: Mesh, function: Callable[[], T], only_first: bool = False) -> T:
     """Calls a function on every rank and returns what it gave; where it raises on any rank, all ranks raise.
 
-    With `only_first` rank 0 alone calls it, and its result (must pickle) is returned on every rank. The function must
-    not communicate on `mesh.control`, nor on anything that other ranks wait for once it has raised.
+    With `only_first` rank 0 alone calls it, and every rank gets its result. The function must not communicate.
 
     Raises:
-        UserError, OSError: as the function did, naming the rank ("rank 3 on node07: …") unless all say the same.
+        UserError, OSError: as the function did, naming the rank unless all say the same.
         RankError: any other exception. In one process an exception passes unchanged.
     """
     if mesh.control is None:
@@ -60,8 +57,7 @@ def run_on_ranks(mesh: Mesh, function: Callable[[], T], only_first: bool = False
         result, mine = box[0]
         failures: list[_Raised | None] = [mine, *[None] * (mesh.size - 1)]
     else:
-        failures = [None] * mesh.size
-        dist.all_gather_object(failures, mine, group=mesh.control)
+        failures = mesh.gather(mine)
     if any(failures):
         shared = _shared(mesh, failures)
         shared.add_note(SHARED)
@@ -71,43 +67,33 @@ def run_on_ranks(mesh: Mesh, function: Callable[[], T], only_first: bool = False
 
 def _describe(error: Exception) -> _Raised:
     cause, message = cause_of(error), str(error) or "no message"
-    if isinstance(error, UserError):
-        return _Raised("UserError", cause, message)
     if isinstance(error, OSError):
-        words = error.strerror or message
-        return _Raised("OSError", cause, words, error.errno, str(error.filename) if error.filename else None)
-    if isinstance(error, RankError):
-        return _Raised("RankError", cause, message)
-    return _Raised("RankError", cause, f"{type(error).__name__}: {message}")
+        return _Raised(cause, error.strerror or message, (error.errno, str(error.filename) if error.filename else None))
+    if isinstance(error, UserError | RankError):
+        return _Raised(cause, message)
+    return _Raised(cause, f"{type(error).__name__}: {message}")
 
 
 def _shared(mesh: Mesh, failures: list[_Raised | None]) -> Exception:
-    """The exception that every rank raises, from the failures by rank."""
     failed = [(rank, failure) for rank, failure in enumerate(failures) if failure is not None]
     rank, first = failed[0]
-    if len(failed) == len(failures) and len({(failure.message, failure.filename) for _, failure in failed}) == 1:
+    if len(failed) == len(failures) and len({(failure.message, failure.system) for _, failure in failed}) == 1:
         message = first.message
     else:
         message = f"{mesh.name(rank)}: {first.message}"
         if len(failed) > 1:
             message += f" (and {len(failed) - 1} more of {len(failures)} ranks)"
-    if first.family == "UserError":
+    if first.cause == Cause.INPUT:
         return UserError(message)
-    if first.family == "OSError":
-        return OSError(first.number, message, first.filename) if first.number is not None else OSError(message)
+    if first.system is not None:
+        number, filename = first.system
+        return OSError(message) if number is None else OSError(number, message, filename)
     return RankError(failure_at(mesh.hosts, [rank for rank, _ in failed], first.cause, message, None))
 
 
 def check_same_config(mesh: Mesh, config: RunConfig) -> None:
-    """Refuses ranks that were given different configs.
-
-    Raises:
-        UserError: on every rank, naming the rank, the field and both values.
-    """
-    if mesh.control is None:
-        return
-    configs: list[dict[str, Any]] = [{}] * mesh.size
-    dist.all_gather_object(configs, _flat(to_dict(config)), group=mesh.control)
+    """Raises `UserError` on every rank where ranks were given different configs."""
+    configs = mesh.gather(flatten(to_dict(config)))
     for rank, other in enumerate(configs):
         for name in configs[0] | other:
             here, there = configs[0].get(name), other.get(name)
@@ -118,16 +104,7 @@ def check_same_config(mesh: Mesh, config: RunConfig) -> None:
                 )
 
 
-def _flat(node: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in node.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
-    return flat
-
-
 class Flag(enum.IntFlag):
-    """What a rank asks of all."""
-
     STOP = 1
     SAVE = 2
 
@@ -143,7 +120,7 @@ class Agreement:
     def __call__(self, flags: Flag) -> Flag:
         """Raises this rank's flags and returns what all ranks raised at the call before; one process: at this one.
 
-        Every rank calls it at every step. No step waits: a reduction that starts at one call is read at the next.
+        Every rank calls it at every step, and none waits: a reduction that starts at one call is read at the next.
         """
         if self._control is None:
             return flags

@@ -1,8 +1,4 @@
-"""Which rank of which job this process is, as its launcher's environment says.
-
-SLURM's variables count only in a task that submitit started: a process started by hand inside an allocation sees them
-too, and is one process. torchrun inside a submitit job is the inner launcher, and wins.
-"""
+"""Which rank of which job this process is, as its launcher's environment says."""
 
 from __future__ import annotations
 
@@ -33,8 +29,7 @@ class Ranks:
 def detect(environment: Mapping[str, str] | None = None) -> Ranks:
     """The rank of this process, from submitit's or torchrun's variables; without either it is one process.
 
-    Raises:
-        UserError: a launcher's variables are there but make no rank.
+    SLURM's variables count only in a task that submitit started; torchrun inside one is the inner launcher, and wins.
     """
     env = os.environ if environment is None else environment
     host = socket.gethostname()

@@ -18,9 +18,8 @@ import torch.distributed as dist
 
 
 def run_ranks(ranks: int, function: Callable[..., Any], *arguments: Any, timeout: float = 120.0) -> list[Any]:
-    """Calls `function(*arguments)` in `ranks` forked processes with torch's process group up; returns what each gave.
-
-    The function may be a closure; what it returns must pickle. Each rank has one thread.
+    """Calls `function(*arguments)`, which may be a closure, in forked processes with torch's process group; returns all
+    results.
 
     Raises:
         RuntimeError: a rank raised, died, or had not ended in time; holds every rank's own words.

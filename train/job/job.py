@@ -14,7 +14,7 @@ from ..config import RunConfig
 from ..errors import COLLECTIVE, Stopped
 from ..hardware import pick_device
 from ..parallel.mesh import Mesh
-from ..planner.validation import check_world
+from ..planner.validation import check_world, validate
 from .control import Agreement, Flag, check_same_config
 from .environment import detect
 from .failure import Cause, Failure, failure_of, forget_failure, note_failure
@@ -53,11 +53,7 @@ def join(config: RunConfig, directory: Path, report: Callable[[str], None]) -> I
     """Makes this process a rank of the run's job, and takes it out again.
 
     Where another rank dies or hangs while this one is stuck in a collective, this process is ended from within.
-    `directory/failure.json` then says why, as it does of whatever is raised in the block but `Stopped`.
-
-    Raises:
-        UserError: the ranks are not those that the config asks for, were given different configs, or do not meet.
-        RankError: another rank failed.
+    failure.json says why, as it does of whatever is raised in the block but `Stopped`.
     """
     ranks, watchdog = detect(), None
 
@@ -68,6 +64,7 @@ def join(config: RunConfig, directory: Path, report: Callable[[str], None]) -> I
     if ranks.rank == 0:
         forget_failure(directory)  # of an earlier attempt
     try:
+        validate(config)
         device = pick_device(config.parallel.device)
         check_world(config, ranks.size, ranks.local_size)
         with meet(ranks, directory, config.parallel, device) as (mesh, store):

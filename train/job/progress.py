@@ -36,8 +36,8 @@ class RunProgress:
     def judge(self, past: Iterable[PastStep], config: RunConfig) -> list[str]:
         """Judges steps in their order; returns a line for the log for each that made no update.
 
-        A batch is bad when its loss or its gradient norm is not finite. In fp16 a finite loss with a gradient that is
-        not is an overflow, which lowers the loss scale and costs nothing until the scale is at its floor.
+        In fp16 a finite loss with a gradient that is not finite is an overflow, which costs nothing until the loss
+        scale is at its floor.
 
         Raises:
             Diverged: one bad batch more than `skip_bad_steps`, or the loss rose out of its band.

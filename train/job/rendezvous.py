@@ -1,7 +1,4 @@
-"""The ranks of a job find each other: through a file in the run directory, or through torchrun's address.
-
-One process without a launcher joins nothing; started by torchrun it gets process groups of one rank, the code of many.
-"""
+"""The ranks of a job find each other: through a file in the run directory, or through torchrun's address."""
 
 from __future__ import annotations
 
@@ -39,9 +36,7 @@ def meet(
     """Makes this process a rank of its job, and takes it out again.
 
     Yields the mesh, and the store in which ranks leave each other messages: None for one process without a launcher.
-
-    Raises:
-        UserError: rank 0 was not found in time, or a tensor-parallel group is spread over nodes.
+    `UserError` where rank 0 was not found in time, or a tensor-parallel group is spread over nodes.
     """
     if device.type == "cuda":
         # The launcher shows a rank all GPUs of its node, or only its own.
@@ -63,8 +58,7 @@ def meet(
         for group in (mesh.dp_group, mesh.tp_group, mesh.control):
             if group is not None:  # torch gives groups of its own making 10 minutes on NCCL, whatever their parent has
                 dist.distributed_c10d._set_pg_timeout(limit, group)
-        hosts: list[str] = [""] * ranks.size
-        dist.all_gather_object(hosts, ranks.host, group=mesh.control)
+        hosts = mesh.gather(ranks.host)
         if file is not None:
             file.unlink(missing_ok=True)  # everybody is here
         check_hosts(parallel, hosts)
@@ -80,7 +74,6 @@ def meet(
 
 
 def _open_store(ranks: Ranks, folder: Path, timeout: float) -> tuple[Store, Path | None]:
-    """The store that all ranks share, and on rank 0 the file with its address."""
     if ranks.source == "torchrun":
         store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
         joined = store.add(f"joined/{ranks.rank}", 1)  # torchrun's store outlives a run, and a process may do several

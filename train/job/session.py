@@ -1,7 +1,4 @@
-"""What a process that trains run after run makes once: opened shards, and the device's measured rate.
-
-To open a corpus means to read all of it, and to measure a device takes 50 ms; a run of a second should pay neither.
-"""
+"""What a process that trains run after run makes once: opened shards, and the device's measured rate."""
 
 from __future__ import annotations
 

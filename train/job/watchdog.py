@@ -1,16 +1,13 @@
 """Ends the whole job, with the reason, when one of its ranks dies, hangs or raises.
 
-Every rank publishes its progress in the store and watches the others. The remaining ranks end within these times:
-
 | what a rank does | the others end within |
 | --- | --- |
-| raises | 2 polls + GRACE_SECONDS |
-| dies where another rank of its node lives to see it | 2 polls + GRACE_SECONDS |
+| raises, or dies where another rank of its node sees it | 2 polls + GRACE_SECONDS |
 | dies with its node, is frozen, or hangs until no rank makes progress | timeout * 17 / 16 + 2 polls + GRACE_SECONDS |
 
-A poll is a 16th of the timeout, at most a second. LAST_WORDS_SECONDS are added where the caller's `on_loss` hangs,
-GRACE_SECONDS where rank 0 is frozen. Only the observer's own clock counts, and only while the observer itself runs:
-clocks of nodes may differ, and a suspended job does not age.
+A poll is a 16th of the timeout, at most a second. LAST_WORDS_SECONDS are added where `on_loss` hangs, GRACE_SECONDS
+where rank 0 is frozen. Only the observer's own clock counts, while it runs itself: nodes' clocks differ, and jobs are
+suspended.
 """
 
 from __future__ import annotations
@@ -79,11 +76,9 @@ class Seen:
 
 
 def at_fault(seen: Mapping[int, Seen], now: float, timeout: float) -> list[int]:
-    """Ranks that keep the job from going on: silent processes, else those at the earliest step, else those elsewhere in
-    the code.
+    """Ranks that stop the job: silent processes, else those at the earliest step, else those elsewhere in the code.
 
-    None as long as all processes have published, and any rank has made progress, within `timeout` seconds: the others
-    may well be waiting for it.
+    None as long as all have published, and any has made progress, within `timeout` seconds: the others may wait for it.
     """
     running = {rank: entry for rank, entry in seen.items() if not entry.beat.ended}
     silent = [rank for rank, entry in running.items() if entry.is_silent(now, timeout)]
@@ -123,12 +118,11 @@ def is_running(pid: int) -> bool:
 class Watchdog:
     """Watches a job's ranks while its block runs, and turns what a lost rank causes into an error that names it.
 
-    All ranks enter it around their common work, and call `beat` at every step and within any work that takes long. One
-    process without a launcher (store None) is not watched.
+    All ranks enter it, and call `beat` at every step and within any work that takes long. Without a store (one process
+    without a launcher) nothing is watched.
 
     Raises:
-        RankError: from the block, in place of an error that another rank's end caused; or on entry, when a rank
-            does not come.
+        RankError: in place of an error that another rank's end caused; on entry, when a rank is missing.
     """
 
     def __init__(
@@ -162,7 +156,8 @@ class Watchdog:
     def __enter__(self) -> Watchdog:
         if self._base is None:
             return self
-        self._client = _client(self._base)
+        # Another connection: an operation that waits blocks its own connection only.
+        self._client = self._base.clone()  # type: ignore[attr-defined]  # torch's stubs lack it
         self._store = dist.PrefixStore("watchdog", self._client)
         self._main = threading.get_ident()
         self._publish()
@@ -199,8 +194,8 @@ class Watchdog:
             raise explained from error
 
     def explain(self, error: BaseException) -> BaseException:
-        """What to raise in place of an error: who is lost, where that caused it; else the error itself, once all
-        others know.
+        """What to raise in place of an error: who is lost, if that caused it; else the error itself, once the others
+        know it.
         """
         if _is_lost_connection(error):
             self._silence = max(1.0, 4 * self._poll)
@@ -336,15 +331,10 @@ class Watchdog:
 
 
 def _within(seconds: float, function: Callable[[], None]) -> None:
-    """Calls a function that may hang, and goes on without it after so many seconds."""
+    """Calls a function that may hang, for at most so many seconds."""
     thread = threading.Thread(target=function, daemon=True)
     thread.start()
     thread.join(seconds)
-
-
-def _client(store: Store) -> Store:
-    """Another connection to the same store: an operation that waits blocks its own connection only."""
-    return store.clone()  # type: ignore[attr-defined]  # torch's stubs lack it
 
 
 def _key(rank: int) -> str:
@@ -352,5 +342,4 @@ def _key(rank: int) -> str:
 
 
 def _is_lost_connection(error: BaseException) -> bool:
-    """Whether an error is what a collective raises when another rank is gone."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))

@@ -1,12 +1,8 @@
 """Softmax, loss and its derivative by the logits, for some rows of them: what `loss.cross_entropy_reference` says.
 
-Special here:
-- one program a row: it walks the vocabulary once for the maximum and the sum of exponentials (online, so the logits are
-  read once), and once more to write the derivative over them; the second time a row comes from the cache, as a rule;
-- everything between the load and the store is fp32, whatever the logits' type; padding is masked, never read, and its
-  derivative is zero;
-- a custom op, so that fake tensors and the compiler see one operation; triton comes in with this file, which is
-  imported when the first logits lie on a GPU.
+One program per row walks the vocabulary once for the maximum and the sum of exponentials (online), and once more to
+write the derivative over the logits. Everything in between is fp32; padding is masked, and its derivative is zero. A
+custom op, so that the compiler sees one operation.
 
 Online softmax: Milakov and Gimelshein 2018, arXiv 1805.02867. In place: Hsu et al. 2024 (Liger), arXiv 2410.10989.
 """

@@ -3,13 +3,10 @@
 Special here:
 - One mask serves all: query i sees the keys first[i] <= j <= i. `first` is the start of i's document, raised by the
   window, so it never falls along a row, and blocks that nobody sees are never loaded.
-- Query, key and value are read by their strides: views of one fused product, no copies. Keys and values of grouped
-  queries are never repeated.
-- The kernels are `torch.library` custom ops with fake and autograd formulas: torch.compile, activation recompute and
-  fake tensors see one opaque op that saves q, k, v, its output and one number a row.
-- The backward has no atomics, so it is always deterministic; see flash_backward.py for what that costs.
-- `flash_reference` is the definition: plain PyTorch, in the type it is given.
-- triton is imported when a kernel is first launched.
+- Query, key and value are read by their strides: no copies, and keys of grouped queries are never repeated.
+- The kernels are `torch.library` custom ops: compile and recompute see one op that saves q, k, v, its output and one
+  number per row. triton is imported when one is first launched.
+- The backward has no atomics, so it is deterministic. `flash_reference` is the definition, in plain PyTorch.
 
 Papers: FlashAttention-2 (Dao 2023, arXiv 2307.08691); grouped queries (Ainslie et al. 2023, arXiv 2305.13245).
 """
@@ -48,7 +45,7 @@ def flash_attention(
         scale: of the scores, above 0; d**-0.5 where None.
 
     Returns:
-        (batch, time, heads, d), contiguous. Its gradients are the same bits every time.
+        (batch, time, heads, d), contiguous.
 
     Raises:
         UserError: a shape, type or device that the kernel does not take.

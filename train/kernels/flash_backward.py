@@ -3,14 +3,10 @@
 With S = scale Q K^T, P = exp(S - lse) and delta = rowsum(dO * O) - dlse:
     dV = P^T dO,   dP = dO V^T,   dS = P * (dP - delta),   dQ = scale dS K,   dK = scale dS^T Q.
 
-Special here:
-- Three launches: delta; dK and dV, a program a block of keys; dQ, a program a block of queries. The last two both
-  recompute S and dP (7 products where one launch with atomic sums of dQ would do 5). In return no sum depends on the
-  order in which programs run, so two calls give the same bits, and there is no second, slower mode to choose.
-- dK/dV work on transposed scores (keys down, queries across), so that P^T and dS^T are products' left operands as they
-  stand, from registers. The query heads of a KV head are a loop inside the program: that is GQA's sum.
-- Which queries see a key block is a range as well, because `first` never falls along a row. Its end is found on the
-  device by `searchsorted`, which the host does not wait for.
+Three launches: delta; dK and dV, one program per block of keys; dQ, one per block of queries. The last two both
+recompute S and dP: 7 products where atomic sums of dQ would do 5. dK/dV work on transposed scores, so P^T and dS^T are
+products' left operands, from registers; the query heads of a KV head are a loop inside. Where the queries that see a
+key block end is found on the device by `searchsorted`.
 
 Papers: FlashAttention-2 (Dao 2023, arXiv 2307.08691, algorithm 2).
 """

@@ -1,9 +1,8 @@
 """Block sizes, warps and pipeline stages of the FlashAttention kernels, by head size, type and GPU generation.
 
-Special here:
-- A pure table, no autotuner: the first step of a run launches what every later step launches, and every node the same.
-- Chosen from what the compiler says (`tests/train/kernels/test_compile.py` prints it): large blocks whose inner loops
-  spill next to nothing, in the shared memory of the smallest GPU of the generation. Not timed yet: where a GPU is, do.
+A table, no autotuner, so every node launches the same. Chosen from what the compiler says
+(`tests/train/kernels/test_compile.py`): large blocks whose inner loops spill next to nothing, in the shared memory of
+the smallest GPU of the generation. Not timed yet.
 """
 
 from __future__ import annotations

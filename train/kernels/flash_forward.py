@@ -1,13 +1,9 @@
-"""FlashAttention's forward kernel: one program a block of queries of one head, walking the key blocks that it sees.
+"""FlashAttention's forward kernel: one program per block of queries of one head, walking the key blocks that it sees.
 
-Special here:
-- Only `first[i] <= j <= i` is ever masked. A program's key blocks are therefore one range, in three parts: blocks that
-  some query of the block must not see all of (at the start of a document or window), blocks that all of its queries
-  see whole, and the blocks on the diagonal. The middle part does no mask work; the other two share one loop.
-- The softmax is online and in base 2: log2(e) is folded into the scale, and a multiply-add feeds `exp2`.
-- Query blocks are launched last first: they have the most keys, so the short ones fill the end of the launch.
-- A head size that is no power of two (96) is padded to one inside the block; the padding is masked out of the loads.
-- Where a head and a block begin is a 64-bit scalar and only offsets inside a block are 32-bit: no tensor is too large.
+Only `first[i] <= j <= i` is ever masked, so a program's key blocks are one range in three parts: some that are masked
+at the start of a document or window, some that all queries see whole, and those on the diagonal. The softmax is online
+and in base 2. Query blocks are launched last first: they have the most keys. A head size that is no power of two (96)
+is padded inside the block. Bases are 64-bit scalars and offsets inside a block 32-bit: no tensor is too large.
 
 Papers: FlashAttention-2 (Dao 2023, arXiv 2307.08691, algorithm 1); online softmax (Milakov & Gimelshein 2018,
 arXiv 1805.02867).
@@ -31,7 +27,6 @@ LOWEST: tl.constexpr = tl.constexpr(-1e30)
 
 @triton.jit
 def head_of(base, batch, head, batch_stride, head_stride):  # type: ignore[no-untyped-def]
-    """Where the (time, D) view of one head begins."""
     return base + tl.cast(batch, tl.int64) * batch_stride + tl.cast(head, tl.int64) * head_stride
 
 

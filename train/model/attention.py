@@ -4,10 +4,8 @@ Special here:
 - PyTorch's fused backward for CPUs takes 4 times as long in bf16 as batched products do, so while a CPU trains in bf16
   at short context the softmax is kept and the derivative written out (`_BlockAttention`);
 - with a mask the fused kernel works through the whole square, so CPUs hand it blocks of queries, each with the keys
-  that the block can see at all: those up to its end, and within a sliding window those from where its first query's
-  begins;
-- what kernels mask is said by one number a query, the first position that it sees (`document_starts`); a sliding window
-  raises it. It is computed on the device, and nothing waits for it.
+  that the block can see at all;
+- one number per query, the first position that it sees, says what is masked; it is computed on the device.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from .shape import LONGEST_KEPT, query_block, visible_blocks
 def document_starts(tokens: Tensor, end: int) -> Tensor:
     """Where the document of each token starts, (batch, time) -> (batch, time) int32, in positions of the same row.
 
-    A document begins after a token `end`, which belongs to the document that it ends, or with the row.
+    A document begins with the row, or after a token `end`, which belongs to the document that it ends.
     """
     position = torch.arange(tokens.shape[1], dtype=torch.int32, device=tokens.device)
     begins = torch.zeros_like(tokens, dtype=torch.int32)
@@ -36,7 +34,7 @@ def first_visible(tokens: Tensor, first: Tensor | None, window: int | None) -> T
     Args:
         tokens: (batch, time, …), for its shape and device.
         first: (batch, time) int32, as `document_starts` gives it; None: 0.
-        window: tokens that a query sees at most, itself included; None: no bound.
+        window: tokens that a query sees at most, itself included.
     """
     batch, time = tokens.shape[:2]
     if window is None or window >= time:
@@ -60,8 +58,8 @@ def visible_mask(first: Tensor, dtype: torch.dtype) -> Tensor:
 class _BlockAttention(torch.autograd.Function):
     """softmax(Q K^T) V in blocks of queries, each against the keys that it can see; Q is scaled already.
 
-    Q, K and V are (batch * heads, time, head_dim). The mask, (batch, 1, time, time), is added to the scores; None is
-    the causal one. With a window it must hide all keys before.
+    Q, K and V are (batch * heads, time, head_dim). The mask, (batch, 1, time, time), is added to the scores; with a
+    window it must hide all keys before.
 
     With P the weights of a block: dV += P^T dO, dP = dO V^T, dS = softmax'(dP), dQ = dS K, dK += dS^T Q.
     """
@@ -114,16 +112,12 @@ def _blocks_pay(query: Tensor) -> bool:
 def causal_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, window: int | None = None
 ) -> Tensor:
-    """Softmax(Q K^T / sqrt(head_dim) + mask) V.
+    """Softmax(Q K^T / sqrt(head_dim) + mask) V, (batch, heads, time, head_dim).
 
     Args:
-        query: (batch, heads, time, head_dim).
         key, value: (batch, kv_heads, time, head_dim); each serves heads / kv_heads query heads.
         mask: (batch, 1, time, time) of `visible_mask`; None: causal.
         window: that the mask was made with; keys that it hides from a whole block of queries are not read.
-
-    Returns:
-        (batch, heads, time, head_dim).
     """
     if _blocks_pay(query):
         return _kept_softmax(query, key, value, mask, window)
@@ -156,9 +150,8 @@ def _fused(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Te
 
 
 def _serves_groups(query: Tensor, mask: Tensor | None) -> bool:
-    """Whether a fused kernel takes fewer key/value heads than query heads; without one PyTorch keeps whole squares.
-
-    On GPUs those of flash-attention and cuDNN do, which need bf16 or fp16 and no mask of our own.
+    """Whether a fused kernel takes fewer key/value heads than query heads: on GPUs only in bf16 and fp16 without a
+    mask.
     """
     if query.device.type != "cuda":
         return True
@@ -166,5 +159,4 @@ def _serves_groups(query: Tensor, mask: Tensor | None) -> bool:
 
 
 def _repeated(x: Tensor, heads: int) -> Tensor:
-    """Key or value once for every query head."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)

@@ -1,15 +1,11 @@
 """Which kernel computes attention: ours, PyTorch's, or a flash-attention package's; chosen, loaded, called alike.
 
 Special here:
-- `choose` is a pure function of what was asked for, the device, the shapes and what is installed; it gives a reason
-  too, for a run says which kernel it uses and why;
-- every backend is called with (batch, time, heads, head_dim), strided as it comes from the matrix product: the kernels
-  read that, and PyTorch's gets a transposed view;
-- what each query sees is said once for all blocks of a model (`Backend.seen`): PyTorch's kernels read a mask, ours the
-  first position that a query sees, the packages a window alone;
-- the packages keep documents apart only as sequences of their own (cu_seqlens). How many there are differs from batch
-  to batch, so a step would have to wait for the device, or carry as many sequences as there are tokens: they are not
-  asked for it.
+- every backend is called with (batch, time, heads, head_dim), strided as it comes from the matrix product;
+- what each query sees is said once for all blocks (`Backend.seen`): PyTorch's kernels read a mask, ours the first
+  position that a query sees, the packages a window alone;
+- the packages keep documents apart only as sequences of their own (cu_seqlens), whose number differs from batch to
+  batch, so a step would wait for the device: they are not asked for it.
 
 Dao et al. 2022, arXiv 2205.14135; Dao 2023, arXiv 2307.08691; Shah et al. 2024, arXiv 2407.08608.
 """
@@ -98,16 +94,11 @@ class Choice:
         return f"attention: {self.name} ({self.reason})"
 
 
-def choose(
+def choose_backend(
     wanted: str, device_type: str, capability: tuple[int, int] | None, dtype: torch.dtype, head_dim: int,
     has_window: bool, has_documents: bool, installed: Set[str],
 ) -> Choice:  # fmt: skip
-    """Which backend computes a model's attention. Pure.
-
-    Args:
-        wanted: `parallel.attention`: auto, or a backend by name.
-        device_type, capability, dtype, head_dim, has_window, has_documents: see `Work`.
-        installed: names of backends, see `installed`.
+    """Which backend computes a model's attention, and why; for the arguments see `Work`.
 
     Raises:
         UserError: the one that is asked for is not installed, or cannot do this; says which are and can.
@@ -124,7 +115,7 @@ def choose(
 
 
 def obstacle(name: str, work: Work) -> str | None:
-    """Why a backend cannot do this, to be read after "which"; None where it can. PyTorch's can do all of it."""
+    """Why a backend cannot do this, to be read after "which"; None where it can."""
     if name == "sdpa":
         return None
     kernel = KERNELS[name]
@@ -172,10 +163,7 @@ class Backend:
     reads: str  # what `seen` gives: mask | first | nothing
 
     def seen(self, tokens: Tensor, first: Tensor | None, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        """What the kernel reads of what each query sees, once for all blocks of a model; see `first_visible`.
-
-        None: there is nothing to say, or the window says it all.
-        """
+        """What the kernel reads of what each query sees; None: the window, if any, says it all. See `first_visible`."""
         if self.reads == "nothing":
             if first is not None:
                 raise ValueError(f"{self.name} cannot keep documents apart; say that they are before it is chosen")
@@ -186,16 +174,12 @@ class Backend:
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None = None, window: int | None = None
     ) -> Tensor:
-        """Causal attention.
+        """Causal attention, (batch, time, heads, head_dim).
 
         Args:
-            query: (batch, time, heads, head_dim).
             key, value: (batch, time, kv_heads, head_dim); each serves heads / kv_heads query heads.
             seen: of `seen`, with the same window.
             window: tokens that a query sees at most, itself included; None: all before it.
-
-        Returns:
-            (batch, time, heads, head_dim).
         """
         # What sees all before it must be computed as without a window.
         narrows = window is not None and window < query.shape[1]
@@ -216,12 +200,8 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, window
 SDPA = Backend("sdpa", _sdpa, reads="mask")
 
 
-def load(name: str) -> Backend:
-    """A backend by name.
-
-    Raises:
-        ImportError: its package is not there, or does not fit this PyTorch.
-    """
+def load_backend(name: str) -> Backend:
+    """A backend by name; ImportError where its package is missing, or does not fit this PyTorch."""
     if name == "sdpa":
         return SDPA
     if name == "ours":
@@ -243,10 +223,9 @@ def _ours() -> Attend:
 
 
 def _package(function: Callable[..., Tensor | tuple[Tensor, ...]], unbounded: int | None) -> Attend:
-    """A flash-attention package's function of (query, key, value) as a kernel.
+    """A flash-attention package's function as a kernel; its window counts the tokens before and after the query's own.
 
-    Its window is the number of tokens seen before and after the query's own; `unbounded` says that there is no bound.
-    Some releases return the normalisers beside the output.
+    `unbounded` says that there is no bound. Some releases return the normalisers beside the output.
     """
 
     def attend(query: Tensor, key: Tensor, value: Tensor, _: Tensor | None, window: int | None) -> Tensor:
@@ -257,20 +236,16 @@ def _package(function: Callable[..., Tensor | tuple[Tensor, ...]], unbounded: in
     return attend
 
 
-def select(
+def select_backend(
     wanted: str, device: torch.device, dtype: torch.dtype, head_dim: int, has_window: bool, has_documents: bool
 ) -> tuple[Choice, Backend]:
-    """Chooses and loads; the arguments are those of `choose`. A package that `auto` cannot import is passed over.
-
-    Raises:
-        UserError: see `choose`; or the one that is asked for cannot be imported.
-    """
+    """Chooses and loads. A package that `auto` cannot import is passed over; one that was asked for is a UserError."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     there, broken = installed(), ""
     while True:
-        choice = choose(wanted, device.type, capability, dtype, head_dim, has_window, has_documents, there)
+        choice = choose_backend(wanted, device.type, capability, dtype, head_dim, has_window, has_documents, there)
         try:
-            return Choice(choice.name, choice.reason + broken), load(choice.name)
+            return Choice(choice.name, choice.reason + broken), load_backend(choice.name)
         except ImportError as error:
             if wanted != "auto":
                 raise UserError(

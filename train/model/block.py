@@ -78,7 +78,7 @@ def rotary_turn(cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Turn:
 
 
 def rotated(x: Tensor, turn: Turn) -> Tensor:
-    """X (…, time, heads, d) in the half-split layout (Su et al. 2021, as in GPT-NeoX and Llama checkpoints)."""
+    """Rotates x (…, time, heads, d), in the half-split layout of GPT-NeoX and Llama checkpoints (Su et al. 2021)."""
     first, second = x.chunk(2, dim=-1)
     return torch.addcmul(x * turn[0], torch.cat((second, first), dim=-1), turn[1])
 
@@ -98,7 +98,7 @@ class _Rotary(torch.autograd.Function):
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates x (batch, time, heads, d) by its position; cos, sin (time, d / 2), cast to x's type."""
+    """`rotated` by angles (time, d / 2), to be trained."""
     if torch.compiler.is_compiling():
         return rotated(x, rotary_turn(cos, sin, x.dtype))
     return _Rotary.apply(x, cos, sin)
@@ -162,8 +162,6 @@ def lookup(tokens: Tensor, table: Tensor) -> Tensor:
 
 
 class _Lookup(torch.autograd.Function):
-    """Rows of tables, which need not lie side by side; their gradient is that of one table of E V rows."""
-
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, table: Tensor) -> Tensor:
         ctx.shape = table.shape

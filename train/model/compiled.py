@@ -1,12 +1,9 @@
 """What the compiler made of a block, kept for the next run of the same shape, on this node or another.
 
-Special here:
-- blocks are compiled one by one, so one compilation serves every depth: what counts as a shape leaves it out;
-- the compiler gets a folder of its own for each shape (TORCHINDUCTOR_CACHE_DIR), and the whole folder is packed into
-  one file in the project's cache. `torch.compiler.save_cache_artifacts` would do on GPUs, but leaves out what g++ made
-  of the kernels of a CPU, which is nine tenths of the wait;
-- a file that is damaged is passed over with a word, and replaced after the next compilation. Two runs that write at
-  once replace each other's file whole; both are good.
+The compiler gets a folder of its own for each shape of block, whatever the depth (TORCHINDUCTOR_CACHE_DIR), which is
+packed into one file in the project's cache: `torch.compiler.save_cache_artifacts` leaves out what g++ made of the
+kernels of a CPU, nine tenths of the wait. A damaged file is passed over with a word, and replaced after the next
+compilation.
 """
 
 from __future__ import annotations
@@ -16,14 +13,12 @@ import hashlib
 import io
 import os
 import platform
-import subprocess
 import tarfile
 import tempfile
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +45,8 @@ class Compiled:
     def __init__(
         self, config: RunConfig, rows: int, device: torch.device, writes: bool, report: Callable[[str], None]
     ) -> None:
-        name = f"{_digest(environment(device))}-{_digest(shape(config, rows))}"
+        made_for = canonical_json([environment(device), shape(config, rows)])
+        name = hashlib.sha256(made_for.encode()).hexdigest()[:24]
         self.archive = cache_directory(config.data) / "compiled" / f"{name}.tar.gz"
         self.folder = _base() / f"{PREFIX}{name}"
         self.writes, self.report = writes, report
@@ -106,42 +102,19 @@ def shape(config: RunConfig, rows: int) -> dict[str, Any]:
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """What compiled code runs on: one made elsewhere may not run here, or not be found."""
+    """What compiled code runs on: code made elsewhere may not run here."""
     found: dict[str, Any] = {
         "torch": [torch.__version__, str(Path(torch.__file__).parent)],  # which the kernels are linked against
-        "triton": _version("triton"),
         "python": platform.python_version(),
         "machine": platform.machine(),
     }
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         return found | {"device": properties.name, "capability": [properties.major, properties.minor]}
-    cpu = {"device": torch.backends.cpu.get_cpu_capability(), "flags": _cpu_flags(), "compiler": _cpp_compiler()}
-    return found | cpu
-
-
-def _digest(value: dict[str, Any]) -> str:
-    return hashlib.sha256(canonical_json(value).encode()).hexdigest()[:12]
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _cpp_compiler() -> str:
-    """What g++ or its stand-in says of itself: what this one can build another may not."""
-    try:
-        said = subprocess.run([os.environ.get("CXX", "g++"), "--version"], capture_output=True, text=True, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return said.stdout.split("\n")[0]
+    return found | {"device": torch.backends.cpu.get_cpu_capability(), "flags": _cpu_flags()}
 
 
 def _cpu_flags() -> str:
-    """What the CPU says it can do; code is compiled for this one, not for a family."""
     with suppress(OSError), open("/proc/cpuinfo") as file:
         for line in file:
             if line.startswith(("flags", "Features")):

@@ -2,10 +2,9 @@
 
 Special here:
 - query, key and value come from one matrix product, and so do the MLP's gate and its up projection;
-- what a token sees (all before it, a window, its own document) is worked out once a pass for all blocks, on the device
-  from the tokens, in the form that the attention backend at work reads (`backends.py`);
-- the vocabulary is padded to a round size for speed, and the padding is masked, so it is never predicted;
-- the residual branches' last matrices and the head start small or at zero (see `parametrization.py`).
+- what a token sees (all before it, a window, its own document) is worked out once per pass for all blocks, in the form
+  that the attention backend at work reads (`backends.py`);
+- the vocabulary is padded to a round size for speed, and the padding is never predicted.
 """
 
 from __future__ import annotations
@@ -18,23 +17,19 @@ from torch import Tensor, nn
 from ..config import ModelConfig
 from ..errors import UserError
 from .attention import document_starts
-from .backends import SDPA, Backend, Choice, select
+from .backends import SDPA, Backend, Choice, select_backend
 from .block import apply_rotary, lookup, query_key_value, rms_norm, rotary_angles, swiglu
 from .loss import linear_cross_entropy
 from .recompute import checkpointed, recomputed
 
 
 class RMSNorm(nn.RMSNorm):
-    """See `rms_norm`."""
-
     def forward(self, x: Tensor) -> Tensor:
         assert self.eps is not None
         return rms_norm(x, self.weight, self.eps)
 
 
 class Embedding(nn.Embedding):
-    """Rows of a table, (…) -> (…, width)."""
-
     def reset_parameters(self) -> None:
         if self.weight.device.type != "meta":  # drawing there imports the compiler; see `GPT.place_angles`
             super().reset_parameters()
@@ -60,7 +55,6 @@ class Attention(nn.Module):
 
     @property
     def norms(self) -> tuple[RMSNorm, ...]:
-        """Of queries and keys, where the model has them."""
         return () if self.query_norm is None or self.key_norm is None else (self.query_norm, self.key_norm)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, seen: Tensor | None = None) -> Tensor:
@@ -69,8 +63,7 @@ class Attention(nn.Module):
     def mix(self, products: Tensor, cos: Tensor, sin: Tensor, seen: Tensor | None = None) -> Tensor:
         """Rotation, softmax and weighting: (…, rows of qkv) -> (…, heads * head_dim), … being batch and time.
 
-        The two may come as one dimension of batch * time; the angles (time, head_dim / 2) say which time it is.
-        `seen` is what the backend reads of what each query sees, see `GPT.seen`.
+        The two may come as one dimension; the angles (time, head_dim / 2) say which time it is. `seen`: see `GPT.seen`.
         """
         fused = products.view(-1, len(cos), self.heads + 2 * self.kv_heads, self.head_dim)
         query, key, value = query_key_value(
@@ -97,8 +90,8 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """One pre-norm decoder block.
 
-    What the backward pass finds kept of it, a token, with w the width, h the MLP's inner width, H heads and K key/value
-    heads of d, in elements of the compute type (`recompute.py`):
+    What the backward pass finds kept of it (`recompute.py`), per token, with w the width, h the MLP's inner width, H
+    heads and K key/value heads of d:
 
         full        x (w)
         selective   x (w), query-key-value product ((H + 2K) d), stream after attention (w), gate-up product (2h)
@@ -114,7 +107,6 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, *seen: Tensor) -> Tensor:
-        """One block; `seen` is one tensor or none, see `GPT.seen`."""
         if self.recompute == "full":
             return checkpointed(self._plain, x, cos, sin, *seen)
         return self._selective(x, cos, sin, *seen) if self.recompute == "selective" else self._plain(x, cos, sin, *seen)
@@ -132,20 +124,18 @@ class Block(nn.Module):
 
 
 class Head(nn.Linear):
-    """Of the next token the logits, (…, width) -> (…, padded vocabulary), or, given the targets, their losses."""
+    """Logits of the next token, (…, width) -> (…, padded vocabulary), or, given the targets, their losses."""
 
     def __init__(self, width: int, padded: int, vocab_size: int) -> None:
         super().__init__(width, padded, bias=False)
         self.vocab_size = vocab_size
 
     def whole(self, logits: Tensor) -> Tensor:
-        """The logits with padding at -inf, in their place."""
         if self.vocab_size != logits.shape[-1]:
             logits[..., self.vocab_size :] = float("-inf")
         return logits
 
     def forward(self, x: Tensor, targets: Tensor | None = None, reduction: str = "mean", z_loss: float = 0.0) -> Tensor:
-        """Logits, padding as it comes; given targets (…) see `loss.linear_cross_entropy`."""
         if targets is None:
             return super().forward(x)
         losses = linear_cross_entropy(
@@ -158,7 +148,6 @@ class GPT(nn.Module):
     """Token ids (batch, time) -> logits (batch, time, padded vocabulary), padding at -inf.
 
     Args:
-        config: the architecture; `vocab_size` must be set.
         max_length: longest sequence that forward accepts.
         output_scale: factor on the logits (muP's output multiplier when embeddings are tied).
     """
@@ -182,7 +171,7 @@ class GPT(nn.Module):
         self.place_angles()
 
     def place_angles(self, device: torch.device | None = None) -> None:
-        """Computes the rotary angles on a device; a model built on `meta` needs it before its first step."""
+        """Computes the rotary angles; a model built on `meta` needs it before its first step."""
         if (device or torch.get_default_device()).type == "meta":
             # Without numbers to compute: PyTorch's arithmetic on meta imports the compiler, more than a second's work.
             cos = sin = torch.empty(self.max_length, self.config.head_dim // 2, device="meta")
@@ -192,7 +181,7 @@ class GPT(nn.Module):
         self.register_buffer("sin", sin, persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GPT:
-        """Moving a model moves its angles; casting it does not: they stay fp32, and are cast where they are used."""
+        """Moving a model moves its angles; casting it leaves them fp32."""
         super()._apply(fn, recurse)
         self.place_angles(self.cos.device)
         return self
@@ -201,11 +190,11 @@ class GPT(nn.Module):
         return self.head.whole(self.logits(tokens)).view(*tokens.shape, -1)
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """What the head says, padding included; on a tensor-parallel rank the columns that it holds."""
+        """With padding; on a tensor-parallel rank the columns that it holds."""
         return self.head(self.last_hidden(tokens))
 
     def last_hidden(self, tokens: Tensor) -> Tensor:
-        """What the head reads, (batch, time, width), or a tensor-parallel rank's rows of it."""
+        """What the head reads, or a tensor-parallel rank's rows of it."""
         time = tokens.shape[1]
         if time > self.max_length:
             raise ValueError(f"sequence of {time} tokens is longer than the model's {self.max_length}")
@@ -219,54 +208,40 @@ class GPT(nn.Module):
         return x * self.output_scale if self.output_scale != 1.0 else x
 
     def seen(self, tokens: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """What attention reads of what each query sees, made once for all blocks: one tensor, or none.
-
-        None is needed where every token sees all before it; where documents are kept apart one always is.
+        """What attention reads of what each query sees, made once for all blocks: one tensor, or none where all is
+        visible.
         """
         first = None if self.end_of_document is None else document_starts(tokens, self.end_of_document)
         seen = self.backend.seen(tokens, first, self.config.window, dtype)
         return () if seen is None else (seen,)
 
     def loss(self, tokens: Tensor, targets: Tensor, reduction: str = "mean", z_loss: float = 0.0) -> Tensor:
-        """Cross-entropy of the next tokens in nats, fp32: a scalar, or with reduction `none` (batch, time)."""
+        """Cross-entropy in nats, fp32: a scalar, or with reduction `none` (batch, time)."""
         return self.head(self.last_hidden(tokens), targets, reduction, z_loss)
 
     def separate_documents(self, end: int) -> None:
         """From now on a token sees its own document alone; `end` is the token that ends one. Positions stay absolute.
 
-        Comes before `set_attention`, for not every backend can.
+        Comes before `set_attention`, for not every backend can do it.
         """
         self.end_of_document = end
 
     def set_attention(self, wanted: str, device: torch.device, dtype: torch.dtype) -> Choice:
-        """Takes another backend than PyTorch's own.
-
-        Args:
-            wanted: auto | ours | sdpa | flash2 | flash3 | flash4.
-            device: that the model will lie on.
-            dtype: that it will have.
-
-        Returns:
-            What was chosen; its `str` is a line for the run's report.
-
-        Raises:
-            UserError: the one that is asked for is not installed, or cannot do this.
-        """
+        """Takes the backend that is asked for, or that suits; UserError where it is missing or cannot do this."""
         has_window = self.config.window is not None and self.config.window < self.max_length
         has_documents = self.end_of_document is not None
-        choice, backend = select(wanted, device, dtype, self.config.head_dim, has_window, has_documents)
+        choice, backend = select_backend(wanted, device, dtype, self.config.head_dim, has_window, has_documents)
         self.use(backend)
         return choice
 
     def use(self, backend: Backend) -> None:
-        """Has every block call this backend."""
         self.backend = backend
         for module in self.modules():
             if isinstance(module, Attention):
                 module.backend = backend
 
     def set_recompute(self, mode: str) -> None:
-        """What every block keeps for its backward pass: none | selective | full, see `Block`."""
+        """What blocks keep: none | selective | full, see `Block`."""
         for block in self.blocks:
             assert isinstance(block, Block)
             block.recompute = mode
@@ -274,10 +249,8 @@ class GPT(nn.Module):
     def compile_blocks(self, cuda_graphs: bool = False) -> None:
         """Compiles block by block: every block of one width shares one compilation, whatever the depth.
 
-        With `cuda_graphs` their kernels are recorded and replayed, which pays where launching them takes the time.
-
-        What is compiled is `forward`, which recompute is a part of, and hooks on a block are not: ZeRO-3 gathers and
-        frees weights in them.
+        What is compiled is `forward`, without a block's hooks: ZeRO-3 gathers and frees weights in them. With
+        `cuda_graphs` kernels are recorded and replayed, which pays where launching them takes the time.
         """
         for block in self.blocks:
             block.forward = torch.compile(block.forward, mode="reduce-overhead" if cuda_graphs else None)

@@ -5,17 +5,12 @@ With n rows of width w, a vocabulary of V, z = x W^T the logits, p their softmax
     lse (n,)   = log sum exp z          L (n,) = lse - z_target + c lse^2
     dz (n, V)  = (1 + 2 c lse) p - onehot,   dx (n, w) = dz W,   dW (V, w) = dz^T x
 
-Special here:
-- the logits exist for some rows at a time (`shape.rows_at_a_time`), and are computed once: where a gradient is
-  wanted of the mean, dz takes their place in the forward pass and goes into dx and dW at once, which the backward
-  pass only scales. What is kept is of the size of x and of W, never (n, V), and the backward pass reads no weights;
-- dz is no mean yet, so its size is that of a probability whatever the batch and the loss scale: in low precision it is
-  rounded before it is scaled. fp16 holds it times a power of two (`SHIFT`), for the tail of a large vocabulary;
-- dW adds up in fp32 over the rows, and has the weight's type when it leaves;
-- on GPUs softmax and dz are one kernel of ours (kernels/cross_entropy.py), beside its reference here.
+Logits exist for some rows at a time, and once: where a gradient of the mean is wanted, dz takes their place in the
+forward pass and goes into dx and dW at once, which the backward pass only scales. dz is no mean yet, so its size is
+that of a probability whatever the batch and the loss scale; fp16 holds it times `SHIFT`. dW adds up in fp32.
 
-Gradients in the forward pass: Hsu et al. 2024 (Liger), arXiv 2410.10989.
-z-loss: Chowdhery et al. 2022 (PaLM), arXiv 2204.02311, section 5.
+Gradients in the forward pass: Hsu et al. 2024 (Liger), arXiv 2410.10989. z-loss: Chowdhery et al. 2022 (PaLM), arXiv
+2204.02311, section 5.
 """
 
 from __future__ import annotations
@@ -45,19 +40,13 @@ def linear_cross_entropy(
 
     Args:
         x: (n, width), what the head reads.
-        weight: (padded vocabulary, width); rows from `vocab_size` on are padding, are never predicted, and get a
-            gradient of zero.
+        weight: (padded vocabulary, width); rows from `vocab_size` on are never predicted, and get a gradient of zero.
         targets: (n,) ids below `vocab_size`.
-        vocab_size: tokens that can be predicted.
-        reduction: mean | none; `none` is for scoring, and has no gradient.
-        z_loss: factor of the squared logarithm of the softmax's normaliser.
+        reduction: mean | none; `none` is for scoring, and has no gradient (ValueError where one would be wanted).
 
     Returns:
         A scalar, or with reduction `none` (n,). The backward pass of the mean overwrites what was kept for it, so a
         second one through the same graph is refused.
-
-    Raises:
-        ValueError: a gradient would be wanted of reduction `none`.
     """
     wanted = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     if wanted and reduction == "none":
@@ -122,7 +111,6 @@ def cross_entropy(
 
 @cache
 def _kernel() -> Callable[[Tensor, Tensor, int, float, float], tuple[Tensor, Tensor]]:
-    """What does the work on GPUs."""
     if importlib.util.find_spec("triton") is None:
         return cross_entropy_reference
     from ..kernels.cross_entropy import fused_cross_entropy
@@ -133,7 +121,6 @@ def _kernel() -> Callable[[Tensor, Tensor, int, float, float], tuple[Tensor, Ten
 def cross_entropy_reference(
     logits: Tensor, targets: Tensor, vocab_size: int, z_loss: float, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """`cross_entropy` by PyTorch's own operations."""
     if vocab_size < logits.shape[1]:
         logits[:, vocab_size:] = float("-inf")
     wide, index = logits.to(_wide(logits.dtype)), targets[:, None]

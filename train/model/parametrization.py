@@ -25,13 +25,11 @@ from torch import Tensor
 
 from ..config import ModelConfig, OptimizerConfig
 from .gpt import GPT
-from .shape import GROUPS, Parameter, shape_of
+from .shape import GROUPS, model_shape
 
 
 @dataclass
 class ParameterGroup:
-    """Tensors that share a learning rate and a weight decay."""
-
     name: str
     parameters: Sequence[Tensor]
     learning_rate: float
@@ -44,7 +42,6 @@ def output_scale(model: ModelConfig, optimizer: OptimizerConfig) -> float:
 
 
 def build_model(model: ModelConfig, optimizer: OptimizerConfig, max_length: int, seed: int) -> GPT:
-    """A freshly initialised GPT on the CPU; the same seed gives the same weights on every device."""
     gpt = GPT(model, max_length, output_scale(model, optimizer))
     parameters = dict(gpt.named_parameters())
     with torch.no_grad():
@@ -54,7 +51,7 @@ def build_model(model: ModelConfig, optimizer: OptimizerConfig, max_length: int,
 
 
 def empty_model(model: ModelConfig, optimizer: OptimizerConfig, max_length: int) -> GPT:
-    """A GPT on the device `meta`: names and shapes without memory."""
+    """Names and shapes without memory."""
     with torch.device("meta"):
         return GPT(model, max_length, output_scale(model, optimizer))
 
@@ -62,30 +59,26 @@ def empty_model(model: ModelConfig, optimizer: OptimizerConfig, max_length: int)
 def initial_weights(model: ModelConfig, optimizer: OptimizerConfig, seed: int) -> Iterator[tuple[str, Tensor]]:
     """Names and initial weights, fp32 on the CPU, one whole parameter at a time.
 
-    One at a time, so that a rank that holds a shard of a large model never holds the model; every rank draws all of
-    them, so the same seed gives the same weights whatever the mesh.
+    So a rank that holds a shard never holds the model; every rank draws all of them, so a seed gives the same weights
+    whatever the mesh.
     """
     generator = torch.Generator().manual_seed(seed)
-    for parameter in shape_of(model).parameters:
+    for parameter in model_shape(model).parameters:
         weights = torch.empty(parameter.shape)
-        if parameter.role in ("norm", "head norm"):
-            weights.fill_(1.0)
-        elif parameter.role == "head":
-            weights.zero_()
-        else:
-            weights.normal_(std=_initial_std(parameter, model.depth, optimizer.base_width), generator=generator)
+        match parameter.role:
+            case "norm" | "head norm":
+                weights.fill_(1.0)
+            case "head":
+                weights.zero_()
+            case "embedding" | "tied" as role:
+                weights.normal_(std=1.0 if role == "embedding" else optimizer.base_width**-0.5, generator=generator)
+            case role:
+                std = 1 / math.sqrt(parameter.shape[1])
+                weights.normal_(std=std / math.sqrt(2 * model.depth) if role == "last" else std, generator=generator)
         yield parameter.name, weights
 
 
-def _initial_std(parameter: Parameter, depth: int, base_width: int) -> float:
-    if parameter.role in ("embedding", "tied"):
-        return 1.0 if parameter.role == "embedding" else base_width**-0.5
-    std = 1 / math.sqrt(parameter.shape[1])
-    return std / math.sqrt(2 * depth) if parameter.role == "last" else std
-
-
 def parameter_groups(gpt: GPT, optimizer: OptimizerConfig) -> list[ParameterGroup]:
-    """The model's tensors by learning rate and weight decay, every tensor exactly once."""
     transfer = (optimizer.base_width / gpt.config.width) ** optimizer.width_exponent
     table_rate = optimizer.learning_rate * optimizer.embedding_multiplier
     rates = {
@@ -93,7 +86,7 @@ def parameter_groups(gpt: GPT, optimizer: OptimizerConfig) -> list[ParameterGrou
         "embedding": (table_rate, 0.0),
         "norms": (table_rate, 0.0),
     }
-    tensors, parameters = dict(gpt.named_parameters()), shape_of(gpt.config).parameters
+    tensors, parameters = dict(gpt.named_parameters()), model_shape(gpt.config).parameters
     return [
         ParameterGroup(group, [tensors[p.name] for p in parameters if p.role in GROUPS[group]], *rates[group])
         for group in rates

@@ -1,16 +1,10 @@
 """Activations computed again in the backward pass instead of kept: those of a whole block, or those that are cheap.
 
-Special here:
-- `selective` keeps what the big matrix products give and the residual stream, and computes the rest again: norms,
-  rotation, softmax and weighting, SwiGLU. No matrix product with a weight runs twice, and under tensor parallelism no
-  collective does;
-- for that, `recomputed` drops a function's output too, although the product that follows needs it: what the product
-  saves of it becomes a view of what is computed again. `torch.utils.checkpoint` cannot say that: it would run the
-  product, and its collective, once more;
-- gradients are those of the graph that the forward pass built, so hooks on parameters fire once, as without recompute,
-  and with the same bits, as long as a function gives the same bits twice (no random numbers, no autocast here);
-- under `torch.compile` both modes mark regions of the traced graph (`torch.utils.checkpoint`), and the compiler
-  computes those again within the backward graph, where it fuses them.
+`selective` keeps what the big matrix products give and the residual stream; no product with a weight runs twice, nor
+does a collective. For that, `recomputed` drops a function's output too, although the product that follows needs it:
+what the product saves of it becomes a view of what is computed again, which `torch.utils.checkpoint` cannot do.
+Gradients have the same bits, as long as a function gives the same bits twice. Under `torch.compile` both modes mark
+regions of the traced graph.
 
 Korthikanti et al. 2022, arXiv 2205.05198, section 5.
 """
@@ -27,7 +21,6 @@ from torch.utils.checkpoint import checkpoint
 
 
 def checkpointed(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    """function(*inputs), of which only the inputs are kept for the backward pass."""
     if not torch.is_grad_enabled():
         return function(*inputs)
     # There are no random numbers in a model of ours, so their state needs no keeping.
@@ -52,10 +45,7 @@ def recomputed(function: Callable[..., Tensor], product: Callable[[Tensor], Tens
 
 
 class _Dropped:
-    """Tensors that a backward pass will ask for and that nobody keeps: what a function saved, and views of its output.
-
-    Each is known by its number in the order in which the forward pass saved them.
-    """
+    """Tensors that a backward pass will ask for and nobody keeps, each known by its number in the order of saving."""
 
     def __init__(self, function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> None:
         self.function = function

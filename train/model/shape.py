@@ -30,7 +30,7 @@ FEWEST_ROWS = {"cpu": 256, "cuda": 4096}
 
 
 def rows_at_a_time(vocabulary: int, device: str) -> int:
-    """Tokens whose logits exist together in `loss.linear_cross_entropy`."""
+    """Tokens whose logits exist together."""
     return max(LOGITS_AT_A_TIME[device] // vocabulary, FEWEST_ROWS[device])
 
 
@@ -102,7 +102,6 @@ class Shape:
 
     @property
     def parameters(self) -> list[Parameter]:
-        """Every parameter, in the model's order."""
         blocks = [parameter.of_block(number) for number in range(self.depth) for parameter in self.block]
         norm = Parameter("norm.weight", "norm", (Part("model.norm.weight", self.width, 1),))
         table = self._table("embedding.weight", "tied" if self.tied else "embedding", "model.embed_tokens.weight")
@@ -119,7 +118,6 @@ class Shape:
 
     @property
     def block_size(self) -> int:
-        """Weights of a block."""
         return sum(parameter.size for parameter in self.block)
 
     @property
@@ -157,8 +155,7 @@ def _block(
     )  # fmt: skip
 
 
-def shape_of(model: ModelConfig) -> Shape:
-    """Of a whole model; its vocab_size must be set."""
+def model_shape(model: ModelConfig) -> Shape:
     return Shape(
         width=model.width, depth=model.depth, heads=model.heads, kv_heads=model.num_kv_heads, head_dim=model.head_dim,
         hidden=model.mlp_hidden, vocabulary=model.padded_vocab_size, head_norms=model.qk_norm,
@@ -168,10 +165,7 @@ def shape_of(model: ModelConfig) -> Shape:
 
 @dataclass(frozen=True)
 class Share(Shape):
-    """One rank's share of a model and its micro-batch, after tensor and sequence parallelism.
-
-    With fewer key/value heads than tensor-parallel ranks a rank holds them all and attends with one of them.
-    """
+    """One rank's share of a model and micro-batch; with fewer key/value heads than ranks it holds all and uses one."""
 
     split: bool  # over more than one tensor-parallel rank
     kv_used: int  # key/value heads that are attended with
@@ -184,19 +178,16 @@ class Share(Shape):
 
     @property
     def itemsize(self) -> int:
-        """Bytes of a weight, a gradient or an activation."""
         return 4 if self.precision == "fp32" else 2
 
     @property
     def tokens(self) -> int:
-        """Of a micro-batch."""
         return self.sequences * self.length
 
 
 def share_of(config: RunConfig) -> Share:
-    """The share of a rank; `config` has passed `validation.check_shapes`."""
     model, ranks, length = config.model, config.parallel.tp, config.data.sequence_length
-    whole = shape_of(model)
+    whole = model_shape(model)
     sequences = micro_batch_of(config)
     tokens = sequences * length
     own = {

@@ -1,8 +1,7 @@
 """Flat buckets: which elements of which parameters lie side by side, and which of them a rank owns. Pure.
 
-A bucket is cut into one equal slice per data-parallel rank, and parameters of one learning rate and weight decay are
-neighbours in it, so that an update is one to three contiguous segments. Padding is zero forever: AdamW leaves a zero
-with a zero gradient at zero.
+A bucket is cut into one equal slice per data-parallel rank. Parameters of one learning rate and weight decay are
+neighbours in it. Padding is zero forever: AdamW leaves a zero with a zero gradient at zero.
 """
 
 from __future__ import annotations
@@ -39,7 +38,6 @@ class Bucket:
     ranks: int
 
     def owned(self, rank: int) -> Range:
-        """The slice of the bucket that a data-parallel rank owns."""
         share = self.size // self.ranks
         return rank * share, (rank + 1) * share
 
@@ -60,7 +58,7 @@ class Bucket:
         return [(slot.group, (slot.start, stop)) for slot, stop in zip(firsts, stops, strict=True)]
 
 
-def pack(names: Sequence[str], sizes: Mapping[str, int], groups: Mapping[str, int], ranks: int) -> Bucket:
+def pack_bucket(names: Sequence[str], sizes: Mapping[str, int], groups: Mapping[str, int], ranks: int) -> Bucket:
     """One bucket of these parameters; sizes in elements, groups as numbers."""
     slots, end = [], 0
     for name in sorted(names, key=lambda name: groups[name]):  # stable: otherwise in the order given
@@ -82,7 +80,7 @@ def fill(names: Iterable[str], sizes: Mapping[str, int], limit: int) -> list[lis
     return runs
 
 
-def units(backward: Sequence[str], depth: int, tied: bool) -> list[list[str]]:
+def gathered_units(backward: Sequence[str], depth: int, tied: bool) -> list[list[str]]:
     """Names of the parameters that are gathered together at stage 3, given and returned in backward order.
 
     They are the final norm with the head (and a tied table), each block, and an untied table.

@@ -1,10 +1,8 @@
 """Data parallelism: gradients in flat buckets, summed over the ranks while the backward pass still runs.
 
-Buckets are reduced in backward order on every rank, so that ranks never wait for each other crosswise. A hook moves
-each gradient into its bucket and drops it at once. Low-precision gradients travel as they are to the rank that owns
-them, which sums them in fp32.
-
-Rajbhandari et al. 2020 (arXiv 1910.02054), sections 5.1-5.2; Li et al. 2020 (arXiv 2006.15704) for buckets and hooks.
+Buckets are reduced in the same order, that of the backward pass, on every rank. Low-precision gradients travel as they
+are to the rank that owns them, which sums them in fp32. Rajbhandari et al. 2020 (arXiv 1910.02054), sections 5.1-5.2;
+Li et al. 2020 (arXiv 2006.15704).
 """
 
 from __future__ import annotations
@@ -19,12 +17,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup, Work
 
 from .buckets import Bucket, Range
-from .collectives import all_gather, reduce_scatter
+from .mesh import all_gather, reduce_scatter
 
 
 class _Bucket:
-    """The gradient of one bucket."""
-
     def __init__(self, layout: Bucket, owned: Range, parameters: Sequence[nn.Parameter]) -> None:
         self.layout, self.owned, self.parameters = layout, owned, parameters
         self.waiting: set[int] = set()  # slots whose gradient of this micro-batch is still to come
@@ -48,9 +44,8 @@ class _Bucket:
 class Gradients:
     """Gradients of all parameters, accumulated over micro-batches and summed over the data-parallel group.
 
-    `layouts` are the buckets in backward order, `owned` the range of each that this rank updates; without a group
-    nothing is reduced. `complete` is called with a bucket's number when all its gradients of one backward pass have
-    come.
+    `layouts` are the buckets in backward order, `owned` the range of each that this rank updates. `complete` is called
+    with a bucket's number when all its gradients of one backward pass have come.
     """
 
     def __init__(
@@ -89,7 +84,6 @@ class Gradients:
         return [bucket.shard for bucket in self.buckets]
 
     def clear(self) -> None:
-        """Forgets what was accumulated: the next micro-batch starts a new batch."""
         self.fresh = True  # nothing is accumulated, so what lies in the buckets is overwritten
         self.reducing, self.next = False, 0
 
@@ -166,7 +160,6 @@ class Gradients:
             self.pending.append(total)
 
     def _advance(self) -> None:
-        """Takes every sum one step on."""
         self.pending = [total for total in self.pending if next(total, self) is not self]
 
     def _sum(self, bucket: _Bucket) -> Iterator[None]:

@@ -1,7 +1,6 @@
 """Where the part of a parameter that a rank holds lies in the whole one. Pure.
 
-A part is described once (`Placement`), for initial weights, gradient norms, sums over ranks and checkpoints alike. ZeRO
-cuts flattened parameters anywhere, so a shard is a range of elements, which `boxes` turns into a few rectangles.
+ZeRO cuts flattened parameters anywhere, so a shard is a range of elements, which `boxes` turns into a few rectangles.
 """
 
 from __future__ import annotations
@@ -35,7 +34,6 @@ class Placement:
 
     @property
     def local_shape(self) -> Shape:
-        """Shape of the rank's part."""
         return (sum(piece.size[0] for piece in self.pieces), *self.pieces[0].size[1:])
 
     def take(self, whole: Tensor) -> Tensor:
@@ -49,12 +47,12 @@ class Placement:
         return torch.cat(parts)
 
 
-def whole(shape: Shape, partial: bool = False) -> Placement:
+def whole_placement(shape: Shape, partial: bool = False) -> Placement:
     """Every tensor-parallel rank holds the parameter whole; with `partial` their gradients are terms of a sum."""
     return Placement(tuple(shape), (Piece((0,) * len(shape), tuple(shape), shared=True, partial=partial),))
 
 
-def split(shape: Shape, dim: int, rank: int, ranks: int) -> Placement:
+def split_placement(shape: Shape, dim: int, rank: int, ranks: int) -> Placement:
     """The rank's equal share along one dimension. ranks must divide shape[dim]."""
     share = shape[dim] // ranks
     offset = tuple(rank * share if d == dim else 0 for d in range(len(shape)))

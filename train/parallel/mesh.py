@@ -1,13 +1,13 @@
-"""The place of a rank on the axes dp and tp, and the process groups that serve them.
+"""The place of a rank on the axes dp and tp (the inner one, so that its groups lie in one node), and their process
+groups.
 
-tp is the inner axis, so that a tensor-parallel group lies in one node. An axis of size 1 has no group (None), and None
-means no communication; one rank of a launcher does have groups, of itself. Another axis is one more entry in `AXES` and
-one more group.
+An axis of size 1 has no group (None), which means no communication; one rank of a launcher has groups of itself.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,10 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..config import ParallelConfig
+
+# Torch renamed these two: 2.13 warns of the old names, and 2.11 lacks the new ones.
+all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 AXES = ("dp", "tp")  # outer to inner
 
@@ -35,7 +39,6 @@ class Mesh:
 
     @property
     def size(self) -> int:
-        """Ranks of the run."""
         return self.dp * self.tp
 
     @property
@@ -46,23 +49,26 @@ class Mesh:
     def tp_rank(self) -> int:
         return self.rank % self.tp
 
+    def gather(self, value: Any) -> list[Any]:
+        """What every rank gives, by rank, on the host; it must pickle."""
+        if self.control is None:
+            return [value]
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value, group=self.control)
+        return found
+
     def name(self, rank: int) -> str:
         """A rank as messages name it: `rank 3 on node07`."""
         return f"rank {rank} on {self.hosts[rank]}" if self.hosts else f"rank {rank}"
 
 
 def configured_mesh(parallel: ParallelConfig, device: torch.device) -> Mesh:
-    """See `build_mesh`."""
     return build_mesh(parallel.dp, parallel.tp, device)
 
 
 def build_mesh(dp: int, tp: int, device: torch.device) -> Mesh:
-    """The mesh of this rank, over torch's default process group, which must be up with dp * tp ranks.
-
-    Without a process group one process is a mesh by itself.
-
-    Raises:
-        ValueError: the process group is not up, or has another number of ranks.
+    """The mesh of this rank over torch's default process group, which must have dp * tp ranks; without one, one
+    process.
     """
     if not dist.is_initialized():
         if dp * tp > 1:

@@ -1,23 +1,16 @@
 """Tensor parallelism: every matrix of the model shared out over the tp ranks, norms and residuals by tokens as well.
 
 Special here:
-- a block's first matrices are split by rows and its last ones by columns, so that what lies between them, heads or
-  hidden units, never leaves a rank; fused matrices are split within each of their parts (see `model/shape.py`);
-- where there are fewer key/value heads than ranks, every rank holds them all, and attends with the one that serves its
-  queries; their gradients are then terms of a sum over the ranks;
-- the collectives are PyTorch's functional ones, called as operators: `torch.compile` traces them, they return at once,
-  and `wait` is called where the result is first needed, so what stands between the two overlaps with them;
-- with sequence parallelism the tokens of an activation are flattened and shared out in consecutive runs, so gathering
-  and scattering work along dim 0, without a copy;
-- a gathered activation is not kept for the backward pass, but gathered again there: it takes 1 / tp of the memory, for
-  one more collective, which overlaps with a product (the compiler makes its own choice here, and keeps it);
-- no rank ever holds the logits of the whole vocabulary: a rank tells the others two numbers per token, in one small
-  all-gather (Megatron-LM takes three all-reduces), combined in the same order everywhere, so all have the same loss;
-- the gradient takes the place of the logits, some rows at a time. Unlike on one rank (`loss.py`) all rows have their
-  logits at once: a gradient needs the other ranks' sums, so some rows at a time would be a message each to wait for.
+- a block's first matrices are split by rows and its last ones by columns, so heads and hidden units never leave a rank;
+- with fewer key/value heads than ranks, every rank holds them all and attends with the one that serves its queries;
+- collectives are PyTorch's functional operators: `torch.compile` traces them, they return at once, and what stands
+  before `wait` overlaps with them;
+- a gathered activation is gathered again in the backward pass instead of kept: 1 / tp of the memory;
+- no rank holds the logits of the whole vocabulary: ranks exchange two numbers per token, combined in the same order
+  everywhere, and the gradient takes the place of the logits.
 
-Column and row products: Megatron-LM, arXiv 1909.08053, section 3. Sequence parallelism: Korthikanti et al., arXiv
-2205.05198, section 4.2.
+Column and row products: Megatron-LM, arXiv 1909.08053, section 3. Sequence parallelism, which shares the residual
+stream as (batch * time / tp, width): Korthikanti et al., arXiv 2205.05198, section 4.2.
 """
 
 from __future__ import annotations
@@ -31,8 +24,8 @@ from torch.distributed import ProcessGroup
 
 from ..model.block import table_gradient
 from ..model.gpt import GPT, MLP, Attention
-from ..model.shape import LOGITS_AT_A_TIME, Parameter, shape_of
-from .layout import Piece, Placement, Shape, split, whole
+from ..model.shape import LOGITS_AT_A_TIME, Parameter, model_shape
+from .layout import Piece, Placement, Shape, split_placement, whole_placement
 from .mesh import Mesh
 
 _collectives = torch.ops._c10d_functional
@@ -56,7 +49,7 @@ def all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def wait(x: Tensor) -> Tensor:
-    """The result of a collective, ready to be read. On GPUs the stream waits, not the host."""
+    """The result of a collective; on GPUs the stream waits, not the host."""
     return _collectives.wait_tensor(x)
 
 
@@ -69,9 +62,8 @@ class _Column(torch.autograd.Function):
         dgrad     dX (n, i)     = sum over ranks of dY_r (n, o/tp) W_r (o/tp, i)
         wgrad     dW_r (o/tp, i) = dY_r^T (o/tp, n) X (n, i)
 
-    Without sequence parallelism X and dX are the same on every rank, and the sum is an all-reduce. With it a rank has
-    X_r, dX_r (n/tp, i): X is an all-gather of X_r, in the backward pass again, and the sum is a reduce-scatter. The
-    second gather overlaps with the product of dgrad, and the sum with the product of wgrad.
+    The sum is an all-reduce. With sequence parallelism a rank has X_r, dX_r (n/tp, i): X is an all-gather, in the
+    backward pass again, and the sum is a reduce-scatter; they overlap with the products.
     """
 
     @staticmethod
@@ -96,14 +88,11 @@ class _Column(torch.autograd.Function):
 class _Row(torch.autograd.Function):
     """Y = sum over ranks of X_r W_r^T, the columns of W and of X shared out, as `_Column` leaves them.
 
-    With n tokens, i inputs, o outputs and tp ranks, of which this is r:
-
         forward   Y (n, o)        = sum over ranks of X_r (n, i/tp) W_r^T (i/tp, o)
         dgrad     dX_r (n, i/tp)  = dY (n, o) W_r (o, i/tp)
         wgrad     dW_r (o, i/tp)  = dY^T (o, n) X_r (n, i/tp)
 
-    Without sequence parallelism Y and dY are the same on every rank, and the sum is an all-reduce. With it a rank gets
-    Y_r and gives dY_r (n/tp, o): the sum is a reduce-scatter, and dY an all-gather of dY_r.
+    The sum is an all-reduce; with sequence parallelism a reduce-scatter to Y_r (n/tp, o), and dY an all-gather of dY_r.
     """
 
     @staticmethod
@@ -122,8 +111,6 @@ class _Row(torch.autograd.Function):
 
 
 class SplitWeight(nn.Module):
-    """A rank's part of a weight, and the ranks that hold the others."""
-
     def __init__(self, shape: Shape, group: ProcessGroup, sequence_parallel: bool) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(shape, device="meta"))
@@ -147,13 +134,10 @@ class RowLinear(SplitWeight):
 class _Embedding(torch.autograd.Function):
     """Y = sum over ranks of E_r[tokens], where a rank gives zeros for the tokens of others.
 
-    With n tokens, V rows of width w and tp ranks, of which this is r:
-
         forward   Y (n, w)       = sum over ranks of onehot_r (n, V/tp) E_r (V/tp, w)
         wgrad     dE_r (V/tp, w) = onehot_r^T (V/tp, n) dY (n, w)
 
-    Without sequence parallelism Y and dY are the same on every rank, and the sum is an all-reduce. With it a rank gets
-    Y_r and gives dY_r (n/tp, w): the sum is a reduce-scatter, and dY an all-gather of dY_r.
+    Collectives as in `_Row`.
     """
 
     @staticmethod
@@ -176,11 +160,7 @@ class _Embedding(torch.autograd.Function):
 
 
 class VocabularyEmbedding(SplitWeight):
-    """Rows of the whole table: (batch, time) -> (batch, time, w), or with sequence parallelism (batch * time / tp, w).
-
-    Raises:
-        ValueError: with sequence parallelism, the tokens cannot be shared out equally.
-    """
+    """Rows of the whole table, with sequence parallelism (batch * time / tp, w)."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         if not self.sequence_parallel:
@@ -198,8 +178,6 @@ class _CrossEntropy(torch.autograd.Function):
                   t_r (n,)      = z of the target, or 0 where another rank has it
                   lse (n,)      = log sum over ranks of exp(lse_r),  L (n,) = lse - sum over ranks of t_r + c lse^2
         dgrad     dz_r (n, V/tp) = dL ((1 + 2 c lse) exp(z - lse) - onehot_r), and 0 for padding
-
-    lse_r and t_r of all ranks come in one all-gather, (tp, 2, n) in fp32. dz takes the place of z.
     """
 
     @staticmethod
@@ -250,17 +228,16 @@ class VocabularyHead(ColumnLinear):
         self.vocab_size = vocab_size
 
     def whole(self, logits: Tensor) -> Tensor:
-        """Every rank's columns, (…, V/tp) -> (…, V), padding at -inf. For inspection: no gradient flows."""
+        """Every rank's columns, (…, V/tp) -> (…, V), padding at -inf; no gradient flows."""
         columns = logits.detach().movedim(-1, 0)
         logits = wait(all_gather(columns, self.group)).movedim(0, -1).contiguous()
         logits[..., self.vocab_size :] = float("-inf")
         return logits
 
     def forward(self, x: Tensor, targets: Tensor | None = None, reduction: str = "mean", z_loss: float = 0.0) -> Tensor:
-        """Logits of this rank's columns; given targets (…) their losses in nats, fp32, the same on every rank: a
-        scalar, or with reduction `none` (…).
+        """Logits of this rank's columns; given targets (…) their losses in nats, fp32, the same on every rank.
 
-        The backward pass overwrites the logits, (…, V/tp).
+        The backward pass overwrites the logits.
         """
         logits = super().forward(x)
         if targets is None:
@@ -275,19 +252,11 @@ class VocabularyHead(ColumnLinear):
 def split_model(gpt: GPT, mesh: Mesh, sequence_parallel: bool) -> dict[str, Placement]:
     """Swaps the modules of a model on `meta` for this rank's parts; says for every parameter which part it is.
 
-    Without tensor parallelism the model stays as it is and every placement is the whole.
-
-    Args:
-        gpt: the whole model on the device `meta`; its config has passed `check_shapes`.
-        mesh: this rank's place; its `tp_group` does the communication.
-        sequence_parallel: whether norms and residuals are shared out by tokens.
-
-    Returns:
-        Parameter name -> placement. The parameters have the `local_shape` of their placements afterwards.
+    Parameters keep their names, and get the `local_shape` of their placements.
     """
-    parameters = shape_of(gpt.config).parameters
+    parameters = model_shape(gpt.config).parameters
     if mesh.tp_group is None:
-        return {parameter.name: whole(parameter.shape) for parameter in parameters}
+        return {parameter.name: whole_placement(parameter.shape) for parameter in parameters}
     placements = {parameter.name: _place(parameter, mesh, sequence_parallel) for parameter in parameters}
     ranks = (mesh.tp_group, sequence_parallel)
     for name, module in list(gpt.named_modules()):
@@ -319,10 +288,10 @@ def _share_heads(attention: Attention, mesh: Mesh) -> None:
 def _place(parameter: Parameter, mesh: Mesh, sequence_parallel: bool) -> Placement:
     tp, rank, shape = mesh.tp, mesh.tp_rank, parameter.shape
     if parameter.role == "last":
-        return split(shape, 1, rank, tp)
+        return split_placement(shape, 1, rank, tp)
     if parameter.role in ("norm", "head norm"):
         # Of queries or keys it sees this rank's heads, of the residual stream its tokens, or all of them.
-        return whole(shape, partial=parameter.role == "head norm" or sequence_parallel)
+        return whole_placement(shape, partial=parameter.role == "head norm" or sequence_parallel)
     pieces, top = [], 0
     for part in parameter.parts:
         if part.units >= tp:

@@ -1,10 +1,8 @@
 """The weights that a model computes with, as views of flat buckets, and how a rank gets those that others own.
 
-At stages 1 and 2 updated slices are gathered in place, and a module waits for its own buckets when it is next called.
-At stage 3 a bucket is a block: it is gathered while the block before it computes, forward and backward, and freed
-after; at most two blocks are whole at a time. Parameters keep their identity while storage comes and goes below them.
-
-Rajbhandari et al. 2020 (arXiv 1910.02054), sections 5.3 and 7; Zhao et al. 2023 (arXiv 2304.11277) for prefetching.
+At stages 1 and 2 updated slices are gathered in place, and a module waits for its buckets. At stage 3 a bucket is a
+block, gathered while the block before it computes and freed after. Rajbhandari et al. 2020 (arXiv 1910.02054), sections
+5.3 and 7; Zhao et al. 2023 (arXiv 2304.11277).
 """
 
 from __future__ import annotations
@@ -19,14 +17,14 @@ from torch.distributed import ProcessGroup, Work
 
 from ..model.gpt import GPT
 from .buckets import Bucket, Range
-from .collectives import all_gather
+from .mesh import all_gather
 
 
 class Weights:
     """Every parameter of a model in flat buckets; the model's own are replaced, and their values left undefined.
 
-    `layouts` are the buckets in backward order, at stage 3 those of `units`; `owned` the range of each that this rank
-    updates. Stage 0 gathers nothing.
+    `layouts` are the buckets in backward order, at stage 3 those of `gathered_units`; `owned` the range of each that
+    this rank updates.
     """
 
     def __init__(

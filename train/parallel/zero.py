@@ -1,10 +1,8 @@
 """One rank's parameters, gradients and optimizer state, and how much of each it holds: ZeRO stages 0 to 3.
 
-Everything lies in flat buckets, of which data-parallel rank d owns slice d (stage 0: the whole). The rest is kept at
-stage 0, weights and gradients at 1, weights at 2, nothing at 3. In low precision the owner keeps fp32 master weights. A
-step never waits for the device, and nothing that changes from step to step is a number of Python's.
-
-Rajbhandari et al. 2020 (arXiv 1910.02054); Loshchilov and Hutter 2019 (arXiv 1711.05101) for AdamW.
+Data-parallel rank d owns slice d of every flat bucket (stage 0: all of it). Of the rest weights and gradients are kept
+at stage 1, weights at 2, nothing at 3. In low precision the owner keeps fp32 master weights. A step never waits for the
+device. Rajbhandari et al. 2020 (arXiv 1910.02054); Loshchilov and Hutter 2019 (arXiv 1711.05101).
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from torch import Tensor
 from ..config import OptimizerConfig
 from ..model.gpt import GPT
 from ..model.parametrization import ParameterGroup
-from .buckets import Range, Slot, clip, counted, fill, pack, partial, units
+from .buckets import Range, Slot, clip, counted, fill, gathered_units, pack_bucket, partial
 from .data import Gradients
 from .layout import Held, Placement
 from .mesh import Mesh
@@ -52,9 +50,8 @@ class Segment(NamedTuple):
 class Zero:
     """Owner of a model's parameters, gradients and Adam's state.
 
-    The model's parameters (they may be on `meta`) are replaced by views of flat buffers on `device`, weights and
-    gradients in `dtype`, master weights and moments at least in fp32. `bucket_mb` MiB of gradients travel together; at
-    stage 3 a block.
+    The model's parameters (they may be on `meta`) become views of flat buffers on `device`, in `dtype`; master weights
+    and moments are at least fp32. `bucket_mb` MiB of gradients travel together; at stage 3 a block.
     """
 
     updates: Tensor  # () updates made: Adam's step count, to be saved and restored
@@ -79,8 +76,8 @@ class Zero:
         if self.stage < 3:
             runs = fill(backward, sizes, max(1, int(bucket_mb * 2**20 / dtype.itemsize)))
         else:
-            runs = units(backward, gpt.config.depth, gpt.config.tied_embeddings)
-        self.layouts = [pack(run, sizes, numbers, mesh.dp) for run in runs]
+            runs = gathered_units(backward, gpt.config.depth, gpt.config.tied_embeddings)
+        self.layouts = [pack_bucket(run, sizes, numbers, mesh.dp) for run in runs]
         # Everybody keeps the gradient norm of its slice; at stage 0 it owns the other slices as well.
         slices = [layout.owned(mesh.dp_rank) for layout in self.layouts]
         self.owned = slices if self.stage > 0 else [(0, layout.size) for layout in self.layouts]
@@ -107,11 +104,7 @@ class Zero:
         ]
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Sets the weights: whole fp32 tensors on the CPU by name, one at a time; this rank takes its part of each.
-
-        Raises:
-            ValueError: a name is unknown, comes twice or is missing, or a shape is another one.
-        """
+        """Sets the weights: every whole fp32 tensor once, on the CPU by name; this rank takes its part of each."""
         slots = {slot.name: (number, slot) for number, layout in enumerate(self.layouts) for slot in layout.slots}
         self.weights.forget()
         for name, whole in weights:
@@ -130,7 +123,6 @@ class Zero:
 
     @contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
-        """One forward and one backward pass; with `last` the batch's gradients are summed over ranks on the way."""
         with self.gradients.micro_batch(last):
             yield
 
@@ -145,14 +137,11 @@ class Zero:
         torch.mul(self.peaks, factor, out=self.rates)
 
     @torch.no_grad()
-    def step(self, factor: float | None, loss: Tensor, scale: Tensor | None = None) -> StepResult:
-        """Updates the weights from the accumulated gradients, and clears these.
+    def step(self, loss: Tensor, scale: Tensor | None = None) -> StepResult:
+        """Updates the weights from the accumulated gradients at the rates of `set_rates`, and clears the gradients.
 
-        `factor` is on every group's peak learning rate (None: those of `set_rates`), `loss` () this rank's share of the
-        batch's mean loss, `scale` () what the loss was multiplied by before the backward pass.
+        `loss` () is this rank's share of the batch's mean loss, `scale` () the loss scale.
         """
-        if factor is not None:
-            self.set_rates(factor)
         self.gradients.wait()
         self._sum_partial()
         total, norm = self._measure(loss)
@@ -212,7 +201,6 @@ class Zero:
             )  # fmt: skip
 
     def _cut(self, number: int) -> list[Segment]:
-        """Of one bucket the pieces that share a learning rate and a weight decay."""
         owned, state = self.owned[number], (self.master[number], self.exp_avg[number], self.exp_avg_sq[number])
         return [
             Segment(group, (start, stop), *([tensor[start:stop]] for tensor in state))
@@ -221,7 +209,6 @@ class Zero:
         ]
 
     def _refresh(self, number: int) -> None:
-        """The model's weights after the master weights of one bucket."""
         if self.dtype != self.wide:
             self.weights.own[number].copy_(self.master[number])
         self.weights.changed(number)
@@ -243,7 +230,6 @@ class Zero:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Takes the weights over from `held`, on all ranks."""
         for number in range(len(self.layouts)):
             self._refresh(number)
 

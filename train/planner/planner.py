@@ -1,22 +1,17 @@
 """Which (tp, dp, ZeRO stage, micro-batch, recompute) a run should use on so many ranks: the fastest that fits, and why.
 
-Every combination that the model and the batch allow is costed in closed form, so a plan takes milliseconds and starts
-nothing. A combination fits when its peak (`memory.py`) stays within the device's memory less a margin, which stands for
-what no formula sees: the CUDA context, NCCL's buffers, and blocks that the allocator cannot use. Seconds of a step:
+Every combination is costed in closed form. It fits when its peak (`memory.py`) stays within the device's memory less a
+margin for what no formula sees: the CUDA context, NCCL's buffers, fragmentation. The seconds of a step are
 
-    step = forward + backward + recompute          matrix-product FLOPs over the measured rate
-         + tensor + data                           collectives, as far as nothing hides them
-         + update                                  bytes of Adam over the memory's bandwidth
+    forward + backward + recompute     matrix-product FLOPs over the measured rate
+    + tensor + data                    collectives, as far as nothing hides them
+    + update                           bytes of Adam over the memory's bandwidth
 
-- The rate is peak * w / (w + half_speed_width); w is the geometric mean of both sides of a matrix that tp splits,
-  width / sqrt(tp), so splitting a narrow model costs what it does.
-- A collective of n bytes over N ranks is a ring: N - 1 hops, each of n / N bytes and one latency; an all-reduce is two.
-- Tensor-parallel collectives hold up the forward pass, and run beside other products in the backward pass.
-- Gradients are reduced beside the backward pass, but for the last bucket; ZeRO-3 gathers a block ahead, but for the
-  first one; ZeRO-1 and 2 gather the new weights when nothing else is left to do.
+A collective is a ring of N - 1 hops, each of n / N bytes and one latency; an all-reduce is two. Tensor-parallel ones
+hold up the forward pass, and run beside other products in the backward pass. Gradients are reduced beside the backward
+pass, but for the last bucket; ZeRO-3 gathers one block ahead.
 
-Korthikanti et al. 2022, arXiv 2205.05198, section 4 (tensor and sequence parallel); Rajbhandari et al. 2020, arXiv
-1910.02054, section 7 (ZeRO's volumes); Patarasuk and Yuan 2009 (rings).
+Korthikanti et al. 2022, arXiv 2205.05198, section 4; Rajbhandari et al. 2020, arXiv 1910.02054, section 7.
 """
 
 from __future__ import annotations
@@ -39,7 +34,7 @@ RECOMPUTE = ("none", "selective", "full")
 
 @dataclass(frozen=True)
 class Hardware:
-    """The machine that one rank sees. The defaults are the data sheet of an H100 in a DGX, not a measurement."""
+    """The machine that one rank sees; the defaults are the data sheet of an H100 in a DGX."""
 
     memory_bytes: float = 80e9
     flops_per_second: float = 4e14  # plain matrix products, in the run's precision
@@ -54,8 +49,6 @@ class Hardware:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one optimizer step, by what they are spent on."""
-
     forward: float
     backward: float
     recompute: float  # activations computed again
@@ -69,66 +62,56 @@ class StepTime:
 
 
 def step_time(config: RunConfig, hardware: Hardware) -> StepTime:
-    """Seconds of one optimizer step of a rank of a run that has passed `validation.check_shapes`."""
     share, passes = share_of(config), micro_batches(config)
-    rate = matmul_rate(config, hardware)
+    # The width is the geometric mean of both sides of a matrix, of which tp splits one.
+    width = config.model.width / config.parallel.tp**0.5
+    rate = hardware.flops_per_second * width / (width + hardware.half_speed_width)
     forward = forward_flops(share) / rate
-    again = recomputed_flops(share, config.parallel.recompute) / rate
+    # The last product of a block is repeated for its collective's sake alone.
+    repeated = share.block_matrices - (0 if share.split else share.width * share.hidden)
+    attention = attention_flops(share)
+    recomputed = {"none": 0, "selective": attention, "full": 2 * repeated + attention}[config.parallel.recompute]
+    again = share.tokens * share.depth * recomputed / rate
     # The share of the products of which tp gathers the input: query, key, value, gate, up, and the head.
-    column = 1 - (share.width * (share.heads * share.head_dim + share.hidden) * share.depth) / (forward_matrices(share))
+    row_products = share.width * (share.heads * share.head_dim + share.hidden) * share.depth
+    column = 1 - row_products / (share.depth * share.block_matrices + share.table)
+    # Adam reads gradient, weight and both moments, and writes the last three and the weight.
+    updated = sum(bucket_sizes(share, config)) / (config.parallel.dp if stage_of(config) > 0 else 1)
     return StepTime(
         forward=passes * forward,
         backward=passes * 2 * forward,
         recompute=passes * again,
         tensor=passes * tensor_seconds(config, hardware, column * forward),
         data=data_seconds(config, hardware, forward, 2 * forward + again),
-        update=update_bytes(config) / hardware.memory_bandwidth,
+        update=updated * (6 * 4 + 2 * share.itemsize) / hardware.memory_bandwidth,
     )
 
 
-def matmul_rate(config: RunConfig, hardware: Hardware) -> float:
-    """FLOP/s of the products of a rank; see the head of this file."""
-    width = config.model.width / config.parallel.tp**0.5
-    return hardware.flops_per_second * width / (width + hardware.half_speed_width)
-
-
-def forward_matrices(share: Share) -> int:
-    """Weights that every token meets."""
-    return share.depth * share.block_matrices + share.table
-
-
 def forward_flops(share: Share) -> int:
-    """Matrix-product FLOPs of one forward pass; at tp=1 those of `flops.forward_flops_per_token`."""
-    return share.tokens * (2 * forward_matrices(share) + share.depth * attention_flops(share))
+    """Of matrix products and attention in one forward pass."""
+    return share.tokens * (
+        2 * (share.depth * share.block_matrices + share.table) + share.depth * attention_flops(share)
+    )
 
 
 def attention_flops(share: Share) -> int:
-    """FLOPs of scores and weighting in one block, a token."""
+    """Scores and weighting in one block, per token."""
     return 4 * share.length * share.heads * share.head_dim
 
 
-def recomputed_flops(share: Share, recompute: str) -> int:
-    """Matrix-product FLOPs of one backward pass that repeat the forward's."""
-    # The last product of a block is repeated for its collective's sake alone.
-    products = share.block_matrices - (0 if share.split else share.width * share.hidden)
-    again = {"none": 0, "selective": attention_flops(share), "full": 2 * products + attention_flops(share)}
-    return share.tokens * share.depth * again[recompute]
-
-
 def ring_seconds(size: float, ranks: int, bandwidth: float, latency: float) -> float:
-    """An all-gather or a reduce-scatter of `size` bytes, counted whole, over a ring; an all-reduce is two of them."""
+    """An all-gather or a reduce-scatter of `size` bytes, counted whole."""
     return (ranks - 1) * (size / ranks / bandwidth + latency)
 
 
 def tensor_seconds(config: RunConfig, hardware: Hardware, product: float) -> float:
     """What a micro-batch waits for its tensor-parallel collectives.
 
-    A block gathers and scatters twice, or all-reduces twice, which is the same volume; embedding and head are one pair
-    more. In the backward pass the sum over ranks runs beside the weight gradients, and under sequence parallelism the
-    second gather of the input beside the input gradients; the gather of a row product's gradient is waited for.
+    A block gathers and scatters twice; embedding and head are one pair more. In the backward pass the sum over ranks
+    runs beside the weight gradients, and the second gather of the input beside the input gradients.
 
     Args:
-        product: seconds of those products of a forward pass of which the input is gathered.
+        product: seconds of those products of a forward pass whose input is gathered.
     """
     share, parallel = share_of(config), config.parallel
     size = share.tokens * share.width * share.itemsize
@@ -166,24 +149,14 @@ def data_seconds(config: RunConfig, hardware: Hardware, forward: float, backward
     return exposed * (micro_batches(config) if stage == 2 else 1) + ahead
 
 
-def update_bytes(config: RunConfig) -> float:
-    """Bytes that Adam moves: it reads gradient, weight and both moments, and writes the last three and the weight."""
-    share = share_of(config)
-    elements = sum(bucket_sizes(share, config)) / (config.parallel.dp if stage_of(config) > 0 else 1)
-    return elements * (6 * 4 + 2 * share.itemsize)
-
-
 @dataclass(frozen=True)
 class Candidate:
-    """One way to spread a run, with what it takes."""
-
     parallel: ParallelConfig
     memory: Memory
     time: StepTime
 
     @property
     def name(self) -> str:
-        """All that was chosen, in the words of the config."""
         chosen = self.parallel
         return (
             f"tp={chosen.tp} dp={chosen.dp} zero={chosen.zero} micro_batch_size={chosen.micro_batch_size} "
@@ -192,15 +165,13 @@ class Candidate:
 
     @property
     def complexity(self) -> tuple[int, ...]:
-        """Orders what takes equally long: least split first, then the largest micro-batches, whose kernels are few."""
+        """Orders what takes equally long: least split first, then the largest micro-batches."""
         chosen = self.parallel
         return chosen.tp, chosen.zero, RECOMPUTE.index(chosen.recompute), -(chosen.micro_batch_size or 0)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen of everything that is possible, and why."""
-
     config: RunConfig  # as it was asked about
     ranks: int
     hardware: Hardware
@@ -209,12 +180,11 @@ class Choice:
 
     @property
     def limit(self) -> float:
-        """Bytes that a rank may use."""
         return self.hardware.memory_bytes * (1 - self.margin)
 
     @cached_property
     def best(self) -> Candidate | None:
-        """Of the fastest that fit the simplest; None where nothing fits."""
+        """The simplest of the fastest that fit; None where nothing fits."""
         fitting = [candidate for candidate in self.candidates if self.fits(candidate)]
         if not fitting:
             return None
@@ -222,11 +192,9 @@ class Choice:
         return min((c for c in fitting if c.time.total <= limit), key=lambda c: c.complexity)
 
     def fits(self, candidate: Candidate) -> bool:
-        """Whether a candidate's peak stays within the limit."""
         return candidate.memory.peak <= self.limit
 
     def verdict(self, candidate: Candidate) -> str:
-        """In a few words: chosen, or why not."""
         best = self.best
         if not self.fits(candidate):
             return f"needs {gigabytes(candidate.memory.peak - self.limit)} more than there is"
@@ -237,7 +205,6 @@ class Choice:
         return f"{slower:.0%} slower" if slower > TIE else "as fast, and less simple"
 
     def why(self) -> str:
-        """The choice in a sentence or three."""
         best, fitting = self.best, [candidate for candidate in self.candidates if self.fits(candidate)]
         room = f"{gigabytes(self.hardware.memory_bytes)} less {self.margin:.0%}"
         if best is None:
@@ -259,8 +226,8 @@ class Choice:
         return said
 
     def notable(self) -> list[Candidate]:
-        """The candidates worth a line, fastest first: of every (tp, ZeRO stage) the fastest that fits, and the fastest
-        that does not where it would beat the choice.
+        """Worth a line, fastest first: per (tp, ZeRO stage) the fastest that fits, and one that does not if it beats
+        the choice.
         """
         seen: set[tuple[int, int, bool]] = set()
         lines = []
@@ -278,9 +245,7 @@ def choose(config: RunConfig, ranks: int, hardware: Hardware, margin: float = MA
     """Costs every way to spread a run over `ranks` ranks.
 
     Args:
-        config: complete; its tp, dp, zero, micro_batch_size and recompute are not read, everything else is.
-        ranks: of the job.
-        hardware: what a rank has.
+        config: its tp, dp, zero, micro_batch_size and recompute are not read.
         margin: share of the device's memory to leave free, at least 0 and below 1.
 
     Raises:
@@ -302,11 +267,7 @@ def choose(config: RunConfig, ranks: int, hardware: Hardware, margin: float = MA
 
 
 def ways(config: RunConfig, ranks: int, ranks_per_node: int) -> Iterator[ParallelConfig]:
-    """Every setting that divides the model and the batch; tp inside a node.
-
-    Raises:
-        UserError: there is none.
-    """
+    """Every setting that divides the model and the batch; tp inside a node. UserError where there is none."""
     found = False
     for micro in divisors_of(config.optimizer.batch_size):
         asked = dataclasses.replace(config.parallel, micro_batch_size=micro, zero=0)
@@ -321,7 +282,6 @@ def ways(config: RunConfig, ranks: int, ranks_per_node: int) -> Iterator[Paralle
 
 
 def gigabytes(size: float) -> str:
-    """Bytes for a reader, with three digits."""
     for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if size >= factor:
             return f"{size / factor:.3g} {unit}"

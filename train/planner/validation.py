@@ -43,11 +43,7 @@ _NOT_NEGATIVE = (
 
 
 def validate(config: RunConfig) -> None:
-    """Refuses what cannot be trained, before anything starts.
-
-    Raises:
-        UserError: one sentence with the field, the value and what would be accepted.
-    """
+    """Refuses what cannot be trained: UserError with the field, the value and what would be accepted."""
     _check_model(config.model)
     values = dict(_flat(config))
     for name, accepted in _CHOICES.items():
@@ -127,9 +123,6 @@ def check_shapes(config: RunConfig) -> None:
     """Refuses a config whose model or batch cannot be split as `config.parallel` says.
 
     A model whose vocab_size is still None (the planner fills it in) is not asked about its vocabulary.
-
-    Raises:
-        UserError: one sentence with the field, the value and the nearest that work.
     """
     refusal = _refusal(config)
     if refusal is not None:
@@ -137,16 +130,11 @@ def check_shapes(config: RunConfig) -> None:
 
 
 def check_world(config: RunConfig, ranks: int, ranks_per_node: int) -> None:
-    """Refuses a job whose ranks are not those that the config asks for, or a tp group that leaves its node.
-
-    Raises:
-        UserError: one sentence with the nearest (tp, dp) that work.
-    """
+    """Refuses a job whose ranks are not those that the config asks for, or a tp group that leaves its node."""
     parallel = config.parallel
     if parallel.world_size != ranks:
         raise UserError(
-            f"parallel.tp {parallel.tp} * parallel.dp {parallel.dp} is {parallel.world_size} and the job has "
-            f"{_count(ranks, 'rank')}; {_advice(config, ranks, ranks_per_node)}"
+            f"{parallel.mesh} and the job has {_count(ranks, 'rank')}; {_advice(config, ranks, ranks_per_node)}"
         )
     if ranks_per_node % parallel.tp:
         raise UserError(
@@ -160,9 +148,6 @@ def check_hosts(parallel: ParallelConfig, hosts: Sequence[str]) -> None:
 
     Args:
         hosts: name of every rank's node, by rank.
-
-    Raises:
-        UserError: names the first group that is spread.
     """
     tp = parallel.tp
     for first in range(0, len(hosts), tp):
@@ -189,7 +174,6 @@ def working_shapes(config: RunConfig, ranks: int, ranks_per_node: int | None = N
 
 
 def divisors_of(number: int) -> list[int]:
-    """Of a positive number, ascending."""
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 

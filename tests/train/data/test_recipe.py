@@ -79,8 +79,8 @@ def test_a_recipe_has_one_spelling() -> None:
         "gopher", "near:0.8", "length:50-1000", "language:en@0.65"]  # fmt: skip
     assert recipe.fingerprint(["near"]) == recipe.fingerprint(["near:0.80"]) != recipe.fingerprint(["near:0.8000001"])
     assert recipe.fingerprint([]) is None
-    assert recipe.label([]) == "raw"
-    assert recipe.label(["exact", "near"]) == "exact+near:0.8"
+    assert recipe.recipe_label([]) == "raw"
+    assert recipe.recipe_label(["exact", "near"]) == "exact+near:0.8"
     others = (["exact"], ["near"], ["near:0.7"], ["exact", "near"], ["near", "exact"])
     assert len({recipe.fingerprint(steps) for steps in others}) == 5
 
@@ -99,7 +99,7 @@ def test_a_model_counts_by_its_content_wherever_it_lies(tmp_path: Path) -> None:
     a, b, c = (recipe.fingerprint([f"quality:{tmp_path / name}/model.bin@0.5"]) for name in "abc")
     assert a == b != c
     assert a != recipe.fingerprint([f"quality:{tmp_path}/a/model.bin@0.6"])
-    assert recipe.label([f"quality:{tmp_path}/a/model.bin@0.5"]) == "quality:model.bin@0.5"
+    assert recipe.recipe_label([f"quality:{tmp_path}/a/model.bin@0.5"]) == "quality:model.bin@0.5"
 
 
 @pytest.mark.parametrize(
@@ -310,7 +310,7 @@ def test_a_killed_prepare_goes_on_from_what_it_had_finished(
         process.send_signal(how)
         process.wait()
         seen = kill_at - 1  # the job that the kill hit is not done
-        assert not [path for path in (tmp_path / "killed" / "shards").glob("*") if ".tmp-" not in path.name]
+        assert not [path for path in (tmp_path / "killed" / "shards").glob("*") if not path.name.startswith(".")]
     last = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     assert last[-1] == "done"
     # Each kill costs at most the job that it hit, and the line that was in the pipe.

@@ -71,7 +71,7 @@ def content(directory: Path) -> dict[str, str]:
 
 
 def leftovers(config: DataConfig) -> list[Path]:
-    return list(Path(str(config.cache_dir)).rglob("*.tmp-*"))
+    return [path for path in Path(str(config.cache_dir)).rglob(".*") if path.is_dir()]
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
@@ -262,8 +262,8 @@ def killed_in(config: DataConfig, monkeypatch: pytest.MonkeyPatch, owner: Any, n
     [
         (MixedDocuments, "add"),  # before anything is written
         (module._PartWriter, "close"),  # token files half-written
-        (module, "write_json"),  # all there but the manifest
-        (storage, "fsync_path"),  # all there, not renamed
+        (module, "write_checked"),  # all there but the manifest
+        (storage, "put_in_place"),  # all there, not renamed
     ],
 )
 def test_a_killed_build_is_never_taken_for_a_whole_one(
@@ -271,7 +271,7 @@ def test_a_killed_build_is_never_taken_for_a_whole_one(
 ) -> None:
     killed_in(config, monkeypatch, owner, name, tmp_path / "flag")
     assert leftovers(config)
-    assert not [path for path in (tmp_path / "cache" / "shards").iterdir() if ".tmp-" not in path.name]
+    assert not [path for path in (tmp_path / "cache" / "shards").iterdir() if not path.name.startswith(".")]
     shards = prepare(config)
     verify(shards)
     assert leftovers(config) == []
@@ -316,7 +316,7 @@ def test_any_other_error_leaves_nothing_and_is_not_hidden(config: DataConfig, mo
     def broken(*_: Any) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(module._PartWriter, "_flush", broken)
+    monkeypatch.setattr(module._PartWriter, "add", broken)
     with pytest.raises(OSError, match="Input/output error"):
         prepare(config)
     assert leftovers(config) == []

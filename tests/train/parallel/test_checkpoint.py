@@ -27,7 +27,7 @@ from isoflop.train.data.tokenizers import ByteTokenizer
 from isoflop.train.errors import UserError
 from isoflop.train.job.fork import run_ranks
 from isoflop.train.model.parametrization import build_model
-from isoflop.train.parallel.layout import Held, Piece, Placement, boxes, split, whole
+from isoflop.train.parallel.layout import Held, Piece, Placement, boxes, split_placement, whole_placement
 from isoflop.train.parallel.mesh import Mesh, build_mesh
 from torch import Tensor
 
@@ -64,8 +64,8 @@ def placement(name: str, shape: tuple[int, ...], rank: int, ranks: int) -> Place
     if name.endswith("qkv.weight"):
         return fused(shape, rank, ranks)
     if name.endswith(("out.weight", "down.weight")):
-        return split(shape, 1, rank, ranks)
-    return split(shape, 0, rank, ranks) if len(shape) == 2 else whole(shape)
+        return split_placement(shape, 1, rank, ranks)
+    return split_placement(shape, 0, rank, ranks) if len(shape) == 2 else whole_placement(shape)
 
 
 def fused(shape: tuple[int, ...], rank: int, ranks: int) -> Placement:
@@ -164,7 +164,7 @@ def test_what_one_mesh_saved_every_other_loads_bit_for_bit(shares: Shares, saved
         for rank in range(other[0] * other[1]):
             expected = held_by(rank, other, state(1))
             held = blank(expected)
-            trainer = checkpoint.restore(path, held, CONFIG)
+            trainer = checkpoint.restore_state(path, held, CONFIG)
             assert trainer == {"step": 5, "seconds": 1.5, "updates": 4}
             assert_same(held, expected)
 
@@ -192,13 +192,13 @@ def test_ranks_resume_what_other_ranks_saved_and_say_once_which_file_is_damaged(
         said: list[str] = []
         refused = []
         held = blank(expected)
-        assert checkpoint.resume(tmp_path, held, CONFIG, mesh, said.append) is not None
+        assert checkpoint.resume_state(tmp_path, held, CONFIG, mesh, said.append) is not None
         assert_same(held, expected)
         for config in (differing("width", 24), differing("hidden", 8)):
             with pytest.raises(UserError) as raised:
-                checkpoint.resume(tmp_path, held, config, mesh, lambda line: None)
+                checkpoint.resume_state(tmp_path, held, config, mesh, lambda line: None)
             refused.append(str(raised.value))
-        assert checkpoint.resume(tmp_path / "nothing", held, CONFIG, mesh, said.append) is None
+        assert checkpoint.resume_state(tmp_path / "nothing", held, CONFIG, mesh, said.append) is None
         return said, refused
 
     answers = run_ranks(2, each)
@@ -244,10 +244,10 @@ def test_a_checkpoint_that_does_not_cover_the_model_is_refused_and_the_tensor_na
     for shares in ((1, 1, 0), (2, 1, 0)):
         path = checkpoint.find(folder(saved, shares))
         values = torch.zeros(48)
-        strange = Held("blocks.9.scale", "weight", whole((48,)), 0, 48, values)
+        strange = Held("blocks.9.scale", "weight", whole_placement((48,)), 0, 48, values)
         with pytest.raises(UserError, match=r"step_5 does not cover the model: it has no blocks\.9\.scale"):
             checkpoint.read_tensors(path, [strange])
-        larger = Held("norm.weight", "exp_avg", whole((48,)), 0, 48, values)
+        larger = Held("norm.weight", "exp_avg", whole_placement((48,)), 0, 48, values)
         with pytest.raises(UserError, match=r"norm\.weight\.exp_avg is \(12,\) there and \(48,\) here"):
             checkpoint.read_tensors(path, [larger])
     # An index that lost a box: torch would leave the memory as it was and say nothing.
@@ -276,7 +276,7 @@ def test_one_process_writes_the_same_bytes_whether_it_holds_a_tensor_whole_or_in
     pieces = checkpoint.find(folder(saved, (1, 1, 0)))
     assert len(placement("blocks.0.attention.qkv.weight", (24, WIDTH), 0, 1).pieces) == 3
     saver = Saver(tmp_path, Mesh(), CONFIG, ByteTokenizer())
-    at = {name: whole(shape) for name, shape in SHAPES.items()}
+    at = {name: whole_placement(shape) for name, shape in SHAPES.items()}
     saver.save(5, [Held(n, k, at[n], 0, v.numel(), v.flatten()) for (n, k), v in state(1).items()], {})
     saver.wait()
     for name in (storage.WEIGHTS, storage.MOMENTS):

@@ -13,7 +13,7 @@ from isoflop.train.config import ModelConfig, OptimizerConfig
 from isoflop.train.job.fork import run_ranks
 from isoflop.train.model.gpt import GPT
 from isoflop.train.model.parametrization import build_model
-from isoflop.train.parallel.buckets import ALIGNMENT, Bucket, clip, counted, fill, pack, partial
+from isoflop.train.parallel.buckets import ALIGNMENT, Bucket, clip, counted, fill, pack_bucket, partial
 from isoflop.train.parallel.data import Gradients
 from isoflop.train.parallel.layout import Piece, Placement
 from torch import Tensor
@@ -24,7 +24,7 @@ MODEL = ModelConfig(width=20, depth=2, heads=2, vocab_size=20, tied_embeddings=F
 def layouts_of(gpt: GPT, limit: int, ranks: int) -> list[Bucket]:
     sizes = {name: p.numel() for name, p in gpt.named_parameters()}
     groups = {name: p.dim() for name, p in gpt.named_parameters()}
-    return [pack(run, sizes, groups, ranks) for run in fill(reversed(sizes), sizes, limit)]
+    return [pack_bucket(run, sizes, groups, ranks) for run in fill(reversed(sizes), sizes, limit)]
 
 
 def gradients_of(gpt: GPT, stage: int, limit: int = 2000) -> Gradients:
@@ -57,7 +57,7 @@ def test_a_bucket_holds_every_parameter_once_aligned_and_cut_evenly(seed: int) -
     sizes = {f"p{i}": generator.choice([1, 7, 8, 64, 1000]) for i in range(generator.randint(1, 12))}
     groups = {name: generator.randrange(3) for name in sizes}
     ranks = generator.choice([1, 2, 3, 8])
-    bucket = pack(list(sizes), sizes, groups, ranks)
+    bucket = pack_bucket(list(sizes), sizes, groups, ranks)
     covered = sorted([(slot.start, slot.stop) for slot in bucket.slots] + bucket.padding)
     assert [start for start, _ in covered] == [0, *(stop for _, stop in covered[:-1])]
     assert covered[-1][1] == bucket.size
@@ -95,7 +95,7 @@ def test_tp_ranks_count_every_element_of_the_whole_once_and_sum_partial_ones(see
             )
             placements[rank][f"p{i}"] = Placement((99, columns), pieces)
         sizes[f"p{i}"] = len(kinds) * rows * columns
-    bucket = pack(list(sizes), sizes, dict.fromkeys(sizes, 0), 2)
+    bucket = pack_bucket(list(sizes), sizes, dict.fromkeys(sizes, 0), 2)
     for slot in bucket.slots:
         start = slot.start
         for index, piece in enumerate(placements[0][slot.name].pieces):

@@ -20,7 +20,7 @@ from isoflop.train.job.fork import run_ranks
 from isoflop.train.model.gpt import GPT, MLP, Attention
 from isoflop.train.model.parametrization import build_model, empty_model
 from isoflop.train.parallel import tensor as tensor_module
-from isoflop.train.parallel.layout import Placement, whole
+from isoflop.train.parallel.layout import Placement, whole_placement
 from isoflop.train.parallel.mesh import Mesh, build_mesh
 from isoflop.train.parallel.tensor import ColumnLinear, split_model
 from torch import Tensor, nn
@@ -413,7 +413,7 @@ def test_one_rank_leaves_the_model_as_it_is() -> None:
     modules = list(gpt.modules())
     placements = split_model(gpt, Mesh(), True)
     assert list(gpt.modules()) == modules
-    assert placements == {name: whole(tuple(p.shape)) for name, p in gpt.named_parameters()}
+    assert placements == {name: whole_placement(tuple(p.shape)) for name, p in gpt.named_parameters()}
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

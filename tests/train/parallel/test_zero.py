@@ -14,7 +14,7 @@ import torch.distributed as dist
 from isoflop.train.config import ModelConfig, OptimizerConfig
 from isoflop.train.job.fork import run_ranks
 from isoflop.train.model.parametrization import build_model, empty_model, initial_weights, parameter_groups
-from isoflop.train.parallel.layout import Piece, Placement, whole
+from isoflop.train.parallel.layout import Piece, Placement, whole_placement
 from isoflop.train.parallel.mesh import Mesh, build_mesh
 from isoflop.train.parallel.zero import StepResult, Zero
 from torch import Tensor
@@ -41,7 +41,7 @@ class Run:
     ) -> None:  # fmt: skip
         self.mesh = mesh
         self.gpt = empty_model(model, optimizer, LENGTH)
-        placements = {name: whole(p.shape) for name, p in self.gpt.named_parameters()}
+        placements = {name: whole_placement(p.shape) for name, p in self.gpt.named_parameters()}
         groups = parameter_groups(self.gpt, optimizer)
         self.zero = Zero(
             self.gpt, groups, placements, mesh, stage=stage, dtype=dtype, optimizer=optimizer, bucket_mb=0.01,
@@ -66,7 +66,8 @@ class Run:
                 (loss * (scale or 1.0)).backward()
                 handle.remove()
             total += loss.detach()
-        return self.zero.step(0.7 + 0.1 * (step % 3), total, None if scale is None else torch.tensor(scale))
+        self.zero.set_rates(0.7 + 0.1 * (step % 3))
+        return self.zero.step(total, None if scale is None else torch.tensor(scale))
 
     def weights(self) -> dict[str, np.ndarray]:
         """What the model computes with, brought together."""
@@ -204,7 +205,8 @@ def test_a_gradient_that_is_no_number_on_one_rank_skips_the_update_on_all() -> N
         # What follows is what would have been without the bad batch.
         assert run.step(2).skipped.item() == plain.step(2).skipped.item() == 0.0
         assert_close(run.weights(), plain.weights(), 0.0)
-        bad = run.zero.step(1.0, torch.tensor(float("nan") if mesh.rank == 0 else 1.0))
+        run.zero.set_rates(1.0)
+        bad = run.zero.step(torch.tensor(float("nan") if mesh.rank == 0 else 1.0))
         assert bad.skipped.item() == 1.0
         assert run.zero.updates.item() == 2
 
@@ -432,7 +434,7 @@ def test_tp_ranks_count_split_pieces_each_and_shared_ones_once_and_add_up_partia
     def faked() -> None:
         mesh = build_mesh(1, 2, CPU)
         gpt = empty_model(MODEL, NO_CLIP, LENGTH)
-        placements = {name: whole(p.shape) for name, p in gpt.named_parameters()}
+        placements = {name: whole_placement(p.shape) for name, p in gpt.named_parameters()}
         name = "blocks.1.attention.qkv.weight"  # rows: 20 of queries, split; 40 of keys and values, shared and partial
         pieces = (Piece((20 * mesh.tp_rank, 0), (20, 20)), Piece((40, 0), (40, 20), shared=True, partial=True))
         placements[name] = Placement((80, 20), pieces)
@@ -458,7 +460,8 @@ def test_tp_ranks_count_split_pieces_each_and_shared_ones_once_and_add_up_partia
         dist.broadcast(squares, 0)  # of shared pieces the first rank tells
         squares += sum(g[:20].double().square().sum() for g in both)
         squares += (both[0][20:] + both[1][20:]).double().square().sum()
-        result = zero.step(1.0, loss.detach() * (mesh.tp_rank + 1))
+        zero.set_rates(1.0)
+        result = zero.step(loss.detach() * (mesh.tp_rank + 1))
         if mesh.tp_rank == 0:  # the loss is one number, which the first tp rank tells
             assert result.loss == loss
         assert result.norm.item() == pytest.approx(squares.sqrt().item(), rel=1e-6)

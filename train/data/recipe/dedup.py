@@ -1,12 +1,7 @@
 """Which documents to keep of those that are alike: exact copies, near duplicates by MinHash, overlap by a Bloom filter.
 
-Documents stand in an order of their own, `rank`: held-out ones first, then by the hash of their text. The first of its
-kind stays, so the result depends on neither files nor processes. Near pairs are verified by exact Jaccard similarity;
-clusters are connected components of such pairs.
-
-Broder 1997; Leskovec, Rajaraman and Ullman, Mining of Massive Datasets, section 3.4; Lee et al. 2022
-(arXiv:2107.06499). The Bloom filter follows BFF (Li et al. 2024, arXiv:2406.11794) and Dolma (Soldaini et al. 2024,
-arXiv:2402.00159).
+The first of its kind stays, held-out documents first and then by the hash of their text, so the result depends on
+neither files nor processes. Broder 1997; Lee et al. 2022 (arXiv:2107.06499); Li et al. 2024 (arXiv:2406.11794).
 """
 
 from __future__ import annotations
@@ -47,13 +42,7 @@ def ranks(digests: Hashes, held: Flags) -> Integers:
 
 def exact(digests: Hashes, held: Flags) -> Duplicates:
     """Further copies of a text. All copies of a held-out text are held out, and none of them goes."""
-    order = np.argsort(digests, kind="stable")
-    first = np.concatenate([[True], digests[order][1:] != digests[order][:-1]]) if len(order) else np.empty(0, bool)
-    like = np.empty(len(digests), np.int64)
-    like[order] = order[np.maximum.accumulate(np.where(first, np.arange(len(order)), 0))] if len(order) else order
-    removed = (like != np.arange(len(digests))) & ~held
-    like[~removed] = np.flatnonzero(~removed)
-    return Duplicates(removed, np.zeros_like(removed), like)
+    return _firsts(digests, np.arange(len(digests)), held)
 
 
 def candidates(band: Callable[[int], Hashes], bands: int, usable: Flags) -> Flags:
@@ -78,8 +67,8 @@ def near(
     """Near duplicates: pairs from Jaccard similarity `threshold` on.
 
     `band(i)` gives the (n,) hashes of band i; `sets`, cut by `offsets` (n + 1,), the sorted n-grams of each document
-    (empty for documents that are no candidates); `digests` (n,) hashes of the texts; `held` (n,) which are held out.
-    `progress` gets the number of bands done.
+    (empty for documents that are no candidates); `digests` (n,) hashes of the texts. `progress` gets the number of
+    bands done.
     """
     from scipy.sparse import coo_array
     from scipy.sparse.csgraph import connected_components
@@ -101,9 +90,7 @@ def _groups(hashes: Hashes, usable: Flags, rank: Integers) -> tuple[Integers, In
     """Documents that have a hash in common with others, by rank inside their group, and the number of that group."""
     at = np.flatnonzero(usable)
     order = at[np.lexsort((rank[at], hashes[at]))]
-    ordered = hashes[order]
-    new = np.concatenate([[True], ordered[1:] != ordered[:-1]]) if len(order) else np.empty(0, bool)
-    group = np.cumsum(new) - 1
+    group = np.cumsum(_begins(hashes[order])) - 1
     several = np.bincount(group, minlength=1)[group] > 1
     return order[several], group[several]
 
@@ -111,16 +98,12 @@ def _groups(hashes: Hashes, usable: Flags, rank: Integers) -> tuple[Integers, In
 def _verified(
     order: Integers, group: Integers, cluster: Integers, alike: Callable[[Integers, Integers], Flags]
 ) -> Integers:
-    """(edges, 2) pairs that are near: each group's members with its first; those that are not near, among themselves.
-
-    A group of unlike documents would cost its size squared; what is left after 32 rounds is left to other bands.
-    """
+    """(edges, 2) near pairs: each group's members with its first; those that are not near, among themselves."""
     edges = [np.empty((0, 2), np.int64)]
     for _ in range(32):
         if not len(order):
             break
-        first = np.concatenate([[True], group[1:] != group[:-1]])
-        leader = order[np.maximum.accumulate(np.where(first, np.arange(len(order)), 0))]
+        leader = _leaders(order, group)
         open_pairs = cluster[order] != cluster[leader]
         linked = ~open_pairs
         linked[open_pairs] = alike(order[open_pairs], leader[open_pairs])
@@ -150,23 +133,31 @@ def jaccard(a: Integers, b: Integers, sets: npt.NDArray[np.uint32], offsets: Off
 
 
 def _gathered(documents: Integers, pair: Integers, sets: npt.NDArray[np.uint32], offsets: Offsets) -> Hashes:
-    """The hashes of documents with the number of their pair before them."""
     counts = offsets[documents + 1] - offsets[documents]
     begins = np.repeat(offsets[documents] - (np.cumsum(counts) - counts), counts)
     values = np.asarray(sets[begins + np.arange(len(begins))]).astype(np.uint64)
     return (np.repeat(pair, counts).astype(np.uint64) << np.uint64(32)) | values
 
 
-def _firsts(cluster: Integers, rank: Integers, held: Flags) -> Duplicates:
+def _firsts(cluster: npt.NDArray[Any], rank: Integers, held: Flags) -> Duplicates:
     """Of each cluster the first by rank stays, and what is held out."""
     order = np.lexsort((rank, cluster))
-    new = np.concatenate([[True], cluster[order][1:] != cluster[order][:-1]]) if len(order) else np.empty(0, bool)
     like = np.empty(len(rank), np.int64)
-    like[order] = order[np.maximum.accumulate(np.where(new, np.arange(len(order)), 0))] if len(order) else order
+    like[order] = _leaders(order, cluster[order])
     removed = (like != np.arange(len(rank))) & ~held
     leaked = removed & held[like]
     like[~removed] = np.flatnonzero(~removed)
     return Duplicates(removed, leaked, like)
+
+
+def _begins(group: npt.NDArray[Any]) -> Flags:
+    """(n,) whether a value differs from the one before it."""
+    return np.concatenate([np.ones(min(1, len(group)), bool), group[1:] != group[:-1]])
+
+
+def _leaders(order: Integers, group: npt.NDArray[Any]) -> Integers:
+    """(n,) of each entry of `order` the first of its group; groups are runs of equal values."""
+    return order[np.maximum.accumulate(np.where(_begins(group), np.arange(len(order)), 0))]
 
 
 def bloom(
@@ -180,7 +171,7 @@ def bloom(
     """Documents of whose n-grams at least `share` occurred in documents before them. `like` is not known.
 
     `hashes` are the n-grams of all documents, repeated ones too, cut by `offsets` (n + 1,). Overlap with held-out
-    documents is `leaked`, and counts for itself. `progress` gets the number of documents done.
+    documents is `leaked`, and counted separately.
     """
     from rbloom import Bloom
 

@@ -1,8 +1,7 @@
-"""Rules and models that judge one document at a time: each says why a document goes, or None where it stays.
+"""Rules and models that judge one document at a time: each says why a document is removed, or None where it stays.
 
-The Gopher rules have the thresholds of Rae et al. 2021 (arXiv:2112.11446), appendix A.1.1 and table A1, and are for
-prose; given the same words they remove the same documents as datatrove, for the same reasons. Languages are identified
-by py3langid (Lui and Baldwin 2012); quality by fastText (Joulin et al. 2017) or a Hugging Face classifier.
+The Gopher rules are those of Rae et al. 2021 (arXiv:2112.11446), appendix A.1.1 and table A1, for prose; given the same
+words they remove the same documents as datatrove.
 """
 
 from __future__ import annotations
@@ -39,11 +38,7 @@ _PARAGRAPHS, _LINES = re.compile(r"\n{2,}"), re.compile(r"\n+")
 
 
 def make_filter(step: Step) -> Filter:
-    """The filter of a step that looks at one document at a time; models are loaded here, once per process.
-
-    Raises:
-        UserError: a library or a model that the step needs cannot be loaded.
-    """
+    """The filter of a step that looks at one document at a time; models are loaded here, once per process."""
     if step.kind == "language":
         return language_filter(step)
     if step.kind == "quality":
@@ -60,7 +55,6 @@ def make_filter(step: Step) -> Filter:
 
 
 def gopher_quality(text: str) -> str | None:
-    """The quality rules of Gopher: length, word length, symbols, bullets, ellipses, letters, stop words."""
     words = text.split()  # by whitespace
     # As datatrove, by which data sets are made: words of punctuation count neither here nor for the mean length.
     spelled = [word for word in words if not _is_punctuation(word)]
@@ -93,7 +87,6 @@ def symbols(text: str, words: int, most: float) -> str | None:
 
 
 def gopher_repetition(text: str) -> str | None:
-    """The repetition rules of Gopher: duplicate lines and paragraphs, top n-grams, duplicate n-grams."""
     for what, parts in (("paragraphs", _PARAGRAPHS.split(text.strip())), ("lines", _LINES.split(text))):
         again, characters = _repeated(parts)
         if again > DUPLICATE_LINES * len(parts):
@@ -167,11 +160,7 @@ def language_filter(step: Step) -> Filter:
 
 
 def quality_filter(step: Step) -> Filter:
-    """Removes documents whose probability of being good is below the step's threshold.
-
-    Raises:
-        UserError: a library is missing, or the file is no model.
-    """
+    """Removes documents whose probability of being good is below the step's threshold."""
     score = _fasttext(step) if Path(step.name).is_file() else _hugging_face(step)
 
     def judge(texts: Sequence[str]) -> list[str | None]:

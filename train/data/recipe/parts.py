@@ -56,7 +56,7 @@ def write_part(folder: Path, number: int, texts: list[str]) -> int:
     whole = zstandard.ZstdCompressor(level=1).compress(b"".join(encoded))
     write_atomic(part_file(folder, number, "zst"), [whole], flush=False)
     digests = np.fromiter(map(content_hash, encoded), np.uint64, len(encoded))
-    save(part_file(folder, number, "npz"), digests=digests, sizes=np.fromiter(map(len, encoded), np.int64))
+    save_arrays(part_file(folder, number, "npz"), digests=digests, sizes=np.fromiter(map(len, encoded), np.int64))
     return number
 
 
@@ -64,15 +64,15 @@ def read_texts(folder: Path, number: int) -> list[str]:
     import zstandard
 
     whole = zstandard.ZstdDecompressor().decompress(part_file(folder, number, "zst").read_bytes())
-    ends = np.cumsum(load(part_file(folder, number, "npz"))["sizes"]).tolist()
+    ends = np.cumsum(load_arrays(part_file(folder, number, "npz"))["sizes"]).tolist()
     return [whole[start:end].decode() for start, end in zip([0, *ends], ends, strict=False)]
 
 
-def filter_part(folder: Path, number: int, words: list[str], kind: str, asked: Flags) -> int:
+def filter_part(folder: Path, number: int, kind: str, asked: Flags, words: list[str]) -> int:
     """Runs steps that look at one document at a time over the documents asked for.
 
-    Writes `step` (documents,) int16, the number of the step that removes each one, -1: none; `reason`, why, as an index
-    of `reasons`.
+    Writes `step` (documents,) int16, the number of the step that removes each one or -1, and `reason`, an index of
+    `reasons`.
     """
     texts = read_texts(folder, number)
     step, reason = np.full(len(texts), -1, np.int16), np.zeros(len(texts), np.int16)
@@ -82,7 +82,7 @@ def filter_part(folder: Path, number: int, words: list[str], kind: str, asked: F
         for i, said in zip(left, _filter(word)([texts[i] for i in left]), strict=True):
             if said is not None:
                 step[i], reason[i] = k, reasons.setdefault(said, len(reasons))
-    save(part_file(folder, number, kind), step=step, reason=reason, reasons=np.array(json.dumps(list(reasons))))
+    save_arrays(part_file(folder, number, kind), step=step, reason=reason, reasons=np.array(json.dumps(list(reasons))))
     return number
 
 
@@ -95,21 +95,21 @@ def sign_part(folder: Path, number: int, kind: str, asked: Flags, bands: int, ro
     """Writes `bands` (bands, documents asked for), hashes of their signatures, and `words`, whether they have any."""
     hashes, offsets = shingles.ngrams(_asked(folder, number, asked), NEAR_WORDS)
     signed = shingles.band_hashes(shingles.signatures(hashes, offsets), bands, rows)
-    save(part_file(folder, number, kind), bands=np.ascontiguousarray(signed.T), words=np.diff(offsets) > 0)
+    save_arrays(part_file(folder, number, kind), bands=np.ascontiguousarray(signed.T), words=np.diff(offsets) > 0)
     return number
 
 
 def sets_part(folder: Path, number: int, kind: str, asked: Flags) -> int:
     """Writes the n-grams of the documents asked for as sets, `hashes` and `offsets`; see `shingles.distinct`."""
     hashes, offsets = shingles.distinct(*shingles.ngrams(_asked(folder, number, asked), NEAR_WORDS))
-    save(part_file(folder, number, kind), hashes=hashes, offsets=offsets)
+    save_arrays(part_file(folder, number, kind), hashes=hashes, offsets=offsets)
     return number
 
 
 def ngrams_part(folder: Path, number: int, kind: str, asked: Flags) -> int:
     """Writes the n-grams of the documents asked for in order, `hashes` and `offsets`; see `shingles.ngrams`."""
     hashes, offsets = shingles.ngrams(_asked(folder, number, asked), BLOOM_WORDS)
-    save(part_file(folder, number, kind), hashes=hashes, offsets=offsets)
+    save_arrays(part_file(folder, number, kind), hashes=hashes, offsets=offsets)
     return number
 
 
@@ -118,13 +118,13 @@ def _asked(folder: Path, number: int, asked: Flags) -> list[str]:
     return [texts[i] for i in np.flatnonzero(asked).tolist()]
 
 
-def save(path: Path, **arrays: npt.NDArray[Any]) -> None:
+def save_arrays(path: Path, **arrays: npt.NDArray[Any]) -> None:
     """Arrays to a file that is whole or absent."""
     content = io.BytesIO()
     np.savez(content, **arrays)  # type: ignore[arg-type]
     write_atomic(path, [content.getbuffer()], flush=False)
 
 
-def load(path: Path) -> dict[str, npt.NDArray[Any]]:
+def load_arrays(path: Path) -> dict[str, npt.NDArray[Any]]:
     with np.load(path) as file:
         return {name: file[name] for name in file.files}

@@ -1,7 +1,7 @@
 """Processes that work on parts of a corpus: functions of modules, called with arguments that can be pickled.
 
 A worker is `python -m ….pool`, spoken to through its pipes: a fork would take the threads' locks of torch and
-tokenizers with it, and multiprocessing would run the user's script again. It ends with its pipe or its parent.
+tokenizers with it, and multiprocessing would run the user's script again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ...errors import UserError
 Job = tuple[Any, ...]
 
 
-def cores() -> int:
+def usable_cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -33,7 +33,7 @@ class Pool:
     """A number of workers; one alone is this process itself."""
 
     def __init__(self, processes: int | None = None) -> None:
-        self._count = processes or cores()
+        self._count = processes or usable_cores()
         self._free: queue.SimpleQueue[subprocess.Popen[bytes]] = queue.SimpleQueue()
         self._started: list[subprocess.Popen[bytes]] = []
         self._starting = threading.Lock()

@@ -60,11 +60,6 @@ _ACCEPTED = (
 
 
 def parse(recipe: Sequence[str]) -> list[Step]:
-    """The steps of a recipe, in order.
-
-    Raises:
-        UserError: naming the step and what is accepted.
-    """
     return [_parse(word) for word in recipe]
 
 
@@ -85,7 +80,6 @@ def _without(kind: str, argument: str, word: str) -> Step:
 
 
 def _share(kind: str, argument: str, word: str) -> Step:
-    """A share above 0 and at most 1."""
     number = _number(argument, word, f"{kind}[:SHARE]") if argument else _NUMBERED[kind]
     if not 0 < number <= 1:
         raise _refused(word, f"the number of {kind} must be above 0 and at most 1")
@@ -146,7 +140,7 @@ def canonical(recipe: Sequence[str]) -> list[str]:
     return [step.word for step in parse(recipe)]
 
 
-def label(recipe: Sequence[str]) -> str:
+def recipe_label(recipe: Sequence[str]) -> str:
     """A recipe for people and tables: its steps joined by "+", model files by their name; "raw" where it has none."""
     words = [
         f"quality:{Path(step.name).name}@{step.number:.15g}" if step.kind == "quality" else step.word
@@ -156,11 +150,7 @@ def label(recipe: Sequence[str]) -> str:
 
 
 def fingerprint(recipe: Sequence[str]) -> str | None:
-    """16 hex digits that name what a recipe does: its steps, their versions and their models; None for raw text.
-
-    Raises:
-        UserError: a step is unknown, or a model cannot be read.
-    """
+    """16 hex digits that name what a recipe does: its steps, their versions and their models; None for raw text."""
     steps = parse(recipe)
     if not steps:
         return None
@@ -173,11 +163,7 @@ def _nameless(step: Step) -> str:
 
 
 def require(recipe: Sequence[str]) -> None:
-    """Refuses steps that cannot be run here.
-
-    Raises:
-        UserError: a step is unknown, its library is not installed, or its language is not known.
-    """
+    """Raises `UserError` for steps that cannot be run here, such as where a library is not installed."""
     for step in parse(recipe):
         _require_library(step)
         if step.kind == "language" and step.name not in (known := sorted(map(str, language_identifier().labels))):
@@ -208,11 +194,7 @@ def _language_model_digest() -> str:
 
 
 def model_digest(step: Step) -> str | None:
-    """SHA-256 of the model that a `quality` or `language` step uses; None for other steps.
-
-    Raises:
-        UserError: it is missing, cannot be read, or is of no known kind.
-    """
+    """SHA-256 of the model that a `quality` or `language` step uses; None for other steps."""
     if step.kind == "language":
         _require_library(step)
         return _language_model_digest()

@@ -1,8 +1,7 @@
 """A corpus goes through a recipe: which documents are trained on, and what each step removed.
 
-What is held out is chosen from the raw text, by content, and no step removes it, so every recipe is scored on the same
-text; training text that is near to it is removed as `leaked`. Every job leaves its result in `<cache>/recipes/<key>`,
-and a prepare that was killed goes on from those.
+What is held out is chosen from the raw text, so every recipe is scored on the same text; training text near to it is
+removed as `leaked`. Every job leaves its result in `<cache>/recipes/<key>`, where a killed prepare resumes.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from ..corpora import Corpus
 from ..mixing import below_threshold
 from ..storage import Progress, checksum
 from . import dedup, parts, shingles
-from .parts import Flags, load, part_file, save
+from .parts import Flags, load_arrays, part_file, save_arrays
 from .pool import Pool
 from .recipe import WHOLE, Step, fingerprint, parse, require
 
@@ -61,7 +61,6 @@ class Refined:
             start += size
 
     def size_bytes(self) -> int:
-        """Of all that stays."""
         return int(self.report["kept"]["bytes"] + self.report["held_out"]["bytes"])
 
     def write_examples(self, path: Path) -> None:
@@ -100,11 +99,6 @@ class Refinery:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def run(self) -> Refined:
-        """Every step, as far as it is not done.
-
-        Raises:
-            UserError: a step cannot be run, the texts are all the same, or nothing is left.
-        """
         require(self._recipe)
         self.folder.mkdir(parents=True, exist_ok=True)
         with Pool(self._processes) as pool:
@@ -116,17 +110,13 @@ class Refinery:
             self._reasons: list[Counter[str]] = [Counter() for _ in self._steps]
             self._why: dict[int, tuple[str, int]] = {}  # examples: the reason, and what each is like
             self._leaked = np.zeros(n, bool)
-            number = 0
-            while number < len(self._steps):
-                if self._steps[number].kind in WHOLE:
-                    self._whole(number, self._steps[number])
-                    number += 1
+            for whole, group in groupby(enumerate(self._steps), key=lambda entry: entry[1].kind in WHOLE):
+                numbered = list(group)
+                if whole:
+                    for number, step in numbered:
+                        self._whole(number, step)
                 else:
-                    end = number
-                    while end < len(self._steps) and self._steps[end].kind not in WHOLE:
-                        end += 1
-                    self._one_by_one(number, end)
-                    number = end
+                    self._one_by_one(numbered[0][0], numbered[-1][0] + 1)
         self._refuse_nothing()
         return self._refined()
 
@@ -138,11 +128,11 @@ class Refinery:
             read = 0.0
             jobs = self._unwritten(self._corpus.documents())
             for written in self._pool.map(parts.write_part, jobs):
-                read += float(load(part_file(self.folder, written, "npz"))["sizes"].sum())
+                read += float(load_arrays(part_file(self.folder, written, "npz"))["sizes"].sum())
                 self._progress("read", read, max(total, read) if total else 0.0)
-            save(done, parts=np.array(self._count))
-        count = int(load(done)["parts"])
-        found = [load(part_file(self.folder, number, "npz")) for number in range(count)]
+            save_arrays(done, parts=np.array(self._count))
+        count = int(load_arrays(done)["parts"])
+        found = [load_arrays(part_file(self.folder, number, "npz")) for number in range(count)]
         self._sizes = [len(part["digests"]) for part in found]
         self._starts = np.concatenate([[0], np.cumsum(self._sizes)])
         self._digests = np.concatenate([part["digests"] for part in found])
@@ -156,7 +146,7 @@ class Refinery:
         for number, part in enumerate(parts.in_parts(texts, parts.PART_BYTES, parts.PART_DOCUMENTS)):
             self._count = number + 1
             path = part_file(self.folder, number, "npz")
-            if not (path.exists() and load(path)["digests"].tolist() == list(map(parts.digest, part))):
+            if not (path.exists() and load_arrays(path)["digests"].tolist() == list(map(parts.digest, part))):
                 yield self.folder, number, part
 
     def _hold_out(self) -> None:
@@ -165,13 +155,12 @@ class Refinery:
         self._held &= self._digests != np.uint64(self.highest)
 
     def _one_by_one(self, first: int, end: int) -> None:
-        """Steps that look at one document at a time, one pass for all of them."""
         words = [step.word for step in self._steps[first:end]]
         kind, stage = f"{first}.npz", self._stage(first, end)
         asked = (self._removed < 0) & ~self._held
-        self._each_part(stage, kind, lambda n, at: (parts.filter_part, (self.folder, n, words, kind, asked[at])))
+        self._each_part(stage, kind, parts.filter_part, asked, words)
         for number, at in self._parts():
-            said = load(part_file(self.folder, number, kind))
+            said = load_arrays(part_file(self.folder, number, kind))
             names = json.loads(str(said["reasons"]))
             for i in np.flatnonzero(said["step"] >= 0).tolist():
                 step, reason = first + int(said["step"][i]), names[int(said["reason"][i])]
@@ -181,22 +170,20 @@ class Refinery:
             self._choose(step, np.flatnonzero(self._removed == step), None)
 
     def _whole(self, number: int, step: Step) -> None:
-        """A step that looks at all documents together."""
         result = self.folder / f"{number}.npz"
         at = np.flatnonzero(self._removed < 0)
         if not result.exists():
             find = {"exact": self._exact, "near": self._near, "bloom": self._bloom}[step.kind]
             found = find(number, step, at)
-            save(result, removed=found.removed, leaked=found.leaked, like=found.like)
+            save_arrays(result, removed=found.removed, leaked=found.leaked, like=found.like)
             for path in self.folder.glob(f"*.{number}-*"):
                 path.unlink()
-        there = load(result)
+        there = load_arrays(result)
         gone = at[there["removed"]]
         self._removed[gone] = number
         self._leaked[at[there["leaked"]]] = True
-        self._reasons[number] = Counter(
-            {name: int(flags.sum()) for name, flags in _kinds(step, there).items() if flags.any()}
-        )
+        copies, leaked = int((there["removed"] & ~there["leaked"]).sum()), int(there["leaked"].sum())
+        self._reasons[number] = +Counter({_WHOLE_REASON[step.kind]: copies, _LEAKED: leaked})  # those above 0
         like = np.arange(len(self._digests))
         like[at] = at[there["like"]]
         self._choose(number, gone, like)
@@ -209,15 +196,13 @@ class Refinery:
         asked = self._removed < 0
         signed, sets = f"{number}-bands.npz", f"{number}-sets.npz"
         stage = self._stage(number, number + 1)
-        self._each_part(
-            stage, signed, lambda n, at: (parts.sign_part, (self.folder, n, signed, asked[at], bands, rows))
-        )
+        self._each_part(stage, signed, parts.sign_part, asked, bands, rows)
         band = self._bands(number, signed, bands)
-        words = self._gathered(signed, "words").astype(bool)
-        found = dedup.candidates(band, bands, words)
+        words = [load_arrays(part_file(self.folder, n, signed))["words"] for n, _ in self._parts()]
+        found = dedup.candidates(band, bands, np.concatenate(words))
         alike = np.zeros(len(asked), bool)
         alike[at[found]] = True
-        self._each_part(f"{stage}, sets", sets, lambda n, at: (parts.sets_part, (self.folder, n, sets, alike[at])))
+        self._each_part(f"{stage}, sets", sets, parts.sets_part, alike)
         hashes, some = self._joined(number, sets)
         counts = np.zeros(len(at), np.int64)
         counts[found] = np.diff(some)
@@ -229,29 +214,25 @@ class Refinery:
 
     def _bloom(self, number: int, step: Step, at: npt.NDArray[np.int64]) -> dedup.Duplicates:
         asked, kind, stage = self._removed < 0, f"{number}-ngrams.npz", self._stage(number, number + 1)
-        self._each_part(stage, kind, lambda n, at: (parts.ngrams_part, (self.folder, n, kind, asked[at])))
+        self._each_part(stage, kind, parts.ngrams_part, asked)
         hashes, offsets = self._joined(number, kind)
         return dedup.bloom(
             hashes, offsets, self._digests[at], self._held[at], step.number,
             lambda done: self._progress(f"{stage}, overlap", float(done), float(len(at))),
         )  # fmt: skip
 
-    def _each_part(self, stage: str, kind: str, job: Callable[[int, slice], tuple[Callable[..., int], Any]]) -> None:
-        """A job for each part whose file of this kind is missing."""
+    def _each_part(self, stage: str, kind: str, function: Callable[..., int], asked: Flags, *arguments: Any) -> None:
+        """Calls `function(folder, number, kind, asked of the part, *arguments)` where that file is missing."""
         missing = [(n, at) for n, at in self._parts() if not part_file(self.folder, n, kind).exists()]
         total, done = float(self._starts[-1]), float(sum(self._sizes) - sum(self._sizes[n] for n, _ in missing))
-        if missing:
-            function = job(*missing[0])[0]
-            for number in self._pool.map(function, (job(n, at)[1] for n, at in missing)):
-                done += self._sizes[number]
-                self._progress(stage, done, total)
+        jobs = ((self.folder, n, kind, asked[at], *arguments) for n, at in missing)
+        for number in self._pool.map(function, jobs):
+            done += self._sizes[number]
+            self._progress(stage, done, total)
 
     def _parts(self) -> Iterator[tuple[int, slice]]:
         for number, size in enumerate(self._sizes):
             yield number, slice(int(self._starts[number]), int(self._starts[number]) + size)
-
-    def _gathered(self, kind: str, name: str) -> npt.NDArray[Any]:
-        return np.concatenate([load(part_file(self.folder, n, kind))[name] for n, _ in self._parts()])
 
     def _bands(self, number: int, kind: str, bands: int) -> Callable[[int], shingles.Hashes]:
         """Hashes of one band of all documents: a file per band, so that only one band is in memory."""
@@ -259,7 +240,7 @@ class Refinery:
         for file in files:
             file.unlink(missing_ok=True)
         for n, _ in self._parts():
-            for file, row in zip(files, load(part_file(self.folder, n, kind))["bands"], strict=True):
+            for file, row in zip(files, load_arrays(part_file(self.folder, n, kind))["bands"], strict=True):
                 with open(file, "ab") as stream:
                     stream.write(row.tobytes())
         return lambda i: np.fromfile(files[i], np.uint64)
@@ -269,7 +250,7 @@ class Refinery:
         path, counts = self.folder / f"all.{number}-hashes", [np.zeros(1, np.int64)]
         with open(path, "wb") as file:
             for n, _ in self._parts():
-                part = load(part_file(self.folder, n, kind))
+                part = load_arrays(part_file(self.folder, n, kind))
                 dtype = part["hashes"].dtype
                 file.write(part["hashes"].tobytes())
                 counts.append(np.diff(part["offsets"]))
@@ -288,7 +269,7 @@ class Refinery:
         while first > 0 and self._steps[first - 1].kind not in WHOLE:
             first -= 1
         number = int(np.searchsorted(self._starts, i, side="right")) - 1
-        said = load(part_file(self.folder, number, f"{first}.npz"))
+        said = load_arrays(part_file(self.folder, number, f"{first}.npz"))
         return str(json.loads(str(said["reasons"]))[int(said["reason"][i - self._starts[number]])])
 
     def _stage(self, first: int, end: int) -> str:
@@ -340,7 +321,3 @@ class Refinery:
 
 _WHOLE_REASON = {"exact": "copy", "near": "near duplicate", "bloom": "seen before"}
 _LEAKED = "near held-out text"
-
-
-def _kinds(step: Step, found: dict[str, npt.NDArray[Any]]) -> dict[str, Flags]:
-    return {_WHOLE_REASON[step.kind]: found["removed"] & ~found["leaked"], _LEAKED: found["leaked"]}

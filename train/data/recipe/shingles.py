@@ -1,8 +1,8 @@
 """Documents as sets of hashed word n-grams, and these as MinHash signatures: what duplicates are found by.
 
-A word is a run of letters, digits, underscores or bytes beyond ASCII, in lower case. Its hash is a polynomial in its
-bytes, computed for many documents at once as a difference of prefix sums. Signatures are rensa's (Fast Similarity
-Sketching, Dahlgaard et al. 2017, arXiv:1704.04370): each slot is equal with the probability of the Jaccard similarity.
+A word is a run of letters, digits, underscores or bytes beyond ASCII, in lower case. Signatures are rensa's (Fast
+Similarity Sketching, Dahlgaard et al. 2017, arXiv:1704.04370): each slot is equal with the probability of the Jaccard
+similarity.
 """
 
 from __future__ import annotations
@@ -81,21 +81,21 @@ def _words(texts: list[bytes]) -> tuple[Hashes, Offsets]:
 
 def _hashed(joined: npt.NDArray[np.uint8], starts: Offsets, ends: Offsets) -> Hashes:
     """The polynomial of each word of some that follow each other."""
-    return run_hashes(_byte_values()[joined[starts[0] : ends[-1]]], starts - starts[0], ends - starts[0])
+    return run_hashes(byte_values().take(joined[starts[0] : ends[-1]]), starts - starts[0], ends - starts[0])
 
 
-def word_hashes(text: npt.NDArray[np.uint8], starts: Offsets, ends: Offsets) -> Hashes:
-    """A hash of each word of a text, given where the words start and end."""
-    return _mixed(run_hashes(_byte_values()[text], starts, ends))
+def word_hashes(values: Hashes, starts: Offsets, ends: Offsets) -> Hashes:
+    """A hash of each word, given the `byte_values` of a text and where its words start and end."""
+    return _mixed(run_hashes(values, starts, ends))
 
 
 def gram_hashes(words: Hashes, length: int) -> Hashes:
     """(w - length + 1,) a hash of each run of `length` words, at a cost that does not depend on the length."""
-    starts = np.arange(max(len(words) - length + 1, 0))
-    return _mixed(run_hashes(words, starts, starts + length))
+    count = max(len(words) - length + 1, 0)
+    return _mixed(run_hashes(words, slice(count), slice(length, length + count)))
 
 
-def run_hashes(values: Hashes, starts: Offsets, ends: Offsets) -> Hashes:
+def run_hashes(values: Hashes, starts: Offsets | slice, ends: Offsets | slice) -> Hashes:
     """The polynomial in the values from each start to its end: differences of prefix sums, moved to power 0."""
     powers, inverses = _powers(1 << max(len(values) - 1, 0).bit_length())
     sums = np.zeros(len(values) + 1, np.uint64)
@@ -104,7 +104,7 @@ def run_hashes(values: Hashes, starts: Offsets, ends: Offsets) -> Hashes:
 
 
 @cache
-def _byte_values() -> Hashes:
+def byte_values() -> Hashes:
     """A random number for each byte."""
     return _mixed(np.arange(1, 257, dtype=np.uint64))
 
@@ -127,10 +127,8 @@ def _mixed(values: Hashes) -> Hashes:
 
 
 def bands_and_rows(threshold: float, missed: float = 0.02, slots: int = SLOTS) -> tuple[int, int]:
-    """(bands, rows) so that pairs at the threshold share a band but for `missed` of them.
-
-    Pairs of similarity s share one with probability 1 - (1 - s^rows)^bands; the more rows, the fewer pairs below the
-    threshold have to be looked at.
+    """(bands, rows) so that pairs at the threshold share a band but for `missed` of them; the more rows, the fewer
+    candidates.
     """
     best = (1, 1)
     for rows in range(1, slots + 1):
