@@ -1,7 +1,6 @@
 """One table in, everything that can be said about it out: three approaches, intervals, a backtest, and the warnings.
 
-Special here: an approach that cannot be fitted does not stop the others. It becomes `None` with a warning, so that a
-report can always be written; only a table that no approach can read (bad numbers) is an InputError.
+An approach that cannot be fitted does not stop the others: it has a reason instead, so that a report is always written.
 """
 
 from __future__ import annotations
@@ -35,10 +34,7 @@ def analyze(
     seed: int = 0,
     law: Law | None = None,
 ) -> Analysis:
-    """Fit all three approaches to a table of finished runs.
-
-    Runs of several data recipes are never pooled: everything is of the base recipe's runs alone (raw text, where the
-    table has some), and `recipes` has a law for each, compared with it.
+    """Fit all three approaches to finished runs; of several data recipes each has a law, and all else is of the base.
 
     targets: FLOP budgets to answer for. bootstrap: resamples over runs, 0 for no intervals. law: an unfitted law of N
     and D, by default Chinchilla's; it is not changed. Raises InputError when a target is not a positive number or the

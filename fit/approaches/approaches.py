@@ -1,13 +1,12 @@
-"""The three approaches in one shape, so that they can be laid side by side: an allocation at any budget, with draws.
+"""The three approaches in one shape, to be laid side by side: an allocation at any budget, with draws.
 
-Special here: the intervals are not made comparable by force. Each approach brings the uncertainty that its own method
-can see; where they disagree beyond it, `checks/verdict.py` says so.
+Each brings the uncertainty that its own method can see; where they disagree beyond it, `checks/verdict.py` says so.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,10 +34,10 @@ def default_law() -> Law:
 def fit_parametric(
     table: RunTable, N: Array, law: Law | None = None, bootstrap: int = 0, seed: int = 0
 ) -> tuple[Law | None, str]:
-    """A law like `law` of the runs, with N (n,) counted as given: the fit, or None and the reason why there is none."""
+    """A law like `law` fitted to the runs with N (n,) counted as given, or None and the reason."""
     fitted = (law or default_law()).clone()
     try:
-        fitted.fit(N, table.D, table.loss, table.weight, table.known_se)
+        fitted.fit(N, table.D, table.loss, weight=table.weight, loss_se=table.known_se)
     except InputError as error:
         return None, str(error)
     if bootstrap:
@@ -49,9 +48,7 @@ def fit_parametric(
 
 @dataclass(frozen=True)
 class Estimate:
-    """One approach at one budget. A value is None where the approach does not say; so is each interval, and each
-    unbounded end.
-    """
+    """One approach at one budget; None is what the approach does not say, and an unknown interval."""
 
     flops: float
     N: float | None
@@ -79,8 +76,8 @@ class Estimate:
 class Approach:
     """One approach: `reason` says why it has no answer, and is empty when it has one.
 
-    `exponent` is a of N* ~ C^a with its interval. `flops_per_token` is a function of N where the law allocates under
-    other FLOPs than 6N a token; `profiles` and `envelope` are what approaches 2 and 1 were read off, in power laws.
+    `exponent` is a of N* ~ C^a. `flops_per_token` is a function of N where that is not 6N. `profiles` and `envelope`
+    are what approaches 2 and 1 were read off.
     """
 
     key: str
@@ -97,39 +94,33 @@ class Approach:
     def available(self) -> bool:
         return not self.reason
 
-    @property
-    def _power_laws(self) -> tuple[PowerLaw | None, PowerLaw | None, PowerLaw | None]:
-        """N*(C), D*(C) and L*(C)."""
+    def _answers(self, flops: Array) -> tuple[Mapping[str, Array], Mapping[str, Array]]:
+        """QUANTITIES at budgets (m,) as far as the approach says, and their draws (m, resamples), if any."""
+        if self.law is not None:
+            best = compute_optimal(self.law, flops, self.flops_per_token or 6.0)
+            return best.values, best.draws
         source = self.profiles or self.envelope
-        return (None, None, None) if source is None else (source.N_law_, source.D_law_, source.loss_law_)
+        if source is None or source.N_law_ is None or source.D_law_ is None:
+            return {}, {}
+        laws = {"N": source.N_law_, "D": source.D_law_} | ({"loss": source.loss_law_} if source.loss_law_ else {})
+        values = {name: law.predict(flops) for name, law in laws.items()}
+        draws = {name: law.predict_draws(flops) for name, law in laws.items() if law.draws_ is not None}
+        for found in (values, draws):
+            if found:
+                found["ratio"] = found["D"] / found["N"]
+        return values, draws
 
     def values(self, flops: Array) -> dict[str, Array]:
         """N, D, ratio and loss at budgets (m,), NaN where the approach does not say."""
-        if self.law is not None:
-            best = compute_optimal(self.law, flops, self.flops_per_token or 6.0)
-            return {name: best.values[name] for name in QUANTITIES}
-        nothing = np.full(len(flops), np.nan)
-        sizes, tokens, losses = self._power_laws
-        if sizes is None or tokens is None:
-            return dict.fromkeys(QUANTITIES, nothing)
-        N, D = sizes.predict(flops), tokens.predict(flops)
-        return {"N": N, "D": D, "ratio": D / N, "loss": losses.predict(flops) if losses else nothing}
+        values, _ = self._answers(flops)
+        return {name: values.get(name, np.full(len(flops), np.nan)) for name in QUANTITIES}
 
     def bands(self, flops: Array, level: float = 0.95) -> dict[str, Array | None]:
         """Intervals of the same, each (m, 2), or None without draws."""
-        draws: dict[str, Array | None] = dict.fromkeys(QUANTITIES)
-        sizes, tokens, losses = self._power_laws
-        if self.law is not None and self.law.draws_ is not None:
-            best = compute_optimal(self.law, flops, self.flops_per_token or 6.0)
-            draws |= {name: best.draws[name] for name in QUANTITIES}
-        elif sizes is not None and tokens is not None and sizes.draws_ is not None:
-            N, D = sizes.predict_draws(flops), tokens.predict_draws(flops)
-            draws |= {"N": N, "D": D, "ratio": D / N}
-            if losses is not None and losses.draws_ is not None:
-                draws["loss"] = losses.predict_draws(flops)
+        _, draws = self._answers(flops)
         return {
-            name: None if rows is None else np.array([percentile_interval(row, level) for row in rows])
-            for name, rows in draws.items()
+            name: np.array([percentile_interval(row, level) for row in draws[name]]) if name in draws else None
+            for name in QUANTITIES
         }
 
     def at(self, flops: float) -> Estimate:
@@ -149,8 +140,8 @@ def parametric(
     flops_per_token: Callable[[Array], Array] | None = None,
     span: tuple[float, float] | None = None,
 ) -> Approach:
-    """Approach 3, allocating under C = 6ND, or under C = flops_per_token(N) D. Where N*(C) is no power law the
-    exponent is its mean slope over `span`, two budgets.
+    """Approach 3, allocating under C = 6ND or C = flops_per_token(N) D. Where N*(C) is no power law its exponent is the
+    mean slope over `span`, two budgets.
     """
     title = "Approach 3 · parametric"
     if law is None:

@@ -1,10 +1,7 @@
 """How far to trust the fits: predict dearer runs from cheaper ones, and leave out one rung or one budget at a time.
 
-Special here:
-- The error of *allocation* is reported beside the error of loss, because a law can predict loss within one percent and
-  still misplace tokens per parameter by a factor of two.
-- A move of half the width of the full fit's 95 % interval (of the logarithm for N and D/N) says that one rung decides
-  more than the interval admits. Influence is not error: the ends of a design move a fit most.
+The error of *allocation* stands beside the error of loss, because a law can predict loss within one percent and still
+misplace tokens per parameter by a factor of two.
 """
 
 from __future__ import annotations
@@ -29,10 +26,10 @@ DRAWS = 200  # resamples behind the prediction intervals of a step
 def backtest(table: RunTable, profiles: IsoflopProfiles, law: Law | None, target: float) -> dict[str, Any]:
     """Every step fits approach 3 (and 2 where it can) on runs cheaper than a budget and predicts that budget's runs.
 
-    Returns {"steps": [...], "reason": ..., "influence": ...} and, copied to the top, the fields of the last step, which
-    holds out the highest budget: loss_error (mean absolute, relative), loss_bias (positive: predicted too high), both
-    also over all runs of the budget and beyond (_beyond), loss_inside (share of held-out runs within the 95 %
-    prediction interval), N and tokens_per_parameter, _predicted by approach 3, by approach 2 (_isoflop) and _measured.
+    Returns {"steps", "reason", "influence"} and, copied to the top, the fields of the last step, of the highest budget:
+    loss_error (mean absolute, relative), loss_bias (positive: predicted too high), both also over all runs of the
+    budget and beyond (_beyond), loss_inside (share of held-out runs within the 95 % prediction interval), N and
+    tokens_per_parameter, _predicted by approach 3, by approach 2 (_isoflop) and _measured.
     """
     labels, budgets = _levels(table, profiles)
     influence = None if law is None else leave_one_out(table, law, labels, budgets, target)
@@ -53,9 +50,8 @@ def backtest(table: RunTable, profiles: IsoflopProfiles, law: Law | None, target
 def leave_one_out(table: RunTable, law: Law, labels: np.ndarray, budgets: Array, target: float) -> dict[str, Any]:
     """Approach 3 without each rung (the runs of one size) and without each budget: {"left_out": [...], "most": ...}.
 
-    Each entry: kind ("size" or "budget"), value (N or FLOPs), runs, the law's exponents, and N, tokens_per_parameter
-    and loss at the target (None where the rest cannot identify the law), and `moves` of all but the loss, in widths of
-    the full fit's interval. `most` is the entry with the largest move (without intervals: of log N), and what `moved`.
+    `moves` are in widths of the full fit's interval (of the logarithm for N and D/N): beyond a half, one rung decides
+    more than the interval admits. `most` is the entry with the largest move (without intervals: of log N).
     """
     # A rung is the runs of one size, by rising N.
     order = np.argsort(table.N, kind="stable")
@@ -70,27 +66,27 @@ def leave_one_out(table: RunTable, law: Law, labels: np.ndarray, budgets: Array,
     # Leaving runs out is a weight of zero, so all refits are one call of the batched solver.
     refits = _answers(law, law.refit(~(left_out & usable[:, None])), target)
     refits = {name: np.where(usable, values, np.nan) for name, values in refits.items()}
-    full = {
-        name: values[0]
-        for name, values in _answers(law, {k: np.array([v]) for k, v in law.constants_.items()}, target).items()
-    }
-    widths = {}
-    if law.draws_ is not None:
-        ends = {name: percentile_interval(values) for name, values in _answers(law, law.draws_, target).items()}
-        widths = {name: _distance(name, *map(np.float64, pair[::-1])) for name, pair in ends.items()}
-    entries = []
-    for i, (kind, value, rows) in enumerate(groups):
-        found = {name: values[i] for name, values in refits.items()}
-        moves = {
-            name: finite_or_none(_distance(name, found[name], full[name]) / widths[name])
-            if widths.get(name, 0.0) > 0
-            else None
-            for name in found
-            if name != "loss"
-        }
-        said = {name: finite_or_none(value) for name, value in found.items()}
-        entries.append({"kind": kind, "value": value, "runs": int(rows.sum())} | said | {"moves": moves})
-    return {"left_out": entries, "most": _most(entries, full["N"])}
+    full = _answers(law, {name: np.array([value]) for name, value in law.constants_.items()}, target)
+    moves = {name: values - _logs(full)[name] for name, values in _logs(refits).items()}
+    draws = {} if law.draws_ is None else _answers(law, law.draws_, target)
+    ends = _logs({name: np.array(percentile_interval(values)) for name, values in draws.items()})
+    for name in moves:
+        width = ends[name][1] - ends[name][0] if name in ends else np.nan
+        moves[name] /= width if width > 0 else np.nan
+    entries: list[dict[str, Any]] = [
+        {"kind": kind, "value": value, "runs": int(rows.sum())}
+        | {name: finite_or_none(values[i]) for name, values in refits.items()}
+        | {"moves": {name: finite_or_none(values[i]) for name, values in moves.items()}}
+        for i, (kind, value, rows) in enumerate(groups)
+    ]
+
+    def far(entry: dict[str, Any]) -> tuple[float, str]:
+        moved = [(abs(move), name) for name, move in entry["moves"].items() if move is not None]
+        known = entry["N"] is not None
+        return max(moved, default=(abs(float(np.log(entry["N"] / full["N"][0]))) if known else -1.0, "N"))
+
+    most = max(entries, key=far)
+    return {"left_out": entries, "most": None if far(most)[0] < 0 else most | {"moved": far(most)[1]}}
 
 
 def _levels(table: RunTable, profiles: IsoflopProfiles) -> tuple[np.ndarray, Array]:
@@ -116,7 +112,7 @@ def _step(
         raise InputError("no cheaper run to fit.")
     cheap, held = table.where(train), table.where(test)
     law = (full or default_law()).clone()
-    law.fit(cheap.N, cheap.D, cheap.loss, cheap.weight, cheap.known_se)
+    law.fit(cheap.N, cheap.D, cheap.loss, weight=cheap.weight, loss_se=cheap.known_se)
     beyond = _errors(law, table.where(table.flops >= held.flops.min()))
     step: dict[str, Any] = {
         "held_out_flops": budget,
@@ -158,7 +154,7 @@ def _errors(law: Law, runs: RunTable) -> dict[str, Any]:
 
 
 def _inside(law: Law, cheap: RunTable, held: RunTable) -> float | None:
-    """Share of the held-out runs within the law's own 95 % prediction interval for a new run; None without one."""
+    """Share of the held-out runs within the law's own 95 % prediction interval; None without one."""
     try:
         law.bootstrap(DRAWS, resampled_together(cheap.group, cheap.run_id, law.problem_.free))
     except InputError:
@@ -182,7 +178,7 @@ def _identifies(law: Law, runs: RunTable) -> bool:
 
 
 def _answers(law: Law, constants: dict[str, Array], target: float) -> dict[str, Array]:
-    """The exponents, and the optimum at the target, under other constants of the law, each (refits,)."""
+    """Exponents, and the optimum at the target, under other constants of the law, each (refits,)."""
     other = copy(law)
     other.draws_ = constants
     best = compute_optimal(other, target).draws
@@ -190,19 +186,11 @@ def _answers(law: Law, constants: dict[str, Array], target: float) -> dict[str, 
     return exponents | {"N": best["N"][0], "tokens_per_parameter": best["ratio"][0], "loss": best["loss"][0]}
 
 
-def _distance(name: str, one: np.float64, other: np.float64) -> float:
-    """From other to one, in the logarithm for N and D/N."""
+def _logs(answers: dict[str, Array]) -> dict[str, Array]:
+    """What moves are counted in: exponents, and the logarithms of N and D/N."""
     with np.errstate(divide="ignore", invalid="ignore"):
-        return float(one - other if name.startswith(("alpha", "beta")) else np.log(one) - np.log(other))
-
-
-def _most(entries: list[dict[str, Any]], N: float) -> dict[str, Any] | None:
-    """The entry that moves the fit most, and what of it."""
-
-    def far(entry: dict[str, Any]) -> tuple[float, str]:
-        moves = [(abs(move), name) for name, move in entry["moves"].items() if move is not None]
-        known = entry["N"] is not None
-        return max(moves, default=(abs(float(np.log(entry["N"] / N))) if known else -1.0, "N"))
-
-    most = max(entries, key=far)
-    return None if far(most)[0] < 0 else most | {"moved": far(most)[1]}
+        return {
+            name: values if name.startswith(("alpha", "beta")) else np.log(values)
+            for name, values in answers.items()
+            if name != "loss"
+        }

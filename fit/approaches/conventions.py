@@ -1,11 +1,7 @@
 """Every fit under each way to count parameters and FLOPs that a table carries, side by side.
 
-Special here:
-- The convention alone moves the exponent of N*(C) from 0.5 to 0.7 and beyond on the same runs, so a number without its
-  convention says nothing. N* and C of a row are both in that row's convention.
-- Runs that shared a budget under one convention do not under another. For approaches 1 and 2 each loss is therefore
-  moved to its budget along D, at its own model, by the ratio of approach 3's losses there.
-- Loss can be a power law in one count of N only; under the others approach 3 is the best law of a wrong form.
+The convention alone moves the exponent of N*(C) from 0.5 to 0.7 and beyond on the same runs. Loss can be a power law in
+one count of N only; under the others approach 3 is the best law of a wrong form.
 
 Kaplan et al. 2020 (arXiv:2001.08361), section 2.1; Pearce and Song 2024 (arXiv:2406.12907); Porian et al. 2024
 (arXiv:2406.19146).
@@ -36,8 +32,8 @@ LEVEL = 1.02  # FLOPs of one budget within this factor need no move
 class ConventionRow:
     """One convention: the three approaches under it, or the reason why it is left out.
 
-    `parameters` names the column that counts N, `flops` is "6nd" (6 times that N times D) or the column of FLOPs, `own`
-    says that it is the table's. `moved` is the largest factor by which D was moved to share a budget (1: none).
+    `flops` is "6nd" or the column of FLOPs, `own` says that it is the table's convention, and `moved` is the largest
+    factor by which D was moved to share a budget (1: none).
     """
 
     parameters: str
@@ -50,7 +46,7 @@ class ConventionRow:
     reason: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: by approach the exponent with its interval and N, D, D/N and loss at the first target."""
+        """For JSON."""
         shown = ("N", "D", "tokens_per_parameter", "loss", "N_ci", "tokens_per_parameter_ci")
         found = {}
         for key, approach in self.approaches.items():
@@ -88,11 +84,9 @@ def by_convention(
     law: Law | None = None,
     method: Method = "cubic",
 ) -> list[ConventionRow]:
-    """A row for every parameter count times every FLOP count of the table, its own among them.
-
-    Counts are the columns of PARAMETERS that the table has (and its N, where that is none of them); FLOPs are 6ND under
-    that count, and `flops_exact` or else the table's FLOPs where they differ from it. Arguments as in `analyze`; method
-    as in `IsoflopProfiles`, by default one that may be lopsided: a profile even in one count is lopsided in another.
+    """A row for every parameter count (the columns PARAMETERS, or else N) times every FLOP count of the table: 6ND and,
+    where they differ, `flops_exact` or else the table's. Arguments as in `analyze`; by default a method that may be
+    lopsided, as a profile that is even in one count is in another.
     """
     counts = {name: table.column(name) for name in PARAMETERS if name in table.frame}
     if not any(_same(N, table.N) for N in counts.values()):
@@ -151,8 +145,8 @@ def _read_off(
 
 
 def _shared_budgets(table: RunTable, C: Array) -> tuple[Array, Array]:
-    """The budget of each run (NaN: none), the geometric mean of the FLOPs, under this convention, of those that shared
-    one under the table's; and the factor in D that takes the run there, both (n,).
+    """The budget of each run (NaN: none), which is the mean FLOPs of those that share one under the table's convention;
+    and the factor in D that takes the run there, both (n,).
     """
     labels, levels = budget_levels(table.flops, table.N, table.budget)
     budget = np.full(len(C), np.nan)

@@ -1,10 +1,7 @@
 """The compute-efficient envelope (approach 1): the best run at each level of compute, and power laws through those.
 
-Special here: by default the points are *finished runs*. Hoffmann et al. read the envelope off whole loss curves, but a
-point in the middle of a schedule that decays later has a higher loss than a run that was finished there, so such an
-envelope favours small models that have decayed. `fit_curves` is for curves of constant learning rate.
-
-Hoffmann et al. 2022 (arXiv:2203.15556), section 3.1.
+By default the points are *finished runs*: on a loss curve, a point in the middle of a schedule that decays later has
+too high a loss, which favours small models that have decayed. Hoffmann et al. 2022 (arXiv:2203.15556), section 3.1.
 """
 
 from __future__ import annotations
@@ -50,8 +47,8 @@ class Envelope:
     def fit_curves(self, curves: Any, N: Mapping[str, float], until: float = 1.0) -> Envelope:
         """Loss curves of constant learning rate: a DataFrame with run_id, tokens, flops, loss, and N by run_id.
 
-        `until` is the share of a run's tokens up to which its rate is constant, 0.8 where the last fifth decays. The
-        curves that reach a level of C compete by interpolated loss. No bootstrap: their points are not independent.
+        `until` is the share of a run's tokens up to which its rate is constant. No bootstrap: points of one curve are
+        not independent.
         """
         if not 0.0 < until <= 1.0:
             raise InputError(f"until is {until}; a share of each run's tokens, above 0 and at most 1, is expected.")
@@ -137,8 +134,8 @@ def _winners(
     bare: bool,
     jitter: np.random.Generator | None,
 ) -> tuple[Array, int]:
-    """flops, N, D and loss (4, levels) of the best run of each level, where it also beats every cheaper level and has
-    smaller and larger rivals; and how many had not. With `jitter` each winner moves halfway to its neighbours.
+    """flops, N, D and loss (4, levels) of the best run of each level, where it beats every cheaper level and has
+    smaller and larger rivals; and how many had not.
     """
     best = []
     edges, lowest = 0, np.inf
@@ -163,7 +160,7 @@ def _winners(
 
 
 def _within_neighbours(sizes: Array, winner: float, generator: np.random.Generator) -> float:
-    """A uniform shift in log N, at most halfway to the next size on either side of an inner one."""
+    """A uniform shift in log N, at most halfway to the next size on either side."""
     steps = np.unique(np.log(sizes)) - np.log(winner)
     up, down = steps[steps > 1e-9].min(), -steps[steps < -1e-9].max()
     return float(generator.uniform(-0.5 * down, 0.5 * up))

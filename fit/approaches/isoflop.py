@@ -1,16 +1,10 @@
 """IsoFLOP profiles (approach 2): the best size of each budget from a curve in log N, and N*(C), D*(C) through those.
 
-Special here:
-- The curve is a parabola in log N, a cubic, or Akima's interpolant. The parabola has the least noise and is biased
-  where a profile is lopsided, the cubic has nearly three times that noise and little bias, and Akima's curve, which
-  follows any shape, six times. `lopsidedness` says when a parabola will not do.
-- A vertex is refused, with the reason, when there are too few sizes, or when they do not enclose the minimum. A refused
-  vertex enters no fit.
-- The sizes are chosen and not sampled, so the bootstrap is parametric: vertices of the losses with noise added. For a
-  polynomial with Gaussian noise this is exact.
+The parabola has the least noise and is biased where a profile is lopsided, the cubic has nearly three times that noise
+and little bias, and Akima's interpolant, which follows any shape, six times. A vertex that the sizes do not enclose is
+refused, with the reason. Sizes are chosen, not sampled, so the bootstrap is parametric: losses with noise added.
 
-Hoffmann et al. 2022 (arXiv:2203.15556), section 3.2; Porian et al. 2024 (arXiv:2406.19146) for Akima and given noise;
-Akima 1970 (J. ACM 17, 589).
+Hoffmann et al. 2022 (arXiv:2203.15556), section 3.2; Porian et al. 2024 (arXiv:2406.19146); Akima 1970 (J. ACM 17).
 """
 
 from __future__ import annotations
@@ -129,8 +123,8 @@ def _valley(a: Array, b: Array, c: Array) -> Array:
 
 
 def _local_contrasts(knots: Array, weight: Array) -> Array:
-    """What parabolas through each NEIGHBOURS consecutive knots leave over: (windows, knots), each row of unit variance
-    when knot j has variance 1 / weight_j.
+    """What parabolas through each NEIGHBOURS consecutive knots leave over: (windows, knots), rows of unit variance when
+    knot j has variance 1 / weight_j.
     """
     windows = max(len(knots) - NEIGHBOURS + 1, 0)
     rows = np.zeros((windows, len(knots)))
@@ -147,8 +141,7 @@ def _local_contrasts(knots: Array, weight: Array) -> Array:
 class IsoflopProfile:
     """One budget: its runs by rising N (N0: their geometric mean), the curve through them, and its vertex.
 
-    `has_curve` is false where there are too few sizes. `reason` is empty when the vertex is accepted. The draws
-    (draws,) are NaN where a polynomial had no minimum, and at an end of the sizes where Akima's curve was lowest there.
+    `reason` is empty when the vertex is accepted. Draws (draws,) are NaN where a polynomial had no minimum.
     """
 
     method: str
@@ -255,7 +248,7 @@ def draw_vertices(profile: IsoflopProfile, noise: Array, generator: np.random.Ge
 
 def cubic_term(profile: IsoflopProfile) -> tuple[float, float, int, float] | None:
     """What a cubic adds to the parabola of an accepted profile of 5 sizes or more: its contrast in relative loss, the
-    squares it leaves over and their degrees of freedom, and log N_cubic - log N_parabola.
+    squares left over, their degrees of freedom, and the move of log N.
     """
     u = np.log(profile.N / profile.N0)
     if len(np.unique(np.round(u, SAME_SIZE))) < NEEDS["cubic"][1] or not profile.accepted:
@@ -277,15 +270,12 @@ def vertex_variance(profiles: list[IsoflopProfile]) -> Array:
 
 
 class IsoflopProfiles:
-    """Approach 2.
+    """Approach 2, by "parabola", "cubic" (a parabola below 5 sizes) or "akima". `noise` of a loss: "spread", the
+    residual spread pooled over budgets; "loss_se", each run's own; or one standard deviation in nats.
 
-    `method` is the curve through each profile; a cubic is a parabola where there are fewer than 5 sizes. `noise` says
-    where the uncertainty of a loss comes from: "spread", the residual spread pooled over budgets; "loss_se", the
-    standard error of each run; or one standard deviation in nats for all.
-
-    After `fit`: profiles_ (by rising budget), labels_ and budgets_ (`budget_levels`), N_law_, D_law_ (PowerLaw or None
-    below 2 accepted vertices), loss_law_ (or None below 4), sigma_ (pooled relative residual spread) and freedom_ (its
-    degrees of freedom). After `bootstrap`: scatter_, of log vertices about N*(C) beyond their own uncertainty.
+    After `fit`: profiles_ (by rising budget), labels_, budgets_, N_law_, D_law_ (PowerLaw or None below 2 accepted
+    vertices), loss_law_ (or None below 4), sigma_ (relative residual spread) and its freedom_. After `bootstrap`:
+    scatter_, of log vertices about N*(C) beyond their own uncertainty.
     """
 
     def __init__(
@@ -315,7 +305,14 @@ class IsoflopProfiles:
         Raises InputError for values that are not positive finite numbers; refused vertices raise nothing.
         """
         N, D, loss, flops = positive("N", N), positive("D", D), positive("loss", loss), positive("flops", flops)
-        weight, se = check_weights(weight, len(N)), self._standard_errors(loss_se, len(N))
+        weight = check_weights(weight, len(N))
+        se = np.full(len(N), np.nan) if isinstance(self.noise, str) else np.full(len(N), self.noise)
+        if self.noise == "loss_se":
+            if loss_se is None:
+                raise InputError(
+                    "noise is 'loss_se' and no loss_se is given; each run needs its standard error in nats."
+                )
+            se = positive("loss_se", loss_se)
         same_length(N=N, D=D, loss=loss, flops=flops, weight=weight, loss_se=se)
         self.labels_, self.budgets_ = budget_levels(flops, N, budget)
         self.profiles_: list[IsoflopProfile] = []
@@ -340,9 +337,12 @@ class IsoflopProfiles:
         generator = np.random.default_rng(seed)
         # One unknown noise level for all budgets: drawn once per draw and shared.
         spread = self.sigma_ * np.sqrt(self.freedom_ / generator.chisquare(max(self.freedom_, 1), n))
-        self.profiles_ = [
-            draw_vertices(p, self._noise(p, spread[:, None]), generator) if p.has_curve else p for p in self.profiles_
-        ]
+        for i, p in enumerate(self.profiles_):
+            if p.has_curve:  # noise: the standard deviation of each loss in nats, (draws, n)
+                noise = np.broadcast_to(p.loss_se, (n, len(p.N)))
+                if self.noise == "spread":
+                    noise = spread[:, None] * p.loss.min() * np.sqrt(p.weight.mean() / p.weight)
+                self.profiles_[i] = draw_vertices(p, noise, generator)
         self.draws_ = n
         self._fit_laws(generator)
         return self
@@ -352,29 +352,13 @@ class IsoflopProfiles:
         return [profile for profile in self.profiles_ if profile.accepted]
 
     def lopsidedness(self) -> tuple[float, float] | None:
-        """Student's t of a cubic term, pooled over budgets, and the mean move of the log vertices from parabola to
-        cubic; None where no accepted profile has 5 sizes.
-        """
+        """Student's t of a pooled cubic term, and how far that moves the log vertices on average, if known."""
         found = [term for term in map(cubic_term, self.profiles_) if term is not None]
         if not found:
             return None
         terms, rest, freedom, shifts = (np.array(column) for column in zip(*found, strict=True))
         noise = np.sqrt(max(rest.sum() / freedom.sum(), 1e-24))  # losses are not known better than 1e-12
         return float(terms.sum() / np.sqrt(len(found)) / noise), float(np.nanmean(shifts))
-
-    def _standard_errors(self, loss_se: ArrayLike | None, points: int) -> Array:
-        if self.noise != "loss_se":
-            return np.full(points, np.nan)
-        if loss_se is None:
-            raise InputError("noise is 'loss_se' and no loss_se is given; each run needs its standard error in nats.")
-        return positive("loss_se", loss_se)
-
-    def _noise(self, profile: IsoflopProfile, spread: Array) -> Array:
-        """Standard deviation of each loss in nats, (draws, n)."""
-        if self.noise == "spread":
-            return spread * profile.loss.min() * np.sqrt(profile.weight.mean() / profile.weight)
-        each = profile.loss_se if self.noise == "loss_se" else np.full(len(profile.N), self.noise)
-        return np.broadcast_to(each, (len(spread), len(profile.N)))
 
     def _fit_laws(self, generator: np.random.Generator | None = None) -> None:
         self.N_law_: PowerLaw | None = None
@@ -387,26 +371,24 @@ class IsoflopProfiles:
         C, N, D, loss = (
             np.array([getattr(p, name) for p in good]) for name in ("flops", "N_best", "D_best", "loss_best")
         )
-        variance = vertex_variance(good) if self.draws_ else np.ones(len(good))
-        self.scatter_ = _beyond(C, N, variance) if self.draws_ else 0.0
+        variance = np.ones(len(good))
+        if self.draws_:
+            variance = vertex_variance(good)
+            bare = PowerLaw().fit(C, N, _precision(variance, 0.0))
+            self.scatter_ = excess_scatter((np.log(N) - np.log(bare.predict(C))) ** 2, variance, len(C) - 2)
         weight = _precision(variance, self.scatter_)
-        self.N_law_, self.D_law_ = PowerLaw().fit(C, N, weight), PowerLaw().fit(C, D, weight)
-        if len(good) >= 4:
-            self.loss_law_ = PowerLaw(offset=True).fit(C, loss)
-        if generator is not None:
-            self._draw_laws(good, generator)
-
-    def _draw_laws(self, good: list[IsoflopProfile], generator: np.random.Generator) -> None:
-        """Laws through the draws of the vertices, each moved once more by the scatter between budgets."""
-        assert self.N_law_ is not None
-        assert self.D_law_ is not None
+        loss_law = PowerLaw(offset=True).fit(C, loss) if len(good) >= 4 else None
+        laws = (PowerLaw().fit(C, N, weight), PowerLaw().fit(C, D, weight), loss_law)
+        self.N_law_, self.D_law_, self.loss_law_ = laws
+        if generator is None:
+            return
+        # The draws of the vertices, each moved once more by the scatter between budgets.
         shift = np.exp(self.scatter_ * generator.standard_normal((len(good), self.draws_)))
-        N = [np.asarray(p.N_draws) * moved for p, moved in zip(good, shift, strict=True)]
-        D = [tokens_at(p, sizes) for p, sizes in zip(good, N, strict=True)]
-        self.N_law_.fit_draws(np.stack(N, 1))
-        self.D_law_.fit_draws(np.stack(D, 1))
-        if self.loss_law_ is not None:
-            self.loss_law_.fit_draws(np.stack([np.asarray(p.loss_draws) for p in good], 1))
+        sizes = [np.asarray(p.N_draws) * moved for p, moved in zip(good, shift, strict=True)]
+        tokens = [tokens_at(p, drawn) for p, drawn in zip(good, sizes, strict=True)]
+        for law, draws in zip(laws, (sizes, tokens, [np.asarray(p.loss_draws) for p in good]), strict=True):
+            if law is not None:
+                law.fit_draws(np.stack(draws, 1))
 
     def __repr__(self) -> str:
         if not hasattr(self, "profiles_"):
@@ -419,17 +401,14 @@ class IsoflopProfiles:
 def budget_levels(flops: Array, N: Array, budget: ArrayLike | None = None) -> tuple[np.ndarray, Array]:
     """Label (n,) of the budget that each run belongs to, -1 for none, and the budgets in rising order.
 
-    Where `budget` names none, a level is a window of LEVEL_WIDTH decades, taken greedily from the fullest one, that
-    holds at least 3 sizes, and LOOSE_RUNS runs where it is wide: points that happen to lie near are no profile.
+    Where `budget` names none, a level is a window of LEVEL_WIDTH decades that holds at least 3 sizes.
     """
     labels = np.full(len(flops), -1)
-    if budget is not None:
-        named = np.asarray(budget, dtype=np.float64)
-        if np.isfinite(named).any():
-            values = np.unique(named[np.isfinite(named)])
-            for level, value in enumerate(values):
-                labels[named == value] = level
-            return labels, values
+    named = np.asarray(np.nan if budget is None else budget, dtype=np.float64)
+    known = np.isfinite(named)
+    if known.any():
+        values, labels[known] = np.unique(named[known], return_inverse=True)
+        return labels, values
     log = np.log10(flops)
     order = np.argsort(log, kind="stable")
     free = np.ones(len(order), dtype=bool)
@@ -465,12 +444,6 @@ def _pooled_spread(profiles: list[IsoflopProfile]) -> tuple[float, float]:
             trace += float(np.trace(gram))
             square += float((gram**2).sum())
     return (float(np.sqrt(total / trace)), trace**2 / square) if trace > 0.5 else (float("nan"), 0.0)
-
-
-def _beyond(C: Array, N: Array, variance: Array) -> float:
-    """Standard deviation of log vertices about their power law beyond what their own variances explain."""
-    residual = np.log(N) - np.log(np.asarray(PowerLaw().fit(C, N, _precision(variance, 0.0)).predict(C)))
-    return excess_scatter(residual**2, variance, len(C) - 2)
 
 
 def _precision(variance: Array, scatter: float) -> Array:

@@ -1,12 +1,7 @@
 """Runs of several data recipes: one law per recipe, side by side, and never one law through all of them.
 
-Special here:
-- Recipes are scored on the same held-out text with the same tokenizer, so their losses may be compared; a law through
-  runs of several would fit the choice of recipe as noise.
-- What decides between recipes at the scale of the runs is the mean difference in loss of runs that differ in recipe
-  alone; its interval is far narrower than a law's. The laws say what becomes of it at a larger budget.
-
-Penedo et al. 2024 (FineWeb, arXiv:2406.17557); Li et al. 2024 (DCLM, arXiv:2406.11794).
+Recipes are scored on the same held-out text with the same tokenizer. What decides between them at the scale of the runs
+is the difference in loss of runs that differ in recipe alone; its interval is far narrower than a law's.
 """
 
 from __future__ import annotations
@@ -93,10 +88,7 @@ class RecipeLaw:
 
 
 def split(runs: RunTable) -> dict[str, RunTable]:
-    """The runs of each recipe, the base first: raw text where there is some, else what comes first in the table.
-
-    A table without a column `recipe` is all raw.
-    """
+    """The runs of each recipe, the base first: raw text where there is some, else what comes first in the table."""
     if COLUMN not in runs.frame:
         return {RAW: runs}
     names = runs.frame[COLUMN].iloc[runs.rows]
@@ -113,7 +105,7 @@ def by_recipe(
     law: Law | None = None,
 ) -> list[RecipeLaw]:
     """A law for each recipe of the table, the base first, each compared with the base at the first target; arguments as
-    in `analyze`. A recipe whose runs allow no fit has a reason instead, and is still compared by its runs.
+    in `analyze`. A recipe whose runs allow no fit is still compared by its runs.
     """
     C = float(targets[0])
     found: list[RecipeLaw] = []
@@ -131,7 +123,7 @@ def by_recipe(
 def paired(base: RunTable, other: RunTable) -> Difference | None:
     """Mean difference of the losses of runs that have N, D and what else is `ALIKE` in common; None where no two have.
 
-    The interval is Student's over groups (a trunk and its branches count as one), for which it takes two at least.
+    The interval is Student's over groups (a trunk and its branches count as one).
     """
     ours, theirs = _points(base), _points(other)
     shared = [key for key in theirs if key in ours]
@@ -153,7 +145,7 @@ def paired(base: RunTable, other: RunTable) -> Difference | None:
 
 
 def _points(runs: RunTable) -> dict[tuple[Any, ...], int]:
-    """The run at each point; none where several are, for which of them would be the pair of another's is not known."""
+    """The run at each point that has one alone; of several, none is the pair of another's."""
     others = [runs.frame[name].iloc[runs.rows].astype(str) for name in ALIKE if name in runs.frame]
     keys = list(zip(runs.N.tolist(), runs.D.tolist(), *others, strict=True))
     count = Counter(keys)

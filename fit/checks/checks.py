@@ -1,7 +1,6 @@
-"""What a careful reader would ask of a fit, asked first: plain warnings, worst first.
+"""What a careful reader would ask of a fit: plain warnings, worst first. `doctor.py` asks the table alone.
 
-Special here: `doctor.py` asks what the table alone can answer, before any fit; here is what needs the fit. Each check
-is one small function from an analysis to warnings, listed in STOPS or SHOWS.
+Each check is one small function from an analysis to warnings, listed in STOPS or SHOWS.
 """
 
 from __future__ import annotations

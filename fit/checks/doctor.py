@@ -1,16 +1,11 @@
 """The doctor of a table of runs: what a careful reader would ask before any fit, in plain warnings.
 
-Special here:
-- Every check is one small function from a table to warnings. A check is silent about a healthy table, and about one
-  that lacks the columns it reads; the thresholds were set on published tables and on simulated healthy ones.
-- Each message says what was found, what that does to a fit, and what to do. A code is stable, for programs.
-- A unit is seldom written into a table, so most of it is read off the numbers. Faults of training bend the losses
-  smoothly with N or D, so that no residual shows them.
-- `checks.py` adds what only a fit can show: outliers, bounds, approaches that disagree.
+Every check is one small function from a table to warnings: what was found, what that does to a fit, and what to do. It
+is silent about a healthy table and about columns that are not there; thresholds were set on published tables.
 
 Hoffmann et al. 2022 (arXiv:2203.15556), appendix B; Besiroglu et al. 2024 (arXiv:2404.10102); Porian et al. 2024
-(arXiv:2406.19146), who measured what each fault does to one exponent; Haegele et al. 2024 (arXiv:2405.18392);
-Muennighoff et al. 2023 (arXiv:2305.16264); Li et al. 2025 (arXiv:2503.04715).
+(arXiv:2406.19146); Haegele et al. 2024 (arXiv:2405.18392); Muennighoff et al. 2023 (arXiv:2305.16264); Li et al. 2025
+(arXiv:2503.04715).
 """
 
 from __future__ import annotations
@@ -76,7 +71,7 @@ MAY_BE_ZERO = ("decay_share", "warmup_share", "warmup_tokens", "warmup_steps")
 
 @dataclass(frozen=True)
 class Warning:
-    """`code` is stable, for programs; `message` is for people, names the numbers, and says what to do."""
+    """`code` is stable, for programs; `message` is for people and names the numbers."""
 
     code: str
     message: str
@@ -129,7 +124,7 @@ def sizes_and_tokens(table: RunTable) -> np.ndarray:
 
 
 def units(t: RunTable) -> Iterator[Warning]:
-    """Quantities so far from what they should be that another unit is the likely reason."""
+    """Quantities in what is likely another unit."""
     asked = []
     if t.N.max() < 1000 or (t.N.max() < 1e4 and (t.N % 1 > 0).any()):
         asked.append(f"the largest N is {t.N.max():.4g} (is it in millions or billions?)")
@@ -173,10 +168,7 @@ def _loss_unit(t: RunTable) -> Iterator[str]:
 
 
 def _as_in_bits(t: RunTable) -> bool:
-    """Whether the losses of models of ordinary size lie along the published law, 1/ln 2 times above it.
-
-    Published tables of English text lie at 0.88 to 1.22 times that law.
-    """
+    """Whether the losses lie along the published law, 1/ln 2 times above it; English text lies at 0.88 to 1.22."""
     ordinary = (t.N >= 1e7) & (t.D >= 1e8)
     if ordinary.sum() < max(5, 0.5 * len(t)):
         return False
@@ -235,7 +227,7 @@ def mixed_recipes(t: RunTable) -> Iterator[Warning]:
 
 
 def _per_byte(t: RunTable) -> Array:
-    """The loss of each run over its bits per byte: ln 2 times the bytes of a token, if the loss is in nats."""
+    """Loss over bits per byte: ln 2 times the bytes of a token, if the loss is in nats."""
     return t.loss / numbers(t, "bits_per_byte")
 
 
@@ -251,8 +243,8 @@ def _bits_by_bytes(t: RunTable) -> np.ndarray:
 def _bits_among_nats(t: RunTable) -> np.ndarray:
     """Rows whose loss lies 1/ln 2 times above a smooth surface through the others; none unless that explains the table.
 
-    A quadratic surface in (log N, log D) and a set of rows lifted by log(1/ln 2) are fitted in turn, from many first
-    guesses. Where several sets do as well, as a step between four budgets does, the one with the flattest surface wins.
+    A quadratic surface in (log N, log D) and a set of lifted rows are fitted in turn, from many first guesses. Where
+    several sets do as well, the one with the flattest surface wins.
     """
     n, lift, nobody = len(t), np.log(BITS), np.empty(0, dtype=int)
     if n < 12:
@@ -294,7 +286,7 @@ def _off(columns: Array, values: Array) -> Array:
 
 
 def embeddings(t: RunTable) -> Iterator[Warning]:
-    """N without embeddings where these are much of the model, and N counted both ways."""
+    """N without embeddings, and N counted both ways."""
     total, bare = numbers(t, "N_total"), numbers(t, "N_non_embedding")
     tables = numbers(t, "vocabulary") * numbers(t, "width")
     whole, part = np.isclose(t.N, total, rtol=1e-9), np.isclose(t.N, bare, rtol=1e-9)
@@ -334,7 +326,7 @@ def flop_convention(t: RunTable) -> Iterator[Warning]:
 
 
 def mixed_schedules(t: RunTable) -> Iterator[Warning]:
-    """Runs whose learning rate decayed, fitted together with runs whose did not."""
+    """Decayed and constant learning rates together."""
     decayed = _decayed(t)
     constant, fallen = np.flatnonzero(decayed == 0), np.flatnonzero(decayed == 1)
     if constant.size and fallen.size:
@@ -356,13 +348,9 @@ def _decayed(t: RunTable) -> Array:
             found[i] = 0.0
         elif (kind in STABLE_FIRST or not kind) and np.isfinite(share[i]):
             found[i] = share[i] > 0
-        elif kind and not _is_number(kind):
+        elif kind and not re.fullmatch(r"[-+.\de]+", kind):  # a number is no schedule
             found[i] = 1.0
     return found
-
-
-def _is_number(word: str) -> bool:
-    return re.fullmatch(r"[-+.\de]+", word) is not None
 
 
 def unmatched_schedules(t: RunTable) -> Iterator[Warning]:
@@ -401,7 +389,7 @@ def long_warmup(t: RunTable) -> Iterator[Warning]:
 
 
 def mixed_losses(t: RunTable) -> Iterator[Warning]:
-    """Losses on training data in some rows and on held-out data in others."""
+    """Training and held-out losses together."""
     kinds = Counter(kind for kind in texts(t, "loss_kind") if kind)
     train, held_out = numbers(t, "train_loss"), numbers(t, "val_loss")
     with np.errstate(invalid="ignore"):
@@ -434,7 +422,7 @@ def repeated_data(t: RunTable) -> Iterator[Warning]:
 
 
 def checkpoints(t: RunTable) -> Iterator[Warning]:
-    """Rows that are not runs of their own: intermediate checkpoints, and branches of one trunk."""
+    """Rows that are no runs of their own."""
     rows = Counter(run for run, _ in set(zip(t.run_id, t.D, strict=True)))
     several = [run for run, count in rows.items() if count > 1]
     if several and (_decayed(t)[np.isin(t.run_id, several)] != 0).any():
@@ -484,7 +472,7 @@ def _families(keys: Iterable[Hashable], groups: np.ndarray) -> list[int]:
 
 
 def _evenly_spaced(t: RunTable) -> list[float | None]:
-    """N of each row that is one of an arithmetic sequence of D at that N; all None unless that is half of the table."""
+    """N of each row in an arithmetic sequence of D at that N; all None unless that is half of the table."""
     even = []
     for N in np.unique(t.N):
         D = np.unique(t.D[t.N == N])
@@ -495,7 +483,7 @@ def _evenly_spaced(t: RunTable) -> list[float | None]:
 
 
 def swept(t: RunTable) -> Iterator[Warning]:
-    """Learning rates tried at one (N, D), and the best of them kept."""
+    """Learning rates tried at one (N, D)."""
     rate, batch, trials = (numbers(t, role) for role in ("learning_rate", "batch", "trials"))
     point = sizes_and_tokens(t)
     settings = {(p, r, b) for p, r, b in zip(point, rate, np.nan_to_num(batch), strict=True) if np.isfinite(r)}
@@ -530,9 +518,7 @@ def swept(t: RunTable) -> Iterator[Warning]:
 
 
 def _without_a_rule(rate: Array, t: RunTable) -> bool:
-    """Whether learning rates (n,) follow neither N, D or C monotonically nor a power law in N and D, rounded to their
-    own grid.
-    """
+    """Whether learning rates (n,) follow neither N, D or C monotonically nor a power law in N and D."""
     known = np.isfinite(rate)
     y = np.log(rate[known])
     if len(y) < 6 or np.ptp(y) < 0.01:

@@ -1,15 +1,10 @@
 """Runs that the law of the others does not explain, and the fit without them.
 
-Special here:
-- A residual is studentised: divided by a robust scale of the others and by the root of what its own pull on the fit
-  leaves of it (one less its leverage), because a run at a corner of the design draws the law to itself.
-- The bound is that of Laplace noise, under which a log-Huber fit of small delta is close to maximum likelihood: of a
-  thousand tables with such noise one has a run beyond it. Gaussian bounds cry wolf on every published table.
-- Outliers hide each other, so the farthest are left out first, with those at least half as far, and the law is fitted
-  again until no run is beyond the bound.
+A residual is divided by a robust scale of the others and by the root of one less its leverage. The bound is that of
+Laplace noise, near which a log-Huber fit is best: one healthy table of a thousand has a run beyond it. Outliers hide
+each other, so the farthest are left out first and the law is fitted again until no run is beyond the bound.
 
-Cook and Weisberg 1982, Residuals and influence in regression; Besiroglu et al. 2024 (arXiv:2404.10102) for five runs
-that move an allocation.
+Cook and Weisberg 1982, Residuals and influence in regression; Besiroglu et al. 2024 (arXiv:2404.10102).
 """
 
 from __future__ import annotations

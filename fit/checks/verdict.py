@@ -1,11 +1,9 @@
 """Whether the approaches agree, and if not, why they may: the usual suspects, each only where the runs give evidence.
 
-Special here: a suspect is one small function from the evidence to sentences, listed in SUSPECTS in the order in which
-they are worth looking at; each sentence carries the number that raised it. Agreement between intervals that span a
-factor of 30 is worth little, so the verdict says how wide they are.
+A suspect is one small function from the evidence to sentences, each with the number that raised it.
 
-Hoffmann et al. 2022 (arXiv:2203.15556) and Besiroglu et al. 2024 (arXiv:2404.10102) for outliers and for optimizers
-that stopped early; Porian et al. 2024 (arXiv:2406.19146) and Pearce and Song 2024 (arXiv:2406.12907) for conventions.
+Hoffmann et al. 2022 (arXiv:2203.15556), Besiroglu et al. 2024 (arXiv:2404.10102), Porian et al. 2024
+(arXiv:2406.19146), Pearce and Song 2024 (arXiv:2406.12907).
 """
 
 from __future__ import annotations

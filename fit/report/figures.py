@@ -1,14 +1,14 @@
-"""The report's interactive figures, as plain plotly dictionaries ({"data": [...], "layout": {...}}).
+"""The report's interactive figures, as plain plotly dictionaries: importing the library costs more than all of them.
 
-Special here:
-- No plotly objects are built: a dictionary is what the page needs, and importing the library costs more than all the
-  figures.
-- Every string from data is escaped, because plotly reads hover texts as HTML. Legends stand above the data.
+Every string from data is escaped, because plotly reads hover texts as HTML.
 """
 
 from __future__ import annotations
 
+import functools
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,13 +19,13 @@ from ..formatting import amount, count, fixed, percent, scientific, text
 from ..published import published_law
 from ..results import Analysis
 from . import series
-from .series import APPROACH_STYLE, CURVE_TITLES, FAINT, GRID, LOSS, OPTIMUM_TITLES, shade, shades
+from .series import APPROACH_STYLE, CURVE_TITLES, FAINT, LOSS, OPTIMUM_TITLES, shade, shades
 
 Figure = dict[str, Any]
 Trace = dict[str, Any]  # or a part of one
 
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-INK, EDGE = "#1b1f24", "#aeb6bf"
+INK = "#1b1f24"
 SCALE = [[i / 10, shade(i / 10)] for i in range(11)]
 CURVE_POINTS = 300  # of a loss curve
 CLOUD = 1500  # draws shown; more only slow the page
@@ -52,34 +52,25 @@ def table_style(key: str) -> tuple[str, str]:
 # What figures are put together from.
 
 
-def layout(x: str, y: str, height: int = 440, log_x: bool = True, log_y: bool = False, **more: Any) -> dict[str, Any]:
-    """The one look of all figures. Parameters and tokens read 10k, 1M, 1B; FLOPs as powers of ten."""
+@functools.cache
+def _style_file() -> str:
+    return (Path(__file__).parent / "templates" / "layout.json").read_text(encoding="utf-8")
 
-    def axis(title: str, log: bool) -> dict[str, Any]:
-        return {
-            "title": {"text": title, "standoff": 12},
-            "type": "log" if log else "linear",
-            "gridcolor": GRID,
-            "zeroline": False,
-            "linecolor": EDGE,
-            "ticks": "outside",
-            "tickcolor": EDGE,
-            "exponentformat": ("power" if "FLOPs" in title else "B") if log else "none",
-            "automargin": True,
-        } | ({"minor": {"ticks": "outside", "ticklen": 3, "tickcolor": "#d5dae0"}} if log else {})
 
-    return {
-        "xaxis": axis(x, log_x),
-        "yaxis": axis(y, log_y),
-        "height": height,
-        "margin": {"l": 64, "r": 20, "t": 44, "b": 56},
-        "font": {"family": "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif", "size": 13, "color": INK},
-        "paper_bgcolor": "white",
-        "plot_bgcolor": "white",
-        "hovermode": "closest",
-        "hoverlabel": {"bgcolor": "white", "bordercolor": EDGE, "font": {"color": INK}, "align": "left"},
-        "legend": {"orientation": "h", "x": 0, "y": 1.02, "xanchor": "left", "yanchor": "bottom", "font": {"size": 12}},
-    } | more
+def style(part: str) -> Trace:
+    """A part of the look that all figures have."""
+    found: Trace = json.loads(_style_file())[part]
+    return found
+
+
+def layout(x: str, y: str, height: int = 440, log_x: bool = True, log_y: bool = False, **more: Any) -> Trace:
+    """Parameters and tokens read 10k, 1M, 1B; FLOPs as powers of ten."""
+    look = style("layout") | {"height": height} | more
+    for axis, title, log in (("xaxis", x, log_x), ("yaxis", y, log_y)):
+        look[axis] = style("axis") | (style("log") if log else {}) | {"title": {"text": title, "standoff": 12}}
+        if log and "FLOPs" in title:
+            look[axis]["exponentformat"] = "power"
+    return look
 
 
 def fit_axis(axis: dict[str, Any], values: Any, pad: float = 0.05) -> None:
@@ -125,6 +116,12 @@ def band_area(x: Array, band: Array, colour: str, **more: Any) -> Trace:
     return line(around, edge, colour, width=0, fill="toself", fillcolor=fill, **more)
 
 
+def budget_hovers(head: str, C: Any, quantity: str, values: Any) -> list[str]:
+    """Of N, D or loss by budget."""
+    say: Callable[..., str] = fixed if quantity == "loss" else count
+    return [f"{head}<br>{scientific(c)} FLOPs<br>{quantity} {say(v)}" for c, v in zip(C, values, strict=True)]
+
+
 def run_hover(a: Analysis) -> list[str]:
     t = a.table
     return [
@@ -138,7 +135,6 @@ def run_hover(a: Analysis) -> list[str]:
 
 
 def loss_curves(a: Analysis, curves: Any, by: str) -> Figure | None:
-    """Training loss by `tokens` or `flops`, coloured by N, with validation losses as points."""
     found = series.loss_curves(a, curves, by)
     if not found:
         return None
@@ -151,14 +147,8 @@ def loss_curves(a: Analysis, curves: Any, by: str) -> Figure | None:
         data.append(line(x[keep], y[keep], colours[N], width=1.3, **more))
     x_end = t.D if by == "tokens" else t.flops
     ticks = np.unique(np.round(np.linspace(np.log10(t.N.min()), np.log10(t.N.max()), 5), 3))
-    bar = {
-        "title": {"text": "N", "side": "top"},
-        "tickvals": ticks.tolist(),
-        "ticktext": [count(10**tick, 2) for tick in ticks],
-        "thickness": 10,
-        "outlinewidth": 0,
-        "len": 0.9,
-    }
+    labels = [count(10**tick, 2) for tick in ticks]
+    bar = style("colorbar") | {"tickvals": ticks.tolist(), "ticktext": labels}
     marker = {"size": 7, "colorscale": SCALE, "colorbar": bar}
     name = "final validation loss"
     ends = points(x_end, t.loss, as_list(np.log10(t.N)), run_hover(a), marker=marker, name=name, showlegend=True)
@@ -171,7 +161,7 @@ def loss_curves(a: Analysis, curves: Any, by: str) -> Figure | None:
 
 
 def isoflop(a: Analysis) -> Figure | None:
-    """Loss by size at each budget, with curves and vertices; a refused vertex is hollow and dashed."""
+    """Loss by size at each budget, with curves and vertices."""
     profiles = a.profiles.profiles_
     if not profiles:
         return None
@@ -212,32 +202,14 @@ def _vertex(p: Any, colour: str, group: str) -> Trace:
 
 
 def contours(a: Analysis) -> Figure | None:
-    """Parametric loss over (N, D), the runs, isoFLOP lines, and the efficient frontier."""
     t = a.table
     if a.law is None:
         return None
     found = series.loss_contours(a.law, t.N, t.D)
-    data: list[Trace] = [
-        {
-            "type": "contour",
-            "x": as_list(found.N),
-            "y": as_list(found.D),
-            "z": [as_list(row) for row in found.loss],
-            "colorscale": SCALE,
-            "contours": {
-                "start": found.low,
-                "end": found.high,
-                "size": found.step,
-                "coloring": "lines",
-                "showlabels": True,
-                "labelfont": {"size": 10},
-                "labelformat": ".3~f",
-            },
-            "line": {"width": 1.2},
-            "showscale": False,
-            "hovertemplate": "N %{x:.3s}<br>D %{y:.3s}<br>law %{z:.4f}<extra></extra>",
-        }
-    ]
+    surface = style("contours") | {"colorscale": SCALE, "z": [as_list(row) for row in found.loss]}
+    surface |= {"x": as_list(found.N), "y": as_list(found.D)}
+    surface["contours"] |= {"start": found.low, "end": found.high, "size": found.step}
+    data = [surface]
     for p in a.profiles.profiles_:
         data.append(line(p.N, p.D, FAINT, width=1, dash="dot"))
     C, N, D, loss = (getattr(found.frontier, name)[found.inside] for name in ("flops", "N", "D", "loss"))
@@ -256,7 +228,7 @@ def contours(a: Analysis) -> Figure | None:
 
 
 def residuals(a: Analysis) -> Figure | None:
-    """Measured over predicted loss of every run, by training FLOPs, coloured by size."""
+    """Measured over predicted loss of every run."""
     if a.law is None:
         return None
     off = np.expm1(a.law.residuals())
@@ -288,9 +260,7 @@ def cloud(a: Analysis) -> Figure | None:
     cross = {"symbol": "x-thin", "line": {"color": INK, "width": 3}}
     best = points([p], [q], INK, [f"{x} {p:.4f}, {y} {q:.4f}"], 11, marker=cross, name="the fit")
     look = layout(f"{x}, exponent of N", f"{y}, exponent of D", height=400, log_x=False)
-    place = {"xref": "paper", "yref": "paper", "x": 1, "y": 1.02, "xanchor": "right", "yanchor": "bottom"}
-    note = {"text": f"dark: D/N {amount(low)}, light: {amount(high)}", "showarrow": False}
-    look["annotations"] = [note | place | {"font": {"size": 12, "color": FAINT}}]
+    look["annotations"] = [style("note") | {"text": f"dark: D/N {amount(low)}, light: {amount(high)}"}]
     return {"data": [refits, best], "layout": look}
 
 
@@ -298,16 +268,15 @@ def cloud(a: Analysis) -> Figure | None:
 
 
 def allocation(a: Analysis, quantity: str) -> Figure | None:
-    """N, D or loss of the best run by budget: bands of all approaches, the measured optima, and the targets."""
+    """N, D or loss of the best run by budget, with the measured optima and the targets."""
     low, high = float(a.table.flops.min()), float(a.table.flops.max())
     far = max(*a.targets, high * 10)
     C = np.unique(np.concatenate([np.geomspace(low / 2, far * 2, 90), np.array(a.targets)]))
-    say: Callable[..., str] = fixed if quantity == "loss" else count
     data: list[Trace] = []
     near: list[float] = []
     for approach, values, band in series.allocation_lines(a, quantity, C):
         near += values[(high * 30 >= C) & np.isfinite(values)].tolist()
-        data += _approach_traces(a, approach, quantity, C, values, band, say)
+        data += _approach_traces(a, approach, quantity, C, values, band)
     if not data:
         return None
     vertices, winners = series.measured_optima(a, quantity)
@@ -319,7 +288,7 @@ def allocation(a: Analysis, quantity: str) -> Figure | None:
     for what, name, (x, y), key, marker in shown:
         colour = APPROACH_STYLE[key][0]
         edge = {"color": INK, "width": 1} if key == "isoflop" else {"color": colour, "width": 2}
-        hover = [f"{what}<br>{scientific(c)} FLOPs<br>{quantity} {say(v)}" for c, v in zip(x, y, strict=True)]
+        hover = budget_hovers(what, x, quantity, y)
         if len(x) or key == "envelope":
             data.append(points(x, y, colour, hover, marker=marker | {"line": edge}, name=name))
     log = quantity != "loss"
@@ -339,19 +308,16 @@ def allocation(a: Analysis, quantity: str) -> Figure | None:
 
 
 def _approach_traces(
-    a: Analysis, approach: Any, quantity: str, C: Array, values: Array, band: Array | None, say: Callable[..., str]
+    a: Analysis, approach: Any, quantity: str, C: Array, values: Array, band: Array | None
 ) -> list[Trace]:
     """Band, line and targets of one approach."""
     colour, dash, symbol = APPROACH_STYLE[approach.key]
     group: Trace = {"legendgroup": approach.key}
     traces = [] if band is None else [band_area(C, np.clip(band, 1e-30, 1e40), colour, **group)]
-    said = [f"{scientific(c)} FLOPs<br>{quantity} {say(v)}" for c, v in zip(C, values, strict=True)]
-    hover = [f"<b>{approach.title}</b><br>{one}" for one in said]
+    hover = budget_hovers(f"<b>{approach.title}</b>", C, quantity, values)
     traces.append(line(C, values, colour, hover, dash=dash, name=approach.title.split(" · ")[1], **group))
     marks = values[np.searchsorted(C, a.targets)]
-    hover = [
-        f"<b>target {scientific(c)} FLOPs</b><br>{quantity} {say(v)}" for c, v in zip(a.targets, marks, strict=True)
-    ]
+    hover = budget_hovers("<b>target</b>", a.targets, quantity, marks)
     return [*traces, points(a.targets, marks, colour, hover, 10, marker={"symbol": symbol}, showlegend=False, **group)]
 
 
@@ -365,7 +331,7 @@ def _view(axis: str, values: list[float], pad: float, log: bool) -> dict[str, An
 
 
 def published(a: Analysis) -> Figure | None:
-    """N* by budget of this law and of the published ones, from the runs to the farthest target and to a frontier."""
+    """N* by budget of this law and of the published ones."""
     own = a.approaches["parametric"]
     if a.law is None or not own.available:
         return None
@@ -375,7 +341,7 @@ def published(a: Analysis) -> Figure | None:
     drawn = [(name, N, colour, 1.5, "dot") for (name, N), colour in zip(others.items(), PALETTE[1:], strict=True)]
     data = []
     for name, sizes, colour, width, dash in (*drawn, ("this law", values, PALETTE[0], 3.0, "solid")):
-        hover = [f"<b>{name}</b><br>{scientific(c)} FLOPs<br>N* {count(n)}" for c, n in zip(C, sizes, strict=True)]
+        hover = budget_hovers(f"<b>{name}</b>", C, "N", sizes)
         data.append(line(C, sizes, colour, hover, width, dash, name=name))
     data[-1]["legendrank"] = 1
     if band is not None:
@@ -388,7 +354,6 @@ def published(a: Analysis) -> Figure | None:
 
 
 def backtest(a: Analysis) -> Figure | None:
-    """Predicted against measured loss of held-out budgets."""
     steps = a.backtest["steps"]
     if not steps:
         return None
@@ -409,9 +374,7 @@ def backtest(a: Analysis) -> Figure | None:
 
 
 def scores(a: Analysis, measure: str) -> Figure | None:
-    """`acc` (with its chance level) or `gold_bpb` of each task by compute, with standard errors; the line joins each
-    budget's best runs.
-    """
+    """`acc` or `gold_bpb` of each task by compute, with standard errors; the line joins each budget's best runs."""
     t, hover = a.table, run_hover(a)
     columns = [str(column).rsplit("/", 1) for column in t.frame.columns if str(column).endswith(("/acc", "/gold_bpb"))]
     names = sorted({task for task, kind in columns if np.isfinite(t.column(f"{task}/{kind}")).any()})

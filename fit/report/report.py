@@ -1,8 +1,6 @@
-"""The report: one self-contained HTML file, law.json and PNGs beside it. Warnings come first, numbers with their
-intervals second.
+"""The report: one self-contained HTML file, law.json and PNGs beside it. Warnings come first, numbers second.
 
-Special here: the page needs no network (plotly.js is inlined once), everything that a template writes is escaped, and
-every file appears whole or not at all, so that a report can be rewritten while someone reads it.
+The page needs no network, everything that a template writes is escaped, and every file appears whole or not at all.
 """
 
 from __future__ import annotations
@@ -52,12 +50,10 @@ def write_report(
     provenance: Mapping[str, object] | None = None,
     costs: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write report.html, law.json and PNG figures into `directory` (made if missing) and return the path of
-    report.html.
+    """Write report.html, law.json and PNG figures into `directory` (made if missing); returns the path of report.html.
 
-    `curves`: run_id, step, tokens, flops, loss of every run (optional). `provenance`: names and values for the footer.
-    `costs`: what the runs cost, as `costs.json` of a sweep has it.
-    Raises InputError when the directory cannot be written to or the curves lack a column.
+    `curves`: run_id, step, tokens, flops, loss of every run. `provenance`: names and values for the footer. `costs`: as
+    costs.json of a sweep. Raises InputError when the directory cannot be written to or the curves lack a column.
     """
     from ..plots import save_figures
 
@@ -140,7 +136,7 @@ def render_template(name: str, **context: Any) -> str:
 
 
 def _backtested(a: Analysis) -> str:
-    """How well cheaper runs predicted the dearest ones, in one sentence; nothing where that could not be tried."""
+    """How well cheaper runs predicted the dearest ones, in one sentence."""
     if not a.backtest["steps"]:
         return ""
     held = a.backtest["steps"][-1]

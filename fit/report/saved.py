@@ -1,7 +1,7 @@
 """A law that an earlier fit saved, asked about other budgets; nothing is fitted again.
 
-Special here: the answer has the shape of `isoflop fit --json`, and brings along the warnings that the report had. A
-number that was doubtful when it was fitted is no better for having been saved.
+Special here: the answer has the shape of `isoflop fit --json` and the warnings that the report had: a number that was
+doubtful when it was fitted is no better for having been saved.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 
 from ..approaches.approaches import parametric
-from ..errors import positive
+from ..errors import InputError, positive
 from ..formatting import plain_json, scientific, times
-from ..laws.chinchilla import NAMES, ChinchillaLaw
 from ..laws.persistence import read_law
 
 FAR = 100.0  # times the largest run
@@ -28,22 +27,32 @@ def answer(source: str | Path, targets: Sequence[float] | None = None) -> dict[s
 
     `source` is a file of `to_json` or a report's law.json. Raises InputError for what is no law of this version.
     """
-    law = read_law(source, ChinchillaLaw)
+    law = read_law(source)
+    if tuple(law.inputs) != ("N", "D"):
+        raise InputError(f"{source} holds a law of {', '.join(law.inputs)}; a law of N and D is expected.")
     largest = float((6.0 * law.data_["N"] * law.data_["D"]).max())
     goals = positive("target", np.asarray(targets or [largest * factor for factor in DEFAULT_TARGETS]))
     approach = parametric(law, "")
     estimates = [approach.at(float(C)).to_dict() for C in goals]
-    warnings = _warnings_of(source, law)
+    content = json.loads(Path(source).read_text()) if Path(source).is_file() else {}
+    warnings = [w for w in content.get("warnings", ()) if w.get("code") != "extrapolation"]
+    if "warnings" not in content:  # of a law alone, what it knows of itself
+        if not law.converged_:
+            warnings.append(
+                {"code": "not_converged", "message": "The fit of this law did not converge; do not use it."}
+            )
+        if law.degenerate_:
+            held = ", ".join(law.degenerate_)
+            warnings.append({"code": "at_bound", "message": f"{held} could not be determined and stopped at a bound."})
     far = [float(C) for C in goals if FAR * largest < C]
     if far:
         said = ", ".join(f"{scientific(C)} FLOPs ({times(C / largest)})" for C in far)
-        warnings.append(
-            {"code": "extrapolation", "message": f"The target {said} lies beyond {FAR:g} times the largest run."}
-        )
+        message = f"The target {said} lies beyond {FAR:g} times the largest run."
+        warnings.append({"code": "extrapolation", "message": message})
     return plain_json(
         {
             "law": {"form": law.form} | law.constants_,
-            "ci": {} if law.draws_ is None else {name: law.interval(name) for name in NAMES},
+            "ci": {} if law.draws_ is None else {name: law.interval(name) for name in law.names},
             "starts": law.starts_,
             "objective": law.objective_,
             "optimal": estimates,
@@ -54,18 +63,3 @@ def answer(source: str | Path, targets: Sequence[float] | None = None) -> dict[s
             "converged": law.converged_,
         }
     )
-
-
-def _warnings_of(source: str | Path, law: ChinchillaLaw) -> list[dict[str, str]]:
-    """What the report said beside the law; of a law alone, what it knows of itself."""
-    if Path(source).is_file():
-        content = json.loads(Path(source).read_text())
-        if isinstance(content.get("warnings"), list):
-            return [w for w in content["warnings"] if w.get("code") != "extrapolation"]
-    found = []
-    if not law.converged_:
-        found.append({"code": "not_converged", "message": "The fit of this law did not converge; do not use it."})
-    if law.degenerate_:
-        held = ", ".join(law.degenerate_)
-        found.append({"code": "at_bound", "message": f"{held} could not be determined and stopped at a bound."})
-    return found

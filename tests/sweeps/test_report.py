@@ -357,3 +357,15 @@ def test_a_sweep_directory_goes_all_the_way(tmp_path):
     found = fit.analyze(fit.read_table(tmp_path), bootstrap=20)
     path = fit.write_report(found, tmp_path / "fit", curves)
     assert path == Path(tmp_path) / "fit" / "report.html"
+
+
+@pytest.mark.parametrize("law", [fit.KaplanLaw(), fit.ChinchillaLaw(tied=True)])
+def test_any_law_of_size_and_data_drives_analysis_backtest_and_report(tmp_path, law):
+    table, _ = sweep(tasks=False)
+    found = fit.analyze(fit.read_table(table), targets=(1e14,), bootstrap=30, law=law)
+    assert type(found.law) is type(law)
+    assert found.backtest["loss_error"] < 0.05
+    path = fit.write_report(found, tmp_path)
+    assert path.read_text().count("Plotly.newPlot(id") == 1
+    assert fit.answer(tmp_path / "law.json")["law"]["form"] == law.form
+    assert json.loads((tmp_path / "law.json").read_text())["law"].keys() == {"form", *law.names}
