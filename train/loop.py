@@ -47,8 +47,8 @@ def train(
 ) -> dict[str, Any]:
     """Trains one run, resuming from its newest valid checkpoint, and returns what it writes to summary.json.
 
-    Every rank calls this, with the same complete and resolved config. `should_stop` is asked after every step. `alive`
-    is called in long work without steps, such as preparing the data.
+    Every rank calls this, with the same complete config. `should_stop` is asked after every step. `alive` is called in
+    long work without steps, such as preparing the data.
 
     Raises:
         UserError: the config cannot be trained.
@@ -56,7 +56,7 @@ def train(
         Stopped: `should_stop` said so on any rank; call again to go on.
         OutOfMemory: a micro-batch does not fit, and cannot be halved here.
         RankError: another rank failed.
-        OSError: the disk is full or not writable; the newest checkpoint stays valid.
+        OSError: the disk is full or not writable.
     """
     with join(config, directory, report) as job:
         if config.parallel.threads is not None:

@@ -28,14 +28,12 @@ def decay_steps(config: RunConfig) -> int:
 
 
 def trunk_steps(config: RunConfig) -> int:
-    """Steps at the start of a run that a longer one of the same N can make for it: all before its decay, never the last
-    one.
-
-    None of a cosine, whose rate depends on D from the end of the warm-up on.
+    """Steps at the start of a run that a longer one of the same N can make for it: all before its decay, none of a
+    cosine.
     """
     if config.schedule.kind == "cosine":
         return 0
-    return min(config.steps - decay_steps(config), config.steps - 1)
+    return min(config.steps - decay_steps(config), config.steps - 1)  # never the last, which has its own score
 
 
 def same_until(one: RunConfig, other: RunConfig) -> int:

@@ -1,9 +1,5 @@
-"""One optimizer step of one rank: its rows of the batch, forward, backward, update.
-
-Special here:
-- everything is a pure function of the config and the step: which rows a rank reads, at which learning rate;
-- nothing in a step waits for the device: losses, norms and skips stay there until somebody looks;
-- a micro-batch that does not fit into memory is halved once, and the step starts anew with the same rows.
+"""One optimizer step of one rank: its rows of the batch, forward, backward, update. Nothing in it waits for the
+device.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ def test_weights_and_moments_come_back_bit_for_bit(
     path = writer.save(2, held(gpt, adam), {"seconds": 1.5, "rng": [1, 2]})
     writer.close()
     other, other_adam = trained(config, steps=2, seed=9)
-    state = checkpoint.resume(tmp_path, held(other, other_adam), config, Mesh())
+    state = checkpoint.resume_state(tmp_path, held(other, other_adam), config, Mesh())
     assert state == {"step": 2, "seconds": 1.5, "rng": [1, 2]}
     for (name, ours), theirs in zip(gpt.named_parameters(), other.parameters(), strict=True):
         assert torch.equal(ours, theirs), name
@@ -110,7 +110,7 @@ def test_weights_and_moments_come_back_bit_for_bit(
     update(other, other_adam, 77)
     assert all(torch.equal(a, b) for a, b in zip(gpt.parameters(), other.parameters(), strict=True))
 
-    checkpoint.restore(path, held(gpt, adam), config)  # back to what was saved
+    checkpoint.restore_state(path, held(gpt, adam), config)  # back to what was saved
     opened = []
     real = storage.safe_open
     monkeypatch.setattr(storage, "safe_open", lambda file, **how: opened.append(file.name) or real(file, **how))
@@ -136,14 +136,14 @@ def test_another_run_is_not_restored_and_the_differing_field_is_named(tmp_path: 
     path = save(tmp_path, 2)
     other = tiny(hidden=8)
     with pytest.raises(UserError, match=r"belongs to another run: model\.hidden is None there and 8 here"):
-        checkpoint.restore(path, held(*trained(other, 0)), other)
+        checkpoint.restore_state(path, held(*trained(other, 0)), other)
     other = tiny()
     other.optimizer.beta1 = 0.5
     with pytest.raises(UserError, match=r"optimizer\.beta1 is 0\.9 there and 0\.5 here"):
-        checkpoint.restore(path, held(*trained(other, 0)), other)
+        checkpoint.restore_state(path, held(*trained(other, 0)), other)
     other = tiny()
     other.checkpoint.keep, other.name = 7, "cosmetic"
-    checkpoint.restore(path, held(*trained(other, 0)), other)
+    checkpoint.restore_state(path, held(*trained(other, 0)), other)
 
 
 def test_a_checkpoint_of_a_run_that_differs_in_d_alone_is_restored_up_to_the_first_decay(tmp_path: Path) -> None:
@@ -154,16 +154,16 @@ def test_a_checkpoint_of_a_run_that_differs_in_d_alone_is_restored_up_to_the_fir
     gpt, adam = trained(config)
     for source, branch, last in ((long, short, 40), (short, long, 40)):  # whichever of the two decays first
         root = tmp_path / run_id(source)
-        assert checkpoint.restore(save(root, last, source), held(gpt, adam), branch)["step"] == last
+        assert checkpoint.restore_state(save(root, last, source), held(gpt, adam), branch)["step"] == last
         with pytest.raises(UserError, match=r"belongs to another run: tokens is \d+ there and \d+ here$"):
-            checkpoint.restore(save(root, last + 1, source), held(gpt, adam), branch)
+            checkpoint.restore_state(save(root, last + 1, source), held(gpt, adam), branch)
     for other in (
         replace(short, seed=1),
         replace(short, schedule=replace(short.schedule, kind="cosine")),
         replace(short, schedule=replace(short.schedule, warmup_tokens=4 * step)),
     ):
         with pytest.raises(UserError, match="belongs to another run"):
-            checkpoint.restore(tmp_path / run_id(long) / "step_40", held(gpt, adam), other)
+            checkpoint.restore_state(tmp_path / run_id(long) / "step_40", held(gpt, adam), other)
 
 
 def test_the_newest_by_number_wins(root: Path) -> None:
@@ -210,7 +210,7 @@ def test_no_flipped_bit_of_the_manifest_does_more_than_damage(root: Path) -> Non
         found, said = newest(root)
         assert (found, len(said)) in (("step_10", 0), ("step_9", 1))
         if found == "step_10":  # the bit was white space, or the name of a file that is not required
-            checkpoint.restore(root / "step_10", held(*trained(tiny(), 0)), tiny())
+            checkpoint.restore_state(root / "step_10", held(*trained(tiny(), 0)), tiny())
     for text in ("{}", "[]", "null", '{"model.safetensors": 3}'):
         manifest.write_text(text)
         assert newest(root)[0] == "step_9"
@@ -350,7 +350,7 @@ def test_what_is_saved_is_the_state_of_the_moment_whatever_training_does_meanwhi
     assert not checkpoint.list_steps(tmp_path)
     gate.set()
     writer.close()
-    assert checkpoint.resume(tmp_path, state, tiny(), Mesh()) == {"step": 2, "losses": [1.0]}
+    assert checkpoint.resume_state(tmp_path, state, tiny(), Mesh()) == {"step": 2, "losses": [1.0]}
     assert all(torch.equal(each.values, expected[each.name, each.kind]) for each in state)
 
 

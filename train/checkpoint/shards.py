@@ -1,7 +1,7 @@
 """The tensors of a checkpoint as `torch.distributed.checkpoint` (DCP) keeps them: a file per rank, and an index.
 
-A rank's boxes of one tensor are a DTensor whose local tensor is a list of boxes with offsets: a flat ZeRO range is up
-to three rectangles per piece, which no placement of DTensor can express.
+A rank's boxes of one tensor are a DTensor whose local tensor is a list of boxes: no placement of DTensor can express
+them.
 """
 
 from __future__ import annotations

@@ -30,7 +30,6 @@ def detect(environment: Mapping[str, str] | None = None) -> Ranks:
     """The rank of this process, from submitit's or torchrun's variables; without either it is one process.
 
     SLURM's variables count only in a task that submitit started; torchrun inside one is the inner launcher, and wins.
-    Variables that make no rank are a `UserError`.
     """
     env = os.environ if environment is None else environment
     host = socket.gethostname()

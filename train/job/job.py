@@ -54,10 +54,6 @@ def join(config: RunConfig, directory: Path, report: Callable[[str], None]) -> I
 
     Where another rank dies or hangs while this one is stuck in a collective, this process is ended from within.
     failure.json says why, as it does of whatever is raised in the block but `Stopped`.
-
-    Raises:
-        UserError: the ranks are not those that the config asks for, were given different configs, or do not meet.
-        RankError: another rank failed.
     """
     ranks, watchdog = detect(), None
 

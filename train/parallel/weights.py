@@ -1,8 +1,8 @@
 """The weights that a model computes with, as views of flat buckets, and how a rank gets those that others own.
 
-At stages 1 and 2 updated slices are gathered in place, and a module waits for its buckets when it is next called. At
-stage 3 a bucket is a block, gathered while the block before it computes and freed after: at most two are whole at a
-time. Rajbhandari et al. 2020 (arXiv 1910.02054), sections 5.3 and 7; Zhao et al. 2023 (arXiv 2304.11277).
+At stages 1 and 2 updated slices are gathered in place, and a module waits for its buckets. At stage 3 a bucket is a
+block, gathered while the block before it computes and freed after. Rajbhandari et al. 2020 (arXiv 1910.02054), sections
+5.3 and 7; Zhao et al. 2023 (arXiv 2304.11277).
 """
 
 from __future__ import annotations

@@ -201,7 +201,6 @@ class Zero:
             )  # fmt: skip
 
     def _cut(self, number: int) -> list[Segment]:
-        """Of one bucket the pieces that share a learning rate and a weight decay."""
         owned, state = self.owned[number], (self.master[number], self.exp_avg[number], self.exp_avg_sq[number])
         return [
             Segment(group, (start, stop), *([tensor[start:stop]] for tensor in state))
@@ -231,7 +230,6 @@ class Zero:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Takes the weights over from `held`, on all ranks."""
         for number in range(len(self.layouts)):
             self._refresh(number)
 

@@ -164,7 +164,7 @@ def test_what_one_mesh_saved_every_other_loads_bit_for_bit(shares: Shares, saved
         for rank in range(other[0] * other[1]):
             expected = held_by(rank, other, state(1))
             held = blank(expected)
-            trainer = checkpoint.restore(path, held, CONFIG)
+            trainer = checkpoint.restore_state(path, held, CONFIG)
             assert trainer == {"step": 5, "seconds": 1.5, "updates": 4}
             assert_same(held, expected)
 
@@ -192,13 +192,13 @@ def test_ranks_resume_what_other_ranks_saved_and_say_once_which_file_is_damaged(
         said: list[str] = []
         refused = []
         held = blank(expected)
-        assert checkpoint.resume(tmp_path, held, CONFIG, mesh, said.append) is not None
+        assert checkpoint.resume_state(tmp_path, held, CONFIG, mesh, said.append) is not None
         assert_same(held, expected)
         for config in (differing("width", 24), differing("hidden", 8)):
             with pytest.raises(UserError) as raised:
-                checkpoint.resume(tmp_path, held, config, mesh, lambda line: None)
+                checkpoint.resume_state(tmp_path, held, config, mesh, lambda line: None)
             refused.append(str(raised.value))
-        assert checkpoint.resume(tmp_path / "nothing", held, CONFIG, mesh, said.append) is None
+        assert checkpoint.resume_state(tmp_path / "nothing", held, CONFIG, mesh, said.append) is None
         return said, refused
 
     answers = run_ranks(2, each)

@@ -1,10 +1,7 @@
 """Which documents to keep of those that are alike: exact copies, near duplicates by MinHash, overlap by a Bloom filter.
 
 The first of its kind stays, held-out documents first and then by the hash of their text, so the result depends on
-neither files nor processes. Near pairs are verified by exact Jaccard similarity, and clusters are connected components.
-
-Broder 1997; Lee et al. 2022 (arXiv:2107.06499); Bloom filters as in Li et al. 2024 (arXiv:2406.11794) and Soldaini et
-al. 2024 (arXiv:2402.00159).
+neither files nor processes. Broder 1997; Lee et al. 2022 (arXiv:2107.06499); Li et al. 2024 (arXiv:2406.11794).
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Rules and models that judge one document at a time: each says why a document is removed, or None where it stays.
 
 The Gopher rules are those of Rae et al. 2021 (arXiv:2112.11446), appendix A.1.1 and table A1, for prose; given the same
-words they remove the same documents as datatrove. Languages by py3langid (Lui and Baldwin 2012); quality by fastText
-(Joulin et al. 2017) or a Hugging Face classifier.
+words they remove the same documents as datatrove.
 """
 
 from __future__ import annotations
