@@ -81,9 +81,7 @@ class CheckpointLM(TemplateLM):
 
     Args:
         tokenizer: `end_of_document` conditions what has no context.
-        max_length: longest sequence that the model accepts.
         batch_tokens: bound on rows times length of one forward pass.
-        seed: of sampled generation.
         tokens: ids of texts met before, under this tokenizer.
         answers: of this model, found before; default none are kept.
         ranks: the processes that share the work, each with the same model.

@@ -25,12 +25,11 @@ class ItemResult:
         index: place of the item in its dataset split.
         values: metrics of this item whose mean is the task's score, by lm-eval's names (acc, acc_norm, exact_match, …).
         log_probabilities: nats of every continuation scored; all must be finite for the task to have a score.
-        gold: (log-probability in nats, text) of the right answer, as scored; None where the task has no such text.
-        chance: probability that a uniform guess among the choices is right; None where guessing has no meaning.
-        truncated: whether the model's context was too short for the prompt.
-        failed: whether the model returned NaN on the way to a generated answer.
+        gold: (nats, text) of the right answer, as scored; None where the task has no such text.
+        chance: probability that a uniform guess is right; None where guessing has no meaning.
+        truncated: whether the prompt was cut; `failed`: whether the model returned NaN while it generated.
         choices: the continuations, one per log-probability; `right`: places of the right ones.
-        answer: the generated text; `target`: the text that was wanted (also of a single continuation).
+        answer: the generated text; `target`: the text that was wanted.
         bytes: UTF-8 bytes of a whole text whose log-probability was asked (rolling tasks).
     """
 
@@ -76,7 +75,6 @@ class ItemResult:
 
     @functools.cached_property
     def _shares(self) -> np.ndarray | None:
-        """The softmax (choices,); None where nothing is chosen."""
         if not self.choices or not self.right or len(self.log_probabilities) < len(self.choices) or not self.is_finite:
             return None
         nats = np.asarray(self.log_probabilities[: len(self.choices)])
@@ -112,10 +110,9 @@ def gold_bits_per_byte(log_probability: float, text: str) -> float:
 
 
 def ratio_and_error(amounts: Sequence[float], sizes: Sequence[float]) -> tuple[float | None, float | None]:
-    """sum(amounts) / sum(sizes) and its standard error over units that have both (Cochran 1977, chapter 6).
+    """sum(amounts) / sum(sizes) and its standard error over units that have both; None where undefined.
 
-    The residuals `amount - ratio * size` vary as the numerator does: sqrt(n) * s / sum(sizes), with s their deviation
-    about zero (n - 1). None where undefined.
+    sqrt(n) * s / sum(sizes), with s the deviation of `amount - ratio * size` about zero (Cochran 1977, chapter 6).
     """
     if not len(amounts):
         return None, None

@@ -49,7 +49,6 @@ def _axes(axes: Any, x: str, y: str, log_x: bool = True, log_y: bool = False) ->
 
 
 def _legend(axes: Any, columns: int) -> Any:
-    """Above the axes, so that it covers no data."""
     place = {"loc": "lower left", "bbox_to_anchor": (-0.02, 1.0), "handlelength": 1.6, "columnspacing": 1.2}
     axes.legend(frameon=False, fontsize=8, ncols=columns, **place)
     return axes

@@ -174,7 +174,6 @@ def _load(source: str | Path | pd.DataFrame) -> tuple[pd.DataFrame, str]:
 
 
 def _resolve(frame: pd.DataFrame, columns: Mapping[str, str], said: str) -> dict[str, str]:
-    """Which of the table's columns plays which part."""
     exist = [str(name) for name in frame.columns]
     twice = sorted({name for name in exist if exist.count(name) > 1})
     if twice:

@@ -38,15 +38,9 @@ def export_checkpoint(
     path: Path | str, output: Path | str, *, format: str = "hf", dtype: str = "fp32", overwrite: bool = False,
     facts: Facts | None = None,
 ) -> Exported:  # fmt: skip
-    """Writes a folder with weights, settings, tokenizer and model card.
+    """Writes a Hugging Face folder with weights, settings, tokenizer and model card (of `facts`).
 
-    Args:
-        path: a checkpoint directory, or a run directory (its newest valid checkpoint).
-        output: the folder; it may exist if it is empty.
-        format: hf (`AutoModelForCausalLM` and `AutoTokenizer` load it) is the only one.
-        dtype: of the weights, fp32 or bf16.
-        overwrite: replace what is there.
-        facts: for the model card.
+    `path` is a checkpoint or a run directory (its newest valid checkpoint), `dtype` fp32 or bf16.
 
     Raises:
         UserError: no checkpoint, an unknown format or dtype, or a folder that is not empty.

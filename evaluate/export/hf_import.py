@@ -33,11 +33,7 @@ def import_checkpoint(
 ) -> Path:
     """Writes `output/checkpoints/step_0` from a folder that `AutoModelForCausalLM` loads; returns the checkpoint.
 
-    Args:
-        folder: with config.json, safetensors and tokenizer.json.
-        output: a new or empty folder, which then counts as a run directory wherever one is asked for.
-        sequence_length: context of the checkpoint; default: `max_position_embeddings`.
-        overwrite: replace what is in `output`.
+    `output` then counts as a run directory; `sequence_length` is by default `max_position_embeddings`.
 
     Raises:
         UserError: something is missing, damaged, or describes a model that is none of ours; names the field.

@@ -79,10 +79,8 @@ def attention_by_sequence(
     """Attention within sequences that stand one after the other, nothing padded or gathered: (m, heads, d).
 
     Args:
-        query: (m, heads, d).
-        key, value: (n, kv_heads, d).
-        asking: queries of each sequence; they sum to m.
-        lengths: tokens of each sequence; they sum to n.
+        query: (m, heads, d); key, value: (n, kv_heads, d).
+        asking, lengths: queries and tokens of each sequence; they sum to m and to n.
         masks: what is added to the scores of each, (1, 1, asking, length); None: all of its tokens ask and see what is
             before them, or its last one alone asks.
         window: that the masks were made with.
@@ -120,7 +118,6 @@ def unless_out_of_memory(work: Callable[[], T], device: torch.device) -> T | Non
 
 
 def _prepared(block: Block, packed: bool) -> tuple[Block, Product, Product, Product, Product]:
-    """A block, and its products in their order."""
     attention, mlp = block.attention, block.mlp
     qkv, out, gate_up, down = (
         _product(matrix.weight, packed) for matrix in (attention.qkv, attention.out, mlp.gate_up, mlp.down)

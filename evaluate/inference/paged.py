@@ -33,7 +33,6 @@ class Pages:
 
     @property
     def end(self) -> int:
-        """The first stretch that has no page."""
         return self.first + len(self.table)
 
 

@@ -75,11 +75,9 @@ class Costs:
 def plan_trees(
     requests: Sequence[Request], waiting: Sequence[int], costs: Costs, largest: int, end_of_document: int | None = None
 ) -> list[Tree]:
-    """Packs requests into trees.
+    """Packs the requests at the places `waiting` into trees.
 
     Args:
-        requests: all of them; those in `waiting`, none of them with an empty continuation, are packed.
-        waiting: places in `requests`.
         costs: decide whether sharing pays.
         largest: tokens of a tree at most; a request that is longer has a tree of its own.
         end_of_document: after this token another document begins, which sees nothing of the one before.

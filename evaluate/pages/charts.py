@@ -93,14 +93,7 @@ class Strip:
 
 @dataclass
 class Panel:
-    """One small scatter plot.
-
-    Attributes:
-        dots, faint: marks, and those that should stand back.
-        lines: (colour class, points) drawn above the dots.
-        errors: (x, y, standard error): whiskers of two standard errors.
-        chance: height of the line at chance.
-    """
+    """One small scatter plot; `faint` dots stand back, `errors` are (x, y, standard error), drawn twice as long."""
 
     name: str
     x_axis: Axis

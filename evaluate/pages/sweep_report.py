@@ -100,10 +100,9 @@ def safe_link(link: str | None) -> str | None:
 
 @dataclass
 class Sweep:
-    """The scored checkpoints, arranged.
+    """The scored checkpoints that have FLOPs, arranged.
 
     Attributes:
-        rows: those that can be drawn: FLOPs above zero.
         budgets: places in `rows` of the finished runs of each budget, by rising FLOPs.
         recipes: names, where there are several; otherwise empty.
         shades: largest N of each colour but the last.
@@ -224,12 +223,7 @@ def _ranks(values: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Trend:
-    """How bits per byte of a task follow compute.
-
-    Attributes:
-        values: of the best run of each budget, by rising FLOPs.
-        rank_best: rank correlation with FLOPs over those; rank_all: over all finished runs.
-    """
+    """Bits per byte of the best run of each budget, and rank correlations with FLOPs over those and over all runs."""
 
     values: tuple[float, ...]
     rank_best: float | None

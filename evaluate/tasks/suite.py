@@ -90,15 +90,11 @@ def freeze(
     name: str, task: Any, indices: list[int], count: int, seed: int, split: str, source: str, already_chosen: bool,
     shots: int | None = None, **remarks: Any,
 ) -> SuiteTask:  # fmt: skip
-    """Builds a task's requests, once for every checkpoint to come.
+    """Builds a task's requests, once for every checkpoint to come; the lm-eval task is changed.
 
     Args:
-        name: under which it is scored.
-        task: the lm-eval task; it is changed and must not be used again.
-        indices: places of the chosen items in the split, ascending.
-        count: items in the split.
-        seed: of the choice.
-        split: where the items are from, and `source`: the dataset.
+        indices: places of the chosen items among the `count` items of the split, ascending.
+        source: the dataset.
         already_chosen: whether the task holds the chosen items alone, in that order.
         shots: examples in each prompt; None: as the task's definition says.
         remarks: what else is recorded in `subset`.

@@ -173,15 +173,9 @@ def _stage_wheel(entries: list[Entry], cache: Path | str | None, progress: Repor
 def load_staged(
     name: str, shots: int | None, limit: int | None, seed: int, directory: Path, written: str | None = None
 ) -> SuiteTask:
-    """A staged task; only the items that are asked are ever parsed.
+    """A staged task, scored as `written`; only the items that are asked are ever parsed.
 
-    Args:
-        name: one of STAGED.
-        shots: examples in each prompt; None: as the definition says, mostly none.
-        limit: items; None: all.
-        seed: of the choice of items.
-        directory: what `stage_benchmarks` returned.
-        written: name of the result; default: `name`.
+    `shots` None: as the definition says, mostly none. `directory` is what `stage_benchmarks` returned.
     """
     from lm_eval.tasks import TaskManager
     from lm_eval.tasks._yaml_loader import load_yaml

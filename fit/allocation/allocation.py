@@ -251,7 +251,6 @@ def _live(constants: Constants) -> tuple[Array, Array, Array, Array, Array]:
 
 
 def _term(amplitude: Array, x: Array, exponent: Array) -> Array:
-    """Amplitude / x^exponent, and zero where the term vanished, whatever x is."""
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         return np.where(amplitude == 0, 0.0, amplitude * np.power(x, -exponent))
 

@@ -1,19 +1,13 @@
 """Which runs to buy next: the batch that most narrows what a law says of a large budget, within a budget of FLOPs.
 
-Special here:
-- What is minimised is the mean log width of log L*(C) and log N*(C) at the target C: a c-optimal design, the least
-  variance c' Sigma c of functions of the constants.
-- Sigma = (J' W J + prior)^-1 from slopes J of log loss by (log E, log a, alpha, log b, beta), a and b being the terms
-  at the middle of the runs. Locally optimal designs trust the very constants that they are to find, so every gain is an
-  average over bootstrap draws (a Bayesian design).
-- Each trunk has an error of its own among the unknowns, so its second branch is worth less than a run of another seed.
-- Gain per FLOP alone buys many tiny runs. So batches are grown by gain / FLOPs^p for several p, improved by exchanges,
-  and the best one is taken.
-- A c-optimal design cannot see that the law's *form* is wrong. So a share of each batch goes to the largest affordable
-  runs near the optimum, whose predictions can be checked.
+The mean log width of log L*(C) and log N*(C) at the target is minimised: a c-optimal design, Sigma = (J' W J +
+prior)^-1 from slopes J of log loss by (log E, log a, alpha, log b, beta), a and b being the terms at the middle of the
+runs. Every gain is an average over bootstrap draws (a Bayesian design). Each trunk has an error of its own. Batches are
+grown by gain / FLOPs^p for several p, improved by exchanges, and the best is taken. A c-optimal design cannot see that
+the law's *form* is wrong, so a share goes to the largest affordable runs near the optimum.
 
-Fedorov 1972, Theory of Optimal Experiments (exchanges); Kiefer and Wolfowitz 1959; Chaloner and Verdinelli 1995,
-Bayesian experimental design: a review, section 4 (nonlinear models, c-optimality).
+Fedorov 1972, Theory of Optimal Experiments (exchanges); Chaloner and Verdinelli 1995, Bayesian experimental design: a
+review, section 4 (nonlinear models, c-optimality).
 """
 
 from __future__ import annotations
@@ -196,7 +190,6 @@ def _free(law: Any) -> Array:
 
 
 def _chosen_draws(law: Any, draws: int, seed: int) -> dict[str, Array]:
-    """Some of the draws, without those that have no optimum at all."""
     drawn = law._bootstrapped()
     usable = (drawn["alpha"] > LEAST_EXPONENT) & (drawn["beta"] > LEAST_EXPONENT) & (drawn["A"] > 0) & (drawn["B"] > 0)
     places = np.flatnonzero(usable)

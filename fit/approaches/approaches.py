@@ -37,7 +37,7 @@ def fit_parametric(
     """A law like `law` fitted to the runs with N (n,) counted as given, or None and the reason."""
     fitted = (law or default_law()).clone()
     try:
-        fitted.fit(N, table.D, table.loss, table.weight, table.known_se)
+        fitted.fit(N, table.D, table.loss, weight=table.weight, loss_se=table.known_se)
     except InputError as error:
         return None, str(error)
     if bootstrap:

@@ -112,7 +112,7 @@ def _step(
         raise InputError("no cheaper run to fit.")
     cheap, held = table.where(train), table.where(test)
     law = (full or default_law()).clone()
-    law.fit(cheap.N, cheap.D, cheap.loss, cheap.weight, cheap.known_se)
+    law.fit(cheap.N, cheap.D, cheap.loss, weight=cheap.weight, loss_se=cheap.known_se)
     beyond = _errors(law, table.where(table.flops >= held.flops.min()))
     step: dict[str, Any] = {
         "held_out_flops": budget,

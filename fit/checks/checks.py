@@ -144,7 +144,6 @@ def _profiles(a: Analysis) -> Iterator[Warning]:
 
 
 def _few_trunks(a: Analysis) -> Iterator[Warning]:
-    """Trunks too few to be resampled, so that runs were."""
     if a.law is None or a.law.draws_ is None:
         return
     trunks = len(np.unique(a.table.group))

@@ -124,7 +124,6 @@ def sizes_and_tokens(table: RunTable) -> np.ndarray:
 
 
 def units(t: RunTable) -> Iterator[Warning]:
-    """Quantities in what is likely another unit."""
     asked = []
     if t.N.max() < 1000 or (t.N.max() < 1e4 and (t.N % 1 > 0).any()):
         asked.append(f"the largest N is {t.N.max():.4g} (is it in millions or billions?)")
@@ -178,7 +177,6 @@ def _as_in_bits(t: RunTable) -> bool:
 
 
 def mixed_units(t: RunTable) -> Iterator[Warning]:
-    """Nats with bits in one column of losses."""
     named_units = sorted({unit for unit in texts(t, "loss_unit") if unit})
     bits = _bits_by_bytes(t)
     if not bits.size:
@@ -197,7 +195,6 @@ def mixed_units(t: RunTable) -> Iterator[Warning]:
 
 
 def mixed_tokenizers(t: RunTable) -> Iterator[Warning]:
-    """Losses per token of different tokens."""
     names = [{word for word in texts(t, role) if word} for role in ("tokenizer", "vocabulary")]
     per_byte = _per_byte(t)
     known = per_byte[np.isfinite(per_byte)]
@@ -216,7 +213,6 @@ def mixed_tokenizers(t: RunTable) -> Iterator[Warning]:
 
 
 def mixed_recipes(t: RunTable) -> Iterator[Warning]:
-    """Runs that were trained on different text."""
     recipes = sorted({recipe or "raw" for recipe in texts(t, "recipe")})
     if len(recipes) > 1:
         yield Warning(
@@ -311,7 +307,6 @@ def embeddings(t: RunTable) -> Iterator[Warning]:
 
 
 def flop_convention(t: RunTable) -> Iterator[Warning]:
-    """FLOPs that are not 6ND, where approaches stand side by side."""
     ratio = t.flops / (6.0 * t.N * t.D)
     low, high = float(ratio.min()), float(ratio.max())
     if (low > 0.8 and high < 1.25) or not 1 / ABSURD < np.median(ratio) < ABSURD:
@@ -326,7 +321,6 @@ def flop_convention(t: RunTable) -> Iterator[Warning]:
 
 
 def mixed_schedules(t: RunTable) -> Iterator[Warning]:
-    """Decayed and constant learning rates together."""
     decayed = _decayed(t)
     constant, fallen = np.flatnonzero(decayed == 0), np.flatnonzero(decayed == 1)
     if constant.size and fallen.size:
@@ -354,7 +348,6 @@ def _decayed(t: RunTable) -> Array:
 
 
 def unmatched_schedules(t: RunTable) -> Iterator[Warning]:
-    """A cosine laid out for another D than the run's."""
     ratio = numbers(t, "schedule_tokens") / t.D
     ratio = np.where(np.isnan(ratio), numbers(t, "schedule_steps") / numbers(t, "steps"), ratio)
     ratio[_decayed(t) == 0] = np.nan  # a constant rate has no horizon
@@ -370,7 +363,6 @@ def unmatched_schedules(t: RunTable) -> Iterator[Warning]:
 
 
 def long_warmup(t: RunTable) -> Iterator[Warning]:
-    """A warm-up that takes much of a small run."""
     share = numbers(t, "warmup_share")
     for other in (numbers(t, "warmup_tokens") / t.D, numbers(t, "warmup_steps") / numbers(t, "steps")):
         share = np.where(np.isnan(share), other, share)
@@ -389,7 +381,6 @@ def long_warmup(t: RunTable) -> Iterator[Warning]:
 
 
 def mixed_losses(t: RunTable) -> Iterator[Warning]:
-    """Training and held-out losses together."""
     kinds = Counter(kind for kind in texts(t, "loss_kind") if kind)
     train, held_out = numbers(t, "train_loss"), numbers(t, "val_loss")
     with np.errstate(invalid="ignore"):
@@ -408,7 +399,6 @@ def mixed_losses(t: RunTable) -> Iterator[Warning]:
 
 
 def repeated_data(t: RunTable) -> Iterator[Warning]:
-    """Tokens seen many times, under a law that counts each as new."""
     epochs = numbers(t, "epochs")
     epochs = np.where(np.isnan(epochs), t.D / numbers(t, "unique_tokens"), epochs)
     many = epochs > MANY_EPOCHS
@@ -422,7 +412,6 @@ def repeated_data(t: RunTable) -> Iterator[Warning]:
 
 
 def checkpoints(t: RunTable) -> Iterator[Warning]:
-    """Rows that are no runs of their own."""
     rows = Counter(run for run, _ in set(zip(t.run_id, t.D, strict=True)))
     several = [run for run, count in rows.items() if count > 1]
     if several and (_decayed(t)[np.isin(t.run_id, several)] != 0).any():
@@ -449,7 +438,6 @@ def checkpoints(t: RunTable) -> Iterator[Warning]:
 
 
 def branches(t: RunTable) -> Iterator[Warning]:
-    """Runs that share a trunk and are resampled apart."""
     parents = texts(t, "parent")
     ids = [str(run).lower() for run in t.run_id]
     trunks = [parent or (run if run in parents else None) for run, parent in zip(ids, parents, strict=True)]
@@ -483,7 +471,6 @@ def _evenly_spaced(t: RunTable) -> list[float | None]:
 
 
 def swept(t: RunTable) -> Iterator[Warning]:
-    """Learning rates tried at one (N, D)."""
     rate, batch, trials = (numbers(t, role) for role in ("learning_rate", "batch", "trials"))
     point = sizes_and_tokens(t)
     settings = {(p, r, b) for p, r, b in zip(point, rate, np.nan_to_num(batch), strict=True) if np.isfinite(r)}

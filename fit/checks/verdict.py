@@ -53,7 +53,6 @@ class Verdict:
 
 
 def clashes(approaches: Mapping[str, Approach], budgets: Sequence[float]) -> list[Clash]:
-    """Every pair of approaches whose 95 % intervals of N* do not overlap, at each budget."""
     found = []
     for C in sorted(set(budgets)):
         estimates = {key: approach.at(C) for key, approach in approaches.items() if approach.available}
@@ -85,8 +84,6 @@ def verdict(approaches: Mapping[str, Approach], targets: Sequence[float], table:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What the suspects are read off: the approaches that have an answer, and the budgets at which they clash."""
-
     table: RunTable
     budgets: set[float]
     parametric: Approach

@@ -245,7 +245,6 @@ def _numbers(frame: pd.DataFrame, name: str) -> Array:
 
 
 def _noise(rows: _Scores, values: Array, errors: Array | None, table: RunTable) -> tuple[float, str]:
-    """Standard deviation of one score, and its source."""
     squares: list[float] = []
     for run in np.unique(rows.run):
         own = np.flatnonzero(rows.run == run)
@@ -307,7 +306,6 @@ def _not_monotone(acc: Array, loss: Array) -> str:
 
 
 def _ranks(values: Array) -> Array:
-    """Ranks from 0, the mean rank for equal values."""
     _, place, count = np.unique(values, return_inverse=True, return_counts=True)
     return (np.cumsum(count) - 0.5 * (count + 1))[place]
 
@@ -332,7 +330,6 @@ def _predictions(
 
 
 def _unreliable(p: TaskPrediction, rows: _Scores) -> str:
-    """Why a prediction must not be relied on, or empty."""
     unit = "bits per byte" if rows.measure == "gold_bpb" else "nats"
     if not (math.isfinite(p.N) and math.isfinite(p.D) and p.N > 0 and p.D > 0):
         return "the law has no finite optimum there."

@@ -305,7 +305,6 @@ class _Curve:
 
 
 def _shape(link: str, u: Any) -> tuple[Array, Array, Array]:
-    """The curve of unit height at u, with its first and second derivative."""
     if link == "exponential":
         g = np.exp(np.minimum(u, 50.0))
         return g, g, g

@@ -40,7 +40,6 @@ class Sweep:
     loss: Array
 
     def __iter__(self) -> Iterator[Array]:
-        """In the order that `cell_optima` and `HyperparameterSurface.fit` take."""
         return iter((self.N, self.D, self.learning_rate, self.batch, self.loss))
 
 

@@ -63,9 +63,9 @@ class KaplanLaw(LossLaw):
         """In closed form: N^(1 + r) = r N_c^r C / (k D_c), with r = alpha_N / alpha_D and C = k N D."""
         c, spent = constants, np.asarray(flops, dtype=np.float64) / flops_per_token
         r = c["alpha_N"] / c["alpha_D"]
-        with np.errstate(divide="ignore"):
+        with np.errstate(divide="ignore", invalid="ignore"):  # a line that vanished sends N to an end
             N = np.exp((np.log(r * spent) + r * np.log(c["N_c"]) - np.log(c["D_c"])) / (1.0 + r))
-        return N, spent / N, self.evaluate(c, N, spent / N)
+            return N, spent / N, self.evaluate(c, N, spent / N)
 
     def size_exponent(self, constants: Mapping[str, Any]) -> Any:
         """alpha_D / (alpha_N + alpha_D)."""

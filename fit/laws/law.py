@@ -106,7 +106,6 @@ class Estimator:
         return self
 
     def clone(self) -> Self:
-        """An unfitted estimator with the same parameters."""
         return type(self)(**self.get_params())
 
 
@@ -143,7 +142,7 @@ class Law(Estimator):
 
     @staticmethod
     def evaluate(constants: Mapping[str, Any], *inputs: Any) -> Any:
-        """The law's value; constants and inputs broadcast together."""
+        """The law's value; all broadcast together."""
         raise NotImplementedError
 
     def equation(self, say: Callable[[str], str]) -> str:
@@ -155,7 +154,6 @@ class Law(Estimator):
         return self.get_params()
 
     def _check(self, inputs: tuple[Array, ...], observed: Array) -> None:
-        """Raises InputError where the rows that count cannot identify the law."""
         enough(np.unique(np.stack(inputs), axis=1).shape[1], self.problem_.free, self.title)
 
     # Fitting.
@@ -179,7 +177,6 @@ class Law(Estimator):
         return self
 
     def _prepare(self, scatter: float) -> None:
-        """The problem, and each row's precision, from the data and the options."""
         self.problem_ = self._problem(tuple(self.data_[name] for name in self.inputs), self.data_[self.output])
         self.scatter_ = scatter
         self._precision = np.ones_like(self.weight_)
@@ -208,7 +205,6 @@ class Law(Estimator):
 
     @property
     def _delta(self) -> float:
-        """The residual from which the objective is linear."""
         return {"huber": self.delta, "l1": L1_DELTA}.get(self.objective, np.inf)
 
     def _solve(self, weights: Array, starts: Array, target: Array | None = None, warm: Array | None = None) -> Solution:
@@ -229,7 +225,6 @@ class Law(Estimator):
         self.degenerate_ += [name for name in dict.fromkeys(names) if name not in self.degenerate_]
 
     def _settle(self) -> None:
-        """Constants and their attributes from `theta_`; whatever was drawn before is gone."""
         constants = self.problem_.constants(self.theta_[None, :])
         self.constants_ = {name: float(constants[name][0]) for name in self.names}
         for name, value in self.constants_.items():
@@ -293,7 +288,6 @@ class Law(Estimator):
         return self
 
     def _drawn(self, found: Solution, groups: np.ndarray, method: str, seed: int, redrawn: int = 0) -> None:
-        """Keep the refits that converged as draws."""
         kept = int(found.converged.sum())
         counted = {"resamples": kept, "redrawn": redrawn, "unconverged": len(found.converged) - kept}
         self.groups_, self.bootstrap_ = groups, counted | {"method": method, "seed": seed}
@@ -374,7 +368,7 @@ class Law(Estimator):
     # Reading.
 
     def predict(self, *inputs: ArrayLike, **named: ArrayLike) -> Any:
-        """The law at its inputs, by position or by name, broadcast together; a float for floats."""
+        """The law at its inputs, by position or by name; a float for floats."""
         self._fitted()
         value = np.asarray(self.evaluate(self.constants_, *self._inputs(inputs, named)))
         return float(value) if value.ndim == 0 else value
@@ -430,7 +424,7 @@ class Law(Estimator):
         )
 
     def summary(self) -> str:
-        """How the fit went, as in `240 points, 64 of 64 starts agree`."""
+        """As in `240 points, 64 of 64 starts agree`."""
         said = "{agreeing} of {tried} starts agree".format(**self.starts_) if self.converged_ else "NOT converged"
         stuck = f", {', '.join(self.degenerate_)} at a bound" if self.degenerate_ else ""
         return f"{len(self.weight_)} points, {said}{stuck}"
@@ -530,7 +524,7 @@ class LossLaw(Law):
         return np.squeeze(np.log(ends[1] / ends[0]) / np.log(high / low))
 
     def degenerate_draws(self) -> np.ndarray:
-        """Which draws put a term at zero, or an exponent, (resamples,)."""
+        """Which draws put a term or an exponent at zero, (resamples,)."""
         return np.zeros(len(self._bootstrapped()[self.names[0]]), dtype=bool)
 
     def optimal(self, flops: ArrayLike, level: float = 0.95) -> Optimum:
@@ -645,7 +639,6 @@ class Profile:
         return float(0.5 * stdtrit(freedom, 0.5 + 0.5 * level) ** 2 * square / curve)
 
     def _slope_moments(self) -> tuple[float, float]:
-        """Mean psi' and mean psi^2 of the objective's slope psi under the errors."""
         from scipy.special import ndtr, ndtri
 
         law = self.law
@@ -706,5 +699,4 @@ class Profile:
 
 
 def _crossing(points: list[Point], most: float) -> tuple[Point, Point]:
-    """The first two neighbours that the wanted rise lies between."""
     return next((inner, outer) for inner, outer in pairwise(points) if outer[1] > most)

@@ -91,7 +91,6 @@ def read_law(source: str | Path, kind: type[Any] | None = None) -> Any:
 
 
 def _load(source: str | Path) -> tuple[str, dict[str, Any]]:
-    """What to call the source in an error, and its content."""
     text = str(source)
     inline = isinstance(source, str) and text.lstrip().startswith("{")
     said = "the text" if inline else text

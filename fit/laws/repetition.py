@@ -94,7 +94,6 @@ class Repeated:
         return np.clip(self.x - self.optimal(v), 0.0, HUGE)
 
     def _tokens(self, v: Mapping[str, Array]) -> Term:
-        """The term log B - beta log D'."""
         jet = saturated_jet(self.repeats, v["R_D"])
         data = self.w + jet.h
         first = {"B": np.ones(1), "beta": -data, "R_D": -v["beta"] * jet.r}
@@ -129,7 +128,6 @@ class Repeated:
     def _optimal_derivatives(
         self, v: Mapping[str, Array], c: Array
     ) -> tuple[dict[str, Array], dict[tuple[str, str], Array]]:
-        """First and second derivatives of `optimal`."""
         alpha, beta = v["alpha"], v["beta"]
         by = {"A": 1.0 / alpha, "B": -1.0 / alpha}
         by |= {"alpha": (1.0 / alpha - c) / alpha, "beta": (self.w - 1.0 / beta) / alpha}
@@ -363,7 +361,6 @@ def _base(given: Mapping[str, float]) -> dict[str, float]:
 
 
 def _centred(base: Mapping[str, float], x0: float, y0: float) -> dict[str, float]:
-    """The base as coordinates."""
     shift = {"A": x0 * base["alpha"], "B": y0 * base["beta"], "E": 0.0}
     logs = {name: float(np.log(max(base[name], 1e-300))) - shift[name] for name in "ABE"}
     return logs | {name: base[name] for name in ("alpha", "beta")}

@@ -74,7 +74,6 @@ def layout(x: str, y: str, height: int = 440, log_x: bool = True, log_y: bool = 
 
 
 def fit_axis(axis: dict[str, Any], values: Any, pad: float = 0.05) -> None:
-    """Fit a log axis around positive values."""
     low, high = np.log10(np.min(values)), np.log10(np.max(values))
     room = pad * (high - low) + 0.02
     axis["range"] = [float(low - room), float(high + room)]
@@ -117,7 +116,6 @@ def band_area(x: Array, band: Array, colour: str, **more: Any) -> Trace:
 
 
 def budget_hovers(head: str, C: Any, quantity: str, values: Any) -> list[str]:
-    """Of N, D or loss by budget."""
     say: Callable[..., str] = fixed if quantity == "loss" else count
     return [f"{head}<br>{scientific(c)} FLOPs<br>{quantity} {say(v)}" for c, v in zip(C, values, strict=True)]
 
@@ -161,7 +159,6 @@ def loss_curves(a: Analysis, curves: Any, by: str) -> Figure | None:
 
 
 def isoflop(a: Analysis) -> Figure | None:
-    """Loss by size at each budget, with curves and vertices."""
     profiles = a.profiles.profiles_
     if not profiles:
         return None
@@ -228,7 +225,6 @@ def contours(a: Analysis) -> Figure | None:
 
 
 def residuals(a: Analysis) -> Figure | None:
-    """Measured over predicted loss of every run."""
     if a.law is None:
         return None
     off = np.expm1(a.law.residuals())

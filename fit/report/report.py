@@ -85,7 +85,6 @@ def write_report(
 def render_report(
     a: Analysis, curves: Any, title: str, origin: Mapping[str, str], costs: Mapping[str, Any] | None = None
 ) -> str:
-    """The page."""
     from markupsafe import Markup
     from plotly.offline import get_plotlyjs
 
@@ -164,7 +163,6 @@ def _answer(a: Analysis) -> str:
 
 
 def _cards(a: Analysis) -> list[tuple[str, str]]:
-    """A few numbers in large print, each with what it is."""
     cards = [
         (f"{a.interior_minima} of {len(a.profiles.profiles_)}", "budgets with a minimum inside of the sizes tried")
     ]

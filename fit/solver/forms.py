@@ -289,7 +289,6 @@ class LogSumTerms(DenseForm):
         return bend - self.along(cache, step) ** 2 if len(terms) > 1 else bend
 
     def _evaluate(self, theta: Array, second: bool) -> tuple[list[Term], list[Array], Array]:
-        """The terms, the share of each in the sum, and f."""
         values = {name: theta[:, i : i + 1] for name, i in self.at.items()}
         values |= {name: np.full((len(theta), 1), value) for name, value in self.fixed.items()}
         terms = self.terms(values, second)

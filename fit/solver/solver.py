@@ -140,7 +140,6 @@ def _solve(
     delta: float,
     warm: Array | None,
 ) -> Solution:
-    """`solve` for a chunk of problems."""
     P, k = lower.shape
     G = starts.shape[1]
     deltas = _deltas(delta)

@@ -215,7 +215,7 @@ def test_under_torchrun_the_ranks_are_the_jobs_own(tmp_path: Path) -> None:
         "from pathlib import Path\n"
         "sys.path.insert(0, sys.argv[1])\n"
         "from isoflop.evaluate.inference.ranks import on_ranks\n"
-        "from test_evaluate_ranks import everything\n"
+        "from test_ranks import everything\n"
         "if __name__ == '__main__':\n"
         "    result = on_ranks(1, lambda ranks: (ranks.rank, ranks.size, everything(ranks)))\n"
         "    Path(sys.argv[2], f'{result[0]}.json').write_text(json.dumps(result))\n"

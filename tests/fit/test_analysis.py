@@ -202,3 +202,30 @@ def test_a_ladder_of_few_trunks_has_intervals_and_says_what_they_leave_out():
     apart = analyze(pd.DataFrame(rows).drop(columns="trunk"))
     assert "few_trunks" not in codes(apart)
     assert apart.to_dict()["ci"] == found.to_dict()["ci"]
+
+
+def written(c, N, D):
+    return c["E"] + c["A"] / N ** c["alpha"] + c["B"] / D ** c["beta"]
+
+
+BOUNDS = {"E": (0.1, 10), "A": (1, 1e6), "B": (1, 1e6), "alpha": (0.05, 2), "beta": (0.05, 2)}
+
+
+@pytest.mark.parametrize(
+    "law", [fit.KaplanLaw(), fit.OvertrainingLaw(), fit.FunctionLaw(written, BOUNDS, tries=8)], ids=lambda law: law.form
+)
+def test_any_law_of_n_and_d_drives_the_analysis_the_backtest_and_the_report(law, tmp_path):
+    rng = np.random.default_rng(0)
+    truth = {"E": 1.8, "A": 480.0, "B": 2100.0, "alpha": 0.35, "beta": 0.37}
+    C, N = np.repeat(10.0 ** np.arange(18, 21), 5), np.tile(np.geomspace(0.2, 5, 5), 3)
+    N = N * 0.05 * np.sqrt(C)
+    loss = fit.ChinchillaLaw.evaluate(truth, N, C / (6 * N)) * np.exp(0.002 * rng.standard_normal(15))
+    found = fit.analyze(fit.read_table(pd.DataFrame({"N": N, "D": C / (6 * N), "loss": loss})), (1e22,), 10, law=law)
+    content = found.to_dict()
+    assert content["law"]["form"] == law.form
+    assert content["optimal"][0]["N_ci"][0] < content["optimal"][0]["N"] < content["optimal"][0]["N_ci"][1]
+    assert 0.3 < content["approaches"]["parametric"]["exponent"] < 0.7
+    assert content["backtest"]["steps"]
+    saved = fit.write_report(found, tmp_path).parent / "law.json"
+    if law.form != "function":  # its function is in no file
+        assert fit.answer(saved, [1e22])["optimal"][0]["N"] == pytest.approx(content["optimal"][0]["N"], rel=1e-9)

@@ -52,7 +52,7 @@ def test_a_job_has_its_cpus_the_sweeps_code_and_hugging_faces_evaluate(tmp_path:
     file, has_load, ours, first, threads = json.loads(answer.read_text())
     assert has_load
     assert "site-packages" in file
-    assert Path(ours) == code / "isoflop" / "evaluate" / "tasks.py"
+    assert Path(ours) == code / "isoflop" / "evaluate" / "tasks" / "tasks.py"
     assert Path(first) == folder
     assert threads == "2"
     steps = dict(
