@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -52,13 +51,20 @@ def write_json(path: Path, value: Any, flush: bool = True) -> None:
 
 def create_json(path: Path, value: dict[str, Any]) -> None:
     """Writes a JSON file whole, unless there is one: the first word stays. A full disk is no error of its own."""
-    whole = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
     with suppress(OSError):
+        # A name of its own, for two threads may write at once.
+        handle, whole = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
         try:
-            whole.write_text(json.dumps(value), encoding="utf-8")
-            os.link(whole, path)  # unlike a rename it fails where the file exists
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(json.dumps(value))
+            os.chmod(whole, 0o644)
+            try:
+                os.link(whole, path)  # unlike a rename it fails where the file exists
+            except OSError:
+                if not path.exists():  # a file system without links
+                    os.replace(whole, path)
         finally:
-            whole.unlink(missing_ok=True)
+            Path(whole).unlink(missing_ok=True)
 
 
 def fsync_path(path: Path) -> None:
