@@ -83,9 +83,12 @@ def cpu_shapes(lengths: Sequence[int] = (128, 256, 512, 1024), tokens: int = 409
 
 
 def bench_attention(
-    device: str = "auto", rounds: int = 15, steps: int | None = None, shapes: Sequence[Shape] | None = None,
+    device: str = "auto",
+    rounds: int = 15,
+    steps: int | None = None,
+    shapes: Sequence[Shape] | None = None,
     threads: int = THREADS,
-) -> Iterator[Row]:  # fmt: skip
+) -> Iterator[Row]:
     """Causal attention of ours and of the fastest peer.
 
     On a GPU in bf16 and TFLOP/s, forward alone and with backward; on a CPU in fp32 and bf16 and tokens/s, with
@@ -120,9 +123,14 @@ def _bench(shape: Shape, peak: Peak, backward: bool, rounds: int, steps: int | N
     flops = shape.forward_flops * (3.5 if backward else 1.0)
     work = flops / 1e12 if gpu else float(shape.tokens)
     row = contract_row(
-        f"attention {str(dtype).removeprefix('torch.')}, {passes}, {shape}", work, "TFLOP/s" if gpu else "tokens/s",
-        ours.seconds, peer.seconds, peer.name, device,
-    )  # fmt: skip
+        f"attention {str(dtype).removeprefix('torch.')}, {passes}, {shape}",
+        work,
+        "TFLOP/s" if gpu else "tokens/s",
+        ours.seconds,
+        peer.seconds,
+        peer.name,
+        device,
+    )
     return with_mfu(row, flops / work, peak) | memory_and_difference(ours, peer, device)
 
 

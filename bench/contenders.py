@@ -72,9 +72,12 @@ def pinned_threads(count: int) -> Iterator[None]:
 
 
 def take_turns(
-    contenders: Sequence[Contender], rounds: int, steps: int, device: torch.device,
+    contenders: Sequence[Contender],
+    rounds: int,
+    steps: int,
+    device: torch.device,
     between: Callable[[], None] = lambda: None,
-) -> None:  # fmt: skip
+) -> None:
     """Fills the contenders' seconds: `rounds` turns of `steps` steps each, after a step that is not counted."""
     for turn in range(rounds + 1):
         for contender in contenders:

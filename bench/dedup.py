@@ -184,6 +184,12 @@ def _pss(pid: int) -> int:
 def _row(case: str, peer: float, ours: float, unit: str, device: str, name: str = FIGURE, lower: bool = False) -> Row:
     """`lower`: less is better. Each is measured once, so there is no spread."""
     return {
-        "case": f"near duplicates, {case}", "ours": ours, "peer": peer, "peer_name": name, "unit": unit,
-        "ratio": peer / ours if lower else ours / peer, "spread": 0.0, "device": device,
-    }  # fmt: skip
+        "case": f"near duplicates, {case}",
+        "ours": ours,
+        "peer": peer,
+        "peer_name": name,
+        "unit": unit,
+        "ratio": peer / ours if lower else ours / peer,
+        "spread": 0.0,
+        "device": device,
+    }

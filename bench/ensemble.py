@@ -75,9 +75,12 @@ GPU_CASES = (Case(1e7, 8, 1024), Case(3e7, 8, 1024), Case(1e7, 8, 1024, vocabula
 
 
 def bench_ensemble(
-    device: str = "auto", rounds: int = 15, steps: int = 4, cases: Sequence[Case] | None = None,
+    device: str = "auto",
+    rounds: int = 15,
+    steps: int = 4,
+    cases: Sequence[Case] | None = None,
     threads: int = THREADS,
-) -> Iterator[Row]:  # fmt: skip
+) -> Iterator[Row]:
     """Tokens/s of ensembles and of their members one after the other."""
     place = pick_device(device, "--device")
     with pinned_threads(threads):
@@ -106,9 +109,13 @@ def _bench(case: Case, device: torch.device, rounds: int, steps: int) -> Row:
     row = contract_row(
         f"ensemble {config.precision}, {case.members} models of {size} parameters (width {config.model.width}, "
         f"depth {config.model.depth}), V={case.vocabulary}, T={case.length}, B={case.rows} each",
-        config.batch_tokens * len(configs), "tokens/s", ours.seconds, peer.seconds,
-        f"Stepper, one run after the other{', compiled' if config.parallel.compile else ''}", device,
-    )  # fmt: skip
+        config.batch_tokens * len(configs),
+        "tokens/s",
+        ours.seconds,
+        peer.seconds,
+        f"Stepper, one run after the other{', compiled' if config.parallel.compile else ''}",
+        device,
+    )
     flops = training_flops_per_token(config.model, case.length)
     return with_mfu(row, flops, peak) | {"difference": difference}
 

@@ -70,9 +70,13 @@ class Setting:
 
 
 def bench_evaluate(
-    device: str = "auto", rounds: int = 3, items: int = ITEMS, cases: Sequence[str] = CASES, sweep: Path | None = None,
+    device: str = "auto",
+    rounds: int = 3,
+    items: int = ITEMS,
+    cases: Sequence[str] = CASES,
+    sweep: Path | None = None,
     setting: Setting | None = None,
-) -> Iterator[Row]:  # fmt: skip
+) -> Iterator[Row]:
     """Rows of the contract, case by case (some of `CASES`).
 
     HellaSwag and LAMBADA have so many `items`; ARC-E is whole from 500 on. Of a finished `sweep` it is asked whether
@@ -121,16 +125,25 @@ def trained(folder: Path, setting: Setting) -> Path:
     from ..train.loop import train
 
     data = DataConfig(
-        corpus="stdlib", max_bytes=setting.text_bytes, tokenizer="bpe", vocab_size=setting.vocab_size,
-        sequence_length=setting.length, validation_tokens=4 * setting.length,
-    )  # fmt: skip
+        corpus="stdlib",
+        max_bytes=setting.text_bytes,
+        tokenizer="bpe",
+        vocab_size=setting.vocab_size,
+        sequence_length=setting.length,
+        validation_tokens=4 * setting.length,
+    )
     data.fingerprint, data.tokenizer_fingerprint = open_corpus(data).fingerprint(), "bpe"
     config = RunConfig(
-        model=replace(setting.model, vocab_size=setting.vocab_size), data=data, tokens=setting.tokens,
-        optimizer=OptimizerConfig(batch_size=2), schedule=ScheduleConfig(warmup_tokens=0),
-        parallel=ParallelConfig(device="cpu"), tracker=TrackerConfig(kind="none"), validations=1,
+        model=replace(setting.model, vocab_size=setting.vocab_size),
+        data=data,
+        tokens=setting.tokens,
+        optimizer=OptimizerConfig(batch_size=2),
+        schedule=ScheduleConfig(warmup_tokens=0),
+        parallel=ParallelConfig(device="cpu"),
+        tracker=TrackerConfig(kind="none"),
+        validations=1,
         checkpoint=CheckpointConfig(every_seconds=1e9),
-    )  # fmt: skip
+    )
     summary = train(config, folder / "run", report=lambda line: None)
     return folder / "run" / str(summary["checkpoint"])
 
@@ -196,9 +209,15 @@ class Pair:
 
         ratio = ours / peer if ratio is None else ratio
         return {
-            "case": case, "ours": ours, "peer": peer, "peer_name": peer_name, "unit": unit, "ratio": ratio,
-            "spread": 0.0, "device": device_name(self.device),
-        }  # fmt: skip
+            "case": case,
+            "ours": ours,
+            "peer": peer,
+            "peer_name": peer_name,
+            "unit": unit,
+            "ratio": ratio,
+            "spread": 0.0,
+            "device": device_name(self.device),
+        }
 
     def throughput(self, items: int, rounds: int) -> Row:
         """Items of HellaSwag per second, from prompts to answers; ours encodes all text anew in each turn, too."""
@@ -293,7 +312,13 @@ def falling(sweep: Path) -> Row:
     down = {name: bool((step < 0).all()) for name, step in steps.items()}
     case = f"gold BPB of the best run of each of {len(best)} budgets falls with compute"
     return {
-        "case": case, "ours": sum(down.values()),
-        "peer": len(down), "peer_name": "tasks scored", "unit": "tasks", "ratio": statistics.mean(down.values()),
-        "spread": 0.0, "device": "cpu", "tasks": down,
-    }  # fmt: skip
+        "case": case,
+        "ours": sum(down.values()),
+        "peer": len(down),
+        "peer_name": "tasks scored",
+        "unit": "tasks",
+        "ratio": statistics.mean(down.values()),
+        "spread": 0.0,
+        "device": "cpu",
+        "tasks": down,
+    }

@@ -42,9 +42,12 @@ def bench_generate(device: str = "auto", rounds: int = 5, model: ModelConfig = M
         take_turns(contenders, rounds, 1, place)
         same = {"same_tokens": shared_tokens(whole.step(), peer_whole.step())}
         written, read = BATCH * new, sum(map(len, prompts))
-        yield contract_row(
-            f"generate, greedy, {shape}", written, "tokens/s", whole.seconds, peer_whole.seconds, PEER, place
-        ) | same  # fmt: skip
+        yield (
+            contract_row(
+                f"generate, greedy, {shape}", written, "tokens/s", whole.seconds, peer_whole.seconds, PEER, place
+            )
+            | same
+        )
         yield contract_row(f"prefill, {shape}", read, "tokens/s", first.seconds, peer_first.seconds, PEER, place)
         ours, theirs = (
             [all_of_it - one for all_of_it, one in zip(long.seconds, short.seconds, strict=True)]
@@ -87,9 +90,14 @@ def random_prompts(count: int, vocabulary: int) -> Prompts:
 
 def our_tokens(gpt: GPT, prompts: Prompts, new: int, sampling: Sampling) -> list[list[int]]:
     results = generate_texts(
-        gpt, prompts, new, max_length=gpt.max_length, finished=lambda tokens: False, sampling=sampling,
+        gpt,
+        prompts,
+        new,
+        max_length=gpt.max_length,
+        finished=lambda tokens: False,
+        sampling=sampling,
         device=gpt.cos.device,
-    )  # fmt: skip
+    )
     return [tokens or [] for tokens in results]
 
 
@@ -98,9 +106,7 @@ def peer_tokens(llama: Any, prompts: Prompts, new: int, sampling: Sampling) -> l
     """By transformers: padded on the left, with its default cache."""
     longest = max(map(len, prompts))
     tokens = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts], device=llama.device)
-    mask = torch.tensor(
-        [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=llama.device
-    )  # fmt: skip
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=llama.device)
     how: dict[str, Any] = {"do_sample": False}
     if sampling.temperature > 0:
         how = {"do_sample": True, "temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}

@@ -51,9 +51,12 @@ def bench_grid(minutes: float = 4.5, rounds: int = 2, cases: Sequence[str] = CAS
     if not minutes > 0:
         raise UserError(f"--minutes is {minutes}; it must be greater than 0")
     common = [
-        "cluster=local", "tracker=none", "evaluate=none", f"cluster.minutes={minutes}",
+        "cluster=local",
+        "tracker=none",
+        "evaluate=none",
+        f"cluster.minutes={minutes}",
         f"cluster.flops_per_second={core_flops_per_second():.4g}",
-    ]  # fmt: skip
+    ]
     if "ladder" in cases:
         ladder = ["+grid=ladder", f"grid.tokens_per_parameter={list(MULTIPLES)}", *common]
         yield flops_row(ladder)

@@ -27,9 +27,13 @@ class LlamaStep:
         self.llama = llama.to(weights).train()
         optimizer = config.optimizer
         self.adamw = torch.optim.AdamW(
-            llama.parameters(), optimizer.learning_rate, (optimizer.beta1, optimizer.beta2), optimizer.eps,
-            optimizer.weight_decay, fused=True,
-        )  # fmt: skip
+            llama.parameters(),
+            optimizer.learning_rate,
+            (optimizer.beta1, optimizer.beta2),
+            optimizer.eps,
+            optimizer.weight_decay,
+            fused=True,
+        )
         self.clip = optimizer.gradient_clip
         self.batch, self.micro = batch, config.parallel.micro_batch_size or len(batch)
         self.autocast = config.precision == "bf16" and weights == torch.float32

@@ -55,9 +55,12 @@ GPU_SHAPES = tuple(Shape(16384, 1024, vocabulary) for vocabulary in (256, 4096, 
 
 
 def bench_loss(
-    device: str = "auto", rounds: int = 15, steps: int | None = None, shapes: Sequence[Shape] | None = None,
+    device: str = "auto",
+    rounds: int = 15,
+    steps: int | None = None,
+    shapes: Sequence[Shape] | None = None,
     threads: int = THREADS,
-) -> Iterator[Row]:  # fmt: skip
+) -> Iterator[Row]:
     """Tokens/s and peak memory from the head's input, both ways through; `steps` None: some 30 ms a turn."""
     place = pick_device(device, "--device")
     gpu = place.type == "cuda"

@@ -24,9 +24,15 @@ def overhead(folder: Path, asked: tuple[str, int] = ("small", 100), vocab_size: 
         first, second = pool.submit(seconds_beside_passes, checkpoints, *asked).result()
     tasks, items = asked
     return {
-        "case": f"overhead of a process's second checkpoint, {tasks}, {items} items a task", "ours": second,
-        "peer": first, "peer_name": "its first", "unit": "s", "ratio": first / second, "spread": 0.0, "device": "cpu",
-    }  # fmt: skip
+        "case": f"overhead of a process's second checkpoint, {tasks}, {items} items a task",
+        "ours": second,
+        "peer": first,
+        "peer_name": "its first",
+        "unit": "s",
+        "ratio": first / second,
+        "spread": 0.0,
+        "device": "cpu",
+    }
 
 
 def _untrained(folder: Path, vocab_size: int, seed: int) -> Path:

@@ -62,9 +62,14 @@ def build_peer(peer: str, config: RunConfig, mesh: Mesh) -> Callable[[int], Tens
         else:
             first, *others = groups_of(gpt, config)
             optimizer = ZeroRedundancyOptimizer(
-                first.pop("params"), torch.optim.AdamW, process_group=mesh.dp_group, parameters_as_bucket_view=True,
-                fused=True, **first, **adam,
-            )  # fmt: skip
+                first.pop("params"),
+                torch.optim.AdamW,
+                process_group=mesh.dp_group,
+                parameters_as_bucket_view=True,
+                fused=True,
+                **first,
+                **adam,
+            )
             for group in others:
                 optimizer.add_param_group(group)
     parameters = list(gpt.parameters())

@@ -81,10 +81,15 @@ def trivial_sweep(folder: Path, runs: int) -> tuple[SweepDirectory, Queue]:
     )
     data.fingerprint = open_corpus(data).fingerprint()
     base = RunConfig(
-        model=ModelConfig(width=16, depth=1, heads=2, vocab_size=256), data=data,
-        optimizer=OptimizerConfig(batch_size=1), schedule=ScheduleConfig(warmup_tokens=0),
-        parallel=ParallelConfig(device="cpu"), tracker=TrackerConfig(kind="none"), tokens=2 * LENGTH, validations=1,
-    )  # fmt: skip
+        model=ModelConfig(width=16, depth=1, heads=2, vocab_size=256),
+        data=data,
+        optimizer=OptimizerConfig(batch_size=1),
+        schedule=ScheduleConfig(warmup_tokens=0),
+        parallel=ParallelConfig(device="cpu"),
+        tracker=TrackerConfig(kind="none"),
+        tokens=2 * LENGTH,
+        validations=1,
+    )
     sweep = SweepDirectory(folder / "sweep")
     names = []
     for seed in range(runs):
@@ -154,9 +159,14 @@ def measure_submitit(folder: Path, tasks: int, workers: int) -> dict[str, float]
 
     executor = submitit.SlurmExecutor(folder=folder / "submitit")
     executor.update_parameters(
-        job_name="isoflop-bench", time=5, cpus_per_task=1, mem="200M", array_parallelism=workers,
-        stderr_to_stdout=True, additional_parameters={"chdir": str(folder)},
-    )  # fmt: skip
+        job_name="isoflop-bench",
+        time=5,
+        cpus_per_task=1,
+        mem="200M",
+        array_parallelism=workers,
+        stderr_to_stdout=True,
+        additional_parameters={"chdir": str(folder)},
+    )
     began = time.time()
     with slurm.outside_any_job():
         jobs = executor.map_array(int, range(tasks))

@@ -94,10 +94,20 @@ class CheckpointLM(TemplateLM):
     """
 
     def __init__(
-        self, model: GPT, tokenizer: Tokenizer, max_length: int, device: str | torch.device = "cpu",
-        batch_tokens: int = 4096, seed: int = 0, *, tokens: TokenCache | None = None, answers: Store | None = None,
-        ranks: Ranks | None = None, say: Callable[[str], None] | None = None, scorer: Scores | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        model: GPT,
+        tokenizer: Tokenizer,
+        max_length: int,
+        device: str | torch.device = "cpu",
+        batch_tokens: int = 4096,
+        seed: int = 0,
+        *,
+        tokens: TokenCache | None = None,
+        answers: Store | None = None,
+        ranks: Ranks | None = None,
+        say: Callable[[str], None] | None = None,
+        scorer: Scores | None = None,
+    ) -> None:
         super().__init__()
         self.model, self.text, self.max_length = model, tokenizer, max_length
         self._device, self.batch_tokens, self.seed = torch.device(device), batch_tokens, seed
@@ -246,10 +256,17 @@ class CheckpointLM(TemplateLM):
 
         def ask(part: list[str], done: Callable[[int, list[int] | None], None] | None = None) -> list[list[int] | None]:
             return generate_texts(
-                self.model, [wanted[name] for name in part], most, max_length=self.max_length, finished=finished,
-                sampling=sampling, seeds=[seed_of[name] for name in part], device=self._device,
-                batch_tokens=self.batch_tokens, done=done,
-            )  # fmt: skip
+                self.model,
+                [wanted[name] for name in part],
+                most,
+                max_length=self.max_length,
+                finished=finished,
+                sampling=sampling,
+                seeds=[seed_of[name] for name in part],
+                device=self._device,
+                batch_tokens=self.batch_tokens,
+                done=done,
+            )
 
         def take(outputs: list[tuple[str, list[int] | None]]) -> None:
             for name, output in outputs:
@@ -282,13 +299,26 @@ def _rolling_windows(tokens: list[int], prefix: int, max_length: int) -> list[Re
 
 
 def make_lm(
-    loaded: Any, device: str | torch.device = "cpu", batch_tokens: int = 4096, *, tokens: TokenCache | None = None,
-    answers: Store | None = None, ranks: Ranks | None = None, say: Callable[[str], None] | None = None,
-) -> CheckpointLM:  # fmt: skip
+    loaded: Any,
+    device: str | torch.device = "cpu",
+    batch_tokens: int = 4096,
+    *,
+    tokens: TokenCache | None = None,
+    answers: Store | None = None,
+    ranks: Ranks | None = None,
+    say: Callable[[str], None] | None = None,
+) -> CheckpointLM:
     return CheckpointLM(
-        loaded.model, loaded.tokenizer, loaded.config.data.sequence_length, device, batch_tokens,
-        tokens=tokens, answers=answers, ranks=ranks, say=say,
-    )  # fmt: skip
+        loaded.model,
+        loaded.tokenizer,
+        loaded.config.data.sequence_length,
+        device,
+        batch_tokens,
+        tokens=tokens,
+        answers=answers,
+        ranks=ranks,
+        say=say,
+    )
 
 
 def answer_task(lm: CheckpointLM, entry: SuiteTask) -> tuple[list[ItemResult], dict[str, float | None]]:

@@ -252,10 +252,24 @@ GRIDS: dict[str, type[GridConfig]] = {
 }
 # Every dataclass that a key of the configuration can belong to.
 SCHEMAS: tuple[type, ...] = (
-    SweepConfig, IsoflopGrid, LadderGrid, ProductGrid, PointsGrid, AdaptiveGrid, GridConfig, ClusterConfig,
-    EvaluateConfig, FitConfig,
-    ModelConfig, DataConfig, OptimizerConfig, ScheduleConfig, ParallelConfig, CheckpointConfig, TrackerConfig,
-)  # fmt: skip
+    SweepConfig,
+    IsoflopGrid,
+    LadderGrid,
+    ProductGrid,
+    PointsGrid,
+    AdaptiveGrid,
+    GridConfig,
+    ClusterConfig,
+    EvaluateConfig,
+    FitConfig,
+    ModelConfig,
+    DataConfig,
+    OptimizerConfig,
+    ScheduleConfig,
+    ParallelConfig,
+    CheckpointConfig,
+    TrackerConfig,
+)
 
 
 def register() -> None:

@@ -143,10 +143,19 @@ class Trainer:
     """
 
     def __init__(
-        self, config: RunConfig, directory: Path, report: Callable[[str], None], shards: Shards, job: Job,
-        stepper: Steps, peak: float, *, ensemble: int = 1, clock: Callable[[], float] = time.perf_counter,
+        self,
+        config: RunConfig,
+        directory: Path,
+        report: Callable[[str], None],
+        shards: Shards,
+        job: Job,
+        stepper: Steps,
+        peak: float,
+        *,
+        ensemble: int = 1,
+        clock: Callable[[], float] = time.perf_counter,
         alive: Callable[[], object] = lambda: None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Resumes the run from its newest valid checkpoint, or starts it.
 
         `peak` FLOP/s of all ranks are what MFU is stated against; of an ensemble each member pays its share of the

@@ -84,15 +84,21 @@ def memory(config: RunConfig, device: str = "cuda") -> Memory:
     travelling = [reduction_bytes(buckets, share, parallel.dp, stage, device, done) for done in range(depth + 1)]
     backward = [mask + (depth - done) * kept + gathered[done] + travelling[done] for done in range(depth)]
     return Memory(
-        **held, gathered=max(gathered), reduction=max(travelling), activations=mask + depth * kept, head=head,
-        loss_workspace=at_loss, block_workspace=in_block, table_gradients=waiting + table,
+        **held,
+        gathered=max(gathered),
+        reduction=max(travelling),
+        activations=mask + depth * kept,
+        head=head,
+        loss_workspace=at_loss,
+        block_workspace=in_block,
+        table_gradients=waiting + table,
         moments={
             "loss": state + gathered_bytes(buckets, share, stage, None) + mask + depth * kept + head + at_loss,
             "backward": state + waiting + in_block + max(backward),
             "embedding": state + waiting + table + gathered[-1] + travelling[-1],
             "update": state + travelling[-1],
         },
-    )  # fmt: skip
+    )
 
 
 def halved_micro_batch(micro_batch: int) -> int | None:
@@ -146,9 +152,7 @@ def gathered_bytes(buckets: Sequence[int], share: Share, stage: int, done: int |
     return share.itemsize * (min(2, share.depth - done) * block + (final if share.tied else 0))
 
 
-def reduction_bytes(
-    buckets: Sequence[int], share: Share, ranks: int, stage: int, device: str, done: int
-) -> int:  # fmt: skip
+def reduction_bytes(buckets: Sequence[int], share: Share, ranks: int, stage: int, device: str, done: int) -> int:
     """Copies of gradients while block `done`, counted from the last, goes backward; done = depth is the embedding.
 
     A bucket that is being summed has a copy for what the other ranks send, unless NCCL adds by itself, in fp32. From

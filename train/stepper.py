@@ -35,9 +35,14 @@ class Stepper:
     """Model, gradients, Adam's state and loss scale of one rank."""
 
     def __init__(
-        self, config: RunConfig, mesh: Mesh, device: torch.device, stream: TrainStream,
-        report: Callable[[str], None] = print, record: Path | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        config: RunConfig,
+        mesh: Mesh,
+        device: torch.device,
+        stream: TrainStream,
+        report: Callable[[str], None] = print,
+        record: Path | None = None,
+    ) -> None:
         """On every rank at the same time. The file `record` remembers a halved micro-batch for the next start."""
         parallel = config.parallel
         self.config, self.mesh, self.device, self.stream, self.report = config, mesh, device, stream, report
@@ -55,9 +60,16 @@ class Stepper:
         placements = split_model(self.gpt, mesh, parallel.sequence_parallel)
         self.gpt.place_angles(device)
         self.zero = Zero(
-            self.gpt, parameter_groups(self.gpt, config.optimizer), placements, mesh, stage=parallel.zero,
-            dtype=self.dtype, optimizer=config.optimizer, bucket_mb=parallel.bucket_mb, device=device,
-        )  # fmt: skip
+            self.gpt,
+            parameter_groups(self.gpt, config.optimizer),
+            placements,
+            mesh,
+            stage=parallel.zero,
+            dtype=self.dtype,
+            optimizer=config.optimizer,
+            bucket_mb=parallel.bucket_mb,
+            device=device,
+        )
         self.scaler = LossScaler(config.precision, device)
         self.gpt.set_recompute(parallel.recompute)
         if config.data.separate_documents:

@@ -32,9 +32,13 @@ class Tracker:
     """
 
     def __init__(
-        self, config: RunConfig, run_id: str, directory: Path, report: Callable[[str], None],
+        self,
+        config: RunConfig,
+        run_id: str,
+        directory: Path,
+        report: Callable[[str], None],
         seconds: float | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Opens the view, and brings it up to where metrics.jsonl is; `finish` waits at most `seconds` for the
         server.
         """
@@ -49,9 +53,15 @@ class Tracker:
         folder = Path(settings.directory) if settings.directory else self._directory
         about = {**to_dict(config), "size": _size(config), "lineage": _lineage(config, self._directory)}
         self._run = open_run(
-            settings, folder, self._report, seconds,
-            id=run_id, name=config.name or run_id, job_type="train", config=about,
-        )  # fmt: skip
+            settings,
+            folder,
+            self._report,
+            seconds,
+            id=run_id,
+            name=config.name or run_id,
+            job_type="train",
+            config=about,
+        )
         # Online wandb leaves out the steps that the server has. Its summary would say which, but may be ahead of them.
         for record in metrics(self._directory):
             self._send(record)
@@ -109,16 +119,27 @@ def open_run(settings: TrackerConfig, folder: Path, report: Callable[[str], None
     folder.mkdir(parents=True, exist_ok=True)
     _service()
     return wandb.init(
-        project=settings.project, entity=settings.entity, group=settings.group, dir=str(folder), mode=cast(Any, mode),
+        project=settings.project,
+        entity=settings.entity,
+        group=settings.group,
+        dir=str(folder),
+        mode=cast(Any, mode),
         resume="allow" if mode == "online" else None,
         reinit="create_new",  # beside the runs of this process that go on, those of an ensemble
         settings=wandb.Settings(
-            silent=True, console="off", init_timeout=INIT_SECONDS, finish_timeout=seconds, finish_timeout_raises=True,
-            disable_git=True, x_disable_meta=True, x_disable_stats=True, x_disable_machine_info=True,
+            silent=True,
+            console="off",
+            init_timeout=INIT_SECONDS,
+            finish_timeout=seconds,
+            finish_timeout_raises=True,
+            disable_git=True,
+            x_disable_meta=True,
+            x_disable_stats=True,
+            x_disable_machine_info=True,
             x_save_requirements=False,
         ),
         **about,
-    )  # fmt: skip
+    )
 
 
 def is_online(run: Any) -> bool:

@@ -225,9 +225,7 @@ def _index(tasks: dict[str, SuiteTask], ngram: int) -> _Index:
 # --- training text ---------------------------------------------------------------------------------------------------
 
 
-def _search(
-    shards: Shards, tasks: dict[str, SuiteTask], ngram: int, progress: Report | None
-) -> dict[str, set[int]]:  # fmt: skip
+def _search(shards: Shards, tasks: dict[str, SuiteTask], ngram: int, progress: Report | None) -> dict[str, set[int]]:
     with quiet():  # it renders lm-eval's templates
         index = _index(tasks, ngram)
     result: dict[str, set[int]] = {name: set() for name in tasks}

@@ -21,9 +21,14 @@ from .model_card import Facts, imported_from, model_card
 
 # What an export writes; only a folder of such files, or of an import, is ever replaced.
 _WRITTEN = {
-    "README.md", "config.json", "generation_config.json", "model.safetensors", "special_tokens_map.json",
-    "tokenizer.json", "tokenizer_config.json",
-}  # fmt: skip
+    "README.md",
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+}
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -35,9 +40,14 @@ class Exported:
 
 
 def export_checkpoint(
-    path: Path | str, output: Path | str, *, format: str = "hf", dtype: str = "fp32", overwrite: bool = False,
+    path: Path | str,
+    output: Path | str,
+    *,
+    format: str = "hf",
+    dtype: str = "fp32",
+    overwrite: bool = False,
     facts: Facts | None = None,
-) -> Exported:  # fmt: skip
+) -> Exported:
     """Writes a Hugging Face folder with weights, settings, tokenizer and model card (of `facts`).
 
     `path` is a checkpoint or a run directory (its newest valid checkpoint), `dtype` fp32 or bf16.

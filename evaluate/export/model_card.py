@@ -18,8 +18,13 @@ from ...train.flops import count_parameters, training_flops_per_token
 from ...train.model.shape import model_shape
 from ..pages.numbers import is_number, scored, with_error
 
-SCORES = {"acc": "accuracy", "acc_norm": "length-normalised", "exact_match": "exact match", "gold_bpb": "gold BPB",
-          "bpb": "BPB"}  # fmt: skip
+SCORES = {
+    "acc": "accuracy",
+    "acc_norm": "length-normalised",
+    "exact_match": "exact match",
+    "gold_bpb": "gold BPB",
+    "bpb": "BPB",
+}
 # What may stand in front of a number of items.
 CAVEATS = {"truncated_items": "prompts cut to the context", "contaminated_items": "share text with the training data"}
 
@@ -95,9 +100,7 @@ def _plain(text: str) -> str:
     """One line of it, which neither Markdown nor a page takes for markup."""
     line = " ".join(str(text).split())
     # An underscore inside a word marks nothing up, and names are full of them.
-    return re.sub(
-        r"[\\`*<>\[\]|#&]|(?<![^\W_])_|_(?![^\W_])", lambda found: f"&#{ord(found.group())};", line
-    )  # fmt: skip
+    return re.sub(r"[\\`*<>\[\]|#&]|(?<![^\W_])_|_(?![^\W_])", lambda found: f"&#{ord(found.group())};", line)
 
 
 def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:

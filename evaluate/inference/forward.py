@@ -73,9 +73,14 @@ class Forward:
 
 
 def attention_by_sequence(
-    query: Tensor, key: Tensor, value: Tensor, asking: Sequence[int], lengths: Sequence[int],
-    masks: Sequence[Tensor | None], window: int | None = None,
-) -> Tensor:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    asking: Sequence[int],
+    lengths: Sequence[int],
+    masks: Sequence[Tensor | None],
+    window: int | None = None,
+) -> Tensor:
     """Attention within sequences that stand one after the other, nothing padded or gathered: (m, heads, d).
 
     Args:

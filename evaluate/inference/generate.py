@@ -91,9 +91,15 @@ def generate_texts(
 
 
 def stream(
-    model: nn.Module, prompt: Sequence[int], max_tokens: int, *, max_length: int, sampling: Sampling = GREEDY,
-    seed: int = 0, device: str | torch.device = "cpu",
-) -> Iterator[int]:  # fmt: skip
+    model: nn.Module,
+    prompt: Sequence[int],
+    max_tokens: int,
+    *,
+    max_length: int,
+    sampling: Sampling = GREEDY,
+    seed: int = 0,
+    device: str | torch.device = "cpu",
+) -> Iterator[int]:
     """The tokens that follow one prompt, each as soon as it is there; see `generate`.
 
     Raises:
@@ -136,10 +142,18 @@ class Generation:
     """
 
     def __init__(
-        self, model: nn.Module, prompts: Sequence[Sequence[int]], max_tokens: int, max_length: int,
-        sampling: Sampling = GREEDY, seeds: Sequence[int] | None = None, device: torch.device = CPU,
-        batch_tokens: int = 4096, cache_bytes: int | None = None, page: int = PAGE,
-    ) -> None:  # fmt: skip
+        self,
+        model: nn.Module,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int,
+        max_length: int,
+        sampling: Sampling = GREEDY,
+        seeds: Sequence[int] | None = None,
+        device: torch.device = CPU,
+        batch_tokens: int = 4096,
+        cache_bytes: int | None = None,
+        page: int = PAGE,
+    ) -> None:
         self.model, self.max_tokens, self.max_length, self.sampling = model, max_tokens, max_length, sampling
         self.device, self.batch_tokens, self.most_running = device, batch_tokens, min(batch_tokens, MOST_RUNNING)
         self.end = model.end_of_document if isinstance(model, GPT) else None

@@ -40,9 +40,15 @@ class PagedCache:
     """Memory for keys and values (depth, pages, kv_heads, page, head_dim) each, and which of its pages are free."""
 
     def __init__(
-        self, depth: int, kv_heads: int, head_dim: int, pages: int, dtype: torch.dtype, device: torch.device,
+        self,
+        depth: int,
+        kv_heads: int,
+        head_dim: int,
+        pages: int,
+        dtype: torch.dtype,
+        device: torch.device,
         page: int = PAGE,
-    ) -> None:  # fmt: skip
+    ) -> None:
         shape = (depth, pages, kv_heads, page, head_dim)
         self.keys = torch.empty(shape, dtype=dtype, device=device)
         self.values = torch.empty(shape, dtype=dtype, device=device)

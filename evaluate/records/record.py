@@ -217,9 +217,15 @@ class Record:
 
     @classmethod
     def open(
-        cls, output: Path, header: dict[str, Any], suite: Suite, ngram: int | None, say: Report,
-        ranks: Ranks = ALONE, keep_items: bool = True,
-    ) -> Record:  # fmt: skip
+        cls,
+        output: Path,
+        header: dict[str, Any],
+        suite: Suite,
+        ngram: int | None,
+        say: Report,
+        ranks: Ranks = ALONE,
+        keep_items: bool = True,
+    ) -> Record:
         """With what an earlier evaluation of this very checkpoint left, less tasks whose items or prompts changed."""
         old = from_first(ranks, lambda: _kept(output, header, suite, ngram, say))
         record = cls(output, header, ranks, say, keep_items)

@@ -224,9 +224,7 @@ def _shown(value: Any) -> str:
 # --- YAML -----------------------------------------------------------------------------------------------------------
 
 
-def _load_yaml(
-    folder: Path, files: list[Path], shots: int, limit: int | None, seed: int
-) -> dict[str, SuiteTask]:  # fmt: skip
+def _load_yaml(folder: Path, files: list[Path], shots: int, limit: int | None, seed: int) -> dict[str, SuiteTask]:
     """Every task that the files define, groups spelled out. What has neither `task` nor `group` is a template."""
     from lm_eval.tasks import TaskManager
 

@@ -24,8 +24,18 @@ if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
 
 # Arguments of load_dataset that say how the data are fetched, not which.
-_MANNERS = {"cache_dir", "download_mode", "download_config", "keep_in_memory", "num_proc", "save_infos",
-            "storage_options", "token", "trust_remote_code", "verification_mode"}  # fmt: skip
+_MANNERS = {
+    "cache_dir",
+    "download_mode",
+    "download_config",
+    "keep_in_memory",
+    "num_proc",
+    "save_infos",
+    "storage_options",
+    "token",
+    "trust_remote_code",
+    "verification_mode",
+}
 
 _UNTEXTUAL = {"unsafe_code", "doc_to_image", "doc_to_audio"}  # keys of definitions
 
@@ -78,9 +88,14 @@ def check_name(name: str, manager: TaskManager) -> None:
 
 
 def load_named(
-    name: str, shots: int | None, limit: int | None, seed: int, manager: TaskManager, cache: Path | str | None = None,
+    name: str,
+    shots: int | None,
+    limit: int | None,
+    seed: int,
+    manager: TaskManager,
+    cache: Path | str | None = None,
     progress: Report | None = None,
-) -> dict[str, SuiteTask]:  # fmt: skip
+) -> dict[str, SuiteTask]:
     """A task, or every task of a group or a tag, with data from wherever its definition says, staged copies first.
 
     Raises:

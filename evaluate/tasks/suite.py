@@ -87,9 +87,17 @@ def _frozen_class(base: Any) -> Any:
 
 
 def freeze(
-    name: str, task: Any, indices: list[int], count: int, seed: int, split: str, source: str, already_chosen: bool,
-    shots: int | None = None, **remarks: Any,
-) -> SuiteTask:  # fmt: skip
+    name: str,
+    task: Any,
+    indices: list[int],
+    count: int,
+    seed: int,
+    split: str,
+    source: str,
+    already_chosen: bool,
+    shots: int | None = None,
+    **remarks: Any,
+) -> SuiteTask:
     """Builds a task's requests, once for every checkpoint to come; the lm-eval task is changed.
 
     Args:
@@ -140,8 +148,11 @@ def only_text(tasks: dict[str, Any], refused: Sequence[str] = ()) -> dict[str, A
     Raises:
         UserError: one of them, or of those refused already, is of another kind.
     """
-    others = [name for name, task in tasks.items()
-              if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False)]  # fmt: skip
+    others = [
+        name
+        for name, task in tasks.items()
+        if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False)
+    ]
     if refused := [*refused, *others]:
         raise UserError(
             f"task {min(refused)!r} runs generated code or needs images; only text tasks can be scored here"

@@ -186,11 +186,14 @@ def load_staged(
     indices = choose_items(name, len(lines), limit, seed)
     chosen = _dataset([lines[index] for index in indices])
     config: dict[str, Any] = load_yaml(staged.definition) | {
-        "task": written or name, "training_split": None, "validation_split": None,
+        "task": written or name,
+        "training_split": None,
+        "validation_split": None,
         # lm-eval leaves an item out of its own examples only where both are from the test split.
-        "test_split": split, "fewshot_split": split,
+        "test_split": split,
+        "fewshot_split": split,
         "custom_dataset": lambda **_: {split: chosen},
-    }  # fmt: skip
+    }
     shots = int(config.get("num_fewshot") or 0) if shots is None else shots
     if shots and config["output_type"] == "loglikelihood_rolling":
         raise UserError(f"task {written!r} asks for examples, but {name} scores whole texts; write {name}")
@@ -209,9 +212,15 @@ def _dataset(lines: list[bytes]) -> Any:
 
 
 def _give_examples(
-    task: Any, name: str, staged: StagedTask, shots: int, seed: int, directory: Path, lines: list[bytes],
+    task: Any,
+    name: str,
+    staged: StagedTask,
+    shots: int,
+    seed: int,
+    directory: Path,
+    lines: list[bytes],
     config: dict[str, Any],
-) -> str:  # fmt: skip
+) -> str:
     """Gives the task its examples and returns where they are from, in words."""
     if staged.examples:
         pool = list(_dataset(staged_lines(directory, staged.examples)))

@@ -65,9 +65,7 @@ def domains(folder: Path) -> dict[str, list[Path]]:
     return dict(sorted(result.items()))
 
 
-def _load_domain(
-    folder: Path, name: str, domain: str, files: list[Path], limit: int | None, seed: int
-) -> SuiteTask:  # fmt: skip
+def _load_domain(folder: Path, name: str, domain: str, files: list[Path], limit: int | None, seed: int) -> SuiteTask:
     try:
         # Read twice, so that of a large file no more than the chosen documents is ever held.
         count = sum(1 for _ in _documents(files))

@@ -388,9 +388,15 @@ class Prices:
 
     @classmethod
     def from_roofline(
-        cls, train: Device, serve: Device, model: Served, batch: float, prompt: float, answer: float,
+        cls,
+        train: Device,
+        serve: Device,
+        model: Served,
+        batch: float,
+        prompt: float,
+        answer: float,
         train_mfu: float = 0.5,
-    ) -> Prices:  # fmt: skip
+    ) -> Prices:
         """Prices in which the MFU of serving `batch` requests of `prompt` and `answer` tokens is computed; see
         `serving`.
 
@@ -403,9 +409,15 @@ class Prices:
             raise InputError("the served model is an array of models; prices belong to one.")
         least = 2.0 * float(np.asarray(model.N)) / serve.peak  # seconds a token at the peak
         return cls(
-            train.hour, train.peak, serve.hour, serve.peak, train_mfu, least / float(read), least / float(written),
+            train.hour,
+            train.peak,
+            serve.hour,
+            serve.peak,
+            train_mfu,
+            least / float(read),
+            least / float(written),
             answer / (prompt + answer),
-        )  # fmt: skip
+        )
 
     @property
     def train(self) -> float:

@@ -48,9 +48,7 @@ class Served:
         _check(self, "kv_numbers", "attention_width", zero=True)
 
     @classmethod
-    def typical(
-        cls, N: ArrayLike, group: float = 1.0, weight_bytes: float = 2.0, cache_bytes: float = 2.0
-    ) -> Served:  # fmt: skip
+    def typical(cls, N: ArrayLike, group: float = 1.0, weight_bytes: float = 2.0, cache_bytes: float = 2.0) -> Served:
         """Of a usual shape: N = 12 depth width^2, width = 128 depth; `group` query heads share a key/value head."""
         depth = np.cbrt(np.asarray(N, np.float64) / (12.0 * WIDTH_PER_BLOCK**2))
         numbers = WIDTH_PER_BLOCK * depth**2

@@ -77,9 +77,15 @@ class _Scored:
 
 
 def score_all(
-    checkpoints: Sequence[Path], tasks: str, limit: int | None, output: Path | None, against: Path | None, ranks: int,
-    as_json: bool, settings: dict[str, Any],
-) -> None:  # fmt: skip
+    checkpoints: Sequence[Path],
+    tasks: str,
+    limit: int | None,
+    output: Path | None,
+    against: Path | None,
+    ranks: int,
+    as_json: bool,
+    settings: dict[str, Any],
+) -> None:
     """Scores the checkpoints with tasks that are loaded once, writes their pages, and shows the scores.
 
     `settings` are those of `evaluate_checkpoint`; the other arguments are the command's.
@@ -115,9 +121,13 @@ def score_all(
 
 
 def _score(
-    wanted: Sequence[tuple[Path, Path]], tasks: str, limit: int | None, settings: dict[str, Any], ranks: Any,
+    wanted: Sequence[tuple[Path, Path]],
+    tasks: str,
+    limit: int | None,
+    settings: dict[str, Any],
+    ranks: Any,
     quietly: bool,
-) -> list[_Scored] | None:  # fmt: skip
+) -> list[_Scored] | None:
     """One after the other, on every rank alike; only the first has an answer."""
     from ...evaluate.checkpoint import evaluate_checkpoint
     from ..results.scoring import open_suite
@@ -202,9 +212,14 @@ def write_text(
     ids = [int(token) for token in loaded.tokenizer.encode(text)] or [loaded.tokenizer.end_of_document]
     started = time.perf_counter()
     tokens = stream(
-        loaded.model, ids, max_tokens, max_length=loaded.config.data.sequence_length,
-        sampling=Sampling(temperature, top_k, top_p), seed=seed, device=place,
-    )  # fmt: skip
+        loaded.model,
+        ids,
+        max_tokens,
+        max_length=loaded.config.data.sequence_length,
+        sampling=Sampling(temperature, top_k, top_p),
+        seed=seed,
+        device=place,
+    )
     pieces, times = Pieces(loaded.tokenizer.decode, stop or []), [started]
     try:
         for token in tokens:
@@ -225,14 +240,10 @@ def write_text(
         return
     read, written = min(len(ids), loaded.config.data.sequence_length), len(times) - 1
     after_first = times[-1] - times[1]
-    said: dict[str, Any] = {
-        "prompt": text, "text": pieces.text, "prompt_tokens": read, "tokens": written, "seed": seed,
-        "tokens_per_s": {
-            "prefill": read / (times[1] - started),
-            "decode": (written - 1) / after_first if after_first > 0 else None,
-        },
-    }  # fmt: skip
-    show(said, as_json, print)
+    decode = (written - 1) / after_first if after_first > 0 else None
+    rates = {"prefill": read / (times[1] - started), "decode": decode}
+    said: dict[str, Any] = {"prompt": text, "text": pieces.text, "prompt_tokens": read, "tokens": written, "seed": seed}
+    show(said | {"tokens_per_s": rates}, as_json, print)
 
 
 def check_sampling(

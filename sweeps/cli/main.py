@@ -118,9 +118,12 @@ def plan_command(
     from ..plan.explain import explain_choice, print_choice, read_run
 
     hardware = Hardware(
-        memory_bytes=memory_gb * 1e9, flops_per_second=flops_per_second, intra_bandwidth=node_gb_per_s * 1e9,
-        inter_bandwidth=network_gb_per_s * 1e9, ranks_per_node=ranks_per_node,
-    )  # fmt: skip
+        memory_bytes=memory_gb * 1e9,
+        flops_per_second=flops_per_second,
+        intra_bandwidth=node_gb_per_s * 1e9,
+        inter_bandwidth=network_gb_per_s * 1e9,
+        ranks_per_node=ranks_per_node,
+    )
     choice = choose(read_run(run), ranks, hardware, margin)
     show(choice, as_json, print_choice, explain_choice)
 

@@ -33,8 +33,9 @@ def complete_run(context: typer.Context, incomplete: str) -> list[tuple[str, str
         sweep = SweepDirectory.open(context.params["sweep"])
         return [
             (run["run_id"], f"{sweep.run(run['run_id']).state().state}, N {short(run['N_total'])} D {short(run['D'])}")
-            for run in sweep.plan()["runs"] if run["run_id"].startswith(incomplete)
-        ]  # fmt: skip
+            for run in sweep.plan()["runs"]
+            if run["run_id"].startswith(incomplete)
+        ]
     return []
 
 

@@ -29,9 +29,13 @@ class Backend(Protocol):
     def is_busy(self) -> bool: ...
 
     def start(
-        self, plan: Plan, units: Sequence[Unit], unscored: Sequence[RunDirectory], evaluate: bool,
+        self,
+        plan: Plan,
+        units: Sequence[Unit],
+        unscored: Sequence[RunDirectory],
+        evaluate: bool,
         avoid: Mapping[str, tuple[str, ...]],
-    ) -> None: ...  # fmt: skip
+    ) -> None: ...
 
     def refill(self) -> None: ...  # replaces workers that were lost
 

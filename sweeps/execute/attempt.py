@@ -239,9 +239,7 @@ class _Member:
         self.hold.close()
 
 
-def train_ensemble(
-    runs: Sequence[RunDirectory], interrupt: Interrupt, job: str, policy: Policy
-) -> None:  # fmt: skip
+def train_ensemble(runs: Sequence[RunDirectory], interrupt: Interrupt, job: str, policy: Policy) -> None:
     """Trains runs of one shape as one ensemble."""
     with contextlib.ExitStack() as holds:
         members = _join(runs, job, policy, holds)
@@ -264,18 +262,14 @@ def train_ensemble(
                 groups = [part for part in left if part] + groups
 
 
-def _join(
-    runs: Sequence[RunDirectory], job: str, policy: Policy, holds: contextlib.ExitStack
-) -> list[_Member]:  # fmt: skip
+def _join(runs: Sequence[RunDirectory], job: str, policy: Policy, holds: contextlib.ExitStack) -> list[_Member]:
     """Those runs that are not done, can begin, and are nobody else's."""
     wanted = [run for run in runs if not run.is_done() and not ended_before(run, job)]
     members = (_member(run, job, policy, 1 / len(wanted), holds) for run in wanted)
     return [member for member in members if member is not None]
 
 
-def _member(
-    run: RunDirectory, job: str, policy: Policy, share: float, holds: contextlib.ExitStack
-) -> _Member | None:  # fmt: skip
+def _member(run: RunDirectory, job: str, policy: Policy, share: float, holds: contextlib.ExitStack) -> _Member | None:
     hold = holds.enter_context(contextlib.ExitStack())
     try:
         if not hold.enter_context(held(run, job, policy, BUSY_SECONDS, share)):
@@ -324,9 +318,13 @@ def _train_group(members: Sequence[_Member], interrupt: Interrupt, heart: Heartb
         report(index, f"in an ensemble of {len(members)}: {names}")
     try:
         train_together(
-            [member.config for member in members], [member.run.path for member in members], interrupt, report, on_end,
+            [member.config for member in members],
+            [member.run.path for member in members],
+            interrupt,
+            report,
+            on_end,
             alive=interrupt,
-        )  # fmt: skip
+        )
     except Exception as error:
         # Whatever an ensemble dies of belongs in the states of all who are left.
         if out_of_memory(error):
@@ -369,7 +367,7 @@ def train_shared(runs: Sequence[RunDirectory], interrupt: Interrupt, job: str, p
 
 def _start(
     run: RunDirectory, job: str, policy: Policy, share: float, environment: Mapping[str, str]
-) -> subprocess.Popen[bytes]:  # fmt: skip
+) -> subprocess.Popen[bytes]:
     settings = {"leader": os.getpid(), "share": share, "policy": asdict(policy)}
     command = [sys.executable, "-m", __spec__.name, str(run.path.resolve()), job, json.dumps(settings)]
     return subprocess.Popen(command, env=dict(environment), stdin=subprocess.DEVNULL)
@@ -421,9 +419,15 @@ def _control(control: str, places: Mapping[str, str], *arguments: str, words: st
     """Calls the daemon's control program; returns its complaint."""
     try:
         subprocess.run(
-            [control, *arguments], env=os.environ | dict(places), input=words, text=True,
-            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, timeout=60, check=True,
-        )  # fmt: skip
+            [control, *arguments],
+            env=os.environ | dict(places),
+            input=words,
+            text=True,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            timeout=60,
+            check=True,
+        )
     except subprocess.CalledProcessError as error:
         return " ".join(error.stderr.split()) or f"exit code {error.returncode}"
     except (OSError, subprocess.TimeoutExpired) as error:

@@ -76,9 +76,7 @@ def _cancel_jobs(sweep: SweepDirectory, runs: Iterable[RunDirectory], whole: boo
         print(f"{len(idle_jobs)} jobs that had nothing else to do are cancelled")
 
 
-def retry(
-    sweep: SweepDirectory, prefixes: list[str], failed: bool, diverged: bool, cancelled: bool = False
-) -> int:  # fmt: skip
+def retry(sweep: SweepDirectory, prefixes: list[str], failed: bool, diverged: bool, cancelled: bool = False) -> int:
     """Starts runs again, each from its newest checkpoint and with a new budget of retries; prints a line per run.
 
     Args:

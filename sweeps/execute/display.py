@@ -53,10 +53,16 @@ def _table_of(plan: Plan) -> Table:
                 table.add_row(f"… {len(plan.runs) - FIRST_ROWS - LAST_ROWS} more …")
             continue
         table.add_row(
-            run.run_id, short(run.N_total), short(run.D), f"{run.flops_exact:.2e}", f"{run.D / run.N_total:.0f}",
-            f"{run.width}x{run.depth}", f"{run.steps:,}", describe_seconds(run.estimated_seconds),
+            run.run_id,
+            short(run.N_total),
+            short(run.D),
+            f"{run.flops_exact:.2e}",
+            f"{run.D / run.N_total:.0f}",
+            f"{run.width}x{run.depth}",
+            f"{run.steps:,}",
+            describe_seconds(run.estimated_seconds),
             *(cells.get(run.run_id, "") for cells in more.values()),
-        )  # fmt: skip
+        )
     return table
 
 
@@ -157,9 +163,10 @@ class Display:
         left = sum(seconds * (1 - progress.get(name, 0.0)) for name, seconds in self._left.items())
         done = self._total - len(self._left)
         self._live.update(
-            self._all, completed=self._estimate - left,
+            self._all,
+            completed=self._estimate - left,
             note=f"{done}/{self._total} done · {describe_seconds(self._eta(left))} left",
-        )  # fmt: skip
+        )
         for name in running:
             self._draw(name, progress[name])
 

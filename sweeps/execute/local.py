@@ -101,9 +101,13 @@ class LocalBackend:
         """Lost workers are replaced while `start` runs."""
 
     def start(
-        self, plan: Plan, units: Sequence[Unit], unscored: Sequence[RunDirectory], evaluate: bool,
+        self,
+        plan: Plan,
+        units: Sequence[Unit],
+        unscored: Sequence[RunDirectory],
+        evaluate: bool,
         avoid: Mapping[str, tuple[str, ...]],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._fitted = False
         if units:
             self._train(plan, units)
@@ -199,8 +203,10 @@ class LocalPool:
         first = place // self.jobs_per_gpu * gpus
         executor.update_parameters(
             timeout_min=60 * 24 * 365,  # submitit ends a local job after that; a run here has no limit but its D
-            tasks_per_node=job.ranks, gpus_per_node=gpus, visible_gpus=tuple(range(first, first + gpus)),
-        )  # fmt: skip
+            tasks_per_node=job.ranks,
+            gpus_per_node=gpus,
+            visible_gpus=tuple(range(first, first + gpus)),
+        )
         # Children inherit an ignored SIGINT: Ctrl-C reaches the launcher alone, which tells them to save with TERM.
         with _environment(self.threads), _handling(signal.SIGINT, signal.SIG_IGN):
             job.handle = executor.submit(job.function, *job.arguments)

@@ -109,9 +109,13 @@ def work(
 
 
 def _go_through(
-    queue: Queue, policy: Policy, interrupt: Interrupt, place: int, node: str | None = None,
+    queue: Queue,
+    policy: Policy,
+    interrupt: Interrupt,
+    place: int,
+    node: str | None = None,
     clock: JobClock | None = None,
-) -> None:  # fmt: skip
+) -> None:
     import torch
 
     gc.freeze()  # else each `tidy` would look through all that PyTorch has made on import

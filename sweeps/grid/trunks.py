@@ -114,9 +114,11 @@ def keep_between(runs: Iterable[RunConfig], every: int | None) -> list[RunConfig
 
 
 def _merge_family(
-    family: list[_Named], progress: Mapping[str, Progress], parents: dict[str, str | None],
+    family: list[_Named],
+    progress: Mapping[str, Progress],
+    parents: dict[str, str | None],
     obstacles: dict[str, list[RunConfig]],
-) -> None:  # fmt: skip
+) -> None:
     """Fills in `parents` of runs that differ in D alone, and why some get none though there is a longer run."""
     # Longest first, so that whoever could be a run's trunk has been seen before it; of several the longest is taken,
     # so that one trunk serves as many as possible.

@@ -108,9 +108,14 @@ class Suggestion:
 
 
 def suggest_runs(
-    sweep: SweepDirectory, budget: float, target_flops: float | None = None, *, seeds: int = 1,
-    max_flops: float | None = None, max_runs: int = MAX_RUNS,
-) -> Suggestion:  # fmt: skip
+    sweep: SweepDirectory,
+    budget: float,
+    target_flops: float | None = None,
+    *,
+    seeds: int = 1,
+    max_flops: float | None = None,
+    max_runs: int = MAX_RUNS,
+) -> Suggestion:
     """The runs to add to a sweep, which may be at work.
 
     `budget`: FLOPs (exact convention) of all new runs. `target_flops`: by default the largest of fit.targets, else 1000
@@ -123,9 +128,14 @@ def suggest_runs(
 
 
 def suggest_from(
-    sweep: SweepDirectory, config: SweepConfig, standing: Standing, budget: float, seeds: int = 1,
-    max_flops: float | None = None, max_runs: int = MAX_RUNS,
-) -> Suggestion:  # fmt: skip
+    sweep: SweepDirectory,
+    config: SweepConfig,
+    standing: Standing,
+    budget: float,
+    seeds: int = 1,
+    max_flops: float | None = None,
+    max_runs: int = MAX_RUNS,
+) -> Suggestion:
     """`suggest_runs` given what the runs so far say."""
     base = prepare.resolved_base(sweep, config)
     base.tokens = 0
@@ -206,9 +216,17 @@ def print_suggestion(suggestion: Suggestion) -> None:
     table = plain_table(columns, ("run", "shares trunk with", ""), title)
     for run in suggestion.runs:
         table.add_row(
-            run.run_id, short(run.N), short(run.D), f"{run.D / run.N:.3g}", str(run.seed), f"{run.flops:.3g}",
-            f"{run.flops_own:.3g}", run.trunk or "–", f"{run.narrows:.1%}", "checks the law" if run.check else "",
-        )  # fmt: skip
+            run.run_id,
+            short(run.N),
+            short(run.D),
+            f"{run.D / run.N:.3g}",
+            str(run.seed),
+            f"{run.flops:.3g}",
+            f"{run.flops_own:.3g}",
+            run.trunk or "–",
+            f"{run.narrows:.1%}",
+            "checks the law" if run.check else "",
+        )
     out.print(table)
     out.print(f"at {suggestion.target_flops:.3g} FLOPs, 95 % intervals now, and as expected after these runs:")
     for name, now in suggestion.before.items():
@@ -238,20 +256,33 @@ def _design(standing: Standing, offered: Sequence[Offer], trunks: list[str], bud
 
 
 def _suggestion(
-    design: Design, offered: Sequence[Offer], known: Sequence[RunConfig], progress: Mapping[str, Progress],
-    standing: Standing, budget: float, base: RunConfig, share: bool,
-) -> Suggestion:  # fmt: skip
+    design: Design,
+    offered: Sequence[Offer],
+    known: Sequence[RunConfig],
+    progress: Mapping[str, Progress],
+    standing: Standing,
+    budget: float,
+    base: RunConfig,
+    share: bool,
+) -> Suggestion:
     chosen = [offered[i] for i in design.chosen]
     runs = merge_chosen([offer.run for offer in chosen], known, progress, share)
     names = {run_id(run): run_label(run) for run in [*known, *runs]}
     suggested = [
         SuggestedRun(
-            run_id=run_id(run), name=run_label(run), N=offer.N, D=run.D, seed=run.seed, flops=offer.size,
-            flops_own=own_flops(run), trunk=None if run.parent is None else names[run.parent],
-            narrows=float(-np.expm1(-gain)), check=check,
+            run_id=run_id(run),
+            name=run_label(run),
+            N=offer.N,
+            D=run.D,
+            seed=run.seed,
+            flops=offer.size,
+            flops_own=own_flops(run),
+            trunk=None if run.parent is None else names[run.parent],
+            narrows=float(-np.expm1(-gain)),
+            check=check,
         )
         for offer, run, gain, check in zip(chosen, runs, design.gains, design.check, strict=True)
-    ]  # fmt: skip
+    ]
     before = {"loss": standing.loss, "N": standing.N}
     after = {
         name: Estimate(now.value, *design.narrowed(name, now.value, (now.low, now.high)))
@@ -334,9 +365,13 @@ def trunk_of(run: RunConfig) -> str:
 
 
 def possible_runs(
-    base: RunConfig, seeds: Sequence[int], within: Range, known: Sequence[RunConfig],
-    progress: Mapping[str, Progress], share: bool = True,
-) -> list[Offer]:  # fmt: skip
+    base: RunConfig,
+    seeds: Sequence[int],
+    within: Range,
+    known: Sequence[RunConfig],
+    progress: Mapping[str, Progress],
+    share: bool = True,
+) -> list[Offer]:
     """Every run that could be added: each model and D within the range, with each seed.
 
     `progress` is what the `known` runs have on disk; with `share`, runs that differ in D alone share a trunk.

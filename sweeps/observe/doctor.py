@@ -92,8 +92,9 @@ def print_findings(found: list[Finding]) -> None:
     out = console()
     for finding in found:
         sign = "mended" if finding.mended else ("note" if finding.severity == "note" else "left")
-        out.print(f"{sign}: {finding.where}: {finding.what} ({finding.how})", highlight=False, markup=False,
-                  soft_wrap=True)  # fmt: skip
+        out.print(
+            f"{sign}: {finding.where}: {finding.what} ({finding.how})", highlight=False, markup=False, soft_wrap=True
+        )
     count = Counter("mended" if item.mended else "left" if item.is_left else "note" for item in found)
     words = [f"{count[kind]} {kind}" for kind in ("mended", "left") if count[kind]]
     print(", ".join(words) if words else "nothing is wrong")
@@ -159,9 +160,12 @@ def _file_system(sweep: SweepDirectory) -> Iterator[Fault]:
         yield Fault("disk", f"{free / 1e6:.0f} MB are left on the disk", sweep.path, None, "free some space")
     if not locks_work(sweep.path):
         yield Fault(
-            "locks", "two processes can hold the same file lock here", sweep.path, None,
+            "locks",
+            "two processes can hold the same file lock here",
+            sweep.path,
+            None,
             "use a file system with locks, as NFS mounted without nolock; until then nothing keeps two jobs apart",
-        )  # fmt: skip
+        )
 
 
 def locks_work(folder: Path) -> bool:
@@ -186,8 +190,13 @@ def _orphans(sweep: SweepDirectory, policy: Policy) -> Iterator[Fault]:
         for queue in Queue.all_of(sweep):
             if lost := queue.lost():
                 names = ", ".join(name for unit in lost for name in unit.runs)
-                yield Fault("queue", f"the worker is gone that had {names}", queue.folder,
-                            partial(supervisor.settle_queue, queue, policy), "settled")  # fmt: skip
+                yield Fault(
+                    "queue",
+                    f"the worker is gone that had {names}",
+                    queue.folder,
+                    partial(supervisor.settle_queue, queue, policy),
+                    "settled",
+                )
     for run in membership.members(sweep):
         if _is_dead(run, policy):
             what = f"it says running on {run.state().host}, and its process is gone"
@@ -197,8 +206,13 @@ def _orphans(sweep: SweepDirectory, policy: Policy) -> Iterator[Fault]:
         return
     if waiting := _without_job(sweep, live):
         what = f"{len(waiting)} runs wait for a job that SLURM does not know: {', '.join(waiting)}"
-        yield Fault("orphan", what, sweep.path / "runs", lambda: supervisor.settle_lost(sweep, policy, live),
-                    "settled; they may be tried again")  # fmt: skip
+        yield Fault(
+            "orphan",
+            what,
+            sweep.path / "runs",
+            lambda: supervisor.settle_lost(sweep, policy, live),
+            "settled; they may be tried again",
+        )
     yield from _strays(sweep)
 
 
@@ -265,12 +279,22 @@ def _files(sweep: SweepDirectory) -> Iterator[Fault]:
     yield from _launch_record(sweep)
     yield from unreadable(sweep.path / "jobs" / "keeper.json", "removed; what it counts is counted anew")
     if (sweep.path / membership.ADDED).exists() and read_json(sweep.path / membership.ADDED) is None:
-        yield Fault("unreadable", f"{membership.ADDED} cannot be read", sweep.path / membership.ADDED, None,
-                    "remove it and extend again; runs that are done stay done")  # fmt: skip
+        yield Fault(
+            "unreadable",
+            f"{membership.ADDED} cannot be read",
+            sweep.path / membership.ADDED,
+            None,
+            "remove it and extend again; runs that are done stay done",
+        )
     table = sweep.path / "table.csv"
     if table.exists() and not _is_table(table):
-        yield Fault("unreadable", "table.csv cannot be read", table, lambda: remove(table),
-                    f"removed; isoflop report {sweep.path} makes it anew")  # fmt: skip
+        yield Fault(
+            "unreadable",
+            "table.csv cannot be read",
+            table,
+            lambda: remove(table),
+            f"removed; isoflop report {sweep.path} makes it anew",
+        )
 
 
 def _launch_record(sweep: SweepDirectory) -> Iterator[Fault]:
@@ -324,9 +348,12 @@ def old_temporaries(folder: Path, now: float) -> Iterator[Fault]:
             continue
         if age > OLD_SECONDS:
             yield Fault(
-                "temporary", f"a write was killed {age / 60:.0f} minutes ago and left {path.name}", path,
-                partial(remove, path), "removed",
-            )  # fmt: skip
+                "temporary",
+                f"a write was killed {age / 60:.0f} minutes ago and left {path.name}",
+                path,
+                partial(remove, path),
+                "removed",
+            )
 
 
 def remove(path: Path) -> None:
@@ -358,18 +385,24 @@ def _state(run: RunDirectory) -> Iterator[Fault]:
         lost = "it has no summary, and goes on from a checkpoint"
         why = "its summary is there" if run.summary() is not None else lost
         yield Fault(
-            "state", what, path, lambda: states.restore(run),
+            "state",
+            what,
+            path,
+            lambda: states.restore(run),
             f"written anew as {known.state}, for {why}",
-        )  # fmt: skip
+        )
     asked = run.cancel_asked()
     state = run.state().state
     if asked is not None and state == "done":
         yield Fault("cancel", f"{asked} asked to cancel a run that is done", run.path, run.forget_cancel, "forgotten")
     elif asked is not None and state != "cancelled":
         yield Fault(
-            "cancel", f"{asked} asked to cancel the run, and nobody trains it", run.path,
-            lambda: states.cancel(run, asked), "cancelled",
-        )  # fmt: skip
+            "cancel",
+            f"{asked} asked to cancel the run, and nobody trains it",
+            run.path,
+            lambda: states.cancel(run, asked),
+            "cancelled",
+        )
 
 
 def _leftovers(run: RunDirectory) -> Iterator[Fault]:
@@ -379,11 +412,21 @@ def _leftovers(run: RunDirectory) -> Iterator[Fault]:
     for name in ("failure.json", "cancel.json", attempts.UNDER_WAY):
         yield from unreadable(run.path / name, "removed")
     if (run.path / ".reserve").exists():
-        yield Fault("temporary", "disk is set aside for a run that nobody trains", run.path / ".reserve",
-                    run.release, "given back")  # fmt: skip
+        yield Fault(
+            "temporary",
+            "disk is set aside for a run that nobody trains",
+            run.path / ".reserve",
+            run.release,
+            "given back",
+        )
     if run.last_sign() is not None and run.state().state != "running":
-        yield Fault("heartbeat", "a sign of life is left of a run that nobody trains", run.path / "heartbeat",
-                    run.forget_signs, "removed")  # fmt: skip
+        yield Fault(
+            "heartbeat",
+            "a sign of life is left of a run that nobody trains",
+            run.path / "heartbeat",
+            run.forget_signs,
+            "removed",
+        )
 
 
 def _lines(run: RunDirectory) -> Iterator[Fault]:
@@ -399,9 +442,12 @@ def _lines(run: RunDirectory) -> Iterator[Fault]:
         if bad := len(lines) - len(whole) + torn:
             text = b"".join(line + b"\n" for line in whole).decode()
             yield Fault(
-                "torn", f"{bad} of the lines of {name} cannot be read", path,
-                partial(write_atomic, path, text), "cut out; every other line stays",
-            )  # fmt: skip
+                "torn",
+                f"{bad} of the lines of {name} cannot be read",
+                path,
+                partial(write_atomic, path, text),
+                "cut out; every other line stays",
+            )
 
 
 def _is_record(line: bytes) -> bool:
@@ -414,16 +460,20 @@ def _is_record(line: bytes) -> bool:
 def _checkpoints(run: RunDirectory, deep: bool) -> Iterator[Fault]:
     folder = run.path / "checkpoints"
     for path in sorted(folder.glob(".step_*")):  # the lock is held: nobody writes one
-        yield Fault("half-written", f"a save was killed and left {path.name}", path,
-                    partial(remove, path), "removed")  # fmt: skip
+        yield Fault("half-written", f"a save was killed and left {path.name}", path, partial(remove, path), "removed")
     final = (run.summary() or {}).get("checkpoint")
     for path in sorted(folder.glob("step_*")):
         if (problem := _damage(path, deep)) is None:
             continue
         if run.is_done() and final == f"checkpoints/{path.name}":
             continue  # see `_result`
-        yield Fault("half-written", f"checkpoint {path.name} is damaged: {problem}", path,
-                    partial(remove, path), "removed; the run goes on from the one before")  # fmt: skip
+        yield Fault(
+            "half-written",
+            f"checkpoint {path.name} is damaged: {problem}",
+            path,
+            partial(remove, path),
+            "removed; the run goes on from the one before",
+        )
 
 
 def _damage(checkpoint: Path, deep: bool) -> str | None:
@@ -438,27 +488,37 @@ def _damage(checkpoint: Path, deep: bool) -> str | None:
 def _result(run: RunDirectory, evaluated: bool) -> Iterator[Fault]:
     path = run.path / "summary.json"
     if path.exists() and run.summary() is None:
-        yield Fault("unreadable", "summary.json cannot be read", path, lambda: remove(path),
-                    "removed; the newest checkpoint makes a new one")  # fmt: skip
+        yield Fault(
+            "unreadable",
+            "summary.json cannot be read",
+            path,
+            lambda: remove(path),
+            "removed; the newest checkpoint makes a new one",
+        )
     if run.state().state != "done":
         return
     summary = run.summary()
     if summary is None:
         yield Fault(
-            "result", "it is done and has no summary", path,
+            "result",
+            "it is done and has no summary",
+            path,
             lambda: states.plan(run, "its summary was lost, and is made anew"),
             f"planned again, from its newest checkpoint: isoflop retry {run.path.parent.parent} {run.run_id}",
-        )  # fmt: skip
+        )
         return
     checkpoint = run.path / str(summary.get("checkpoint"))
     problem = _damage(checkpoint, deep=False) if checkpoint.is_dir() else "it is gone"
     if problem is not None:
         needed = evaluated and not (run.path / "eval" / f"step_{summary.get('step')}.json").exists()
         yield Fault(
-            "result", f"its last checkpoint cannot be used ({problem})", checkpoint, None,
+            "result",
+            f"its last checkpoint cannot be used ({problem})",
+            checkpoint,
+            None,
             f"its losses stand; to train the run again, remove {path} and ask the doctor again",
             "error" if needed else "note",
-        )  # fmt: skip
+        )
 
 
 def _scores(run: RunDirectory) -> Iterator[Fault]:
@@ -467,8 +527,18 @@ def _scores(run: RunDirectory) -> Iterator[Fault]:
         if not STEP.match(path.stem):
             continue
         if read_json(path) is None:
-            yield Fault("unreadable", f"eval/{path.name} cannot be read", path, partial(remove, path),
-                        "removed; the run is scored again when the sweep goes on")  # fmt: skip
+            yield Fault(
+                "unreadable",
+                f"eval/{path.name} cannot be read",
+                path,
+                partial(remove, path),
+                "removed; the run is scored again when the sweep goes on",
+            )
         elif not done:
-            yield Fault("scores", f"eval/{path.name} scores a run that is {run.state().state}", path,
-                        partial(remove, path), "removed; the run is scored when it is done")  # fmt: skip
+            yield Fault(
+                "scores",
+                f"eval/{path.name} scores a run that is {run.state().state}",
+                path,
+                partial(remove, path),
+                "removed; the run is scored when it is done",
+            )

@@ -189,9 +189,12 @@ def _add_life(sweep: SweepDirectory, rows: Iterable[Row], policy: Policy, now: f
         began = begun.get("began", now)
         seen = began if age is None else now - age
         row["under_way"] = {
-            "began": began, "ended": max(began, seen if row["silent"] else now), "share": begun.get("share", 1.0),
-            "host": begun.get("host"), "job_id": begun.get("job_id"),
-        }  # fmt: skip
+            "began": began,
+            "ended": max(began, seen if row["silent"] else now),
+            "share": begun.get("share", 1.0),
+            "host": begun.get("host"),
+            "job_id": begun.get("job_id"),
+        }
         rate = row["tokens_per_s"]
         row["eta_seconds"] = max(0, row["D"] - row["tokens"]) / rate if rate and not row["silent"] else None
 

@@ -20,9 +20,17 @@ from ..config import ClusterConfig
 from ..terminal import console, plain_table, short
 
 TERMS = (
-    "parameters", "gradients", "optimizer", "gathered", "reduction", "activations", "head", "loss_workspace",
-    "block_workspace", "table_gradients",
-)  # fmt: skip
+    "parameters",
+    "gradients",
+    "optimizer",
+    "gathered",
+    "reduction",
+    "activations",
+    "head",
+    "loss_workspace",
+    "block_workspace",
+    "table_gradients",
+)
 
 
 def read_run(path: Path) -> RunConfig:
@@ -88,12 +96,17 @@ def explain_choice(choice: Choice) -> dict[str, Any]:
 def _described(choice: Choice, candidate: Candidate) -> dict[str, Any]:
     chosen = candidate.parallel
     return {
-        "tp": chosen.tp, "dp": chosen.dp, "zero": chosen.zero, "micro_batch_size": chosen.micro_batch_size,
-        "recompute": chosen.recompute, "sequence_parallel": chosen.sequence_parallel,
-        "fits": choice.fits(candidate), "verdict": choice.verdict(candidate),
+        "tp": chosen.tp,
+        "dp": chosen.dp,
+        "zero": chosen.zero,
+        "micro_batch_size": chosen.micro_batch_size,
+        "recompute": chosen.recompute,
+        "sequence_parallel": chosen.sequence_parallel,
+        "fits": choice.fits(candidate),
+        "verdict": choice.verdict(candidate),
         "seconds": dataclasses.asdict(candidate.time) | {"total": candidate.time.total},
         "bytes": dataclasses.asdict(candidate.memory) | {"peak": candidate.memory.peak},
-    }  # fmt: skip
+    }
 
 
 def print_choice(choice: Choice) -> None:
@@ -103,8 +116,9 @@ def print_choice(choice: Choice) -> None:
     out.print(
         f"N {short(count_parameters(model).N_total)} ({model.width}x{model.depth}), {config.optimizer.batch_size} "
         f"sequences of {config.data.sequence_length} tokens a step, {config.precision}, on {choice.ranks} ranks",
-        highlight=False, soft_wrap=True,
-    )  # fmt: skip
+        highlight=False,
+        soft_wrap=True,
+    )
     out.print(choice.why(), highlight=False, soft_wrap=True)
     _print_considered(choice, out)
     best = choice.best
@@ -115,8 +129,9 @@ def print_choice(choice: Choice) -> None:
     out.print(
         f"use it with: parallel.tp={chosen.tp} parallel.dp={chosen.dp} parallel.zero={chosen.zero} "
         f"parallel.micro_batch_size={chosen.micro_batch_size} parallel.recompute={chosen.recompute}",
-        highlight=False, soft_wrap=True,
-    )  # fmt: skip
+        highlight=False,
+        soft_wrap=True,
+    )
 
 
 def _print_considered(choice: Choice, out: Console) -> None:
@@ -126,9 +141,16 @@ def _print_considered(choice: Choice, out: Console) -> None:
         parallel = candidate.parallel
         style = "bold" if candidate is choice.best else None if choice.fits(candidate) else "dim"
         table.add_row(
-            str(parallel.tp), str(parallel.dp), str(parallel.zero), str(parallel.micro_batch_size), parallel.recompute,
-            f"{candidate.time.total:.3g}", f"{candidate.memory.peak / 1e9:.3g}", choice.verdict(candidate), style=style,
-        )  # fmt: skip
+            str(parallel.tp),
+            str(parallel.dp),
+            str(parallel.zero),
+            str(parallel.micro_batch_size),
+            parallel.recompute,
+            f"{candidate.time.total:.3g}",
+            f"{candidate.memory.peak / 1e9:.3g}",
+            choice.verdict(candidate),
+            style=style,
+        )
     out.print(table)
 
 

@@ -34,9 +34,16 @@ def ensemble_speedup(width: int, members: int, launch_bound_width: float) -> flo
 
 
 def pack_runs(
-    runs: Sequence[RunConfig], seconds: Mapping[str, float], *, places: int, ensembles: int, runs_per_gpu: int = 1,
-    room_bytes: float | None = None, launch_bound_width: float, device: str = "cuda",
-) -> list[Unit]:  # fmt: skip
+    runs: Sequence[RunConfig],
+    seconds: Mapping[str, float],
+    *,
+    places: int,
+    ensembles: int,
+    runs_per_gpu: int = 1,
+    room_bytes: float | None = None,
+    launch_bound_width: float,
+    device: str = "cuda",
+) -> list[Unit]:
     """Units of a sweep in the order in which they are to start, at most `places` at a time.
 
     `seconds` are those of each run alone, by id, and of a branch without its trunk's part. An ensemble has at most
@@ -70,9 +77,12 @@ def paid_shares(
 
 
 def wall_clock(
-    units: Sequence[Unit], runs: Mapping[str, RunConfig], seconds: Mapping[str, float], places: int,
+    units: Sequence[Unit],
+    runs: Mapping[str, RunConfig],
+    seconds: Mapping[str, float],
+    places: int,
     launch_bound_width: float,
-) -> float:  # fmt: skip
+) -> float:
     """Estimated time of all units: each place takes the first that can start, a branch once its trunk is there."""
     clock = _Clock(runs, seconds, launch_bound_width)
     return clock.wall_clock([clock.piece(unit) for unit in units], places)
@@ -240,10 +250,12 @@ def _ensembles(
 def _small(left: Mapping[str, RunConfig], clock: _Clock, room: float | None, device: str) -> Iterator[list[str]]:
     """Runs that may share a device, longest first: those that wait for nothing, then branches."""
     small = [
-        name for name, run in left.items()
-        if run.parallel.world_size == 1 and not _in_between(name, clock)
+        name
+        for name, run in left.items()
+        if run.parallel.world_size == 1
+        and not _in_between(name, clock)
         and (room is None or memory(run, device).peak <= room)
-    ]  # fmt: skip
+    ]
     for branch in (False, True):
         yield clock.longest_first(name for name in small if (name in clock.branches) == branch)
 

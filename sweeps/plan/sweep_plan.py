@@ -100,9 +100,15 @@ class Plan:
 
 
 def plan_runs(
-    runs: Sequence[RunConfig], cluster: ClusterConfig, flops_per_second: float, jobs_at_once: int, ensembles: int = 1,
-    threads: int | None = None, measured: Calibration | None = None, taken: Collection[str] = (),
-) -> Plan:  # fmt: skip
+    runs: Sequence[RunConfig],
+    cluster: ClusterConfig,
+    flops_per_second: float,
+    jobs_at_once: int,
+    ensembles: int = 1,
+    threads: int | None = None,
+    measured: Calibration | None = None,
+    taken: Collection[str] = (),
+) -> Plan:
     """Cost, order and placement of a grid, with its trunks and branches.
 
     `flops_per_second` is the matmul peak of one job, all ranks together; `threads` are those of a rank. `taken` runs
@@ -151,9 +157,15 @@ def _units(
     if cluster.kind == "local":  # so many jobs have the same GPU anyway
         room, sharing = room / sharing, 1
     return pack_runs(
-        runs, seconds, places=jobs_at_once, ensembles=ensembles, runs_per_gpu=sharing, room_bytes=room * 1e9,
-        launch_bound_width=launch_bound_width(cluster), device="cuda" if gpus else "cpu",
-    )  # fmt: skip
+        runs,
+        seconds,
+        places=jobs_at_once,
+        ensembles=ensembles,
+        runs_per_gpu=sharing,
+        room_bytes=room * 1e9,
+        launch_bound_width=launch_bound_width(cluster),
+        device="cuda" if gpus else "cpu",
+    )
 
 
 def launch_bound_width(cluster: ClusterConfig) -> float:
@@ -193,9 +205,13 @@ def job_shape(parallel: ParallelConfig, cluster: ClusterConfig, threads: int | N
             )
         groups = max(divisor for divisor in range(1, room + 1) if parallel.dp % divisor == 0)
     return JobShape(
-        cluster.gpus_per_job, threads or cluster.cpus_per_task, cluster.memory_gb, cluster.time_minutes,
-        nodes=parallel.dp // groups, ranks_per_node=groups * parallel.tp,
-    )  # fmt: skip
+        cluster.gpus_per_job,
+        threads or cluster.cpus_per_task,
+        cluster.memory_gb,
+        cluster.time_minutes,
+        nodes=parallel.dp // groups,
+        ranks_per_node=groups * parallel.tp,
+    )
 
 
 def _planned(name: str, run: RunConfig, cluster: ClusterConfig, rates: Rates, threads: int | None) -> PlannedRun:

@@ -21,11 +21,21 @@ from ..runs.directory import RunDirectory, SweepDirectory
 
 # Causes as the report says them.
 WORDS = {
-    "killed": "process killed", "hung": "hung", "node": "node failed", "lost": "job vanished", "disk": "disk full",
-    "trunk": "trunk not there yet", "memory": "out of memory",
-    "preempted": "preempted", "time_limit": "time limit", "cancelled": "cancelled",
-    "diverged": "diverged", "input": "bad input", "error": "error", "unknown": "cause unknown",
-}  # fmt: skip
+    "killed": "process killed",
+    "hung": "hung",
+    "node": "node failed",
+    "lost": "job vanished",
+    "disk": "disk full",
+    "trunk": "trunk not there yet",
+    "memory": "out of memory",
+    "preempted": "preempted",
+    "time_limit": "time limit",
+    "cancelled": "cancelled",
+    "diverged": "diverged",
+    "input": "bad input",
+    "error": "error",
+    "unknown": "cause unknown",
+}
 
 Planned = dict[str, Any]  # a run of plan.json
 Times = tuple[float, float]  # actual, planned
@@ -190,9 +200,14 @@ class _Books:
     ended: Counter[str] = field(default_factory=Counter)
 
     def enter(
-        self, run: Planned, history: Sequence[Attempt], paid: Sequence[float], result: Mapping[str, Any] | None,
-        served: int, devices: float,
-    ) -> None:  # fmt: skip
+        self,
+        run: Planned,
+        history: Sequence[Attempt],
+        paid: Sequence[float],
+        result: Mapping[str, Any] | None,
+        served: int,
+        devices: float,
+    ) -> None:
         step_flops, begins = round(run["flops_exact"] / run["steps"]), run.get("first_step", 0)
         lost = lost_steps(history, begins, result is not None, served)
         kept = 0
@@ -234,9 +249,11 @@ def _served(runs: Mapping[str, Planned], results: Mapping[str, Any]) -> dict[str
 
 
 def _by_slurm(
-    sweep: SweepDirectory, runs: Mapping[str, Planned], histories: Mapping[str, Sequence[Attempt]],
+    sweep: SweepDirectory,
+    runs: Mapping[str, Planned],
+    histories: Mapping[str, Sequence[Attempt]],
     cluster: Mapping[str, Any],
-) -> dict[str, float | None]:  # fmt: skip
+) -> dict[str, float | None]:
     """Device-hours that SLURM counts for the jobs that trained, and for those that scored."""
     unknown: dict[str, float | None] = {"cluster_hours": None, "scoring_hours": None}
     if cluster["kind"] != "slurm":
@@ -252,8 +269,10 @@ def _by_slurm(
     scoring = {job: one[name] for name, job in record.scoring.items() if name in one}
     training = {
         attempt.job_id: devices(runs[name]["shape"], cluster)
-        for name, history in histories.items() for attempt in history if attempt.job_id is not None
-    }  # fmt: skip
+        for name, history in histories.items()
+        for attempt in history
+        if attempt.job_id is not None
+    }
     for queue in record.queues.values():  # also of workers that came too late for a run
         training |= dict.fromkeys(queue.workers, devices(asdict(queue.shape), cluster))
     seconds = slurm.elapsed([*training, *scoring])
@@ -282,9 +301,12 @@ def own_seconds(run: RunDirectory, planned: Planned, summary: Mapping[str, Any])
 
 
 def _compared(
-    runs: Mapping[str, Planned], results: Mapping[str, Mapping[str, Any] | None],
-    histories: Mapping[str, Sequence[Attempt]], paid: Mapping[str, Sequence[float]], sweep: SweepDirectory,
-) -> dict[str, Times]:  # fmt: skip
+    runs: Mapping[str, Planned],
+    results: Mapping[str, Mapping[str, Any] | None],
+    histories: Mapping[str, Sequence[Attempt]],
+    paid: Mapping[str, Sequence[float]],
+    sweep: SweepDirectory,
+) -> dict[str, Times]:
     """Of the runs that are done: the seconds that each paid, without repeated steps, and those planned."""
     found = {}
     for name, result in results.items():

@@ -35,9 +35,21 @@ SHOWN = 3  # causes of waste that the terminal names
 ROOMS = ("fit", "sweeps", "evaluate", "train")  # whose code the results depend on
 CODE = (".py", ".yaml", ".html", ".css", ".js")
 # What the results are made from, and what they are, below the sweep's folder.
-SOURCES = ("sweep.yaml", "plan.json", *(f"runs/*/{name}" for name in (
-    "config.yaml", "state.json", "summary.json", "metrics.jsonl", "attempts.jsonl", "eval/step_*.json",
-)))  # fmt: skip
+SOURCES = (
+    "sweep.yaml",
+    "plan.json",
+    *(
+        f"runs/*/{name}"
+        for name in (
+            "config.yaml",
+            "state.json",
+            "summary.json",
+            "metrics.jsonl",
+            "attempts.jsonl",
+            "eval/step_*.json",
+        )
+    ),
+)
 MADE = ("table.csv", COSTS, "fit/law.json", "fit/*.html", "fit/*.png", "runs/*/eval/*.html")
 
 
@@ -99,9 +111,13 @@ def _analyze(sweep: SweepDirectory, targets: list[float] | None) -> dict[str, An
     costs = account(sweep).to_dict()
     write_json(sweep.path / COSTS, costs)
     fit.write_report(
-        analysis, sweep.path / "fit", curves=sweep_curves(sweep), title=sweep.path.name, provenance=provenance,
+        analysis,
+        sweep.path / "fit",
+        curves=sweep_curves(sweep),
+        title=sweep.path.name,
+        provenance=provenance,
         costs=costs,
-    )  # fmt: skip
+    )
     pages.write_pages(sweep, table, analysis.tasks)
     _calibrate(sweep, settings)
     return analysis.to_dict()

@@ -76,10 +76,15 @@ def evaluate_run(run: RunDirectory, settings: dict[str, Any], scoring: Scoring) 
         if _is_scored(run, step, settings):
             continue
         evaluate_checkpoint(
-            run.path / "checkpoints" / f"step_{step}", output=run.path / "eval" / f"step_{step}.json",
-            held_out=_held_out(run, step), batch_tokens=settings["batch_tokens"], ngram=settings.get("ngram"),
-            keep_items=step == (run.summary() or {}).get("step"), progress=partial(log_step, step), **vars(scoring),
-        )  # fmt: skip
+            run.path / "checkpoints" / f"step_{step}",
+            output=run.path / "eval" / f"step_{step}.json",
+            held_out=_held_out(run, step),
+            batch_tokens=settings["batch_tokens"],
+            ngram=settings.get("ngram"),
+            keep_items=step == (run.summary() or {}).get("step"),
+            progress=partial(log_step, step),
+            **vars(scoring),
+        )
         write_json(run.path / "eval" / f"step_{step}.request.json", _request(settings))
 
 

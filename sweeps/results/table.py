@@ -19,8 +19,23 @@ SCORES = ("acc", "acc_se", "acc_norm", "acc_norm_se", "gold_bpb", "gold_bpb_se",
 MORE = ("p_right", "p_right_se", "margin", "margin_se", "bpb", "bpb_se", "contaminated_items")
 CLEAN = ("acc", "acc_se", "gold_bpb", "gold_bpb_se")
 # What of a run's summary becomes a column under its own name.
-MEASURED = ("N_total", "N_non_embedding", "N_kaplan", "flops_6nd", "flops_exact", "val_bpb", "train_loss", "seconds",
-            "device", "tokens_per_s", "mfu", "epochs", "unique_tokens", "warmup_share", "precision")  # fmt: skip
+MEASURED = (
+    "N_total",
+    "N_non_embedding",
+    "N_kaplan",
+    "flops_6nd",
+    "flops_exact",
+    "val_bpb",
+    "train_loss",
+    "seconds",
+    "device",
+    "tokens_per_s",
+    "mfu",
+    "epochs",
+    "unique_tokens",
+    "warmup_share",
+    "precision",
+)
 # What of these holds at every step of the run.
 OF_THE_RUN = ("N_total", "N_non_embedding", "N_kaplan", "device", "precision")
 # What of a run's config becomes a column, by group and field: what makes runs comparable, and is asked before a fit.
@@ -84,10 +99,16 @@ def _rows(run: RunDirectory, planned: dict[str, Any]) -> Iterator[dict[str, Any]
             held_out = scores.get("held_out") or {}
             D = scores.get("tokens")
             own = {
-                "step": step, "final": False, "D": D, "flops": scores.get("flops"), "flops_exact": scores.get("flops"),
-                "flops_6nd": None if D is None else 6 * row["N"] * D, "loss": held_out.get("val_loss"),
-                "loss_se": held_out.get("val_loss_se"), "val_bpb": held_out.get("val_bpb"),
-            }  # fmt: skip
+                "step": step,
+                "final": False,
+                "D": D,
+                "flops": scores.get("flops"),
+                "flops_exact": scores.get("flops"),
+                "flops_6nd": None if D is None else 6 * row["N"] * D,
+                "loss": held_out.get("val_loss"),
+                "loss_se": held_out.get("val_loss_se"),
+                "val_bpb": held_out.get("val_bpb"),
+            }
             yield row | between | own | _scores(scores)
 
 

@@ -72,10 +72,15 @@ def _push_results(sweep: SweepDirectory, settings: TrackerConfig, report: Callab
         return
     before, written = _digest(sweep), sweep.settings()
     run = open_run(
-        settings, Path(settings.directory) if settings.directory else sweep.path, report, SEND_SECONDS,
-        id=results_id(sweep), name=f"{sweep.path.name}: fit", job_type="fit",
+        settings,
+        Path(settings.directory) if settings.directory else sweep.path,
+        report,
+        SEND_SECONDS,
+        id=results_id(sweep),
+        name=f"{sweep.path.name}: fit",
+        job_type="fit",
         config={**{key: written.get(key) for key in PROVENANCE}, "sweep": written["config"]},
-    )  # fmt: skip
+    )
     try:
         run.log_artifact(_artifact(sweep))
         columns, rows = score_rows(sweep)

@@ -54,9 +54,13 @@ class Policy:
     @classmethod
     def of(cls, cluster: ClusterConfig) -> Policy:
         return cls(
-            cluster.max_requeues, cluster.retries, cluster.sweep_retries, cluster.backoff_seconds,
-            cluster.heartbeat_seconds, 60 * cluster.hang_minutes,
-        )  # fmt: skip
+            cluster.max_requeues,
+            cluster.retries,
+            cluster.sweep_retries,
+            cluster.backoff_seconds,
+            cluster.heartbeat_seconds,
+            60 * cluster.hang_minutes,
+        )
 
     @property
     def silence_seconds(self) -> float:
@@ -202,11 +206,23 @@ def note(
     saved = max(begun.begins, newest_checkpoint(run) or 0)
     last = max(begun.first_step, saved, _last_step(run, begun, cause))
     attempt = Attempt(
-        attempt=begun.attempt, began=begun.began, ended=ended, seconds=ended - begun.began, host=begun.host,
-        job_id=begun.job_id, cause=cause, reason=reason, first_step=begun.first_step, last_step=last, saved_step=saved,
-        flops=begun.flops_per_step * (last - begun.first_step), flops_wasted=0.0, gpus=begun.gpus, share=begun.share,
+        attempt=begun.attempt,
+        began=begun.began,
+        ended=ended,
+        seconds=ended - begun.began,
+        host=begun.host,
+        job_id=begun.job_id,
+        cause=cause,
+        reason=reason,
+        first_step=begun.first_step,
+        last_step=last,
+        saved_step=saved,
+        flops=begun.flops_per_step * (last - begun.first_step),
+        flops_wasted=0.0,
+        gpus=begun.gpus,
+        share=begun.share,
         at_fault=tuple(at_fault),
-    )  # fmt: skip
+    )
     attempt = with_waste([*read(run), attempt])[-1]
     values = asdict(attempt)
     del values["budget"]
@@ -308,9 +324,7 @@ def visible_damage(checkpoint: Path) -> str | None:
     return None
 
 
-def _begun(
-    run: RunDirectory, number: int, began: float, host: str | None, job: str | None, share: float
-) -> Begun:  # fmt: skip
+def _begun(run: RunDirectory, number: int, began: float, host: str | None, job: str | None, share: float) -> Begun:
     config = _config(run)
     begins = trunk_steps(config) if config is not None and config.parent is not None else 0
     try:
@@ -318,11 +332,19 @@ def _begun(
     except OSError:
         size = 0
     return Begun(
-        attempt=number, began=began, host=host, job_id=job, machine=socket.gethostname(), share=share,
-        steps=0 if config is None else config.steps, begins=begins, first_step=max(begins, newest_checkpoint(run) or 0),
-        metrics_bytes=size, flops_per_step=0.0 if config is None else flops_exact(config) / config.steps,
+        attempt=number,
+        began=began,
+        host=host,
+        job_id=job,
+        machine=socket.gethostname(),
+        share=share,
+        steps=0 if config is None else config.steps,
+        begins=begins,
+        first_step=max(begins, newest_checkpoint(run) or 0),
+        metrics_bytes=size,
+        flops_per_step=0.0 if config is None else flops_exact(config) / config.steps,
         gpus=0.0 if config is None else _gpus(config) * share,
-    )  # fmt: skip
+    )
 
 
 def _config(run: RunDirectory) -> RunConfig | None:

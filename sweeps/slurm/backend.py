@@ -89,9 +89,13 @@ class SlurmBackend(Inventory):
         return bool(self.in_queue())
 
     def start(
-        self, plan: Plan, units: Sequence[Unit], unscored: Sequence[RunDirectory], evaluate: bool,
+        self,
+        plan: Plan,
+        units: Sequence[Unit],
+        unscored: Sequence[RunDirectory],
+        evaluate: bool,
         avoid: Mapping[str, tuple[str, ...]],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`submit`, and says what came of it."""
         if evaluate:
             self.calls.stage(self.sweep)  # now, for compute nodes may have no network
@@ -140,9 +144,13 @@ class SlurmBackend(Inventory):
     # What is submitted
 
     def submit(
-        self, plan: Plan, units: Sequence[Unit], unscored: Sequence[RunDirectory], evaluate: bool,
+        self,
+        plan: Plan,
+        units: Sequence[Unit],
+        unscored: Sequence[RunDirectory],
+        evaluate: bool,
         avoid: Mapping[str, tuple[str, ...]] | None = None,
-    ) -> list[str]:  # fmt: skip
+    ) -> list[str]:
         """Submits training, scoring, the fit and the keepers, which depend on each other; all of it or nothing.
 
         Args:

@@ -173,12 +173,18 @@ def _refusal(answer: subprocess.CompletedProcess[str]) -> str | None:
 
 def _test(cluster: ClusterConfig, shape: JobShape) -> subprocess.CompletedProcess[str]:
     flags: dict[str, Any] = {
-        "partition": cluster.partition, "account": cluster.account, "qos": cluster.qos,
-        "constraint": cluster.constraint, "exclude": cluster.exclude, "time": shape.time_minutes,
-        "nodes": shape.nodes, "ntasks-per-node": shape.ranks_per_node, "cpus-per-task": shape.cpus,
+        "partition": cluster.partition,
+        "account": cluster.account,
+        "qos": cluster.qos,
+        "constraint": cluster.constraint,
+        "exclude": cluster.exclude,
+        "time": shape.time_minutes,
+        "nodes": shape.nodes,
+        "ntasks-per-node": shape.ranks_per_node,
+        "cpus-per-task": shape.cpus,
         "mem": f"{round(shape.memory_gb * shape.ranks_per_node * 1024)}M",
         "gpus-per-node": shape.gpus * shape.ranks_per_node or None,
-    } | raw_keys(cluster)  # fmt: skip
+    } | raw_keys(cluster)
     for about_now in ("hold", "begin", "dependency", "H"):
         flags.pop(about_now, None)
     arguments = [

@@ -75,9 +75,11 @@ def seconds(unit: Unit, planned: Mapping[str, PlannedRun]) -> float:
 
 
 def batches(
-    units: Iterable[Unit], planned: Mapping[str, PlannedRun], waits: Mapping[str, tuple[str, ...]],
+    units: Iterable[Unit],
+    planned: Mapping[str, PlannedRun],
+    waits: Mapping[str, tuple[str, ...]],
     avoid: Mapping[str, tuple[str, ...]],
-) -> list[Batch]:  # fmt: skip
+) -> list[Batch]:
     """Units of one shape that wait for the same jobs and avoid the same nodes (both by run id), together."""
     alike: dict[tuple[JobShape, tuple[str, ...], tuple[str, ...]], list[Unit]] = {}
     for unit in units:

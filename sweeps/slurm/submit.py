@@ -35,13 +35,27 @@ from . import commands as slurm
 FULL = re.compile(r"SubmitJob|MaxJobCount|job submit limit|temporarily unable to accept", re.IGNORECASE)
 # Raw #SBATCH keys that would contradict a setting of ours, and the setting.
 TAKEN = {
-    "account": "cluster.account", "array": "cluster.array_parallelism", "begin": "cluster.keeper_seconds",
-    "constraint": "cluster.constraint", "cpus-per-task": "cluster.cpus_per_task",
-    "gpus-per-node": "cluster.gpus_per_job", "mem": "cluster.memory_gb", "nodes": "parallel.*",
-    "ntasks-per-node": "cluster.ranks_per_node", "partition": "cluster.partition", "qos": "cluster.qos",
-    "time": "cluster.time_minutes", "job-name": "sweep", "chdir": "cluster.setup", "output": None, "error": None,
-    "open-mode": None, "signal": None, "requeue": None, "kill-on-invalid-dep": None,
-}  # fmt: skip
+    "account": "cluster.account",
+    "array": "cluster.array_parallelism",
+    "begin": "cluster.keeper_seconds",
+    "constraint": "cluster.constraint",
+    "cpus-per-task": "cluster.cpus_per_task",
+    "gpus-per-node": "cluster.gpus_per_job",
+    "mem": "cluster.memory_gb",
+    "nodes": "parallel.*",
+    "ntasks-per-node": "cluster.ranks_per_node",
+    "partition": "cluster.partition",
+    "qos": "cluster.qos",
+    "time": "cluster.time_minutes",
+    "job-name": "sweep",
+    "chdir": "cluster.setup",
+    "output": None,
+    "error": None,
+    "open-mode": None,
+    "signal": None,
+    "requeue": None,
+    "kill-on-invalid-dep": None,
+}
 MERGED = {"dependency": ",", "exclude": ",", "comment": " "}  # keys that are joined with ours, and by what
 # submitit refuses to write a job's result beside the half that an earlier start of this very job left on a full disk.
 STALE = (

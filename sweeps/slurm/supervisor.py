@@ -23,9 +23,16 @@ Outcomes = Mapping[str, tuple[str, str | None]]  # what `slurm.outcomes` answers
 
 # Causes of attempts by SLURM's state of the job. The job of a node that failed may be waiting again by now.
 CAUSES = {
-    "NODE_FAIL": "node", "BOOT_FAIL": "node", "PENDING": "node", "REQUEUED": "node", "OUT_OF_MEMORY": "memory",
-    "TIMEOUT": "time_limit", "DEADLINE": "time_limit", "PREEMPTED": "preempted", "CANCELLED": "cancelled",
-}  # fmt: skip
+    "NODE_FAIL": "node",
+    "BOOT_FAIL": "node",
+    "PENDING": "node",
+    "REQUEUED": "node",
+    "OUT_OF_MEMORY": "memory",
+    "TIMEOUT": "time_limit",
+    "DEADLINE": "time_limit",
+    "PREEMPTED": "preempted",
+    "CANCELLED": "cancelled",
+}
 NOT_ENDED = ("PENDING", "CONFIGURING", "RUNNING", "SUSPENDED", "COMPLETING", "REQUEUED")
 
 
@@ -52,9 +59,10 @@ def settle_queue(queue: Queue, policy: Policy) -> list[Unit]:
     # Outside the queue's lock: SLURM may take a minute to answer.
     said = slurm.outcomes({claim.job for claim in lost.values() if claim.job is not None})
     return [
-        unit for unit, claim in lost.items()
+        unit
+        for unit, claim in lost.items()
         if queue.settle_lost(unit, claim, policy, _of_worker(death_of(claim.job, claim.host, said)))
-    ]  # fmt: skip
+    ]
 
 
 def settle_lost(sweep: SweepDirectory, policy: Policy, live: set[str] | None) -> list[str]:
@@ -83,9 +91,7 @@ def settle_lost(sweep: SweepDirectory, policy: Policy, live: set[str] | None) ->
     return settled
 
 
-def _settle_queues(
-    sweep: SweepDirectory, policy: Policy, live: set[str] | None
-) -> tuple[list[str], set[str]]:  # fmt: skip
+def _settle_queues(sweep: SweepDirectory, policy: Policy, live: set[str] | None) -> tuple[list[str], set[str]]:
     """Returns the runs settled, and those that workers will train."""
     settled, queued = list[str](), set[str]()
     known = LaunchRecord.read(sweep).queues
@@ -103,7 +109,7 @@ def _settle_queues(
 
 def _settle_unclaimed(
     sweep: SweepDirectory, runs: Sequence[RunDirectory], workers: Sequence[str], policy: Policy
-) -> list[str]:  # fmt: skip
+) -> list[str]:
     """Of runs in a queue whose workers all died before they had claimed one."""
     waiting = [run for run in runs if run.state().state in states.UNSETTLED]
     said = slurm.outcomes(workers) if waiting else {}

@@ -37,9 +37,13 @@ class Transaction:
         # Never a folder of an earlier submission: where job ids start anew, a job would find another's files there.
         folder = sweep.path.resolve() / "jobs" / f"slurm-{name}"
         self._submission = Submission(
-            sweep.path.name, label(sweep, name), cluster, folder, Path(record.folder),
+            sweep.path.name,
+            label(sweep, name),
+            cluster,
+            folder,
+            Path(record.folder),
             snapshot.take(sweep),
-        )  # fmt: skip
+        )
 
     @property
     def jobs(self) -> list[str]:

@@ -166,9 +166,14 @@ def open_shards(directory: str | Path, tokenizer: Tokenizer) -> Shards:
 
 
 def _build(
-    corpus: Corpus, fingerprint: str, config: DataConfig, tokenizer: Tokenizer, directory: Path,
-    progress: Progress | None, refined: Refined | None,
-) -> None:  # fmt: skip
+    corpus: Corpus,
+    fingerprint: str,
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    directory: Path,
+    progress: Progress | None,
+    refined: Refined | None,
+) -> None:
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
     spool = directory / "spool"
     mixed = MixedDocuments(spool, dtype)

@@ -106,9 +106,15 @@ class _Together:
     """The trainers of an ensemble, the stepper that they share, and who is left."""
 
     def __init__(
-        self, configs: Sequence[RunConfig], directories: Sequence[Path], shards: Shards, job: Job,
-        report: Callable[[int, str], None], on_end: Callable[[int, Ended], None], alive: Callable[[], object],
-    ) -> None:  # fmt: skip
+        self,
+        configs: Sequence[RunConfig],
+        directories: Sequence[Path],
+        shards: Shards,
+        job: Job,
+        report: Callable[[int, str], None],
+        on_end: Callable[[int, Ended], None],
+        alive: Callable[[], object],
+    ) -> None:
         self.configs, self.directories, self.shards, self.job = configs, directories, shards, job
         self.report, self.on_end, self.alive = report, on_end, alive
         self.clock = SharedClock(len(configs))
@@ -156,9 +162,17 @@ class _Together:
         index = member.index
         forget_failure(self.directories[index])  # of an earlier attempt, or a larger ensemble
         self.trainers[index] = Trainer(
-            member.config, self.directories[index], partial(self.report, index), self.shards, self.job, member, peak,
-            ensemble=len(self.configs), clock=self.clock, alive=self.alive,
-        )  # fmt: skip
+            member.config,
+            self.directories[index],
+            partial(self.report, index),
+            self.shards,
+            self.job,
+            member,
+            peak,
+            ensemble=len(self.configs),
+            clock=self.clock,
+            alive=self.alive,
+        )
 
     def _guarded(self, member: Member, action: Callable[[], Ended | None]) -> None:
         """Whatever goes wrong in the books of one member ends that member alone."""

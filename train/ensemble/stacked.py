@@ -105,9 +105,14 @@ class StackedGPT:
 
 
 def _block(
-    config: ModelConfig, backend: Backend, x: Tensor, weights: Weights, cos: Tensor, sin: Tensor,
+    config: ModelConfig,
+    backend: Backend,
+    x: Tensor,
+    weights: Weights,
+    cos: Tensor,
+    sin: Tensor,
     seen: Tensor | None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     def norm(name: str, x: Tensor) -> Tensor:
         return _norm(x, weights[f"{name}_norm.weight"], config.norm_eps)
 
@@ -168,9 +173,13 @@ class Rows:
     """
 
     def __init__(
-        self, template: GPT, optimizers: Sequence[OptimizerConfig], bucket_mb: float, device: torch.device,
+        self,
+        template: GPT,
+        optimizers: Sequence[OptimizerConfig],
+        bucket_mb: float,
+        device: torch.device,
         dtype: torch.dtype = torch.float32,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.optimizers = list(optimizers)
         self._groups = [parameter_groups(template, optimizer) for optimizer in self.optimizers]
         self._shapes = {name: tuple(p.shape) for name, p in template.named_parameters()}
@@ -239,20 +248,37 @@ class Rows:
         return [StepResult(*member) for member in zip(*parts, strict=True)]
 
     def _update(
-        self, group: int, rows: slice, state: Sequence[Tensor], factors: Sequence[float], divisors: Tensor,
+        self,
+        group: int,
+        rows: slice,
+        state: Sequence[Tensor],
+        factors: Sequence[float],
+        divisors: Tensor,
         skipped: Tensor,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """AdamW on parameters of one group, a member at a time: the fused kernel has one learning rate a call."""
         state = (*state, self.updates[rows].clone(), divisors, skipped)
         settings = zip(factors, self._groups[rows], self.optimizers[rows], strict=True)
         members = zip(settings, *(part.unbind() for part in state), strict=True)
         for (factor, groups, optimizer), weight, slope, first, second, updates, divisor, skip in members:
             adamw(
-                [weight], [slope], [first], [second], [], [updates],
-                fused=True, grad_scale=divisor, found_inf=skip, amsgrad=False, maximize=False,
-                beta1=optimizer.beta1, beta2=optimizer.beta2, eps=optimizer.eps,
-                lr=groups[group].learning_rate * factor, weight_decay=groups[group].weight_decay,
-            )  # fmt: skip
+                [weight],
+                [slope],
+                [first],
+                [second],
+                [],
+                [updates],
+                fused=True,
+                grad_scale=divisor,
+                found_inf=skip,
+                amsgrad=False,
+                maximize=False,
+                beta1=optimizer.beta1,
+                beta2=optimizer.beta2,
+                eps=optimizer.eps,
+                lr=groups[group].learning_rate * factor,
+                weight_decay=groups[group].weight_decay,
+            )
 
     def keep(self, rows: Sequence[int]) -> None:
         """Forgets all other members; earlier `parameters` and `held` are of no use any more."""

@@ -52,20 +52,28 @@ def detect(environment: Mapping[str, str] | None = None) -> Ranks:
 
 def _torchrun(env: Mapping[str, str], host: str) -> Ranks:
     return Ranks(
-        int(env["RANK"]), int(env["WORLD_SIZE"]),
-        int(env["LOCAL_RANK"]), int(env["LOCAL_WORLD_SIZE"]), host, "torchrun",
+        int(env["RANK"]),
+        int(env["WORLD_SIZE"]),
+        int(env["LOCAL_RANK"]),
+        int(env["LOCAL_WORLD_SIZE"]),
+        host,
+        "torchrun",
         f"{env.get('TORCHELASTIC_RUN_ID', 'none')}-{env.get('TORCHELASTIC_RESTART_COUNT', '0')}",
-    )  # fmt: skip
+    )
 
 
 def _slurm(env: Mapping[str, str], host: str) -> Ranks:
     # The step's own numbers: a job may have been given more tasks than this step of it uses.
     tasks = _tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE") or env["SLURM_TASKS_PER_NODE"])
     return Ranks(
-        int(env["SLURM_PROCID"]), int(env.get("SLURM_STEP_NUM_TASKS") or env["SLURM_NTASKS"]),
-        int(env["SLURM_LOCALID"]), tasks[int(env["SLURM_NODEID"])], env.get("SLURMD_NODENAME") or host, "slurm",
+        int(env["SLURM_PROCID"]),
+        int(env.get("SLURM_STEP_NUM_TASKS") or env["SLURM_NTASKS"]),
+        int(env["SLURM_LOCALID"]),
+        tasks[int(env["SLURM_NODEID"])],
+        env.get("SLURMD_NODENAME") or host,
+        "slurm",
         f"{env['SLURM_JOB_ID']}-{env.get('SLURM_RESTART_COUNT') or '0'}",
-    )  # fmt: skip
+    )
 
 
 def _local(env: Mapping[str, str], host: str) -> Ranks:

@@ -99,9 +99,13 @@ def parse_failure(values: dict[str, Any]) -> Failure:
     """A failure from its fields, of which none need be there."""
     cause = values.get("cause")
     return Failure(
-        Cause(cause) if cause in tuple(Cause) else Cause.UNKNOWN, str(values.get("reason", "no reason")),
-        values.get("rank"), values.get("host"), values.get("step"), tuple(values.get("hosts") or ()),
-    )  # fmt: skip
+        Cause(cause) if cause in tuple(Cause) else Cause.UNKNOWN,
+        str(values.get("reason", "no reason")),
+        values.get("rank"),
+        values.get("host"),
+        values.get("step"),
+        tuple(values.get("hosts") or ()),
+    )
 
 
 def forget_failure(directory: Path) -> None:

@@ -70,9 +70,14 @@ def _collect(receivers: list[Connection], timeout: float) -> list[tuple[bool, An
 
 
 def _rank(
-    rank: int, answer: Connection, ranks: int, folder: str, timeout: float, function: Callable[..., Any],
+    rank: int,
+    answer: Connection,
+    ranks: int,
+    folder: str,
+    timeout: float,
+    function: Callable[..., Any],
     arguments: tuple[Any, ...],
-) -> None:  # fmt: skip
+) -> None:
     torch.set_num_threads(1)
     try:
         store = dist.FileStore(os.path.join(folder, "store"), ranks)

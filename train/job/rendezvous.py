@@ -51,9 +51,12 @@ def meet(
     try:
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
-            store=dist.PrefixStore("torch", store), rank=ranks.rank, world_size=ranks.size,
-            timeout=limit, device_id=device if device.type == "cuda" else None,
-        )  # fmt: skip
+            store=dist.PrefixStore("torch", store),
+            rank=ranks.rank,
+            world_size=ranks.size,
+            timeout=limit,
+            device_id=device if device.type == "cuda" else None,
+        )
         mesh = configured_mesh(parallel, device)
         for group in (mesh.dp_group, mesh.tp_group, mesh.control):
             if group is not None:  # torch gives groups of its own making 10 minutes on NCCL, whatever their parent has

@@ -127,7 +127,7 @@ class Watchdog:
 
     def __init__(
         self, mesh: Mesh, store: Store | None, timeout_seconds: float, on_loss: Callable[[Failure], None]
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`on_loss` is called just before this process is ended from within, with EXIT_CODE."""
         self._mesh, self._timeout, self._on_loss = mesh, timeout_seconds, on_loss
         self._poll = min(1.0, timeout_seconds / 16)

@@ -34,9 +34,19 @@ def cross_entropy_(logits: Tensor, targets: Tensor, vocab_size: int, z_loss: flo
     block = min(triton.next_power_of_2(columns), LONGEST_BLOCK)
     with on_device(logits):
         _rows[(count,)](
-            logits, logits.stride(0), targets, targets.stride(0), losses, vocab_size, columns, z_loss, scale,
-            SLOPE=scale != 0, BLOCK=block, num_warps=max(1, block // 512),
-        )  # fmt: skip
+            logits,
+            logits.stride(0),
+            targets,
+            targets.stride(0),
+            losses,
+            vocab_size,
+            columns,
+            z_loss,
+            scale,
+            SLOPE=scale != 0,
+            BLOCK=block,
+            num_warps=max(1, block // 512),
+        )
     return losses
 
 
@@ -47,9 +57,18 @@ def _(logits: Tensor, targets: Tensor, vocab_size: int, z_loss: float, scale: fl
 
 @triton.jit
 def _rows(  # type: ignore[no-untyped-def]
-    logits, row_stride, targets, target_stride, losses, vocab_size, columns, z_loss, scale,
-    SLOPE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    logits,
+    row_stride,
+    targets,
+    target_stride,
+    losses,
+    vocab_size,
+    columns,
+    z_loss,
+    scale,
+    SLOPE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Loss, and with SLOPE the derivative, of one row."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * row_stride

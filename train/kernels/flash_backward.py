@@ -24,9 +24,20 @@ from .flash_forward import LOG2E, LOG2E_, head_of, key_range, load_rows, masked_
 
 @triton.jit
 def delta_kernel(  # type: ignore[no-untyped-def]
-    Grad, Out, GradLse, Delta, grad_batch, grad_time, grad_head, heads, time,
-    D: tl.constexpr, PADDED_D: tl.constexpr, QUERIES: tl.constexpr, HAS_GRAD_LSE: tl.constexpr,
-):  # fmt: skip
+    Grad,
+    Out,
+    GradLse,
+    Delta,
+    grad_batch,
+    grad_time,
+    grad_head,
+    heads,
+    time,
+    D: tl.constexpr,
+    PADDED_D: tl.constexpr,
+    QUERIES: tl.constexpr,
+    HAS_GRAD_LSE: tl.constexpr,
+):
     """Delta (batch, heads, time): what a row's dP is compared with."""
     blocks = tl.cdiv(time, QUERIES)
     program = tl.program_id(0)
@@ -45,10 +56,28 @@ def delta_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _key_grads(  # type: ignore[no-untyped-def]
-    k, v, dk, dv, q_base, grad_base, lse_row, delta_row, start, q_time, grad_time, time, scale_log2,
-    keys, first_row, D: tl.constexpr, PADDED_D: tl.constexpr, QUERIES: tl.constexpr,
-    HAS_FIRST: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
+    k,
+    v,
+    dk,
+    dv,
+    q_base,
+    grad_base,
+    lse_row,
+    delta_row,
+    start,
+    q_time,
+    grad_time,
+    time,
+    scale_log2,
+    keys,
+    first_row,
+    D: tl.constexpr,
+    PADDED_D: tl.constexpr,
+    QUERIES: tl.constexpr,
+    HAS_FIRST: tl.constexpr,
+    PRECISION: tl.constexpr,
+    MASKED: tl.constexpr,
+):
     """Adds one block of queries to dk and dv; all scores are transposed, (keys, queries)."""
     rows = start + tl.arange(0, QUERIES)
     q = load_rows(q_base, start, q_time, time, QUERIES, D, PADDED_D, EDGE=MASKED)
@@ -76,13 +105,42 @@ def _key_grads(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def key_kernel(  # type: ignore[no-untyped-def]
-    Q, K, V, First, Ends, Grad, Lse, Delta, DK, DV, scale, scale_log2,
-    q_batch, q_time, q_head, k_batch, k_time, k_head, v_batch, v_time, v_head,
-    grad_batch, grad_time, grad_head, first_batch, ends_batch,
-    kv_heads, group, time,
-    D: tl.constexpr, PADDED_D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
-    HAS_FIRST: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    Q,
+    K,
+    V,
+    First,
+    Ends,
+    Grad,
+    Lse,
+    Delta,
+    DK,
+    DV,
+    scale,
+    scale_log2,
+    q_batch,
+    q_time,
+    q_head,
+    k_batch,
+    k_time,
+    k_head,
+    v_batch,
+    v_time,
+    v_head,
+    grad_batch,
+    grad_time,
+    grad_head,
+    first_batch,
+    ends_batch,
+    kv_heads,
+    group,
+    time,
+    D: tl.constexpr,
+    PADDED_D: tl.constexpr,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+    HAS_FIRST: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """DK, DV (batch, time, kv_heads, D), contiguous. Ends (batch, blocks, 2): see `query_ends`."""
     blocks = tl.cdiv(time, KEYS)
     program = tl.program_id(0)
@@ -115,15 +173,53 @@ def key_kernel(  # type: ignore[no-untyped-def]
     for _ in tl.range(0, group):
         for query_start in tl.range(whole_begin, whole_end, QUERIES):
             dk, dv = _key_grads(
-                k, v, dk, dv, q_base, grad_base, lse_row, delta_row, query_start, q_time, grad_time, time, scale_log2,
-                keys, first_row, D, PADDED_D, QUERIES, HAS_FIRST, PRECISION, MASKED=False,
-            )  # fmt: skip
+                k,
+                v,
+                dk,
+                dv,
+                q_base,
+                grad_base,
+                lse_row,
+                delta_row,
+                query_start,
+                q_time,
+                grad_time,
+                time,
+                scale_log2,
+                keys,
+                first_row,
+                D,
+                PADDED_D,
+                QUERIES,
+                HAS_FIRST,
+                PRECISION,
+                MASKED=False,
+            )
         for index in tl.range(0, masked):
             query_start = masked_block(index, begin, whole_begin, whole_end, QUERIES)
             dk, dv = _key_grads(
-                k, v, dk, dv, q_base, grad_base, lse_row, delta_row, query_start, q_time, grad_time, time, scale_log2,
-                keys, first_row, D, PADDED_D, QUERIES, HAS_FIRST, PRECISION, MASKED=True,
-            )  # fmt: skip
+                k,
+                v,
+                dk,
+                dv,
+                q_base,
+                grad_base,
+                lse_row,
+                delta_row,
+                query_start,
+                q_time,
+                grad_time,
+                time,
+                scale_log2,
+                keys,
+                first_row,
+                D,
+                PADDED_D,
+                QUERIES,
+                HAS_FIRST,
+                PRECISION,
+                MASKED=True,
+            )
         q_base += q_head
         grad_base += grad_head
         lse_row += time
@@ -135,8 +231,18 @@ def key_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _query_grad(  # type: ignore[no-untyped-def]
-    q, grad, lse_log2, delta, dq, k, v, scale_log2, visible, PRECISION: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
+    q,
+    grad,
+    lse_log2,
+    delta,
+    dq,
+    k,
+    v,
+    scale_log2,
+    visible,
+    PRECISION: tl.constexpr,
+    MASKED: tl.constexpr,
+):
     """Adds one block of keys to dq."""
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     p = tl.math.exp2(scores * scale_log2 - lse_log2[:, None])
@@ -149,13 +255,39 @@ def _query_grad(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def query_kernel(  # type: ignore[no-untyped-def]
-    Q, K, V, First, Grad, Lse, Delta, DQ, scale, scale_log2,
-    q_batch, q_time, q_head, k_batch, k_time, k_head, v_batch, v_time, v_head,
-    grad_batch, grad_time, grad_head, first_batch,
-    heads, group, time,
-    D: tl.constexpr, PADDED_D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
-    HAS_FIRST: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    Q,
+    K,
+    V,
+    First,
+    Grad,
+    Lse,
+    Delta,
+    DQ,
+    scale,
+    scale_log2,
+    q_batch,
+    q_time,
+    q_head,
+    k_batch,
+    k_time,
+    k_head,
+    v_batch,
+    v_time,
+    v_head,
+    grad_batch,
+    grad_time,
+    grad_head,
+    first_batch,
+    heads,
+    group,
+    time,
+    D: tl.constexpr,
+    PADDED_D: tl.constexpr,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+    HAS_FIRST: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """DQ (batch, time, heads, D), contiguous: the forward kernel's walk over the keys."""
     blocks = tl.cdiv(time, QUERIES)
     program = tl.program_id(0)
@@ -216,9 +348,16 @@ def query_ends(first: Tensor, keys: int) -> Tensor:
 
 
 def backward(
-    grad: Tensor, grad_lse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor,
-    first: Tensor | None, scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grad: Tensor,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    first: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Launches the kernels: the derivatives of query, key and value, contiguous and in their shapes and types.
 
     Args:
@@ -239,22 +378,67 @@ def backward(
     with on_device(query):
         rows = 64
         delta_kernel[(triton.cdiv(time, rows) * batch * heads,)](
-            grad, out, delta if grad_lse is None else grad_lse, delta, *grad.stride()[:3], heads, time,
-            **sizes, QUERIES=rows, HAS_GRAD_LSE=grad_lse is not None,
-        )  # fmt: skip
+            grad,
+            out,
+            delta if grad_lse is None else grad_lse,
+            delta,
+            *grad.stride()[:3],
+            heads,
+            time,
+            **sizes,
+            QUERIES=rows,
+            HAS_GRAD_LSE=grad_lse is not None,
+        )
         launch = blocks.d_key_value
         ends = some_first if first is None else query_ends(first, launch.keys)
         key_kernel[(triton.cdiv(time, launch.keys) * batch * kv_heads,)](
-            query, key, value, some_first, ends, grad, lse, delta, d_key, d_value, scale, scale * LOG2E,
-            *strides, first_batch, ends.stride(0) if first_batch else 0, kv_heads, heads // kv_heads, time,
-            **sizes, QUERIES=launch.queries, KEYS=launch.keys, **flags,
-            num_warps=launch.warps, num_stages=launch.stages,
-        )  # fmt: skip
+            query,
+            key,
+            value,
+            some_first,
+            ends,
+            grad,
+            lse,
+            delta,
+            d_key,
+            d_value,
+            scale,
+            scale * LOG2E,
+            *strides,
+            first_batch,
+            ends.stride(0) if first_batch else 0,
+            kv_heads,
+            heads // kv_heads,
+            time,
+            **sizes,
+            QUERIES=launch.queries,
+            KEYS=launch.keys,
+            **flags,
+            num_warps=launch.warps,
+            num_stages=launch.stages,
+        )
         launch = blocks.d_query
         query_kernel[(triton.cdiv(time, launch.queries) * batch * heads,)](
-            query, key, value, some_first, grad, lse, delta, d_query, scale, scale * LOG2E,
-            *strides, first_batch, heads, heads // kv_heads, time,
-            **sizes, QUERIES=launch.queries, KEYS=launch.keys, **flags,
-            num_warps=launch.warps, num_stages=launch.stages,
-        )  # fmt: skip
+            query,
+            key,
+            value,
+            some_first,
+            grad,
+            lse,
+            delta,
+            d_query,
+            scale,
+            scale * LOG2E,
+            *strides,
+            first_batch,
+            heads,
+            heads // kv_heads,
+            time,
+            **sizes,
+            QUERIES=launch.queries,
+            KEYS=launch.keys,
+            **flags,
+            num_warps=launch.warps,
+            num_stages=launch.stages,
+        )
     return d_query, d_key, d_value

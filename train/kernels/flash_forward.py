@@ -98,12 +98,33 @@ def _attend(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def forward_kernel(  # type: ignore[no-untyped-def]
-    Q, K, V, First, Out, Lse, scale_log2,
-    q_batch, q_time, q_head, k_batch, k_time, k_head, v_batch, v_time, v_head, first_batch,
-    heads, group, time,
-    D: tl.constexpr, PADDED_D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
-    HAS_FIRST: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    Q,
+    K,
+    V,
+    First,
+    Out,
+    Lse,
+    scale_log2,
+    q_batch,
+    q_time,
+    q_head,
+    k_batch,
+    k_time,
+    k_head,
+    v_batch,
+    v_time,
+    v_head,
+    first_batch,
+    heads,
+    group,
+    time,
+    D: tl.constexpr,
+    PADDED_D: tl.constexpr,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+    HAS_FIRST: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """Out (batch, time, heads, D) and Lse (batch, heads, time), both contiguous; Q, K, V by their strides."""
     blocks = tl.cdiv(time, QUERIES)
     program = tl.program_id(0)
@@ -163,11 +184,27 @@ def forward(query: Tensor, key: Tensor, value: Tensor, first: Tensor | None, sca
     launch = blocks_for(head_dim, query.dtype, precision, capability_of(query)).forward
     with on_device(query):
         forward_kernel[(triton.cdiv(time, launch.queries) * batch * heads,)](
-            query, key, value, query if first is None else first, out, lse, scale * LOG2E,
-            *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], 0 if first is None else first.stride(0),
-            heads, heads // key.shape[2], time,
-            D=head_dim, PADDED_D=triton.next_power_of_2(head_dim), QUERIES=launch.queries, KEYS=launch.keys,
-            HAS_FIRST=first is not None, PRECISION=precision,
-            num_warps=launch.warps, num_stages=launch.stages,
-        )  # fmt: skip
+            query,
+            key,
+            value,
+            query if first is None else first,
+            out,
+            lse,
+            scale * LOG2E,
+            *query.stride()[:3],
+            *key.stride()[:3],
+            *value.stride()[:3],
+            0 if first is None else first.stride(0),
+            heads,
+            heads // key.shape[2],
+            time,
+            D=head_dim,
+            PADDED_D=triton.next_power_of_2(head_dim),
+            QUERIES=launch.queries,
+            KEYS=launch.keys,
+            HAS_FIRST=first is not None,
+            PRECISION=precision,
+            num_warps=launch.warps,
+            num_stages=launch.stages,
+        )
     return out, lse

@@ -66,9 +66,15 @@ class _BlockAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[no-untyped-def]
-        ctx, query: Tensor, key: Tensor, value: Tensor, block: int, batch: int = 1, mask: Tensor | None = None,
+        ctx,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        block: int,
+        batch: int = 1,
+        mask: Tensor | None = None,
         window: int | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         time = query.shape[1]
         ahead = torch.full((block, block), float("-inf"), dtype=query.dtype, device=query.device).triu_(1)
         out, kept = torch.empty_like(query), []

@@ -95,9 +95,15 @@ class Choice:
 
 
 def choose_backend(
-    wanted: str, device_type: str, capability: tuple[int, int] | None, dtype: torch.dtype, head_dim: int,
-    has_window: bool, has_documents: bool, installed: Set[str],
-) -> Choice:  # fmt: skip
+    wanted: str,
+    device_type: str,
+    capability: tuple[int, int] | None,
+    dtype: torch.dtype,
+    head_dim: int,
+    has_window: bool,
+    has_documents: bool,
+    installed: Set[str],
+) -> Choice:
     """Which backend computes a model's attention, and why; for the arguments see `Work`.
 
     Raises:

@@ -105,9 +105,12 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def query_key_value(
-    products: Tensor, heads: int, kv_heads: int, norms: tuple[Callable[[Tensor], Tensor], ...],
+    products: Tensor,
+    heads: int,
+    kv_heads: int,
+    norms: tuple[Callable[[Tensor], Tensor], ...],
     rotate: Callable[[Tensor], Tensor],
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     """Query (…, heads, d), key and value (…, kv_heads, d) out of their fused product (…, heads + 2 kv_heads, d).
 
     Args:

@@ -137,12 +137,17 @@ def _block(
         return Parameter(f"{name}.weight", role, tuple(Part(f"{hf}.weight", *rest) for hf, *rest in parts), columns)
 
     keys = kv_heads * head_dim
-    of_heads = [vector(f"attention.{name}_norm", "head norm", f"self_attn.{name[0]}_norm", head_dim)
-                for name in ("query", "key") if head_norms]  # fmt: skip
+    of_heads = [
+        vector(f"attention.{name}_norm", "head norm", f"self_attn.{name[0]}_norm", head_dim)
+        for name in ("query", "key")
+        if head_norms
+    ]
     return (
         vector("attention_norm", "norm", "input_layernorm", width),
         matrix(
-            "attention.qkv", "first", width,
+            "attention.qkv",
+            "first",
+            width,
             ("self_attn.q_proj", heads * head_dim, heads),
             ("self_attn.k_proj", keys, kv_heads),
             ("self_attn.v_proj", keys, kv_heads),
@@ -152,15 +157,21 @@ def _block(
         vector("mlp_norm", "norm", "post_attention_layernorm", width),
         matrix("mlp.gate_up", "first", width, ("mlp.gate_proj", hidden, hidden), ("mlp.up_proj", hidden, hidden)),
         matrix("mlp.down", "last", hidden, ("mlp.down_proj", width, 1)),
-    )  # fmt: skip
+    )
 
 
 def model_shape(model: ModelConfig) -> Shape:
     return Shape(
-        width=model.width, depth=model.depth, heads=model.heads, kv_heads=model.num_kv_heads, head_dim=model.head_dim,
-        hidden=model.mlp_hidden, vocabulary=model.padded_vocab_size, head_norms=model.qk_norm,
+        width=model.width,
+        depth=model.depth,
+        heads=model.heads,
+        kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        hidden=model.mlp_hidden,
+        vocabulary=model.padded_vocab_size,
+        head_norms=model.qk_norm,
         tied=model.tied_embeddings,
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True)
@@ -197,11 +208,16 @@ def share_of(config: RunConfig) -> Share:
         "vocabulary": whole.vocabulary // ranks,
     }
     return Share(
-        **vars(whole) | own, split=ranks > 1, kv_used=max(whole.kv_heads // ranks, 1),
-        length=length, sequences=sequences, rows=tokens // ranks if config.parallel.sequence_parallel else tokens,
-        precision=config.precision, window=model.window if model.window is not None and model.window < length else None,
+        **vars(whole) | own,
+        split=ranks > 1,
+        kv_used=max(whole.kv_heads // ranks, 1),
+        length=length,
+        sequences=sequences,
+        rows=tokens // ranks if config.parallel.sequence_parallel else tokens,
+        precision=config.precision,
+        window=model.window if model.window is not None and model.window < length else None,
         documents=config.data.separate_documents,
-    )  # fmt: skip
+    )
 
 
 def micro_batch_of(config: RunConfig) -> int:

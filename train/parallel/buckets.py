@@ -51,9 +51,7 @@ class Bucket:
     @property
     def segments(self) -> list[tuple[int, Range]]:
         """(group, range) of neighbours that share a learning rate and weight decay; together the whole bucket."""
-        firsts = [
-            slot for i, slot in enumerate(self.slots) if i == 0 or self.slots[i - 1].group != slot.group
-        ]  # fmt: skip
+        firsts = [slot for i, slot in enumerate(self.slots) if i == 0 or self.slots[i - 1].group != slot.group]
         stops = [*(slot.start for slot in firsts[1:]), self.size]
         return [(slot.group, (slot.start, stop)) for slot, stop in zip(firsts, stops, strict=True)]
 

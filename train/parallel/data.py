@@ -49,9 +49,15 @@ class Gradients:
     """
 
     def __init__(
-        self, layouts: Sequence[Bucket], parameters: Mapping[str, nn.Parameter], owned: Sequence[Range],
-        group: ProcessGroup | None, *, stage: int, complete: Callable[[int], None],
-    ) -> None:  # fmt: skip
+        self,
+        layouts: Sequence[Bucket],
+        parameters: Mapping[str, nn.Parameter],
+        owned: Sequence[Range],
+        group: ProcessGroup | None,
+        *,
+        stage: int,
+        complete: Callable[[int], None],
+    ) -> None:
         self.group, self.complete, self.stage = group, complete, stage
         self.native = group is not None and "gloo" not in str(dist.get_backend(group))  # has a reduce-scatter
         self.buckets = [

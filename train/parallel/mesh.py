@@ -81,8 +81,12 @@ def build_mesh(dp: int, tp: int, device: torch.device) -> Mesh:
     world = dist.group.WORLD
     control = world if "gloo" in str(dist.get_backend()) else dist.new_group(backend="gloo")
     return Mesh(
-        rank=dist.get_rank(), dp=dp, tp=tp,
+        rank=dist.get_rank(),
+        dp=dp,
+        tp=tp,
         dp_group=device_mesh.get_group("dp") if dp > 1 or alone else None,
         tp_group=device_mesh.get_group("tp") if tp > 1 or alone else None,
-        world=world, control=control, device_mesh=device_mesh,
-    )  # fmt: skip
+        world=world,
+        control=control,
+        device_mesh=device_mesh,
+    )

@@ -28,9 +28,16 @@ class Weights:
     """
 
     def __init__(
-        self, gpt: GPT, layouts: Sequence[Bucket], owned: Sequence[Range], group: ProcessGroup | None, *,
-        stage: int, dtype: torch.dtype, device: torch.device,
-    ) -> None:  # fmt: skip
+        self,
+        gpt: GPT,
+        layouts: Sequence[Bucket],
+        owned: Sequence[Range],
+        group: ProcessGroup | None,
+        *,
+        stage: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
         self.group, self.stage = group, stage
         self.full: list[Tensor] = []
         self.parameters = self._replace(gpt, layouts, dtype, device)

@@ -57,9 +57,18 @@ class Zero:
     updates: Tensor  # () updates made: Adam's step count, to be saved and restored
 
     def __init__(
-        self, gpt: GPT, groups: Sequence[ParameterGroup], placements: Mapping[str, Placement], mesh: Mesh, *,
-        stage: int, dtype: torch.dtype, optimizer: OptimizerConfig, bucket_mb: float, device: torch.device,
-    ) -> None:  # fmt: skip
+        self,
+        gpt: GPT,
+        groups: Sequence[ParameterGroup],
+        placements: Mapping[str, Placement],
+        mesh: Mesh,
+        *,
+        stage: int,
+        dtype: torch.dtype,
+        optimizer: OptimizerConfig,
+        bucket_mb: float,
+        device: torch.device,
+    ) -> None:
         self.mesh, self.placements, self.optimizer = mesh, placements, optimizer
         self.dtype, self.wide, self.device = dtype, torch.promote_types(dtype, torch.float32), device
         self._decays = [group.weight_decay for group in groups]
@@ -94,9 +103,10 @@ class Zero:
         shards = list(zip(self.layouts, self.owned, self.gradients.shards, strict=True))
         self._segments = [self._cut(number) for number in range(len(self.layouts))]
         self._partial = [
-            shard[start:stop] for layout, owned, shard in shards
+            shard[start:stop]
+            for layout, owned, shard in shards
             for start, stop in clip(partial(layout, placements), owned)
-        ]  # fmt: skip
+        ]
         self._measured = [
             shard[first - owned[0] :][start:stop]
             for (layout, owned, shard), (first, last) in zip(shards, slices, strict=True)
@@ -195,10 +205,22 @@ class Zero:
             # What torch.optim.AdamW(fused=True) calls, without what it adds: a copy, a sum and a difference of `count`
             # for every call, each a kernel of its own.
             torch._fused_adamw_(
-                weight, [gradient[start:stop]], first, second, [], [count], lr=self._rate_of[group],
-                beta1=options.beta1, beta2=options.beta2, weight_decay=self._decays[group], eps=options.eps,
-                amsgrad=False, maximize=False, grad_scale=divisor, found_inf=skipped,
-            )  # fmt: skip
+                weight,
+                [gradient[start:stop]],
+                first,
+                second,
+                [],
+                [count],
+                lr=self._rate_of[group],
+                beta1=options.beta1,
+                beta2=options.beta2,
+                weight_decay=self._decays[group],
+                eps=options.eps,
+                amsgrad=False,
+                maximize=False,
+                grad_scale=divisor,
+                found_inf=skipped,
+            )
 
     def _cut(self, number: int) -> list[Segment]:
         owned, state = self.owned[number], (self.master[number], self.exp_avg[number], self.exp_avg_sq[number])

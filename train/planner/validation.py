@@ -27,19 +27,42 @@ _CHOICES = {
     "parallel.attention": ATTENTION,
 }
 _POSITIVE = (
-    "tokens", "log_every", "validations", "max_loss_rise", "data.sequence_length", "data.validation_tokens",
-    "data.vocab_size", "optimizer.batch_size", "optimizer.learning_rate", "optimizer.base_width",
-    "optimizer.embedding_multiplier", "optimizer.eps", "checkpoint.every_seconds", "checkpoint.keep",
-    "checkpoint.every_steps", "parallel.threads", "parallel.bucket_mb", "parallel.timeout_seconds", "data.max_bytes",
-)  # fmt: skip
+    "tokens",
+    "log_every",
+    "validations",
+    "max_loss_rise",
+    "data.sequence_length",
+    "data.validation_tokens",
+    "data.vocab_size",
+    "optimizer.batch_size",
+    "optimizer.learning_rate",
+    "optimizer.base_width",
+    "optimizer.embedding_multiplier",
+    "optimizer.eps",
+    "checkpoint.every_seconds",
+    "checkpoint.keep",
+    "checkpoint.every_steps",
+    "parallel.threads",
+    "parallel.bucket_mb",
+    "parallel.timeout_seconds",
+    "data.max_bytes",
+)
 _SHARES = (
-    "schedule.warmup_max_share", "schedule.decay_share", "schedule.final_share", "data.validation_fraction",
-    "optimizer.beta1", "optimizer.beta2",
-)  # fmt: skip
+    "schedule.warmup_max_share",
+    "schedule.decay_share",
+    "schedule.final_share",
+    "data.validation_fraction",
+    "optimizer.beta1",
+    "optimizer.beta2",
+)
 _NOT_NEGATIVE = (
-    "optimizer.weight_decay", "optimizer.gradient_clip", "optimizer.z_loss", "schedule.warmup_tokens",
-    "schedule.warmup_per_parameter", "skip_bad_steps",
-)  # fmt: skip
+    "optimizer.weight_decay",
+    "optimizer.gradient_clip",
+    "optimizer.z_loss",
+    "schedule.warmup_tokens",
+    "schedule.warmup_per_parameter",
+    "skip_bad_steps",
+)
 
 
 def validate(config: RunConfig) -> None:
@@ -168,9 +191,10 @@ def working_shapes(config: RunConfig, ranks: int, ranks_per_node: int | None = N
     """
     shapes = [(tp, ranks // tp) for tp in divisors_of(ranks) if (ranks_per_node or ranks) % tp == 0]
     return [
-        (tp, dp) for tp, dp in shapes
+        (tp, dp)
+        for tp, dp in shapes
         if _refusal(dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, tp=tp, dp=dp))) is None
-    ]  # fmt: skip
+    ]
 
 
 def divisors_of(number: int) -> list[int]:

@@ -232,9 +232,12 @@ def _hugging_face(step: Step) -> Callable[[list[str]], list[float]]:
         with torch.inference_mode():
             for start in range(0, len(texts), _BATCH):
                 batch = tokenizer(
-                    texts[start : start + _BATCH], truncation=True, max_length=longest, padding=True,
+                    texts[start : start + _BATCH],
+                    truncation=True,
+                    max_length=longest,
+                    padding=True,
                     return_tensors="pt",
-                )  # fmt: skip
+                )
                 found += model(**batch).logits.float().softmax(-1)[:, wanted].tolist()
         return found
 

@@ -105,9 +105,12 @@ class Pool:
                 raise RuntimeError("the pool has ended")
             # -P: a file of the user's folder must not pass for a module.
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment,
+                [sys.executable, "-P", "-m", __name__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=environment,
                 start_new_session=True,  # Ctrl-C reaches the parent alone
-            )  # fmt: skip
+            )
             self._started.append(process)
         return process
 

@@ -42,9 +42,17 @@ class Step:
 
 # Version of the rules of each kind of step, part of the fingerprint: bump it when a step would keep other documents.
 VERSIONS = {
-    "gopher": 1, "gopher_quality": 1, "gopher_repetition": 1, "length": 1, "symbols": 1, "language": 1, "quality": 1,
-    "exact": 1, "near": 1, "bloom": 1,
-}  # fmt: skip
+    "gopher": 1,
+    "gopher_quality": 1,
+    "gopher_repetition": 1,
+    "length": 1,
+    "symbols": 1,
+    "language": 1,
+    "quality": 1,
+    "exact": 1,
+    "near": 1,
+    "bloom": 1,
+}
 # Kinds that look at all documents together, the others at one at a time.
 WHOLE = ("exact", "near", "bloom")
 MODELS = (".bin", ".ftz")  # fastText's
@@ -120,8 +128,13 @@ def _quality(kind: str, argument: str, word: str) -> Step:
 
 
 _PARSERS: dict[str, Callable[[str, str, str], Step]] = {
-    "symbols": _share, "near": _share, "bloom": _share, "length": _length, "language": _language, "quality": _quality,
-}  # fmt: skip
+    "symbols": _share,
+    "near": _share,
+    "bloom": _share,
+    "length": _length,
+    "language": _language,
+    "quality": _quality,
+}
 
 
 def _number(text: str, word: str, form: str) -> float:

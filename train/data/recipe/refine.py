@@ -208,18 +208,28 @@ class Refinery:
         counts[found] = np.diff(some)
         offsets = np.concatenate([[0], np.cumsum(counts)])
         return dedup.near(
-            band, bands, hashes, offsets, self._digests[at], self._held[at], step.number,
+            band,
+            bands,
+            hashes,
+            offsets,
+            self._digests[at],
+            self._held[at],
+            step.number,
             lambda done: self._progress(f"{stage}, pairs", float(done), float(bands)),
-        )  # fmt: skip
+        )
 
     def _bloom(self, number: int, step: Step, at: npt.NDArray[np.int64]) -> dedup.Duplicates:
         asked, kind, stage = self._removed < 0, f"{number}-ngrams.npz", self._stage(number, number + 1)
         self._each_part(stage, kind, parts.ngrams_part, asked)
         hashes, offsets = self._joined(number, kind)
         return dedup.bloom(
-            hashes, offsets, self._digests[at], self._held[at], step.number,
+            hashes,
+            offsets,
+            self._digests[at],
+            self._held[at],
+            step.number,
             lambda done: self._progress(f"{stage}, overlap", float(done), float(len(at))),
-        )  # fmt: skip
+        )
 
     def _each_part(self, stage: str, kind: str, function: Callable[..., int], asked: Flags, *arguments: Any) -> None:
         """Calls `function(folder, number, kind, asked of the part, *arguments)` where that file is missing."""
