@@ -1,4 +1,4 @@
-"""What a pass of the keeper does about a sweep, with a stand-in for SLURM; test_slurm_keeper.py has the real one."""
+"""What a pass of the keeper does about a sweep, with a stand-in for SLURM; slurm/test_keeper.py has the real one."""
 
 from __future__ import annotations
 
