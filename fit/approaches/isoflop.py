@@ -26,7 +26,7 @@ Method = Literal["parabola", "cubic", "akima"]
 REACH = np.log(10.0)  # a polynomial's lowest point is looked for up to ten times beyond the sizes tried
 NEIGHBOURS = 4  # a parabola through this many sizes leaves one contrast
 SAME_SIZE = 6  # decimals of log N up to which two sizes are one
-NEEDS = {"parabola": ("a parabola", 3), "cubic": ("a cubic", 5), "akima": ("Akima's curve", 3)}  # sizes
+CUBIC_SIZES = 5
 LEVEL_WIDTH = 0.05  # decades of C that count as one budget where the table names none
 TIGHT_WIDTH = 0.02  # closer than this, three runs are enough to call it a budget
 LOOSE_RUNS = 6
@@ -81,9 +81,8 @@ class Akima:
 
     def minimum(self, losses: Array) -> tuple[Array, Array]:
         # The minimum of a piecewise cubic is found exactly, from the roots of its derivative.
-        a, b, c, d = self._interpolate(
-            losses @ self.mean.T
-        ).c  # each (sizes - 1, draws), of a t^3 + b t^2 + c t + d from the left knot
+        # Each (sizes - 1, draws), of a t^3 + b t^2 + c t + d from the left knot.
+        a, b, c, d = self._interpolate(losses @ self.mean.T).c
         length = np.diff(self.knots)[:, None]
         t = _valley(a, b, c)
         t = np.where((t > 0) & (t < length), t, 0.0)
@@ -107,10 +106,11 @@ class Akima:
 
 
 Curve = Polynomial | Akima
-METHODS: dict[str, Callable[[Array, Array], Curve]] = {
-    "parabola": partial(Polynomial, 2),
-    "cubic": partial(Polynomial, 3),
-    "akima": Akima,
+# Each with the sizes that it needs and its name in sentences.
+METHODS: dict[str, tuple[Callable[[Array, Array], Curve], int, str]] = {
+    "parabola": (partial(Polynomial, 2), 3, "a parabola"),
+    "cubic": (partial(Polynomial, 3), CUBIC_SIZES, "a cubic"),
+    "akima": (Akima, 3, "Akima's curve"),
 }
 
 
@@ -166,7 +166,7 @@ class IsoflopProfile:
     @property
     def shape(self) -> Curve:
         """The curve's method on these sizes, for any losses."""
-        return METHODS[self.method](np.log(self.N / self.N0), self.weight)
+        return METHODS[self.method][0](np.log(self.N / self.N0), self.weight)
 
     def curve(self, N: ArrayLike) -> Array:
         """The curve's loss at sizes N; Akima's is NaN outside of the sizes tried."""
@@ -190,9 +190,9 @@ class IsoflopProfile:
 def find_vertex(bare: IsoflopProfile) -> IsoflopProfile:
     """The profile with its vertex, or with the reason why it has none that can be trusted."""
     sizes = len(np.unique(np.round(np.log(bare.N), SAME_SIZE)))
-    if bare.method == "cubic" and sizes < NEEDS["cubic"][1]:
+    if bare.method == "cubic" and sizes < CUBIC_SIZES:
         bare = replace(bare, method="parabola")
-    what, needed = NEEDS[bare.method]
+    _, needed, what = METHODS[bare.method]
     if sizes < needed:
         plural = "s" if sizes > 1 else ""
         return replace(bare, reason=f"only {sizes} size{plural} at this budget, and {what} needs {needed}")
@@ -241,7 +241,7 @@ def cubic_term(profile: IsoflopProfile) -> tuple[float, float, int, float] | Non
     squares left over, their degrees of freedom, and the move of log N.
     """
     u = np.log(profile.N / profile.N0)
-    if len(np.unique(np.round(u, SAME_SIZE))) < NEEDS["cubic"][1] or not profile.accepted:
+    if len(np.unique(np.round(u, SAME_SIZE))) < CUBIC_SIZES or not profile.accepted:
         return None
     relative = profile.loss / profile.loss.min()
     two, three = (Polynomial(degree, u, profile.weight) for degree in (2, 3))

@@ -5,7 +5,6 @@ Each check is one small function from an analysis to warnings, listed in STOPS o
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from copy import copy
 
 import numpy as np
@@ -154,8 +153,8 @@ def _few_trunks(a: Analysis) -> Found:
         )
 
 
-STOPS: tuple[Callable[[Analysis], Found], ...] = (_missing_approaches, _solver)
-SHOWS: tuple[Callable[[Analysis], Found], ...] = (
+STOPS = (_missing_approaches, _solver)
+SHOWS = (
     _recipes,
     _outliers,
     _disagreement,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -614,7 +614,7 @@ def extrapolation(high: float, targets: Iterable[float]) -> Found:
         )
 
 
-CHECKS: tuple[Callable[[RunTable], Found], ...] = (
+CHECKS = (
     units,
     mixed_units,
     mixed_tokenizers,

@@ -8,7 +8,7 @@ Hoffmann et al. 2022 (arXiv:2203.15556), Besiroglu et al. 2024 (arXiv:2404.10102
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -192,7 +192,7 @@ def _span(e: Evidence) -> Iterator[str]:
         yield f"They agree at the largest run and differ only {times(far)} beyond it, where each extends its own form."
 
 
-SUSPECTS: tuple[Callable[[Evidence], Iterator[str]], ...] = (
+SUSPECTS = (
     _conventions,
     _outliers,
     _solver,

@@ -273,17 +273,15 @@ def allocation(a: Analysis, quantity: str) -> Figure | None:
         data += _approach_traces(a, approach, quantity, C, values, band)
     if not data:
         return None
-    vertices, winners = measured_optima(a, quantity)
-    near += [*vertices[1], *winners[1]]
-    if len(vertices[0]):
-        hover, colour = (
-            budget_hovers("isoFLOP minimum", vertices[0], quantity, vertices[1]),
-            APPROACH_STYLE["isoflop"][0],
-        )
-        data.append(points(*vertices, colour, hover, 12, INK, marker={"symbol": "star"}, name="minima"))
-    hover, colour = budget_hovers("best run", winners[0], quantity, winners[1]), APPROACH_STYLE["envelope"][0]
+    (C_vertex, vertices), (C_best, winners) = measured_optima(a, quantity)
+    near += [*vertices, *winners]
+    if len(vertices):
+        hover, star = budget_hovers("isoFLOP minimum", C_vertex, quantity, vertices), {"symbol": "star"}
+        colour = APPROACH_STYLE["isoflop"][0]
+        data.append(points(C_vertex, vertices, colour, hover, 12, INK, marker=star, name="minima"))
+    hover, colour = budget_hovers("best run", C_best, quantity, winners), APPROACH_STYLE["envelope"][0]
     ring = {"symbol": "diamond-open", "line": {"color": colour, "width": 2}}
-    data.append(points(*winners, colour, hover, 9, marker=ring, name="best runs"))
+    data.append(points(C_best, winners, colour, hover, 9, marker=ring, name="best runs"))
     log = quantity != "loss"
     look = layout("training FLOPs", OPTIMUM_TITLES[quantity], log_y=log)
     look["margin"]["t"] = 64

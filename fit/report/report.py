@@ -98,7 +98,6 @@ def render_report(
         answer=f"{_answer(a)} {a.verdict.sentence}",
         able=[a.approaches[key] for key in PREFERRED if a.approaches[key].exponent is not None],
         influence=_influence(a),
-        budgets=_budgets(a),
         styles={key: APPROACH_STYLE[key] for key in PREFERRED},
         exponents=[] if law is None else [name for name in law.names if name.startswith(("alpha", "beta"))],
         equation="" if law is None else law.equation(lambda name: amount(law.constants_[name], 4)),
@@ -128,7 +127,7 @@ def render_template(name: str, **context: Any) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.globals |= {say.__name__: say for say in (amount, count, fixed, interval, percent, scientific)}
+    environment.globals |= {say.__name__: say for say in (amount, count, fixed, interval, percent, scientific, times)}
     return environment.get_template(name).render(context)
 
 
@@ -158,13 +157,3 @@ def _influence(a: Analysis) -> list[dict[str, Any]]:
         return max((abs(v) for v in entry["moves"].values() if v is not None), default=0.0)
 
     return sorted((e for e in found["left_out"] if e["N"] is not None), key=move, reverse=True)[:SHOWN]
-
-
-def _budgets(a: Analysis) -> list[tuple[float, str]]:
-    """The budgets that the page answers for: what can be checked against runs stands above what cannot."""
-    largest = float(a.table.flops.max())
-    found = []
-    for C in sorted({largest, 10 * largest, *a.targets}):
-        note = "the largest run" if largest == C else f"{times(C / largest)} the largest run"
-        found.append((C, f"target, {note}" if C in a.targets else note))
-    return found
