@@ -116,9 +116,11 @@ def named(table: RunTable, rows: np.ndarray) -> str:
     return ", ".join(table.run_id[rows[:3]]) + (f" and {len(rows) - 3} more" if len(rows) > 3 else "")
 
 
-def sizes_and_tokens(table: RunTable) -> np.ndarray:
-    """Which (N, D) each run belongs to, (n,): equal numbers for runs that share both."""
-    return np.unique(np.stack([table.N, table.D]), axis=1, return_inverse=True)[1].ravel()
+def _alike(*columns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Equal numbers (n,) for rows that are equal in all columns, and which rows repeat an earlier one."""
+    values = np.stack([np.unique(column, return_inverse=True)[1].ravel() for column in columns])
+    _, first, point = np.unique(values, axis=1, return_index=True, return_inverse=True)
+    return point.ravel(), np.setdiff1d(np.arange(len(columns[0])), first)
 
 
 def units(t: RunTable) -> Found:
@@ -457,7 +459,7 @@ def _evenly_spaced(t: RunTable) -> list[float | None]:
 
 def swept(t: RunTable) -> Found:
     rate, batch, trials = (numbers(t, role) for role in ("learning_rate", "batch", "trials"))
-    point = sizes_and_tokens(t)
+    point, _ = _alike(t.N, t.D)
     settings = {(p, r, b) for p, r, b in zip(point, rate, np.nan_to_num(batch), strict=True) if np.isfinite(r)}
     tried = Counter(p for p, _, _ in settings)
     several = [p for p, count in tried.items() if count > 1]
@@ -514,8 +516,7 @@ def _monotone(x: Array, y: Array) -> bool:
 
 def _duplicates(t: RunTable) -> Found:
     """Rows that repeat a run, and runs that repeat another's numbers under another name."""
-    point = sizes_and_tokens(t)
-    again = _repeats(t.run_id, point)
+    _, again = _alike(t.run_id, t.N, t.D)
     said = []
     if again.size:
         said.append(f"{again.size} rows repeat the run id, N and D of another row ({named(t, again)})")
@@ -523,7 +524,7 @@ def _duplicates(t: RunTable) -> Found:
     # there are so many runs at one (N, D), with other settings, that two must meet.
     if np.abs(t.loss - np.round(t.loss, 4)).max() > 1e-9:
         settings = [np.nan_to_num(numbers(t, role)) for role in ("learning_rate", "batch")]
-        copied = np.setdiff1d(_repeats(point, t.loss, *settings), again)
+        copied = np.setdiff1d(_alike(t.N, t.D, t.loss, *settings)[1], again)
         if copied.size:
             said.append(f"{copied.size} rows have the N, D and loss of a run of another name ({named(t, copied)})")
     if said:
@@ -534,15 +535,8 @@ def _duplicates(t: RunTable) -> Found:
         )
 
 
-def _repeats(*columns: np.ndarray) -> np.ndarray:
-    """Rows that repeat an earlier row in all columns."""
-    labels = np.stack([np.unique(column, return_inverse=True)[1].ravel() for column in columns])
-    _, first = np.unique(labels, axis=1, return_index=True)
-    return np.setdiff1d(np.arange(labels.shape[1]), first)
-
-
 def _few_runs(t: RunTable) -> Found:
-    pairs = len(set(sizes_and_tokens(t)))
+    pairs = len(t) - len(_alike(t.N, t.D)[1])
     if pairs < FEW_RUNS:
         yield Warning(
             "few_runs",

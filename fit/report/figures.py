@@ -270,7 +270,16 @@ def allocation(a: Analysis, quantity: str) -> Figure | None:
     near: list[float] = []
     for approach, values, band in allocation_lines(a, quantity, C):
         near += values[(high * 30 >= C) & np.isfinite(values)].tolist()
-        data += _approach_traces(a, approach, quantity, C, values, band)
+        colour, dash, symbol = APPROACH_STYLE[approach.key]
+        group: Trace = {"legendgroup": approach.key}
+        if band is not None:
+            data.append(band_area(C, np.clip(band, 1e-30, 1e40), colour, **group))
+        hover = budget_hovers(f"<b>{approach.title}</b>", C, quantity, values)
+        data.append(line(C, values, colour, hover, dash=dash, name=approach.title.split(" · ")[1], **group))
+        marks = values[np.searchsorted(C, a.targets)]
+        hover = budget_hovers("<b>target</b>", a.targets, quantity, marks)
+        group |= {"marker": {"symbol": symbol}, "showlegend": False}
+        data.append(points(a.targets, marks, colour, hover, 10, **group))
     if not data:
         return None
     (C_vertex, vertices), (C_best, winners) = measured_optima(a, quantity)
@@ -296,20 +305,6 @@ def allocation(a: Analysis, quantity: str) -> Figure | None:
         axis, key = change.split(".")
         look[axis][key] = value
     return {"data": data, "layout": look | ({"meta": views} if beyond else {})}
-
-
-def _approach_traces(
-    a: Analysis, approach: Any, quantity: str, C: Array, values: Array, band: Array | None
-) -> list[Trace]:
-    """Band, line and targets of one approach."""
-    colour, dash, symbol = APPROACH_STYLE[approach.key]
-    group: Trace = {"legendgroup": approach.key}
-    traces = [] if band is None else [band_area(C, np.clip(band, 1e-30, 1e40), colour, **group)]
-    hover = budget_hovers(f"<b>{approach.title}</b>", C, quantity, values)
-    traces.append(line(C, values, colour, hover, dash=dash, name=approach.title.split(" · ")[1], **group))
-    marks = values[np.searchsorted(C, a.targets)]
-    hover = budget_hovers("<b>target</b>", a.targets, quantity, marks)
-    return [*traces, points(a.targets, marks, colour, hover, 10, marker={"symbol": symbol}, showlegend=False, **group)]
 
 
 def _view(axis: str, values: list[float], pad: float, log: bool) -> dict[str, Any]:
