@@ -153,7 +153,7 @@ class Stepper:
         for start in range(0, self.share, self.micro):
             rows = self._rows(step, start)
             self._begin_pass()
-            with self.zero.micro_batch(last=start + self.micro == self.share):
+            with self.zero.gradients.micro_batch(last=start + self.micro == self.share):
                 loss = self.gpt.loss(rows[:, :-1], rows[:, 1:], z_loss=z_loss) * (self.micro / batch)
                 self.scaler.scaled(loss).backward()
             total += loss.detach()

@@ -149,7 +149,7 @@ def step_peak(config: RunConfig) -> int:
 def take_step(config: RunConfig, gpt: GPT, zero: Zero, device: torch.device = CPU) -> None:
     passes = micro_batches(config)
     for number in range(passes):
-        with zero.micro_batch(last=number == passes - 1):
+        with zero.gradients.micro_batch(last=number == passes - 1):
             loss = gpt.loss(*rows_of(config, device))
             loss.backward()
     zero.set_rates(1.0)

@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.optim.adamw import adamw
 
 from ..config import ModelConfig, OptimizerConfig, RunConfig
 from ..data.loader import TrainStream
@@ -39,7 +38,7 @@ from ..model.parametrization import ParameterGroup, empty_model, initial_weights
 from ..model.shape import model_shape
 from ..parallel.buckets import Bucket, fill, pack_bucket
 from ..parallel.layout import Held, whole_placement
-from ..parallel.zero import StepResult, square
+from ..parallel.zero import StepResult, adamw, square
 from ..precision import compute_dtype
 from ..schedule import learning_rate_factor
 
@@ -185,11 +184,9 @@ class Rows:
         self._shapes = {name: tuple(p.shape) for name, p in template.named_parameters()}
         self._layouts = _layouts(template, self._groups[0], int(bucket_mb * 2**20 / dtype.itemsize))
 
-        def matrices() -> list[Tensor]:
-            shapes = [(len(self.optimizers), layout.size) for layout in self._layouts]
-            return [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
-
-        self.weight, self.grad, self.exp_avg, self.exp_avg_sq = matrices(), matrices(), matrices(), matrices()
+        shapes = [(len(self.optimizers), layout.size) for layout in self._layouts]
+        self._state = [[torch.zeros(shape, dtype=dtype, device=device) for shape in shapes] for _ in range(4)]
+        self.weight, self.grad, self.exp_avg, self.exp_avg_sq = self._state
         self.updates = torch.zeros(len(self.optimizers), dtype=torch.float32, device=device)  # of each, as in `Zero`
         # The largest norm of each, infinity where nothing is clipped.
         limits = [optimizer.gradient_clip or math.inf for optimizer in self.optimizers]
@@ -238,57 +235,28 @@ class Rows:
         skipped = 1 - (torch.isfinite(norms) & torch.isfinite(losses)).float()
         # Spelled as PyTorch computes the number over a tensor of `Zero`, whose bits a division would not give.
         divisors = ((norms + 1e-6).reciprocal() * self._limits[rows]).clamp(max=1.0).reciprocal().float()
+        counts = self.updates[rows] + 1
+        numbers = zip(counts.unbind(), divisors.unbind(), skipped.unbind(), strict=True)
+        members = list(zip(factors, self._groups[rows], self.optimizers[rows], numbers, strict=True))
         for number, layout in enumerate(self._layouts):
             for group, (start, stop) in layout.segments:
-                kinds = (self.weight, self.grad, self.exp_avg, self.exp_avg_sq)
-                state = [matrices[number][rows, start:stop] for matrices in kinds]
-                self._update(group, rows, state, factors, divisors, skipped)
+                state = zip(*(matrices[number][rows, start:stop].unbind() for matrices in self._state), strict=True)
+                for (factor, groups, options, (count, divisor, skip)), (weight, slope, *moments) in zip(
+                    members, state, strict=True
+                ):  # the fused kernel has one learning rate a call
+                    rate, decay = groups[group].learning_rate * factor, groups[group].weight_decay
+                    adamw(weight, slope, moments, count, rate, decay, options, divisor, skip)
         self.updates[rows] += 1 - skipped
         parts = (losses.unbind(), norms.unbind(), skipped.unbind())
         return [StepResult(*member) for member in zip(*parts, strict=True)]
-
-    def _update(
-        self,
-        group: int,
-        rows: slice,
-        state: Sequence[Tensor],
-        factors: Sequence[float],
-        divisors: Tensor,
-        skipped: Tensor,
-    ) -> None:
-        """AdamW on parameters of one group, a member at a time: the fused kernel has one learning rate a call."""
-        state = (*state, self.updates[rows].clone(), divisors, skipped)
-        settings = zip(factors, self._groups[rows], self.optimizers[rows], strict=True)
-        members = zip(settings, *(part.unbind() for part in state), strict=True)
-        for (factor, groups, optimizer), weight, slope, first, second, updates, divisor, skip in members:
-            adamw(
-                [weight],
-                [slope],
-                [first],
-                [second],
-                [],
-                [updates],
-                fused=True,
-                grad_scale=divisor,
-                found_inf=skip,
-                amsgrad=False,
-                maximize=False,
-                beta1=optimizer.beta1,
-                beta2=optimizer.beta2,
-                eps=optimizer.eps,
-                lr=groups[group].learning_rate * factor,
-                weight_decay=groups[group].weight_decay,
-            )
 
     def keep(self, rows: Sequence[int]) -> None:
         """Forgets all other members; earlier `parameters` and `held` are of no use any more."""
         self.optimizers = [self.optimizers[row] for row in rows]
         self._groups = [self._groups[row] for row in rows]
         index = torch.tensor(rows, device=self.updates.device)
-        self.weight, self.grad, self.exp_avg, self.exp_avg_sq = (
-            [matrix[index] for matrix in matrices]
-            for matrices in (self.weight, self.grad, self.exp_avg, self.exp_avg_sq)
-        )
+        self._state = [[matrix[index] for matrix in matrices] for matrices in self._state]
+        self.weight, self.grad, self.exp_avg, self.exp_avg_sq = self._state
         self.updates, self._limits = self.updates[index], self._limits[index]
 
 

@@ -7,7 +7,6 @@ block, gathered while the block before it computes and freed after. Rajbhandari 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -49,7 +48,7 @@ class Weights:
         self.whole = [stage < 3] * len(layouts)  # gathered, or about to be
         if stage > 0:
             numbers = {slot.name: number for number, layout in enumerate(layouts) for slot in layout.slots}
-            Schedule(self, gpt, numbers)
+            self._schedule(gpt, numbers)
 
     def _replace(
         self, gpt: GPT, layouts: Sequence[Bucket], dtype: torch.dtype, device: torch.device
@@ -107,60 +106,50 @@ class Weights:
             self.release(number)
 
     def _gather(self, number: int) -> None:
-        work = all_gather(self.full[number], self.own[number], group=self.group, async_op=True)
-        self.work[number] = work
+        self.work[number] = all_gather(self.full[number], self.own[number], group=self.group, async_op=True)
 
-
-class Schedule:
-    """Hooks on a model that wait for weights, and at stage 3 fetch them a block ahead and release them."""
-
-    def __init__(self, weights: Weights, gpt: GPT, numbers: Mapping[str, int]) -> None:
-        self.weights = weights
-        names = {id(parameter): name for name, parameter in weights.parameters.items()}
+    def _schedule(self, gpt: GPT, numbers: Mapping[str, int]) -> None:
+        """Hooks on a model that wait for weights, and at stage 3 fetch them a block ahead and release them."""
+        names = {id(parameter): name for name, parameter in self.parameters.items()}
         used = {
             module: sorted({numbers[names[id(parameter)]] for parameter in module.parameters()})
             for module in (gpt.embedding, *gpt.blocks, gpt.norm, gpt.head)
         }
-        if weights.stage < 3:
+        if self.stage < 3:
             for module, several in used.items():
-                self._before(module, [functools.partial(weights.wait, number) for number in several])
+                for number in several:
+                    module.register_forward_pre_hook(self._take(number))
             return
         table, final = used[gpt.embedding][0], used[gpt.norm][0]
         blocks = [used[block][0] for block in gpt.blocks]
         ahead = [*blocks, final]
-        self._before(gpt.embedding, self._take(table, ahead[0]))
+        gpt.embedding.register_forward_pre_hook(self._take(table, ahead[0]))
         for i, block in enumerate(gpt.blocks):
-            self._before(block, self._take(blocks[i], ahead[i + 1]))
+            block.register_forward_pre_hook(self._take(blocks[i], ahead[i + 1]))
             self._on_gradient(block, self._take(blocks[i], blocks[i - 1] if i > 0 else None))
             self._after(block, blocks[i], keep=i == len(blocks) - 1)
-        self._before(gpt.norm, self._take(final, None))
+        gpt.norm.register_forward_pre_hook(self._take(final))
         self._after(gpt.head, final, keep=True)
         if table != final:
             self._after(gpt.embedding, table, keep=False)
 
-    def _take(self, number: int, ahead: int | None) -> list[Callable[[], None]]:
+    def _take(self, number: int, ahead: int | None = None) -> Callable[..., None]:
         """What to do before a bucket is used: have it, and start to fetch the one after it."""
-        fetch, wait = self.weights.fetch, self.weights.wait
-        actions: list[Callable[[], None]] = [functools.partial(fetch, number), functools.partial(wait, number)]
-        return actions if ahead is None else [*actions, functools.partial(fetch, ahead)]
 
-    def _before(self, module: nn.Module, actions: Sequence[Callable[[], None]]) -> None:
-        def hook(module: nn.Module, arguments: Any) -> None:
-            for action in actions:
-                action()
+        def take(*_: Any) -> None:
+            self.fetch(number)
+            self.wait(number)
+            if ahead is not None:
+                self.fetch(ahead)
 
-        module.register_forward_pre_hook(hook)
+        return take
 
-    def _on_gradient(self, module: nn.Module, actions: Sequence[Callable[[], None]]) -> None:
+    def _on_gradient(self, module: nn.Module, take: Callable[..., None]) -> None:
         """Before the backward pass of a module."""
-
-        def act(gradient: Tensor) -> None:
-            for action in actions:
-                action()
 
         def hook(module: nn.Module, arguments: Any, out: Tensor) -> None:
             if out.requires_grad:
-                out.register_hook(act)
+                out.register_hook(take)
 
         module.register_forward_hook(hook)
 
@@ -169,6 +158,6 @@ class Schedule:
 
         def hook(module: nn.Module, arguments: Any, out: Tensor) -> None:
             if not (keep and out.requires_grad):
-                self.weights.release(number)
+                self.release(number)
 
         module.register_forward_hook(hook)

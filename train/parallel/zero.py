@@ -7,8 +7,7 @@ device. Rajbhandari et al. 2020 (arXiv 1910.02054); Loshchilov and Hutter 2019 (
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -40,11 +39,11 @@ class StepResult:
 class Segment(NamedTuple):
     """Neighbours in a rank's slice of a bucket that share a learning rate and a weight decay."""
 
-    group: int
     place: Range  # in the slice
-    weight: list[Tensor]  # each of one view, as the update takes them
-    first: list[Tensor]  # moments
-    second: list[Tensor]
+    rate: Tensor  # () a view
+    decay: float
+    weight: Tensor
+    moments: tuple[Tensor, Tensor]
 
 
 class Zero:
@@ -71,12 +70,10 @@ class Zero:
     ) -> None:
         self.mesh, self.placements, self.optimizer = mesh, placements, optimizer
         self.dtype, self.wide, self.device = dtype, torch.promote_types(dtype, torch.float32), device
-        self._decays = [group.weight_decay for group in groups]
         # The update reads fp32 on GPUs. On CPUs it reads a float64, so that nothing is lost of a Python float.
         wide_rate = torch.float64 if device.type == "cpu" else torch.float32
         self.peaks = torch.tensor([group.learning_rate for group in groups], dtype=wide_rate, device=device)
         self.rates = torch.zeros_like(self.peaks)
-        self._rate_of = list(self.rates)  # () views, one a group
         self.stage = stage if mesh.dp_group is not None else 0  # one rank owns everything anyway
         group_of = {id(p): number for number, group in enumerate(groups) for p in group.parameters}
         numbers = {name: group_of[id(p)] for name, p in gpt.named_parameters()}
@@ -101,7 +98,21 @@ class Zero:
         self.exp_avg_sq = [torch.zeros_like(master) for master in self.master]
         self.updates = torch.zeros((), dtype=torch.float32, device=device)
         shards = list(zip(self.layouts, self.owned, self.gradients.shards, strict=True))
-        self._segments = [self._cut(number) for number in range(len(self.layouts))]
+        state = zip(self.layouts, self.owned, self.master, self.exp_avg, self.exp_avg_sq, strict=True)
+        self._segments = [
+            [
+                Segment(
+                    (start, stop),
+                    self.rates[number],
+                    groups[number].weight_decay,
+                    master[start:stop],
+                    (first[start:stop], second[start:stop]),
+                )
+                for number, segment in layout.segments
+                for start, stop in clip([segment], owned)
+            ]
+            for layout, owned, master, first, second in state
+        ]
         self._partial = [
             shard[start:stop]
             for layout, owned, shard in shards
@@ -131,11 +142,6 @@ class Zero:
         for own, master in zip(self.weights.own, self.master, strict=True):
             own.copy_(master)
 
-    @contextmanager
-    def micro_batch(self, last: bool) -> Iterator[None]:
-        with self.gradients.micro_batch(last):
-            yield
-
     def reset_gradients(self) -> None:
         """Throws away everything accumulated and in flight, after a micro-batch that failed."""
         self.gradients.reset()
@@ -161,7 +167,10 @@ class Zero:
         divisor = self._divisor(norm, scale)
         count = self.updates + 1
         for number in reversed(range(len(self.layouts))):  # as the next forward pass wants them
-            self._update(number, count, divisor, skipped)
+            shard = self.gradients.shards[number]
+            gradient = shard if self.dtype == self.wide else shard.to(self.wide)
+            for (start, stop), rate, decay, weight, moments in self._segments[number]:
+                adamw(weight, gradient[start:stop], moments, count, rate, decay, self.optimizer, divisor, skipped)
             self._refresh(number)
         self.updates += 1 - skipped
         self.gradients.clear()
@@ -196,40 +205,6 @@ class Zero:
         clipped = (limit / (norm + 1e-6)).clamp(max=1.0).reciprocal().float()
         return clipped if scale is None else clipped * scale
 
-    def _update(self, number: int, count: Tensor, divisor: Tensor | None, skipped: Tensor) -> None:
-        """AdamW on this rank's slice of one bucket; `count` () is the number of the update."""
-        shard = self.gradients.shards[number]
-        gradient = shard if self.dtype == self.wide else shard.to(self.wide)
-        options = self.optimizer
-        for group, (start, stop), weight, first, second in self._segments[number]:
-            # What torch.optim.AdamW(fused=True) calls, without what it adds: a copy, a sum and a difference of `count`
-            # for every call, each a kernel of its own.
-            torch._fused_adamw_(
-                weight,
-                [gradient[start:stop]],
-                first,
-                second,
-                [],
-                [count],
-                lr=self._rate_of[group],
-                beta1=options.beta1,
-                beta2=options.beta2,
-                weight_decay=self._decays[group],
-                eps=options.eps,
-                amsgrad=False,
-                maximize=False,
-                grad_scale=divisor,
-                found_inf=skipped,
-            )
-
-    def _cut(self, number: int) -> list[Segment]:
-        owned, state = self.owned[number], (self.master[number], self.exp_avg[number], self.exp_avg_sq[number])
-        return [
-            Segment(group, (start, stop), *([tensor[start:stop]] for tensor in state))
-            for group, segment in self.layouts[number].segments
-            for start, stop in clip([segment], owned)
-        ]
-
     def _refresh(self, number: int) -> None:
         if self.dtype != self.wide:
             self.weights.own[number].copy_(self.master[number])
@@ -260,6 +235,40 @@ class Zero:
         first, last = self.owned[number]
         start, stop = max(slot.start, first), max(min(slot.stop, last), max(slot.start, first))
         return (start - slot.start, stop - slot.start), start - first, stop - first
+
+
+def adamw(
+    weight: Tensor,
+    gradient: Tensor,
+    moments: Sequence[Tensor],
+    count: Tensor,
+    rate: Tensor | float,
+    decay: float,
+    options: OptimizerConfig,
+    divisor: Tensor | None,
+    skipped: Tensor,
+) -> None:
+    """One update of a vector, number `count` (), of the gradient over `divisor` (); `skipped` () 1.0: of nothing."""
+    # What torch.optim.AdamW(fused=True) calls, without what it adds: a copy, a sum and a difference of `count` for
+    # every call, each a kernel of its own.
+    first, second = moments
+    torch._fused_adamw_(
+        [weight],
+        [gradient],
+        [first],
+        [second],
+        [],
+        [count],
+        lr=rate,
+        beta1=options.beta1,
+        beta2=options.beta2,
+        weight_decay=decay,
+        eps=options.eps,
+        amsgrad=False,
+        maximize=False,
+        grad_scale=divisor,
+        found_inf=skipped,
+    )
 
 
 def square(values: Tensor, wide: torch.dtype) -> Tensor:
