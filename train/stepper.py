@@ -73,7 +73,7 @@ class Stepper:
         self.scaler = LossScaler(config.precision, device)
         self.gpt.set_recompute(parallel.recompute)
         if config.data.separate_documents:
-            self.gpt.separate_documents(stream.end_of_document)
+            self.gpt.end_of_document = stream.end_of_document
         choice = self.gpt.set_attention(parallel.attention, device, self.dtype)
         if device.type == "cuda":
             report(str(choice))

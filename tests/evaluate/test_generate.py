@@ -45,7 +45,7 @@ def random_gpt(chance: random.Random, max_length: int, dtype: torch.dtype = torc
     for parameter in gpt.parameters():
         torch.nn.init.normal_(parameter, std=0.4, generator=generator)
     if chance.random() < 0.6:
-        gpt.separate_documents(END)
+        gpt.end_of_document = END
     return gpt.to(dtype).eval()
 
 

@@ -36,7 +36,7 @@ def gpt(seed: int = 0, dtype: torch.dtype = torch.float64, separate: bool = Fals
         for parameter in model.parameters():
             parameter.normal_(0, 0.3) if parameter.ndim > 1 else parameter.uniform_(0.5, 1.5)
     if separate:
-        model.separate_documents(END)
+        model.end_of_document = END
     return model.to(dtype)
 
 

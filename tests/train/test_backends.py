@@ -200,6 +200,6 @@ def test_a_model_takes_the_backend_that_is_chosen_and_says_so(monkeypatch: pytes
     assert str(model.set_attention("flash2", CUDA, torch.bfloat16)) == "attention: flash2 (parallel.attention)"
     torch.testing.assert_close(model.loss(tokens[:, :-1], tokens[:, 1:]), expected)
     assert package.calls == 2  # once a block
-    model.separate_documents(7)
+    model.end_of_document = 7
     with pytest.raises(UserError, match=r"^parallel\.attention is 'flash2', which cannot keep documents apart"):
         model.set_attention("flash2", CUDA, torch.bfloat16)

@@ -80,7 +80,7 @@ def build(config: RunConfig, mesh: Mesh, device: torch.device = CPU) -> tuple[GP
         device=device,
     )  # fmt: skip
     if config.data.separate_documents:
-        gpt.separate_documents(0)
+        gpt.end_of_document = 0
     gpt.set_recompute(config.parallel.recompute)
     return gpt, zero
 

@@ -32,7 +32,7 @@ from ..data.shards import Shards
 from ..model.backends import Backend
 from ..model.block import apply_rotary, lookup, query_key_value, rms_norm, swiglu
 from ..model.compiled import Compiled
-from ..model.gpt import GPT, SCORED_TOKENS
+from ..model.gpt import GPT, sequence_losses
 from ..model.loss import linear_cross_entropy
 from ..model.parametrization import ParameterGroup, empty_model, initial_weights, output_scale, parameter_groups
 from ..model.shape import model_shape
@@ -69,16 +69,8 @@ class StackedGPT:
         names = [name.removeprefix("blocks.0.") for name in weights if name.startswith("blocks.0.")]
         self._of_block = [{n: weights[f"blocks.{i}.{n}"] for n in names} for i in range(self.config.depth)]
 
-    def losses(self, tokens: Tensor, targets: Tensor, z_losses: Sequence[float]) -> Tensor:
-        """Every member's mean loss with its z-loss, in nats, fp32: ids (E, B, T) -> (E,)."""
-        return torch.stack(self._losses(tokens, targets, "mean", z_losses))
-
-    @torch.no_grad()
-    def each_loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Every token's loss, to score: ids (E, B, T) -> (E, B, T)."""
-        return torch.stack(self._losses(tokens, targets, "none", [0.0] * len(tokens))).view(targets.shape)
-
-    def _losses(self, tokens: Tensor, targets: Tensor, reduction: str, z_losses: Sequence[float]) -> list[Tensor]:
+    def losses(self, tokens: Tensor, targets: Tensor, z_losses: Sequence[float], reduction: str = "mean") -> Tensor:
+        """Every member's mean loss with its z-loss, in nats, fp32: ids (E, B, T) -> (E,), or with `none` (E, BT)."""
         vocabulary = self.config.vocab_size
         assert vocabulary is not None
         # A tied table is cast once, so that its two gradients are added in the type in which a run alone adds them.
@@ -88,7 +80,7 @@ class StackedGPT:
         members = zip(
             self._last_hidden(tokens, table).unbind(), head.unbind(), targets.flatten(1), z_losses, strict=True
         )
-        return [linear_cross_entropy(x, w, ids, vocabulary, reduction, z) for x, w, ids, z in members]
+        return torch.stack([linear_cross_entropy(x, w, ids, vocabulary, reduction, z) for x, w, ids, z in members])
 
     def _last_hidden(self, tokens: Tensor, table: Tensor) -> Tensor:
         """What the head reads, (E, n, w), for rows of the tables (E, V, w)."""
@@ -104,13 +96,7 @@ class StackedGPT:
 
 
 def _block(
-    config: ModelConfig,
-    backend: Backend,
-    x: Tensor,
-    weights: Weights,
-    cos: Tensor,
-    sin: Tensor,
-    seen: Tensor | None,
+    config: ModelConfig, backend: Backend, x: Tensor, weights: Weights, cos: Tensor, sin: Tensor, seen: Tensor | None
 ) -> Tensor:
     def norm(name: str, x: Tensor) -> Tensor:
         return _norm(x, weights[f"{name}_norm.weight"], config.norm_eps)
@@ -295,17 +281,14 @@ class Member:
     def load_state(self, state: dict[str, Any]) -> None:
         self.stepper.rows.updates[self.row] = state["updates"]
 
-    @torch.no_grad()
     def losses(self, windows: Tensor, beat: Callable[[], None]) -> Tensor:
         """As `Stepper.losses`, one member: a pass is as large as is good for the device, whatever the ensemble."""
         model = self.stepper.model(slice(self.row, self.row + 1))
-        at_once = max(1, SCORED_TOKENS // (windows.shape[1] - 1))
-        found = []
-        for start in range(0, len(windows), at_once):
-            beat()
-            chunk = windows[None, start : start + at_once].to(self.stepper.device)
-            found.append(model.each_loss(chunk[..., :-1], chunk[..., 1:])[0].double().sum(dim=1).cpu())
-        return torch.cat(found)
+
+        def each_loss(tokens: Tensor, targets: Tensor) -> Tensor:
+            return model.losses(tokens[None], targets[None], [0.0], "none").view(targets.shape)
+
+        return sequence_losses(self.stepper.template, windows, beat=beat, each_loss=each_loss)
 
 
 @dataclass(frozen=True)
@@ -324,26 +307,25 @@ class StackedStepper:
     ) -> None:
         """The members' weights are not set: each `start`s or loads its state. `check_together` accepts the configs."""
         first = configs[0]
-        self.device, self.dtype, self.length = device, compute_dtype(first.precision), first.data.sequence_length
-        self.compiled = first.parallel.compile
-        self.template = empty_model(first.model, first.optimizer, self.length)
+        self.device, self.dtype = device, compute_dtype(first.precision)
+        self.compiled, length = first.parallel.compile, first.data.sequence_length
+        self.template = empty_model(first.model, first.optimizer, length)
         self.template.place_angles(device)
         if first.data.separate_documents:
-            self.template.separate_documents(shards.tokenizer.end_of_document)
+            self.template.end_of_document = shards.tokenizer.end_of_document
         choice = self.template.set_attention(first.parallel.attention, device, self.dtype)
         if device.type == "cuda":
             report(str(choice))
         self.members = [
-            Member(self, index, config, TrainStream(shards, self.length, config.seed))
+            Member(self, index, config, TrainStream(shards, length, config.seed))
             for index, config in enumerate(configs)
         ]
         # A run alone cuts its buckets by the bytes of its compute type; here all is fp32, and cut at the same elements.
         bucket_mb = first.parallel.bucket_mb * torch.float32.itemsize / self.dtype.itemsize
         self.rows = Rows(self.template, [config.optimizer for config in configs], bucket_mb, device)
         self.threads = torch.get_num_threads() if device.type == "cpu" and not self.compiled else 1
-        self.pool: ThreadPoolExecutor | None = None
-        if self.threads > 1:
-            self.pool = ThreadPoolExecutor(self.threads, "members", torch.set_num_threads, (1,))
+        several = self.threads > 1
+        self.pool = ThreadPoolExecutor(self.threads, "members", torch.set_num_threads, (1,)) if several else None
         self.cache: Compiled | None = None
         if self.compiled:
             self.cache = Compiled(first, len(configs) * first.optimizer.batch_size, device, True, report)
@@ -378,21 +360,17 @@ class StackedStepper:
         return [result for future in under_way for result in future.result()]
 
     def _step(self, stack: _Stack, steps: Sequence[int]) -> list[StepResult]:
-        tokens = self._tokens(stack.members, steps)
+        batches = [member.stream.batch(step, member.micro) for member, step in zip(stack.members, steps, strict=True)]
+        tokens = torch.stack([torch.from_numpy(batch) for batch in batches])  # (e, B, T + 1)
+        if self.device.type == "cuda":
+            tokens = tokens.pin_memory()
+        tokens = tokens.to(self.device, non_blocking=True)
         z_losses = [member.config.optimizer.z_loss for member in stack.members]
         losses = stack.model.losses(tokens[..., :-1], tokens[..., 1:], z_losses)
         found = torch.autograd.grad(losses.sum(), list(stack.model.weights.values()))
         torch._foreach_copy_(stack.gradients, found)
         factors = [learning_rate_factor(member.config, step) for member, step in zip(stack.members, steps, strict=True)]
         return self.rows.step(stack.rows, factors, losses.detach())
-
-    def _tokens(self, members: Sequence[Member], steps: Sequence[int]) -> Tensor:
-        """(e, B, T + 1)."""
-        batches = [member.stream.batch(step, member.micro) for member, step in zip(members, steps, strict=True)]
-        tokens = torch.stack([torch.from_numpy(batch) for batch in batches])
-        if self.device.type == "cuda":
-            tokens = tokens.pin_memory()
-        return tokens.to(self.device, non_blocking=True)
 
     def drop(self, leaving: Sequence[Member]) -> None:
         rows = [row for row, member in enumerate(self.members) if member not in leaving]
