@@ -32,7 +32,7 @@ from .model.shape import (
     share_of,
     visible_blocks,
 )
-from .parallel.buckets import fill, gathered_units, pack_bucket
+from .parallel.buckets import bucket_layouts
 
 FP32, INDEX = 4, 8  # bytes of an fp32 number, and of a token's id
 
@@ -130,10 +130,8 @@ def bucket_sizes(share: Share, config: RunConfig) -> tuple[int, ...]:
 @lru_cache(maxsize=64)
 def _bucket_sizes(share: Share, limit: int, ranks: int, stage: int) -> tuple[int, ...]:
     sizes = {parameter.name: parameter.size for parameter in share.parameters}
-    backward = list(reversed(sizes))
-    runs = gathered_units(backward, share.depth, share.tied) if stage == 3 else fill(backward, sizes, limit)
-    group = dict.fromkeys(sizes, 0)  # which parameters are neighbours changes no size
-    return tuple(pack_bucket(run, sizes, group, ranks).size for run in runs)
+    groups = dict.fromkeys(sizes, 0)  # which parameters are neighbours changes no size
+    return tuple(bucket.size for bucket in bucket_layouts(sizes, groups, limit, ranks, gathered=stage == 3))
 
 
 def gathered_bytes(buckets: Sequence[int], share: Share, stage: int, done: int | None) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.machinery
 import sys
+from collections.abc import Set
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,7 +16,7 @@ from isoflop.train.config import ATTENTION, ModelConfig, OptimizerConfig
 from isoflop.train.errors import UserError
 from isoflop.train.kernels import flash
 from isoflop.train.model import backends
-from isoflop.train.model.backends import Choice, choose_backend, installed, load_backend, select_backend
+from isoflop.train.model.backends import Choice, Work, choose_backend, installed, load_backend, select_backend
 from isoflop.train.model.parametrization import build_model
 from torch import Tensor
 
@@ -24,8 +25,12 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 ALL = frozenset(ATTENTION[1:])
 HOPPER: dict[str, Any] = {
     "device_type": "cuda", "capability": (9, 0), "dtype": torch.bfloat16, "head_dim": 64, "has_window": False,
-    "has_documents": False, "installed": ALL,
+    "has_documents": False,
 }  # fmt: skip
+
+
+def chosen(wanted: str, installed: Set[str] = ALL, **changes: Any) -> Choice:
+    return choose_backend(wanted, Work(**(HOPPER | changes)), installed)
 
 
 @pytest.mark.parametrize(
@@ -53,22 +58,19 @@ HOPPER: dict[str, Any] = {
     ],
 )
 def test_auto_takes_what_suits_the_device_and_the_mask(changes: dict[str, Any], name: str) -> None:
-    assert choose_backend("auto", **(HOPPER | changes)).name == name
+    assert chosen("auto", **changes).name == name
 
 
 def test_a_choice_says_why() -> None:
-    assert (
-        str(choose_backend("auto", **(HOPPER | {"device_type": "cpu", "capability": None})))
-        == "attention: sdpa (auto: no GPU)"
-    )
+    assert str(chosen("auto", device_type="cpu", capability=None)) == "attention: sdpa (auto: no GPU)"
     words = "attention: ours (auto: compute capability 9.0, bf16, heads of size 64, a window, documents apart)"
-    assert str(choose_backend("auto", **(HOPPER | {"has_window": True, "has_documents": True}))) == words
-    assert str(choose_backend("flash2", **HOPPER)) == "attention: flash2 (parallel.attention)"
+    assert str(chosen("auto", has_window=True, has_documents=True)) == words
+    assert str(chosen("flash2")) == "attention: flash2 (parallel.attention)"
 
 
 def test_what_is_asked_for_is_taken_wherever_it_can_be() -> None:
     for name in ATTENTION[1:]:
-        assert choose_backend(name, **HOPPER) == Choice(name, "parallel.attention")
+        assert chosen(name) == Choice(name, "parallel.attention")
 
 
 @pytest.mark.parametrize(
@@ -90,7 +92,7 @@ def test_what_is_asked_for_is_taken_wherever_it_can_be() -> None:
 def test_what_cannot_be_had_is_refused_in_a_sentence(wanted: str, changes: dict[str, Any], words: str) -> None:
     words = words.replace("{must}", "it must be auto or one of")
     with pytest.raises(UserError, match=rf"^parallel\.attention is '{wanted}', .*{words}") as refusal:
-        choose_backend(wanted, **(HOPPER | changes))
+        chosen(wanted, **changes)
     assert "\n" not in str(refusal.value)
 
 

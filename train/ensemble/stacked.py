@@ -34,11 +34,10 @@ from ..model.block import apply_rotary, lookup, query_key_value, rms_norm, swigl
 from ..model.compiled import Compiled
 from ..model.gpt import GPT, sequence_losses
 from ..model.loss import linear_cross_entropy
-from ..model.parametrization import ParameterGroup, empty_model, initial_weights, output_scale, parameter_groups
+from ..model.parametrization import empty_model, initial_weights, output_scale, parameter_groups
 from ..model.shape import model_shape
-from ..parallel.buckets import Bucket, fill, pack_bucket
 from ..parallel.layout import Held, whole_placement
-from ..parallel.zero import StepResult, adamw, square
+from ..parallel.zero import StepResult, adamw, layouts_of, square
 from ..precision import compute_dtype
 from ..schedule import learning_rate_factor
 
@@ -168,7 +167,7 @@ class Rows:
         self.optimizers = list(optimizers)
         self._groups = [parameter_groups(template, optimizer) for optimizer in self.optimizers]
         self._shapes = {name: tuple(p.shape) for name, p in template.named_parameters()}
-        self._layouts = _layouts(template, self._groups[0], int(bucket_mb * 2**20 / dtype.itemsize))
+        self._layouts = layouts_of(template, self._groups[0], bucket_mb, dtype, 1, gathered=False)
 
         shapes = [(len(self.optimizers), layout.size) for layout in self._layouts]
         self._state = [[torch.zeros(shape, dtype=dtype, device=device) for shape in shapes] for _ in range(4)]
@@ -244,13 +243,6 @@ class Rows:
         self._state = [[matrix[index] for matrix in matrices] for matrices in self._state]
         self.weight, self.grad, self.exp_avg, self.exp_avg_sq = self._state
         self.updates, self._limits = self.updates[index], self._limits[index]
-
-
-def _layouts(template: GPT, groups: Sequence[ParameterGroup], limit: int) -> list[Bucket]:
-    group_of = {id(p): number for number, group in enumerate(groups) for p in group.parameters}
-    numbers = {name: group_of[id(p)] for name, p in template.named_parameters()}
-    sizes = {name: p.numel() for name, p in template.named_parameters()}
-    return [pack_bucket(run, sizes, numbers, 1) for run in fill(reversed(sizes), sizes, max(1, limit))]
 
 
 class Member:

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..config import OptimizerConfig
 from ..model.gpt import GPT
 from ..model.parametrization import ParameterGroup
-from .buckets import Range, Slot, clip, counted, fill, gathered_units, pack_bucket, partial
+from .buckets import Bucket, Range, Slot, bucket_layouts, clip, counted, partial
 from .data import Gradients
 from .layout import Held, Placement
 from .mesh import Mesh
@@ -75,15 +75,7 @@ class Zero:
         self.peaks = torch.tensor([group.learning_rate for group in groups], dtype=wide_rate, device=device)
         self.rates = torch.zeros_like(self.peaks)
         self.stage = stage if mesh.dp_group is not None else 0  # one rank owns everything anyway
-        group_of = {id(p): number for number, group in enumerate(groups) for p in group.parameters}
-        numbers = {name: group_of[id(p)] for name, p in gpt.named_parameters()}
-        sizes = {name: p.numel() for name, p in gpt.named_parameters()}
-        backward = list(reversed(sizes))
-        if self.stage < 3:
-            runs = fill(backward, sizes, max(1, int(bucket_mb * 2**20 / dtype.itemsize)))
-        else:
-            runs = gathered_units(backward, gpt.config.depth, gpt.config.tied_embeddings)
-        self.layouts = [pack_bucket(run, sizes, numbers, mesh.dp) for run in runs]
+        self.layouts = layouts_of(gpt, groups, bucket_mb, dtype, mesh.dp, gathered=self.stage == 3)
         # Everybody keeps the gradient norm of its slice; at stage 0 it owns the other slices as well.
         slices = [layout.owned(mesh.dp_rank) for layout in self.layouts]
         self.owned = slices if self.stage > 0 else [(0, layout.size) for layout in self.layouts]
@@ -235,6 +227,15 @@ class Zero:
         first, last = self.owned[number]
         start, stop = max(slot.start, first), max(min(slot.stop, last), max(slot.start, first))
         return (start - slot.start, stop - slot.start), start - first, stop - first
+
+
+def layouts_of(
+    gpt: GPT, groups: Sequence[ParameterGroup], bucket_mb: float, dtype: torch.dtype, ranks: int, *, gathered: bool
+) -> list[Bucket]:
+    group_of = {id(p): number for number, group in enumerate(groups) for p in group.parameters}
+    numbers = {name: group_of[id(p)] for name, p in gpt.named_parameters()}
+    sizes = {name: p.numel() for name, p in gpt.named_parameters()}
+    return bucket_layouts(sizes, numbers, max(1, int(bucket_mb * 2**20 / dtype.itemsize)), ranks, gathered=gathered)
 
 
 def adamw(
