@@ -256,10 +256,6 @@ class Member:
     def row(self) -> int:
         return self.stepper.members.index(self)
 
-    @property
-    def zero(self) -> Member:
-        return self
-
     def held(self) -> list[Held]:
         return self.stepper.rows.held(self.row)
 
