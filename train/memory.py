@@ -75,7 +75,9 @@ def memory(config: RunConfig, device: str = "cuda") -> Memory:
     state, depth = sum(held.values()), share.depth
     kept = kept_by_block(share)
     head, at_loss, in_block = kept_by_head(share), loss_workspace(share), block_workspace(share)
-    mask = mask_bytes(share)
+    mask = 0
+    if has_mask(share) and not (share.recompute == "none" and keeps_softmax(share)):
+        mask = (share.sequences if share.documents else 1) * share.length**2 * share.itemsize
     table = share.table * share.itemsize
     waiting = table if share.tied else 0  # the head's part of a tied table's gradient, until the embedding's comes
     gathered = [gathered_bytes(buckets, share, stage, done) for done in range(depth + 1)]
@@ -231,12 +233,6 @@ def softmax_blocks(share: Share) -> list[int]:
 def has_mask(share: Share) -> bool:
     """Whether a mask says what is seen, as PyTorch's kernels want it; ours for GPUs needs none."""
     return share.device == "cpu" and (share.window is not None or share.documents)
-
-
-def mask_bytes(share: Share) -> int:
-    if not has_mask(share) or (share.recompute == "none" and keeps_softmax(share)):
-        return 0
-    return (share.sequences if share.documents else 1) * share.length**2 * share.itemsize
 
 
 def kept_by_head(share: Share) -> int:

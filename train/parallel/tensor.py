@@ -163,11 +163,11 @@ class VocabularyEmbedding(SplitWeight):
     """Rows of the whole table, with sequence parallelism (batch * time / tp, w)."""
 
     def forward(self, tokens: Tensor) -> Tensor:
-        if not self.sequence_parallel:
-            return _Embedding.apply(tokens, self.weight, self.group, False)
-        if tokens.numel() % self.group.size():
-            raise ValueError(f"{tokens.numel()} tokens cannot be shared out over {self.group.size()} ranks")
-        return _Embedding.apply(tokens.flatten(), self.weight, self.group, True)
+        if self.sequence_parallel:
+            tokens = tokens.flatten()
+            if len(tokens) % self.group.size():
+                raise ValueError(f"{len(tokens)} tokens cannot be shared out over {self.group.size()} ranks")
+        return _Embedding.apply(tokens, self.weight, self.group, self.sequence_parallel)
 
 
 class _CrossEntropy(torch.autograd.Function):
