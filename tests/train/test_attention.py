@@ -84,7 +84,9 @@ class Case:
         return with_gradients(lambda *qkv: reference(*qkv, self.lowest), self.inputs, self.slope)
 
     def output(self, backend: Backend, device: torch.device, *inputs: Tensor) -> Tensor:
-        return backend(*inputs, None if self.first is None else self.first.to(device), self.window)
+        first = None if self.first is None else self.first.to(device)
+        seen = backend.seen(inputs[0], first, self.window, inputs[0].dtype)
+        return backend.attend(*inputs, seen, self.window)
 
     def placed(self, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
         """As they come from the matrix product: views of one tensor."""
@@ -193,7 +195,7 @@ def test_the_long_blocks_of_a_cpu_equal_the_reference() -> None:
 def test_attention_that_trains_in_bf16_keeps_its_softmax(case: str | None) -> None:
     drawn = Case(*(CASES[case] if case else (256, 4, 4, None, False)))
     low = [x.bfloat16().requires_grad_() for x in drawn.inputs]
-    out = load_backend("sdpa")(*low, drawn.first, drawn.window)
+    out = drawn.output(load_backend("sdpa"), CPU, *low)
     names, todo = set(), [out.grad_fn]
     while todo:
         node = todo.pop()

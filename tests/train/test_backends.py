@@ -180,10 +180,11 @@ def test_a_package_is_called_as_it_wants_to_be(
     for time, window in ((20, None), (20, 5), (20, 1), (9, 9), (9, 30)):
         qkv = [torch.randn(2, time, heads, 8, generator=generator, dtype=torch.float64) for heads in (4, 2, 2)]
         expected, _ = flash.flash_reference(*qkv, window=window)
-        torch.testing.assert_close(backend(*qkv, window=window), expected, atol=1e-13, rtol=1e-13)
+        seen = backend.seen(qkv[0], None, window, torch.float64)
+        torch.testing.assert_close(backend.attend(*qkv, seen, window), expected, atol=1e-13, rtol=1e-13)
     assert package.calls == 5
     with pytest.raises(ValueError, match="cannot keep documents apart"):
-        backend(*qkv, first=torch.zeros(2, 9, dtype=torch.int32))
+        backend.seen(qkv[0], torch.zeros(2, 9, dtype=torch.int32), None, torch.float64)
 
 
 def test_a_model_takes_the_backend_that_is_chosen_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,7 +104,8 @@ def _block(
         return norm(f"attention.{name}", x.unflatten(0, (len(weights["attention_norm.weight"]), -1))).flatten(0, 1)
 
     def times(x: Tensor, name: str) -> Tensor:
-        return product(x, weights[f"{name}.weight"].to(x.dtype))
+        weight = weights[f"{name}.weight"].to(x.dtype)
+        return torch.bmm(x, weight.transpose(1, 2)) if torch.compiler.is_compiling() else _Product.apply(x, weight)
 
     heads, kv_heads = config.heads, config.num_kv_heads
     # (E, n, …) -> (E B, T, heads, d): in attention members are sequences among sequences.
@@ -121,15 +122,8 @@ def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return rms_norm(x, weight.to(x.dtype).view(len(weight), *(1,) * (x.dim() - 2), -1), eps)
 
 
-def product(x: Tensor, weight: Tensor) -> Tensor:
-    """Streams (E, n, k) times weights (E, m, k), transposed -> (E, n, m)."""
-    if torch.compiler.is_compiling():
-        return torch.bmm(x, weight.transpose(1, 2))
-    return _Product.apply(x, weight)
-
-
 class _Product(torch.autograd.Function):
-    """y = x W^T for each member; dx = dy W, dW = dy^T x. Autograd's own dW would come out transposed."""
+    """y = x W^T for each member, (E, n, k) and (E, m, k) -> (E, n, m); dx = dy W, dW = dy^T x. Autograd's own dW would come out transposed."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:

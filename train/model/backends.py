@@ -181,12 +181,6 @@ class Backend:
         narrows = window is not None and window < query.shape[1]
         return self.kernel(query, key, value, seen, window if narrows else None)
 
-    def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, first: Tensor | None = None, window: int | None = None
-    ) -> Tensor:
-        """`seen` and `attend` in one, for who has no blocks."""
-        return self.attend(query, key, value, self.seen(query, first, window, query.dtype), window)
-
 
 def _sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, window: int | None) -> Tensor:
     mixed = causal_attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), mask, window)

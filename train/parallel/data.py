@@ -21,12 +21,17 @@ from .mesh import all_gather, reduce_scatter
 
 
 class _Bucket:
-    def __init__(self, layout: Bucket, owned: Range, parameters: Sequence[nn.Parameter]) -> None:
-        self.layout, self.owned, self.parameters = layout, owned, parameters
+    def __init__(self, layout: Bucket, owned: Range, parameters: Sequence[nn.Parameter], freed: bool) -> None:
+        self.layout, self.parameters = layout, parameters
         self.waiting: set[int] = set()  # slots whose gradient of this micro-batch is still to come
         self.full: Tensor | None = None  # every rank's elements
         self.views: list[Tensor] = []  # of `full`, one a slot
-        self.shard = torch.empty(0)  # the elements that this rank keeps, summed over ranks
+        start, stop = owned
+        # The elements that this rank keeps, summed over ranks.
+        if freed:
+            self.shard = parameters[0].new_zeros(stop - start, requires_grad=False)
+        else:
+            self.shard = self.allocate()[start:stop]
 
     def allocate(self) -> Tensor:
         """Makes room for the whole bucket; only padding gets a value."""
@@ -62,15 +67,10 @@ class Gradients:
         self.freed = stage >= 2  # whole buckets exist only until they are reduced, after every micro-batch
         self.native = group is not None and "gloo" not in str(dist.get_backend(group))  # has a reduce-scatter
         self.buckets = [
-            _Bucket(layout, own, [parameters[slot.name] for slot in layout.slots])
+            _Bucket(layout, own, [parameters[slot.name] for slot in layout.slots], self.freed)
             for layout, own in zip(layouts, owned, strict=True)
         ]
         for number, bucket in enumerate(self.buckets):
-            start, stop = bucket.owned
-            if self.freed:
-                bucket.shard = bucket.parameters[0].new_zeros(stop - start, requires_grad=False)
-            else:
-                bucket.shard = bucket.allocate()[start:stop]
             for index, parameter in enumerate(bucket.parameters):
                 parameter.register_post_accumulate_grad_hook(self._mover(number, index))
         # Of each bucket what this rank owns, (elements,); the batch's gradient after `wait`.

@@ -53,8 +53,7 @@ class Segment(NamedTuple):
 class Weights:
     """Every parameter of a model in flat buckets; the model's own are replaced, and their values left undefined.
 
-    `layouts` are the buckets in backward order, at stage 3 those that it gathers together; `owned` the range of each that
-    this rank updates.
+    `layouts` are the buckets in backward order; `owned` the range of each that this rank updates.
     """
 
     def __init__(
@@ -70,7 +69,21 @@ class Weights:
     ) -> None:
         self.group, self.stage = group, stage
         self.full: list[Tensor] = []
-        self.parameters = self._replace(gpt, layouts, dtype, device)
+        old = dict(gpt.named_parameters())
+        new: dict[int, nn.Parameter] = {}
+        for layout in layouts:
+            full = torch.zeros(layout.size, dtype=dtype, device=device)
+            for slot in layout.slots:
+                parameter = old[slot.name]
+                # `data` cuts the version counter off: gathering into the buffer is no change that autograd should see.
+                new[id(parameter)] = nn.Parameter(full[slot.start : slot.stop].view(parameter.shape).data)
+            if stage == 3:
+                full.untyped_storage().resize_(0)  # before the next one: the model may not fit
+            self.full.append(full)
+        for module in gpt.modules():  # a tied parameter is one in all its places
+            for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+                setattr(module, name, new[id(parameter)])
+        self.parameters = {name: new[id(parameter)] for name, parameter in old.items()}
         if stage < 3:
             self.own = [full[start:stop] for full, (start, stop) in zip(self.full, owned, strict=True)]
         else:
@@ -80,26 +93,6 @@ class Weights:
         if stage > 0:
             numbers = {slot.name: number for number, layout in enumerate(layouts) for slot in layout.slots}
             self._schedule(gpt, numbers)
-
-    def _replace(
-        self, gpt: GPT, layouts: Sequence[Bucket], dtype: torch.dtype, device: torch.device
-    ) -> dict[str, nn.Parameter]:
-        """Puts views of the buckets where the model's parameters were; a tied parameter is one in all its places."""
-        old = dict(gpt.named_parameters())
-        new: dict[int, nn.Parameter] = {}
-        for layout in layouts:
-            full = torch.zeros(layout.size, dtype=dtype, device=device)
-            for slot in layout.slots:
-                parameter = old[slot.name]
-                # `data` cuts the version counter off: gathering into the buffer is no change that autograd should see.
-                new[id(parameter)] = nn.Parameter(full[slot.start : slot.stop].view(parameter.shape).data)
-            if self.stage == 3:
-                full.untyped_storage().resize_(0)  # before the next one: the model may not fit
-            self.full.append(full)
-        for module in gpt.modules():
-            for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-                setattr(module, name, new[id(parameter)])
-        return {name: new[id(parameter)] for name, parameter in old.items()}
 
     def changed(self, number: int) -> None:
         """The owners have written to a bucket: it is gathered at once, or at stage 3 when it is needed."""
