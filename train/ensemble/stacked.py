@@ -123,7 +123,7 @@ def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 class _Product(torch.autograd.Function):
-    """y = x W^T for each member, (E, n, k) and (E, m, k) -> (E, n, m); dx = dy W, dW = dy^T x. Autograd's own dW would come out transposed."""
+    """y (E, n, m) = x (E, n, k) W^T; dx = dy W, dW = dy^T x. Autograd's own dW would come out transposed."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:

@@ -304,6 +304,7 @@ class Zero:
             gradient = shard if self.dtype == self.wide else shard.to(self.wide)
             for (start, stop), rate, decay, weight, moments in self._segments[number]:
                 adamw(weight, gradient[start:stop], moments, count, rate, decay, self.optimizer, divisor, skipped)
+            del gradient  # one fp32 copy at a time
             self._refresh(number)
         self.updates += 1 - skipped
         self.gradients.clear()
