@@ -85,7 +85,7 @@ def bucket_layouts(
 
     That is the final norm with the head (and a tied table), each block, and an untied table.
     """
-    backward = list(reversed(sizes))
+    backward = list(sizes)[::-1]
     if not gathered:
         return [pack_bucket(run, sizes, groups, ranks) for run in fill(backward, sizes, limit)]
     units: dict[str, list[str]] = {}

@@ -91,10 +91,10 @@ def validate(config: RunConfig) -> None:
     for name, value in values.items():
         if isinstance(value, float) and not math.isfinite(value):
             raise UserError(f"{name} is {value}; it must be a finite number")
-    for accepted, (holds, names) in _RANGES.items():
+    for needed, (holds, names) in _RANGES.items():
         for name in names:
             if values[name] is not None and not holds(values[name]):
-                raise UserError(f"{name} is {values[name]}; it must be {accepted}")
+                raise UserError(f"{name} is {values[name]}; it must be {needed}")
     _check_model(config.model)
     for step in config.checkpoint.at_steps or ():
         if not 1 <= step < config.steps:
