@@ -22,7 +22,7 @@ from .mesh import all_gather, reduce_scatter
 
 class _Bucket:
     def __init__(self, layout: Bucket, owned: Range, parameters: Sequence[nn.Parameter], freed: bool) -> None:
-        self.layout, self.parameters = layout, parameters
+        self.layout, self.owned, self.parameters = layout, owned, parameters
         self.waiting: set[int] = set()  # slots whose gradient of this micro-batch is still to come
         self.full: Tensor | None = None  # every rank's elements
         self.views: list[Tensor] = []  # of `full`, one a slot
