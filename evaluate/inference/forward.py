@@ -103,12 +103,6 @@ def _alone(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, windo
     return mixed[0].transpose(0, 1)
 
 
-def logits_of(model: GPT, hidden: Tensor) -> Tensor:
-    """(…, width) -> (…, vocab_size): the padding of the vocabulary is cut off."""
-    logits: Tensor = model.head(hidden)
-    return logits[..., : model.head.vocab_size]
-
-
 def unless_out_of_memory(work: Callable[[], T], device: torch.device) -> T | None:
     """What the work returns; None: memory ran out."""
     try:

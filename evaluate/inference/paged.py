@@ -66,10 +66,6 @@ class PagedCache:
         """All pages in use lie below."""
         return max(self._users, default=-1) + 1
 
-    def stretches(self, first: int, length: int) -> int:
-        """Pages that positions first, …, length - 1 lie in."""
-        return -(-length // self.page) - first // self.page
-
     def extend(self, pages: Pages, length: int) -> bool:
         """Pages up to position length - 1; False, and none, where there are too few."""
         missing = -(-length // self.page) - pages.end
