@@ -20,7 +20,18 @@ from typing import TYPE_CHECKING, Any
 from ...train.data.readers import well_formed
 from ...train.errors import UserError
 from .staging import lm_eval_tasks
-from .suite import SuiteTask, choose_items, freeze, nearest, only_text, quiet, task_of_rows
+from .suite import (
+    SEED,
+    SuiteTask,
+    choose_items,
+    freeze,
+    freeze_whole,
+    nearest,
+    only_text,
+    quiet,
+    task_of_rows,
+    written_name,
+)
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
@@ -31,7 +42,7 @@ _FIELDS = ("question", "choices", "answer", "context", "id")
 _BETWEEN_EXAMPLES = "\n\n"
 
 
-def load_custom(path: Path | str, shots: int = 0, limit: int | None = None, seed: int = 0) -> dict[str, SuiteTask]:
+def load_custom(path: Path | str, shots: int = 0, limit: int | None = None) -> dict[str, SuiteTask]:
     """The task of a .jsonl file, or every task of a file or a folder (with all below it) of lm-eval YAML.
 
     With `shots` examples before each question, `@shots` ends the names; 0 leaves a YAML's own `num_fewshot`.
@@ -41,19 +52,15 @@ def load_custom(path: Path | str, shots: int = 0, limit: int | None = None, seed
     """
     path = Path(path).expanduser()
     if path.is_dir():
-        return _load_yaml(path, sorted(path.rglob("*.yaml")), shots, limit, seed)
-    if not path.name.lower().endswith(ENDINGS):
+        return _load_yaml(path, sorted(path.rglob("*.yaml")), shots, limit)
+    if not path.name.lower().endswith(ENDINGS) or not path.is_file():
         raise UserError(f"task {str(path)!r} is neither a folder nor a file that ends in {', '.join(ENDINGS)}")
-    if not path.is_file():
-        raise UserError(
-            f"task {str(path)!r} is no file; it must be a folder or a file that ends in {', '.join(ENDINGS)}"
-        )
     if path.suffix.lower() == ".yaml":
-        return _load_yaml(path.parent, [path], shots, limit, seed)
-    return _load_jsonl(path, shots, limit, seed)
+        return _load_yaml(path.parent, [path], shots, limit)
+    return _load_jsonl(path, shots, limit)
 
 
-def _load_jsonl(path: Path, shots: int, limit: int | None, seed: int) -> dict[str, SuiteTask]:
+def _load_jsonl(path: Path, shots: int, limit: int | None) -> dict[str, SuiteTask]:
     rows = read_questions(path)
     name = task_name(path.name[: -len(next(end for end in _JSONL if path.name.lower().endswith(end)))])
     multiple_choice = "choices" in rows[0]
@@ -61,14 +68,14 @@ def _load_jsonl(path: Path, shots: int, limit: int | None, seed: int) -> dict[st
     delimiter = "" if all(row["prompt"][-1].isspace() for row in rows) else " "
     if delimiter:
         rows = [row | {"prompt": row["prompt"].rstrip()} for row in rows]
-    indices = choose_items(name, len(rows), limit, seed)
+    indices = choose_items(name, len(rows), limit)
     chosen = [dict(rows[index]) for index in indices]
     for index, row in zip(indices, chosen, strict=True):
-        row["examples"] = _examples(path, name, rows, index, shots, seed, delimiter)
+        row["examples"] = _examples(path, name, rows, index, shots, delimiter)
         if not multiple_choice:
             row["answer"] = delimiter + row["answer"]
     metrics = ("acc", "acc_norm") if multiple_choice else ("acc",)
-    written = _written_name(name, shots)
+    written = written_name(name, shots or None)
     config: dict[str, Any] = {
         "task": written,
         "output_type": "multiple_choice" if multiple_choice else "loglikelihood",
@@ -82,7 +89,7 @@ def _load_jsonl(path: Path, shots: int, limit: int | None, seed: int) -> dict[st
         config["doc_to_choice"] = "choices"
     task = task_of_rows(config, chosen)
     remarks = {"examples": "other lines of the file"} if shots else {}
-    frozen = freeze(written, task, indices, len(rows), seed, "test", path.name, already_chosen=True, shots=0, **remarks)
+    frozen = freeze(written, task, indices, len(rows), "test", path.name, shots=0, **remarks)
     frozen.shots = shots  # lm-eval is to add none to those that stand in the description
     return {written: frozen}
 
@@ -92,15 +99,13 @@ def task_name(text: str) -> str:
     return re.sub(r"[^\w.-]+", "_", text).strip("_") or "task"
 
 
-def _examples(
-    path: Path, name: str, rows: list[dict[str, Any]], index: int, shots: int, seed: int, delimiter: str
-) -> str:
+def _examples(path: Path, name: str, rows: list[dict[str, Any]], index: int, shots: int, delimiter: str) -> str:
     """Text of the examples of one item: other items of the file with their answers, never one that equals the item."""
     if not shots:
         return ""
     found: dict[int, None] = {}
     for draw in range(100 * (shots + 1)):
-        digest = hashlib.sha256(f"{seed}/{name}/{index}/example/{draw}".encode()).digest()
+        digest = hashlib.sha256(f"{SEED}/{name}/{index}/example/{draw}".encode()).digest()
         other = int.from_bytes(digest[:8], "big") % len(rows)
         if rows[other]["prompt"] != rows[index]["prompt"]:
             found[other] = None
@@ -203,16 +208,15 @@ def _place(answer: Any, choices: list[str], where: str) -> int:
     """The place of the right choice, given by place, by text, or by letter. A text that is a choice is no letter."""
     if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < len(choices):
         return answer
+    letters = string.ascii_uppercase[: len(choices)]
     if isinstance(answer, str):
         if answer in choices:
             return choices.index(answer)
-        letters = string.ascii_uppercase[: len(choices)]
         if len(answer) == 1 and answer.upper() in letters:
             return letters.index(answer.upper())
-    last = string.ascii_uppercase[min(len(choices), 26) - 1]
     raise UserError(
         f"{where}: answer is {_shown(answer)}; it must be the place of a choice (0 to {len(choices) - 1}), "
-        f"its letter (A to {last}), or its text"
+        f"its letter (A to {letters[-1]}), or its text"
     )
 
 
@@ -224,7 +228,7 @@ def _shown(value: Any) -> str:
 # --- YAML -----------------------------------------------------------------------------------------------------------
 
 
-def _load_yaml(folder: Path, files: list[Path], shots: int, limit: int | None, seed: int) -> dict[str, SuiteTask]:
+def _load_yaml(folder: Path, files: list[Path], shots: int, limit: int | None) -> dict[str, SuiteTask]:
     """Every task that the files define, groups spelled out. What has neither `task` nor `group` is a template."""
     from lm_eval.tasks import TaskManager
 
@@ -235,9 +239,9 @@ def _load_yaml(folder: Path, files: list[Path], shots: int, limit: int | None, s
     result: dict[str, SuiteTask] = {}
     for name in names:
         for leaf, task in _build(folder, name, manager).items():
-            written = _written_name(leaf, shots)
+            written = written_name(leaf, shots or None)
             if written not in result:  # a group comes before its tasks: they are as it wants them
-                result[written] = _frozen(folder, leaf, task, shots, limit, seed)
+                result[written] = _frozen(folder, leaf, task, shots, limit)
     return result
 
 
@@ -338,16 +342,10 @@ def _build(folder: Path, name: str, manager: TaskManager) -> dict[str, Any]:
     return only_text(tasks)
 
 
-def _frozen(folder: Path, name: str, task: Any, shots: int, limit: int | None, seed: int) -> SuiteTask:
-    written = _written_name(name, shots)
-    task.set_config(key="task", value=written)
+def _frozen(folder: Path, name: str, task: Any, shots: int, limit: int | None) -> SuiteTask:
     try:
-        count = len(task.eval_docs)
-        indices = choose_items(name, count, limit, seed)
         split = "test" if task.has_test_docs() else "validation"
-        return freeze(
-            written, task, indices, count, seed, split, folder.name, already_chosen=False, shots=shots or None
-        )
+        return freeze_whole(name, task, limit, split, folder.name, shots or None)
     except Exception as error:  # code and templates of the user's run here: any kind
         raise UserError(
             f"task {name!r} of {folder} cannot build its prompts ({type(error).__name__}: {_in_a_line(error)}); "
@@ -357,8 +355,3 @@ def _frozen(folder: Path, name: str, task: Any, shots: int, limit: int | None, s
 
 def _in_a_line(error: Exception) -> str:
     return " ".join((str(error).strip() or type(error).__name__).split())[:200]
-
-
-def _written_name(name: str, shots: int) -> str:
-    """Under which a task with that many examples is scored."""
-    return f"{name}@{shots}" if shots else name

@@ -23,13 +23,12 @@ FIELD = "text"  # of JSON lines and parquet
 _LOOSE = "files"  # the domain of plain texts that lie in the folder itself
 
 
-def load_texts(folder: Path | str, limit: int | None = None, seed: int = 0) -> dict[str, SuiteTask]:
+def load_texts(folder: Path | str, limit: int | None = None) -> dict[str, SuiteTask]:
     """A task of output type `loglikelihood_rolling` for each domain, named `text_<folder>_<domain>`.
 
     Args:
         folder: holds text; see above what its domains are.
         limit: documents a domain; None means all.
-        seed: of the choice of documents.
 
     Raises:
         UserError: no such folder, a file that cannot be read, or a domain without text.
@@ -42,7 +41,7 @@ def load_texts(folder: Path | str, limit: int | None = None, seed: int = 0) -> d
         name = task_name(f"text_{folder.resolve().name}_{domain}")
         if name in result:
             raise UserError(f"task 'text:{folder}' has two domains that are written {name!r}; rename one of them")
-        result[name] = _load_domain(folder, name, domain, files, limit, seed)
+        result[name] = _load_domain(folder, name, domain, files, limit)
     return result
 
 
@@ -65,11 +64,11 @@ def domains(folder: Path) -> dict[str, list[Path]]:
     return dict(sorted(result.items()))
 
 
-def _load_domain(folder: Path, name: str, domain: str, files: list[Path], limit: int | None, seed: int) -> SuiteTask:
+def _load_domain(folder: Path, name: str, domain: str, files: list[Path], limit: int | None) -> SuiteTask:
     try:
         # Read twice, so that of a large file no more than the chosen documents is ever held.
         count = sum(1 for _ in _documents(files))
-        indices = choose_items(name, count, limit, seed)
+        indices = choose_items(name, count, limit)
         wanted = set(indices)
         rows = [{FIELD: text} for index, text in enumerate(_documents(files)) if index in wanted]
     except UserError as error:
@@ -83,9 +82,7 @@ def _load_domain(folder: Path, name: str, domain: str, files: list[Path], limit:
         "doc_to_target": FIELD,
         "metric_list": [{"metric": "bits_per_byte", "aggregation": "bits_per_byte", "higher_is_better": False}],
     }
-    return freeze(
-        name, task_of_rows(config, rows), indices, count, seed, "test", f"{folder.name}/{domain}", already_chosen=True
-    )
+    return freeze(name, task_of_rows(config, rows), indices, count, "test", f"{folder.name}/{domain}")
 
 
 def _documents(files: list[Path]) -> Iterator[str]:
