@@ -16,7 +16,7 @@ from ...train.config import run_id, to_dict
 from ...train.files import read_json
 from ...train.flops import count_parameters, training_flops_per_token
 from ...train.model.shape import model_shape
-from ..pages.numbers import is_number, scored, with_error
+from ..pages.page import is_number, scored, with_error
 
 SCORES = {
     "acc": "accuracy",

@@ -53,8 +53,11 @@ def load_custom(path: Path | str, shots: int = 0, limit: int | None = None) -> d
     path = Path(path).expanduser()
     if path.is_dir():
         return _load_yaml(path, sorted(path.rglob("*.yaml")), shots, limit)
-    if not path.name.lower().endswith(ENDINGS) or not path.is_file():
-        raise UserError(f"task {str(path)!r} is neither a folder nor a file that ends in {', '.join(ENDINGS)}")
+    endings = ", ".join(ENDINGS)
+    if not path.name.lower().endswith(ENDINGS):
+        raise UserError(f"task {str(path)!r} is neither a folder nor a file that ends in {endings}")
+    if not path.is_file():
+        raise UserError(f"task {str(path)!r} is no file; it must be a folder or a file that ends in {endings}")
     if path.suffix.lower() == ".yaml":
         return _load_yaml(path.parent, [path], shots, limit)
     return _load_jsonl(path, shots, limit)

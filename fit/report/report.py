@@ -17,7 +17,7 @@ from ..approaches.recipes import sentences
 from ..errors import InputError
 from ..files import write_text
 from ..formatting import UNDETERMINED, amount, count, fixed, interval, percent, scientific, times
-from ..plots import APPROACH_STYLE, save_figures
+from ..plots import save_figures
 from ..results import Analysis
 from . import figures
 
