@@ -379,9 +379,9 @@ def decode_tokens(forward: Forward, batch: PagedBatch, tokens: Sequence[int], po
 
     `tokens`, `positions` and the `first` position that each sees are (requests,).
     """
-    step, device = batch.step(positions, first), forward.model.cos.device
+    device = forward.model.cos.device
     at = torch.from_numpy(positions).to(device)
-    return forward.logits(forward.hidden(torch.tensor(tokens, device=device), at, step.attend))
+    return forward.logits(forward.hidden(torch.tensor(tokens, device=device), at, batch.step(positions, first)))
 
 
 def recompute_last(model: GPT, texts: Sequence[Sequence[int]], device: str | torch.device) -> Tensor:

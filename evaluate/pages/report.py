@@ -104,10 +104,9 @@ def checkpoint_page(
 def _facts(scores: Scores) -> list[tuple[str, str, str]]:
     """(name, value, what explains it) at the head of the page."""
     held_out = scores.get("held_out") or {}
-    facts = [("Parameters (N_total)", short_count(scores["N_total"]), grouped(scores["N_total"]))]
-    if scores.get("N_non_embedding") is not None:
-        facts.append(("N_non_embedding", short_count(scores["N_non_embedding"]), grouped(scores["N_non_embedding"])))
-    facts.append(("Tokens (D)", short_count(scores["tokens"]), grouped(scores["tokens"])))
+    counts = (("Parameters (N_total)", "N_total"), ("N_non_embedding", "N_non_embedding"), ("Tokens (D)", "tokens"))
+    found = [(name, scores.get(key)) for name, key in counts]
+    facts = [(name, short_count(count), grouped(count)) for name, count in found if count is not None]
     if scores.get("flops") is not None:
         six = "" if not scores["N_total"] else f"exact; 6ND is {compute(6 * scores['N_total'] * scores['tokens'])}"
         facts.append(("Training FLOPs", compute(scores["flops"]), six))

@@ -114,7 +114,7 @@ class Sweep:
 
     @classmethod
     def of(cls, rows: Sequence[Row]) -> Sweep:
-        kept = [row for row in rows if is_number(row.get("flops")) and row["flops"] > 0]
+        kept = [{"tasks": {}, **row} for row in rows if is_number(row.get("flops")) and row["flops"] > 0]
         recipes = sorted({recipe_of(row) for row in kept})
         sizes = sorted({row["N"] for row in kept if is_number(row.get("N"))})
         parts = np.array_split(np.asarray(sizes, dtype=float), min(SHADES, max(len(sizes), 1)))
@@ -137,11 +137,11 @@ class Sweep:
         return f"r{self.recipes.index(recipe) % SHADES}"
 
     def tasks(self) -> list[str]:
-        return list(dict.fromkeys(name for row in self.rows for name in row.get("tasks") or {}))
+        return list(dict.fromkeys(name for row in self.rows for name in row["tasks"]))
 
     def value(self, place: int, task: str, keys: Sequence[str]) -> Value | None:
         """The first of `keys` that this checkpoint has for the task, with its standard error."""
-        scores = (self.rows[place].get("tasks") or {}).get(task) or {}
+        scores = self.rows[place]["tasks"].get(task, {})
         key = next((key for key in keys if is_number(scores.get(key))), None)
         if key is None:
             return None
@@ -149,7 +149,7 @@ class Sweep:
         return scores[key], error if is_number(error) else None
 
     def chance(self, task: str) -> float | None:
-        levels = (((row.get("tasks") or {}).get(task) or {}).get("chance") for row in self.rows)
+        levels = (row["tasks"].get(task, {}).get("chance") for row in self.rows)
         return next(filter(is_number, levels), None)
 
     @cached_property
@@ -163,8 +163,7 @@ class Sweep:
         return {self.recipe_colour(recipe): self._best(recipe) for recipe in self.recipes} or {"": self.best}
 
     def _best(self, recipe: str | None) -> list[int]:
-        lowest = (self._lowest(group, recipe) for group in self.budgets)
-        return [place for place in lowest if place is not None]
+        return [place for group in self.budgets if (place := self._lowest(group, recipe)) is not None]
 
     def _lowest(self, group: Sequence[int], recipe: str | None) -> int | None:
         known = [
@@ -303,7 +302,7 @@ def _warnings(sweep: Sweep, given: int) -> list[str]:
         lines.append(f"{given - len(sweep.rows)} of {given} checkpoints have no FLOPs and are left out.")
     held: dict[str, int] = {}
     for row in sweep.rows:
-        for name, scores in (row.get("tasks") or {}).items():
+        for name, scores in row["tasks"].items():
             held[name] = held.get(name, 0) + bool(scores.get("withheld"))
     if listed := ", ".join(f"{name} {many}" for name, many in held.items() if many):
         lines.append(f"Scores were withheld, because the model failed on an item; checkpoints by task: {listed}.")
