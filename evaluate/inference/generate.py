@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,7 +31,6 @@ MOST_RUNNING = 256  # requests that decode in one pass
 CACHE_BYTES = 1 << 30  # of keys and values on a CPU, where the caller does not say; on a GPU half of what is free
 _DRAWN_AHEAD = 64  # random numbers of a stream
 _FIRST_SORTED = 64  # tokens that are tried for a nucleus, then 8 times as many
-CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -50,14 +50,9 @@ def generate_texts(
     prompts: Sequence[Sequence[int]],
     max_tokens: int,
     *,
-    max_length: int,
     finished: Callable[[list[int]], bool],
-    sampling: Sampling = GREEDY,
-    seeds: Sequence[int] | None = None,
-    device: str | torch.device = "cpu",
-    batch_tokens: int = 4096,
-    cache_bytes: int | None = None,
     done: Callable[[int, list[int] | None], None] | None = None,
+    **options: Any,
 ) -> list[list[int] | None]:
     """Continues every prompt.
 
@@ -65,12 +60,9 @@ def generate_texts(
         model: in eval mode.
         prompts: token ids, none empty; only the last `max_length` count.
         max_tokens: new tokens per prompt, at most.
-        max_length: longest sequence that the model accepts.
         finished: asked after each token with all new ones of that prompt; True ends it (that token is kept).
-        seeds: one per prompt, for sampling; default its place in the list.
-        batch_tokens: bound on the tokens of one forward pass; a longer prompt goes alone.
-        cache_bytes: bound on keys and values, default 1 GiB or half of what is free on a GPU; one prompt always fits.
         done: called with a prompt's place and its result as soon as it is there.
+        options: see `Generation`.
 
     Returns:
         New tokens of each prompt; None where the model's logits were NaN.
@@ -80,9 +72,7 @@ def generate_texts(
     """
     if not prompts:
         return []
-    generation = Generation(
-        model, prompts, max_tokens, max_length, sampling, seeds, torch.device(device), batch_tokens, cache_bytes
-    )
+    generation = Generation(model, prompts, max_tokens, **options)
     results: list[list[int] | None] = [None] * len(prompts)
     while not generation.over:
         for request in generation.step(finished):
@@ -92,22 +82,13 @@ def generate_texts(
     return results
 
 
-def stream(
-    model: GPT,
-    prompt: Sequence[int],
-    max_tokens: int,
-    *,
-    max_length: int,
-    sampling: Sampling = GREEDY,
-    seed: int = 0,
-    device: str | torch.device = "cpu",
-) -> Iterator[int]:
-    """The tokens that follow one prompt, each as soon as it is there; see `generate`.
+def stream(model: GPT, prompt: Sequence[int], max_tokens: int, *, seed: int = 0, **options: Any) -> Iterator[int]:
+    """The tokens that follow one prompt, each as soon as it is there; for the options see `Generation`.
 
     Raises:
         UserError: the model's logits are NaN.
     """
-    generation = Generation(model, [prompt], max_tokens, max_length, sampling, [seed], torch.device(device))
+    generation = Generation(model, [prompt], max_tokens, seeds=[seed], **options)
     (request,) = generation.waiting
     while not generation.over:
         before = len(request.new)
@@ -138,9 +119,14 @@ class Request:
 
 
 class Generation:
-    """Prompts on their way through a model; for the arguments see `generate`, and `page`: positions per page.
+    """Prompts on their way through a model: each waits, then runs (cached) or slides (recomputed), and leaves.
 
-    A request waits, then runs (cached) or slides (recomputed), and leaves when it ends.
+    Args:
+        max_length: longest sequence that the model accepts.
+        seeds: one per prompt, for sampling; default its place in the list.
+        batch_tokens: bound on the tokens of one forward pass; a longer prompt goes alone.
+        cache_bytes: bound on keys and values, default 1 GiB or half of what is free on a GPU; one prompt always fits.
+        page: positions per page.
     """
 
     def __init__(
@@ -151,13 +137,14 @@ class Generation:
         max_length: int,
         sampling: Sampling = GREEDY,
         seeds: Sequence[int] | None = None,
-        device: torch.device = CPU,
+        device: str | torch.device = "cpu",
         batch_tokens: int = 4096,
         cache_bytes: int | None = None,
         page: int = PAGE,
     ) -> None:
         self.model, self.max_tokens, self.max_length, self.sampling = model, max_tokens, max_length, sampling
-        self.device, self.batch_tokens, self.most_running = device, batch_tokens, min(batch_tokens, MOST_RUNNING)
+        self.device, self.batch_tokens = torch.device(device), batch_tokens
+        self.most_running = min(batch_tokens, MOST_RUNNING)
         self.end, self.window = model.end_of_document, model.config.window or max_length
         self.waiting = deque(
             Request(index, list(prompt[-max_length:]), torch.Generator().manual_seed(seed))
