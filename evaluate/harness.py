@@ -252,25 +252,21 @@ class CheckpointLM(TemplateLM):
                 done=done,
             )
 
-        def take(outputs: list[tuple[str, list[int] | None]]) -> None:
-            for name, output in outputs:
+        def take(names: list[str], outputs: list[list[int] | None]) -> None:
+            for name, output in zip(names, outputs, strict=True):
                 texts[name] = None if output is None else postprocess_generated_text(decode(output), stops, None)
-            self._keep([(name, [texts[name]]) for name, _ in outputs])
+            self._keep([(name, [texts[name]]) for name in names])
 
-        self._share_prompts(missing, ask, take)
-        self.failed |= {(context,) for context, name in zip(contexts, names, strict=True) if texts[name] is None}
-        return [texts[name] or "" for name in names]
-
-    def _share_prompts(self, missing: list[str], ask: Any, take: Callable[[list[Any]], None]) -> None:
-        """Alone what is finished is kept at once; several ranks take every size-th prompt, round by round."""
+        # Alone what is finished is kept at once; several ranks take every size-th prompt, round by round.
         size, rank = self._ranks.size, self._ranks.rank
         if size == 1:
-            ask(missing, lambda number, output: take([(missing[number], output)]))
-            return
-        for start in range(0, len(missing), size * ROUND_PROMPTS):
+            ask(missing, lambda number, output: take([missing[number]], [output]))
+        for start in range(0, len(missing) if size > 1 else 0, size * ROUND_PROMPTS):
             part = missing[start : start + size * ROUND_PROMPTS]
             found = self._ranks.gather(run_on_ranks(self._ranks, partial(ask, part[rank::size])))
-            take([pair for other in range(size) for pair in zip(part[other::size], found[other], strict=True)])
+            take([name for other in range(size) for name in part[other::size]], list(chain(*found)))
+        self.failed |= {(context,) for context, name in zip(contexts, names, strict=True) if texts[name] is None}
+        return [texts[name] or "" for name in names]
 
 
 def _rolling_windows(tokens: list[int], prefix: int, max_length: int) -> list[Request]:

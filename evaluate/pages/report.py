@@ -198,10 +198,9 @@ def _is_same(one: Scores, other: Scores) -> bool:
 
 
 def _called(scores: Scores) -> str:
-    size = short_count(scores.get("N_total"))
-    return f"{scores.get('name') or scores.get('run_id')} at step {scores.get('step')}" + (
-        f" ({size} parameters)" if size != "–" else ""
-    )
+    size = scores.get("N_total")
+    shown = f" ({short_count(size)} parameters)" if is_number(size) else ""
+    return f"{scores.get('name') or scores.get('run_id')} at step {scores.get('step')}{shown}"
 
 
 def _nearest(scores: Scores, others: Sequence[Scores]) -> str:
