@@ -108,7 +108,7 @@ def load_suite(
         if entry.kind == "staged":
             found = {entry.written: _load_staged(entry, limit, directory)}
         elif entry.kind == "text":
-            from .texts import load_texts
+            from .custom import load_texts
 
             found = load_texts(Path(entry.name), limit)
         elif entry.kind == "path":

@@ -20,9 +20,8 @@ from isoflop.evaluate.contamination.contamination import (
     overlaps,
     words_and_ends,
 )
-from isoflop.evaluate.tasks.custom import load_custom
+from isoflop.evaluate.tasks.custom import load_custom, load_texts
 from isoflop.evaluate.tasks.suite import Suite
-from isoflop.evaluate.tasks.texts import load_texts
 from isoflop.train.config import DataConfig
 from isoflop.train.data.shards import Shards, prepare
 from isoflop.train.errors import UserError

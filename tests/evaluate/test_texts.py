@@ -18,8 +18,8 @@ import torch
 import zstandard
 from isoflop.evaluate.checkpoint import worst_windows
 from isoflop.evaluate.harness import CheckpointLM
+from isoflop.evaluate.tasks.custom import DOCUMENT_BYTES, domains, load_texts
 from isoflop.evaluate.tasks.suite import SuiteTask
-from isoflop.evaluate.tasks.texts import DOCUMENT_BYTES, domains, load_texts
 from isoflop.train.config import DataConfig, ModelConfig, RunConfig
 from isoflop.train.data.loader import validation_windows
 from isoflop.train.data.shards import prepare
