@@ -83,7 +83,7 @@ def evaluate_checkpoint(
     suite = suite or run_on_ranks(ranks, lambda: load_suite(tasks, limit, cache=cache, progress=say))
     header = _header(loaded, device, precision)
     with only_one(output, say, ranks):
-        record = Record.open(output, header, suite, ngram, say, ranks, keep_items)
+        record = Record(output, header, suite, ngram, say, ranks, keep_items)
         if held_out is not None:
             worst = (record.scores["held_out"] or {}).get("worst")
             record.scores["held_out"] = held_out if worst is None else held_out | {"worst": worst}

@@ -161,15 +161,8 @@ def _acquire(lock: FileLock, output: Path, say: Report) -> None:
 class Record:
     """What is known of a checkpoint, in memory (`scores`) and on disk."""
 
-    def __init__(self, output: Path, scores: dict[str, Any], ranks: Mesh, say: Report, keep_items: bool) -> None:
-        self.output, self.scores, self._ranks, self._say, self._keep_items = output, scores, ranks, say, keep_items
-        # Where there are items already, they must not fall behind their scores.
-        self._keeps = ranks.rank == 0 and (keep_items or items_path(output).exists())
-        self._members: dict[str, bytes] = {}  # packed items by task
-
-    @classmethod
-    def open(
-        cls,
+    def __init__(
+        self,
         output: Path,
         header: dict[str, Any],
         suite: Suite,
@@ -177,18 +170,20 @@ class Record:
         say: Report,
         ranks: Mesh,
         keep_items: bool,
-    ) -> Record:
+    ) -> None:
         """With what an earlier evaluation of this very checkpoint left, less tasks whose items or prompts changed."""
+        self.output, self._ranks, self._say, self._keep_items = output, ranks, say, keep_items
         old = run_on_ranks(ranks, lambda: _kept(output, header, suite, ngram, say), only_first=True)
-        record = cls(output, header, ranks, say, keep_items)
         known: dict[str, Any] = {"tasks": {}, "suites": {}, "held_out": None, "contamination_withheld": None}
-        record.scores |= known | {name: old[name] for name in known if name in old}
-        if record._keeps and record.tasks:  # items of other tasks go with the next write
+        self.scores = header | known | {name: old[name] for name in known if name in old}
+        # Where there are items already, they must not fall behind their scores.
+        self._keeps = ranks.rank == 0 and (keep_items or items_path(output).exists())
+        self._members: dict[str, bytes] = {}  # packed items by task
+        if self._keeps and self.tasks:  # items of other tasks go with the next write
             by_task: dict[str, list[dict[str, Any]]] = {}
             for item in read_items(items_path(output), say):
                 by_task.setdefault(item["task"], []).append(item)
-            record._members = {name: pack_items(items) for name, items in by_task.items() if name in record.tasks}
-        return record
+            self._members = {name: pack_items(items) for name, items in by_task.items() if name in self.tasks}
 
     @property
     def tasks(self) -> dict[str, Any]:
