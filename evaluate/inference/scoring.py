@@ -189,7 +189,7 @@ class _OneByOne:
 class _SideBySide:
     """Attention over trees, one per row of a padded batch. In the last block `read` alone ask."""
 
-    def __init__(self, batch: list[Tree], model: GPT, device: torch.device, read: Tensor, masked: bool) -> None:
+    def __init__(self, batch: list[Tree], model: GPT, device: torch.device, read: Tensor, masked: bool = True) -> None:
         self.read, sizes = read, np.array([len(tree) for tree in batch])
         self.rows, self.longest = len(batch), int(sizes.max())
         # Where each token stands in the padded batch, and which token stands at each place there; None: there is no

@@ -237,7 +237,7 @@ class Small:
 def test_where_memory_runs_out_batches_shrink_and_stay_small(
     monkeypatch: pytest.MonkeyPatch, error: type[RuntimeError]
 ) -> None:
-    model, requests, said = gpt(10), groups(10, 20), []
+    model, requests, said = gpt(10), groups(10, 40), []
     expected = [alone(model, request) for request in requests]
     small = Small(monkeypatch, 80, error)
     scorer, heard = Scorer(model, "cpu", 5000, said.append), []
