@@ -41,12 +41,13 @@ class Forward:
         for block in cast(Iterable[Block], model.blocks):
             mixer, mlp = block.attention, block.mlp
             matrices = (mixer.qkv, mixer.out, mlp.gate_up, mlp.down)
+            qkv, out, gate_up, down = (_product(matrix.weight, packed) for matrix in matrices)
             # PyTorch's own norm has fewer operations than ours, which can be trained.
             norms = tuple(
                 partial(F.rms_norm, normalized_shape=norm.weight.shape, weight=norm.weight, eps=norm.eps)
                 for norm in mixer.norms
             )
-            self._blocks.append((block, norms, *(_product(matrix.weight, packed) for matrix in matrices)))
+            self._blocks.append((block, norms, qkv, out, gate_up, down))
         self._head = _product(weight, packed)
 
     def hidden(self, tokens: Tensor, positions: Tensor, attend: Attend, read: Tensor | None = None) -> Tensor:

@@ -114,7 +114,7 @@ class Sweep:
 
     @classmethod
     def of(cls, rows: Sequence[Row]) -> Sweep:
-        kept = [{"tasks": {}, **row} for row in rows if is_number(row.get("flops")) and row["flops"] > 0]
+        kept: list[Row] = [{"tasks": {}, **row} for row in rows if is_number(row.get("flops")) and row["flops"] > 0]
         recipes = sorted({recipe_of(row) for row in kept})
         sizes = sorted({row["N"] for row in kept if is_number(row.get("N"))})
         parts = np.array_split(np.asarray(sizes, dtype=float), min(SHADES, max(len(sizes), 1)))
