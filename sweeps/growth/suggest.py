@@ -143,6 +143,9 @@ def suggest_from(
     max_runs: int = MAX_RUNS,
 ) -> Suggestion:
     """`suggest_runs` given what the runs so far say."""
+    from ...fit import InputError
+    from ...fit.allocation.design import Buyer, Candidates, Question
+
     base = prepare.resolved_base(sweep, config)
     base.tokens = 0
     known, progress, labels = list[RunConfig](), {}, {}
@@ -167,7 +170,20 @@ def suggest_from(
             f"budget is {budget:.3g} FLOPs{capped}, and the smallest run worth adding needs {cheapest:.3g}; "
             "give at least that"
         )
-    design = _design(standing, offered, [labels.get(name, name) for name in table.run_id], budget, max_runs)
+    pool = Candidates(
+        N=np.array([offer.N for offer in offered], dtype=float),
+        D=np.array([offer.run.D for offer in offered], dtype=float),
+        flops=np.array([offer.flops for offer in offered]),
+        branch_flops=np.array([offer.branch_flops for offer in offered]),
+        size=np.array([offer.size for offer in offered]),
+        trunk=np.array([offer.trunk for offer in offered]),
+    )
+    try:
+        trunks = np.array([labels.get(name, name) for name in table.run_id])
+        question = Question.of(standing.law, standing.target_flops, trunks)
+        design = Buyer(question, pool).buy(budget, max_runs)
+    except InputError as error:
+        raise NothingToSuggest(str(error)) from error
     return _suggestion(design, offered, known, progress, standing, budget, base, config.trunks)
 
 
@@ -240,25 +256,6 @@ def print_suggestion(suggestion: Suggestion) -> None:
         ends = (now.value, now.low, now.high, then.low, then.high)
         said = ["∞" if not np.isfinite(end) else short(end) if name == "N" else f"{end:.3f}" for end in ends]
         out.print("  {:4} {}  now [{}, {}]  then [{}, {}]".format(name, *said), highlight=False)
-
-
-def _design(standing: Standing, offered: Sequence[Offer], trunks: list[str], budget: float, max_runs: int) -> Design:
-    from ...fit import InputError
-    from ...fit.allocation.design import Buyer, Candidates, Question
-
-    pool = Candidates(
-        N=np.array([offer.N for offer in offered], dtype=float),
-        D=np.array([offer.run.D for offer in offered], dtype=float),
-        flops=np.array([offer.flops for offer in offered]),
-        branch_flops=np.array([offer.branch_flops for offer in offered]),
-        size=np.array([offer.size for offer in offered]),
-        trunk=np.array([offer.trunk for offer in offered]),
-    )
-    try:
-        question = Question.of(standing.law, standing.target_flops, np.array(trunks))
-        return Buyer(question, pool).buy(budget, max_runs)
-    except InputError as error:
-        raise NothingToSuggest(str(error)) from error
 
 
 def _suggestion(
