@@ -90,7 +90,7 @@ def _first_line(error: Exception) -> str:
 
 def replace_diverged(sweep: SweepDirectory, config: SweepConfig) -> list[str]:
     """Adds a run for every one that diverged, where the grid asks for that; returns the new ids."""
-    factor = config.grid.diverged_rate_factor if config.grid is not None else None
+    factor = config.grid and config.grid.diverged_rate_factor
     if factor is None or membership.is_stopped(sweep):
         return []
     diverged = [run for run in membership.members(sweep) if run.state().state == "diverged"]
@@ -114,9 +114,7 @@ def next_round(sweep: SweepDirectory, config: SweepConfig) -> bool:
     if config.grid is None or config.grid.kind != "adaptive" or membership.is_stopped(sweep):
         return False
     wanted = ask_round(sweep, config)
-    added = []
-    if wanted is not None:
-        added = add_grid(sweep, config, as_grid(wanted, sweep.path / RECORD), "a round of the adaptive grid")
+    added = wanted and add_grid(sweep, config, as_grid(wanted, sweep.path / RECORD), "a round of the adaptive grid")
     print(round_summary(sweep))
     return bool(added)
 
@@ -179,8 +177,7 @@ def _ask(sweep: SweepDirectory, config: SweepConfig, points: AdaptiveGrid, numbe
     cap = grid.largest_flops(points)
     total = grid.adaptive_flops(points, base)
     standing = fit_standing(sweep, config, points.target_flops or max(config.fit.targets, default=1000.0 * cap))
-    reached = _reached(points, standing)
-    if reached is not None:
+    if reached := _reached(points, standing):
         return reached
     if number >= points.rounds:
         return f"all {points.rounds} rounds are over"
