@@ -186,8 +186,9 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, grouped: bool = False) -> T
     return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped).transpose(1, 2)
 
 
-def _repeated_sdpa(query: Tensor, *heads: Tensor) -> Tensor:
-    return _sdpa(query, *(x.repeat_interleave(query.shape[2] // x.shape[2], dim=2) for x in heads))
+def _repeated_sdpa(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    groups = query.shape[2] // key.shape[2]
+    return _sdpa(query, key.repeat_interleave(groups, dim=2), value.repeat_interleave(groups, dim=2))
 
 
 def _one_backend(query: Tensor, key: Tensor, value: Tensor, backend: SDPBackend, grouped: bool) -> Tensor:

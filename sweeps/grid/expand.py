@@ -249,7 +249,8 @@ def _assign(run: RunConfig, name: str, value: Any, where: str = "grid.axes") -> 
     if dataclasses.is_dataclass(below := getattr(node, last)):
         first = dataclasses.fields(below)[0].name
         raise UserError(f"{where} names the group {name!r}; name one of its fields, such as {name}.{first}")
-    typed = _typed(type(node))
+    kind: Any = type(node)
+    typed = _typed(kind)
     try:
         typed[last] = value
     except OmegaConfBaseException as error:

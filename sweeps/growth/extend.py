@@ -90,7 +90,7 @@ def _first_line(error: Exception) -> str:
 
 def replace_diverged(sweep: SweepDirectory, config: SweepConfig) -> list[str]:
     """Adds a run for every one that diverged, where the grid asks for that; returns the new ids."""
-    factor = config.grid and config.grid.diverged_rate_factor
+    factor = config.grid.diverged_rate_factor if config.grid is not None else None
     if factor is None or membership.is_stopped(sweep):
         return []
     diverged = [run for run in membership.members(sweep) if run.state().state == "diverged"]
