@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,15 @@ def weights(values: ArrayLike | None, points: int, rows: Any = None) -> Array:
     if not checked.any():
         raise InputError("weight is zero in every row; at least one row must count.")
     return checked
+
+
+def by_name(what: str, names: Sequence[str], given: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments given by position and by name, as name -> value in the order of `names`."""
+    found = dict(zip(names, given, strict=False)) | named
+    if len(given) + len(named) != len(names) or set(found) != set(names):
+        said = ", ".join([*(f"#{i + 1}" for i in range(len(given))), *named]) or "nothing"
+        raise InputError(f"{what} was given {said}; it takes {', '.join(names)}, each once.")
+    return {name: found[name] for name in names}
 
 
 def same_length(**columns: Array) -> None:

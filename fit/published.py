@@ -21,7 +21,7 @@ import yaml
 from numpy.typing import ArrayLike
 
 from .allocation.allocation import Optimum, optimum
-from .errors import Array, InputError, positive
+from .errors import Array, InputError, by_name, positive
 from .laws.registry import law_class
 
 if TYPE_CHECKING:
@@ -29,14 +29,6 @@ if TYPE_CHECKING:
 
 Constants = Mapping[str, float]
 SAID = ("loss_unit", "N_convention", "flops_convention", "tokenizer", "data", "source", "notes")
-
-
-def _power(inputs: Mapping[str, Array], c: Constants) -> Array:
-    """The product of k and (x / x_0)^p_x over the inputs."""
-    value = np.asarray(c["k"], dtype=np.float64)
-    for name, x in inputs.items():
-        value = value * (x / c.get(f"{name}_0", 1.0)) ** c.get(f"p_{name}", 0.0)
-    return value
 
 
 # Forms of one input x that no fitted law has; every other form is that of a law here.
@@ -90,16 +82,14 @@ class PublishedLaw:
 
     def __call__(self, *inputs: ArrayLike, **named: ArrayLike) -> Any:
         """The law at its inputs, by position or by name, broadcast together; a float for floats."""
-        given = dict(zip(self.inputs, inputs, strict=False)) | named
-        if len(inputs) + len(named) != len(self.inputs) or set(given) != set(self.inputs):
-            said = ", ".join([*(f"#{i + 1}" for i in range(len(inputs))), *named]) or "nothing"
-            raise InputError(f"{self.name} was given {said}; it takes {', '.join(self.inputs)}, each once.")
-        values = {}
-        for name in self.inputs:
-            value = np.asarray(given[name], dtype=np.float64)
+        values = by_name(self.name, self.inputs, inputs, named)
+        for name, given in values.items():
+            value = np.asarray(given, dtype=np.float64)
             values[name] = positive(name, value.ravel()).reshape(value.shape)
         if self.form == "power":
-            found = _power(values, self.constants)
+            c, found = self.constants, np.asarray(self.constants["k"], dtype=np.float64)
+            for name, x in values.items():
+                found = found * (x / c.get(f"{name}_0", 1.0)) ** c.get(f"p_{name}", 0.0)
         elif self.form in CURVES:
             found = np.asarray(CURVES[self.form](values[self.inputs[0]], self.constants))
         else:

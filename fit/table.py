@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -67,16 +67,26 @@ class RunTable:
         return self.loss_se if (np.isfinite(self.loss_se) & (self.loss_se > 0)).all() else None
 
     def column(self, name: str) -> Array:
-        import pandas as pd
-
-        if name not in self.frame:
-            return np.full(len(self), np.nan)
-        return pd.to_numeric(self.frame[name].iloc[self.rows], errors="coerce").to_numpy(dtype=np.float64)
+        return numeric(self.frame, name)[self.rows]
 
     def where(self, keep: np.ndarray) -> RunTable:
         """The runs of a mask (n,)."""
         names = ("N", "D", "loss", "loss_se", "flops", "budget", "run_id", "group", "weight", "rows")
         return replace(self, **{name: getattr(self, name)[keep] for name in names})
+
+
+def numeric(frame: pd.DataFrame, name: str) -> Array:
+    """A column as numbers, (rows,), NaN where there are none."""
+    import pandas as pd
+
+    if name not in frame:
+        return np.full(len(frame), np.nan)
+    return pd.to_numeric(frame[name], errors="coerce").to_numpy(dtype=np.float64, na_value=np.nan)
+
+
+def ended(frame: pd.DataFrame) -> np.ndarray:
+    """Which rows their column `final` says are of finished runs, (rows,)."""
+    return frame["final"].astype(str).str.strip().str.lower().isin(["true", "1", "1.0"]).to_numpy(dtype=bool)
 
 
 def read_table(
@@ -99,14 +109,31 @@ def read_table(
     names = _resolve(frame, columns or {}, said)
     rows = _finished(frame, notes, said)
     part = frame.iloc[rows]
-    labels = list(part.index + 2) if _is_file(source) else list(part.index)  # a CSV's line, counting its header
+    # A CSV's line, counting its header.
+    labels = list(part.index + (2 if isinstance(source, (str, Path)) else 0))
 
-    def numbers(name: str) -> Any:
-        return _numeric(part[names[name]], names[name], labels)
+    def numbers(name: str) -> Array:
+        values, given = numeric(part, names[name]), part[names[name]]
+        text = np.isnan(values) & given.notna().to_numpy()
+        text &= given.astype(str).str.strip().str.lower().ne("nan").to_numpy()
+        if text.any():
+            first = int(np.argmax(text))
+            raise InputError(
+                f"{names[name]} is {str(given.iloc[first])!r} in row {labels[first]}; a number is expected."
+            )
+        return values
 
     N = positive(names["N"], numbers("N"), labels)
     flops = positive(names["flops"], numbers("flops"), labels) if "flops" in names else None
-    D = _tokens(names, numbers, N, flops, derive_d, labels, notes, frame, said)
+    if derive_d not in (None, "6nd"):
+        raise InputError(f"derive_d is {derive_d!r}; '6nd' (D = FLOPs / 6N) or nothing is accepted.")
+    if "D" in names:
+        D = positive(names["D"], numbers("D"), labels)
+        if derive_d:
+            notes.append("D is in the table, so it was not derived.")
+    else:
+        D = _derived(frame, N, flops, derive_d, said)
+        notes.append("D was not given and is derived as FLOPs / (6N).")
     loss = positive(names["loss"], numbers("loss"), labels)
     if flops is None:
         flops = 6.0 * N * D
@@ -135,10 +162,6 @@ def read_table(
         derived_d="D" not in names,
         dropped=drop_worst,
     )
-
-
-def _is_file(source: Any) -> bool:
-    return isinstance(source, (str, Path))
 
 
 def _load(source: str | Path | pd.DataFrame) -> tuple[pd.DataFrame, str]:
@@ -200,7 +223,7 @@ def _resolve(frame: pd.DataFrame, columns: Mapping[str, str], said: str) -> dict
 def _finished(frame: pd.DataFrame, notes: list[str], said: str) -> np.ndarray:
     keep = np.ones(len(frame), dtype=bool)
     if "final" in frame:
-        keep = frame["final"].astype(str).str.strip().str.lower().isin(["true", "1", "1.0"]).to_numpy(dtype=bool)
+        keep = ended(frame)
         if not keep.all():
             notes.append(f"{int((~keep).sum())} intermediate checkpoints are left out of the fits.")
     if "state" in frame:
@@ -213,42 +236,13 @@ def _finished(frame: pd.DataFrame, notes: list[str], said: str) -> np.ndarray:
     return np.flatnonzero(keep)
 
 
-def _numeric(series: pd.Series, name: str, labels: list[Any]) -> Array:
-    import pandas as pd
-
-    values = pd.to_numeric(series, errors="coerce").to_numpy(dtype=np.float64, na_value=np.nan)
-    text = np.isnan(values) & series.notna().to_numpy()
-    text &= series.astype(str).str.strip().str.lower().ne("nan").to_numpy()
-    if text.any():
-        first = int(np.argmax(text))
-        raise InputError(f"{name} is {str(series.iloc[first])!r} in row {labels[first]}; a number is expected.")
-    return values
-
-
-def _tokens(
-    names: dict[str, str],
-    numbers: Any,
-    N: Array,
-    flops: Array | None,
-    derive_d: str | None,
-    labels: list[Any],
-    notes: list[str],
-    frame: pd.DataFrame,
-    said: str,
-) -> Array:
-    if derive_d not in (None, "6nd"):
-        raise InputError(f"derive_d is {derive_d!r}; '6nd' (D = FLOPs / 6N) or nothing is accepted.")
-    if "D" in names:
-        if derive_d:
-            notes.append("D is in the table, so it was not derived.")
-        return positive(names["D"], numbers("D"), labels)
+def _derived(frame: pd.DataFrame, N: Array, flops: Array | None, derive_d: str | None, said: str) -> Array:
     exist = ", ".join(map(str, frame.columns))
     if derive_d is None:
         hint = "; FLOPs are there, so D can be derived with '6nd'" if flops is not None else ""
         raise InputError(f"{said} has no column 'D'; it has {exist}{hint}.")
     if flops is None:
         raise InputError(f"D cannot be derived as FLOPs / 6N because {said} has no column 'flops'; it has {exist}.")
-    notes.append("D was not given and is derived as FLOPs / (6N).")
     return flops / (6.0 * N)
 
 

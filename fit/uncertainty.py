@@ -21,14 +21,19 @@ ALONE = 1e-6  # a share of the leverage that one group leaves to all others, bel
 STILL = 1e-6  # variance of a log input below which a resample holds it constant
 
 
+def members(groups: Any) -> tuple[np.ndarray, np.ndarray]:
+    """The sorted labels, and the place of each row's among them."""
+    return np.unique(np.asarray(groups).astype(str), return_inverse=True)
+
+
 def cluster_counts(groups: Any, resamples: int, seed: int = 0) -> Array:
     """How often each row occurs in each resample, (resamples, rows), when whole `groups` (rows,) are drawn."""
     if resamples < 1:
         raise InputError(f"bootstrap is {resamples}; a positive number of resamples is needed.")
-    labels, member = np.unique(np.asarray(groups).astype(str), return_inverse=True)
+    labels, member = members(groups)
     generator = np.random.default_rng(seed)
     share = np.full(len(labels), 1.0 / len(labels))
-    return generator.multinomial(len(labels), share, size=resamples).astype(np.float64)[:, member.ravel()]
+    return generator.multinomial(len(labels), share, size=resamples).astype(np.float64)[:, member]
 
 
 def identifiable_counts(
@@ -48,7 +53,8 @@ def identifiable_counts(
     for attempt in range(1, REDRAWS):
         poor = ((counts * weight) @ member > 0).sum(axis=1) <= free
         for axis in axes:
-            poor |= _variance(axis, counts) < STILL
+            total = counts.sum(axis=1)
+            poor |= counts @ axis**2 / total - (counts @ axis / total) ** 2 < STILL
         if not poor.any():
             return counts, redrawn
         redrawn += int(poor.sum())
@@ -58,7 +64,7 @@ def identifiable_counts(
 
 def independent_groups(groups: Any, free: int) -> int:
     """How many groups there are; raises InputError where they are too few for `free` parameters."""
-    independent = len(np.unique(np.asarray(groups).astype(str)))
+    independent = len(members(groups)[0])
     if independent <= free:
         raise _too_few(independent, free)
     return independent
@@ -80,15 +86,10 @@ def _too_few(independent: int, free: int) -> InputError:
     )
 
 
-def _variance(x: Array, counts: Array) -> Array:
-    mean = counts @ x / counts.sum(axis=1)
-    return counts @ x**2 / counts.sum(axis=1) - mean**2
-
-
 def jackknife_weights(groups: Any) -> Array:
     """Weights (groups, rows) that leave one whole group out at a time, in the order of their sorted labels."""
-    labels, member = np.unique(np.asarray(groups).astype(str), return_inverse=True)
-    return 1.0 - (np.arange(len(labels))[:, None] == member.ravel()[None, :])
+    labels, member = members(groups)
+    return 1.0 - (np.arange(len(labels))[:, None] == member)
 
 
 def need_no_group_alone(jacobian: Array, groups: Any, what: str) -> None:
@@ -97,12 +98,12 @@ def need_no_group_alone(jacobian: Array, groups: Any, what: str) -> None:
     jacobian (rows, k) of the fit, each row times the root of its weight. A group stands alone where its block of the
     hat matrix has an eigenvalue of one.
     """
-    labels, member = np.unique(np.asarray(groups).astype(str), return_inverse=True)
+    labels, member = members(groups)
     size = np.linalg.norm(jacobian, axis=0)
     left, singular, _ = np.linalg.svd(jacobian / np.where(size > 0, size, 1.0), full_matrices=False)
     left = left[:, singular > 1e-9 * singular[0]]
     for place, label in enumerate(labels):
-        if np.linalg.norm(left[member.ravel() == place], 2) ** 2 > 1.0 - ALONE:
+        if np.linalg.norm(left[member == place], 2) ** 2 > 1.0 - ALONE:
             raise InputError(
                 f"without run {label} the other {len(labels) - 1} independent runs do not determine the constants of "
                 f"{what}; add runs before asking for an interval."
@@ -131,8 +132,7 @@ def wild_targets(
     """
     if n < 1:
         raise InputError(f"bootstrap is {n}; a positive number of resamples is needed.")
-    labels, member = np.unique(np.asarray(groups).astype(str), return_inverse=True)
-    member = member.ravel()
+    labels, member = members(groups)
     generator = np.random.default_rng(seed)
     signs = generator.choice([-1.0, 1.0], size=(n, len(labels)))
     noise = width * generator.standard_normal((n, len(labels)))
@@ -153,6 +153,12 @@ def percentile_interval(draws: Any, level: float = 0.95) -> tuple[float, float]:
     low = values[int(np.floor(tail * (values.size - 1)))]
     high = values[int(np.ceil((1.0 - tail) * (values.size - 1)))]
     return (float(low), float(high))
+
+
+def percentile_intervals(draws: Array, level: float) -> Array:
+    """`percentile_interval` along the last axis: draws (..., r) give (..., 2)."""
+    rows = [percentile_interval(row, level) for row in draws.reshape(-1, draws.shape[-1])]
+    return np.array(rows).reshape(*draws.shape[:-1], 2)
 
 
 def bca_interval(draws: Any, estimate: float, jackknife: Any, level: float = 0.95) -> tuple[float, float]:

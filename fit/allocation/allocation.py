@@ -22,7 +22,7 @@ from numpy.typing import ArrayLike
 
 from ..errors import Array, InputError, positive, same_length
 from ..formatting import amount, count, scientific, text
-from ..uncertainty import percentile_interval
+from ..uncertainty import percentile_intervals
 from .serving import Device, Served, decode, prefill
 
 GRID = 160  # points of a search's first pass, which a law of several valleys needs
@@ -66,7 +66,7 @@ class Optimum:
             raise InputError(f"interval of {name!r} is not known; choose one of {', '.join(self.values)}.")
         if name not in self.draws:
             return np.full((len(self.N), 2), np.nan)
-        return np.array([percentile_interval(row, level or self.level) for row in self.draws[name]])
+        return percentile_intervals(self.draws[name], level or self.level)
 
     @property
     def intervals(self) -> dict[str, Array]:

@@ -24,7 +24,13 @@ from ..laws.law import Estimator, Law
 from ..laws.registry import law_class
 from ..solver.forms import FunctionForm
 from ..solver.solver import Solution, solve
-from ..uncertainty import cluster_counts, excess_scatter, identifiable_counts, percentile_interval
+from ..uncertainty import (
+    cluster_counts,
+    excess_scatter,
+    identifiable_counts,
+    percentile_interval,
+    percentile_intervals,
+)
 
 LINKS = {"sigmoid": ("floor", "ceiling", "middle", "slope"), "exponential": ("floor", "middle", "slope")}
 OFFSETS = np.linspace(-6.0, 4.0, 11)  # starts of the curve: its argument at the mean loss ...
@@ -50,6 +56,7 @@ class TaskLaw(Estimator):
 
     form = "task"
     inputs = ("N", "D")
+    output = "task_loss, acc"
 
     def __init__(self, link: str = "sigmoid", ceiling: float | None = 1.0, law: Law | None = None) -> None:
         if link not in LINKS:
@@ -59,7 +66,7 @@ class TaskLaw(Estimator):
         if law is not None and law.inputs != ("N", "D"):
             raise InputError(f"law takes {', '.join(law.inputs)}; the first step needs a law of N and D.")
         self.link, self.ceiling, self.law = link, ceiling, law_class()() if law is None else law
-        self.draws_: dict[str, Array] | None = None
+        self.draws_ = None
 
     def fit(
         self,
@@ -175,13 +182,17 @@ class TaskLaw(Estimator):
 
     def predict(self, N: ArrayLike, D: ArrayLike) -> Any:
         self._fitted()
-        value = self.accuracy(self.constants_, self.task_loss(self.constants_, *_pair(N, D)))
+        n, d = np.asarray(N, dtype=np.float64), np.asarray(D, dtype=np.float64)
+        value = self.accuracy(self.constants_, self.task_loss(self.constants_, n, d))
         return float(value) if value.ndim == 0 else value
 
     def predict_draws(self, N: ArrayLike, D: ArrayLike) -> Array:
-        draws = self.bootstrapped()
-        n, d = (v[..., None] for v in _pair(N, D))
-        return self.accuracy(draws, self.task_loss(draws, n, d))
+        draws = self._bootstrapped()
+        return self.accuracy(draws, self._loss_draws(N, D))
+
+    def _loss_draws(self, N: ArrayLike, D: ArrayLike) -> Array:
+        n, d = (np.asarray(v, dtype=np.float64)[..., None] for v in (N, D))
+        return self.task_loss(self._bootstrapped(), n, d)
 
     def interval(self, N: ArrayLike, D: ArrayLike, level: float = 0.95) -> Any:
         """Interval of the law's accuracy: (low, high) for scalars, (points, 2) for (points,)."""
@@ -193,9 +204,8 @@ class TaskLaw(Estimator):
         """Interval for the score of one new run: the law's, the luck of a run in both steps, and `items` of the
         benchmark.
         """
-        draws, rng = self.bootstrapped(), np.random.default_rng(seed)
-        n, d = (v[..., None] for v in _pair(N, D))
-        return intervals(self.noisy(draws, self.task_loss(draws, n, d), rng, items), self.widened(level))
+        draws, rng = self._bootstrapped(), np.random.default_rng(seed)
+        return intervals(self.noisy(draws, self._loss_draws(N, D), rng, items), self.widened(level))
 
     def noisy(
         self, constants: Mapping[str, Any], loss: Array, rng: np.random.Generator, items: int | None = None
@@ -216,7 +226,7 @@ class TaskLaw(Estimator):
 
     def constant_interval(self, name: str, level: float = 0.95) -> tuple[float, float]:
         """Interval of a constant of either step."""
-        draws = self.bootstrapped()
+        draws = self._bootstrapped()
         if name not in draws:
             raise InputError(f"interval of {name!r} is not known; choose one of {', '.join(self.names)}.")
         return percentile_interval(draws[name], self.widened(level))
@@ -233,17 +243,6 @@ class TaskLaw(Estimator):
             return f"TaskLaw(link={self.link!r}, ceiling={self.ceiling}, law={self.law!r})"
         state = "converged" if self.converged_ else "NOT converged"
         return f"{self.equation(self.say)}   ({len(self.data_['acc'])} points, {state})"
-
-    def _fitted(self) -> None:
-        if not hasattr(self, "constants_"):
-            raise InputError("this TaskLaw is not fitted; call fit(N, D, task_loss, acc) first.")
-
-    def bootstrapped(self) -> dict[str, Array]:
-        """The draws; raises InputError before `bootstrap`."""
-        self._fitted()
-        if self.draws_ is None:
-            raise InputError("this TaskLaw has no intervals yet; call bootstrap(n, groups=run_id) first.")
-        return self.draws_
 
 
 class _Curve:
@@ -315,14 +314,8 @@ def _shape(link: str, u: Any) -> tuple[Array, Array, Array]:
     return g, slope, slope * (1.0 - 2.0 * g)
 
 
-def _pair(N: ArrayLike, D: ArrayLike) -> tuple[Array, Array]:
-    return np.asarray(N, dtype=np.float64), np.asarray(D, dtype=np.float64)
-
-
 def intervals(draws: Array, level: float) -> Any:
-    if draws.ndim == 1:
-        return percentile_interval(draws, level)
-    return np.array([percentile_interval(row, level) for row in draws])
+    return percentile_interval(draws, level) if draws.ndim == 1 else percentile_intervals(draws, level)
 
 
 def _rows(
@@ -336,14 +329,13 @@ def _rows(
     same_length(**rows, final=done)
     for name in ("N", "D"):
         positive(name, rows[name][done])
-    bad = ~((rows["acc"] >= 0) & (rows["acc"] <= 1))
-    if bad.any():
-        first = int(np.argmax(bad))
-        raise InputError(f"acc is {rows['acc'][first]:g} in row {first}; it must be a share from 0 to 1.")
-    bad = ~((rows["se"] >= 0) & np.isfinite(rows["se"]))
-    if bad.any():
-        first = int(np.argmax(bad))
-        raise InputError(f"acc_se is {rows['se'][first]:g} in row {first}; it must be a finite number, zero or more.")
+    accepted = {"acc": (1.0, "a share from 0 to 1"), "se": (np.finfo(float).max, "a finite number, zero or more")}
+    for name, (most, wanted) in accepted.items():
+        bad = ~((rows[name] >= 0) & (rows[name] <= most))
+        if bad.any():
+            first = int(np.argmax(bad))
+            said = "acc_se" if name == "se" else name
+            raise InputError(f"{said} is {rows[name][first]:g} in row {first}; it must be {wanted}.")
     if (rows["se"] > 0).any():
         rows["se"] = np.maximum(rows["se"], 0.5 * np.median(rows["se"][rows["se"] > 0]))
     return rows | {"final": done}

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ..errors import Array, InputError, positive, same_length
-from ..laws.law import Problem
+from ..laws.law import Problem, amplitude
 from ..solver.forms import LogSumExp
 from ..solver.solver import variable_projection
 from .hyperparameters import DesignedLaw, log_design
@@ -81,9 +81,8 @@ class CriticalBatchLaw(DesignedLaw):
         lower, upper = np.full(2, floor), np.full(2, ceiling)
 
         def constants(theta: Array) -> dict[str, Array]:
+            E_min, S_min = amplitude(theta[:, 0], floor), amplitude(theta[:, 1], floor, -middle)
             with np.errstate(over="ignore", divide="ignore"):
-                E_min = np.where(theta[:, 0] <= floor, 0.0, np.exp(theta[:, 0]))
-                S_min = np.where(theta[:, 1] <= floor, 0.0, np.exp(theta[:, 1] - middle))
                 return {"E_min": E_min, "S_min": S_min, "B_crit": E_min / S_min}
 
         def starts(weights: Array, keep: int | None) -> Array:

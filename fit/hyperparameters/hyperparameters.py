@@ -19,6 +19,7 @@ from numpy.typing import ArrayLike
 from ..errors import Array, InputError
 from ..laws.law import Law, Problem
 from ..solver.forms import LogSumExp
+from ..uncertainty import members
 
 COLLINEAR = 0.01  # smallest over largest singular value of the log inputs, each scaled, below which exponents are one
 
@@ -75,8 +76,7 @@ class DesignedLaw(Law):
         groups = self._cells() if groups is None else np.asarray(groups)
         if method != "wild" or len(groups) != len(self.weight_) or n < 1:
             return super().bootstrap(n, groups, seed, method)  # which also says what is wrong
-        labels, member = np.unique(groups.astype(str), return_inverse=True)
-        member = member.ravel()
+        labels, member = members(groups)
         freedom = len(labels) - max(design.shape[1] for design in self._designs())
         self._need_every_cell(labels, member, freedom)
         error = self.left_out_residuals(groups.astype(str)) * np.sqrt(1.0 - 1.0 / len(labels))
@@ -182,15 +182,8 @@ class HyperparameterLaw(DesignedLaw):
             )
 
     def _problem(self, inputs: tuple[Array, ...], observed: Array, centred: bool = True) -> Problem:
-        design, target = log_design(list(inputs), len(observed)), np.log(observed)
-        middle = design[:, 1:].mean(axis=0) if centred else np.zeros(len(inputs))
-        design = np.concatenate([design[:, :1], design[:, 1:] - middle], axis=1)
-        free = design.shape[1]
-
-        def constants(theta: Array) -> dict[str, Array]:
-            with np.errstate(over="ignore"):
-                k = np.exp(theta[:, 0] - theta[:, 1:] @ middle)
-            return {"k": k} | dict(zip(self.names[1:], theta.T[1:].copy(), strict=True))
+        design, middle = centred_design(log_design(list(inputs), len(observed)), centred)
+        target, free = np.log(observed), design.shape[1]
 
         def starts(weights: Array, keep: int | None) -> Array:
             best = np.linalg.lstsq(design, target, rcond=None)[0]
@@ -205,13 +198,26 @@ class HyperparameterLaw(DesignedLaw):
             logarithmic=(True, *(False for _ in inputs)),
             axes=np.log(np.stack(inputs)),
             starts=starts,
-            constants=constants,
+            constants=lambda theta: law_constants(self.names, theta, middle),
         )
 
 
 def log_design(inputs: list[Array], rows: int) -> Array:
     """A one and the logarithm of each input, (rows, 1 + inputs)."""
     return np.stack([np.ones(rows), *(np.log(values) for values in inputs)], axis=1)
+
+
+def centred_design(design: Array, centred: bool) -> tuple[Array, Array]:
+    """A design with its inputs less their means, and these; uncentred, as it is and zeros."""
+    middle = design[:, 1:].mean(axis=0) * centred
+    return np.concatenate([design[:, :1], design[:, 1:] - middle], axis=1), middle
+
+
+def law_constants(names: Sequence[str], theta: Array, middle: Array) -> dict[str, Array]:
+    """The factor and the exponents of a law whose design was centred at `middle`."""
+    with np.errstate(over="ignore"):
+        factor = np.exp(theta[:, 0] - theta[:, 1:] @ middle)
+    return dict(zip(names, [factor, *theta.T[1:].copy()], strict=True))
 
 
 def collinear(design: Array) -> bool:

@@ -27,9 +27,9 @@ from ..checks.doctor import Warning
 from ..errors import Array, InputError, positive, same_length
 from ..errors import weights as check_weights
 from ..laws.law import Problem
-from ..solver.forms import DenseForm
-from ..uncertainty import percentile_interval
-from .hyperparameters import DesignedLaw, collinear, log_design
+from ..solver.forms import LogForm
+from ..uncertainty import percentile_intervals
+from .hyperparameters import DesignedLaw, centred_design, collinear, law_constants, log_design
 
 TARGETS = ("learning_rate", "batch")
 Exponents = tuple[int, ...]
@@ -92,14 +92,6 @@ def excess_terms(constants: Mapping[str, Any], N: Any, D: Any, *settings: Any) -
     return parts[2], parts[3]
 
 
-def convex(constants: Mapping[str, float]) -> bool:
-    """Whether the quadratic part of q has a minimum."""
-    if "shape_2" in constants:
-        return constants["shape_2"] > 0
-    a, b, c = (constants[f"shape_{name}"] for name in ("20", "11", "02"))
-    return a > 0 and 4 * a * c > b**2
-
-
 def exponents(axes: int, order: int) -> tuple[Exponents, ...]:
     """The powers of each setting in the monomials of degree 2 to `order`: (2, 0), (1, 1), (0, 2), (3, 0), ..."""
     every = [e for e in product(range(order, -1, -1), repeat=axes) if 2 <= sum(e) <= order]
@@ -139,7 +131,7 @@ class Powers:
         return found
 
 
-class SurfaceForm(DenseForm):
+class SurfaceForm(LogForm):
     """f = q(z - W x), centred within cells, which projects out the best loss of each; a `LogForm`.
 
     settings (a, n): the logarithms z, one axis each. designs: for each axis the x of its law, (n, m), constant within a
@@ -272,7 +264,12 @@ class HyperparameterSurface(DesignedLaw):
         same_length(**columns, weight=weights)
         self.rows_ = np.flatnonzero(near_best(columns["N"], columns["D"], columns["loss"], weights, self.window))
         self._fit(tuple(column[self.rows_] for column in columns.values()), weights[self.rows_], None)
-        if not convex(self.constants_):
+        shape = self.constants_
+        if len(self.laws) == 1:
+            convex = shape["shape_2"] > 0
+        else:
+            convex = shape["shape_20"] > 0 and 4 * shape["shape_20"] * shape["shape_02"] > shape["shape_11"] ** 2
+        if not convex:
             raise InputError(
                 f"the loss within {self.window:.2%} of the best of each cell has no minimum in "
                 f"{' and '.join(self.laws)}; more settings around the best, or another window, may show one."
@@ -294,8 +291,7 @@ class HyperparameterSurface(DesignedLaw):
         if self.draws_ is not None:
             wide = None if held is None else held[..., None]
             for name, draws in best_of(self.draws_, n[..., None], d[..., None], wide).items():
-                rows = draws.reshape(-1, draws.shape[-1])
-                pairs = np.array([percentile_interval(row, level) for row in rows]).reshape(*draws.shape[:-1], 2)
+                pairs = percentile_intervals(draws, level)
                 intervals[f"{name}_interval"] = np.where(np.asarray(known)[..., None], pairs, np.nan)
         settings = {name: _plain(np.where(known, value, np.nan)) for name, value in found.items()}
         return BestSettings(_plain(n), _plain(d), **settings, **intervals, level=level)
@@ -403,21 +399,18 @@ class HyperparameterSurface(DesignedLaw):
         cell, weight = self._cells(), self.weight_
         share = weight / np.bincount(cell, weight)[cell]
         designs, middles = [], []
-        for design in self._designs():
-            middle = design[:, 1:].mean(axis=0) if centred else np.zeros(design.shape[1] - 1)
-            designs.append(np.concatenate([design[:, :1], design[:, 1:] - middle], axis=1))
+        for raw in self._designs():
+            design, middle = centred_design(raw, centred)
+            designs.append(design)
             middles.append(middle)
         form = SurfaceForm(np.log(np.stack(inputs[2:])), designs, cell, share, self.powers)
         target = form.centred(np.log(observed))
         first = _starts(form, target, observed, cell, weight, self.window)
 
         def constants(theta: Array) -> dict[str, Array]:
-            found = {}
+            found: dict[str, Array] = {}
             for names, part, middle in zip(self.law_names.values(), form.parts, middles, strict=True):
-                W = theta[:, part]
-                with np.errstate(over="ignore"):
-                    found[names[0]] = np.exp(W[:, 0] - W[:, 1:] @ middle)
-                found |= dict(zip(names[1:], W.T[1:].copy(), strict=True))
+                found |= law_constants(names, theta[:, part], middle)
             return found | dict(zip(self.shape_names, theta.T[form.shape].copy(), strict=True))
 
         unbounded = np.full(form.parameters, np.inf)
@@ -437,9 +430,7 @@ class HyperparameterSurface(DesignedLaw):
 
 def _starts(form: SurfaceForm, target: Array, observed: Array, cell: np.ndarray, weight: Array, window: float) -> Array:
     """Starts (G, k): a law through the mean of the best settings of each cell, by three ideas of best; q is linear."""
-    lowest = np.full(cell.max() + 1, np.inf)
-    np.minimum.at(lowest, cell, observed)
-    excess = observed / lowest[cell] - 1.0
+    excess = observed / _lowest(cell, observed)[cell] - 1.0
     starts = []
     for within in (NEAREST * window, 0.5 * window, window):
         near = weight * (excess <= within)
@@ -468,6 +459,12 @@ def cells_of(N: Array, D: Array) -> np.ndarray:
 def near_best(N: Array, D: Array, loss: Array, weight: Array, within: float) -> np.ndarray:
     """Which runs that count have a loss within a fraction `within` of the lowest of their cell, (n,)."""
     cell = cells_of(N, D)
-    lowest = np.full(cell.max() + 1, np.inf)
-    np.minimum.at(lowest, cell[weight > 0], loss[weight > 0])
+    lowest = _lowest(cell, np.where(weight > 0, loss, np.inf))
     return (weight > 0) & (loss <= lowest[cell] * (1.0 + within))
+
+
+def _lowest(cell: np.ndarray, loss: Array) -> Array:
+    """The lowest loss of each cell."""
+    lowest = np.full(cell.max() + 1, np.inf)
+    np.minimum.at(lowest, cell, loss)
+    return lowest

@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike
 from ..errors import Array
 from ..solver.forms import LogSumTerms, Term
 from ..solver.solver import variable_projection
-from .law import LossLaw, Problem
+from .law import LossLaw, Problem, least_starts
 
 EXPONENT_GRID = np.geomspace(0.03, 0.8, 8)
 RATIO_GRID = np.geomspace(0.25, 4.0, 8)  # of alpha_N to alpha_D; far from one, the power mean is a corner
@@ -163,4 +163,4 @@ def _starts(x: Array, y: Array, target: Array, centred: bool, weights: Array, ke
     if not centred:
         above, data = (data + alpha_D * above) / (ratio * alpha_D), data / alpha_D
     starts = np.stack([above, ratio * alpha_D, data, alpha_D], axis=2)
-    return np.take_along_axis(starts, np.argsort(error, axis=1)[:, : keep or STARTS, None], axis=1)
+    return least_starts(starts, error, keep or STARTS)

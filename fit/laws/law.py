@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ..allocation.allocation import Optimum, compute_optimal, search
-from ..errors import Array, InputError, enough, identifiable, positive, same_length
+from ..errors import Array, InputError, by_name, enough, identifiable, positive, same_length
 from ..errors import weights as check_weights
 from ..files import write_text
 from ..formatting import interval as interval_text
@@ -44,8 +44,10 @@ from ..uncertainty import (
     independent_groups,
     jackknife_weights,
     kernel_width,
+    members,
     need_no_group_alone,
     percentile_interval,
+    percentile_intervals,
     wild_targets,
 )
 from .persistence import law_to_dict, read_law
@@ -88,8 +90,24 @@ class Problem:
         return int((self.lower < self.upper).sum())
 
 
+def amplitude(log: Array, floor: float, shift: Array | float = 0.0) -> Array:
+    """exp(log + shift); a term at its floor has vanished and is exactly zero."""
+    with np.errstate(over="ignore"):
+        return np.where(log <= floor, 0.0, np.exp(log + shift))
+
+
+def least_starts(starts: Array, error: Array, keep: int) -> Array:
+    """The `keep` starts (P, G, k) of least error (P, G), best first."""
+    return np.take_along_axis(starts, np.argsort(error, axis=1)[:, :keep, None], axis=1)
+
+
 class Estimator:
     """Parameters as in scikit-learn: each constructor argument is an attribute of its name."""
+
+    inputs: tuple[str, ...]
+    output: str
+    constants_: dict[str, float]
+    draws_: dict[str, Array] | None
 
     def get_params(self, deep: bool = True) -> dict[str, Any]:
         """The constructor's arguments."""
@@ -108,6 +126,19 @@ class Estimator:
     def clone(self) -> Self:
         return type(self)(**self.get_params())
 
+    def _fitted(self) -> None:
+        if not hasattr(self, "constants_"):
+            columns = ", ".join((*self.inputs, self.output))
+            raise InputError(f"this {type(self).__name__} is not fitted; call fit({columns}) first.")
+
+    def _bootstrapped(self) -> dict[str, Array]:
+        self._fitted()
+        if self.draws_ is None:
+            raise InputError(
+                f"this {type(self).__name__} has no intervals yet; call bootstrap(n, groups=run_id) first."
+            )
+        return self.draws_
+
 
 class Law(Estimator):
     """A law in log space with scikit-learn manners.
@@ -120,8 +151,6 @@ class Law(Estimator):
     form: ClassVar[str] = ""
     title: str
     names: tuple[str, ...]
-    inputs: tuple[str, ...]
-    output: str
     resample_starts: int = 2  # starts of a resample besides the optimum of all runs
     bootstrap_: dict[str, Any]
     resampling: ClassVar[str] = "auto"  # the default method of `bootstrap`
@@ -132,7 +161,7 @@ class Law(Estimator):
         if not delta > 0:
             raise InputError(f"delta is {delta}; it must be above zero (1e-3 is usual, infinity gives least squares).")
         self.objective, self.delta = objective, float(delta)
-        self.draws_: dict[str, Array] | None = None
+        self.draws_ = None
 
     # What a subclass gives.
 
@@ -301,7 +330,7 @@ class Law(Estimator):
 
     def left_out_residuals(self, groups: np.ndarray) -> Array:
         """Log of what was observed minus what the fit without the row's group predicts, (rows,)."""
-        member = np.unique(groups, return_inverse=True)[1].ravel()
+        _, member = members(groups)
         predicted = self.problem_.form.value(self._left_out(groups).theta)[0]
         return self.problem_.target - predicted[member, np.arange(len(member))]
 
@@ -351,8 +380,7 @@ class Law(Estimator):
             generator = np.random.default_rng((self.bootstrap_["seed"] or 0) + 1)  # not the signs or counts of draws
             error = self._inflation(len(np.unique(self.groups_[self.weight_ > 0]))) * self.residuals()
             draws = draws * np.exp(generator.choice(error, size=draws.shape, p=self.weight_ / self.weight_.sum()))
-        rows = [percentile_interval(row, level) for row in draws.reshape(-1, draws.shape[-1])]
-        return np.array(rows).reshape(*draws.shape[:-1], 2)
+        return percentile_intervals(draws, level)
 
     def _inflation(self, independent: int) -> float:
         """Errors over residuals, for the constants that were fitted to so many independent runs."""
@@ -392,14 +420,14 @@ class Law(Estimator):
         error = target - np.log(self.predict(*inputs))
         return float(1.0 - (error**2).sum() / ((target - target.mean()) ** 2).sum())
 
-    def say(self, name: str, digits: int = 4) -> str:
+    def say(self, name: str) -> str:
         """A constant with its interval, where there is one: `0.3473 [0.3171, 0.3731]`."""
         self._known(name)
-        shown = f"{self.constants_[name]:.{digits}g}"
+        shown = f"{self.constants_[name]:.4g}"
         if self.draws_ is None or np.ptp(self.draws_[name]) == 0:
             return shown
         low, high = self.interval(name)
-        return f"{shown} [{low:.{digits}g}, {high:.{digits}g}]"
+        return f"{shown} [{low:.4g}, {high:.4g}]"
 
     def __repr__(self) -> str:
         if hasattr(self, "theta_"):
@@ -455,29 +483,13 @@ class Law(Estimator):
     # Checks.
 
     def _inputs(self, inputs: tuple[ArrayLike, ...], named: Mapping[str, ArrayLike]) -> list[Array]:
-        given = dict(zip(self.inputs, inputs, strict=False)) | dict(named)
-        if len(inputs) + len(named) != len(self.inputs) or set(given) != set(self.inputs):
-            said = ", ".join([*(f"#{i + 1}" for i in range(len(inputs))), *named]) or "nothing"
-            raise InputError(f"predict was given {said}; it takes {', '.join(self.inputs)}, each once.")
-        return [np.asarray(given[name], dtype=np.float64) for name in self.inputs]
+        given = by_name("predict", self.inputs, inputs, named)
+        return [np.asarray(value, dtype=np.float64) for value in given.values()]
 
     def _known(self, name: str) -> None:
         self._fitted()
         if name not in self.names:
             raise InputError(f"interval of {name!r} is not known; choose one of {', '.join(self.names)}.")
-
-    def _fitted(self) -> None:
-        if not hasattr(self, "theta_"):
-            columns = ", ".join((*self.inputs, self.output))
-            raise InputError(f"this {type(self).__name__} is not fitted; call fit({columns}) first.")
-
-    def _bootstrapped(self) -> dict[str, Array]:
-        self._fitted()
-        if self.draws_ is None:
-            raise InputError(
-                f"this {type(self).__name__} has no intervals yet; call bootstrap(n, groups=run_id) first."
-            )
-        return self.draws_
 
 
 class LossLaw(Law):
