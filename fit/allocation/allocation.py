@@ -224,12 +224,8 @@ def lowest(value: Callable[[Array], Array], low: Array, high: Array) -> tuple[Ar
         a, b = np.where(left, a, c), np.where(left, d, b)
         new = np.where(left, b - golden * (b - a), a + golden * (b - a))
         at_new = value(new)
-        c, d, at_c, at_d = (
-            np.where(left, new, d),
-            np.where(left, c, new),
-            np.where(left, at_new, at_d),
-            np.where(left, at_c, at_new),
-        )
+        c, d = np.where(left, new, d), np.where(left, c, new)
+        at_c, at_d = np.where(left, at_new, at_d), np.where(left, at_c, at_new)
     return 0.5 * (a + b), np.where(at == 0, -1, np.where(at == GRID, 1, 0))
 
 
@@ -408,16 +404,8 @@ class Prices:
         if read.ndim or written.ndim:
             raise InputError("the served model is an array of models; prices belong to one.")
         least = 2.0 * float(np.asarray(model.N)) / serve.peak  # seconds a token at the peak
-        return cls(
-            train.hour,
-            train.peak,
-            serve.hour,
-            serve.peak,
-            train_mfu,
-            least / float(read),
-            least / float(written),
-            answer / (prompt + answer),
-        )
+        mfus = (train_mfu, least / float(read), least / float(written))
+        return cls(train.hour, train.peak, serve.hour, serve.peak, *mfus, answer / (prompt + answer))
 
     @property
     def train(self) -> float:
@@ -474,9 +462,8 @@ def _unlimited(law: Any, constants: Constants, C: Array, flops_per_token: Any) -
         raise InputError(f"the law takes {', '.join(law.inputs)}; a law of N and D is expected.")
     if callable(flops_per_token):
         return search(law, constants, C, flops_per_token)
-    found: tuple[Array, Array, Array] = law.optimum(
-        C, constants, float(positive("flops_per_token", [flops_per_token])[0])
-    )
+    coefficient = float(positive("flops_per_token", [flops_per_token])[0])
+    found: tuple[Array, Array, Array] = law.optimum(C, constants, coefficient)
     return found
 
 
