@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 Array = NDArray[np.float64]
+Columns = dict[str, Array]
+Constants = Mapping[str, Any]  # of a law: name -> number or array
+Say = Callable[[str], str]  # how a constant of that name is written
+
+
+def floats(values: Any) -> Array:
+    return np.asarray(values, dtype=np.float64)
+
+
+def unboxed(value: Any) -> Any:
+    """A float for a number, else the array."""
+    array = floats(value)
+    return float(array) if array.ndim == 0 else array
 
 
 class InputError(ValueError):

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from .errors import Array, InputError
+from .errors import Array, InputError, floats
 
 REDRAWS = 50
 RUNS_PER_CONSTANT = 20  # from here on pairs cover at the nominal rate, and are preferred
@@ -24,6 +24,14 @@ STILL = 1e-6  # variance of a log input below which a resample holds it constant
 def members(groups: Any) -> tuple[np.ndarray, np.ndarray]:
     """The sorted labels, and the place of each row's among them."""
     return np.unique(np.asarray(groups).astype(str), return_inverse=True)
+
+
+def group_labels(groups: Any, rows: int) -> np.ndarray:
+    """What each row is resampled with, as text: by default itself."""
+    labels = np.arange(rows) if groups is None else np.asarray(groups)
+    if len(labels) != rows:
+        raise InputError(f"groups has {len(labels)} values and the fit has {rows} points; each needs one.")
+    return labels.astype(str)
 
 
 def cluster_counts(groups: Any, resamples: int, seed: int = 0) -> Array:
@@ -144,7 +152,7 @@ def wild_targets(
 
 def percentile_interval(draws: Any, level: float = 0.95) -> tuple[float, float]:
     """The central `level` interval of the draws; infinities count, NaN do not, no draw gives (nan, nan)."""
-    values = np.sort(np.asarray(draws, dtype=np.float64).ravel())
+    values = np.sort(floats(draws).ravel())
     values = values[~np.isnan(values)]
     if values.size == 0:
         return (float("nan"), float("nan"))
@@ -168,12 +176,12 @@ def bca_interval(draws: Any, estimate: float, jackknife: Any, level: float = 0.9
     """
     from scipy.special import ndtr, ndtri
 
-    values = np.asarray(draws, dtype=np.float64).ravel()
+    values = floats(draws).ravel()
     values = np.sort(values[~np.isnan(values)])
     below = 0.5 * ((values < estimate).mean() + (values <= estimate).mean()) if values.size else 0.0
     if not 0.0 < below < 1.0:
         return percentile_interval(draws, level)
-    left = np.asarray(jackknife, dtype=np.float64)
+    left = floats(jackknife)
     spread = left[np.isfinite(left)].mean() - left[np.isfinite(left)] if np.isfinite(left).any() else np.zeros(1)
     scale = float((spread**2).sum())
     acceleration = float((spread**3).sum()) / (6.0 * scale**1.5) if scale > 0 else 0.0

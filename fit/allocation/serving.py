@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ..errors import Array, InputError
+from ..errors import Array, InputError, floats
 
 WIDTH_PER_BLOCK = 128.0  # of a typical shape: width over depth, as in Kaplan et al. 2020, section 3.3 and after
 
@@ -52,7 +52,7 @@ class Served:
     @classmethod
     def typical(cls, N: ArrayLike, group: float = 1.0, weight_bytes: float = 2.0, cache_bytes: float = 2.0) -> Served:
         """Of a usual shape: N = 12 depth width^2, width = 128 depth; `group` query heads share a key/value head."""
-        depth = np.cbrt(np.asarray(N, np.float64) / (12.0 * WIDTH_PER_BLOCK**2))
+        depth = np.cbrt(floats(N) / (12.0 * WIDTH_PER_BLOCK**2))
         numbers = WIDTH_PER_BLOCK * depth**2
         return cls(N, 2.0 * numbers / group, numbers, weight_bytes, cache_bytes)
 
@@ -122,12 +122,12 @@ def _pass(device: Device, tokens: Array, flops: Array, moved: Array) -> Pass:
 
 def _broadcast(model: Served, **sizes: ArrayLike) -> list[Array]:
     given = [_numbers(name, value) for name, value in sizes.items()]
-    held = (np.asarray(value, np.float64) for value in (model.N, model.kv_numbers, model.attention_width))
+    held = (floats(value) for value in (model.N, model.kv_numbers, model.attention_width))
     return [np.asarray(x) for x in np.broadcast_arrays(*held, *given)]
 
 
 def _numbers(name: str, value: ArrayLike, zero: bool = False) -> Array:
-    numbers = np.asarray(value, np.float64)
+    numbers = floats(value)
     if not (np.isfinite(numbers) & (numbers >= 0 if zero else numbers > 0)).all():
         accepted = "a finite number, zero or more" if zero else "a finite number above zero"
         raise InputError(f"{name} is {numbers}; it must be {accepted}.")

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import Array, InputError, positive
+from ..errors import Array, InputError, floats, positive
 from ..table import RunTable, ended, numeric
 from ..uncertainty import resampled_together
 from .tasklaw import TaskLaw, intervals
@@ -111,7 +111,7 @@ def signal_to_noise(scores: Any, noise: float, source: str = "given") -> SignalT
     """Of final scores (runs,) and the standard deviation of one score. Heineman et al. 2025."""
     from scipy.special import ndtri
 
-    scores = np.asarray(scores, dtype=np.float64)
+    scores = floats(scores)
     mean, n = float(np.abs(scores.mean())), len(scores)
     spread = float(np.ptp(scores))
     # Blom's approximation to the expected range of n standard normals.

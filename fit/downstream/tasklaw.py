@@ -13,13 +13,12 @@ The second step weighs by 1 / (acc_se^2 + tau^2), tau a scatter of runs beyond t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ..errors import Array, InputError, enough, positive, same_length
+from ..errors import Array, Columns, Constants, InputError, Say, enough, floats, positive, same_length, unboxed
 from ..laws.law import Estimator, Law
 from ..laws.registry import law_class
 from ..solver.forms import FunctionForm
@@ -27,6 +26,7 @@ from ..solver.solver import Solution, solve
 from ..uncertainty import (
     cluster_counts,
     excess_scatter,
+    group_labels,
     identifiable_counts,
     percentile_interval,
     percentile_intervals,
@@ -117,10 +117,10 @@ class TaskLaw(Estimator):
         self._theta = found.theta[0]
         self.converged_ = bool(found.converged[0]) and self.law_.converged_
 
-    def refit(self, counts: ArrayLike) -> dict[str, Array]:
+    def refit(self, counts: ArrayLike) -> Columns:
         """All constants (P,) with row i counted `counts` (P, n) times; NaN where a step did not converge."""
         self._fitted()
-        counts = np.atleast_2d(np.asarray(counts, dtype=np.float64))
+        counts = np.atleast_2d(floats(counts))
         first = self.law_.refit(counts[:, self.data_["final"]])
         found = self._curve.solve(counts * self._weight, self._theta)
         both = first | {k: np.where(found.converged, v, np.nan) for k, v in self._curve.constants(found.theta).items()}
@@ -130,14 +130,11 @@ class TaskLaw(Estimator):
     def bootstrap(self, n: int = 1000, groups: ArrayLike | None = None, seed: int = 0) -> Self:
         """Refit both steps on `n` resamples of whole groups (`groups` (rows,): run ids). Returns self."""
         self._fitted()
-        rows = len(self.data_["acc"])
-        groups = (np.arange(rows) if groups is None else np.asarray(groups)).astype(str)
-        if len(groups) != rows:
-            raise InputError(f"groups has {len(groups)} values and the fit has {rows} points; each needs one.")
-        counts, redrawn = self.resamples(groups, n, seed)
+        labels = group_labels(groups, len(self.data_["acc"]))
+        counts, redrawn = self.resamples(labels, n, seed)
         found = self.refit(counts)
         keep = np.isfinite(found["slope"])
-        self.groups_ = len(np.unique(groups[self.data_["final"]]))
+        self.groups_ = len(np.unique(labels[self.data_["final"]]))
         self.counts_ = counts[keep]
         self.draws_ = {name: values[keep] for name, values in found.items()}
         self.bootstrap_ = {"resamples": int(keep.sum()), "redrawn": redrawn, "unconverged": int((~keep).sum())}
@@ -170,11 +167,11 @@ class TaskLaw(Estimator):
 
     # Reading.
 
-    def task_loss(self, constants: Mapping[str, Any], N: Any, D: Any) -> Array:
+    def task_loss(self, constants: Constants, N: Any, D: Any) -> Array:
         with np.errstate(over="ignore"):
             return np.asarray(self.law_.evaluate(constants, N, D))
 
-    def accuracy(self, constants: Mapping[str, Any], loss: Any) -> Array:
+    def accuracy(self, constants: Constants, loss: Any) -> Array:
         """The second step: accuracy at a task loss."""
         u = constants["slope"] * (constants["middle"] - loss)
         top = constants["ceiling"] - constants["floor"] if self.link == "sigmoid" else 1.0
@@ -182,16 +179,14 @@ class TaskLaw(Estimator):
 
     def predict(self, N: ArrayLike, D: ArrayLike) -> Any:
         self._fitted()
-        n, d = np.asarray(N, dtype=np.float64), np.asarray(D, dtype=np.float64)
-        value = self.accuracy(self.constants_, self.task_loss(self.constants_, n, d))
-        return float(value) if value.ndim == 0 else value
+        return unboxed(self.accuracy(self.constants_, self.task_loss(self.constants_, floats(N), floats(D))))
 
     def predict_draws(self, N: ArrayLike, D: ArrayLike) -> Array:
         draws = self._bootstrapped()
         return self.accuracy(draws, self._loss_draws(N, D))
 
     def _loss_draws(self, N: ArrayLike, D: ArrayLike) -> Array:
-        n, d = (np.asarray(v, dtype=np.float64)[..., None] for v in (N, D))
+        n, d = (floats(v)[..., None] for v in (N, D))
         return self.task_loss(self._bootstrapped(), n, d)
 
     def interval(self, N: ArrayLike, D: ArrayLike, level: float = 0.95) -> Any:
@@ -207,16 +202,14 @@ class TaskLaw(Estimator):
         draws, rng = self._bootstrapped(), np.random.default_rng(seed)
         return intervals(self.noisy(draws, self._loss_draws(N, D), rng, items), self.widened(level))
 
-    def noisy(
-        self, constants: Mapping[str, Any], loss: Array, rng: np.random.Generator, items: int | None = None
-    ) -> Array:
+    def noisy(self, constants: Constants, loss: Array, rng: np.random.Generator, items: int | None = None) -> Array:
         luck = rng.choice(self.law_.residuals(), size=loss.shape)
         acc = self.accuracy(constants, loss * np.exp(luck))
         acc = np.clip(acc + self.scatter_ * rng.standard_normal(loss.shape), 0.0, 1.0)
         items = items or self.items_
         return rng.binomial(items, acc) / items if items else acc
 
-    def equation(self, say: Callable[[str], str]) -> str:
+    def equation(self, say: Say) -> str:
         """Both steps as text, each constant through `say(name)`."""
         first = self.law_.equation(say).split("= ", 1)[1]
         u = f"{say('slope')} ({say('middle')} - L)"
@@ -272,7 +265,7 @@ class _Curve:
             starts = np.concatenate([here, self.starts[best]], axis=1)
         return solve(self.form, self.acc, weights, starts, self.lower, self.upper, np.inf)
 
-    def constants(self, theta: Array) -> dict[str, Array]:
+    def constants(self, theta: Array) -> Columns:
         floor, ceiling, offset, log_slope = theta.T
         found = {"floor": floor, "ceiling": ceiling, "slope": np.exp(log_slope) / self.spread}
         found["middle"] = self.mean + offset / found["slope"]
@@ -320,11 +313,11 @@ def intervals(draws: Array, level: float) -> Any:
 
 def _rows(
     N: ArrayLike, D: ArrayLike, loss: ArrayLike, acc: ArrayLike, se: ArrayLike | None, final: ArrayLike | None
-) -> dict[str, Array]:
+) -> Columns:
     """The checked columns; a standard error of zero becomes half of the median one."""
-    rows = {name: np.atleast_1d(np.asarray(v, dtype=np.float64)) for name, v in (("N", N), ("D", D), ("acc", acc))}
+    rows = {name: np.atleast_1d(floats(v)) for name, v in (("N", N), ("D", D), ("acc", acc))}
     rows["loss"] = positive("task_loss", loss)
-    rows["se"] = np.zeros(len(rows["acc"])) if se is None else np.asarray(se, dtype=np.float64)
+    rows["se"] = np.zeros(len(rows["acc"])) if se is None else floats(se)
     done = np.ones(len(rows["acc"]), dtype=bool) if final is None else np.asarray(final).astype(bool)
     same_length(**rows, final=done)
     for name in ("N", "D"):

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ..errors import Array, InputError, positive, same_length
+from ..errors import Array, Columns, InputError, positive, same_length
 from ..table import RunTable
 from .hyperparameters import CellOptimum
 from .settings_surface import HyperparameterSurface, cells_of, near_best
@@ -112,7 +112,7 @@ def _optimum(runs: Sweep, method: str, within: float) -> CellOptimum:
     return replace(bare, **found, reason=reason or _edge(varied, runs.loss))
 
 
-def _edge(varied: dict[str, Array], loss: Array) -> str:
+def _edge(varied: Columns, loss: Array) -> str:
     """Why a best run at an end of the settings cannot be trusted; empty where it is inside."""
     for name, values in varied.items():
         best = values[np.argmin(loss)]

@@ -15,7 +15,7 @@ The laws: Li et al. 2025 (arXiv:2503.04715); the quadratic around an optimum in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
 from typing import Any, Self
@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ..checks.doctor import Warning
-from ..errors import Array, InputError, positive, same_length
+from ..errors import Array, Columns, Constants, InputError, Say, floats, positive, same_length, unboxed
 from ..errors import weights as check_weights
 from ..laws.law import Problem
 from ..solver.forms import LogForm
@@ -55,7 +55,7 @@ def inputs_of(N: Any, D: Any) -> dict[str, Any]:
     return {"N": N, "D": D, "C": 6.0 * N * D}
 
 
-def best_of(constants: Mapping[str, Any], N: Array, D: Array, batch: Array | None = None) -> dict[str, Array]:
+def best_of(constants: Constants, N: Array, D: Array, batch: Array | None = None) -> Columns:
     """The best of each setting; for a given batch, the learning rate best with it, NaN where there is no minimum."""
     known, found = inputs_of(N, D), {}
     for target in TARGETS:
@@ -77,9 +77,9 @@ def best_of(constants: Mapping[str, Any], N: Array, D: Array, batch: Array | Non
     return {"learning_rate": rate, "batch": np.broadcast_to(batch, rate.shape)}
 
 
-def excess_terms(constants: Mapping[str, Any], N: Any, D: Any, *settings: Any) -> tuple[Any, Any]:
+def excess_terms(constants: Constants, N: Any, D: Any, *settings: Any) -> tuple[Any, Any]:
     """The quadratic and the cubic part of q, log of loss over best loss, at settings in the order of TARGETS."""
-    best = best_of(constants, np.asarray(N, dtype=np.float64), np.asarray(D, dtype=np.float64))
+    best = best_of(constants, floats(N), floats(D))
     distances = [np.log(value / found) for value, found in zip(settings, best.values(), strict=True)]
     parts = {2: np.zeros(()), 3: np.zeros(())}
     for name, coefficient in constants.items():
@@ -283,8 +283,8 @@ class HyperparameterSurface(DesignedLaw):
         self._fitted()
         if batch is not None and len(self.laws) < 2:
             raise InputError("batch is given and the sweep did not vary learning rate and batch both.")
-        n, d = np.broadcast_arrays(np.asarray(N, dtype=np.float64), np.asarray(D, dtype=np.float64))
-        held = None if batch is None else np.asarray(batch, dtype=np.float64)
+        n, d = np.broadcast_arrays(floats(N), floats(D))
+        held = None if batch is None else floats(batch)
         found = best_of(self.constants_, n, d, held)
         known = np.ones(()) if held is None else np.isfinite(self.penalty(n, d, *found.values()))
         intervals = {}
@@ -293,8 +293,8 @@ class HyperparameterSurface(DesignedLaw):
             for name, draws in best_of(self.draws_, n[..., None], d[..., None], wide).items():
                 pairs = percentile_intervals(draws, level)
                 intervals[f"{name}_interval"] = np.where(np.asarray(known)[..., None], pairs, np.nan)
-        settings = {name: _plain(np.where(known, value, np.nan)) for name, value in found.items()}
-        return BestSettings(_plain(n), _plain(d), **settings, **intervals, level=level)
+        settings = {name: unboxed(np.where(known, value, np.nan)) for name, value in found.items()}
+        return BestSettings(unboxed(n), unboxed(d), **settings, **intervals, level=level)
 
     def penalty(self, *settings: ArrayLike, **named: ArrayLike) -> Any:
         """Relative excess loss, as in 0.0025, of N, D, learning_rate, batch; NaN beyond the window."""
@@ -303,7 +303,7 @@ class HyperparameterSurface(DesignedLaw):
         excess = np.expm1(square + cube)
         # Along a ray from the optimum, square t^2 + cube t^3 turns down again at t = 1 where 2 square + 3 cube < 0.
         known = (2 * square + 3 * cube >= 0) & (excess <= self.window)
-        return _plain(np.where(known, excess, np.nan))
+        return unboxed(np.where(known, excess, np.nan))
 
     def standard_errors(self) -> dict[str, float]:
         """Standard error of each constant (of the logarithm of each k) if the runs erred independently of each other.
@@ -349,12 +349,12 @@ class HyperparameterSurface(DesignedLaw):
         return float(np.sqrt((self.weight_ * self.residuals() ** 2).sum() / self.weight_.mean() / freedom))
 
     @staticmethod
-    def evaluate(constants: Mapping[str, Any], *inputs: Any) -> Any:
+    def evaluate(constants: Constants, *inputs: Any) -> Any:
         square, cube = excess_terms(constants, *inputs)
         with np.errstate(over="ignore"):
             return np.exp(square + cube)
 
-    def equation(self, say: Callable[[str], str]) -> str:
+    def equation(self, say: Say) -> str:
         laws = []
         for target, (k, *powers) in self.law_names.items():
             product = [f"{name}^{say(p)}" for name, p in zip(self.laws[target], powers, strict=True)]
@@ -407,8 +407,8 @@ class HyperparameterSurface(DesignedLaw):
         target = form.centred(np.log(observed))
         first = _starts(form, target, observed, cell, weight, self.window)
 
-        def constants(theta: Array) -> dict[str, Array]:
-            found: dict[str, Array] = {}
+        def constants(theta: Array) -> Columns:
+            found: Columns = {}
             for names, part, middle in zip(self.law_names.values(), form.parts, middles, strict=True):
                 found |= law_constants(names, theta[:, part], middle)
             return found | dict(zip(self.shape_names, theta.T[form.shape].copy(), strict=True))
@@ -444,11 +444,6 @@ def _starts(form: SurfaceForm, target: Array, observed: Array, cell: np.ndarray,
         root = np.sqrt(weight)
         starts.append(np.concatenate([*laws, np.linalg.lstsq((moments * root).T, target * root, rcond=None)[0]]))
     return np.array(starts)
-
-
-def _plain(value: Any) -> Any:
-    array = np.asarray(value)
-    return float(array) if array.ndim == 0 else array
 
 
 def cells_of(N: Array, D: Array) -> np.ndarray:

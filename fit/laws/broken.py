@@ -9,13 +9,13 @@ Caballero et al. 2022 (arXiv:2210.14891), equation 1; Hurvich and Tsai 1989 for 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from itertools import combinations, product
 from typing import Any
 
 import numpy as np
 
-from ..errors import Array, InputError
+from ..errors import Array, Columns, Constants, InputError, Say
 from ..solver.forms import LogSumTerms, Term
 from ..solver.solver import variable_projection
 from .law import LineLaw, Problem, amplitude, least_starts
@@ -55,7 +55,7 @@ class BrokenPowerLaw(LineLaw):
         self.names = ("a", "b", "c0", *each)
 
     @staticmethod
-    def evaluate(constants: Mapping[str, Any], *inputs: Any) -> Any:
+    def evaluate(constants: Constants, *inputs: Any) -> Any:
         c, u = constants, np.log(inputs[0])
         log = np.log(c["b"]) - c["c0"] * u
         i = 1
@@ -65,7 +65,7 @@ class BrokenPowerLaw(LineLaw):
         with np.errstate(over="ignore"):
             return c["a"] + np.exp(log)
 
-    def equation(self, say: Callable[[str], str]) -> str:
+    def equation(self, say: Say) -> str:
         bends = "".join(
             f" (1 + (x / {say(f'd{i}')})^(1 / {say(f'f{i}')}))^(-({say(f'c{i}')}) {say(f'f{i}')})"
             for i in range(1, self.breaks + 1)
@@ -148,7 +148,7 @@ class BrokenPowerLaw(LineLaw):
             constants=lambda theta: self._constants(theta, at, x0, bounds["a"][0]),
         )
 
-    def _constants(self, theta: Array, at: Mapping[str, int], x0: float, floor: float) -> dict[str, Array]:
+    def _constants(self, theta: Array, at: Mapping[str, int], x0: float, floor: float) -> Columns:
         with np.errstate(over="ignore"):
             b = np.exp(theta[:, at["b"]] + theta[:, at["c0"]] * x0)
         a = amplitude(theta[:, at["a"]], floor) if self.offset else np.zeros(len(theta))

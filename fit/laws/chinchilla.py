@@ -8,14 +8,14 @@ Hoffmann et al. 2022 (arXiv:2203.15556), section 3.3 and appendix D.3; Besiroglu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from ..allocation.allocation import optimum
-from ..errors import Array, InputError
+from ..errors import Array, Columns, Constants, InputError, Say
 from ..solver.forms import LogSumExp
 from ..solver.solver import variable_projection
 from .law import LossLaw, Problem, amplitude, least_starts
@@ -64,21 +64,21 @@ class ChinchillaLaw(LossLaw):
         self.tied, self.E = bool(tied), None if E is None else float(E)
 
     @staticmethod
-    def evaluate(constants: Mapping[str, Any], *inputs: Any) -> Any:
+    def evaluate(constants: Constants, *inputs: Any) -> Any:
         N, D = inputs
         c = constants
         return c["E"] + c["A"] * np.power(N, -c["alpha"]) + c["B"] * np.power(D, -c["beta"])
 
-    def equation(self, say: Callable[[str], str]) -> str:
+    def equation(self, say: Say) -> str:
         return f"L(N, D) = {say('E')} + {say('A')} / N^{say('alpha')} + {say('B')} / D^{say('beta')}"
 
     def optimum(
-        self, flops: ArrayLike, constants: Mapping[str, Any], flops_per_token: float = 6.0
+        self, flops: ArrayLike, constants: Constants, flops_per_token: float = 6.0
     ) -> tuple[Array, Array, Array]:
         """In closed form (Hoffmann et al. 2022, equation 4)."""
         return optimum(flops, constants, flops_per_token)
 
-    def size_exponent(self, constants: Mapping[str, Any]) -> Any:
+    def size_exponent(self, constants: Constants) -> Any:
         """Beta / (alpha + beta), of N* = G (C/6)^a."""
         with np.errstate(invalid="ignore"):
             return np.divide(constants["beta"], np.add(constants["alpha"], constants["beta"]))
@@ -117,7 +117,7 @@ class ChinchillaLaw(LossLaw):
         low, high = (float(target.min()) - VANISHED, float(target.max()) + 2.0) if centred else (-FAR, FAR)
         fixed = self.E
 
-        def constants(theta: Array) -> dict[str, Array]:
+        def constants(theta: Array) -> Columns:
             alpha, beta = (theta[:, at[name]].copy() for name in ("alpha", "beta"))
             A, B = amplitude(theta[:, at["A"]], low, x0 * alpha), amplitude(theta[:, at["B"]], low, y0 * beta)
             E = np.full(len(theta), fixed) if fixed is not None else amplitude(theta[:, at["E"]], low)

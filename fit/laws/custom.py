@@ -18,7 +18,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ..errors import Array, InputError, by_name
+from ..errors import Array, Constants, InputError, Say, by_name
 from ..solver.forms import ComplexStepForm
 from .law import Law, LossLaw, Problem
 
@@ -103,12 +103,12 @@ class FunctionLaw(LossLaw):
         given = by_name("fit", (*self.inputs, self.output), columns, named)
         return self._fit(tuple(given.values()), weight, loss_se)
 
-    def evaluate(self, constants: Mapping[str, Any], *inputs: Any) -> Any:  # type: ignore[override]
+    def evaluate(self, constants: Constants, *inputs: Any) -> Any:  # type: ignore[override]
         if self.function is None:
             raise InputError(f"{self.title} has no function; give it to FunctionLaw or to from_json(source, function).")
         return self.function(constants, *inputs)
 
-    def equation(self, say: Callable[[str], str]) -> str:
+    def equation(self, say: Say) -> str:
         constants = ", ".join(f"{name} = {say(name)}" for name in self.names)
         return f"{self.output}({', '.join(self.inputs)}) = {self.name}({constants})"
 

@@ -6,12 +6,11 @@ exponents, coefficients and extrapolations.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import numpy as np
 
-from ..errors import Array, InputError
+from ..errors import Array, Columns, Constants, InputError, Say
 from ..solver.forms import LogSumExp
 from ..solver.solver import variable_projection
 from .law import LineLaw, Problem, amplitude, least_starts
@@ -72,12 +71,12 @@ class PowerLaw(LineLaw):
         return self
 
     @staticmethod
-    def evaluate(constants: Mapping[str, Any], *inputs: Any) -> Any:
+    def evaluate(constants: Constants, *inputs: Any) -> Any:
         """E + k x^p at inputs (x,)."""
         with np.errstate(over="ignore", divide="ignore"):
             return constants["E"] + np.exp(np.log(constants["k"]) + constants["p"] * np.log(inputs[0]))
 
-    def equation(self, say: Callable[[str], str]) -> str:
+    def equation(self, say: Say) -> str:
         start = f"{say('E')} + " if self.offset else ""
         return f"y = {start}{say('k')} x^{say('p')}"
 
@@ -102,7 +101,7 @@ class PowerLaw(LineLaw):
         if not self.offset:
             lower, upper = np.full(2, -np.inf), np.full(2, np.inf)
 
-        def constants(theta: Array) -> dict[str, Array]:
+        def constants(theta: Array) -> Columns:
             E = amplitude(theta[:, 2], floor) if self.offset else np.zeros(len(theta))
             with np.errstate(over="ignore"):
                 return {"E": E, "k": np.exp(theta[:, 0] - theta[:, 1] * x0), "p": theta[:, 1].copy()}

@@ -14,7 +14,7 @@ Muennighoff et al. 2023 (arXiv:2305.16264), equations 5 and 6.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
 
@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ..allocation.allocation import Optimum, token_limited
-from ..errors import Array, InputError, identifiable
+from ..errors import Array, Columns, Constants, InputError, Say, floats, identifiable
 from ..solver.forms import LogSumTerms, Term
 from ..solver.solver import AGREE, Minimum, Solution, minimise, variable_projection
 from .chinchilla import FLAT_EXPONENT, VANISHED
@@ -125,9 +125,7 @@ class Repeated:
                     second[p, q] = second[p, q] - (2.0 if p == q else 1.0) * follows * by[other]
         return Term(v["A"] - alpha * size, first, second)
 
-    def _optimal_derivatives(
-        self, v: Mapping[str, Array], c: Array
-    ) -> tuple[dict[str, Array], dict[tuple[str, str], Array]]:
+    def _optimal_derivatives(self, v: Mapping[str, Array], c: Array) -> tuple[Columns, dict[tuple[str, str], Array]]:
         alpha, beta = v["alpha"], v["beta"]
         by = {"A": 1.0 / alpha, "B": -1.0 / alpha}
         by |= {"alpha": (1.0 / alpha - c) / alpha, "beta": (self.w - 1.0 / beta) / alpha}
@@ -238,8 +236,8 @@ class RepetitionLaw(Law):
         return self._fit((N, D, U, loss), weight, loss_se)
 
     @staticmethod
-    def evaluate(constants: Mapping[str, Any], *inputs: Any) -> Any:
-        c = {name: np.asarray(value, dtype=np.float64) for name, value in constants.items()}
+    def evaluate(constants: Constants, *inputs: Any) -> Any:
+        c = {name: floats(value) for name, value in constants.items()}
         with np.errstate(divide="ignore", invalid="ignore"):
             log_n, log_d, log_u = (np.log(v) for v in inputs)
             w = np.minimum(log_u, log_d)
@@ -249,7 +247,7 @@ class RepetitionLaw(Law):
         data = w + saturated(log_d - w, np.log(c["R_D"]))
         return c["E"] + c["A"] * np.exp(-c["alpha"] * size) + c["B"] * np.exp(-c["beta"] * data)
 
-    def equation(self, say: Callable[[str], str]) -> str:
+    def equation(self, say: Say) -> str:
         return (
             f"L(N, D, U) = {say('E')} + {say('A')} / N'^{say('alpha')} + {say('B')} / D'^{say('beta')}, "
             f"R_D = {say('R_D')}, R_N = {say('R_N')}"
@@ -314,7 +312,7 @@ class RepetitionLaw(Law):
             fixed = base | {name: float(np.log(max(base[name], 1e-300))) - middle[name] for name in "ABE"}
         form = LogSumTerms(data, at, len(target), fixed)
 
-        def constants(theta: Array) -> dict[str, Array]:
+        def constants(theta: Array) -> Columns:
             found = {name: np.exp(theta[:, at[name]]) for name in ("R_D", "R_N")}
             if base:
                 return {name: np.full(len(theta), base[name]) for name in BASE} | found

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import Array, InputError
+from ..errors import Array, InputError, floats
 
 SAFE_EXPONENT = 600.0  # a few exponentials of this size neither overflow nor vanish
 COMPLEX_STEP = 1e-30  # its square is below the rounding of anything
@@ -77,8 +77,8 @@ class LogSumExp(LogForm):
         self.parameters = parameters
         self.points = n = len(terms[0][1])
         self.index = [np.asarray(term[0], dtype=int) for term in terms]
-        self.tables = [np.asarray(term[1], dtype=np.float64) for term in terms]
-        offsets = [np.asarray(term[2], float) if len(term) == 3 else np.zeros(n) for term in terms]
+        self.tables = [floats(term[1]) for term in terms]
+        offsets = [floats(term[2]) if len(term) == 3 else np.zeros(n) for term in terms]
         # What is the same at every point, as E is, is one number a problem until it meets the others.
         width = [
             1 if (np.ptp(Z, axis=0) == 0).all() and np.ptp(o) == 0 else n
