@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -106,27 +107,17 @@ def read_table(
     notes: list[str] = []
     if len(frame) == 0:
         raise InputError(f"{said} has no rows; at least one run is needed.")
+    if derive_d not in (None, "6nd"):
+        raise InputError(f"derive_d is {derive_d!r}; '6nd' (D = FLOPs / 6N) or nothing is accepted.")
     names = _resolve(frame, columns or {}, said)
     rows = _finished(frame, notes, said)
     part = frame.iloc[rows]
     # A CSV's line, counting its header.
     labels = list(part.index + (2 if isinstance(source, (str, Path)) else 0))
 
-    def numbers(name: str) -> Array:
-        values, given = numeric(part, names[name]), part[names[name]]
-        text = np.isnan(values) & given.notna().to_numpy()
-        text &= given.astype(str).str.strip().str.lower().ne("nan").to_numpy()
-        if text.any():
-            first = int(np.argmax(text))
-            raise InputError(
-                f"{names[name]} is {str(given.iloc[first])!r} in row {labels[first]}; a number is expected."
-            )
-        return values
-
+    numbers = partial(_numbers, part, names, labels)
     N = positive(names["N"], numbers("N"), labels)
     flops = positive(names["flops"], numbers("flops"), labels) if "flops" in names else None
-    if derive_d not in (None, "6nd"):
-        raise InputError(f"derive_d is {derive_d!r}; '6nd' (D = FLOPs / 6N) or nothing is accepted.")
     if "D" in names:
         D = positive(names["D"], numbers("D"), labels)
         if derive_d:
@@ -138,30 +129,42 @@ def read_table(
     if flops is None:
         flops = 6.0 * N * D
         notes.append("FLOPs were not given and are taken as 6ND.")
-    absent = np.full(len(part), np.nan)
     run_id = part[names["run_id"]].astype(str).to_numpy() if "run_id" in names else np.arange(len(part)).astype(str)
     group = run_id
     if "group" in names:
         named = part[names["group"]]
         group = np.where(named.isna(), run_id, named.astype(str))
     kept = _best(loss, drop_worst, notes)
-    return RunTable(
-        N=N[kept],
-        D=D[kept],
-        loss=loss[kept],
-        loss_se=(numbers("loss_se") if "loss_se" in names else absent)[kept],
-        flops=flops[kept],
-        budget=(numbers("budget") if "budget" in names else absent)[kept],
-        run_id=np.asarray(run_id, dtype=str)[kept],
-        group=np.asarray(group, dtype=str)[kept],
-        weight=(check_weights(numbers("weight"), len(part), labels) if "weight" in names else np.ones(len(part)))[kept],
+    table = RunTable(
+        N=N,
+        D=D,
+        loss=loss,
+        loss_se=numbers("loss_se"),
+        flops=flops,
+        budget=numbers("budget"),
+        run_id=np.asarray(run_id, dtype=str),
+        group=np.asarray(group, dtype=str),
+        weight=check_weights(numbers("weight") if "weight" in names else None, len(part), labels),
         frame=frame,
-        rows=rows[kept],
+        rows=rows,
         notes=tuple(notes),
         source=said,
         derived_d="D" not in names,
         dropped=drop_worst,
     )
+    return table.where(kept)
+
+
+def _numbers(part: pd.DataFrame, names: dict[str, str], labels: list[Any], name: str) -> Array:
+    if name not in names:
+        return np.full(len(part), np.nan)
+    values, given = numeric(part, names[name]), part[names[name]]
+    text = np.isnan(values) & given.notna().to_numpy()
+    text &= given.astype(str).str.strip().str.lower().ne("nan").to_numpy()
+    if text.any():
+        first = int(np.argmax(text))
+        raise InputError(f"{names[name]} is {str(given.iloc[first])!r} in row {labels[first]}; a number is expected.")
+    return values
 
 
 def _load(source: str | Path | pd.DataFrame) -> tuple[pd.DataFrame, str]:

@@ -54,11 +54,11 @@ from ..uncertainty import (
     bca_interval,
     excess_scatter,
     group_labels,
+    grouped,
     identifiable_counts,
     independent_groups,
     jackknife_weights,
     kernel_width,
-    members,
     need_no_group_alone,
     percentile_interval,
     percentile_intervals,
@@ -342,7 +342,7 @@ class Law(Estimator):
 
     def left_out_residuals(self, groups: np.ndarray) -> Array:
         """Log of what was observed minus what the fit without the row's group predicts, (rows,)."""
-        _, member = members(groups)
+        _, member = grouped(groups)
         predicted = self.problem_.form.value(self._left_out(groups).theta)[0]
         return self.problem_.target - predicted[member, np.arange(len(member))]
 
