@@ -21,7 +21,7 @@ ALONE = 1e-6  # a share of the leverage that one group leaves to all others, bel
 STILL = 1e-6  # variance of a log input below which a resample holds it constant
 
 
-def grouped(groups: Any) -> tuple[np.ndarray, np.ndarray]:
+def by_group(groups: Any) -> tuple[np.ndarray, np.ndarray]:
     """The sorted labels, and the place of each row's among them."""
     return np.unique(np.asarray(groups).astype(str), return_inverse=True)
 
@@ -38,7 +38,7 @@ def cluster_counts(groups: Any, resamples: int, seed: int = 0) -> Array:
     """How often each row occurs in each resample, (resamples, rows), when whole `groups` (rows,) are drawn."""
     if resamples < 1:
         raise InputError(f"bootstrap is {resamples}; a positive number of resamples is needed.")
-    labels, member = grouped(groups)
+    labels, member = by_group(groups)
     generator = np.random.default_rng(seed)
     share = np.full(len(labels), 1.0 / len(labels))
     return generator.multinomial(len(labels), share, size=resamples).astype(np.float64)[:, member]
@@ -72,7 +72,7 @@ def identifiable_counts(
 
 def independent_groups(groups: Any, free: int) -> int:
     """How many groups there are; raises InputError where they are too few for `free` parameters."""
-    independent = len(grouped(groups)[0])
+    independent = len(by_group(groups)[0])
     if independent <= free:
         raise _too_few(independent, free)
     return independent
@@ -96,7 +96,7 @@ def _too_few(independent: int, free: int) -> InputError:
 
 def jackknife_weights(groups: Any) -> Array:
     """Weights (groups, rows) that leave one whole group out at a time, in the order of their sorted labels."""
-    labels, member = grouped(groups)
+    labels, member = by_group(groups)
     return 1.0 - (np.arange(len(labels))[:, None] == member)
 
 
@@ -106,7 +106,7 @@ def need_no_group_alone(jacobian: Array, groups: Any, what: str) -> None:
     jacobian (rows, k) of the fit, each row times the root of its weight. A group stands alone where its block of the
     hat matrix has an eigenvalue of one.
     """
-    labels, member = grouped(groups)
+    labels, member = by_group(groups)
     size = np.linalg.norm(jacobian, axis=0)
     left, singular, _ = np.linalg.svd(jacobian / np.where(size > 0, size, 1.0), full_matrices=False)
     left = left[:, singular > 1e-9 * singular[0]]
@@ -140,7 +140,7 @@ def wild_targets(
     """
     if n < 1:
         raise InputError(f"bootstrap is {n}; a positive number of resamples is needed.")
-    labels, member = grouped(groups)
+    labels, member = by_group(groups)
     generator = np.random.default_rng(seed)
     signs = generator.choice([-1.0, 1.0], size=(n, len(labels)))
     noise = width * generator.standard_normal((n, len(labels)))

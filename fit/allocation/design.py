@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import Array, InputError, positive, same_length
-from ..uncertainty import grouped
+from ..uncertainty import by_group
 from .allocation import optimum
 
 # Standard deviations of the prior about each draw, in (log E, log a, alpha, log b, beta): far wider than any fit.
@@ -136,7 +136,7 @@ def trunk_correlation(residuals: Array, trunk: np.ndarray, expected: float = 0.5
 
     A mean over pairs, shrunk to `expected` as if so many `pairs` had shown that.
     """
-    _, member = grouped(trunk)
+    _, member = by_group(trunk)
     sums, squares = np.bincount(member, residuals), np.bincount(member, residuals**2)
     counts = np.bincount(member)
     found = float((sums**2 - squares).sum() / 2.0)  # of the products of all pairs
@@ -269,7 +269,7 @@ class Buyer:
         self.pool, self.question = pool, question
         self.linear = linear = Linear(question, draws, seed)
         shared = question.correlation * question.noise**2
-        names, self.place = grouped(pool.trunk)
+        names, self.place = by_group(pool.trunk)
         labels = {str(name): i for i, name in enumerate(names)}
         for label, count in zip(*np.unique(question.trunk.astype(str), return_counts=True), strict=True):
             if count > 1:

@@ -20,7 +20,7 @@ from ..errors import Array, Columns, Constants, InputError, Say, positive, same_
 from ..laws.law import Law, Problem, amplitude
 from ..solver.forms import LogSumExp
 from ..solver.solver import variable_projection
-from ..uncertainty import grouped
+from ..uncertainty import by_group
 
 COLLINEAR = 0.01  # smallest over largest singular value of the log inputs, each scaled, below which exponents are one
 REACH = np.log(1e6)  # how far beyond the batches tried B_crit may lie before one of the two costs is called zero
@@ -78,7 +78,7 @@ class DesignedLaw(Law):
         groups = self._cells() if groups is None else np.asarray(groups)
         if method != "wild" or len(groups) != len(self.weight_) or n < 1:
             return super().bootstrap(n, groups, seed, method)  # which also says what is wrong
-        labels, member = grouped(groups)
+        labels, member = by_group(groups)
         freedom = len(labels) - max(design.shape[1] for design in self._designs())
         self._need_every_cell(labels, member, freedom)
         error = self.left_out_residuals(groups.astype(str)) * np.sqrt(1.0 - 1.0 / len(labels))

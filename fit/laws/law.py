@@ -52,9 +52,9 @@ from ..solver.solver import Solution, solve
 from ..uncertainty import (
     RUNS_PER_CONSTANT,
     bca_interval,
+    by_group,
     excess_scatter,
     group_labels,
-    grouped,
     identifiable_counts,
     independent_groups,
     jackknife_weights,
@@ -342,7 +342,7 @@ class Law(Estimator):
 
     def left_out_residuals(self, groups: np.ndarray) -> Array:
         """Log of what was observed minus what the fit without the row's group predicts, (rows,)."""
-        _, member = grouped(groups)
+        _, member = by_group(groups)
         predicted = self.problem_.form.value(self._left_out(groups).theta)[0]
         return self.problem_.target - predicted[member, np.arange(len(member))]
 
