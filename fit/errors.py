@@ -33,7 +33,7 @@ def positive(name: str, values: ArrayLike, rows: Any = None) -> Array:
     return _checked(name, values, rows, "a finite number above zero", lambda v: v > 0)
 
 
-def weights(values: ArrayLike | None, points: int, rows: Any = None) -> Array:
+def check_weights(values: ArrayLike | None, points: int, rows: Any = None) -> Array:
     """Weights of shape (points,): ones when None, else finite, not negative, and not all zero."""
     if values is None:
         return np.ones(points)
@@ -44,7 +44,7 @@ def weights(values: ArrayLike | None, points: int, rows: Any = None) -> Array:
 
 
 def by_name(what: str, names: Sequence[str], given: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments given by position and by name, as name -> value in the order of `names`."""
+    """Arguments given by position or by name, in the order of `names`."""
     found = dict(zip(names, given, strict=False)) | named
     if len(given) + len(named) != len(names) or set(found) != set(names):
         said = ", ".join([*(f"#{i + 1}" for i in range(len(given))), *named]) or "nothing"

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .errors import Array, InputError, positive
-from .errors import weights as check_weights
+from .errors import Array, InputError, check_weights, positive
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -77,7 +76,7 @@ class RunTable:
 
 
 def numeric(frame: pd.DataFrame, name: str) -> Array:
-    """A column as numbers, (rows,), NaN where there are none."""
+    """A column as numbers, NaN where there are none."""
     import pandas as pd
 
     if name not in frame:
@@ -86,7 +85,7 @@ def numeric(frame: pd.DataFrame, name: str) -> Array:
 
 
 def ended(frame: pd.DataFrame) -> np.ndarray:
-    """Which rows their column `final` says are of finished runs, (rows,)."""
+    """Which rows are of finished runs, (rows,)."""
     return frame["final"].astype(str).str.strip().str.lower().isin(["true", "1", "1.0"]).to_numpy(dtype=bool)
 
 

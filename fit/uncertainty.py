@@ -22,12 +22,12 @@ STILL = 1e-6  # variance of a log input below which a resample holds it constant
 
 
 def by_group(groups: Any) -> tuple[np.ndarray, np.ndarray]:
-    """The sorted labels, and the place of each row's among them."""
+    """Sorted labels, and each row's place among them."""
     return np.unique(np.asarray(groups).astype(str), return_inverse=True)
 
 
 def group_labels(groups: Any, rows: int) -> np.ndarray:
-    """What each row is resampled with, as text: by default itself."""
+    """The group of each row, as text; by default itself."""
     labels = np.arange(rows) if groups is None else np.asarray(groups)
     if len(labels) != rows:
         raise InputError(f"groups has {len(labels)} values and the fit has {rows} points; each needs one.")

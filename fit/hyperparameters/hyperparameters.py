@@ -209,8 +209,8 @@ class CriticalBatchLaw(DesignedLaw):
 
     S = S_min (1 + B_crit / batch), B_crit = E_min / S_min (McCandlish et al. 2018, arXiv:1812.06162, equation 2.11).
     The batch is chosen, so a run has one error: the law is fitted to log E. Every run must be at its best settings for
-    its batch, and end its schedule where its tokens are read. Zhang et al. call critical what costs 20 % more than
-    E_min: 0.2 B_crit. Also Kaplan et al. 2020 (arXiv:2001.08361), equations 1.4 and 5.1.
+    its batch, and end its schedule where its tokens are read. Zhang et al. call critical what costs 20 % more: 0.2
+    B_crit. Also Kaplan et al. 2020 (arXiv:2001.08361), equations 1.4 and 5.1.
 
     After `fit`: E_min_ (tokens), S_min_ (steps), B_crit_ (tokens); `degenerate_` names what the batches say nothing
     about.
@@ -309,7 +309,7 @@ def log_design(inputs: list[Array], rows: int) -> Array:
 
 
 def centred_design(design: Array, centred: bool) -> tuple[Array, Array]:
-    """A design with its inputs less their means, and these; uncentred, as it is and zeros."""
+    """A design with its inputs less their means, and these."""
     middle = design[:, 1:].mean(axis=0) * centred
     return np.concatenate([design[:, :1], design[:, 1:] - middle], axis=1), middle
 

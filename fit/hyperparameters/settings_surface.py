@@ -24,8 +24,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ..checks.doctor import Warning
-from ..errors import Array, Columns, Constants, InputError, Say, floats, positive, same_length, unboxed
-from ..errors import weights as check_weights
+from ..errors import Array, Columns, Constants, InputError, Say, check_weights, floats, positive, same_length, unboxed
 from ..laws.law import Problem
 from ..solver.forms import LogForm
 from ..uncertainty import percentile_intervals

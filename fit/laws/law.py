@@ -36,6 +36,7 @@ from ..errors import (
     InputError,
     Say,
     by_name,
+    check_weights,
     enough,
     floats,
     identifiable,
@@ -43,7 +44,6 @@ from ..errors import (
     same_length,
     unboxed,
 )
-from ..errors import weights as check_weights
 from ..files import write_text
 from ..formatting import interval as interval_text
 from ..formatting import text
