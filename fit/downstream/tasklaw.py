@@ -110,7 +110,7 @@ class TaskLaw(Estimator):
             variance = se**2 + self.scatter_**2
             self._weight = 1.0 / np.where(variance > 0, variance, 1.0)
             found = self._curve.solve(self._weight[None, :])
-            residual = self._curve.score(found.theta, self.data_["loss"])[0] - acc
+            residual = self._curve.form.value(found.theta)[0][0] - acc
             before, self.scatter_ = self.scatter_, excess_scatter(residual**2, np.maximum(se**2, 1e-20), freedom)
             if abs(before - self.scatter_) <= 1e-6 * (self.scatter_ + 1e-12):
                 break
@@ -270,12 +270,6 @@ class _Curve:
         found = {"floor": floor, "ceiling": ceiling, "slope": np.exp(log_slope) / self.spread}
         found["middle"] = self.mean + offset / found["slope"]
         return {name: found[name] for name in LINKS[self.link]}
-
-    def score(self, theta: Array, loss: Array) -> Array:
-        z = (loss - self.mean) / self.spread
-        u = theta[:, 2:3] - np.exp(theta[:, 3:]) * z
-        top = theta[:, 1:2] - theta[:, :1] if self.link == "sigmoid" else 1.0
-        return theta[:, :1] + top * _shape(self.link, u)[0]
 
     def _derivatives(self, theta: Array) -> tuple[Array, Array, Array]:
         """Accuracy (P, n), its gradient (P, n, 4) and Hessian (P, n, 4, 4)."""

@@ -20,7 +20,7 @@ from ..errors import Array, Columns, Constants, InputError, Say, positive, same_
 from ..laws.law import Law, Problem, amplitude
 from ..solver.forms import LogSumExp
 from ..solver.solver import variable_projection
-from ..uncertainty import by_group
+from ..uncertainty import by_group, group_labels
 
 COLLINEAR = 0.01  # smallest over largest singular value of the log inputs, each scaled, below which exponents are one
 REACH = np.log(1e6)  # how far beyond the batches tried B_crit may lie before one of the two costs is called zero
@@ -75,19 +75,19 @@ class DesignedLaw(Law):
         where a cell is the only one that tells two constants apart.
         """
         self._fitted()
-        groups = self._cells() if groups is None else np.asarray(groups)
-        if method != "wild" or len(groups) != len(self.weight_) or n < 1:
+        groups = group_labels(self._cells() if groups is None else groups, len(self.weight_))
+        if method != "wild" or n < 1:
             return super().bootstrap(n, groups, seed, method)  # which also says what is wrong
         labels, member = by_group(groups)
         freedom = len(labels) - max(design.shape[1] for design in self._designs())
         self._need_every_cell(labels, member, freedom)
-        error = self.left_out_residuals(groups.astype(str)) * np.sqrt(1.0 - 1.0 / len(labels))
+        error = self.left_out_residuals(groups) * np.sqrt(1.0 - 1.0 / len(labels))
         generator = np.random.default_rng(seed)
         signs = generator.choice([-1.0, 1.0], size=(n, len(labels)))
         signs *= np.sqrt(freedom / generator.chisquare(freedom, n))[:, None]
         fitted = self.problem_.form.value(self.theta_[None, :])[0][0]
         found = self._refit(np.ones((n, len(member))), fitted + signs[:, member] * error)
-        self._drawn(found, groups.astype(str), method=method, seed=seed)
+        self._drawn(found, groups, method=method, seed=seed)
         return self
 
     def _need_every_cell(self, labels: np.ndarray, member: np.ndarray, freedom: int) -> None:
