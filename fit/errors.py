@@ -45,7 +45,7 @@ def check_weights(values: ArrayLike | None, points: int, rows: Any = None) -> Ar
 
 def by_name(what: str, names: Sequence[str], given: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments given by position or by name, in the order of `names`."""
-    found = dict(zip(names, given, strict=False)) | named
+    found = dict(zip(names, given, strict=False)) | dict(named)
     if len(given) + len(named) != len(names) or set(found) != set(names):
         said = ", ".join([*(f"#{i + 1}" for i in range(len(given))), *named]) or "nothing"
         raise InputError(f"{what} was given {said}; it takes {', '.join(names)}, each once.")

@@ -74,7 +74,8 @@ def solve(
     arrays = (np.atleast_2d(target), weights, starts, lower, upper)
 
     def part(rows: slice) -> Solution:
-        return _solve(form, delta, *(_of(array, rows) for array in arrays), None if warm is None else warm[rows])
+        near = None if warm is None else warm[rows]
+        return _solve(form, delta, near, *(_of(array, rows) for array in arrays))
 
     rows = starts.shape[1] + (warm is not None)  # a problem's, in one batch
     return _joined(in_chunks(part, P, CHUNK // (form.points * rows), threads))
@@ -133,12 +134,12 @@ def _deltas(delta: float, stages: Sequence[float] = STAGES) -> Array:
 def _solve(
     form: LogForm,
     delta: float,
+    warm: Array | None,
     target: Array,
     weights: Array,
     starts: Array,
     lower: Array,
     upper: Array,
-    warm: Array | None,
 ) -> Solution:
     P, k = lower.shape
     G = starts.shape[1]
