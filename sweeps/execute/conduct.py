@@ -159,8 +159,8 @@ def check(config: SweepConfig) -> None:
     factor = config.grid.diverged_rate_factor if config.grid is not None else None
     if factor is not None and not 0 < factor < 1:
         raise UserError(f"grid.diverged_rate_factor is {factor}; it must be above 0 and below 1, or null")
-    if cluster.kind == "slurm" and not config.dry_run:
-        _require_slurm()
+    if cluster.kind == "slurm" and not config.dry_run and shutil.which("sbatch") is None:
+        raise UserError("cluster is 'slurm' and there is no sbatch on the PATH; use cluster=local, or load SLURM first")
     if config.explain and not config.dry_run:
         raise UserError("explain is true and dry_run is false; the two go together: dry_run=true explain=true")
     extra = cluster.additional_parameters
@@ -168,11 +168,6 @@ def check(config: SweepConfig) -> None:
         raise UserError(f"cluster.additional_parameters is {extra!r}; it must map #SBATCH keys to values")
     if not config.sweep or Path(config.sweep).name != config.sweep:
         raise UserError(f"sweep is {config.sweep!r}; it names one folder under output_root, without slashes")
-
-
-def _require_slurm() -> None:
-    if shutil.which("sbatch") is None:
-        raise UserError("cluster is 'slurm' and there is no sbatch on the PATH; use cluster=local, or load SLURM first")
 
 
 def _show(prepared: Prepared, notes: str) -> None:

@@ -101,9 +101,7 @@ class Queue:
         """
         (folder / "workers").mkdir(parents=True, exist_ok=True)
         (folder / JOURNAL).touch()
-        write_json(
-            folder / CONTENTS, {"units": [{"how": unit.how, "runs": unit.runs} for unit in units], "parents": parents}
-        )
+        write_json(folder / CONTENTS, {"units": [asdict(unit) for unit in units], "parents": parents})
         return cls(sweep, folder, units, parents)
 
     @classmethod
@@ -127,7 +125,8 @@ class Queue:
 
     def claim(self, place: int, host: str | None = None) -> Unit | None:
         """The first unit that can start, or None at the moment; with a `host` those that avoid it are passed over."""
-        self._be_alive()
+        if self._lock is None:
+            self._lock = _locked(self._lock_of(self.worker), fcntl.LOCK_EX)
         with self._mutex():
             index = self._next(host)
             if index is None:
@@ -322,10 +321,6 @@ class Queue:
             yield
         finally:
             os.close(descriptor)
-
-    def _be_alive(self) -> None:
-        if self._lock is None:
-            self._lock = _locked(self._lock_of(self.worker), fcntl.LOCK_EX)
 
     def _alive(self, worker: str) -> bool:
         if worker == self.worker:

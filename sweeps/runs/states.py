@@ -89,13 +89,13 @@ def cancel_idle(run: RunDirectory, by: str, policy: Policy) -> bool:
         return True
 
 
-def retry_by_hand(run: RunDirectory, by: str | None = None) -> None:
+def retry_by_hand(run: RunDirectory) -> None:
     """Gives a run that is not done a new budget. Busy: somebody trains it."""
     with run.lock(timeout=0.0):
         if run.is_done():
             return
         settle_killed(run, KILLED.cause, KILLED.words)
-        attempts.append_line(run, {"event": "retry", "by": by or this_user(), "at": now_on(run.path)})
+        attempts.append_line(run, {"event": "retry", "by": this_user(), "at": now_on(run.path)})
         run.forget_cancel()
         run.set_state("planned", host=None, job_id=None)
 

@@ -83,7 +83,7 @@ class SlurmBackend(Inventory):
         return [run for run in self.without_scoring(runs) if tries.get(run.run_id, 0) < SCORINGS]
 
     def is_taken(self, run: RunDirectory) -> bool:
-        return self.has_job(run)
+        return bool(self.jobs_of(run))
 
     def is_busy(self) -> bool:
         return bool(self.in_queue())
@@ -194,12 +194,12 @@ class SlurmBackend(Inventory):
         """Sees to it that two keepers wait, beside the one that runs; returns how many do."""
         if len(waiting := self._waiting_keepers()) >= KEEPERS:
             return len(waiting)
-        with self._transaction(slurm_cluster.limits(self.cluster)) as began:
+        with self._transaction() as began:
             return self._add_keepers(began)
 
     def submit_fit(self) -> None:
         """Has the laws fitted once everything in the queue has ended."""
-        with self._transaction(slurm_cluster.limits(self.cluster)) as began:
+        with self._transaction() as began:
             self._add_fit(began)
 
     def add_workers(self, folder: Path, count: int, avoid: Sequence[str] = ()) -> None:
@@ -225,8 +225,8 @@ class SlurmBackend(Inventory):
         self._cancel(self._waiting_keepers())
 
     @contextlib.contextmanager
-    def _transaction(self, limits: Limits) -> Iterator[Transaction]:
-        most = limits.max_submit
+    def _transaction(self, limits: Limits | None = None) -> Iterator[Transaction]:
+        most = (limits or slurm_cluster.limits(self.cluster)).max_submit
         room = None if most is None else max(0, most - len(slurm.live_jobs(own=True)))
         try:
             with transaction(self.sweep, self.cluster, self.record, room) as began:

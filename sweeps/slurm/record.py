@@ -83,12 +83,8 @@ class Inventory:
         self.record = LaunchRecord.read(sweep)
         self._left: dict[str, set[str]] = {}  # by queue, the runs that have not ended in it
 
-    def has_job(self, run: RunDirectory) -> bool:
-        """Whether a job in the queue trains a run, or will."""
-        return bool(self.jobs_of(run))
-
     def jobs_of(self, run: RunDirectory) -> set[str]:
-        """Its own job, or the workers of the queue that it waits in."""
+        """Who trains a run, or will: its own job, or the workers of the queue that it waits in."""
         for name, workers in self.queues().items():
             if workers and run.run_id in self._left_in(name):
                 return workers
@@ -107,7 +103,7 @@ class Inventory:
         return {name: self.live.intersection(jobs.workers) for name, jobs in self.record.queues.items()}
 
     def to_start(self, runs: Sequence[RunDirectory]) -> list[RunDirectory]:
-        return [run for run in runs if not run.is_done() and not self.has_job(run)]
+        return [run for run in runs if not run.is_done() and not self.jobs_of(run)]
 
     def without_scoring(self, runs: Sequence[RunDirectory]) -> list[RunDirectory]:
         """Those runs that no job in the queue will score."""
