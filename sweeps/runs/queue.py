@@ -29,7 +29,7 @@ from typing import Any
 from ...train.files import read_json, write_json
 from . import states
 from .attempts import Policy
-from .directory import RunDirectory, SweepDirectory, inside_job, job_id, this_node
+from .directory import RunDirectory, SweepDirectory, own_job, this_node
 from .states import Death
 
 CONTENTS, JOURNAL = "units.json", "journal.jsonl"
@@ -131,7 +131,7 @@ class Queue:
             index = self._next(host)
             if index is None:
                 return None
-            claim = Claim(self.worker, place, host or this_node(), job_id() if inside_job() else None)
+            claim = Claim(self.worker, place, host or this_node(), own_job())
             self._append({"event": "claim", "unit": index, "runs": self.units[index].name, **asdict(claim)})
             return self.units[index]
 

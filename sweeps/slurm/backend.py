@@ -19,7 +19,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +29,7 @@ from ..config import ClusterConfig
 from ..plan.sweep_plan import JobShape, Plan, PlannedRun
 from ..runs import states
 from ..runs.attempts import Policy
-from ..runs.directory import RunDirectory, SweepDirectory, inside_job, job_id
+from ..runs.directory import RunDirectory, SweepDirectory, own_job
 from ..runs.queue import Queue, Unit
 from . import cluster as slurm_cluster
 from . import commands as slurm
@@ -69,6 +69,7 @@ class SlurmBackend(Inventory):
     def __init__(self, sweep: SweepDirectory, cluster: ClusterConfig, live: set[str], calls: Calls) -> None:
         super().__init__(sweep, live)
         self.cluster, self.calls, self.policy = cluster, calls, Policy.of(cluster)
+        self.path = str(sweep.path.resolve())
         self.memory: dict[str, Any] = read_json(sweep.path / "jobs" / MEMORY) or {}  # what was tried how often
         recover(sweep, cluster, self.record)
         if live & self.record.jobs():
@@ -213,7 +214,7 @@ class SlurmBackend(Inventory):
                 known.workers += began.submit(request, [self.working(folder)] * count)
 
     def working(self, folder: Path) -> Call:
-        return Call(self.calls.work, (str(self.sweep.path.resolve()), str(folder.resolve()), self.policy))
+        return Call(self.calls.work, (self.path, str(folder.resolve()), self.policy))
 
     def cancel_all(self) -> None:
         """Cancels the sweep's jobs, except this process."""
@@ -238,7 +239,7 @@ class SlurmBackend(Inventory):
         self._left.clear()
 
     def _cancel(self, jobs: Collection[str]) -> None:
-        jobs = set(jobs) & self.live - {_own_job()}
+        jobs = set(jobs) & self.live - {own_job()}
         slurm.cancel(jobs)
         self.live -= jobs
 
@@ -253,7 +254,7 @@ class SlurmBackend(Inventory):
         waits = (self.in_queue() | set(began.jobs)) - set(self.record.keepers)
         minutes = min(slurm_cluster.FIT_MINUTES, self.cluster.time_minutes)
         shape = JobShape(0, 1, min(8.0, self.cluster.memory_gb), minutes)
-        call = Call(self.calls.fit, (str(self.sweep.path.resolve()),))
+        call = Call(self.calls.fit, (self.path,))
         before = self.record.fit
         (self.record.fit,) = began.submit(Request("fit", shape, after(arrays_of(waits)), light=True), [call])
         if before in self.live:
@@ -264,7 +265,7 @@ class SlurmBackend(Inventory):
         # running long after it has ended, as a controller does that was killed.
         waiting = self._waiting_keepers()
         shape = JobShape(0, 1, min(2.0, self.cluster.memory_gb), min(30, self.cluster.time_minutes))
-        call = Call(self.calls.keep, (str(self.sweep.path.resolve()),))
+        call = Call(self.calls.keep, (self.path,))
         with contextlib.suppress(QueueFull):
             while len(waiting) < KEEPERS:
                 begin = f"now+{math.ceil(self.cluster.keeper_seconds * (1 + len(waiting)))}"
@@ -273,7 +274,7 @@ class SlurmBackend(Inventory):
         return len(waiting)
 
     def _waiting_keepers(self) -> list[str]:
-        return [job for job in self.record.keepers if job in self.live and job != _own_job()]
+        return [job for job in self.record.keepers if job in self.live and job != own_job()]
 
 
 @dataclass(frozen=True)
@@ -338,8 +339,9 @@ class _Launch:
             tasks -= len(ready)
             waits = {name: self._trunk_jobs(name) for unit in ready for name in unit.runs}
             for batch in placement.batches(ready, self.planned, waits, self.avoid):
-                for part in placement.chunks(batch, min(ARRAY_LIMIT, self.max_array)):
-                    self._array(part)
+                most = min(ARRAY_LIMIT, self.max_array)
+                for start in range(0, len(batch.units), most):
+                    self._array(replace(batch, units=batch.units[start : start + most]))
 
     def _array(self, batch: Batch) -> None:
         sweep, calls = self.backend.sweep, self.backend.calls
@@ -372,7 +374,7 @@ class _Launch:
             self.began.record.scoring.update(dict.fromkeys(share, job))
 
     def _scoring(self, runs: Sequence[str]) -> Call:
-        return Call(self.backend.calls.score, (str(self.backend.sweep.path.resolve()), list(runs)))
+        return Call(self.backend.calls.score, (self.backend.path, list(runs)))
 
     def _trunk_jobs(self, name: str) -> tuple[str, ...]:
         """The jobs of its trunk that a run waits for, however they end."""
@@ -397,10 +399,6 @@ def after(jobs: Collection[str]) -> str | None:
 def arrays_of(jobs: Collection[str]) -> tuple[str, ...]:
     """The arrays that tasks belong to; any other job is its own."""
     return tuple(sorted({job.split("_")[0] for job in jobs}))
-
-
-def _own_job() -> str | None:
-    return job_id() if inside_job() else None
 
 
 def _written(file: Path) -> float:
