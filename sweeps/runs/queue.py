@@ -135,17 +135,6 @@ class Queue:
             self._append({"event": "claim", "unit": index, "runs": self.units[index].name, **asdict(claim)})
             return self.units[index]
 
-    def end(self, unit: Unit) -> None:
-        with self._mutex():
-            if self._may_settle(index := self._index[unit]):
-                self._end(index)
-
-    def release(self, unit: Unit, wait_seconds: float = 0.0, avoid: Sequence[str] = ()) -> None:
-        """Gives a unit back, to be claimed after `wait_seconds`, and for a while by no node to avoid."""
-        with self._mutex():
-            if self._may_settle(index := self._index[unit]):
-                self._release(index, wait_seconds, avoid)
-
     def settle(self, unit: Unit, policy: Policy, death: Death) -> None:
         """Ends or releases a unit of this process, by what became of its runs."""
         states.settle_dead(self._runs(self._index[unit]), policy, death)

@@ -118,7 +118,10 @@ def held(run: RunDirectory, job: str, policy: Policy, timeout: float = 60.0, sha
             yield False
             return
         _wait_for_signs(run, policy)
-        settle(run, _death_before(run, job), advise=True)
+        state, death = run.state(), KILLED
+        if run.failure() is None and job == state.job_id and job_restarts() > 0:  # the same job, taken off its node
+            death = Death("node", f"its node {state.host} failed, and SLURM has started its job again")
+        settle(run, death, advise=True)
         if (who := run.cancel_asked()) is not None:
             cancel(run, who, " before it began")
             yield False
@@ -158,14 +161,6 @@ def _wait_for_signs(run: RunDirectory, policy: Policy) -> None:
         if run.last_sign() != seen:
             raise Busy(f"run {run.run_id} gives signs of life on {begun.host}")
         time.sleep(min(1.0, policy.heartbeat_seconds / 4))
-
-
-def _death_before(run: RunDirectory, job: str) -> Death:
-    """Of an attempt of the same job before it was restarted: it was taken off its node."""
-    state = run.state()
-    if run.failure() is None and job == state.job_id and job_restarts() > 0:
-        return Death("node", f"its node {state.host} failed, and SLURM has started its job again")
-    return KILLED
 
 
 def _had_enough(run: RunDirectory, job: str, policy: Policy) -> str | None:

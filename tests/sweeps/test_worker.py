@@ -36,7 +36,7 @@ from isoflop.train.job.environment import Ranks, detect
 from isoflop.train.job.failure import Cause, Failure, note_failure
 from isoflop.train.loop import Diverged, Stopped, train
 from isoflop.train.schedule import trunk_steps
-from small_runs import forty_steps, own_signals
+from small_runs import forty_steps, own_signals, release_unit
 
 SUMMARY = {"val_loss": 1.0}
 POLICY = Policy(retries=0)
@@ -713,7 +713,7 @@ def test_a_worker_on_a_node_that_is_to_be_avoided_leaves(
     queue = bench.queue(("alone", [run]))
     unit = queue.claim(0, "node1")
     assert unit is not None
-    queue.release(unit, avoid=["node1"])
+    release_unit(queue, unit, avoid=["node1"])
     train_alone(lambda config, directory, **arguments: succeed(directory))
     work_queue(bench, queue)
     assert (states(run), queue.left()) == (["planned"], [unit])
