@@ -207,8 +207,7 @@ class SlurmBackend(Inventory):
         """More workers for a queue, as far as there is room."""
         known, limits = self.record.queues[folder.name], slurm_cluster.limits(self.cluster)
         with self._transaction(limits) as began, contextlib.suppress(QueueFull):
-            room = self._room(began)
-            count = min(count, limits.max_array) if room is None else min(count, limits.max_array, room)
+            count = min(count, limits.max_array, self._room(began))
             if count > 0:
                 request = Request("queue", known.shape, avoid=tuple(avoid))
                 known.workers += began.submit(request, [self.working(folder)] * count)
@@ -228,7 +227,7 @@ class SlurmBackend(Inventory):
     @contextlib.contextmanager
     def _transaction(self, limits: Limits | None = None) -> Iterator[Transaction]:
         most = (limits or slurm_cluster.limits(self.cluster)).max_submit
-        room = None if most is None else max(0, most - len(slurm.live_jobs(own=True)))
+        room = sys.maxsize if most is None else max(0, most - len(slurm.live_jobs(own=True)))
         try:
             with transaction(self.sweep, self.cluster, self.record, room) as began:
                 yield began
@@ -243,10 +242,8 @@ class SlurmBackend(Inventory):
         slurm.cancel(jobs)
         self.live -= jobs
 
-    def _room(self, began: Transaction) -> int | None:
+    def _room(self, began: Transaction) -> int:
         """Jobs that may still be submitted, less keepers and fit."""
-        if began.room is None:
-            return None
         waiting = len({*self._waiting_keepers(), *began.jobs} & set(self.record.keepers))
         return max(0, began.room - (KEEPERS - waiting) - 1)  # one: the fit
 
@@ -288,7 +285,7 @@ class _Launch:
     evaluate: bool
     avoid: Mapping[str, tuple[str, ...]]
 
-    def train(self, units: Sequence[Unit], room: int | None) -> list[str]:
+    def train(self, units: Sequence[Unit], room: int) -> list[str]:
         """Submits training, and scoring thereafter; returns the ids of runs held back."""
         cluster = self.backend.cluster
         short, long = placement.split(units, self.planned, cluster)
@@ -296,8 +293,7 @@ class _Launch:
         waits = placement.of_family({name: self._trunk_jobs(name) for name in family}, family)
         queues = placement.batches(short, self.planned, waits, placement.of_family(self.avoid, family))
         wanted = [min(placement.workers_for(queue, self.planned, cluster), self.max_array) for queue in queues]
-        places = None if room is None else room // (2 if self.evaluate else 1)
-        workers, tasks = placement.allot(places, wanted, len(long))
+        workers, tasks = placement.allot(room // (2 if self.evaluate else 1), wanted, len(long))
         with contextlib.suppress(QueueFull):
             for queue, count in zip(queues, workers, strict=True):
                 if count:
@@ -305,17 +301,16 @@ class _Launch:
             self._arrays(long, tasks)
         return [name for unit in units for name in unit.runs if name not in self.began.queued]
 
-    def score(self, unscored: Sequence[RunDirectory], room: int | None) -> None:
+    def score(self, unscored: Sequence[RunDirectory], room: int) -> None:
         """Submits scoring, as far as there is room."""
         units = [Unit("alone", (run.run_id,)) for run in unscored]
         with contextlib.suppress(QueueFull):
             for batch in placement.batches(units, self.planned, {}, {}):
-                count = min(len(batch.units), self.backend.cluster.array_parallelism, self.max_array)
-                count = count if room is None else min(count, room)
+                count = min(len(batch.units), self.backend.cluster.array_parallelism, self.max_array, room)
                 if count < 1:
                     return
                 self._score(batch, count, None)
-                room = None if room is None else room - count
+                room -= count
 
     def _queue(self, batch: Batch, count: int) -> None:
         sweep = self.backend.sweep

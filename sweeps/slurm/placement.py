@@ -123,11 +123,10 @@ def workers_for(batch: Batch, planned: Mapping[str, PlannedRun], cluster: Cluste
     return max(1, min(len(batch.units), cluster.array_parallelism, math.ceil(total / (60 * cluster.queue_minutes))))
 
 
-def allot(room: int | None, workers: Sequence[int], tasks: int) -> tuple[list[int], int]:
-    """Workers that each queue gets, and array tasks, given room for so many jobs (None: any number)."""
-    if room is None or sum(workers) + tasks <= room:
+def allot(room: int, workers: Sequence[int], tasks: int) -> tuple[list[int], int]:
+    """Workers that each queue gets, and array tasks, given room for so many jobs."""
+    if sum(workers) + tasks <= room:
         return list(workers), tasks
-    room = max(0, room)
     for_workers = min(sum(workers), max(room - tasks, min(room, max(len(workers), room // 2))))
     given = [0] * len(workers)
     while sum(given) < for_workers:  # one each, again and again, so that none starves

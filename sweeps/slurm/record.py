@@ -86,7 +86,11 @@ class Inventory:
     def jobs_of(self, run: RunDirectory) -> set[str]:
         """Who trains a run, or will: its own job, or the workers of the queue that it waits in."""
         for name, workers in self.queues().items():
-            if workers and run.run_id in self._left_in(name):
+            if workers and name not in self._left:
+                queue = Queue.open(self.sweep, self.sweep.path / "jobs" / name)
+                units = [*queue.left(), *queue.running(), *queue.lost()]
+                self._left[name] = {run for unit in units for run in unit.runs}
+            if workers and run.run_id in self._left[name]:
                 return workers
         state = run.state()
         if state.state not in ("planned", "queued", "running", "preempted"):
@@ -108,12 +112,6 @@ class Inventory:
     def without_scoring(self, runs: Sequence[RunDirectory]) -> list[RunDirectory]:
         """Those runs that no job in the queue will score."""
         return [run for run in runs if self.record.scoring.get(run.run_id) not in self.live]
-
-    def _left_in(self, name: str) -> set[str]:
-        if name not in self._left:
-            queue = Queue.open(self.sweep, self.sweep.path / "jobs" / name)
-            self._left[name] = {run for unit in (*queue.left(), *queue.running(), *queue.lost()) for run in unit.runs}
-        return self._left[name]
 
 
 def label(sweep: SweepDirectory, transaction: str) -> str:

@@ -27,7 +27,7 @@ from .submit import Call, QueueFull, Request, Submission, is_held
 class Transaction(Submission):
     """An open transaction; `record` is what will be written down."""
 
-    def __init__(self, sweep: SweepDirectory, cluster: ClusterConfig, record: LaunchRecord, room: int | None) -> None:
+    def __init__(self, sweep: SweepDirectory, cluster: ClusterConfig, record: LaunchRecord, room: int) -> None:
         self.sweep, self.record, self._room = sweep, record, room
         self.queued: dict[str, str | None] = {}  # by run id, the job of what waits; None: a queue's workers
         self.superseded: list[str] = []  # jobs that need not start any more
@@ -42,11 +42,11 @@ class Transaction(Submission):
         record.write(sweep)
 
     @property
-    def room(self) -> int | None:
-        return None if self._room is None else max(0, self._room - len(self.jobs))
+    def room(self) -> int:
+        return max(0, self._room - len(self.jobs))
 
     def submit(self, request: Request, calls: Sequence[Call]) -> list[str]:
-        if self.room is not None and len(calls) > self.room:
+        if len(calls) > self.room:
             raise QueueFull("the queue takes no more jobs (cluster.max_submit); sweep again later")
         return super().submit(request, calls)
 
@@ -74,7 +74,7 @@ class Transaction(Submission):
 
 @contextlib.contextmanager
 def transaction(
-    sweep: SweepDirectory, cluster: ClusterConfig, record: LaunchRecord, room: int | None
+    sweep: SweepDirectory, cluster: ClusterConfig, record: LaunchRecord, room: int
 ) -> Iterator[Transaction]:
     """What is submitted within is submitted together, or not at all; `record` is as it is on disk."""
     began = Transaction(sweep, cluster, record, room)
