@@ -24,6 +24,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -161,9 +162,7 @@ def train_rank(run: RunDirectory, ranks: Ranks, interrupt: Interrupt) -> Ending:
     from ...train.errors import Diverged, Stopped
     from ...train.loop import train
 
-    def report(line: str) -> None:
-        run.log(line, ranks.rank)
-
+    report = partial(run.log, rank=ranks.rank)
     try:
         if ranks.rank == 0:
             prepare(run)
@@ -339,8 +338,14 @@ def train_shared(runs: Sequence[RunDirectory], interrupt: Interrupt, job: str, p
     with multi_process_service() as service:
         environment = lone_environment(os.environ, len(waiting)) | service
         processes = {run: _start(run, job, policy, 1 / len(waiting), environment) for run in waiting}
+        passed_on = False
         try:
-            _watch(list(processes.values()), interrupt)
+            while any(process.poll() is None for process in processes.values()):
+                if interrupt() and not passed_on:
+                    passed_on = True
+                    for process in processes.values():
+                        process.send_signal(interrupt.number)
+                time.sleep(POLL_SECONDS)
         finally:
             for process in processes.values():
                 if process.poll() is None:  # only after an error here: nobody would look after it any more
@@ -361,16 +366,6 @@ def _start(
     settings = {"leader": os.getpid(), "share": share, "policy": asdict(policy)}
     command = [sys.executable, "-m", __spec__.name, str(run.path.resolve()), job, json.dumps(settings)]
     return subprocess.Popen(command, env=dict(environment), stdin=subprocess.DEVNULL)
-
-
-def _watch(processes: Sequence[subprocess.Popen[bytes]], interrupt: Interrupt) -> None:
-    passed_on = False
-    while any(process.poll() is None for process in processes):
-        if interrupt() and not passed_on:
-            passed_on = True
-            for process in processes:
-                process.send_signal(interrupt.number)
-        time.sleep(POLL_SECONDS)
 
 
 def lone_environment(environment: Mapping[str, str], sharers: int) -> dict[str, str]:

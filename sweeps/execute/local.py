@@ -100,14 +100,8 @@ class LocalBackend:
     def refill(self) -> None:
         """Lost workers are replaced while `start` runs."""
 
-    def start(
-        self,
-        plan: Plan,
-        units: Sequence[Unit],
-        unscored: Sequence[RunDirectory],
-        evaluate: bool,
-        avoid: Mapping[str, tuple[str, ...]],
-    ) -> None:
+    def start(self, plan: Plan, units: Sequence[Unit], unscored: Sequence[RunDirectory], *_: object) -> None:
+        """Trains, or scores, to the end; there is one node, so none to avoid."""
         self._fitted = False
         if units:
             self._train(plan, units)

@@ -18,7 +18,6 @@ import os
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
@@ -98,25 +97,23 @@ def work(
     sweep, interrupt = check_shared(Path(sweep_path)), _interrupt(launcher)
     queue = Queue.open(sweep, Path(queue_folder))
     on_slurm = inside_job()
-    clock = JobClock.of(os.environ if on_slurm else {})
+    until = last_start(os.environ if on_slurm else {})
     node = this_node() if on_slurm else None
     if on_slurm:
         place = int(os.environ.get("SLURM_ARRAY_TASK_ID", "0"))
     with contextlib.closing(queue), session():
-        _go_through(queue, policy, interrupt, place, node, clock)
-        stopped = interrupt.reason or ("its time is nearly over" if clock.is_short() else None)
+        _go_through(queue, policy, interrupt, place, node, until)
+        stopped = interrupt.reason or ("its time is nearly over" if time.monotonic() > until else None)
         if on_slurm and stopped is not None and queue.left(node):
             _requeue_worker(stopped)
 
 
-def _go_through(
-    queue: Queue, policy: Policy, interrupt: Interrupt, place: int, node: str | None, clock: JobClock
-) -> None:
+def _go_through(queue: Queue, policy: Policy, interrupt: Interrupt, place: int, node: str | None, until: float) -> None:
     import torch
 
     gc.freeze()  # else each `tidy` would look through all that PyTorch has made on import
     threads, pause, idle_since = torch.get_num_threads(), POLL_SECONDS, time.monotonic()
-    while not interrupt() and not clock.is_short():
+    while not interrupt() and time.monotonic() <= until:
         unit = queue.claim(place, node)
         if unit is None:
             settle_queue(queue, policy)
@@ -191,24 +188,15 @@ def requeue_stopped(runs: Sequence[RunDirectory], policy: Policy) -> NoReturn:
     raise SystemExit(1)
 
 
-@dataclass(frozen=True)
-class JobClock:
-    """How much time the SLURM job of this process has left."""
+def last_start(environment: Mapping[str, str]) -> float:
+    """By time.monotonic(), after when a unit that is begun in a SLURM job would have to be given back at once.
 
-    ends: float  # by time.monotonic(); the job is told to stop a while before
-    margin: float  # seconds before the end from which on nothing new is begun
-
-    @classmethod
-    def of(cls, environment: Mapping[str, str]) -> JobClock:
-        """By what SLURM says of the job; without a word, or without a limit, there is no end."""
-        # The difference, because the controller's clock need not be this node's. A worker starts seconds after its job.
-        seconds = job_seconds(environment)
-        warning = min(MOST_WARNING, seconds / 2)
-        return cls(time.monotonic() + seconds, warning + min(LEAST_SECONDS, seconds / 10))
-
-    def is_short(self) -> bool:
-        """Whether a unit that is begun now would have to be given back at once."""
-        return time.monotonic() > self.ends - self.margin
+    By what SLURM says of the job; without a word, or without a limit, never.
+    """
+    # The difference, because the controller's clock need not be this node's. A worker starts seconds after its job.
+    seconds = job_seconds(environment)
+    warning = min(MOST_WARNING, seconds / 2)
+    return time.monotonic() + seconds - (warning + min(LEAST_SECONDS, seconds / 10))
 
 
 def check_shared(path: Path | str) -> SweepDirectory:

@@ -18,7 +18,6 @@ import traceback
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 
 from ...train.job.failure import Cause, Failure, note_failure
 from . import states
@@ -57,9 +56,7 @@ class Heartbeat:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._over.set()
         with self._ending:
             self._runs = []

@@ -95,7 +95,13 @@ def check(cluster: ClusterConfig, runs: Sequence[PlannedRun]) -> None:
                 "it must be at most that"
             )
         if cluster.keeper_partition is not None:
-            _check_keepers(cluster, _of_partition(nodes, cluster.keeper_partition, "cluster.keeper_partition"))
+            light = _of_partition(nodes, cluster.keeper_partition, "cluster.keeper_partition")
+            allowed, wanted = max(node.time_minutes for node in light), min(FIT_MINUTES, cluster.time_minutes)
+            if wanted > allowed:
+                raise UserError(
+                    f"cluster.keeper_partition is {cluster.keeper_partition!r}, which allows a job {allowed:.0f} "
+                    f"minutes; it must be one that allows {wanted}, which the fit may take"
+                )
         for run in by_shape.values():
             check_fits(run, there)
     for run in by_shape.values():
@@ -121,15 +127,6 @@ def _of_partition(nodes: Sequence[Node], partition: str | None, setting: str = "
     if wanted - {node.partition for node in nodes}:
         raise UserError(f"{setting} is {partition!r}, which SLURM does not have; it has {there}")
     return [node for node in nodes if node.partition in wanted]
-
-
-def _check_keepers(cluster: ClusterConfig, there: Sequence[Node]) -> None:
-    allowed, wanted = max(node.time_minutes for node in there), min(FIT_MINUTES, cluster.time_minutes)
-    if wanted > allowed:
-        raise UserError(
-            f"cluster.keeper_partition is {cluster.keeper_partition!r}, which allows a job {allowed:.0f} minutes; "
-            f"it must be one that allows {wanted}, which the fit may take"
-        )
 
 
 def check_fits(run: PlannedRun, nodes: Sequence[Node]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import signal
 import sys
@@ -726,13 +727,11 @@ def test_a_worker_close_to_its_time_limit_begins_nothing_and_has_its_job_put_bac
     bench: Bench, node: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_START_TIME", "1000")
-    for limit, short in ((30, False), (600, False)):
+    for limit, margin in ((30, 18.0), (600, 180.0)):
         monkeypatch.setenv("SLURM_JOB_END_TIME", str(1000 + limit))
-        clock = worker.JobClock.of(os.environ)
-        assert clock.is_short() is short
         # 15 or 120 s before the end it is told to stop, and what is left until then should be worth a start.
-        assert clock.margin == {30: 18.0, 600: 180.0}[limit]
-    assert not worker.JobClock.of({}).is_short()
+        assert worker.last_start(os.environ) - time.monotonic() == pytest.approx(limit - margin, abs=1.0)
+    assert worker.last_start({}) == math.inf
     run = bench.run(1)
     queue = bench.queue(("alone", [run]))
     monkeypatch.setenv("SLURM_JOB_END_TIME", "1000")
