@@ -59,3 +59,7 @@ def release_unit(queue: Queue, unit: Unit, wait_seconds: float = 0.0, avoid: Seq
     with queue._mutex():
         if queue._may_settle(index := queue._index[unit]):
             queue._release(index, wait_seconds, avoid)
+
+
+def is_over(queue: Queue) -> bool:
+    return not queue.left() and not queue._open

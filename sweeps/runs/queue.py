@@ -194,10 +194,6 @@ class Queue:
         self._refresh()
         return {self.units[index]: claim for index, claim in self._open.items() if not self._alive(claim.worker)}
 
-    def is_over(self) -> bool:
-        self._refresh()
-        return not self._left and not self._open
-
     def _next(self, host: str | None) -> int | None:
         now = self._now() if self._holds else 0.0
         waiting = None  # the first that waits for a trunk alone

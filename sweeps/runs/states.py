@@ -134,22 +134,18 @@ def held(run: RunDirectory, job: str, policy: Policy, timeout: float = 60.0, sha
         run.forget_failure()
         run.give_sign()
         try:
-            _begin(run, job, share)
+            begun = attempts.begin(run, job, this_node(), share)
+            try:
+                run.set_state("running", attempt=begun.attempt, host=begun.host, job_id=job, since=begun.began)
+                run.log(f"attempt {begun.attempt} on {begun.host}, job {job}, process {os.getpid()}")
+            except OSError as error:
+                with contextlib.suppress(OSError):
+                    attempts.note(run, cause_of(error), describe_error(error))
+                raise
             yield True
         finally:
             with contextlib.suppress(OSError):
                 run.forget_signs()
-
-
-def _begin(run: RunDirectory, job: str, share: float) -> None:
-    begun = attempts.begin(run, job, this_node(), share)
-    try:
-        run.set_state("running", attempt=begun.attempt, host=begun.host, job_id=job, since=begun.began)
-        run.log(f"attempt {begun.attempt} on {begun.host}, job {job}, process {os.getpid()}")
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            attempts.note(run, cause_of(error), describe_error(error))
-        raise
 
 
 def _wait_for_signs(run: RunDirectory, policy: Policy) -> None:

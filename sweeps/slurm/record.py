@@ -50,21 +50,18 @@ class LaunchRecord:
         """What was written last; UserError where it cannot be read: taken for empty, jobs would be submitted twice."""
         path = _path(sweep)
         try:
-            return cls._of(json.loads(path.read_text(encoding="utf-8")))
+            known = json.loads(path.read_text(encoding="utf-8"))
+            values = {item.name: known[item.name] for item in dataclasses.fields(cls) if item.name in known}
+            values["queues"] = {
+                name: QueueJobs(JobShape(**jobs["shape"]), jobs["workers"])
+                for name, jobs in known.get("queues", {}).items()
+            }
+            return cls(**values)
         except FileNotFoundError:
             return cls()
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             why = " ".join(str(error).split()) or type(error).__name__
             raise UserError(f"{path} cannot be read ({why}); `isoflop doctor {sweep.path}` mends it") from error
-
-    @classmethod
-    def _of(cls, known: dict[str, Any]) -> LaunchRecord:
-        values = {item.name: known[item.name] for item in dataclasses.fields(cls) if item.name in known}
-        values["queues"] = {
-            name: QueueJobs(JobShape(**jobs["shape"]), jobs["workers"])
-            for name, jobs in known.get("queues", {}).items()
-        }
-        return cls(**values)
 
     def write(self, sweep: SweepDirectory) -> None:
         write_json(_path(sweep), dataclasses.asdict(self))

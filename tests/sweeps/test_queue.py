@@ -23,7 +23,7 @@ from isoflop.sweeps.runs.directory import SweepDirectory
 from isoflop.sweeps.runs.queue import JOURNAL, Queue
 from isoflop.train.config import DataConfig, ModelConfig, RunConfig, run_id
 from isoflop.train.files import write_json
-from small_runs import end_unit, release_unit
+from small_runs import end_unit, is_over, release_unit
 
 STEP = 40
 
@@ -232,11 +232,11 @@ def test_a_unit_that_is_given_back_keeps_its_place_and_is_claimed_again(sweep: S
     for unit in units[:2]:
         end_unit(second, unit)
         end_unit(first, unit)
-    assert not first.is_over()
+    assert not is_over(first)
     end_unit(first, units[2])  # nobody has it
     assert second.claim(1) == units[2]
     end_unit(second, units[2])
-    assert first.is_over()
+    assert is_over(first)
 
 
 def test_a_unit_that_is_to_wait_is_claimed_when_its_time_has_come(sweep: SweepDirectory, clock: list[float]) -> None:
@@ -339,7 +339,7 @@ def check_kills(tmp_path: Path, forked: Callable[[Callable[[], object]], int], p
         made = planned(tmp_path / str(point))
         os.waitpid(forked(lambda: work(made, point)), 0)  # noqa: B023
         os.waitpid(forked(lambda: work(made)), 0)  # noqa: B023
-        assert made.is_over(), point
+        assert is_over(made), point
         for run in made.sweep.runs():
             assert run.state().state == "done", (point, run.state())
             tries = attempts.read(run)
