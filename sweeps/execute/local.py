@@ -289,7 +289,7 @@ class Workers:
         running = self.queue.running()
         open_units = {*self.queue.left(), *running}
         ended = [name for unit in self.queue.units if unit not in open_units for name in unit.runs]
-        left = []
+        left = list[str]()
         for name in [name for unit in running for name in unit.runs]:
             state = self.sweep.run(name).state()
             over = state.state not in OPEN and state.since >= self.began
