@@ -139,9 +139,9 @@ class Inputs:
 def our_attention(inputs: Inputs) -> Attention:
     query = inputs.query
     if query.device.type == "cuda":
-        return backends.load_backend("ours")
+        return backends.load_backend("ours").attend
     _, backend = backends.select_backend("auto", query.device, query.dtype, query.shape[-1], False, False)
-    return backend
+    return backend.attend
 
 
 def attention_peers(device: torch.device, shape: Shape) -> dict[str, Attention]:
@@ -166,7 +166,7 @@ def attention_peers(device: torch.device, shape: Shape) -> dict[str, Attention]:
     }
     for name in sorted(backends.installed() - {"ours", "sdpa"}):
         with contextlib.suppress(ImportError):
-            found[backends.PACKAGES[name]] = backends.load_backend(name)
+            found[backends.PACKAGES[name]] = backends.load_backend(name).attend
     return found
 
 

@@ -169,9 +169,10 @@ class Pair:
     def ours(self) -> Any:
         """Our side, which has seen no text yet."""
         from ..evaluate.checkpoint import BATCH_TOKENS
-        from ..evaluate.harness import make_lm
+        from ..evaluate.harness import CheckpointLM
 
-        return make_lm(self.loaded, self.device, BATCH_TOKENS[self.device.type])
+        length, room = self.loaded.config.data.sequence_length, BATCH_TOKENS[self.device.type]
+        return CheckpointLM(self.loaded.model, self.loaded.tokenizer, length, self.device, room)
 
     def peer(self, batch_size: int) -> Any:
         from lm_eval.models.huggingface import HFLM

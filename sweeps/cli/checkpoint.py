@@ -330,7 +330,7 @@ def import_model(
     as_json: Json = False,
 ) -> None:
     """Makes a checkpoint of a Hugging Face folder (Llama, Mistral, Qwen3), to be scored, asked and exported."""
-    from ...evaluate.export.hf_import import import_checkpoint
+    from ...evaluate.export.export import import_checkpoint
 
     path = import_checkpoint(folder, output, sequence_length=sequence_length, overwrite=overwrite)
     show({"checkpoint": str(path)}, as_json, lambda said: print(f"checkpoint: {said['checkpoint']}"))
