@@ -20,7 +20,6 @@ import inspect
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -47,6 +46,7 @@ from ..errors import (
 from ..files import write_text
 from ..formatting import interval as interval_text
 from ..formatting import text
+from ..plots import plot_contours
 from ..solver.forms import LogForm
 from ..solver.solver import Solution, solve
 from ..uncertainty import (
@@ -573,8 +573,7 @@ class LossLaw(Law):
     def plot(self, axes: Any = None) -> Any:
         """Loss contours over (N, D), the runs and the efficient frontier; returns the matplotlib axes."""
         self._fitted()
-        plots = import_module("...plots", __name__)  # by name, for it draws laws and so knows them
-        return plots.plot_contours(self, *self.data_.values(), axes)
+        return plot_contours(self, *self.data_.values(), axes)
 
     def _check(self, inputs: tuple[Array, ...], observed: Array) -> None:
         super()._check(inputs, observed)
