@@ -20,6 +20,7 @@ from types import FrameType
 from typing import Any
 
 import submitit
+from submitit.core.utils import environment_variables
 
 from ...train.errors import UserError
 from ..plan import rates
@@ -52,21 +53,6 @@ class LocalJob:
     @property
     def running(self) -> bool:
         return self.handle is not None and self.handle._process.poll() is None
-
-
-@dataclass
-class Listed:
-    """Jobs that are known from the start, in order."""
-
-    jobs: list[LocalJob]
-
-    def take(self, place: int) -> LocalJob | None:
-        return self.jobs.pop(0) if self.jobs else None
-
-    def left(self) -> bool:
-        return bool(self.jobs)
-
-    def ended(self, job: LocalJob) -> None: ...
 
 
 class LocalBackend:
@@ -199,8 +185,10 @@ class LocalPool:
             gpus_per_node=gpus,
             visible_gpus=tuple(range(first, first + gpus)),
         )
+        # Pinned threads: two processes with two threads each on two cores crawl.
+        pinned = environment_variables(**dict.fromkeys(THREADS, self.threads))
         # Children inherit an ignored SIGINT: Ctrl-C reaches the launcher alone, which tells them to save with TERM.
-        with _environment(self.threads), _handling(signal.SIGINT, signal.SIG_IGN):
+        with pinned, _handling(signal.SIGINT, signal.SIG_IGN):
             job.handle = executor.submit(job.function, *job.arguments)
         job.place = place
         return job
@@ -214,19 +202,6 @@ class LocalPool:
         for job in running:
             if job.running:
                 job.handle._process.kill()
-
-
-@contextlib.contextmanager
-def _environment(threads: int) -> Iterator[None]:
-    """Pinned threads: two processes with two threads each on two cores crawl."""
-    before = {name: os.environ[name] for name in THREADS if name in os.environ}
-    os.environ.update(dict.fromkeys(THREADS, str(threads)))
-    try:
-        yield
-    finally:
-        for name in THREADS:
-            del os.environ[name]
-        os.environ.update(before)
 
 
 @contextlib.contextmanager

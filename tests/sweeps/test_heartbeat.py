@@ -114,7 +114,7 @@ def test_a_process_that_hangs_says_where_for_all_its_runs_and_ends(tmp_path: Pat
     assert process.exitcode == liveness.EXIT_CODE
     for run in runs:
         (end,) = attempts.read(run)
-        noted = run.failure()
+        noted = read_failure(run.path)
         assert noted is not None
         assert (end.cause, run.state().state, noted.cause) == ("hung", "failed", "hung")
         assert run.state().reason == end.reason == noted.reason
