@@ -52,7 +52,22 @@ class LocalJob:
 
     @property
     def running(self) -> bool:
-        return self.handle is not None and self.handle._process.poll() is None
+        return self.handle._process.poll() is None
+
+
+@dataclass
+class Listed:
+    """Jobs that are known from the start, in order."""
+
+    jobs: list[LocalJob]
+
+    def take(self, place: int) -> LocalJob | None:
+        return self.jobs.pop(0) if self.jobs else None
+
+    def left(self) -> bool:
+        return bool(self.jobs)
+
+    def ended(self, job: LocalJob) -> None: ...
 
 
 class LocalBackend:
@@ -79,9 +94,9 @@ class LocalBackend:
         """Each run once."""
         return [run for run in runs if run.run_id not in self._scored]
 
-    def is_busy(self) -> bool:
-        """Jobs have ended when `start` returns."""
-        return False
+    def in_queue(self) -> set[str]:
+        """No job: all have ended when `start` returns."""
+        return set()
 
     def refill(self) -> None:
         """Lost workers are replaced while `start` runs."""

@@ -119,7 +119,9 @@ def held(run: RunDirectory, job: str, policy: Policy, timeout: float = 60.0, sha
             return
         _wait_for_signs(run, policy)
         state, death = run.state(), KILLED
-        if read_failure(run.path) is None and job == state.job_id and job_restarts() > 0:  # the same job, taken off its node
+        if (
+            read_failure(run.path) is None and job == state.job_id and job_restarts() > 0
+        ):  # the same job, taken off its node
             death = Death("node", f"its node {state.host} failed, and SLURM has started its job again")
         settle(run, death, advise=True)
         if (who := run.cancel_asked()) is not None:

@@ -19,6 +19,7 @@ from isoflop.sweeps.runs.attempts import Policy, is_stale, sign_age
 from isoflop.sweeps.runs.directory import Busy, RunDirectory, now_on
 from isoflop.sweeps.runs.liveness import Heartbeat
 from isoflop.train.config import ModelConfig, RunConfig
+from isoflop.train.job.failure import read_failure
 from small_runs import planned
 
 FORK = multiprocessing.get_context("fork")
