@@ -502,7 +502,8 @@ def test_amending_a_line_keeps_the_others(run: RunDirectory) -> None:
     [
         (UserError("no such text"), "input"), (OSError(errno.ENOSPC, "full"), "disk"),
         (OSError(errno.EDQUOT, "quota"), "disk"), (OSError(errno.EIO, "broken"), "error"), (ValueError("x"), "error"),
-        (RuntimeError("can't allocate memory"), "memory"), (OutOfMemory("at step 3"), "memory"),
+        (RuntimeError("can't allocate memory"), "memory"), (OutOfMemory("at step 3", goes_on=True), "memory"),
+        (OutOfMemory("at step 3"), "error"),
         (TrunkNotYet("it has no checkpoint there"), "trunk"),
         *((RankError(Failure(cause, "rank 1 on a: it says why")), str(cause)) for cause in Cause),
     ],
@@ -510,6 +511,13 @@ def test_amending_a_line_keeps_the_others(run: RunDirectory) -> None:
 def test_an_error_has_a_cause(error: Exception, cause: str, run: RunDirectory) -> None:
     assert failed(error, run).cause == cause
     assert cause in CAUSES
+
+
+def test_a_micro_batch_that_cannot_be_halved_again_is_not_tried_again(run: RunDirectory) -> None:
+    with states.held(run, "7", POLICY):
+        states.conclude(run, *failed(OutOfMemory("out of memory at step 3 with parallel.micro_batch_size 1"), run))
+    assert attempts.decision(run, POLICY, 0.0).why == "what ended it (error) would only happen again"
+    assert not attempts.decision(run, POLICY, 0.0).again
 
 
 def test_an_attempt_without_a_cause_is_of_an_unknown_one_and_is_tried_again(run: RunDirectory) -> None:

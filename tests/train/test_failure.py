@@ -57,7 +57,7 @@ def test_nothing_is_said_of_a_folder_that_is_gone_or_full(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     ("error", "cause", "step"),
-    [(ValueError("the disk ate it"), "error", 3), (RuntimeError("can't allocate memory: 12"), "memory", 3)],
+    [(ValueError("the disk ate it"), "error", 3), (RuntimeError("can't allocate memory: 12"), "error", 3)],
 )
 def test_a_run_that_fails_leaves_what_where_and_when(
     error: Exception, cause: str, step: int, config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

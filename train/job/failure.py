@@ -59,9 +59,11 @@ def cause_of(error: BaseException) -> Cause:
         return Cause.DIVERGED
     if isinstance(error, OSError) and error.errno in DISK_FULL:
         return Cause.DISK
+    if isinstance(error, OutOfMemory):  # where no start to come takes a smaller micro-batch, it would only happen again
+        return Cause.MEMORY if error.goes_on else Cause.ERROR
     from ..hardware import out_of_memory  # loads torch
 
-    return Cause.MEMORY if isinstance(error, OutOfMemory) or out_of_memory(error) else Cause.ERROR
+    return Cause.MEMORY if out_of_memory(error) else Cause.ERROR
 
 
 def describe_error(error: BaseException) -> str:
