@@ -9,15 +9,16 @@ import glob
 import hashlib
 import os
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..config import DataConfig, canonical_json
+from ..config import DataConfig
 from ..errors import UserError
 from .hub import HubDataset
 from .readers import ACCEPTED, cut, format_of, is_compressed, parquet_text_bytes, read_documents, refuse_empty
+from .storage import checksum
 
 # Above FULL_HASH_BYTES a file is represented by its size and some blocks, for planning computes fingerprints: an edit
 # between blocks that keeps the size goes unseen.
@@ -83,20 +84,14 @@ class StandardLibrary:
         return refuse_empty(cut(self._texts(), self.max_bytes), complaint)
 
     def _texts(self) -> Iterator[str]:
-        for path in self._files():
+        files = _files_below(self.root, ("site-packages", "dist-packages", "__pycache__").__contains__)
+        for path in sorted((path for path in files if path.suffix == ".py"), key=lambda path: path.parts):
             try:
                 text = path.read_bytes().decode()
             except (UnicodeDecodeError, OSError):
                 continue  # a handful of the library's own tests are broken on purpose
             if text.strip():
                 yield text
-
-    def _files(self) -> list[Path]:
-        found = []
-        for folder, folders, names in os.walk(self.root):
-            folders[:] = [name for name in folders if name not in ("site-packages", "dist-packages", "__pycache__")]
-            found += [Path(folder, name) for name in names if name.endswith(".py")]
-        return sorted(found, key=lambda path: path.parts)
 
     def fingerprint(self) -> str:
         digests = [hashlib.blake2b(text.encode(), digest_size=16).hexdigest() for text in self._texts()]
@@ -152,7 +147,8 @@ class TextFiles:
         if self.max_bytes is not None:
             yield from cut(self.documents(), size)
             return
-        for left, path in zip(range(len(self.files), 0, -1), sorted(self.files, key=_size_on_disk), strict=True):
+        by_size = sorted(self.files, key=lambda path: (path.stat().st_size, path.parts))
+        for left, path in zip(range(len(self.files), 0, -1), by_size, strict=True):
             for text in cut(self._read(path), size // left):
                 size -= len(text.encode())
                 yield text
@@ -172,10 +168,10 @@ def find_files(path: str) -> list[Path]:
             raise UserError(f"data.path is {path!r}; the kind of file must be one of {ACCEPTED}")
         return [given]
     if given.is_dir():
-        candidates = _below(given)
+        candidates = _files_below(given)
     elif glob.has_magic(path):
         matches = [Path(match) for match in glob.glob(str(given), recursive=True)]
-        candidates = [file for match in matches for file in (_below(match) if match.is_dir() else [match])]
+        candidates = [file for match in matches for file in (_files_below(match) if match.is_dir() else [match])]
         if not candidates:
             raise UserError(f"data.path is {path!r}; no file matches it, it must name a file, a folder or a glob")
     else:
@@ -186,16 +182,17 @@ def find_files(path: str) -> list[Path]:
     return files
 
 
-def _below(root: Path) -> list[Path]:
+def _files_below(root: Path, skip: Callable[[str], bool] = lambda name: name.startswith(".")) -> list[Path]:
     found = []
     for folder, folders, names in os.walk(root):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        found += [Path(folder, name) for name in names if not name.startswith(".")]
+        folders[:] = [name for name in folders if not skip(name)]
+        found += [Path(folder, name) for name in names if not skip(name)]
     return found
 
 
 def _file_digest(path: Path, whole: bool) -> str:
-    digest = hashlib.blake2b(str(format_of(path)).encode() + b":" + _compression(path).encode(), digest_size=16)
+    compression = path.suffix.lower() if is_compressed(path) else ""
+    digest = hashlib.blake2b(f"{format_of(path)}:{compression}".encode(), digest_size=16)
     size = path.stat().st_size
     digest.update(size.to_bytes(8, "little"))
     with open(path, "rb") as file:
@@ -209,19 +206,11 @@ def _file_digest(path: Path, whole: bool) -> str:
     return digest.hexdigest()
 
 
-def _compression(path: Path) -> str:
-    return path.suffix.lower() if is_compressed(path) else ""
-
-
 def _fingerprint(kind: str, digests: list[str], max_bytes: int | None) -> str:
     content: dict[str, Any] = {"reader": READER, "kind": kind, "max_bytes": max_bytes}
     content["digests"] = sorted(digests) if max_bytes is None else digests
-    return hashlib.sha256(canonical_json(content).encode()).hexdigest()[:16]
+    return checksum(content)[:16]
 
 
 def _limit(max_bytes: int | None) -> int:
     return (1 << 63) if max_bytes is None else max_bytes
-
-
-def _size_on_disk(path: Path) -> tuple[int, tuple[str, ...]]:
-    return path.stat().st_size, path.parts

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..config import canonical_json
 from ..errors import UserError
 from .readers import cut, listed, one_line, refuse_empty, text_value
+from .storage import checksum
 
 _TIMEOUT_SECONDS = 20.0
 
@@ -34,7 +33,7 @@ class HubDataset:
         return self._head(min(size, self.max_bytes))
 
     def fingerprint(self) -> str:
-        return hashlib.sha256(canonical_json({"kind": "hf", **asdict(self)}).encode()).hexdigest()[:16]
+        return checksum({"kind": "hf", **asdict(self)})[:16]
 
     def size_bytes(self) -> int | None:
         return self.max_bytes

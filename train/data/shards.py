@@ -1,7 +1,8 @@
 """Token files that a run maps into memory: built once, keyed by content, never half-written.
 
 `<cache>/shards/<key>/` holds `train.bin` and `validation.bin` (token ids, every document followed by
-`end_of_document`), `*.documents.npy` (where each document starts), the tokenizer, and `manifest.json`.
+`end_of_document`), `*.documents.npy` ((documents + 1,) int64: where each document starts), the tokenizer, and
+`manifest.json`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from .corpora import Corpus, open_corpus
 from .mixing import MixedDocuments, Tokens, below_fraction, content_hash
 from .recipe import recipe
 from .recipe.parts import in_parts
-from .recipe.refine import Refined, Refinery
+from .recipe.refine import Refinery
 from .storage import Progress, building, cache_directory, checksum, locked, read_checked, write_checked
 from .tokenizers import Tokenizer, load_tokenizer
 
@@ -39,9 +40,8 @@ _WRITE_BYTES = 1 << 21  # that are written at a time
 class Shards:
     """A corpus as tokens, mapped into memory.
 
-    `train` and `validation` are (tokens,) of uint16 or uint32. `train_documents` and `validation_documents` are
-    (documents + 1,) int64: document i is tokens[index[i] : index[i + 1]], its end_of_document included.
-    `manifest[part]` has `tokens`, `documents` and `bytes` (of UTF-8 text) for each part.
+    `train` and `validation` are (tokens,) of uint16 or uint32. `manifest[part]` has `tokens`, `documents` and `bytes`
+    (of UTF-8 text) for each part.
     """
 
     directory: Path
@@ -49,8 +49,6 @@ class Shards:
     tokenizer: Tokenizer
     train: npt.NDArray[Any]
     validation: npt.NDArray[Any]
-    train_documents: npt.NDArray[np.int64]
-    validation_documents: npt.NDArray[np.int64]
 
 
 def prepare(config: DataConfig, progress: Progress | None = None, processes: int | None = None) -> Shards:
@@ -85,7 +83,7 @@ def prepare(config: DataConfig, progress: Progress | None = None, processes: int
             with building(directory) as temporary:
                 build = partial(_build, corpus, fingerprint, config, tokenizer, temporary, progress)
                 if steps is None:
-                    build(None)
+                    build()
                 else:
                     fraction = config.validation_fraction
                     refinery = Refinery(corpus, fingerprint, config.recipe, fraction, cache, progress, processes)
@@ -154,15 +152,7 @@ def open_shards(directory: str | Path, tokenizer: Tokenizer) -> Shards:
         if size != expected["bytes"]:
             raise UserError(f"{path} has {size} bytes; its manifest says {expected['bytes']}")
     dtype = np.dtype(manifest["dtype"])
-    return Shards(
-        directory=directory,
-        manifest=manifest,
-        tokenizer=tokenizer,
-        train=np.memmap(directory / "train.bin", dtype, "r"),
-        validation=np.memmap(directory / "validation.bin", dtype, "r"),
-        train_documents=np.load(directory / "train.documents.npy", mmap_mode="r"),
-        validation_documents=np.load(directory / "validation.documents.npy", mmap_mode="r"),
-    )
+    return Shards(directory, manifest, tokenizer, *(np.memmap(directory / f"{part}.bin", dtype, "r") for part in PARTS))
 
 
 def _build(
@@ -172,17 +162,18 @@ def _build(
     tokenizer: Tokenizer,
     directory: Path,
     progress: Progress | None,
-    refined: Refined | None,
+    refined: Refinery | None = None,
 ) -> None:
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
     spool = directory / "spool"
     mixed = MixedDocuments(spool, dtype)
-    texts = corpus.documents() if refined is None else refined.documents()
-    size = None if progress is None else corpus.size_bytes() if refined is None else refined.size_bytes()
-    _tokenize(texts, size, tokenizer, mixed, progress)
     if refined is None:
+        size = None if progress is None else corpus.size_bytes()
+        _tokenize(corpus.documents(), size, tokenizer, mixed, progress)
         lowest, highest, documents = mixed.lowest, mixed.highest, mixed.documents
     else:
+        size = refined.report["kept"]["bytes"] + refined.report["held_out"]["bytes"]
+        _tokenize(refined.documents(), size, tokenizer, mixed, progress)
         lowest, highest, documents = refined.lowest, refined.highest, len(refined.held)
     if lowest == highest:
         raise UserError(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Iterable, Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import numpy.typing as npt
 from ...files import write_atomic
 from ..mixing import content_hash
 from . import filters, shingles
-from .recipe import parse
+from .recipe import Step
 
 PART_BYTES = 8 << 20  # of text
 PART_DOCUMENTS = 1 << 14
@@ -38,10 +37,6 @@ def in_parts(texts: Iterable[str], size: int, documents: int | None = None) -> I
             part, characters = [], 0
     if part:
         yield part
-
-
-def digest(text: str) -> int:
-    return content_hash(text.encode())
 
 
 def part_file(folder: Path, number: int, kind: str) -> Path:
@@ -68,7 +63,7 @@ def read_texts(folder: Path, number: int) -> list[str]:
     return [whole[start:end].decode() for start, end in zip([0, *ends], ends, strict=False)]
 
 
-def filter_part(folder: Path, number: int, kind: str, asked: Flags, words: list[str]) -> int:
+def filter_part(folder: Path, number: int, kind: str, asked: Flags, steps: list[Step]) -> int:
     """Runs steps that look at one document at a time over the documents asked for.
 
     Writes `step` (documents,) int16, the number of the step that removes each one or -1, and `reason`, an index of
@@ -77,18 +72,13 @@ def filter_part(folder: Path, number: int, kind: str, asked: Flags, words: list[
     texts = read_texts(folder, number)
     step, reason = np.full(len(texts), -1, np.int16), np.zeros(len(texts), np.int16)
     reasons: dict[str, int] = {"": 0}
-    for k, word in enumerate(words):
+    for k, each in enumerate(steps):
         left = np.flatnonzero(asked & (step < 0)).tolist()
-        for i, said in zip(left, _filter(word)([texts[i] for i in left]), strict=True):
+        for i, said in zip(left, filters.make_filter(each)([texts[i] for i in left]), strict=True):
             if said is not None:
                 step[i], reason[i] = k, reasons.setdefault(said, len(reasons))
     save_arrays(part_file(folder, number, kind), step=step, reason=reason, reasons=np.array(json.dumps(list(reasons))))
     return number
-
-
-@cache
-def _filter(word: str) -> filters.Filter:
-    return filters.make_filter(parse([word])[0])
 
 
 def sign_part(folder: Path, number: int, kind: str, asked: Flags, bands: int, rows: int) -> int:
@@ -99,16 +89,11 @@ def sign_part(folder: Path, number: int, kind: str, asked: Flags, bands: int, ro
     return number
 
 
-def sets_part(folder: Path, number: int, kind: str, asked: Flags) -> int:
-    """Writes the n-grams of the documents asked for as sets, `hashes` and `offsets`; see `shingles.distinct`."""
-    hashes, offsets = shingles.distinct(*shingles.ngrams(_asked(folder, number, asked), NEAR_WORDS))
-    save_arrays(part_file(folder, number, kind), hashes=hashes, offsets=offsets)
-    return number
-
-
-def ngrams_part(folder: Path, number: int, kind: str, asked: Flags) -> int:
-    """Writes the n-grams of the documents asked for in order, `hashes` and `offsets`; see `shingles.ngrams`."""
-    hashes, offsets = shingles.ngrams(_asked(folder, number, asked), BLOOM_WORDS)
+def ngrams_part(folder: Path, number: int, kind: str, asked: Flags, words: int, as_sets: bool = False) -> int:
+    """Writes the n-grams of the documents asked for, `hashes` and `offsets`; see `shingles.ngrams` and `distinct`."""
+    hashes, offsets = shingles.ngrams(_asked(folder, number, asked), words)
+    if as_sets:
+        hashes, offsets = shingles.distinct(hashes, offsets)
     save_arrays(part_file(folder, number, kind), hashes=hashes, offsets=offsets)
     return number
 
