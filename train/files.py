@@ -80,7 +80,11 @@ class JsonLines:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _cut_torn_line(path)
+        if path.exists():
+            with path.open("rb+") as file:
+                content = file.read()
+                if content and not content.endswith(b"\n"):
+                    file.truncate(content.rfind(b"\n") + 1)
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, record: dict[str, Any]) -> None:
@@ -92,26 +96,16 @@ class JsonLines:
             self._file.close()
 
 
-def _cut_torn_line(path: Path) -> None:
-    if not path.exists():
-        return
-    with path.open("rb+") as file:
-        content = file.read()
-        if content and not content.endswith(b"\n"):
-            file.truncate(content.rfind(b"\n") + 1)
-
-
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
     """Every object of a JSON-lines file; lines that are torn, or hold no object, and a missing file are no error."""
-    return list(_json_lines(path)) if path.exists() else []
-
-
-def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            with suppress(json.JSONDecodeError):
-                if isinstance(value := json.loads(line), dict):
-                    yield value
+    found = []
+    if path.exists():
+        with path.open(encoding="utf-8", errors="replace") as file:
+            for line in file:
+                with suppress(json.JSONDecodeError):
+                    if isinstance(value := json.loads(line), dict):
+                        found.append(value)
+    return found
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

@@ -148,7 +148,7 @@ def _blocks(path: Path) -> Iterator[bytes]:
         if name.endswith(".zst"):
             yield from _zstandard_blocks(file)
             return
-        stream = gzip.open(file) if name.endswith(".gz") else file
+        stream = gzip.open(file) if name.endswith(".gz") else file  # noqa: SIM115  it holds nothing but `file`
         while block := stream.read(_BLOCK):
             yield block
 

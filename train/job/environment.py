@@ -40,7 +40,9 @@ def detect(environment: Mapping[str, str] | None = None) -> Ranks:
         elif executor == "slurm":
             ranks = _slurm(env, host)
         elif executor == "local":
-            ranks = _local(env, host)
+            rank, size = int(env["SUBMITIT_LOCAL_GLOBALID"]), int(env["SUBMITIT_LOCAL_NTASKS"])
+            local = int(env["SUBMITIT_LOCAL_LOCALID"])
+            ranks = Ranks(rank, size, local, size, host, "local", env["SUBMITIT_LOCAL_JOB_ID"])
         else:
             return Ranks(host=host)
     except (KeyError, ValueError, IndexError) as error:
@@ -74,11 +76,6 @@ def _slurm(env: Mapping[str, str], host: str) -> Ranks:
         "slurm",
         f"{env['SLURM_JOB_ID']}-{env.get('SLURM_RESTART_COUNT') or '0'}",
     )
-
-
-def _local(env: Mapping[str, str], host: str) -> Ranks:
-    size, rank = int(env["SUBMITIT_LOCAL_NTASKS"]), int(env["SUBMITIT_LOCAL_GLOBALID"])
-    return Ranks(rank, size, int(env["SUBMITIT_LOCAL_LOCALID"]), size, host, "local", env["SUBMITIT_LOCAL_JOB_ID"])
 
 
 def _tasks_per_node(text: str) -> list[int]:

@@ -197,7 +197,7 @@ class Watchdog:
         """What to raise in place of an error: who is lost, if that caused it; else the error itself, once the others
         know it.
         """
-        if _is_lost_connection(error):
+        if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error)):
             self._silence = max(1.0, 4 * self._poll)
             self._known.wait(2 * self._silence + 2 * self._poll)
             if self._failure is not None:
@@ -339,7 +339,3 @@ def _within(seconds: float, function: Callable[[], None]) -> None:
 
 def _key(rank: int) -> str:
     return f"beat/{rank}"
-
-
-def _is_lost_connection(error: BaseException) -> bool:
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
