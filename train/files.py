@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -120,8 +122,6 @@ def read_json(path: Path) -> dict[str, Any] | None:
 @contextmanager
 def temporary_directory_beside(path: Path) -> Iterator[Path]:
     """A new directory next to `path`, removed on any error; the caller renames it into place."""
-    import shutil
-
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
     try:
@@ -133,8 +133,6 @@ def temporary_directory_beside(path: Path) -> Iterator[Path]:
 
 def put_in_place(temporary: Path, output: Path) -> None:
     """Flushes a folder to the disk and renames it; what stood there steps aside first, and goes last."""
-    import shutil
-
     for path in [*sorted(temporary.rglob("*")), temporary]:
         fsync_path(path)
     os.chmod(temporary, 0o755)
@@ -152,7 +150,5 @@ def put_in_place(temporary: Path, output: Path) -> None:
 
 
 def file_sha256(path: Path) -> str:
-    import hashlib
-
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

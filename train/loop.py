@@ -168,9 +168,9 @@ class Trainer:
         self.unwatched: list[StepResult] = []  # still on the device, so that no step waits for its own loss
         self.saver = Saver(directory / "checkpoints", job.mesh, config, self.tokenizer, report)
         self._resume()
-        self.epochs = stepper.stream.epochs(config.D)
+        unique = stepper.stream.unique_tokens
+        self.epochs = config.D / unique  # above 1 text is repeated
         if self.epochs > 1:
-            unique = stepper.stream.unique_tokens
             report(f"{config.D:,} tokens are {self.epochs:.2f} epochs of the {unique:,} unique ones")
         self.metrics = JsonLines(directory / "metrics.jsonl") if self.leads else None
         self.tracker = Tracker(config, run_id(config), directory, report) if self.leads else None

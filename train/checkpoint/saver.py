@@ -61,13 +61,20 @@ class Saver:
         self.wait()
         staged, copied = self._stage(held)
         text = json.dumps({"step": step, **trainer})
-        self._pending = Future()
-        arguments = (self._pending, lambda: self._write(step, staged, copied, text))
+        self._pending = pending = Future[None]()
+
+        def settle() -> None:
+            try:
+                self._write(step, staged, copied, text)
+                pending.set_result(None)
+            except BaseException as error:
+                pending.set_exception(error)
+
         if self.config.checkpoint.asynchronous:
             # A daemon: a rank that is told to die must not wait for its disk.
-            threading.Thread(target=_settle, args=arguments, name="saver", daemon=True).start()
+            threading.Thread(target=settle, name="saver", daemon=True).start()
         else:
-            _settle(*arguments)
+            settle()
             self.wait()
         return self.root / f"step_{step}"
 
@@ -140,11 +147,3 @@ class Saver:
         checkpoint.publish(temporary, self.root / f"step_{step}", described)
         settings = self.config.checkpoint
         checkpoint.prune(self.root, settings.keep, step, settings.at_steps or ())
-
-
-def _settle(future: Future[None], function: Callable[[], None]) -> None:
-    try:
-        function()
-        future.set_result(None)
-    except BaseException as error:
-        future.set_exception(error)

@@ -124,10 +124,9 @@ def read_whole(checkpoint: Path, wanted: Sequence[Part]) -> None:
         with safe_open(checkpoint / name, framework="pt") as file:
             there = set(file.keys())
             for part in some:
-                check_shape(
-                    checkpoint, part, tuple(file.get_slice(part.key).get_shape()) if part.key in there else None
-                )
-                part.values.copy_(file.get_slice(part.key)[part.slices])
+                saved = file.get_slice(part.key) if part.key in there else None
+                check_shape(checkpoint, part, None if saved is None else tuple(saved.get_shape()))
+                part.values.copy_(saved[part.slices])
 
 
 def check_shape(checkpoint: Path, part: Part, saved: Shape | None) -> None:
