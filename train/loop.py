@@ -70,7 +70,7 @@ def train(
         trainer = Trainer(config, directory, say, opened, job, stepper, peak, alive=alive)
         try:
             while trainer.goes_on:
-                job.beat(trainer.progress.step, "in a step")
+                job.watchdog.beat(trainer.progress.step, "in a step")
                 trainer.record_step(stepper.step(trainer.progress.step))
                 if trainer.goes_on:
                     stop, save = job.agree(stop=should_stop(), save=trainer.save_is_due())
@@ -85,7 +85,7 @@ def open_run_shards(config: RunConfig, shards: Shards | None, job: Job, alive: C
 
     def beat(stage: str, done: float, total: float) -> None:
         # Building takes as long as the corpus is large, and the other ranks wait for who builds.
-        job.beat(0, f"data: {stage}")
+        job.watchdog.beat(0, f"data: {stage}")
         alive()
 
     shards = shards or kept(("shards", repr(config.data)), lambda: prepare(config.data, beat))
@@ -223,7 +223,7 @@ class Trainer:
 
     def validate(self) -> HeldOut:
         def beat() -> None:
-            self.job.beat(self.progress.step, "scoring the held-out set")
+            self.job.watchdog.beat(self.progress.step, "scoring the held-out set")
             self.alive()
 
         losses = self.stepper.losses(self.windows, beat)
@@ -235,7 +235,7 @@ class Trainer:
     def save(self) -> None:
         """Saves this instant; the files are written while training goes on."""
         self._watch()
-        self.job.beat(self.progress.step, "saving a checkpoint")
+        self.job.watchdog.beat(self.progress.step, "saving a checkpoint")
         state = {**vars(self.progress), **self.stepper.state()}
         self.saver.save(self.progress.step, self.stepper.zero.held(), state)
 

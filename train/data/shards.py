@@ -23,8 +23,7 @@ from ..files import file_sha256
 from .corpora import Corpus, open_corpus
 from .mixing import MixedDocuments, Tokens, below_fraction, content_hash
 from .recipe import recipe
-from .recipe.parts import in_parts
-from .recipe.refine import Refinery
+from .recipe.refine import Refinery, in_parts
 from .storage import Progress, building, cache_directory, checksum, locked, read_checked, write_checked
 from .tokenizers import Tokenizer, load_tokenizer
 

@@ -34,10 +34,6 @@ class Job:
     watchdog: Watchdog
     host: str
 
-    def beat(self, step: int, doing: str) -> None:
-        """Tells the other ranks that this one makes progress."""
-        self.watchdog.beat(step, doing)
-
     def agree(self, stop: bool, save: bool) -> tuple[bool, bool]:
         """Whether any rank wants to stop, and to save; with several ranks the answer comes a step later, on all."""
         flags = self.agreement((Flag.STOP if stop else Flag(0)) | (Flag.SAVE if save else Flag(0)))

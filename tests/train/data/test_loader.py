@@ -75,7 +75,8 @@ def test_the_order_is_the_same_in_another_process(tmp_path: Path) -> None:
         "import sys, types, numpy as np\n"
         "from isoflop.train.data.loader import TrainStream\n"
         "tokens = np.arange(50_000, dtype=np.uint16)\n"
-        "stream = TrainStream(types.SimpleNamespace(train=tokens), 64, 5)\n"
+        "tokenizer = types.SimpleNamespace(end_of_document=255)\n"
+        "stream = TrainStream(types.SimpleNamespace(train=tokens, tokenizer=tokenizer), 64, 5)\n"
         "sys.stdout.buffer.write(stream.batch(77, 16).tobytes())\n"
         "assert 'torch' not in sys.modules\n"
     )

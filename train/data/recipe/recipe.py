@@ -41,18 +41,21 @@ class Step:
 
 
 # Version of the rules of each kind of step, part of the fingerprint: bump it when a step would keep other documents.
-VERSIONS = {
-    "gopher": 1,
-    "gopher_quality": 1,
-    "gopher_repetition": 1,
-    "length": 1,
-    "symbols": 1,
-    "language": 1,
-    "quality": 1,
-    "exact": 1,
-    "near": 1,
-    "bloom": 1,
-}
+VERSIONS = dict.fromkeys(
+    [
+        "gopher",
+        "gopher_quality",
+        "gopher_repetition",
+        "length",
+        "symbols",
+        "language",
+        "quality",
+        "exact",
+        "near",
+        "bloom",
+    ],
+    1,
+)
 # Kinds that look at all documents together, the others at one at a time.
 WHOLE = ("exact", "near", "bloom")
 MODELS = (".bin", ".ftz")  # fastText's

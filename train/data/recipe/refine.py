@@ -1,15 +1,17 @@
 """A corpus goes through a recipe: which documents are trained on, and what each step removed.
 
 What is held out is chosen from the raw text, so every recipe is scored on the same text; training text near to it is
-removed as `leaked`. Every job leaves its result in `<cache>/recipes/<key>`, where a killed prepare resumes.
+removed as `leaked`. Every job leaves its result in `<cache>/recipes/<key>`, where a killed prepare resumes: a file
+that is there is a job done.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
@@ -18,11 +20,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ...errors import UserError
+from ...files import write_atomic
 from ..corpora import Corpus
 from ..mixing import below_threshold, content_hash
 from ..storage import Progress, checksum
-from . import dedup, parts, shingles
-from .parts import Flags, load_arrays, part_file, save_arrays
+from . import dedup, filters, shingles
 from .pool import Pool
 from .recipe import WHOLE, Step, fingerprint, parse, require
 
@@ -30,6 +32,100 @@ from .recipe import WHOLE, Step, fingerprint, parse, require
 _LAYOUT = 1
 EXAMPLES = 20  # of what a step removed
 _SHOWN = 2000  # characters of an example
+PART_BYTES = 8 << 20  # of text
+PART_DOCUMENTS = 1 << 14
+NEAR_WORDS, BLOOM_WORDS = 5, 13  # words of an n-gram
+Flags = npt.NDArray[np.bool_]
+
+
+def in_parts(texts: Iterable[str], size: int, documents: int | None = None) -> Iterator[list[str]]:
+    """Texts in lists, each as short as makes up `size` characters or, where given, so many documents."""
+    part: list[str] = []
+    characters = 0
+    for text in texts:
+        part.append(text)
+        characters += len(text)
+        if characters >= size or len(part) == documents:
+            yield part
+            part, characters = [], 0
+    if part:
+        yield part
+
+
+def part_file(folder: Path, number: int, kind: str) -> Path:
+    return folder / f"{number:06d}.{kind}"
+
+
+def write_part(folder: Path, number: int, texts: list[str]) -> int:
+    """Writes texts, with the hash and the size of each."""
+    import zstandard
+
+    encoded = [text.encode() for text in texts]
+    whole = zstandard.ZstdCompressor(level=1).compress(b"".join(encoded))
+    write_atomic(part_file(folder, number, "zst"), [whole], flush=False)
+    digests = np.fromiter(map(content_hash, encoded), np.uint64, len(encoded))
+    save_arrays(part_file(folder, number, "npz"), digests=digests, sizes=np.fromiter(map(len, encoded), np.int64))
+    return number
+
+
+def read_texts(folder: Path, number: int) -> list[str]:
+    import zstandard
+
+    whole = zstandard.ZstdDecompressor().decompress(part_file(folder, number, "zst").read_bytes())
+    ends = np.cumsum(load_arrays(part_file(folder, number, "npz"))["sizes"]).tolist()
+    return [whole[start:end].decode() for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def filter_part(folder: Path, number: int, kind: str, asked: Flags, steps: list[Step]) -> int:
+    """Runs steps that look at one document at a time over the documents asked for.
+
+    Writes `step` (documents,) int16, the number of the step that removes each one or -1, and `reason`, an index of
+    `reasons`.
+    """
+    texts = read_texts(folder, number)
+    step, reason = np.full(len(texts), -1, np.int16), np.zeros(len(texts), np.int16)
+    reasons: dict[str, int] = {"": 0}
+    for k, each in enumerate(steps):
+        left = np.flatnonzero(asked & (step < 0)).tolist()
+        for i, said in zip(left, filters.make_filter(each)([texts[i] for i in left]), strict=True):
+            if said is not None:
+                step[i], reason[i] = k, reasons.setdefault(said, len(reasons))
+    save_arrays(part_file(folder, number, kind), step=step, reason=reason, reasons=np.array(json.dumps(list(reasons))))
+    return number
+
+
+def sign_part(folder: Path, number: int, kind: str, asked: Flags, bands: int, rows: int) -> int:
+    """Writes `bands` (bands, documents asked for), hashes of their signatures, and `words`, whether they have any."""
+    hashes, offsets = shingles.ngrams(_asked(folder, number, asked), NEAR_WORDS)
+    signed = shingles.band_hashes(shingles.signatures(hashes, offsets), bands, rows)
+    save_arrays(part_file(folder, number, kind), bands=np.ascontiguousarray(signed.T), words=np.diff(offsets) > 0)
+    return number
+
+
+def ngrams_part(folder: Path, number: int, kind: str, asked: Flags, words: int, as_sets: bool = False) -> int:
+    """Writes the n-grams of the documents asked for, `hashes` and `offsets`; see `shingles.ngrams` and `distinct`."""
+    hashes, offsets = shingles.ngrams(_asked(folder, number, asked), words)
+    if as_sets:
+        hashes, offsets = shingles.distinct(hashes, offsets)
+    save_arrays(part_file(folder, number, kind), hashes=hashes, offsets=offsets)
+    return number
+
+
+def _asked(folder: Path, number: int, asked: Flags) -> list[str]:
+    texts = read_texts(folder, number)
+    return [texts[i] for i in np.flatnonzero(asked).tolist()]
+
+
+def save_arrays(path: Path, **arrays: npt.NDArray[Any]) -> None:
+    """Arrays to a file that is whole or absent."""
+    content = io.BytesIO()
+    np.savez(content, **arrays)  # type: ignore[arg-type]
+    write_atomic(path, [content.getbuffer()], flush=False)
+
+
+def load_arrays(path: Path) -> dict[str, npt.NDArray[Any]]:
+    with np.load(path) as file:
+        return {name: file[name] for name in file.files}
 
 
 class Refinery:
@@ -89,7 +185,7 @@ class Refinery:
     def documents(self) -> Iterator[str]:
         """Texts that stay, those held out among them. Fills in the texts of examples as it goes."""
         for number, at in self._parts:
-            for i, text in enumerate(parts.read_texts(self.folder, number), start=at.start):
+            for i, text in enumerate(read_texts(self.folder, number), start=at.start):
                 if i in self._examples:
                     self._examples[i]["text"] = text[:_SHOWN]
                 for example in self._likes.get(i, ()):
@@ -112,7 +208,7 @@ class Refinery:
         if not done.exists():
             total = float(self._corpus.size_bytes() or 0)
             read = 0.0
-            for written in self._pool.map(parts.write_part, self._unwritten()):
+            for written in self._pool.map(write_part, self._unwritten()):
                 read += float(load_arrays(part_file(self.folder, written, "npz"))["sizes"].sum())
                 self._progress("read", read, max(total, read) if total else 0.0)
             save_arrays(done, parts=np.array(self._count))
@@ -131,7 +227,7 @@ class Refinery:
         order.
         """
         self._count = 0
-        for number, part in enumerate(parts.in_parts(self._corpus.documents(), parts.PART_BYTES, parts.PART_DOCUMENTS)):
+        for number, part in enumerate(in_parts(self._corpus.documents(), PART_BYTES, PART_DOCUMENTS)):
             self._count = number + 1
             path = part_file(self.folder, number, "npz")
             digests = [content_hash(text.encode()) for text in part]
@@ -141,7 +237,7 @@ class Refinery:
     def _one_by_one(self, first: int, end: int) -> None:
         kind = f"{first}.npz"
         asked = (self.removed < 0) & ~self.held
-        self._each_part(self._stage(first, end), kind, parts.filter_part, asked, self._steps[first:end])
+        self._each_part(self._stage(first, end), kind, filter_part, asked, self._steps[first:end])
         for number, at in self._parts:
             said = load_arrays(part_file(self.folder, number, kind))
             names = json.loads(str(said["reasons"]))
@@ -184,13 +280,13 @@ class Refinery:
         asked = self.removed < 0
         signed, sets = f"{number}-bands.npz", f"{number}-sets.npz"
         stage = self._stage(number, number + 1)
-        self._each_part(stage, signed, parts.sign_part, asked, bands, rows)
+        self._each_part(stage, signed, sign_part, asked, bands, rows)
         band = self._bands(number, signed, bands)
         words = [load_arrays(part_file(self.folder, n, signed))["words"] for n, _ in self._parts]
         found = dedup.candidates(band, bands, np.concatenate(words))
         alike = np.zeros(len(asked), bool)
         alike[at[found]] = True
-        self._each_part(f"{stage}, sets", sets, parts.ngrams_part, alike, parts.NEAR_WORDS, True)
+        self._each_part(f"{stage}, sets", sets, ngrams_part, alike, NEAR_WORDS, True)
         hashes, some = self._joined(number, sets)
         counts = np.zeros(len(at), np.int64)
         counts[found] = np.diff(some)
@@ -208,7 +304,7 @@ class Refinery:
 
     def _bloom(self, number: int, step: Step, at: npt.NDArray[np.int64]) -> dedup.Duplicates:
         kind, stage = f"{number}-ngrams.npz", self._stage(number, number + 1)
-        self._each_part(stage, kind, parts.ngrams_part, self.removed < 0, parts.BLOOM_WORDS)
+        self._each_part(stage, kind, ngrams_part, self.removed < 0, BLOOM_WORDS)
         return dedup.bloom(
             *self._joined(number, kind),
             self._digests[at],
