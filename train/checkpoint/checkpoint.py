@@ -163,8 +163,7 @@ def resume_state(
     newest = newest_valid(root, report, mesh)
     if newest is None:
         return None
-    trainer: dict[str, Any] = run_on_ranks(mesh, lambda: restore_state(newest, held, config))
-    return trainer
+    return run_on_ranks(mesh, lambda: restore_state(newest, held, config))
 
 
 def restore_state(checkpoint: Path, held: Sequence[Held], config: RunConfig) -> dict[str, Any]:

@@ -109,7 +109,8 @@ class StandardLibrary(Corpus):
         return _fingerprint("stdlib", digests, self.max_bytes)
 
     def size_bytes(self) -> int | None:
-        return min(sum(len(text.encode()) for text in self._texts()), _limit(self.max_bytes))
+        total = sum(len(text.encode()) for text in self._texts())
+        return min(total, self.max_bytes or total)
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,7 @@ class TextFiles(Corpus):
             if size is None:
                 return None
             total += size
-        return min(total, _limit(self.max_bytes))
+        return min(total, self.max_bytes or total)
 
     def sample(self, size: int) -> Iterator[str]:
         """The heads of all files, each with an equal share, where small files leave theirs to larger ones."""
@@ -202,7 +203,8 @@ class HubDataset(Corpus):
             yield text_value(row[self.field], self.field, f"row {number} of {self.name}")
 
     def _open(self) -> Any:
-        self._ask_hub()
+        if not os.path.isdir(self.name):
+            self._ask_hub()
         import datasets
 
         try:
@@ -218,8 +220,6 @@ class HubDataset(Corpus):
             raise UserError(f"data.name is {self.name!r}; it cannot be opened ({one_line(error)})") from error
 
     def _ask_hub(self) -> None:
-        if os.path.isdir(self.name):
-            return
         import huggingface_hub
         from huggingface_hub import errors
 
@@ -302,7 +302,3 @@ def _fingerprint(kind: str, digests: list[str], max_bytes: int | None) -> str:
     content: dict[str, Any] = {"reader": READER, "kind": kind, "max_bytes": max_bytes}
     content["digests"] = sorted(digests) if max_bytes is None else digests
     return checksum(content)[:16]
-
-
-def _limit(max_bytes: int | None) -> int:
-    return (1 << 63) if max_bytes is None else max_bytes

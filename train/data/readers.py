@@ -51,12 +51,8 @@ def read_documents(path: Path, field: str, piece_bytes: int) -> Iterator[str]:
     try:
         if kind == "plain":
             texts = _plain(path, piece_bytes)
-        elif kind == "jsonl":
-            texts = _json_lines(path, field)
-        elif kind == "parquet":
-            texts = _parquet(path, field)
         else:
-            raise UserError(f"data.path: {path} is none of the accepted kinds of file: {ACCEPTED}")
+            texts = _parquet(path, field) if kind == "parquet" else _json_lines(path, field)
         for text in texts:
             if text.strip():
                 yield text

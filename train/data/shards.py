@@ -74,10 +74,9 @@ def prepare(config: DataConfig, progress: Progress | None = None, processes: int
         )
     tokenizer = load_tokenizer(config, corpus, cache, progress)
     directory = _directory(config, fingerprint, steps, tokenizer)
-    key = directory.name
     if (found := _open_if_sound(directory, tokenizer)) is not None:
         return _enough(found, config)
-    with locked(cache, f"shards-{key}", progress):
+    with locked(cache, f"shards-{directory.name}", progress):
         if (found := _open_if_sound(directory, tokenizer)) is None:
             with building(directory) as temporary:
                 build = partial(_build, corpus, fingerprint, config, tokenizer, temporary, progress)
