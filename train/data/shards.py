@@ -74,22 +74,31 @@ def prepare(config: DataConfig, progress: Progress | None = None, processes: int
         )
     tokenizer = load_tokenizer(config, corpus, cache, progress)
     directory = _directory(config, fingerprint, steps, tokenizer)
-    if (found := _open_if_sound(directory, tokenizer)) is not None:
-        return _enough(found, config)
-    with locked(cache, f"shards-{directory.name}", progress):
-        if (found := _open_if_sound(directory, tokenizer)) is None:
-            with building(directory) as temporary:
-                build = partial(_build, corpus, fingerprint, config, tokenizer, temporary, progress)
-                if steps is None:
-                    build()
-                else:
-                    fraction = config.validation_fraction
-                    refinery = Refinery(corpus, fingerprint, config.recipe, fraction, cache, progress, processes)
-                    with locked(cache, f"recipe-{refinery.key}", progress):  # its folder serves every tokenizer
-                        build(refinery.run())
-                        refinery.remove()
-            found = open_shards(directory, tokenizer)
-    return _enough(found, config)
+    found = _open_if_sound(directory, tokenizer)
+    if found is None:
+        with locked(cache, f"shards-{directory.name}", progress):
+            if (found := _open_if_sound(directory, tokenizer)) is None:
+                with building(directory) as temporary:
+                    build = partial(_build, corpus, fingerprint, config, tokenizer, temporary, progress)
+                    if steps is None:
+                        build()
+                    else:
+                        fraction = config.validation_fraction
+                        refinery = Refinery(corpus, fingerprint, config.recipe, fraction, cache, progress, processes)
+                        with locked(cache, f"recipe-{refinery.key}", progress):  # its folder serves every tokenizer
+                            build(refinery.run())
+                            refinery.remove()
+                found = open_shards(directory, tokenizer)
+    # Raw text that is shorter than one window is the loader's to refuse.
+    shortened = found.manifest.get("recipe", {}).get("steps")
+    if shortened and len(found.train) <= config.sequence_length:
+        worst = max(shortened, key=lambda step: int(step["bytes"]))
+        raise UserError(
+            f"data.recipe leaves {len(found.train)} tokens of training text, and data.sequence_length is "
+            f"{config.sequence_length}; {worst['step']!r} removed most, {worst['documents']:,} documents, so loosen it "
+            "or leave it out"
+        )
+    return found
 
 
 def at_hand(config: DataConfig, tokenizer: Tokenizer) -> Shards:
@@ -108,19 +117,6 @@ def at_hand(config: DataConfig, tokenizer: Tokenizer) -> Shards:
 def _directory(config: DataConfig, fingerprint: str, steps: str | None, tokenizer: Tokenizer) -> Path:
     content = [FORMAT, fingerprint, tokenizer.fingerprint, config.validation_fraction, *([steps] if steps else [])]
     return cache_directory(config) / "shards" / checksum(content)[:16]
-
-
-def _enough(shards: Shards, config: DataConfig) -> Shards:
-    """Refuses what a recipe left where it is shorter than one window; raw text is the loader's to refuse."""
-    steps = shards.manifest.get("recipe", {}).get("steps")
-    if steps and len(shards.train) <= config.sequence_length:
-        worst = max(steps, key=lambda step: int(step["bytes"]))
-        raise UserError(
-            f"data.recipe leaves {len(shards.train)} tokens of training text, and data.sequence_length is "
-            f"{config.sequence_length}; {worst['step']!r} removed most, {worst['documents']:,} documents, so loosen it "
-            "or leave it out"
-        )
-    return shards
 
 
 def _open_if_sound(directory: Path, tokenizer: Tokenizer) -> Shards | None:

@@ -143,9 +143,7 @@ def _length(text: str, least: float, most: float) -> str | None:
     return "many words" if words > most else None
 
 
-@cache
-def _is_mark(character: str) -> bool:
-    return unicodedata.category(character)[0] in "PSC"
+_is_mark = cache(lambda character: unicodedata.category(character)[0] in "PSC")
 
 
 def _other_language(text: str, step: Step) -> str | None:
