@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -124,7 +125,7 @@ def read_whole(checkpoint: Path, wanted: Sequence[Part]) -> None:
         with safe_open(checkpoint / name, framework="pt") as file:
             there = set(file.keys())
             for part in some:
-                saved = file.get_slice(part.key) if part.key in there else None
+                saved: Any = file.get_slice(part.key) if part.key in there else None
                 check_shape(checkpoint, part, None if saved is None else tuple(saved.get_shape()))
                 part.values.copy_(saved[part.slices])
 

@@ -42,9 +42,9 @@ def detect(environment: Mapping[str, str] | None = None) -> Ranks:
         elif executor == "slurm":
             # The step's own numbers: a job may have been given more tasks than this step of it uses.
             tasks = _tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE") or env["SLURM_TASKS_PER_NODE"])
-            size, source = env.get("SLURM_STEP_NUM_TASKS") or env["SLURM_NTASKS"], "slurm"
+            count, source = env.get("SLURM_STEP_NUM_TASKS") or env["SLURM_NTASKS"], "slurm"
             here = tasks[int(env["SLURM_NODEID"])]
-            numbers = [int(env["SLURM_PROCID"]), int(size), int(env["SLURM_LOCALID"]), here]
+            numbers = [int(env["SLURM_PROCID"]), int(count), int(env["SLURM_LOCALID"]), here]
             host = env.get("SLURMD_NODENAME") or host
             attempt = f"{env['SLURM_JOB_ID']}-{env.get('SLURM_RESTART_COUNT') or '0'}"
         elif executor == "local":
@@ -54,7 +54,8 @@ def detect(environment: Mapping[str, str] | None = None) -> Ranks:
             return Ranks(host=host)
     except (KeyError, ValueError, IndexError) as error:
         raise UserError(f"the launcher's environment makes no rank ({error!r}); use submitit or torchrun") from error
-    ranks = Ranks(*numbers, host=host, source=source, attempt=attempt)
+    rank, size, local_rank, local_size = numbers
+    ranks = Ranks(rank, size, local_rank, local_size, host, source, attempt)
     if not (0 <= ranks.rank < ranks.size and 0 <= ranks.local_rank < ranks.local_size <= ranks.size):
         raise UserError(f"the launcher's environment makes no rank ({ranks}); use submitit or torchrun")
     return ranks

@@ -104,9 +104,8 @@ def sign_part(folder: Path, number: int, kind: str, asked: Flags, bands: int, ro
 
 def ngrams_part(folder: Path, number: int, kind: str, asked: Flags, words: int, as_sets: bool = False) -> int:
     """Writes the n-grams of the documents asked for, `hashes` and `offsets`; see `shingles.ngrams` and `distinct`."""
-    hashes, offsets = shingles.ngrams(_asked(folder, number, asked), words)
-    if as_sets:
-        hashes, offsets = shingles.distinct(hashes, offsets)
+    found: tuple[Any, Any] = shingles.ngrams(_asked(folder, number, asked), words)
+    hashes, offsets = shingles.distinct(*found) if as_sets else found
     save_arrays(part_file(folder, number, kind), hashes=hashes, offsets=offsets)
     return number
 
@@ -173,7 +172,7 @@ class Refinery:
                 else:
                     self._one_by_one(numbers[0], numbers[-1] + 1)
         self._refuse_nothing()
-        self.report = {
+        self.report: dict[str, Any] = {
             "fingerprint": self._fingerprint,
             "held_out": self._amount(self.held),
             "raw": self._amount(~self.held),  # of the training part
