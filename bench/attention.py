@@ -19,19 +19,7 @@ from torch import Tensor
 
 from ..train.hardware import pick_device
 from ..train.model import backends
-from .contenders import (
-    THREADS,
-    Contender,
-    Peak,
-    Row,
-    contract_row,
-    fastest,
-    memory_and_difference,
-    pinned_threads,
-    steps_for,
-    take_turns,
-    with_mfu,
-)
+from .contenders import THREADS, Peak, Row, pinned_threads, race
 
 if TYPE_CHECKING:
     from torch.nn.attention import SDPBackend
@@ -110,28 +98,14 @@ def bench_attention(
 def _bench(shape: Shape, peak: Peak, backward: bool, rounds: int, steps: int | None) -> Row:
     device, dtype = peak.device, peak.dtype
     inputs = Inputs.random(shape, dtype, device)
-    ours = Contender("ours", partial(inputs.run, our_attention(inputs), backward))
     functions = working_peers(attention_peers(device, shape), inputs, backward)
-    contenders = {
-        name: Contender(name, partial(inputs.run, function, backward)) for name, function in functions.items()
-    }
-    steps = steps or steps_for(ours.step, device)
-    take_turns([ours, *contenders.values()], rounds, steps, device, peak.measure)
-    peer = fastest(list(contenders.values()))
+    steps_of = {name: partial(inputs.run, function, backward) for name, function in functions.items()}
+    ours = partial(inputs.run, our_attention(inputs), backward)
     passes = "forward + backward" if backward else "forward"
-    gpu = device.type == "cuda"
+    case = f"attention {str(dtype).removeprefix('torch.')}, {passes}, {shape}"
     flops = shape.forward_flops * (3.5 if backward else 1.0)
-    work = flops / 1e12 if gpu else float(shape.tokens)
-    row = contract_row(
-        f"attention {str(dtype).removeprefix('torch.')}, {passes}, {shape}",
-        work,
-        "TFLOP/s" if gpu else "tokens/s",
-        ours.seconds,
-        peer.seconds,
-        peer.name,
-        device,
-    )
-    return with_mfu(row, flops / work, peak) | memory_and_difference(ours, peer, device)
+    unit, work = ("TFLOP/s", flops / 1e12) if device.type == "cuda" else ("tokens/s", float(shape.tokens))
+    return race(case, unit, work, flops, ours, steps_of, peak, rounds, steps)
 
 
 @dataclass(frozen=True)
@@ -165,9 +139,9 @@ class Inputs:
 def our_attention(inputs: Inputs) -> Attention:
     query = inputs.query
     if query.device.type == "cuda":
-        return backends.load_backend("ours")
+        return backends.load_backend("ours").attend
     _, backend = backends.select_backend("auto", query.device, query.dtype, query.shape[-1], False, False)
-    return backend
+    return backend.attend
 
 
 def attention_peers(device: torch.device, shape: Shape) -> dict[str, Attention]:
@@ -192,7 +166,7 @@ def attention_peers(device: torch.device, shape: Shape) -> dict[str, Attention]:
     }
     for name in sorted(backends.installed() - {"ours", "sdpa"}):
         with contextlib.suppress(ImportError):
-            found[backends.PACKAGES[name]] = backends.load_backend(name)
+            found[backends.PACKAGES[name]] = backends.load_backend(name).attend
     return found
 
 

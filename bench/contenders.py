@@ -13,7 +13,7 @@ import itertools
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -140,14 +140,6 @@ def largest_difference(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tens
     return max(((a - b).abs().max() / b.abs().max()).item() for a, b in pairs)
 
 
-def memory_and_difference(ours: Contender, peer: Contender, device: torch.device) -> Row:
-    return {
-        "peak_bytes": peak_bytes(ours.step, device),
-        "peer_peak_bytes": peak_bytes(peer.step, device),
-        "difference": largest_difference(ours.step(), peer.step()),
-    }
-
-
 def contract_row(
     case: str, work: float, unit: str, ours: list[float], theirs: list[float], peer: str, device: torch.device
 ) -> Row:
@@ -158,16 +150,51 @@ def contract_row(
     """
     from ..train.hardware import device_name
 
-    rates = [work / statistics.median(seconds) for seconds in (ours, theirs)]
+    mine, other = (work / statistics.median(seconds) for seconds in (ours, theirs))
+    row = plain_row(case, mine, other, peer, unit, device_name(device))
+    return row | {"spread": spread([b / a for a, b in zip(ours, theirs, strict=True)])}
+
+
+def plain_row(
+    case: str, ours: float, peer: float, peer_name: str, unit: str, device: str, ratio: float | None = None
+) -> Row:
+    """A row of the contract of what was measured once; the ratio is ours over the peer's unless it is given."""
     return {
         "case": case,
-        "ours": rates[0],
-        "peer": rates[1],
-        "peer_name": peer,
+        "ours": ours,
+        "peer": peer,
+        "peer_name": peer_name,
         "unit": unit,
-        "ratio": rates[0] / rates[1],
-        "spread": spread([b / a for a, b in zip(ours, theirs, strict=True)]),
-        "device": device_name(device),
+        "ratio": ours / peer if ratio is None else ratio,
+        "spread": 0.0,
+        "device": device,
+    }
+
+
+def race(
+    case: str,
+    unit: str,
+    work: float,
+    flops: float,
+    ours: Step,
+    peers: Mapping[str, Step],
+    peak: Peak,
+    rounds: int,
+    steps: int | None,
+) -> Row:
+    """A row of ours beside the fastest peer, with MFU, memory and difference; `steps` None: some 30 ms a turn.
+
+    A step does `work` in the unit's numerator, and `flops`.
+    """
+    device, mine = peak.device, Contender("ours", ours)
+    others = [Contender(name, step) for name, step in peers.items()]
+    take_turns([mine, *others], rounds, steps or steps_for(ours, device), device, peak.measure)
+    peer = fastest(others)
+    row = contract_row(case, work, unit, mine.seconds, peer.seconds, peer.name, device)
+    return with_mfu(row, flops / work, peak) | {
+        "peak_bytes": peak_bytes(ours, device),
+        "peer_peak_bytes": peak_bytes(peer.step, device),
+        "difference": largest_difference(ours(), peer.step()),
     }
 
 

@@ -15,13 +15,13 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from ..train.data.recipe import shingles
 from ..train.data.recipe.pool import usable_cores
 from ..train.data.recipe.refine import NEAR_WORDS, Refinery
+from .contenders import Row, plain_row
 
 ABOUT = "Near-duplicate removal at Jaccard 0.8 (word 5-grams); ratio: ours over the peer's, more is better."
 THRESHOLD = 0.8
@@ -31,7 +31,6 @@ WORDS = (50, 100)  # of a document
 VOCABULARY = 50_000
 SECONDS, GIBIBYTES, RECALL = 180.0, 4.0, 0.95  # for a million documents, at most and at least
 FIGURE, PEER = "figure to reach", "datasketch"
-Row = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,18 +105,22 @@ def bench_dedup(documents: int = 1_000_000, sample: int = 10_000, pairs: int = P
             seconds = time.perf_counter() - began
     gone = refined.removed >= 0
     speed = documents / seconds
-    rows = [_row("wall clock", SECONDS * documents / 1e6, seconds, "s", device, lower=True)]
+    rows = [("wall clock", seconds, SECONDS * documents / 1e6, FIGURE, "s")]
     if peer:
-        rows.append(_row("speed", sample / peer, speed, "documents/s", device, PEER))
-    rows.append(_row("peak memory", GIBIBYTES, memory.peak / 2**30, "GiB", device, lower=True))
+        rows.append(("speed", speed, sample / peer, PEER, "documents/s"))
+    rows.append(("peak memory", memory.peak / 2**30, GIBIBYTES, FIGURE, "GiB"))
     for similarity, both in corpus.pairs.items():
         caught = float((gone[both[:, 0]] | gone[both[:, 1]]).mean())
         if similarity < THRESHOLD:
-            rows.append(_row(f"pairs at {similarity} kept", 1.0, 1 - caught, "share", device))
+            rows.append((f"pairs at {similarity} kept", 1 - caught, 1.0, FIGURE, "share"))
         else:
-            rows.append(_row(f"pairs at {similarity} found", RECALL, caught, "share", device))
-    rows.append(_row("of what went, duplicates", 1.0, _precision(corpus, gone), "share", device))
-    return rows
+            rows.append((f"pairs at {similarity} found", caught, RECALL, FIGURE, "share"))
+    rows.append(("of what went, duplicates", _precision(corpus, gone), 1.0, FIGURE, "share"))
+    return [
+        # Of seconds and of memory less is better.
+        plain_row(f"near duplicates, {case}", ours, to, name, unit, device, to / ours if unit in ("s", "GiB") else None)
+        for case, ours, to, name, unit in rows
+    ]
 
 
 def _precision(corpus: Planted, gone: np.ndarray) -> float:
@@ -179,17 +182,3 @@ def _pss(pid: int) -> int:
     except OSError:
         return 0
     return next((int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:")), 0)
-
-
-def _row(case: str, peer: float, ours: float, unit: str, device: str, name: str = FIGURE, lower: bool = False) -> Row:
-    """`lower`: less is better. Each is measured once, so there is no spread."""
-    return {
-        "case": f"near duplicates, {case}",
-        "ours": ours,
-        "peer": peer,
-        "peer_name": name,
-        "unit": unit,
-        "ratio": peer / ours if lower else ours / peer,
-        "spread": 0.0,
-        "device": device,
-    }

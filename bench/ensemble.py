@@ -95,13 +95,8 @@ def _bench(case: Case, device: torch.device, rounds: int, steps: int) -> Row:
     difference = _apart(configs, shards, device, alone=configs if device.type == "cpu" else configs[:1])
     together = ensemble_of(configs, shards, device)
     step = counted(run_alone(configs[0], shards, device).step)
-
-    def one_after_the_other() -> None:
-        for _ in configs:
-            step()
-
     ours = Contender("together", counted(lambda n: together.step([n] * len(configs))))
-    peer = Contender("alone", one_after_the_other)
+    peer = Contender("alone", lambda: [step() for _ in configs])
     peak = Peak(device, together.dtype)
     take_turns([ours, peer], rounds, steps, device, peak.measure)
     config = configs[0]

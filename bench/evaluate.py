@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import io
 import math
-import statistics
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -36,6 +35,7 @@ from .contenders import (
     contract_row,
     fastest,
     pinned_threads,
+    plain_row,
     require,
     seconds_a_step,
     take_turns,
@@ -169,9 +169,10 @@ class Pair:
     def ours(self) -> Any:
         """Our side, which has seen no text yet."""
         from ..evaluate.checkpoint import BATCH_TOKENS
-        from ..evaluate.harness import make_lm
+        from ..evaluate.harness import CheckpointLM
 
-        return make_lm(self.loaded, self.device, BATCH_TOKENS[self.device.type])
+        length, room = self.loaded.config.data.sequence_length, BATCH_TOKENS[self.device.type]
+        return CheckpointLM(self.loaded.model, self.loaded.tokenizer, length, self.device, room)
 
     def peer(self, batch_size: int) -> Any:
         from lm_eval.models.huggingface import HFLM
@@ -183,7 +184,9 @@ class Pair:
 
     def agreement(self, items: int) -> Iterator[Row]:
         """Of each task the items that both answer alike, and how far apart log-likelihoods are at most."""
-        prompts, new = self.setting.generation
+        from ..train.hardware import device_name
+
+        (prompts, new), place = self.setting.generation, device_name(self.device)
         whole = items >= ITEMS
         ours, peer = self.ours(), self.peer(BATCH_SIZES[1])
         for name, limit, said in (
@@ -196,28 +199,12 @@ class Pair:
             limit_new_tokens(entry, new)
             pairs = list(zip(answers(ours, entry), answers(peer, entry), strict=True))
             alike = sum(same_answer(a, b) for a, b in pairs)
-            yield self._row(f"{said}, {len(pairs)} items: the same answer", alike, len(pairs), PEER, "items equal")
+            case = f"{said}, {len(pairs)} items: the same answer"
+            yield plain_row(case, alike, len(pairs), PEER, "items equal", place)
             if any(a.log_probabilities for a, _ in pairs):
                 nats = max(nats_apart(a, b) for a, b in pairs)
-                case = f"{said}: log-likelihoods apart, at most"
-                yield self._row(
-                    case, nats, ALLOWED_NATS, "what is allowed", "max nats", ALLOWED_NATS / max(nats, 1e-12)
-                )
-
-    def _row(self, case: str, ours: float, peer: float, peer_name: str, unit: str, ratio: float | None = None) -> Row:
-        from ..train.hardware import device_name
-
-        ratio = ours / peer if ratio is None else ratio
-        return {
-            "case": case,
-            "ours": ours,
-            "peer": peer,
-            "peer_name": peer_name,
-            "unit": unit,
-            "ratio": ratio,
-            "spread": 0.0,
-            "device": device_name(self.device),
-        }
+                case, ratio = f"{said}: log-likelihoods apart, at most", ALLOWED_NATS / max(nats, 1e-12)
+                yield plain_row(case, nats, ALLOWED_NATS, "what is allowed", "max nats", place, ratio)
 
     def throughput(self, items: int, rounds: int) -> Row:
         """Items of HellaSwag per second, from prompts to answers; ours encodes all text anew in each turn, too."""
@@ -311,14 +298,4 @@ def falling(sweep: Path) -> Row:
     steps = {name.removesuffix("/gold_bpb"): best[name].diff().dropna() for name in columns}
     down = {name: bool((step < 0).all()) for name, step in steps.items()}
     case = f"gold BPB of the best run of each of {len(best)} budgets falls with compute"
-    return {
-        "case": case,
-        "ours": sum(down.values()),
-        "peer": len(down),
-        "peer_name": "tasks scored",
-        "unit": "tasks",
-        "ratio": statistics.mean(down.values()),
-        "spread": 0.0,
-        "device": "cpu",
-        "tasks": down,
-    }
+    return plain_row(case, sum(down.values()), len(down), "tasks scored", "tasks", "cpu") | {"tasks": down}

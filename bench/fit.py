@@ -30,6 +30,7 @@ from .. import fit
 from ..fit.solver.solver import cores
 from ..fit.uncertainty import identifiable_counts
 from ..sweeps.plan.rates import processor_name
+from .contenders import Row, plain_row
 
 DELTA = 1e-3
 AMPLITUDES, ENTROPIES, EXPONENTS = np.arange(0, 30, 5.0), np.arange(-1, 1.5, 0.5), np.arange(0, 2.5, 0.5)
@@ -37,7 +38,6 @@ GRID = list(product(AMPLITUDES, AMPLITUDES, ENTROPIES, EXPONENTS, EXPONENTS))  #
 UNIT = 1e3  # L-BFGS-B's tolerances are absolute below one, and the sum of Huber's function is about 1e-3
 TIGHT = {"ftol": 1e-15, "gtol": 1e-10, "maxiter": 10_000, "maxfun": 100_000}
 SAME, WORSE = 1e-6, 1e-9  # relative: the same optimum; a worse one
-Row = dict[str, Any]
 
 
 @dataclass
@@ -176,16 +176,10 @@ def _row(case: str, ours: list[float], theirs: list[float], peer: str) -> Row:
     """`ours` and `theirs` are seconds per fit, one per round."""
     ratios = [b / a for a, b in zip(ours, theirs, strict=True)]
     quarters = statistics.quantiles(ratios, n=4)
-    return {
-        "case": case,
-        "ours": 1.0 / statistics.median(ours),
-        "peer": 1.0 / statistics.median(theirs),
-        "peer_name": peer,
-        "unit": "fits/s",
-        "ratio": statistics.median(ratios),
-        "spread": (quarters[2] - quarters[0]) / 2,
-        "device": f"{processor_name()}, one core",
-    }
+    mine, other = (1.0 / statistics.median(seconds) for seconds in (ours, theirs))
+    place = f"{processor_name()}, one core"
+    row = plain_row(case, mine, other, peer, "fits/s", place, statistics.median(ratios))
+    return row | {"spread": (quarters[2] - quarters[0]) / 2}
 
 
 def _runs() -> tuple[str, Any, Any, Any]:

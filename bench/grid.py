@@ -31,7 +31,7 @@ from ..sweeps.runs.directory import RunDirectory, SweepDirectory
 from ..train.config import RunConfig
 from ..train.errors import UserError
 from ..train.files import read_json
-from .contenders import Row, contract_row
+from .contenders import Row, contract_row, plain_row
 
 ABOUT = "training and fit of a whole sweep, not its scoring; FLOPs by the exact convention"
 MULTIPLES = (10, 20, 40, 80, 160)  # tokens per parameter: 1/2, 1, 2, 4 and 8 times twenty
@@ -88,17 +88,9 @@ def flops_row(overrides: Sequence[str]) -> Row:
     planned = Planned.of(overrides)
     merged = plan_runs(merge_runs(planned.runs).runs, planned.config.cluster, 1.0, 1)
     ours, theirs = merged.total_flops, merged.separate_flops
-    return {
-        "case": f"ladder, {len(planned.runs)} runs, D of {', '.join(map(str, MULTIPLES))} tokens a parameter: FLOPs",
-        "ours": 1e15 / ours,
-        "peer": 1e15 / theirs,
-        "peer_name": "every run from its first step",
-        "unit": "sweeps/PFLOP",
-        "ratio": theirs / ours,
-        "spread": 0.0,
-        "device": "none: counted from the plan",
-        "flops_share": ours / theirs,
-    }
+    case = f"ladder, {len(planned.runs)} runs, D of {', '.join(map(str, MULTIPLES))} tokens a parameter: FLOPs"
+    peer, place, rates = "every run from its first step", "none: counted from the plan", (1e15 / ours, 1e15 / theirs)
+    return plain_row(case, *rates, peer, "sweeps/PFLOP", place, theirs / ours) | {"flops_share": ours / theirs}
 
 
 def _shortened(ladder: list[str], minutes: float) -> list[str]:

@@ -17,19 +17,7 @@ from torch import Tensor
 
 from ..train.hardware import pick_device
 from ..train.model.loss import linear_cross_entropy
-from .contenders import (
-    THREADS,
-    Contender,
-    Peak,
-    Row,
-    contract_row,
-    fastest,
-    memory_and_difference,
-    pinned_threads,
-    steps_for,
-    take_turns,
-    with_mfu,
-)
+from .contenders import THREADS, Peak, Row, pinned_threads, race
 
 ABOUT = (
     "forward and backward; MFU: 6 FLOPs a token and weight of the head over the matmul peak of the same run; "
@@ -72,15 +60,12 @@ def bench_loss(
 
 
 def _bench(shape: Shape, peak: Peak, rounds: int, steps: int | None) -> Row:
-    device, dtype = peak.device, peak.dtype
-    leaves = _inputs(shape, dtype, device)
-    ours = Contender("ours", partial(_both_ways, _ours, *leaves))
-    others = [Contender(name, partial(_both_ways, loss, *leaves)) for name, loss in loss_peers(device).items()]
-    take_turns([ours, *others], rounds, steps or steps_for(ours.step, device), device, peak.measure)
-    peer = fastest(others)
-    case = f"loss {str(dtype).removeprefix('torch.')}, {shape}"
-    row = contract_row(case, shape.tokens, "tokens/s", ours.seconds, peer.seconds, peer.name, device)
-    return with_mfu(row, 6.0 * shape.width * shape.vocabulary, peak) | memory_and_difference(ours, peer, device)
+    leaves = _inputs(shape, peak.dtype, peak.device)
+    ours = partial(_both_ways, _ours, *leaves)
+    peers = {name: partial(_both_ways, loss, *leaves) for name, loss in loss_peers(peak.device).items()}
+    case = f"loss {str(peak.dtype).removeprefix('torch.')}, {shape}"
+    flops = 6.0 * shape.width * shape.vocabulary * shape.tokens
+    return race(case, "tokens/s", shape.tokens, flops, ours, peers, peak, rounds, steps)
 
 
 def _inputs(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:

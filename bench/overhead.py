@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..train.config import CheckpointConfig, DataConfig, ModelConfig, RunConfig
-from .contenders import THREADS, Row
+from .contenders import THREADS, Row, plain_row
 
 
 def overhead(folder: Path, asked: tuple[str, int] = ("small", 100), vocab_size: int = 8192) -> Row:
@@ -23,16 +23,8 @@ def overhead(folder: Path, asked: tuple[str, int] = ("small", 100), vocab_size: 
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         first, second = pool.submit(seconds_beside_passes, checkpoints, *asked).result()
     tasks, items = asked
-    return {
-        "case": f"overhead of a process's second checkpoint, {tasks}, {items} items a task",
-        "ours": second,
-        "peer": first,
-        "peer_name": "its first",
-        "unit": "s",
-        "ratio": first / second,
-        "spread": 0.0,
-        "device": "cpu",
-    }
+    case = f"overhead of a process's second checkpoint, {tasks}, {items} items a task"
+    return plain_row(case, second, first, "its first", "s", "cpu", first / second)
 
 
 def _untrained(folder: Path, vocab_size: int, seed: int) -> Path:

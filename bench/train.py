@@ -201,14 +201,22 @@ def _largest_that_fits(
     size: Size, build: Callable[[RunConfig], Step], setting: Setting, peak: Peak
 ) -> tuple[Contender, int]:
     """Measures what `build` makes with the largest micro-batch that fits; and which that is."""
-    micro = _first_micro_batch(size, setting.device)
+    micro, gpu = size.rows, setting.device.type == "cuda"
+    if gpu:  # all rows, halved until the guess fits: failing costs a compilation
+        total = torch.cuda.get_device_properties(setting.device).total_memory
+        while micro > 1 and size.bytes_of(micro) > total:
+            micro //= 2
     while micro > 0:
         try:
             return _measured(build, size.config(setting.device, micro, setting.compiled), setting, peak), micro
         except (torch.OutOfMemoryError, OutOfMemory):
             micro //= 2
         finally:
-            _clear(setting.device)
+            # Gives back what a contender held: compiled functions hold their models.
+            torch.compiler.reset()
+            gc.collect()
+            if gpu:
+                torch.cuda.empty_cache()
     raise UserError(f"{size.name} does not fit on this device, with one sequence of {size.length} tokens at a time")
 
 
@@ -217,21 +225,3 @@ def _measured(build: Callable[[RunConfig], Step], config: RunConfig, setting: Se
     contender = Contender("", build(config))
     take_turns([contender], setting.rounds, setting.steps, setting.device, peak.measure)
     return Contender("", lambda: None, contender.seconds)
-
-
-def _first_micro_batch(size: Size, device: torch.device) -> int:
-    """All rows, halved until the guess fits: failing costs a compilation."""
-    micro = size.rows
-    if device.type == "cuda":
-        total = torch.cuda.get_device_properties(device).total_memory
-        while micro > 1 and size.bytes_of(micro) > total:
-            micro //= 2
-    return micro
-
-
-def _clear(device: torch.device) -> None:
-    """Gives back what a contender held: compiled functions hold their models."""
-    torch.compiler.reset()
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()

@@ -20,11 +20,12 @@ from ..train.checkpoint.heldout import score_windows
 from ..train.config import canonical_json, run_id, to_dict
 from ..train.errors import UserError
 from ..train.flops import count_parameters, training_flops_per_token
-from .harness import TokenCache, answer_task, make_lm
-from .inference.ranks import Ranks
+from ..train.job.control import run_on_ranks
+from ..train.parallel.mesh import Mesh
+from .harness import ALONE, CheckpointLM, TokenCache, answer_task
 from .metrics import task_scores
 from .records.items import as_dicts
-from .records.record import ALONE, Meter, Record, from_first, only_one
+from .records.record import Record, only_one
 from .tasks.suite import Suite, SuiteTask, expand, quiet, suite_names
 from .tasks.tasks import DEFAULT_LIMIT, Report, load_suite
 
@@ -50,7 +51,7 @@ def evaluate_checkpoint(
     overlaps: dict[str, Contamination] | None = None,
     cache: Path | str | None = None,
     ngram: int | None = None,
-    ranks: Ranks = ALONE,
+    ranks: Mesh = ALONE,
     keep_items: bool = True,
     progress: Report | None = None,
 ) -> dict[str, Any]:
@@ -78,11 +79,11 @@ def evaluate_checkpoint(
     say = progress if progress is not None and ranks.rank == 0 else (lambda line: None)
     output, device = Path(output), choose_device(device)
     _check(precision, batch_tokens, ngram)
-    loaded = ranks.raise_together(lambda: _load(Path(path), device, PRECISIONS[precision]))
-    suite = suite or ranks.raise_together(lambda: load_suite(tasks, limit, cache=cache, progress=say))
+    loaded = run_on_ranks(ranks, lambda: _load(Path(path), device, PRECISIONS[precision]))
+    suite = suite or run_on_ranks(ranks, lambda: load_suite(tasks, limit, cache=cache, progress=say))
     header = _header(loaded, device, precision)
     with only_one(output, say, ranks):
-        record = Record.open(output, header, suite, ngram, say, ranks, keep_items)
+        record = Record(output, header, suite, ngram, say, ranks, keep_items)
         if held_out is not None:
             worst = (record.scores["held_out"] or {}).get("worst")
             record.scores["held_out"] = held_out if worst is None else held_out | {"worst": worst}
@@ -90,16 +91,27 @@ def evaluate_checkpoint(
             known = overlaps if overlaps is not None else {}
             corpus = canonical_json([to_dict(loaded.config.data), ngram])
             if corpus not in known:
-                known[corpus] = from_first(ranks, lambda: _contamination(loaded, suite, ngram, cache, say))
+                known[corpus] = run_on_ranks(
+                    ranks, lambda: _contamination(loaded, suite, ngram, cache, say), only_first=True
+                )
             found, record.scores["contamination_withheld"] = known[corpus]
             fingerprint = loaded.tokenizer.fingerprint
-            shared = (tokens if tokens is not None else {}).setdefault(fingerprint, TokenCache(fingerprint))
+            shared = (tokens if tokens is not None else {}).setdefault(fingerprint, TokenCache())
             with record.answers() as answers:
-                meter = Meter(answers, say)
-                room = batch_tokens or BATCH_TOKENS[device]
-                lm = make_lm(loaded, device, room, tokens=shared, answers=meter, ranks=ranks, say=say)
+                length, room = loaded.config.data.sequence_length, batch_tokens or BATCH_TOKENS[device]
+                lm = CheckpointLM(
+                    loaded.model,
+                    loaded.tokenizer,
+                    length,
+                    device,
+                    room,
+                    tokens=shared,
+                    answers=answers,
+                    ranks=ranks,
+                    say=say,
+                )
                 for place, entry in enumerate(missing, 1):
-                    meter.begin(f"{entry.name} ({place} of {len(missing)})")
+                    answers.begin(f"{entry.name} ({place} of {len(missing)})")
                     _score(record, lm, entry, ngram, found.get(entry.name))
                     say(f"{entry.name}: {_in_words(record.tasks[entry.name])}")
         record.finish(lambda: _held_out(loaded), _suites())

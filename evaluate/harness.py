@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import chain
 from numbers import Real
-from typing import Any, Protocol
+from typing import Any
 
 import lm_eval
 import numpy as np
@@ -22,42 +22,33 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from ..train.data.tokenizers import Tokenizer
+from ..train.job.control import run_on_ranks
 from ..train.model.gpt import GPT
+from ..train.parallel.mesh import Mesh
 from .inference.generate import Sampling, generate_texts
-from .inference.ranks import Alone, Ranks, share_requests
-from .inference.scoring import Score, Scorer, Scores
+from .inference.ranks import share_requests
+from .inference.scoring import Score, Scorer
 from .inference.trees import Request, shared_length
 from .metrics import ItemResult
 from .records.items import item_results
-from .records.record import Store, request_key
+from .records.record import Answers, request_key
 from .tasks.suite import SuiteTask, quiet
 
 ROUND_TOKENS = 1 << 18  # that a rank scores before all ranks' answers are stored
 ENTRY_BYTES = 200  # of a text and its ids in a `TokenCache`, beside these
 ROUND_PROMPTS = 64  # that a rank continues before they are
-
-
-class Tokenizer(Protocol):
-    """What is asked of a tokenizer; `encode_batch` too, where it has one."""
-
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def end_of_document(self) -> int: ...
-    def encode(self, text: str) -> np.ndarray: ...
-    def decode(self, ids: Sequence[int]) -> str: ...
+ALONE = Mesh()
 
 
 class TokenCache:
     """Ids of texts under one tokenizer, for checkpoint after checkpoint, as arrays of its own small type.
 
-    Args:
-        fingerprint: of the tokenizer; under another one nothing here is of use.
-        largest: bytes that are kept at most; what is beyond is encoded anew each time.
+    At most `largest` bytes are kept; what is beyond is encoded anew each time.
     """
 
-    def __init__(self, fingerprint: str, largest: int = 1 << 28) -> None:
-        self.fingerprint, self.largest, self.bytes = fingerprint, largest, 0
+    def __init__(self, largest: int = 1 << 28) -> None:
+        self.largest, self.bytes = largest, 0
         self._ids: dict[str, np.ndarray] = {}
 
     def encode(self, texts: Iterable[str], encode: Callable[[Sequence[str]], Sequence[Any]]) -> dict[str, list[int]]:
@@ -72,9 +63,6 @@ class TokenCache:
                 self.bytes += size
         return {text: (arrays[text] if text in arrays else self._ids[text]).tolist() for text in wanted}
 
-    def __len__(self) -> int:
-        return len(self._ids)
-
 
 class CheckpointLM(TemplateLM):
     """A model of ours as lm-eval sees it.
@@ -86,7 +74,6 @@ class CheckpointLM(TemplateLM):
         answers: of this model, found before; default none are kept.
         ranks: the processes that share the work, each with the same model.
         say: told when memory runs out.
-        scorer: of log-likelihoods; default `Scorer`.
 
     Attributes:
         truncated: arguments of the requests whose prompt was cut, or whose continuation took several windows.
@@ -103,17 +90,15 @@ class CheckpointLM(TemplateLM):
         seed: int = 0,
         *,
         tokens: TokenCache | None = None,
-        answers: Store | None = None,
-        ranks: Ranks | None = None,
+        answers: Answers | None = None,
+        ranks: Mesh = ALONE,
         say: Callable[[str], None] | None = None,
-        scorer: Scores | None = None,
     ) -> None:
         super().__init__()
         self.model, self.text, self.max_length = model, tokenizer, max_length
         self._device, self.batch_tokens, self.seed = torch.device(device), batch_tokens, seed
-        self._tokens = TokenCache("") if tokens is None else tokens  # an empty one is false
-        self._answers, self._ranks = answers, ranks or Alone()
-        self._scorer: Scores = scorer or Scorer(model, device, batch_tokens, say)
+        self._tokens, self._answers, self._ranks = tokens or TokenCache(), answers, ranks
+        self._scorer = Scorer(model, device, batch_tokens, say)
         self.truncated: set[tuple[Any, ...]] = set()
         self.failed: set[tuple[Any, ...]] = set()
 
@@ -125,8 +110,7 @@ class CheckpointLM(TemplateLM):
         return self._encode([string])[string]
 
     def _encode(self, texts: Sequence[str]) -> dict[str, list[int]]:
-        batch = getattr(self.text, "encode_batch", None) or (lambda new: [self.text.encode(text) for text in new])
-        return self._tokens.encode(texts, batch)
+        return self._tokens.encode(texts, self.text.encode_batch)
 
     # --- log-likelihoods ---------------------------------------------------------------------------------------------
 
@@ -191,26 +175,25 @@ class CheckpointLM(TemplateLM):
         else:
             for shared in share_requests(requests, self._ranks.size, ROUND_TOKENS):
                 mine = [requests[place] for place in shared[self._ranks.rank]]
-                found = self._ranks.gather(partial(self._scorer.score, mine))
+                found = self._ranks.gather(run_on_ranks(self._ranks, partial(self._scorer.score, mine)))
                 done(list(zip(chain(*shared), chain(*found), strict=True)))
         # Without windows nothing was asked: certain, and greedy decoding writes it.
         return [(sum((scores[one][0] for one in of), 0.0), all(scores[one][1] for one in of)) for of in parts]
 
     def _known(self, names: Iterable[str]) -> dict[str, Any]:
-        store = self._answers
-
-        def find() -> dict[str, Any]:
-            if store is None or self._ranks.rank != 0:
-                return {}
-            return {name: answer for name in names if (answer := store.get(name)) is not None}
-
-        return self._ranks.gather(find)[0]
+        """The answers that the first rank has."""
+        if (store := self._answers) is None:
+            return {}
+        return run_on_ranks(
+            self._ranks,
+            lambda: {name: answer for name in names if (answer := store.get(name)) is not None},
+            only_first=True,
+        )
 
     def _keep(self, answers: list[tuple[str, Any]]) -> None:
         """With the first rank; where it cannot write them, all raise."""
-        store = self._answers
-        if store is not None:
-            self._ranks.raise_together(lambda: store.put(answers) if self._ranks.rank == 0 else None)
+        if self._answers is not None:
+            run_on_ranks(self._ranks, partial(self._answers.put, answers), only_first=True)
 
     # --- generation --------------------------------------------------------------------------------------------------
 
@@ -230,6 +213,7 @@ class CheckpointLM(TemplateLM):
     def _continue(self, contexts: list[str], places: list[int], words: str, settings: Any) -> list[str]:
         """Contexts that share their settings. Seeds go by place in the whole list, so repeats differ."""
         most, stops = settings["max_gen_toks"], [stop for stop in settings["until"] if stop]
+        decode = self.text.decode
         # As lm-eval's `hf` model: the prompt gives way to the answer. Where the answer alone fills the context, the
         # window slides instead.
         room = self.max_length - most if most < self.max_length else self.max_length
@@ -249,7 +233,7 @@ class CheckpointLM(TemplateLM):
         seed_of = dict(zip(names, seeds, strict=True))
 
         def finished(new: list[int]) -> bool:
-            return new[-1] == self.eot_token_id or (bool(stops) and any(stop in self._decode(new) for stop in stops))
+            return new[-1] == self.eot_token_id or (bool(stops) and any(stop in decode(new) for stop in stops))
 
         texts = {name: answer[0] for name, answer in self._known(wanted).items()}
         missing = [name for name in wanted if name not in texts]
@@ -268,57 +252,27 @@ class CheckpointLM(TemplateLM):
                 done=done,
             )
 
-        def take(outputs: list[tuple[str, list[int] | None]]) -> None:
-            for name, output in outputs:
-                texts[name] = None if output is None else postprocess_generated_text(self._decode(output), stops, None)
-            self._keep([(name, [texts[name]]) for name, _ in outputs])
+        def take(names: list[str], outputs: list[list[int] | None]) -> None:
+            for name, output in zip(names, outputs, strict=True):
+                texts[name] = None if output is None else postprocess_generated_text(decode(output), stops, None)
+            self._keep([(name, [texts[name]]) for name in names])
 
-        self._share_prompts(missing, ask, take)
-        self.failed |= {(context,) for context, name in zip(contexts, names, strict=True) if texts[name] is None}
-        return [texts[name] or "" for name in names]
-
-    def _share_prompts(self, missing: list[str], ask: Any, take: Callable[[list[Any]], None]) -> None:
-        """Alone what is finished is kept at once; several ranks take every size-th prompt, round by round."""
+        # Alone what is finished is kept at once; several ranks take every size-th prompt, round by round.
         size, rank = self._ranks.size, self._ranks.rank
         if size == 1:
-            ask(missing, lambda number, output: take([(missing[number], output)]))
-            return
-        for start in range(0, len(missing), size * ROUND_PROMPTS):
+            ask(missing, lambda number, output: take([missing[number]], [output]))
+        for start in range(0, len(missing) if size > 1 else 0, size * ROUND_PROMPTS):
             part = missing[start : start + size * ROUND_PROMPTS]
-            found = self._ranks.gather(partial(ask, part[rank::size]))
-            take([pair for other in range(size) for pair in zip(part[other::size], found[other], strict=True)])
-
-    def _decode(self, ids: list[int]) -> str:
-        return self.text.decode([token for token in ids if token != self.eot_token_id])
+            found = self._ranks.gather(run_on_ranks(self._ranks, partial(ask, part[rank::size])))
+            take([name for other in range(size) for name in part[other::size]], list(chain(*found)))
+        self.failed |= {(context,) for context, name in zip(contexts, names, strict=True) if texts[name] is None}
+        return [texts[name] or "" for name in names]
 
 
 def _rolling_windows(tokens: list[int], prefix: int, max_length: int) -> list[Request]:
     """lm-eval's windows over a text: disjoint, except that the last one looks back as far as the model can."""
     windows = get_rolling_token_windows(tokens, prefix, max_length, context_len=1)
     return [Request(*make_disjoint_window(window)) for window in windows]
-
-
-def make_lm(
-    loaded: Any,
-    device: str | torch.device = "cpu",
-    batch_tokens: int = 4096,
-    *,
-    tokens: TokenCache | None = None,
-    answers: Store | None = None,
-    ranks: Ranks | None = None,
-    say: Callable[[str], None] | None = None,
-) -> CheckpointLM:
-    return CheckpointLM(
-        loaded.model,
-        loaded.tokenizer,
-        loaded.config.data.sequence_length,
-        device,
-        batch_tokens,
-        tokens=tokens,
-        answers=answers,
-        ranks=ranks,
-        say=say,
-    )
 
 
 def answer_task(lm: CheckpointLM, entry: SuiteTask) -> tuple[list[ItemResult], dict[str, float | None]]:

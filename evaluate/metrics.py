@@ -142,7 +142,12 @@ def task_scores(items: Sequence[ItemResult], contaminated: Collection[int] | Non
     scores["chance"] = mean_and_error([item.chance for item in items if item.chance is not None])[0]
     scores["items"] = len(items)
     scores["truncated_items"] = sum(item.truncated for item in items)
-    scores["withheld"] = f"item {broken.index}: {_what_is_wrong(broken)}" if broken else None
+    scores["withheld"] = None
+    if broken and broken.failed:
+        scores["withheld"] = f"item {broken.index}: the model returned NaN while generating"
+    elif broken:
+        place, value = next((p, v) for p, v in enumerate(broken.log_probabilities) if not math.isfinite(v))
+        scores["withheld"] = f"item {broken.index}: the log-probability of choice {place} is {value}"
     scores["contaminated_items"] = scores["clean"] = None
     if contaminated is not None:
         clean = [item for item in items if item.index not in contaminated]
@@ -192,10 +197,3 @@ def suite_scores(tasks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "tasks": len(each),
         "withheld": withheld,
     }
-
-
-def _what_is_wrong(item: ItemResult) -> str:
-    if item.failed:
-        return "the model returned NaN while generating"
-    place, value = next((p, v) for p, v in enumerate(item.log_probabilities) if not math.isfinite(v))
-    return f"the log-probability of choice {place} is {value}"

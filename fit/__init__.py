@@ -40,8 +40,7 @@ if TYPE_CHECKING:
     from .downstream.tasklaw import TaskLaw
     from .flops import FlopsPerToken
     from .hyperparameters.cells import cell_optima, read_sweep
-    from .hyperparameters.critical_batch import CriticalBatchLaw, tokens_to_loss
-    from .hyperparameters.hyperparameters import CellOptimum, HyperparameterLaw
+    from .hyperparameters.hyperparameters import CellOptimum, CriticalBatchLaw, HyperparameterLaw, tokens_to_loss
     from .hyperparameters.settings_surface import HyperparameterSurface
     from .laws.broken import BrokenPowerLaw
     from .laws.chinchilla import ChinchillaLaw

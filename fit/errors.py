@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 Array = NDArray[np.float64]
+Columns = dict[str, Array]
+Constants = Mapping[str, Any]  # of a law: name -> number or array
+Say = Callable[[str], str]  # how a constant of that name is written
+
+
+def floats(values: Any) -> Array:
+    return np.asarray(values, dtype=np.float64)
+
+
+def unboxed(value: Any) -> Any:
+    """A float for a number, else the array."""
+    array = floats(value)
+    return float(array) if array.ndim == 0 else array
 
 
 class InputError(ValueError):
@@ -19,7 +33,7 @@ def positive(name: str, values: ArrayLike, rows: Any = None) -> Array:
     return _checked(name, values, rows, "a finite number above zero", lambda v: v > 0)
 
 
-def weights(values: ArrayLike | None, points: int, rows: Any = None) -> Array:
+def check_weights(values: ArrayLike | None, points: int, rows: Any = None) -> Array:
     """Weights of shape (points,): ones when None, else finite, not negative, and not all zero."""
     if values is None:
         return np.ones(points)
@@ -27,6 +41,15 @@ def weights(values: ArrayLike | None, points: int, rows: Any = None) -> Array:
     if not checked.any():
         raise InputError("weight is zero in every row; at least one row must count.")
     return checked
+
+
+def by_name(what: str, names: Sequence[str], given: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments given by position or by name, in the order of `names`."""
+    found = dict(zip(names, given, strict=False)) | dict(named)
+    if len(given) + len(named) != len(names) or set(found) != set(names):
+        said = ", ".join([*(f"#{i + 1}" for i in range(len(given))), *named]) or "nothing"
+        raise InputError(f"{what} was given {said}; it takes {', '.join(names)}, each once.")
+    return {name: found[name] for name in names}
 
 
 def same_length(**columns: Array) -> None:

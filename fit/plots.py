@@ -1,7 +1,7 @@
-"""Matplotlib figures for papers: one call per figure, colour-blind safe, readable in print.
+"""What figures show, as numbers and colours, and Matplotlib figures of it for papers; report/figures.py draws the same.
 
 Special here: every function draws on axes that it is given or makes its own, and returns the axes; nothing is shown or
-saved behind your back, and the style is applied to these axes alone.
+saved behind your back, and the style is applied to these axes alone. No law and no analysis is imported.
 """
 
 from __future__ import annotations
@@ -14,17 +14,106 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from .allocation.allocation import Optimum, compute_optimal
 from .errors import Array, InputError
 from .files import replacing
 from .formatting import count, scientific
-from .report import series
-from .report.series import APPROACH_STYLE, CURVE_TITLES, FAINT, GRID, LOSS, OPTIMUM_TITLES, Analysis, Law, shades
 
+Law = Any  # of N and D, fitted
+Analysis = Any
+Series = tuple[Array, Array]  # x and y, each (m,)
+
+# Colours carry meaning: viridis is size or budget (ordered, readable by every eye), three Okabe-Ito colours are the
+# approaches, each with its own dash (solid, dash or dot) and symbol, too.
+APPROACH_STYLE = {
+    "envelope": ("#009E73", "dot", "diamond"),
+    "isoflop": ("#D55E00", "dash", "square"),
+    "parametric": ("#0072B2", "solid", "circle"),
+}
+# Viridis, sampled, without its palest end, which is lost on white.
+VIRIDIS = ((68, 1, 84), (70, 50, 127), (54, 92, 141), (39, 127, 142), (31, 161, 135), (74, 194, 109), (159, 218, 58))
+FAINT, GRID = "#6a737d", "#e7eaee"
+LOSS = "loss (nats per token)"
+OPTIMUM_TITLES = {
+    "N": "optimal parameters N*",
+    "D": "optimal tokens D*",
+    "loss": "loss of the best run (nats per token)",
+}
+CURVE_TITLES = {"tokens": "tokens seen", "flops": "training FLOPs"}
 SIZE = (6.0, 4.2)
 DPI = 200
 FORMATS = ("png", "pdf", "svg")
 DASHES = {"solid": "-", "dash": "--", "dot": ":"}
 STAR = {"marker": "*", "s": 120, "edgecolor": "black", "linewidth": 0.7, "zorder": 4}
+
+
+def shade(share: float) -> str:
+    """A colour of the ordered scale at 0 to 1."""
+    at = float(np.clip(share, 0, 1)) * (len(VIRIDIS) - 1)
+    low = min(int(at), len(VIRIDIS) - 2)
+    mixed = (round(a + (at - low) * (b - a)) for a, b in zip(VIRIDIS[low], VIRIDIS[low + 1], strict=True))
+    return "#{:02x}{:02x}{:02x}".format(*mixed)
+
+
+def shades(values: Array) -> list[str]:
+    """Colours by the logarithm of the values."""
+    log = np.log(values)
+    span = np.ptp(log)
+    return [shade(0.3 if span == 0 else (v - log.min()) / span) for v in log]
+
+
+def profile_curve(profile: Any) -> Series:
+    """N and loss along the curve of an isoFLOP profile, a little beyond its sizes."""
+    N = np.geomspace(profile.N.min() / 1.15, profile.N.max() * 1.15, 80)
+    return N, profile.curve(N)
+
+
+def loss_contours(law: Law, N: Array, D: Array) -> tuple[Array, Array, Array, Array, Optimum]:
+    """Of a law around runs of sizes N and tokens D (runs,): N (n,), D (d,), loss (d, n), round levels, and the
+    compute-efficient frontier under C = 6ND.
+    """
+    n, d = (np.geomspace(values.min() / 2, values.max() * 2, 60) for values in (N, D))
+    loss = np.asarray(law.predict(n[None, :], d[:, None]))
+    low, high = float(loss.min()), float(np.quantile(loss, 0.97))
+    rough = max(high - low, 1e-6) / 20  # at most 20 steps of 1, 2 or 5 times a power of ten
+    power = 10.0 ** np.floor(np.log10(rough))
+    step = float(power * min((m for m in (1, 2, 5, 10) if m * power >= rough), default=10))
+    ends = np.array([np.ceil(low / step) * step, np.floor(high / step) * step, step])
+    return n, d, loss, ends, compute_optimal(law, np.geomspace(6 * n[0] * d[0], 6 * n[-1] * d[-1], 80))
+
+
+def allocation_lines(a: Analysis, quantity: str, C: Array) -> list[tuple[Any, Array, Array | None]]:
+    """Of every approach that says: the approach, its N, D or loss at budgets C (m,), and the band (m, 2), if known."""
+    lines = []
+    for approach in a.approaches.values():
+        values, band = approach.values(C)[quantity], approach.bands(C)[quantity]
+        if approach.available and np.isfinite(values).any():
+            lines.append((approach, values, band if band is not None and np.isfinite(band).all() else None))
+    return lines
+
+
+def measured_optima(a: Analysis, quantity: str) -> tuple[Series, Series]:
+    """N, D or loss that the runs show by budget: accepted isoFLOP vertices, and the envelope's winners."""
+    good = a.profiles.accepted_
+    name = {"N": "N_best", "D": "D_best", "loss": "loss_best"}[quantity]
+    vertices = np.array([p.flops for p in good]), np.array([getattr(p, name) for p in good])
+    return vertices, (a.envelope.flops_, getattr(a.envelope, f"{quantity}_"))
+
+
+def loss_curves(a: Analysis, curves: Any, by: str) -> list[tuple[str, float, Array, Array]]:
+    """Run, N, x and loss of each curve (DataFrame: run_id, tokens, flops, loss) of the table's runs, where x is `by`:
+    tokens or flops.
+    """
+    sizes = dict(zip(a.table.run_id.tolist(), a.table.N.tolist(), strict=True))
+    if curves is None or not {"run_id", "loss", by} <= set(curves):
+        return []
+    known = curves[curves["run_id"].astype(str).isin(sizes) & (curves[by] > 0)].dropna(subset=["loss"])
+    found = []
+    for run, rows in known.groupby(known["run_id"].astype(str), sort=False):
+        rows = rows.sort_values(by)
+        x, loss = (rows[name].to_numpy(dtype=np.float64) for name in (by, "loss"))
+        found.append((str(run), sizes[str(run)], x, loss))
+    return found
 
 
 def _axes(axes: Any, x: str, y: str, log_x: bool = True, log_y: bool = False) -> Any:
@@ -57,14 +146,13 @@ def _legend(axes: Any, columns: int) -> Any:
 def plot_contours(law: Law, N: Array, D: Array, loss: Array, axes: Any = None) -> Any:
     """Loss of the law over (N, D), the runs, and the compute-efficient frontier under C = 6ND."""
     axes = _axes(axes, "parameters N", "tokens D", log_y=True)
-    found = series.loss_contours(law, N, D)
-    levels = np.arange(found.low, found.high + found.step / 2, found.step)
-    axes.clabel(axes.contour(found.N, found.D, found.loss, levels, cmap="viridis", linewidths=0.9), fontsize=7)
-    colour = APPROACH_STYLE["parametric"][0]
-    axes.plot(found.frontier.N, found.frontier.D, color=colour, linewidth=2.4, label="efficient frontier")
+    n, d, surface, (low, high, step), best = loss_contours(law, N, D)
+    levels = np.arange(low, high + step / 2, step)
+    axes.clabel(axes.contour(n, d, surface, levels, cmap="viridis", linewidths=0.9), fontsize=7)
+    axes.plot(best.N, best.D, color=APPROACH_STYLE["parametric"][0], linewidth=2.4, label="efficient frontier")
     axes.scatter(N, D, c=loss, cmap="viridis", s=26, edgecolor="black", linewidth=0.6, zorder=3, label="runs")
-    axes.set_xlim(found.N[0], found.N[-1])
-    axes.set_ylim(found.D[0], found.D[-1])
+    axes.set_xlim(n[0], n[-1])
+    axes.set_ylim(d[0], d[-1])
     return _legend(axes, 2)
 
 
@@ -76,7 +164,7 @@ def plot_isoflop(profiles: Any, axes: Any = None) -> Any:
         axes.scatter(p.N, p.loss, color=colour, s=24, zorder=3, label=f"{scientific(p.flops)} FLOPs")
         if p.has_curve:
             line = "-" if p.accepted else ":"
-            axes.plot(*series.profile_curve(p), color=colour, linestyle=line, linewidth=1.4)
+            axes.plot(*profile_curve(p), color=colour, linestyle=line, linewidth=1.4)
         if p.accepted:
             axes.scatter([p.N_best], [p.loss_best], color=colour, **STAR)
     return _legend(axes, 5) if shown else axes
@@ -90,13 +178,13 @@ def plot_allocation(analysis: Analysis, quantity: str = "N", axes: Any = None) -
     axes = _axes(axes, "training FLOPs", OPTIMUM_TITLES[quantity], log_y=log)
     C = np.geomspace(analysis.table.flops.min() / 2, analysis.table.flops.max() * 30, 120)
     seen: list[Array] = []
-    for approach, values, band in series.allocation_lines(analysis, quantity, C):
+    for approach, values, band in allocation_lines(analysis, quantity, C):
         colour, dash, _ = APPROACH_STYLE[approach.key]
         axes.plot(C, values, color=colour, linestyle=DASHES[dash], linewidth=1.8, label=approach.title)
         seen.append(values[np.isfinite(values)])
         if band is not None:
             axes.fill_between(C, np.clip(band[:, 0], 1e-30, None), band[:, 1], color=colour, alpha=0.13, linewidth=0)
-    vertices, _ = series.measured_optima(analysis, quantity)
+    vertices, _ = measured_optima(analysis, quantity)
     axes.scatter(*vertices, color=APPROACH_STYLE["isoflop"][0], **STAR)
     seen.append(vertices[1])
     everything = np.concatenate(seen)
@@ -115,7 +203,7 @@ def plot_curves(analysis: Analysis, curves: Any, by: str = "flops", axes: Any = 
     axes = _axes(axes, CURVE_TITLES[by], LOSS)
     t = analysis.table
     colours = dict(zip(t.N.tolist(), shades(t.N), strict=True))
-    for _, N, x, loss in series.loss_curves(analysis, curves, by):
+    for _, N, x, loss in loss_curves(analysis, curves, by):
         axes.plot(x, loss, color=colours[N], linewidth=0.9, alpha=0.85)
     axes.scatter(t.D if by == "tokens" else t.flops, t.loss, color=shades(t.N), s=16, zorder=3)
     axes.set_title(f"dark: N = {count(t.N.min())}, light: N = {count(t.N.max())}", fontsize=9)

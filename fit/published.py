@@ -21,22 +21,13 @@ import yaml
 from numpy.typing import ArrayLike
 
 from .allocation.allocation import Optimum, optimum
-from .errors import Array, InputError, positive
+from .errors import Array, Constants, InputError, by_name, floats, positive, unboxed
 from .laws.registry import law_class
 
 if TYPE_CHECKING:
     import pandas as pd
 
-Constants = Mapping[str, float]
 SAID = ("loss_unit", "N_convention", "flops_convention", "tokenizer", "data", "source", "notes")
-
-
-def _power(inputs: Mapping[str, Array], c: Constants) -> Array:
-    """The product of k and (x / x_0)^p_x over the inputs."""
-    value = np.asarray(c["k"], dtype=np.float64)
-    for name, x in inputs.items():
-        value = value * (x / c.get(f"{name}_0", 1.0)) ** c.get(f"p_{name}", 0.0)
-    return value
 
 
 # Forms of one input x that no fitted law has; every other form is that of a law here.
@@ -90,21 +81,19 @@ class PublishedLaw:
 
     def __call__(self, *inputs: ArrayLike, **named: ArrayLike) -> Any:
         """The law at its inputs, by position or by name, broadcast together; a float for floats."""
-        given = dict(zip(self.inputs, inputs, strict=False)) | named
-        if len(inputs) + len(named) != len(self.inputs) or set(given) != set(self.inputs):
-            said = ", ".join([*(f"#{i + 1}" for i in range(len(inputs))), *named]) or "nothing"
-            raise InputError(f"{self.name} was given {said}; it takes {', '.join(self.inputs)}, each once.")
-        values = {}
-        for name in self.inputs:
-            value = np.asarray(given[name], dtype=np.float64)
+        values = by_name(self.name, self.inputs, inputs, named)
+        for name, given in values.items():
+            value = floats(given)
             values[name] = positive(name, value.ravel()).reshape(value.shape)
         if self.form == "power":
-            found = _power(values, self.constants)
+            c, found = self.constants, floats(self.constants["k"])
+            for name, x in values.items():
+                found = found * (x / c.get(f"{name}_0", 1.0)) ** c.get(f"p_{name}", 0.0)
         elif self.form in CURVES:
-            found = np.asarray(CURVES[self.form](values[self.inputs[0]], self.constants))
+            found = CURVES[self.form](values[self.inputs[0]], self.constants)
         else:
-            found = np.asarray(law_class(self.form).evaluate(self.constants, *values.values()))
-        return float(found) if found.ndim == 0 else found
+            found = law_class(self.form).evaluate(self.constants, *values.values())
+        return unboxed(found)
 
     @property
     def allocates(self) -> bool:
@@ -112,7 +101,7 @@ class PublishedLaw:
 
     def optimal(self, flops: ArrayLike) -> Optimum:
         """N, D and loss (NaN where none is given) at `flops`, a scalar or (targets,), by the law's conventions."""
-        C = positive("flops", np.atleast_1d(np.asarray(flops, dtype=np.float64)))
+        C = positive("flops", np.atleast_1d(floats(flops)))
         if not self.allocates:
             able = ", ".join(law.name for law in published_laws() if law.allocates)
             raise InputError(f"{self.name} gives the {self.kind} and does not split a budget; these do: {able}.")

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .errors import Array, InputError, positive
-from .errors import weights as check_weights
+from .errors import Array, InputError, check_weights, positive
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -67,16 +67,26 @@ class RunTable:
         return self.loss_se if (np.isfinite(self.loss_se) & (self.loss_se > 0)).all() else None
 
     def column(self, name: str) -> Array:
-        import pandas as pd
-
-        if name not in self.frame:
-            return np.full(len(self), np.nan)
-        return pd.to_numeric(self.frame[name].iloc[self.rows], errors="coerce").to_numpy(dtype=np.float64)
+        return numeric(self.frame, name)[self.rows]
 
     def where(self, keep: np.ndarray) -> RunTable:
         """The runs of a mask (n,)."""
         names = ("N", "D", "loss", "loss_se", "flops", "budget", "run_id", "group", "weight", "rows")
         return replace(self, **{name: getattr(self, name)[keep] for name in names})
+
+
+def numeric(frame: pd.DataFrame, name: str) -> Array:
+    """A column as numbers, NaN where there are none."""
+    import pandas as pd
+
+    if name not in frame:
+        return np.full(len(frame), np.nan)
+    return pd.to_numeric(frame[name], errors="coerce").to_numpy(dtype=np.float64, na_value=np.nan)
+
+
+def ended(frame: pd.DataFrame) -> np.ndarray:
+    """Which rows are of finished runs, (rows,)."""
+    return frame["final"].astype(str).str.strip().str.lower().isin(["true", "1", "1.0"]).to_numpy(dtype=bool)
 
 
 def read_table(
@@ -96,49 +106,64 @@ def read_table(
     notes: list[str] = []
     if len(frame) == 0:
         raise InputError(f"{said} has no rows; at least one run is needed.")
+    if derive_d not in (None, "6nd"):
+        raise InputError(f"derive_d is {derive_d!r}; '6nd' (D = FLOPs / 6N) or nothing is accepted.")
     names = _resolve(frame, columns or {}, said)
     rows = _finished(frame, notes, said)
     part = frame.iloc[rows]
-    labels = list(part.index + 2) if _is_file(source) else list(part.index)  # a CSV's line, counting its header
+    # A CSV's line, counting its header.
+    labels = list(part.index + (2 if isinstance(source, (str, Path)) else 0))
 
-    def numbers(name: str) -> Any:
-        return _numeric(part[names[name]], names[name], labels)
-
+    numbers = partial(_numbers, part, names, labels)
     N = positive(names["N"], numbers("N"), labels)
     flops = positive(names["flops"], numbers("flops"), labels) if "flops" in names else None
-    D = _tokens(names, numbers, N, flops, derive_d, labels, notes, frame, said)
+    if "D" in names:
+        D = positive(names["D"], numbers("D"), labels)
+        if derive_d:
+            notes.append("D is in the table, so it was not derived.")
+    else:
+        D = _derived(frame, N, flops, derive_d, said)
+        notes.append("D was not given and is derived as FLOPs / (6N).")
     loss = positive(names["loss"], numbers("loss"), labels)
     if flops is None:
         flops = 6.0 * N * D
         notes.append("FLOPs were not given and are taken as 6ND.")
-    absent = np.full(len(part), np.nan)
     run_id = part[names["run_id"]].astype(str).to_numpy() if "run_id" in names else np.arange(len(part)).astype(str)
     group = run_id
     if "group" in names:
         named = part[names["group"]]
         group = np.where(named.isna(), run_id, named.astype(str))
     kept = _best(loss, drop_worst, notes)
-    return RunTable(
-        N=N[kept],
-        D=D[kept],
-        loss=loss[kept],
-        loss_se=(numbers("loss_se") if "loss_se" in names else absent)[kept],
-        flops=flops[kept],
-        budget=(numbers("budget") if "budget" in names else absent)[kept],
-        run_id=np.asarray(run_id, dtype=str)[kept],
-        group=np.asarray(group, dtype=str)[kept],
-        weight=(check_weights(numbers("weight"), len(part), labels) if "weight" in names else np.ones(len(part)))[kept],
+    table = RunTable(
+        N=N,
+        D=D,
+        loss=loss,
+        loss_se=numbers("loss_se"),
+        flops=flops,
+        budget=numbers("budget"),
+        run_id=np.asarray(run_id, dtype=str),
+        group=np.asarray(group, dtype=str),
+        weight=check_weights(numbers("weight") if "weight" in names else None, len(part), labels),
         frame=frame,
-        rows=rows[kept],
+        rows=rows,
         notes=tuple(notes),
         source=said,
         derived_d="D" not in names,
         dropped=drop_worst,
     )
+    return table.where(kept)
 
 
-def _is_file(source: Any) -> bool:
-    return isinstance(source, (str, Path))
+def _numbers(part: pd.DataFrame, names: dict[str, str], labels: list[Any], name: str) -> Array:
+    if name not in names:
+        return np.full(len(part), np.nan)
+    values, given = numeric(part, names[name]), part[names[name]]
+    text = np.isnan(values) & given.notna().to_numpy()
+    text &= given.astype(str).str.strip().str.lower().ne("nan").to_numpy()
+    if text.any():
+        first = int(np.argmax(text))
+        raise InputError(f"{names[name]} is {str(given.iloc[first])!r} in row {labels[first]}; a number is expected.")
+    return values
 
 
 def _load(source: str | Path | pd.DataFrame) -> tuple[pd.DataFrame, str]:
@@ -200,7 +225,7 @@ def _resolve(frame: pd.DataFrame, columns: Mapping[str, str], said: str) -> dict
 def _finished(frame: pd.DataFrame, notes: list[str], said: str) -> np.ndarray:
     keep = np.ones(len(frame), dtype=bool)
     if "final" in frame:
-        keep = frame["final"].astype(str).str.strip().str.lower().isin(["true", "1", "1.0"]).to_numpy(dtype=bool)
+        keep = ended(frame)
         if not keep.all():
             notes.append(f"{int((~keep).sum())} intermediate checkpoints are left out of the fits.")
     if "state" in frame:
@@ -213,42 +238,13 @@ def _finished(frame: pd.DataFrame, notes: list[str], said: str) -> np.ndarray:
     return np.flatnonzero(keep)
 
 
-def _numeric(series: pd.Series, name: str, labels: list[Any]) -> Array:
-    import pandas as pd
-
-    values = pd.to_numeric(series, errors="coerce").to_numpy(dtype=np.float64, na_value=np.nan)
-    text = np.isnan(values) & series.notna().to_numpy()
-    text &= series.astype(str).str.strip().str.lower().ne("nan").to_numpy()
-    if text.any():
-        first = int(np.argmax(text))
-        raise InputError(f"{name} is {str(series.iloc[first])!r} in row {labels[first]}; a number is expected.")
-    return values
-
-
-def _tokens(
-    names: dict[str, str],
-    numbers: Any,
-    N: Array,
-    flops: Array | None,
-    derive_d: str | None,
-    labels: list[Any],
-    notes: list[str],
-    frame: pd.DataFrame,
-    said: str,
-) -> Array:
-    if derive_d not in (None, "6nd"):
-        raise InputError(f"derive_d is {derive_d!r}; '6nd' (D = FLOPs / 6N) or nothing is accepted.")
-    if "D" in names:
-        if derive_d:
-            notes.append("D is in the table, so it was not derived.")
-        return positive(names["D"], numbers("D"), labels)
+def _derived(frame: pd.DataFrame, N: Array, flops: Array | None, derive_d: str | None, said: str) -> Array:
     exist = ", ".join(map(str, frame.columns))
     if derive_d is None:
         hint = "; FLOPs are there, so D can be derived with '6nd'" if flops is not None else ""
         raise InputError(f"{said} has no column 'D'; it has {exist}{hint}.")
     if flops is None:
         raise InputError(f"D cannot be derived as FLOPs / 6N because {said} has no column 'flops'; it has {exist}.")
-    notes.append("D was not given and is derived as FLOPs / (6N).")
     return flops / (6.0 * N)
 
 

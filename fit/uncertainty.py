@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from .errors import Array, InputError
+from .errors import Array, InputError, floats
 
 REDRAWS = 50
 RUNS_PER_CONSTANT = 20  # from here on pairs cover at the nominal rate, and are preferred
@@ -21,14 +21,27 @@ ALONE = 1e-6  # a share of the leverage that one group leaves to all others, bel
 STILL = 1e-6  # variance of a log input below which a resample holds it constant
 
 
+def by_group(groups: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Sorted labels, and each row's place among them."""
+    return np.unique(np.asarray(groups).astype(str), return_inverse=True)
+
+
+def group_labels(groups: Any, rows: int) -> np.ndarray:
+    """The group of each row, as text; by default itself."""
+    labels = np.arange(rows) if groups is None else np.asarray(groups)
+    if len(labels) != rows:
+        raise InputError(f"groups has {len(labels)} values and the fit has {rows} points; each needs one.")
+    return labels.astype(str)
+
+
 def cluster_counts(groups: Any, resamples: int, seed: int = 0) -> Array:
     """How often each row occurs in each resample, (resamples, rows), when whole `groups` (rows,) are drawn."""
     if resamples < 1:
         raise InputError(f"bootstrap is {resamples}; a positive number of resamples is needed.")
-    labels, member = np.unique(np.asarray(groups).astype(str), return_inverse=True)
+    labels, member = by_group(groups)
     generator = np.random.default_rng(seed)
     share = np.full(len(labels), 1.0 / len(labels))
-    return generator.multinomial(len(labels), share, size=resamples).astype(np.float64)[:, member.ravel()]
+    return generator.multinomial(len(labels), share, size=resamples).astype(np.float64)[:, member]
 
 
 def identifiable_counts(
@@ -48,7 +61,8 @@ def identifiable_counts(
     for attempt in range(1, REDRAWS):
         poor = ((counts * weight) @ member > 0).sum(axis=1) <= free
         for axis in axes:
-            poor |= _variance(axis, counts) < STILL
+            total = counts.sum(axis=1)
+            poor |= counts @ axis**2 / total - (counts @ axis / total) ** 2 < STILL
         if not poor.any():
             return counts, redrawn
         redrawn += int(poor.sum())
@@ -58,7 +72,7 @@ def identifiable_counts(
 
 def independent_groups(groups: Any, free: int) -> int:
     """How many groups there are; raises InputError where they are too few for `free` parameters."""
-    independent = len(np.unique(np.asarray(groups).astype(str)))
+    independent = len(by_group(groups)[0])
     if independent <= free:
         raise _too_few(independent, free)
     return independent
@@ -80,15 +94,10 @@ def _too_few(independent: int, free: int) -> InputError:
     )
 
 
-def _variance(x: Array, counts: Array) -> Array:
-    mean = counts @ x / counts.sum(axis=1)
-    return counts @ x**2 / counts.sum(axis=1) - mean**2
-
-
 def jackknife_weights(groups: Any) -> Array:
     """Weights (groups, rows) that leave one whole group out at a time, in the order of their sorted labels."""
-    labels, member = np.unique(np.asarray(groups).astype(str), return_inverse=True)
-    return 1.0 - (np.arange(len(labels))[:, None] == member.ravel()[None, :])
+    labels, member = by_group(groups)
+    return 1.0 - (np.arange(len(labels))[:, None] == member)
 
 
 def need_no_group_alone(jacobian: Array, groups: Any, what: str) -> None:
@@ -97,12 +106,12 @@ def need_no_group_alone(jacobian: Array, groups: Any, what: str) -> None:
     jacobian (rows, k) of the fit, each row times the root of its weight. A group stands alone where its block of the
     hat matrix has an eigenvalue of one.
     """
-    labels, member = np.unique(np.asarray(groups).astype(str), return_inverse=True)
+    labels, member = by_group(groups)
     size = np.linalg.norm(jacobian, axis=0)
     left, singular, _ = np.linalg.svd(jacobian / np.where(size > 0, size, 1.0), full_matrices=False)
     left = left[:, singular > 1e-9 * singular[0]]
     for place, label in enumerate(labels):
-        if np.linalg.norm(left[member.ravel() == place], 2) ** 2 > 1.0 - ALONE:
+        if np.linalg.norm(left[member == place], 2) ** 2 > 1.0 - ALONE:
             raise InputError(
                 f"without run {label} the other {len(labels) - 1} independent runs do not determine the constants of "
                 f"{what}; add runs before asking for an interval."
@@ -131,8 +140,7 @@ def wild_targets(
     """
     if n < 1:
         raise InputError(f"bootstrap is {n}; a positive number of resamples is needed.")
-    labels, member = np.unique(np.asarray(groups).astype(str), return_inverse=True)
-    member = member.ravel()
+    labels, member = by_group(groups)
     generator = np.random.default_rng(seed)
     signs = generator.choice([-1.0, 1.0], size=(n, len(labels)))
     noise = width * generator.standard_normal((n, len(labels)))
@@ -144,7 +152,7 @@ def wild_targets(
 
 def percentile_interval(draws: Any, level: float = 0.95) -> tuple[float, float]:
     """The central `level` interval of the draws; infinities count, NaN do not, no draw gives (nan, nan)."""
-    values = np.sort(np.asarray(draws, dtype=np.float64).ravel())
+    values = np.sort(floats(draws).ravel())
     values = values[~np.isnan(values)]
     if values.size == 0:
         return (float("nan"), float("nan"))
@@ -155,6 +163,12 @@ def percentile_interval(draws: Any, level: float = 0.95) -> tuple[float, float]:
     return (float(low), float(high))
 
 
+def percentile_intervals(draws: Array, level: float) -> Array:
+    """`percentile_interval` along the last axis: draws (..., r) give (..., 2)."""
+    rows = [percentile_interval(row, level) for row in draws.reshape(-1, draws.shape[-1])]
+    return np.array(rows).reshape(*draws.shape[:-1], 2)
+
+
 def bca_interval(draws: Any, estimate: float, jackknife: Any, level: float = 0.95) -> tuple[float, float]:
     """Bias-corrected and accelerated bootstrap interval (Efron 1987); percentile where all draws lie on one side.
 
@@ -162,12 +176,12 @@ def bca_interval(draws: Any, estimate: float, jackknife: Any, level: float = 0.9
     """
     from scipy.special import ndtr, ndtri
 
-    values = np.asarray(draws, dtype=np.float64).ravel()
+    values = floats(draws).ravel()
     values = np.sort(values[~np.isnan(values)])
     below = 0.5 * ((values < estimate).mean() + (values <= estimate).mean()) if values.size else 0.0
     if not 0.0 < below < 1.0:
         return percentile_interval(draws, level)
-    left = np.asarray(jackknife, dtype=np.float64)
+    left = floats(jackknife)
     spread = left[np.isfinite(left)].mean() - left[np.isfinite(left)] if np.isfinite(left).any() else np.zeros(1)
     scale = float((spread**2).sum())
     acceleration = float((spread**3).sum()) / (6.0 * scale**1.5) if scale > 0 else 0.0

@@ -231,8 +231,8 @@ def from_mapping(values: Any, source: object, remedy: str = OTHER_VERSION) -> Sw
     try:
         if (kind := values["grid"]["kind"]) not in list(GRIDS):  # it may be a list itself
             raise KeyError(f"grid.kind is {kind!r}, which is none of {', '.join(GRIDS)}")
-        node = GRIDS[kind]
-        result = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(SweepConfig(grid=node())), values))
+        base = OmegaConf.structured(SweepConfig(grid=GRIDS[kind]()))
+        result = OmegaConf.to_object(OmegaConf.merge(base, values))
     except (OmegaConfBaseException, TypeError, KeyError) as error:
         why = str(error.args[0] if error.args else error).splitlines()[0]
         raise UserError(f"{source} cannot be read as a configuration ({why}); {remedy}") from error
@@ -250,26 +250,6 @@ def cluster_of(settings: Mapping[str, Any]) -> ClusterConfig:
 GRIDS: dict[str, type[GridConfig]] = {
     node.kind: node for node in (AdaptiveGrid, PointsGrid, ProductGrid, LadderGrid, IsoflopGrid)
 }
-# Every dataclass that a key of the configuration can belong to.
-SCHEMAS: tuple[type, ...] = (
-    SweepConfig,
-    IsoflopGrid,
-    LadderGrid,
-    ProductGrid,
-    PointsGrid,
-    AdaptiveGrid,
-    GridConfig,
-    ClusterConfig,
-    EvaluateConfig,
-    FitConfig,
-    ModelConfig,
-    DataConfig,
-    OptimizerConfig,
-    ScheduleConfig,
-    ParallelConfig,
-    CheckpointConfig,
-    TrackerConfig,
-)
 
 
 def register() -> None:

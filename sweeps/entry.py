@@ -12,7 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..train.errors import UserError
-from .config import SCHEMAS, SweepConfig, register
+from . import config as schemas
+from .config import SweepConfig, register
 
 CONFIG = Path(__file__).resolve().parent.parent / "conf"
 
@@ -57,14 +58,10 @@ def compose(overrides: list[str]) -> SweepConfig:
     """The configuration of `python sweep.py OVERRIDES`, for commands that need only a part of it."""
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
-    from omegaconf import OmegaConf
 
     register()
     with initialize_config_dir(version_base="1.3", config_dir=str(CONFIG)):
-        config = hydra_compose("config", overrides=[*with_cluster(overrides), "sweep=none"])
-    result = OmegaConf.to_object(config)
-    assert isinstance(result, SweepConfig)
-    return result
+        return _checked(hydra_compose("config", overrides=[*with_cluster(overrides), "sweep=none"]))
 
 
 def with_cluster(arguments: list[str]) -> list[str]:
@@ -87,14 +84,20 @@ def _slurm_answers() -> bool:
 
 
 def to_sweep_config(config: object) -> SweepConfig:
-    """Hydra's config as the dataclasses: every interpolation resolved, every type checked."""
+    """Hydra's config as the dataclasses, with a grid."""
+    result = _checked(config)
+    if result.grid is None:
+        grids = ", ".join(sorted(path.stem for path in (CONFIG / "grid").glob("*.yaml")))
+        raise UserError(f"grid is missing; add +grid=NAME with one of {grids}")
+    return result
+
+
+def _checked(config: object) -> SweepConfig:
+    """As the dataclasses: every interpolation resolved, every type checked."""
     from omegaconf import OmegaConf
 
     result = OmegaConf.to_object(config)
     assert isinstance(result, SweepConfig)
-    if result.grid is None:
-        grids = ", ".join(sorted(path.stem for path in (CONFIG / "grid").glob("*.yaml")))
-        raise UserError(f"grid is missing; add +grid=NAME with one of {grids}")
     return result
 
 
@@ -129,11 +132,10 @@ def composition_error(error: Exception) -> str:
         lines = lines[: lines.index("Config search path:")]
     noise = ("full_key:", "object_type=", "reference_type=", "Set the environment", "Either remove", "Or add")
     sentence = ", ".join(line for line in lines if not line.startswith(noise)).replace(":,", ":")
-    if match := re.search(r"Key '\w+' (?:is )?not in '(\w+)'", sentence):
-        node = next((node for node in SCHEMAS if node.__name__ == match[1]), None)
-        if node is not None:
-            sentence = sentence.split(", To append")[0]
-            sentence += f", which has {', '.join(item.name for item in dataclasses.fields(node))}"
+    match = re.search(r"Key '\w+' (?:is )?not in '(\w+)'", sentence)
+    if match and (node := getattr(schemas, match[1], None)):
+        sentence = sentence.split(", To append")[0]
+        sentence += f", which has {', '.join(item.name for item in dataclasses.fields(node))}"
     return sentence
 
 

@@ -154,7 +154,7 @@ def progress_of_runs(sweep: SweepDirectory, names: Iterable[str], config: SweepC
                 raise
     inventory = Inventory(sweep, live)
     runs = map(sweep.run, names)
-    return {run.run_id: trunks.progress_of(run, live=inventory.has_job(run)) for run in runs}
+    return {run.run_id: trunks.progress_of(run, live=bool(inventory.jobs_of(run))) for run in runs}
 
 
 def write_plan(prepared: Prepared, command: list[str] | None = None) -> None:

@@ -23,6 +23,11 @@ def plain_table(columns: Iterable[str], left: Collection[str] = (), title: str |
     return table
 
 
+def say(text: str) -> None:
+    """Prints a sentence with rich's markup, and without colours or breaks of its own."""
+    console().print(text, highlight=False, soft_wrap=True)
+
+
 def short(value: float) -> str:
     """1234567 -> 1.23M: three digits and a unit, as people say N and D."""
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from isoflop.sweeps.runs.directory import RunDirectory
+from isoflop.sweeps.runs.queue import Queue, Unit
 from isoflop.train.config import (
     DataConfig,
     ModelConfig,
@@ -45,3 +46,20 @@ def own_signals() -> Iterator[None]:
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+def end_unit(queue: Queue, unit: Unit) -> None:
+    with queue._mutex():
+        if queue._may_settle(index := queue._index[unit]):
+            queue._end(index)
+
+
+def release_unit(queue: Queue, unit: Unit, wait_seconds: float = 0.0, avoid: Sequence[str] = ()) -> None:
+    """Gives a unit back, to be claimed after `wait_seconds`, and for a while by no node to avoid."""
+    with queue._mutex():
+        if queue._may_settle(index := queue._index[unit]):
+            queue._release(index, wait_seconds, avoid)
+
+
+def is_over(queue: Queue) -> bool:
+    return not queue.left() and not queue._open

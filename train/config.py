@@ -224,11 +224,8 @@ class RunConfig:
         return self.steps * self.batch_tokens
 
 
-def identity(config: RunConfig) -> dict[str, Any]:
-    return _strip_cosmetic(config)
-
-
-def _strip_cosmetic(node: Any) -> dict[str, Any]:
+def identity(node: Any) -> dict[str, Any]:
+    """What a run, or a group of its config, is beside its cosmetic fields."""
     result: dict[str, Any] = {}
     for name, is_float, is_group, *default in _science(node.__class__):
         value = getattr(node, name)
@@ -236,7 +233,7 @@ def _strip_cosmetic(node: Any) -> dict[str, Any]:
             continue  # `later`
         if is_float and isinstance(value, int):
             value = float(value)  # 1 and 1.0 are the same science
-        result[name] = _strip_cosmetic(value) if is_group else value
+        result[name] = identity(value) if is_group else value
     # Groups such as tracker have nothing but cosmetic fields: leave no empty shell behind.
     return {key: value for key, value in result.items() if value != {}}
 
@@ -290,12 +287,8 @@ def from_dict(cls: type[T], values: dict[str, Any], prefix: str = "") -> T:
     return cls(**kwargs)
 
 
-_GROUPS: dict[str, type] = {
-    "model": ModelConfig,
-    "data": DataConfig,
-    "optimizer": OptimizerConfig,
-    "schedule": ScheduleConfig,
-    "parallel": ParallelConfig,
-    "checkpoint": CheckpointConfig,
-    "tracker": TrackerConfig,
+_GROUPS: dict[str, Any] = {
+    item.name: item.default_factory
+    for item in dataclasses.fields(RunConfig)
+    if dataclasses.is_dataclass(item.default_factory)
 }

@@ -40,18 +40,13 @@ def count_parameters(model: ModelConfig) -> ParameterCount:
     )
 
 
-def forward_flops_per_token(model: ModelConfig, sequence_length: int) -> int:
-    """Matrix-product FLOPs of one forward pass, per token."""
+def training_flops_per_token(model: ModelConfig, sequence_length: int) -> int:
+    """Of the forward pass's matrix products, and twice as much for the backward pass."""
     # Scores (T x head_dim products) and their weighting of the values, every query against the full square, or against
     # as many keys as its window has.
     keys = min(sequence_length, model.window or sequence_length)
     attention = model.depth * 2 * 2 * keys * model.width
-    return sum(parameter.flops for parameter in model_shape(model).parameters) + attention
-
-
-def training_flops_per_token(model: ModelConfig, sequence_length: int) -> int:
-    """Forward, and twice as much for the backward pass."""
-    return 3 * forward_flops_per_token(model, sequence_length)
+    return 3 * (sum(parameter.flops for parameter in model_shape(model).parameters) + attention)
 
 
 def flops_exact(config: RunConfig) -> float:

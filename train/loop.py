@@ -103,21 +103,14 @@ def open_run_shards(config: RunConfig, shards: Shards | None, job: Job, alive: C
     return shards
 
 
-class Holder(Protocol):
-    """Who owns weights and moments."""
-
-    def held(self) -> Sequence[Held]:
-        """Writable views of them."""
-
-
 class Steps(Protocol):
     """What a trainer needs of who takes its steps: `Stepper`, or a member of an ensemble."""
 
     micro: int  # sequences in one forward pass
     stream: TrainStream
 
-    @property
-    def zero(self) -> Holder: ...
+    def held(self) -> Sequence[Held]:
+        """Weights and moments, as writable views."""
 
     def start(self) -> None:
         """Sets the initial weights."""
@@ -126,7 +119,7 @@ class Steps(Protocol):
         """Plain numbers for the checkpoint."""
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Goes on from `state()`, after `zero.held()` was filled."""
+        """Goes on from `state()`, after `held()` was filled."""
 
     def losses(self, windows: Tensor, beat: Callable[[], None]) -> Tensor:
         """Summed nats of each window (n, T + 1) -> (n,) float64 on the CPU."""
@@ -237,7 +230,7 @@ class Trainer:
         self._watch()
         self.job.watchdog.beat(self.progress.step, "saving a checkpoint")
         state = {**vars(self.progress), **self.stepper.state()}
-        self.saver.save(self.progress.step, self.stepper.zero.held(), state)
+        self.saver.save(self.progress.step, self.stepper.held(), state)
 
     def finish(self) -> dict[str, Any]:
         """After the last step: the last checkpoint, the summary, and the tracker's end."""
@@ -260,7 +253,7 @@ class Trainer:
 
     def _resume(self) -> None:
         state = resume_state(
-            self.directory / "checkpoints", self.stepper.zero.held(), self.config, self.job.mesh, self.report
+            self.directory / "checkpoints", self.stepper.held(), self.config, self.job.mesh, self.report
         )
         if state is None:
             self.stepper.start()

@@ -32,7 +32,7 @@ from .model.shape import (
     share_of,
     visible_blocks,
 )
-from .parallel.buckets import fill, gathered_units, pack_bucket
+from .parallel.buckets import bucket_layouts
 
 FP32, INDEX = 4, 8  # bytes of an fp32 number, and of a token's id
 
@@ -69,19 +69,19 @@ class Memory:
 
 def memory(config: RunConfig, device: str = "cuda") -> Memory:
     """Bytes of one rank of a run that has passed `validation.check_shapes`; `device` is cpu or cuda."""
-    share, parallel, stage = share_of(config), config.parallel, stage_of(config)
+    share, parallel, stage = share_of(config, device), config.parallel, stage_of(config)
     buckets = bucket_sizes(share, config)
     held = state_bytes(sum(buckets), share.itemsize, stage, parallel.dp)
     state, depth = sum(held.values()), share.depth
-    kept = kept_by_block(share, parallel.recompute, device)
-    head = kept_by_head(share)
-    at_loss = loss_workspace(share, device)
-    in_block = block_workspace(share, parallel.recompute, device)
-    mask = mask_bytes(share, parallel.recompute, device)
+    kept = kept_by_block(share)
+    head, at_loss, in_block = kept_by_head(share), loss_workspace(share), block_workspace(share)
+    mask = 0
+    if has_mask(share) and not (share.recompute == "none" and keeps_softmax(share)):
+        mask = (share.sequences if share.documents else 1) * share.length**2 * share.itemsize
     table = share.table * share.itemsize
     waiting = table if share.tied else 0  # the head's part of a tied table's gradient, until the embedding's comes
     gathered = [gathered_bytes(buckets, share, stage, done) for done in range(depth + 1)]
-    travelling = [reduction_bytes(buckets, share, parallel.dp, stage, device, done) for done in range(depth + 1)]
+    travelling = [reduction_bytes(buckets, share, parallel.dp, stage, done) for done in range(depth + 1)]
     backward = [mask + (depth - done) * kept + gathered[done] + travelling[done] for done in range(depth)]
     return Memory(
         **held,
@@ -125,17 +125,15 @@ def state_bytes(elements: int, itemsize: int, stage: int, ranks: int) -> dict[st
 def bucket_sizes(share: Share, config: RunConfig) -> tuple[int, ...]:
     """Elements of the rank's buckets in backward order, padding included; at stage 3 one per block."""
     limit = max(1, int(config.parallel.bucket_mb * 2**20 / share.itemsize))
-    alike = replace(share, sequences=0, rows=0)  # the micro-batch changes no bucket
+    alike = replace(share, sequences=0, rows=0, recompute="", device="")  # which change no bucket
     return _bucket_sizes(alike, limit, config.parallel.dp, stage_of(config))
 
 
 @lru_cache(maxsize=64)
 def _bucket_sizes(share: Share, limit: int, ranks: int, stage: int) -> tuple[int, ...]:
     sizes = {parameter.name: parameter.size for parameter in share.parameters}
-    backward = list(reversed(sizes))
-    runs = gathered_units(backward, share.depth, share.tied) if stage == 3 else fill(backward, sizes, limit)
-    group = dict.fromkeys(sizes, 0)  # which parameters are neighbours changes no size
-    return tuple(pack_bucket(run, sizes, group, ranks).size for run in runs)
+    groups = dict.fromkeys(sizes, 0)  # which parameters are neighbours changes no size
+    return tuple(bucket.size for bucket in bucket_layouts(sizes, groups, limit, ranks, gathered=stage == 3))
 
 
 def gathered_bytes(buckets: Sequence[int], share: Share, stage: int, done: int | None) -> int:
@@ -152,13 +150,13 @@ def gathered_bytes(buckets: Sequence[int], share: Share, stage: int, done: int |
     return share.itemsize * (min(2, share.depth - done) * block + (final if share.tied else 0))
 
 
-def reduction_bytes(buckets: Sequence[int], share: Share, ranks: int, stage: int, device: str, done: int) -> int:
+def reduction_bytes(buckets: Sequence[int], share: Share, ranks: int, stage: int, done: int) -> int:
     """Copies of gradients while block `done`, counted from the last, goes backward; done = depth is the embedding.
 
     A bucket that is being summed has a copy for what the other ranks send, unless NCCL adds by itself, in fp32. From
     stage 2 on the whole bucket is such a copy too, and so is the one that is being filled.
     """
-    native = share.itemsize == FP32 and (device == "cuda" or stage == 0)
+    native = share.itemsize == FP32 and (share.device == "cuda" or stage == 0)
     if ranks == 1 or (stage < 2 and native):
         return 0
     come = done * share.block_size + share.width + (0 if share.tied else share.table)
@@ -173,19 +171,19 @@ def reduction_bytes(buckets: Sequence[int], share: Share, ranks: int, stage: int
     return share.itemsize * (received + sum(summed) + sum(filled))
 
 
-def kept_by_block(share: Share, recompute: str, device: str) -> int:
+def kept_by_block(share: Share) -> int:
     stream = share.rows * share.width * share.itemsize
-    if recompute == "full":
+    if share.recompute == "full":
         return stream
     inner = share.tokens * share.hidden * share.itemsize
     kept = 2 * stream + 2 * inner  # before and after attention; gate and up
-    if recompute == "selective":
+    if share.recompute == "selective":
         return kept + product_bytes(share)
     # A value that is a view of the fused product keeps all of it, and so do norms of heads, which read it.
-    copied = share.heads > 1 if keeps_softmax(share, device) else repeats_heads(share, device)
+    copied = share.heads > 1 if keeps_softmax(share) else repeats_heads(share)
     product = product_bytes(share) if share.head_norms or not copied else 0
     norms = 2 * stream + 2 * share.rows * FP32  # what they give, and one number per token
-    return kept + norms + product + attention_bytes(share, device) + inner
+    return kept + norms + product + attention_bytes(share) + inner
 
 
 def product_bytes(share: Share) -> int:
@@ -196,30 +194,30 @@ def heads_bytes(share: Share, heads: int) -> int:
     return share.tokens * heads * share.head_dim * share.itemsize
 
 
-def keeps_softmax(share: Share, device: str) -> bool:
+def keeps_softmax(share: Share) -> bool:
     """Whether attention runs in our blocks for CPUs, which keep their softmax, and copies of what they read."""
-    return device == "cpu" and share.precision == "bf16" and share.length <= LONGEST_KEPT
+    return share.device == "cpu" and share.precision == "bf16" and share.length <= LONGEST_KEPT
 
 
-def repeats_heads(share: Share, device: str) -> bool:
+def repeats_heads(share: Share) -> bool:
     """Whether PyTorch's kernel needs key and value once for every query head: on GPUs those of fp32 do."""
-    return share.heads > share.kv_used and device == "cuda" and share.precision == "fp32"
+    return share.heads > share.kv_used and share.device == "cuda" and share.precision == "fp32"
 
 
-def attention_bytes(share: Share, device: str) -> int:
+def attention_bytes(share: Share) -> int:
     """Kept from the fused product to the output's product, whose input is included."""
     queries = heads_bytes(share, share.heads)
     rotated = heads_bytes(share, share.heads + share.kv_heads)  # queries and keys, of which both are views
-    if keeps_softmax(share, device):  # a single head needs no copy of its key and value
+    if keeps_softmax(share):  # a single head needs no copy of its key and value
         softmax = share.sequences * share.heads * sum(softmax_blocks(share)) * share.itemsize
         kept = softmax + (4 * queries if share.heads > 1 else 2 * queries + rotated)
-    elif repeats_heads(share, device):  # the value is no view any more
+    elif repeats_heads(share):  # the value is no view any more
         kept = (queries if share.head_norms else rotated) + 3 * queries
     else:
         kept = rotated + queries
-        if has_mask(share, device) and share.length > query_block(share.length):
+        if has_mask(share) and share.length > query_block(share.length):
             kept += queries  # what the blocks of queries give, before they are one
-    if not keeps_softmax(share, device):
+    if not keeps_softmax(share):
         kept += share.tokens * share.heads * FP32  # the logarithm of each query's normaliser
     if share.head_norms:
         kept += share.tokens * (share.heads + share.kv_heads) * FP32
@@ -232,15 +230,9 @@ def softmax_blocks(share: Share) -> list[int]:
     return [(end - start) * (end - low) for low, start, end in blocks]
 
 
-def has_mask(share: Share, device: str) -> bool:
+def has_mask(share: Share) -> bool:
     """Whether a mask says what is seen, as PyTorch's kernels want it; ours for GPUs needs none."""
-    return device == "cpu" and (share.window is not None or share.documents)
-
-
-def mask_bytes(share: Share, recompute: str, device: str) -> int:
-    if not has_mask(share, device) or (recompute == "none" and keeps_softmax(share, device)):
-        return 0
-    return (share.sequences if share.documents else 1) * share.length**2 * share.itemsize
+    return share.device == "cpu" and (share.window is not None or share.documents)
 
 
 def kept_by_head(share: Share) -> int:
@@ -255,40 +247,40 @@ def kept_by_head(share: Share) -> int:
     return norm + share.tokens * (share.vocabulary * share.itemsize + INDEX + 1 + FP32)
 
 
-def norm_workspace(share: Share, device: str) -> int:
+def norm_workspace(share: Share) -> int:
     """Derivatives in a norm's backward pass."""
     stream = share.rows * share.width
-    wide = 0 if device == "cuda" else 2 if share.precision == "fp32" else 4
+    wide = 0 if share.device == "cuda" else 2 if share.precision == "fp32" else 4
     return 2 * stream * share.itemsize + wide * stream * FP32
 
 
-def loss_workspace(share: Share, device: str) -> int:
+def loss_workspace(share: Share) -> int:
     """Bytes beside `kept_by_head`, from the loss back to the last block: the most at the loss, the head or the norm."""
     if share.split:
-        return _split_loss_workspace(share, device)
+        return _split_loss_workspace(share)
     stream, table = share.rows * share.width * share.itemsize, share.table * share.itemsize
-    chunk = min(rows_at_a_time(share.vocabulary, device), share.tokens) * share.vocabulary
+    chunk = min(rows_at_a_time(share.vocabulary, share.device), share.tokens) * share.vocabulary
     narrow = share.itemsize < FP32
     # On CPUs the softmax beside the logits, in low precision both in fp32 beside them.
-    softmax = 0 if device == "cuda" else (2 if narrow else 1) * chunk * FP32
-    product = table if narrow and device == "cpu" else 0  # a chunk's term of the weights' derivative
+    softmax = 0 if share.device == "cuda" else (2 if narrow else 1) * chunk * FP32
+    product = table if narrow and share.device == "cpu" else 0  # a chunk's term of the weights' derivative
     forward = stream + chunk * share.itemsize + max(softmax, product)
     head = table if narrow else 0  # the weights' derivative in their own type; from here on, if tied, it waits
-    norm = norm_workspace(share, device) - stream - share.table * FP32 + (table if share.tied else 0)
+    norm = norm_workspace(share) - stream - share.table * FP32 + (table if share.tied else 0)
     return max(forward, head, norm)
 
 
-def _split_loss_workspace(share: Share, device: str) -> int:
+def _split_loss_workspace(share: Share) -> int:
     logits, whole = share.tokens * share.vocabulary, share.tokens * share.width * share.itemsize
     # The derivative takes the logits' place, in low precision through fp32: some rows, and those before them.
-    chunk = max(LOGITS_AT_A_TIME[device], share.vocabulary)
+    chunk = max(LOGITS_AT_A_TIME[share.device], share.vocabulary)
     derivative = min(logits, 2 * chunk) * FP32 if share.itemsize < FP32 else 0
     gathered = whole if share.rows < share.tokens else 0
     products = logits * share.itemsize + gathered + whole + share.table * share.itemsize
-    return max(derivative, products - logits * share.itemsize, norm_workspace(share, device) - logits * share.itemsize)
+    return max(derivative, products - logits * share.itemsize, norm_workspace(share) - logits * share.itemsize)
 
 
-def block_workspace(share: Share, recompute: str, device: str) -> int:
+def block_workspace(share: Share) -> int:
     """Bytes beside what all blocks keep while one goes backward: the most at any of four moments.
 
     They are SwiGLU's derivative, that of the MLP's first product, of its norm, and of attention. Before each, some of
@@ -297,14 +289,14 @@ def block_workspace(share: Share, recompute: str, device: str) -> int:
     stream, whole = share.rows * share.width * share.itemsize, share.tokens * share.width * share.itemsize
     inner = share.tokens * share.hidden * share.itemsize
     gathered = whole if share.rows < share.tokens else 0
-    norm = norm_workspace(share, device)
+    norm = norm_workspace(share)
     mixing = 4 * heads_bytes(share, share.heads) + product_bytes(share)
-    if keeps_softmax(share, device):  # derivatives of the weights and of the scores, a block of queries at a time
+    if keeps_softmax(share):  # derivatives of the weights and of the scores, a block of queries at a time
         mixing += 2 * share.sequences * share.heads * max(softmax_blocks(share)) * share.itemsize
-    if recompute == "selective":
-        again = attention_bytes(share, device)
+    if share.recompute == "selective":
+        again = attention_bytes(share)
         moments = (4 * inner, stream + gathered + whole, norm - 2 * inner, again + mixing - 2 * inner - stream)
         return stream + max(moments)
-    again = kept_by_block(share, "none", device) - stream if recompute == "full" else 0
+    again = kept_by_block(replace(share, recompute="none")) - stream if share.recompute == "full" else 0
     moments = (3 * inner, gathered + whole - inner, norm - 3 * inner - stream, mixing - 3 * inner - 2 * stream)
     return stream + again + max(moments)

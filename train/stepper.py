@@ -48,14 +48,13 @@ class Stepper:
         self.config, self.mesh, self.device, self.stream, self.report = config, mesh, device, stream, report
         self.dtype = compute_dtype(config.precision)
         self.share = config.optimizer.batch_size // mesh.dp  # rows of a batch that are this rank's
-        self.record = record
+        self.record, self.micro = record, micro_batch_of(config)  # rows of one forward pass
         halved = None if record is None else read_json(record)
         self.halved = halved is not None
-        wanted = micro_batch_of(config)
         if halved is not None:
             # A record of another mesh need not divide this one's share.
-            wanted = max(n for n in range(1, min(wanted, halved["micro_batch_size"]) + 1) if self.share % n == 0)
-        self.micro = wanted  # rows of one forward pass
+            most = min(self.micro, halved["micro_batch_size"])
+            self.micro = max(n for n in range(1, most + 1) if self.share % n == 0)
         self.gpt = empty_model(config.model, config.optimizer, config.data.sequence_length)
         placements = split_model(self.gpt, mesh, parallel.sequence_parallel)
         self.gpt.place_angles(device)
@@ -70,10 +69,11 @@ class Stepper:
             bucket_mb=parallel.bucket_mb,
             device=device,
         )
+        self.held = self.zero.held
         self.scaler = LossScaler(config.precision, device)
         self.gpt.set_recompute(parallel.recompute)
         if config.data.separate_documents:
-            self.gpt.separate_documents(stream.end_of_document)
+            self.gpt.end_of_document = stream.end_of_document
         choice = self.gpt.set_attention(parallel.attention, device, self.dtype)
         if device.type == "cuda":
             report(str(choice))
@@ -96,7 +96,7 @@ class Stepper:
         return {"updates": self.zero.updates.item(), "loss_scale": self.scaler.state()}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Takes over `state`, after weights and moments were written to `zero.held()`."""
+        """Takes over `state`, after weights and moments were written to `held()`."""
         self.zero.updates.fill_(state["updates"])
         self.scaler.load_state(state["loss_scale"])
         self.zero.publish()
@@ -153,7 +153,7 @@ class Stepper:
         for start in range(0, self.share, self.micro):
             rows = self._rows(step, start)
             self._begin_pass()
-            with self.zero.micro_batch(last=start + self.micro == self.share):
+            with self.zero.gradients.micro_batch(last=start + self.micro == self.share):
                 loss = self.gpt.loss(rows[:, :-1], rows[:, 1:], z_loss=z_loss) * (self.micro / batch)
                 self.scaler.scaled(loss).backward()
             total += loss.detach()

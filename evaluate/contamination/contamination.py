@@ -77,7 +77,11 @@ def overlaps(
         raise UserError(f"{shards.directory} has no training text; contamination cannot be told from it")
     if cache is None:
         return _search(shards, suite.tasks, ngram, progress)
-    files = {name: cache / "contamination" / f"{_key(shards, task, ngram)}.json" for name, task in suite.tasks.items()}
+    files = {}
+    for name, task in suite.tasks.items():
+        # What the answer depends on: the training text, the items and the question.
+        key = checksum([VERSION, shards.manifest, task.subset["sha256"], task.indices, ngram])[:32]
+        files[name] = cache / "contamination" / f"{key}.json"
     known = _read(files)
     if known.keys() != files.keys():
         waiting = None if progress is None else lambda stage, *_: progress(f"contamination: {stage}")
@@ -86,14 +90,15 @@ def overlaps(
             missing = {name: task for name, task in suite.tasks.items() if name not in known}
             found = _search(shards, missing, ngram, progress)
             for name, items in found.items():
-                _write(files[name], {"task": name, "ngram": ngram, "contaminated": sorted(items)})
+                content = {"task": name, "ngram": ngram, "contaminated": sorted(items)}
+                try:
+                    write_json(files[name], content | {"checksum": checksum(content)})
+                except OSError as error:
+                    raise UserError(
+                        f"{files[name]} cannot be written ({error.strerror or error}); free space or choose a cache"
+                    ) from error
             known |= found
     return {name: known[name] for name in suite.tasks}
-
-
-def _key(shards: Shards, task: SuiteTask, ngram: int) -> str:
-    """What the answer depends on: the training text, the items and the question."""
-    return checksum([VERSION, shards.manifest, task.subset["sha256"], task.indices, ngram])[:32]
 
 
 def _read(files: dict[str, Path]) -> dict[str, set[int]]:
@@ -105,15 +110,6 @@ def _read(files: dict[str, Path]) -> dict[str, set[int]]:
         except (UserError, KeyError, TypeError, ValueError):
             continue
     return known
-
-
-def _write(path: Path, content: dict[str, Any]) -> None:
-    try:
-        write_json(path, content | {"checksum": checksum(content)})
-    except OSError as error:
-        raise UserError(
-            f"{path} cannot be written ({error.strerror or error}); free space or choose a cache"
-        ) from error
 
 
 # --- words -----------------------------------------------------------------------------------------------------------
@@ -161,12 +157,6 @@ class _Index:
         self.near = np.zeros(1 << _FILTER_BITS, np.bool_)
         self.near[self.grams >> np.uint64(64 - _FILTER_BITS)] = True
         self.found = np.zeros(len(self.grams), np.bool_)
-
-    def look_up(self, grams: Words) -> None:
-        grams = grams[self.near[grams >> np.uint64(64 - _FILTER_BITS)]]
-        if len(grams):
-            places = np.minimum(np.searchsorted(self.grams, grams), len(self.grams) - 1)
-            self.found[places[self.grams[places] == grams]] = True
 
 
 def item_words(task: SuiteTask) -> list[list[Words]]:
@@ -286,7 +276,10 @@ def _look_up(index: _Index, text: bytes, cut_before: bool, cut_after: bool) -> N
     for length in index.lengths:
         if len(words) >= length:
             within = documents[length - 1 :] == documents[: len(documents) - length + 1]
-            index.look_up(gram_hashes(words, length)[within])
+            grams = gram_hashes(words, length)[within]
+            grams = grams[index.near[grams >> np.uint64(64 - _FILTER_BITS)]]
+            places = np.minimum(np.searchsorted(index.grams, grams), len(index.grams) - 1)
+            index.found[places[index.grams[places] == grams]] = True
 
 
 def _text_of(shards: Shards) -> Callable[[npt.NDArray[Any]], bytes]:

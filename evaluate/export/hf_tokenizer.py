@@ -10,6 +10,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from ...train.data.tokenizers import END_TOKENS, ByteTokenizer, Tokenizer, load_tokenizer
 from ...train.errors import UserError
 from ...train.files import read_json, write_json
@@ -26,40 +28,11 @@ def byte_characters() -> list[str]:
 
 def byte_level_content() -> dict[str, Any]:
     end = ByteTokenizer.end_of_document
+    content: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("byte_level.yaml").read_text(encoding="utf-8"))
+    content["added_tokens"][0] |= {"id": end, "content": END_TOKENS[0]}
     tokens = [*byte_characters()[:end], END_TOKENS[0]]
-    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [
-            {
-                "id": end,
-                "content": END_TOKENS[0],
-                "single_word": False,
-                "lstrip": False,
-                "rstrip": False,
-                "normalized": False,
-                "special": True,
-            }
-        ],
-        "normalizer": None,
-        "pre_tokenizer": level,
-        "post_processor": None,
-        "decoder": level,
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": False,
-            "vocab": {token: index for index, token in enumerate(tokens)},
-            "merges": [],
-        },
-    }
+    content["model"]["vocab"] = {token: index for index, token in enumerate(tokens)}
+    return content
 
 
 def content_of(tokenizer: Tokenizer, saved: Path) -> dict[str, Any]:

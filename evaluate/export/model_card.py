@@ -16,7 +16,7 @@ from ...train.config import run_id, to_dict
 from ...train.files import read_json
 from ...train.flops import count_parameters, training_flops_per_token
 from ...train.model.shape import model_shape
-from ..pages.numbers import is_number, scored, with_error
+from ..pages.page import is_number, scored, with_error
 
 SCORES = {
     "acc": "accuracy",
@@ -60,9 +60,17 @@ def model_card(loaded: LoadedCheckpoint, facts: Facts, notes: list[str]) -> str:
         ("D, tokens", f"{tokens:,}" if known else "unknown: the weights were imported"),
         ("C, 6 N_total D", f"{6.0 * count.N_total * tokens:.4g} FLOPs" if known else "unknown"),
         ("C, exact", f"{float(exact):.4g} FLOPs" if known else "unknown"),
-        *_held_out((facts.scores or {}).get("held_out") or {}),
-        *_law(facts.law),
     ]
+    held_out, law = (facts.scores or {}).get("held_out") or {}, facts.law
+    if is_number(loss := held_out.get("val_loss")):
+        rows.append(("Held-out loss, nats a token", with_error(loss, held_out.get("val_loss_se"), 4)))
+    if is_number(bits := held_out.get("val_bpb")):
+        rows.append(("Held-out bits per byte", f"{bits:.4f}"))
+    if law is not None:
+        low, high = law.get("interval") or (None, None)
+        within = "" if low is None else f" (95 %: {low:.4f} to {high:.4f})"
+        said = f"Loss that the sweep's {law['form']} law gives for this N and D"
+        rows.append((said, f"{law['predicted_loss']:.4f}{within}"))
     parts = [
         _front_matter(loaded),
         f"# {_plain(f'{config.name or name}, step {loaded.step}')}",
@@ -108,24 +116,6 @@ def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def _held_out(held_out: Mapping[str, Any]) -> list[tuple[str, str]]:
-    loss, bits = held_out.get("val_loss"), held_out.get("val_bpb")
-    rows = []
-    if is_number(loss):
-        rows.append(("Held-out loss, nats a token", with_error(loss, held_out.get("val_loss_se"), 4)))
-    if is_number(bits):
-        rows.append(("Held-out bits per byte", f"{bits:.4f}"))
-    return rows
-
-
-def _law(law: Mapping[str, Any] | None) -> list[tuple[str, str]]:
-    if law is None:
-        return []
-    interval = law.get("interval")
-    within = f" (95 %: {interval[0]:.4f} to {interval[1]:.4f})" if interval else ""
-    return [(f"Loss that the sweep's {law['form']} law gives for this N and D", f"{law['predicted_loss']:.4f}{within}")]
-
-
 def _scores(scores: Mapping[str, Any]) -> list[str]:
     tasks = dict(sorted((scores.get("tasks") or {}).items()))
     if not tasks:
@@ -135,19 +125,13 @@ def _scores(scores: Mapping[str, Any]) -> list[str]:
     for name, task in tasks.items():
         values = [scored(task, key, 4) if is_number(task.get(key)) else "" for key in shown]
         chance = f"{task['chance']:.3f}" if is_number(task.get("chance")) else ""
-        rows.append((_plain(name), _items(task), str(task.get("shots", "")), *values, chance, _caveats(task)))
+        count, whole = task.get("items", ""), (task.get("subset") or {}).get("of")
+        items = str(count) if whole in (None, count) else f"{count} of {whole}"
+        caveats = [f"withheld: {_plain(task['withheld'])}"] if task.get("withheld") else []
+        caveats += [f"{task[key]} {name}" for key, name in CAVEATS.items() if task.get(key)]
+        rows.append((_plain(name), items, str(task.get("shots", "")), *values, chance, "; ".join(caveats)))
     head = ("task", "items", "shots", *shown.values(), "chance", "mind")
     return ["## Scores", "With lm-eval's prompts; ± is a standard error over items.", _table(head, rows)]
-
-
-def _items(task: Mapping[str, Any]) -> str:
-    scored, whole = task.get("items", ""), (task.get("subset") or {}).get("of")
-    return str(scored) if whole in (None, scored) else f"{scored} of {whole}"
-
-
-def _caveats(task: Mapping[str, Any]) -> str:
-    said = [f"withheld: {_plain(task['withheld'])}"] if task.get("withheld") else []
-    return "; ".join([*said, *(f"{task[key]} {name}" for key, name in CAVEATS.items() if task.get(key))])
 
 
 def _trained_by(loaded: LoadedCheckpoint, facts: Facts) -> list[str]:

@@ -7,7 +7,7 @@ second time, packed in oneDNN's order: products of 16 rows took two thirds of th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from typing import TypeVar, cast
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from ...train.hardware import out_of_memory
 from ...train.model.attention import causal_attention
 from ...train.model.block import gated, query_key_value, rotary_turn, rotated
-from ...train.model.gpt import GPT, Attention, Block
+from ...train.model.gpt import GPT, Block
 
 # (number of the block, query (n, heads, d), key (n, kv_heads, d), value (n, kv_heads, d)) -> (n, heads, d), rotated.
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -37,7 +37,17 @@ class Forward:
         size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
         weight = model.head.weight
         packed = packed and weight.device.type == "cpu" and size <= PACKED_BYTES and _packs(weight.dtype)
-        self._blocks = [_prepared(cast(Block, block), packed) for block in model.blocks]
+        self._blocks = []
+        for block in cast(Iterable[Block], model.blocks):
+            mixer, mlp = block.attention, block.mlp
+            matrices = (mixer.qkv, mixer.out, mlp.gate_up, mlp.down)
+            qkv, out, gate_up, down = (_product(matrix.weight, packed) for matrix in matrices)
+            # PyTorch's own norm has fewer operations than ours, which can be trained.
+            norms = tuple(
+                partial(F.rms_norm, normalized_shape=norm.weight.shape, weight=norm.weight, eps=norm.eps)
+                for norm in mixer.norms
+            )
+            self._blocks.append((block, norms, qkv, out, gate_up, down))
         self._head = _product(weight, packed)
 
     def hidden(self, tokens: Tensor, positions: Tensor, attend: Attend, read: Tensor | None = None) -> Tensor:
@@ -54,11 +64,11 @@ class Forward:
         x = F.embedding(tokens, model.embedding.weight)
         turn = rotary_turn(model.cos[positions], model.sin[positions], x.dtype)
         rotate, width = partial(rotated, turn=turn), (x.shape[1],)
-        for number, (block, qkv, out, gate_up, down) in enumerate(self._blocks):
+        for number, (block, norms, qkv, out, gate_up, down) in enumerate(self._blocks):
             products = qkv(F.rms_norm(x, width, block.attention_norm.weight, eps))
             mixer = block.attention
             query, key, value = query_key_value(
-                products.view(len(x), -1, mixer.head_dim), mixer.heads, mixer.kv_heads, _head_norms(mixer), rotate
+                products.view(len(x), -1, mixer.head_dim), mixer.heads, mixer.kv_heads, norms, rotate
             )
             if read is not None and number == len(self._blocks) - 1:
                 x, query = x[read], query[read]
@@ -103,12 +113,6 @@ def _alone(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, windo
     return mixed[0].transpose(0, 1)
 
 
-def logits_of(model: GPT, hidden: Tensor) -> Tensor:
-    """(…, width) -> (…, vocab_size): the padding of the vocabulary is cut off."""
-    logits: Tensor = model.head(hidden)
-    return logits[..., : model.head.vocab_size]
-
-
 def unless_out_of_memory(work: Callable[[], T], device: torch.device) -> T | None:
     """What the work returns; None: memory ran out."""
     try:
@@ -120,22 +124,6 @@ def unless_out_of_memory(work: Callable[[], T], device: torch.device) -> T | Non
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return None
-
-
-def _prepared(block: Block, packed: bool) -> tuple[Block, Product, Product, Product, Product]:
-    attention, mlp = block.attention, block.mlp
-    qkv, out, gate_up, down = (
-        _product(matrix.weight, packed) for matrix in (attention.qkv, attention.out, mlp.gate_up, mlp.down)
-    )
-    return block, qkv, out, gate_up, down
-
-
-def _head_norms(attention: Attention) -> tuple[Product, ...]:
-    """PyTorch's own norm has fewer operations than ours, which can be trained."""
-    return tuple(
-        partial(F.rms_norm, normalized_shape=norm.weight.shape, weight=norm.weight, eps=norm.eps)
-        for norm in attention.norms
-    )
 
 
 def _product(weight: Tensor, packed: bool) -> Product:

@@ -15,22 +15,22 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...train.errors import UserError
 from ...train.model.attention import document_starts, first_visible, visible_mask
 from ...train.model.gpt import GPT
-from .forward import Forward, attention_by_sequence, logits_of, unless_out_of_memory
+from .forward import Forward, attention_by_sequence, unless_out_of_memory
 from .paged import PAGE, Ids, PagedBatch, PagedCache, Pages
 
 MOST_RUNNING = 256  # requests that decode in one pass
 CACHE_BYTES = 1 << 30  # of keys and values on a CPU, where the caller does not say; on a GPU half of what is free
 _DRAWN_AHEAD = 64  # random numbers of a stream
 _FIRST_SORTED = 64  # tokens that are tried for a nucleus, then 8 times as many
-CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -46,31 +46,23 @@ GREEDY = Sampling()
 
 
 def generate_texts(
-    model: nn.Module,
+    model: GPT,
     prompts: Sequence[Sequence[int]],
     max_tokens: int,
     *,
-    max_length: int,
     finished: Callable[[list[int]], bool],
-    sampling: Sampling = GREEDY,
-    seeds: Sequence[int] | None = None,
-    device: str | torch.device = "cpu",
-    batch_tokens: int = 4096,
-    cache_bytes: int | None = None,
     done: Callable[[int, list[int] | None], None] | None = None,
+    **options: Any,
 ) -> list[list[int] | None]:
     """Continues every prompt.
 
     Args:
-        model: a GPT in eval mode. Any other module, ids (batch, time) -> logits (batch, time, V), has no cache.
+        model: in eval mode.
         prompts: token ids, none empty; only the last `max_length` count.
         max_tokens: new tokens per prompt, at most.
-        max_length: longest sequence that the model accepts.
         finished: asked after each token with all new ones of that prompt; True ends it (that token is kept).
-        seeds: one per prompt, for sampling; default its place in the list.
-        batch_tokens: bound on the tokens of one forward pass; a longer prompt goes alone.
-        cache_bytes: bound on keys and values, default 1 GiB or half of what is free on a GPU; one prompt always fits.
         done: called with a prompt's place and its result as soon as it is there.
+        options: see `Generation`.
 
     Returns:
         New tokens of each prompt; None where the model's logits were NaN.
@@ -78,9 +70,9 @@ def generate_texts(
     Raises:
         UserError: a single prompt does not fit the memory.
     """
-    generation = Generation(
-        model, prompts, max_tokens, max_length, sampling, seeds, torch.device(device), batch_tokens, cache_bytes
-    )
+    if not prompts:
+        return []
+    generation = Generation(model, prompts, max_tokens, **options)
     results: list[list[int] | None] = [None] * len(prompts)
     while not generation.over:
         for request in generation.step(finished):
@@ -90,22 +82,13 @@ def generate_texts(
     return results
 
 
-def stream(
-    model: nn.Module,
-    prompt: Sequence[int],
-    max_tokens: int,
-    *,
-    max_length: int,
-    sampling: Sampling = GREEDY,
-    seed: int = 0,
-    device: str | torch.device = "cpu",
-) -> Iterator[int]:
-    """The tokens that follow one prompt, each as soon as it is there; see `generate`.
+def stream(model: GPT, prompt: Sequence[int], max_tokens: int, *, seed: int = 0, **options: Any) -> Iterator[int]:
+    """The tokens that follow one prompt, each as soon as it is there; for the options see `Generation`.
 
     Raises:
         UserError: the model's logits are NaN.
     """
-    generation = Generation(model, [prompt], max_tokens, max_length, sampling, [seed], torch.device(device))
+    generation = Generation(model, [prompt], max_tokens, seeds=[seed], **options)
     (request,) = generation.waiting
     while not generation.over:
         before = len(request.new)
@@ -136,28 +119,33 @@ class Request:
 
 
 class Generation:
-    """Prompts on their way through a model; for the arguments see `generate`, and `page`: positions per page.
+    """Prompts on their way through a model: each waits, then runs (cached) or slides (recomputed), and leaves.
 
-    A request waits, then runs (cached) or slides (recomputed), and leaves when it ends.
+    Args:
+        max_length: longest sequence that the model accepts.
+        seeds: one per prompt, for sampling; default its place in the list.
+        batch_tokens: bound on the tokens of one forward pass; a longer prompt goes alone.
+        cache_bytes: bound on keys and values, default 1 GiB or half of what is free on a GPU; one prompt always fits.
+        page: positions per page.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        model: GPT,
         prompts: Sequence[Sequence[int]],
         max_tokens: int,
         max_length: int,
         sampling: Sampling = GREEDY,
         seeds: Sequence[int] | None = None,
-        device: torch.device = CPU,
+        device: str | torch.device = "cpu",
         batch_tokens: int = 4096,
         cache_bytes: int | None = None,
         page: int = PAGE,
     ) -> None:
         self.model, self.max_tokens, self.max_length, self.sampling = model, max_tokens, max_length, sampling
-        self.device, self.batch_tokens, self.most_running = device, batch_tokens, min(batch_tokens, MOST_RUNNING)
-        self.end = model.end_of_document if isinstance(model, GPT) else None
-        self.window = (model.config.window if isinstance(model, GPT) else None) or max_length
+        self.device, self.batch_tokens = torch.device(device), batch_tokens
+        self.most_running = min(batch_tokens, MOST_RUNNING)
+        self.end, self.window = model.end_of_document, model.config.window or max_length
         self.waiting = deque(
             Request(index, list(prompt[-max_length:]), torch.Generator().manual_seed(seed))
             for index, (prompt, seed) in enumerate(zip(prompts, seeds or range(len(prompts)), strict=True))
@@ -168,10 +156,7 @@ class Generation:
             ends = [] if self.end is None else [place for place, t in enumerate(request.text[:-1]) if t == self.end]
             request.start = ends[-1] + 1 if ends else 0
         self._batch: PagedBatch | None = None  # of `running`, until that or a table changes
-        self.cache: PagedCache | None = None
-        self.forward: Forward | None = None
-        if isinstance(model, GPT) and self.waiting and max_tokens > 0:
-            self.cache, self.forward = self._new_cache(cache_bytes, page), Forward(model)
+        self.cache, self.forward = self._new_cache(cache_bytes, page), Forward(model)
 
     @property
     def over(self) -> bool:
@@ -183,9 +168,6 @@ class Generation:
         if self.max_tokens < 1:
             ended, self.waiting = list(self.waiting), deque()
             return ended
-        if self.cache is None:
-            self.sliding += self.waiting
-            self.waiting.clear()
         ended = []
         # In this order, so that a request has at most one token a round, and what one leaves another has at once.
         for work in (self._slide, self._decode, self._prefill):
@@ -215,12 +197,10 @@ class Generation:
         self._make_room()
         if not self.running:
             return [], None
-        assert self.cache is not None
-        assert self.forward is not None
         if self._batch is None:
             self.cache.compact()
-            heads = self.forward.model.config.heads
-            self._batch = PagedBatch(self.cache, [request.pages for request in self.running], heads)
+            tables = [request.pages for request in self.running]
+            self._batch = PagedBatch(self.cache, tables, self.model.config.heads)
         texts = [request.text for request in self.running]
         positions = np.array([len(text) - 1 for text in texts])
         first = np.array([self._first(request) for request in self.running])
@@ -238,8 +218,6 @@ class Generation:
         joined = self._admit()
         if not joined:
             return [], None
-        assert self.cache is not None
-        assert self.forward is not None
         texts, pages = [request.text for request in joined], [request.pages for request in joined]
         logits = unless_out_of_memory(partial(prefill_prompts, self.forward, self.cache, texts, pages), self.device)
         self.running += joined
@@ -255,12 +233,11 @@ class Generation:
         joined: list[Request] = []
         tokens = 0
         while self.waiting and len(self.running) + len(joined) < self.most_running:
-            assert self.cache is not None
             request = self.waiting[0]
             tokens += len(request.text)
             request.pages.first = self._first(request) // self.cache.page
             company = len(self.running) + len(joined)
-            needed = self.cache.stretches(self._first(request), len(request.text))
+            needed = -(-len(request.text) // self.cache.page) - request.pages.first
             if (joined and tokens > self.batch_tokens) or (company and needed + company + 1 > self.cache.free):
                 break
             if not self.cache.extend(request.pages, len(request.text)):
@@ -295,7 +272,6 @@ class Generation:
     def _leave(self, requests: set[Request]) -> None:
         for request in requests:
             if request.pages.table:
-                assert self.cache is not None
                 self.cache.release(request.pages)
                 self._batch = None
         self.running = [request for request in self.running if request not in requests]
@@ -305,7 +281,6 @@ class Generation:
         """A page for the next token of each that runs; where there are too few, the last to come waits."""
         place = 0
         while place < len(self.running):
-            assert self.cache is not None
             request = self.running[place]
             pages, length = request.pages, len(request.text)
             if self.cache.forget(pages, self._first(request)):
@@ -318,7 +293,6 @@ class Generation:
             place += 1
 
     def _wait_again(self) -> None:
-        assert self.cache is not None
         request = self.running.pop()
         self.cache.release(request.pages)
         self.waiting.appendleft(request)
@@ -338,15 +312,14 @@ class Generation:
 
     def _new_cache(self, cache_bytes: int | None, page: int) -> PagedCache:
         """Pages for all requests at once, or as many as the bound allows, at least for the longest one."""
-        assert isinstance(self.model, GPT)
         config, dtype = self.model.config, self.model.embedding.weight.dtype
         if cache_bytes is None:
             cache_bytes = CACHE_BYTES if self.device.type == "cpu" else torch.cuda.mem_get_info(self.device)[0] // 2
         lengths = [min(len(request.text) + self.max_tokens, self.max_length) for request in self.waiting]
         least, most = -(-max(lengths) // page), sum(-(-length // page) for length in lengths)
         fitting = cache_bytes // (2 * config.depth * config.num_kv_heads * config.head_dim * page * dtype.itemsize)
-        shape = (config.depth, config.num_kv_heads, config.head_dim)
-        return PagedCache(*shape, max(least, min(most, fitting)), dtype, self.device, page)
+        pages = max(least, min(most, fitting))
+        return PagedCache(config.depth, config.num_kv_heads, config.head_dim, pages, dtype, self.device, page)
 
 
 # --- the two passes ---------------------------------------------------------------------------------------------------
@@ -393,12 +366,12 @@ def decode_tokens(forward: Forward, batch: PagedBatch, tokens: Sequence[int], po
 
     `tokens`, `positions` and the `first` position that each sees are (requests,).
     """
-    step, device = batch.step(positions, first), forward.model.cos.device
+    device = forward.model.cos.device
     at = torch.from_numpy(positions).to(device)
-    return forward.logits(forward.hidden(torch.tensor(tokens, device=device), at, step.attend))
+    return forward.logits(forward.hidden(torch.tensor(tokens, device=device), at, batch.step(positions, first)))
 
 
-def recompute_last(model: torch.nn.Module, texts: Sequence[Sequence[int]], device: str | torch.device) -> Tensor:
+def recompute_last(model: GPT, texts: Sequence[Sequence[int]], device: str | torch.device) -> Tensor:
     """Logits after the last token of each text, computed from nothing: (texts, vocabulary). Padding on the right is
     unseen.
     """
@@ -406,10 +379,8 @@ def recompute_last(model: torch.nn.Module, texts: Sequence[Sequence[int]], devic
     tokens = torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts], device=device)
     last = torch.tensor([len(text) - 1 for text in texts], device=device)
     rows = torch.arange(len(texts), device=device)
-    if isinstance(model, GPT):
-        return logits_of(model, model.last_hidden(tokens)[rows, last])
-    logits: Tensor = model(tokens)[rows, last]
-    return logits
+    logits: Tensor = model.head(model.last_hidden(tokens)[rows, last])
+    return logits[:, : model.head.vocab_size]  # without the padding of the vocabulary
 
 
 # --- the next token ---------------------------------------------------------------------------------------------------

@@ -10,8 +10,9 @@ Kwon et al. 2023 (arXiv:2309.06180); Ainslie et al. 2023 (arXiv:2305.13245) for 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -65,10 +66,6 @@ class PagedCache:
     def top(self) -> int:
         """All pages in use lie below."""
         return max(self._users, default=-1) + 1
-
-    def stretches(self, first: int, length: int) -> int:
-        """Pages that positions first, …, length - 1 lie in."""
-        return -(-length // self.page) - first // self.page
 
     def extend(self, pages: Pages, length: int) -> bool:
         """Pages up to position length - 1; False, and none, where there are too few."""
@@ -168,43 +165,34 @@ class PagedBatch:
         # (B, S page) position of each column
         self._column = self._first[:, None] * cache.page + np.arange(longest * cache.page)
 
-    def step(self, positions: Ids, first: Ids) -> PagedStep:
-        """One token a request, at `positions` (B,), which sees those from `first` (B,) on, itself included."""
+    def step(self, positions: Ids, first: Ids) -> Callable[[int, Tensor, Tensor, Tensor], Tensor]:
+        """One token a request, at `positions` (B,), which sees those from `first` (B,) on, itself included.
+
+        Returns:
+            What keeps key and value, and reads all that the queries see; see `forward.Attend`, with n = B.
+        """
         hidden = (self._column > positions[:, None]) | (self._column < first[:, None])
         own = self._table[np.arange(len(positions)), positions // self.cache.page - self._first]
         rows = self.cache.places(own, positions)
         device = self.owner.device
-        return PagedStep(self, torch.from_numpy(hidden).to(device)[:, None], torch.from_numpy(rows).to(device))
+        return partial(self._attend, torch.from_numpy(hidden).to(device)[:, None], torch.from_numpy(rows).to(device))
 
-
-@dataclass
-class PagedStep:
-    """Attention of one new token per request: `hidden` (B, 1, S page) is unseen, `rows` are written."""
-
-    batch: PagedBatch
-    hidden: Tensor
-    rows: Tensor
-
-    def attend(self, block: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Keeps key and value, and reads all that the queries see; see `forward.Attend`, with n = B."""
-        cache, batch = self.cache, self.batch
-        cache.write(block, self.rows, key, value)
+    def _attend(self, hidden: Tensor, rows: Tensor, block: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """`hidden` (B, 1, S page) is unseen, `rows` are written."""
+        cache = self.cache
+        cache.write(block, rows, key, value)
         requests, heads, d = query.shape
-        pages, products = batch.top, batch.top * cache.kv_heads
+        pages, products = self.top, self.top * cache.kv_heads
         keys = cache.keys[block, :pages].view(products, cache.page, d)
         values = cache.values[block, :pages].view(products, cache.page, d)
         # Queries of a group share their keys: (P kv_heads, group, d).
-        query = (query.reshape(requests, heads * d) * d**-0.5).index_select(0, batch.owner)
+        query = (query.reshape(requests, heads * d) * d**-0.5).index_select(0, self.owner)
         scores = torch.bmm(query.view(products, -1, d), keys.transpose(1, 2)).view(pages * heads, cache.page)
-        scores = scores.index_select(0, batch.in_order).view(requests, heads, -1)
+        scores = scores.index_select(0, self.in_order).view(requests, heads, -1)
         # Filled, not added to: what other requests have left in hidden places may be anything.
-        scores = scores.masked_fill_(self.hidden, float("-inf"))
+        scores = scores.masked_fill_(hidden, float("-inf"))
         weights = torch.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
-        weights = weights.to(query.dtype).view(-1, cache.page).index_select(0, batch.by_page)
+        weights = weights.to(query.dtype).view(-1, cache.page).index_select(0, self.by_page)
         parts = torch.bmm(weights.view(products, -1, cache.page), values).view(pages, heads * d)
-        mixed = F.embedding_bag(batch.bags, parts, batch.bag_starts, mode="sum")  # the sum over a request's pages
+        mixed = F.embedding_bag(self.bags, parts, self.bag_starts, mode="sum")  # the sum over a request's pages
         return mixed.view(requests, heads, d)
-
-    @property
-    def cache(self) -> PagedCache:
-        return self.batch.cache

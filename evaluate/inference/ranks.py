@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -19,7 +19,6 @@ import torch.distributed as dist
 
 from ...train.config import ParallelConfig
 from ...train.errors import UserError
-from ...train.job.control import run_on_ranks
 from ...train.job.environment import detect
 from ...train.job.fork import run_ranks
 from ...train.job.rendezvous import meet
@@ -29,46 +28,6 @@ from .trees import Request, ordered, shared_length
 T = TypeVar("T")
 
 PATIENCE = timedelta(days=2)  # that a rank waits for another one; one that has died is noticed at once
-
-
-class Ranks(Protocol):
-    """The processes of an evaluation, as one of them sees them."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def size(self) -> int: ...
-    def raise_together(self, function: Callable[[], T]) -> T:
-        """What the function gives on this rank; where it raises on one, all raise."""
-
-    def gather(self, function: Callable[[], T]) -> list[T]:
-        """What the function gives on each rank, by rank, on all ranks; where it raises on one, all raise."""
-
-
-class Alone:
-    """One process."""
-
-    rank, size = 0, 1
-
-    def raise_together(self, function: Callable[[], T]) -> T:
-        return function()
-
-    def gather(self, function: Callable[[], T]) -> list[T]:
-        return [function()]
-
-
-class Team:
-    """The ranks of a mesh; they speak over the host, whatever their devices."""
-
-    def __init__(self, mesh: Mesh) -> None:
-        self._mesh = mesh
-        self.rank, self.size = mesh.rank, mesh.size
-
-    def raise_together(self, function: Callable[[], T]) -> T:
-        return run_on_ranks(self._mesh, function)
-
-    def gather(self, function: Callable[[], T]) -> list[T]:
-        return self._mesh.gather(self.raise_together(function))
 
 
 def share_requests(requests: Sequence[Request], ranks: int, round_tokens: int) -> Iterator[list[list[int]]]:
@@ -87,7 +46,7 @@ def share_requests(requests: Sequence[Request], ranks: int, round_tokens: int) -
         yield [[places[k] for k in np.flatnonzero(piece == number * ranks + rank)] for rank in range(ranks)]
 
 
-def on_ranks(count: int, function: Callable[[Ranks], T], *, device: str = "cpu", folder: Path = Path()) -> T:
+def on_ranks(count: int, function: Callable[[Mesh], T], *, device: str = "cpu", folder: Path = Path()) -> T:
     """Calls a function on every rank of a job and returns what it gave on the first one.
 
     Under torchrun or submitit the ranks are those of the job, each with a GPU of its own where `device` is `cuda`, and
@@ -105,9 +64,9 @@ def on_ranks(count: int, function: Callable[[Ranks], T], *, device: str = "cpu",
             raise UserError(f"ranks is {count}, and {launched.source} started {launched.size}; leave it out")
         parallel = ParallelConfig(dp=launched.size, timeout_seconds=PATIENCE.total_seconds())
         with meet(launched, folder, parallel, torch.device(device)) as (mesh, _):
-            return function(Team(mesh))
+            return function(mesh)
     if count == 1:
-        return function(Alone())
+        return function(Mesh())
     if device != "cpu":
         raise UserError(f"ranks is {count} on {device}; start one a GPU with torchrun --nproc-per-node {count}")
 
@@ -116,7 +75,7 @@ def on_ranks(count: int, function: Callable[[Ranks], T], *, device: str = "cpu",
 
     def rank() -> tuple[bool, Any]:
         try:
-            result = function(Team(build_mesh(count, 1, torch.device("cpu"))))
+            result = function(build_mesh(count, 1, torch.device("cpu")))
             return True, result if dist.get_rank() == 0 else None
         except UserError as error:
             return False, str(error)

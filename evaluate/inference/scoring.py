@@ -9,7 +9,6 @@ nothing beyond the rounding of the model itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -31,10 +30,6 @@ ATTENTION_SLOWNESS = 10.0
 LARGEST_TREE = 8192  # tokens: its mask has the square of that
 
 
-class Scores(Protocol):
-    def score(self, requests: Sequence[Request], done: Done | None = None) -> list[Score]: ...
-
-
 class Scorer:
     """A GPT in eval mode. `batch_tokens` bounds rows times length of one pass; a request that is longer goes alone."""
 
@@ -54,20 +49,16 @@ class Scorer:
         Raises:
             UserError: there is not enough memory for a single request.
         """
-        # Nothing is certain, and greedy decoding writes it.
-        results: list[Score | None] = [None if len(request.continuation) else (0.0, True) for request in requests]
-        if done is not None and (empty := [(place, score) for place, score in enumerate(results) if score is not None]):
-            done(empty)
-        while waiting := [place for place, score in enumerate(results) if score is None]:
+        results: dict[int, Score] = {}
+        while waiting := [place for place in range(len(requests)) if place not in results]:
             for batch in tree_batches(self._plan(requests, waiting), self.batch_tokens):
                 scored = self._try(requests, batch)
                 if scored is None:
                     break  # the rest is planned anew for a smaller budget
-                for place, score in scored:
-                    results[place] = score
+                results.update(scored)
                 if done is not None:
                     done(scored)
-        return [score for score in results if score is not None]
+        return [results[place] for place in range(len(requests))]
 
     def _plan(self, requests: Sequence[Request], waiting: Sequence[int]) -> list[Tree]:
         largest = min(self.batch_tokens, LARGEST_TREE)
@@ -144,17 +135,13 @@ def _read(logits: Tensor, rows: Tensor, targets: Tensor) -> tuple[Tensor, Tensor
 
 
 def _attention(batch: list[Tree], model: GPT, device: torch.device, read: Tensor) -> Attend:
-    masked = _is_masked(batch, model)
+    # Whether a token must not see all tokens before it in its row.
+    window = model.config.window
+    narrow = window is not None and any(int(tree.positions.max()) >= window for tree in batch)
+    masked = narrow or any(tree.branches or tree.documents.any() for tree in batch)
     if masked and device.type == "cpu":
         return _OneByOne(batch, model, device, read)
     return _SideBySide(batch, model, device, read, masked)
-
-
-def _is_masked(batch: list[Tree], model: GPT) -> bool:
-    """Whether a token must not see all tokens before it in its row."""
-    window = model.config.window
-    narrow = window is not None and any(int(tree.positions.max()) >= window for tree in batch)
-    return narrow or any(tree.branches or tree.documents.any() for tree in batch)
 
 
 def _mask(batch: list[Tree], longest: int, model: GPT, device: torch.device) -> Tensor:

@@ -82,20 +82,17 @@ def plan_trees(
         largest: tokens of a tree at most; a request that is longer has a tree of its own.
         end_of_document: after this token another document begins, which sees nothing of the one before.
     """
-    trees: list[Tree] = []
-    growing: _Growing | None = None
+    growing: list[_Growing] = []
     for place, inputs in ordered(requests, waiting):
-        shared = 0 if growing is None else growing.shared(inputs)
-        if growing is not None and shared:
-            larger = len(growing) + len(inputs) - shared
-            if larger > largest or costs.of(larger) > costs.of(len(growing)) + costs.of(len(inputs)):
+        shared = shared_length(growing[-1].inputs, inputs) if growing else 0
+        if shared:
+            larger = (size := growing[-1].size) + len(inputs) - shared
+            if larger > largest or costs.of(larger) > costs.of(size) + costs.of(len(inputs)):
                 shared = 0
-        if growing is None or not shared:
-            if growing is not None:
-                trees.append(growing.tree())
-            growing = _Growing(end_of_document)
-        growing.add(place, inputs, shared, np.asarray(requests[place].continuation, dtype=np.int64))
-    return trees if growing is None else [*trees, growing.tree()]
+        if not shared:
+            growing.append(_Growing(end_of_document))
+        growing[-1].add(place, inputs, shared, np.asarray(requests[place].continuation, dtype=np.int64))
+    return [one.tree() for one in growing]
 
 
 def ordered(requests: Sequence[Request], waiting: Sequence[int]) -> list[tuple[int, Ids]]:
@@ -130,40 +127,27 @@ class _Growing:
 
     def __init__(self, end_of_document: int | None) -> None:
         self._end = end_of_document
-        self._tokens: list[Ids] = []
-        self._positions: list[Ids] = []
-        self._documents: list[Ids] = []
+        self._parts: list[tuple[Ids, Ids, Ids]] = []  # (tokens, positions, documents)
         self._closed: list[tuple[Ids, int]] = []  # (tokens whose branch has ended, where)
         self._scored: list[Scored] = []
-        self._size = 0
-        self._inputs = self._path = np.zeros(0, dtype=np.int64)
-
-    def __len__(self) -> int:
-        return self._size
-
-    def shared(self, inputs: Ids) -> int:
-        return shared_length(self._inputs, inputs)
+        self.size = 0
+        self.inputs = self._path = np.zeros(0, dtype=np.int64)
 
     def add(self, place: int, inputs: Ids, shared: int, targets: Ids) -> None:
-        new = len(inputs) - shared
-        self._closed.append((self._path[shared:], self._size))
-        self._path = np.concatenate([self._path[:shared], np.arange(self._size, self._size + new)])
-        self._tokens.append(inputs[shared:])
-        self._positions.append(np.arange(shared, len(inputs)))
-        self._documents.append(self._document_starts(inputs)[shared:])
-        self._scored.append(Scored(place, self._path[len(inputs) - len(targets) :], targets))
-        self._inputs, self._size = inputs, self._size + new
-
-    def _document_starts(self, inputs: Ids) -> Ids:
         begins = np.zeros(len(inputs), dtype=np.int64)
         if self._end is not None:  # a document begins after the token that ends one
             begins[1:] = np.where(inputs[:-1] == self._end, np.arange(1, len(inputs)), 0)
-        return np.maximum.accumulate(begins)
+        documents = np.maximum.accumulate(begins)
+        new = len(inputs) - shared
+        self._closed.append((self._path[shared:], self.size))
+        self._path = np.concatenate([self._path[:shared], np.arange(self.size, self.size + new)])
+        self._parts.append((inputs[shared:], np.arange(shared, len(inputs)), documents[shared:]))
+        self._scored.append(Scored(place, self._path[len(inputs) - len(targets) :], targets))
+        self.inputs, self.size = inputs, self.size + new
 
     def tree(self) -> Tree:
-        ends = np.full(self._size, self._size)
+        ends = np.full(self.size, self.size)
         for nodes, where in self._closed:
             ends[nodes] = where
-        parts = (self._tokens, self._positions, self._documents)
-        tokens, positions, documents = (np.concatenate(part) for part in parts)
+        tokens, positions, documents = (np.concatenate(part) for part in zip(*self._parts, strict=True))
         return Tree(tokens, positions, ends, documents, self._scored)

@@ -4,6 +4,9 @@
   shown as they are, they would reorder or hide what stands beside them.
 - A Content-Security-Policy names our own script and style by their hashes: nothing else may run, load or send, even if
   an escape were missed. So there are no style attributes either.
+- Missing numbers are a dash, never a zero; minus is the sign, not the hyphen.
+- `templates/charts.html` draws the small pictures as SVG without a script. The dots of a panel are one path for each
+  colour, a dot a line of no length with round ends. A thousand take 12 kB, elements of their own ten times that.
 """
 
 from __future__ import annotations
@@ -14,17 +17,19 @@ import hashlib
 import json
 import math
 import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from ...train.files import plain_value
-from . import numbers
-from .charts import bar_end
 
 TEMPLATES = Path(__file__).parent / "templates"
+_NONE = "'none'"
 # What would hide or reorder text: C0 and C1 controls but tab and line feed, marks of direction, lone surrogates,
 # invisible joiners of lines, and what HTML or XML forbids.
 _HIDDEN = re.compile(
@@ -56,9 +61,6 @@ def render_page(
     )
 
 
-_NONE = "'none'"
-
-
 def _source(content: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
 
@@ -73,9 +75,9 @@ def _environment() -> Environment:
         undefined=StrictUndefined,
         finalize=lambda value: value if isinstance(value, Markup) else spell(value),
     )
-    named = (numbers.number, numbers.with_error, numbers.scored, numbers.short_count, numbers.grouped, numbers.compute)
-    environment.filters |= {function.__name__: function for function in (*named, soften, breakable, bar_end)}
-    environment.tests["number"] = numbers.is_number
+    named = (number, with_error, scored, short_count, grouped, compute, soften, breakable, bar_end)
+    environment.filters |= {function.__name__: function for function in named}
+    environment.tests["number"] = is_number
     return environment
 
 
@@ -86,8 +88,8 @@ def spell(value: Any) -> str:
 
 def soften(shown: str) -> Markup:
     """What comes after the number in "0.25 ± 0.01" or "3 of 10" in a softer tone."""
-    number, blank, rest = spell(shown).partition(" ")
-    return Markup("{}<small>{}</small>").format(number, rest) if blank else Markup("{}").format(number)
+    value, blank, rest = spell(shown).partition(" ")
+    return Markup("{}<small>{}</small>").format(value, rest) if blank else Markup("{}").format(value)
 
 
 def breakable(name: str) -> Markup:
@@ -117,3 +119,183 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(one) for one in value]
     return value
+
+
+# --- numbers ---------------------------------------------------------------------------------------------------------
+
+_SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    """Whether it is a finite number; True and False are none."""
+    # The usual ones first: asking an abstract class is slow, and a page asks a million times.
+    is_one = isinstance(value, int | float) or (value is not None and isinstance(value, Real))
+    return is_one and not isinstance(value, bool) and math.isfinite(value)
+
+
+def number(value: float | None, digits: int = 3, sign: str = "") -> str:
+    """0.123; with `sign` "+" a positive one has its sign too."""
+    return f"{value:{sign}.{digits}f}".replace("-", "−") if is_number(value) else "–"
+
+
+def with_error(value: float | None, error: float | None, digits: int = 3) -> str:
+    """0.123 ± 0.004, or the value alone."""
+    return number(value, digits) + (f" ± {error:.{digits}f}" if is_number(value) and is_number(error) else "")
+
+
+def scored(scores: Mapping[str, Any], metric: str, digits: int = 3) -> str:
+    return with_error(scores.get(metric), scores.get(f"{metric}_se"), digits)
+
+
+def short_count(value: float | None) -> str:
+    """1234567 -> 1.23M; three digits."""
+    if not is_number(value):
+        return "–"
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= 0.9995 * size:
+            return f"{value / size:#.3g}".rstrip(".") + unit
+    return f"{value:.3g}"
+
+
+def grouped(value: Any) -> str:
+    """1234567 -> 1,234,567."""
+    return f"{value:,}" if is_number(value) else str(value)
+
+
+def compute(value: float | None) -> str:
+    """FLOPs as 1.23×10¹⁹."""
+    if not is_number(value) or value <= 0:
+        return "–"
+    mantissa, _, exponent = f"{value:.2e}".partition("e")
+    return f"{mantissa}×10{str(int(exponent)).translate(_SUPERSCRIPT)}"
+
+
+# --- pictures --------------------------------------------------------------------------------------------------------
+
+STRIP = 230  # width in pixels
+WIDTH, HEIGHT = 272, 190  # of a panel
+LEFT, RIGHT, TOP, BOTTOM = 42, 10, 10, 26  # margins of a panel
+
+Dots = dict[str, list[tuple[int, float, float]]]  # colour class -> (row number, x, y) of each dot
+
+
+@dataclass
+class Axis:
+    """A range of numbers, `low` to `high`; with `log`, equal ratios take equal room."""
+
+    low: float
+    high: float
+    log: bool = False
+
+    @classmethod
+    def around(cls, values: Sequence[float], log: bool = False) -> Axis:
+        """Holds all values, with some air."""
+        low, high = min(values), max(values)
+        if log:
+            air = max((high / low) ** 0.05, 1.05)
+            return cls(low / air, high * air, True)
+        air = 0.06 * (high - low) or 0.05 * abs(high) or 0.1
+        return cls(low - air, high + air)
+
+    def at(self, value: float) -> float:
+        """Where it lies, from 0 to 1."""
+        if self.log:
+            return math.log(value / self.low) / math.log(self.high / self.low)
+        return (value - self.low) / (self.high - self.low)
+
+    def ticks(self) -> list[tuple[float, str]]:
+        """Three to six round numbers inside, with how they are written."""
+        if not self.log:
+            return _round_ticks(self.low, self.high)
+        first, last = math.ceil(math.log10(self.low) - 1e-9), math.floor(math.log10(self.high) + 1e-9)
+        step = max(1, math.ceil((last - first + 1) / 4))
+        decades = [10.0**power for power in range(first, last + 1, step)]
+        if len(decades) >= 2:
+            return [(value, compute(value).partition("×")[2]) for value in decades]
+        fine = [m * 10.0**power for power in range(first - 1, last + 2) for m in (1, 2, 5)]
+        inside = [value for value in fine if self.low <= value <= self.high]
+        parts = [(value, compute(value).partition("×")) for value in inside[:: max(1, math.ceil(len(inside) / 3))]]
+        return [(value, f"{float(mantissa):g}×{power}") for value, (mantissa, _, power) in parts]
+
+
+def _round_ticks(low: float, high: float) -> list[tuple[float, str]]:
+    rough = (high - low) / 4
+    scale = 10.0 ** math.floor(math.log10(rough))
+    step = next(scale * m for m in (1, 2, 2.5, 5, 10) if scale * m >= rough * 0.999)
+    digits = max(0, -math.floor(math.log10(step) + 1e-9) + (1 if step / scale == 2.5 else 0))
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [(place * step, number(place * step, digits)) for place in range(first, last + 1)]
+
+
+def bar_end(value: float, largest: float = 1.0) -> str:
+    """Where a bar of 120 pixels ends."""
+    return f"{min(max(value / largest, 0.0), 1.0) * 120:.1f}"
+
+
+class Strip:
+    """One line with a dot for each of `others` (value, what it is), and this one marked, with two standard errors."""
+
+    def __init__(
+        self, own: float, error: float | None, others: Sequence[tuple[float, str]], chance: float | None = None
+    ) -> None:
+        reach = 2 * (error or 0.0)
+        self.own, self.others = own, others
+        self.low, self.high = (max(own - reach, 0.0) if own >= 0 else own - reach), own + reach
+        values = [self.low, self.high, *(value for value, _ in others)]
+        if chance is not None and chance >= min(values) - 0.5 * (max(values) - min(values)):
+            values.append(chance)
+        self.least, self.most, self._axis = min(values), max(values), Axis.around(values)
+        self.chance = chance if chance is not None and self._axis.low <= chance <= self._axis.high else None
+
+    def x(self, value: float) -> str:
+        return f"{6 + self._axis.at(value) * (STRIP - 12):.1f}"
+
+
+@dataclass
+class Panel:
+    """One small scatter plot; `faint` dots stand back, `errors` are (x, y, standard error), drawn twice as long."""
+
+    name: str
+    x_axis: Axis
+    y_axis: Axis
+    x_label: str
+    dots: Dots = field(default_factory=dict)
+    faint: Dots = field(default_factory=dict)
+    lines: list[tuple[str, list[tuple[float, float]]]] = field(default_factory=list)
+    errors: list[tuple[float, float, float]] = field(default_factory=list)
+    chance: float | None = None
+
+    @property
+    def size(self) -> int:
+        return sum(map(len, [*self.dots.values(), *self.faint.values()]))
+
+    @property
+    def paths(self) -> list[tuple[str, str, str]]:
+        """(classes, row numbers, path) of all dots of one colour."""
+        return [
+            (
+                f"{kind} {colour}",
+                ",".join(str(row) for row, _, _ in dots),
+                "".join(f"M{self.x(x)} {self.y(y)}h0" for _, x, y in dots),
+            )
+            for kind, group in (("pts faint", self.faint), ("pts", self.dots))
+            for colour, dots in group.items()
+        ]
+
+    @property
+    def whiskers(self) -> str:
+        return "".join(f"M{self.x(x)} {self.y(y - 2 * error)}V{self.y(y + 2 * error)}" for x, y, error in self.errors)
+
+    @property
+    def ways(self) -> list[tuple[str, str]]:
+        """(colour class, path) of each line."""
+        ways = ((colour, [f"{self.x(x)} {self.y(y)}" for x, y in points]) for colour, points in self.lines)
+        return [(colour, "M" + "L".join(points)) for colour, points in ways]
+
+    def x(self, value: float) -> str:
+        """In pixels from the left."""
+        return f"{LEFT + min(max(self.x_axis.at(value), 0.0), 1.0) * (WIDTH - LEFT - RIGHT):.1f}"
+
+    def y(self, value: float) -> str:
+        """In pixels from the top."""
+        return f"{HEIGHT - BOTTOM - min(max(self.y_axis.at(value), 0.0), 1.0) * (HEIGHT - TOP - BOTTOM):.1f}"

@@ -15,9 +15,7 @@ from typing import Any, NamedTuple
 
 from ...train.files import write_atomic
 from ..metrics import mean_and_error
-from .charts import Strip
-from .numbers import compute, grouped, is_number, number, scored, short_count, with_error
-from .page import render_page
+from .page import Strip, compute, grouped, is_number, number, render_page, scored, short_count, with_error
 
 Scores = Mapping[str, Any]
 Items = Sequence[Mapping[str, Any]]
@@ -106,10 +104,9 @@ def checkpoint_page(
 def _facts(scores: Scores) -> list[tuple[str, str, str]]:
     """(name, value, what explains it) at the head of the page."""
     held_out = scores.get("held_out") or {}
-    facts = [("Parameters (N_total)", short_count(scores["N_total"]), grouped(scores["N_total"]))]
-    if scores.get("N_non_embedding") is not None:
-        facts.append(("N_non_embedding", short_count(scores["N_non_embedding"]), grouped(scores["N_non_embedding"])))
-    facts.append(("Tokens (D)", short_count(scores["tokens"]), grouped(scores["tokens"])))
+    counts = (("Parameters (N_total)", "N_total"), ("N_non_embedding", "N_non_embedding"), ("Tokens (D)", "tokens"))
+    found = [(name, scores.get(key)) for name, key in counts]
+    facts = [(name, short_count(count), grouped(count)) for name, count in found if count is not None]
     if scores.get("flops") is not None:
         six = "" if not scores["N_total"] else f"exact; 6ND is {compute(6 * scores['N_total'] * scores['tokens'])}"
         facts.append(("Training FLOPs", compute(scores["flops"]), six))
@@ -180,18 +177,20 @@ def _listed(tasks: Mapping[str, Scores], key: str) -> str:
 # --- beside other checkpoints ----------------------------------------------------------------------------------------
 
 
-def at_equal_compute(scores: Scores, peers: Iterable[Scores], factor: float = EQUAL) -> list[Scores]:
-    """The other checkpoints whose FLOPs are within the factor, nearest first; none where a number is missing."""
+def at_equal_compute(scores: Scores, peers: Iterable[Scores]) -> list[Scores]:
+    """The other checkpoints whose FLOPs are within a factor `EQUAL`, nearest first; none where a number is missing."""
+    near = _by_compute(scores, [peer for peer in peers if not _is_same(peer, scores)])
+    reach = math.log(EQUAL) + 1e-9
+    return [peer for distance, peer in near if distance <= reach]
+
+
+def _by_compute(scores: Scores, peers: Sequence[Scores]) -> list[tuple[float, Scores]]:
+    """(|log of the ratio of FLOPs|, peer), nearest first; none where a number is missing."""
     own = scores.get("flops")
     if not is_number(own) or own <= 0:
         return []
-    near = [
-        (abs(math.log(peer["flops"] / own)), place, peer)
-        for place, peer in enumerate(peers)
-        if is_number(peer.get("flops")) and peer["flops"] > 0 and not _is_same(peer, scores)
-    ]
-    reach = math.log(factor) + 1e-9
-    return [peer for distance, _, peer in sorted(near, key=lambda entry: entry[:2]) if distance <= reach]
+    known = [peer for peer in peers if is_number(peer.get("flops")) and peer["flops"] > 0]
+    return sorted(((abs(math.log(peer["flops"] / own)), peer) for peer in known), key=lambda entry: entry[0])
 
 
 def _is_same(one: Scores, other: Scores) -> bool:
@@ -199,21 +198,18 @@ def _is_same(one: Scores, other: Scores) -> bool:
 
 
 def _called(scores: Scores) -> str:
-    size = short_count(scores.get("N_total"))
-    return f"{scores.get('name') or scores.get('run_id')} at step {scores.get('step')}" + (
-        f" ({size} parameters)" if size != "–" else ""
-    )
+    size = scores.get("N_total")
+    shown = f" ({short_count(size)} parameters)" if is_number(size) else ""
+    return f"{scores.get('name') or scores.get('run_id')} at step {scores.get('step')}{shown}"
 
 
 def _nearest(scores: Scores, others: Sequence[Scores]) -> str:
-    own = scores.get("flops")
-    known = [peer["flops"] for peer in others if is_number(peer.get("flops")) and peer["flops"] > 0]
-    if not is_number(own) or own <= 0 or not known:
+    known = _by_compute(scores, others)
+    if not known:
         return "The compute of this checkpoint or of the others is not recorded, so nothing is compared."
-    nearest = min(known, key=lambda flops: abs(math.log(flops / own)))
     return (
         f"None of the sweep's {len(others)} other checkpoints is within a factor {EQUAL} of this one's "
-        f"{compute(own)} FLOPs; the nearest took {compute(nearest)}."
+        f"{compute(scores['flops'])} FLOPs; the nearest took {compute(known[0][1]['flops'])}."
     )
 
 
@@ -292,13 +288,14 @@ def paired_differences(
 
 def _differences(items: Items, others: Items) -> dict[str, list[tuple[str, Difference, str]]]:
     """Task -> (measure, difference, its class on the page)."""
-    rows: dict[str, list[tuple[str, Difference, str]]] = {}
-    for task, measures in paired_differences(items, others).items():
-        for key, name, more in MEASURES:
-            if (found := measures.get(key)) is not None:
-                tone = "better" if (found.value > 0) == more else "worse"
-                rows.setdefault(task, []).append((name, found, tone if found.is_clear else "soft"))
-    return rows
+
+    def tone(found: Difference, more: bool) -> str:
+        return "soft" if not found.is_clear else "better" if (found.value > 0) == more else "worse"
+
+    return {
+        task: [(name, found[key], tone(found[key], more)) for key, name, more in MEASURES if key in found]
+        for task, found in paired_differences(items, others).items()
+    }
 
 
 # --- samples ---------------------------------------------------------------------------------------------------------
@@ -308,8 +305,7 @@ def is_right(item: Mapping[str, Any]) -> bool | None:
     """Whether an item was answered rightly; None where the task does not say (text by domain)."""
     values = item.get("values") or {}
     names = [*VERDICTS, *sorted(name for name in values if name.startswith("exact_match"))]
-    value = next((values[name] for name in names if is_number(values.get(name))), None)
-    return None if value is None else value >= 0.5
+    return next((values[name] >= 0.5 for name in names if is_number(values.get(name))), None)
 
 
 def payload(scores: Scores, items: Items, against: Other | None) -> dict[str, Any]:
@@ -330,8 +326,8 @@ def payload(scores: Scores, items: Items, against: Other | None) -> dict[str, An
 
 def task_order(scores: Scores, items: Items) -> list[str]:
     """The tasks that have items, in the order of the scores."""
-    places = {name: place for place, name in enumerate(scores["tasks"])}
-    return sorted({str(item.get("task")) for item in items}, key=lambda name: (places.get(name, len(places)), name))
+    with_items = {str(item.get("task")) for item in items}
+    return [*(name for name in scores["tasks"] if name in with_items), *sorted(with_items - scores["tasks"].keys())]
 
 
 def _known(item: Mapping[str, Any], *names: str) -> dict[str, Any]:

@@ -20,15 +20,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...train.files import write_atomic
-from .charts import Axis, Panel
-from .numbers import compute, is_number, number, short_count
-from .page import render_page, spell
+from .page import Axis, Panel, compute, is_number, number, render_page, short_count, spell
 
 FEW = 60  # checkpoints in a panel that still get error bars of their own
 SAME_BUDGET = 1.25  # runs whose FLOPs differ by less from the smallest of their budget belong to it
 SHADES = 6  # colours of N, and of recipes
 BITS = ("gold_bpb", "bpb")  # bits per byte of the right answer, or of text
 SCORE = ("acc", "exact_match")
+NAMES = {"gold_bpb": "BPB", "acc": "accuracy"}  # of the measures whose noise is known
 Row = Mapping[str, Any]
 Value = tuple[float, float | None]  # and its standard error
 
@@ -115,7 +114,7 @@ class Sweep:
 
     @classmethod
     def of(cls, rows: Sequence[Row]) -> Sweep:
-        kept = [row for row in rows if is_number(row.get("flops")) and row["flops"] > 0]
+        kept: list[Row] = [{"tasks": {}, **row} for row in rows if is_number(row.get("flops")) and row["flops"] > 0]
         recipes = sorted({recipe_of(row) for row in kept})
         sizes = sorted({row["N"] for row in kept if is_number(row.get("N"))})
         parts = np.array_split(np.asarray(sizes, dtype=float), min(SHADES, max(len(sizes), 1)))
@@ -138,11 +137,11 @@ class Sweep:
         return f"r{self.recipes.index(recipe) % SHADES}"
 
     def tasks(self) -> list[str]:
-        return list(dict.fromkeys(name for row in self.rows for name in row.get("tasks") or {}))
+        return list(dict.fromkeys(name for row in self.rows for name in row["tasks"]))
 
     def value(self, place: int, task: str, keys: Sequence[str]) -> Value | None:
         """The first of `keys` that this checkpoint has for the task, with its standard error."""
-        scores = (self.rows[place].get("tasks") or {}).get(task) or {}
+        scores = self.rows[place]["tasks"].get(task, {})
         key = next((key for key in keys if is_number(scores.get(key))), None)
         if key is None:
             return None
@@ -150,7 +149,7 @@ class Sweep:
         return scores[key], error if is_number(error) else None
 
     def chance(self, task: str) -> float | None:
-        levels = (((row.get("tasks") or {}).get(task) or {}).get("chance") for row in self.rows)
+        levels = (row["tasks"].get(task, {}).get("chance") for row in self.rows)
         return next(filter(is_number, levels), None)
 
     @cached_property
@@ -164,8 +163,7 @@ class Sweep:
         return {self.recipe_colour(recipe): self._best(recipe) for recipe in self.recipes} or {"": self.best}
 
     def _best(self, recipe: str | None) -> list[int]:
-        lowest = (self._lowest(group, recipe) for group in self.budgets)
-        return [place for place in lowest if place is not None]
+        return [place for group in self.budgets if (place := self._lowest(group, recipe)) is not None]
 
     def _lowest(self, group: Sequence[int], recipe: str | None) -> int | None:
         known = [
@@ -208,17 +206,11 @@ def _budgets(rows: Sequence[Row]) -> list[list[int]]:
 
 def rank_correlation(x: Sequence[float], y: Sequence[float]) -> float | None:
     """Spearman's, with ties shared; None below three points, or where one side does not vary."""
-    if len(x) < 3:
-        return None
-    first, second = (_ranks(np.asarray(side, dtype=float)) for side in (x, y))
-    if np.ptp(first) == 0 or np.ptp(second) == 0:
-        return None
-    return float(np.corrcoef(first, second)[0, 1])
+    from scipy.stats import rankdata
 
-
-def _ranks(values: np.ndarray) -> np.ndarray:
-    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
-    return (np.cumsum(counts) - (counts - 1) / 2)[inverse]
+    if len(x) < 3 or np.ptp(x) == 0 or np.ptp(y) == 0:
+        return None
+    return float(np.corrcoef(rankdata(x), rankdata(y))[0, 1])
 
 
 @dataclass(frozen=True)
@@ -243,10 +235,8 @@ def trend(sweep: Sweep, task: str) -> Trend | None:
     """None for a task without bits per byte."""
 
     def points(places: Sequence[int]) -> tuple[list[float], list[float]]:
-        found = [
-            (sweep.rows[place]["flops"], scored[0]) for place in places if (scored := sweep.value(place, task, BITS))
-        ]
-        return [flops for flops, _ in found], [value for _, value in found]
+        found = {place: scored[0] for place in places if (scored := sweep.value(place, task, BITS))}
+        return [sweep.rows[place]["flops"] for place in found], list(found.values())
 
     best, every = points(sweep.best), points([place for group in sweep.budgets for place in group])
     return Trend(tuple(best[1]), rank_correlation(*best), rank_correlation(*every)) if every[1] else None
@@ -254,37 +244,25 @@ def trend(sweep: Sweep, task: str) -> Trend | None:
 
 def strength(entry: Row | None) -> float:
     """How far the better of a task's two measures stands out of its noise, in units of what luck would show."""
-    known = [one for key in ("acc", "gold_bpb") if (one := (entry or {}).get(key))]
-    return max(
-        (
-            float(one["ratio"] / one["by_luck"])
-            for one in known
-            if is_number(one.get("ratio")) and is_number(one.get("by_luck")) and one["by_luck"] > 0
-        ),
-        default=0.0,
-    )
+    known = [(one.get("ratio"), one.get("by_luck")) for key in NAMES if (one := (entry or {}).get(key))]
+    ratios = (float(ratio / luck) for ratio, luck in known if is_number(ratio) and is_number(luck) and luck > 0)
+    return max(ratios, default=0.0)
 
 
 def task_verdict(entry: Row | None) -> str:
     # A ratio may be infinite; it is NaN where nothing measures the noise.
     known = {
-        key: one
-        for key in ("acc", "gold_bpb")
+        name: bool(one.get("clear"))
+        for key, name in NAMES.items()
         if (one := (entry or {}).get(key)) and isinstance(one["ratio"], int | float) and not math.isnan(one["ratio"])
     }
-    clear = {key for key, one in known.items() if one.get("clear")}
+    clear = [name for name, is_clear in known.items() if is_clear]
     if not known:
         return "not known"
     if not clear:
         return "noise: differences between runs mean nothing"
-    names = {"gold_bpb": "BPB", "acc": "accuracy"}
-    verb = "tell" if len(clear) > 1 else "tells"
-    noise = [name for key, name in names.items() if key in known and key not in clear]
-    return (
-        " and ".join(name for key, name in names.items() if key in clear)
-        + f" {verb} runs apart"
-        + "".join(f", {name} is noise" for name in noise)
-    )
+    noise = "".join(f", {name} is noise" for name, is_clear in known.items() if not is_clear)
+    return f"{' and '.join(clear)} {'tell' if len(clear) > 1 else 'tells'} runs apart{noise}"
 
 
 # --- what the page shows ---------------------------------------------------------------------------------------------
@@ -324,7 +302,7 @@ def _warnings(sweep: Sweep, given: int) -> list[str]:
         lines.append(f"{given - len(sweep.rows)} of {given} checkpoints have no FLOPs and are left out.")
     held: dict[str, int] = {}
     for row in sweep.rows:
-        for name, scores in (row.get("tasks") or {}).items():
+        for name, scores in row["tasks"].items():
             held[name] = held.get(name, 0) + bool(scores.get("withheld"))
     if listed := ", ".join(f"{name} {many}" for name, many in held.items() if many):
         lines.append(f"Scores were withheld, because the model failed on an item; checkpoints by task: {listed}.")

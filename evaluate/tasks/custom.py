@@ -1,8 +1,13 @@
-"""Tasks of one's own: a .jsonl file of questions, or lm-eval's YAML.
+"""Tasks of one's own: a .jsonl file of questions, lm-eval's YAML, or a folder of text.
 
 Examples of a file are drawn by a hash of (seed, task, item): an item has the same ones whatever the limit. What lm-eval
 passes over in silence in YAML (a file that does not parse, two tasks of one name) is an error here; files are found
 beside the YAML. `!function` runs Python code of that folder: whoever names a folder trusts it.
+
+Any folder of text is a perplexity suite, scored in bits per byte domain by domain (Paloma: Magnusson et al. 2023). A
+domain is a folder one level down, or a file of many documents that lies in the folder itself; plain texts that lie
+there make up one domain together. A document counts with its first `DOCUMENT_BYTES` bytes, so that one book does not
+decide a domain; a single plain text is cut into pieces of that size instead.
 """
 
 from __future__ import annotations
@@ -14,13 +19,27 @@ import json
 import re
 import string
 import zlib
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...train.data.readers import well_formed
+from ...train.data.corpora import find_files
+from ...train.data.readers import cut, format_of, read_documents, well_formed
 from ...train.errors import UserError
 from .staging import lm_eval_tasks
-from .suite import SuiteTask, choose_items, freeze, nearest, only_text, quiet, task_of_rows
+from .suite import (
+    SEED,
+    SuiteTask,
+    choose_items,
+    freeze,
+    freeze_whole,
+    nearest,
+    only_text,
+    quiet,
+    task_of_rows,
+    written_name,
+)
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
@@ -29,9 +48,12 @@ _JSONL = (".jsonl", ".jsonl.gz")
 ENDINGS = (*_JSONL, ".yaml")
 _FIELDS = ("question", "choices", "answer", "context", "id")
 _BETWEEN_EXAMPLES = "\n\n"
+DOCUMENT_BYTES = 4096
+FIELD = "text"  # of JSON lines and parquet
+_LOOSE = "files"  # the domain of plain texts that lie in the folder itself
 
 
-def load_custom(path: Path | str, shots: int = 0, limit: int | None = None, seed: int = 0) -> dict[str, SuiteTask]:
+def load_custom(path: Path | str, shots: int = 0, limit: int | None = None) -> dict[str, SuiteTask]:
     """The task of a .jsonl file, or every task of a file or a folder (with all below it) of lm-eval YAML.
 
     With `shots` examples before each question, `@shots` ends the names; 0 leaves a YAML's own `num_fewshot`.
@@ -41,19 +63,18 @@ def load_custom(path: Path | str, shots: int = 0, limit: int | None = None, seed
     """
     path = Path(path).expanduser()
     if path.is_dir():
-        return _load_yaml(path, sorted(path.rglob("*.yaml")), shots, limit, seed)
+        return _load_yaml(path, sorted(path.rglob("*.yaml")), shots, limit)
+    endings = ", ".join(ENDINGS)
     if not path.name.lower().endswith(ENDINGS):
-        raise UserError(f"task {str(path)!r} is neither a folder nor a file that ends in {', '.join(ENDINGS)}")
+        raise UserError(f"task {str(path)!r} is neither a folder nor a file that ends in {endings}")
     if not path.is_file():
-        raise UserError(
-            f"task {str(path)!r} is no file; it must be a folder or a file that ends in {', '.join(ENDINGS)}"
-        )
+        raise UserError(f"task {str(path)!r} is no file; it must be a folder or a file that ends in {endings}")
     if path.suffix.lower() == ".yaml":
-        return _load_yaml(path.parent, [path], shots, limit, seed)
-    return _load_jsonl(path, shots, limit, seed)
+        return _load_yaml(path.parent, [path], shots, limit)
+    return _load_jsonl(path, shots, limit)
 
 
-def _load_jsonl(path: Path, shots: int, limit: int | None, seed: int) -> dict[str, SuiteTask]:
+def _load_jsonl(path: Path, shots: int, limit: int | None) -> dict[str, SuiteTask]:
     rows = read_questions(path)
     name = task_name(path.name[: -len(next(end for end in _JSONL if path.name.lower().endswith(end)))])
     multiple_choice = "choices" in rows[0]
@@ -61,14 +82,14 @@ def _load_jsonl(path: Path, shots: int, limit: int | None, seed: int) -> dict[st
     delimiter = "" if all(row["prompt"][-1].isspace() for row in rows) else " "
     if delimiter:
         rows = [row | {"prompt": row["prompt"].rstrip()} for row in rows]
-    indices = choose_items(name, len(rows), limit, seed)
+    indices = choose_items(name, len(rows), limit)
     chosen = [dict(rows[index]) for index in indices]
     for index, row in zip(indices, chosen, strict=True):
-        row["examples"] = _examples(path, name, rows, index, shots, seed, delimiter)
+        row["examples"] = _examples(path, name, rows, index, shots, delimiter)
         if not multiple_choice:
             row["answer"] = delimiter + row["answer"]
     metrics = ("acc", "acc_norm") if multiple_choice else ("acc",)
-    written = _written_name(name, shots)
+    written = written_name(name, shots or None)
     config: dict[str, Any] = {
         "task": written,
         "output_type": "multiple_choice" if multiple_choice else "loglikelihood",
@@ -82,7 +103,7 @@ def _load_jsonl(path: Path, shots: int, limit: int | None, seed: int) -> dict[st
         config["doc_to_choice"] = "choices"
     task = task_of_rows(config, chosen)
     remarks = {"examples": "other lines of the file"} if shots else {}
-    frozen = freeze(written, task, indices, len(rows), seed, "test", path.name, already_chosen=True, shots=0, **remarks)
+    frozen = freeze(written, task, indices, len(rows), "test", path.name, shots=0, **remarks)
     frozen.shots = shots  # lm-eval is to add none to those that stand in the description
     return {written: frozen}
 
@@ -92,15 +113,13 @@ def task_name(text: str) -> str:
     return re.sub(r"[^\w.-]+", "_", text).strip("_") or "task"
 
 
-def _examples(
-    path: Path, name: str, rows: list[dict[str, Any]], index: int, shots: int, seed: int, delimiter: str
-) -> str:
+def _examples(path: Path, name: str, rows: list[dict[str, Any]], index: int, shots: int, delimiter: str) -> str:
     """Text of the examples of one item: other items of the file with their answers, never one that equals the item."""
     if not shots:
         return ""
     found: dict[int, None] = {}
     for draw in range(100 * (shots + 1)):
-        digest = hashlib.sha256(f"{seed}/{name}/{index}/example/{draw}".encode()).digest()
+        digest = hashlib.sha256(f"{SEED}/{name}/{index}/example/{draw}".encode()).digest()
         other = int.from_bytes(digest[:8], "big") % len(rows)
         if rows[other]["prompt"] != rows[index]["prompt"]:
             found[other] = None
@@ -203,16 +222,15 @@ def _place(answer: Any, choices: list[str], where: str) -> int:
     """The place of the right choice, given by place, by text, or by letter. A text that is a choice is no letter."""
     if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < len(choices):
         return answer
+    letters = string.ascii_uppercase[: len(choices)]
     if isinstance(answer, str):
         if answer in choices:
             return choices.index(answer)
-        letters = string.ascii_uppercase[: len(choices)]
         if len(answer) == 1 and answer.upper() in letters:
             return letters.index(answer.upper())
-    last = string.ascii_uppercase[min(len(choices), 26) - 1]
     raise UserError(
         f"{where}: answer is {_shown(answer)}; it must be the place of a choice (0 to {len(choices) - 1}), "
-        f"its letter (A to {last}), or its text"
+        f"its letter (A to {letters[-1]}), or its text"
     )
 
 
@@ -224,7 +242,7 @@ def _shown(value: Any) -> str:
 # --- YAML -----------------------------------------------------------------------------------------------------------
 
 
-def _load_yaml(folder: Path, files: list[Path], shots: int, limit: int | None, seed: int) -> dict[str, SuiteTask]:
+def _load_yaml(folder: Path, files: list[Path], shots: int, limit: int | None) -> dict[str, SuiteTask]:
     """Every task that the files define, groups spelled out. What has neither `task` nor `group` is a template."""
     from lm_eval.tasks import TaskManager
 
@@ -235,9 +253,9 @@ def _load_yaml(folder: Path, files: list[Path], shots: int, limit: int | None, s
     result: dict[str, SuiteTask] = {}
     for name in names:
         for leaf, task in _build(folder, name, manager).items():
-            written = _written_name(leaf, shots)
+            written = written_name(leaf, shots or None)
             if written not in result:  # a group comes before its tasks: they are as it wants them
-                result[written] = _frozen(folder, leaf, task, shots, limit, seed)
+                result[written] = _frozen(folder, leaf, task, shots, limit)
     return result
 
 
@@ -338,16 +356,10 @@ def _build(folder: Path, name: str, manager: TaskManager) -> dict[str, Any]:
     return only_text(tasks)
 
 
-def _frozen(folder: Path, name: str, task: Any, shots: int, limit: int | None, seed: int) -> SuiteTask:
-    written = _written_name(name, shots)
-    task.set_config(key="task", value=written)
+def _frozen(folder: Path, name: str, task: Any, shots: int, limit: int | None) -> SuiteTask:
     try:
-        count = len(task.eval_docs)
-        indices = choose_items(name, count, limit, seed)
         split = "test" if task.has_test_docs() else "validation"
-        return freeze(
-            written, task, indices, count, seed, split, folder.name, already_chosen=False, shots=shots or None
-        )
+        return freeze_whole(name, task, limit, split, folder.name, shots or None)
     except Exception as error:  # code and templates of the user's run here: any kind
         raise UserError(
             f"task {name!r} of {folder} cannot build its prompts ({type(error).__name__}: {_in_a_line(error)}); "
@@ -359,6 +371,86 @@ def _in_a_line(error: Exception) -> str:
     return " ".join((str(error).strip() or type(error).__name__).split())[:200]
 
 
-def _written_name(name: str, shots: int) -> str:
-    """Under which a task with that many examples is scored."""
-    return f"{name}@{shots}" if shots else name
+# --- texts ----------------------------------------------------------------------------------------------------------
+
+
+def load_texts(folder: Path | str, limit: int | None = None) -> dict[str, SuiteTask]:
+    """A task of output type `loglikelihood_rolling` for each domain, named `text_<folder>_<domain>`.
+
+    Args:
+        folder: holds text; see above what its domains are.
+        limit: documents a domain; None means all.
+
+    Raises:
+        UserError: no such folder, a file that cannot be read, or a domain without text.
+    """
+    folder = Path(folder).expanduser()
+    if not folder.is_dir():
+        raise UserError(f"task 'text:{folder}' names no folder; it must be a folder of text files")
+    result = {}
+    for domain, files in domains(folder).items():
+        name = task_name(f"text_{folder.resolve().name}_{domain}")
+        if name in result:
+            raise UserError(f"task 'text:{folder}' has two domains that are written {name!r}; rename one of them")
+        result[name] = _load_domain(folder, name, domain, files, limit)
+    return result
+
+
+def domains(folder: Path) -> dict[str, list[Path]]:
+    """The files of each domain, in a deterministic order.
+
+    Raises:
+        UserError: when there is none.
+    """
+    result: dict[str, list[Path]] = {}
+    try:
+        files = find_files(str(folder))
+    except UserError as error:
+        raise UserError(_about(folder, error)) from None
+    for path in files:
+        parts = path.relative_to(folder).parts
+        own = _LOOSE if format_of(path) == "plain" else path.name.split(".")[0]
+        domain = parts[0] if len(parts) > 1 else own
+        result.setdefault(domain, []).append(path)
+    return dict(sorted(result.items()))
+
+
+def _load_domain(folder: Path, name: str, domain: str, files: list[Path], limit: int | None) -> SuiteTask:
+    try:
+        # Read twice, so that of a large file no more than the chosen documents is ever held.
+        count = sum(1 for _ in _documents(files))
+        indices = choose_items(name, count, limit)
+        wanted = set(indices)
+        rows = [{FIELD: text} for index, text in enumerate(_documents(files)) if index in wanted]
+    except UserError as error:
+        raise UserError(_about(folder, error)) from None
+    if not rows:
+        raise UserError(f"task 'text:{folder}': domain {domain!r} holds no text; add some, or remove its files")
+    config: dict[str, Any] = {
+        "task": name,
+        "output_type": "loglikelihood_rolling",
+        "doc_to_text": "",
+        "doc_to_target": FIELD,
+        "metric_list": [{"metric": "bits_per_byte", "aggregation": "bits_per_byte", "higher_is_better": False}],
+    }
+    return freeze(name, task_of_rows(config, rows), indices, count, "test", f"{folder.name}/{domain}")
+
+
+def _documents(files: list[Path]) -> Iterator[str]:
+    in_pieces = len(files) == 1 and format_of(files[0]) == "plain"
+    for path in files:
+        texts = read_documents(path, FIELD, DOCUMENT_BYTES)
+        if in_pieces:
+            yield from texts
+        elif format_of(path) == "plain":
+            yield from islice(texts, 1)
+        else:
+            for text in texts:
+                yield from cut([text], DOCUMENT_BYTES)
+
+
+def _about(folder: Path, error: UserError) -> str:
+    """The readers speak of the training corpus's settings; a suite has none."""
+    text = str(error).removeprefix("data.path: ")
+    text = text.replace(f"data.field is {FIELD!r}; ", f"the text must be in a field {FIELD!r}; ")
+    return f"task 'text:{folder}': " + text.replace("data.path is ", "the folder is ")

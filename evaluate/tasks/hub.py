@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import inspect
 import json
-import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ...train.errors import UserError
 from ...train.files import file_sha256, read_json, write_json
 from .staging import STAGED, Report, cache_root, replacement, writable
-from .suite import SuiteTask, choose_items, freeze, nearest, only_text, quiet, suite_names
+from .suite import SuiteTask, errors_only, freeze_whole, nearest, only_text, quiet, suite_names
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
@@ -91,7 +90,6 @@ def load_named(
     name: str,
     shots: int | None,
     limit: int | None,
-    seed: int,
     manager: TaskManager,
     cache: Path | str | None = None,
     progress: Report | None = None,
@@ -103,20 +101,13 @@ def load_named(
     """
     check_name(name, manager)
     result = {}
-    ending = "" if shots is None else f"@{shots}"
     with copies(cache, progress), _explained(name):
         for leaf, task in _text_tasks(name, manager).items():
-            if shots is not None:
-                task.set_config(key="num_fewshot", value=shots)
-            with quiet():
-                count = len(task.eval_docs)
-            split = str(task.config.test_split if task.has_test_docs() else task.config.validation_split)
-            dataset = [task.config.dataset_path, task.config.dataset_name]
-            source = "/".join(str(part) for part in dataset if part)
-            indices = choose_items(leaf, count, limit, seed)
-            written = leaf + ending
-            task.set_config(key="task", value=written)
-            result[written] = freeze(written, task, indices, count, seed, split, source, False, shots=shots)
+            config = task.config
+            split = str(config.test_split if task.has_test_docs() else config.validation_split)
+            source = "/".join(str(part) for part in (config.dataset_path, config.dataset_name) if part)
+            frozen = freeze_whole(leaf, task, limit, split, source, shots)
+            result[frozen.name] = frozen
     return result
 
 
@@ -126,11 +117,9 @@ def _text_tasks(name: str, manager: TaskManager) -> dict[str, Any]:
     entry = manager.task_index[name]
     with quiet():
         # Looked at before it is loaded, where that is possible: such tasks fetch programs while they load.
-        refused = (
-            {name} if entry.yaml_path and _UNTEXTUAL & load_yaml(entry.yaml_path, resolve_func=False).keys() else set()
-        )
-        tasks: dict[str, Any] = {} if refused else manager.load([name])["tasks"]
-    return only_text(tasks, sorted(refused))
+        if entry.yaml_path and _UNTEXTUAL & load_yaml(entry.yaml_path, resolve_func=False).keys():
+            return only_text({}, [name])
+        return only_text(manager.load([name])["tasks"])
 
 
 @contextlib.contextmanager
@@ -193,7 +182,7 @@ def copies(
             if progress is not None and keep is None and not is_damaged and "/" in str(wanted.get("path")):
                 progress(f"{wanted['path']} is not staged; the Hugging Face Hub is asked")
             try:
-                with _less_noise():
+                with errors_only("huggingface_hub"):
                     data = original(*arguments, **options)
             except Exception as error:
                 if not is_damaged:
@@ -211,17 +200,6 @@ def copies(
         yield
     finally:
         datasets.load_dataset, is_open = original, False
-
-
-@contextlib.contextmanager
-def _less_noise() -> Iterator[None]:
-    logger = logging.getLogger("huggingface_hub")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 def copy_folder(arguments: dict[str, Any], cache: Path | str | None = None) -> Path:

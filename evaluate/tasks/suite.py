@@ -6,7 +6,6 @@ every machine, forever, and a smaller limit is a subset of a larger one.
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import functools
 import hashlib
@@ -14,6 +13,7 @@ import io
 import json
 import logging
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from lm_eval.api.task import Task
 
 FEWSHOT_SEED = 1234  # lm-eval's default
+SEED = 0  # of the choice of items
 SUITES = Path(__file__).resolve().parents[2] / "conf" / "evaluate"  # the files that Hydra reads too
 
 
@@ -55,7 +56,7 @@ class Suite:
     tasks: dict[str, SuiteTask]
 
 
-def choose_items(name: str, count: int, limit: int | None, seed: int) -> list[int]:
+def choose_items(name: str, count: int, limit: int | None, seed: int = SEED) -> list[int]:
     """Places of the items to score, ascending: the `limit` smallest by a hash."""
     if limit is None or limit >= count:
         return list(range(count))
@@ -91,25 +92,23 @@ def freeze(
     task: Any,
     indices: list[int],
     count: int,
-    seed: int,
     split: str,
     source: str,
-    already_chosen: bool,
     shots: int | None = None,
     **remarks: Any,
 ) -> SuiteTask:
     """Builds a task's requests, once for every checkpoint to come; the lm-eval task is changed.
 
     Args:
-        indices: places of the chosen items among the `count` items of the split, ascending.
+        indices: places of the chosen items among the `count` items of the split, ascending; the task holds these
+            alone, in that order, or all.
         source: the dataset.
-        already_chosen: whether the task holds the chosen items alone, in that order.
         shots: examples in each prompt; None: as the task's definition says.
         remarks: what else is recorded in `subset`.
     """
     with quiet():
         docs = task.eval_docs
-        task.frozen_docs = list(docs) if already_chosen else [docs[index] for index in indices]
+        task.frozen_docs = list(docs) if len(docs) == len(indices) else [docs[index] for index in indices]
         task.frozen_instances = []
         task.__class__ = _frozen_class(task.__class__)
         # As lm-eval's simple_evaluate does before it evaluates.
@@ -122,14 +121,25 @@ def freeze(
             [task.doc_to_target(doc) for doc in task.frozen_docs],
             [task.get_config(part) for part in ("output_type", "process_results", "metric_list", "filter_list")],
         ]
-    digest = hashlib.sha256(json.dumps(content, sort_keys=True, default=_written).encode()).hexdigest()
-    subset = {"items": len(indices), "of": count, "split": split, "seed": seed, "source": source, "sha256": digest}
+    # A function by its name: its address differs from process to process.
+    text = json.dumps(content, sort_keys=True, default=lambda value: str(getattr(value, "__qualname__", value)))
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    subset = {"items": len(indices), "of": count, "split": split, "seed": SEED, "source": source, "sha256": digest}
     return SuiteTask(name, task, indices, subset | remarks, task.VERSION, shots)
 
 
-def _written(value: Any) -> str:
-    """A function by its name: its address differs from process to process."""
-    return str(getattr(value, "__qualname__", value))
+def freeze_whole(name: str, task: Any, limit: int | None, split: str, source: str, shots: int | None) -> SuiteTask:
+    """`freeze` of a task that holds all items of its split, as `name@shots`."""
+    with quiet():
+        count = len(task.eval_docs)
+    written = written_name(name, shots)
+    task.set_config(key="task", value=written)
+    return freeze(written, task, choose_items(name, count, limit), count, split, source, shots)
+
+
+def written_name(name: str, shots: int | None) -> str:
+    """Under which a task with that many examples is scored."""
+    return name if shots is None else f"{name}@{shots}"
 
 
 def task_of_rows(config: dict[str, Any], rows: list[dict[str, Any]]) -> Any:
@@ -148,11 +158,8 @@ def only_text(tasks: dict[str, Any], refused: Sequence[str] = ()) -> dict[str, A
     Raises:
         UserError: one of them, or of those refused already, is of another kind.
     """
-    others = [
-        name
-        for name, task in tasks.items()
-        if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False)
-    ]
+    unsafe = ("UNSAFE_CODE", "MULTIMODAL")
+    others = [name for name, task in tasks.items() if any(getattr(task, kind, False) for kind in unsafe)]
     if refused := [*refused, *others]:
         raise UserError(
             f"task {min(refused)!r} runs generated code or needs images; only text tasks can be scored here"
@@ -165,22 +172,30 @@ def nearest(name: str, known: Iterable[str], otherwise: str) -> str:
     return f"the nearest names are {', '.join(near)}" if near else otherwise
 
 
-@contextlib.contextmanager
+@contextmanager
+def errors_only(library: str) -> Iterator[None]:
+    """Silences what a library logs below an error."""
+    logger = logging.getLogger(library)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+@contextmanager
 def quiet(progress_bars: bool = False) -> Iterator[None]:
     """Keeps lm-eval's remarks, and what it draws unless `progress_bars`, off the screen; compiles a template once."""
     from lm_eval.utils import env
 
-    logger = logging.getLogger("lm_eval")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
     is_outermost = "from_string" not in vars(env)
     if is_outermost:
         env.from_string = functools.cache(env.from_string)
     try:
-        with contextlib.nullcontext() if progress_bars else contextlib.redirect_stderr(io.StringIO()):
+        with errors_only("lm_eval"), nullcontext() if progress_bars else redirect_stderr(io.StringIO()):
             yield
     finally:
-        logger.setLevel(level)
         if is_outermost:
             del env.from_string
 
@@ -188,18 +203,18 @@ def quiet(progress_bars: bool = False) -> Iterator[None]:
 # --- suites by name -------------------------------------------------------------------------------------------------
 
 
-def suite_names(folder: Path = SUITES) -> list[str]:
-    return sorted(path.stem for path in folder.glob("*.yaml"))
+def suite_names() -> list[str]:
+    return sorted(path.stem for path in SUITES.glob("*.yaml"))
 
 
-def suite_tasks(name: str, folder: Path = SUITES) -> list[str] | None:
+def suite_tasks(name: str) -> list[str] | None:
     """The tasks that a suite lists; None: there is no suite of this name.
 
     Raises:
         UserError: the file is no list of tasks, or one that waits for a path.
     """
-    path = folder / f"{name}.yaml"
-    if name not in suite_names(folder):
+    path = SUITES / f"{name}.yaml"
+    if name not in suite_names():
         return None
     try:
         tasks = yaml.safe_load(path.read_text(encoding="utf-8"))["tasks"]
@@ -215,25 +230,25 @@ def suite_tasks(name: str, folder: Path = SUITES) -> list[str] | None:
     return tasks
 
 
-def expand(tasks: str | Sequence[str], folder: Path = SUITES) -> list[str]:
+def expand(tasks: str | Sequence[str]) -> list[str]:
     """Tasks as written, with suites spelled out: `"small"`, `"hellaswag,piqa@5"`, or a list. None comes twice.
 
     Raises:
         UserError: when none is named.
     """
     given = tasks.split(",") if isinstance(tasks, str) else list(tasks)
-    names = list(dict.fromkeys(_spelled_out([name.strip() for name in given if name and name.strip()], folder, ())))
+    names = list(dict.fromkeys(_spelled_out([name.strip() for name in given if name and name.strip()], ())))
     if not names:
         raise UserError(
-            f"tasks is {tasks!r}; name a suite ({', '.join(name for name in suite_names(folder) if name != 'none')}) "
+            f"tasks is {tasks!r}; name a suite ({', '.join(name for name in suite_names() if name != 'none')}) "
             "or lm-eval tasks such as hellaswag,piqa"
         )
     return names
 
 
-def _spelled_out(names: list[str], folder: Path, within: tuple[str, ...]) -> list[str]:
+def _spelled_out(names: list[str], within: tuple[str, ...]) -> list[str]:
     result = []
     for name in names:
-        members = None if name in within else suite_tasks(name, folder)
-        result += [name] if members is None else _spelled_out(members, folder, (*within, name))
+        members = None if name in within else suite_tasks(name)
+        result += [name] if members is None else _spelled_out(members, (*within, name))
     return result

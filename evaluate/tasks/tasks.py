@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -78,7 +79,6 @@ def load_suite(
     tasks: str | Sequence[str] = "small",
     limit: int | None = DEFAULT_LIMIT,
     *,
-    seed: int = 0,
     cache: Path | str | None = None,
     progress: Report | None = None,
     manager: TaskManager | None = None,
@@ -88,7 +88,6 @@ def load_suite(
     Args:
         tasks: entries with commas between, or a list of them.
         limit: items per task; None means all.
-        seed: of the choice of items.
         cache: folder of the staged data; what the wheel has is staged first where it is not there.
         progress: called with a line of text at each stage of that.
         manager: lm-eval's index of tasks, in which every name is looked up; default: built (10 s, once per machine)
@@ -104,27 +103,31 @@ def load_suite(
         entries = [replace(one, kind="named") if one.kind == "staged" else one for one in entries]
     directory = _stage_wheel(entries, cache, progress)
     loaded: dict[str, SuiteTask] = {}
-    sources: dict[str, str] = {}
+    sources: dict[str, Entry] = {}
     for entry in entries:
         if entry.kind == "staged":
-            staged = load_staged(entry.name, entry.shots, limit, seed, directory, entry.written)
-            found = {entry.written: staged}
+            found = {entry.written: _load_staged(entry, limit, directory)}
         elif entry.kind == "text":
-            from .texts import load_texts
+            from .custom import load_texts
 
-            found = load_texts(Path(entry.name), limit, seed)
+            found = load_texts(Path(entry.name), limit)
         elif entry.kind == "path":
-            found = _load_files(entry, limit, seed)
+            found = _load_files(entry, limit)
         else:
             from .hub import load_named, task_manager
 
             manager = manager or task_manager(cache, progress)
             if entry.name not in manager.all_tasks and Path(entry.name).is_dir():
-                found = _load_files(entry, limit, seed)
+                found = _load_files(entry, limit)
             else:
-                found = load_named(entry.name, entry.shots, limit, seed, manager, cache, progress)
+                found = load_named(entry.name, entry.shots, limit, manager, cache, progress)
         for name in found:
-            _refuse_namesake(name, entry, sources)
+            # Tasks of one name from two files would share a place; a group's task that is also named is the same.
+            other = sources.setdefault(name, entry)
+            if other.written != entry.written and "path" in (entry.kind, other.kind):
+                raise UserError(
+                    f"tasks: {name!r} comes from {other.written} and from {entry.written}; rename one of the two"
+                )
         loaded |= found
     return Suite(tasks if isinstance(tasks, str) else ",".join(tasks), loaded)
 
@@ -136,10 +139,10 @@ def _refuse_namesake(name: str, entry: Entry, sources: dict[str, str]) -> None:
         raise UserError(f"tasks: {name!r} comes from {other} and from {entry.written}; rename one of the two")
 
 
-def _load_files(entry: Entry, limit: int | None, seed: int) -> dict[str, SuiteTask]:
+def _load_files(entry: Entry, limit: int | None) -> dict[str, SuiteTask]:
     from .custom import load_custom
 
-    return load_custom(Path(entry.name), entry.shots or 0, limit, seed)
+    return load_custom(Path(entry.name), entry.shots or 0, limit)
 
 
 def stage_tasks(
@@ -163,30 +166,22 @@ def stage_tasks(
 
 def _stage_wheel(entries: list[Entry], cache: Path | str | None, progress: Report | None) -> Path:
     """The folder of the staged benchmarks, in which the files of these tasks are sound."""
-    names: set[str] = set()
-    for entry in entries:
-        if entry.kind == "staged":
-            names |= STAGED[entry.name].files
+    names = {file for entry in entries if entry.kind == "staged" for file in STAGED[entry.name].files}
     return stage_benchmarks(cache, progress, names=names) if names else benchmarks_directory(cache)
 
 
-def load_staged(
-    name: str, shots: int | None, limit: int | None, seed: int, directory: Path, written: str | None = None
-) -> SuiteTask:
-    """A staged task, scored as `written`; only the items that are asked are ever parsed.
-
-    `shots` None: as the definition says, mostly none. `directory` is what `stage_benchmarks` returned.
-    """
+def _load_staged(entry: Entry, limit: int | None, directory: Path) -> SuiteTask:
+    """A staged task; only the items that are asked are ever parsed. `directory`: what `stage_benchmarks` returned."""
     from lm_eval.tasks import TaskManager
     from lm_eval.tasks._yaml_loader import load_yaml
 
-    staged = STAGED[name]
-    benchmark = BENCHMARKS[staged.data]
-    lines, split = staged_lines(directory, staged.data), benchmark.split
-    indices = choose_items(name, len(lines), limit, seed)
+    name, written, staged = entry.name, entry.written, STAGED[entry.name]
+    known = BENCHMARKS[staged.data].known
+    lines, split = staged_lines(directory, staged.data), known["split"]
+    indices = choose_items(name, len(lines), limit)
     chosen = _dataset([lines[index] for index in indices])
     config: dict[str, Any] = load_yaml(staged.definition) | {
-        "task": written or name,
+        "task": written,
         "training_split": None,
         "validation_split": None,
         # lm-eval leaves an item out of its own examples only where both are from the test split.
@@ -194,15 +189,15 @@ def load_staged(
         "fewshot_split": split,
         "custom_dataset": lambda **_: {split: chosen},
     }
-    shots = int(config.get("num_fewshot") or 0) if shots is None else shots
+    shots = int(config.get("num_fewshot") or 0) if entry.shots is None else entry.shots
     if shots and config["output_type"] == "loglikelihood_rolling":
         raise UserError(f"task {written!r} asks for examples, but {name} scores whole texts; write {name}")
     with quiet():
-        task = TaskManager(include_defaults=False).load([config])["tasks"][written or name]
-        remarks = {"note": benchmark.note} if benchmark.note else {}
+        task = TaskManager(include_defaults=False).load([config])["tasks"][written]
+        remarks = {"note": known["note"]} if "note" in known else {}
         if shots:
-            remarks |= {"examples": _give_examples(task, name, staged, shots, seed, directory, lines, config)}
-    return freeze(written or name, task, indices, len(lines), seed, split, directory.name, True, shots=shots, **remarks)
+            remarks |= {"examples": _give_examples(task, name, staged, shots, directory, lines, config)}
+    return freeze(written, task, indices, len(lines), split, directory.name, shots, **remarks)
 
 
 def _dataset(lines: list[bytes]) -> Any:
@@ -216,7 +211,6 @@ def _give_examples(
     name: str,
     staged: StagedTask,
     shots: int,
-    seed: int,
     directory: Path,
     lines: list[bytes],
     config: dict[str, Any],
@@ -225,15 +219,15 @@ def _give_examples(
     if staged.examples:
         pool = list(_dataset(staged_lines(directory, staged.examples)))
         task.sampler = SameGroup(pool, staged.group)
-        most = min(sum(doc[staged.group] == value for doc in pool) for value in {doc[staged.group] for doc in pool})
-        source = f"the first of the split {BENCHMARKS[staged.examples].split} with the item's {staged.group}"
+        most = min(Counter(doc[staged.group] for doc in pool).values())
+        source = f"the first of the split {BENCHMARKS[staged.examples].known['split']} with the item's {staged.group}"
     else:
-        places = choose_items(f"{name}/examples", len(lines), EXAMPLES, seed)
+        places = choose_items(f"{name}/examples", len(lines), EXAMPLES)
         docs = _dataset([lines[place] for place in places])
         process = config.get("process_docs")
         task.sampler.replace_df(list(process(docs) if process else docs))
         most = len(places) - 1
-        source = f"{len(places)} items of the scored split {BENCHMARKS[staged.data].split}, without the item itself"
+        source = f"{len(places)} items of the scored split {config['test_split']}, without the item itself"
     if shots > most:
         raise UserError(f"task {name}@{shots} asks for {shots} examples; {name} has {most} to offer")
     return source

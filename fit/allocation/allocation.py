@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ..errors import Array, InputError, positive, same_length
+from ..errors import Array, Columns, Constants, InputError, floats, positive, same_length
 from ..formatting import amount, count, scientific, text
-from ..uncertainty import percentile_interval
+from ..uncertainty import percentile_intervals
 from .serving import Device, Served, decode, prefill
 
 GRID = 160  # points of a search's first pass, which a law of several valleys needs
@@ -31,7 +31,6 @@ FAR = 300.0  # bounds of log D around sqrt(C)
 REACH = 60.0  # a search in log N goes this far to both sides of sqrt(C), so that units do not matter
 TITLES = {"flops": "C", "ratio": "D/N"}
 
-Constants = Mapping[str, Any]
 Curve = Callable[[Array], Array]
 
 
@@ -56,7 +55,7 @@ class Optimum:
         return divide(self.D, self.N)
 
     @property
-    def values(self) -> dict[str, Array]:
+    def values(self) -> Columns:
         """Every quantity by name, each (targets,)."""
         return {"flops": self.flops, "N": self.N, "D": self.D, "ratio": self.ratio, "loss": self.loss, **self.more}
 
@@ -66,10 +65,10 @@ class Optimum:
             raise InputError(f"interval of {name!r} is not known; choose one of {', '.join(self.values)}.")
         if name not in self.draws:
             return np.full((len(self.N), 2), np.nan)
-        return np.array([percentile_interval(row, level or self.level) for row in self.draws[name]])
+        return percentile_intervals(self.draws[name], level or self.level)
 
     @property
-    def intervals(self) -> dict[str, Array]:
+    def intervals(self) -> Columns:
         """Quantity -> (targets, 2) at `level`; empty before a bootstrap."""
         return {name: self.interval(name) for name in self.draws}
 
@@ -100,15 +99,15 @@ class Optimum:
         return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
-def answer(law: Any, solve: Callable[[Constants], dict[str, Array]], level: float) -> Optimum:
+def answer(law: Any, solve: Callable[[Constants], Columns], level: float) -> Optimum:
     """`solve` under the law's constants and draws; it takes (r,) constants and gives (targets, r) arrays."""
     if not 0.0 < level < 1.0:
         raise InputError(f"level is {level}; it must lie between 0 and 1, as 0.95 does.")
     if getattr(law, "constants_", None) is None:
         raise InputError(f"this {type(law).__name__} is not fitted; call fit first.")
 
-    def every(constants: Constants) -> dict[str, Array]:
-        found = solve({name: np.atleast_1d(np.asarray(value, dtype=np.float64)) for name, value in constants.items()})
+    def every(constants: Constants) -> Columns:
+        found = solve({name: np.atleast_1d(floats(value)) for name, value in constants.items()})
         shape = np.broadcast_shapes(*(v.shape for v in found.values()))
         return {name: np.broadcast_to(v, shape) for name, v in found.items()}
 
@@ -122,7 +121,7 @@ def answer(law: Any, solve: Callable[[Constants], dict[str, Array]], level: floa
 
 def aligned(**columns: ArrayLike) -> list[Array]:
     """Positive numbers, broadcast to one length, each of shape (targets, 1)."""
-    checked = {name: positive(name, np.atleast_1d(np.asarray(v, dtype=np.float64))) for name, v in columns.items()}
+    checked = {name: positive(name, np.atleast_1d(floats(v))) for name, v in columns.items()}
     longest = max(len(v) for v in checked.values())
     same_length(**{name: v for name, v in checked.items() if len(v) > 1} or checked)
     return [np.broadcast_to(v, longest)[:, None] for v in checked.values()]
@@ -150,7 +149,7 @@ def _bounded(value: float, say: Callable[[float], str]) -> str:
 def optimum(flops: ArrayLike, constants: Constants, coefficient: float = 6.0) -> tuple[Array, Array, Array]:
     """N, D and loss that minimise E + A/N^alpha + B/D^beta under C = coefficient N D (Hoffmann et al. 2022, eq. 4)."""
     E, A, B, alpha, beta = _live(constants)
-    log_c = np.log(np.asarray(flops, dtype=np.float64) / coefficient)
+    log_c = np.log(floats(flops) / coefficient)
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         log_n = (np.log(alpha * A) - np.log(beta * B) + beta * log_c) / (alpha + beta)
         N, D = np.exp(log_n), np.exp(log_c - log_n)
@@ -160,7 +159,7 @@ def optimum(flops: ArrayLike, constants: Constants, coefficient: float = 6.0) ->
 def tokens_for_loss(N: ArrayLike, loss: ArrayLike, constants: Constants) -> Array:
     """The D at which the law falls to `loss`; infinite where no number of tokens is enough."""
     E, A, B, alpha, beta = _live(constants)
-    left = np.asarray(loss, dtype=np.float64) - E - _term(A, np.asarray(N, dtype=np.float64), alpha)
+    left = floats(loss) - E - _term(A, floats(N), alpha)
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         return np.where(left > 0, (B / np.where(left > 0, left, 1.0)) ** (1.0 / beta), np.inf)
 
@@ -224,12 +223,8 @@ def lowest(value: Callable[[Array], Array], low: Array, high: Array) -> tuple[Ar
         a, b = np.where(left, a, c), np.where(left, d, b)
         new = np.where(left, b - golden * (b - a), a + golden * (b - a))
         at_new = value(new)
-        c, d, at_c, at_d = (
-            np.where(left, new, d),
-            np.where(left, c, new),
-            np.where(left, at_new, at_d),
-            np.where(left, at_c, at_new),
-        )
+        c, d = np.where(left, new, d), np.where(left, c, new)
+        at_c, at_d = np.where(left, at_new, at_d), np.where(left, at_c, at_new)
     return 0.5 * (a + b), np.where(at == 0, -1, np.where(at == GRID, 1, 0))
 
 
@@ -245,7 +240,7 @@ def root(rising: Callable[[Array], Array], low: Any, high: Any) -> Array:
 
 def _live(constants: Constants) -> tuple[Array, Array, Array, Array, Array]:
     """E, A, B, alpha, beta; a term whose exponent is zero counts as E."""
-    E, A, B, alpha, beta = (np.asarray(constants[k], dtype=np.float64) for k in ("E", "A", "B", "alpha", "beta"))
+    E, A, B, alpha, beta = (floats(constants[k]) for k in ("E", "A", "B", "alpha", "beta"))
     E = E + np.where(alpha == 0, A, 0.0) + np.where(beta == 0, B, 0.0)
     return E, np.where(alpha == 0, 0.0, A), np.where(beta == 0, 0.0, B), alpha, beta
 
@@ -263,7 +258,7 @@ def compute_optimal(law: Any, flops: ArrayLike, flops_per_token: float | Curve =
     """
     (C,) = aligned(flops=flops)
 
-    def solve(constants: Constants) -> dict[str, Array]:
+    def solve(constants: Constants) -> Columns:
         N, D, loss = _unlimited(law, constants, C, flops_per_token)
         return {"flops": C, "N": N, "D": D, "loss": loss}
 
@@ -281,7 +276,7 @@ def token_limited(
     C, U = aligned(flops=flops, unique_tokens=unique_tokens)
     spend = _convention(flops_per_token)
 
-    def solve(constants: Constants) -> dict[str, Array]:
+    def solve(constants: Constants) -> Columns:
         if tuple(law.inputs) == ("N", "D", "U"):
             N, D, loss = search(law, constants, C, spend, U)
         else:
@@ -312,7 +307,7 @@ def fixed_size(
     if name == "loss":
         _chinchilla(law)
 
-    def solve(constants: Constants) -> dict[str, Array]:
+    def solve(constants: Constants) -> Columns:
         if name == "flops":
             D = given / spend(n)
             return {"flops": given, "N": n, "D": D, "loss": law.evaluate(constants, n, D)}
@@ -341,7 +336,7 @@ def overtraining_cost(
     _chinchilla(law)
     C, wanted = aligned(flops=flops, **{name: value})
 
-    def solve(constants: Constants) -> dict[str, Array]:
+    def solve(constants: Constants) -> Columns:
         N0, _, loss = optimum(C, constants)
         if name == "size":
             N = wanted * N0
@@ -408,16 +403,8 @@ class Prices:
         if read.ndim or written.ndim:
             raise InputError("the served model is an array of models; prices belong to one.")
         least = 2.0 * float(np.asarray(model.N)) / serve.peak  # seconds a token at the peak
-        return cls(
-            train.hour,
-            train.peak,
-            serve.hour,
-            serve.peak,
-            train_mfu,
-            least / float(read),
-            least / float(written),
-            answer / (prompt + answer),
-        )
+        mfus = (train_mfu, least / float(read), least / float(written))
+        return cls(train.hour, train.peak, serve.hour, serve.peak, *mfus, answer / (prompt + answer))
 
     @property
     def train(self) -> float:
@@ -451,7 +438,7 @@ def inference_aware(
     # Serving a token costs what training on this many would.
     worth = served / 3.0 * (prices.serve / prices.train if prices else 1.0)
 
-    def solve(constants: Constants) -> dict[str, Array]:
+    def solve(constants: Constants) -> Columns:
         if name == "loss":
             curve = EqualLoss(constants, wanted)
             z = root(lambda z: z - curve.cheapest - np.log1p(worth * np.exp(-curve(z)[1])), *curve.ends)
@@ -474,9 +461,8 @@ def _unlimited(law: Any, constants: Constants, C: Array, flops_per_token: Any) -
         raise InputError(f"the law takes {', '.join(law.inputs)}; a law of N and D is expected.")
     if callable(flops_per_token):
         return search(law, constants, C, flops_per_token)
-    found: tuple[Array, Array, Array] = law.optimum(
-        C, constants, float(positive("flops_per_token", [flops_per_token])[0])
-    )
+    coefficient = float(positive("flops_per_token", [flops_per_token])[0])
+    found: tuple[Array, Array, Array] = law.optimum(C, constants, coefficient)
     return found
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import Array, InputError, positive, same_length
+from ..uncertainty import by_group
 from .allocation import optimum
 
 # Standard deviations of the prior about each draw, in (log E, log a, alpha, log b, beta): far wider than any fit.
@@ -135,7 +136,7 @@ def trunk_correlation(residuals: Array, trunk: np.ndarray, expected: float = 0.5
 
     A mean over pairs, shrunk to `expected` as if so many `pairs` had shown that.
     """
-    _, member = np.unique(trunk.astype(str), return_inverse=True)
+    _, member = by_group(trunk)
     sums, squares = np.bincount(member, residuals), np.bincount(member, residuals**2)
     counts = np.bincount(member)
     found = float((sums**2 - squares).sum() / 2.0)  # of the products of all pairs
@@ -149,13 +150,23 @@ class Linear:
 
     def __init__(self, question: Question, draws: int, seed: int) -> None:
         law = question.law
-        self.constants = _chosen_draws(law, draws, seed)
+        c = law._bootstrapped()
+        exists = (c["alpha"] > LEAST_EXPONENT) & (c["beta"] > LEAST_EXPONENT) & (c["A"] > 0) & (c["B"] > 0)
+        if not exists.any():
+            raise InputError(
+                "no draw of the law has an optimum (a term is flat or gone in all); add runs of other N and D."
+            )
+        places = np.random.default_rng(seed).permutation(np.flatnonzero(exists))[:draws]
+        self.constants = {name: c[name][places] for name in ("E", "A", "B", "alpha", "beta")}
         used = law.weight_ > 0
         self.n0, self.d0 = (float(np.log(law.data_[name][used]).mean()) for name in ("N", "D"))
-        self.basis = _free(law)
+        # How (log E, log a, alpha, log b, beta) follow from the free coordinates, (5, k).
+        full = np.eye(5)
+        full[:, 2] += full[:, 4] * law.tied
+        self.basis = full[:, int(law.E is not None) : 4 if law.tied else 5]
         self.prior = np.sqrt((PRIOR**2) @ self.basis)  # each free coordinate moves one constant, or both exponents
         if law.tied:
-            self.prior[list(self.basis[2]).index(1.0)] = PRIOR[2]
+            self.prior[self.basis[2].argmax()] = PRIOR[2]
 
     def slopes(self, N: Array, D: Array) -> Array:
         """Of log loss at points (n,) or (M, n) by each free coordinate, (M, n, k)."""
@@ -178,27 +189,6 @@ class Linear:
         by_beta = (-1.0 / beta + (np.log(D) - self.d0)) / both
         size = np.stack([np.zeros_like(both), 1.0 / both, by_alpha, -1.0 / both, by_beta], axis=1) @ self.basis
         return np.stack([loss, size], axis=1)
-
-
-def _free(law: Any) -> Array:
-    """How (log E, log a, alpha, log b, beta) follow from the free coordinates, (5, k)."""
-    basis = np.eye(5)
-    if law.tied:
-        basis[:, 2] += basis[:, 4]
-    keep = [i for i in range(5) if not (i == 0 and law.E is not None) and not (i == 4 and law.tied)]
-    return basis[:, keep]
-
-
-def _chosen_draws(law: Any, draws: int, seed: int) -> dict[str, Array]:
-    drawn = law._bootstrapped()
-    usable = (drawn["alpha"] > LEAST_EXPONENT) & (drawn["beta"] > LEAST_EXPONENT) & (drawn["A"] > 0) & (drawn["B"] > 0)
-    places = np.flatnonzero(usable)
-    if not len(places):
-        raise InputError(
-            "no draw of the law has an optimum (a term is flat or gone in all); add runs of other N and D."
-        )
-    places = np.random.default_rng(seed).permutation(places)[:draws]
-    return {name: drawn[name][places] for name in ("E", "A", "B", "alpha", "beta")}
 
 
 @dataclass(frozen=True)
@@ -226,9 +216,9 @@ class Candidates:
 
     def extra(self, chosen: list[int]) -> Array:
         """FLOPs (k,) that each candidate adds to a batch: the longest run of a trunk pays for it, the others branch."""
-        cost, makes = self.flops.copy(), self._makes_trunk
+        cost = self.flops.copy()
         for trunk, longest in self._longest(chosen).items():
-            reach, mates = self.D[longest], makes & (self.trunk == trunk)
+            reach, mates = self.D[longest], (self.flops > self.branch_flops) & (self.trunk == trunk)
             shorter, longer = mates & (reach > self.D), mates & (reach < self.D)
             cost[shorter] = self.branch_flops[shorter]
             cost[longer] -= self.flops[longest] - self.branch_flops[longest]
@@ -240,17 +230,13 @@ class Candidates:
         pays = [self.flops[i] if i in longest else min(self.flops[i], self.branch_flops[i]) for i in chosen]
         return float(sum(pays))
 
-    @property
-    def _makes_trunk(self) -> np.ndarray:
-        return self.flops > self.branch_flops
-
     def _longest(self, chosen: list[int]) -> dict[str, int]:
         """The run of each trunk in a batch that makes its first steps for the others."""
         found: dict[str, int] = {}
-        makes = self._makes_trunk
         for i in chosen:
-            if makes[i] and (self.trunk[i] not in found or self.D[i] > self.D[found[self.trunk[i]]]):
-                found[self.trunk[i]] = i
+            trunk, makes = self.trunk[i], self.flops[i] > self.branch_flops[i]
+            if makes and (trunk not in found or self.D[i] > self.D[found[trunk]]):
+                found[trunk] = i
         return found
 
 
@@ -281,15 +267,13 @@ class Buyer:
 
     def __init__(self, question: Question, pool: Candidates, draws: int = DRAWS, seed: int = 0) -> None:
         self.pool, self.question = pool, question
-        linear = Linear(question, draws, seed)
-        self.linear = linear
+        self.linear = linear = Linear(question, draws, seed)
         shared = question.correlation * question.noise**2
-        _, place = np.unique(pool.trunk.astype(str), return_inverse=True)
-        labels = {str(name): i for name, i in zip(pool.trunk, place, strict=True)}
+        names, self.place = by_group(pool.trunk)
+        labels = {str(name): i for i, name in enumerate(names)}
         for label, count in zip(*np.unique(question.trunk.astype(str), return_counts=True), strict=True):
             if count > 1:
                 labels.setdefault(str(label), len(labels))
-        self.place = place
         own = question.noise**2 - shared
         self.beliefs = Beliefs(linear.goals(question.target_flops), linear.prior, len(labels), shared, own)
         law = question.law

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ..errors import Array, InputError
+from ..errors import Array, InputError, floats
 
 WIDTH_PER_BLOCK = 128.0  # of a typical shape: width over depth, as in Kaplan et al. 2020, section 3.3 and after
 
@@ -44,13 +44,15 @@ class Served:
     cache_bytes: float = 2.0
 
     def __post_init__(self) -> None:
-        _check(self, "N", "weight_bytes", "cache_bytes")
-        _check(self, "kv_numbers", "attention_width", zero=True)
+        for name in ("N", "weight_bytes", "cache_bytes"):
+            _numbers(name, getattr(self, name))
+        for name in ("kv_numbers", "attention_width"):
+            _numbers(name, getattr(self, name), zero=True)
 
     @classmethod
     def typical(cls, N: ArrayLike, group: float = 1.0, weight_bytes: float = 2.0, cache_bytes: float = 2.0) -> Served:
         """Of a usual shape: N = 12 depth width^2, width = 128 depth; `group` query heads share a key/value head."""
-        depth = np.cbrt(np.asarray(N, np.float64) / (12.0 * WIDTH_PER_BLOCK**2))
+        depth = np.cbrt(floats(N) / (12.0 * WIDTH_PER_BLOCK**2))
         numbers = WIDTH_PER_BLOCK * depth**2
         return cls(N, 2.0 * numbers / group, numbers, weight_bytes, cache_bytes)
 
@@ -69,11 +71,10 @@ class Device:
     overhead: float = 0.0
 
     def __post_init__(self) -> None:
-        _check(self, "peak", "bandwidth", "hour", "compute_efficiency", "bandwidth_efficiency")
-        _check(self, "overhead", zero=True)
-        for name in ("compute_efficiency", "bandwidth_efficiency"):
-            if getattr(self, name) > 1.0:
-                raise InputError(f"{name} is {getattr(self, name)}; it must be a share above 0 and at most 1.")
+        for name, value in vars(self).items():
+            _numbers(name, value, zero=name == "overhead")
+            if name.endswith("efficiency") and value > 1.0:
+                raise InputError(f"{name} is {value}; it must be a share above 0 and at most 1.")
 
     @property
     def balance(self) -> float:
@@ -120,18 +121,14 @@ def _pass(device: Device, tokens: Array, flops: Array, moved: Array) -> Pass:
 
 
 def _broadcast(model: Served, **sizes: ArrayLike) -> list[Array]:
-    for name, value in sizes.items():
-        numbers = np.asarray(value, np.float64)
-        if not (np.isfinite(numbers) & (numbers > 0)).all():
-            raise InputError(f"{name} is {numbers}; it must be a finite number above zero.")
-    values = (model.N, model.kv_numbers, model.attention_width, *sizes.values())
-    return [np.asarray(x) for x in np.broadcast_arrays(*(np.asarray(value, np.float64) for value in values))]
+    given = [_numbers(name, value) for name, value in sizes.items()]
+    held = (floats(value) for value in (model.N, model.kv_numbers, model.attention_width))
+    return [np.asarray(x) for x in np.broadcast_arrays(*held, *given)]
 
 
-def _check(what: object, *names: str, zero: bool = False) -> None:
-    accepted = "a finite number, zero or more" if zero else "a finite number above zero"
-    for name in names:
-        value: Any = getattr(what, name)
-        numbers = np.asarray(value, np.float64)
-        if not (np.isfinite(numbers) & (numbers >= 0 if zero else numbers > 0)).all():
-            raise InputError(f"{name} is {value}; it must be {accepted}.")
+def _numbers(name: str, value: ArrayLike, zero: bool = False) -> Array:
+    numbers = floats(value)
+    if not (np.isfinite(numbers) & (numbers >= 0 if zero else numbers > 0)).all():
+        accepted = "a finite number, zero or more" if zero else "a finite number above zero"
+        raise InputError(f"{name} is {numbers}; it must be {accepted}.")
+    return numbers

@@ -17,8 +17,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ..errors import Array, InputError, positive, same_length
-from ..errors import weights as check_weights
+from ..errors import Array, InputError, check_weights, positive, same_length
 from ..laws.powerlaw import PowerLaw
 from ..uncertainty import excess_scatter, percentile_interval
 

@@ -12,17 +12,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from ..errors import Array, InputError, positive
-from ..table import RunTable
+from ..errors import Array, InputError, floats, positive
+from ..table import RunTable, ended, numeric
 from ..uncertainty import resampled_together
 from .tasklaw import TaskLaw, intervals
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 __all__ = ["SignalToNoise", "TaskLaw", "TaskPrediction", "TaskVerdict", "fit_tasks", "signal_to_noise", "task_names"]
 
@@ -114,7 +111,7 @@ def signal_to_noise(scores: Any, noise: float, source: str = "given") -> SignalT
     """Of final scores (runs,) and the standard deviation of one score. Heineman et al. 2025."""
     from scipy.special import ndtri
 
-    scores = np.asarray(scores, dtype=np.float64)
+    scores = floats(scores)
     mean, n = float(np.abs(scores.mean())), len(scores)
     spread = float(np.ptp(scores))
     # Blom's approximation to the expected range of n standard normals.
@@ -174,7 +171,7 @@ def _verdict(task: str, table: RunTable, goals: Array, law: Any, bootstrap: int,
     acc, loss = rows.acc[rows.final], rows.loss[rows.final]
     score = signal_to_noise(acc, *_noise(rows, rows.acc, rows.acc_se, table))
     signal = signal_to_noise(loss, *_noise(rows, rows.loss, None, table))
-    reason = _unknown(score) or _at_chance(rows, score) or _unclear(score) or _not_monotone(acc, loss)
+    reason = _refusal(rows, score)
     if reason:
         return TaskVerdict(task, rows.measure, runs, reason, score, signal)
     N, D = (np.full(len(rows.acc), np.nan) for _ in range(2))
@@ -192,14 +189,14 @@ def _verdict(task: str, table: RunTable, goals: Array, law: Any, bootstrap: int,
 
 def _scores(task: str, table: RunTable) -> _Scores:
     frame = table.frame
-    acc, gold, error = (_numbers(frame, f"{task}/{name}") for name in ("acc", "gold_bpb", "acc_se"))
-    measure = "gold_bpb" if np.isfinite(gold[table.rows]).any() else "loss"
-    loss = gold if measure == "gold_bpb" else _numbers(frame, "loss" if "loss" in frame else "val_loss")
+    acc, loss, error = (numeric(frame, f"{task}/{name}") for name in ("acc", "gold_bpb", "acc_se"))
+    measure = "gold_bpb" if np.isfinite(loss[table.rows]).any() else "loss"
     if measure == "loss":
+        loss = numeric(frame, "loss" if "loss" in frame else "val_loss").copy()
         loss[table.rows] = table.loss
     scored = np.isfinite(acc) & (loss > 0)
     at = np.flatnonzero(scored[table.rows])
-    step = _numbers(frame, "step")
+    step = numeric(frame, "step")
     checkpoints, owner = _checkpoints(table, at, step)
     keep = scored[checkpoints]
     places = np.concatenate([table.rows[at], checkpoints[keep]])
@@ -228,20 +225,11 @@ def _checkpoints(table: RunTable, at: np.ndarray, step: Array) -> tuple[np.ndarr
         return np.zeros(0, dtype=int), np.zeros(0, dtype=int)
     owner = {table.run_id[i]: i for i in at}
     names = frame["run_id"].astype(str).to_numpy()
-    ended = frame["final"].astype(str).str.strip().str.lower().isin(["true", "1", "1.0"]).to_numpy(dtype=bool)
-    own = np.array([name in owner for name in names]) & ~ended
+    own = np.array([name in owner for name in names]) & ~ended(frame)
     places = np.flatnonzero(own)
     owners = np.array([owner[name] for name in names[places]], dtype=int)
     late = step[places] >= SKIPPED * step[table.rows[owners]]
     return places[late], owners[late]
-
-
-def _numbers(frame: pd.DataFrame, name: str) -> Array:
-    import pandas as pd
-
-    if name not in frame:
-        return np.full(len(frame), np.nan)
-    return pd.to_numeric(frame[name], errors="coerce").to_numpy(dtype=np.float64, na_value=np.nan).copy()
 
 
 def _noise(rows: _Scores, values: Array, errors: Array | None, table: RunTable) -> tuple[float, str]:
@@ -265,44 +253,35 @@ def _noise(rows: _Scores, values: Array, errors: Array | None, table: RunTable) 
     return math.nan, ""
 
 
-def _at_chance(rows: _Scores, score: SignalToNoise) -> str:
+def _refusal(rows: _Scores, score: SignalToNoise) -> str:
+    """Why a task may not be extrapolated; empty where it may."""
     from scipy.special import ndtri
 
-    acc = rows.acc[rows.final]
+    if math.isnan(score.ratio):
+        return (
+            "nothing in the table says how noisy its scores are: no checkpoints, no repeated runs, no standard errors."
+        )
+    acc, loss = rows.acc[rows.final], rows.loss[rows.final]
     error = score.noise * abs(float(acc.mean())) if rows.acc_se is None else rows.acc_se[rows.final]
     above = np.where(acc > rows.chance, (acc - rows.chance) / np.maximum(error, 1e-12), 0.0)
     best = float(above.max())
-    if best > float(ndtri(1.0 - LUCK / len(acc))):
-        return ""
-    return (
-        f"no run is above chance ({rows.chance:.3g}) by more than luck: the best of {len(acc)} is {best:.1f} standard "
-        f"errors above it."
-    )
-
-
-def _unknown(score: SignalToNoise) -> str:
-    if not math.isnan(score.ratio):
-        return ""
-    return "nothing in the table says how noisy its scores are: no checkpoints, no repeated runs, no standard errors."
-
-
-def _unclear(score: SignalToNoise) -> str:
-    if score.clear:
-        return ""
-    return (
-        f"its scores range over {score.ratio:.1f} times their noise ({score.source}), and noise alone would make that "
-        f"{score.by_luck:.1f}; at least {CLEAR * score.by_luck:.1f} is needed."
-    )
-
-
-def _not_monotone(acc: Array, loss: Array) -> str:
+    if best <= float(ndtri(1.0 - LUCK / len(acc))):
+        return (
+            f"no run is above chance ({rows.chance:.3g}) by more than luck: the best of {len(acc)} is {best:.1f} "
+            f"standard errors above it."
+        )
+    if not score.clear:
+        return (
+            f"its scores range over {score.ratio:.1f} times their noise ({score.source}), and noise alone would make "
+            f"that {score.by_luck:.1f}; at least {CLEAR * score.by_luck:.1f} is needed."
+        )
     correlation = float(np.corrcoef(_ranks(acc), _ranks(-loss))[0, 1])
-    if correlation >= MONOTONE:
-        return ""
-    return (
-        f"its accuracy does not follow its loss: their rank correlation is {correlation:.2f}, and at least {MONOTONE} "
-        f"is needed."
-    )
+    if not correlation >= MONOTONE:
+        return (
+            f"its accuracy does not follow its loss: their rank correlation is {correlation:.2f}, and at least "
+            f"{MONOTONE} is needed."
+        )
+    return ""
 
 
 def _ranks(values: Array) -> Array:
@@ -313,7 +292,7 @@ def _ranks(values: Array) -> Array:
 def _predictions(
     fitted: TaskLaw, rows: _Scores, table: RunTable, goals: Array, law: Any, seed: int
 ) -> Iterator[TaskPrediction]:
-    draws, level = fitted.bootstrapped(), fitted.widened(0.95)
+    draws, level = fitted._bootstrapped(), fitted.widened(0.95)
     # A run that the task has no score of is in every resample once.
     counts = np.ones((len(fitted.counts_), len(table)))
     counts[:, rows.at] = fitted.counts_[:, rows.final]

@@ -13,18 +13,24 @@ The second step weighs by 1 / (acc_se^2 + tau^2), tau a scatter of runs beyond t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ..errors import Array, InputError, enough, positive, same_length
+from ..errors import Array, Columns, Constants, InputError, Say, enough, floats, positive, same_length, unboxed
 from ..laws.law import Estimator, Law
 from ..laws.registry import law_class
 from ..solver.forms import FunctionForm
 from ..solver.solver import Solution, solve
-from ..uncertainty import cluster_counts, excess_scatter, identifiable_counts, percentile_interval
+from ..uncertainty import (
+    cluster_counts,
+    excess_scatter,
+    group_labels,
+    identifiable_counts,
+    percentile_interval,
+    percentile_intervals,
+)
 
 LINKS = {"sigmoid": ("floor", "ceiling", "middle", "slope"), "exponential": ("floor", "middle", "slope")}
 OFFSETS = np.linspace(-6.0, 4.0, 11)  # starts of the curve: its argument at the mean loss ...
@@ -50,6 +56,7 @@ class TaskLaw(Estimator):
 
     form = "task"
     inputs = ("N", "D")
+    output = "task_loss, acc"
 
     def __init__(self, link: str = "sigmoid", ceiling: float | None = 1.0, law: Law | None = None) -> None:
         if link not in LINKS:
@@ -59,7 +66,7 @@ class TaskLaw(Estimator):
         if law is not None and law.inputs != ("N", "D"):
             raise InputError(f"law takes {', '.join(law.inputs)}; the first step needs a law of N and D.")
         self.link, self.ceiling, self.law = link, ceiling, law_class()() if law is None else law
-        self.draws_: dict[str, Array] | None = None
+        self.draws_ = None
 
     def fit(
         self,
@@ -103,17 +110,17 @@ class TaskLaw(Estimator):
             variance = se**2 + self.scatter_**2
             self._weight = 1.0 / np.where(variance > 0, variance, 1.0)
             found = self._curve.solve(self._weight[None, :])
-            residual = self._curve.score(found.theta, self.data_["loss"])[0] - acc
+            residual = self._curve.form.value(found.theta)[0][0] - acc
             before, self.scatter_ = self.scatter_, excess_scatter(residual**2, np.maximum(se**2, 1e-20), freedom)
             if abs(before - self.scatter_) <= 1e-6 * (self.scatter_ + 1e-12):
                 break
         self._theta = found.theta[0]
         self.converged_ = bool(found.converged[0]) and self.law_.converged_
 
-    def refit(self, counts: ArrayLike) -> dict[str, Array]:
+    def refit(self, counts: ArrayLike) -> Columns:
         """All constants (P,) with row i counted `counts` (P, n) times; NaN where a step did not converge."""
         self._fitted()
-        counts = np.atleast_2d(np.asarray(counts, dtype=np.float64))
+        counts = np.atleast_2d(floats(counts))
         first = self.law_.refit(counts[:, self.data_["final"]])
         found = self._curve.solve(counts * self._weight, self._theta)
         both = first | {k: np.where(found.converged, v, np.nan) for k, v in self._curve.constants(found.theta).items()}
@@ -123,14 +130,11 @@ class TaskLaw(Estimator):
     def bootstrap(self, n: int = 1000, groups: ArrayLike | None = None, seed: int = 0) -> Self:
         """Refit both steps on `n` resamples of whole groups (`groups` (rows,): run ids). Returns self."""
         self._fitted()
-        rows = len(self.data_["acc"])
-        groups = (np.arange(rows) if groups is None else np.asarray(groups)).astype(str)
-        if len(groups) != rows:
-            raise InputError(f"groups has {len(groups)} values and the fit has {rows} points; each needs one.")
-        counts, redrawn = self.resamples(groups, n, seed)
+        labels = group_labels(groups, len(self.data_["acc"]))
+        counts, redrawn = self.resamples(labels, n, seed)
         found = self.refit(counts)
         keep = np.isfinite(found["slope"])
-        self.groups_ = len(np.unique(groups[self.data_["final"]]))
+        self.groups_ = len(np.unique(labels[self.data_["final"]]))
         self.counts_ = counts[keep]
         self.draws_ = {name: values[keep] for name, values in found.items()}
         self.bootstrap_ = {"resamples": int(keep.sum()), "redrawn": redrawn, "unconverged": int((~keep).sum())}
@@ -163,11 +167,11 @@ class TaskLaw(Estimator):
 
     # Reading.
 
-    def task_loss(self, constants: Mapping[str, Any], N: Any, D: Any) -> Array:
+    def task_loss(self, constants: Constants, N: Any, D: Any) -> Array:
         with np.errstate(over="ignore"):
             return np.asarray(self.law_.evaluate(constants, N, D))
 
-    def accuracy(self, constants: Mapping[str, Any], loss: Any) -> Array:
+    def accuracy(self, constants: Constants, loss: Any) -> Array:
         """The second step: accuracy at a task loss."""
         u = constants["slope"] * (constants["middle"] - loss)
         top = constants["ceiling"] - constants["floor"] if self.link == "sigmoid" else 1.0
@@ -175,13 +179,15 @@ class TaskLaw(Estimator):
 
     def predict(self, N: ArrayLike, D: ArrayLike) -> Any:
         self._fitted()
-        value = self.accuracy(self.constants_, self.task_loss(self.constants_, *_pair(N, D)))
-        return float(value) if value.ndim == 0 else value
+        return unboxed(self.accuracy(self.constants_, self.task_loss(self.constants_, floats(N), floats(D))))
 
     def predict_draws(self, N: ArrayLike, D: ArrayLike) -> Array:
-        draws = self.bootstrapped()
-        n, d = (v[..., None] for v in _pair(N, D))
-        return self.accuracy(draws, self.task_loss(draws, n, d))
+        draws = self._bootstrapped()
+        return self.accuracy(draws, self._loss_draws(N, D))
+
+    def _loss_draws(self, N: ArrayLike, D: ArrayLike) -> Array:
+        n, d = (floats(v)[..., None] for v in (N, D))
+        return self.task_loss(self._bootstrapped(), n, d)
 
     def interval(self, N: ArrayLike, D: ArrayLike, level: float = 0.95) -> Any:
         """Interval of the law's accuracy: (low, high) for scalars, (points, 2) for (points,)."""
@@ -193,20 +199,17 @@ class TaskLaw(Estimator):
         """Interval for the score of one new run: the law's, the luck of a run in both steps, and `items` of the
         benchmark.
         """
-        draws, rng = self.bootstrapped(), np.random.default_rng(seed)
-        n, d = (v[..., None] for v in _pair(N, D))
-        return intervals(self.noisy(draws, self.task_loss(draws, n, d), rng, items), self.widened(level))
+        draws, rng = self._bootstrapped(), np.random.default_rng(seed)
+        return intervals(self.noisy(draws, self._loss_draws(N, D), rng, items), self.widened(level))
 
-    def noisy(
-        self, constants: Mapping[str, Any], loss: Array, rng: np.random.Generator, items: int | None = None
-    ) -> Array:
+    def noisy(self, constants: Constants, loss: Array, rng: np.random.Generator, items: int | None = None) -> Array:
         luck = rng.choice(self.law_.residuals(), size=loss.shape)
         acc = self.accuracy(constants, loss * np.exp(luck))
         acc = np.clip(acc + self.scatter_ * rng.standard_normal(loss.shape), 0.0, 1.0)
         items = items or self.items_
         return rng.binomial(items, acc) / items if items else acc
 
-    def equation(self, say: Callable[[str], str]) -> str:
+    def equation(self, say: Say) -> str:
         """Both steps as text, each constant through `say(name)`."""
         first = self.law_.equation(say).split("= ", 1)[1]
         u = f"{say('slope')} ({say('middle')} - L)"
@@ -216,7 +219,7 @@ class TaskLaw(Estimator):
 
     def constant_interval(self, name: str, level: float = 0.95) -> tuple[float, float]:
         """Interval of a constant of either step."""
-        draws = self.bootstrapped()
+        draws = self._bootstrapped()
         if name not in draws:
             raise InputError(f"interval of {name!r} is not known; choose one of {', '.join(self.names)}.")
         return percentile_interval(draws[name], self.widened(level))
@@ -233,17 +236,6 @@ class TaskLaw(Estimator):
             return f"TaskLaw(link={self.link!r}, ceiling={self.ceiling}, law={self.law!r})"
         state = "converged" if self.converged_ else "NOT converged"
         return f"{self.equation(self.say)}   ({len(self.data_['acc'])} points, {state})"
-
-    def _fitted(self) -> None:
-        if not hasattr(self, "constants_"):
-            raise InputError("this TaskLaw is not fitted; call fit(N, D, task_loss, acc) first.")
-
-    def bootstrapped(self) -> dict[str, Array]:
-        """The draws; raises InputError before `bootstrap`."""
-        self._fitted()
-        if self.draws_ is None:
-            raise InputError("this TaskLaw has no intervals yet; call bootstrap(n, groups=run_id) first.")
-        return self.draws_
 
 
 class _Curve:
@@ -273,17 +265,11 @@ class _Curve:
             starts = np.concatenate([here, self.starts[best]], axis=1)
         return solve(self.form, self.acc, weights, starts, self.lower, self.upper, np.inf)
 
-    def constants(self, theta: Array) -> dict[str, Array]:
+    def constants(self, theta: Array) -> Columns:
         floor, ceiling, offset, log_slope = theta.T
         found = {"floor": floor, "ceiling": ceiling, "slope": np.exp(log_slope) / self.spread}
         found["middle"] = self.mean + offset / found["slope"]
         return {name: found[name] for name in LINKS[self.link]}
-
-    def score(self, theta: Array, loss: Array) -> Array:
-        z = (loss - self.mean) / self.spread
-        u = theta[:, 2:3] - np.exp(theta[:, 3:]) * z
-        top = theta[:, 1:2] - theta[:, :1] if self.link == "sigmoid" else 1.0
-        return theta[:, :1] + top * _shape(self.link, u)[0]
 
     def _derivatives(self, theta: Array) -> tuple[Array, Array, Array]:
         """Accuracy (P, n), its gradient (P, n, 4) and Hessian (P, n, 4, 4)."""
@@ -315,35 +301,28 @@ def _shape(link: str, u: Any) -> tuple[Array, Array, Array]:
     return g, slope, slope * (1.0 - 2.0 * g)
 
 
-def _pair(N: ArrayLike, D: ArrayLike) -> tuple[Array, Array]:
-    return np.asarray(N, dtype=np.float64), np.asarray(D, dtype=np.float64)
-
-
 def intervals(draws: Array, level: float) -> Any:
-    if draws.ndim == 1:
-        return percentile_interval(draws, level)
-    return np.array([percentile_interval(row, level) for row in draws])
+    return percentile_interval(draws, level) if draws.ndim == 1 else percentile_intervals(draws, level)
 
 
 def _rows(
     N: ArrayLike, D: ArrayLike, loss: ArrayLike, acc: ArrayLike, se: ArrayLike | None, final: ArrayLike | None
-) -> dict[str, Array]:
+) -> Columns:
     """The checked columns; a standard error of zero becomes half of the median one."""
-    rows = {name: np.atleast_1d(np.asarray(v, dtype=np.float64)) for name, v in (("N", N), ("D", D), ("acc", acc))}
+    rows = {name: np.atleast_1d(floats(v)) for name, v in (("N", N), ("D", D), ("acc", acc))}
     rows["loss"] = positive("task_loss", loss)
-    rows["se"] = np.zeros(len(rows["acc"])) if se is None else np.asarray(se, dtype=np.float64)
+    rows["se"] = np.zeros(len(rows["acc"])) if se is None else floats(se)
     done = np.ones(len(rows["acc"]), dtype=bool) if final is None else np.asarray(final).astype(bool)
     same_length(**rows, final=done)
     for name in ("N", "D"):
         positive(name, rows[name][done])
-    bad = ~((rows["acc"] >= 0) & (rows["acc"] <= 1))
-    if bad.any():
-        first = int(np.argmax(bad))
-        raise InputError(f"acc is {rows['acc'][first]:g} in row {first}; it must be a share from 0 to 1.")
-    bad = ~((rows["se"] >= 0) & np.isfinite(rows["se"]))
-    if bad.any():
-        first = int(np.argmax(bad))
-        raise InputError(f"acc_se is {rows['se'][first]:g} in row {first}; it must be a finite number, zero or more.")
+    accepted = {"acc": (1.0, "a share from 0 to 1"), "se": (np.finfo(float).max, "a finite number, zero or more")}
+    for name, (most, wanted) in accepted.items():
+        bad = ~((rows[name] >= 0) & (rows[name] <= most))
+        if bad.any():
+            first = int(np.argmax(bad))
+            said = "acc_se" if name == "se" else name
+            raise InputError(f"{said} is {rows[name][first]:g} in row {first}; it must be {wanted}.")
     if (rows["se"] > 0).any():
         rows["se"] = np.maximum(rows["se"], 0.5 * np.median(rows["se"][rows["se"] > 0]))
     return rows | {"final": done}

@@ -10,14 +10,13 @@ Bi et al. 2024 (DeepSeek, arXiv:2401.02954), section 3.1; Li et al. 2025 (Step L
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ..errors import Array, InputError, positive, same_length
+from ..errors import Array, Columns, InputError, positive, same_length
 from ..table import RunTable
 from .hyperparameters import CellOptimum
 from .settings_surface import HyperparameterSurface, cells_of, near_best
@@ -29,8 +28,7 @@ METHODS = ("near", "best", "surface")
 SETTINGS = ("learning_rate", "batch")
 
 
-@dataclass(frozen=True)
-class Sweep:
+class Sweep(NamedTuple):
     """Runs over settings: N, D, learning_rate, batch (tokens), loss, each (n,)."""
 
     N: Array
@@ -39,9 +37,6 @@ class Sweep:
     batch: Array
     loss: Array
 
-    def __iter__(self) -> Iterator[Array]:
-        return iter((self.N, self.D, self.learning_rate, self.batch, self.loss))
-
 
 def read_sweep(table: RunTable, sequence_length: float | None = None) -> Sweep:
     """The settings of a table's runs, from its columns `learning_rate` or `lr`, and `batch_tokens`, or `batch_size` or
@@ -49,17 +44,19 @@ def read_sweep(table: RunTable, sequence_length: float | None = None) -> Sweep:
     """
     rate = _column(table, "learning_rate", "lr")
     if "batch_tokens" in table.frame:
-        return Sweep(table.N, table.D, rate, _column(table, "batch_tokens"), table.loss)
-    sequences = _column(table, "batch_size", "bs")
-    if sequence_length is not None:
-        length = positive("sequence_length", [sequence_length])
-    elif "sequence_length" in table.frame:
-        length = _column(table, "sequence_length")
+        batch = _column(table, "batch_tokens")
     else:
-        raise InputError(
-            f"{table.source} counts its batch in sequences and has no column 'sequence_length'; give sequence_length."
-        )
-    return Sweep(table.N, table.D, rate, sequences * length, table.loss)
+        batch = _column(table, "batch_size", "bs")
+        if sequence_length is not None:
+            batch = batch * positive("sequence_length", [sequence_length])
+        elif "sequence_length" in table.frame:
+            batch = batch * _column(table, "sequence_length")
+        else:
+            raise InputError(
+                f"{table.source} counts its batch in sequences and has no column 'sequence_length'; "
+                "give sequence_length."
+            )
+    return Sweep(table.N, table.D, rate, batch, table.loss)
 
 
 def cell_optima(
@@ -84,62 +81,45 @@ def cell_optima(
     columns = {name: positive(name, values) for name, values in given.items()}
     same_length(**columns)
     cell = cells_of(columns["N"], columns["D"])
-    find = _from_surface if method == "surface" else _from_grid
     return [
-        find(Sweep(*(values[cell == label] for values in columns.values())), method, within)
+        _optimum(Sweep(*(values[cell == label] for values in columns.values())), method, within)
         for label in range(cell.max() + 1)
     ]
 
 
-def _from_grid(runs: Sweep, method: str, within: float) -> CellOptimum:
-    """Geometric mean of the settings near the best (within 0: the best alone)."""
+def _optimum(runs: Sweep, method: str, within: float) -> CellOptimum:
     near = near_best(runs.N, runs.D, runs.loss, np.ones_like(runs.loss), within)
     if method == "best":  # of equal losses the first
         near = np.arange(len(near)) == int(np.argmin(runs.loss))
-    found: dict[str, Any] = {
-        name: float(np.exp(np.log(getattr(runs, name)[near]).mean())) for name in SETTINGS if _varies(runs, name)
-    }
-    return replace(_bare(runs, method, int(near.sum())), **found, reason=_edge(runs))
-
-
-def _from_surface(runs: Sweep, method: str, within: float) -> CellOptimum:
-    near = near_best(runs.N, runs.D, runs.loss, np.ones_like(runs.loss), within)
-    bare = _bare(runs, method, int(near.sum()))
-    laws: dict[str, Any] = {name: () if _varies(runs, name) else None for name in SETTINGS}
-    order = 3 if near.sum() >= CUBIC_RUNS else 2
+    used, lowest = int(near.sum()), float(runs.loss.min())
+    bare = CellOptimum(float(runs.N[0]), float(runs.D[0]), lowest, len(runs.loss), used, method)
+    varied = {name: getattr(runs, name) for name in SETTINGS if np.ptp(getattr(runs, name)) > 0}
+    found: dict[str, Any]
+    if method != "surface":  # the geometric mean
+        found = {name: float(np.exp(np.log(values[near]).mean())) for name, values in varied.items()}
+        return replace(bare, **found, reason=_edge(varied, runs.loss))
+    laws: dict[str, Any] = {name: () if name in varied else None for name in SETTINGS}
+    order = 3 if used >= CUBIC_RUNS else 2
     try:
         surface = HyperparameterSurface(**laws, order=order, window=within).fit(*runs)
     except InputError as error:
         return replace(bare, reason=str(error).rstrip("."))
     best, errors = surface.optimal(runs.N[0], runs.D[0]), surface.standard_errors()
-    found: dict[str, Any] = {name: getattr(best, name) for name in surface.laws}
-    found |= {f"{name}_se": errors[f"{name}_k"] for name in surface.laws}
-    outside = [
-        name
-        for name in surface.laws
-        if not getattr(runs, name)[near].min() < found[name] < getattr(runs, name)[near].max()
-    ]
-    reason = f"the minimum lies outside of the {' and '.join(outside)} near the best" if outside else _edge(runs)
-    return replace(bare, **found, reason=reason)
+    found = {name: getattr(best, name) for name in varied}
+    outside = [name for name, values in varied.items() if not values[near].min() < found[name] < values[near].max()]
+    found |= {f"{name}_se": errors[f"{name}_k"] for name in varied}
+    reason = f"the minimum lies outside of the {' and '.join(outside)} near the best" if outside else ""
+    return replace(bare, **found, reason=reason or _edge(varied, runs.loss))
 
 
-def _bare(runs: Sweep, method: str, used: int) -> CellOptimum:
-    return CellOptimum(float(runs.N[0]), float(runs.D[0]), float(runs.loss.min()), len(runs.loss), used, method)
-
-
-def _edge(runs: Sweep) -> str:
+def _edge(varied: Columns, loss: Array) -> str:
     """Why a best run at an end of the settings cannot be trusted; empty where it is inside."""
-    best = int(np.argmin(runs.loss))
-    for name in SETTINGS:
-        values = getattr(runs, name)
-        if _varies(runs, name) and values[best] in (values.min(), values.max()):
-            side = "smallest" if values[best] == values.min() else "largest"
+    for name, values in varied.items():
+        best = values[np.argmin(loss)]
+        if best in (values.min(), values.max()):
+            side = "smallest" if best == values.min() else "largest"
             return f"the lowest loss is at the {side} {name.replace('_', ' ')}, an edge of the settings tried"
     return ""
-
-
-def _varies(runs: Sweep, name: str) -> bool:
-    return bool(np.ptp(getattr(runs, name)) > 0)
 
 
 def _column(table: RunTable, *names: str) -> Array:

@@ -9,18 +9,21 @@ law serves other optima, such as critical batch against loss (Kaplan et al.) or 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ..errors import Array, InputError
-from ..laws.law import Law, Problem
+from ..errors import Array, Columns, Constants, InputError, Say, positive, same_length
+from ..laws.law import Law, Problem, amplitude
 from ..solver.forms import LogSumExp
+from ..solver.solver import variable_projection
+from ..uncertainty import by_group, group_labels
 
 COLLINEAR = 0.01  # smallest over largest singular value of the log inputs, each scaled, below which exponents are one
+REACH = np.log(1e6)  # how far beyond the batches tried B_crit may lie before one of the two costs is called zero
 
 
 @dataclass(frozen=True)
@@ -72,20 +75,19 @@ class DesignedLaw(Law):
         where a cell is the only one that tells two constants apart.
         """
         self._fitted()
-        groups = self._cells() if groups is None else np.asarray(groups)
-        if method != "wild" or len(groups) != len(self.weight_) or n < 1:
+        groups = group_labels(self._cells() if groups is None else groups, len(self.weight_))
+        if method != "wild" or n < 1:
             return super().bootstrap(n, groups, seed, method)  # which also says what is wrong
-        labels, member = np.unique(groups.astype(str), return_inverse=True)
-        member = member.ravel()
+        labels, member = by_group(groups)
         freedom = len(labels) - max(design.shape[1] for design in self._designs())
         self._need_every_cell(labels, member, freedom)
-        error = self.left_out_residuals(groups.astype(str)) * np.sqrt(1.0 - 1.0 / len(labels))
+        error = self.left_out_residuals(groups) * np.sqrt(1.0 - 1.0 / len(labels))
         generator = np.random.default_rng(seed)
         signs = generator.choice([-1.0, 1.0], size=(n, len(labels)))
         signs *= np.sqrt(freedom / generator.chisquare(freedom, n))[:, None]
         fitted = self.problem_.form.value(self.theta_[None, :])[0][0]
         found = self._refit(np.ones((n, len(member))), fitted + signs[:, member] * error)
-        self._drawn(found, groups.astype(str), method=method, seed=seed)
+        self._drawn(found, groups, method=method, seed=seed)
         return self
 
     def _need_every_cell(self, labels: np.ndarray, member: np.ndarray, freedom: int) -> None:
@@ -157,14 +159,14 @@ class HyperparameterLaw(DesignedLaw):
         return self.fit(*columns, loss_se=se)
 
     @staticmethod
-    def evaluate(constants: Mapping[str, Any], *inputs: Any) -> Any:
+    def evaluate(constants: Constants, *inputs: Any) -> Any:
         powers = [value for name, value in constants.items() if name != "k"]
         with np.errstate(over="ignore"):
             return np.exp(
                 np.log(constants["k"]) + sum(p * np.log(value) for p, value in zip(powers, inputs, strict=True))
             )
 
-    def equation(self, say: Callable[[str], str]) -> str:
+    def equation(self, say: Say) -> str:
         product = " ".join(f"{name}^{say(f'p_{name}')}" for name in self.inputs)
         return f"{self.output}({', '.join(self.inputs)}) = {say('k')} {product}"
 
@@ -182,15 +184,8 @@ class HyperparameterLaw(DesignedLaw):
             )
 
     def _problem(self, inputs: tuple[Array, ...], observed: Array, centred: bool = True) -> Problem:
-        design, target = log_design(list(inputs), len(observed)), np.log(observed)
-        middle = design[:, 1:].mean(axis=0) if centred else np.zeros(len(inputs))
-        design = np.concatenate([design[:, :1], design[:, 1:] - middle], axis=1)
-        free = design.shape[1]
-
-        def constants(theta: Array) -> dict[str, Array]:
-            with np.errstate(over="ignore"):
-                k = np.exp(theta[:, 0] - theta[:, 1:] @ middle)
-            return {"k": k} | dict(zip(self.names[1:], theta.T[1:].copy(), strict=True))
+        design, middle = centred_design(log_design(list(inputs), len(observed)), centred)
+        target, free = np.log(observed), design.shape[1]
 
         def starts(weights: Array, keep: int | None) -> Array:
             best = np.linalg.lstsq(design, target, rcond=None)[0]
@@ -205,13 +200,125 @@ class HyperparameterLaw(DesignedLaw):
             logarithmic=(True, *(False for _ in inputs)),
             axes=np.log(np.stack(inputs)),
             starts=starts,
+            constants=lambda theta: law_constants(self.names, theta, middle),
+        )
+
+
+class CriticalBatchLaw(DesignedLaw):
+    """E = E_min (1 + batch / B_crit) = batch S: tokens E to one loss at each batch (tokens), and steps S.
+
+    S = S_min (1 + B_crit / batch), B_crit = E_min / S_min (McCandlish et al. 2018, arXiv:1812.06162, equation 2.11).
+    The batch is chosen, so a run has one error: the law is fitted to log E. Every run must be at its best settings for
+    its batch, and end its schedule where its tokens are read. Zhang et al. call critical what costs 20 % more: 0.2
+    B_crit. Also Kaplan et al. 2020 (arXiv:2001.08361), equations 1.4 and 5.1.
+
+    After `fit`: E_min_ (tokens), S_min_ (steps), B_crit_ (tokens); `degenerate_` names what the batches say nothing
+    about.
+    """
+
+    form = "critical-batch"
+    title = "the critical batch law"
+    names = ("E_min", "S_min", "B_crit")
+    inputs = ("batch",)
+    output = "tokens"
+    E_min_: float
+    S_min_: float
+    B_crit_: float
+
+    def __init__(self, objective: str = "squares", delta: float = 1e-3) -> None:
+        super().__init__(objective, delta)
+
+    def fit(
+        self, batch: ArrayLike, tokens: ArrayLike, weight: ArrayLike | None = None, loss_se: ArrayLike | None = None
+    ) -> Self:
+        """Batch and tokens to the loss, (n,), both counted in tokens; from pairs of steps and tokens, `fit(tokens /
+        steps, tokens)`.
+        """
+        return self._fit((batch, tokens), weight, loss_se)
+
+    @staticmethod
+    def evaluate(constants: Constants, *inputs: Any) -> Any:
+        """E_min + S_min batch at inputs (batch,)."""
+        return constants["E_min"] + constants["S_min"] * inputs[0]
+
+    def equation(self, say: Say) -> str:
+        return f"tokens = {say('E_min')} (1 + batch / {say('B_crit')}), steps >= {say('S_min')}"
+
+    # The law as the solver sees it.
+
+    def _designs(self) -> list[Array]:
+        return [log_design([self.data_["batch"]], len(self.weight_))]
+
+    def _check(self, inputs: tuple[Array, ...], observed: Array) -> None:
+        distinct = len(np.unique(np.round(np.log(inputs[0]), 6)))
+        if distinct < 3:
+            raise InputError(f"{self.title} needs at least 3 different batches; there are {distinct}.")
+
+    def _problem(self, inputs: tuple[Array, ...], observed: Array, centred: bool = True) -> Problem:
+        log_batch, target = np.log(inputs[0]), np.log(observed)
+        middle = float(log_batch.mean()) if centred else 0.0
+        one = np.ones((len(target), 1))
+        floor = float(target.min()) - REACH - np.ptp(log_batch) if centred else -500.0
+        ceiling = float(target.max()) + 2.0 if centred else 500.0
+        lower, upper = np.full(2, floor), np.full(2, ceiling)
+
+        def constants(theta: Array) -> Columns:
+            E_min, S_min = amplitude(theta[:, 0], floor), amplitude(theta[:, 1], floor, -middle)
+            with np.errstate(over="ignore", divide="ignore"):
+                return {"E_min": E_min, "S_min": S_min, "B_crit": E_min / S_min}
+
+        def starts(weights: Array, keep: int | None) -> Array:
+            basis = np.stack([np.ones_like(target), np.exp(log_batch - middle)], axis=1)[None]
+            amplitudes, _ = variable_projection(basis / observed[None, :, None], np.ones_like(target), weights)
+            least = 1e-3 * observed.min()
+            return np.log(np.maximum(amplitudes, least))
+
+        return Problem(
+            form=LogSumExp(2, [((0,), one), ((1,), one, log_batch - middle)]),
+            target=target,
+            lower=lower,
+            upper=upper,
+            coordinates=("E_min", "S_min"),
+            logarithmic=(True, True),
+            axes=log_batch[None, :],
+            starts=starts,
             constants=constants,
         )
+
+
+def tokens_to_loss(tokens: ArrayLike, loss: ArrayLike, target: float) -> float:
+    """Tokens at which one run's loss (n,) first reaches `target`, linear in the logarithms; NaN where it never does."""
+    tokens, loss = positive("tokens", tokens), positive("loss", loss)
+    same_length(tokens=tokens, loss=loss)
+    order = np.argsort(tokens)
+    x, y = np.log(tokens[order]), np.log(loss[order] / positive("target", [target]))
+    reached = np.flatnonzero(y <= 0)
+    if reached.size == 0:
+        return float("nan")
+    i = int(reached[0])
+    if i == 0 and y[0] < 0:
+        raise InputError(f"target is {target:g} and the run is below it from its first point; choose a lower one.")
+    if y[i] == 0:
+        return float(np.exp(x[i]))
+    return float(np.exp(x[i - 1] + (x[i] - x[i - 1]) * y[i - 1] / (y[i - 1] - y[i])))
 
 
 def log_design(inputs: list[Array], rows: int) -> Array:
     """A one and the logarithm of each input, (rows, 1 + inputs)."""
     return np.stack([np.ones(rows), *(np.log(values) for values in inputs)], axis=1)
+
+
+def centred_design(design: Array, centred: bool) -> tuple[Array, Array]:
+    """A design with its inputs less their means, and these."""
+    middle = design[:, 1:].mean(axis=0) * centred
+    return np.concatenate([design[:, :1], design[:, 1:] - middle], axis=1), middle
+
+
+def law_constants(names: Sequence[str], theta: Array, middle: Array) -> Columns:
+    """The factor and the exponents of a law whose design was centred at `middle`."""
+    with np.errstate(over="ignore"):
+        factor = np.exp(theta[:, 0] - theta[:, 1:] @ middle)
+    return dict(zip(names, [factor, *theta.T[1:].copy()], strict=True))
 
 
 def collinear(design: Array) -> bool:

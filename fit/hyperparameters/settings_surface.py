@@ -15,7 +15,7 @@ The laws: Li et al. 2025 (arXiv:2503.04715); the quadratic around an optimum in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
 from typing import Any, Self
@@ -24,12 +24,11 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ..checks.doctor import Warning
-from ..errors import Array, InputError, positive, same_length
-from ..errors import weights as check_weights
+from ..errors import Array, Columns, Constants, InputError, Say, check_weights, floats, positive, same_length, unboxed
 from ..laws.law import Problem
-from ..solver.forms import DenseForm
-from ..uncertainty import percentile_interval
-from .hyperparameters import DesignedLaw, collinear, log_design
+from ..solver.forms import LogForm
+from ..uncertainty import percentile_intervals
+from .hyperparameters import DesignedLaw, centred_design, collinear, law_constants, log_design
 
 TARGETS = ("learning_rate", "batch")
 Exponents = tuple[int, ...]
@@ -55,7 +54,7 @@ def inputs_of(N: Any, D: Any) -> dict[str, Any]:
     return {"N": N, "D": D, "C": 6.0 * N * D}
 
 
-def best_of(constants: Mapping[str, Any], N: Array, D: Array, batch: Array | None = None) -> dict[str, Array]:
+def best_of(constants: Constants, N: Array, D: Array, batch: Array | None = None) -> Columns:
     """The best of each setting; for a given batch, the learning rate best with it, NaN where there is no minimum."""
     known, found = inputs_of(N, D), {}
     for target in TARGETS:
@@ -77,9 +76,9 @@ def best_of(constants: Mapping[str, Any], N: Array, D: Array, batch: Array | Non
     return {"learning_rate": rate, "batch": np.broadcast_to(batch, rate.shape)}
 
 
-def excess_terms(constants: Mapping[str, Any], N: Any, D: Any, *settings: Any) -> tuple[Any, Any]:
+def excess_terms(constants: Constants, N: Any, D: Any, *settings: Any) -> tuple[Any, Any]:
     """The quadratic and the cubic part of q, log of loss over best loss, at settings in the order of TARGETS."""
-    best = best_of(constants, np.asarray(N, dtype=np.float64), np.asarray(D, dtype=np.float64))
+    best = best_of(constants, floats(N), floats(D))
     distances = [np.log(value / found) for value, found in zip(settings, best.values(), strict=True)]
     parts = {2: np.zeros(()), 3: np.zeros(())}
     for name, coefficient in constants.items():
@@ -90,14 +89,6 @@ def excess_terms(constants: Mapping[str, Any], N: Any, D: Any, *settings: Any) -
                 term = term * distance**power
             parts[sum(powers)] = parts[sum(powers)] + term
     return parts[2], parts[3]
-
-
-def convex(constants: Mapping[str, float]) -> bool:
-    """Whether the quadratic part of q has a minimum."""
-    if "shape_2" in constants:
-        return constants["shape_2"] > 0
-    a, b, c = (constants[f"shape_{name}"] for name in ("20", "11", "02"))
-    return a > 0 and 4 * a * c > b**2
 
 
 def exponents(axes: int, order: int) -> tuple[Exponents, ...]:
@@ -139,7 +130,7 @@ class Powers:
         return found
 
 
-class SurfaceForm(DenseForm):
+class SurfaceForm(LogForm):
     """f = q(z - W x), centred within cells, which projects out the best loss of each; a `LogForm`.
 
     settings (a, n): the logarithms z, one axis each. designs: for each axis the x of its law, (n, m), constant within a
@@ -272,7 +263,12 @@ class HyperparameterSurface(DesignedLaw):
         same_length(**columns, weight=weights)
         self.rows_ = np.flatnonzero(near_best(columns["N"], columns["D"], columns["loss"], weights, self.window))
         self._fit(tuple(column[self.rows_] for column in columns.values()), weights[self.rows_], None)
-        if not convex(self.constants_):
+        shape = self.constants_
+        if len(self.laws) == 1:
+            convex = shape["shape_2"] > 0
+        else:
+            convex = shape["shape_20"] > 0 and 4 * shape["shape_20"] * shape["shape_02"] > shape["shape_11"] ** 2
+        if not convex:
             raise InputError(
                 f"the loss within {self.window:.2%} of the best of each cell has no minimum in "
                 f"{' and '.join(self.laws)}; more settings around the best, or another window, may show one."
@@ -286,19 +282,18 @@ class HyperparameterSurface(DesignedLaw):
         self._fitted()
         if batch is not None and len(self.laws) < 2:
             raise InputError("batch is given and the sweep did not vary learning rate and batch both.")
-        n, d = np.broadcast_arrays(np.asarray(N, dtype=np.float64), np.asarray(D, dtype=np.float64))
-        held = None if batch is None else np.asarray(batch, dtype=np.float64)
+        n, d = np.broadcast_arrays(floats(N), floats(D))
+        held = None if batch is None else floats(batch)
         found = best_of(self.constants_, n, d, held)
         known = np.ones(()) if held is None else np.isfinite(self.penalty(n, d, *found.values()))
         intervals = {}
         if self.draws_ is not None:
             wide = None if held is None else held[..., None]
             for name, draws in best_of(self.draws_, n[..., None], d[..., None], wide).items():
-                rows = draws.reshape(-1, draws.shape[-1])
-                pairs = np.array([percentile_interval(row, level) for row in rows]).reshape(*draws.shape[:-1], 2)
+                pairs = percentile_intervals(draws, level)
                 intervals[f"{name}_interval"] = np.where(np.asarray(known)[..., None], pairs, np.nan)
-        settings = {name: _plain(np.where(known, value, np.nan)) for name, value in found.items()}
-        return BestSettings(_plain(n), _plain(d), **settings, **intervals, level=level)
+        settings = {name: unboxed(np.where(known, value, np.nan)) for name, value in found.items()}
+        return BestSettings(unboxed(n), unboxed(d), **settings, **intervals, level=level)
 
     def penalty(self, *settings: ArrayLike, **named: ArrayLike) -> Any:
         """Relative excess loss, as in 0.0025, of N, D, learning_rate, batch; NaN beyond the window."""
@@ -307,7 +302,7 @@ class HyperparameterSurface(DesignedLaw):
         excess = np.expm1(square + cube)
         # Along a ray from the optimum, square t^2 + cube t^3 turns down again at t = 1 where 2 square + 3 cube < 0.
         known = (2 * square + 3 * cube >= 0) & (excess <= self.window)
-        return _plain(np.where(known, excess, np.nan))
+        return unboxed(np.where(known, excess, np.nan))
 
     def standard_errors(self) -> dict[str, float]:
         """Standard error of each constant (of the logarithm of each k) if the runs erred independently of each other.
@@ -353,12 +348,12 @@ class HyperparameterSurface(DesignedLaw):
         return float(np.sqrt((self.weight_ * self.residuals() ** 2).sum() / self.weight_.mean() / freedom))
 
     @staticmethod
-    def evaluate(constants: Mapping[str, Any], *inputs: Any) -> Any:
+    def evaluate(constants: Constants, *inputs: Any) -> Any:
         square, cube = excess_terms(constants, *inputs)
         with np.errstate(over="ignore"):
             return np.exp(square + cube)
 
-    def equation(self, say: Callable[[str], str]) -> str:
+    def equation(self, say: Say) -> str:
         laws = []
         for target, (k, *powers) in self.law_names.items():
             product = [f"{name}^{say(p)}" for name, p in zip(self.laws[target], powers, strict=True)]
@@ -403,21 +398,18 @@ class HyperparameterSurface(DesignedLaw):
         cell, weight = self._cells(), self.weight_
         share = weight / np.bincount(cell, weight)[cell]
         designs, middles = [], []
-        for design in self._designs():
-            middle = design[:, 1:].mean(axis=0) if centred else np.zeros(design.shape[1] - 1)
-            designs.append(np.concatenate([design[:, :1], design[:, 1:] - middle], axis=1))
+        for raw in self._designs():
+            design, middle = centred_design(raw, centred)
+            designs.append(design)
             middles.append(middle)
         form = SurfaceForm(np.log(np.stack(inputs[2:])), designs, cell, share, self.powers)
         target = form.centred(np.log(observed))
         first = _starts(form, target, observed, cell, weight, self.window)
 
-        def constants(theta: Array) -> dict[str, Array]:
-            found = {}
+        def constants(theta: Array) -> Columns:
+            found: Columns = {}
             for names, part, middle in zip(self.law_names.values(), form.parts, middles, strict=True):
-                W = theta[:, part]
-                with np.errstate(over="ignore"):
-                    found[names[0]] = np.exp(W[:, 0] - W[:, 1:] @ middle)
-                found |= dict(zip(names[1:], W.T[1:].copy(), strict=True))
+                found |= law_constants(names, theta[:, part], middle)
             return found | dict(zip(self.shape_names, theta.T[form.shape].copy(), strict=True))
 
         unbounded = np.full(form.parameters, np.inf)
@@ -437,9 +429,7 @@ class HyperparameterSurface(DesignedLaw):
 
 def _starts(form: SurfaceForm, target: Array, observed: Array, cell: np.ndarray, weight: Array, window: float) -> Array:
     """Starts (G, k): a law through the mean of the best settings of each cell, by three ideas of best; q is linear."""
-    lowest = np.full(cell.max() + 1, np.inf)
-    np.minimum.at(lowest, cell, observed)
-    excess = observed / lowest[cell] - 1.0
+    excess = observed / _lowest(cell, observed)[cell] - 1.0
     starts = []
     for within in (NEAREST * window, 0.5 * window, window):
         near = weight * (excess <= within)
@@ -455,11 +445,6 @@ def _starts(form: SurfaceForm, target: Array, observed: Array, cell: np.ndarray,
     return np.array(starts)
 
 
-def _plain(value: Any) -> Any:
-    array = np.asarray(value)
-    return float(array) if array.ndim == 0 else array
-
-
 def cells_of(N: Array, D: Array) -> np.ndarray:
     """The cell of each run, 0, 1, ...: runs of one N and one D."""
     return np.unique(np.stack([N, D]), axis=1, return_inverse=True)[1].ravel()
@@ -468,6 +453,12 @@ def cells_of(N: Array, D: Array) -> np.ndarray:
 def near_best(N: Array, D: Array, loss: Array, weight: Array, within: float) -> np.ndarray:
     """Which runs that count have a loss within a fraction `within` of the lowest of their cell, (n,)."""
     cell = cells_of(N, D)
-    lowest = np.full(cell.max() + 1, np.inf)
-    np.minimum.at(lowest, cell[weight > 0], loss[weight > 0])
+    lowest = _lowest(cell, np.where(weight > 0, loss, np.inf))
     return (weight > 0) & (loss <= lowest[cell] * (1.0 + within))
+
+
+def _lowest(cell: np.ndarray, loss: Array) -> Array:
+    """The lowest loss of each cell."""
+    lowest = np.full(cell.max() + 1, np.inf)
+    np.minimum.at(lowest, cell, loss)
+    return lowest

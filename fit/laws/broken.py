@@ -9,16 +9,16 @@ Caballero et al. 2022 (arXiv:2210.14891), equation 1; Hurvich and Tsai 1989 for 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from itertools import combinations
+from collections.abc import Mapping
+from itertools import combinations, product
 from typing import Any
 
 import numpy as np
 
-from ..errors import Array, InputError
+from ..errors import Array, Columns, Constants, InputError, Say
 from ..solver.forms import LogSumTerms, Term
 from ..solver.solver import variable_projection
-from .law import LineLaw, Problem
+from .law import LineLaw, Problem, amplitude, least_starts
 
 BREAKS = (0, 1, 2, 3)
 STEEPEST = 20.0  # |c_i|; Caballero et al. find up to 6
@@ -55,7 +55,7 @@ class BrokenPowerLaw(LineLaw):
         self.names = ("a", "b", "c0", *each)
 
     @staticmethod
-    def evaluate(constants: Mapping[str, Any], *inputs: Any) -> Any:
+    def evaluate(constants: Constants, *inputs: Any) -> Any:
         c, u = constants, np.log(inputs[0])
         log = np.log(c["b"]) - c["c0"] * u
         i = 1
@@ -65,7 +65,7 @@ class BrokenPowerLaw(LineLaw):
         with np.errstate(over="ignore"):
             return c["a"] + np.exp(log)
 
-    def equation(self, say: Callable[[str], str]) -> str:
+    def equation(self, say: Say) -> str:
         bends = "".join(
             f" (1 + (x / {say(f'd{i}')})^(1 / {say(f'f{i}')}))^(-({say(f'c{i}')}) {say(f'f{i}')})"
             for i in range(1, self.breaks + 1)
@@ -136,12 +136,6 @@ class BrokenPowerLaw(LineLaw):
             "f": (np.log(SHARPEST), np.log(max(span, 2.0 * SHARPEST))),
         }
 
-        def constants(theta: Array) -> dict[str, Array]:
-            return self._constants(theta, at, x0, bounds["a"][0])
-
-        def starts(weights: Array, keep: int | None) -> Array:
-            return _starts(u, observed, self.breaks, at, weights, keep or STARTS)
-
         return Problem(
             form=LogSumTerms(lambda v, with_second: _terms(v, u, self.breaks, with_second), at, len(u)),
             target=target,
@@ -150,20 +144,16 @@ class BrokenPowerLaw(LineLaw):
             coordinates=tuple(names),
             logarithmic=tuple(name[0] in "abdf" for name in names),
             axes=log_x[None, :],
-            starts=starts,
-            constants=constants,
+            starts=lambda weights, keep: _starts(u, observed, self.breaks, at, weights, keep or STARTS),
+            constants=lambda theta: self._constants(theta, at, x0, bounds["a"][0]),
         )
 
-    def _constants(self, theta: Array, at: Mapping[str, int], x0: float, floor: float) -> dict[str, Array]:
+    def _constants(self, theta: Array, at: Mapping[str, int], x0: float, floor: float) -> Columns:
         with np.errstate(over="ignore"):
-            found = {"a": np.zeros(len(theta)), "b": np.exp(theta[:, at["b"]] + theta[:, at["c0"]] * x0)}
-        if self.offset:
-            log = theta[:, at["a"]]
-            found["a"] = np.where(log <= floor, 0.0, np.exp(log))
-        found["c0"] = theta[:, at["c0"]].copy()
-        if not self.breaks:
-            return found
-        columns = {kind: theta[:, [at[f"{kind}{i}"] for i in range(1, self.breaks + 1)]] for kind in "cdf"}
+            b = np.exp(theta[:, at["b"]] + theta[:, at["c0"]] * x0)
+        a = amplitude(theta[:, at["a"]], floor) if self.offset else np.zeros(len(theta))
+        found = {"a": a, "b": b, "c0": theta[:, at["c0"]].copy()}
+        columns = {kind: theta[:, [at[f"{kind}{i + 1}"] for i in range(self.breaks)]] for kind in "cdf"}
         order = np.argsort(columns["d"], axis=1)
         columns = {kind: np.take_along_axis(values, order, axis=1) for kind, values in columns.items()}
         columns |= {"d": np.exp(columns["d"] + x0), "f": np.exp(columns["f"])}
@@ -196,11 +186,9 @@ def _starts(u: Array, y: Array, breaks: int, at: Mapping[str, int], weights: Arr
     """Starts (P, G, k): log b and slopes by least squares in log(y - a), over a grid of a, places and widths."""
     span = float(np.ptp(u))
     inner = np.quantile(u, np.linspace(0.0, 1.0, PLACES.get(breaks, 1) + 2)[1:-1])
-    grid = [
-        (places, width * span) for places in combinations(inner, breaks) for width in (WIDTH_GRID if breaks else (1.0,))
-    ]
-    places = np.array([p for p, _ in grid]).reshape(len(grid), breaks)
-    width = np.array([w for _, w in grid])
+    grid = list(product(combinations(inner, breaks), WIDTH_GRID if breaks else (1.0,)))
+    places = np.array([place for place, _ in grid]).reshape(len(grid), breaks)
+    width = span * np.array([share for _, share in grid])
     bends = [-width[:, None] * np.logaddexp(0.0, (u - places[:, i : i + 1]) / width[:, None]) for i in range(breaks)]
     basis = np.stack([np.ones((len(grid), len(u))), np.broadcast_to(-u, (len(grid), len(u))), *bends], axis=2)
     found = []
@@ -220,6 +208,5 @@ def _starts(u: Array, y: Array, breaks: int, at: Mapping[str, int], weights: Arr
                 one[..., at["a"]] = np.log(max(share, 0.02) * y.min())
             starts.append(one)
             errors.append(error)
-        order = np.argsort(np.concatenate(errors, axis=1), axis=1)[:, :keep, None]
-        found.append(np.take_along_axis(np.concatenate(starts, axis=1), order, axis=1))
+        found.append(least_starts(np.concatenate(starts, axis=1), np.concatenate(errors, axis=1), keep))
     return np.concatenate(found)

@@ -8,19 +8,18 @@ Hoffmann et al. 2022 (arXiv:2203.15556), section 3.3 and appendix D.3; Besiroglu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from ..allocation.allocation import optimum
-from ..errors import Array, InputError
+from ..errors import Array, Columns, Constants, InputError, Say
 from ..solver.forms import LogSumExp
 from ..solver.solver import variable_projection
-from .law import LossLaw, Problem
+from .law import LossLaw, Problem, amplitude, least_starts
 
-NAMES = ("E", "A", "B", "alpha", "beta")
 EXPONENT_GRID = np.geomspace(0.03, 1.5, 8)
 EXPONENT_BOUNDS = (0.0, 3.0)
 VANISHED = 12.0  # a term below exp(-12) of the smallest loss is called zero
@@ -47,7 +46,7 @@ class ChinchillaLaw(LossLaw):
 
     form = "chinchilla"
     title = "the law E + A/N^alpha + B/D^beta"
-    names = NAMES
+    names = ("E", "A", "B", "alpha", "beta")
     exponent_names = ("alpha", "beta")
     resample_starts = 1  # on 4000 resamples of published runs no other start of 64 ended lower
     E_: float
@@ -65,21 +64,21 @@ class ChinchillaLaw(LossLaw):
         self.tied, self.E = bool(tied), None if E is None else float(E)
 
     @staticmethod
-    def evaluate(constants: Mapping[str, Any], *inputs: Any) -> Any:
+    def evaluate(constants: Constants, *inputs: Any) -> Any:
         N, D = inputs
         c = constants
         return c["E"] + c["A"] * np.power(N, -c["alpha"]) + c["B"] * np.power(D, -c["beta"])
 
-    def equation(self, say: Callable[[str], str]) -> str:
+    def equation(self, say: Say) -> str:
         return f"L(N, D) = {say('E')} + {say('A')} / N^{say('alpha')} + {say('B')} / D^{say('beta')}"
 
     def optimum(
-        self, flops: ArrayLike, constants: Mapping[str, Any], flops_per_token: float = 6.0
+        self, flops: ArrayLike, constants: Constants, flops_per_token: float = 6.0
     ) -> tuple[Array, Array, Array]:
         """In closed form (Hoffmann et al. 2022, equation 4)."""
         return optimum(flops, constants, flops_per_token)
 
-    def size_exponent(self, constants: Mapping[str, Any]) -> Any:
+    def size_exponent(self, constants: Constants) -> Any:
         """Beta / (alpha + beta), of N* = G (C/6)^a."""
         with np.errstate(invalid="ignore"):
             return np.divide(constants["beta"], np.add(constants["alpha"], constants["beta"]))
@@ -115,20 +114,14 @@ class ChinchillaLaw(LossLaw):
         elif self.E > 0:
             terms.append(((), np.zeros((len(x), 0)), np.full(len(x), np.log(self.E))))
         logarithmic = tuple(name in "ABE" for name in names)
-        floor, ceiling = float(target.min()) - VANISHED, float(target.max()) + 2.0
-        low, high = (floor, ceiling) if centred else (-FAR, FAR)
+        low, high = (float(target.min()) - VANISHED, float(target.max()) + 2.0) if centred else (-FAR, FAR)
         fixed = self.E
 
-        def constants(theta: Array) -> dict[str, Array]:
-            with np.errstate(over="ignore"):
-                value = {name: np.exp(theta[:, i] + shift(name, theta)) for name, i in at.items() if name in "ABE"}
-            for name in value:  # a term that vanished is exactly zero
-                value[name] = np.where(theta[:, at[name]] <= low, 0.0, value[name])
-            value.setdefault("E", np.full(len(theta), fixed))
-            return value | {name: theta[:, at[name]].copy() for name in ("alpha", "beta")}
-
-        def shift(name: str, theta: Array) -> Any:
-            return {"A": x0 * theta[:, at["alpha"]], "B": y0 * theta[:, at["beta"]], "E": 0.0}[name]
+        def constants(theta: Array) -> Columns:
+            alpha, beta = (theta[:, at[name]].copy() for name in ("alpha", "beta"))
+            A, B = amplitude(theta[:, at["A"]], low, x0 * alpha), amplitude(theta[:, at["B"]], low, y0 * beta)
+            E = np.full(len(theta), fixed) if fixed is not None else amplitude(theta[:, at["E"]], low)
+            return {"A": A, "B": B, "E": E, "alpha": alpha, "beta": beta}
 
         return Problem(
             form=LogSumExp(len(names), terms),
@@ -163,7 +156,4 @@ def _starts(
     for name, column in zip(("A", "B", "E"), np.moveaxis(log, 2, 0), strict=False):
         starts[..., at[name]] = column
     starts[..., at["alpha"]], starts[..., at["beta"]] = alpha, beta
-    if keep is None:
-        return starts
-    order = np.argsort(error, axis=1)[:, :keep, None]
-    return np.take_along_axis(starts, order, axis=1)
+    return starts if keep is None else least_starts(starts, error, keep)

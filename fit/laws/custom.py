@@ -18,9 +18,9 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ..errors import Array, InputError
+from ..errors import Array, Constants, InputError, Say, by_name
 from ..solver.forms import ComplexStepForm
-from .law import L1_DELTA, Law, LossLaw, Problem
+from .law import Law, LossLaw, Problem
 
 Function = Callable[..., Any]
 CANDIDATES = 16  # points of the Latin hypercube for each start that is kept
@@ -100,19 +100,15 @@ class FunctionLaw(LossLaw):
         `weight` (n,), `loss_se` (n,) as in every law. Raises InputError also where the function takes no complex
         constants.
         """
-        wanted = (*self.inputs, self.output)
-        given = dict(zip(wanted, columns, strict=False)) | named
-        if len(columns) + len(named) != len(wanted) or set(given) != set(wanted):
-            said = ", ".join([*(f"#{i + 1}" for i in range(len(columns))), *named]) or "nothing"
-            raise InputError(f"fit was given {said}; it takes {', '.join(wanted)}, each once.")
-        return self._fit(tuple(given[name] for name in wanted), weight, loss_se)
+        given = by_name("fit", (*self.inputs, self.output), columns, named)
+        return self._fit(tuple(given.values()), weight, loss_se)
 
-    def evaluate(self, constants: Mapping[str, Any], *inputs: Any) -> Any:  # type: ignore[override]
+    def evaluate(self, constants: Constants, *inputs: Any) -> Any:  # type: ignore[override]
         if self.function is None:
             raise InputError(f"{self.title} has no function; give it to FunctionLaw or to from_json(source, function).")
         return self.function(constants, *inputs)
 
-    def equation(self, say: Callable[[str], str]) -> str:
+    def equation(self, say: Say) -> str:
         constants = ", ".join(f"{name} = {say(name)}" for name in self.names)
         return f"{self.output}({', '.join(self.inputs)}) = {self.name}({constants})"
 
@@ -131,9 +127,8 @@ class FunctionLaw(LossLaw):
         form = law.problem_.form
         if isinstance(form, ComplexStepForm):
             form.check(law.theta_[None, :])
-        delta = {"huber": law.delta, "l1": L1_DELTA}.get(law.objective, np.inf)
         residual = law.residuals()
-        slope = np.clip(residual, -delta, delta)
+        slope = np.clip(residual, -law._delta, law._delta)
         objective = float((law.weight_ * law._precision) @ (slope * (residual - 0.5 * slope)))
         if not np.isclose(objective, law.objective_, rtol=1e-6, atol=1e-18):
             raise InputError(
@@ -156,30 +151,24 @@ class FunctionLaw(LossLaw):
         super()._accept(found)
         first = self.problem_.form.value(self.theta_[None, :])[1][0][0]  # (n, k)
         moved = np.abs(first[self.weight_ > 0]).max(axis=0) > 0.0
-        still = [
-            name
-            for name, moves, (low, high) in zip(self.names, moved, self.bounds.values(), strict=True)
-            if not moves and low < high
-        ]
-        self._call_degenerate(*still)
+        free = self.problem_.lower < self.problem_.upper
+        self._call_degenerate(*np.array(self.names)[free & ~moved].tolist())
 
     def _problem(self, inputs: tuple[Array, ...], observed: Array, centred: bool = True) -> Problem:
         target, k = np.log(observed), len(self.names)
-        logarithmic = np.array([low > 0.0 for low, _ in self.bounds.values()], dtype=bool)
         box = np.array(list(self.bounds.values())).reshape(k, 2)
+        logarithmic = box[:, 0] > 0.0
         box[logarithmic] = np.log(box[logarithmic])
 
         def constants(theta: Any) -> dict[str, Any]:
-            return {
-                name: np.exp(theta[:, i]) if logarithmic[i] else theta[:, i].copy() for i, name in enumerate(self.names)
-            }
+            columns = zip(self.names, theta.T, logarithmic, strict=True)
+            return {name: np.exp(column) if log else column.copy() for name, column, log in columns}
 
         def log_value(theta: Any) -> Any:
             """Log predictions (P, n) at theta (P, k), complex or not; NaN where there is none."""
             columns = {name: value[:, None] for name, value in constants(theta).items()}
             with np.errstate(all="ignore"):
-                value = np.asarray(self.evaluate(columns, *inputs))
-                value = np.broadcast_to(value, (len(theta), len(target)))
+                value = np.broadcast_to(self.evaluate(columns, *inputs), (len(theta), len(target)))
                 return np.log(np.where(value.real > 0.0, value, np.nan))
 
         def starts(weights: Array, keep: int | None) -> Array:
@@ -196,7 +185,7 @@ class FunctionLaw(LossLaw):
             lower=box[:, 0],
             upper=box[:, 1],
             coordinates=self.names,
-            logarithmic=tuple(bool(log) for log in logarithmic),
+            logarithmic=tuple(logarithmic.tolist()),
             axes=np.log(np.stack([column for column in inputs if np.ptp(column) > 0.0] or [inputs[0]])),
             starts=starts,
             constants=constants,

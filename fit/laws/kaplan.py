@@ -8,16 +8,16 @@ Kaplan et al. 2020 (arXiv:2001.08361), equation 1.5.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ..errors import Array
+from ..errors import Array, Columns, Constants, Say, floats
 from ..solver.forms import LogSumTerms, Term
 from ..solver.solver import variable_projection
-from .law import LossLaw, Problem
+from .law import LossLaw, Problem, least_starts
 
 EXPONENT_GRID = np.geomspace(0.03, 0.8, 8)
 RATIO_GRID = np.geomspace(0.25, 4.0, 8)  # of alpha_N to alpha_D; far from one, the power mean is a corner
@@ -45,7 +45,7 @@ class KaplanLaw(LossLaw):
     alpha_D_: float
 
     @staticmethod
-    def evaluate(constants: Mapping[str, Any], *inputs: Any) -> Any:
+    def evaluate(constants: Constants, *inputs: Any) -> Any:
         N, D = inputs
         c = constants
         with np.errstate(divide="ignore"):
@@ -53,21 +53,21 @@ class KaplanLaw(LossLaw):
             data = np.log(c["D_c"]) - np.log(D)
         return np.exp(c["alpha_D"] * np.logaddexp(size, data))
 
-    def equation(self, say: Callable[[str], str]) -> str:
+    def equation(self, say: Say) -> str:
         power = f"({say('alpha_N')} / {say('alpha_D')})"
         return f"L(N, D) = [({say('N_c')} / N)^{power} + {say('D_c')} / D]^{say('alpha_D')}"
 
     def optimum(
-        self, flops: ArrayLike, constants: Mapping[str, Any], flops_per_token: float = 6.0
+        self, flops: ArrayLike, constants: Constants, flops_per_token: float = 6.0
     ) -> tuple[Array, Array, Array]:
         """In closed form: N^(1 + r) = r N_c^r C / (k D_c), with r = alpha_N / alpha_D and C = k N D."""
-        c, spent = constants, np.asarray(flops, dtype=np.float64) / flops_per_token
+        c, spent = constants, floats(flops) / flops_per_token
         r = c["alpha_N"] / c["alpha_D"]
         with np.errstate(divide="ignore", invalid="ignore"):  # a line that vanished sends N to an end
             N = np.exp((np.log(r * spent) + r * np.log(c["N_c"]) - np.log(c["D_c"])) / (1.0 + r))
             return N, spent / N, self.evaluate(c, N, spent / N)
 
-    def size_exponent(self, constants: Mapping[str, Any]) -> Any:
+    def size_exponent(self, constants: Constants) -> Any:
         """alpha_D / (alpha_N + alpha_D)."""
         return np.divide(constants["alpha_D"], np.add(constants["alpha_N"], constants["alpha_D"]))
 
@@ -87,7 +87,7 @@ class KaplanLaw(LossLaw):
         x, y, target = log_n - x0, log_d - y0, np.log(observed)
         at = {name: i for i, name in enumerate(COORDINATES)}
 
-        def constants(theta: Array) -> dict[str, Array]:
+        def constants(theta: Array) -> Columns:
             above, alpha_N, data, alpha_D = theta.T
             if not centred:
                 log_N_c, log_D_c = above, data
@@ -163,4 +163,4 @@ def _starts(x: Array, y: Array, target: Array, centred: bool, weights: Array, ke
     if not centred:
         above, data = (data + alpha_D * above) / (ratio * alpha_D), data / alpha_D
     starts = np.stack([above, ratio * alpha_D, data, alpha_D], axis=2)
-    return np.take_along_axis(starts, np.argsort(error, axis=1)[:, : keep or STARTS, None], axis=1)
+    return least_starts(starts, error, keep or STARTS)

@@ -20,7 +20,6 @@ import inspect
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -29,23 +28,40 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ..allocation.allocation import Optimum, compute_optimal, search
-from ..errors import Array, InputError, enough, identifiable, positive, same_length
-from ..errors import weights as check_weights
+from ..errors import (
+    Array,
+    Columns,
+    Constants,
+    InputError,
+    Say,
+    by_name,
+    check_weights,
+    enough,
+    floats,
+    identifiable,
+    positive,
+    same_length,
+    unboxed,
+)
 from ..files import write_text
 from ..formatting import interval as interval_text
 from ..formatting import text
+from ..plots import plot_contours
 from ..solver.forms import LogForm
 from ..solver.solver import Solution, solve
 from ..uncertainty import (
     RUNS_PER_CONSTANT,
     bca_interval,
+    by_group,
     excess_scatter,
+    group_labels,
     identifiable_counts,
     independent_groups,
     jackknife_weights,
     kernel_width,
     need_no_group_alone,
     percentile_interval,
+    percentile_intervals,
     wild_targets,
 )
 from .persistence import law_to_dict, read_law
@@ -80,7 +96,7 @@ class Problem:
     logarithmic: tuple[bool, ...]
     axes: Array
     starts: Callable[[Array, int | None], Array]
-    constants: Callable[[Array], dict[str, Array]]
+    constants: Callable[[Array], Columns]
 
     @property
     def free(self) -> int:
@@ -88,8 +104,24 @@ class Problem:
         return int((self.lower < self.upper).sum())
 
 
+def amplitude(log: Array, floor: float, shift: Array | float = 0.0) -> Array:
+    """exp(log + shift); a term at its floor has vanished and is exactly zero."""
+    with np.errstate(over="ignore"):
+        return np.where(log <= floor, 0.0, np.exp(log + shift))
+
+
+def least_starts(starts: Array, error: Array, keep: int) -> Array:
+    """The `keep` starts (P, G, k) of least error (P, G), best first."""
+    return np.take_along_axis(starts, np.argsort(error, axis=1)[:, :keep, None], axis=1)
+
+
 class Estimator:
     """Parameters as in scikit-learn: each constructor argument is an attribute of its name."""
+
+    inputs: tuple[str, ...]
+    output: str
+    constants_: dict[str, float]
+    draws_: Columns | None
 
     def get_params(self, deep: bool = True) -> dict[str, Any]:
         """The constructor's arguments."""
@@ -108,6 +140,19 @@ class Estimator:
     def clone(self) -> Self:
         return type(self)(**self.get_params())
 
+    def _fitted(self) -> None:
+        if not hasattr(self, "constants_"):
+            columns = ", ".join((*self.inputs, self.output))
+            raise InputError(f"this {type(self).__name__} is not fitted; call fit({columns}) first.")
+
+    def _bootstrapped(self) -> Columns:
+        self._fitted()
+        if self.draws_ is None:
+            raise InputError(
+                f"this {type(self).__name__} has no intervals yet; call bootstrap(n, groups=run_id) first."
+            )
+        return self.draws_
+
 
 class Law(Estimator):
     """A law in log space with scikit-learn manners.
@@ -120,8 +165,6 @@ class Law(Estimator):
     form: ClassVar[str] = ""
     title: str
     names: tuple[str, ...]
-    inputs: tuple[str, ...]
-    output: str
     resample_starts: int = 2  # starts of a resample besides the optimum of all runs
     bootstrap_: dict[str, Any]
     resampling: ClassVar[str] = "auto"  # the default method of `bootstrap`
@@ -132,7 +175,7 @@ class Law(Estimator):
         if not delta > 0:
             raise InputError(f"delta is {delta}; it must be above zero (1e-3 is usual, infinity gives least squares).")
         self.objective, self.delta = objective, float(delta)
-        self.draws_: dict[str, Array] | None = None
+        self.draws_ = None
 
     # What a subclass gives.
 
@@ -141,11 +184,11 @@ class Law(Estimator):
         raise NotImplementedError
 
     @staticmethod
-    def evaluate(constants: Mapping[str, Any], *inputs: Any) -> Any:
+    def evaluate(constants: Constants, *inputs: Any) -> Any:
         """The law's value; all broadcast together."""
         raise NotImplementedError
 
-    def equation(self, say: Callable[[str], str]) -> str:
+    def equation(self, say: Say) -> str:
         """The law as text, each constant through `say(name)`."""
         raise NotImplementedError
 
@@ -161,23 +204,24 @@ class Law(Estimator):
     def _fit(self, columns: tuple[ArrayLike, ...], weight: ArrayLike | None, loss_se: ArrayLike | None) -> Self:
         """Fit to columns (n,): the inputs in order, then what was observed."""
         names = (*self.inputs, self.output)
-        values = {name: positive(name, column) for name, column in zip(names, columns, strict=True)}
-        self.weight_ = check_weights(weight, len(values[self.output]))
-        same_length(**values, weight=self.weight_)
-        self.data_ = values
+        self.data_ = {name: positive(name, column) for name, column in zip(names, columns, strict=True)}
+        *inputs, observed = self.data_.values()
+        self.weight_ = check_weights(weight, len(observed))
+        same_length(**self.data_, weight=self.weight_)
         self.se_ = None if loss_se is None else positive(f"{self.output}_se", loss_se)
         if self.objective == "se":
             if self.se_ is None:
                 raise InputError(f"{self.output}_se is missing; objective 'se' needs the standard error of every row.")
-            same_length(**{self.output: values[self.output], f"{self.output}_se": self.se_})
+            same_length(**{self.output: observed, f"{self.output}_se": self.se_})
         used = self.weight_ > 0
         self._prepare(0.0)
-        self._check(tuple(values[name][used] for name in self.inputs), values[self.output][used])
+        self._check(tuple(column[used] for column in inputs), observed[used])
         self._accept(self._solve_scatter() if self.objective == "se" else self._solve_full())
         return self
 
     def _prepare(self, scatter: float) -> None:
-        self.problem_ = self._problem(tuple(self.data_[name] for name in self.inputs), self.data_[self.output])
+        *inputs, observed = self.data_.values()
+        self.problem_ = self._problem(tuple(inputs), observed)
         self.scatter_ = scatter
         self._precision = np.ones_like(self.weight_)
         if self.objective == "se" and self.se_ is not None:
@@ -237,12 +281,12 @@ class Law(Estimator):
         self.theta_ = theta
         self._settle()
 
-    def refit(self, weights: ArrayLike, target: Array | None = None) -> dict[str, Array]:
+    def refit(self, weights: ArrayLike, target: Array | None = None) -> Columns:
         """Constants (P,) of P refits whose `weights` (P, n) multiply the fit's own; NaN where one did not converge.
 
         `target` (P, n) replaces the logarithm of what was observed.
         """
-        found = self._refit(np.atleast_2d(np.asarray(weights, dtype=np.float64)), target)
+        found = self._refit(np.atleast_2d(floats(weights)), target)
         return {k: np.where(found.converged, v, np.nan) for k, v in self.problem_.constants(found.theta).items()}
 
     def _refit(self, weights: Array, target: Array | None = None) -> Solution:
@@ -265,11 +309,8 @@ class Law(Estimator):
         method = self.resampling if method is None else method
         if method not in ("auto", "pairs", "wild"):
             raise InputError(f"method is {method!r}; choose auto, pairs or wild.")
-        rows = len(self.weight_)
-        groups = np.arange(rows) if groups is None else np.asarray(groups)
-        if len(groups) != rows:
-            raise InputError(f"groups has {len(groups)} values and the fit has {rows} points; each needs one.")
-        p, used, groups, redrawn = self.problem_, self.weight_ > 0, groups.astype(str), 0
+        groups = group_labels(groups, len(self.weight_))
+        p, used, redrawn = self.problem_, self.weight_ > 0, 0
         independent = independent_groups(groups[used], p.free)
         if method == "auto":
             method = "wild" if independent < RUNS_PER_CONSTANT * p.free else "pairs"
@@ -283,7 +324,7 @@ class Law(Estimator):
             fitted, error = p.target - self.residuals(), self.left_out_residuals(groups)
             width = 0.0 if np.isinf(self._delta) else kernel_width(error[used], independent)
             target = wild_targets(fitted, error, groups, n, seed, independent - p.free, width)
-            found = self._refit(np.ones((n, rows)), target)
+            found = self._refit(np.ones(target.shape), target)
         self._drawn(found, groups, method=method, seed=seed, redrawn=redrawn)
         return self
 
@@ -301,7 +342,7 @@ class Law(Estimator):
 
     def left_out_residuals(self, groups: np.ndarray) -> Array:
         """Log of what was observed minus what the fit without the row's group predicts, (rows,)."""
-        member = np.unique(groups, return_inverse=True)[1].ravel()
+        _, member = by_group(groups)
         predicted = self.problem_.form.value(self._left_out(groups).theta)[0]
         return self.problem_.target - predicted[member, np.arange(len(member))]
 
@@ -323,7 +364,7 @@ class Law(Estimator):
         return self.interval_of(lambda constants: constants[name], level, method)
 
     def interval_of(
-        self, quantity: Callable[[Mapping[str, Any]], Any], level: float = 0.95, method: str = "percentile"
+        self, quantity: Callable[[Constants], Any], level: float = 0.95, method: str = "percentile"
     ) -> tuple[float, float]:
         """Bootstrap interval of any function of the constants, given as name -> (draws,)."""
         draws = quantity(self._bootstrapped())
@@ -351,8 +392,7 @@ class Law(Estimator):
             generator = np.random.default_rng((self.bootstrap_["seed"] or 0) + 1)  # not the signs or counts of draws
             error = self._inflation(len(np.unique(self.groups_[self.weight_ > 0]))) * self.residuals()
             draws = draws * np.exp(generator.choice(error, size=draws.shape, p=self.weight_ / self.weight_.sum()))
-        rows = [percentile_interval(row, level) for row in draws.reshape(-1, draws.shape[-1])]
-        return np.array(rows).reshape(*draws.shape[:-1], 2)
+        return percentile_intervals(draws, level)
 
     def _inflation(self, independent: int) -> float:
         """Errors over residuals, for the constants that were fitted to so many independent runs."""
@@ -370,13 +410,12 @@ class Law(Estimator):
     def predict(self, *inputs: ArrayLike, **named: ArrayLike) -> Any:
         """The law at its inputs, by position or by name; a float for floats."""
         self._fitted()
-        value = np.asarray(self.evaluate(self.constants_, *self._inputs(inputs, named)))
-        return float(value) if value.ndim == 0 else value
+        return unboxed(self.evaluate(self.constants_, *self._inputs(inputs, named)))
 
     def predict_draws(self, *inputs: ArrayLike, **named: ArrayLike) -> Array:
         """The law under each bootstrap draw: (resamples,) for scalars, (points, resamples) for (points,)."""
         draws = self._bootstrapped()
-        columns = [np.asarray(v, dtype=np.float64)[..., None] for v in self._inputs(inputs, named)]
+        columns = [floats(v)[..., None] for v in self._inputs(inputs, named)]
         with np.errstate(over="ignore"):
             return np.asarray(self.evaluate(draws, *columns))
 
@@ -387,19 +426,19 @@ class Law(Estimator):
 
     def score(self, *columns: ArrayLike) -> float:
         """R^2 in the logarithm, of the inputs in order and then what was observed, each (n,)."""
-        *inputs, observed = (np.asarray(column, dtype=np.float64) for column in columns)
+        *inputs, observed = (floats(column) for column in columns)
         target = np.log(observed)
         error = target - np.log(self.predict(*inputs))
         return float(1.0 - (error**2).sum() / ((target - target.mean()) ** 2).sum())
 
-    def say(self, name: str, digits: int = 4) -> str:
+    def say(self, name: str) -> str:
         """A constant with its interval, where there is one: `0.3473 [0.3171, 0.3731]`."""
         self._known(name)
-        shown = f"{self.constants_[name]:.{digits}g}"
+        shown = f"{self.constants_[name]:.4g}"
         if self.draws_ is None or np.ptp(self.draws_[name]) == 0:
             return shown
         low, high = self.interval(name)
-        return f"{shown} [{low:.{digits}g}, {high:.{digits}g}]"
+        return f"{shown} [{low:.4g}, {high:.4g}]"
 
     def __repr__(self) -> str:
         if hasattr(self, "theta_"):
@@ -455,29 +494,13 @@ class Law(Estimator):
     # Checks.
 
     def _inputs(self, inputs: tuple[ArrayLike, ...], named: Mapping[str, ArrayLike]) -> list[Array]:
-        given = dict(zip(self.inputs, inputs, strict=False)) | dict(named)
-        if len(inputs) + len(named) != len(self.inputs) or set(given) != set(self.inputs):
-            said = ", ".join([*(f"#{i + 1}" for i in range(len(inputs))), *named]) or "nothing"
-            raise InputError(f"predict was given {said}; it takes {', '.join(self.inputs)}, each once.")
-        return [np.asarray(given[name], dtype=np.float64) for name in self.inputs]
+        given = by_name("predict", self.inputs, inputs, named)
+        return [floats(value) for value in given.values()]
 
     def _known(self, name: str) -> None:
         self._fitted()
         if name not in self.names:
             raise InputError(f"interval of {name!r} is not known; choose one of {', '.join(self.names)}.")
-
-    def _fitted(self) -> None:
-        if not hasattr(self, "theta_"):
-            columns = ", ".join((*self.inputs, self.output))
-            raise InputError(f"this {type(self).__name__} is not fitted; call fit({columns}) first.")
-
-    def _bootstrapped(self) -> dict[str, Array]:
-        self._fitted()
-        if self.draws_ is None:
-            raise InputError(
-                f"this {type(self).__name__} has no intervals yet; call bootstrap(n, groups=run_id) first."
-            )
-        return self.draws_
 
 
 class LossLaw(Law):
@@ -508,15 +531,15 @@ class LossLaw(Law):
         return self._fit((N, D, loss), weight, loss_se)
 
     def optimum(
-        self, flops: ArrayLike, constants: Mapping[str, Any], flops_per_token: float = 6.0
+        self, flops: ArrayLike, constants: Constants, flops_per_token: float = 6.0
     ) -> tuple[Array, Array, Array]:
         """N, D and the lowest loss under C = flops_per_token N D; `flops` and the constants broadcast together.
 
         Here it is searched, to about 1e-6; a law with a closed form has its own.
         """
-        return search(self, constants, np.asarray(flops, dtype=np.float64), lambda N: flops_per_token * N)
+        return search(self, constants, floats(flops), lambda N: flops_per_token * N)
 
-    def size_exponent(self, constants: Mapping[str, Any]) -> Any:
+    def size_exponent(self, constants: Constants) -> Any:
         """The exponent of N*(C); here its mean slope between the smallest and the largest run."""
         C = 6.0 * self.data_["N"] * self.data_["D"]
         low, high = float(C.min()), float(C.max())
@@ -550,8 +573,7 @@ class LossLaw(Law):
     def plot(self, axes: Any = None) -> Any:
         """Loss contours over (N, D), the runs and the efficient frontier; returns the matplotlib axes."""
         self._fitted()
-        plots = import_module("...plots", __name__)  # by name, for it draws laws and so knows them
-        return plots.plot_contours(self, *self.data_.values(), axes)
+        return plot_contours(self, *self.data_.values(), axes)
 
     def _check(self, inputs: tuple[Array, ...], observed: Array) -> None:
         super()._check(inputs, observed)
@@ -588,8 +610,8 @@ class Profile:
     def __init__(self, law: Law, name: str) -> None:
         """Raises InputError for a constant that is not fitted by itself, and after a bootstrap of groups of rows."""
         law._fitted()
-        inputs = tuple(law.data_[column] for column in law.inputs)
-        self.law, self.problem = law, law._problem(inputs, law.data_[law.output], centred=False)
+        *inputs, observed = law.data_.values()
+        self.law, self.problem = law, law._problem(tuple(inputs), observed, centred=False)
         p = self.problem
         if name not in p.coordinates:
             raise InputError(f"profile of {name!r} is not known; choose one of {', '.join(p.coordinates)}.")
@@ -617,7 +639,7 @@ class Profile:
 
     def rises(self, values: ArrayLike) -> Array:
         """How far the objective rises above its minimum with the constant held at each of values (m,)."""
-        held = np.asarray(values, dtype=np.float64)
+        held = floats(values)
         if self.log and not (held > 0).all():
             raise InputError(f"values holds {held.min():g}; each must be above zero.")
         return self._refits(np.log(held) if self.log else held, np.tile(self.best, (len(held), 1)))[0]

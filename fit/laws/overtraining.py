@@ -9,14 +9,14 @@ Gadre et al. 2024 (arXiv:2403.08540), equation 4.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Self
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ..errors import Array, InputError
+from ..errors import Array, Columns, Constants, InputError, Say, floats
 from .chinchilla import FLAT_EXPONENT, ChinchillaLaw
 from .law import Law, LossLaw, Problem
 
@@ -43,32 +43,32 @@ class OvertrainingLaw(LossLaw):
         self.E = self._tied(E).E
 
     @staticmethod
-    def evaluate(constants: Mapping[str, Any], *inputs: Any) -> Any:
+    def evaluate(constants: Constants, *inputs: Any) -> Any:
         N, D = inputs
         c = constants
-        size, data = (6.0 * np.square(np.asarray(v, dtype=np.float64)) for v in (N, D))
+        size, data = (6.0 * np.square(floats(v)) for v in (N, D))
         return c["E"] + c["a"] * np.power(size, -c["eta"]) + c["b"] * np.power(data, -c["eta"])
 
-    def equation(self, say: Callable[[str], str]) -> str:
+    def equation(self, say: Say) -> str:
         eta = say("eta")
         return f"L(C, M) = {say('E')} + ({say('a')} M^{eta} + {say('b')} M^-{eta}) C^-{eta}"
 
     def at(self, flops: ArrayLike, ratio: ArrayLike) -> Any:
         """The predicted loss of `flops` = 6 N D of training at `ratio` = D / N."""
-        C, M = np.asarray(flops, dtype=np.float64), np.asarray(ratio, dtype=np.float64)
+        C, M = floats(flops), floats(ratio)
         return self.predict(N=np.sqrt(C / (6.0 * M)), D=np.sqrt(C * M / 6.0))
 
     def optimum(
-        self, flops: ArrayLike, constants: Mapping[str, Any], flops_per_token: float = 6.0
+        self, flops: ArrayLike, constants: Constants, flops_per_token: float = 6.0
     ) -> tuple[Array, Array, Array]:
         """In closed form: M = (b / a)^(1 / (2 eta)) tokens per parameter at every C."""
-        c, spent = constants, np.asarray(flops, dtype=np.float64) / flops_per_token
+        c, spent = constants, floats(flops) / flops_per_token
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             M = np.divide(c["b"], c["a"]) ** (0.5 / c["eta"])
             N, D = np.sqrt(spent / M), np.sqrt(spent * M)
             return N, D, self.evaluate(c, N, D)
 
-    def size_exponent(self, constants: Mapping[str, Any]) -> Any:
+    def size_exponent(self, constants: Constants) -> Any:
         """One half."""
         return 0.0 * constants["eta"] + 0.5
 
@@ -103,7 +103,7 @@ class OvertrainingLaw(LossLaw):
         size, data = (6.0 * v**2 for v in inputs)
         problem = self._tied(self.E)._problem((size, data), observed, centred)
 
-        def constants(theta: Array) -> dict[str, Array]:
+        def constants(theta: Array) -> Columns:
             found = problem.constants(theta)
             return {"E": found["E"], "a": found["A"], "b": found["B"], "eta": found["alpha"]}
 
@@ -111,13 +111,13 @@ class OvertrainingLaw(LossLaw):
         return replace(problem, coordinates=coordinates, constants=constants)
 
 
-def tied_constants(constants: Mapping[str, Any]) -> dict[str, Any]:
+def tied_constants(constants: Constants) -> dict[str, Any]:
     """E, A, B, alpha = beta of the tied Chinchilla law from E, a, b, eta."""
     c, six = constants, np.power(6.0, -constants["eta"])
     return {"E": c["E"], "A": c["a"] * six, "B": c["b"] * six, "alpha": 2.0 * c["eta"], "beta": 2.0 * c["eta"]}
 
 
-def own_constants(constants: Mapping[str, Any]) -> dict[str, Any]:
+def own_constants(constants: Constants) -> dict[str, Any]:
     """E, a, b, eta from the constants of a tied Chinchilla law."""
     c, eta = constants, 0.5 * constants["alpha"]
     six = np.power(6.0, eta)

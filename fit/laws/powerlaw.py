@@ -6,15 +6,14 @@ exponents, coefficients and extrapolations.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import numpy as np
 
-from ..errors import Array, InputError
+from ..errors import Array, Columns, Constants, InputError, Say
 from ..solver.forms import LogSumExp
 from ..solver.solver import variable_projection
-from .law import LineLaw, Problem
+from .law import LineLaw, Problem, amplitude, least_starts
 
 OFFSET_GRID = np.geomspace(0.01, 1.0, 8)
 STEEPEST = 3.0  # |p| of a law with an offset
@@ -72,12 +71,12 @@ class PowerLaw(LineLaw):
         return self
 
     @staticmethod
-    def evaluate(constants: Mapping[str, Any], *inputs: Any) -> Any:
+    def evaluate(constants: Constants, *inputs: Any) -> Any:
         """E + k x^p at inputs (x,)."""
         with np.errstate(over="ignore", divide="ignore"):
             return constants["E"] + np.exp(np.log(constants["k"]) + constants["p"] * np.log(inputs[0]))
 
-    def equation(self, say: Callable[[str], str]) -> str:
+    def equation(self, say: Say) -> str:
         start = f"{say('E')} + " if self.offset else ""
         return f"y = {start}{say('k')} x^{say('p')}"
 
@@ -97,34 +96,26 @@ class PowerLaw(LineLaw):
         u = log_x - x0
         one = np.ones_like(u)
         floor, ceiling = (float(target.min()) - VANISHED, float(target.max()) + 2.0) if centred else (-500.0, 500.0)
-        terms: list[tuple[Any, ...]] = [((0, 1), np.stack([one, u], 1))]
+        terms: list[tuple[Any, ...]] = [((0, 1), np.stack([one, u], 1)), ((2,), one[:, None])]
+        lower, upper = np.array([floor, -STEEPEST, floor]), np.array([ceiling, 0.0, ceiling])
         if not self.offset:
-            lower, upper = np.array([-np.inf, -np.inf]), np.array([np.inf, np.inf])
-        else:
-            terms.append(((2,), one[:, None]))
-            lower, upper = np.array([floor, -STEEPEST, floor]), np.array([ceiling, 0.0, ceiling])
+            lower, upper = np.full(2, -np.inf), np.full(2, np.inf)
 
-        def constants(theta: Array) -> dict[str, Array]:
-            E = np.zeros(len(theta))
-            if self.offset:
-                E = np.where(theta[:, 2] <= floor, 0.0, np.exp(theta[:, 2]))
+        def constants(theta: Array) -> Columns:
+            E = amplitude(theta[:, 2], floor) if self.offset else np.zeros(len(theta))
             with np.errstate(over="ignore"):
                 return {"E": E, "k": np.exp(theta[:, 0] - theta[:, 1] * x0), "p": theta[:, 1].copy()}
 
-        def starts(weights: Array, keep: int | None) -> Array:
-            return _starts(u, observed, self.offset, weights, keep)
-
-        names, logarithmic = ("k", "p", "E"), (True, False, True)
-        free = 3 if self.offset else 2
+        free = len(lower)
         return Problem(
-            form=LogSumExp(free, terms),
+            form=LogSumExp(free, terms[: free - 1]),
             target=target,
             lower=lower,
             upper=upper,
-            coordinates=names[:free],
-            logarithmic=logarithmic[:free],
+            coordinates=("k", "p", "E")[:free],
+            logarithmic=(True, False, True)[:free],
             axes=log_x[None, :],
-            starts=starts,
+            starts=lambda weights, keep: _starts(u, observed, self.offset, weights, keep),
             constants=constants,
         )
 
@@ -137,9 +128,7 @@ def _starts(u: Array, y: Array, offset: bool, weights: Array, keep: int | None) 
     amplitudes, error = variable_projection(basis / y[None, :, None], np.ones_like(y), weights)
     log = np.log(np.maximum(amplitudes, 0.02 * y.min()))
     starts = np.stack([log[..., 0], np.broadcast_to(-OFFSET_GRID, error.shape), log[..., 1]], axis=2)
-    if keep is None:
-        return starts
-    return np.take_along_axis(starts, np.argsort(error, axis=1)[:, :keep, None], axis=1)
+    return starts if keep is None else least_starts(starts, error, keep)
 
 
 def _straight(u: Array, log_y: Array, weights: Array) -> Array:

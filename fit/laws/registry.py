@@ -19,7 +19,7 @@ LAWS = {
     "function": ("laws.custom", "FunctionLaw"),
     "hyperparameter": ("hyperparameters.hyperparameters", "HyperparameterLaw"),
     "hyperparameter-surface": ("hyperparameters.settings_surface", "HyperparameterSurface"),
-    "critical-batch": ("hyperparameters.critical_batch", "CriticalBatchLaw"),
+    "critical-batch": ("hyperparameters.hyperparameters", "CriticalBatchLaw"),
 }
 
 

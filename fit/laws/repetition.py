@@ -14,7 +14,7 @@ Muennighoff et al. 2023 (arXiv:2305.16264), equations 5 and 6.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
 
@@ -22,11 +22,11 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ..allocation.allocation import Optimum, token_limited
-from ..errors import Array, InputError, identifiable
+from ..errors import Array, Columns, Constants, InputError, Say, floats, identifiable
 from ..solver.forms import LogSumTerms, Term
 from ..solver.solver import AGREE, Minimum, Solution, minimise, variable_projection
 from .chinchilla import FLAT_EXPONENT, VANISHED
-from .law import L1_DELTA, Law, Problem
+from .law import Law, Problem, amplitude
 
 EXPONENT_GRID = np.geomspace(0.1, 1.0, 5)
 DECAY_GRID = np.geomspace(0.5, 200.0, 8)
@@ -125,9 +125,7 @@ class Repeated:
                     second[p, q] = second[p, q] - (2.0 if p == q else 1.0) * follows * by[other]
         return Term(v["A"] - alpha * size, first, second)
 
-    def _optimal_derivatives(
-        self, v: Mapping[str, Array], c: Array
-    ) -> tuple[dict[str, Array], dict[tuple[str, str], Array]]:
+    def _optimal_derivatives(self, v: Mapping[str, Array], c: Array) -> tuple[Columns, dict[tuple[str, str], Array]]:
         alpha, beta = v["alpha"], v["beta"]
         by = {"A": 1.0 / alpha, "B": -1.0 / alpha}
         by |= {"alpha": (1.0 / alpha - c) / alpha, "beta": (self.w - 1.0 / beta) / alpha}
@@ -139,13 +137,6 @@ class Repeated:
             ("beta", "beta"): 1.0 / (alpha * beta**2),
         }
         return by, by2
-
-
-def decay_starts(form: LogSumTerms, target: Array, weights: Array, keep: int) -> Array:
-    """Starts (P, G, 2) in log R_D and log R_N: the best of a grid, by least squares."""
-    grid = np.stack([g.ravel() for g in np.meshgrid(np.log(DECAY_GRID), np.log(DECAY_GRID))], 1)
-    error = weights @ ((form.value(grid)[0] - target) ** 2).T
-    return grid[np.argsort(error, axis=1)[:, :keep]]
 
 
 def joint_starts(
@@ -245,8 +236,8 @@ class RepetitionLaw(Law):
         return self._fit((N, D, U, loss), weight, loss_se)
 
     @staticmethod
-    def evaluate(constants: Mapping[str, Any], *inputs: Any) -> Any:
-        c = {name: np.asarray(value, dtype=np.float64) for name, value in constants.items()}
+    def evaluate(constants: Constants, *inputs: Any) -> Any:
+        c = {name: floats(value) for name, value in constants.items()}
         with np.errstate(divide="ignore", invalid="ignore"):
             log_n, log_d, log_u = (np.log(v) for v in inputs)
             w = np.minimum(log_u, log_d)
@@ -256,7 +247,7 @@ class RepetitionLaw(Law):
         data = w + saturated(log_d - w, np.log(c["R_D"]))
         return c["E"] + c["A"] * np.exp(-c["alpha"] * size) + c["B"] * np.exp(-c["beta"] * data)
 
-    def equation(self, say: Callable[[str], str]) -> str:
+    def equation(self, say: Say) -> str:
         return (
             f"L(N, D, U) = {say('E')} + {say('A')} / N'^{say('alpha')} + {say('B')} / D'^{say('beta')}, "
             f"R_D = {say('R_D')}, R_N = {say('R_N')}"
@@ -285,15 +276,14 @@ class RepetitionLaw(Law):
         if self.objective in ("squares", "se"):
             return smooth
         p, weights = self.problem_, self.weight_ * self._precision
-        delta = L1_DELTA if self.objective == "l1" else self.delta
         starts = p.starts(weights[None, :], None)[0]
-        return _better(smooth, minimise(p.form, p.target, weights, starts, p.lower, p.upper, delta, stages=(1.0,)))
+        direct = minimise(p.form, p.target, weights, starts, p.lower, p.upper, self._delta, stages=(1.0,))
+        return _better(smooth, direct)
 
     def _accept(self, found: Any) -> None:
         super()._accept(found)
-        c = self.constants_
         columns = [self.data_[name] for name in self.inputs]
-        without = self.evaluate(c | {"R_N": R_BOUNDS[0]}, *columns)
+        without = self.evaluate(self.constants_ | {"R_N": R_BOUNDS[0]}, *columns)
         if np.allclose(without, self.predict(*columns), rtol=1e-9, atol=0.0):
             self._call_degenerate("R_N")
 
@@ -316,23 +306,28 @@ class RepetitionLaw(Law):
         bounds = {"A": (floor, ceiling), "alpha": EXPONENT_BOUNDS, "R_D": tuple(np.log(R_BOUNDS))}
         bounds |= {"B": bounds["A"], "E": bounds["A"], "beta": bounds["alpha"], "R_N": bounds["R_D"]}
 
-        form = LogSumTerms(data, at, len(target), _centred(base, x0, y0) if base else None)
+        fixed = {}
+        if base:
+            middle = {"A": x0 * base["alpha"], "B": y0 * base["beta"], "E": 0.0}
+            fixed = base | {name: float(np.log(max(base[name], 1e-300))) - middle[name] for name in "ABE"}
+        form = LogSumTerms(data, at, len(target), fixed)
 
-        def constants(theta: Array) -> dict[str, Array]:
+        def constants(theta: Array) -> Columns:
             found = {name: np.exp(theta[:, at[name]]) for name in ("R_D", "R_N")}
             if base:
                 return {name: np.full(len(theta), base[name]) for name in BASE} | found
             found |= {name: theta[:, at[name]].copy() for name in ("alpha", "beta")}
             for name, shift in (("A", x0 * found["alpha"]), ("B", y0 * found["beta"]), ("E", 0.0)):
-                log = theta[:, at[name]]
-                with np.errstate(over="ignore"):  # a term that vanished is exactly zero
-                    found[name] = np.where(log <= floor, 0.0, np.exp(log + shift))
+                found[name] = amplitude(theta[:, at[name]], floor, shift)
             return found
 
         def starts(weights: Array, keep: int | None) -> Array:
-            if base:
-                return decay_starts(form, target, weights, keep or STARTS)
-            return joint_starts(data, x0 - y0, observed, at, weights, keep or STARTS)
+            if not base:
+                return joint_starts(data, x0 - y0, observed, at, weights, keep or STARTS)
+            # The best of a grid, by least squares.
+            grid = np.stack([g.ravel() for g in np.meshgrid(np.log(DECAY_GRID), np.log(DECAY_GRID))], 1)
+            error = weights @ ((form.value(grid)[0] - target) ** 2).T
+            return grid[np.argsort(error, axis=1)[:, : keep or STARTS]]
 
         return Problem(
             form=form,
@@ -353,17 +348,10 @@ def _base(given: Mapping[str, float]) -> dict[str, float]:
         raise InputError(f"base has no {missing[0]}; it needs E, A, B, alpha and beta.")
     for name in BASE:
         value = given[name]
-        if not isinstance(value, float | int | np.number) or not (
-            0.0 < value < np.inf or (name == "E" and value == 0.0)
-        ):
+        number = isinstance(value, float | int | np.number)
+        if not number or not (0.0 < value < np.inf or (name == "E" and value == 0.0)):
             raise InputError(f"base has {name} = {value!r}; it must be a finite number above zero.")
     return {name: float(given[name]) for name in BASE}
-
-
-def _centred(base: Mapping[str, float], x0: float, y0: float) -> dict[str, float]:
-    shift = {"A": x0 * base["alpha"], "B": y0 * base["beta"], "E": 0.0}
-    logs = {name: float(np.log(max(base[name], 1e-300))) - shift[name] for name in "ABE"}
-    return logs | {name: base[name] for name in ("alpha", "beta")}
 
 
 def _better(smooth: Solution, direct: Minimum) -> Solution:

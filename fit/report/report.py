@@ -17,6 +17,7 @@ from ..approaches.recipes import sentences
 from ..errors import InputError
 from ..files import write_text
 from ..formatting import UNDETERMINED, amount, count, fixed, interval, percent, scientific, times
+from ..plots import save_figures
 from ..results import Analysis
 from . import figures
 
@@ -55,8 +56,6 @@ def write_report(
     `curves`: run_id, step, tokens, flops, loss of every run. `provenance`: names and values for the footer. `costs`: as
     costs.json of a sweep. Raises InputError when the directory cannot be written to or the curves lack a column.
     """
-    from ..plots import save_figures
-
     folder = Path(directory)
     if curves is not None:
         missing = [c for c in ("run_id", "tokens", "flops", "loss") if c not in curves]

@@ -1,7 +1,7 @@
 """Laws as the solver sees them: log loss as a function of the parameters, with derivatives.
 
 A form is asked for *sums over points* (gradients, Hessians), which for sums of power laws (`LogSumExp`) are products
-with constant tables; a dense Jacobian is kept only by other laws (`DenseForm`).
+with constant tables; a dense Jacobian is kept only by other laws.
 
 Squire and Trapp 1998 (SIAM Review 40, 110): the complex step.
 """
@@ -12,11 +12,11 @@ import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from ..errors import Array, InputError
+from ..errors import Array, InputError, floats
 
 SAFE_EXPONENT = 600.0  # a few exponentials of this size neither overflow nor vanish
 COMPLEX_STEP = 1e-30  # its square is below the rounding of anything
@@ -24,39 +24,49 @@ DIFFERENCE = 1e-5  # relative step of a central difference: about 1e-10 of trunc
 ANALYTIC = 1e-4  # how well a complex step and a difference of an analytic function agree, with room
 
 
-class LogForm(Protocol):
+class LogForm:
     """k parameters, n points, log loss out. theta is (P, k), coefficients such as `slope` (P, n), a step (P, k).
 
-    `value` gives f (P, n), an array of the caller's own, and arrays with P rows each for the other methods (`cache`).
+    `value` gives f (P, n), an array of the caller's own, and arrays with P rows each for the other methods (`cache`):
+    the Jacobian (P, n, k) and theta, unless a form has its own methods; `second` gives sum_i slope_i d2f_i.
     """
 
     parameters: int
     points: int
 
-    def value(self, theta: Array) -> tuple[Array, list[Array]]: ...
+    def value(self, theta: Array) -> tuple[Array, list[Array]]:
+        raise NotImplementedError
+
+    def second(self, cache: list[Array], slope: Array) -> Array:
+        raise NotImplementedError
 
     def gradient(self, cache: list[Array], slope: Array) -> Array:
         """sum_i slope_i df_i, (P, k)."""
-        ...
+        return np.einsum("pn,pni->pi", slope, cache[0])
 
     def derivatives(self, cache: list[Array], slope: Array, curvature: Array, second: bool) -> tuple[Array, Array]:
         """The gradient, and sum_i curvature_i df_i df_i^T, (P, k, k), plus sum_i slope_i d2f_i where `second`."""
-        ...
+        first = cache[0]
+        hessian = (first * curvature[:, :, None]).transpose(0, 2, 1) @ first
+        return self.gradient(cache, slope), hessian + self.second(cache, slope) if second else hessian
 
     def sizes(self, cache: list[Array], slope: Array, spread: Array) -> tuple[Array, Array]:
         """sum_i |slope_i| |df_i|, what cancels in a gradient, and sum_i spread_i |df_i|; both (P, k)."""
-        ...
+        size = np.abs(cache[0])
+        return np.einsum("pn,pni->pi", np.abs(slope), size), np.einsum("pn,pni->pi", spread, size)
 
     def along(self, cache: list[Array], step: Array) -> Array:
         """Change of each prediction along a step, df . step, (P, n)."""
-        ...
+        return np.einsum("pni,pi->pn", cache[0], step)
 
     def bend(self, cache: list[Array], step: Array) -> Array:
-        """How that change bends, step^T d2f step, (P, n)."""
-        ...
+        """How that change bends, step^T d2f step, (P, n); here a difference, as it steers and decides nothing."""
+        theta, h = cache[1], DIFFERENCE
+        ahead, behind = (self.along(self.value(theta + sign * h * step)[1], step) for sign in (1.0, -1.0))
+        return (ahead - behind) / (2.0 * h)
 
 
-class LogSumExp:
+class LogSumExp(LogForm):
     """f = log sum_t exp(Z_t theta[index_t] + offset_t): every sum of power laws, with free, shared or fixed parameters.
 
     `terms` are (index, Z) or (index, Z, offset): the parameters that the term reads, (n, len(index)), (n,). With p_t
@@ -67,8 +77,8 @@ class LogSumExp:
         self.parameters = parameters
         self.points = n = len(terms[0][1])
         self.index = [np.asarray(term[0], dtype=int) for term in terms]
-        self.tables = [np.asarray(term[1], dtype=np.float64) for term in terms]
-        offsets = [np.zeros(n) if len(term) < 3 or term[2] is None else np.asarray(term[2], float) for term in terms]
+        self.tables = [floats(term[1]) for term in terms]
+        offsets = [floats(term[2]) if len(term) == 3 else np.zeros(n) for term in terms]
         # What is the same at every point, as E is, is one number a problem until it meets the others.
         width = [
             1 if (np.ptp(Z, axis=0) == 0).all() and np.ptp(o) == 0 else n
@@ -182,42 +192,6 @@ class _PlacedSums:
         return sums @ self.place
 
 
-class DenseForm:
-    """A form that keeps its Jacobian: `value` has the cache [first (P, n, k), theta, ...], `second` gives sum_i slope_i
-    d2f_i.
-    """
-
-    parameters: int
-    points: int
-
-    def value(self, theta: Array) -> tuple[Array, list[Array]]:
-        raise NotImplementedError
-
-    def second(self, cache: list[Array], slope: Array) -> Array:
-        raise NotImplementedError
-
-    def gradient(self, cache: list[Array], slope: Array) -> Array:
-        return np.einsum("pn,pni->pi", slope, cache[0])
-
-    def derivatives(self, cache: list[Array], slope: Array, curvature: Array, second: bool) -> tuple[Array, Array]:
-        first = cache[0]
-        hessian = (first * curvature[:, :, None]).transpose(0, 2, 1) @ first
-        return self.gradient(cache, slope), hessian + self.second(cache, slope) if second else hessian
-
-    def sizes(self, cache: list[Array], slope: Array, spread: Array) -> tuple[Array, Array]:
-        size = np.abs(cache[0])
-        return np.einsum("pn,pni->pi", np.abs(slope), size), np.einsum("pn,pni->pi", spread, size)
-
-    def along(self, cache: list[Array], step: Array) -> Array:
-        return np.einsum("pni,pi->pn", cache[0], step)
-
-    def bend(self, cache: list[Array], step: Array) -> Array:
-        """By a central difference: it steers a step and decides nothing."""
-        theta, h = cache[1], DIFFERENCE
-        ahead, behind = (self.along(self.value(theta + sign * h * step)[1], step) for sign in (1.0, -1.0))
-        return (ahead - behind) / (2.0 * h)
-
-
 @dataclass(frozen=True)
 class Term:
     """u (P, n), du by coordinate name, and d2u, where not zero, by pair of names, each once; they broadcast to u."""
@@ -231,7 +205,7 @@ class Term:
 Terms = Callable[[Mapping[str, Array], bool], list[Term]]
 
 
-class LogSumTerms(DenseForm):
+class LogSumTerms(LogForm):
     """f = log sum_t exp u_t(theta), each u_t any twice differentiable function of named coordinates.
 
     `at` gives the parameter that each name reads (names may share one), `fixed` the rest.
@@ -308,7 +282,7 @@ class LogSumTerms(DenseForm):
         return own
 
 
-class FunctionForm(DenseForm):
+class FunctionForm(LogForm):
     """Any law as a function: theta (P, k) to f (P, n), df (P, n, k) and d2f (P, n, k, k)."""
 
     def __init__(self, function: Callable[[Array], tuple[Array, Array, Array]], parameters: int, points: int) -> None:
@@ -325,7 +299,7 @@ class FunctionForm(DenseForm):
         return np.einsum("pnij,pi,pj->pn", cache[2], step, step)
 
 
-class ComplexStepForm(DenseForm):
+class ComplexStepForm(LogForm):
     """Any analytic law as a function alone: complex theta (P, k) to log predictions (P, n).
 
     The gradient is Im f(theta + i h e) / h with h = 1e-30: exact to rounding. The Hessian is a central difference of

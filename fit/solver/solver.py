@@ -14,8 +14,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields, replace
-from typing import TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -70,23 +70,25 @@ def solve(
     """
     P, k = len(weights), form.parameters
     lower, upper = (np.broadcast_to(bound, (P, k)) for bound in (lower, upper))
-    target = np.atleast_2d(target)
+    warm = None if warm is None else np.broadcast_to(warm, (P, k))
+    arrays = (np.atleast_2d(target), weights, starts, lower, upper)
 
     def part(rows: slice) -> Solution:
-        return _solve(
-            form,
-            target if len(target) == 1 else target[rows],
-            weights[rows],
-            starts if len(starts) == 1 else starts[rows],
-            lower[rows],
-            upper[rows],
-            delta,
-            None if warm is None else np.broadcast_to(warm, (P, k))[rows],
-        )
+        near = None if warm is None else warm[rows]
+        return _solve(form, delta, near, *(_of(array, rows) for array in arrays))
 
     rows = starts.shape[1] + (warm is not None)  # a problem's, in one batch
-    parts = in_chunks(part, P, CHUNK // (form.points * rows), threads)
-    return Solution(*(np.concatenate([getattr(p, f.name) for p in parts]) for f in fields(Solution)))
+    return _joined(in_chunks(part, P, CHUNK // (form.points * rows), threads))
+
+
+def _of(array: Array, rows: Any) -> Array:
+    """Some rows of an array that has one for each problem, or one for all."""
+    return array if len(array) == 1 else array[rows]
+
+
+def _joined(parts: list[Result]) -> Result:
+    columns = zip(*(vars(part).values() for part in parts), strict=True)
+    return type(parts[0])(*map(np.concatenate, columns))
 
 
 def minimise(
@@ -110,15 +112,14 @@ def minimise(
 
     def part(rows: slice) -> Minimum:
         with np.errstate(all="ignore"):
-            goal = target if len(target) == 1 else target[rows]
             first = np.zeros(rows.stop - rows.start, dtype=int)
-            batch = Batch.start(form, goal, weights[rows], lower[rows], upper[rows], deltas[first], starts[rows])
+            problem = (_of(target, rows), weights[rows], lower[rows], upper[rows])
+            batch = Batch.start(form, *problem, deltas[first], starts[rows])
             theta, _, steps = approach(batch, iterations)
             found = refine(batch.at(theta).with_delta(deltas[first + 1]), first + 1, deltas, iterations)
             return replace(found, steps=found.steps + steps)
 
-    parts = in_chunks(part, P, CHUNK // form.points)
-    return Minimum(*(np.concatenate([getattr(p, f.name) for p in parts]) for f in fields(Minimum)))
+    return _joined(in_chunks(part, P, CHUNK // form.points))
 
 
 def _deltas(delta: float, stages: Sequence[float] = STAGES) -> Array:
@@ -132,21 +133,21 @@ def _deltas(delta: float, stages: Sequence[float] = STAGES) -> Array:
 
 def _solve(
     form: LogForm,
+    delta: float,
+    warm: Array | None,
     target: Array,
     weights: Array,
     starts: Array,
     lower: Array,
     upper: Array,
-    delta: float,
-    warm: Array | None,
 ) -> Solution:
     P, k = lower.shape
     G = starts.shape[1]
     deltas = _deltas(delta)
 
     def batch(problem: np.ndarray, stage: np.ndarray, theta: Array) -> Batch:
-        goal = target if len(target) == 1 else target[problem]
-        return Batch.start(form, goal, weights[problem], lower[problem], upper[problem], deltas[stage], theta)
+        rows = (_of(target, problem), weights[problem], lower[problem], upper[problem])
+        return Batch.start(form, *rows, deltas[stage], theta)
 
     with np.errstate(all="ignore"):
         every = np.repeat(np.arange(P), G)
@@ -226,9 +227,8 @@ def variable_projection(basis: Array, target: Array, weights: Array) -> tuple[Ar
         sums = (weights[rows] @ table).reshape(-1, len(products), G)
         right = [sums[:, len(entries) + i] for i in range(m)]
         amplitudes = _solve_normal({entry: sums[:, q] for q, entry in enumerate(entries)}, right)
-        error = (weights[rows] @ target**2)[:, None] - np.sum(
-            [a * b for a, b in zip(amplitudes, right, strict=True)], axis=0
-        )
+        explained = np.sum([a * b for a, b in zip(amplitudes, right, strict=True)], axis=0)
+        error = (weights[rows] @ target**2)[:, None] - explained
         return np.stack(amplitudes, axis=2), np.maximum(error, 0.0)
 
     # Few and large products: these are worth BLAS's own threads, and would only be in the way of ours.

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,6 +25,8 @@ app = typer.Typer()
 SCORES = "scores.json"
 BROKEN = "\N{REPLACEMENT CHARACTER}"
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what the folder holds.")]
+Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+Folder = Annotated[Path, typer.Argument(help="A folder, new or empty.", show_default=False)]
 RunOrCheckpoint = Annotated[
     Path, typer.Argument(help="A checkpoint, or a run directory (its newest).", show_default=False)
 ]
@@ -51,7 +54,7 @@ def score(
     ngram: Annotated[
         int, typer.Option(help="Words in a row shared with the training text make an item contaminated; 0: not asked.")
     ] = 13,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    device: Device = "auto",
     precision: Annotated[str, typer.Option(help="fp32 or bf16, of the weights.")] = "fp32",
     ranks: Annotated[int, typer.Option(help="Processes that share the work; on GPUs start them with torchrun.")] = 1,
     batch_tokens: Annotated[
@@ -63,8 +66,31 @@ def score(
 
     An evaluation that was stopped goes on where it was when it is started again.
     """
+    from ...evaluate.checkpoint import choose_device
+    from ...evaluate.inference.ranks import on_ranks
+    from ...train.checkpoint.checkpoint import find
+
     settings = {"device": device, "precision": precision, "ngram": ngram or None, "batch_tokens": batch_tokens}
-    score_all(checkpoint, tasks, limit, output, against, ranks, as_json, settings)
+    paths = [find(path) for path in checkpoint]
+    wanted = list(zip(paths, _folders(paths, output), strict=True))
+    other = None if against is None else _read(against)
+    if against is not None and other is None:
+        wanted.append((path := find(against), path))
+
+    suite = {"tasks": tasks, "limit": limit}
+    score_on = partial(_score, wanted=wanted, suite=suite, settings=settings, quietly=as_json)
+    scored = on_ranks(ranks, score_on, device=choose_device(device))
+    if scored is None:  # another rank of a job than the first
+        return
+    if against is not None and other is None:
+        other = scored.pop()
+    for one in scored:
+        _write_page(one, other)
+    if as_json:
+        found = [one.scores for one in scored]
+        print(json.dumps(found[0] if len(found) == 1 else found, indent=1))
+    else:
+        _print_scores(scored)
 
 
 @dataclass(frozen=True)
@@ -76,43 +102,9 @@ class _Scored:
     checkpoint: Path | None = None
 
 
-def score_all(
-    checkpoints: Sequence[Path],
-    tasks: str,
-    limit: int | None,
-    output: Path | None,
-    against: Path | None,
-    ranks: int,
-    as_json: bool,
-    settings: dict[str, Any],
-) -> None:
-    """Scores the checkpoints with tasks that are loaded once, writes their pages, and shows the scores.
-
-    `settings` are those of `evaluate_checkpoint`; the other arguments are the command's.
-    """
-    from ...evaluate.checkpoint import choose_device
-    from ...evaluate.inference.ranks import on_ranks
+def _print_scores(scored: Sequence[_Scored]) -> None:
     from ...evaluate.pages.report import format_scores
-    from ...train.checkpoint.checkpoint import find
 
-    paths = [find(path) for path in checkpoints]
-    folders = _folders(paths, output)
-    other = None if against is None else _read(against)
-    wanted = list(zip(paths, folders, strict=True))
-    if against is not None and other is None:
-        wanted.append((path := find(against), path))
-    device = choose_device(settings["device"])
-    scored = on_ranks(ranks, lambda ranks: _score(wanted, tasks, limit, settings, ranks, as_json), device=device)
-    if scored is None:  # another rank of a job than the first
-        return
-    if against is not None and other is None:
-        other = scored.pop()
-    for one in scored:
-        _write_page(one, other)
-    if as_json:
-        found = [one.scores for one in scored]
-        print(json.dumps(found[0] if len(found) == 1 else found, indent=1))
-        return
     for one in scored:
         if len(scored) > 1:
             print(one.scores["checkpoint"])
@@ -121,12 +113,7 @@ def score_all(
 
 
 def _score(
-    wanted: Sequence[tuple[Path, Path]],
-    tasks: str,
-    limit: int | None,
-    settings: dict[str, Any],
-    ranks: Any,
-    quietly: bool,
+    ranks: Any, wanted: Sequence[tuple[Path, Path]], suite: dict[str, Any], settings: dict[str, Any], quietly: bool
 ) -> list[_Scored] | None:
     """One after the other, on every rank alike; only the first has an answer."""
     from ...evaluate.checkpoint import evaluate_checkpoint
@@ -136,7 +123,7 @@ def _score(
         if ranks.rank == 0 and not quietly:
             print(line, flush=True)
 
-    shared = open_suite({"tasks": tasks, "limit": limit}, say)
+    shared = open_suite(suite, say)
     found = []
     for number, (path, folder) in enumerate(wanted, 1):
         if len(wanted) > 1:
@@ -197,7 +184,7 @@ def write_text(
     top_p: Annotated[float, typer.Option(help="Draw from the likeliest tokens that hold this share.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Of what is drawn.")] = 0,
     stop: Annotated[list[str] | None, typer.Option(help="Ends the text, and is left out; repeat for more.")] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    device: Device = "auto",
     as_json: Json = False,
 ) -> None:
     """Continues a text with a checkpoint, greedily unless a temperature is given, and prints it as it comes."""
@@ -314,7 +301,7 @@ def _standard_input() -> str:
 @app.command()
 def export(
     checkpoint: RunOrCheckpoint,
-    output: Annotated[Path, typer.Argument(help="A folder, new or empty.", show_default=False)],
+    output: Folder,
     format: Annotated[str, typer.Option(help="hf: what transformers loads, and llama.cpp converts.")] = "hf",
     dtype: Annotated[str, typer.Option(help="Of the weights: fp32 or bf16.")] = "fp32",
     overwrite: Overwrite = False,
@@ -335,7 +322,7 @@ def import_model(
     folder: Annotated[
         Path, typer.Argument(help="With config.json, safetensors and tokenizer.json.", show_default=False)
     ],
-    output: Annotated[Path, typer.Argument(help="A folder, new or empty.", show_default=False)],
+    output: Folder,
     sequence_length: Annotated[
         int | None, typer.Option(min=1, help="Context of the checkpoint; default: max_position_embeddings.")
     ] = None,
@@ -343,7 +330,7 @@ def import_model(
     as_json: Json = False,
 ) -> None:
     """Makes a checkpoint of a Hugging Face folder (Llama, Mistral, Qwen3), to be scored, asked and exported."""
-    from ...evaluate.export.hf_import import import_checkpoint
+    from ...evaluate.export.export import import_checkpoint
 
     path = import_checkpoint(folder, output, sequence_length=sequence_length, overwrite=overwrite)
     show({"checkpoint": str(path)}, as_json, lambda said: print(f"checkpoint: {said['checkpoint']}"))

@@ -7,7 +7,6 @@ imported before a command needs it, so that `status` starts in a fraction of a s
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -226,8 +225,7 @@ def _act(path: Path, as_json: bool, action: Callable[[SweepDirectory], int]) -> 
         code = action(sweep)
     if as_json:
         after = {run.run_id: run.state() for run in members(sweep)}
-        changed = {name: state for name, state in after.items() if before.get(name) != state}
-        said = [{"run_id": name, **dataclasses.asdict(state)} for name, state in changed.items()]
+        said = [{"run_id": name, **vars(state)} for name, state in after.items() if before.get(name) != state]
         show({"exit_code": code, "changed": said}, as_json, print)
     raise typer.Exit(code)
 

@@ -4,42 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from .. import prepare
 from ..config import SweepConfig
 from ..growth import extend
-from ..plan.sweep_plan import Plan
 from ..prepare import Prepared
 from ..runs import attempts, membership, states
 from ..runs.attempts import Policy
 from ..runs.directory import Busy, RunDirectory, SweepDirectory, now_on
-from ..runs.queue import Unit
 
+if TYPE_CHECKING:
+    from ..slurm.backend import SlurmBackend
+    from .local import LocalBackend
 
-class Backend(Protocol):
-    """Where jobs run."""
-
-    def is_taken(self, run: RunDirectory) -> bool: ...  # by a job, or is not to be started for another reason
-
-    def to_score(self, runs: Sequence[RunDirectory]) -> list[RunDirectory]: ...  # of those without scores
-
-    def is_busy(self) -> bool: ...
-
-    def start(
-        self,
-        plan: Plan,
-        units: Sequence[Unit],
-        unscored: Sequence[RunDirectory],
-        evaluate: bool,
-        avoid: Mapping[str, tuple[str, ...]],
-    ) -> None: ...
-
-    def refill(self) -> None: ...  # replaces workers that were lost
-
-    def fit(self) -> bool: ...  # has the laws fitted where results are newer; whether that was so
+    Backend = LocalBackend | SlurmBackend  # where jobs run
 
 
 @dataclass
@@ -49,7 +30,10 @@ class Survey:
 
 
 def advance(
-    sweep: SweepDirectory, backend: Backend, asked: Collection[str] = (), prepared: Prepared | None = None
+    sweep: SweepDirectory,
+    backend: Backend,
+    asked: Collection[str] = (),
+    prepared: Prepared | None = None,
 ) -> bool:
     """Starts what is next: runs, scorings, another round, the fit. The caller holds the sweep.
 
@@ -81,7 +65,9 @@ def advance(
         waiting = [run for run in prepared.directories if run.run_id in survey.due]
         prepare.refreeze(waiting, prepared)
         if waiting:
-            prepare_data(waiting[0])
+            from ...train.data.shards import prepare_with_progress
+
+            prepare_with_progress(waiting[0].config().data)  # now, for compute nodes may have no network
         units = prepared.plan.units_of(survey.due.keys())
         backend.start(prepared.plan, units, unscored, bool(config.evaluate.tasks), survey.due)
         return False
@@ -123,13 +109,6 @@ def renew(runs: Iterable[RunDirectory]) -> None:
         if run.state().state in ("failed", "diverged", "cancelled"):
             with contextlib.suppress(Busy):
                 states.retry_by_hand(run)
-
-
-def prepare_data(run: RunDirectory) -> None:
-    """Builds the shards before any job starts: compute nodes may have no network."""
-    from ...train.data.shards import prepare_with_progress
-
-    prepare_with_progress(run.config().data)
 
 
 def missing_scores(runs: Sequence[RunDirectory], config: SweepConfig) -> list[RunDirectory]:

@@ -24,6 +24,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -62,13 +63,14 @@ class Interrupt:
         self._alive, self._lost = alive, lost
         self._began = self._asked = time.monotonic()
         self._heart: Heartbeat | None = None
-        for number in (signal.SIGTERM, signal.SIGUSR2):
-            signal.signal(number, self._on_signal)
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.reason is None:  # a preempted job gets several; the first says why
-            self.number = signal.Signals(number)
-            self.reason = f"signal {self.number.name}"
+        def on_signal(number: int, frame: FrameType | None) -> None:
+            if self.reason is None:  # a preempted job gets several; the first says why
+                self.number = signal.Signals(number)
+                self.reason = f"signal {self.number.name}"
+
+        for number in (signal.SIGTERM, signal.SIGUSR2):
+            signal.signal(number, on_signal)
 
     @contextlib.contextmanager
     def watching(self, runs: Sequence[RunDirectory], policy: Policy) -> Iterator[Heartbeat]:
@@ -83,18 +85,15 @@ class Interrupt:
     def __call__(self) -> bool:
         if self._heart is not None:
             self._heart.progressed()
+        runs = [] if self._heart is None else self._heart.runs
         if time.monotonic() - self._asked > ASK_SECONDS:
-            self._ask()
+            if self._alive is not None and not self._alive():
+                self.reason = self._lost
+            for run in runs:
+                if (who := run.cancel_asked()) is not None:
+                    self.cancelled[run.run_id] = who
             self._asked = time.monotonic()
-        held = [] if self._heart is None or not self.cancelled else self._heart.runs
-        return self.reason is not None or any(run.run_id in self.cancelled for run in held)
-
-    def _ask(self) -> None:
-        if self._alive is not None and not self._alive():
-            self.reason = self._lost
-        for run in [] if self._heart is None else self._heart.runs:
-            if (who := run.cancel_asked()) is not None:
-                self.cancelled[run.run_id] = who
+        return any(self.stops(run) for run in runs) or self.reason is not None
 
     def stops(self, run: RunDirectory) -> bool:
         """Whether it is this run that is to stop."""
@@ -163,9 +162,7 @@ def train_rank(run: RunDirectory, ranks: Ranks, interrupt: Interrupt) -> Ending:
     from ...train.errors import Diverged, Stopped
     from ...train.loop import train
 
-    def report(line: str) -> None:
-        run.log(line, ranks.rank)
-
+    report = partial(run.log, rank=ranks.rank)
     try:
         if ranks.rank == 0:
             prepare(run)
@@ -242,7 +239,10 @@ class _Member:
 def train_ensemble(runs: Sequence[RunDirectory], interrupt: Interrupt, job: str, policy: Policy) -> None:
     """Trains runs of one shape as one ensemble."""
     with contextlib.ExitStack() as holds:
-        members = _join(runs, job, policy, holds)
+        # Those runs that are not done, can begin, and are nobody else's.
+        wanted = [run for run in runs if not _is_over(run, job)]
+        joined = [_member(run, job, policy, 1 / len(wanted), holds) for run in wanted]
+        members = [member for member in joined if member is not None]
         heart = holds.enter_context(interrupt.watching([member.run for member in members], policy))
         # Where memory ran out in a run alone, its micro-batch is smaller than its batch, which no ensemble can do.
         alone = [[member] for member in members if member.run.is_halved()]
@@ -254,19 +254,11 @@ def train_ensemble(runs: Sequence[RunDirectory], interrupt: Interrupt, job: str,
                     group.remove(member)
                     member.conclude(heart, interrupt.ending(member.run, "before it began"))
             if len(group) == 1:
-                (member,) = group
-                member.conclude(heart, train_rank(member.run, Ranks(), interrupt))
+                group[0].conclude(heart, train_rank(group[0].run, Ranks(), interrupt))
             elif group:
                 left = _train_group(group, interrupt, heart)
                 tidy()
                 groups = [part for part in left if part] + groups
-
-
-def _join(runs: Sequence[RunDirectory], job: str, policy: Policy, holds: contextlib.ExitStack) -> list[_Member]:
-    """Those runs that are not done, can begin, and are nobody else's."""
-    wanted = [run for run in runs if not run.is_done() and not ended_before(run, job)]
-    members = (_member(run, job, policy, 1 / len(wanted), holds) for run in wanted)
-    return [member for member in members if member is not None]
 
 
 def _member(run: RunDirectory, job: str, policy: Policy, share: float, holds: contextlib.ExitStack) -> _Member | None:
@@ -310,18 +302,15 @@ def _train_group(members: Sequence[_Member], interrupt: Interrupt, heart: Heartb
         else:
             member.conclude(heart, Ending(ended.kind, ended.reason))
 
-    def report(index: int, line: str) -> None:
-        try_log(members[index].run, line)
-
     names = ", ".join(member.run.run_id for member in members)
-    for index in range(len(members)):
-        report(index, f"in an ensemble of {len(members)}: {names}")
+    for member in members:
+        try_log(member.run, f"in an ensemble of {len(members)}: {names}")
     try:
         train_together(
             [member.config for member in members],
             [member.run.path for member in members],
             interrupt,
-            report,
+            lambda index, line: try_log(members[index].run, line),
             on_end,
             alive=interrupt,
         )
@@ -335,22 +324,28 @@ def _train_group(members: Sequence[_Member], interrupt: Interrupt, heart: Heartb
     return [stopped, too_many[::2], too_many[1::2]]
 
 
-def ended_before(run: RunDirectory, job: str) -> bool:
-    """Whether a run ended badly in an earlier start of this job."""
+def _is_over(run: RunDirectory, job: str) -> bool:
+    """Whether a run is done, or ended badly in an earlier start of this job."""
     state = run.state()
-    return job_restarts() > 0 and state.state in ("failed", "diverged") and state.job_id == job
+    return run.is_done() or (job_restarts() > 0 and state.state in ("failed", "diverged") and state.job_id == job)
 
 
 def train_shared(runs: Sequence[RunDirectory], interrupt: Interrupt, job: str, policy: Policy) -> None:
     """Trains each run in a process of its own, all at the same time."""
-    waiting = [run for run in runs if not run.is_done() and not ended_before(run, job)]
+    waiting = [run for run in runs if not _is_over(run, job)]
     if not waiting:
         return
     with multi_process_service() as service:
         environment = lone_environment(os.environ, len(waiting)) | service
         processes = {run: _start(run, job, policy, 1 / len(waiting), environment) for run in waiting}
+        passed_on = False
         try:
-            _watch(list(processes.values()), interrupt)
+            while any(process.poll() is None for process in processes.values()):
+                if interrupt() and not passed_on:
+                    passed_on = True
+                    for process in processes.values():
+                        process.send_signal(interrupt.number)
+                time.sleep(POLL_SECONDS)
         finally:
             for process in processes.values():
                 if process.poll() is None:  # only after an error here: nobody would look after it any more
@@ -371,16 +366,6 @@ def _start(
     settings = {"leader": os.getpid(), "share": share, "policy": asdict(policy)}
     command = [sys.executable, "-m", __spec__.name, str(run.path.resolve()), job, json.dumps(settings)]
     return subprocess.Popen(command, env=dict(environment), stdin=subprocess.DEVNULL)
-
-
-def _watch(processes: Sequence[subprocess.Popen[bytes]], interrupt: Interrupt) -> None:
-    passed_on = False
-    while any(process.poll() is None for process in processes):
-        if interrupt() and not passed_on:
-            passed_on = True
-            for process in processes:
-                process.send_signal(interrupt.number)
-        time.sleep(POLL_SECONDS)
 
 
 def lone_environment(environment: Mapping[str, str], sharers: int) -> dict[str, str]:

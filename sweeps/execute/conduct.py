@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
+from operator import attrgetter
 from pathlib import Path
 
 from ...train.errors import UserError
@@ -20,6 +21,17 @@ from ..terminal import describe_seconds
 from .advance import advance, missing_scores, outcome, renew
 
 LOCK_SECONDS = 60.0  # that a keeper's pass may hold a sweep
+LEAST = {
+    "ensembles": 1,
+    "cluster.runs_per_gpu": 1,
+    "cluster.array_parallelism": 1,
+    "cluster.retries": 0,
+    "cluster.sweep_retries": 0,
+    "cluster.max_requeues": 0,
+    "cluster.backoff_seconds": 0,
+    "cluster.queue_minutes": 0,
+    "cluster.keeper_seconds": 1,
+}
 
 
 def conduct(config: SweepConfig, command: list[str]) -> int:
@@ -133,34 +145,18 @@ def check(config: SweepConfig) -> None:
     cluster = config.cluster
     if cluster.kind not in ("local", "slurm"):
         raise UserError(f"cluster.kind is {cluster.kind!r}; it must be local or slurm")
-    least = {
-        "ensembles": (config.ensembles, 1),
-        "cluster.runs_per_gpu": (cluster.runs_per_gpu, 1),
-        "cluster.array_parallelism": (cluster.array_parallelism, 1),
-        "cluster.retries": (cluster.retries, 0),
-        "cluster.sweep_retries": (cluster.sweep_retries, 0),
-        "cluster.max_requeues": (cluster.max_requeues, 0),
-        "cluster.backoff_seconds": (cluster.backoff_seconds, 0),
-        "cluster.queue_minutes": (cluster.queue_minutes, 0),
-        "cluster.keeper_seconds": (cluster.keeper_seconds, 1),
-    }
-    for name, (value, smallest) in least.items():
-        if not value >= smallest:
+    for name, smallest in LEAST.items():
+        if not (value := attrgetter(name)(config)) >= smallest:
             raise UserError(f"{name} is {value}; it must be {smallest} or more")
-    above_zero = {
-        "cluster.launch_bound_width": cluster.launch_bound_width,
-        "cluster.heartbeat_seconds": cluster.heartbeat_seconds,
-        "cluster.hang_minutes": cluster.hang_minutes,
-        "cluster.max_submit": cluster.max_submit,
-    }
-    for name, above in above_zero.items():
+    for name in ("launch_bound_width", "heartbeat_seconds", "hang_minutes", "max_submit"):
+        above = getattr(cluster, name)
         if above is not None and not above > 0:
-            raise UserError(f"{name} is {above}; it must be above 0")
+            raise UserError(f"cluster.{name} is {above}; it must be above 0")
     factor = config.grid.diverged_rate_factor if config.grid is not None else None
     if factor is not None and not 0 < factor < 1:
         raise UserError(f"grid.diverged_rate_factor is {factor}; it must be above 0 and below 1, or null")
-    if cluster.kind == "slurm" and not config.dry_run:
-        _require_slurm()
+    if cluster.kind == "slurm" and not config.dry_run and shutil.which("sbatch") is None:
+        raise UserError("cluster is 'slurm' and there is no sbatch on the PATH; use cluster=local, or load SLURM first")
     if config.explain and not config.dry_run:
         raise UserError("explain is true and dry_run is false; the two go together: dry_run=true explain=true")
     extra = cluster.additional_parameters
@@ -168,11 +164,6 @@ def check(config: SweepConfig) -> None:
         raise UserError(f"cluster.additional_parameters is {extra!r}; it must map #SBATCH keys to values")
     if not config.sweep or Path(config.sweep).name != config.sweep:
         raise UserError(f"sweep is {config.sweep!r}; it names one folder under output_root, without slashes")
-
-
-def _require_slurm() -> None:
-    if shutil.which("sbatch") is None:
-        raise UserError("cluster is 'slurm' and there is no sbatch on the PATH; use cluster=local, or load SLURM first")
 
 
 def _show(prepared: Prepared, notes: str) -> None:

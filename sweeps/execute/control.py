@@ -33,11 +33,9 @@ def cancel(sweep: SweepDirectory, prefixes: list[str]) -> int:
     policy, by = Policy.of(cluster_of(sweep.settings())), this_user()
     if not prefixes:
         membership.stop_growth(sweep, by)
-    runs = (
-        find_runs(sweep, prefixes)
-        if prefixes
-        else [run for run in membership.members(sweep) if not is_over(run, policy)]
-    )
+        runs = [run for run in membership.members(sweep) if not is_over(run, policy)]
+    else:
+        runs = find_runs(sweep, prefixes)
     for run in runs:
         print(f"run {run.run_id} {_cancel_one(run, by, policy)}")
     if not runs:
@@ -119,8 +117,9 @@ def _set_back(sweep: SweepDirectory, run: RunDirectory, policy: Policy) -> bool:
     try:
         with states.hold_idle(run, policy):
             pass
-        if before.state in ("queued", "preempted") and (job := _job_of(sweep, run)) is not None:
-            print(f"run {run.run_id} is {before.state}, and job {job} will train it")
+        waits = before.state in ("queued", "preempted") and (sweep.path / "jobs" / "slurm.json").exists()
+        if waits and (jobs := Inventory(sweep, slurm.live_jobs()).jobs_of(run)):
+            print(f"run {run.run_id} is {before.state}, and job {min(jobs)} will train it")
             return False
         states.retry_by_hand(run)
     except Busy as busy:
@@ -130,13 +129,6 @@ def _set_back(sweep: SweepDirectory, run: RunDirectory, policy: Policy) -> bool:
     why = f": {before.reason}" if before.reason else ""
     print(f"run {run.run_id} is tried again; it was {before.state}{why}")
     return True
-
-
-def _job_of(sweep: SweepDirectory, run: RunDirectory) -> str | None:
-    """The job in SLURM's queue that will train a run."""
-    if not (sweep.path / "jobs" / "slurm.json").exists():
-        return None
-    return min(Inventory(sweep, slurm.live_jobs()).jobs_of(run), default=None)
 
 
 def lower_rates(sweep: SweepDirectory) -> set[str]:

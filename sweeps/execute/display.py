@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping
-from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
@@ -17,19 +16,23 @@ from rich.table import Table
 from ..config import ClusterConfig
 from ..plan.sweep_plan import JobShape, Plan, makespan
 from ..runs import attempts
-from ..runs.directory import RunDirectory, SweepDirectory
+from ..runs.directory import ENDS, RunDirectory, SweepDirectory
 from ..slurm.placement import batches, split, workers_for
 from ..terminal import console, describe_seconds, plain_table, short
 
 MOST_ROWS, FIRST_ROWS, LAST_ROWS = 40, 20, 5  # of a plan: up to so many all are shown, else the first and the last
-OVER = ("done", "failed", "diverged", "cancelled", "preempted")  # states of a run that nobody is at
 
 
 def print_plan(plan: Plan, cluster: ClusterConfig, starts: Mapping[JobShape, str] | None = None) -> None:
     """The runs, of many the longest and the shortest, then what all cost; `starts`: when SLURM would start a shape."""
+    where = "this machine" if cluster.kind == "local" else "this partition"
+    if plan.measured_runs:
+        source = f"times are estimated from {plan.measured_runs} runs that were measured on {where}"
+    else:
+        source = f"times are estimated from assumed rates; runs of this kind have not been measured on {where} yet"
     out = console()
     out.print(_table_of(plan))
-    for line in [_cost(plan, cluster), _source(plan, cluster), *_jobs(plan, cluster, starts or {})]:
+    for line in [_cost(plan, cluster), source, *_jobs(plan, cluster, starts or {})]:
         out.print(line, highlight=False, soft_wrap=True)
 
 
@@ -78,13 +81,6 @@ def _cost(plan: Plan, cluster: ClusterConfig) -> str:
     return cost
 
 
-def _source(plan: Plan, cluster: ClusterConfig) -> str:
-    where = "this machine" if cluster.kind == "local" else "this partition"
-    if plan.measured_runs:
-        return f"times are estimated from {plan.measured_runs} runs that were measured on {where}"
-    return f"times are estimated from assumed rates; runs of this kind have not been measured on {where} yet"
-
-
 def _jobs(plan: Plan, cluster: ClusterConfig, starts: Mapping[JobShape, str]) -> list[str]:
     if cluster.kind != "slurm":
         return []
@@ -119,6 +115,7 @@ class Display:
     ) -> None:
         self._sweep, self._jobs = sweep, plan.jobs_at_once
         self._planned = {run.run_id: run for run in plan.runs}
+        self._labels = {run.run_id: f"{run.run_id} N {short(run.N_total):>5} D {short(run.D):>5}" for run in plan.runs}
         self._left = {run.run_id: self._planned[run.run_id].estimated_seconds for run in waiting}
         self._total, self._started = len(waiting), time.monotonic()
         self._estimate = sum(self._left.values())
@@ -139,18 +136,18 @@ class Display:
             print(f"scoring {len(self._scoring)} checkpoints", flush=True)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._live.stop()
 
     def update(self, running: list[str], ended: list[str]) -> None:
         """Called at every tick with the run ids that train and those that have just ended."""
-        progress = {name: self._share(name) for name in running}
-        for name in running:
+        metrics, progress = {name: self._sweep.run(name).last_metrics() for name in running}, dict[str, float]()
+        for name, record in metrics.items():
+            run = self._planned[name]
+            progress[name] = max(0.0, float(record.get("step", 0)) - run.first_step) / (run.steps - run.first_step)
             self._say_retried(name)
         for name in [*ended, *(name for name in sorted(self._open) if name not in ended)]:
-            if name in running or self._sweep.run(name).state().state not in OVER:
+            if name in running or self._sweep.run(name).state().state not in ENDS:
                 self._open.add(name)
                 continue
             self._open.discard(name)
@@ -167,8 +164,13 @@ class Display:
             completed=self._estimate - left,
             note=f"{done}/{self._total} done · {describe_seconds(self._eta(left))} left",
         )
-        for name in running:
-            self._draw(name, progress[name])
+        for name, record in metrics.items():
+            note = "starting"
+            if record:
+                note = f"loss {record['smoothed_loss']:.3f} · {short(record['tokens_per_s'])} tok/s"
+            if name not in self._bars:
+                self._bars[name] = self._live.add_task(self._labels[name], total=1.0, note=note)
+            self._live.update(self._bars[name], completed=progress[name], note=note)
 
     def update_scores(self) -> None:
         """Called at every tick while checkpoints are scored."""
@@ -189,11 +191,6 @@ class Display:
         if before is not None:
             self._say(f"run {name}: attempt {before.attempt} ended ({before.cause}: {before.reason}); trying again")
 
-    def _share(self, name: str) -> float:
-        run = self._planned[name]
-        taken = float(self._sweep.run(name).last_metrics().get("step", 0)) - run.first_step
-        return max(0.0, taken) / (run.steps - run.first_step)
-
     def _eta(self, left: float) -> float:
         """Planned seconds that are left, corrected by how the plan has held so far."""
         spent = time.monotonic() - self._started
@@ -202,20 +199,11 @@ class Display:
         whole = makespan(sorted(self._left.values(), reverse=True), self._jobs)
         return whole * pace * left / max(sum(self._left.values()), 1e-9)
 
-    def _draw(self, name: str, share: float) -> None:
-        run = self._planned[name]
-        record = self._sweep.run(name).last_metrics()
-        note = f"loss {record['smoothed_loss']:.3f} · {short(record['tokens_per_s'])} tok/s" if record else "starting"
-        label = f"{name} N {short(run.N_total):>5} D {short(run.D):>5}"
-        if name not in self._bars:
-            self._bars[name] = self._live.add_task(label, total=1.0, note=note)
-        self._live.update(self._bars[name], completed=share, note=note)
-
     def _ended_line(self, name: str) -> str:
-        run, directory = self._planned[name], self._sweep.run(name)
-        state, summary = directory.state(), directory.summary()
+        run = self._sweep.run(name)
+        state, summary = run.state(), run.summary()
         done = self._total - len(self._left)
-        head = f"[{done:>{len(str(self._total))}}/{self._total}] {name} N {short(run.N_total):>5} D {short(run.D):>5}"
+        head = f"[{done:>{len(str(self._total))}}/{self._total}] {self._labels[name]}"
         if state.state == "done" and summary is not None:
             eta = describe_seconds(self._eta(sum(self._left.values())))
             return f"{head}  loss {summary['val_loss']:.4f}  {describe_seconds(summary['seconds']):>7}  ETA {eta}"

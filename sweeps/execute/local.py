@@ -23,29 +23,29 @@ import submitit
 
 from ...train.errors import UserError
 from ..plan import rates
-from ..plan.sweep_plan import Plan, PlannedRun
+from ..plan.sweep_plan import Plan
 from ..prepare import Prepared
 from ..runs.attempts import Policy
-from ..runs.directory import RunDirectory, SweepDirectory, lock_token
+from ..runs.directory import OPEN, RunDirectory, SweepDirectory, lock_token
 from ..runs.queue import Queue, Unit
 from ..runs.states import KILLED
 from ..slurm.supervisor import settle_queue
 from . import worker
+from .attempt import THREADS
 
 POLL_SECONDS = 0.25
 GRACE_SECONDS = 30.0  # what a worker gets to save a checkpoint before it is killed
 STILLBORN = 3  # workers that end before they have claimed anything, after which no more are started
-ENDED = ("done", "failed", "diverged", "cancelled")
 
 
 @dataclass
 class LocalJob:
     """What every rank of one job calls, and its handle."""
 
-    label: str
     function: Callable[..., None]
     arguments: tuple[Any, ...]
     ranks: int = 1
+    unit: Unit | None = None  # all that it trains; None: a worker's queue
     handle: Any = None
     place: int = 0
 
@@ -100,14 +100,8 @@ class LocalBackend:
     def refill(self) -> None:
         """Lost workers are replaced while `start` runs."""
 
-    def start(
-        self,
-        plan: Plan,
-        units: Sequence[Unit],
-        unscored: Sequence[RunDirectory],
-        evaluate: bool,
-        avoid: Mapping[str, tuple[str, ...]],
-    ) -> None:
+    def start(self, plan: Plan, units: Sequence[Unit], unscored: Sequence[RunDirectory], *_: object) -> None:
+        """Trains, or scores, to the end; there is one node, so none to avoid."""
         self._fitted = False
         if units:
             self._train(plan, units)
@@ -132,15 +126,14 @@ class LocalBackend:
         names = [name for unit in units for name in unit.runs]
         runs = [self._sweep.run(name) for name in names]
         self._tried |= {run.run_id: run.state().since for run in runs}
-        ranks = max(planned[name].shape.ranks for name in names)  # a grid may vary the ranks of its runs
-        if ranks > 1:  # jobs of several ranks train one run at a time
+        ranks = {name: planned[name].shape.ranks for name in names}  # a grid may vary the ranks of its runs
+        most = max(ranks.values())
+        if most > 1:  # jobs of several ranks train one run at a time
             units = [Unit("alone", (name,)) for name in names]
-        pool = self._pool(ranks)
+        pool = self._pool(most)
         parents = {name: (run.parent, run.first_step) for name in names if (run := planned[name]).parent is not None}
         queue = Queue.create(self._sweep, pool.folder / f"queue-{os.urandom(4).hex()}", units, parents)
-        policy = Policy.of(self._config.cluster)
-        lone = ranks == 1
-        training = Workers(self._sweep, queue, policy) if lone else Ranked(self._sweep, queue, policy, planned=planned)
+        training = Workers(self._sweep, queue, Policy.of(self._config.cluster), ranks if most > 1 else None)
         with Display(plan, self._sweep, runs) as display:
             pool.run(training, lambda: display.update(*training.news()))
 
@@ -156,8 +149,7 @@ class LocalBackend:
         pool, sweep = self._pool(1), str(self._sweep.path.resolve())
         # One job per core with its share of the checkpoints: the tasks are loaded once per job.
         shares = [unscored[i :: pool.places] for i in range(min(pool.places, len(unscored)))]
-        names = [[run.run_id for run in share] for share in shares]
-        jobs = [LocalJob("scoring", worker.evaluate_runs, (sweep, share)) for share in names]
+        jobs = [LocalJob(worker.evaluate_runs, (sweep, [run.run_id for run in share])) for share in shares]
         with Display(plan, self._sweep, [], scoring=list(unscored)) as display:
             pool.run(Listed(jobs), display.update_scores)
 
@@ -179,11 +171,11 @@ class LocalPool:
     gpus_per_rank: int = 0
     jobs_per_gpu: int = 1
 
-    def run(self, jobs: Listed | Workers | Ranked, tick: Callable[[], None]) -> None:
+    def run(self, jobs: Listed | Workers, tick: Callable[[], None]) -> None:
         """Runs every job to its end, calling `tick` several times a second; Ctrl-C or TERM lets them save."""
         running: list[LocalJob] = []
         try:
-            with _handling(signal.SIGTERM, _interrupt):  # such as of a closed allocation
+            with _handling(signal.SIGTERM, signal.default_int_handler):  # such as of a closed allocation
                 while running or jobs.left():
                     for place in sorted(set(range(self.places)) - {job.place for job in running}):
                         if (job := jobs.take(place)) is not None:
@@ -227,17 +219,14 @@ class LocalPool:
 @contextlib.contextmanager
 def _environment(threads: int) -> Iterator[None]:
     """Pinned threads: two processes with two threads each on two cores crawl."""
-    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")
-    before = {name: os.environ.get(name) for name in names}
-    os.environ.update(dict.fromkeys(names, str(threads)))
+    before = {name: os.environ[name] for name in THREADS if name in os.environ}
+    os.environ.update(dict.fromkeys(THREADS, str(threads)))
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        for name in THREADS:
+            del os.environ[name]
+        os.environ.update(before)
 
 
 @contextlib.contextmanager
@@ -251,64 +240,43 @@ def _handling(
         signal.signal(number, before)
 
 
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
-
-
 @dataclass
-class Training:
-    """The runs of one launch and its queue."""
+class Workers:
+    """The runs of one launch and their queue: a worker per place goes through it; with `ranks` each unit is a job."""
 
     sweep: SweepDirectory
     queue: Queue
     policy: Policy
+    ranks: Mapping[str, int] | None = None  # by run id, where a run has several
     began: float = field(default_factory=time.time)
+    stillborn: int = 0  # workers in a row that had claimed nothing
     _said: set[str] = field(default_factory=set)
-
-    @property
-    def launcher(self) -> tuple[str, str]:
-        return str(self.sweep.path.resolve()), lock_token(self.sweep.path)
+    _claimed: dict[int, int] = field(default_factory=dict)  # by a place, when its worker was started
 
     def left(self) -> bool:
         return bool(self.queue.left())
 
-    def news(self) -> tuple[list[str], list[str]]:
-        """Runs that train now, and those that have just ended."""
-        running, open_units = self.queue.running(), set(self.queue.left())
-        open_units |= running.keys()
-        over = [name for unit in self.queue.units if unit not in open_units for name in unit.runs]
-        members = [name for unit in running for name in unit.runs]
-        left = [name for name in members if not self._has_ended(name)]
-        ended = over + [name for name in members if name not in left]
-        fresh = [name for name in dict.fromkeys(ended) if name not in self._said]
-        self._said.update(fresh)
-        return left, fresh
-
-    def _has_ended(self, name: str) -> bool:
-        state = self.sweep.run(name).state()
-        return state.state in ENDED and state.since >= self.began
-
-
-@dataclass
-class Workers(Training):
-    """One worker per place, each going through the queue by itself."""
-
-    stillborn: int = 0  # in a row
-    _claimed: dict[int, int] = field(default_factory=dict)  # by a place, when its worker was started
-
     def take(self, place: int) -> LocalJob | None:
-        if not self.queue.left():
+        sweep = str(self.sweep.path.resolve())
+        launcher = sweep, lock_token(self.sweep.path)
+        if self.ranks is None:
+            if not self.left():
+                return None
+            self._claimed[place] = self.queue.claimed(place)
+            return LocalJob(worker.work, (sweep, str(self.queue.folder.resolve()), self.policy, place, launcher))
+        if (unit := self.queue.claim(place)) is None:
             return None
-        self._claimed[place] = self.queue.claimed(place)
-        folder = str(self.queue.folder.resolve())
-        arguments = (str(self.sweep.path.resolve()), folder, self.policy, place, self.launcher)
-        return LocalJob("worker", worker.work, arguments)
+        paths = [str(self.sweep.run(name).path.resolve()) for name in unit.runs]
+        return LocalJob(worker.train, (unit.how, paths, self.policy, launcher), self.ranks[unit.runs[0]], unit)
 
     def ended(self, job: LocalJob) -> None:
-        """Settles what it was at; UserError where one after the other ended before it had begun."""
+        """Settles what it was at; UserError where one worker after the other ended before it had begun."""
+        if job.unit is not None:
+            self.queue.settle(job.unit, self.policy, KILLED)
+            return
         settle_queue(self.queue, self.policy)
         # What submitit's controller exits with says nothing of its task.
-        born = self.queue.claimed(job.place) > self._claimed[job.place] or not self.queue.left()
+        born = self.queue.claimed(job.place) > self._claimed[job.place] or not self.left()
         self.stillborn = 0 if born else self.stillborn + 1
         if self.stillborn >= STILLBORN:
             raise UserError(
@@ -316,22 +284,16 @@ class Workers(Training):
                 "and sweep again"
             )
 
-
-@dataclass
-class Ranked(Training):
-    """One job per unit, for runs of several ranks."""
-
-    planned: Mapping[str, PlannedRun] = field(default_factory=dict)
-    _units: dict[str, Unit] = field(default_factory=dict)
-
-    def take(self, place: int) -> LocalJob | None:
-        unit = self.queue.claim(place)
-        if unit is None:
-            return None
-        self._units[unit.name] = unit
-        paths = [str(self.sweep.run(name).path.resolve()) for name in unit.runs]
-        arguments = (unit.how, paths, self.policy, self.launcher)
-        return LocalJob(unit.name, worker.train, arguments, self.planned[unit.runs[0]].shape.ranks)
-
-    def ended(self, job: LocalJob) -> None:
-        self.queue.settle(self._units[job.label], self.policy, KILLED)
+    def news(self) -> tuple[list[str], list[str]]:
+        """Runs that train now, and those that have just ended."""
+        running = self.queue.running()
+        open_units = {*self.queue.left(), *running}
+        ended = [name for unit in self.queue.units if unit not in open_units for name in unit.runs]
+        left = list[str]()
+        for name in [name for unit in running for name in unit.runs]:
+            state = self.sweep.run(name).state()
+            over = state.state not in OPEN and state.since >= self.began
+            (ended if over else left).append(name)
+        fresh = [name for name in dict.fromkeys(ended) if name not in self._said]
+        self._said.update(fresh)
+        return left, fresh

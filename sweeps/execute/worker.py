@@ -18,7 +18,6 @@ import os
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
@@ -97,35 +96,33 @@ def work(
     """
     sweep, interrupt = check_shared(Path(sweep_path)), _interrupt(launcher)
     queue = Queue.open(sweep, Path(queue_folder))
+    on_slurm = inside_job()
+    until = last_start(os.environ if on_slurm else {})
+    node = this_node() if on_slurm else None
+    if on_slurm:
+        place = int(os.environ.get("SLURM_ARRAY_TASK_ID", "0"))
     with contextlib.closing(queue), session():
-        if not inside_job():
-            _go_through(queue, policy, interrupt, place)
-            return
-        clock, node = JobClock.of(os.environ), this_node()
-        _go_through(queue, policy, interrupt, int(os.environ.get("SLURM_ARRAY_TASK_ID", "0")), node, clock)
-        stopped = interrupt.reason or ("its time is nearly over" if clock.is_short() else None)
-        if stopped is not None and queue.left(node):
+        _go_through(queue, policy, interrupt, place, node, until)
+        stopped = interrupt.reason or ("its time is nearly over" if time.monotonic() > until else None)
+        if on_slurm and stopped is not None and queue.left(node):
             _requeue_worker(stopped)
 
 
-def _go_through(
-    queue: Queue,
-    policy: Policy,
-    interrupt: Interrupt,
-    place: int,
-    node: str | None = None,
-    clock: JobClock | None = None,
-) -> None:
+def _go_through(queue: Queue, policy: Policy, interrupt: Interrupt, place: int, node: str | None, until: float) -> None:
     import torch
 
     gc.freeze()  # else each `tidy` would look through all that PyTorch has made on import
     threads, pause, idle_since = torch.get_num_threads(), POLL_SECONDS, time.monotonic()
-    while not interrupt() and not (clock is not None and clock.is_short()):
+    while not interrupt() and time.monotonic() <= until:
         unit = queue.claim(place, node)
         if unit is None:
             settle_queue(queue, policy)
-            if not queue.left(node) or (node is not None and _should_leave(queue, time.monotonic() - idle_since)):
+            if not queue.left(node):
                 return
+            if node is not None:  # what is left is for those at work, and the device for others
+                idle = time.monotonic() - idle_since
+                if (queue.ready_in() or 0.0) > IDLE_SECONDS or (idle > IDLE_SECONDS and queue.running()):
+                    return
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
             continue
@@ -140,13 +137,6 @@ def _go_through(
         torch.set_num_threads(threads)  # a run may have asked for its own number
         tidy()
         pause, idle_since = POLL_SECONDS, time.monotonic()
-
-
-def _should_leave(queue: Queue, idle: float) -> bool:
-    """Whether a worker that finds nothing to claim leaves its device to others, and what is left to those at work."""
-    if (queue.ready_in() or 0.0) > IDLE_SECONDS:
-        return True
-    return idle > IDLE_SECONDS and bool(queue.running())
 
 
 def _requeue_worker(why: str) -> NoReturn:
@@ -198,24 +188,15 @@ def requeue_stopped(runs: Sequence[RunDirectory], policy: Policy) -> NoReturn:
     raise SystemExit(1)
 
 
-@dataclass(frozen=True)
-class JobClock:
-    """How much time the SLURM job of this process has left."""
+def last_start(environment: Mapping[str, str]) -> float:
+    """By time.monotonic(), after when a unit that is begun in a SLURM job would have to be given back at once.
 
-    ends: float  # by time.monotonic(); the job is told to stop a while before
-    margin: float  # seconds before the end from which on nothing new is begun
-
-    @classmethod
-    def of(cls, environment: Mapping[str, str]) -> JobClock:
-        """By what SLURM says of the job; without a word, or without a limit, there is no end."""
-        # The difference, because the controller's clock need not be this node's. A worker starts seconds after its job.
-        seconds = job_seconds(environment)
-        warning = min(MOST_WARNING, seconds / 2)
-        return cls(time.monotonic() + seconds, warning + min(LEAST_SECONDS, seconds / 10))
-
-    def is_short(self) -> bool:
-        """Whether a unit that is begun now would have to be given back at once."""
-        return time.monotonic() > self.ends - self.margin
+    By what SLURM says of the job; without a word, or without a limit, never.
+    """
+    # The difference, because the controller's clock need not be this node's. A worker starts seconds after its job.
+    seconds = job_seconds(environment)
+    warning = min(MOST_WARNING, seconds / 2)
+    return time.monotonic() + seconds - (warning + min(LEAST_SECONDS, seconds / 10))
 
 
 def check_shared(path: Path | str) -> SweepDirectory:
@@ -234,8 +215,7 @@ def check_shared(path: Path | str) -> SweepDirectory:
 def _interrupt(launcher: tuple[str, str] | None) -> Interrupt:
     if launcher is None:
         return Interrupt()
-    sweep, token = SweepDirectory(Path(launcher[0])), launcher[1]
-    return Interrupt(lambda: sweep.launcher_alive(token))
+    return Interrupt(lambda: SweepDirectory(Path(launcher[0])).launcher_alive(launcher[1]))
 
 
 def _follow(run: RunDirectory, ranks: Ranks) -> None:
@@ -290,18 +270,12 @@ def finish_sweep(sweep_path: str) -> None:
     """The last job: the table, the laws and the report, from whatever the runs have written."""
     from ..results.finish import write_results
 
-    sweep = check_shared(sweep_path)
+    sweep, live = check_shared(sweep_path), None
     try:
         with sweep.lock(SETTLE_SECONDS):
-            settle_lost(sweep, Policy.of(configuration(sweep).cluster), _live_jobs())
+            with contextlib.suppress(UserError):  # SLURM does not answer
+                live = slurm.live_jobs()
+            settle_lost(sweep, Policy.of(configuration(sweep).cluster), live)
     except UserError as error:  # as where somebody else holds it; there is a report all the same
         print(f"nobody looked for lost runs: {error}")
     write_results(sweep)
-
-
-def _live_jobs() -> set[str] | None:
-    """The jobs in SLURM's queue; None where it does not answer."""
-    try:
-        return slurm.live_jobs()
-    except UserError:
-        return None

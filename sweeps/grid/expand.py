@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from ...train.config import DataConfig, ModelConfig, RunConfig, run_id
+from ...train.config import ModelConfig, RunConfig, run_id
 from ...train.data.recipe import recipe
 from ...train.errors import UserError
 from ...train.flops import count_parameters, tokens_for_budget, training_flops_per_token
@@ -35,8 +35,13 @@ def expand_grid(grid: GridConfig, base: RunConfig) -> list[RunConfig]:
     for point in points:
         recipes = grid.recipes if grid.recipes is not None else [point.data.recipe]
         seeds = grid.seeds if grid.seeds is not None else [point.seed]
-        for steps, seed in itertools.product(recipes, seeds):
-            run = dataclasses.replace(point, data=_with_recipe(point.data, steps, fingerprints), seed=seed)
+        for words, seed in itertools.product(recipes, seeds):
+            steps = tuple(recipe.canonical(words))
+            if steps not in fingerprints:
+                recipe.require(steps)
+                fingerprints[steps] = recipe.fingerprint(steps)
+            data = dataclasses.replace(point.data, recipe=list(steps), recipe_fingerprint=fingerprints[steps])
+            run = dataclasses.replace(point, data=data, seed=seed)
             validate(run)
             runs.setdefault(run_id(run), run)
     if not runs:
@@ -49,14 +54,6 @@ def expand_grid(grid: GridConfig, base: RunConfig) -> list[RunConfig]:
 def run_label(run: RunConfig) -> str:
     named = f"N{short(count_parameters(run.model).N_total)}_D{short(run.D)}_s{run.seed}"
     return f"{named}_{recipe.recipe_label(run.data.recipe)}" if run.data.recipe else named
-
-
-def _with_recipe(data: DataConfig, words: Sequence[str], fingerprints: dict[tuple[str, ...], str | None]) -> DataConfig:
-    steps = tuple(recipe.canonical(words))
-    if steps not in fingerprints:
-        recipe.require(steps)
-        fingerprints[steps] = recipe.fingerprint(steps)
-    return dataclasses.replace(data, recipe=list(steps), recipe_fingerprint=fingerprints[steps])
 
 
 def _isoflop(grid: IsoflopGrid, base: RunConfig) -> Iterator[RunConfig]:
@@ -76,13 +73,12 @@ def _isoflop(grid: IsoflopGrid, base: RunConfig) -> Iterator[RunConfig]:
         raise UserError(f"grid.expected_exponent is {grid.expected_exponent}; it must be at least 0 and at most 2")
     _positive("grid.budgets", grid.budgets, "a budget is a positive number of FLOPs")
     least, length = grid.min_steps * base.batch_tokens, base.data.sequence_length
-    smallest = architectures.well_shaped(base.model)[0][2]
+    N, _, smallest = architectures.well_shaped(base.model)[0]
     for budget in sorted(set(grid.budgets)):
         if tokens_for_budget(smallest, length, budget, grid.convention) < least:
             raise UserError(
-                f"grid.budgets contains {budget:.3g}, and the smallest model ({count_parameters(smallest).N_total:,} "
-                f"parameters) needs {_least_flops(grid, base):.2g} FLOPs for grid.min_steps {grid.min_steps}; give at "
-                "least that"
+                f"grid.budgets contains {budget:.3g}, and the smallest model ({N:,} parameters) needs "
+                f"{_least_flops(grid, base):.2g} FLOPs for grid.min_steps {grid.min_steps}; give at least that"
             )
         for model in isoflop_sizes(grid, base.model, budget):
             tokens = tokens_for_budget(model, length, budget, grid.convention)
@@ -100,8 +96,7 @@ def _least_flops(grid: IsoflopGrid, base: RunConfig) -> float:
 def _first_round(grid: AdaptiveGrid, base: RunConfig) -> list[RunConfig]:
     """The largest small isoFLOP grid that grid.first_share of the FLOPs pays for."""
     _check_adaptive(grid)
-    reference = list(_isoflop(grid, base))
-    total = grid.flops_budget or _trained_flops(reference)
+    total = adaptive_flops(grid, base)
     top, each = largest_flops(grid), _least_flops(grid, base)
     for i in range(FIRST_TRIES):
         budgets = [top * 10 ** (-4 * i / (FIRST_TRIES - 1)) / FIRST_STEP**j for j in range(FIRST_BUDGETS)]
@@ -128,9 +123,9 @@ def _check_adaptive(grid: AdaptiveGrid) -> None:
             raise UserError(f"grid.{name} is {value}; it must be a positive number, or null")
     if not 0 < grid.first_share < 1:
         raise UserError(f"grid.first_share is {grid.first_share}; it must be above 0 and below 1")
-    for name, value in (("rounds", grid.rounds), ("round_runs", grid.round_runs)):
-        if value < 1:
-            raise UserError(f"grid.{name} is {value}; it must be 1 or more")
+    for name in ("rounds", "round_runs"):
+        if getattr(grid, name) < 1:
+            raise UserError(f"grid.{name} is {getattr(grid, name)}; it must be 1 or more")
 
 
 def largest_flops(grid: AdaptiveGrid) -> float:
@@ -168,7 +163,7 @@ def isoflop_sizes(grid: IsoflopGrid, base: ModelConfig, budget: float) -> list[M
     for i in range(grid.sizes):
         target = expected * math.exp(gap * (i - (grid.sizes - 1) / 2))
         above = count_parameters(models[-1]).N_total if models else 0
-        models.append(architectures.nearest_model(base, target, above=above))
+        models.append(architectures.nearest_model(base, target, above))
     return models
 
 
@@ -251,11 +246,9 @@ def _assign(run: RunConfig, name: str, value: Any, where: str = "grid.axes") -> 
         node = getattr(node, group, None)
     if not dataclasses.is_dataclass(node) or last not in {item.name for item in dataclasses.fields(node)}:
         raise UserError(f"{where} names {name!r}, which is not a field of a run; see conf/ for the fields")
-    if dataclasses.is_dataclass(getattr(node, last)):
-        raise UserError(
-            f"{where} names the group {name!r}; name one of its fields, such as "
-            f"{name}.{dataclasses.fields(getattr(node, last))[0].name}"
-        )
+    if dataclasses.is_dataclass(below := getattr(node, last)):
+        first = dataclasses.fields(below)[0].name
+        raise UserError(f"{where} names the group {name!r}; name one of its fields, such as {name}.{first}")
     kind: Any = type(node)
     typed = _typed(kind)
     try:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -66,8 +67,23 @@ def merge_runs(runs: Sequence[RunConfig], progress: Mapping[str, Progress] | Non
         families.setdefault(canonical_json({**identity(run), "tokens": 0}), []).append((name, run))
     parents: dict[str, str | None] = {}
     obstacles: dict[str, list[RunConfig]] = {}  # runs by the reason why they are trained from their first step
+    progress = defaultdict(Progress, progress or {})
     for family in families.values():
-        _merge_family(family, progress or {}, parents, obstacles)
+        # Longest first, so that whoever could be a run's trunk has been seen before it; of several the longest is
+        # taken, so that one trunk serves as many as possible.
+        roots: list[_Named] = []  # make the steps before their decay themselves, or have them behind them
+        for name, run in sorted(family, key=lambda item: (-item[1].steps, -item[1].tokens)):
+            begin, mine = trunk_steps(run), progress[name]
+            if mine.fixed or any(step >= begin for step in mine.saved):
+                parents[name] = mine.parent  # who has made its first steps is a fact
+                roots.append((name, run))
+                continue
+            alike = [root for root, its in roots if 0 < begin <= same_until(its, run)]
+            parents[name] = next((root for root in alike if progress[root].can_save(begin)), None)
+            if parents[name] is None:
+                if roots:
+                    obstacles.setdefault(_obstacle(run, begin, bool(alike)), []).append(run)
+                roots.append((name, run))
     begins: dict[str, set[int]] = {}  # steps at which branches begin, by trunk
     for name, run in named:
         if (trunk := parents[name]) is not None:
@@ -111,31 +127,6 @@ def keep_between(runs: Iterable[RunConfig], every: int | None) -> list[RunConfig
             run = replace(run, checkpoint=replace(run.checkpoint, at_steps=both))
         kept.append(run)
     return kept
-
-
-def _merge_family(
-    family: list[_Named],
-    progress: Mapping[str, Progress],
-    parents: dict[str, str | None],
-    obstacles: dict[str, list[RunConfig]],
-) -> None:
-    """Fills in `parents` of runs that differ in D alone, and why some get none though there is a longer run."""
-    # Longest first, so that whoever could be a run's trunk has been seen before it; of several the longest is taken,
-    # so that one trunk serves as many as possible.
-    roots: list[_Named] = []  # make the steps before their decay themselves, or have them behind them
-    for name, run in sorted(family, key=lambda item: (-item[1].steps, -item[1].tokens)):
-        begin, mine = trunk_steps(run), progress.get(name, Progress())
-        if mine.fixed or any(step >= begin for step in mine.saved):
-            parents[name] = mine.parent  # who has made its first steps is a fact
-            roots.append((name, run))
-            continue
-        alike = [root for root, its in roots if 0 < begin <= same_until(its, run)]
-        able = [root for root in alike if progress.get(root, Progress()).can_save(begin)]
-        parents[name] = able[0] if able else None
-        if not able:
-            if roots:
-                obstacles.setdefault(_obstacle(run, begin, bool(alike)), []).append(run)
-            roots.append((name, run))
 
 
 def _obstacle(run: RunConfig, begin: int, alike: bool) -> str:

@@ -37,15 +37,10 @@ def extend_sweep(sweep: SweepDirectory, overrides: list[str], grid_file: Path | 
     if bool(overrides) == (grid_file is not None):
         raise UserError("extend needs what to add: overrides of the grid, such as grid.budgets=[1e19], or --grid FILE")
     config = prepare.configuration(sweep)
-    if grid_file is not None:
-        wanted, why = read_grid(grid_file), f"extended by {grid_file}"
-    else:
-        wanted, why = _overridden(config, overrides), f"extended by {' '.join(overrides)}"
-    names = add_grid(sweep, config, wanted, why)
-    if names:
-        print(f"added {len(names)} runs to {sweep.path}")
-    else:
-        print(f"every run of it is part of {sweep.path} already; nothing was added")
+    wanted = _overridden(config, overrides) if grid_file is None else read_grid(grid_file)
+    names = add_grid(sweep, config, wanted, f"extended by {grid_file or ' '.join(overrides)}")
+    none = f"every run of it is part of {sweep.path} already; nothing was added"
+    print(f"added {len(names)} runs to {sweep.path}" if names else none)
     return names
 
 
@@ -119,9 +114,7 @@ def next_round(sweep: SweepDirectory, config: SweepConfig) -> bool:
     if config.grid is None or config.grid.kind != "adaptive" or membership.is_stopped(sweep):
         return False
     wanted = ask_round(sweep, config)
-    added = []
-    if wanted is not None:
-        added = add_grid(sweep, config, as_grid(wanted, sweep.path / RECORD), "a round of the adaptive grid")
+    added = wanted and add_grid(sweep, config, as_grid(wanted, sweep.path / RECORD), "a round of the adaptive grid")
     print(round_summary(sweep))
     return bool(added)
 
@@ -138,7 +131,9 @@ def ask_round(sweep: SweepDirectory, config: SweepConfig) -> dict[str, Any] | No
 
     record = _record(sweep)
     rounds = record["rounds"]
-    if rounds and _is_under_way(sweep, rounds[-1]["runs"]):
+    left = ("planned", "queued", "running")
+    over = {run.run_id for run in membership.members(sweep) if run.state().state not in left}
+    if rounds and not over.issuperset(rounds[-1]["runs"]):
         return dict(rounds[-1]["grid"])
     try:
         asked = _ask(sweep, config, points, len(rounds))
@@ -182,8 +177,7 @@ def _ask(sweep: SweepDirectory, config: SweepConfig, points: AdaptiveGrid, numbe
     cap = grid.largest_flops(points)
     total = grid.adaptive_flops(points, base)
     standing = fit_standing(sweep, config, points.target_flops or max(config.fit.targets, default=1000.0 * cap))
-    reached = _reached(points, standing)
-    if reached is not None:
+    if reached := _reached(points, standing):
         return reached
     if number >= points.rounds:
         return f"all {points.rounds} rounds are over"
@@ -218,8 +212,3 @@ def _reached(points: AdaptiveGrid, standing: Standing) -> str | None:
         return None
     said = " and ".join(f"{width:.2%} of the {name} (asked for {limit:.2%})" for name, width, limit in asked)
     return f"the 95 % interval at {standing.target_flops:.3g} FLOPs is {said}"
-
-
-def _is_under_way(sweep: SweepDirectory, runs: list[str]) -> bool:
-    members = {run.run_id: run for run in membership.members(sweep)}
-    return any(name not in members or members[name].state().state in ("planned", "queued", "running") for name in runs)

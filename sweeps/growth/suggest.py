@@ -121,7 +121,13 @@ def suggest_runs(
     `budget`: FLOPs (exact convention) of all new runs. `target_flops`: by default the largest of fit.targets, else 1000
     times the largest C. `seeds`: new ones that each size is offered with.
     """
-    _refuse(budget, seeds, max_flops, max_runs)
+    for name, value in (("budget", budget), ("max_flops", max_flops)):
+        if value is not None and not 0 < value < np.inf:
+            raise UserError(f"{name} is {value}; it must be a positive number of FLOPs")
+    if not 0 <= seeds <= MAX_SEEDS:
+        raise UserError(f"seeds is {seeds}; it must be at least 0 and at most {MAX_SEEDS}")
+    if max_runs < 1:
+        raise UserError(f"max_runs is {max_runs}; it must be 1 or more")
     config = prepare.configuration(sweep)
     standing = fit_standing(sweep, config, target_flops)
     return suggest_from(sweep, config, standing, budget, seeds, max_flops, max_runs)
@@ -137,31 +143,47 @@ def suggest_from(
     max_runs: int = MAX_RUNS,
 ) -> Suggestion:
     """`suggest_runs` given what the runs so far say."""
+    from ...fit import InputError
+    from ...fit.allocation.design import Buyer, Candidates, Question
+
     base = prepare.resolved_base(sweep, config)
     base.tokens = 0
-    members = membership.members(sweep)
-    known, progress = [run.config() for run in members], {}
-    for run in members:
+    known, progress, labels = list[RunConfig](), {}, {}
+    for run in membership.members(sweep):
+        known.append(run.config())
         progress[run.run_id] = progress_of(run, live=run.state().state in ("queued", "running"))
+        labels[run.run_id] = trunk_of(known[-1])
     table = standing.table
-    most = min(budget, max_flops or budget)
-    within = Range.around(
-        table.N.tolist(), table.D.tolist(), table.flops.tolist(), most, getattr(config.grid, "min_steps", MIN_STEPS)
+    most, ratios = min(budget, max_flops or budget), (table.D / table.N).tolist()
+    least = BELOW * float(min(table.flops))
+    within = Range(least, most, min(ratios), max(ratios), getattr(config.grid, "min_steps", MIN_STEPS))
+    offered: list[Offer] = []
+    if least < most:
+        highest = max(run.seed for run in known)
+        # A second seed of a size costs a trunk of its own, and errs on its own.
+        fresh = range(highest + 1, highest + 1 + seeds)
+        offered = possible_runs(base, [base.seed, *fresh], within, known, progress, config.trunks)
+    cheapest = min((offer.flops for offer in offered), default=least)
+    if not offered or cheapest > budget:
+        capped = "" if max_flops is None else f" and max_flops {max_flops:.3g}"
+        raise NothingToSuggest(
+            f"budget is {budget:.3g} FLOPs{capped}, and the smallest run worth adding needs {cheapest:.3g}; "
+            "give at least that"
+        )
+    pool = Candidates(
+        N=np.array([offer.N for offer in offered], dtype=float),
+        D=np.array([offer.run.D for offer in offered], dtype=float),
+        flops=np.array([offer.flops for offer in offered]),
+        branch_flops=np.array([offer.branch_flops for offer in offered]),
+        size=np.array([offer.size for offer in offered]),
+        trunk=np.array([offer.trunk for offer in offered]),
     )
-    if within.least_flops >= most:
-        raise NothingToSuggest(_too_small(budget, max_flops, within.least_flops))
-    highest = max(run.seed for run in known)
-    # A second seed of a size costs a trunk of its own, and errs on its own.
-    offered = possible_runs(
-        base, [base.seed, *range(highest + 1, highest + 1 + seeds)], within, known, progress, config.trunks
-    )
-    if not offered:
-        raise NothingToSuggest(_too_small(budget, max_flops, within.least_flops))
-    cheapest = min(offer.flops for offer in offered)
-    if cheapest > budget:
-        raise NothingToSuggest(_too_small(budget, max_flops, cheapest))
-    labels = {run.run_id: trunk_of(config) for run, config in zip(members, known, strict=True)}
-    design = _design(standing, offered, [labels.get(name, name) for name in table.run_id], budget, max_runs)
+    try:
+        trunks = np.array([labels.get(name, name) for name in table.run_id])
+        question = Question.of(standing.law, standing.target_flops, trunks)
+        design = Buyer(question, pool).buy(budget, max_runs)
+    except InputError as error:
+        raise NothingToSuggest(str(error)) from error
     return _suggestion(design, offered, known, progress, standing, budget, base, config.trunks)
 
 
@@ -177,7 +199,7 @@ def fit_standing(sweep: SweepDirectory, config: SweepConfig, target_flops: float
     law = law_class()(options.objective, options.delta, options.tied, options.E)
     free = 5 - options.tied - (options.E is not None)
     frame = build_table(sweep)
-    if (done := int(frame["final"].sum()) if len(frame) else 0) <= free:
+    if (done := int(frame["final"].sum())) <= free:
         raise NothingToSuggest(
             f"{done} runs of {sweep.path} are done, and the law has {free} constants; at least {free + 1} runs "
             "must be done before others can be suggested"
@@ -236,25 +258,6 @@ def print_suggestion(suggestion: Suggestion) -> None:
         out.print("  {:4} {}  now [{}, {}]  then [{}, {}]".format(name, *said), highlight=False)
 
 
-def _design(standing: Standing, offered: Sequence[Offer], trunks: list[str], budget: float, max_runs: int) -> Design:
-    from ...fit import InputError
-    from ...fit.allocation.design import Buyer, Candidates, Question
-
-    pool = Candidates(
-        N=np.array([offer.N for offer in offered], dtype=float),
-        D=np.array([offer.run.D for offer in offered], dtype=float),
-        flops=np.array([offer.flops for offer in offered]),
-        branch_flops=np.array([offer.branch_flops for offer in offered]),
-        size=np.array([offer.size for offer in offered]),
-        trunk=np.array([offer.trunk for offer in offered]),
-    )
-    try:
-        question = Question.of(standing.law, standing.target_flops, np.array(trunks))
-        return Buyer(question, pool).buy(budget, max_runs)
-    except InputError as error:
-        raise NothingToSuggest(str(error)) from error
-
-
 def _suggestion(
     design: Design,
     offered: Sequence[Offer],
@@ -301,28 +304,10 @@ def _suggestion(
 
 def _point(run: RunConfig, base: ModelConfig) -> dict[str, Any]:
     """A run as a points grid has it: what it changes of the base run."""
-    shape = {f"model.{name}": getattr(run.model, name) for name in ("width", "depth", "heads")}
-    for name in ("kv_heads", "hidden"):
-        if getattr(run.model, name) != getattr(base, name):
-            shape[f"model.{name}"] = getattr(run.model, name)
+    fields = ["width", "depth", "heads"]
+    fields += [name for name in ("kv_heads", "hidden") if getattr(run.model, name) != getattr(base, name)]
+    shape = {f"model.{name}": getattr(run.model, name) for name in fields}
     return {**shape, "tokens": run.tokens, "seed": run.seed}
-
-
-def _refuse(budget: float, seeds: int, max_flops: float | None, max_runs: int) -> None:
-    for name, value in (("budget", budget), ("max_flops", max_flops)):
-        if value is not None and not 0 < value < np.inf:
-            raise UserError(f"{name} is {value}; it must be a positive number of FLOPs")
-    if not 0 <= seeds <= MAX_SEEDS:
-        raise UserError(f"seeds is {seeds}; it must be at least 0 and at most {MAX_SEEDS}")
-    if max_runs < 1:
-        raise UserError(f"max_runs is {max_runs}; it must be 1 or more")
-
-
-def _too_small(budget: float, max_flops: float | None, least: float) -> str:
-    capped = "" if max_flops is None else f" and max_flops {max_flops:.3g}"
-    return (
-        f"budget is {budget:.3g} FLOPs{capped}, and the smallest run worth adding needs {least:.3g}; give at least that"
-    )
 
 
 @dataclass(frozen=True)
@@ -349,14 +334,6 @@ class Range:
     least_ratio: float  # tokens per parameter
     most_ratio: float
     min_steps: int
-
-    @classmethod
-    def around(
-        cls, N: Sequence[float], D: Sequence[float], flops: Sequence[float], most_flops: float, min_steps: int
-    ) -> Range:
-        """From the runs that are done."""
-        ratios = [d / n for n, d in zip(N, D, strict=True)]
-        return cls(BELOW * min(flops), most_flops, min(ratios), max(ratios), min_steps)
 
 
 def trunk_of(run: RunConfig) -> str:
@@ -457,11 +434,8 @@ def _offer(
     run: RunConfig, trunk: str, mates: Sequence[RunConfig], progress: Mapping[str, Progress], share: bool
 ) -> Offer:
     size = flops_exact(run)
-    if not share:
-        return Offer(run, size, size, size, trunk)
     alone = own_flops(merge_chosen([run], mates, progress, share)[0]) if mates else size
-    begin = trunk_steps(run)
-    longer = replace(run, tokens=2 * run.D)
-    branches = 0 < begin <= same_until(longer, run)
-    branch = size * (run.steps - begin) / run.steps if branches else alone
+    begin, branch = trunk_steps(run), alone
+    if share and 0 < begin <= same_until(replace(run, tokens=2 * run.D), run):
+        branch = size * (run.steps - begin) / run.steps
     return Offer(run, size, alone, min(alone, branch), trunk)

@@ -16,10 +16,13 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from rich.markup import escape
 
 from ... import __version__
 from ...train.config import RECIPE
@@ -32,7 +35,7 @@ from ..runs.directory import OPEN, STATES, AtWork, Busy, RunDirectory, SweepDire
 from ..runs.queue import Queue
 from ..slurm import commands as slurm
 from ..slurm import supervisor
-from ..terminal import console
+from ..terminal import say
 from .status import missing_field
 
 LEAST_BYTES = 500e6  # that the disk must have left
@@ -76,35 +79,26 @@ def examine_sweep(sweep: SweepDirectory, mend: bool, deep: bool = False) -> list
 
     `deep` reads every checkpoint, to see that its sums hold.
     """
-    found: list[Finding] = []
     settings = yaml_or_empty(sweep.path / "sweep.yaml")
-    for fault in _version(sweep, settings):
-        found.append(_settle(sweep, fault, mend))
-        mend = False
+    found = [_settle(sweep, fault, mend=False) for fault in _version(sweep, settings)]
     if any(finding.kind == "plan" for finding in found):
         return found
-    for fault in _faults(sweep, settings, deep):
-        found.append(_settle(sweep, fault, mend))
-    return found
+    mend = mend and not found
+    return found + [_settle(sweep, fault, mend) for fault in _faults(sweep, settings, deep)]
 
 
 def print_findings(found: list[Finding]) -> None:
-    out = console()
+    count = Counter[str]()
     for finding in found:
-        sign = "mended" if finding.mended else ("note" if finding.severity == "note" else "left")
-        out.print(
-            f"{sign}: {finding.where}: {finding.what} ({finding.how})", highlight=False, markup=False, soft_wrap=True
-        )
-    count = Counter("mended" if item.mended else "left" if item.is_left else "note" for item in found)
+        sign = "mended" if finding.mended else "left" if finding.is_left else "note"
+        say(escape(f"{sign}: {finding.where}: {finding.what} ({finding.how})"))
+        count[sign] += 1
     words = [f"{count[kind]} {kind}" for kind in ("mended", "left") if count[kind]]
     print(", ".join(words) if words else "nothing is wrong")
 
 
 def _settle(sweep: SweepDirectory, fault: Fault, mend: bool) -> Finding:
-    try:
-        where = str(fault.where.relative_to(sweep.path))
-    except ValueError:
-        where = str(fault.where)
+    where = str(fault.where.relative_to(sweep.path) if fault.where.is_relative_to(sweep.path) else fault.where)
     mended, how = False, fault.how
     if fault.mend is not None and mend:
         try:
@@ -113,7 +107,7 @@ def _settle(sweep: SweepDirectory, fault: Fault, mend: bool) -> Finding:
         except (OSError, UserError, Busy) as error:
             how = f"not mended: {error}"
     elif fault.mend is not None:
-        how = f"would be {fault.how}"
+        how = f"would be {how}"
     return Finding(fault.kind, fault.severity, where, fault.what, mended, how)
 
 
@@ -126,8 +120,8 @@ def _version(sweep: SweepDirectory, settings: Mapping[str, Any]) -> Iterator[Fau
         return
     if not settings:
         yield Fault("settings", "sweep.yaml cannot be read", sweep.path / "sweep.yaml", None, again)
-    wrote = {"isoflop": settings.get("isoflop_version", __version__), "recipe": settings.get("recipe", RECIPE)}
-    other = [f"{name} {value}" for name, value in wrote.items() if value != {"isoflop": __version__}.get(name, RECIPE)]
+    ours = (("isoflop", "isoflop_version", __version__), ("recipe", "recipe", RECIPE))
+    other = [f"{name} {settings[key]}" for name, key, own in ours if settings.get(key, own) != own]
     absent = missing_field(plan)
     if other or absent:
         words = (
@@ -159,13 +153,8 @@ def _file_system(sweep: SweepDirectory) -> Iterator[Fault]:
     if free < LEAST_BYTES:
         yield Fault("disk", f"{free / 1e6:.0f} MB are left on the disk", sweep.path, None, "free some space")
     if not locks_work(sweep.path):
-        yield Fault(
-            "locks",
-            "two processes can hold the same file lock here",
-            sweep.path,
-            None,
-            "use a file system with locks, as NFS mounted without nolock; until then nothing keeps two jobs apart",
-        )
+        how = "use a file system with locks, as NFS mounted without nolock; until then nothing keeps two jobs apart"
+        yield Fault("locks", "two processes can hold the same file lock here", sweep.path, None, how)
 
 
 def locks_work(folder: Path) -> bool:
@@ -184,9 +173,10 @@ def locks_work(folder: Path) -> bool:
 def _orphans(sweep: SweepDirectory, policy: Policy) -> Iterator[Fault]:
     live, record = None, sweep.path / "jobs" / "slurm.json"
     if read_json(record) is not None:
-        live, why = _live_jobs()
-        if why is not None:
-            yield Fault("slurm", why, record, None, "runs that wait are not judged", "note")
+        try:
+            live = slurm.live_jobs(patience=0.0)
+        except UserError as error:
+            yield Fault("slurm", str(error), record, None, "runs that wait are not judged", "note")
         for queue in Queue.all_of(sweep):
             if lost := queue.lost():
                 names = ", ".join(name for unit in lost for name in unit.runs)
@@ -216,22 +206,11 @@ def _orphans(sweep: SweepDirectory, policy: Policy) -> Iterator[Fault]:
     yield from _strays(sweep)
 
 
-def _live_jobs() -> tuple[set[str] | None, str | None]:
-    """Or why they are not known."""
-    try:
-        return slurm.live_jobs(patience=0.0), None
-    except UserError as error:
-        return None, str(error)
-
-
 def _is_dead(run: RunDirectory, policy: Policy) -> bool:
-    if run.state().state != "running":
-        return False
-    try:
-        with states.hold_idle(run, policy):
+    if run.state().state == "running":
+        with suppress(Busy), states.hold_idle(run, policy):
             return run.state().state == "running"
-    except Busy:
-        return False
+    return False
 
 
 def _settle_dead(run: RunDirectory, policy: Policy, ask: bool) -> None:
@@ -243,12 +222,8 @@ def _settle_dead(run: RunDirectory, policy: Policy, ask: bool) -> None:
 def _without_job(sweep: SweepDirectory, live: set[str]) -> list[str]:
     """Runs that wait for a job that is gone; those of a queue wait for its workers, whom the keeper sees to."""
     queued = {name for queue in Queue.all_of(sweep) for unit in queue.left() for name in unit.runs}
-    states = {run.run_id: run.state() for run in membership.members(sweep) if run.run_id not in queued}
-    return [
-        name
-        for name, state in states.items()
-        if state.state == "queued" and state.job_id is not None and state.job_id not in live
-    ]
+    others = [(run, run.state()) for run in membership.members(sweep) if run.run_id not in queued]
+    return [run.run_id for run, state in others if state.state == "queued" and state.job_id not in {None, *live}]
 
 
 def _strays(sweep: SweepDirectory) -> Iterator[Fault]:
@@ -260,13 +235,14 @@ def _strays(sweep: SweepDirectory) -> Iterator[Fault]:
             jobs = sorted(strays(sweep))
             reasons = slurm.ask("squeue", "-h", "-r", "-j", ",".join(jobs), "-o", "%i %r").stdout if jobs else ""
             held = [line.split()[0] for line in reasons.splitlines() if line.endswith(" JobHeldUser")]
+            what, where = "jobs of this sweep that no record knows", sweep.path / "jobs"
             if held:
-                what = f"SLURM holds jobs of this sweep that no record knows: {', '.join(held)}"
-                yield Fault("jobs", what, sweep.path / "jobs", partial(slurm.cancel, held), "cancelled")
+                yield Fault(
+                    "jobs", f"SLURM holds {what}: {', '.join(held)}", where, partial(slurm.cancel, held), "cancelled"
+                )
             if others := [job for job in jobs if job not in held]:
-                what = f"SLURM has jobs of this sweep that no record knows: {', '.join(others)}"
                 how = "they go on; the locks of runs keep them and others apart"
-                yield Fault("jobs", what, sweep.path / "jobs", None, how, "note")
+                yield Fault("jobs", f"SLURM has {what}: {', '.join(others)}", where, None, how, "note")
     except (AtWork, UserError):
         return
 
@@ -275,26 +251,13 @@ def _files(sweep: SweepDirectory) -> Iterator[Fault]:
     now = now_on(sweep.path)
     for name in (".", "fit", "jobs", "code", "runs"):
         yield from old_temporaries(sweep.path / name, now)
-    yield from unreadable(sweep.path / "fit" / "law.json", f"removed; isoflop report {sweep.path} makes it anew")
+    anew = f"removed; isoflop report {sweep.path} makes it anew"
+    yield from unreadable(sweep.path / "fit" / "law.json", anew)
     yield from _launch_record(sweep)
     yield from unreadable(sweep.path / "jobs" / "keeper.json", "removed; what it counts is counted anew")
-    if (sweep.path / membership.ADDED).exists() and read_json(sweep.path / membership.ADDED) is None:
-        yield Fault(
-            "unreadable",
-            f"{membership.ADDED} cannot be read",
-            sweep.path / membership.ADDED,
-            None,
-            "remove it and extend again; runs that are done stay done",
-        )
-    table = sweep.path / "table.csv"
-    if table.exists() and not _is_table(table):
-        yield Fault(
-            "unreadable",
-            "table.csv cannot be read",
-            table,
-            lambda: remove(table),
-            f"removed; isoflop report {sweep.path} makes it anew",
-        )
+    for fault in unreadable(sweep.path / membership.ADDED, "remove it and extend again; runs that are done stay done"):
+        yield replace(fault, mend=None)
+    yield from unreadable(sweep.path / "table.csv", anew, _is_table)
 
 
 def _launch_record(sweep: SweepDirectory) -> Iterator[Fault]:
@@ -315,26 +278,21 @@ def _launch_record(sweep: SweepDirectory) -> Iterator[Fault]:
 
 
 def _is_table(path: Path) -> bool:
-    try:
-        with path.open(encoding="utf-8", newline="") as file:
-            rows = list(csv.reader(file, strict=True))
-    except (OSError, UnicodeDecodeError, csv.Error):
-        return False
-    return bool(rows) and "run_id" in rows[0] and all(len(row) == len(rows[0]) for row in rows)
+    with suppress(OSError, UnicodeDecodeError, csv.Error), path.open(encoding="utf-8", newline="") as file:
+        rows = list(csv.reader(file, strict=True))
+        return bool(rows) and "run_id" in rows[0] and all(len(row) == len(rows[0]) for row in rows)
+    return False
 
 
 def faults_of(run: RunDirectory, policy: Policy, deep: bool, evaluated: bool) -> Iterator[Fault]:
     """What is wrong with a run, whose lock is held from one fault to the next; `evaluated`: it should have scores."""
-    try:
-        with states.hold_idle(run, policy):
-            for check in (_config, _state, _leftovers, _lines):
-                yield from check(run)
-            # Of a run that is to go on no sums are checked: that takes minutes, and its trainer waits for the lock.
-            yield from _checkpoints(run, deep and run.state().state not in OPEN)
-            yield from _result(run, evaluated)
-            yield from _scores(run)
-    except Busy:
-        return
+    with suppress(Busy), states.hold_idle(run, policy):
+        for check in (_config, _state, _leftovers, _lines):
+            yield from check(run)
+        # Of a run that is to go on no sums are checked: that takes minutes, and its trainer waits for the lock.
+        yield from _checkpoints(run, deep and run.state().state not in OPEN)
+        yield from _result(run, evaluated)
+        yield from _scores(run)
 
 
 def old_temporaries(folder: Path, now: float) -> Iterator[Fault]:
@@ -347,13 +305,8 @@ def old_temporaries(folder: Path, now: float) -> Iterator[Fault]:
         except OSError:  # renamed just now
             continue
         if age > OLD_SECONDS:
-            yield Fault(
-                "temporary",
-                f"a write was killed {age / 60:.0f} minutes ago and left {path.name}",
-                path,
-                partial(remove, path),
-                "removed",
-            )
+            what = f"a write was killed {age / 60:.0f} minutes ago and left {path.name}"
+            yield Fault("temporary", what, path, partial(remove, path), "removed")
 
 
 def remove(path: Path) -> None:
@@ -363,10 +316,12 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def unreadable(path: Path, how: str) -> Iterator[Fault]:
-    """A file that is there and holds no JSON object."""
-    if path.exists() and read_json(path) is None:
-        yield Fault("unreadable", f"{path.name} cannot be read", path, lambda: remove(path), how)
+def unreadable(
+    path: Path, how: str, is_whole: Callable[[Path], object] = lambda path: read_json(path) is not None
+) -> Iterator[Fault]:
+    """A file that is there and not whole; by default one that holds no JSON object."""
+    if path.exists() and not is_whole(path):
+        yield Fault("unreadable", f"{path.name} cannot be read", path, partial(remove, path), how)
 
 
 def _config(run: RunDirectory) -> Iterator[Fault]:
@@ -380,29 +335,18 @@ def _state(run: RunDirectory) -> Iterator[Fault]:
     path = run.path / "state.json"
     values = read_json(path)
     if values is None or values.get("state") not in STATES:
-        known = run.state()
         what = "state.json cannot be read" if path.exists() else "state.json is missing"
         lost = "it has no summary, and goes on from a checkpoint"
         why = "its summary is there" if run.summary() is not None else lost
-        yield Fault(
-            "state",
-            what,
-            path,
-            lambda: states.restore(run),
-            f"written anew as {known.state}, for {why}",
-        )
+        how = f"written anew as {run.state().state}, for {why}"
+        yield Fault("state", what, path, partial(states.restore, run), how)
     asked = run.cancel_asked()
     state = run.state().state
     if asked is not None and state == "done":
         yield Fault("cancel", f"{asked} asked to cancel a run that is done", run.path, run.forget_cancel, "forgotten")
     elif asked is not None and state != "cancelled":
-        yield Fault(
-            "cancel",
-            f"{asked} asked to cancel the run, and nobody trains it",
-            run.path,
-            lambda: states.cancel(run, asked),
-            "cancelled",
-        )
+        what = f"{asked} asked to cancel the run, and nobody trains it"
+        yield Fault("cancel", what, run.path, partial(states.cancel, run, asked), "cancelled")
 
 
 def _leftovers(run: RunDirectory) -> Iterator[Fault]:
@@ -411,43 +355,25 @@ def _leftovers(run: RunDirectory) -> Iterator[Fault]:
         yield from old_temporaries(folder, now)
     for name in ("failure.json", "cancel.json", attempts.UNDER_WAY):
         yield from unreadable(run.path / name, "removed")
-    if (run.path / ".reserve").exists():
-        yield Fault(
-            "temporary",
-            "disk is set aside for a run that nobody trains",
-            run.path / ".reserve",
-            run.release,
-            "given back",
-        )
+    if (path := run.path / ".reserve").exists():
+        yield Fault("temporary", "disk is set aside for a run that nobody trains", path, run.release, "given back")
     if run.last_sign() is not None and run.state().state != "running":
-        yield Fault(
-            "heartbeat",
-            "a sign of life is left of a run that nobody trains",
-            run.path / "heartbeat",
-            run.forget_signs,
-            "removed",
-        )
+        what = "a sign of life is left of a run that nobody trains"
+        yield Fault("heartbeat", what, run.path / "heartbeat", run.forget_signs, "removed")
 
 
 def _lines(run: RunDirectory) -> Iterator[Fault]:
     for name in ("metrics.jsonl", attempts.LINES):
         path = run.path / name
         try:
-            content = path.read_bytes()
+            *lines, torn = path.read_bytes().split(b"\n")
         except OSError:
             continue
-        lines = content.split(b"\n")
-        torn = lines.pop() != b""
         whole = [line for line in lines if _is_record(line)]
-        if bad := len(lines) - len(whole) + torn:
+        if bad := len(lines) - len(whole) + (torn != b""):
             text = b"".join(line + b"\n" for line in whole).decode()
-            yield Fault(
-                "torn",
-                f"{bad} of the lines of {name} cannot be read",
-                path,
-                partial(write_atomic, path, text),
-                "cut out; every other line stays",
-            )
+            what = f"{bad} of the lines of {name} cannot be read"
+            yield Fault("torn", what, path, partial(write_atomic, path, text), "cut out; every other line stays")
 
 
 def _is_record(line: bytes) -> bool:
@@ -458,67 +384,40 @@ def _is_record(line: bytes) -> bool:
 
 
 def _checkpoints(run: RunDirectory, deep: bool) -> Iterator[Fault]:
+    damage: Callable[[Path], str | None] = attempts.visible_damage  # by names and sizes
+    if deep:  # also by sums
+        from ...train.checkpoint.checkpoint import damage
     folder = run.path / "checkpoints"
     for path in sorted(folder.glob(".step_*")):  # the lock is held: nobody writes one
         yield Fault("half-written", f"a save was killed and left {path.name}", path, partial(remove, path), "removed")
     final = (run.summary() or {}).get("checkpoint")
     for path in sorted(folder.glob("step_*")):
-        if (problem := _damage(path, deep)) is None:
+        if (problem := damage(path)) is None:
             continue
         if run.is_done() and final == f"checkpoints/{path.name}":
             continue  # see `_result`
-        yield Fault(
-            "half-written",
-            f"checkpoint {path.name} is damaged: {problem}",
-            path,
-            partial(remove, path),
-            "removed; the run goes on from the one before",
-        )
-
-
-def _damage(checkpoint: Path, deep: bool) -> str | None:
-    """What is wrong with a checkpoint, by names and sizes, or also by sums."""
-    if not deep:
-        return attempts.visible_damage(checkpoint)
-    from ...train.checkpoint.checkpoint import damage
-
-    return damage(checkpoint)
+        what, how = f"checkpoint {path.name} is damaged: {problem}", "removed; the run goes on from the one before"
+        yield Fault("half-written", what, path, partial(remove, path), how)
 
 
 def _result(run: RunDirectory, evaluated: bool) -> Iterator[Fault]:
     path = run.path / "summary.json"
-    if path.exists() and run.summary() is None:
-        yield Fault(
-            "unreadable",
-            "summary.json cannot be read",
-            path,
-            lambda: remove(path),
-            "removed; the newest checkpoint makes a new one",
-        )
+    yield from unreadable(path, "removed; the newest checkpoint makes a new one")
     if run.state().state != "done":
         return
     summary = run.summary()
     if summary is None:
-        yield Fault(
-            "result",
-            "it is done and has no summary",
-            path,
-            lambda: states.plan(run, "its summary was lost, and is made anew"),
-            f"planned again, from its newest checkpoint: isoflop retry {run.path.parent.parent} {run.run_id}",
-        )
+        mend = partial(states.plan, run, "its summary was lost, and is made anew")
+        how = f"planned again, from its newest checkpoint: isoflop retry {run.path.parent.parent} {run.run_id}"
+        yield Fault("result", "it is done and has no summary", path, mend, how)
         return
     checkpoint = run.path / str(summary.get("checkpoint"))
-    problem = _damage(checkpoint, deep=False) if checkpoint.is_dir() else "it is gone"
+    problem = attempts.visible_damage(checkpoint) if checkpoint.is_dir() else "it is gone"
     if problem is not None:
         needed = evaluated and not (run.path / "eval" / f"step_{summary.get('step')}.json").exists()
-        yield Fault(
-            "result",
-            f"its last checkpoint cannot be used ({problem})",
-            checkpoint,
-            None,
-            f"its losses stand; to train the run again, remove {path} and ask the doctor again",
-            "error" if needed else "note",
-        )
+        what = f"its last checkpoint cannot be used ({problem})"
+        how = f"its losses stand; to train the run again, remove {path} and ask the doctor again"
+        yield Fault("result", what, checkpoint, None, how, "error" if needed else "note")
 
 
 def _scores(run: RunDirectory) -> Iterator[Fault]:
@@ -526,19 +425,13 @@ def _scores(run: RunDirectory) -> Iterator[Fault]:
     for path in sorted((run.path / "eval").glob("*.json")):
         if not STEP.match(path.stem):
             continue
-        if read_json(path) is None:
-            yield Fault(
+        broken, kind = read_json(path) is None, "scores"
+        what, how = f"scores a run that is {run.state().state}", "removed; the run is scored when it is done"
+        if broken:
+            kind, what, how = (
                 "unreadable",
-                f"eval/{path.name} cannot be read",
-                path,
-                partial(remove, path),
+                "cannot be read",
                 "removed; the run is scored again when the sweep goes on",
             )
-        elif not done:
-            yield Fault(
-                "scores",
-                f"eval/{path.name} scores a run that is {run.state().state}",
-                path,
-                partial(remove, path),
-                "removed; the run is scored when it is done",
-            )
+        if broken or not done:
+            yield Fault(kind, f"eval/{path.name} {what}", path, partial(remove, path), how)

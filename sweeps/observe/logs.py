@@ -29,13 +29,12 @@ def print_log(sweep: SweepDirectory, prefix: str, follow: bool) -> None:
     (run,) = find_runs(sweep, [prefix])
     files = [run.path / "log.txt", *sorted(run.path.glob("log-rank*.txt"))]
     if follow:
-        policy = Policy.of(cluster_of(sweep.settings()))
 
         def files_now() -> list[tuple[str, Path]]:
             paths = [*files, *job_files(sweep, run)]
             return [("" if path.name == "log.txt" else f"{path.name}: ", path) for path in paths]
 
-        _follow(files_now, lambda: is_over(run, policy))
+        _follow(sweep, [run], files_now)
         return
     if not any(path.exists() for path in files):
         print(f"run {run.run_id} has not started")
@@ -59,9 +58,8 @@ def print_newest_lines(sweep: SweepDirectory, follow: bool) -> None:
         counts = Counter(states.values())
         print(f"no run runs or failed ({', '.join(f'{count} {state}' for state, count in counts.items())})")
     if follow:
-        policy = Policy.of(cluster_of(sweep.settings()))
         logs = [(f"{run.run_id}: ", run.path / "log.txt") for run in runs]
-        _follow(lambda: logs, lambda: all(is_over(run, policy) for run in runs), from_start=False)
+        _follow(sweep, runs, lambda: logs, from_start=False)
 
 
 def job_files(sweep: SweepDirectory, run: RunDirectory) -> list[Path]:
@@ -113,13 +111,18 @@ class Follower:
 
 
 def _follow(
-    files: Callable[[], Iterable[tuple[str, Path]]], is_over: Callable[[], bool], from_start: bool = True
+    sweep: SweepDirectory,
+    runs: Iterable[RunDirectory],
+    files: Callable[[], Iterable[tuple[str, Path]]],
+    from_start: bool = True,
 ) -> None:
-    """Prints what files grow by until all is over or Ctrl-C."""
+    """Prints what files grow by until the runs are over or Ctrl-C."""
     followers: dict[Path, Follower] = {}
+    policy = Policy.of(cluster_of(sweep.settings()))
     with contextlib.suppress(KeyboardInterrupt):
         while True:
-            over = is_over()  # asked before the last look: what is written before the end is then seen
+            # Asked before the last look: what is written before the end is then seen.
+            over = all(is_over(run, policy) for run in runs)
             for label, path in files():
                 if path not in followers:
                     followers[path] = Follower(path)

@@ -13,7 +13,7 @@ import json
 import math
 import os
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -49,11 +49,12 @@ COLUMNS = ("run", "state", "N", "D", "step", "loss", "tok/s", "MFU", "ETA", "try
 def open_sweep(path: Path | str) -> SweepDirectory:
     """An existing sweep whose plan this version can read."""
     sweep = SweepDirectory.open(path)
-    _require_fields(sweep, sweep.plan())
+    _plan_of(sweep)
     return sweep
 
 
-def _require_fields(sweep: SweepDirectory, plan: Mapping[str, Any]) -> None:
+def _plan_of(sweep: SweepDirectory) -> dict[str, Any]:
+    plan = sweep.plan()
     if absent := missing_field(plan):
         from ... import __version__
 
@@ -62,15 +63,13 @@ def _require_fields(sweep: SweepDirectory, plan: Mapping[str, Any]) -> None:
             f"{sweep.path / 'plan.json'} lacks {absent}, for isoflop {wrote} wrote it and this is {__version__}; "
             "use the version that wrote it, or sweep into another folder"
         )
+    return plan
 
 
 def missing_field(plan: Mapping[str, Any]) -> str | None:
     """A field that a run of a plan lacks, because another version wrote it."""
-    for planned in plan["runs"]:
-        for name in PLANNED:
-            if not isinstance(planned, dict) or name not in planned:
-                return name
-    return None
+    pairs = ((planned, name) for planned in plan["runs"] for name in PLANNED)
+    return next((name for planned, name in pairs if not isinstance(planned, dict) or name not in planned), None)
 
 
 def sweep_status(sweep: SweepDirectory, before: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -78,11 +77,10 @@ def sweep_status(sweep: SweepDirectory, before: Mapping[str, Any] | None = None)
 
     What had ended in an earlier status `before`, and was not touched since, is not read again.
     """
-    plan, cluster = sweep.plan(), cluster_of(sweep.settings())
-    _require_fields(sweep, plan)
+    cluster = cluster_of(sweep.settings())
     known = {row["run_id"]: row for row in (before or {}).get("runs", []) if row["state"] not in OPEN}
-    rows = []
-    for planned in [*plan["runs"], *_added(sweep, plan)]:
+    rows: list[Row] = []
+    for planned in _planned(sweep):
         run = sweep.run(planned["run_id"])
         row, changed = known.get(run.run_id), _changed(run)
         if row is None or row["changed"] != changed:
@@ -91,7 +89,10 @@ def sweep_status(sweep: SweepDirectory, before: Mapping[str, Any] | None = None)
     now, policy = now_on(sweep.path), Policy.of(cluster)
     _add_life(sweep, rows, policy, now)
     _add_costs(rows, cluster)
-    _add_again(rows, policy, now)
+    spent = sum(row["retries"] for row in rows)
+    for row in rows:
+        recent = _attempts(row)[len(row["history"]) - row["recent"] :]
+        row["again"] = row["state"] == "failed" and attempts.decide(recent, policy, spent, now).again
     _add_waits(sweep, rows)
     counts = Counter(row["state"] for row in rows)
     report = sweep.path / "fit" / "report.html"
@@ -100,27 +101,27 @@ def sweep_status(sweep: SweepDirectory, before: Mapping[str, Any] | None = None)
         "states": {state: counts[state] for state in STATES if counts[state]},
         "gpu_hours": sum(row["gpu_hours"] for row in rows),
         "core_hours": sum(row["core_hours"] for row in rows),
-        "retries": sum(row["retries"] for row in rows),
+        "retries": spent,
         "eta_seconds": sweep_eta(rows),
         "runs": rows,
         "report": str(report) if report.exists() else None,
     }
 
 
-def _added(sweep: SweepDirectory, plan: Mapping[str, Any]) -> list[Row]:
-    """Rows of the plan for runs that were added since it was made."""
+def _planned(sweep: SweepDirectory) -> list[Row]:
+    """Rows of the plan, also for runs that were added since it was made."""
+    rows: list[Row] = _plan_of(sweep)["runs"]
     if not (sweep.path / "added.json").exists():
-        return []
+        return rows
     from ...train.flops import count_parameters
 
-    known = {planned["run_id"] for planned in plan["runs"]}
-    rows = []
+    known, added = {planned["run_id"] for planned in rows}, []
     for run in members(sweep):
         if run.run_id not in known:
             config = run.config()
             size = {"N_total": count_parameters(config.model).N_total, "D": config.D, "steps": config.steps}
-            rows.append({"run_id": run.run_id, "name": config.name or run.run_id, **size})
-    return rows
+            added.append({"run_id": run.run_id, "name": config.name or run.run_id, **size})
+    return rows + added
 
 
 def _changed(run: RunDirectory) -> int:
@@ -140,15 +141,10 @@ def _read(run: RunDirectory, planned: Mapping[str, Any], changed: int) -> Row:
     return {
         "run_id": run.run_id,
         "name": planned["name"],
-        "state": state.state,
-        "reason": state.reason,
-        "attempt": state.attempt,
+        **vars(state),
         "retries": sum(start.cause in attempts.RETRIED for start in recent[:-1]),
-        "host": state.host,
         "mesh": planned.get("mesh", ""),
         "parent": planned.get("parent"),
-        "job_id": state.job_id,
-        "since": state.since,
         "N_total": planned["N_total"],
         "D": planned["D"],
         "step": summary["step"] if summary else last.get("step", 0),
@@ -177,36 +173,37 @@ def _finite(value: Any) -> float | None:
 
 def _add_life(sweep: SweepDirectory, rows: Iterable[Row], policy: Policy, now: float) -> None:
     """How long ago each running run has shown life, and when it will end."""
-    limit = policy.silence_seconds
     for row in rows:
         row |= {"heartbeat_age": None, "silent": False, "under_way": None}
         if row["state"] != "running":
             continue
         run = sweep.run(row["run_id"])
         age = row["heartbeat_age"] = attempts.sign_age(run, now)
-        row["silent"] = age is None or age > limit
-        begun = read_json(run.path / attempts.UNDER_WAY) or {}
-        began = begun.get("began", now)
+        row["silent"] = age is None or age > policy.silence_seconds
+        begun = {"began": now, "share": 1.0} | (read_json(run.path / attempts.UNDER_WAY) or {})
+        began = begun["began"]
         seen = began if age is None else now - age
-        row["under_way"] = {
-            "began": began,
-            "ended": max(began, seen if row["silent"] else now),
-            "share": begun.get("share", 1.0),
-            "host": begun.get("host"),
-            "job_id": begun.get("job_id"),
-        }
+        ended = max(began, seen if row["silent"] else now)
+        row["under_way"] = {"began": began, "ended": ended, "share": begun["share"]}
+        row["under_way"] |= {name: begun.get(name) for name in ("host", "job_id")}
         rate = row["tokens_per_s"]
         row["eta_seconds"] = max(0, row["D"] - row["tokens"]) / rate if rate and not row["silent"] else None
 
 
 def _add_costs(rows: Iterable[Row], cluster: ClusterConfig) -> None:
     """GPU-hours of each run so far, or core-hours where it has no GPU."""
-    paid = accounting.paid_seconds({row["run_id"]: [*_attempts(row), *_under_way(row)] for row in rows})
+    histories = {row["run_id"]: _attempts(row) for row in rows}
+    unknown: Row = dict.fromkeys(("first_step", "last_step", "saved_step", "flops", "flops_wasted"), 0)
     for row in rows:
-        shape = row["shape"]
-        hours = sum(paid[row["run_id"]]) * accounting.devices(shape, vars(cluster)) / 3600 if shape else 0.0
-        on_gpu = bool(shape and shape["gpus"])
-        row |= {"gpu_hours": hours if on_gpu else 0.0, "core_hours": 0.0 if on_gpu else hours}
+        if begun := row["under_way"]:
+            rest = {"attempt": row["attempt"], "seconds": begun["ended"] - begun["began"], **begun, **unknown}
+            histories[row["run_id"]].append(Attempt(cause="killed", reason=None, **rest))
+    paid = accounting.paid_seconds(histories)
+    for row in rows:
+        row |= {"gpu_hours": 0.0, "core_hours": 0.0}
+        if shape := row["shape"]:
+            hours = sum(paid[row["run_id"]]) * accounting.devices(shape, vars(cluster)) / 3600
+            row["gpu_hours" if shape["gpus"] else "core_hours"] = hours
 
 
 def _attempts(row: Row) -> list[Attempt]:
@@ -214,36 +211,18 @@ def _attempts(row: Row) -> list[Attempt]:
     return [Attempt(**start) for start in row["history"]]
 
 
-def _under_way(row: Row) -> list[Attempt]:
-    """The one that has not."""
-    if (begun := row["under_way"]) is None:
-        return []
-    seconds = begun["ended"] - begun["began"]
-    unknown: Row = dict.fromkeys(("first_step", "last_step", "saved_step", "flops", "flops_wasted"), 0)
-    return [Attempt(attempt=row["attempt"], seconds=seconds, cause="killed", reason=None, **begun, **unknown)]
-
-
-def _add_again(rows: Iterable[Row], policy: Policy, now: float) -> None:
-    """Whether each run that failed is tried again."""
-    spent = sum(row["retries"] for row in rows)
-    for row in rows:
-        recent = _attempts(row)[len(row["history"]) - row["recent"] :]
-        row["again"] = row["state"] == "failed" and attempts.decide(recent, policy, spent, now).again
-
-
 def _add_waits(sweep: SweepDirectory, rows: Iterable[Row]) -> None:
     """Why each queued run waits, in SLURM's words."""
-    for row in rows:
-        row["waits"] = None
-    waiting = [row for row in rows if row["state"] in ("queued", "preempted") and row["job_id"]]
-    if waiting and (sweep.path / "jobs" / "slurm.json").exists():
+    reasons: dict[str, str] = {}
+    waiting = any(row["state"] in ("queued", "preempted") and row["job_id"] for row in rows)
+    if waiting and (record := sweep.path / "jobs" / "slurm.json").exists():
         from ..slurm import commands as slurm
 
-        owner = str(os.stat(sweep.path / "jobs" / "slurm.json").st_uid)
+        owner = str(record.stat().st_uid)
         answer = slurm.ask("squeue", "-h", "-r", "-u", owner, "-o", "%i|%r", timeout=SQUEUE_SECONDS)
         reasons = dict(line.split("|", 1) for line in answer.stdout.splitlines() if not line.endswith("|None"))
-        for row in waiting:
-            row["waits"] = reasons.get(row["job_id"])
+    for row in rows:
+        row["waits"] = reasons.get(row["job_id"]) if row["state"] in ("queued", "preempted") else None
 
 
 def sweep_eta(rows: Iterable[Row]) -> float | None:
@@ -274,7 +253,7 @@ def sweep_eta(rows: Iterable[Row]) -> float | None:
 def print_status(status: dict[str, Any], everything: bool = False) -> None:
     """Of a large sweep what needs attention, unless `everything`."""
     out = console()
-    out.print(render_status(status, None if everything else _room(out)))
+    out.print(_rendered(status, out, everything))
 
 
 def watch_sweep(sweep: SweepDirectory, as_json: bool = False, everything: bool = False) -> None:
@@ -291,7 +270,7 @@ def watch_sweep(sweep: SweepDirectory, as_json: bool = False, everything: bool =
             if as_json:
                 print_json(status)
             elif live is not None:
-                live.update(render_status(status, None if everything else _room(out)), refresh=True)
+                live.update(_rendered(status, out, everything), refresh=True)
             else:
                 print_status(status, everything)
             if not any(row["state"] in OPEN or row["again"] for row in status["runs"]):
@@ -305,8 +284,9 @@ def print_json(status: dict[str, Any]) -> None:
     print(json.dumps(status, allow_nan=False), flush=True)
 
 
-def _room(out: Console) -> int:
-    return max(10, out.height - 8) if out.is_terminal else ROWS
+def _rendered(status: dict[str, Any], out: Console, everything: bool) -> RenderableType:
+    room = max(10, out.height - 8) if out.is_terminal else ROWS
+    return render_status(status, None if everything else room)
 
 
 def render_status(status: dict[str, Any], room: int | None) -> RenderableType:
@@ -325,11 +305,9 @@ def render_status(status: dict[str, Any], room: int | None) -> RenderableType:
         table.add_row(*map(Text, of_run), style=STYLES.get(row["state"]))  # text: a name may have [brackets]
     lines = []
     for (state, reason), runs in _reasons(shown).items():
-        if len(runs) == 1:
-            lines.append(f"{runs[0]} {state}: {reason}")
-        else:
-            named = ", ".join(runs[:3]) + ", …" * (len(runs) > 3)
-            lines.append(f"{len(runs)} runs {state}: {reason} ({named})")
+        named = ", ".join(runs[:3]) + ", …" * (len(runs) > 3)
+        one = len(runs) == 1
+        lines.append(f"{named} {state}: {reason}" if one else f"{len(runs)} runs {state}: {reason} ({named})")
     if hidden:
         lines.append(f"not shown: {', '.join(f'{n} {state}' for state, n in hidden.items())}; --all shows every run")
     lines += _totals(status)
@@ -365,10 +343,10 @@ def _first(rows: list[Row], room: int) -> list[Row]:
 
 
 def _reasons(rows: list[Row]) -> dict[tuple[str, str], list[str]]:
-    found: dict[tuple[str, str], list[str]] = {}
+    found = defaultdict(list)
     for row in rows:
         if row["reason"]:
-            found.setdefault((row["state"], row["reason"]), []).append(row["run_id"])
+            found[row["state"], row["reason"]].append(row["run_id"])
     return found
 
 

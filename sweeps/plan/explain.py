@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from rich.console import Console
 
 from ...train.config import RunConfig, from_dict
 from ...train.errors import UserError
@@ -17,20 +16,7 @@ from ...train.flops import count_parameters
 from ...train.planner.planner import Candidate, Choice, Hardware, choose, gigabytes
 from ...train.planner.validation import validate
 from ..config import ClusterConfig
-from ..terminal import console, plain_table, short
-
-TERMS = (
-    "parameters",
-    "gradients",
-    "optimizer",
-    "gathered",
-    "reduction",
-    "activations",
-    "head",
-    "loss_workspace",
-    "block_workspace",
-    "table_gradients",
-)
+from ..terminal import console, plain_table, say, short
 
 
 def read_run(path: Path) -> RunConfig:
@@ -94,14 +80,9 @@ def explain_choice(choice: Choice) -> dict[str, Any]:
 
 
 def _described(choice: Choice, candidate: Candidate) -> dict[str, Any]:
-    chosen = candidate.parallel
+    names = ("tp", "dp", "zero", "micro_batch_size", "recompute", "sequence_parallel")
     return {
-        "tp": chosen.tp,
-        "dp": chosen.dp,
-        "zero": chosen.zero,
-        "micro_batch_size": chosen.micro_batch_size,
-        "recompute": chosen.recompute,
-        "sequence_parallel": chosen.sequence_parallel,
+        **{name: getattr(candidate.parallel, name) for name in names},
         "fits": choice.fits(candidate),
         "verdict": choice.verdict(candidate),
         "seconds": dataclasses.asdict(candidate.time) | {"total": candidate.time.total},
@@ -111,30 +92,20 @@ def _described(choice: Choice, candidate: Candidate) -> dict[str, Any]:
 
 def print_choice(choice: Choice) -> None:
     """Why, what was considered, and where bytes and seconds go."""
-    out = console()
     model, config = choice.config.model, choice.config
-    out.print(
+    say(
         f"N {short(count_parameters(model).N_total)} ({model.width}x{model.depth}), {config.optimizer.batch_size} "
-        f"sequences of {config.data.sequence_length} tokens a step, {config.precision}, on {choice.ranks} ranks",
-        highlight=False,
-        soft_wrap=True,
+        f"sequences of {config.data.sequence_length} tokens a step, {config.precision}, on {choice.ranks} ranks"
     )
-    out.print(choice.why(), highlight=False, soft_wrap=True)
-    _print_considered(choice, out)
-    best = choice.best
-    if best is None:
-        return
-    _print_terms(best, out)
-    chosen = best.parallel
-    out.print(
-        f"use it with: parallel.tp={chosen.tp} parallel.dp={chosen.dp} parallel.zero={chosen.zero} "
-        f"parallel.micro_batch_size={chosen.micro_batch_size} parallel.recompute={chosen.recompute}",
-        highlight=False,
-        soft_wrap=True,
-    )
+    say(choice.why())
+    _print_considered(choice)
+    if (best := choice.best) is not None:
+        _print_terms(best)
+        settings = ("tp", "dp", "zero", "micro_batch_size", "recompute")
+        say("use it with: " + " ".join(f"parallel.{name}={getattr(best.parallel, name)}" for name in settings))
 
 
-def _print_considered(choice: Choice, out: Console) -> None:
+def _print_considered(choice: Choice) -> None:
     columns = ("tp", "dp", "zero", "micro-batch", "recompute", "s a step", "GB", "verdict")
     table = plain_table(columns, ("recompute", "verdict"), "the fastest of each tp and ZeRO stage, in time's order")
     for candidate in choice.notable():
@@ -151,20 +122,19 @@ def _print_considered(choice: Choice, out: Console) -> None:
             choice.verdict(candidate),
             style=style,
         )
-    out.print(table)
+    console().print(table)
 
 
-def _print_terms(best: Candidate, out: Console) -> None:
+def _print_terms(best: Candidate) -> None:
     memory, time = best.memory, best.time
-    sizes = [(name, getattr(memory, name)) for name in TERMS]
-    sizes.append((f"peak ({memory.worst})", memory.peak))
-    seconds = [(item.name, getattr(time, item.name)) for item in dataclasses.fields(time)] + [("step", time.total)]
+    sizes = {name: size for name, size in vars(memory).items() if name != "moments"}
+    sizes[f"peak ({memory.worst})"] = memory.peak
     table = plain_table(("bytes a rank", "", "seconds a step", ""), ("bytes a rank", "seconds a step"))
-    left = [(name.replace("_", " "), gigabytes(size)) for name, size in sizes]
-    right = [(name, f"{spent:.3g}") for name, spent in seconds]
+    left = [(name.replace("_", " "), gigabytes(size)) for name, size in sizes.items()]
+    right = [(name, f"{spent:.3g}") for name, spent in (vars(time) | {"step": time.total}).items()]
     for size, spent in zip_longest(left, right, fillvalue=("", "")):
         table.add_row(*size, *spent)
-    out.print(table)
+    console().print(table)
 
 
 def explain_runs(runs: list[RunConfig], cluster: ClusterConfig, flops_per_second: float) -> None:

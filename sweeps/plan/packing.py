@@ -54,8 +54,7 @@ def pack_runs(
         raise ValueError("a run was given twice; every run is trained once")
     clock = _Clock(by_id, seconds, launch_bound_width)
     packing = {name: clock.piece(Unit("alone", (name,))) for name in by_id}  # what trains each run
-    groups = _groups(by_id, clock)
-    ways = [list(_ensembles(group, clock, places, ensembles, room_bytes, device)) for group in groups]
+    ways = [list(_ensembles(g, clock, places, ensembles, room_bytes, device)) for g in _groups(by_id, clock)]
     packing = _improve(packing, ways, clock, places)
     if runs_per_gpu > 1:
         part = None if room_bytes is None else room_bytes / runs_per_gpu
@@ -70,7 +69,7 @@ def paid_shares(
 ) -> dict[str, float]:
     """What of a unit's time each of its runs pays: at any time an equal share with those that still train."""
     piece = _Clock({name: runs[name] for name in unit.runs}, seconds, launch_bound_width).piece(unit)
-    names = sorted(unit.runs, key=lambda name: seconds[name])
+    names = sorted(unit.runs, key=seconds.__getitem__)
     lengths = [end - before for before, end in pairwise([0.0, *piece.passed])]
     shares = accumulate(length / (len(names) - ended) for ended, length in enumerate(lengths))
     return dict(zip(names, shares, strict=True))
@@ -127,7 +126,7 @@ class _Clock:
         return sorted(names, key=lambda name: (-self.seconds[name], name))
 
     def piece(self, unit: Unit) -> _Piece:
-        names = sorted(unit.runs, key=lambda name: self.seconds[name])
+        names = sorted(unit.runs, key=self.seconds.__getitem__)
         ends = [self.seconds[name] for name in names]
         slowdown = [self._slowdown(unit.how, names[number:]) for number in range(len(names))]
         lengths = [end - before for before, end in pairwise([0.0, *ends])]

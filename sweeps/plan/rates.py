@@ -108,10 +108,8 @@ def place_of(cluster: ClusterConfig, threads: int) -> str:
     if cluster.kind == "slurm":
         only = f" {cluster.constraint}" if cluster.constraint else ""
         return f"slurm {cluster.partition or 'default partition'}{only}, {has} a rank"
-    machine = (
-        f"{platform.node()}, {processor_name()}" if cluster.gpus_per_job else processor_name()
-    )  # which has which GPUs
-    return f"{machine}, {has} a rank"
+    machine = f"{platform.node()}, " if cluster.gpus_per_job else ""  # which has which GPUs
+    return f"{machine}{processor_name()}, {has} a rank"
 
 
 def processor_name() -> str:
@@ -127,10 +125,12 @@ def processor_name() -> str:
 def load_rates(cluster: ClusterConfig, threads: int) -> Calibration:
     """What past sweeps measured where this one is to run."""
     kinds = _places(read_json(_file())).get(place_of(cluster, threads), {}).get("kinds", {})
-    rates = {}
-    for kind, widths in kinds.items():
-        rates[kind] = {int(width): (statistics.median(runs.values()), len(runs)) for width, runs in widths.items()}
-    return Calibration(rates)
+    return Calibration(
+        {
+            kind: {int(width): (statistics.median(runs.values()), len(runs)) for width, runs in widths.items()}
+            for kind, widths in kinds.items()
+        }
+    )
 
 
 def sweep_rates(folder: Path, cluster: ClusterConfig, threads: int) -> Calibration:
@@ -171,12 +171,11 @@ def _with(places: dict[str, Any], place: str, measured: list[Measured]) -> dict[
     """With these runs: what is added to moves to the end, and the oldest falls out."""
     kinds = places.pop(place, {}).get("kinds", {})
     for run in measured:
-        widths = kinds.pop(run.kind, {})
-        runs = widths.setdefault(str(run.width), {})
+        widths = kinds[run.kind] = kinds.pop(run.kind, {})
+        runs = widths.get(str(run.width), {})
         runs.pop(run.run_id, None)
         runs[run.run_id] = run.flops_per_second
         widths[str(run.width)] = dict(list(runs.items())[-RUNS:])
-        kinds[run.kind] = widths
     places[place] = {"device": measured[-1].device, "kinds": dict(list(kinds.items())[-KINDS:])}
     return dict(list(places.items())[-PLACES:])
 

@@ -120,18 +120,29 @@ def plan_runs(
     # Longest first: the last job to start is then the shortest, and no core idles behind a long tail.
     planned.sort(key=lambda run: (-run.estimated_seconds, run.run_id))
     seconds = {run.run_id: run.estimated_seconds for run in planned}
+    bound, on_gpu, is_local = launch_bound_width(cluster), cluster.gpus_per_job > 0, cluster.kind == "local"
+    room, sharing = (cluster.gpu_memory_gb, cluster.runs_per_gpu) if on_gpu else (cluster.memory_gb, 1)
+    if is_local:  # so many jobs have the same GPU anyway
+        room, sharing = room / sharing, 1
     units: list[Unit] = []
     for is_taken in (False, True):
-        part = [run for name, run in by_id.items() if (name in taken) == is_taken]
-        units += _units(part, seconds, cluster, jobs_at_once, ensembles)
-    bound = launch_bound_width(cluster)
+        units += pack_runs(
+            [run for name, run in by_id.items() if (name in taken) == is_taken],
+            seconds,
+            places=jobs_at_once,
+            ensembles=ensembles,
+            runs_per_gpu=sharing,
+            room_bytes=room * 1e9,
+            launch_bound_width=bound,
+            device="cuda" if on_gpu else "cpu",
+        )
     paid: dict[str, float] = {}
     for unit in units:
         paid |= paid_shares(unit, by_id, seconds, bound)
     planned = [replace(run, paid_seconds=paid[run.run_id]) for run in planned]
     gpu_hours = sum(run.paid_seconds * run.shape.gpus * run.shape.ranks for run in planned) / 3600
     core_hours = sum(run.paid_seconds * run.shape.cpus * run.shape.ranks for run in planned) / 3600
-    if cluster.kind == "local":  # so many places are one GPU
+    if is_local:  # so many places are one GPU
         gpu_hours /= cluster.runs_per_gpu
     price = cluster.dollars_per_gpu_hour
     return Plan(
@@ -146,25 +157,6 @@ def plan_runs(
         dollars=None if price is None else gpu_hours * price,
         measured_runs=rates.measured_runs(by_id.values()),
         rates={kind: dict(rates.measured.rates.get(kind, {})) for kind in sorted(set(map(run_kind, runs)))},
-    )
-
-
-def _units(
-    runs: Sequence[RunConfig], seconds: dict[str, float], cluster: ClusterConfig, jobs_at_once: int, ensembles: int
-) -> list[Unit]:
-    gpus = cluster.gpus_per_job > 0
-    room, sharing = (cluster.gpu_memory_gb, cluster.runs_per_gpu) if gpus else (cluster.memory_gb, 1)
-    if cluster.kind == "local":  # so many jobs have the same GPU anyway
-        room, sharing = room / sharing, 1
-    return pack_runs(
-        runs,
-        seconds,
-        places=jobs_at_once,
-        ensembles=ensembles,
-        runs_per_gpu=sharing,
-        room_bytes=room * 1e9,
-        launch_bound_width=launch_bound_width(cluster),
-        device="cuda" if gpus else "cpu",
     )
 
 
@@ -225,9 +217,7 @@ def _planned(name: str, run: RunConfig, cluster: ClusterConfig, rates: Rates, th
         flops_exact=flops_exact(run),
         flops_own=own,
         budget=run.budget,
-        width=run.model.width,
-        depth=run.model.depth,
-        heads=run.model.heads,
+        **{name: getattr(run.model, name) for name in ("width", "depth", "heads")},
         steps=run.steps,
         seed=run.seed,
         sequence_length=run.data.sequence_length,

@@ -20,25 +20,19 @@ from ..runs.attempts import Attempt
 from ..runs.directory import RunDirectory, SweepDirectory
 
 # Causes as the report says them.
-WORDS = {
+WORDS = {name: name for name in ("hung", "preempted", "cancelled", "diverged", "error")} | {
     "killed": "process killed",
-    "hung": "hung",
     "node": "node failed",
     "lost": "job vanished",
     "disk": "disk full",
     "trunk": "trunk not there yet",
     "memory": "out of memory",
-    "preempted": "preempted",
     "time_limit": "time limit",
-    "cancelled": "cancelled",
-    "diverged": "diverged",
     "input": "bad input",
-    "error": "error",
     "unknown": "cause unknown",
 }
 
 Planned = dict[str, Any]  # a run of plan.json
-Times = tuple[float, float]  # actual, planned
 
 
 @dataclass(frozen=True)
@@ -87,9 +81,9 @@ class Account:
     retry_budget: int
     measured_runs: int  # of past sweeps, behind the estimate; 0: it was assumed
     error: Error | None  # of the estimate of all runs that are done, together
-    errors: dict[int, Error] = field(default_factory=dict)  # by width; medians
-    cluster_hours: float | None = None  # that SLURM counts for the jobs that trained; None: it does not say
-    scoring_hours: float | None = None  # that it counts for those that scored
+    errors: dict[int, Error]  # by width; medians
+    cluster_hours: float | None  # that SLURM counts for the jobs that trained; None: it does not say
+    scoring_hours: float | None  # that it counts for those that scored
 
     @property
     def overhead_hours(self) -> float | None:
@@ -108,12 +102,15 @@ def account(sweep: SweepDirectory) -> Account:
     histories = {name: attempts.read(sweep.run(name)) for name in runs}
     results = {name: result_of(sweep.run(name)) for name in runs}
     paid = paid_seconds(histories)
-    books, served = _Books(), _served(runs, results)
+    books, served = _Books(), Counter[str]()  # of trunks the last step that a branch's result stands on
+    for name, run in runs.items():
+        if run.get("parent") is not None and results[name] is not None:
+            served[run["parent"]] = max(served[run["parent"]], run["first_step"])
     planned_hours = 0.0
     for name, run in runs.items():
         part = devices(run["shape"], cluster)
         planned_hours += planned_seconds(run) * part / 3600
-        books.enter(run, histories[name], paid[name], results[name], served.get(name, 0), part)
+        books.enter(run, histories[name], paid[name], results[name], served[name], part)
     gpus = any(run["shape"]["gpus"] for run in runs.values())
     price = cluster.get("dollars_per_gpu_hour") if gpus else None
 
@@ -121,7 +118,7 @@ def account(sweep: SweepDirectory) -> Account:
         return Amount(hours, None if price is None else hours * price, float(flops))
 
     wasted_hours, wasted_flops = sum(books.lost_hours.values()), sum(books.lost_flops.values())
-    error, errors = _errors(runs, _compared(runs, results, histories, paid, sweep))
+    error, errors = _errors(runs, results, histories, paid, sweep)
     return Account(
         unit="GPU-hours" if gpus else "core-hours",
         runs=len(runs),
@@ -231,21 +228,11 @@ class _Books:
         self.flops += kept * step_flops
 
     def causes(self) -> dict[str, Wasted]:
-        names = self.ended.keys() | self.lost_hours.keys()
         found = {
             name: Wasted(WORDS.get(name, name), self.ended[name], self.lost_hours[name], float(self.lost_flops[name]))
-            for name in names
+            for name in self.ended.keys() | self.lost_hours.keys()
         }
         return dict(sorted(found.items(), key=lambda item: (-item[1].hours, -item[1].attempts, item[0])))
-
-
-def _served(runs: Mapping[str, Planned], results: Mapping[str, Any]) -> dict[str, int]:
-    """Of trunks the last step that a branch's result stands on."""
-    served: dict[str, int] = {}
-    for name, run in runs.items():
-        if run.get("parent") is not None and results[name] is not None:
-            served[run["parent"]] = max(served.get(run["parent"], 0), run["first_step"])
-    return served
 
 
 def _by_slurm(
@@ -255,16 +242,15 @@ def _by_slurm(
     cluster: Mapping[str, Any],
 ) -> dict[str, float | None]:
     """Device-hours that SLURM counts for the jobs that trained, and for those that scored."""
-    unknown: dict[str, float | None] = {"cluster_hours": None, "scoring_hours": None}
     if cluster["kind"] != "slurm":
-        return unknown
+        return {"cluster_hours": None, "scoring_hours": None}
     from ..slurm import commands as slurm
     from ..slurm.record import LaunchRecord
 
     try:
         record = LaunchRecord.read(sweep)
     except UserError:  # the books need no record, and `isoflop doctor` makes it anew
-        return unknown
+        return {"cluster_hours": None, "scoring_hours": None}
     one = {name: devices(run["shape"] | {"nodes": 1, "ranks_per_node": 1}, cluster) for name, run in runs.items()}
     scoring = {job: one[name] for name, job in record.scoring.items() if name in one}
     training = {
@@ -300,44 +286,34 @@ def own_seconds(run: RunDirectory, planned: Planned, summary: Mapping[str, Any])
     return max(0.0, float(summary["seconds"]) - before[-1]["seconds"] * first / before[-1]["step"])
 
 
-def _compared(
+def _errors(
     runs: Mapping[str, Planned],
     results: Mapping[str, Mapping[str, Any] | None],
     histories: Mapping[str, Sequence[Attempt]],
     paid: Mapping[str, Sequence[float]],
     sweep: SweepDirectory,
-) -> dict[str, Times]:
-    """Of the runs that are done: the seconds that each paid, without repeated steps, and those planned."""
-    found = {}
+) -> tuple[Error | None, dict[int, Error]]:
+    """Of all runs that are done together, and by width: what each paid, without repeated steps, over its estimate."""
+    import statistics  # which takes longer than all else here, and `isoflop status` has no use for it
+
+    def error(ratios: Sequence[float], ratio: float) -> Error:
+        low, _, high = statistics.quantiles(ratios, method="inclusive") if len(ratios) > 1 else [ratios[0]] * 3
+        return Error(len(ratios), ratio, low, high)
+
+    times: list[tuple[float, float]] = []
+    by_width = defaultdict(list)
     for name, result in results.items():
         if result is None:
             continue
-        seconds = own_seconds(sweep.run(name), runs[name], result)
+        actual, planned = own_seconds(sweep.run(name), runs[name], result), planned_seconds(runs[name])
         if shares_device(histories[name], result):
-            seconds *= sum(paid[name]) / max(sum(attempt.seconds for attempt in histories[name]), 1e-9)
-        found[name] = seconds, planned_seconds(runs[name])
-    return found
-
-
-def _error(ratios: Sequence[float], ratio: float) -> Error:
-    import statistics  # which takes longer than all else here, and `isoflop status` has no use for it
-
-    low, _, high = statistics.quantiles(ratios, method="inclusive") if len(ratios) > 1 else [ratios[0]] * 3
-    return Error(len(ratios), ratio, low, high)
-
-
-def _errors(runs: Mapping[str, Planned], compared: Mapping[str, Times]) -> tuple[Error | None, dict[int, Error]]:
-    """Of all runs together, and by width."""
-    if not compared:
-        return None, {}
-    from statistics import median
-
-    by_width: dict[int, list[float]] = defaultdict(list)
-    for name, (actual, planned) in compared.items():
+            actual *= sum(paid[name]) / max(sum(attempt.seconds for attempt in histories[name]), 1e-9)
+        times.append((actual, planned))
         by_width[runs[name]["width"]].append(actual / planned)
-    actual, planned = map(sum, zip(*compared.values(), strict=True))
-    together = _error([one / other for one, other in compared.values()], actual / planned)
-    return together, {width: _error(ratios, median(ratios)) for width, ratios in sorted(by_width.items())}
+    if not times:
+        return None, {}
+    together = error([one / other for one, other in times], sum(a for a, _ in times) / sum(p for _, p in times))
+    return together, {width: error(ratios, statistics.median(ratios)) for width, ratios in sorted(by_width.items())}
 
 
 def result_of(run: RunDirectory) -> dict[str, Any] | None:

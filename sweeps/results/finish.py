@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import platform
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from ..plan.rates import Measured, kind_of, place_of, record_rates
 from ..plan.sweep_plan import launch_bound_width
 from ..runs import attempts
 from ..runs.directory import SweepDirectory
-from ..terminal import console, plain_table, short
+from ..terminal import console, plain_table, say, short
 from . import pages, tracking
 from .accounting import account, own_seconds, result_of, shares_device
 from .table import sweep_curves, write_table
@@ -38,17 +37,12 @@ CODE = (".py", ".yaml", ".html", ".css", ".js")
 SOURCES = (
     "sweep.yaml",
     "plan.json",
-    *(
-        f"runs/*/{name}"
-        for name in (
-            "config.yaml",
-            "state.json",
-            "summary.json",
-            "metrics.jsonl",
-            "attempts.jsonl",
-            "eval/step_*.json",
-        )
-    ),
+    "runs/*/config.yaml",
+    "runs/*/state.json",
+    "runs/*/summary.json",
+    "runs/*/metrics.jsonl",
+    "runs/*/attempts.jsonl",
+    "runs/*/eval/step_*.json",
 )
 MADE = ("table.csv", COSTS, "fit/law.json", "fit/*.html", "fit/*.png", "runs/*/eval/*.html")
 
@@ -63,7 +57,7 @@ def write_results(sweep: SweepDirectory, targets: list[float] | None = None, ane
     if law is None:
         law = _analyze(sweep, targets)
         write_json(sweep.path / "fit" / INPUTS, {"digest": digest, "made": _stamps(sweep, MADE)})
-    tracking.push_results(sweep, _say)
+    tracking.push_results(sweep, _note)
     return law
 
 
@@ -130,7 +124,7 @@ def _calibrate(sweep: SweepDirectory, settings: dict[str, Any]) -> None:
         return  # its runs were trained on another machine than this
     place = place_of(cluster, sweep.plan()["runs"][0]["shape"]["cpus"])
     if (said := record_rates(place, measured_rates(sweep, launch_bound_width(cluster)))) is not None:
-        _say(f"note: {said}")
+        _note(f"note: {said}")
 
 
 def measured_rates(sweep: SweepDirectory, launch_bound_width: float) -> list[Measured]:
@@ -144,8 +138,7 @@ def measured_rates(sweep: SweepDirectory, launch_bound_width: float) -> list[Mea
         seconds = own_seconds(run, planned, result)
         if seconds < LEAST_SECONDS:
             continue
-        members = result.get("ensemble", 1)
-        gain = ensemble_speedup(planned["width"], members, launch_bound_width)
+        gain = ensemble_speedup(planned["width"], result.get("ensemble", 1), launch_bound_width)
         batch_tokens = planned["D"] // planned["steps"]
         kind = kind_of(planned["precision"], planned["mesh"], batch_tokens, planned["sequence_length"])
         rate = planned["flops_own"] / seconds / gain
@@ -153,7 +146,7 @@ def measured_rates(sweep: SweepDirectory, launch_bound_width: float) -> list[Mea
     return found
 
 
-def _say(line: str) -> None:
+def _note(line: str) -> None:
     """To people alone: standard output may be somebody's JSON."""
     print(line, file=sys.stderr)
 
@@ -173,75 +166,54 @@ def print_result(sweep: SweepDirectory) -> None:
 
 def print_law(law: dict[str, Any], name: str) -> None:
     """N, D and loss at each target by each approach, then what to distrust."""
-    out = console()
-    if rows := _estimates(law):
-        columns = ("FLOPs", "approach", "N", "D", "D/N", "loss")
-        table = plain_table(columns, ("approach",), f"{name}: compute-optimal, with 95 % intervals")
-        for row in rows:
-            table.add_row(*row)
-        out.print(table)
+    columns = ("FLOPs", "approach", "N", "D", "D/N", "loss")
+    table = plain_table(columns, ("approach",), f"{name}: compute-optimal, with 95 % intervals")
+    approaches = (law.get("approaches") or {}).items()
+    found = [(item, name) for name, approach in approaches for item in approach.get("optimal", [])]
+    for item, approach in sorted(found, key=lambda row: row[0]["flops"]):
+        N, D, loss = (_with_interval(item, key) for key in ("N", "D", "loss"))
+        ratio = "–" if not item["N"] or item["D"] is None else f"{item['D'] / item['N']:.3g}"
+        table.add_row(f"{item['flops']:.3g}", approach, N, D, ratio, loss)
+    if found:
+        console().print(table)
     if law.get("verdict"):
-        out.print(law["verdict"], highlight=False, soft_wrap=True)
+        say(law["verdict"])
     for line in law.get("recipes_compared", []):
-        out.print(escape(line), highlight=False, soft_wrap=True)
+        say(escape(line))
     for suspect in law.get("suspects", []):
-        out.print(f"  may be why: {escape(suspect)}", highlight=False, soft_wrap=True)
+        say(f"  may be why: {escape(suspect)}")
     for warning in law.get("warnings", []):
-        out.print(f"[yellow]{warning['code']}[/]: {escape(warning['message'])}", highlight=False, soft_wrap=True)
+        say(f"[yellow]{warning['code']}[/]: {escape(warning['message'])}")
 
 
-def _estimates(law: dict[str, Any]) -> list[list[str]]:
-    found = [
-        (item["flops"], name, item)
-        for name, approach in (law.get("approaches") or {}).items()
-        for item in approach.get("optimal", [])
-    ]
-    return [
-        [
-            f"{flops:.3g}",
-            name,
-            _with_interval(item["N"], item.get("N_ci"), short),
-            _with_interval(item["D"], item.get("D_ci"), short),
-            "–" if not item["N"] or item["D"] is None else f"{item['D'] / item['N']:.3g}",
-            _with_interval(item["loss"], item.get("loss_ci"), lambda value: f"{value:.3f}"),
-        ]
-        for flops, name, item in sorted(found, key=lambda row: row[0])
-    ]
-
-
-def _with_interval(value: float | None, interval: list[float | None] | None, say: Callable[[float], str]) -> str:
+def _with_interval(item: dict[str, Any], key: str) -> str:
     """None is a bound of an interval without an end."""
-    if value is None:
+    form, interval = "{:.3f}".format if key == "loss" else short, item.get(f"{key}_ci")
+    if item[key] is None:
         return "–"
     if not interval:
-        return say(value)
+        return form(item[key])
     low, high = interval
-    return f"{say(value)} [{'−∞' if low is None else say(low)}, {'∞' if high is None else say(high)}]"
+    return f"{form(item[key])} [{'−∞' if low is None else form(low)}, {'∞' if high is None else form(high)}]"
 
 
 def cost_lines(costs: dict[str, Any]) -> list[str]:
     """Two lines: planned against used, and what was wasted."""
-    used, planned, unit = costs["used"], costs["planned"], costs["unit"]
+    used, unit = costs["used"], costs["unit"]
     price = "" if used["dollars"] is None else f", ${used['dollars']:,.2f}"
     head = (
         f"{costs['done']} of {costs['runs']} runs done, {used['flops']:.3g} FLOPs (exact) in {used['hours']:.3g} {unit}"
+        f"{price} (planned: {costs['planned']['hours']:.3g})"
     )
-    head += f"{price} (planned: {planned['hours']:.3g})"
     if (error := costs["error"]) is not None:
         source = f"{costs['measured_runs']} measured runs" if costs["measured_runs"] else "an assumed speed"
         head += f"; training took {error['ratio']:.2f} times its estimate from {source}"
-    return [head, _waste_line(costs)]
-
-
-def _waste_line(costs: dict[str, Any]) -> str:
-    wasted, causes = costs["wasted"], costs["causes"]
-    said = "nothing was wasted"
+    wasted, said = costs["wasted"], "nothing was wasted"
     if wasted["hours"] > 0:
-        share = wasted["hours"] / costs["used"]["hours"]
-        said = f"wasted: {wasted['hours']:.3g} {costs['unit']} ({share:.1%}) and {wasted['flops']:.3g} FLOPs"
-    ended = [f"{lost['attempts']} {cause}" for cause, lost in causes.items() if lost["attempts"]]
-    if ended:
+        share = wasted["hours"] / used["hours"]
+        said = f"wasted: {wasted['hours']:.3g} {unit} ({share:.1%}) and {wasted['flops']:.3g} FLOPs"
+    if ended := [f"{lost['attempts']} {cause}" for cause, lost in costs["causes"].items() if lost["attempts"]]:
         rest = len(ended) - SHOWN
         more = f" and {rest} more cause{'s' * (rest > 1)}" if rest > 0 else ""
         said += f"; attempts that ended early: {', '.join(ended[:SHOWN])}{more}"
-    return f"{said}; {costs['retries']} of {costs['retry_budget']} retries used"
+    return [head, f"{said}; {costs['retries']} of {costs['retry_budget']} retries used"]

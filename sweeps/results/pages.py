@@ -64,9 +64,8 @@ def chosen_checkpoints(finals: list[dict[str, Any]], most: int = MOST) -> list[d
         group = row["budget"] if row["budget"] is not None else round(math.log2(max(row["flops"], 1.0)))
         if group not in best or row["loss"] < best[group]["loss"]:
             best[group] = row
-    first = sorted(best.values(), key=lambda row: -row["flops"])
-    rest = sorted((row for row in finals if not any(row is one for one in first)), key=lambda row: -row["flops"])
-    return [*first, *rest][:most]
+    first = [id(row) for row in best.values()]
+    return sorted(finals, key=lambda row: (id(row) not in first, -row["flops"]))[:most]
 
 
 def _scores_file(sweep: SweepDirectory, row: Mapping[str, Any]) -> Path:
@@ -78,26 +77,23 @@ def task_signals(table: pd.DataFrame, verdicts: Iterable[TaskVerdict]) -> dict[s
 
     As the fit judged it, else (few runs, or a task without accuracy) with the noise of the items.
     """
-    judged = {verdict.task: verdict for verdict in verdicts}
+    judged: dict[str, dict[str, SignalToNoise | None]] = {}
+    for verdict in verdicts:
+        gold = verdict.loss if verdict.measure == "gold_bpb" else None
+        judged[verdict.task] = {"acc": verdict.score, "gold_bpb": gold}
     finals = table[table["final"]]
-    names = sorted(
-        {str(name).rpartition("/")[0] for name in table.columns if str(name).endswith(("/acc", "/gold_bpb", "/bpb"))}
-    )
+    sources = {"acc": ("acc",), "gold_bpb": ("gold_bpb", "bpb")}
+    parts = (str(name).rpartition("/") for name in table.columns)
     found: dict[str, dict[str, Any]] = {}
-    for task in names:
-        verdict = judged.get(task)
-        acc = _known(verdict.score) if verdict else None
-        gold = _known(verdict.loss) if verdict and verdict.measure == "gold_bpb" else None
-        found[task] = {
-            "acc": _signal(acc or _by_items(finals, f"{task}/acc")),
-            "gold_bpb": _signal(gold or _by_items(finals, f"{task}/gold_bpb") or _by_items(finals, f"{task}/bpb")),
-        }
+    for task in sorted({task for task, slash, number in parts if slash and number in ("acc", "gold_bpb", "bpb")}):
+        found[task] = {}
+        for measure, columns in sources.items():
+            signal = judged.get(task, {}).get(measure)
+            if signal is None or not math.isfinite(signal.noise):  # the fit had nothing to measure noise by
+                by_items = (_by_items(finals, f"{task}/{column}") for column in columns)
+                signal = next((known for known in by_items if known), None)
+            found[task][measure] = signal and asdict(signal) | {"clear": signal.clear}
     return found
-
-
-def _known(signal: SignalToNoise | None) -> SignalToNoise | None:
-    """None where the fit had nothing to measure noise by."""
-    return signal if signal is not None and math.isfinite(signal.noise) else None
 
 
 def _by_items(finals: pd.DataFrame, column: str) -> SignalToNoise | None:
@@ -112,10 +108,6 @@ def _by_items(finals: pd.DataFrame, column: str) -> SignalToNoise | None:
         return None
     noise = float(np.sqrt((part[f"{column}_se"] ** 2).mean()))
     return signal_to_noise(part[column].to_numpy(), noise, "standard error of the items")
-
-
-def _signal(signal: SignalToNoise | None) -> dict[str, Any] | None:
-    return None if signal is None else asdict(signal) | {"clear": signal.clear}
 
 
 def peers_of(checkpoint: Path) -> list[dict[str, Any]]:

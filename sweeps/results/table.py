@@ -98,18 +98,10 @@ def _rows(run: RunDirectory, planned: dict[str, Any]) -> Iterator[dict[str, Any]
         if step < last:
             held_out = scores.get("held_out") or {}
             D = scores.get("tokens")
-            own = {
-                "step": step,
-                "final": False,
-                "D": D,
-                "flops": scores.get("flops"),
-                "flops_exact": scores.get("flops"),
-                "flops_6nd": None if D is None else 6 * row["N"] * D,
-                "loss": held_out.get("val_loss"),
-                "loss_se": held_out.get("val_loss_se"),
-                "val_bpb": held_out.get("val_bpb"),
-            }
-            yield row | between | own | _scores(scores)
+            own = {"step": step, "final": False, "D": D, "flops_6nd": None if D is None else 6 * row["N"] * D}
+            own |= dict.fromkeys(("flops", "flops_exact"), scores.get("flops"))
+            own |= {name: held_out.get(f"val_{name}") for name in ("loss", "loss_se")}
+            yield row | between | own | {"val_bpb": held_out.get("val_bpb")} | _scores(scores)
 
 
 def _row(run: RunDirectory, planned: dict[str, Any], summary: dict[str, Any]) -> dict[str, Any]:
@@ -130,22 +122,15 @@ def _row(run: RunDirectory, planned: dict[str, Any], summary: dict[str, Any]) ->
     row |= {name: planned[name] for name in ("width", "depth", "heads", "seed", "estimated_seconds")}
     # A branch shares its trunk's data and luck: `fit` resamples what has one trunk together.
     row["trunk"] = planned["parent"]
-    return row | _configured(run)
-
-
-def _configured(run: RunDirectory) -> dict[str, Any]:
-    """From config.yaml, whichever version wrote it."""
-    groups = yaml_or_empty(run.path / "config.yaml")
-    values = {name: (groups.get(group) or {}).get(field) for name, (group, field) in CONFIGURED.items()}
+    groups = yaml_or_empty(run.path / "config.yaml")  # whichever version wrote it
+    row |= {name: (groups.get(group) or {}).get(field) for name, (group, field) in CONFIGURED.items()}
     data = groups.get("data") or {}
-    return values | {"recipe": _recipe(data.get("recipe") or []), "recipe_fingerprint": data.get("recipe_fingerprint")}
-
-
-def _recipe(steps: list[str]) -> str:
+    steps = data.get("recipe") or []
     try:
-        return recipe_label(steps)
+        row["recipe"] = recipe_label(steps)
     except UserError:  # a step that this version does not know
-        return "+".join(steps)
+        row["recipe"] = "+".join(steps)
+    return row | {"recipe_fingerprint": data.get("recipe_fingerprint")}
 
 
 def _scores(scores: dict[str, Any]) -> dict[str, Any]:

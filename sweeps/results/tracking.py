@@ -7,7 +7,6 @@ waits forever for a silent server.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import hashlib
 import json
@@ -55,22 +54,25 @@ def push_results(sweep: SweepDirectory, report: Callable[[str], None] = print, *
     Never an error: what fails is one line for `report`. `changes` are made to the tracker's settings.
     """
     try:
-        settings = dataclasses.replace(tracker_of(sweep), **changes)
+        written = sweep.settings()
+        settings = from_dict(TrackerConfig, written["config"]["tracker"] | changes, "tracker.")
         if settings.kind == "wandb" and (read_json(sweep.path / "fit" / PUSHED) or {}).get("digest") != _digest(sweep):
-            _push_results(sweep, settings, report)
+            _push_results(sweep, written, settings, report)
     except Exception as error:
         # The results are on disk, and a network or a quota must not make a sweep of them that failed.
         words = " ".join(str(error).split())
         report(f"the results were not sent to wandb ({type(error).__name__}: {words}); `isoflop sync` tries again")
 
 
-def _push_results(sweep: SweepDirectory, settings: TrackerConfig, report: Callable[[str], None]) -> None:
+def _push_results(
+    sweep: SweepDirectory, written: dict[str, Any], settings: TrackerConfig, report: Callable[[str], None]
+) -> None:
     import wandb
 
     law = read_json(sweep.path / "fit" / "law.json")
     if law is None:
         return
-    before, written = _digest(sweep), sweep.settings()
+    before = _digest(sweep)
     run = open_run(
         settings,
         Path(settings.directory) if settings.directory else sweep.path,
@@ -123,16 +125,10 @@ def score_rows(sweep: SweepDirectory) -> tuple[list[str | int], list[Iterable[An
     return columns, rows
 
 
-def tracker_of(sweep: SweepDirectory) -> TrackerConfig:
-    return from_dict(TrackerConfig, sweep.settings()["config"]["tracker"], "tracker.")
-
-
 def _digest(sweep: SweepDirectory) -> str:
     """Of law.json and table.csv, which change with every run and every score."""
-    content = hashlib.sha256()
-    for name in ("fit/law.json", "table.csv"):
-        content.update((sweep.path / name).read_bytes() if (sweep.path / name).is_file() else b"")
-    return content.hexdigest()
+    files = (sweep.path / "fit" / "law.json", sweep.path / "table.csv")
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files if file.is_file())).hexdigest()
 
 
 def sync_sweep(sweep: SweepDirectory, progress: Callable[[str], None] = print) -> int:
@@ -144,7 +140,11 @@ def sync_sweep(sweep: SweepDirectory, progress: Callable[[str], None] = print) -
         raise UserError(f"nobody is logged in at {server()}; run `wandb login`, or set WANDB_API_KEY, and sync again")
     if (silence := unreachable()) is not None:
         raise UserError(f"{silence}; sync again when it does")
-    waiting, sent = [run for run in tracked if not _is_sent(run)], 0
+    sent, waiting = 0, list[RunDirectory]()
+    for run in tracked:
+        pushed = {"step": -1, "finished": None} | (read_json(run.path / PUSHED) or {})
+        if pushed["step"] < run.last_metrics().get("step", 0) or pushed["finished"] != run.is_done():
+            waiting.append(run)
     with tempfile.TemporaryDirectory(prefix="wandb-", ignore_cleanup_errors=True) as folder:
         with ThreadPoolExecutor(AT_ONCE) as pool:  # most of a run's time is waiting for the server
             runs = {pool.submit(_send, run, folder): run for run in waiting}
@@ -179,8 +179,3 @@ def _send(run: RunDirectory, folder: str) -> bool:
 def _refuse(line: str) -> None:
     """What is only said while a run trains ends a sync: the next run would wait as long for the same."""
     raise UserError(f"{line}, so try again later")
-
-
-def _is_sent(run: RunDirectory) -> bool:
-    pushed = read_json(run.path / PUSHED) or {}
-    return pushed.get("step", -1) >= run.last_metrics().get("step", 0) and pushed.get("finished") == run.is_done()

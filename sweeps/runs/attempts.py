@@ -14,13 +14,14 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Sequence
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...train.config import RunConfig
 from ...train.errors import UserError
-from ...train.files import JsonLines, read_json, write_atomic
+from ...train.files import JsonLines, read_json, read_json_lines, write_atomic
 from ...train.flops import flops_exact
 from ...train.job.failure import Cause
 from ...train.schedule import trunk_steps
@@ -206,21 +207,15 @@ def note(
     saved = max(begun.begins, newest_checkpoint(run) or 0)
     last = max(begun.first_step, saved, _last_step(run, begun, cause))
     attempt = Attempt(
-        attempt=begun.attempt,
-        began=begun.began,
+        **{name: value for name, value in asdict(begun).items() if name in NAMES},
         ended=ended,
         seconds=ended - begun.began,
-        host=begun.host,
-        job_id=begun.job_id,
         cause=cause,
         reason=reason,
-        first_step=begun.first_step,
         last_step=last,
         saved_step=saved,
         flops=begun.flops_per_step * (last - begun.first_step),
         flops_wasted=0.0,
-        gpus=begun.gpus,
-        share=begun.share,
         at_fault=tuple(at_fault),
     )
     attempt = with_waste([*read(run), attempt])[-1]
@@ -325,12 +320,11 @@ def visible_damage(checkpoint: Path) -> str | None:
 
 
 def _begun(run: RunDirectory, number: int, began: float, host: str | None, job: str | None, share: float) -> Begun:
-    config = _config(run)
-    begins = trunk_steps(config) if config is not None and config.parent is not None else 0
     try:
-        size = (run.path / "metrics.jsonl").stat().st_size
-    except OSError:
-        size = 0
+        config = run.config()
+    except UserError:  # which is what ends the attempt
+        config = None
+    begins = trunk_steps(config) if config is not None and config.parent is not None else 0
     return Begun(
         attempt=number,
         began=began,
@@ -341,17 +335,17 @@ def _begun(run: RunDirectory, number: int, began: float, host: str | None, job: 
         steps=0 if config is None else config.steps,
         begins=begins,
         first_step=max(begins, newest_checkpoint(run) or 0),
-        metrics_bytes=size,
+        metrics_bytes=_metrics_bytes(run),
         flops_per_step=0.0 if config is None else flops_exact(config) / config.steps,
         gpus=0.0 if config is None else _gpus(config) * share,
     )
 
 
-def _config(run: RunDirectory) -> RunConfig | None:
+def _metrics_bytes(run: RunDirectory) -> int:
     try:
-        return run.config()
-    except UserError:  # which is what ends the attempt
-        return None
+        return (run.path / "metrics.jsonl").stat().st_size
+    except OSError:
+        return 0
 
 
 def _gpus(config: RunConfig) -> int:
@@ -366,27 +360,14 @@ def _last_step(run: RunDirectory, begun: Begun, cause: str) -> int:
     """The newest step that this attempt has written down."""
     if cause == "done":
         return begun.steps
-    try:
-        written = (run.path / "metrics.jsonl").stat().st_size > begun.metrics_bytes
-    except OSError:
-        return 0
-    return int(run.last_metrics().get("step", 0)) if written else 0
+    return int(run.last_metrics().get("step", 0)) if _metrics_bytes(run) > begun.metrics_bytes else 0
 
 
 def _lines(run: RunDirectory) -> list[dict[str, Any]]:
-    try:
-        content = (run.path / LINES).read_bytes()
-    except OSError:
-        return []
-    found = []
-    for line in content.splitlines():
-        try:
-            value = json.loads(line)
-        except ValueError:  # torn by a kill or a full disk, or no text at all
-            continue
-        if isinstance(value, dict):
-            found.append(value)
-    return found
+    """Without lines torn by a kill or a full disk."""
+    with suppress(OSError):
+        return read_json_lines(run.path / LINES)
+    return []
 
 
 def _attempt(line: dict[str, Any], budget: int) -> Attempt | None:
@@ -402,8 +383,5 @@ def _attempt(line: dict[str, Any], budget: int) -> Attempt | None:
 
 def append_line(run: RunDirectory, line: dict[str, Any]) -> None:
     """Adds a line to attempts.jsonl; the caller holds the run."""
-    file = JsonLines(run.path / LINES)
-    try:
+    with closing(JsonLines(run.path / LINES)) as file:
         file.write(line)
-    finally:
-        file.close()

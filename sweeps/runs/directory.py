@@ -318,6 +318,11 @@ def job_id() -> str:
     return f"{array}_{task}" if array else os.environ["SLURM_JOB_ID"]
 
 
+def own_job() -> str | None:
+    """The SLURM job of this process."""
+    return job_id() if inside_job() else None
+
+
 def job_seconds(environment: Mapping[str, str]) -> float:
     """The time limit of a SLURM job, as far as it says so: inf before 23.02, and without a limit."""
     try:

@@ -18,7 +18,6 @@ import traceback
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 
 from ...train.job.failure import Cause, Failure, note_failure
 from . import states
@@ -57,9 +56,7 @@ class Heartbeat:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._over.set()
         with self._ending:
             self._runs = []
@@ -84,19 +81,16 @@ class Heartbeat:
             if self._over.is_set() or steps != self._steps or not self._runs:
                 return
             try:
-                self._write_hung()
+                frame = sys._current_frames().get(self._main)
+                stack = traceback.extract_stack(frame) if frame is not None else None
+                at = f", at {Path(stack[-1].filename).name}:{stack[-1].lineno} in {stack[-1].name}" if stack else ""
+                reason = f"it hung: no step for {self._policy.hang_seconds:g} s{at}"
+                for run in self._runs:
+                    with suppress(Exception):  # whoever comes next writes it; the others must not miss their line
+                        note_failure(run.path, Failure(Cause.HUNG, reason, host=this_node()))
+                        states.settle_killed(run, Cause.HUNG, reason)
+                    with suppress(Exception):
+                        run.log(reason + "\n" + "".join(stack.format() if stack else []))
+                print(f"this process {reason}", flush=True)
             finally:  # even where the disk is full
                 os._exit(EXIT_CODE)
-
-    def _write_hung(self) -> None:
-        frame = sys._current_frames().get(self._main)
-        stack = traceback.extract_stack(frame) if frame is not None else None
-        at = f", at {Path(stack[-1].filename).name}:{stack[-1].lineno} in {stack[-1].name}" if stack else ""
-        reason = f"it hung: no step for {self._policy.hang_seconds:g} s{at}"
-        for run in self._runs:
-            with suppress(Exception):  # then whoever comes next writes it; the others must not miss their line
-                note_failure(run.path, Failure(Cause.HUNG, reason, host=this_node()))
-                states.settle_killed(run, Cause.HUNG, reason)
-            with suppress(Exception):
-                run.log(reason + "\n" + "".join(stack.format() if stack else []))
-        print(f"this process {reason}", flush=True)

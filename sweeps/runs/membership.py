@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 from ...train.config import RunConfig, run_id
@@ -20,28 +19,22 @@ STOPPED = "cancel.json"
 
 def add_runs(sweep: SweepDirectory, runs: Iterable[RunConfig], why: str, replaces: str | None = None) -> list[str]:
     """Makes runs part of a sweep, from its next plan on, in the place of `replaces`; returns the ids of new ones."""
-    known = {run["run_id"] for run in sweep.plan()["runs"]}
-    with _adding(sweep):
-        added = _added(sweep)
-        fresh = [run for run in runs if run_id(run) not in known | added.keys()]
-        for run in fresh:
-            directory = sweep.run(run_id(run))
-            directory.freeze(run)
-            if not (directory.path / "state.json").exists():
-                states.plan(directory)
-            added[run_id(run)] = {"why": why, "replaces": replaces, "when": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
-        if fresh:
-            write_json(sweep.path / ADDED, added)
-    return [run_id(run) for run in fresh]
-
-
-@contextlib.contextmanager
-def _adding(sweep: SweepDirectory) -> Iterator[None]:
     from filelock import FileLock, Timeout  # slow to import, and status needs no lock
 
+    known = {run["run_id"] for run in sweep.plan()["runs"]}
     try:
         with FileLock(sweep.path / f".{ADDED}.lock", timeout=60):
-            yield
+            added = _added(sweep)
+            fresh = [run for run in runs if run_id(run) not in known | added.keys()]
+            for run in fresh:
+                directory = sweep.run(run_id(run))
+                directory.freeze(run)
+                if not (directory.path / "state.json").exists():
+                    states.plan(directory)
+                added[run_id(run)] = {"why": why, "replaces": replaces, "when": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+            if fresh:
+                write_json(sweep.path / ADDED, added)
+            return [run_id(run) for run in fresh]
     except Timeout as error:
         raise AtWork(f"{sweep.path / ADDED} has been held by somebody for a minute; try again") from error
 

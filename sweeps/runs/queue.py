@@ -29,7 +29,7 @@ from typing import Any
 from ...train.files import read_json, write_json
 from . import states
 from .attempts import Policy
-from .directory import RunDirectory, SweepDirectory, inside_job, job_id, this_node
+from .directory import RunDirectory, SweepDirectory, own_job, this_node
 from .states import Death
 
 CONTENTS, JOURNAL = "units.json", "journal.jsonl"
@@ -101,9 +101,7 @@ class Queue:
         """
         (folder / "workers").mkdir(parents=True, exist_ok=True)
         (folder / JOURNAL).touch()
-        write_json(
-            folder / CONTENTS, {"units": [{"how": unit.how, "runs": unit.runs} for unit in units], "parents": parents}
-        )
+        write_json(folder / CONTENTS, {"units": [asdict(unit) for unit in units], "parents": parents})
         return cls(sweep, folder, units, parents)
 
     @classmethod
@@ -127,25 +125,15 @@ class Queue:
 
     def claim(self, place: int, host: str | None = None) -> Unit | None:
         """The first unit that can start, or None at the moment; with a `host` those that avoid it are passed over."""
-        self._be_alive()
+        if self._lock is None:
+            self._lock = _locked(self._lock_of(self.worker), fcntl.LOCK_EX)
         with self._mutex():
             index = self._next(host)
             if index is None:
                 return None
-            claim = Claim(self.worker, place, host or this_node(), job_id() if inside_job() else None)
+            claim = Claim(self.worker, place, host or this_node(), own_job())
             self._append({"event": "claim", "unit": index, "runs": self.units[index].name, **asdict(claim)})
             return self.units[index]
-
-    def end(self, unit: Unit) -> None:
-        with self._mutex():
-            if self._may_settle(index := self._index[unit]):
-                self._end(index)
-
-    def release(self, unit: Unit, wait_seconds: float = 0.0, avoid: Sequence[str] = ()) -> None:
-        """Gives a unit back, to be claimed after `wait_seconds`, and for a while by no node to avoid."""
-        with self._mutex():
-            if self._may_settle(index := self._index[unit]):
-                self._release(index, wait_seconds, avoid)
 
     def settle(self, unit: Unit, policy: Policy, death: Death) -> None:
         """Ends or releases a unit of this process, by what became of its runs."""
@@ -205,10 +193,6 @@ class Queue:
         """Units whose worker died before their end."""
         self._refresh()
         return {self.units[index]: claim for index, claim in self._open.items() if not self._alive(claim.worker)}
-
-    def is_over(self) -> bool:
-        self._refresh()
-        return not self._left and not self._open
 
     def _next(self, host: str | None) -> int | None:
         now = self._now() if self._holds else 0.0
@@ -322,10 +306,6 @@ class Queue:
             yield
         finally:
             os.close(descriptor)
-
-    def _be_alive(self) -> None:
-        if self._lock is None:
-            self._lock = _locked(self._lock_of(self.worker), fcntl.LOCK_EX)
 
     def _alive(self, worker: str) -> bool:
         if worker == self.worker:

@@ -89,13 +89,13 @@ def cancel_idle(run: RunDirectory, by: str, policy: Policy) -> bool:
         return True
 
 
-def retry_by_hand(run: RunDirectory, by: str | None = None) -> None:
+def retry_by_hand(run: RunDirectory) -> None:
     """Gives a run that is not done a new budget. Busy: somebody trains it."""
     with run.lock(timeout=0.0):
         if run.is_done():
             return
         settle_killed(run, KILLED.cause, KILLED.words)
-        attempts.append_line(run, {"event": "retry", "by": by or this_user(), "at": now_on(run.path)})
+        attempts.append_line(run, {"event": "retry", "by": this_user(), "at": now_on(run.path)})
         run.forget_cancel()
         run.set_state("planned", host=None, job_id=None)
 
@@ -118,7 +118,10 @@ def held(run: RunDirectory, job: str, policy: Policy, timeout: float = 60.0, sha
             yield False
             return
         _wait_for_signs(run, policy)
-        settle(run, _death_before(run, job), advise=True)
+        state, death = run.state(), KILLED
+        if run.failure() is None and job == state.job_id and job_restarts() > 0:  # the same job, taken off its node
+            death = Death("node", f"its node {state.host} failed, and SLURM has started its job again")
+        settle(run, death, advise=True)
         if (who := run.cancel_asked()) is not None:
             cancel(run, who, " before it began")
             yield False
@@ -131,22 +134,18 @@ def held(run: RunDirectory, job: str, policy: Policy, timeout: float = 60.0, sha
         run.forget_failure()
         run.give_sign()
         try:
-            _begin(run, job, share)
+            begun = attempts.begin(run, job, this_node(), share)
+            try:
+                run.set_state("running", attempt=begun.attempt, host=begun.host, job_id=job, since=begun.began)
+                run.log(f"attempt {begun.attempt} on {begun.host}, job {job}, process {os.getpid()}")
+            except OSError as error:
+                with contextlib.suppress(OSError):
+                    attempts.note(run, cause_of(error), describe_error(error))
+                raise
             yield True
         finally:
             with contextlib.suppress(OSError):
                 run.forget_signs()
-
-
-def _begin(run: RunDirectory, job: str, share: float) -> None:
-    begun = attempts.begin(run, job, this_node(), share)
-    try:
-        run.set_state("running", attempt=begun.attempt, host=begun.host, job_id=job, since=begun.began)
-        run.log(f"attempt {begun.attempt} on {begun.host}, job {job}, process {os.getpid()}")
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            attempts.note(run, cause_of(error), describe_error(error))
-        raise
 
 
 def _wait_for_signs(run: RunDirectory, policy: Policy) -> None:
@@ -158,14 +157,6 @@ def _wait_for_signs(run: RunDirectory, policy: Policy) -> None:
         if run.last_sign() != seen:
             raise Busy(f"run {run.run_id} gives signs of life on {begun.host}")
         time.sleep(min(1.0, policy.heartbeat_seconds / 4))
-
-
-def _death_before(run: RunDirectory, job: str) -> Death:
-    """Of an attempt of the same job before it was restarted: it was taken off its node."""
-    state = run.state()
-    if run.failure() is None and job == state.job_id and job_restarts() > 0:
-        return Death("node", f"its node {state.host} failed, and SLURM has started its job again")
-    return KILLED
 
 
 def _had_enough(run: RunDirectory, job: str, policy: Policy) -> str | None:

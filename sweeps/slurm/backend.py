@@ -19,7 +19,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +29,7 @@ from ..config import ClusterConfig
 from ..plan.sweep_plan import JobShape, Plan, PlannedRun
 from ..runs import states
 from ..runs.attempts import Policy
-from ..runs.directory import RunDirectory, SweepDirectory, inside_job, job_id
+from ..runs.directory import RunDirectory, SweepDirectory, own_job
 from ..runs.queue import Queue, Unit
 from . import cluster as slurm_cluster
 from . import commands as slurm
@@ -69,6 +69,7 @@ class SlurmBackend(Inventory):
     def __init__(self, sweep: SweepDirectory, cluster: ClusterConfig, live: set[str], calls: Calls) -> None:
         super().__init__(sweep, live)
         self.cluster, self.calls, self.policy = cluster, calls, Policy.of(cluster)
+        self.path = str(sweep.path.resolve())
         self.memory: dict[str, Any] = read_json(sweep.path / "jobs" / MEMORY) or {}  # what was tried how often
         recover(sweep, cluster, self.record)
         if live & self.record.jobs():
@@ -83,7 +84,7 @@ class SlurmBackend(Inventory):
         return [run for run in self.without_scoring(runs) if tries.get(run.run_id, 0) < SCORINGS]
 
     def is_taken(self, run: RunDirectory) -> bool:
-        return self.has_job(run)
+        return bool(self.jobs_of(run))
 
     def is_busy(self) -> bool:
         return bool(self.in_queue())
@@ -194,26 +195,25 @@ class SlurmBackend(Inventory):
         """Sees to it that two keepers wait, beside the one that runs; returns how many do."""
         if len(waiting := self._waiting_keepers()) >= KEEPERS:
             return len(waiting)
-        with self._transaction(slurm_cluster.limits(self.cluster)) as began:
+        with self._transaction() as began:
             return self._add_keepers(began)
 
     def submit_fit(self) -> None:
         """Has the laws fitted once everything in the queue has ended."""
-        with self._transaction(slurm_cluster.limits(self.cluster)) as began:
+        with self._transaction() as began:
             self._add_fit(began)
 
     def add_workers(self, folder: Path, count: int, avoid: Sequence[str] = ()) -> None:
         """More workers for a queue, as far as there is room."""
         known, limits = self.record.queues[folder.name], slurm_cluster.limits(self.cluster)
         with self._transaction(limits) as began, contextlib.suppress(QueueFull):
-            room = self._room(began)
-            count = min(count, limits.max_array) if room is None else min(count, limits.max_array, room)
+            count = min(count, limits.max_array, self._room(began))
             if count > 0:
                 request = Request("queue", known.shape, avoid=tuple(avoid))
                 known.workers += began.submit(request, [self.working(folder)] * count)
 
     def working(self, folder: Path) -> Call:
-        return Call(self.calls.work, (str(self.sweep.path.resolve()), str(folder.resolve()), self.policy))
+        return Call(self.calls.work, (self.path, str(folder.resolve()), self.policy))
 
     def cancel_all(self) -> None:
         """Cancels the sweep's jobs, except this process."""
@@ -225,9 +225,9 @@ class SlurmBackend(Inventory):
         self._cancel(self._waiting_keepers())
 
     @contextlib.contextmanager
-    def _transaction(self, limits: Limits) -> Iterator[Transaction]:
-        most = limits.max_submit
-        room = None if most is None else max(0, most - len(slurm.live_jobs(own=True)))
+    def _transaction(self, limits: Limits | None = None) -> Iterator[Transaction]:
+        most = (limits or slurm_cluster.limits(self.cluster)).max_submit
+        room = sys.maxsize if most is None else max(0, most - len(slurm.live_jobs(own=True)))
         try:
             with transaction(self.sweep, self.cluster, self.record, room) as began:
                 yield began
@@ -238,14 +238,12 @@ class SlurmBackend(Inventory):
         self._left.clear()
 
     def _cancel(self, jobs: Collection[str]) -> None:
-        jobs = set(jobs) & self.live - {_own_job()}
+        jobs = set(jobs) & self.live - {own_job()}
         slurm.cancel(jobs)
         self.live -= jobs
 
-    def _room(self, began: Transaction) -> int | None:
+    def _room(self, began: Transaction) -> int:
         """Jobs that may still be submitted, less keepers and fit."""
-        if began.room is None:
-            return None
         waiting = len({*self._waiting_keepers(), *began.jobs} & set(self.record.keepers))
         return max(0, began.room - (KEEPERS - waiting) - 1)  # one: the fit
 
@@ -253,7 +251,7 @@ class SlurmBackend(Inventory):
         waits = (self.in_queue() | set(began.jobs)) - set(self.record.keepers)
         minutes = min(slurm_cluster.FIT_MINUTES, self.cluster.time_minutes)
         shape = JobShape(0, 1, min(8.0, self.cluster.memory_gb), minutes)
-        call = Call(self.calls.fit, (str(self.sweep.path.resolve()),))
+        call = Call(self.calls.fit, (self.path,))
         before = self.record.fit
         (self.record.fit,) = began.submit(Request("fit", shape, after(arrays_of(waits)), light=True), [call])
         if before in self.live:
@@ -264,7 +262,7 @@ class SlurmBackend(Inventory):
         # running long after it has ended, as a controller does that was killed.
         waiting = self._waiting_keepers()
         shape = JobShape(0, 1, min(2.0, self.cluster.memory_gb), min(30, self.cluster.time_minutes))
-        call = Call(self.calls.keep, (str(self.sweep.path.resolve()),))
+        call = Call(self.calls.keep, (self.path,))
         with contextlib.suppress(QueueFull):
             while len(waiting) < KEEPERS:
                 begin = f"now+{math.ceil(self.cluster.keeper_seconds * (1 + len(waiting)))}"
@@ -273,7 +271,7 @@ class SlurmBackend(Inventory):
         return len(waiting)
 
     def _waiting_keepers(self) -> list[str]:
-        return [job for job in self.record.keepers if job in self.live and job != _own_job()]
+        return [job for job in self.record.keepers if job in self.live and job != own_job()]
 
 
 @dataclass(frozen=True)
@@ -287,7 +285,7 @@ class _Launch:
     evaluate: bool
     avoid: Mapping[str, tuple[str, ...]]
 
-    def train(self, units: Sequence[Unit], room: int | None) -> list[str]:
+    def train(self, units: Sequence[Unit], room: int) -> list[str]:
         """Submits training, and scoring thereafter; returns the ids of runs held back."""
         cluster = self.backend.cluster
         short, long = placement.split(units, self.planned, cluster)
@@ -295,8 +293,7 @@ class _Launch:
         waits = placement.of_family({name: self._trunk_jobs(name) for name in family}, family)
         queues = placement.batches(short, self.planned, waits, placement.of_family(self.avoid, family))
         wanted = [min(placement.workers_for(queue, self.planned, cluster), self.max_array) for queue in queues]
-        places = None if room is None else room // (2 if self.evaluate else 1)
-        workers, tasks = placement.allot(places, wanted, len(long))
+        workers, tasks = placement.allot(room // (2 if self.evaluate else 1), wanted, len(long))
         with contextlib.suppress(QueueFull):
             for queue, count in zip(queues, workers, strict=True):
                 if count:
@@ -304,17 +301,16 @@ class _Launch:
             self._arrays(long, tasks)
         return [name for unit in units for name in unit.runs if name not in self.began.queued]
 
-    def score(self, unscored: Sequence[RunDirectory], room: int | None) -> None:
+    def score(self, unscored: Sequence[RunDirectory], room: int) -> None:
         """Submits scoring, as far as there is room."""
         units = [Unit("alone", (run.run_id,)) for run in unscored]
         with contextlib.suppress(QueueFull):
             for batch in placement.batches(units, self.planned, {}, {}):
-                count = min(len(batch.units), self.backend.cluster.array_parallelism, self.max_array)
-                count = count if room is None else min(count, room)
+                count = min(len(batch.units), self.backend.cluster.array_parallelism, self.max_array, room)
                 if count < 1:
                     return
                 self._score(batch, count, None)
-                room = None if room is None else room - count
+                room -= count
 
     def _queue(self, batch: Batch, count: int) -> None:
         sweep = self.backend.sweep
@@ -338,8 +334,9 @@ class _Launch:
             tasks -= len(ready)
             waits = {name: self._trunk_jobs(name) for unit in ready for name in unit.runs}
             for batch in placement.batches(ready, self.planned, waits, self.avoid):
-                for part in placement.chunks(batch, min(ARRAY_LIMIT, self.max_array)):
-                    self._array(part)
+                most = min(ARRAY_LIMIT, self.max_array)
+                for start in range(0, len(batch.units), most):
+                    self._array(replace(batch, units=batch.units[start : start + most]))
 
     def _array(self, batch: Batch) -> None:
         sweep, calls = self.backend.sweep, self.backend.calls
@@ -372,7 +369,7 @@ class _Launch:
             self.began.record.scoring.update(dict.fromkeys(share, job))
 
     def _scoring(self, runs: Sequence[str]) -> Call:
-        return Call(self.backend.calls.score, (str(self.backend.sweep.path.resolve()), list(runs)))
+        return Call(self.backend.calls.score, (self.backend.path, list(runs)))
 
     def _trunk_jobs(self, name: str) -> tuple[str, ...]:
         """The jobs of its trunk that a run waits for, however they end."""
@@ -397,10 +394,6 @@ def after(jobs: Collection[str]) -> str | None:
 def arrays_of(jobs: Collection[str]) -> tuple[str, ...]:
     """The arrays that tasks belong to; any other job is its own."""
     return tuple(sorted({job.split("_")[0] for job in jobs}))
-
-
-def _own_job() -> str | None:
-    return job_id() if inside_job() else None
 
 
 def _written(file: Path) -> float:

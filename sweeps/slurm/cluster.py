@@ -12,13 +12,12 @@ import re
 import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ...train.errors import UserError
 from ..config import ClusterConfig
 from ..plan.sweep_plan import JobShape, PlannedRun
 from . import commands as slurm
-from .submit import raw_keys
+from .submit import needs, raw_keys
 
 TIMEOUT = 10.0  # seconds that a question may take
 DEFAULT_MAX_ARRAY = 1001  # SLURM's own
@@ -88,13 +87,29 @@ def check(cluster: ClusterConfig, runs: Sequence[PlannedRun]) -> None:
     by_shape = {run.shape: run for run in reversed(runs)}  # the first of each shape
     if nodes := _nodes():
         there = _of_partition(nodes, cluster.partition)
-        _check_time(cluster, there)
+        allowed = max(node.time_minutes for node in there)
+        if cluster.time_minutes > allowed:
+            names = ", ".join(sorted({node.partition for node in there}))
+            raise UserError(
+                f"cluster.time_minutes is {cluster.time_minutes}, and partition {names} allows {allowed:.0f}; "
+                "it must be at most that"
+            )
         if cluster.keeper_partition is not None:
-            _check_keepers(cluster, _of_partition(nodes, cluster.keeper_partition, "cluster.keeper_partition"))
+            light = _of_partition(nodes, cluster.keeper_partition, "cluster.keeper_partition")
+            allowed, wanted = max(node.time_minutes for node in light), min(FIT_MINUTES, cluster.time_minutes)
+            if wanted > allowed:
+                raise UserError(
+                    f"cluster.keeper_partition is {cluster.keeper_partition!r}, which allows a job {allowed:.0f} "
+                    f"minutes; it must be one that allows {wanted}, which the fit may take"
+                )
         for run in by_shape.values():
             check_fits(run, there)
     for run in by_shape.values():
-        if said := _refusal(_test(cluster, run.shape)):
+        answer = _test(cluster, run.shape)
+        if answer.returncode == 0 or slurm.is_away(answer):
+            continue
+        said = "; ".join(re.findall(r"^(?:sbatch: error|allocation failure): (.+)$", answer.stderr, re.MULTILINE))
+        if said and not PASSING.search(said):
             raise UserError(
                 f"SLURM refuses a job as run {run.run_id} needs it ({said}); nothing was submitted, so mend the "
                 "cluster.* setting that it names and sweep again"
@@ -112,25 +127,6 @@ def _of_partition(nodes: Sequence[Node], partition: str | None, setting: str = "
     if wanted - {node.partition for node in nodes}:
         raise UserError(f"{setting} is {partition!r}, which SLURM does not have; it has {there}")
     return [node for node in nodes if node.partition in wanted]
-
-
-def _check_time(cluster: ClusterConfig, there: Sequence[Node]) -> None:
-    allowed = max(node.time_minutes for node in there)
-    if cluster.time_minutes > allowed:
-        names = ", ".join(sorted({node.partition for node in there}))
-        raise UserError(
-            f"cluster.time_minutes is {cluster.time_minutes}, and partition {names} allows {allowed:.0f}; "
-            "it must be at most that"
-        )
-
-
-def _check_keepers(cluster: ClusterConfig, there: Sequence[Node]) -> None:
-    allowed, wanted = max(node.time_minutes for node in there), min(FIT_MINUTES, cluster.time_minutes)
-    if wanted > allowed:
-        raise UserError(
-            f"cluster.keeper_partition is {cluster.keeper_partition!r}, which allows a job {allowed:.0f} minutes; "
-            f"it must be one that allows {wanted}, which the fit may take"
-        )
 
 
 def check_fits(run: PlannedRun, nodes: Sequence[Node]) -> None:
@@ -163,32 +159,12 @@ def expected_starts(cluster: ClusterConfig, shapes: Sequence[JobShape]) -> dict[
     return found
 
 
-def _refusal(answer: subprocess.CompletedProcess[str]) -> str | None:
-    """SLURM's words where `sbatch --test-only` has refused."""
-    if answer.returncode == 0 or slurm.is_away(answer):
-        return None
-    said = "; ".join(re.findall(r"^(?:sbatch: error|allocation failure): (.+)$", answer.stderr, re.MULTILINE))
-    return None if not said or PASSING.search(said) else said
-
-
 def _test(cluster: ClusterConfig, shape: JobShape) -> subprocess.CompletedProcess[str]:
-    flags: dict[str, Any] = {
-        "partition": cluster.partition,
-        "account": cluster.account,
-        "qos": cluster.qos,
-        "constraint": cluster.constraint,
-        "exclude": cluster.exclude,
-        "time": shape.time_minutes,
-        "nodes": shape.nodes,
-        "ntasks-per-node": shape.ranks_per_node,
-        "cpus-per-task": shape.cpus,
-        "mem": f"{round(shape.memory_gb * shape.ranks_per_node * 1024)}M",
-        "gpus-per-node": shape.gpus * shape.ranks_per_node or None,
-    } | raw_keys(cluster)
+    flags = needs(cluster, shape) | {"exclude": cluster.exclude} | raw_keys(cluster)
     for about_now in ("hold", "begin", "dependency", "H"):
         flags.pop(about_now, None)
     arguments = [
-        f"--{key}" if value is True else f"--{key}={value}"
+        f"--{key.replace('_', '-')}" + ("" if value is True else f"={value}")
         for key, value in flags.items()
         if value not in (None, False)
     ]

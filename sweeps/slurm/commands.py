@@ -36,18 +36,18 @@ def live_jobs(patience: float = PATIENCE, own: bool = False) -> set[str]:
     return set(_queue("%i", patience, own).split())
 
 
-def stranded(patience: float = PATIENCE) -> set[str]:
+def stranded() -> set[str]:
     """Ids of this user's jobs that SLURM has put on hold because it could not launch them."""
-    return {job for job, reason in _reasons(patience).items() if STRANDED.search(reason)}
+    return {job for job, reason in _reasons().items() if STRANDED.search(reason)}
 
 
-def held_jobs(patience: float = PATIENCE) -> set[str]:
+def held_jobs() -> set[str]:
     """Ids of this user's jobs that are on hold as if by the user."""
-    return {job for job, reason in _reasons(patience).items() if reason == "JobHeldUser"}
+    return {job for job, reason in _reasons().items() if reason == "JobHeldUser"}
 
 
-def _reasons(patience: float) -> dict[str, str]:
-    lines = (line.partition("|") for line in _queue("%i|%r", patience).splitlines())
+def _reasons() -> dict[str, str]:
+    lines = (line.partition("|") for line in _queue("%i|%r", PATIENCE).splitlines())
     return {job: reason for job, _, reason in lines}
 
 
@@ -59,7 +59,7 @@ def release(jobs: Iterable[str]) -> str | None:
     if not answer.returncode:
         return None
     try:
-        reasons = _reasons(PATIENCE)
+        reasons = _reasons()
     except UserError:
         return words(answer)
     held = {job for job, reason in reasons.items() if reason == "JobHeldUser" or STRANDED.search(reason)}

@@ -7,7 +7,7 @@ or as array tasks that wait for one another; where one of them is long all are a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..config import ClusterConfig
@@ -33,16 +33,18 @@ def split(
     units: Sequence[Unit], planned: Mapping[str, PlannedRun], cluster: ClusterConfig
 ) -> tuple[list[Unit], list[Unit]]:
     """Units for queues, and units for array tasks, each in the order given."""
-    family = families(units, planned)
-    shape = {family[unit.runs[0]]: shape_of(unit, planned) for unit in units}
+    number = families(units, planned)
+    family = {unit: number[unit.runs[0]] for unit in units}
+    shape = {family[unit]: shape_of(unit, planned) for unit in units}
     # A queue holds units of one shape, and looks for a trunk among its own.
     apart = {
-        family[unit.runs[0]]
+        family[unit]
         for unit in units
-        if not _is_short(unit, planned, cluster) or shape_of(unit, planned) != shape[family[unit.runs[0]]]
+        if shape_of(unit, planned) != shape[family[unit]]
+        or any(planned[name].shape.ranks > 1 for name in unit.runs)
+        or seconds(unit, planned) >= 60 * cluster.queue_minutes
     }
-    through_queue = [unit for unit in units if family[unit.runs[0]] not in apart]
-    return through_queue, [unit for unit in units if family[unit.runs[0]] in apart]
+    return [unit for unit in units if family[unit] not in apart], [unit for unit in units if family[unit] in apart]
 
 
 def families(units: Sequence[Unit], planned: Mapping[str, PlannedRun]) -> dict[str, int]:
@@ -89,11 +91,6 @@ def batches(
     return [Batch(shape, tuple(members), jobs, nodes) for (shape, jobs, nodes), members in alike.items()]
 
 
-def chunks(batch: Batch, most: int) -> Iterator[Batch]:
-    for start in range(0, len(batch.units), most):
-        yield replace(batch, units=batch.units[start : start + most])
-
-
 def shape_of(unit: Unit, planned: Mapping[str, PlannedRun]) -> JobShape:
     return shape_in(unit, planned[unit.runs[0]].shape)
 
@@ -126,11 +123,10 @@ def workers_for(batch: Batch, planned: Mapping[str, PlannedRun], cluster: Cluste
     return max(1, min(len(batch.units), cluster.array_parallelism, math.ceil(total / (60 * cluster.queue_minutes))))
 
 
-def allot(room: int | None, workers: Sequence[int], tasks: int) -> tuple[list[int], int]:
-    """Workers that each queue gets, and array tasks, given room for so many jobs (None: any number)."""
-    if room is None or sum(workers) + tasks <= room:
+def allot(room: int, workers: Sequence[int], tasks: int) -> tuple[list[int], int]:
+    """Workers that each queue gets, and array tasks, given room for so many jobs."""
+    if sum(workers) + tasks <= room:
         return list(workers), tasks
-    room = max(0, room)
     for_workers = min(sum(workers), max(room - tasks, min(room, max(len(workers), room // 2))))
     given = [0] * len(workers)
     while sum(given) < for_workers:  # one each, again and again, so that none starves
@@ -138,8 +134,3 @@ def allot(room: int | None, workers: Sequence[int], tasks: int) -> tuple[list[in
             if given[number] < wanted and sum(given) < for_workers:
                 given[number] += 1
     return given, min(tasks, room - for_workers)
-
-
-def _is_short(unit: Unit, planned: Mapping[str, PlannedRun], cluster: ClusterConfig) -> bool:
-    one_rank = all(planned[name].shape.ranks == 1 for name in unit.runs)
-    return one_rank and seconds(unit, planned) < 60 * cluster.queue_minutes

@@ -50,21 +50,18 @@ class LaunchRecord:
         """What was written last; UserError where it cannot be read: taken for empty, jobs would be submitted twice."""
         path = _path(sweep)
         try:
-            return cls._of(json.loads(path.read_text(encoding="utf-8")))
+            known = json.loads(path.read_text(encoding="utf-8"))
+            values = {item.name: known[item.name] for item in dataclasses.fields(cls) if item.name in known}
+            values["queues"] = {
+                name: QueueJobs(JobShape(**jobs["shape"]), jobs["workers"])
+                for name, jobs in known.get("queues", {}).items()
+            }
+            return cls(**values)
         except FileNotFoundError:
             return cls()
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             why = " ".join(str(error).split()) or type(error).__name__
             raise UserError(f"{path} cannot be read ({why}); `isoflop doctor {sweep.path}` mends it") from error
-
-    @classmethod
-    def _of(cls, known: dict[str, Any]) -> LaunchRecord:
-        values = {item.name: known[item.name] for item in dataclasses.fields(cls) if item.name in known}
-        values["queues"] = {
-            name: QueueJobs(JobShape(**jobs["shape"]), jobs["workers"])
-            for name, jobs in known.get("queues", {}).items()
-        }
-        return cls(**values)
 
     def write(self, sweep: SweepDirectory) -> None:
         write_json(_path(sweep), dataclasses.asdict(self))
@@ -83,14 +80,14 @@ class Inventory:
         self.record = LaunchRecord.read(sweep)
         self._left: dict[str, set[str]] = {}  # by queue, the runs that have not ended in it
 
-    def has_job(self, run: RunDirectory) -> bool:
-        """Whether a job in the queue trains a run, or will."""
-        return bool(self.jobs_of(run))
-
     def jobs_of(self, run: RunDirectory) -> set[str]:
-        """Its own job, or the workers of the queue that it waits in."""
+        """Who trains a run, or will: its own job, or the workers of the queue that it waits in."""
         for name, workers in self.queues().items():
-            if workers and run.run_id in self._left_in(name):
+            if workers and name not in self._left:
+                queue = Queue.open(self.sweep, self.sweep.path / "jobs" / name)
+                units = [*queue.left(), *queue.running(), *queue.lost()]
+                self._left[name] = {run for unit in units for run in unit.runs}
+            if workers and run.run_id in self._left[name]:
                 return workers
         state = run.state()
         if state.state not in ("planned", "queued", "running", "preempted"):
@@ -107,17 +104,11 @@ class Inventory:
         return {name: self.live.intersection(jobs.workers) for name, jobs in self.record.queues.items()}
 
     def to_start(self, runs: Sequence[RunDirectory]) -> list[RunDirectory]:
-        return [run for run in runs if not run.is_done() and not self.has_job(run)]
+        return [run for run in runs if not run.is_done() and not self.jobs_of(run)]
 
     def without_scoring(self, runs: Sequence[RunDirectory]) -> list[RunDirectory]:
         """Those runs that no job in the queue will score."""
         return [run for run in runs if self.record.scoring.get(run.run_id) not in self.live]
-
-    def _left_in(self, name: str) -> set[str]:
-        if name not in self._left:
-            queue = Queue.open(self.sweep, self.sweep.path / "jobs" / name)
-            self._left[name] = {run for unit in (*queue.left(), *queue.running(), *queue.lost()) for run in unit.runs}
-        return self._left[name]
 
 
 def label(sweep: SweepDirectory, transaction: str) -> str:

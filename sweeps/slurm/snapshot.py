@@ -51,27 +51,26 @@ def take(sweep: SweepDirectory, report: Callable[[str], None] = print, package: 
             target = folder / "isoflop" / name
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(content)
-        commit, changes = _history(package) if of_git else (None, b"")
+        commit, changes = None, b""
+        if of_git:
+            commit = (_git(package, "rev-parse", "--verify", "HEAD") or b"").decode().strip() or None
+            changes = _git(package, "diff", "--binary", "HEAD", "--", "__init__.py", *ROOMS) or b""
         if changes:
             (folder / "changes.diff").write_bytes(changes)
         write_json(folder / SOURCE, {"commit": commit, "changed": bool(changes), "untracked": untracked})
-        _put(folder, place)
+        os.chmod(folder, 0o755)
+        try:
+            os.rename(folder, place)
+        except OSError:
+            if not (place / SOURCE).exists():
+                raise
+            shutil.rmtree(folder, ignore_errors=True)
     return place
 
 
 def source(package: Path = PACKAGE) -> dict[str, object] | None:
     """What a copy was made from, where `package` is one: commit, changed, untracked."""
     return read_json(package.parent / SOURCE)
-
-
-def _put(folder: Path, place: Path) -> None:
-    os.chmod(folder, 0o755)
-    try:
-        os.rename(folder, place)
-    except OSError:
-        if not (place / SOURCE).exists():
-            raise
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _files_of_git(package: Path) -> tuple[list[str], list[str]] | None:
@@ -90,11 +89,6 @@ def _files_of_folder(package: Path) -> list[str]:
     found = [path for room in ROOMS for path in (package / room).rglob("*") if path.is_file()]
     names = [path.relative_to(package) for path in [package / "__init__.py", *found]]
     return [name.as_posix() for name in names if "__pycache__" not in name.parts]
-
-
-def _history(package: Path) -> tuple[str | None, bytes]:
-    commit = (_git(package, "rev-parse", "--verify", "HEAD") or b"").decode().strip()
-    return commit or None, _git(package, "diff", "--binary", "HEAD", "--", "__init__.py", *ROOMS) or b""
 
 
 def _names(listed: bytes | None) -> list[str]:

@@ -127,8 +127,7 @@ class Submission:
                     ) from error
                 self.doubtful = True
                 time.sleep(1.0)
-        names = [str(job.job_id) for job in jobs]
-        self.jobs += names
+        self.jobs += (names := [str(job.job_id) for job in jobs])
         return names
 
     def parameters(self, request: Request) -> dict[str, Any]:
@@ -137,22 +136,22 @@ class Submission:
         # rank that fails takes the others down, and neighbouring ranks, which may split a model, share a node.
         srun = [f"--cpus-per-task={shape.cpus}", "--kill-on-bad-exit=1", "--distribution=block"]
         if cluster.container is not None and not light:
-            srun += [f"--container-image={cluster.container}", f"--container-mounts={self._mounts()}"]
+            cache = Path(os.environ.get("ISOFLOP_CACHE") or Path.home() / ".cache" / "isoflop").absolute()
+            folders = dict.fromkeys((self.folder.parent.parent, cache, self.started_from))
+            mounts = ",".join(f"{folder}:{folder}" for folder in folders)
+            srun += [f"--container-image={cluster.container}", f"--container-mounts={mounts}"]
         return {
+            **needs(cluster, shape, light),
             "job_name": f"{self.name}-{request.kind}",
-            "time": shape.time_minutes,
-            "nodes": shape.nodes,
-            "ntasks_per_node": shape.ranks_per_node,
-            "cpus_per_task": shape.cpus,
-            "mem": f"{round(shape.memory_gb * shape.ranks_per_node * 1024)}M",
-            "gpus_per_node": shape.gpus * shape.ranks_per_node or None,
-            "partition": (cluster.keeper_partition if light else None) or cluster.partition,
-            "account": cluster.account,
-            "qos": cluster.qos,
-            "constraint": None if light else cluster.constraint,
             "array_parallelism": cluster.array_parallelism,
             "signal_delay_s": min(120, 30 * shape.time_minutes),
-            "setup": [f"export OMP_NUM_THREADS={shape.cpus}", *cluster.setup, *self._setup()],
+            "setup": [
+                f"export OMP_NUM_THREADS={shape.cpus}",
+                *cluster.setup,
+                f"cd {shlex.quote(str(self.folder))}",
+                STALE,
+                f"export PYTHONPATH={shlex.quote(str(self.code))}${{PYTHONPATH:+:$PYTHONPATH}}",
+            ],
             "srun_args": srun,
             "additional_parameters": self._raw(request),
         }
@@ -170,20 +169,12 @@ class Submission:
             ours["begin"] = request.begin
         if excluded := ",".join(part for part in (self.cluster.exclude, *usable) if part):
             ours["exclude"] = excluded
-        theirs = raw_keys(self.cluster)
-        for key, value in theirs.items():
+        for key, value in raw_keys(self.cluster).items():
             if key in ours and key in MERGED:
                 ours[key] = f"{ours[key]}{MERGED[key]}{value}"
             elif key not in ours and not (request.light and key in HEAVY):
                 ours[key] = value
         return {key: value for key, value in ours.items() if value is not None and value is not False}
-
-    def _setup(self) -> list[str]:
-        return [
-            f"cd {shlex.quote(str(self.folder))}",
-            STALE,
-            f"export PYTHONPATH={shlex.quote(str(self.code))}${{PYTHONPATH:+:$PYTHONPATH}}",
-        ]
 
     def _python(self, request: Request) -> str:
         own = shlex.quote(sys.executable)
@@ -192,10 +183,21 @@ class Submission:
         # a job that ends in its grace for ended, and does not put it back in the queue.
         return f'sh -c \'trap "" USR2; exec "$@"\' sh {command}'
 
-    def _mounts(self) -> str:
-        cache = Path(os.environ.get("ISOFLOP_CACHE") or Path.home() / ".cache" / "isoflop").absolute()
-        folders = dict.fromkeys((self.folder.parent.parent, cache, self.started_from))
-        return ",".join(f"{folder}:{folder}" for folder in folders)
+
+def needs(cluster: ClusterConfig, shape: JobShape, light: bool = False) -> dict[str, Any]:
+    """What a job asks for, by submitit's names of the keys."""
+    return {
+        "partition": (cluster.keeper_partition if light else None) or cluster.partition,
+        "account": cluster.account,
+        "qos": cluster.qos,
+        "constraint": None if light else cluster.constraint,
+        "time": shape.time_minutes,
+        "nodes": shape.nodes,
+        "ntasks_per_node": shape.ranks_per_node,
+        "cpus_per_task": shape.cpus,
+        "mem": f"{round(shape.memory_gb * shape.ranks_per_node * 1024)}M",
+        "gpus_per_node": shape.gpus * shape.ranks_per_node or None,
+    }
 
 
 def raw_keys(cluster: ClusterConfig) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from ...train.errors import UserError
 from ...train.files import read_json, write_json
 from ..config import ClusterConfig
 from ..runs import states
-from ..runs.directory import RunDirectory, SweepDirectory, inside_job, job_id
+from ..runs.directory import RunDirectory, SweepDirectory, own_job
 from ..runs.queue import Queue
 from . import commands as slurm
 from . import snapshot
@@ -24,39 +24,31 @@ from .record import LaunchRecord, label, labelled_jobs
 from .submit import Call, QueueFull, Request, Submission, is_held
 
 
-class Transaction:
+class Transaction(Submission):
     """An open transaction; `record` is what will be written down."""
 
-    def __init__(
-        self, sweep: SweepDirectory, cluster: ClusterConfig, record: LaunchRecord, name: str, room: int | None
-    ) -> None:
-        self.sweep, self.record, self.name, self._room = sweep, record, name, room
-        record.folder = record.folder or os.getcwd()
+    def __init__(self, sweep: SweepDirectory, cluster: ClusterConfig, record: LaunchRecord, room: int) -> None:
+        self.sweep, self.record, self._room = sweep, record, room
         self.queued: dict[str, str | None] = {}  # by run id, the job of what waits; None: a queue's workers
         self.superseded: list[str] = []  # jobs that need not start any more
+        name = os.urandom(4).hex()
+        record.folder = record.folder or os.getcwd()
         # Never a folder of an earlier submission: where job ids start anew, a job would find another's files there.
         folder = sweep.path.resolve() / "jobs" / f"slurm-{name}"
-        self._submission = Submission(
-            sweep.path.name,
-            label(sweep, name),
-            cluster,
-            folder,
-            Path(record.folder),
-            snapshot.take(sweep),
+        super().__init__(
+            sweep.path.name, label(sweep, name), cluster, folder, Path(record.folder), snapshot.take(sweep)
         )
+        record.begun = name
+        record.write(sweep)
 
     @property
-    def jobs(self) -> list[str]:
-        return self._submission.jobs
-
-    @property
-    def room(self) -> int | None:
-        return None if self._room is None else max(0, self._room - len(self.jobs))
+    def room(self) -> int:
+        return max(0, self._room - len(self.jobs))
 
     def submit(self, request: Request, calls: Sequence[Call]) -> list[str]:
-        if self.room is not None and len(calls) > self.room:
+        if len(calls) > self.room:
             raise QueueFull("the queue takes no more jobs (cluster.max_submit); sweep again later")
-        return self._submission.submit(request, calls)
+        return super().submit(request, calls)
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
@@ -70,25 +62,22 @@ class Transaction:
             raise
 
     def commit(self) -> None:
-        if self._submission.doubtful:
-            slurm.cancel(_jobs_of(self.sweep, self.name) - set(self.jobs))
+        if self.doubtful:
+            slurm.cancel(_jobs_of(self.sweep, self.record.begun) - set(self.jobs))
         self.record.held = sorted({job.split("_")[0] for job in self.jobs})
         self.record.begun = None
         self.record.write(self.sweep)
-        finish(self.sweep, self._submission.cluster, self.record)
+        finish(self.sweep, self.cluster, self.record)
         if self.superseded:
             slurm.ask("scancel", "--state=PENDING", *self.superseded)
 
 
 @contextlib.contextmanager
 def transaction(
-    sweep: SweepDirectory, cluster: ClusterConfig, record: LaunchRecord, room: int | None
+    sweep: SweepDirectory, cluster: ClusterConfig, record: LaunchRecord, room: int
 ) -> Iterator[Transaction]:
     """What is submitted within is submitted together, or not at all; `record` is as it is on disk."""
-    name = os.urandom(4).hex()
-    began = Transaction(sweep, cluster, record, name, room)
-    record.begun = name
-    record.write(sweep)
+    began = Transaction(sweep, cluster, record, room)
     try:
         yield began
     except BaseException:  # Ctrl-C too
@@ -103,7 +92,7 @@ def recover(sweep: SweepDirectory, cluster: ClusterConfig, record: LaunchRecord)
     """Finishes what a killed launcher left: jobs that it had not written down are cancelled, the others released."""
     if record.begun is not None:
         # Among them may be this very process: a keeper is not on hold, and comes to see what the launcher left.
-        slurm.cancel(_jobs_of(sweep, record.begun) - ({job_id()} if inside_job() else set()))
+        slurm.cancel(_jobs_of(sweep, record.begun) - {own_job()})
         record.begun = None
         record.write(sweep)
     finish(sweep, cluster, record)
@@ -161,5 +150,5 @@ def retire_queues(sweep: SweepDirectory, record: LaunchRecord) -> None:
             folder.rename(folder.with_name(f"past-{folder.name}"))
 
 
-def _jobs_of(sweep: SweepDirectory, transaction: str) -> set[str]:
+def _jobs_of(sweep: SweepDirectory, transaction: str | None) -> set[str]:
     return {job for job, name in labelled_jobs(sweep).items() if name == transaction}

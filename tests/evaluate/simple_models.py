@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
+from isoflop.evaluate import harness
 from isoflop.evaluate.harness import CheckpointLM, answer_task
-from isoflop.evaluate.inference.generate import Sampling, choose_tokens
+from isoflop.evaluate.inference.generate import Sampling, choose_tokens, generate_texts
 from isoflop.evaluate.inference.scoring import Done, Score
 from isoflop.evaluate.inference.trees import Request
 from isoflop.evaluate.metrics import task_scores
 from isoflop.evaluate.tasks.suite import Suite, SuiteTask
+from isoflop.train.config import ModelConfig
 from isoflop.train.model.gpt import GPT
 from torch import Tensor, nn
 
@@ -57,8 +59,35 @@ def lm_of(
     model: Any, tokenizer: Any, max_length: int, device: str = "cpu", batch_tokens: int = 4096, **more: Any
 ) -> CheckpointLM:
     """A GPT, or any causal module (B, T) -> (B, T, V), as lm-eval's model."""
-    scorer = None if isinstance(model, GPT) else WholeRows(model, device, batch_tokens)
-    return CheckpointLM(model, tokenizer, max_length, device, batch_tokens, scorer=scorer, **more)
+    if isinstance(model, GPT):
+        return CheckpointLM(model, tokenizer, max_length, device, batch_tokens, **more)
+    stand_in = GPT(ModelConfig(width=32, depth=1, heads=2, vocab_size=257), max_length)
+    lm = CheckpointLM(stand_in, tokenizer, max_length, device, batch_tokens, **more)
+    lm.model, lm._scorer = model, cast(Any, WholeRows(model, device, batch_tokens))
+    return lm
+
+
+def texts_of_any(model: Any, prompts: Sequence[Sequence[int]], max_tokens: int, **options: Any) -> Any:
+    """As `generate_texts`; a module that is no GPT writes one prompt after the other, recomputing every token."""
+    if isinstance(model, GPT):
+        return generate_texts(model, prompts, max_tokens, **options)
+    results: list[list[int] | None] = []
+    for index, (prompt, seed) in enumerate(zip(prompts, options["seeds"], strict=True)):
+        generator, text, new = torch.Generator().manual_seed(seed), list(prompt), list[int]()
+        with torch.inference_mode():
+            while len(new) < max_tokens and not (new and options["finished"](new)):
+                logits = model(torch.tensor([text[-options["max_length"] :]]))[0, -1]
+                if logits.isnan().any():
+                    break
+                new.append(draw(logits, options["sampling"], generator))
+                text.append(new[-1])
+        results.append(None if logits.isnan().any() else new)
+        if options["done"] is not None:
+            options["done"](index, results[-1])
+    return results
+
+
+harness.generate_texts = texts_of_any
 
 
 def score_task(lm: CheckpointLM, entry: SuiteTask) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from isoflop.evaluate.metrics import ItemResult
 from isoflop.evaluate.records.items import CUT, LONGEST, as_dicts, items_path, pack_items, read_items, shortened
-from isoflop.evaluate.records.record import Answers, Memory, Meter, request_key
+from isoflop.evaluate.records.record import Answers, request_key
 from isoflop.train.errors import UserError
 from isoflop.train.files import write_atomic
 
@@ -19,7 +19,7 @@ HEADER = {"checkpoint_sha256": "c0ffee", "precision": "fp32", "scoring": 2, "lm_
 
 
 def opened(path: Path, lines: list[str] | None = None, **changes: Any) -> Answers:
-    return Answers.open(path, HEADER | changes, (lines if lines is not None else []).append)
+    return Answers(path, HEADER | changes, (lines if lines is not None else []).append)
 
 
 def test_a_key_names_a_request_by_its_parts() -> None:
@@ -96,8 +96,7 @@ def test_a_damaged_file_is_moved_aside_and_said(tmp_path: Path, line: str) -> No
     assert store.get("a") is None
     assert (tmp_path / "a.jsonl.corrupt-1").read_text() == content
     assert "is damaged; moved to a.jsonl.corrupt-1" in lines[0]
-    store.remove()
-    assert not path.exists()
+    store.close()
 
 
 def test_a_file_that_cannot_be_written_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,17 +113,18 @@ def test_a_file_that_cannot_be_written_is_one_sentence(tmp_path: Path, monkeypat
         store.put([("a", 1)])
 
 
-def test_the_meter_says_rate_and_time_left_and_passes_answers_through() -> None:
-    now, lines, store = [0.0], list[str](), Memory()
-    store.put([("old", 1)])
-    meter = Meter(store, lines.append, seconds=10, clock=lambda: now[0])
+def test_answers_say_rate_and_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, lines = [0.0], list[str]()
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    meter = Answers(say=lines.append)
+    meter.put([("old", 1)])
     meter.begin("piqa (1 of 2)")
     assert [meter.get(key) for key in ("old", *range(100))] == [1, *[None] * 100]
     for second in range(1, 26):
         now[0] = second
         meter.put([(f"{second}/{place}", place) for place in range(2)])
         meter.put([])
-    assert store.get("25/1") == 1
+    assert meter.known["25/1"] == 1
     # 20 answers in 10 s, and one that was there before: 80 are left.
     assert lines[0] == "piqa (1 of 2): 21 of 101 requests, 2 a second, 40 s left"
     assert len(lines) == 2

@@ -61,7 +61,7 @@ def made_up(name: str, count: int, seed: int = 0) -> SuiteTask:
     }  # fmt: skip
     with quiet():
         task = TaskManager(include_defaults=False).load([config])["tasks"][name]
-    return freeze(name, task, list(range(count)), count, 0, "test", "made up", already_chosen=True)
+    return freeze(name, task, list(range(count)), count, "test", "made up")
 
 
 def suite_of(count: int = 6, names: tuple[str, ...] = ("chosen", "last_word", "written", "text")) -> Suite:

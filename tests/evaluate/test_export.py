@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from isoflop.evaluate.export.export import export_checkpoint
-from isoflop.evaluate.export.hf_import import import_checkpoint
+from isoflop.evaluate.export.export import export_checkpoint, import_checkpoint
 from isoflop.evaluate.export.hf_tokenizer import byte_characters
 from isoflop.evaluate.export.model_card import Facts, model_card
 from isoflop.sweeps.cli.checkpoint import facts_about

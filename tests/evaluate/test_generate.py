@@ -45,13 +45,13 @@ def random_gpt(chance: random.Random, max_length: int, dtype: torch.dtype = torc
     for parameter in gpt.parameters():
         torch.nn.init.normal_(parameter, std=0.4, generator=generator)
     if chance.random() < 0.6:
-        gpt.separate_documents(END)
+        gpt.end_of_document = END
     return gpt.to(dtype).eval()
 
 
 @torch.inference_mode()
 def naive(
-    gpt: torch.nn.Module, prompt: list[int], count: int, max_length: int, finished: Finished, sampling: Sampling,
+    gpt: GPT, prompt: list[int], count: int, max_length: int, finished: Finished, sampling: Sampling,
     seed: int,
 ) -> list[int]:  # fmt: skip
     """One prompt, the model's own forward pass over the last `max_length` tokens for each new one."""
@@ -76,9 +76,8 @@ def finish(generation: Generation, finished: Finished = lambda new: False) -> di
         for request in generation.step(finished):
             assert request.index not in results
             results[request.index] = None if request.failed else request.new
-        if (cache := generation.cache) is not None:
-            tables = [page for request in generation.running for page in request.pages.table]
-            assert len(tables) == len({*tables}) == cache.keys.shape[1] - cache.free
+        tables = [page for request in generation.running for page in request.pages.table]
+        assert len(tables) == len({*tables}) == generation.cache.keys.shape[1] - generation.cache.free
     assert generation.over
     return results
 
@@ -110,7 +109,7 @@ def test_every_token_is_that_of_recomputation(first: int) -> None:
             expected = naive(gpt, prompt, count, max_length, finished, sampling, index)
             assert results[index] == expected, (seed, index, gpt.config)
             slid += len(prompt) + len(expected) > max_length
-        waited += len(prompts) > 1 and generation.cache is not None and generation.cache.keys.shape[1] < 20
+        waited += len(prompts) > 1 and generation.cache.keys.shape[1] < 20
     assert waited
     assert slid
 
@@ -121,7 +120,6 @@ def test_requests_that_find_no_page_wait_and_go_on_where_they_were() -> None:
     gpt.end_of_document = None
     prompts = [[chance.randrange(17) for _ in range(6)] for _ in range(6)]
     generation = Generation(gpt, prompts, 30, 40, Sampling(1.0), None, CPU, cache_bytes=0, page=4)
-    assert generation.cache is not None
     assert generation.cache.keys.shape[1] == 9  # of 54 that all would need: one request of 36
     most, came_back = 0, False
     results: dict[int, list[int] | None] = {}
@@ -139,7 +137,6 @@ def test_a_window_and_the_end_of_a_document_give_pages_back() -> None:
     chance = random.Random(0)
     gpt = random_gpt(chance, 200, window=9, vocab_size=17)
     generation = Generation(gpt, [[5] * 100, [4] * 90 + [END, 4]], 60, 200, page=4)
-    assert generation.cache is not None
     most = 0
     while not generation.over:
         generation.step(lambda new: False)
@@ -350,20 +347,6 @@ def test_the_ends_of_the_uniform_range_never_draw_what_has_no_probability() -> N
     uniforms = torch.tensor([0.0, 1.0 - 2.0**-53], dtype=torch.float64)
     for sampling in (Sampling(1.0), Sampling(1.0, 4), Sampling(1.0, 0, 0.99)):
         assert {*choose_tokens(logits, sampling, uniforms)[0].tolist()} == {1, 2}
-
-
-def test_a_module_without_a_cache_is_recomputed() -> None:
-    table = torch.randn(11, 11, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-
-    class Bigram(torch.nn.Module):
-        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-            return table[tokens]
-
-    results = generate_texts(
-        Bigram(), [[1], [2, 3], [4] * 9], 12, max_length=6, finished=lambda new: False, batch_tokens=7
-    )
-    for index, prompt in enumerate([[1], [2, 3], [4] * 9]):
-        assert results[index] == naive(Bigram(), prompt, 12, 6, lambda new: False, Sampling(), index)
 
 
 @pytest.mark.gpu

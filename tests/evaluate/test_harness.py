@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from isoflop.evaluate.harness import CheckpointLM, TokenCache, answer_task, make_lm
+from isoflop.evaluate.harness import CheckpointLM, TokenCache, answer_task
 from isoflop.evaluate.inference import generate as generation
 from isoflop.evaluate.inference.generate import Sampling, generate_texts
 from isoflop.evaluate.inference.scoring import Scorer
 from isoflop.evaluate.metrics import ItemResult
 from isoflop.evaluate.records.items import _right_choices
-from isoflop.evaluate.records.record import Memory
+from isoflop.evaluate.records.record import Answers
 from isoflop.evaluate.tasks.tasks import load_suite
-from isoflop.train.config import DataConfig, ModelConfig, RunConfig
+from isoflop.train.config import ModelConfig
 from isoflop.train.model.gpt import GPT
 from lm_eval.api.instance import Instance
 from lm_eval.tasks import TaskManager
@@ -37,6 +37,9 @@ class Bytes:
 
     def encode(self, text: str) -> np.ndarray:
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.uint16)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return [self.encode(text) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(token for token in ids if token < END).decode("utf-8", errors="replace")
@@ -152,7 +155,7 @@ def test_an_answer_that_merges_into_its_context_is_never_certain() -> None:
 
 
 def test_a_long_text_is_kept_window_by_window() -> None:
-    model, answers = gpt(), Memory()
+    model, answers = gpt(), Answers()
     text = request("".join(np.random.default_rng(14).choice(list("abcdefgh"), size=240)))
     (whole,) = lm_of(model, Bytes(), 32).loglikelihood_rolling([text])
     dying = lm_of(model, Bytes(), 32, batch_tokens=32, answers=answers)
@@ -160,9 +163,9 @@ def test_a_long_text_is_kept_window_by_window() -> None:
         dies_after(3, patch)
         with pytest.raises(Killed):
             dying.loglikelihood_rolling([text])
-    assert len(answers) == 3
+    assert len(answers.known) == 3
     (resumed,) = lm_of(model, Bytes(), 32, answers=answers).loglikelihood_rolling([text])
-    assert len(answers) == 8
+    assert len(answers.known) == 8
     assert resumed == pytest.approx(whole, rel=1e-12)  # float64; batches are other ones
 
 
@@ -287,7 +290,7 @@ def test_an_interrupted_evaluation_goes_on_at_the_request(monkeypatch: pytest.Mo
     texts = [request("".join(rng.choice(list("abc"), size=n))) for n in (5, 50, 100, 150)]
     writes = [request(random_text(rng, 0, 9), {"until": [], "max_gen_toks": 9}) for _ in range(6)]
 
-    def ask(answers: Memory | None, lm: CheckpointLM | None = None) -> tuple[Any, ...]:
+    def ask(answers: Answers | None, lm: CheckpointLM | None = None) -> tuple[Any, ...]:
         lm = lm or lm_of(model, Bytes(), 32, batch_tokens=64, answers=answers)
         return lm.loglikelihood(pairs), lm.loglikelihood_rolling(texts), lm.generate_until(writes), lm.truncated
 
@@ -307,7 +310,7 @@ def test_an_interrupted_evaluation_goes_on_at_the_request(monkeypatch: pytest.Mo
 
     dies_at(-1)
     assert ask(None) == expected
-    whole, answers = passes, Memory()
+    whole, answers = passes, Answers()
     for number in (3, 5, whole):
         dies_at(number)
         try:
@@ -322,8 +325,8 @@ def test_an_interrupted_evaluation_goes_on_at_the_request(monkeypatch: pytest.Mo
     np.testing.assert_allclose(resumed[1], expected[1], rtol=1e-12)
     assert resumed[2:] == expected[2:]
     # Now everything is known, through JSON as well, and the model is not asked.
-    stored = Memory()
-    stored.put(json.loads(json.dumps(answers._answers)).items())
+    stored = Answers()
+    stored.put(json.loads(json.dumps(answers.known)).items())
     dies_at(1)
     monkeypatch.setattr(generation.Generation, "step", None)
     assert ask(stored) == resumed
@@ -333,13 +336,13 @@ def test_nan_is_kept_as_nan() -> None:
     model = gpt()
     with torch.no_grad():
         model.embedding.weight[ord("!")] = torch.nan
-    answers = Memory()
+    answers = Answers()
     for _ in range(2):
         lm = lm_of(model, Bytes(), 32, answers=answers)
         assert np.isnan(lm.loglikelihood([request("oh!", " no")])[0][0])
         assert lm.generate_until([request("oh!", {"until": []})]) == [""]
         assert lm.failed == {("oh!",)}
-    assert len(answers) == 2
+    assert len(answers.known) == 2
 
 
 class Counted(Bytes):
@@ -354,7 +357,7 @@ class Counted(Bytes):
 
 
 def test_the_next_checkpoint_encodes_nothing_and_scores_with_its_own_weights() -> None:
-    rng, tokenizer, tokens = np.random.default_rng(13), Counted(), TokenCache("the same")
+    rng, tokenizer, tokens = np.random.default_rng(13), Counted(), TokenCache()
     prompts = [random_text(rng, 0, 30) for _ in range(5)]
     pairs = [request(prompt, " " + random_text(rng, 0, 9)) for prompt in prompts for _ in range(4)]
     scores = [lm_of(gpt(seed), tokenizer, 32, tokens=tokens).loglikelihood(pairs) for seed in (0, 1)]
@@ -364,13 +367,13 @@ def test_the_next_checkpoint_encodes_nothing_and_scores_with_its_own_weights() -
 
 def test_a_cache_of_tokens_keeps_to_its_memory() -> None:
     tokenizer = Counted()
-    cache = TokenCache("", largest=1000)
+    cache = TokenCache(largest=1000)
     texts = [f"text {number:04}" * 5 for number in range(20)]
     for _ in range(2):
         assert cache.encode(texts, tokenizer.encode_batch) == {text: ids(text) for text in texts}
-    assert 0 < len(cache) < 20
+    assert 0 < len(cache._ids) < 20
     assert cache.bytes <= 1000
-    assert len(tokenizer.texts) == 20 + 20 - len(cache)
+    assert len(tokenizer.texts) == 20 + 20 - len(cache._ids)
 
 
 # --- every kind of task ----------------------------------------------------------------------------------------------
@@ -419,8 +422,7 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> TaskManager:
 @pytest.fixture(scope="module")
 def items(tasks: TaskManager) -> dict[str, list[ItemResult]]:
     suite = load_suite([*KINDS, "shots"], None, manager=tasks)
-    config = RunConfig(model=ModelConfig(vocab_size=257), data=DataConfig(sequence_length=128))
-    lm = make_lm(SimpleNamespace(model=gpt(T=128), config=config, tokenizer=Bytes(), step=1))
+    lm = lm_of(gpt(T=128), Bytes(), 128)
     return {name: answer_task(lm, entry)[0] for name, entry in suite.tasks.items()}
 
 
@@ -488,7 +490,7 @@ def naive(model: nn.Module, prompt: list[int], count: int, T: int) -> list[int]:
 
 
 def test_greedy_generation_is_the_naive_loop_whatever_the_batch() -> None:
-    rng, model = np.random.default_rng(6), Fading(6)
+    rng, model = np.random.default_rng(6), gpt(6, 20)
     prompts = [ids(random_text(rng, 0, 30)) for _ in range(5)]
     # 30 new tokens in a window of 20: it slides.
     for budget in (1, 70, 10_000):

@@ -14,19 +14,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from isoflop.evaluate.harness import CheckpointLM, make_lm
-from isoflop.evaluate.inference.ranks import Alone, Ranks, on_ranks, share_requests
+from isoflop.evaluate.harness import ALONE, CheckpointLM
+from isoflop.evaluate.inference.ranks import on_ranks, share_requests
 from isoflop.evaluate.inference.trees import Request
-from isoflop.evaluate.records.record import Memory
+from isoflop.evaluate.records.record import Answers
 from isoflop.train.checkpoint.checkpoint import load_for_evaluation
 from isoflop.train.checkpoint.saver import Saver
 from isoflop.train.config import ModelConfig, RunConfig
 from isoflop.train.data.tokenizers import ByteTokenizer
 from isoflop.train.errors import UserError
+from isoflop.train.job.control import run_on_ranks
 from isoflop.train.job.fork import run_ranks
 from isoflop.train.model.gpt import GPT
 from isoflop.train.parallel.layout import Held, whole_placement
-from isoflop.train.parallel.mesh import build_mesh
+from isoflop.train.parallel.mesh import Mesh, build_mesh
 from isoflop.train.parallel.tensor import split_model
 
 T = 48
@@ -51,7 +52,7 @@ def requests(count: int = 12) -> list[Any]:
     return [asked(prompt, " " + text(1, 9)) for prompt in prompts for _ in range(3)]
 
 
-def everything(ranks: Ranks, answers: Memory | None = None) -> dict[str, Any]:
+def everything(ranks: Mesh, answers: Answers | None = None) -> dict[str, Any]:
     lm = CheckpointLM(gpt(), ByteTokenizer(), T, batch_tokens=200, ranks=ranks, answers=answers)
     settings = {"until": ["\n"], "max_gen_toks": 6}
     drawn = {**settings, "do_sample": True, "temperature": 1.0}
@@ -76,11 +77,11 @@ def assert_same(ours: dict[str, Any], expected: dict[str, Any]) -> None:
 def test_every_rank_gets_what_one_process_gets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("isoflop.evaluate.harness.ROUND_TOKENS", 150)  # several rounds
     monkeypatch.setattr("isoflop.evaluate.harness.ROUND_PROMPTS", 1)
-    expected = everything(Alone())
+    expected = everything(Mesh())
 
-    def both(ranks: Ranks) -> list[dict[str, Any]]:
+    def both(ranks: Mesh) -> list[dict[str, Any]]:
         result = everything(ranks)
-        return ranks.gather(lambda: result)
+        return ranks.gather(result)
 
     first, second = on_ranks(2, both)
     assert first == second
@@ -88,12 +89,12 @@ def test_every_rank_gets_what_one_process_gets(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_first_rank_keeps_all_answers_and_asks_for_none_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = everything(Alone())
+    expected = everything(Mesh())
 
-    def twice(ranks: Ranks) -> tuple[dict[str, Any], int, int]:
-        mine = Memory()
+    def twice(ranks: Mesh) -> tuple[dict[str, Any], int, int]:
+        mine = Answers()
         everything(ranks, mine)
-        kept = ranks.gather(lambda: len(mine))
+        kept = ranks.gather(len(mine.known))
         monkeypatch.setattr("isoflop.evaluate.inference.scoring.Scorer._pass", None)  # whoever asks the model fails
         monkeypatch.setattr("isoflop.evaluate.harness.generate_texts", None)
         return everything(ranks, mine), *kept
@@ -133,12 +134,17 @@ def test_a_checkpoint_of_tensor_parallel_ranks_is_scored_like_that_of_one_proces
         run_ranks(tp, save_on, tp, tmp_path / str(tp))
     one, ours = (load_for_evaluation(tmp_path / str(tp)) for tp in (1, 2))
     assert (ours.path / "shards").is_dir()
-    pairs = [asked(prompt, answer) for prompt in ("\x01\x02", "\x03") for answer in ("\x04", "\x05\x06")]
-    expected = make_lm(one).loglikelihood(pairs)
-    assert expected == make_lm(ours).loglikelihood(pairs)
 
-    def shared(ranks: Ranks) -> list[tuple[float, bool]]:
-        return make_lm(load_for_evaluation(tmp_path / "2"), ranks=ranks).loglikelihood(pairs)
+    def lm(loaded: Any, ranks: Mesh = ALONE) -> CheckpointLM:
+        length = loaded.config.data.sequence_length
+        return CheckpointLM(loaded.model, loaded.tokenizer, length, ranks=ranks)
+
+    pairs = [asked(prompt, answer) for prompt in ("\x01\x02", "\x03") for answer in ("\x04", "\x05\x06")]
+    expected = lm(one).loglikelihood(pairs)
+    assert expected == lm(ours).loglikelihood(pairs)
+
+    def shared(ranks: Mesh) -> list[tuple[float, bool]]:
+        return lm(load_for_evaluation(tmp_path / "2"), ranks).loglikelihood(pairs)
 
     np.testing.assert_allclose([n for n, _ in on_ranks(2, shared)], [n for n, _ in expected], rtol=1e-5)  # fp32
 
@@ -167,26 +173,26 @@ def test_shares_hold_every_request_once_and_weigh_the_same() -> None:
 
 
 def test_an_error_of_one_rank_ends_all_of_them() -> None:
-    def fails(ranks: Ranks) -> None:
+    def fails(ranks: Mesh) -> None:
         def work() -> None:
             if ranks.rank == 1:
                 raise UserError("the model has no memory left")
 
-        ranks.gather(work)
+        run_on_ranks(ranks, work)
 
     with pytest.raises(UserError, match=r"rank 1.*: the model has no memory left"):
         on_ranks(2, fails)
 
-    def dies(ranks: Ranks) -> None:
+    def dies(ranks: Mesh) -> None:
         if ranks.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        ranks.gather(lambda: None)
+        run_on_ranks(ranks, lambda: None)
 
     with pytest.raises(RuntimeError, match="rank 1: died without a word"):
         on_ranks(2, dies)
 
-    def breaks(ranks: Ranks) -> None:
-        ranks.gather(lambda: 1 / 0 if ranks.rank == 1 else 0.0)
+    def breaks(ranks: Mesh) -> None:
+        run_on_ranks(ranks, lambda: 1 / 0 if ranks.rank == 1 else 0.0)
 
     with pytest.raises(RuntimeError, match="ZeroDivisionError"):
         on_ranks(2, breaks)
@@ -222,7 +228,7 @@ def test_under_torchrun_the_ranks_are_the_jobs_own(tmp_path: Path) -> None:
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     subprocess.run([*command, str(Path(__file__).parent), str(tmp_path)], check=True, timeout=240)
-    expected = json.loads(json.dumps(everything(Alone())))
+    expected = json.loads(json.dumps(everything(Mesh())))
     for rank in (0, 1):
         found = json.loads((tmp_path / f"{rank}.json").read_text())
         assert found[:2] == [rank, 2]

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 import scipy.stats
-from isoflop.evaluate.pages import numbers as written
+from isoflop.evaluate.pages import page as written
 from isoflop.evaluate.pages import sweep_report
-from isoflop.evaluate.pages.charts import Axis
+from isoflop.evaluate.pages.page import Axis
 from isoflop.evaluate.pages.report import (
     at_equal_compute,
     checkpoint_page,

@@ -36,18 +36,18 @@ def gpt(seed: int = 0, dtype: torch.dtype = torch.float64, separate: bool = Fals
         for parameter in model.parameters():
             parameter.normal_(0, 0.3) if parameter.ndim > 1 else parameter.uniform_(0.5, 1.5)
     if separate:
-        model.separate_documents(END)
+        model.end_of_document = END
     return model.to(dtype)
 
 
 def groups(seed: int, count: int = 10, header: int = 0) -> list[Request]:
-    """Prompts with one to five continuations each, some empty, some of one token, some twice."""
+    """Prompts with one to five continuations each, some of one token, some twice."""
     rng = np.random.default_rng(seed)
     first, requests = rng.integers(0, V, header).tolist(), []
     for _ in range(count):
         prefix = first + rng.integers(0, V, rng.integers(1, 40 - header)).tolist()
         requests += [
-            Request(prefix, rng.integers(0, V, rng.integers(0, 14)).tolist()) for _ in range(rng.integers(1, 6))
+            Request(prefix, rng.integers(0, V, rng.integers(1, 14)).tolist()) for _ in range(rng.integers(1, 6))
         ]
     requests.append(requests[0])
     return [requests[place] for place in rng.permutation(len(requests))]
@@ -56,8 +56,6 @@ def groups(seed: int, count: int = 10, header: int = 0) -> list[Request]:
 @torch.no_grad()
 def alone(model: GPT, request: Request) -> Score:
     """One request through `GPT.forward`."""
-    if not request.continuation:
-        return 0.0, True
     logits = model(torch.tensor([request.inputs.tolist()]))[0, len(request.prefix) - 1 :].double()
     nats = torch.log_softmax(logits, dim=1)[range(len(request.continuation)), list(request.continuation)]
     return float(nats.sum()), bool((logits.argmax(dim=1) == torch.tensor(request.continuation)).all())
@@ -239,7 +237,7 @@ class Small:
 def test_where_memory_runs_out_batches_shrink_and_stay_small(
     monkeypatch: pytest.MonkeyPatch, error: type[RuntimeError]
 ) -> None:
-    model, requests, said = gpt(10), groups(10, 20), []
+    model, requests, said = gpt(10), groups(10, 40), []
     expected = [alone(model, request) for request in requests]
     small = Small(monkeypatch, 80, error)
     scorer, heard = Scorer(model, "cpu", 5000, said.append), []

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 from isoflop import fit
-from isoflop.fit.hyperparameters.critical_batch import CriticalBatchLaw, tokens_to_loss
-from isoflop.fit.hyperparameters.hyperparameters import HyperparameterLaw
+from isoflop.fit.hyperparameters.hyperparameters import CriticalBatchLaw, HyperparameterLaw, tokens_to_loss
 from scipy.optimize import least_squares
 
 E_MIN, S_MIN = 2e9, 5000.0

@@ -449,7 +449,10 @@ def test_the_waste_of_an_attempt_grows_when_the_next_falls_back_to_an_older_chec
 # By hand
 
 
-def test_a_retry_by_hand_is_a_new_budget_and_a_clean_slate(run: RunDirectory, tmp_path: Path) -> None:
+def test_a_retry_by_hand_is_a_new_budget_and_a_clean_slate(
+    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(states, "this_user", lambda: "bob on login2")
     sweep = SweepDirectory(tmp_path)
     for _ in range(3):
         begin(run)
@@ -457,7 +460,7 @@ def test_a_retry_by_hand_is_a_new_budget_and_a_clean_slate(run: RunDirectory, tm
     assert attempts.retries_spent(sweep) == 2  # the third has not been tried again
     run.ask_cancel("ann on login1")
     note_failure(run.path, Failure(Cause.KILLED, "gone"))
-    states.retry_by_hand(run, "bob on login2")
+    states.retry_by_hand(run)
     assert json.loads(lines(run)[-1])["by"] == "bob on login2"
     assert (run.state().state, run.state().job_id, run.failure(), run.cancel_asked()) == ("planned", None, None, None)
     assert [each.budget for each in attempts.read(run)] == [0, 0, 0]

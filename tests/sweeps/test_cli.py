@@ -304,7 +304,7 @@ def test_ctrl_c_during_an_evaluation_is_a_sentence(run: Run, monkeypatch: pytest
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("isoflop.sweeps.cli.checkpoint.score_all", interrupted)
+    monkeypatch.setattr("isoflop.train.checkpoint.checkpoint.find", interrupted)
     code, _, error = run("evaluate", "checkpoint")
     assert code == 130
     assert error.startswith("interrupted; everything finished so far is kept")

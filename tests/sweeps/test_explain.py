@@ -16,7 +16,7 @@ from isoflop.sweeps.entry import sweep_main
 from isoflop.sweeps.plan.explain import distinct_shapes
 from isoflop.train.config import DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig, to_dict
 from isoflop.train.errors import UserError
-from isoflop.train.flops import forward_flops_per_token
+from isoflop.train.flops import training_flops_per_token
 from isoflop.train.memory import bucket_sizes, memory
 from isoflop.train.model.shape import share_of
 from isoflop.train.planner.planner import (
@@ -50,7 +50,7 @@ def test_a_ring_moves_what_the_theory_says() -> None:
 
 def test_one_rank_computes_what_flops_counts_and_tp_ranks_share_it() -> None:
     one = share_of(a_run())
-    assert forward_flops(one) == forward_flops_per_token(MODEL, 1024) * 64 * 1024
+    assert 3 * forward_flops(one) == training_flops_per_token(MODEL, 1024) * 64 * 1024
     assert 8 * forward_flops(share_of(a_run(tp=8))) == forward_flops(one)
 
 

@@ -62,8 +62,8 @@ class Backend(SlurmBackend):
     def end_keepers(self) -> None:
         self.queue.said.append("end")
 
-    def has_job(self, run: RunDirectory) -> bool:
-        return run.run_id in self.queue.jobs
+    def jobs_of(self, run: RunDirectory) -> set[str]:
+        return self.queue.jobs & {run.run_id}
 
     def in_queue(self) -> set[str]:
         return self.queue.jobs | self.queue.others

@@ -28,6 +28,7 @@ from isoflop.sweeps.slurm.backend import HELD_BACK, SlurmBackend
 from isoflop.sweeps.slurm.record import Inventory, LaunchRecord, labelled_jobs, rebuilt, strays
 from isoflop.train.errors import UserError
 from isoflop.train.files import write_json
+from small_runs import end_unit
 from standin_slurm import StandIn
 
 SHAPE, TWO_RANKS = JobShape(0, 1, 1.0, 60), JobShape(0, 1, 1.0, 60, ranks_per_node=2)
@@ -141,7 +142,7 @@ def test_nothing_is_submitted_twice(make: Make, cluster_of: StandIn) -> None:
     sweep.sweep.run("short").set_state("failed")
     (folder,) = sweep.sweep.path.glob("jobs/queue-*")
     queue = Queue.open(sweep.sweep, folder)
-    queue.end(queue.claim(0) or Unit("alone", ()))
+    end_unit(queue, queue.claim(0) or Unit("alone", ()))
     queue.close()
     assert [run.run_id for run in sweep.launcher().to_start(sweep.directories)] == ["short"]
 

@@ -13,6 +13,7 @@ from isoflop.sweeps.runs.directory import SweepDirectory
 from isoflop.sweeps.runs.queue import Queue
 from isoflop.train.errors import UserError
 from isoflop.train.files import JsonLines
+from small_runs import end_unit
 
 
 @pytest.fixture
@@ -44,7 +45,7 @@ def test_a_worker_that_has_trained_something_may_be_replaced_for_ever(workers: W
     job = started(workers)
     unit = workers.queue.claim(0)
     assert unit is not None
-    workers.queue.end(unit)
+    end_unit(workers.queue, unit)
     workers.ended(job)
     for _ in range(STILLBORN - 1):
         workers.ended(started(workers))  # it counts anew

@@ -23,6 +23,7 @@ from isoflop.sweeps.runs.directory import SweepDirectory
 from isoflop.sweeps.runs.queue import JOURNAL, Queue
 from isoflop.train.config import DataConfig, ModelConfig, RunConfig, run_id
 from isoflop.train.files import write_json
+from small_runs import end_unit, is_over, release_unit
 
 STEP = 40
 
@@ -97,12 +98,12 @@ def test_units_are_handed_out_in_order_and_once(sweep: SweepDirectory) -> None:
     assert (first.claim(0), second.claim(1)) == (units[0], units[1])
     assert first.left() == second.left() == [units[2]]
     assert second.running() == {units[0]: 0, units[1]: 1}
-    first.end(units[0])
+    end_unit(first, units[0])
     assert second.running() == {units[1]: 1}
     assert first.claim(0) == units[2]
     assert (first.claim(0), second.claim(1), second.left()) == (None, None, [])
-    second.end(units[1])
-    first.end(units[2])
+    end_unit(second, units[1])
+    end_unit(first, units[2])
     assert (first.running(), first.lost()) == ({}, {})
 
 
@@ -116,7 +117,7 @@ def test_many_processes_never_get_the_same_unit(
         mine, got = again(made, sweep), []
         while (unit := mine.claim(place)) is not None:
             got.append(unit.name)
-            mine.end(unit)
+            end_unit(mine, unit)
         (tmp_path / f"{place}.json").write_text(json.dumps(got))
 
     for pid in [forked(lambda place=place: work(place)) for place in range(4)]:  # type: ignore[misc]
@@ -140,7 +141,7 @@ def test_a_unit_whose_worker_was_killed_is_lost_until_it_is_settled(
     assert (launcher.running(), list(launcher.lost())) == ({}, [units[0]])
     other = again(launcher, sweep)
     assert other.claim(0) == units[1]
-    launcher.end(units[0])
+    end_unit(launcher, units[0])
     assert launcher.lost() == {}
     assert other.claim(0) is None
 
@@ -154,7 +155,7 @@ def test_a_branch_starts_once_its_trunk_has_saved_and_while_that_still_trains(sw
     assert other.was_claimed()
     assert other.ready() == [units[2]]
     assert other.claim(1) == units[2]  # what is ready is not held up
-    other.end(units[2])
+    end_unit(other, units[2])
     publish(sweep, "trunk", STEP - 1)
     assert other.claim(1) is None
     assert other.left() == [units[1]]
@@ -186,12 +187,12 @@ def test_branches_of_a_trunk_that_ended_or_died_without_a_checkpoint_are_release
     workers = again(launcher, sweep)
     assert workers.claim(1) == units[1]
     assert workers.claim(2) is None
-    workers.end(units[1])
+    end_unit(workers, units[1])
     assert workers.claim(2) == units[3]
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     assert workers.claim(1) is None, "the launcher has not yet said what became of it"
-    launcher.end(units[0])
+    end_unit(launcher, units[0])
     assert workers.claim(1) == units[2]
 
 
@@ -200,7 +201,7 @@ def test_units_that_wait_for_each_other_hang_nobody(sweep: SweepDirectory) -> No
     workers = queue(sweep, [Unit("ensemble", ("a", "x")), *alone("b")], a="b", b="a", x="a")
     assert workers.claim(0) == workers.units[0]
     assert workers.claim(1) is None
-    workers.end(workers.units[0])
+    end_unit(workers, workers.units[0])
     assert workers.claim(1) == workers.units[1]
 
 
@@ -220,22 +221,22 @@ def test_a_unit_that_is_given_back_keeps_its_place_and_is_claimed_again(sweep: S
     first = queue(sweep, units)
     second = again(first, sweep)
     assert (first.claim(0), first.claim(0)) == (units[0], units[1])
-    first.release(units[0])
+    release_unit(first, units[0])
     assert second.left() == [units[0], units[2]]
     assert second.claim(1) == units[0]
-    first.end(units[0])  # no longer its own
+    end_unit(first, units[0])  # no longer its own
     assert second.running() == {units[0]: 1, units[1]: 0}
     events = [json.loads(line) for line in (first.folder / JOURNAL).read_text().splitlines()]
     history = [(event["event"], event.get("worker")) for event in events if event["unit"] == 0]
     assert history == [("claim", first.worker), ("release", None), ("claim", second.worker)]
     for unit in units[:2]:
-        second.end(unit)
-        first.end(unit)
-    assert not first.is_over()
-    first.end(units[2])  # nobody has it
+        end_unit(second, unit)
+        end_unit(first, unit)
+    assert not is_over(first)
+    end_unit(first, units[2])  # nobody has it
     assert second.claim(1) == units[2]
-    second.end(units[2])
-    assert first.is_over()
+    end_unit(second, units[2])
+    assert is_over(first)
 
 
 def test_a_unit_that_is_to_wait_is_claimed_when_its_time_has_come(sweep: SweepDirectory, clock: list[float]) -> None:
@@ -243,7 +244,7 @@ def test_a_unit_that_is_to_wait_is_claimed_when_its_time_has_come(sweep: SweepDi
     workers = queue(sweep, units)
     other = again(workers, sweep)
     workers.claim(0)
-    workers.release(units[0], wait_seconds=30)
+    release_unit(workers, units[0], wait_seconds=30)
     assert (other.ready_in(), other.ready()) == (0, [units[1]])
     assert other.claim(1) == units[1]
     assert (other.claim(1), other.left(), other.ready_in()) == (None, [units[0]], 30.0)
@@ -261,7 +262,7 @@ def test_a_node_that_a_unit_avoids_does_not_get_it_until_it_has_waited_for_anoth
     units = alone("a")
     workers = queue(sweep, units)
     workers.claim(0, "node1")
-    workers.release(units[0], wait_seconds=10, avoid=["node1", "node2"])
+    release_unit(workers, units[0], wait_seconds=10, avoid=["node1", "node2"])
     clock[0] += 10
     assert workers.avoided() == ("node1", "node2")
     assert (workers.claim(0, "node1"), workers.left("node1")) == (None, []), "a worker there had better leave"
@@ -270,7 +271,7 @@ def test_a_node_that_a_unit_avoids_does_not_get_it_until_it_has_waited_for_anoth
     assert workers.avoided() == ()
     assert workers.left("node1") == units
     assert workers.claim(0, "node1") == units[0]
-    workers.release(units[0], avoid=["node1"])
+    release_unit(workers, units[0], avoid=["node1"])
     assert workers.claim(0) == units[0], "on one machine there is nowhere else to go"
 
 
@@ -278,7 +279,7 @@ def test_a_line_torn_at_any_byte_costs_nothing_that_came_before(sweep: SweepDire
     units = alone("a", "b")
     made = queue(sweep, units)
     made.claim(0)
-    made.end(units[0])
+    end_unit(made, units[0])
     before = (made.folder / JOURNAL).read_bytes()
     made.claim(0)
     line = (made.folder / JOURNAL).read_bytes()[len(before) :]
@@ -338,7 +339,7 @@ def check_kills(tmp_path: Path, forked: Callable[[Callable[[], object]], int], p
         made = planned(tmp_path / str(point))
         os.waitpid(forked(lambda: work(made, point)), 0)  # noqa: B023
         os.waitpid(forked(lambda: work(made)), 0)  # noqa: B023
-        assert made.is_over(), point
+        assert is_over(made), point
         for run in made.sweep.runs():
             assert run.state().state == "done", (point, run.state())
             tries = attempts.read(run)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import signal
 import sys
@@ -36,7 +37,7 @@ from isoflop.train.job.environment import Ranks, detect
 from isoflop.train.job.failure import Cause, Failure, note_failure
 from isoflop.train.loop import Diverged, Stopped, train
 from isoflop.train.schedule import trunk_steps
-from small_runs import forty_steps, own_signals
+from small_runs import forty_steps, is_over, own_signals, release_unit
 
 SUMMARY = {"val_loss": 1.0}
 POLICY = Policy(retries=0)
@@ -647,7 +648,7 @@ def test_a_worker_that_slurm_stops_gives_its_unit_back_and_its_job_too(
     node.start(1)
     train_alone(lambda config, directory, **arguments: succeed(directory))
     work_queue(bench, queue)
-    assert (states(first, second), queue.is_over()) == (["done", "done"], True)
+    assert (states(first, second), is_over(queue)) == (["done", "done"], True)
     assert node.requeued == ["7"]
     assert first.state().attempt == 2
 
@@ -690,7 +691,7 @@ def test_what_failed_is_tried_again_within_its_budget_and_nowhere_else_what_woul
     work_queue(bench, queue, Policy(retries=2, backoff_seconds=0.0))
     assert states(*runs) == ["failed", "failed", "done"]
     assert [begun.count(run.run_id) for run in runs] == [3, 1, 2]
-    assert queue.is_over()
+    assert is_over(queue)
 
 
 def test_runs_that_are_done_or_cancelled_are_not_trained(
@@ -703,7 +704,7 @@ def test_runs_that_are_done_or_cancelled_are_not_trained(
     train_alone(lambda *arguments, **options: pytest.fail("trained"))
     queue = bench.queue(("alone", [done]), ("alone", [unwanted]))
     work_queue(bench, queue)
-    assert (states(done, unwanted), queue.is_over()) == (["done", "cancelled"], True)
+    assert (states(done, unwanted), is_over(queue)) == (["done", "cancelled"], True)
 
 
 def test_a_worker_on_a_node_that_is_to_be_avoided_leaves(
@@ -713,7 +714,7 @@ def test_a_worker_on_a_node_that_is_to_be_avoided_leaves(
     queue = bench.queue(("alone", [run]))
     unit = queue.claim(0, "node1")
     assert unit is not None
-    queue.release(unit, avoid=["node1"])
+    release_unit(queue, unit, avoid=["node1"])
     train_alone(lambda config, directory, **arguments: succeed(directory))
     work_queue(bench, queue)
     assert (states(run), queue.left()) == (["planned"], [unit])
@@ -726,13 +727,11 @@ def test_a_worker_close_to_its_time_limit_begins_nothing_and_has_its_job_put_bac
     bench: Bench, node: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_START_TIME", "1000")
-    for limit, short in ((30, False), (600, False)):
+    for limit, margin in ((30, 18.0), (600, 180.0)):
         monkeypatch.setenv("SLURM_JOB_END_TIME", str(1000 + limit))
-        clock = worker.JobClock.of(os.environ)
-        assert clock.is_short() is short
         # 15 or 120 s before the end it is told to stop, and what is left until then should be worth a start.
-        assert clock.margin == {30: 18.0, 600: 180.0}[limit]
-    assert not worker.JobClock.of({}).is_short()
+        assert worker.last_start(os.environ) - time.monotonic() == pytest.approx(limit - margin, abs=1.0)
+    assert worker.last_start({}) == math.inf
     run = bench.run(1)
     queue = bench.queue(("alone", [run]))
     monkeypatch.setenv("SLURM_JOB_END_TIME", "1000")

@@ -84,7 +84,9 @@ class Case:
         return with_gradients(lambda *qkv: reference(*qkv, self.lowest), self.inputs, self.slope)
 
     def output(self, backend: Backend, device: torch.device, *inputs: Tensor) -> Tensor:
-        return backend(*inputs, None if self.first is None else self.first.to(device), self.window)
+        first = None if self.first is None else self.first.to(device)
+        seen = backend.seen(inputs[0], first, self.window, inputs[0].dtype)
+        return backend.attend(*inputs, seen, self.window)
 
     def placed(self, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
         """As they come from the matrix product: views of one tensor."""
@@ -193,7 +195,7 @@ def test_the_long_blocks_of_a_cpu_equal_the_reference() -> None:
 def test_attention_that_trains_in_bf16_keeps_its_softmax(case: str | None) -> None:
     drawn = Case(*(CASES[case] if case else (256, 4, 4, None, False)))
     low = [x.bfloat16().requires_grad_() for x in drawn.inputs]
-    out = load_backend("sdpa")(*low, drawn.first, drawn.window)
+    out = drawn.output(load_backend("sdpa"), CPU, *low)
     names, todo = set(), [out.grad_fn]
     while todo:
         node = todo.pop()
@@ -244,7 +246,7 @@ def test_the_loss_of_packed_documents_is_that_of_each_alone_at_its_positions(win
     model = random_model(torch.float64, window=window)
     tokens = packed(41, 0, 11, 12, 30)
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
-    model.separate_documents(END)
+    model.end_of_document = END
     together = losses_of(model, inputs, targets)
     cos, sin, alone = model.cos, model.sin, []
     for start, end in ((0, 1), (1, 12), (12, 13), (13, 31), (31, 40)):
@@ -260,7 +262,7 @@ def test_the_loss_of_packed_documents_is_that_of_each_alone_at_its_positions(win
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_another_document_changes_neither_losses_nor_their_gradient(dtype: torch.dtype, recompute: str) -> None:
     model = random_model(dtype, window=9)
-    model.separate_documents(END)
+    model.end_of_document = END
     model.set_recompute(recompute)
     tokens = packed(41, 11, 30)
     results = []
@@ -293,7 +295,7 @@ def test_recompute_sees_the_same_documents(recompute: str) -> None:
     tokens, results = packed(41, 11, 30), []
     for mode in ("none", recompute):
         model = random_model(window=9)
-        model.separate_documents(END)
+        model.end_of_document = END
         model.set_recompute(mode)
         loss = model.loss(tokens[:, :-1], tokens[:, 1:])
         results.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
@@ -308,7 +310,7 @@ def test_a_model_computes_the_same_whatever_its_backend(run: str) -> None:
     losses = []
     for wanted, where, kind in ((backends.SDPA, CPU, torch.float64), (backend, device, dtype)):
         model = random_model(kind, width=4 * HEAD_DIM[device], window=9).to(where)
-        model.separate_documents(END)
+        model.end_of_document = END
         model.use(wanted)
         losses.append(losses_of(model, tokens[:, :-1].to(where), tokens[:, 1:].to(where)))
     assert relative(losses[1], losses[0]) < 10 * tolerance  # two blocks, the head, and the angles in fp32
@@ -319,7 +321,7 @@ def test_a_model_computes_the_same_whatever_its_backend(run: str) -> None:
 def test_no_pass_waits_for_the_device(name: str, recompute: str) -> None:
     # Tensors on `meta` have no values to wait for: whatever asks for one raises. They take the ways of a GPU.
     model = random_model(width=128, window=9)
-    model.separate_documents(END)
+    model.end_of_document = END
     model.use(load_backend(name))
     model.set_recompute(recompute)
     model.to("meta")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.machinery
 import sys
+from collections.abc import Set
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,7 +16,7 @@ from isoflop.train.config import ATTENTION, ModelConfig, OptimizerConfig
 from isoflop.train.errors import UserError
 from isoflop.train.kernels import flash
 from isoflop.train.model import backends
-from isoflop.train.model.backends import Choice, choose_backend, installed, load_backend, select_backend
+from isoflop.train.model.backends import Choice, Work, choose_backend, installed, load_backend, select_backend
 from isoflop.train.model.parametrization import build_model
 from torch import Tensor
 
@@ -24,8 +25,12 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 ALL = frozenset(ATTENTION[1:])
 HOPPER: dict[str, Any] = {
     "device_type": "cuda", "capability": (9, 0), "dtype": torch.bfloat16, "head_dim": 64, "has_window": False,
-    "has_documents": False, "installed": ALL,
+    "has_documents": False,
 }  # fmt: skip
+
+
+def chosen(wanted: str, installed: Set[str] = ALL, **changes: Any) -> Choice:
+    return choose_backend(wanted, Work(**(HOPPER | changes)), installed)
 
 
 @pytest.mark.parametrize(
@@ -53,22 +58,19 @@ HOPPER: dict[str, Any] = {
     ],
 )
 def test_auto_takes_what_suits_the_device_and_the_mask(changes: dict[str, Any], name: str) -> None:
-    assert choose_backend("auto", **(HOPPER | changes)).name == name
+    assert chosen("auto", **changes).name == name
 
 
 def test_a_choice_says_why() -> None:
-    assert (
-        str(choose_backend("auto", **(HOPPER | {"device_type": "cpu", "capability": None})))
-        == "attention: sdpa (auto: no GPU)"
-    )
+    assert str(chosen("auto", device_type="cpu", capability=None)) == "attention: sdpa (auto: no GPU)"
     words = "attention: ours (auto: compute capability 9.0, bf16, heads of size 64, a window, documents apart)"
-    assert str(choose_backend("auto", **(HOPPER | {"has_window": True, "has_documents": True}))) == words
-    assert str(choose_backend("flash2", **HOPPER)) == "attention: flash2 (parallel.attention)"
+    assert str(chosen("auto", has_window=True, has_documents=True)) == words
+    assert str(chosen("flash2")) == "attention: flash2 (parallel.attention)"
 
 
 def test_what_is_asked_for_is_taken_wherever_it_can_be() -> None:
     for name in ATTENTION[1:]:
-        assert choose_backend(name, **HOPPER) == Choice(name, "parallel.attention")
+        assert chosen(name) == Choice(name, "parallel.attention")
 
 
 @pytest.mark.parametrize(
@@ -90,7 +92,7 @@ def test_what_is_asked_for_is_taken_wherever_it_can_be() -> None:
 def test_what_cannot_be_had_is_refused_in_a_sentence(wanted: str, changes: dict[str, Any], words: str) -> None:
     words = words.replace("{must}", "it must be auto or one of")
     with pytest.raises(UserError, match=rf"^parallel\.attention is '{wanted}', .*{words}") as refusal:
-        choose_backend(wanted, **(HOPPER | changes))
+        chosen(wanted, **changes)
     assert "\n" not in str(refusal.value)
 
 
@@ -178,10 +180,11 @@ def test_a_package_is_called_as_it_wants_to_be(
     for time, window in ((20, None), (20, 5), (20, 1), (9, 9), (9, 30)):
         qkv = [torch.randn(2, time, heads, 8, generator=generator, dtype=torch.float64) for heads in (4, 2, 2)]
         expected, _ = flash.flash_reference(*qkv, window=window)
-        torch.testing.assert_close(backend(*qkv, window=window), expected, atol=1e-13, rtol=1e-13)
+        seen = backend.seen(qkv[0], None, window, torch.float64)
+        torch.testing.assert_close(backend.attend(*qkv, seen, window), expected, atol=1e-13, rtol=1e-13)
     assert package.calls == 5
     with pytest.raises(ValueError, match="cannot keep documents apart"):
-        backend(*qkv, first=torch.zeros(2, 9, dtype=torch.int32))
+        backend.seen(qkv[0], torch.zeros(2, 9, dtype=torch.int32), None, torch.float64)
 
 
 def test_a_model_takes_the_backend_that_is_chosen_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,6 +203,6 @@ def test_a_model_takes_the_backend_that_is_chosen_and_says_so(monkeypatch: pytes
     assert str(model.set_attention("flash2", CUDA, torch.bfloat16)) == "attention: flash2 (parallel.attention)"
     torch.testing.assert_close(model.loss(tokens[:, :-1], tokens[:, 1:]), expected)
     assert package.calls == 2  # once a block
-    model.separate_documents(7)
+    model.end_of_document = 7
     with pytest.raises(UserError, match=r"^parallel\.attention is 'flash2', which cannot keep documents apart"):
         model.set_attention("flash2", CUDA, torch.bfloat16)

@@ -213,14 +213,15 @@ def test_losses_and_gradients_are_those_of_each_model_in_float64(variant: str, d
         rows.load(row, gpt.named_parameters())
     for each in (template, *gpts):
         if documents:
-            each.separate_documents(end=7)
+            each.end_of_document = 7
     scales = torch.tensor([output_scale(model, optimizer) for optimizer in optimizers], dtype=torch.float64)
     stacked = StackedGPT(template, rows.parameters(slice(0, 3)), scales, torch.float64)
     losses = stacked.losses(tokens[..., :-1], tokens[..., 1:], z_losses)
     # Each member's loss has a slope of its own, so that a mix-up could not cancel.
     slopes = torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64)
     gradients = torch.autograd.grad(losses @ slopes, list(stacked.weights.values()))
-    each_loss = stacked.each_loss(tokens[..., :-1], tokens[..., 1:])
+    with torch.no_grad():
+        each_loss = stacked.losses(tokens[..., :-1], tokens[..., 1:], [0.0] * 3, "none").view(3, 2, 12)
     for row, gpt in enumerate(gpts):
         expected = gpt.loss(tokens[row, :, :-1], tokens[row, :, 1:], z_loss=z_losses[row])
         (expected * slopes[row]).backward()

@@ -11,7 +11,6 @@ from isoflop.train.flops import (
     count_parameters,
     flops_6nd,
     flops_exact,
-    forward_flops_per_token,
     tokens_for_budget,
     training_flops_per_token,
 )
@@ -65,7 +64,7 @@ def test_exact_flops_are_what_the_counter_sees_in_a_real_step(seed: int) -> None
         with FlopCounterMode(display=False) as step:
             model.loss(tokens[:, :-1], tokens[:, 1:]).backward()
     tokens_seen = batch * time
-    assert forward.get_total_flops() == forward_flops_per_token(config, time) * tokens_seen
+    assert 3 * forward.get_total_flops() == training_flops_per_token(config, time) * tokens_seen
     assert step.get_total_flops() == training_flops_per_token(config, time) * tokens_seen
 
 

@@ -80,7 +80,7 @@ def build(config: RunConfig, mesh: Mesh, device: torch.device = CPU) -> tuple[GP
         device=device,
     )  # fmt: skip
     if config.data.separate_documents:
-        gpt.separate_documents(0)
+        gpt.end_of_document = 0
     gpt.set_recompute(config.parallel.recompute)
     return gpt, zero
 
@@ -149,7 +149,7 @@ def step_peak(config: RunConfig) -> int:
 def take_step(config: RunConfig, gpt: GPT, zero: Zero, device: torch.device = CPU) -> None:
     passes = micro_batches(config)
     for number in range(passes):
-        with zero.micro_batch(last=number == passes - 1):
+        with zero.gradients.micro_batch(last=number == passes - 1):
             loss = gpt.loss(*rows_of(config, device))
             loss.backward()
     zero.set_rates(1.0)

@@ -104,7 +104,7 @@ def test_logits_equal_an_independent_float64_implementation(seed: int) -> None:
     model = random_model(config, time + generator.randrange(3), seed, base_width=generator.choice([4, 16])).double()
     tokens = torch.randint(config.vocab_size or 0, (batch, time), generator=torch.Generator().manual_seed(seed))
     if seed % 2:
-        model.separate_documents(int(tokens[0, time // 2]))
+        model.end_of_document = int(tokens[0, time // 2])
     expected = reference_logits(model, tokens.numpy())
     # The angles are kept in fp32, so float64 logits agree to its rounding: 2^-24 times a position below 20 and a sum.
     for grad in (False, True):
@@ -120,7 +120,7 @@ def test_gradients_equal_finite_differences_of_the_reference(seed: int) -> None:
     model = random_model(config, 9, seed).double()
     tokens = torch.randint(config.vocab_size or 0, (2, 9), generator=torch.Generator().manual_seed(seed))
     if seed % 2:
-        model.separate_documents(int(tokens[0, 4]))
+        model.end_of_document = int(tokens[0, 4])
     parameters = list(model.parameters())
     directions = [
         torch.randn(p.shape, generator=torch.Generator().manual_seed(i)).double() for i, p in enumerate(parameters)
@@ -354,7 +354,7 @@ def test_a_compiled_block_gives_the_same_losses_and_gradients(monkeypatch: pytes
     for compiled in (False, True):
         model = random_model(config, 8, 0)
         if masked:
-            model.separate_documents(int(tokens[0, 3]))
+            model.end_of_document = int(tokens[0, 3])
         if compiled:
             model.compile_blocks()
         loss = model.loss(tokens[:, :-1], tokens[:, 1:])

@@ -166,7 +166,7 @@ def test_steps_equal_a_plain_float64_adamw_with_clipping(tied: bool) -> None:
             name: torch.randn(p.shape, generator=generator, dtype=torch.float64) * size
             for name, p in gpt.named_parameters()
         }
-        with zero.micro_batch(last=True):
+        with zero.gradients.micro_batch(last=True):
             torch.stack([(p * chosen[name]).sum() for name, p in gpt.named_parameters()]).sum().backward()
         zero.set_rates(factor)
         norm = zero.step(torch.zeros(())).norm
@@ -197,7 +197,7 @@ def test_accumulated_gradients_equal_those_of_the_whole_batch() -> None:
         gpt, zero = engine(model, OptimizerConfig(), torch.float32)
         for start in range(0, 6, micro):
             rows = tokens[start : start + micro]
-            with zero.micro_batch(last=start + micro == 6):
+            with zero.gradients.micro_batch(last=start + micro == 6):
                 (gpt.loss(rows[:, :-1], rows[:, 1:]) * (micro / 6)).backward()
         gradients.append(torch.cat(zero.gradients.shards))
     for accumulated in gradients[1:]:

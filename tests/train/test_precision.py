@@ -45,7 +45,7 @@ class Run:
         generator = torch.Generator().manual_seed(number)
         start, by = torch.randint(50, (8, 1), generator=generator), torch.randint(1, 4, (8, 1), generator=generator)
         rows = (start + by * torch.arange(TIME + 1)) % 50
-        with self.zero.micro_batch(last=True):
+        with self.zero.gradients.micro_batch(last=True):
             loss = self.gpt.loss(rows[:, :-1], rows[:, 1:])
             self.scaler.scaled(loss).backward()
         self.zero.set_rates(1.0)

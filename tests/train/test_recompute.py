@@ -304,7 +304,7 @@ def train(
     tokens, targets = (x.chunk(dp)[mesh.dp_rank] for x in windows(config))
     losses, sent = [], Counter[str]()
     for step in range(3):
-        with zero.micro_batch(last=True), nullcontext() if compiled else Calls() as calls:
+        with zero.gradients.micro_batch(last=True), nullcontext() if compiled else Calls() as calls:
             loss = gpt.loss(tokens, targets) / dp
             loss.backward()
         if calls is not None and step == 0:

@@ -258,7 +258,7 @@ def load_for_evaluation(path: Path | str, device: str = "cpu", dtype: torch.dtyp
     step = json.loads((path / "trainer.json").read_text())["step"]
     tokenizer = tokenizer_from_directory(path / "tokenizer")
     if config.data.separate_documents:
-        gpt.separate_documents(tokenizer.end_of_document)
+        gpt.end_of_document = tokenizer.end_of_document
     # Not the run's own choice: it may be scored on another device.
     gpt.set_attention("auto", torch.device(device), dtype)
     return LoadedCheckpoint(gpt.to(device=device, dtype=dtype).eval(), config, tokenizer, step, path)

@@ -80,7 +80,9 @@ def train_together(
             while together.members:
                 together.step(should_stop)
         finally:
-            together.close()
+            for trainer in together.trainers.values():
+                trainer.close()
+            together.stepper.close()
     return [together.ended[index] for index in range(len(configs))]
 
 
@@ -102,23 +104,21 @@ class SharedClock:
         self.payers -= 1
 
 
+@dataclass
 class _Together:
     """The trainers of an ensemble, the stepper that they share, and who is left."""
 
-    def __init__(
-        self,
-        configs: Sequence[RunConfig],
-        directories: Sequence[Path],
-        shards: Shards,
-        job: Job,
-        report: Callable[[int, str], None],
-        on_end: Callable[[int, Ended], None],
-        alive: Callable[[], object],
-    ) -> None:
-        self.configs, self.directories, self.shards, self.job = configs, directories, shards, job
-        self.report, self.on_end, self.alive = report, on_end, alive
-        self.clock = SharedClock(len(configs))
-        self.stepper = StackedStepper(configs, job.device, shards, partial(report, 0))
+    configs: Sequence[RunConfig]
+    directories: Sequence[Path]
+    shards: Shards
+    job: Job
+    report: Callable[[int, str], None]
+    on_end: Callable[[int, Ended], None]
+    alive: Callable[[], object]
+
+    def __post_init__(self) -> None:
+        self.clock = SharedClock(len(self.configs))
+        self.stepper = StackedStepper(self.configs, self.job.device, self.shards, partial(self.report, 0))
         self.members = list(self.stepper.members)  # that have not ended
         self.trainers: dict[int, Trainer] = {}
         self.ended: dict[int, Ended] = {}
@@ -133,7 +133,7 @@ class _Together:
         for member in list(self.members):
             trainer = self.trainers[member.index]
             if not trainer.goes_on:
-                self._guarded(member, partial(_finish, trainer))
+                self._guarded(member, partial(_keep_books, trainer, None, False))
         self._leave()
 
     def step(self, should_stop: Callable[[], bool]) -> None:
@@ -152,11 +152,6 @@ class _Together:
         for member, result in zip(list(self.members), results, strict=True):
             self._guarded(member, partial(_keep_books, self.trainers[member.index], result, stop))
         self._leave()
-
-    def close(self) -> None:
-        for trainer in self.trainers.values():
-            trainer.close()
-        self.stepper.close()
 
     def _open(self, member: Member, peak: float) -> None:
         index = member.index
@@ -207,13 +202,11 @@ class _Together:
             self.stepper.drop(gone)
 
 
-def _keep_books(trainer: Trainer, result: StepResult, stop: bool) -> Ended | None:
-    trainer.record_step(result)
+def _keep_books(trainer: Trainer, result: StepResult | None, stop: bool) -> Ended | None:
+    """After a step, or without a result at the start of a run that had taken all its steps."""
+    if result is not None:
+        trainer.record_step(result)
     if not trainer.goes_on:
-        return _finish(trainer)
+        return Ended("done", summary=trainer.finish())
     trainer.pause(stop, trainer.save_is_due())
     return None
-
-
-def _finish(trainer: Trainer) -> Ended:
-    return Ended("done", summary=trainer.finish())

@@ -5,11 +5,10 @@ Members share the model, the data, the batch, the number format and the device; 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from ..config import RunConfig, run_id
+from ..config import RunConfig, flatten, identity, run_id
 from ..errors import UserError
 
 # What says how the step of the whole ensemble is computed, and so must be said the same by every member.
@@ -21,12 +20,8 @@ def shared_fields(config: RunConfig) -> dict[str, Any]:
 
     The corpus counts by its fingerprint; by its path too where the planner has not filled that in.
     """
-    shape: dict[str, Any] = {}
-    for group in ("model", "data"):
-        node = getattr(config, group)
-        for item in dataclasses.fields(node):
-            if not item.metadata.get("cosmetic"):
-                shape[f"{group}.{item.name}"] = getattr(node, item.name)
+    science = identity(config)
+    shape = flatten({"model": science["model"], "data": science["data"]})
     if config.data.fingerprint is None:
         shape["data.path"] = config.data.path
     if config.data.tokenizer_fingerprint is None:
@@ -67,9 +62,10 @@ def check_together(configs: Sequence[RunConfig]) -> None:
     for name, config in zip(names, configs, strict=True):
         if (reason := refusal(config)) is not None:
             raise UserError(f"run {name} cannot be a member of an ensemble: {reason}")
-        for field, value in shared_fields(config).items():
-            if field not in first or first[field] != value:
+        own = shared_fields(config)
+        for field in first | own:
+            if first.get(field) != own.get(field):
                 raise UserError(
-                    f"{field} is {first.get(field)!r} in run {names[0]} and {value!r} in run {name}; members of one "
-                    "ensemble must agree on it"
+                    f"{field} is {first.get(field)!r} in run {names[0]} and {own.get(field)!r} in run {name}; members "
+                    "of one ensemble must agree on it"
                 )

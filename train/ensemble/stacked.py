@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.optim.adamw import adamw
 
 from ..config import ModelConfig, OptimizerConfig, RunConfig
 from ..data.loader import TrainStream
@@ -33,13 +32,12 @@ from ..data.shards import Shards
 from ..model.backends import Backend
 from ..model.block import apply_rotary, lookup, query_key_value, rms_norm, swiglu
 from ..model.compiled import Compiled
-from ..model.gpt import GPT, SCORED_TOKENS
+from ..model.gpt import GPT, sequence_losses
 from ..model.loss import linear_cross_entropy
-from ..model.parametrization import ParameterGroup, empty_model, initial_weights, output_scale, parameter_groups
+from ..model.parametrization import empty_model, initial_weights, output_scale, parameter_groups
 from ..model.shape import model_shape
-from ..parallel.buckets import Bucket, fill, pack_bucket
 from ..parallel.layout import Held, whole_placement
-from ..parallel.zero import StepResult, square
+from ..parallel.zero import StepResult, adamw, layouts_of, square
 from ..precision import compute_dtype
 from ..schedule import learning_rate_factor
 
@@ -70,16 +68,8 @@ class StackedGPT:
         names = [name.removeprefix("blocks.0.") for name in weights if name.startswith("blocks.0.")]
         self._of_block = [{n: weights[f"blocks.{i}.{n}"] for n in names} for i in range(self.config.depth)]
 
-    def losses(self, tokens: Tensor, targets: Tensor, z_losses: Sequence[float]) -> Tensor:
-        """Every member's mean loss with its z-loss, in nats, fp32: ids (E, B, T) -> (E,)."""
-        return torch.stack(self._losses(tokens, targets, "mean", z_losses))
-
-    @torch.no_grad()
-    def each_loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Every token's loss, to score: ids (E, B, T) -> (E, B, T)."""
-        return torch.stack(self._losses(tokens, targets, "none", [0.0] * len(tokens))).view(targets.shape)
-
-    def _losses(self, tokens: Tensor, targets: Tensor, reduction: str, z_losses: Sequence[float]) -> list[Tensor]:
+    def losses(self, tokens: Tensor, targets: Tensor, z_losses: Sequence[float], reduction: str = "mean") -> Tensor:
+        """Every member's mean loss with its z-loss, in nats, fp32: ids (E, B, T) -> (E,), or with `none` (E, BT)."""
         vocabulary = self.config.vocab_size
         assert vocabulary is not None
         # A tied table is cast once, so that its two gradients are added in the type in which a run alone adds them.
@@ -89,7 +79,7 @@ class StackedGPT:
         members = zip(
             self._last_hidden(tokens, table).unbind(), head.unbind(), targets.flatten(1), z_losses, strict=True
         )
-        return [linear_cross_entropy(x, w, ids, vocabulary, reduction, z) for x, w, ids, z in members]
+        return torch.stack([linear_cross_entropy(x, w, ids, vocabulary, reduction, z) for x, w, ids, z in members])
 
     def _last_hidden(self, tokens: Tensor, table: Tensor) -> Tensor:
         """What the head reads, (E, n, w), for rows of the tables (E, V, w)."""
@@ -105,13 +95,7 @@ class StackedGPT:
 
 
 def _block(
-    config: ModelConfig,
-    backend: Backend,
-    x: Tensor,
-    weights: Weights,
-    cos: Tensor,
-    sin: Tensor,
-    seen: Tensor | None,
+    config: ModelConfig, backend: Backend, x: Tensor, weights: Weights, cos: Tensor, sin: Tensor, seen: Tensor | None
 ) -> Tensor:
     def norm(name: str, x: Tensor) -> Tensor:
         return _norm(x, weights[f"{name}_norm.weight"], config.norm_eps)
@@ -120,7 +104,8 @@ def _block(
         return norm(f"attention.{name}", x.unflatten(0, (len(weights["attention_norm.weight"]), -1))).flatten(0, 1)
 
     def times(x: Tensor, name: str) -> Tensor:
-        return product(x, weights[f"{name}.weight"].to(x.dtype))
+        weight = weights[f"{name}.weight"].to(x.dtype)
+        return torch.bmm(x, weight.transpose(1, 2)) if torch.compiler.is_compiling() else _Product.apply(x, weight)
 
     heads, kv_heads = config.heads, config.num_kv_heads
     # (E, n, …) -> (E B, T, heads, d): in attention members are sequences among sequences.
@@ -137,15 +122,8 @@ def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return rms_norm(x, weight.to(x.dtype).view(len(weight), *(1,) * (x.dim() - 2), -1), eps)
 
 
-def product(x: Tensor, weight: Tensor) -> Tensor:
-    """Streams (E, n, k) times weights (E, m, k), transposed -> (E, n, m)."""
-    if torch.compiler.is_compiling():
-        return torch.bmm(x, weight.transpose(1, 2))
-    return _Product.apply(x, weight)
-
-
 class _Product(torch.autograd.Function):
-    """y = x W^T for each member; dx = dy W, dW = dy^T x. Autograd's own dW would come out transposed."""
+    """y (E, n, m) = x (E, n, k) W^T; dx = dy W, dW = dy^T x. Autograd's own dW would come out transposed."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -183,13 +161,11 @@ class Rows:
         self.optimizers = list(optimizers)
         self._groups = [parameter_groups(template, optimizer) for optimizer in self.optimizers]
         self._shapes = {name: tuple(p.shape) for name, p in template.named_parameters()}
-        self._layouts = _layouts(template, self._groups[0], int(bucket_mb * 2**20 / dtype.itemsize))
+        self._layouts = layouts_of(template, self._groups[0], bucket_mb, dtype, 1, gathered=False)
 
-        def matrices() -> list[Tensor]:
-            shapes = [(len(self.optimizers), layout.size) for layout in self._layouts]
-            return [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
-
-        self.weight, self.grad, self.exp_avg, self.exp_avg_sq = matrices(), matrices(), matrices(), matrices()
+        shapes = [(len(self.optimizers), layout.size) for layout in self._layouts]
+        self._state = [[torch.zeros(shape, dtype=dtype, device=device) for shape in shapes] for _ in range(4)]
+        self.weight, self.grad, self.exp_avg, self.exp_avg_sq = self._state
         self.updates = torch.zeros(len(self.optimizers), dtype=torch.float32, device=device)  # of each, as in `Zero`
         # The largest norm of each, infinity where nothing is clipped.
         limits = [optimizer.gradient_clip or math.inf for optimizer in self.optimizers]
@@ -238,65 +214,29 @@ class Rows:
         skipped = 1 - (torch.isfinite(norms) & torch.isfinite(losses)).float()
         # Spelled as PyTorch computes the number over a tensor of `Zero`, whose bits a division would not give.
         divisors = ((norms + 1e-6).reciprocal() * self._limits[rows]).clamp(max=1.0).reciprocal().float()
+        counts = self.updates[rows] + 1
+        numbers = zip(counts.unbind(), divisors.unbind(), skipped.unbind(), strict=True)
+        members = list(zip(factors, self._groups[rows], self.optimizers[rows], numbers, strict=True))
         for number, layout in enumerate(self._layouts):
             for group, (start, stop) in layout.segments:
-                kinds = (self.weight, self.grad, self.exp_avg, self.exp_avg_sq)
-                state = [matrices[number][rows, start:stop] for matrices in kinds]
-                self._update(group, rows, state, factors, divisors, skipped)
+                state = zip(*(matrices[number][rows, start:stop].unbind() for matrices in self._state), strict=True)
+                for (factor, groups, options, (count, divisor, skip)), (weight, slope, *moments) in zip(
+                    members, state, strict=True
+                ):  # the fused kernel has one learning rate a call
+                    rate, decay = groups[group].learning_rate * factor, groups[group].weight_decay
+                    adamw(weight, slope, moments, count, rate, decay, options, divisor, skip)
         self.updates[rows] += 1 - skipped
         parts = (losses.unbind(), norms.unbind(), skipped.unbind())
         return [StepResult(*member) for member in zip(*parts, strict=True)]
-
-    def _update(
-        self,
-        group: int,
-        rows: slice,
-        state: Sequence[Tensor],
-        factors: Sequence[float],
-        divisors: Tensor,
-        skipped: Tensor,
-    ) -> None:
-        """AdamW on parameters of one group, a member at a time: the fused kernel has one learning rate a call."""
-        state = (*state, self.updates[rows].clone(), divisors, skipped)
-        settings = zip(factors, self._groups[rows], self.optimizers[rows], strict=True)
-        members = zip(settings, *(part.unbind() for part in state), strict=True)
-        for (factor, groups, optimizer), weight, slope, first, second, updates, divisor, skip in members:
-            adamw(
-                [weight],
-                [slope],
-                [first],
-                [second],
-                [],
-                [updates],
-                fused=True,
-                grad_scale=divisor,
-                found_inf=skip,
-                amsgrad=False,
-                maximize=False,
-                beta1=optimizer.beta1,
-                beta2=optimizer.beta2,
-                eps=optimizer.eps,
-                lr=groups[group].learning_rate * factor,
-                weight_decay=groups[group].weight_decay,
-            )
 
     def keep(self, rows: Sequence[int]) -> None:
         """Forgets all other members; earlier `parameters` and `held` are of no use any more."""
         self.optimizers = [self.optimizers[row] for row in rows]
         self._groups = [self._groups[row] for row in rows]
         index = torch.tensor(rows, device=self.updates.device)
-        self.weight, self.grad, self.exp_avg, self.exp_avg_sq = (
-            [matrix[index] for matrix in matrices]
-            for matrices in (self.weight, self.grad, self.exp_avg, self.exp_avg_sq)
-        )
+        self._state = [[matrix[index] for matrix in matrices] for matrices in self._state]
+        self.weight, self.grad, self.exp_avg, self.exp_avg_sq = self._state
         self.updates, self._limits = self.updates[index], self._limits[index]
-
-
-def _layouts(template: GPT, groups: Sequence[ParameterGroup], limit: int) -> list[Bucket]:
-    group_of = {id(p): number for number, group in enumerate(groups) for p in group.parameters}
-    numbers = {name: group_of[id(p)] for name, p in template.named_parameters()}
-    sizes = {name: p.numel() for name, p in template.named_parameters()}
-    return [pack_bucket(run, sizes, numbers, 1) for run in fill(reversed(sizes), sizes, max(1, limit))]
 
 
 class Member:
@@ -309,10 +249,6 @@ class Member:
     @property
     def row(self) -> int:
         return self.stepper.members.index(self)
-
-    @property
-    def zero(self) -> Member:
-        return self
 
     def held(self) -> list[Held]:
         return self.stepper.rows.held(self.row)
@@ -327,17 +263,14 @@ class Member:
     def load_state(self, state: dict[str, Any]) -> None:
         self.stepper.rows.updates[self.row] = state["updates"]
 
-    @torch.no_grad()
     def losses(self, windows: Tensor, beat: Callable[[], None]) -> Tensor:
         """As `Stepper.losses`, one member: a pass is as large as is good for the device, whatever the ensemble."""
         model = self.stepper.model(slice(self.row, self.row + 1))
-        at_once = max(1, SCORED_TOKENS // (windows.shape[1] - 1))
-        found = []
-        for start in range(0, len(windows), at_once):
-            beat()
-            chunk = windows[None, start : start + at_once].to(self.stepper.device)
-            found.append(model.each_loss(chunk[..., :-1], chunk[..., 1:])[0].double().sum(dim=1).cpu())
-        return torch.cat(found)
+
+        def each_loss(tokens: Tensor, targets: Tensor) -> Tensor:
+            return model.losses(tokens[None], targets[None], [0.0], "none").view(targets.shape)
+
+        return sequence_losses(self.stepper.template, windows, beat=beat, each_loss=each_loss)
 
 
 @dataclass(frozen=True)
@@ -356,26 +289,25 @@ class StackedStepper:
     ) -> None:
         """The members' weights are not set: each `start`s or loads its state. `check_together` accepts the configs."""
         first = configs[0]
-        self.device, self.dtype, self.length = device, compute_dtype(first.precision), first.data.sequence_length
-        self.compiled = first.parallel.compile
-        self.template = empty_model(first.model, first.optimizer, self.length)
+        self.device, self.dtype = device, compute_dtype(first.precision)
+        self.compiled, length = first.parallel.compile, first.data.sequence_length
+        self.template = empty_model(first.model, first.optimizer, length)
         self.template.place_angles(device)
         if first.data.separate_documents:
-            self.template.separate_documents(shards.tokenizer.end_of_document)
+            self.template.end_of_document = shards.tokenizer.end_of_document
         choice = self.template.set_attention(first.parallel.attention, device, self.dtype)
         if device.type == "cuda":
             report(str(choice))
         self.members = [
-            Member(self, index, config, TrainStream(shards, self.length, config.seed))
+            Member(self, index, config, TrainStream(shards, length, config.seed))
             for index, config in enumerate(configs)
         ]
         # A run alone cuts its buckets by the bytes of its compute type; here all is fp32, and cut at the same elements.
         bucket_mb = first.parallel.bucket_mb * torch.float32.itemsize / self.dtype.itemsize
         self.rows = Rows(self.template, [config.optimizer for config in configs], bucket_mb, device)
         self.threads = torch.get_num_threads() if device.type == "cpu" and not self.compiled else 1
-        self.pool: ThreadPoolExecutor | None = None
-        if self.threads > 1:
-            self.pool = ThreadPoolExecutor(self.threads, "members", torch.set_num_threads, (1,))
+        several = self.threads > 1
+        self.pool = ThreadPoolExecutor(self.threads, "members", torch.set_num_threads, (1,)) if several else None
         self.cache: Compiled | None = None
         if self.compiled:
             self.cache = Compiled(first, len(configs) * first.optimizer.batch_size, device, True, report)
@@ -410,21 +342,17 @@ class StackedStepper:
         return [result for future in under_way for result in future.result()]
 
     def _step(self, stack: _Stack, steps: Sequence[int]) -> list[StepResult]:
-        tokens = self._tokens(stack.members, steps)
+        batches = [member.stream.batch(step, member.micro) for member, step in zip(stack.members, steps, strict=True)]
+        tokens = torch.stack([torch.from_numpy(batch) for batch in batches])  # (e, B, T + 1)
+        if self.device.type == "cuda":
+            tokens = tokens.pin_memory()
+        tokens = tokens.to(self.device, non_blocking=True)
         z_losses = [member.config.optimizer.z_loss for member in stack.members]
         losses = stack.model.losses(tokens[..., :-1], tokens[..., 1:], z_losses)
         found = torch.autograd.grad(losses.sum(), list(stack.model.weights.values()))
         torch._foreach_copy_(stack.gradients, found)
         factors = [learning_rate_factor(member.config, step) for member, step in zip(stack.members, steps, strict=True)]
         return self.rows.step(stack.rows, factors, losses.detach())
-
-    def _tokens(self, members: Sequence[Member], steps: Sequence[int]) -> Tensor:
-        """(e, B, T + 1)."""
-        batches = [member.stream.batch(step, member.micro) for member, step in zip(members, steps, strict=True)]
-        tokens = torch.stack([torch.from_numpy(batch) for batch in batches])
-        if self.device.type == "cuda":
-            tokens = tokens.pin_memory()
-        return tokens.to(self.device, non_blocking=True)
 
     def drop(self, leaving: Sequence[Member]) -> None:
         rows = [row for row, member in enumerate(self.members) if member not in leaving]

@@ -19,7 +19,7 @@ from torch.distributed import Store
 from ..config import ParallelConfig
 from ..errors import UserError
 from ..files import write_atomic
-from ..parallel.mesh import Mesh, configured_mesh
+from ..parallel.mesh import Mesh, build_mesh
 from ..planner.validation import check_hosts
 from .environment import Ranks
 
@@ -57,7 +57,7 @@ def meet(
             timeout=limit,
             device_id=device if device.type == "cuda" else None,
         )
-        mesh = configured_mesh(parallel, device)
+        mesh = build_mesh(parallel.dp, parallel.tp, device)
         for group in (mesh.dp_group, mesh.tp_group, mesh.control):
             if group is not None:  # torch gives groups of its own making 10 minutes on NCCL, whatever their parent has
                 dist.distributed_c10d._set_pg_timeout(limit, group)

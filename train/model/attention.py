@@ -105,16 +105,6 @@ class _BlockAttention(torch.autograd.Function):
         return d_query, d_key, d_value, None, None, None, None
 
 
-def _blocks_pay(query: Tensor) -> bool:
-    return (
-        query.device.type == "cpu"
-        and query.dtype == torch.bfloat16
-        and torch.is_grad_enabled()
-        and query.shape[2] <= LONGEST_KEPT
-        and not torch.compiler.is_compiling()
-    )
-
-
 def causal_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, window: int | None = None
 ) -> Tensor:
@@ -125,11 +115,14 @@ def causal_attention(
         mask: (batch, 1, time, time) of `visible_mask`; None: causal.
         window: that the mask was made with; keys that it hides from a whole block of queries are not read.
     """
-    if _blocks_pay(query):
-        return _kept_softmax(query, key, value, mask, window)
-    if mask is None or query.device.type != "cpu":
+    batch, heads, time, head_dim = query.shape
+    on_cpu, kept = query.device.type == "cpu", query.dtype == torch.bfloat16 and time <= LONGEST_KEPT
+    if on_cpu and kept and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        scaled = (query * head_dim**-0.5, _repeated(key, heads), _repeated(value, heads))
+        flat = (x.reshape(batch * heads, time, head_dim) for x in scaled)
+        return _BlockAttention.apply(*flat, query_block(time), batch, mask, window).view(query.shape)
+    if mask is None or not on_cpu:
         return _fused(query, key, value, mask)
-    time = query.shape[2]
     blocks = visible_blocks(time, query_block(time), window)
     parts = [
         _fused(query[:, :, start:end], key[:, :, low:end], value[:, :, low:end], mask[:, :, start:end, low:end])
@@ -139,29 +132,13 @@ def causal_attention(
     return parts[0] if len(parts) == 1 else torch.cat([x.transpose(1, 2) for x in parts], dim=1).transpose(1, 2)
 
 
-def _kept_softmax(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, window: int | None) -> Tensor:
-    batch, heads, time, head_dim = query.shape
-    key, value = _repeated(key, heads), _repeated(value, heads)
-    query, key, value = (x.reshape(batch * heads, time, head_dim) for x in (query * head_dim**-0.5, key, value))
-    out = _BlockAttention.apply(query, key, value, query_block(time), batch, mask, window)
-    return out.view(batch, heads, time, head_dim)
-
-
 def _fused(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
     grouped = query.shape[1] > key.shape[1]
-    if grouped and not _serves_groups(query, mask):
+    # On GPUs fused kernels take fewer key/value heads than query heads only in bf16 and fp16 without a mask.
+    if grouped and query.is_cuda and (mask is not None or query.dtype not in (torch.bfloat16, torch.float16)):
         key, value, grouped = _repeated(key, query.shape[1]), _repeated(value, query.shape[1]), False
     causal = mask is None
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
-
-
-def _serves_groups(query: Tensor, mask: Tensor | None) -> bool:
-    """Whether a fused kernel takes fewer key/value heads than query heads: on GPUs only in bf16 and fp16 without a
-    mask.
-    """
-    if query.device.type != "cuda":
-        return True
-    return mask is None and query.dtype in (torch.bfloat16, torch.float16)
 
 
 def _repeated(x: Tensor, heads: int) -> Tensor:

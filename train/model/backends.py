@@ -94,25 +94,15 @@ class Choice:
         return f"attention: {self.name} ({self.reason})"
 
 
-def choose_backend(
-    wanted: str,
-    device_type: str,
-    capability: tuple[int, int] | None,
-    dtype: torch.dtype,
-    head_dim: int,
-    has_window: bool,
-    has_documents: bool,
-    installed: Set[str],
-) -> Choice:
-    """Which backend computes a model's attention, and why; for the arguments see `Work`.
+def choose_backend(wanted: str, work: Work, installed: Set[str]) -> Choice:
+    """Which backend computes a model's attention, and why.
 
     Raises:
         UserError: the one that is asked for is not installed, or cannot do this; says which are and can.
     """
-    work = Work(device_type, capability, dtype, head_dim, has_window, has_documents)
     able = [name for name in PACKAGES if name in installed and obstacle(name, work) is None]
     if wanted == "auto":
-        kind = "documents" if has_documents else "window" if has_window else "plain"
+        kind = "documents" if work.has_documents else "window" if work.has_window else "plain"
         return Choice(next(name for name in PREFERRED[kind] if name in able), f"auto: {work}")
     if wanted in able:
         return Choice(wanted, "parallel.attention")
@@ -191,12 +181,6 @@ class Backend:
         narrows = window is not None and window < query.shape[1]
         return self.kernel(query, key, value, seen, window if narrows else None)
 
-    def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, first: Tensor | None = None, window: int | None = None
-    ) -> Tensor:
-        """`seen` and `attend` in one, for who has no blocks."""
-        return self.attend(query, key, value, self.seen(query, first, window, query.dtype), window)
-
 
 def _sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, window: int | None) -> Tensor:
     mixed = causal_attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), mask, window)
@@ -211,35 +195,23 @@ def load_backend(name: str) -> Backend:
     if name == "sdpa":
         return SDPA
     if name == "ours":
-        return Backend(name, _ours(), reads="first")
+        from ..kernels.flash import flash_attention
+
+        # The window has raised what is seen first.
+        return Backend(name, lambda q, k, v, first, _: flash_attention(q, k, v, first=first), reads="first")
     module = {"flash2": "flash_attn", "flash3": "flash_attn_interface", "flash4": "flash_attn.cute"}[name]
     function = importlib.import_module(module).flash_attn_func
     # Of the three, flash-attn 2 alone is known to tracing in all its releases; the others run between two graphs.
     function = function if name == "flash2" else torch.compiler.disable(function)
-    return Backend(name, _package(function, None if name == "flash4" else -1), reads="nothing")
-
-
-def _ours() -> Attend:
-    from ..kernels.flash import flash_attention
-
-    def attend(query: Tensor, key: Tensor, value: Tensor, first: Tensor | None, _: int | None) -> Tensor:
-        return flash_attention(query, key, value, first=first)  # raised by the window already
-
-    return attend
-
-
-def _package(function: Callable[..., Tensor | tuple[Tensor, ...]], unbounded: int | None) -> Attend:
-    """A flash-attention package's function as a kernel; its window counts the tokens before and after the query's own.
-
-    `unbounded` says that there is no bound. Some releases return the normalisers beside the output.
-    """
+    unbounded = None if name == "flash4" else -1
 
     def attend(query: Tensor, key: Tensor, value: Tensor, _: Tensor | None, window: int | None) -> Tensor:
+        # Tokens before and after the query's own. Some releases return the normalisers beside the output.
         bounds = (unbounded, unbounded) if window is None else (window - 1, 0)
         out = function(query, key, value, causal=True, window_size=bounds)
         return out[0] if isinstance(out, tuple) else out
 
-    return attend
+    return Backend(name, attend, reads="nothing")
 
 
 def select_backend(
@@ -247,9 +219,10 @@ def select_backend(
 ) -> tuple[Choice, Backend]:
     """Chooses and loads. A package that `auto` cannot import is passed over; one that was asked for is a UserError."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    work = Work(device.type, capability, dtype, head_dim, has_window, has_documents)
     there, broken = installed(), ""
     while True:
-        choice = choose_backend(wanted, device.type, capability, dtype, head_dim, has_window, has_documents, there)
+        choice = choose_backend(wanted, work, there)
         try:
             return Choice(choice.name, choice.reason + broken), load_backend(choice.name)
         except ImportError as error:

@@ -80,7 +80,11 @@ class Compiled:
             files = _files(self.folder)
             if files <= self.known:
                 return
-            write_atomic(self.archive, [_packed(self.folder, files)])
+            packed = io.BytesIO()  # in gzip because that ends in a checksum
+            with tarfile.open(fileobj=packed, mode="w:gz", compresslevel=1) as tar:
+                for name in sorted(files):
+                    tar.add(self.folder / name, name, recursive=False)
+            write_atomic(self.archive, [packed.getvalue()])
         except OSError as error:
             self.report(f"compiled blocks cannot be kept in {self.archive}: {error.strerror or error}")
         self.known |= files
@@ -148,12 +152,3 @@ def _unpack(archive: Path, folder: Path) -> set[str]:
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 os.replace(Path(temporary) / name, folder / name)
     return files
-
-
-def _packed(folder: Path, files: set[str]) -> bytes:
-    """A tar file, in gzip because that ends in a checksum."""
-    packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w:gz", compresslevel=1) as tar:
-        for name in sorted(files):
-            tar.add(folder / name, name, recursive=False)
-    return packed.getvalue()

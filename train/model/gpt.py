@@ -10,6 +10,7 @@ Special here:
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -167,6 +168,8 @@ class GPT(nn.Module):
         if config.tied_embeddings:
             self.head.weight = self.embedding.weight
         self.backend: Backend = SDPA
+        # The token that ends a document: a token sees its own alone, and positions stay absolute. To be set before
+        # `set_attention`, for not every backend can do it.
         self.end_of_document: int | None = None
         self.place_angles()
 
@@ -219,13 +222,6 @@ class GPT(nn.Module):
         """Cross-entropy in nats, fp32: a scalar, or with reduction `none` (batch, time)."""
         return self.head(self.last_hidden(tokens), targets, reduction, z_loss)
 
-    def separate_documents(self, end: int) -> None:
-        """From now on a token sees its own document alone; `end` is the token that ends one. Positions stay absolute.
-
-        Comes before `set_attention`, for not every backend can do it.
-        """
-        self.end_of_document = end
-
     def set_attention(self, wanted: str, device: torch.device, dtype: torch.dtype) -> Choice:
         """Takes the backend that is asked for, or that suits; UserError where it is missing or cannot do this."""
         has_window = self.config.window is not None and self.config.window < self.max_length
@@ -256,21 +252,23 @@ class GPT(nn.Module):
             block.forward = torch.compile(block.forward, mode="reduce-overhead" if cuda_graphs else None)
 
 
-SCORED_TOKENS = 16384  # in one forward pass
-
-
 @torch.no_grad()
 def sequence_losses(
-    model: GPT, windows: Tensor, batch_tokens: int = SCORED_TOKENS, beat: Callable[[], None] = lambda: None
+    model: GPT,
+    windows: Tensor,
+    batch_tokens: int = 16384,
+    beat: Callable[[], None] = lambda: None,
+    each_loss: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Summed nats of each window of tokens (n, T + 1) -> (n,) float64 on the CPU. The model's mode is the caller's.
 
-    `beat` is called before every forward pass, of about `batch_tokens` tokens.
+    `beat` is called before every forward pass, of about `batch_tokens` tokens; `each_loss` in place of `GPT.loss`.
     """
+    each_loss = each_loss or partial(model.loss, reduction="none")
     rows = max(1, batch_tokens // (windows.shape[1] - 1))
     losses = []
     for start in range(0, len(windows), rows):
         beat()
         chunk = windows[start : start + rows].to(model.cos.device)
-        losses.append(model.loss(chunk[:, :-1], chunk[:, 1:], reduction="none").double().sum(dim=1).cpu())
+        losses.append(each_loss(chunk[:, :-1], chunk[:, 1:]).double().sum(dim=1).cpu())
     return torch.cat(losses)

@@ -84,11 +84,12 @@ def _in_chunks(
     """Losses (n,); given (dx, dW), fills dx (n, w) and dW (V, w)."""
     losses = torch.empty(len(x), dtype=_wide(x.dtype), device=x.device)
     step = rows_at_a_time(len(weight), "cpu" if x.device.type == "cpu" else "cuda")
+    work = _kernel() if x.is_cuda and x.dtype in KERNEL_TYPES else cross_entropy_reference
     for start in range(0, len(x), step):
         rows = slice(start, start + step)
         logits = F.linear(x[rows], weight)
         scale = _shift(x.dtype) if gradients is not None else 0.0
-        losses[rows], slope = cross_entropy(logits, targets[rows], vocab_size, z_loss, scale)
+        losses[rows], slope = work(logits, targets[rows], vocab_size, z_loss, scale)
         del logits  # where dz has a place of its own
         if gradients is not None:
             dx, dw = gradients
@@ -96,17 +97,6 @@ def _in_chunks(
             _add_product(dw, slope, x[rows], fresh=start == 0)
         del slope  # before the next logits come
     return losses
-
-
-def cross_entropy(
-    logits: Tensor, targets: Tensor, vocab_size: int, z_loss: float, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Losses (n,) in at least fp32, and dz (n, V) times `scale` in the logits' type, which 0 leaves out.
-
-    The logits (n, V) are overwritten, and what stands for dz may be they.
-    """
-    work = _kernel() if logits.is_cuda and logits.dtype in KERNEL_TYPES else cross_entropy_reference
-    return work(logits, targets, vocab_size, z_loss, scale)
 
 
 @cache
@@ -121,6 +111,10 @@ def _kernel() -> Callable[[Tensor, Tensor, int, float, float], tuple[Tensor, Ten
 def cross_entropy_reference(
     logits: Tensor, targets: Tensor, vocab_size: int, z_loss: float, scale: float
 ) -> tuple[Tensor, Tensor]:
+    """Losses (n,) in at least fp32, and dz (n, V) times `scale` in the logits' type, which 0 leaves out.
+
+    The logits (n, V) are overwritten, and what stands for dz may be they.
+    """
     if vocab_size < logits.shape[1]:
         logits[:, vocab_size:] = float("-inf")
     wide, index = logits.to(_wide(logits.dtype)), targets[:, None]

@@ -186,6 +186,8 @@ class Share(Shape):
     precision: str  # fp32 | bf16 | fp16
     window: int | None  # tokens that a token sees, itself included; None: all before it
     documents: bool  # each token sees its own document alone
+    recompute: str  # none | selective | full
+    device: str  # cpu | cuda
 
     @property
     def itemsize(self) -> int:
@@ -196,19 +198,15 @@ class Share(Shape):
         return self.sequences * self.length
 
 
-def share_of(config: RunConfig) -> Share:
+def share_of(config: RunConfig, device: str = "cuda") -> Share:
     model, ranks, length = config.model, config.parallel.tp, config.data.sequence_length
     whole = model_shape(model)
     sequences = micro_batch_of(config)
     tokens = sequences * length
-    own = {
-        "heads": whole.heads // ranks,
-        "kv_heads": whole.kv_heads // ranks if whole.kv_heads >= ranks else whole.kv_heads,
-        "hidden": whole.hidden // ranks,
-        "vocabulary": whole.vocabulary // ranks,
-    }
     return Share(
-        **vars(whole) | own,
+        **vars(whole)
+        | {name: getattr(whole, name) // ranks for name in ("heads", "hidden", "vocabulary")}
+        | {"kv_heads": whole.kv_heads // ranks or whole.kv_heads},
         split=ranks > 1,
         kv_used=max(whole.kv_heads // ranks, 1),
         length=length,
@@ -217,6 +215,8 @@ def share_of(config: RunConfig) -> Share:
         precision=config.precision,
         window=model.window if model.window is not None and model.window < length else None,
         documents=config.data.separate_documents,
+        recompute=config.parallel.recompute,
+        device=device,
     )
 
 

@@ -78,16 +78,24 @@ def fill(names: Iterable[str], sizes: Mapping[str, int], limit: int) -> list[lis
     return runs
 
 
-def gathered_units(backward: Sequence[str], depth: int, tied: bool) -> list[list[str]]:
-    """Names of the parameters that are gathered together at stage 3, given and returned in backward order.
+def bucket_layouts(
+    sizes: Mapping[str, int], groups: Mapping[str, int], limit: int, ranks: int, *, gathered: bool
+) -> list[Bucket]:
+    """All parameters, in forward order, as buckets in backward order; `gathered` as stage 3 gathers them together.
 
-    They are the final norm with the head (and a tied table), each block, and an untied table.
+    That is the final norm with the head (and a tied table), each block, and an untied table.
     """
-    blocks = [[name for name in backward if name.startswith(f"blocks.{i}.")] for i in reversed(range(depth))]
-    table = [name for name in backward if name.startswith("embedding.")]
-    final = [name for name in backward if not name.startswith(("blocks.", "embedding."))]
+    backward = list(sizes)[::-1]
+    if not gathered:
+        return [pack_bucket(run, sizes, groups, ranks) for run in fill(backward, sizes, limit)]
+    units: dict[str, list[str]] = {}
+    for name in backward:
+        units.setdefault(".".join(name.split(".")[:2]) if name.startswith("blocks.") else name, []).append(name)
+    table, norm = units.pop("embedding.weight"), units.pop("norm.weight")
+    head = units.pop("head.weight", None)
     # A tied table last, as the look-up's share of its gradient is: buckets are summed in order, and would wait for it.
-    return [*blocks, final + table] if tied else [final, *blocks, table]
+    runs = [*units.values(), norm + table] if head is None else [head + norm, *units.values(), table]
+    return [pack_bucket(run, sizes, groups, ranks) for run in runs]
 
 
 def counted(bucket: Bucket, placements: Mapping[str, Placement], tp_rank: int) -> list[Range]:

@@ -21,12 +21,17 @@ from .mesh import all_gather, reduce_scatter
 
 
 class _Bucket:
-    def __init__(self, layout: Bucket, owned: Range, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(self, layout: Bucket, owned: Range, parameters: Sequence[nn.Parameter], freed: bool) -> None:
         self.layout, self.owned, self.parameters = layout, owned, parameters
         self.waiting: set[int] = set()  # slots whose gradient of this micro-batch is still to come
         self.full: Tensor | None = None  # every rank's elements
         self.views: list[Tensor] = []  # of `full`, one a slot
-        self.shard = torch.empty(0)  # the elements that this rank keeps, summed over ranks
+        start, stop = owned
+        # The elements that this rank keeps, summed over ranks.
+        if freed:
+            self.shard = parameters[0].new_zeros(stop - start, requires_grad=False)
+        else:
+            self.shard = self.allocate()[start:stop]
 
     def allocate(self) -> Tensor:
         """Makes room for the whole bucket; only padding gets a value."""
@@ -59,35 +64,21 @@ class Gradients:
         complete: Callable[[int], None],
     ) -> None:
         self.group, self.complete, self.stage = group, complete, stage
+        self.freed = stage >= 2  # whole buckets exist only until they are reduced, after every micro-batch
         self.native = group is not None and "gloo" not in str(dist.get_backend(group))  # has a reduce-scatter
         self.buckets = [
-            _Bucket(layout, own, [parameters[slot.name] for slot in layout.slots])
+            _Bucket(layout, own, [parameters[slot.name] for slot in layout.slots], self.freed)
             for layout, own in zip(layouts, owned, strict=True)
         ]
         for number, bucket in enumerate(self.buckets):
-            start, stop = bucket.owned
-            if self.freed:
-                bucket.shard = bucket.parameters[0].new_zeros(stop - start, requires_grad=False)
-            else:
-                bucket.shard = bucket.allocate()[start:stop]
             for index, parameter in enumerate(bucket.parameters):
                 parameter.register_post_accumulate_grad_hook(self._mover(number, index))
-        self.dtype = self.buckets[0].shard.dtype
+        # Of each bucket what this rank owns, (elements,); the batch's gradient after `wait`.
+        self.shards = [bucket.shard for bucket in self.buckets]
+        self.dtype = self.shards[0].dtype
         self.wide = torch.promote_types(self.dtype, torch.float32)
         self.pending: list[Iterator[None]] = []  # sums under way, oldest first
         self.clear()
-
-    @property
-    def freed(self) -> bool:
-        """Whether whole buckets exist only until they are reduced (ZeRO 2 and 3, which reduce after every
-        micro-batch).
-        """
-        return self.stage >= 2
-
-    @property
-    def shards(self) -> list[Tensor]:
-        """Of each bucket what this rank owns, (elements,); the batch's gradient after `wait`."""
-        return [bucket.shard for bucket in self.buckets]
 
     def clear(self) -> None:
         self.fresh = True  # nothing is accumulated, so what lies in the buckets is overwritten
@@ -102,7 +93,12 @@ class Gradients:
         yield
         for number, bucket in enumerate(self.buckets):
             if bucket.waiting:  # parameters that the loss did not depend on
-                self._fill(bucket)
+                if bucket.full is None:
+                    bucket.allocate()
+                if self.fresh or self.freed:
+                    for index in bucket.waiting:
+                        bucket.views[index].zero_()
+                bucket.waiting.clear()
                 self._completed(number)
         self.fresh = False
 
@@ -143,15 +139,6 @@ class Gradients:
                 gradients._completed(number)
 
         return move
-
-    def _fill(self, bucket: _Bucket) -> None:
-        """Zeros for gradients that did not come in this micro-batch."""
-        if bucket.full is None:
-            bucket.allocate()
-        if self.fresh or self.freed:
-            for index in bucket.waiting:
-                bucket.views[index].zero_()
-        bucket.waiting.clear()
 
     def _completed(self, number: int) -> None:
         self.complete(number)

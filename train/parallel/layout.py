@@ -79,24 +79,18 @@ def boxes(placement: Placement, start: int, stop: int) -> Iterator[Box]:
     first = 0
     for piece in placement.pieces:
         last = first + piece.size[0] * row
-        yield from _boxes_of_rows(piece, first, max(start, first), min(stop, last), row)
+        begin, end = max(start, first), min(stop, last)
+        while begin < end:  # parameters have one or two dims
+            index, column = divmod(begin - first, row)
+            if column == 0 and end - begin >= row:
+                size = ((end - begin) // row, *piece.size[1:])
+                offset = (piece.offset[0] + index, *piece.offset[1:])
+            else:  # part of one row
+                size = (1, min(row - column, end - begin))
+                offset = (piece.offset[0] + index, piece.offset[1] + column)
+            yield Box(begin, offset, size)
+            begin += math.prod(size)
         first = last
-
-
-def _boxes_of_rows(piece: Piece, first: int, start: int, stop: int, row: int) -> Iterator[Box]:
-    """Elements start … stop, which lie in `piece`, whose first element is `first`; parameters have one or two dims."""
-    while start < stop:
-        index, column = divmod(start - first, row)
-        if column == 0 and stop - start >= row:
-            rows = (stop - start) // row
-            size = (rows, *piece.size[1:])
-            offset = (piece.offset[0] + index, *piece.offset[1:])
-        else:  # part of one row
-            width = min(row - column, stop - start)
-            size = (1, width)
-            offset = (piece.offset[0] + index, piece.offset[1] + column)
-        yield Box(start, offset, size)
-        start += math.prod(size)
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,9 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ..config import ParallelConfig
-
 # Torch renamed these two: 2.13 warns of the old names, and 2.11 lacks the new ones.
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-
-AXES = ("dp", "tp")  # outer to inner
 
 
 @dataclass(frozen=True)
@@ -62,21 +58,13 @@ class Mesh:
         return f"rank {rank} on {self.hosts[rank]}" if self.hosts else f"rank {rank}"
 
 
-def configured_mesh(parallel: ParallelConfig, device: torch.device) -> Mesh:
-    return build_mesh(parallel.dp, parallel.tp, device)
-
-
 def build_mesh(dp: int, tp: int, device: torch.device) -> Mesh:
     """The mesh of this rank over torch's default process group, which must have dp * tp ranks; without one, one
     process.
     """
     if not dist.is_initialized():
-        if dp * tp > 1:
-            raise ValueError(f"dp {dp} * tp {tp} is {dp * tp} ranks, and there is no process group")
         return Mesh()
-    if dist.get_world_size() != dp * tp:
-        raise ValueError(f"the process group has {dist.get_world_size()} ranks and dp {dp} * tp {tp} is {dp * tp}")
-    device_mesh = init_device_mesh(device.type, (dp, tp), mesh_dim_names=AXES)
+    device_mesh = init_device_mesh(device.type, (dp, tp), mesh_dim_names=("dp", "tp"))  # outer to inner
     alone = dp * tp == 1
     world = dist.group.WORLD
     control = world if "gloo" in str(dist.get_backend()) else dist.new_group(backend="gloo")

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from ..model.block import table_gradient
-from ..model.gpt import GPT, MLP, Attention
+from ..model.gpt import GPT, Attention
 from ..model.shape import LOGITS_AT_A_TIME, Parameter, model_shape
 from .layout import Piece, Placement, Shape, split_placement, whole_placement
 from .mesh import Mesh
@@ -163,11 +163,11 @@ class VocabularyEmbedding(SplitWeight):
     """Rows of the whole table, with sequence parallelism (batch * time / tp, w)."""
 
     def forward(self, tokens: Tensor) -> Tensor:
-        if not self.sequence_parallel:
-            return _Embedding.apply(tokens, self.weight, self.group, False)
-        if tokens.numel() % self.group.size():
-            raise ValueError(f"{tokens.numel()} tokens cannot be shared out over {self.group.size()} ranks")
-        return _Embedding.apply(tokens.flatten(), self.weight, self.group, True)
+        if self.sequence_parallel:
+            tokens = tokens.flatten()
+            if len(tokens) % self.group.size():
+                raise ValueError(f"{len(tokens)} tokens cannot be shared out over {self.group.size()} ranks")
+        return _Embedding.apply(tokens, self.weight, self.group, self.sequence_parallel)
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -259,30 +259,24 @@ def split_model(gpt: GPT, mesh: Mesh, sequence_parallel: bool) -> dict[str, Plac
         return {parameter.name: whole_placement(parameter.shape) for parameter in parameters}
     placements = {parameter.name: _place(parameter, mesh, sequence_parallel) for parameter in parameters}
     ranks = (mesh.tp_group, sequence_parallel)
-    for name, module in list(gpt.named_modules()):
-        if isinstance(module, Attention):
-            module.register_module("qkv", ColumnLinear(placements[f"{name}.qkv.weight"].local_shape, *ranks))
-            module.register_module("out", RowLinear(placements[f"{name}.out.weight"].local_shape, *ranks))
-            _share_heads(module, mesh)
-        elif isinstance(module, MLP):
-            module.register_module("gate_up", ColumnLinear(placements[f"{name}.gate_up.weight"].local_shape, *ranks))
-            module.register_module("down", RowLinear(placements[f"{name}.down.weight"].local_shape, *ranks))
+    for parameter in parameters:
+        if parameter.role in ("first", "last"):
+            kind = ColumnLinear if parameter.role == "first" else RowLinear
+            split = kind(placements[parameter.name].local_shape, *ranks)
+            gpt.set_submodule(parameter.name.removesuffix(".weight"), split)
+    for attention in gpt.modules():
+        if isinstance(attention, Attention):
+            attention.heads //= mesh.tp
+            if attention.kv_heads >= mesh.tp:
+                attention.kv_heads //= mesh.tp
+            else:  # all of them are here, and one serves tp / kv_heads ranks
+                attention.served_by = mesh.tp_rank * attention.kv_heads // mesh.tp
     table = placements["embedding.weight"].local_shape
-    embedding = VocabularyEmbedding(table, *ranks)
-    head = VocabularyHead(table, *ranks, vocab_size=gpt.head.vocab_size)
+    gpt.register_module("embedding", VocabularyEmbedding(table, *ranks))
+    gpt.register_module("head", VocabularyHead(table, *ranks, vocab_size=gpt.head.vocab_size))
     if gpt.config.tied_embeddings:
-        head.weight = embedding.weight
-    gpt.register_module("embedding", embedding)
-    gpt.register_module("head", head)
+        gpt.head.weight = gpt.embedding.weight
     return placements
-
-
-def _share_heads(attention: Attention, mesh: Mesh) -> None:
-    attention.heads //= mesh.tp
-    if attention.kv_heads >= mesh.tp:
-        attention.kv_heads //= mesh.tp
-    else:  # all of them are here, and one serves tp / kv_heads ranks
-        attention.served_by = mesh.tp_rank * attention.kv_heads // mesh.tp
 
 
 def _place(parameter: Parameter, mesh: Mesh, sequence_parallel: bool) -> Placement:

@@ -2,28 +2,31 @@
 
 Data-parallel rank d owns slice d of every flat bucket (stage 0: all of it). Of the rest weights and gradients are kept
 at stage 1, weights at 2, nothing at 3. In low precision the owner keeps fp32 master weights. A step never waits for the
-device. Rajbhandari et al. 2020 (arXiv 1910.02054); Loshchilov and Hutter 2019 (arXiv 1711.05101).
+device.
+
+At stages 1 and 2 updated slices are gathered in place, and a module waits for its buckets. At stage 3 a bucket is a
+block, gathered while the block before it computes and freed after. Rajbhandari et al. 2020 (arXiv 1910.02054); Zhao et
+al. 2023 (arXiv 2304.11277); Loshchilov and Hutter 2019 (arXiv 1711.05101).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup, Work
 
 from ..config import OptimizerConfig
 from ..model.gpt import GPT
 from ..model.parametrization import ParameterGroup
-from .buckets import Range, Slot, clip, counted, fill, gathered_units, pack_bucket, partial
+from .buckets import Bucket, Range, Slot, bucket_layouts, clip, counted, partial
 from .data import Gradients
 from .layout import Held, Placement
-from .mesh import Mesh
-from .weights import Weights
+from .mesh import Mesh, all_gather
 
 ROW = 4096  # elements whose squares are summed at once
 
@@ -40,11 +43,148 @@ class StepResult:
 class Segment(NamedTuple):
     """Neighbours in a rank's slice of a bucket that share a learning rate and a weight decay."""
 
-    group: int
     place: Range  # in the slice
-    weight: list[Tensor]  # each of one view, as the update takes them
-    first: list[Tensor]  # moments
-    second: list[Tensor]
+    rate: Tensor  # () a view
+    decay: float
+    weight: Tensor
+    moments: tuple[Tensor, Tensor]
+
+
+class Weights:
+    """Every parameter of a model in flat buckets; the model's own are replaced, and their values left undefined.
+
+    `layouts` are the buckets in backward order; `owned` the range of each that this rank updates.
+    """
+
+    def __init__(
+        self,
+        gpt: GPT,
+        layouts: Sequence[Bucket],
+        owned: Sequence[Range],
+        group: ProcessGroup | None,
+        *,
+        stage: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.group, self.stage = group, stage
+        self.full: list[Tensor] = []
+        old = dict(gpt.named_parameters())
+        new: dict[int, nn.Parameter] = {}
+        for layout in layouts:
+            full = torch.zeros(layout.size, dtype=dtype, device=device)
+            for slot in layout.slots:
+                parameter = old[slot.name]
+                # `data` cuts the version counter off: gathering into the buffer is no change that autograd should see.
+                new[id(parameter)] = nn.Parameter(full[slot.start : slot.stop].view(parameter.shape).data)
+            if stage == 3:
+                full.untyped_storage().resize_(0)  # before the next one: the model may not fit
+            self.full.append(full)
+        for module in gpt.modules():  # a tied parameter is one in all its places
+            for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+                setattr(module, name, new[id(parameter)])
+        self.parameters = {name: new[id(parameter)] for name, parameter in old.items()}
+        if stage < 3:
+            self.own = [full[start:stop] for full, (start, stop) in zip(self.full, owned, strict=True)]
+        else:
+            self.own = [torch.zeros(stop - start, dtype=dtype, device=device) for start, stop in owned]
+        self.work: list[Work | None] = [None] * len(layouts)  # gathers under way
+        self.whole = [stage < 3] * len(layouts)  # gathered, or about to be
+        if stage > 0:
+            numbers = {slot.name: number for number, layout in enumerate(layouts) for slot in layout.slots}
+            self._schedule(gpt, numbers)
+
+    def changed(self, number: int) -> None:
+        """The owners have written to a bucket: it is gathered at once, or at stage 3 when it is needed."""
+        self.wait(number)
+        if self.stage == 3:
+            self.release(number)
+        elif self.stage > 0:
+            self._gather(number)
+
+    def fetch(self, number: int) -> None:
+        """Starts to gather a bucket, where it is not whole."""
+        if not self.whole[number]:
+            full = self.full[number]
+            full.untyped_storage().resize_(full.numel() * full.element_size())
+            self.whole[number] = True
+            self._gather(number)
+
+    def wait(self, number: int) -> None:
+        """Until a bucket that was fetched or has changed is whole; on a GPU only the current stream waits."""
+        work, self.work[number] = self.work[number], None
+        if work is not None:
+            work.wait()
+
+    def release(self, number: int) -> None:
+        """At stage 3 frees the storage of a bucket; it is fetched again when it is needed."""
+        if self.stage == 3 and self.whole[number]:
+            self.wait(number)
+            self.full[number].untyped_storage().resize_(0)
+            self.whole[number] = False
+
+    def forget(self) -> None:
+        """Ends what is under way; at stage 3 nothing is whole after."""
+        for number in range(len(self.full)):
+            self.wait(number)
+            self.release(number)
+
+    def _gather(self, number: int) -> None:
+        self.work[number] = all_gather(self.full[number], self.own[number], group=self.group, async_op=True)
+
+    def _schedule(self, gpt: GPT, numbers: Mapping[str, int]) -> None:
+        """Hooks on a model that wait for weights, and at stage 3 fetch them a block ahead and release them."""
+        names = {id(parameter): name for name, parameter in self.parameters.items()}
+        used = {
+            module: sorted({numbers[names[id(parameter)]] for parameter in module.parameters()})
+            for module in (gpt.embedding, *gpt.blocks, gpt.norm, gpt.head)
+        }
+        if self.stage < 3:
+            for module, several in used.items():
+                for number in several:
+                    module.register_forward_pre_hook(self._take(number))
+            return
+        table, final = used[gpt.embedding][0], used[gpt.norm][0]
+        blocks = [used[block][0] for block in gpt.blocks]
+        ahead = [*blocks, final]
+        gpt.embedding.register_forward_pre_hook(self._take(table, ahead[0]))
+        for i, block in enumerate(gpt.blocks):
+            block.register_forward_pre_hook(self._take(blocks[i], ahead[i + 1]))
+            self._on_gradient(block, self._take(blocks[i], blocks[i - 1] if i > 0 else None))
+            self._after(block, blocks[i], keep=i == len(blocks) - 1)
+        gpt.norm.register_forward_pre_hook(self._take(final))
+        self._after(gpt.head, final, keep=True)
+        if table != final:
+            self._after(gpt.embedding, table, keep=False)
+
+    def _take(self, number: int, ahead: int | None = None) -> Callable[..., None]:
+        """What to do before a bucket is used: have it, and start to fetch the one after it."""
+
+        def take(*_: Any) -> None:
+            self.fetch(number)
+            self.wait(number)
+            if ahead is not None:
+                self.fetch(ahead)
+
+        return take
+
+    def _on_gradient(self, module: nn.Module, take: Callable[..., None]) -> None:
+        """Before the backward pass of a module."""
+
+        def hook(module: nn.Module, arguments: Any, out: Tensor) -> None:
+            if out.requires_grad:
+                out.register_hook(take)
+
+        module.register_forward_hook(hook)
+
+    def _after(self, module: nn.Module, number: int, *, keep: bool) -> None:
+        """Releases a bucket after a forward pass; with `keep` not where a backward pass follows."""
+
+        def hook(module: nn.Module, arguments: Any, out: Tensor) -> None:
+            if not (keep and out.requires_grad):
+                self.release(number)
+
+        module.register_forward_hook(hook)
 
 
 class Zero:
@@ -71,22 +211,12 @@ class Zero:
     ) -> None:
         self.mesh, self.placements, self.optimizer = mesh, placements, optimizer
         self.dtype, self.wide, self.device = dtype, torch.promote_types(dtype, torch.float32), device
-        self._decays = [group.weight_decay for group in groups]
         # The update reads fp32 on GPUs. On CPUs it reads a float64, so that nothing is lost of a Python float.
         wide_rate = torch.float64 if device.type == "cpu" else torch.float32
         self.peaks = torch.tensor([group.learning_rate for group in groups], dtype=wide_rate, device=device)
         self.rates = torch.zeros_like(self.peaks)
-        self._rate_of = list(self.rates)  # () views, one a group
         self.stage = stage if mesh.dp_group is not None else 0  # one rank owns everything anyway
-        group_of = {id(p): number for number, group in enumerate(groups) for p in group.parameters}
-        numbers = {name: group_of[id(p)] for name, p in gpt.named_parameters()}
-        sizes = {name: p.numel() for name, p in gpt.named_parameters()}
-        backward = list(reversed(sizes))
-        if self.stage < 3:
-            runs = fill(backward, sizes, max(1, int(bucket_mb * 2**20 / dtype.itemsize)))
-        else:
-            runs = gathered_units(backward, gpt.config.depth, gpt.config.tied_embeddings)
-        self.layouts = [pack_bucket(run, sizes, numbers, mesh.dp) for run in runs]
+        self.layouts = layouts_of(gpt, groups, bucket_mb, dtype, mesh.dp, gathered=self.stage == 3)
         # Everybody keeps the gradient norm of its slice; at stage 0 it owns the other slices as well.
         slices = [layout.owned(mesh.dp_rank) for layout in self.layouts]
         self.owned = slices if self.stage > 0 else [(0, layout.size) for layout in self.layouts]
@@ -101,7 +231,21 @@ class Zero:
         self.exp_avg_sq = [torch.zeros_like(master) for master in self.master]
         self.updates = torch.zeros((), dtype=torch.float32, device=device)
         shards = list(zip(self.layouts, self.owned, self.gradients.shards, strict=True))
-        self._segments = [self._cut(number) for number in range(len(self.layouts))]
+        state = zip(self.layouts, self.owned, self.master, self.exp_avg, self.exp_avg_sq, strict=True)
+        self._segments = [
+            [
+                Segment(
+                    (start, stop),
+                    self.rates[number],
+                    groups[number].weight_decay,
+                    master[start:stop],
+                    (first[start:stop], second[start:stop]),
+                )
+                for number, segment in layout.segments
+                for start, stop in clip([segment], owned)
+            ]
+            for layout, owned, master, first, second in state
+        ]
         self._partial = [
             shard[start:stop]
             for layout, owned, shard in shards
@@ -131,11 +275,6 @@ class Zero:
         for own, master in zip(self.weights.own, self.master, strict=True):
             own.copy_(master)
 
-    @contextmanager
-    def micro_batch(self, last: bool) -> Iterator[None]:
-        with self.gradients.micro_batch(last):
-            yield
-
     def reset_gradients(self) -> None:
         """Throws away everything accumulated and in flight, after a micro-batch that failed."""
         self.gradients.reset()
@@ -161,7 +300,11 @@ class Zero:
         divisor = self._divisor(norm, scale)
         count = self.updates + 1
         for number in reversed(range(len(self.layouts))):  # as the next forward pass wants them
-            self._update(number, count, divisor, skipped)
+            shard = self.gradients.shards[number]
+            gradient = shard if self.dtype == self.wide else shard.to(self.wide)
+            for (start, stop), rate, decay, weight, moments in self._segments[number]:
+                adamw(weight, gradient[start:stop], moments, count, rate, decay, self.optimizer, divisor, skipped)
+            del gradient  # one fp32 copy at a time
             self._refresh(number)
         self.updates += 1 - skipped
         self.gradients.clear()
@@ -196,40 +339,6 @@ class Zero:
         clipped = (limit / (norm + 1e-6)).clamp(max=1.0).reciprocal().float()
         return clipped if scale is None else clipped * scale
 
-    def _update(self, number: int, count: Tensor, divisor: Tensor | None, skipped: Tensor) -> None:
-        """AdamW on this rank's slice of one bucket; `count` () is the number of the update."""
-        shard = self.gradients.shards[number]
-        gradient = shard if self.dtype == self.wide else shard.to(self.wide)
-        options = self.optimizer
-        for group, (start, stop), weight, first, second in self._segments[number]:
-            # What torch.optim.AdamW(fused=True) calls, without what it adds: a copy, a sum and a difference of `count`
-            # for every call, each a kernel of its own.
-            torch._fused_adamw_(
-                weight,
-                [gradient[start:stop]],
-                first,
-                second,
-                [],
-                [count],
-                lr=self._rate_of[group],
-                beta1=options.beta1,
-                beta2=options.beta2,
-                weight_decay=self._decays[group],
-                eps=options.eps,
-                amsgrad=False,
-                maximize=False,
-                grad_scale=divisor,
-                found_inf=skipped,
-            )
-
-    def _cut(self, number: int) -> list[Segment]:
-        owned, state = self.owned[number], (self.master[number], self.exp_avg[number], self.exp_avg_sq[number])
-        return [
-            Segment(group, (start, stop), *([tensor[start:stop]] for tensor in state))
-            for group, segment in self.layouts[number].segments
-            for start, stop in clip([segment], owned)
-        ]
-
     def _refresh(self, number: int) -> None:
         if self.dtype != self.wide:
             self.weights.own[number].copy_(self.master[number])
@@ -260,6 +369,49 @@ class Zero:
         first, last = self.owned[number]
         start, stop = max(slot.start, first), max(min(slot.stop, last), max(slot.start, first))
         return (start - slot.start, stop - slot.start), start - first, stop - first
+
+
+def layouts_of(
+    gpt: GPT, groups: Sequence[ParameterGroup], bucket_mb: float, dtype: torch.dtype, ranks: int, *, gathered: bool
+) -> list[Bucket]:
+    group_of = {id(p): number for number, group in enumerate(groups) for p in group.parameters}
+    numbers = {name: group_of[id(p)] for name, p in gpt.named_parameters()}
+    sizes = {name: p.numel() for name, p in gpt.named_parameters()}
+    return bucket_layouts(sizes, numbers, max(1, int(bucket_mb * 2**20 / dtype.itemsize)), ranks, gathered=gathered)
+
+
+def adamw(
+    weight: Tensor,
+    gradient: Tensor,
+    moments: Sequence[Tensor],
+    count: Tensor,
+    rate: Tensor | float,
+    decay: float,
+    options: OptimizerConfig,
+    divisor: Tensor | None,
+    skipped: Tensor,
+) -> None:
+    """One update of a vector, number `count` (), of the gradient over `divisor` (); `skipped` () 1.0: of nothing."""
+    # What torch.optim.AdamW(fused=True) calls, without what it adds: a copy, a sum and a difference of `count` for
+    # every call, each a kernel of its own.
+    first, second = moments
+    torch._fused_adamw_(
+        [weight],
+        [gradient],
+        [first],
+        [second],
+        [],
+        [count],
+        lr=rate,
+        beta1=options.beta1,
+        beta2=options.beta2,
+        weight_decay=decay,
+        eps=options.eps,
+        amsgrad=False,
+        maximize=False,
+        grad_scale=divisor,
+        found_inf=skipped,
+    )
 
 
 def square(values: Tensor, wide: torch.dtype) -> Tensor:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 
 from ..config import ParallelConfig, RunConfig
@@ -58,7 +58,7 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        return sum(getattr(self, item.name) for item in fields(self))
+        return sum(vars(self).values())
 
 
 def step_time(config: RunConfig, hardware: Hardware) -> StepTime:

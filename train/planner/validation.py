@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from ..config import ATTENTION, ModelConfig, ParallelConfig, RunConfig
+from ..config import ATTENTION, ModelConfig, ParallelConfig, RunConfig, flatten
 from ..errors import UserError
 
 _CHOICES = {
@@ -26,70 +26,82 @@ _CHOICES = {
     "parallel.device": ("auto", "cpu", "cuda"),
     "parallel.attention": ATTENTION,
 }
-_POSITIVE = (
-    "tokens",
-    "log_every",
-    "validations",
-    "max_loss_rise",
-    "data.sequence_length",
-    "data.validation_tokens",
-    "data.vocab_size",
-    "optimizer.batch_size",
-    "optimizer.learning_rate",
-    "optimizer.base_width",
-    "optimizer.embedding_multiplier",
-    "optimizer.eps",
-    "checkpoint.every_seconds",
-    "checkpoint.keep",
-    "checkpoint.every_steps",
-    "parallel.threads",
-    "parallel.bucket_mb",
-    "parallel.timeout_seconds",
-    "data.max_bytes",
-)
-_SHARES = (
-    "schedule.warmup_max_share",
-    "schedule.decay_share",
-    "schedule.final_share",
-    "data.validation_fraction",
-    "optimizer.beta1",
-    "optimizer.beta2",
-)
-_NOT_NEGATIVE = (
-    "optimizer.weight_decay",
-    "optimizer.gradient_clip",
-    "optimizer.z_loss",
-    "schedule.warmup_tokens",
-    "schedule.warmup_per_parameter",
-    "skip_bad_steps",
-)
+_RANGES: dict[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
+    "1 or more": (
+        lambda value: value >= 1,
+        ("model.width", "model.depth", "model.heads", "model.vocab_multiple", "model.hidden", "model.vocab_size"),
+    ),
+    "greater than 0": (
+        lambda value: value > 0,
+        (
+            "tokens",
+            "log_every",
+            "validations",
+            "max_loss_rise",
+            "data.sequence_length",
+            "data.validation_tokens",
+            "data.vocab_size",
+            "optimizer.batch_size",
+            "optimizer.learning_rate",
+            "optimizer.base_width",
+            "optimizer.embedding_multiplier",
+            "optimizer.eps",
+            "checkpoint.every_seconds",
+            "checkpoint.keep",
+            "checkpoint.every_steps",
+            "parallel.threads",
+            "parallel.bucket_mb",
+            "parallel.timeout_seconds",
+            "data.max_bytes",
+            "model.rope_theta",
+            "model.norm_eps",
+        ),
+    ),
+    "at least 0 and below 1": (
+        lambda value: 0 <= value < 1,
+        (
+            "schedule.warmup_max_share",
+            "schedule.decay_share",
+            "schedule.final_share",
+            "data.validation_fraction",
+            "optimizer.beta1",
+            "optimizer.beta2",
+        ),
+    ),
+    "0 or more": (
+        lambda value: value >= 0,
+        (
+            "optimizer.weight_decay",
+            "optimizer.gradient_clip",
+            "optimizer.z_loss",
+            "schedule.warmup_tokens",
+            "schedule.warmup_per_parameter",
+            "skip_bad_steps",
+        ),
+    ),
+}
 
 
 def validate(config: RunConfig) -> None:
     """Refuses what cannot be trained: UserError with the field, the value and what would be accepted."""
-    _check_model(config.model)
-    values = dict(_flat(config))
+    values = flatten(dataclasses.asdict(config))
     for name, accepted in _CHOICES.items():
         if values[name] not in accepted:
             raise UserError(f"{name} is {values[name]!r}; it must be one of {', '.join(accepted)}")
     for name, value in values.items():
         if isinstance(value, float) and not math.isfinite(value):
             raise UserError(f"{name} is {value}; it must be a finite number")
-    for name in _POSITIVE:
-        if values[name] is not None and not values[name] > 0:
-            raise UserError(f"{name} is {values[name]}; it must be greater than 0")
+    for needed, (holds, names) in _RANGES.items():
+        for name in names:
+            if values[name] is not None and not holds(values[name]):
+                raise UserError(f"{name} is {values[name]}; it must be {needed}")
+    _check_model(config.model)
     for step in config.checkpoint.at_steps or ():
         if not 1 <= step < config.steps:
             raise UserError(
                 f"checkpoint.at_steps contains {step}; it must hold steps from 1 to {config.steps - 1}, before the "
                 "run's last one"
             )
-    for name in _SHARES:
-        if not 0 <= values[name] < 1:
-            raise UserError(f"{name} is {values[name]}; it must be at least 0 and below 1")
-    for name in _NOT_NEGATIVE:
-        if (values[name] or 0) < 0:
-            raise UserError(f"{name} is {values[name]}; it must be 0 or more")
     schedule, data, window = config.schedule, config.data, config.model.window
     if schedule.kind == "wsd" and schedule.warmup_max_share + schedule.decay_share > 1:
         raise UserError(
@@ -113,20 +125,7 @@ def validate(config: RunConfig) -> None:
     check_shapes(config)
 
 
-def _flat(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for item in dataclasses.fields(node):
-        value = getattr(node, item.name)
-        if dataclasses.is_dataclass(value):
-            yield from _flat(value, f"{item.name}.")
-        else:
-            yield prefix + item.name, value
-
-
 def _check_model(model: ModelConfig) -> None:
-    for name in ("width", "depth", "heads", "vocab_multiple", "hidden", "vocab_size"):
-        value = getattr(model, name)
-        if value is not None and value < 1:
-            raise UserError(f"model.{name} is {value}; it must be 1 or more")
     if model.width % model.heads:
         divisors = ", ".join(map(str, divisors_of(model.width)))
         raise UserError(f"model.heads is {model.heads}; it must divide model.width {model.width}: {divisors}")
@@ -137,9 +136,6 @@ def _check_model(model: ModelConfig) -> None:
         )
     if model.num_kv_heads < 1 or model.heads % model.num_kv_heads:
         raise UserError(f"model.kv_heads is {model.kv_heads}; it must divide model.heads {model.heads}")
-    for name in ("rope_theta", "norm_eps"):
-        if not getattr(model, name) > 0:
-            raise UserError(f"model.{name} is {getattr(model, name)}; it must be greater than 0")
 
 
 def check_shapes(config: RunConfig) -> None:

@@ -47,7 +47,7 @@ def random_model(config: ModelConfig) -> GPT:
     """Every weight drawn anew: the initial head is zero and the norms are one, which would hide mistakes."""
     gpt = build_model(config, OPTIMIZER, TIME, 0)
     if config.window is not None:
-        gpt.separate_documents(END)
+        gpt.end_of_document = END
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in gpt.parameters():

@@ -60,7 +60,7 @@ class Run:
     def step(self, step: int, micro_batches: int = 1, poison: bool = False, scale: float | None = None) -> StepResult:
         total = torch.zeros(())
         for last, rows in self.rows(step, micro_batches):
-            with self.zero.micro_batch(last):
+            with self.zero.gradients.micro_batch(last):
                 loss = self.gpt.loss(rows[:, :-1], rows[:, 1:]) * (len(rows) / BATCH)
                 handle = self.gpt.norm.weight.register_hook(lambda g: g * float("inf") if poison else g)
                 (loss * (scale or 1.0)).backward()
@@ -450,7 +450,7 @@ def test_tp_ranks_count_split_pieces_each_and_shared_ones_once_and_add_up_partia
         gradients = {}
         for key, parameter in gpt.named_parameters():
             parameter.register_hook(functools.partial(gradients.__setitem__, key))
-        with zero.micro_batch(last=True):
+        with zero.gradients.micro_batch(last=True):
             loss = gpt.loss(tokens[:, :-1], tokens[:, 1:])
             loss.backward()
         mine = gradients.pop(name)
