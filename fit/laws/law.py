@@ -573,7 +573,8 @@ class LossLaw(Law):
     def plot(self, axes: Any = None) -> Any:
         """Loss contours over (N, D), the runs and the efficient frontier; returns the matplotlib axes."""
         self._fitted()
-        return plot_contours(self, *self.data_.values(), axes)
+        N, D, loss = self.data_.values()
+        return plot_contours(self, N, D, loss, axes)
 
     def _check(self, inputs: tuple[Array, ...], observed: Array) -> None:
         super()._check(inputs, observed)
