@@ -64,8 +64,7 @@ if TYPE_CHECKING:
     from .published import PublishedLaw, compare_published, published_law, published_laws
     from .published_data import download_published, load_published, published_runs
     from .report.report import write_report
-    from .report.saved import answer
-    from .results import Analysis
+    from .results import Analysis, answer
     from .table import RunTable, read_table
 
 # A module is loaded when one of its names is first asked for, and so `from isoflop import fit` takes a tenth of a

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .approaches import approaches as side
-from .approaches.approaches import Law, fit_parametric
+from .approaches.approaches import Law, fit_parametric, three_approaches
 from .approaches.backtest import backtest
 from .approaches.conventions import by_convention
 from .approaches.envelope import Envelope
@@ -20,7 +19,6 @@ from .checks.checks import run_checks
 from .checks.verdict import verdict
 from .downstream.downstream import fit_tasks
 from .errors import InputError, positive
-from .flops import flops_per_token
 from .results import Analysis
 from .table import RunTable
 
@@ -50,30 +48,22 @@ def analyze(
     groups = split(table)
     laws = by_recipe(table, goals, bootstrap, seed, law) if len(groups) > 1 else []
     table = next(iter(groups.values()))
-    fitted, reason = fit_parametric(table, table.N, law, bootstrap, seed)
+    fitted = fit_parametric(table, table.N, law, bootstrap, seed)
     profiles = IsoflopProfiles("cubic").fit(table.N, table.D, table.loss, table.flops, table.budget, table.weight)
     envelope = Envelope().fit(table.N, table.D, table.loss, table.flops, table.budget)
-    if bootstrap:
-        profiles.bootstrap(bootstrap, seed)
-        envelope.bootstrap(bootstrap, table.group, seed)
-    span = (float(table.flops.min()), float(table.flops.max()))
-    approaches = {
-        "envelope": side.envelope(envelope),
-        "isoflop": side.isoflop(profiles),
-        "parametric": side.parametric(fitted, reason, flops_per_token(table.N, table.D, table.flops), span),
-    }
+    approaches = three_approaches(profiles, envelope, fitted, table, (table.N, table.flops), bootstrap, seed)
     quick = min(bootstrap, QUICK)
     found = Analysis(
         table=table,
         targets=goals,
-        law=fitted,
+        law=fitted[0],
         profiles=profiles,
         envelope=envelope,
         approaches=approaches,
-        backtest=backtest(table, profiles, fitted, goals[0]),
+        backtest=backtest(table, profiles, fitted[0], goals[0]),
         verdict=verdict(approaches, goals, table),
         conventions=by_convention(table, goals, quick, seed, law),
-        tasks=fit_tasks(table, goals, fitted, quick, seed) if fitted is not None and bootstrap else [],
+        tasks=fit_tasks(table, goals, fitted[0], quick, seed) if fitted[0] is not None and bootstrap else [],
         resamples=bootstrap,
         seed=seed,
         recipes=laws,

@@ -68,9 +68,9 @@ def profile_curve(profile: Any) -> Series:
     return N, profile.curve(N)
 
 
-def loss_contours(law: Law, N: Array, D: Array) -> tuple[Array, Array, Array, Array, Optimum]:
-    """Of a law around runs of sizes N and tokens D (runs,): N (n,), D (d,), loss (d, n), round levels, and the
-    compute-efficient frontier under C = 6ND.
+def loss_contours(law: Law, N: Array, D: Array) -> tuple[Array, Array, Array, tuple[float, float, float], Optimum]:
+    """Of a law around runs of sizes N and tokens D (runs,): N (n,), D (d,), loss (d, n), round levels from low to
+    high by a step, and the compute-efficient frontier under C = 6ND.
     """
     n, d = (np.geomspace(values.min() / 2, values.max() * 2, 60) for values in (N, D))
     loss = np.asarray(law.predict(n[None, :], d[:, None]))
@@ -78,8 +78,8 @@ def loss_contours(law: Law, N: Array, D: Array) -> tuple[Array, Array, Array, Ar
     rough = max(high - low, 1e-6) / 20  # at most 20 steps of 1, 2 or 5 times a power of ten
     power = 10.0 ** np.floor(np.log10(rough))
     step = float(power * min((m for m in (1, 2, 5, 10) if m * power >= rough), default=10))
-    ends = np.array([np.ceil(low / step) * step, np.floor(high / step) * step, step])
-    return n, d, loss, ends, compute_optimal(law, np.geomspace(6 * n[0] * d[0], 6 * n[-1] * d[-1], 80))
+    levels = (float(np.ceil(low / step) * step), float(np.floor(high / step) * step), step)
+    return n, d, loss, levels, compute_optimal(law, np.geomspace(6 * n[0] * d[0], 6 * n[-1] * d[-1], 80))
 
 
 def allocation_lines(a: Analysis, quantity: str, C: Array) -> list[tuple[Any, Array, Array | None]]:
@@ -121,8 +121,7 @@ def _axes(axes: Any, x: str, y: str, log_x: bool = True, log_y: bool = False) ->
         import matplotlib.pyplot as plt
 
         axes = plt.subplots(figsize=SIZE, layout="constrained")[1]
-    axes.set_xlabel(x)
-    axes.set_ylabel(y)
+    axes.set(xlabel=x, ylabel=y)
     if log_x:
         from matplotlib.ticker import LogFormatterSciNotation
 
@@ -151,8 +150,7 @@ def plot_contours(law: Law, N: Array, D: Array, loss: Array, axes: Any = None) -
     axes.clabel(axes.contour(n, d, surface, levels, cmap="viridis", linewidths=0.9), fontsize=7)
     axes.plot(best.N, best.D, color=APPROACH_STYLE["parametric"][0], linewidth=2.4, label="efficient frontier")
     axes.scatter(N, D, c=loss, cmap="viridis", s=26, edgecolor="black", linewidth=0.6, zorder=3, label="runs")
-    axes.set_xlim(n[0], n[-1])
-    axes.set_ylim(d[0], d[-1])
+    axes.set(xlim=(n[0], n[-1]), ylim=(d[0], d[-1]))
     return _legend(axes, 2)
 
 

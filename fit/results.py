@@ -1,22 +1,33 @@
-"""What an analysis found: the table, every fit, what was checked, and the JSON of `isoflop fit --json`."""
+"""What an analysis found: the table, every fit, what was checked, and the JSON of `isoflop fit --json`.
+
+A saved law answers in the same JSON, with the warnings that its report had: a number that was doubtful when it was
+fitted is no better for having been saved.
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from .approaches.approaches import Approach, Law
+from .approaches.approaches import Approach, Law, law_intervals, parametric
 from .approaches.conventions import ConventionRow
 from .approaches.envelope import Envelope
 from .approaches.isoflop import IsoflopProfiles
 from .approaches.recipes import RecipeLaw, sentences
-from .checks.doctor import Warning
+from .checks.doctor import Warning, extrapolation
 from .checks.verdict import Verdict
 from .downstream.downstream import TaskVerdict
+from .errors import InputError, positive
 from .formatting import plain_json
+from .laws.persistence import read_law
 from .table import RunTable
+
+DEFAULT_TARGETS = (10.0, 100.0, 1000.0)  # times the largest run
 
 
 @dataclass
@@ -47,25 +58,17 @@ class Analysis:
 
     def to_dict(self) -> dict[str, Any]:
         """Finite numbers, null where there is none (also for an unbounded end of an interval)."""
-        law = self.law
         approaches = {
-            key: {
-                "reason": approach.reason,
-                "exponent": approach.exponent,
-                "exponent_ci": approach.exponent_interval,
-                "optimal": [approach.at(C).to_dict() for C in self.targets] if approach.available else [],
-            }
+            key: approach.to_dict()
+            | {"optimal": [approach.at(C).to_dict() for C in self.targets] if approach.available else []}
             for key, approach in self.approaches.items()
         }
         return plain_json(
-            {
-                "law": None if law is None else {"form": law.form} | law.constants_,
-                "ci": {} if law is None or law.draws_ is None else {name: law.interval(name) for name in law.names},
-                "starts": {"tried": 0, "agreeing": 0} if law is None else law.starts_,
-                "objective": None if law is None else law.objective_,
+            _law_to_dict(self.law)
+            | {
                 "optimal": approaches["parametric"]["optimal"],
                 "backtest": self.backtest,
-                "warnings": [{"code": w.code, "message": w.message} for w in self.warnings],
+                "warnings": list(map(vars, self.warnings)),
                 "approaches": approaches,
                 "verdict": self.verdict.sentence,
                 "suspects": self.verdict.suspects,
@@ -88,9 +91,8 @@ class Analysis:
                     for p in self.profiles.profiles_
                 ],
                 "runs": len(self.table),
-                "converged": None if law is None else law.converged_,
                 "bootstrap": {"resamples": self.resamples, "seed": self.seed},
-                "notes": list(self.table.notes),
+                "notes": self.table.notes,
             }
         )
 
@@ -105,3 +107,46 @@ class Analysis:
                 lines.append(f"  at {C:.3g} FLOPs, {approach.title}: {said}")
         lines += [f"  warning ({w.code}): {w.message}" for w in self.warnings]
         return "\n".join(lines)
+
+
+def _law_to_dict(law: Law | None) -> dict[str, Any]:
+    return {
+        "law": law and {"form": law.form} | law.constants_,
+        "ci": law_intervals(law),
+        "starts": law.starts_ if law else {"tried": 0, "agreeing": 0},
+        "objective": law and law.objective_,
+        "converged": law and law.converged_,
+    }
+
+
+def answer(source: str | Path, targets: Sequence[float] | None = None) -> dict[str, Any]:
+    """N*, D* and loss at FLOP budgets `targets` (by default 10, 100 and 1000 times the largest run) under C = 6ND.
+
+    `source` is a file of `to_json` or a report's law.json. Raises InputError for what is no law of this version.
+    """
+    law = read_law(source)
+    if tuple(law.inputs) != ("N", "D"):
+        raise InputError(f"{source} holds a law of {', '.join(law.inputs)}; a law of N and D is expected.")
+    largest = float((6.0 * law.data_["N"] * law.data_["D"]).max())
+    goals = positive("target", targets or [largest * factor for factor in DEFAULT_TARGETS])
+    approach = parametric(law, "")
+    estimates = [approach.at(float(C)).to_dict() for C in goals]
+    content = json.loads(Path(source).read_text()) if Path(source).is_file() else {}
+    warnings = [w for w in content.get("warnings", ()) if w.get("code") != "extrapolation"]
+    own = []  # of a law alone, what it knows of itself
+    if not law.converged_:
+        own.append(Warning("not_converged", "The fit of this law did not converge; do not use it."))
+    if law.degenerate_:
+        held = ", ".join(law.degenerate_)
+        own.append(Warning("at_bound", f"{held} could not be determined and stopped at a bound."))
+    said = [*([] if "warnings" in content else own), *extrapolation(largest, goals)]
+    return plain_json(
+        _law_to_dict(law)
+        | {
+            "optimal": estimates,
+            "approaches": {"parametric": {"optimal": estimates}},
+            "backtest": {},
+            "warnings": warnings + list(map(vars, said)),
+            "runs": len(law.weight_),
+        }
+    )

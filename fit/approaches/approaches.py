@@ -14,6 +14,7 @@ import numpy as np
 
 from ..allocation.allocation import compute_optimal
 from ..errors import Array, InputError
+from ..flops import flops_per_token
 from ..laws.powerlaw import PowerLaw
 from ..laws.registry import law_class
 from ..table import RunTable
@@ -44,6 +45,11 @@ def fit_parametric(
         with contextlib.suppress(InputError):  # too few runs to resample: a law without intervals is still worth having
             fitted.bootstrap(bootstrap, resampled_together(table.group, table.run_id, fitted.problem_.free), seed)
     return fitted, ""
+
+
+def law_intervals(law: Law | None) -> dict[str, Interval]:
+    """Of every constant; none without a law or its draws."""
+    return {} if law is None or law.draws_ is None else {name: law.interval(name) for name in law.names}
 
 
 @dataclass(frozen=True)
@@ -115,11 +121,11 @@ class Approach:
         values, _ = self._answers(flops)
         return {name: values.get(name, np.full(len(flops), np.nan)) for name in QUANTITIES}
 
-    def bands(self, flops: Array, level: float = 0.95) -> dict[str, Array | None]:
+    def bands(self, flops: Array) -> dict[str, Array | None]:
         """Intervals of the same, each (m, 2), or None without draws."""
         _, draws = self._answers(flops)
         return {
-            name: np.array([percentile_interval(row, level) for row in draws[name]]) if name in draws else None
+            name: np.array([percentile_interval(row) for row in draws[name]]) if name in draws else None
             for name in QUANTITIES
         }
 
@@ -132,6 +138,34 @@ class Approach:
             for name, band in self.bands(C).items()
         }
         return Estimate(flops=float(flops), intervals=intervals, **numbers)
+
+    def to_dict(self) -> dict[str, Any]:
+        """What does not depend on a budget, for JSON."""
+        return {"reason": self.reason, "exponent": self.exponent, "exponent_ci": self.exponent_interval}
+
+
+def three_approaches(
+    profiles: IsoflopProfiles,
+    front: Envelope,
+    fitted: tuple[Law | None, str],
+    table: RunTable,
+    counts: tuple[Array, Array],
+    bootstrap: int,
+    seed: int,
+) -> dict[str, Approach]:
+    """All three by name, the first two after `bootstrap` resamples; `fitted` as of `fit_parametric`; counts: N and C
+    (n,) of the runs.
+    """
+    if bootstrap:
+        profiles.bootstrap(bootstrap, seed)
+        front.bootstrap(bootstrap, table.group, seed)
+    N, C = counts
+    spend = flops_per_token(N, table.D, C)
+    return {
+        "envelope": envelope(front),
+        "isoflop": isoflop(profiles),
+        "parametric": parametric(*fitted, spend, (float(C.min()), float(C.max()))),
+    }
 
 
 def parametric(

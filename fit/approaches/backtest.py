@@ -16,7 +16,7 @@ from ..errors import Array, InputError, enough, identifiable
 from ..table import RunTable
 from ..uncertainty import percentile_interval, resampled_together
 from .approaches import Law, default_law, finite_or_none
-from .isoflop import IsoflopProfiles
+from .isoflop import IsoflopProfiles, binned_levels
 
 COARSE_BIN = 0.5  # decades, where the table has no budgets
 RUNG_GAP = 0.02  # log N; sizes nearer than this are one rung
@@ -93,10 +93,9 @@ def _levels(table: RunTable, profiles: IsoflopProfiles) -> tuple[np.ndarray, Arr
     """Label (n,) and FLOPs of the budgets; bins of COARSE_BIN where the table has fewer than two."""
     if len(profiles.budgets_) >= 2:
         return profiles.labels_, profiles.budgets_
-    log = np.log10(table.flops)
-    _, labels = np.unique(np.floor((log - log.min()) / COARSE_BIN).astype(int), return_inverse=True)
-    labels = labels.ravel()
-    return labels, np.array([float(10 ** log[labels == level].mean()) for level in range(labels.max() + 1)])
+    labels = binned_levels(table.flops, COARSE_BIN)
+    means = [np.log10(table.flops[labels == level]).mean() for level in range(labels.max() + 1)]
+    return labels, np.array([float(10**mean) for mean in means])
 
 
 def _step(
@@ -128,11 +127,10 @@ def _step(
         "loss_inside": _inside(law, cheap, held) if full is not None and full.draws_ is not None else None,
     }
     two = _profiles(cheap, profiles, cheap.budget)
-    for name, C in (("predicted", budget), ("at_target", target)):
+    for name, C in (("at_target", target), ("predicted", budget)):
         N, D = (None if one is None else float(one.predict(C)) for one in (two.N_law_, two.D_law_))
         step[f"tokens_per_parameter_{name}_isoflop"] = D / N if N and D else None
-        if name == "predicted":
-            step["N_predicted_isoflop"] = N
+    step["N_predicted_isoflop"] = N
     vertex = _profiles(held, profiles, np.full(len(held), budget)).profiles_[0]
     measured = ("N_predicted", "N_measured", "tokens_per_parameter_predicted", "tokens_per_parameter_measured")
     step |= dict.fromkeys(measured)

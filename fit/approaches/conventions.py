@@ -16,10 +16,8 @@ from typing import Any
 import numpy as np
 
 from ..errors import Array
-from ..flops import flops_per_token
 from ..table import RunTable
-from . import approaches as side
-from .approaches import Approach, Law, fit_parametric
+from .approaches import Approach, Law, fit_parametric, three_approaches
 from .envelope import Envelope
 from .isoflop import IsoflopProfiles, Method, budget_levels
 
@@ -51,12 +49,7 @@ class ConventionRow:
         found = {}
         for key, approach in self.approaches.items():
             said = approach.at(self.targets[0]).to_dict() if approach.available else {}
-            found[key] = {
-                "reason": approach.reason,
-                "exponent": approach.exponent,
-                "exponent_ci": approach.exponent_interval,
-                **{name: said.get(name) for name in shown},
-            }
+            found[key] = approach.to_dict() | {name: said.get(name) for name in shown}
         return {
             "parameters": self.parameters,
             "flops": self.flops,
@@ -64,7 +57,7 @@ class ConventionRow:
             "reason": self.reason,
             "moved": self.moved,
             "target": self.targets[0] if self.targets else None,
-            "law": None if self.law is None else self.law.constants_,
+            "law": self.law and self.law.constants_,
             "approaches": found,
         }
 
@@ -112,17 +105,8 @@ def by_convention(
                 rows.append(replace(row, reason=reason))
                 continue
             profiles, envelope, moved = _read_off(table, N, C, mover, method)
-            if bootstrap:
-                profiles.bootstrap(bootstrap, seed)
-                envelope.bootstrap(bootstrap, table.group, seed)
-            fitted, reason = laws[name]
-            spend = flops_per_token(N, table.D, C)
-            found = {
-                "envelope": side.envelope(envelope),
-                "isoflop": side.isoflop(profiles),
-                "parametric": side.parametric(fitted, reason, spend, (float(C.min()), float(C.max()))),
-            }
-            rows.append(replace(row, approaches=found, law=fitted, moved=moved))
+            found = three_approaches(profiles, envelope, laws[name], table, (N, C), bootstrap, seed)
+            rows.append(replace(row, approaches=found, law=laws[name][0], moved=moved))
     return rows
 
 

@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike
 from ..errors import Array, InputError, positive, same_length
 from ..laws.powerlaw import PowerLaw
 from ..uncertainty import cluster_counts
-from .isoflop import budget_levels
+from .isoflop import binned_levels, budget_levels
 
 BIN_WIDTH = 0.1  # decades of C that compete with each other where the table has no budgets
 CURVE_LEVELS = 60  # levels of C at which loss curves are compared
@@ -34,14 +34,11 @@ class Envelope:
         same_length(N=N, D=D, loss=loss, flops=flops)
         labels, levels = budget_levels(flops, N, budget)
         if len(levels) < 2:
-            bins = np.floor((np.log10(flops) - np.log10(flops.min())) / BIN_WIDTH).astype(int)
-            _, labels = np.unique(bins, return_inverse=True)
-            labels = labels.ravel()
+            labels = binned_levels(flops, BIN_WIDTH)
         self.source_ = "final points"
-        self._points = (N, D, loss, flops)
-        self._labels = labels
-        self._bare = len(levels) < 2
-        self._settle(*_winners(N, D, loss, flops, labels, np.ones(len(N)), self._bare, None))
+        # A bin of one or two sizes is no competition.
+        self._points, self._labels, self._rivals = (N, D, loss, flops), labels, 2 if len(levels) > 1 else 3
+        self._settle(*self._winners(np.ones(len(N))))
         return self
 
     def fit_curves(self, curves: Any, N: Mapping[str, float], until: float = 1.0) -> Envelope:
@@ -79,20 +76,47 @@ class Envelope:
             raise InputError("an envelope of loss curves has no bootstrap; fit final points for intervals.")
         if self.N_law_ is None:
             return self
-        N, D, loss, flops = self._points
-        groups = np.arange(len(N)) if groups is None else groups
-        counts = cluster_counts(groups, n, seed)
+        counts = cluster_counts(np.arange(len(self._labels)) if groups is None else groups, n, seed)
         generator = np.random.default_rng(seed + 1)
         # Draws share the full fit's levels, so that the laws' points line up; a level that a draw misses is NaN.
         draws = np.full((3, n, len(self.flops_)), np.nan)
         for row, count in enumerate(counts):
-            (C, *best), _ = _winners(N, D, loss, flops, self._labels, count, self._bare, generator)
+            (C, *best), _ = self._winners(count, generator)
             place = np.abs(np.log(C)[:, None] - np.log(self.flops_)[None, :]).argmin(axis=1) if len(C) else []
             draws[:, row, place] = np.array(best)
         for law, values in zip((self.N_law_, self.D_law_, self.loss_law_), draws, strict=True):
             if law is not None:
                 law.fit_draws(values)
         return self
+
+    def _winners(self, counts: Array, jitter: np.random.Generator | None = None) -> tuple[Array, int]:
+        """flops, N, D and loss (4, levels) of the best run of each level, where it beats every cheaper level and has
+        smaller and larger rivals; and how many had not.
+        """
+        N, D, loss, flops = self._points
+        best, edges, lowest, shift = [], 0, np.inf, 0.0
+        for level in np.unique(self._labels[self._labels >= 0]):
+            everyone = self._labels == level
+            rows = np.flatnonzero(everyone & (counts > 0))
+            if len(np.unique(N[rows])) < self._rivals:
+                continue
+            winner = rows[loss[rows].argmin()]
+            if loss[winner] >= lowest:
+                continue
+            lowest = loss[winner]
+            # The smallest or largest of its rivals shows where the sizes end and not where the optimum is.
+            if not N[everyone].min() < N[winner] < N[everyone].max():
+                edges += 1
+                continue
+            if jitter is not None:
+                # The optimum is known only to within half the way to the neighbouring sizes; else a coarse grid would
+                # look certain.
+                steps = np.unique(np.log(N[everyone])) - np.log(N[winner])
+                up, down = steps[steps > 1e-9].min(), -steps[steps < -1e-9].max()
+                shift = float(jitter.uniform(-0.5 * down, 0.5 * up))
+            size, tokens = N[winner] * np.exp(shift), D[winner] * np.exp(-shift)
+            best.append((np.median(flops[everyone]), size, tokens, loss[winner]))
+        return np.array(best).reshape(-1, 4).T, edges
 
     def _settle(self, columns: Array, edges: int) -> None:
         flops, N, D, loss = self.flops_, self.N_, self.D_, self.loss_ = columns
@@ -122,45 +146,3 @@ def _lines(curves: Any, N: Mapping[str, float], until: float) -> list[tuple[floa
     if not lines:
         raise InputError("curves hold no run of the table with at least 2 points; one curve per run is expected.")
     return lines
-
-
-def _winners(
-    N: Array,
-    D: Array,
-    loss: Array,
-    flops: Array,
-    labels: np.ndarray,
-    counts: Array,
-    bare: bool,
-    jitter: np.random.Generator | None,
-) -> tuple[Array, int]:
-    """flops, N, D and loss (4, levels) of the best run of each level, where it beats every cheaper level and has
-    smaller and larger rivals; and how many had not.
-    """
-    best = []
-    edges, lowest = 0, np.inf
-    for level in np.unique(labels[labels >= 0]):
-        everyone = labels == level
-        rows = np.flatnonzero(everyone & (counts > 0))
-        # A bin of one or two sizes is no competition.
-        if len(np.unique(N[rows])) < (3 if bare else 2):
-            continue
-        winner = rows[loss[rows].argmin()]
-        if loss[winner] >= lowest:
-            continue
-        lowest = loss[winner]
-        # The smallest or largest of its rivals shows where the sizes end and not where the optimum is.
-        if not N[everyone].min() < N[winner] < N[everyone].max():
-            edges += 1
-            continue
-        # The optimum is known only to within the neighbouring sizes; else a coarse grid would look certain.
-        shift = 0.0 if jitter is None else _within_neighbours(N[everyone], N[winner], jitter)
-        best.append((np.median(flops[everyone]), N[winner] * np.exp(shift), D[winner] * np.exp(-shift), loss[winner]))
-    return np.array(best).reshape(-1, 4).T, edges
-
-
-def _within_neighbours(sizes: Array, winner: float, generator: np.random.Generator) -> float:
-    """A uniform shift in log N, at most halfway to the next size on either side."""
-    steps = np.unique(np.log(sizes)) - np.log(winner)
-    up, down = steps[steps > 1e-9].min(), -steps[steps < -1e-9].max()
-    return float(generator.uniform(-0.5 * down, 0.5 * up))

@@ -25,7 +25,7 @@ Method = Literal["parabola", "cubic", "akima"]
 REACH = np.log(10.0)  # a polynomial's lowest point is looked for up to ten times beyond the sizes tried
 NEIGHBOURS = 4  # a parabola through this many sizes leaves one contrast
 SAME_SIZE = 6  # decimals of log N up to which two sizes are one
-NEEDS = {"parabola": ("a parabola", 3), "cubic": ("a cubic", 5), "akima": ("Akima's curve", 3)}  # sizes
+CUBIC_SIZES = 5
 LEVEL_WIDTH = 0.05  # decades of C that count as one budget where the table names none
 TIGHT_WIDTH = 0.02  # closer than this, three runs are enough to call it a budget
 LOOSE_RUNS = 6
@@ -52,8 +52,7 @@ class Polynomial:
 
     def minimum(self, losses: Array) -> tuple[Array, Array]:
         c = self.project @ losses.T
-        u = _valley(c[3] if len(c) > 3 else np.zeros_like(c[0]), c[2], c[1])
-        u = np.clip(u, *self.ends)
+        u = np.clip(_valley(c[3] if len(c) > 3 else np.zeros_like(c[0]), c[2], c[1]), *self.ends)
         return u, np.polynomial.polynomial.polyval(u, c, tensor=False)
 
     def at(self, loss: Array, u: Array) -> Array:
@@ -81,8 +80,8 @@ class Akima:
 
     def minimum(self, losses: Array) -> tuple[Array, Array]:
         # The minimum of a piecewise cubic is found exactly, from the roots of its derivative.
-        polynomial = self._interpolate(losses @ self.mean.T)
-        a, b, c, d = polynomial.c  # each (sizes - 1, draws), of a t^3 + b t^2 + c t + d from the left knot
+        # Each (sizes - 1, draws), of a t^3 + b t^2 + c t + d from the left knot.
+        a, b, c, d = self._interpolate(losses @ self.mean.T).c
         length = np.diff(self.knots)[:, None]
         t = _valley(a, b, c)
         t = np.where((t > 0) & (t < length), t, 0.0)
@@ -90,12 +89,13 @@ class Akima:
         candidates = np.concatenate([inner, np.log(losses @ self.mean[-1:].T).T])
         places = np.concatenate([self.knots[:-1, None] + t, np.full((1, len(losses)), self.knots[-1])])
         lowest = candidates.argmin(axis=0)
-        rows = np.arange(len(losses))
-        return places[lowest, rows], np.exp(candidates[lowest, rows])
+        chosen = lowest, np.arange(len(losses))
+        return places[chosen], np.exp(candidates[chosen])
 
     def at(self, loss: Array, u: Array) -> Array:
         # A size at either end may differ from its knot by rounding, and is on the curve.
-        near = np.where(np.abs(u - np.clip(u, *self.knots[[0, -1]])) < 1e-9, np.clip(u, *self.knots[[0, -1]]), u)
+        inside = np.clip(u, *self.knots[[0, -1]])
+        near = np.where(np.abs(u - inside) < 1e-9, inside, u)
         return np.exp(np.asarray(self._interpolate((self.mean @ loss)[None, :])(near))[..., 0])
 
     def _interpolate(self, means: Array) -> Any:
@@ -105,10 +105,11 @@ class Akima:
 
 
 Curve = Polynomial | Akima
-METHODS: dict[str, Callable[[Array, Array], Curve]] = {
-    "parabola": partial(Polynomial, 2),
-    "cubic": partial(Polynomial, 3),
-    "akima": Akima,
+# Each with the sizes that it needs and its name in sentences.
+METHODS: dict[str, tuple[Callable[[Array, Array], Curve], int, str]] = {
+    "parabola": (partial(Polynomial, 2), 3, "a parabola"),
+    "cubic": (partial(Polynomial, 3), CUBIC_SIZES, "a cubic"),
+    "akima": (Akima, 3, "Akima's curve"),
 }
 
 
@@ -125,13 +126,11 @@ def _local_contrasts(knots: Array, weight: Array) -> Array:
     """What parabolas through each NEIGHBOURS consecutive knots leave over: (windows, knots), rows of unit variance when
     knot j has variance 1 / weight_j.
     """
-    windows = max(len(knots) - NEIGHBOURS + 1, 0)
-    rows = np.zeros((windows, len(knots)))
-    for first in range(windows):
+    rows = np.zeros((max(len(knots) - NEIGHBOURS + 1, 0), len(knots)))
+    for first in range(len(rows)):
         part = slice(first, first + NEIGHBOURS)
         u = knots[part] - knots[part].mean()
-        X = np.stack([np.ones_like(u), u, u**2], 1)
-        left = np.linalg.svd(X.T)[2][-1]  # the direction that the three columns of X do not reach
+        left = np.linalg.svd(np.stack([np.ones_like(u), u, u**2]))[2][-1]  # the direction that the three do not reach
         rows[first, part] = left / np.sqrt((left**2 / weight[part]).sum())
     return rows
 
@@ -157,7 +156,6 @@ class IsoflopProfile:
     loss_best: float | None = None
     reason: str = ""
     N_draws: Array | None = None
-    D_draws: Array | None = None
     loss_draws: Array | None = None
 
     @property
@@ -167,7 +165,7 @@ class IsoflopProfile:
     @property
     def shape(self) -> Curve:
         """The curve's method on these sizes, for any losses."""
-        return METHODS[self.method](np.log(self.N / self.N0), self.weight)
+        return METHODS[self.method][0](np.log(self.N / self.N0), self.weight)
 
     def curve(self, N: ArrayLike) -> Array:
         """The curve's loss at sizes N; Akima's is NaN outside of the sizes tried."""
@@ -191,48 +189,40 @@ class IsoflopProfile:
 def find_vertex(bare: IsoflopProfile) -> IsoflopProfile:
     """The profile with its vertex, or with the reason why it has none that can be trusted."""
     sizes = len(np.unique(np.round(np.log(bare.N), SAME_SIZE)))
-    if bare.method == "cubic" and sizes < NEEDS["cubic"][1]:
+    if bare.method == "cubic" and sizes < CUBIC_SIZES:
         bare = replace(bare, method="parabola")
-    what, needed = NEEDS[bare.method]
+    _, needed, what = METHODS[bare.method]
     if sizes < needed:
-        return replace(
-            bare, reason=f"only {sizes} size{'s' if sizes > 1 else ''} at this budget, and {what} needs {needed}"
-        )
+        plural = "s" if sizes > 1 else ""
+        return replace(bare, reason=f"only {sizes} size{plural} at this budget, and {what} needs {needed}")
     bare = replace(bare, has_curve=True)
     vertex, lowest = (float(value[0]) for value in bare.shape.minimum(bare.loss[None, :]))
     if np.isnan(vertex):
         bent = "is concave, so it has" if bare.method == "parabola" else "has"
         return replace(bare, reason=f"the {bare.method} {bent} no minimum")
-    N_best = bare.N0 * float(np.exp(vertex))
-    return replace(
-        bare,
-        N_best=N_best,
-        D_best=float(tokens_at(bare, np.array([N_best]))[0]),
-        loss_best=lowest,
-        reason=_edge(bare, N_best),
-    )
+    N = bare.N0 * float(np.exp(vertex))
+    D = float(tokens_at(bare, np.array([N]))[0])
+    return replace(bare, N_best=N, D_best=D, loss_best=lowest, reason=_edge(bare, N))
 
 
 def _edge(profile: IsoflopProfile, N_best: float) -> str:
     """Why a vertex that the sizes do not enclose cannot be trusted; empty where they do."""
     sizes = np.unique(profile.N)
-    mean = [np.average(profile.loss[profile.N == N], weights=profile.weight[profile.N == N]) for N in sizes]
     if profile.method != "akima" and not sizes[0] < N_best < sizes[-1]:
         side = "smaller" if N_best <= sizes[0] else "larger"
         return f"the vertex lies outside of the sizes tried; add {side} ones"
-    lowest = int(np.argmin(mean))
-    if lowest in (0, len(mean) - 1):
-        side = "smallest" if lowest == 0 else "largest"
+    groups = (profile.N == N for N in sizes)
+    lowest = int(np.argmin([np.average(profile.loss[rows], weights=profile.weight[rows]) for rows in groups]))
+    if lowest in (0, len(sizes) - 1):
+        side = "largest" if lowest else "smallest"
         return f"the lowest measured loss is at the {side} size, an edge of the sizes tried"
     return ""
 
 
 def tokens_at(profile: IsoflopProfile, N: Array) -> Array:
     """D of this budget at size N, off a quadratic through the runs and not off 6ND: right under any convention."""
-    u = np.log(profile.N / profile.N0)
-    X = np.stack([np.ones_like(u), u, u**2], 1)
-    c = np.linalg.lstsq(X, np.log(profile.D), rcond=None)[0]
-    at = np.log(N / profile.N0)
+    u, at = np.log(profile.N / profile.N0), np.log(N / profile.N0)
+    c = np.linalg.lstsq(np.stack([np.ones_like(u), u, u**2], 1), np.log(profile.D), rcond=None)[0]
     return np.exp(c[0] + c[1] * at + c[2] * at**2)
 
 
@@ -242,7 +232,7 @@ def draw_vertices(profile: IsoflopProfile, noise: Array, generator: np.random.Ge
     # Noise as large as the loss itself must not make one negative.
     vertex, lowest = profile.shape.minimum(np.maximum(losses, 0.01 * profile.loss.min()))
     N = profile.N0 * np.exp(vertex)
-    return replace(profile, N_draws=N, D_draws=tokens_at(profile, N), loss_draws=lowest)
+    return replace(profile, N_draws=N, loss_draws=lowest)
 
 
 def cubic_term(profile: IsoflopProfile) -> tuple[float, float, int, float] | None:
@@ -250,14 +240,12 @@ def cubic_term(profile: IsoflopProfile) -> tuple[float, float, int, float] | Non
     squares left over, their degrees of freedom, and the move of log N.
     """
     u = np.log(profile.N / profile.N0)
-    if len(np.unique(np.round(u, SAME_SIZE))) < NEEDS["cubic"][1] or not profile.accepted:
+    if len(np.unique(np.round(u, SAME_SIZE))) < CUBIC_SIZES or not profile.accepted:
         return None
     relative = profile.loss / profile.loss.min()
     two, three = (Polynomial(degree, u, profile.weight) for degree in (2, 3))
-    rest = float(((three.residual @ relative) ** 2).sum())
-    term = np.sqrt(max(float(((two.residual @ relative) ** 2).sum()) - rest, 0.0)) * np.sign(
-        three.project[3] @ relative
-    )
+    more, rest = (float(((curve.residual @ relative) ** 2).sum()) for curve in (two, three))
+    term = np.sqrt(max(more - rest, 0.0)) * np.sign(three.project[3] @ relative)
     shift = three.minimum(relative[None, :])[0][0] - two.minimum(relative[None, :])[0][0]
     return float(term), rest, len(u) - 4, float(shift)
 
@@ -360,9 +348,8 @@ class IsoflopProfiles:
         return float(terms.sum() / np.sqrt(len(found)) / noise), float(np.nanmean(shifts))
 
     def _fit_laws(self, generator: np.random.Generator | None = None) -> None:
-        self.N_law_: PowerLaw | None = None
-        self.D_law_: PowerLaw | None = None
-        self.loss_law_: PowerLaw | None = None
+        laws: tuple[PowerLaw | None, ...] = (None, None, None)
+        self.N_law_, self.D_law_, self.loss_law_ = laws
         self.scatter_ = 0.0
         good = self.accepted_
         if len(good) < 2:
@@ -429,11 +416,17 @@ def budget_levels(flops: Array, N: Array, budget: ArrayLike | None = None) -> tu
     return labels, np.sort(centres)
 
 
+def binned_levels(flops: Array, width: float) -> np.ndarray:
+    """Label (n,) of the bin of `width` decades that each run is in, where no budgets are there."""
+    log = np.log10(flops)
+    return np.unique(np.floor((log - log.min()) / width).astype(int), return_inverse=True)[1].ravel()
+
+
 def _pooled_spread(profiles: list[IsoflopProfile]) -> tuple[float, float]:
     """Relative residual spread over all profiles, and its degrees of freedom (Satterthwaite's, where contrasts
     overlap).
     """
-    total, trace, square = 0.0, 0.0, 0.0
+    total = trace = square = 0.0
     for profile in profiles:
         if profile.has_curve:
             contrasts = profile.shape.contrasts(profile.loss)

@@ -18,7 +18,7 @@ from ..flops import flops_per_token
 from ..formatting import scientific
 from ..table import RunTable
 from ..uncertainty import percentile_interval
-from .approaches import Estimate, Interval, Law, fit_parametric, parametric
+from .approaches import Estimate, Interval, Law, fit_parametric, law_intervals, parametric
 
 COLUMN = "recipe"
 RAW = "raw"
@@ -66,13 +66,12 @@ class RecipeLaw:
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
         law, e = self.law, self.estimate
-        known = law is not None and law.draws_ is not None
         return {
             "recipe": self.recipe,
             "runs": len(self.table),
             "reason": self.reason,
             "law": law and law.constants_,
-            "ci": {name: law.interval(name) for name in law.names} if law is not None and known else {},
+            "ci": law_intervals(law),
             "target": self.target,
             "N": e and e.N,
             "N_ci": e and e.intervals["N"],

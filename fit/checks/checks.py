@@ -5,7 +5,6 @@ Each check is one small function from an analysis to warnings, listed in STOPS o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from copy import copy
 
 import numpy as np
@@ -13,7 +12,7 @@ import numpy as np
 from ..allocation.allocation import compute_optimal
 from ..formatting import amount, scientific
 from ..results import Analysis
-from .doctor import Warning, examine
+from .doctor import Found, Warning, examine
 from .outliers import find_outliers
 
 NAMED = 5
@@ -30,13 +29,13 @@ def run_checks(analysis: Analysis) -> tuple[Warning, ...]:
     return tuple(sorted([*stops, *before, *shows], key=lambda w: w.code in MILD))
 
 
-def _missing_approaches(a: Analysis) -> Iterator[Warning]:
+def _missing_approaches(a: Analysis) -> Found:
     for approach in a.approaches.values():
         if not approach.available:
             yield Warning(f"no_{approach.key}", f"{approach.title} has no answer: {approach.reason.rstrip('.')}.")
 
 
-def _recipes(a: Analysis) -> Iterator[Warning]:
+def _recipes(a: Analysis) -> Found:
     if len(a.recipes) > 1:
         base, *others = (one.recipe for one in a.recipes)
         yield Warning(
@@ -46,7 +45,7 @@ def _recipes(a: Analysis) -> Iterator[Warning]:
         )
 
 
-def _solver(a: Analysis) -> Iterator[Warning]:
+def _solver(a: Analysis) -> Found:
     law = a.law
     if law is None:
         return
@@ -81,7 +80,7 @@ def _solver(a: Analysis) -> Iterator[Warning]:
             )
 
 
-def _outliers(a: Analysis) -> Iterator[Warning]:
+def _outliers(a: Analysis) -> Found:
     if a.law is None or not a.law.converged_:
         return
     found, n = find_outliers(a.law), len(a.table)
@@ -119,31 +118,30 @@ def _moved(a: Analysis, without: dict[str, float]) -> str:
     return f"D/N at {scientific(C)} FLOPs goes from {was} to {now}, {exponents}"
 
 
-def _disagreement(a: Analysis) -> Iterator[Warning]:
+def _disagreement(a: Analysis) -> Found:
     found = a.verdict
     if found.agree is False:
         why = f" What may be why: {' '.join(found.suspects)}" if found.suspects else ""
         yield Warning("approaches_disagree", f"{found.sentence} Trust none of them before the reason is known.{why}")
 
 
-def _profiles(a: Analysis) -> Iterator[Warning]:
+def _profiles(a: Analysis) -> Found:
     for profile in a.profiles.profiles_:
         if not profile.accepted:
             yield Warning(
                 "vertex_refused",
                 f"The isoFLOP minimum at {scientific(profile.flops)} FLOPs is refused: {profile.reason}.",
             )
-    wide = [
-        p
+    wide = ", ".join(
+        scientific(p.flops)
         for p in a.profiles.accepted_
         if (i := p.interval()) is not None and not (p.N.min() / 3 < i[0] and i[1] < p.N.max() * 3)
-    ]
+    )
     if wide:
-        said = ", ".join(f"{scientific(p.flops)}" for p in wide)
-        yield Warning("vertex_uncertain", f"The minimum at {said} FLOPs is uncertain by more than the sizes tried.")
+        yield Warning("vertex_uncertain", f"The minimum at {wide} FLOPs is uncertain by more than the sizes tried.")
 
 
-def _few_trunks(a: Analysis) -> Iterator[Warning]:
+def _few_trunks(a: Analysis) -> Found:
     if a.law is None or a.law.draws_ is None:
         return
     trunks = len(np.unique(a.table.group))
@@ -155,8 +153,8 @@ def _few_trunks(a: Analysis) -> Iterator[Warning]:
         )
 
 
-STOPS: tuple[Callable[[Analysis], Iterator[Warning]], ...] = (_missing_approaches, _solver)
-SHOWS: tuple[Callable[[Analysis], Iterator[Warning]], ...] = (
+STOPS = (_missing_approaches, _solver)
+SHOWS = (
     _recipes,
     _outliers,
     _disagreement,

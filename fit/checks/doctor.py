@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -77,19 +77,21 @@ class Warning:
     message: str
 
 
+Found = Iterator[Warning]
+
+
 def examine(table: RunTable, targets: Sequence[float] = ()) -> tuple[Warning, ...]:
     """Every warning that needs the table alone, worst first; `targets` are FLOP budgets that will be asked about.
 
     Raises InputError when a target is not a positive number.
     """
     found = [warning for check in CHECKS for warning in check(table)]
-    return (*found, *_extrapolation(table, positive("target", targets) if len(targets) else np.empty(0)))
+    return (*found, *extrapolation(float(table.flops.max()), positive("target", targets) if len(targets) else ()))
 
 
 def numbers(table: RunTable, role: str) -> Array:
     """A numeric column of the runs (n,), NaN where it is absent or not a number that the quantity can have."""
-    name = _column(table, role)
-    values = np.full(len(table), np.nan) if name is None else table.column(name)
+    values = table.column(_column(table, role))
     possible = np.isfinite(values) & ((values > 0) | ((values == 0) & (role in MAY_BE_ZERO)))
     return np.where(possible, values, np.nan)
 
@@ -97,33 +99,31 @@ def numbers(table: RunTable, role: str) -> Array:
 def texts(table: RunTable, role: str) -> list[str]:
     """A column of words of the runs, lower case, empty where there is none."""
     name = _column(table, role)
-    if name is None:
+    if not name:
         return [""] * len(table)
     values = table.frame[name].iloc[table.rows]
     return ["" if lost else str(v).strip().lower() for v, lost in zip(values, values.isna(), strict=True)]
 
 
-def _column(table: RunTable, role: str) -> str | None:
-    exist = {_plain(name): name for name in reversed(list(table.frame.columns))}
-    return next((exist[_plain(name)] for name in COLUMNS[role] if _plain(name) in exist), None)
+def _column(table: RunTable, role: str) -> str:
+    """The first column of a role in any case and with any separators; empty where there is none."""
+    exist = {re.sub("[ -]", "_", str(name).strip().lower()): name for name in reversed(list(table.frame.columns))}
+    return next((exist[name.lower()] for name in COLUMNS[role] if name.lower() in exist), "")
 
 
-def _plain(name: object) -> str:
-    return str(name).strip().lower().replace(" ", "_").replace("-", "_")
+def named(table: RunTable, rows: np.ndarray) -> str:
+    """The run ids of some rows, the first three of them."""
+    return ", ".join(table.run_id[rows[:3]]) + (f" and {len(rows) - 3} more" if len(rows) > 3 else "")
 
 
-def named(table: RunTable, rows: np.ndarray | Sequence[int], most: int = 5) -> str:
-    """The run ids of some rows, the first few of them."""
-    ids = [str(table.run_id[i]) for i in rows[:most]]
-    return ", ".join(ids) + (f" and {len(rows) - most} more" if len(rows) > most else "")
+def _alike(*columns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Equal numbers (n,) for rows that are equal in all columns, and which rows repeat an earlier one."""
+    values = np.stack([np.unique(column, return_inverse=True)[1].ravel() for column in columns])
+    _, first, point = np.unique(values, axis=1, return_index=True, return_inverse=True)
+    return point.ravel(), np.setdiff1d(np.arange(len(columns[0])), first)
 
 
-def sizes_and_tokens(table: RunTable) -> np.ndarray:
-    """Which (N, D) each run belongs to, (n,): equal numbers for runs that share both."""
-    return np.unique(np.stack([table.N, table.D]), axis=1, return_inverse=True)[1].ravel()
-
-
-def units(t: RunTable) -> Iterator[Warning]:
+def units(t: RunTable) -> Found:
     asked = []
     if t.N.max() < 1000 or (t.N.max() < 1e4 and (t.N % 1 > 0).any()):
         asked.append(f"the largest N is {t.N.max():.4g} (is it in millions or billions?)")
@@ -145,7 +145,7 @@ def units(t: RunTable) -> Iterator[Warning]:
 
 
 def _loss_unit(t: RunTable) -> Iterator[str]:
-    said = {unit for unit in texts(t, "loss_unit") if unit}
+    said = set(texts(t, "loss_unit")) - {""}
     if len(said) == 1 and not any("nat" in unit for unit in said):
         yield f"the loss is said to be in {said.pop()}"
         return
@@ -176,15 +176,15 @@ def _as_in_bits(t: RunTable) -> bool:
     return bool(abs(middle) < 0.08 and high - low < 0.1)
 
 
-def mixed_units(t: RunTable) -> Iterator[Warning]:
-    named_units = sorted({unit for unit in texts(t, "loss_unit") if unit})
+def mixed_units(t: RunTable) -> Found:
+    named_units = sorted({*texts(t, "loss_unit")} - {""})
     bits = _bits_by_bytes(t)
     if not bits.size:
         bits = _bits_among_nats(t)
     if len(named_units) > 1:
         said = f"units {', '.join(named_units)} are named"
     elif bits.size:
-        said = f"{bits.size} of {len(t)} losses ({named(t, bits, 3)}) lie 1.44 = 1/ln 2 times above the others"
+        said = f"{bits.size} of {len(t)} losses ({named(t, bits)}) lie 1.44 = 1/ln 2 times above the others"
     else:
         return
     yield Warning(
@@ -194,11 +194,10 @@ def mixed_units(t: RunTable) -> Iterator[Warning]:
     )
 
 
-def mixed_tokenizers(t: RunTable) -> Iterator[Warning]:
-    names = [{word for word in texts(t, role) if word} for role in ("tokenizer", "vocabulary")]
-    per_byte = _per_byte(t)
+def mixed_tokenizers(t: RunTable) -> Found:
+    kinds = max(len(set(texts(t, role)) - {""}) for role in ("tokenizer", "vocabulary"))
+    per_byte = t.loss / numbers(t, "bits_per_byte")
     known = per_byte[np.isfinite(per_byte)]
-    kinds = max(map(len, names))
     if kinds > 1:
         said = f"the runs name {kinds} tokenizers or vocabularies"
     elif known.size and known.max() > SAME_TOKENS * known.min() and not _bits_by_bytes(t).size:
@@ -212,7 +211,7 @@ def mixed_tokenizers(t: RunTable) -> Iterator[Warning]:
     )
 
 
-def mixed_recipes(t: RunTable) -> Iterator[Warning]:
+def mixed_recipes(t: RunTable) -> Found:
     recipes = sorted({recipe or "raw" for recipe in texts(t, "recipe")})
     if len(recipes) > 1:
         yield Warning(
@@ -222,14 +221,9 @@ def mixed_recipes(t: RunTable) -> Iterator[Warning]:
         )
 
 
-def _per_byte(t: RunTable) -> Array:
-    """Loss over bits per byte: ln 2 times the bytes of a token, if the loss is in nats."""
-    return t.loss / numbers(t, "bits_per_byte")
-
-
 def _bits_by_bytes(t: RunTable) -> np.ndarray:
     """Rows whose loss over bits per byte is 1/ln 2 times that of all others; none where there are other differences."""
-    per_byte = _per_byte(t)
+    per_byte = t.loss / numbers(t, "bits_per_byte")
     lifted = np.log(per_byte / np.nanmin(per_byte)) / np.log(BITS) if np.isfinite(per_byte).any() else per_byte
     known = lifted[np.isfinite(lifted)]
     two = np.minimum(np.abs(known), np.abs(known - 1)).max(initial=0) < np.log(SAME_TOKENS)
@@ -249,7 +243,13 @@ def _bits_among_nats(t: RunTable) -> np.ndarray:
     x = (x - x.mean(1, keepdims=True)) / np.maximum(x.std(1, keepdims=True), 1e-9)
     plane = np.stack([np.ones(n), *x], 1)
     surface = np.column_stack([plane, x[0] ** 2, x[1] ** 2, x[0] * x[1]]) if n >= 20 else plane
-    lifted = np.array([*_splits(t), *(_off(surface, y) > level * lift for level in (-0.5, 0.0, 0.5))])
+    # First guesses: the table cut in two by its own order, as tables are joined, by C, by N and by D.
+    guesses = []
+    for key in (np.arange(n), t.flops, t.N, t.D):
+        rank = np.argsort(np.argsort(key, kind="stable"))
+        for cut in np.unique(np.linspace(2, n - 2, min(n - 3, 24)).round()):
+            guesses += [rank < cut, rank >= cut]
+    lifted = np.array([*guesses, *(_off(surface, y) > level * lift for level in (-0.5, 0.0, 0.5))])
     for _ in range(10):
         nats = y - lift * lifted
         lifted = y - (nats - _off(surface, nats)) > 0.5 * lift
@@ -264,16 +264,6 @@ def _bits_among_nats(t: RunTable) -> np.ndarray:
     return np.flatnonzero(best) if abs(free / lift - 1) < 0.1 else nobody
 
 
-def _splits(t: RunTable) -> Iterator[np.ndarray]:
-    """First guesses (n,): the table cut in two by its own order, as tables are joined, by C, by N and by D."""
-    n = len(t)
-    for key in (np.arange(n), t.flops, t.N, t.D):
-        rank = np.argsort(np.argsort(key, kind="stable"))
-        for cut in np.unique(np.linspace(2, n - 2, min(n - 3, 24)).round()):
-            yield rank < cut
-            yield rank >= cut
-
-
 def _off(columns: Array, values: Array) -> Array:
     """What of values (..., n) no combination of columns (n, k) explains."""
     u, s, _ = np.linalg.svd(columns, full_matrices=False)
@@ -281,7 +271,7 @@ def _off(columns: Array, values: Array) -> Array:
     return values - values @ basis @ basis.T
 
 
-def embeddings(t: RunTable) -> Iterator[Warning]:
+def embeddings(t: RunTable) -> Found:
     """N without embeddings, and N counted both ways."""
     total, bare = numbers(t, "N_total"), numbers(t, "N_non_embedding")
     tables = numbers(t, "vocabulary") * numbers(t, "width")
@@ -306,7 +296,7 @@ def embeddings(t: RunTable) -> Iterator[Warning]:
         )
 
 
-def flop_convention(t: RunTable) -> Iterator[Warning]:
+def flop_convention(t: RunTable) -> Found:
     ratio = t.flops / (6.0 * t.N * t.D)
     low, high = float(ratio.min()), float(ratio.max())
     if (low > 0.8 and high < 1.25) or not 1 / ABSURD < np.median(ratio) < ABSURD:
@@ -320,13 +310,13 @@ def flop_convention(t: RunTable) -> Iterator[Warning]:
     )
 
 
-def mixed_schedules(t: RunTable) -> Iterator[Warning]:
+def mixed_schedules(t: RunTable) -> Found:
     decayed = _decayed(t)
     constant, fallen = np.flatnonzero(decayed == 0), np.flatnonzero(decayed == 1)
     if constant.size and fallen.size:
         yield Warning(
             "schedules_mixed",
-            f"{constant.size} runs ({named(t, constant, 3)}) end at a constant learning rate and {fallen.size} after a "
+            f"{constant.size} runs ({named(t, constant)}) end at a constant learning rate and {fallen.size} after a "
             "decay. Without one a loss stays well above its decayed value (Haegele et al. 2024), and the step between "
             "the two enters the exponents; decay them all, or fit each kind alone.",
         )
@@ -347,7 +337,7 @@ def _decayed(t: RunTable) -> Array:
     return found
 
 
-def unmatched_schedules(t: RunTable) -> Iterator[Warning]:
+def unmatched_schedules(t: RunTable) -> Found:
     ratio = numbers(t, "schedule_tokens") / t.D
     ratio = np.where(np.isnan(ratio), numbers(t, "schedule_steps") / numbers(t, "steps"), ratio)
     ratio[_decayed(t) == 0] = np.nan  # a constant rate has no horizon
@@ -362,7 +352,7 @@ def unmatched_schedules(t: RunTable) -> Iterator[Warning]:
         )
 
 
-def long_warmup(t: RunTable) -> Iterator[Warning]:
+def long_warmup(t: RunTable) -> Found:
     share = numbers(t, "warmup_share")
     for other in (numbers(t, "warmup_tokens") / t.D, numbers(t, "warmup_steps") / numbers(t, "steps")):
         share = np.where(np.isnan(share), other, share)
@@ -374,21 +364,21 @@ def long_warmup(t: RunTable) -> Iterator[Warning]:
         yield Warning(
             "long_warmup",
             f"{long.size} of {len(t)} runs warm up for a large part of their steps, up to {share[worst[0]]:.0%}{whole} "
-            f"({named(t, worst, 3)}); {int(beyond.sum())} of them for more tokens than they have parameters. Their "
+            f"({named(t, worst)}); {int(beyond.sum())} of them for more tokens than they have parameters. Their "
             "losses are too high, which in Porian et al. 2024 took the exponent of N*(C) from 0.60 to 0.71; warm up "
             "for at most N tokens, or leave these runs out.",
         )
 
 
-def mixed_losses(t: RunTable) -> Iterator[Warning]:
-    kinds = Counter(kind for kind in texts(t, "loss_kind") if kind)
+def mixed_losses(t: RunTable) -> Found:
+    kinds = Counter(filter(None, texts(t, "loss_kind")))
     train, held_out = numbers(t, "train_loss"), numbers(t, "val_loss")
     with np.errstate(invalid="ignore"):
         trained = np.isclose(t.loss, train, rtol=1e-12, atol=0) & (train != held_out)
     if len(kinds) > 1:
         said = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
     elif trained.any() and not trained[np.isfinite(train)].all():
-        said = f"{int(trained.sum())} of {len(t)} equal the training loss, as in {named(t, np.flatnonzero(trained), 3)}"
+        said = f"{int(trained.sum())} of {len(t)} equal the training loss, as in {named(t, np.flatnonzero(trained))}"
     else:
         return
     yield Warning(
@@ -398,7 +388,7 @@ def mixed_losses(t: RunTable) -> Iterator[Warning]:
     )
 
 
-def repeated_data(t: RunTable) -> Iterator[Warning]:
+def repeated_data(t: RunTable) -> Found:
     epochs = numbers(t, "epochs")
     epochs = np.where(np.isnan(epochs), t.D / numbers(t, "unique_tokens"), epochs)
     many = epochs > MANY_EPOCHS
@@ -411,7 +401,7 @@ def repeated_data(t: RunTable) -> Iterator[Warning]:
         )
 
 
-def checkpoints(t: RunTable) -> Iterator[Warning]:
+def checkpoints(t: RunTable) -> Found:
     rows = Counter(run for run, _ in set(zip(t.run_id, t.D, strict=True)))
     several = [run for run, count in rows.items() if count > 1]
     if several and (_decayed(t)[np.isin(t.run_id, several)] != 0).any():
@@ -437,10 +427,10 @@ def checkpoints(t: RunTable) -> Iterator[Warning]:
         )
 
 
-def branches(t: RunTable) -> Iterator[Warning]:
+def branches(t: RunTable) -> Found:
     parents = texts(t, "parent")
     ids = [str(run).lower() for run in t.run_id]
-    trunks = [parent or (run if run in parents else None) for run, parent in zip(ids, parents, strict=True)]
+    trunks = (parent or (run if run in parents else None) for run, parent in zip(ids, parents, strict=True))
     families = _families(trunks, t.group)
     if families:
         yield Warning(
@@ -452,11 +442,8 @@ def branches(t: RunTable) -> Iterator[Warning]:
 
 def _families(keys: Iterable[Hashable], groups: np.ndarray) -> list[int]:
     """How many groups share each key, where more than one does; None is no key."""
-    members: dict[Hashable, set[str]] = {}
-    for key, group in zip(keys, groups, strict=True):
-        if key is not None:
-            members.setdefault(key, set()).add(str(group))
-    return [len(found) for found in members.values() if len(found) > 1]
+    members = Counter(key for key, _ in set(zip(keys, groups, strict=True)) if key is not None)
+    return [count for count in members.values() if count > 1]
 
 
 def _evenly_spaced(t: RunTable) -> list[float | None]:
@@ -470,9 +457,9 @@ def _evenly_spaced(t: RunTable) -> list[float | None]:
     return [float(N) if known else None for N, known in zip(t.N, row & (row.mean() >= 0.5), strict=True)]
 
 
-def swept(t: RunTable) -> Iterator[Warning]:
+def swept(t: RunTable) -> Found:
     rate, batch, trials = (numbers(t, role) for role in ("learning_rate", "batch", "trials"))
-    point = sizes_and_tokens(t)
+    point, _ = _alike(t.N, t.D)
     settings = {(p, r, b) for p, r, b in zip(point, rate, np.nan_to_num(batch), strict=True) if np.isfinite(r)}
     tried = Counter(p for p, _, _ in settings)
     several = [p for p, count in tried.items() if count > 1]
@@ -510,7 +497,7 @@ def _without_a_rule(rate: Array, t: RunTable) -> bool:
     y = np.log(rate[known])
     if len(y) < 6 or np.ptp(y) < 0.01:
         return False
-    N, D, C = np.log(t.N[known]), np.log(t.D[known]), np.log(t.flops[known])
+    N, D, C = (np.log(values[known]) for values in (t.N, t.D, t.flops))
     if any(_monotone(x, y) or _monotone(x, -y) for x in (N, D, C)):
         return False
     X = np.stack([np.ones_like(y), N, D], 1)
@@ -527,20 +514,19 @@ def _monotone(x: Array, y: Array) -> bool:
     return bool((np.diff(y) >= -1e-9).all() and (np.abs(np.diff(y)[same]) < 1e-9).all())
 
 
-def _duplicates(t: RunTable) -> Iterator[Warning]:
+def _duplicates(t: RunTable) -> Found:
     """Rows that repeat a run, and runs that repeat another's numbers under another name."""
-    point = sizes_and_tokens(t)
-    again = _repeats(t.run_id, point)
+    _, again = _alike(t.run_id, t.N, t.D)
     said = []
     if again.size:
-        said.append(f"{again.size} rows repeat the run id, N and D of another row ({named(t, again, 3)})")
+        said.append(f"{again.size} rows repeat the run id, N and D of another row ({named(t, again)})")
     # Rounded losses of different runs may well be equal; to five decimals and more they are one measurement, unless
     # there are so many runs at one (N, D), with other settings, that two must meet.
     if np.abs(t.loss - np.round(t.loss, 4)).max() > 1e-9:
         settings = [np.nan_to_num(numbers(t, role)) for role in ("learning_rate", "batch")]
-        copied = np.setdiff1d(_repeats(point, t.loss, *settings), again)
+        copied = np.setdiff1d(_alike(t.N, t.D, t.loss, *settings)[1], again)
         if copied.size:
-            said.append(f"{copied.size} rows have the N, D and loss of a run of another name ({named(t, copied, 3)})")
+            said.append(f"{copied.size} rows have the N, D and loss of a run of another name ({named(t, copied)})")
     if said:
         yield Warning(
             "duplicate_runs",
@@ -549,15 +535,8 @@ def _duplicates(t: RunTable) -> Iterator[Warning]:
         )
 
 
-def _repeats(*columns: np.ndarray) -> np.ndarray:
-    """Rows that repeat an earlier row in all columns."""
-    labels = np.stack([np.unique(column, return_inverse=True)[1].ravel() for column in columns])
-    _, first = np.unique(labels, axis=1, return_index=True)
-    return np.setdiff1d(np.arange(labels.shape[1]), first)
-
-
-def _few_runs(t: RunTable) -> Iterator[Warning]:
-    pairs = len(set(sizes_and_tokens(t)))
+def _few_runs(t: RunTable) -> Found:
+    pairs = len(t) - len(_alike(t.N, t.D)[1])
     if pairs < FEW_RUNS:
         yield Warning(
             "few_runs",
@@ -565,7 +544,7 @@ def _few_runs(t: RunTable) -> Iterator[Warning]:
         )
 
 
-def _profiles(t: RunTable) -> Iterator[Warning]:
+def _profiles(t: RunTable) -> Found:
     """Budgets with few sizes, and budgets whose lowest loss is at an end of the sizes."""
     labels, budgets = budget_levels(t.flops, t.N, t.budget)
     if not np.isfinite(t.budget).any() and (labels >= 0).mean() < 0.5:
@@ -596,7 +575,7 @@ def _profiles(t: RunTable) -> Iterator[Warning]:
         )
 
 
-def _span(t: RunTable) -> Iterator[Warning]:
+def _span(t: RunTable) -> Found:
     low, high = float(t.flops.min()), float(t.flops.max())
     if high / low < 10:
         yield Warning(
@@ -606,7 +585,7 @@ def _span(t: RunTable) -> Iterator[Warning]:
         )
 
 
-def _provenance(t: RunTable) -> Iterator[Warning]:
+def _provenance(t: RunTable) -> Found:
     if t.dropped:
         yield Warning("dropped_worst", f"The {t.dropped} highest losses were dropped at the user's request.")
     if t.derived_d:
@@ -617,8 +596,8 @@ def _provenance(t: RunTable) -> Iterator[Warning]:
         )
 
 
-def _extrapolation(t: RunTable, targets: Array) -> Iterator[Warning]:
-    high = float(t.flops.max())
+def extrapolation(high: float, targets: Iterable[float]) -> Found:
+    """Where FLOP budgets `targets` (m,) lie far beyond the largest run, of `high` FLOPs."""
     far = [C for C in targets if EXTRAPOLATION * high < C]
     if far:
         said = ", ".join(f"{scientific(C)} FLOPs ({times(C / high)})" for C in far)
@@ -629,7 +608,7 @@ def _extrapolation(t: RunTable, targets: Array) -> Iterator[Warning]:
         )
 
 
-CHECKS: tuple[Callable[[RunTable], Iterator[Warning]], ...] = (
+CHECKS = (
     units,
     mixed_units,
     mixed_tokenizers,

@@ -8,7 +8,7 @@ Hoffmann et al. 2022 (arXiv:2203.15556), Besiroglu et al. 2024 (arXiv:2404.10102
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -94,8 +94,7 @@ class Evidence:
 
 def find_suspects(approaches: Mapping[str, Approach], budgets: set[float], table: RunTable) -> tuple[str, ...]:
     """What may explain a disagreement at `budgets`, each a sentence."""
-    nothing = Approach("", "")
-    one, two, three = (approaches.get(key, nothing) for key in ("envelope", "isoflop", "parametric"))
+    one, two, three = (approaches.get(key, Approach("", "")) for key in ("envelope", "isoflop", "parametric"))
     evidence = Evidence(table, budgets, three, three.law, two.profiles, one.envelope)
     return tuple(said for suspect in SUSPECTS for said in suspect(evidence))
 
@@ -142,14 +141,13 @@ def _vertices(e: Evidence) -> Iterator[str]:
     profiles = e.profiles
     if profiles is None:
         return
-    refused = [p for p in profiles.profiles_ if not p.accepted]
+    refused = [scientific(p.flops) for p in profiles.profiles_ if not p.accepted]
     if refused:
-        said = ", ".join(scientific(p.flops) for p in refused)
+        said = ", ".join(refused)
         yield f"{len(refused)} of {len(profiles.profiles_)} isoFLOP vertices are refused ({said} FLOPs)."
-    few = [p for p in profiles.accepted_ if len(np.unique(p.N)) < FEW_SIZES]
+    few = ", ".join(scientific(p.flops) for p in profiles.accepted_ if len(np.unique(p.N)) < FEW_SIZES)
     if few:
-        said = ", ".join(scientific(p.flops) for p in few)
-        yield f"The isoFLOP profiles at {said} FLOPs have fewer than {FEW_SIZES} sizes."
+        yield f"The isoFLOP profiles at {few} FLOPs have fewer than {FEW_SIZES} sizes."
     t, shift = profiles.lopsidedness() or (0.0, 0.0)
     if profiles.method == "parabola" and abs(t) > LOPSIDED_T and abs(shift) > LOPSIDED_SHIFT:
         yield (
@@ -194,7 +192,7 @@ def _span(e: Evidence) -> Iterator[str]:
         yield f"They agree at the largest run and differ only {times(far)} beyond it, where each extends its own form."
 
 
-SUSPECTS: tuple[Callable[[Evidence], Iterator[str]], ...] = (
+SUSPECTS = (
     _conventions,
     _outliers,
     _solver,

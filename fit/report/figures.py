@@ -5,9 +5,7 @@ Every string from data is escaped, because plotly reads hover texts as HTML.
 
 from __future__ import annotations
 
-import functools
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +14,28 @@ import numpy as np
 from ..allocation.allocation import compute_optimal
 from ..errors import Array
 from ..formatting import amount, count, fixed, percent, scientific, text
+from ..plots import (
+    APPROACH_STYLE,
+    CURVE_TITLES,
+    FAINT,
+    LOSS,
+    OPTIMUM_TITLES,
+    allocation_lines,
+    loss_contours,
+    measured_optima,
+    profile_curve,
+    shade,
+    shades,
+)
+from ..plots import loss_curves as curves_of_runs
 from ..published import published_law
 from ..results import Analysis
-from . import series
-from .series import APPROACH_STYLE, CURVE_TITLES, FAINT, LOSS, OPTIMUM_TITLES, shade, shades
 
 Figure = dict[str, Any]
 Trace = dict[str, Any]  # or a part of one
 
+# The look that all figures have, in parts.
+STYLE = (Path(__file__).parent / "templates" / "layout.json").read_text(encoding="utf-8")
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 INK = "#1b1f24"
 SCALE = [[i / 10, shade(i / 10)] for i in range(11)]
@@ -35,37 +47,24 @@ BESIDE = ("kaplan2020_N_opt", "hoffmann2022_approach2", "besiroglu2024", "porian
 
 def draw_all(a: Analysis, curves: Any) -> dict[str, Figure | None]:
     """Every figure of the page by name, None where the analysis does not have what it shows."""
-    found: dict[str, Figure | None] = {"backtest": backtest(a), "residuals": residuals(a), "cloud": cloud(a)}
-    for by in CURVE_TITLES:
-        found[f"loss-{by}"] = None if curves is None else loss_curves(a, curves, by)
-    found |= {"isoflop": isoflop(a), "contours": contours(a)}
+    drawings = (backtest, residuals, cloud, isoflop, contours, published)
+    found = {draw.__name__: draw(a) for draw in drawings}
+    found |= {f"loss-{by}": loss_curves(a, curves, by) for by in CURVE_TITLES}
     found |= {f"optimal-{quantity.lower()}": allocation(a, quantity) for quantity in OPTIMUM_TITLES}
-    return found | {"published": published(a), "accuracy": scores(a, "acc"), "gold-bpb": scores(a, "gold_bpb")}
-
-
-def table_style(key: str) -> tuple[str, str]:
-    """Colour and CSS line style of an approach, as its lines in the figures have."""
-    colour, dash, _ = APPROACH_STYLE[key]
-    return colour, {"solid": "solid", "dash": "dashed", "dot": "dotted"}[dash]
+    return found | {"accuracy": scores(a, "acc"), "gold-bpb": scores(a, "gold_bpb")}
 
 
 # What figures are put together from.
 
 
-@functools.cache
-def _style_file() -> str:
-    return (Path(__file__).parent / "templates" / "layout.json").read_text(encoding="utf-8")
-
-
-def style(part: str) -> Trace:
-    """A part of the look that all figures have."""
-    found: Trace = json.loads(_style_file())[part]
-    return found
+def style(part: str) -> Any:
+    """A part of the look that all figures have, to be changed at will."""
+    return json.loads(STYLE)[part]
 
 
 def layout(x: str, y: str, height: int = 440, log_x: bool = True, log_y: bool = False, **more: Any) -> Trace:
     """Parameters and tokens read 10k, 1M, 1B; FLOPs as powers of ten."""
-    look = style("layout") | {"height": height} | more
+    look: Trace = style("layout") | {"height": height} | more
     for axis, title, log in (("xaxis", x, log_x), ("yaxis", y, log_y)):
         look[axis] = style("axis") | (style("log") if log else {}) | {"title": {"text": title, "standoff": 12}}
         if log and "FLOPs" in title:
@@ -93,19 +92,19 @@ def line(
     x: Any, y: Any, colour: str, hover: list[str] | None = None, width: float = 2, dash: str = "solid", **more: Any
 ) -> Trace:
     """A line with a hover text at each point; one without any stays out of the legend, too."""
-    said = {"hoverinfo": "skip", "showlegend": False} if hover is None else _hovers(hover)
-    style = {"color": colour, "width": width, "dash": dash}
-    return {"type": "scatter", "mode": "lines", "x": as_list(x), "y": as_list(y), "line": style} | said | more
+    return _trace("lines", x, y, hover, {"line": {"color": colour, "width": width, "dash": dash}} | more)
 
 
 def points(x: Any, y: Any, colour: Any, hover: list[str], size: float = 8, edge: str = "white", **more: Any) -> Trace:
     marker = {"color": colour, "size": size, "line": {"color": edge, "width": 1}} | more.pop("marker", {})
-    shown = {"type": "scatter", "mode": "markers", "x": as_list(x), "y": as_list(y), "marker": marker}
-    return shown | _hovers(hover) | more
+    return _trace("markers", x, y, hover, {"marker": marker} | more)
 
 
-def _hovers(texts: list[str]) -> dict[str, Any]:
-    return {"text": texts, "hovertemplate": "%{text}<extra></extra>"}
+def _trace(mode: str, x: Any, y: Any, hover: list[str] | None, more: Trace) -> Trace:
+    said: Trace = {"text": hover, "hovertemplate": "%{text}<extra></extra>"}
+    if hover is None:
+        said = {"hoverinfo": "skip", "showlegend": False}
+    return {"type": "scatter", "mode": mode, "x": as_list(x), "y": as_list(y)} | said | more
 
 
 def band_area(x: Array, band: Array, colour: str, **more: Any) -> Trace:
@@ -116,7 +115,7 @@ def band_area(x: Array, band: Array, colour: str, **more: Any) -> Trace:
 
 
 def budget_hovers(head: str, C: Any, quantity: str, values: Any) -> list[str]:
-    say: Callable[..., str] = fixed if quantity == "loss" else count
+    say: Any = fixed if quantity == "loss" else count
     return [f"{head}<br>{scientific(c)} FLOPs<br>{quantity} {say(v)}" for c, v in zip(C, values, strict=True)]
 
 
@@ -133,7 +132,7 @@ def run_hover(a: Analysis) -> list[str]:
 
 
 def loss_curves(a: Analysis, curves: Any, by: str) -> Figure | None:
-    found = series.loss_curves(a, curves, by)
+    found = curves_of_runs(a, curves, by)
     if not found:
         return None
     t, data = a.table, []
@@ -141,15 +140,15 @@ def loss_curves(a: Analysis, curves: Any, by: str) -> Figure | None:
     for run, N, x, y in found:
         keep = np.unique(np.geomspace(1, len(x), CURVE_POINTS).astype(int) - 1)
         hover = f"<b>{text(run)}</b><br>N {count(N)}<br>{by} %{{x:.3s}}<br>loss %{{y:.4f}}<extra></extra>"
-        more: Trace = {"opacity": 0.85, "hoverinfo": "all", "hovertemplate": hover}
-        data.append(line(x[keep], y[keep], colours[N], width=1.3, **more))
+        shown = line(x[keep], y[keep], colours[N], width=1.3, opacity=0.85, hoverinfo="all", hovertemplate=hover)
+        data.append(shown)
     x_end = t.D if by == "tokens" else t.flops
-    ticks = np.unique(np.round(np.linspace(np.log10(t.N.min()), np.log10(t.N.max()), 5), 3))
-    labels = [count(10**tick, 2) for tick in ticks]
-    bar = style("colorbar") | {"tickvals": ticks.tolist(), "ticktext": labels}
+    sizes = np.log10(t.N)
+    ticks = np.unique(np.round(np.linspace(sizes.min(), sizes.max(), 5), 3))
+    bar = style("colorbar") | {"tickvals": ticks.tolist(), "ticktext": [count(10**tick, 2) for tick in ticks]}
     marker = {"size": 7, "colorscale": SCALE, "colorbar": bar}
-    name = "final validation loss"
-    ends = points(x_end, t.loss, as_list(np.log10(t.N)), run_hover(a), marker=marker, name=name, showlegend=True)
+    ends = points(x_end, t.loss, as_list(sizes), run_hover(a), marker=marker, name="final validation loss")
+    ends["showlegend"] = True
     look = layout(CURVE_TITLES[by], LOSS)
     seen, losses = (np.concatenate([curve[i] for curve in found]) for i in (2, 3))
     fit_axis(look["xaxis"], np.maximum(seen, float(x_end.min()) / 30))
@@ -172,7 +171,7 @@ def isoflop(a: Analysis) -> Figure | None:
         data.append(points(p.N, p.loss, colour, hover, name=name, legendgroup=name))
         if p.has_curve:
             dash = "solid" if p.accepted else "dot"
-            data.append(line(*series.profile_curve(p), colour, dash=dash, legendgroup=name))
+            data.append(line(*profile_curve(p), colour, dash=dash, legendgroup=name))
         if p.accepted:
             data.append(_vertex(p, colour, name))
     look = layout("parameters N", LOSS, height=480)
@@ -202,25 +201,24 @@ def contours(a: Analysis) -> Figure | None:
     t = a.table
     if a.law is None:
         return None
-    found = series.loss_contours(a.law, t.N, t.D)
-    surface = style("contours") | {"colorscale": SCALE, "z": [as_list(row) for row in found.loss]}
-    surface |= {"x": as_list(found.N), "y": as_list(found.D)}
-    surface["contours"] |= {"start": found.low, "end": found.high, "size": found.step}
-    data = [surface]
-    for p in a.profiles.profiles_:
-        data.append(line(p.N, p.D, FAINT, width=1, dash="dot"))
-    C, N, D, loss = (getattr(found.frontier, name)[found.inside] for name in ("flops", "N", "D", "loss"))
+    n, d, losses, (low, high, step), best = loss_contours(a.law, t.N, t.D)
+    surface = style("contours") | {"colorscale": SCALE, "z": [as_list(row) for row in losses]}
+    surface |= {"x": as_list(n), "y": as_list(d)}
+    surface["contours"] |= {"start": low, "end": high, "size": step}
+    data = [surface, *(line(p.N, p.D, FAINT, width=1, dash="dot") for p in a.profiles.profiles_)]
+    inside = (n[0] <= best.N) & (n[-1] >= best.N) & (d[0] <= best.D) & (d[-1] >= best.D)
+    C, N, D, loss = (values[inside] for values in (best.flops, best.N, best.D, best.loss))
     hover = [
         f"<b>optimal at 6ND = {scientific(c)}</b><br>N* {count(n)} · D* {count(d)}<br>D/N {amount(d / n)}"
         f" · loss {y:.4f}"
         for c, n, d, y in zip(C, N, D, loss, strict=True)
     ]
     data.append(line(N, D, APPROACH_STYLE["parametric"][0], hover, width=3, name="efficient frontier"))
-    marker = {"colorscale": SCALE, "cmin": found.low, "cmax": found.high}
+    marker = {"colorscale": SCALE, "cmin": low, "cmax": high}
     data.append(points(t.N, t.D, as_list(t.loss), run_hover(a), 9, INK, marker=marker, name="runs"))
     look = layout("parameters N", "tokens D", height=500, log_y=True)
-    fit_axis(look["xaxis"], found.N, 0.0)
-    fit_axis(look["yaxis"], found.D, 0.0)
+    fit_axis(look["xaxis"], n, 0.0)
+    fit_axis(look["yaxis"], d, 0.0)
     return {"data": data, "layout": look}
 
 
@@ -270,23 +268,29 @@ def allocation(a: Analysis, quantity: str) -> Figure | None:
     C = np.unique(np.concatenate([np.geomspace(low / 2, far * 2, 90), np.array(a.targets)]))
     data: list[Trace] = []
     near: list[float] = []
-    for approach, values, band in series.allocation_lines(a, quantity, C):
+    for approach, values, band in allocation_lines(a, quantity, C):
         near += values[(high * 30 >= C) & np.isfinite(values)].tolist()
-        data += _approach_traces(a, approach, quantity, C, values, band)
+        colour, dash, symbol = APPROACH_STYLE[approach.key]
+        group: Trace = {"legendgroup": approach.key}
+        if band is not None:
+            data.append(band_area(C, np.clip(band, 1e-30, 1e40), colour, **group))
+        hover = budget_hovers(f"<b>{approach.title}</b>", C, quantity, values)
+        data.append(line(C, values, colour, hover, dash=dash, name=approach.title.split(" · ")[1], **group))
+        marks = values[np.searchsorted(C, a.targets)]
+        hover = budget_hovers("<b>target</b>", a.targets, quantity, marks)
+        group |= {"marker": {"symbol": symbol}, "showlegend": False}
+        data.append(points(a.targets, marks, colour, hover, 10, **group))
     if not data:
         return None
-    vertices, winners = series.measured_optima(a, quantity)
-    near += [*vertices[1], *winners[1]]
-    shown = (
-        ("isoFLOP minimum", "minima", vertices, "isoflop", {"symbol": "star", "size": 12}),
-        ("best run", "best runs", winners, "envelope", {"symbol": "diamond-open", "size": 9}),
-    )
-    for what, name, (x, y), key, marker in shown:
-        colour = APPROACH_STYLE[key][0]
-        edge = {"color": INK, "width": 1} if key == "isoflop" else {"color": colour, "width": 2}
-        hover = budget_hovers(what, x, quantity, y)
-        if len(x) or key == "envelope":
-            data.append(points(x, y, colour, hover, marker=marker | {"line": edge}, name=name))
+    (C_vertex, vertices), (C_best, winners) = measured_optima(a, quantity)
+    near += [*vertices, *winners]
+    if len(vertices):
+        hover, star = budget_hovers("isoFLOP minimum", C_vertex, quantity, vertices), {"symbol": "star"}
+        colour = APPROACH_STYLE["isoflop"][0]
+        data.append(points(C_vertex, vertices, colour, hover, 12, INK, marker=star, name="minima"))
+    hover, colour = budget_hovers("best run", C_best, quantity, winners), APPROACH_STYLE["envelope"][0]
+    ring = {"symbol": "diamond-open", "line": {"color": colour, "width": 2}}
+    data.append(points(C_best, winners, colour, hover, 9, marker=ring, name="best runs"))
     log = quantity != "loss"
     look = layout("training FLOPs", OPTIMUM_TITLES[quantity], log_y=log)
     look["margin"]["t"] = 64
@@ -301,20 +305,6 @@ def allocation(a: Analysis, quantity: str) -> Figure | None:
         axis, key = change.split(".")
         look[axis][key] = value
     return {"data": data, "layout": look | ({"meta": views} if beyond else {})}
-
-
-def _approach_traces(
-    a: Analysis, approach: Any, quantity: str, C: Array, values: Array, band: Array | None
-) -> list[Trace]:
-    """Band, line and targets of one approach."""
-    colour, dash, symbol = APPROACH_STYLE[approach.key]
-    group: Trace = {"legendgroup": approach.key}
-    traces = [] if band is None else [band_area(C, np.clip(band, 1e-30, 1e40), colour, **group)]
-    hover = budget_hovers(f"<b>{approach.title}</b>", C, quantity, values)
-    traces.append(line(C, values, colour, hover, dash=dash, name=approach.title.split(" · ")[1], **group))
-    marks = values[np.searchsorted(C, a.targets)]
-    hover = budget_hovers("<b>target</b>", a.targets, quantity, marks)
-    return [*traces, points(a.targets, marks, colour, hover, 10, marker={"symbol": symbol}, showlegend=False, **group)]
 
 
 def _view(axis: str, values: list[float], pad: float, log: bool) -> dict[str, Any]:
@@ -333,19 +323,18 @@ def published(a: Analysis) -> Figure | None:
         return None
     C = np.geomspace(a.table.flops.min(), max(*a.targets, FRONTIER), 60)
     values, band = own.values(C)["N"], own.bands(C)["N"]
-    others = {name: published_law(name).optimal(C).N for name in BESIDE}
-    drawn = [(name, N, colour, 1.5, "dot") for (name, N), colour in zip(others.items(), PALETTE[1:], strict=True)]
+    sizes = {name: published_law(name).optimal(C).N for name in BESIDE} | {"this law": values}
     data = []
-    for name, sizes, colour, width, dash in (*drawn, ("this law", values, PALETTE[0], 3.0, "solid")):
-        hover = budget_hovers(f"<b>{name}</b>", C, "N", sizes)
-        data.append(line(C, sizes, colour, hover, width, dash, name=name))
-    data[-1]["legendrank"] = 1
+    for (name, N), colour in zip(sizes.items(), (*PALETTE[1:], PALETTE[0]), strict=True):
+        hover = budget_hovers(f"<b>{name}</b>", C, "N", N)
+        data.append(line(C, N, colour, hover, 1.5, "dot", name=name))
+    data[-1] |= {"legendrank": 1, "line": {"color": PALETTE[0], "width": 3.0, "dash": "solid"}}
     if band is not None:
         finite = np.isfinite(band).all(axis=1) & (band > 0).all(axis=1)
         data.insert(0, band_area(C[finite], band[finite], PALETTE[0]))
     look = layout("training FLOPs", "optimal parameters N*", log_y=True)
     fit_axis(look["xaxis"], C)
-    fit_axis(look["yaxis"], np.concatenate([values, *others.values()]))
+    fit_axis(look["yaxis"], np.concatenate([*sizes.values()]))
     return {"data": data, "layout": look}
 
 
@@ -377,16 +366,18 @@ def scores(a: Analysis, measure: str) -> Figure | None:
     data: list[Trace] = []
     for task, colour in zip(names, PALETTE * (len(names) // len(PALETTE) + 1), strict=False):
         values, errors, chance = (t.column(f"{task}/{name}") for name in (measure, f"{measure}_se", "chance"))
-        seen = np.isfinite(values)
-        if not seen.any():
+        seen = np.flatnonzero(np.isfinite(values))
+        if not seen.size:
             continue
         group: Trace = {"legendgroup": task}
         bars: Trace = {"type": "data", "array": as_list(np.nan_to_num(errors[seen])), "color": colour}
-        bars |= {"thickness": 0.7, "width": 0}
-        said = [f"<b>{text(task)}</b> {values[i]:.3f} ± {errors[i]:.3f}<br>{hover[i]}" for i in np.flatnonzero(seen)]
-        shown: Trace = {"name": text(task), "opacity": 0.75, "error_y": bars}
+        shown: Trace = {"name": text(task), "opacity": 0.75, "error_y": bars | {"thickness": 0.7, "width": 0}}
+        said = [f"<b>{text(task)}</b> {values[i]:.3f} ± {errors[i]:.3f}<br>{hover[i]}" for i in seen]
         data.append(points(t.flops[seen], values[seen], colour, said, **shown, **group))
-        best = _best_of_budget(a, seen)
+        # The run of lowest loss in each budget, by rising FLOPs.
+        levels = (seen[a.profiles.labels_[seen] == level] for level in range(len(a.profiles.budgets_)))
+        best = np.array([rows[t.loss[rows].argmin()] for rows in levels if rows.size], dtype=int)
+        best = best[np.argsort(t.flops[best])]
         data.append(line(t.flops[best], values[best], colour, width=1.5, **group))
         if measure == "acc" and np.isfinite(chance).any():
             level = float(chance[np.isfinite(chance)][0])
@@ -398,10 +389,3 @@ def scores(a: Analysis, measure: str) -> Figure | None:
     look = layout("training FLOPs", "accuracy (dotted: chance)" if measure == "acc" else "gold answer, bits per byte")
     fit_axis(look["xaxis"], t.flops)
     return {"data": data, "layout": look}
-
-
-def _best_of_budget(a: Analysis, seen: np.ndarray) -> np.ndarray:
-    """The run of lowest loss in each budget, by rising FLOPs."""
-    levels = (np.flatnonzero((a.profiles.labels_ == level) & seen) for level in range(len(a.profiles.budgets_)))
-    picked = np.array([rows[a.table.loss[rows].argmin()] for rows in levels if rows.size], dtype=int)
-    return picked[np.argsort(a.table.flops[picked])]

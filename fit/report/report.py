@@ -17,7 +17,7 @@ from ..approaches.recipes import sentences
 from ..errors import InputError
 from ..files import write_text
 from ..formatting import UNDETERMINED, amount, count, fixed, interval, percent, scientific, times
-from ..plots import save_figures
+from ..plots import APPROACH_STYLE, save_figures
 from ..results import Analysis
 from . import figures
 
@@ -95,17 +95,15 @@ def render_report(
         a=a,
         title=title,
         origin=origin,
-        answer=" ".join(said for said in (_backtested(a), _answer(a), a.verdict.sentence) if said),
-        cards=_cards(a),
+        answer=f"{_answer(a)} {a.verdict.sentence}",
+        able=[a.approaches[key] for key in PREFERRED if a.approaches[key].exponent is not None],
         influence=_influence(a),
-        budgets=_budgets(a),
-        styles={key: figures.table_style(key) for key in PREFERRED},
+        styles={key: APPROACH_STYLE[key] for key in PREFERRED},
         exponents=[] if law is None else [name for name in law.names if name.startswith(("alpha", "beta"))],
         equation="" if law is None else law.equation(lambda name: amount(law.constants_[name], 4)),
         objective="" if law is None else f"{OBJECTIVES[law.objective].format(law.delta)} {law.objective_:.4g}",
         recipes=a.recipes,
         compared=sentences(a.recipes),
-        has_curves=curves is not None and len(curves) > 0,
         order=np.lexsort((t.N, t.flops if np.isnan(t.budget).all() else t.budget)),
         columns=[(head, form, t.column(name)) for name, head, form in RUN_COLUMNS if np.isfinite(t.column(name)).any()],
         costs=costs,
@@ -129,20 +127,8 @@ def render_template(name: str, **context: Any) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.globals |= {say.__name__: say for say in (amount, count, fixed, interval, percent, scientific)}
+    environment.globals |= {say.__name__: say for say in (amount, count, fixed, interval, percent, scientific, times)}
     return environment.get_template(name).render(context)
-
-
-def _backtested(a: Analysis) -> str:
-    """How well cheaper runs predicted the dearest ones, in one sentence."""
-    if not a.backtest["steps"]:
-        return ""
-    held = a.backtest["steps"][-1]
-    said = f"Fitted without the {scientific(held['held_out_flops'])}-FLOP runs, the law predicts their loss"
-    said += f" to {percent(held['loss_error'])}"
-    if held["N_measured"] and held["N_predicted"]:
-        said += f" and the best size as {count(held['N_predicted'])}, where {count(held['N_measured'])} was measured"
-    return said + "."
 
 
 def _answer(a: Analysis) -> str:
@@ -161,28 +147,9 @@ def _answer(a: Analysis) -> str:
     return f"No approach has an answer for {budget.rstrip(',')}."
 
 
-def _cards(a: Analysis) -> list[tuple[str, str]]:
-    cards = [
-        (f"{a.interior_minima} of {len(a.profiles.profiles_)}", "budgets with a minimum inside of the sizes tried")
-    ]
-    able = [a.approaches[key] for key in PREFERRED if a.approaches[key].exponent is not None]
-    what = "exponent a of N* ∝ C^a"
-    if able:
-        what += f" ({interval(able[0].exponent_interval, fixed, 2)}), {able[0].title.lower()}"
-    cards.append((fixed(able[0].exponent if able else None), what))
-    if a.law is not None:
-        said = "{agreeing} of {tried}".format(**a.law.starts_)
-        cards.append((said, "starts of the parametric fit agree on its optimum"))
-    if a.backtest["steps"]:
-        held = scientific(a.backtest["held_out_flops"])
-        error = percent(a.backtest["loss_error"])
-        cards.append((error, f"mean error of the loss predicted for {held} FLOPs from cheaper runs"))
-    return cards
-
-
 def _influence(a: Analysis) -> list[dict[str, Any]]:
     """The rungs and budgets that move the fit most when left out, the largest moves first."""
-    found = a.backtest.get("influence")
+    found = a.backtest["influence"]
     if not found or found["most"] is None:
         return []
 
@@ -190,13 +157,3 @@ def _influence(a: Analysis) -> list[dict[str, Any]]:
         return max((abs(v) for v in entry["moves"].values() if v is not None), default=0.0)
 
     return sorted((e for e in found["left_out"] if e["N"] is not None), key=move, reverse=True)[:SHOWN]
-
-
-def _budgets(a: Analysis) -> list[tuple[float, str]]:
-    """The budgets that the page answers for: what can be checked against runs stands above what cannot."""
-    largest = float(a.table.flops.max())
-    found = []
-    for C in sorted({largest, 10 * largest, *a.targets}):
-        note = "the largest run" if largest == C else f"{times(C / largest)} the largest run"
-        found.append((C, f"target, {note}" if C in a.targets else note))
-    return found
