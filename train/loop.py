@@ -27,7 +27,7 @@ from .flops import count_parameters, flops_6nd, flops_exact, training_flops_per_
 from .hardware import device_name, kept_peak
 from .job.control import run_on_ranks
 from .job.job import Job, join
-from .job.progress import PastStep, RunProgress
+from .job.progress import RunProgress
 from .job.session import kept
 from .parallel.layout import Held
 from .parallel.zero import StepResult
@@ -73,7 +73,7 @@ def train(
                 job.watchdog.beat(trainer.progress.step, "in a step")
                 trainer.record_step(stepper.step(trainer.progress.step))
                 if trainer.goes_on:
-                    stop, save = job.agree(stop=should_stop(), save=trainer.save_is_due())
+                    stop, save = job.agree(should_stop(), trainer.save_is_due())
                     trainer.pause(stop, save)
             return trainer.finish()
         finally:
@@ -267,11 +267,10 @@ class Trainer:
         if not self.unwatched:
             return
         losses = torch.stack([result.loss for result in self.unwatched]).tolist()
-        skips = torch.stack([result.skipped for result in self.unwatched]).tolist()
+        skips = torch.stack([result.skipped for result in self.unwatched]).bool().tolist()
         self.unwatched.clear()
         first = self.progress.step - len(losses) + 1
-        past = [PastStep(step, *item) for step, item in enumerate(zip(losses, map(bool, skips), strict=True), first)]
-        for line in self.progress.judge(past, self.config):
+        for line in self.progress.judge(first, zip(losses, skips, strict=True), self.config):
             self.report(line)
 
     def _log(self, result: StepResult, tokens_per_s: float, held_out: HeldOut | None) -> None:

@@ -185,22 +185,19 @@ class HubDataset(Corpus):
         return self.max_bytes
 
     def _texts(self) -> Iterator[str]:
-        rows = iter(self._open())
         number = 0
-        while True:
-            try:
-                row = next(rows)
-            except StopIteration:
-                return
-            # What a remote file can raise is open-ended: network, decoding, schema. All of it ends this stream.
-            except Exception as error:
-                raise UserError(
-                    f"data.name is {self.name!r}; the stream broke after {number} rows ({one_line(error)}), run again"
-                ) from error
-            number += 1
-            if self.field not in row:
-                raise UserError(f"data.field is {self.field!r}; {self.name} has {listed(list(row))}")
-            yield text_value(row[self.field], self.field, f"row {number} of {self.name}")
+        try:
+            for number, row in enumerate(self._open(), start=1):
+                if self.field not in row:
+                    raise UserError(f"data.field is {self.field!r}; {self.name} has {listed(list(row))}")
+                yield text_value(row[self.field], self.field, f"row {number} of {self.name}")
+        except UserError:
+            raise
+        # What a remote file can raise is open-ended: network, decoding, schema. All of it ends this stream.
+        except Exception as error:
+            raise UserError(
+                f"data.name is {self.name!r}; the stream broke after {number} rows ({one_line(error)}), run again"
+            ) from error
 
     def _open(self) -> Any:
         if not os.path.isdir(self.name):
