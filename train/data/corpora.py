@@ -19,13 +19,13 @@ from ..errors import UserError
 from .readers import (
     ACCEPTED,
     cut,
+    cut_or_refuse,
     format_of,
     is_compressed,
     listed,
     one_line,
     parquet_text_bytes,
     read_documents,
-    refuse_empty,
     text_value,
 )
 from .storage import checksum
@@ -92,7 +92,7 @@ class StandardLibrary(Corpus):
 
     def documents(self) -> Iterator[str]:
         complaint = f"data.corpus is stdlib; {self.root} holds no Python source, use data.corpus=text or hf"
-        return refuse_empty(cut(self._texts(), self.max_bytes), complaint)
+        return cut_or_refuse(self._texts(), self.max_bytes, complaint)
 
     def _texts(self) -> Iterator[str]:
         files = _files_below(self.root, ("site-packages", "dist-packages", "__pycache__").__contains__)
@@ -124,7 +124,7 @@ class TextFiles(Corpus):
 
     def documents(self) -> Iterator[str]:
         texts = (text for path in self.files for text in self._read(path))
-        return refuse_empty(cut(texts, self.max_bytes), _empty(self.path))
+        return cut_or_refuse(texts, self.max_bytes, _empty(self.path))
 
     def _read(self, path: Path) -> Iterator[str]:
         piece = PIECE_BYTES if len(self.files) > 1 else SINGLE_FILE_PIECE_BYTES
@@ -176,7 +176,7 @@ class HubDataset(Corpus):
 
     def documents(self) -> Iterator[str]:
         complaint = f"data.name is {self.name!r}; its {self.split} has no text in the field {self.field!r}"
-        return refuse_empty(cut((text for text in self._texts() if text.strip()), self.max_bytes), complaint)
+        return cut_or_refuse(filter(str.strip, self._texts()), self.max_bytes, complaint)
 
     def fingerprint(self) -> str:
         return checksum({"kind": "hf", **asdict(self)})[:16]

@@ -232,10 +232,10 @@ def cut(texts: Iterable[str], max_bytes: int | None) -> Iterator[str]:
         left -= len(encoded)
 
 
-def refuse_empty(texts: Iterable[str], complaint: str) -> Iterator[str]:
-    """The texts; `UserError` at the end where there was none."""
+def cut_or_refuse(texts: Iterable[str], max_bytes: int | None, complaint: str) -> Iterator[str]:
+    """`cut`; `UserError` at the end where there was no text."""
     empty = True
-    for text in texts:
+    for text in cut(texts, max_bytes):
         empty = False
         yield text
     if empty:

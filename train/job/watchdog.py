@@ -125,6 +125,7 @@ class Watchdog:
         self._mesh, self._timeout, self._on_loss = mesh, timeout_seconds, on_loss
         self._poll = min(1.0, timeout_seconds / 16)
         self._base = store
+        self._keys = [f"beat/{rank}" for rank in range(mesh.size)]  # of the store, by rank
         self._beat = Beat(pid=os.getpid(), space=pid_space())
         self._seen: dict[int, Seen] = {}
         self._clock = 0.0  # seconds that this process has been watching
@@ -154,11 +155,10 @@ class Watchdog:
         self._store = dist.PrefixStore("watchdog", self._client)
         self._main = threading.get_ident()
         self._publish()
-        keys = [_key(rank) for rank in range(self._mesh.size)]
         try:
-            self._store.wait(keys, timedelta(seconds=self._timeout))
+            self._store.wait(self._keys, timedelta(seconds=self._timeout))
         except dist.DistError as error:
-            missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+            missing = [rank for rank, key in enumerate(self._keys) if not self._store.check([key])]
             reason = f"{self._names(missing)} did not start within {self._timeout:g} s"
             raise RankError(failure_at(self._mesh.hosts, missing, Cause.NODE, reason, None)) from error
         self._read()
@@ -179,7 +179,7 @@ class Watchdog:
         with suppress(dist.DistError):  # the rank that keeps the store may be the one that died
             self._publish()
             # A set is not answered: a busy store may read it only after others have seen that this process is gone.
-            self._store.check([_key(self._mesh.rank)])
+            self._store.check([self._keys[self._mesh.rank]])
         self._left.set()
         for thread in self._threads:
             thread.join(2 * self._poll)
@@ -245,10 +245,10 @@ class Watchdog:
         at = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}" if frame else ""
         with self._publishing:
             beat = replace(self._beat, pulse=self._answers + 1, at=at)
-            self._store.set(_key(self._mesh.rank), json.dumps(asdict(beat)))
+            self._store.set(self._keys[self._mesh.rank], json.dumps(asdict(beat)))
 
     def _read(self) -> None:
-        values = self._store.multi_get([_key(rank) for rank in range(self._mesh.size)])
+        values = self._store.multi_get(self._keys)
         self._read_at = now = self._clock
         for rank, value in enumerate(values):
             beat = Beat(**json.loads(value))
@@ -330,7 +330,3 @@ def _within(seconds: float, function: Callable[[], None]) -> None:
     thread = threading.Thread(target=function, daemon=True)
     thread.start()
     thread.join(seconds)
-
-
-def _key(rank: int) -> str:
-    return f"beat/{rank}"
