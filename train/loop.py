@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -108,12 +108,21 @@ class Steps(Protocol):
 
     micro: int  # sequences in one forward pass
     stream: TrainStream
-    held: Callable[[], list[Held]]  # weights and moments, as writable views
-    start: Callable[[], None]  # sets the initial weights
-    state: Callable[[], dict[str, Any]]  # plain numbers for the checkpoint
-    load_state: Callable[[dict[str, Any]], None]  # goes on from `state()`, after `held()` was filled
-    # Summed nats of each window (n, T + 1) -> (n,) float64 on the CPU; the function is called in long work.
-    losses: Callable[[Tensor, Callable[[], None]], Tensor]
+
+    def held(self) -> Sequence[Held]:
+        """Weights and moments, as writable views."""
+
+    def start(self) -> None:
+        """Sets the initial weights."""
+
+    def state(self) -> dict[str, Any]:
+        """Plain numbers for the checkpoint."""
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Goes on from `state()`, after `held()` was filled."""
+
+    def losses(self, windows: Tensor, beat: Callable[[], None]) -> Tensor:
+        """Summed nats of each window (n, T + 1) -> (n,) float64 on the CPU."""
 
 
 class Trainer:

@@ -90,7 +90,7 @@ class Tracker:
     def _finish(self, run: Any, summary: dict[str, Any] | None) -> None:
         run.summary.update(summary or {})
         run.finish(exit_code=1 if summary is None else 0)
-        if run.settings.mode == "online":  # it may also be offline, or WANDB_MODE=disabled
+        if is_online(run):
             write_json(self._directory / PUSHED, {"step": self._sent, "finished": summary is not None})
 
     def _guard(self, what: str, action: Callable[[], Any]) -> None:
@@ -145,6 +145,11 @@ def open_run(settings: TrackerConfig, folder: Path, report: Callable[[str], None
         ),
         **about,
     )
+
+
+def is_online(run: Any) -> bool:
+    """Whether a wandb run talks to a server; it may also be offline, or WANDB_MODE=disabled."""
+    return bool(run.settings.mode == "online")
 
 
 def metrics(directory: Path) -> list[dict[str, Any]]:

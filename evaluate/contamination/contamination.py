@@ -29,7 +29,7 @@ import numpy.typing as npt
 from ...train.data.recipe import shingles
 from ...train.data.recipe.shingles import gram_hashes
 from ...train.data.shards import Shards
-from ...train.data.storage import checksum, locked, read_checked
+from ...train.data.storage import checksum, locked, read_checked, silent
 from ...train.data.tokenizers import ByteTokenizer
 from ...train.errors import UserError
 from ...train.files import write_json
@@ -84,7 +84,7 @@ def overlaps(
         files[name] = cache / "contamination" / f"{key}.json"
     known = _read(files)
     if known.keys() != files.keys():
-        waiting = None if progress is None else lambda stage, *_: progress(f"contamination: {stage}")
+        waiting = silent if progress is None else lambda stage, *_: progress(f"contamination: {stage}")
         with locked(cache, f"contamination-{checksum([shards.manifest, ngram])[:16]}", waiting):
             known = _read(files)  # another process may have been at it
             missing = {name: task for name, task in suite.tasks.items() if name not in known}

@@ -1,6 +1,6 @@
-"""Which documents are held out, and in what order documents stand: both by a hash of their content alone.
+"""Which documents are held out, and the order of documents: both follow from a hash of their content alone.
 
-So exact copies are on one side, and new text moves no old one. Sorting by hash mixes sources.
+So all copies of a text are on the same side, and new text moves no old one. Sorting by hash mixes the sources.
 """
 
 from __future__ import annotations

@@ -19,12 +19,12 @@ from .failure import Cause, RankError, cause_of, failure_at
 
 T = TypeVar("T")
 
-SHARED = "raised on every rank"  # note on exceptions that no rank needs to tell the others of
+SHARED = "raised on every rank"  # a note on exceptions that all ranks know of already
 
 
 @dataclass(frozen=True)
 class _Raised:
-    """An exception of one rank, as the others hear of it."""
+    """An exception on one rank, in the form that is sent to the others."""
 
     cause: Cause
     message: str

@@ -1,4 +1,4 @@
-"""What a process that trains run after run makes once: opened shards, and the device's measured rate."""
+"""What a process makes once for all runs that it trains: opened shards, and the device's measured speed."""
 
 from __future__ import annotations
 
