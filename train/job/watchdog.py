@@ -82,13 +82,10 @@ def at_fault(seen: Mapping[int, Seen], now: float, timeout: float) -> list[int]:
     if silent:
         return silent
     company = Counter(entry.beat.at for entry in running.values())
-
-    def suspicion(rank: int) -> tuple[int, int]:
-        beat = running[rank].beat
-        return -1 if beat.step is None else beat.step, company[beat.at]
-
-    least = min(map(suspicion, running), default=None)
-    return [rank for rank in running if suspicion(rank) == least]
+    beats = {rank: entry.beat for rank, entry in running.items()}
+    places = {rank: (-1 if beat.step is None else beat.step, company[beat.at]) for rank, beat in beats.items()}
+    least = min(places.values(), default=None)
+    return [rank for rank, place in places.items() if place == least]
 
 
 def pid_space() -> str:
@@ -224,7 +221,9 @@ class Watchdog:
         if dead := self._dead():
             self._accuse(self._died(dead), dead)
         elif lost := at_fault(self._seen, self._clock, self._timeout):
-            self._accuse(self._stalled(lost), [rank for rank in lost if self._silent(rank)])
+            self._accuse(
+                self._stalled(lost), [rank for rank in lost if self._seen[rank].is_silent(self._clock, self._timeout)]
+            )
 
     def _accuse(self, failure: Failure, silent: list[int]) -> None:
         self._know(self._blame(failure))
@@ -298,7 +297,7 @@ class Watchdog:
 
     def _stalled(self, ranks: list[int]) -> Failure:
         has = f"{self._names(ranks)} {'has' if len(ranks) == 1 else 'have'} made no progress"
-        if self._silent(ranks[0]):
+        if self._seen[ranks[0]].is_silent(self._clock, self._timeout):
             step, where, why, cause = self._last_step(ranks[0]), "", ": frozen, or its node is lost", Cause.NODE
         else:
             beats = [self._seen[rank].beat for rank in ranks]
@@ -314,9 +313,6 @@ class Watchdog:
         """The step of a silent rank, which may have gone on since it last published, but no further than this one."""
         steps = [step for step in (self._seen[rank].beat.step, self._beat.step) if step is not None]
         return max(steps, default=None)
-
-    def _silent(self, rank: int) -> bool:
-        return self._seen[rank].is_silent(self._clock, self._timeout)
 
     def _names(self, ranks: list[int]) -> str:
         named = [self._mesh.name(rank) for rank in ranks[:NAMED]]

@@ -42,12 +42,10 @@ def make_filter(step: Step) -> Filter:
     """The filter of a step that looks at one document at a time; models are loaded here, once per process."""
     if step.kind == "quality":
         score = _fasttext(step) if Path(step.name).is_file() else _hugging_face(step)
-
-        def judge(texts: Sequence[str]) -> list[str | None]:
-            scores = score([text[:JUDGED_CHARACTERS] for text in texts])
-            return [None if value >= step.number else "low quality" for value in scores]
-
-        return judge
+        return lambda texts: [
+            None if value >= step.number else "low quality"
+            for value in score([text[:JUDGED_CHARACTERS] for text in texts])
+        ]
     rules: dict[str, Rule] = {
         "gopher": lambda text: gopher_quality(text) or gopher_repetition(text),
         "gopher_quality": gopher_quality,
