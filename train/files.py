@@ -1,4 +1,4 @@
-"""Writing to disk so that a kill, a full disk or a second reader never sees half a file."""
+"""Writes files so that no reader finds half of one, even after a kill or on a full disk."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def open_corpus(config: DataConfig) -> Corpus:
         if not config.name:
             raise UserError(f"data.name is {config.name}; data.corpus=hf needs the name of a dataset on the Hub there")
         if config.max_bytes is None:
-            raise UserError("data.max_bytes is null; data.corpus=hf needs it, because a stream says no size")
+            raise UserError("data.max_bytes is null; data.corpus=hf needs it, because a stream has no known size")
         return HubDataset(config.name, config.subset, config.split, config.revision, config.field, config.max_bytes)
     raise UserError(f"data.corpus is {config.corpus!r}; it must be one of stdlib, text, hf")
 

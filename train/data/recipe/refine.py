@@ -1,8 +1,8 @@
-"""A corpus goes through a recipe: which documents are trained on, and what each step removed.
+"""Runs a corpus through a recipe: which documents are trained on, and what each step removed.
 
 What is held out is chosen from the raw text, so every recipe is scored on the same text; training text near to it is
-removed as `leaked`. Every job leaves its result in `<cache>/recipes/<key>`, where a killed prepare resumes: a file
-that is there is a job done.
+removed as `leaked`. Every job leaves its result in `<cache>/recipes/<key>`, and a killed prepare resumes from there:
+a job whose file is there is done.
 """
 
 from __future__ import annotations
