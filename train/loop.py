@@ -151,6 +151,7 @@ class Trainer:
         """
         self.config, self.directory, self.report, self.job = config, directory, report, job
         self.stepper, self.peak, self.ensemble, self.clock, self.alive = stepper, peak, ensemble, clock, alive
+        self.leads = job.mesh.rank == 0  # this rank writes what a run writes once
         self.tokenizer = shards.tokenizer
         windows = validation_windows(shards, config.data.sequence_length, config.data.validation_tokens)
         self.windows = torch.from_numpy(windows)
@@ -168,11 +169,6 @@ class Trainer:
         self.metrics = JsonLines(directory / "metrics.jsonl") if self.leads else None
         self.tracker = Tracker(config, run_id(config), directory, report) if self.leads else None
         self.start_clock()
-
-    @property
-    def leads(self) -> bool:
-        """Whether this rank writes what a run writes once."""
-        return self.job.mesh.rank == 0
 
     @property
     def goes_on(self) -> bool:

@@ -49,10 +49,10 @@ class Shards:
     validation: npt.NDArray[Any]
 
 
-def prepare(config: DataConfig, progress: Progress = silent, processes: int | None = None) -> Shards:
+def prepare(config: DataConfig, progress: Progress = silent) -> Shards:
     """The shards of a config's corpus, built unless the cache has them. Processes that ask at once build once.
 
-    A recipe runs in `processes` processes; None: one per core. Progress in the stage "tokenize" counts tokens.
+    A recipe runs in one process per core. Progress in the stage "tokenize" counts tokens.
 
     Raises:
         UserError: the text cannot be read, is too little, or has changed since it was planned; or the disk is full.
@@ -83,7 +83,7 @@ def prepare(config: DataConfig, progress: Progress = silent, processes: int | No
                         build()
                     else:
                         fraction = config.validation_fraction
-                        refinery = Refinery(corpus, fingerprint, config.recipe, fraction, cache, progress, processes)
+                        refinery = Refinery(corpus, fingerprint, config.recipe, fraction, cache, progress)
                         with locked(cache, f"recipe-{refinery.key}", progress):  # its folder serves every tokenizer
                             build(refinery.run())
                             refinery.remove()
@@ -157,7 +157,7 @@ def _build(
     progress: Progress,
     refined: Refinery | None = None,
 ) -> None:
-    dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
+    dtype = np.dtype(tokenizer.dtype)
     spool = directory / "spool"
     mixed = MixedDocuments(spool, dtype)
     _tokenize(refined or corpus, tokenizer, mixed, progress)

@@ -85,14 +85,15 @@ class ByteTokenizer:
     """A token is a byte of UTF-8; documents end with 0xFF, which never occurs there."""
 
     vocab_size = 256  # ids are below this
+    dtype = np.uint16  # of ids: uint32 where the vocabulary needs it
     end_of_document = 0xFF  # the id that follows every document; text that spells it out encodes to other ids
     token_bytes = np.repeat([1, 0], [255, 1])  # (vocab_size,) bytes of UTF-8 of each id; 0 for the end of a document
     # 16 hex digits: equal for tokenizers that encode equally.
     fingerprint = hashlib.sha256(b"isoflop bytes, 0xFF ends a document").hexdigest()[:16]
 
     def encode(self, text: str) -> Tokens:
-        """(n,) ids, uint16 where the vocabulary fits it, else uint32."""
-        return np.frombuffer(text.encode(errors="replace"), np.uint8).astype(np.uint16)
+        """(n,) ids."""
+        return np.frombuffer(text.encode(errors="replace"), np.uint8).astype(self.dtype)
 
     def encode_batch(self, texts: Sequence[str]) -> list[Tokens]:
         """`encode` of each text, on all cores where the tokenizer can."""
@@ -117,7 +118,7 @@ class SubwordTokenizer:
         self._backend = backend
         self.end_of_document = end_of_document
         self.vocab_size = vocab_size
-        self._dtype = np.uint16 if vocab_size <= 1 << 16 else np.uint32
+        self.dtype = np.uint16 if vocab_size <= 1 << 16 else np.uint32
         self._content = json.loads(backend.to_str())
         # Said after the content is taken: it is how the library is called, not what the tokenizer is.
         backend.encode_special_tokens = True
@@ -131,7 +132,7 @@ class SubwordTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[Tokens]:
         valid = [text.encode(errors="replace").decode() for text in texts]  # the library refuses lone surrogates
         encodings = self._backend.encode_batch_fast(valid, add_special_tokens=False)
-        return [np.array(encoding.ids, self._dtype) for encoding in encodings]
+        return [np.array(encoding.ids, self.dtype) for encoding in encodings]
 
     def decode(self, ids: Any) -> str:
         kept = [int(i) for i in np.asarray(ids, np.int64) if i != self.end_of_document]

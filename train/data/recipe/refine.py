@@ -135,10 +135,9 @@ class Refinery:
         validation_fraction: float,
         cache: Path,
         progress: Progress = silent,
-        processes: int | None = None,
     ) -> None:
         self._corpus, self._fraction, self._progress = corpus, validation_fraction, progress
-        self._recipe, self._steps, self._processes = recipe, parse(recipe), processes
+        self._recipe, self._steps = recipe, parse(recipe)
         self._fingerprint = fingerprint(recipe)
         self.key = checksum([_LAYOUT, corpus_fingerprint, validation_fraction, self._fingerprint])[:16]
         self.folder = cache / "recipes" / self.key
@@ -150,7 +149,7 @@ class Refinery:
         """Decides which documents stay. Arrays are over all documents, in the order of the parts."""
         require(self._recipe)
         self.folder.mkdir(parents=True, exist_ok=True)
-        with Pool(self._processes) as pool:
+        with Pool() as pool:
             self._pool = pool
             self._read()
             self.removed = np.full(len(self), -1, np.int16)  # the step that a document fell to; -1: none
