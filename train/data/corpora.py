@@ -22,11 +22,10 @@ from .readers import (
     cut_or_refuse,
     format_of,
     is_compressed,
-    listed,
     one_line,
     parquet_text_bytes,
     read_documents,
-    text_value,
+    text_of,
 )
 from .storage import checksum
 
@@ -188,9 +187,7 @@ class HubDataset(Corpus):
         number = 0
         try:
             for number, row in enumerate(self._open(), start=1):
-                if self.field not in row:
-                    raise UserError(f"data.field is {self.field!r}; {self.name} has {listed(list(row))}")
-                yield text_value(row[self.field], self.field, f"row {number} of {self.name}")
+                yield text_of(row, self.field, f"row {number} of {self.name}")
         except UserError:
             raise
         # What a remote file can raise is open-ended: network, decoding, schema. All of it ends this stream.
