@@ -154,13 +154,17 @@ class Stepper:
         batch, z_loss = self.config.optimizer.batch_size, self.config.optimizer.z_loss
         total = torch.zeros((), device=self.device)
         for start in range(0, self.share, self.micro):
-            rows = self.batch[start : start + self.micro]
+            rows = self._rows(step, start)
             self._begin_pass()
             with self.zero.gradients.micro_batch(last=start + self.micro == self.share):
                 loss = self.gpt.loss(rows[:, :-1], rows[:, 1:], z_loss=z_loss) * (self.micro / batch)
                 self.scaler.scaled(loss).backward()
             total += loss.detach()
         return total
+
+    def _rows(self, step: int, start: int) -> Tensor:
+        """(micro, T + 1) rows of the step at hand, from this rank's row `start` on."""
+        return self.batch[start : start + self.micro]
 
     def _begin_pass(self) -> None:
         if self.graphs:
