@@ -6,14 +6,13 @@ Special here:
 - Query, key and value are read by their strides: no copies, and keys of grouped queries are never repeated.
 - The kernels are `torch.library` custom ops: compile and recompute see one op that saves q, k, v, its output and one
   number per row. triton is imported when one is first launched.
-- The backward has no atomics, so it is deterministic. `flash_reference` is the definition, in plain PyTorch.
+- The backward has no atomics, so it is deterministic.
 
 Papers: FlashAttention-2 (Dao 2023, arXiv 2307.08691); grouped queries (Ainslie et al. 2023, arXiv 2305.13245).
 """
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import os
 from typing import Any
@@ -87,36 +86,8 @@ def _check(query: Tensor, key: Tensor, value: Tensor, first: Tensor | None, scal
         raise UserError(f"scale {scale} must be above 0.")
 
 
-def flash_reference(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    first: Tensor | None = None,
-    window: int | None = None,
-    scale: float | None = None,
-) -> tuple[Tensor, Tensor]:
-    """What `flash_attention` means, in plain PyTorch and query's own type: (its output, lse (batch, heads, time))."""
-    groups, time = query.shape[2] // key.shape[2], query.shape[1]
-    key, value = key.repeat_interleave(groups, dim=2), value.repeat_interleave(groups, dim=2)
-    scores = torch.einsum("bihd,bjhd->bhij", query, key) * (query.shape[-1] ** -0.5 if scale is None else scale)
-    positions = torch.arange(time, device=query.device)
-    visible = positions[None, :] <= positions[:, None]
-    if window is not None:
-        visible = visible & (positions[None, :] > positions[:, None] - window)
-    if first is not None:
-        visible = visible & (positions >= first[:, None, :, None])
-    scores = scores.masked_fill(~visible, float("-inf"))
-    return torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), value), scores.logsumexp(-1)
-
-
-@functools.cache
-def _installed() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
 def _require_triton(x: Tensor) -> None:
-    if not _installed():
+    if importlib.util.find_spec("triton") is None:
         raise UserError("attention ours needs the package triton, which is not installed; sdpa needs none.")
     if not x.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
         raise UserError(f"attention ours needs tensors on a CUDA device, not on {x.device}; sdpa runs anywhere.")
@@ -166,19 +137,8 @@ def flash_backward(
 
 
 @flash_backward.register_fake
-def _(
-    grad: Tensor,
-    grad_lse: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    first: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    empty = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value))
-    return tuple(empty)  # type: ignore[return-value]
+def _(grad: Tensor, grad_lse: Tensor | None, *saved: Any) -> tuple[Tensor, ...]:
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in saved[:3])
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

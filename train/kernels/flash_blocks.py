@@ -1,6 +1,6 @@
 """Block sizes, warps and pipeline stages of the FlashAttention kernels, by head size, type and GPU generation.
 
-A table, no autotuner, so every node launches the same. Chosen from what the compiler says
+A table (flash_blocks.yaml), no autotuner, so every node launches the same. Chosen from what the compiler says
 (`tests/train/kernels/test_compile.py`): large blocks whose inner loops spill next to nothing, in the shared memory of
 the smallest GPU of the generation. Not timed yet.
 """
@@ -10,8 +10,10 @@ from __future__ import annotations
 import contextlib
 import functools
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+import yaml
 from torch import Tensor
 
 
@@ -24,6 +26,11 @@ class Launch:
     warps: int
     stages: int
 
+    @property
+    def options(self) -> dict[str, int]:
+        """As a kernel's launch names them."""
+        return {"QUERIES": self.queries, "KEYS": self.keys, "num_warps": self.warps, "num_stages": self.stages}
+
 
 @dataclass(frozen=True)
 class Blocks:
@@ -34,42 +41,18 @@ class Blocks:
     d_query: Launch
 
 
-# By GPU generation or, for fp32, by how its products are taken; then by the largest head size of the entry.
-# "ampere" serves every GPU with mma.sync, consumer GPUs included: at most 99 KiB of shared memory.
-_TABLE = {
-    "ampere": {
-        64: Blocks(Launch(128, 64, 4, 3), Launch(64, 128, 8, 2), Launch(128, 64, 8, 2)),
-        128: Blocks(Launch(128, 64, 8, 3), Launch(32, 128, 8, 2), Launch(128, 64, 8, 2)),
-        256: Blocks(Launch(64, 32, 4, 2), Launch(16, 64, 8, 2), Launch(64, 32, 8, 1)),
-    },
-    "hopper": {
-        64: Blocks(Launch(128, 128, 8, 2), Launch(64, 128, 8, 2), Launch(128, 128, 8, 2)),
-        128: Blocks(Launch(128, 128, 8, 2), Launch(64, 128, 8, 2), Launch(128, 64, 8, 2)),
-        256: Blocks(Launch(128, 64, 8, 2), Launch(32, 64, 8, 2), Launch(128, 32, 8, 2)),
-    },
-    "blackwell": {
-        64: Blocks(Launch(128, 128, 8, 2), Launch(64, 128, 8, 2), Launch(128, 128, 8, 2)),
-        128: Blocks(Launch(128, 128, 8, 2), Launch(64, 128, 8, 2), Launch(128, 64, 8, 2)),
-        256: Blocks(Launch(128, 32, 8, 2), Launch(32, 64, 8, 2), Launch(64, 32, 8, 2)),
-    },
-    "tf32": {
-        64: Blocks(Launch(128, 32, 8, 2), Launch(32, 64, 8, 2), Launch(64, 32, 8, 2)),
-        128: Blocks(Launch(64, 32, 8, 2), Launch(16, 64, 8, 2), Launch(64, 16, 8, 2)),
-        256: Blocks(Launch(32, 16, 4, 2), Launch(16, 16, 8, 1), Launch(32, 16, 8, 1)),
-    },
-    "ieee": {
-        64: Blocks(Launch(64, 32, 8, 2), Launch(32, 32, 4, 2), Launch(64, 32, 8, 2)),
-        128: Blocks(Launch(32, 32, 8, 1), Launch(16, 32, 8, 1), Launch(32, 16, 8, 2)),
-        256: Blocks(Launch(32, 16, 4, 1), Launch(16, 16, 8, 1), Launch(16, 16, 8, 1)),
-    },
-}
-
-
 def blocks_for(head_dim: int, dtype: torch.dtype, precision: str, capability: tuple[int, int]) -> Blocks:
     """The launches for a head size and type; `precision` of fp32's products, `capability` as PyTorch says it."""
     generation = {9: "hopper", 10: "blackwell"}.get(capability[0], "ampere")
-    kind = precision if dtype == torch.float32 else generation
-    return next(blocks for largest, blocks in _TABLE[kind].items() if head_dim <= largest)
+    entries = _table()[precision if dtype == torch.float32 else generation]
+    found = next(launches for largest, launches in entries.items() if head_dim <= largest)
+    return Blocks(*(Launch(*numbers) for numbers in found))
+
+
+@functools.cache
+def _table() -> dict[str, dict[int, list[list[int]]]]:
+    table: dict[str, dict[int, list[list[int]]]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+    return table
 
 
 def dot_precision() -> str:
