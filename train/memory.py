@@ -23,15 +23,7 @@ from functools import lru_cache
 from itertools import accumulate
 
 from .config import RunConfig
-from .model.shape import (
-    LOGITS_AT_A_TIME,
-    LONGEST_KEPT,
-    Share,
-    query_block,
-    rows_at_a_time,
-    share_of,
-    visible_blocks,
-)
+from .model.shape import LOGITS_AT_A_TIME, LONGEST_KEPT, Share, query_block, rows_at_a_time, share_of, visible_blocks
 from .parallel.buckets import bucket_layouts
 
 FP32, INDEX = 4, 8  # bytes of an fp32 number, and of a token's id

@@ -27,12 +27,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def flash_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    first: Tensor | None = None,
-    scale: float | None = None,
+    query: Tensor, key: Tensor, value: Tensor, *, first: Tensor | None = None, scale: float | None = None
 ) -> Tensor:
     """Softmax(scale Q K^T) V over the keys that each query sees: first[i] <= j <= i.
 
@@ -115,44 +110,37 @@ def _(query: Tensor, key: Tensor, value: Tensor, first: Tensor | None, scale: fl
     return torch.empty_like(query, memory_format=torch.contiguous_format), lse
 
 
-@torch.library.custom_op("isoflop::flash_backward", mutates_args=())
-def flash_backward(
-    grad: Tensor,
-    grad_lse: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    first: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Derivatives of query, key and value, contiguous."""
-    _require_triton(query)
+@torch.library.custom_op(
+    "isoflop::flash_backward",
+    mutates_args=(),
+    schema="(Tensor grad, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, "
+    "Tensor? first, float scale) -> (Tensor, Tensor, Tensor)",
+)
+def flash_backward(grad: Tensor, grad_lse: Tensor | None, *forward: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Derivatives of query, key and value, contiguous; `forward` as its kernel took and gave it."""
+    *tensors, first, scale = forward
+    _require_triton(grad)
     from .flash_backward import backward
 
     grad = grad if grad.stride(-1) == 1 else grad.contiguous()
-    grad_lse = None if grad_lse is None else grad_lse.contiguous()
-    return backward(grad, grad_lse, query, key, value, out, lse, _by_rows(first), scale)
+    return backward(grad, None if grad_lse is None else grad_lse.contiguous(), *tensors, _by_rows(first), scale)
 
 
 @flash_backward.register_fake
-def _(grad: Tensor, grad_lse: Tensor | None, *saved: Any) -> tuple[Tensor, ...]:
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in saved[:3])
+def _(grad: Tensor, grad_lse: Tensor | None, *forward: Any) -> tuple[Tensor, ...]:
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in forward[:3])
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     query, key, value, first, ctx.scale = inputs
-    ctx.save_for_backward(query, key, value, first, *output)
+    ctx.save_for_backward(query, key, value, *output, first)
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-    query, key, value, first, out, lse = ctx.saved_tensors
     if grad is None:
-        grad = torch.zeros_like(out)
-    grads = torch.ops.isoflop.flash_backward(grad, grad_lse, query, key, value, out, lse, first, ctx.scale)
-    return *grads, None, None
+        grad = torch.zeros_like(ctx.saved_tensors[3])
+    return *torch.ops.isoflop.flash_backward(grad, grad_lse, *ctx.saved_tensors, ctx.scale), None, None
 
 
 torch.library.register_autograd("isoflop::flash_forward", _backward, setup_context=_setup)

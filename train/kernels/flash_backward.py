@@ -18,21 +18,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .flash_blocks import blocks_for, capability_of, dot_precision, on_device
+from .flash_blocks import blocks_for, dot_precision, on_device
 from .flash_forward import LOG2E, LOG2E_, head_of, key_range, load_rows, masked_block, program_place, store_rows
 
 
 @triton.jit
 def delta_kernel(  # type: ignore[no-untyped-def]
-    Grad,
-    Out,
-    GradLse,
-    Delta,
-    grad_strides,
-    heads,
-    time,
-    D: tl.constexpr,
-    QUERIES: tl.constexpr,
+    Grad, Out, GradLse, Delta, grad_strides, heads, time, D: tl.constexpr, QUERIES: tl.constexpr
 ):
     """Delta (batch, heads, time): what a row's dP is compared with."""
     block, batch, head = program_place(time, heads, QUERIES)
@@ -91,24 +83,16 @@ def _key_grads(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def key_kernel(  # type: ignore[no-untyped-def]
-    Q,
-    K,
-    V,
+    inputs,
+    strides,
     First,
-    Ends,
-    Grad,
-    Lse,
-    Delta,
-    DK,
-    DV,
+    first_batch,
     scale,
     scale_log2,
-    q_strides,
-    k_strides,
-    v_strides,
-    grad_strides,
-    first_batch,
+    Ends,
     ends_batch,
+    DK,
+    DV,
     kv_heads,
     group,
     time,
@@ -118,6 +102,8 @@ def key_kernel(  # type: ignore[no-untyped-def]
     PRECISION: tl.constexpr,
 ):
     """DK, DV (batch, time, kv_heads, D), contiguous. Ends (batch, blocks, 2): see `query_ends`."""
+    Q, K, V, Grad, Lse, Delta = inputs
+    q_strides, k_strides, v_strides, grad_strides = strides
     # The first keys have the most queries, and are launched first.
     block, batch, kv_head = program_place(time, kv_heads, KEYS)
     start = block * KEYS
@@ -181,21 +167,13 @@ def _query_grad(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def query_kernel(  # type: ignore[no-untyped-def]
-    Q,
-    K,
-    V,
+    inputs,
+    strides,
     First,
-    Grad,
-    Lse,
-    Delta,
-    DQ,
+    first_batch,
     scale,
     scale_log2,
-    q_strides,
-    k_strides,
-    v_strides,
-    grad_strides,
-    first_batch,
+    DQ,
     heads,
     group,
     time,
@@ -205,6 +183,8 @@ def query_kernel(  # type: ignore[no-untyped-def]
     PRECISION: tl.constexpr,
 ):
     """DQ (batch, time, heads, D), contiguous: the forward kernel's walk over the keys."""
+    Q, K, V, Grad, Lse, Delta = inputs
+    q_strides, k_strides, v_strides, grad_strides = strides
     block, batch, head = program_place(time, heads, QUERIES)
     start = (tl.cdiv(time, QUERIES) - 1 - block) * QUERIES
     k_base = head_of(K, batch, head // group, k_strides)
@@ -281,58 +261,31 @@ def backward(
     delta = torch.empty_like(lse)
     d_query, d_key, d_value = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value))
     precision = dot_precision()
-    blocks = blocks_for(head_dim, query.dtype, precision, capability_of(query))
-    strides = [x.stride() for x in (query, key, value, grad)]
+    blocks = blocks_for(query, precision)
+    launch, rows = blocks.d_key_value, 64
     first_batch = 0 if first is None else first.stride(0)
+    ends = None if first is None else query_ends(first, launch.KEYS)
+    strides = tuple(x.stride() for x in (query, key, value, grad))
+    common = ((query, key, value, grad, lse, delta), strides, first, first_batch, scale, scale * LOG2E)
     with on_device(query):
-        rows = 64
         delta_kernel[(triton.cdiv(time, rows) * batch * heads,)](
             grad, out, grad_lse, delta, grad.stride(), heads, time, D=head_dim, QUERIES=rows
         )
-        launch = blocks.d_key_value
-        ends = None if first is None else query_ends(first, launch.keys)
-        key_kernel[(triton.cdiv(time, launch.keys) * batch * kv_heads,)](
-            query,
-            key,
-            value,
-            first,
+        key_kernel[(triton.cdiv(time, launch.KEYS) * batch * kv_heads,)](
+            *common,
             ends,
-            grad,
-            lse,
-            delta,
+            ends.stride(0) if ends is not None and first_batch else 0,
             d_key,
             d_value,
-            scale,
-            scale * LOG2E,
-            *strides,
-            first_batch,
-            ends.stride(0) if ends is not None and first_batch else 0,
             kv_heads,
             heads // kv_heads,
             time,
             D=head_dim,
             PRECISION=precision,
-            **launch.options,
+            **launch._asdict(),
         )
         launch = blocks.d_query
-        query_kernel[(triton.cdiv(time, launch.queries) * batch * heads,)](
-            query,
-            key,
-            value,
-            first,
-            grad,
-            lse,
-            delta,
-            d_query,
-            scale,
-            scale * LOG2E,
-            *strides,
-            first_batch,
-            heads,
-            heads // kv_heads,
-            time,
-            D=head_dim,
-            PRECISION=precision,
-            **launch.options,
+        query_kernel[(triton.cdiv(time, launch.QUERIES) * batch * heads,)](
+            *common, d_query, heads, heads // kv_heads, time, D=head_dim, PRECISION=precision, **launch._asdict()
         )
     return d_query, d_key, d_value

@@ -8,32 +8,24 @@ the smallest GPU of the generation. Not timed yet.
 from __future__ import annotations
 
 import contextlib
-import functools
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import yaml
 from torch import Tensor
 
 
-@dataclass(frozen=True)
-class Launch:
-    """One kernel's block of queries and of keys (rows), its warps a program, and its load stages."""
+class Launch(NamedTuple):
+    """One kernel's block of queries and of keys (rows), its warps a program, and its load stages, as it takes them."""
 
-    queries: int
-    keys: int
-    warps: int
-    stages: int
-
-    @property
-    def options(self) -> dict[str, int]:
-        """As a kernel's launch names them."""
-        return {"QUERIES": self.queries, "KEYS": self.keys, "num_warps": self.warps, "num_stages": self.stages}
+    QUERIES: int
+    KEYS: int
+    num_warps: int
+    num_stages: int
 
 
-@dataclass(frozen=True)
-class Blocks:
+class Blocks(NamedTuple):
     """The launches of the forward kernel, of dK and dV, and of dQ."""
 
     forward: Launch
@@ -41,18 +33,15 @@ class Blocks:
     d_query: Launch
 
 
-def blocks_for(head_dim: int, dtype: torch.dtype, precision: str, capability: tuple[int, int]) -> Blocks:
-    """The launches for a head size and type; `precision` of fp32's products, `capability` as PyTorch says it."""
-    generation = {9: "hopper", 10: "blackwell"}.get(capability[0], "ampere")
-    entries = _table()[precision if dtype == torch.float32 else generation]
-    found = next(launches for largest, launches in entries.items() if head_dim <= largest)
+_TABLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+
+
+def blocks_for(query: Tensor, precision: str) -> Blocks:
+    """The launches for queries of such a head size and type on their device; `precision` is that of fp32's products."""
+    generation = {9: "hopper", 10: "blackwell"}.get(capability_of(query)[0], "ampere")
+    entries = _TABLE[precision if query.dtype == torch.float32 else generation]
+    found = next(launches for largest, launches in entries.items() if query.shape[-1] <= largest)
     return Blocks(*(Launch(*numbers) for numbers in found))
-
-
-@functools.cache
-def _table() -> dict[str, dict[int, list[list[int]]]]:
-    table: dict[str, dict[int, list[list[int]]]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
-    return table
 
 
 def dot_precision() -> str:
@@ -60,14 +49,9 @@ def dot_precision() -> str:
     return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
 
 
-@functools.cache
-def _capability(index: int) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(index)
-
-
 def capability_of(x: Tensor) -> tuple[int, int]:
     """The GPU's; on a CPU, under Triton's interpreter, sm_80 stands in."""
-    return _capability(x.get_device()) if x.is_cuda else (8, 0)
+    return torch.cuda.get_device_capability(x.device) if x.is_cuda else (8, 0)
 
 
 def on_device(x: Tensor) -> contextlib.AbstractContextManager[object]:

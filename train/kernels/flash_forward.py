@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .flash_blocks import blocks_for, capability_of, dot_precision, on_device
+from .flash_blocks import blocks_for, dot_precision, on_device
 
 LOG2E = 1.4426950408889634
 LOG2E_: tl.constexpr = tl.constexpr(LOG2E)
@@ -104,17 +104,13 @@ def _attend(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def forward_kernel(  # type: ignore[no-untyped-def]
-    Q,
-    K,
-    V,
+    inputs,
+    strides,
     First,
+    first_batch,
     Out,
     Lse,
     scale_log2,
-    q_strides,
-    k_strides,
-    v_strides,
-    first_batch,
     heads,
     group,
     time,
@@ -124,6 +120,8 @@ def forward_kernel(  # type: ignore[no-untyped-def]
     PRECISION: tl.constexpr,
 ):
     """Out (batch, time, heads, D) and Lse (batch, heads, time), both contiguous; Q, K, V by their strides."""
+    Q, K, V = inputs
+    q_strides, k_strides, v_strides = strides
     block, batch, head = program_place(time, heads, QUERIES)
     start = (tl.cdiv(time, QUERIES) - 1 - block) * QUERIES
     k_base = head_of(K, batch, head // group, k_strides)
@@ -176,25 +174,21 @@ def forward(query: Tensor, key: Tensor, value: Tensor, first: Tensor | None, sca
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     lse = torch.empty((batch, heads, time), dtype=torch.float32, device=query.device)
     precision = dot_precision()
-    launch = blocks_for(head_dim, query.dtype, precision, capability_of(query)).forward
+    launch = blocks_for(query, precision).forward
     with on_device(query):
-        forward_kernel[(triton.cdiv(time, launch.queries) * batch * heads,)](
-            query,
-            key,
-            value,
+        forward_kernel[(triton.cdiv(time, launch.QUERIES) * batch * heads,)](
+            (query, key, value),
+            (query.stride(), key.stride(), value.stride()),
             first,
+            0 if first is None else first.stride(0),
             out,
             lse,
             scale * LOG2E,
-            query.stride(),
-            key.stride(),
-            value.stride(),
-            0 if first is None else first.stride(0),
             heads,
             heads // key.shape[2],
             time,
             D=head_dim,
             PRECISION=precision,
-            **launch.options,
+            **launch._asdict(),
         )
     return out, lse
