@@ -332,9 +332,7 @@ class StackedStepper:
         wait(under_way)  # all of them, even if one fails: nobody may write to what others then look at
         return [result for future in under_way for result in future.result()]
 
-    def _step(
-        self, steps: Sequence[int], rows: slice, model: StackedGPT, gradients: Sequence[Tensor]
-    ) -> list[StepResult]:
+    def _step(self, steps: Sequence[int], rows: slice, model: StackedGPT, gradients: list[Tensor]) -> list[StepResult]:
         members = list(zip(self.members[rows], steps[rows], strict=True))
         batches = [member.stream.batch(step, member.micro) for member, step in members]
         tokens = torch.stack([torch.from_numpy(batch) for batch in batches])  # (e, B, T + 1)

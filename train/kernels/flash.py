@@ -118,12 +118,13 @@ def _(query: Tensor, key: Tensor, value: Tensor, first: Tensor | None, scale: fl
 )
 def flash_backward(grad: Tensor, grad_lse: Tensor | None, *forward: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Derivatives of query, key and value, contiguous; `forward` as its kernel took and gave it."""
-    *tensors, first, scale = forward
-    _require_triton(grad)
+    query, key, value, out, lse, first, scale = forward
+    _require_triton(query)
     from .flash_backward import backward
 
     grad = grad if grad.stride(-1) == 1 else grad.contiguous()
-    return backward(grad, None if grad_lse is None else grad_lse.contiguous(), *tensors, _by_rows(first), scale)
+    grad_lse = None if grad_lse is None else grad_lse.contiguous()
+    return backward(grad, grad_lse, query, key, value, out, lse, _by_rows(first), scale)
 
 
 @flash_backward.register_fake
