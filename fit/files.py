@@ -53,7 +53,7 @@ def read_document(path: Path, form: type[Form], largest: int = 64 << 20) -> Form
     """A JSON or YAML file from outside as `form`, any type that msgspec knows: a dataclass, `dict[str, float]`, …
 
     Raises:
-        InputError: it cannot be read, has more than `largest` bytes, or is not of that form; names the file and the field.
+        InputError: it cannot be read, has more than `largest` bytes, or has another form; names file and field.
     """
     try:
         if (size := path.stat().st_size) > largest:

@@ -118,7 +118,7 @@ def read_document(path: Path, form: type[Form], largest: int = 64 << 20) -> Form
     """A JSON or YAML file from outside as `form`, any type that msgspec knows: a dataclass, `dict[str, float]`, …
 
     Raises:
-        UserError: it cannot be read, has more than `largest` bytes, or is not of that form; names the file and the field.
+        UserError: it cannot be read, has more than `largest` bytes, or has another form; names file and field.
     """
     import msgspec  # here, for a job that only trains does without
     import yaml
