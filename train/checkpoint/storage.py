@@ -15,7 +15,9 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -76,20 +78,25 @@ def share_out(whole: Sequence[Part], ranks: int) -> list[list[Part]]:
     return shares
 
 
-def write_whole(directory: Path, mine: Iterable[Part]) -> None:
-    """The format of one process, whose parts must make up whole tensors. The same state gives the same bytes."""
-    files: dict[str, dict[str, Tensor]] = {WEIGHTS: {}, MOMENTS: {}}
-    for key, of_one in by_key(mine).items():
-        files[of_one[0].file][key] = _join(of_one)
-    for name, tensors in files.items():
-        _save(tensors, directory / name)
-
-
-def by_key(parts: Iterable[Part]) -> dict[str, list[Part]]:
+def by_key(some: Iterable[Part]) -> dict[str, list[Part]]:
+    """The boxes of each tensor."""
     found = defaultdict(list)
-    for part in parts:
+    for part in some:
         found[part.key].append(part)
     return found
+
+
+def write_whole(directory: Path, mine: Sequence[Part]) -> None:
+    """The format of one process, whose parts must make up whole tensors. The same state gives the same bytes."""
+    for name in (WEIGHTS, MOMENTS):
+        tensors = {key: _join(boxes) for key, boxes in by_key(part for part in mine if part.file == name).items()}
+        try:
+            save_file(tensors, directory / name)
+        except SafetensorError as error:
+            # The library keeps the system's error in words only, and a full disk must be told from a bug.
+            if (number := re.search(r"os error (\d+)", str(error))) is None:
+                raise
+            raise OSError(int(number[1]), os.strerror(int(number[1])), str(directory / name)) from error
 
 
 def _join(of_one: Sequence[Part]) -> Tensor:
@@ -105,26 +112,15 @@ def _join(of_one: Sequence[Part]) -> Tensor:
     return tensor
 
 
-def _save(tensors: dict[str, Tensor], path: Path) -> None:
-    try:
-        save_file(tensors, path)
-    except SafetensorError as error:
-        # The library keeps the system's error in words only, and a full disk must be told from a bug.
-        if (number := re.search(r"os error (\d+)", str(error))) is None:
-            raise
-        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
-
-
 def read_whole(checkpoint: Path, wanted: Sequence[Part]) -> None:
     """Fills the parts in place from the format of one process; `UserError` where the checkpoint does not cover them."""
-    for name in sorted({part.file for part in wanted}):
+    for name, some in groupby(sorted(wanted, key=lambda part: part.file), key=lambda part: part.file):
         with safe_open(checkpoint / name, framework="pt") as file:
             there = set(file.keys())
-            for part in wanted:
-                if part.file == name:
-                    shape = tuple(file.get_slice(part.key).get_shape()) if part.key in there else None
-                    check_shape(checkpoint, part, shape)
-                    part.values.copy_(file.get_slice(part.key)[part.slices])
+            for part in some:
+                saved: Any = file.get_slice(part.key) if part.key in there else None
+                check_shape(checkpoint, part, None if saved is None else tuple(saved.get_shape()))
+                part.values.copy_(saved[part.slices])
 
 
 def check_shape(checkpoint: Path, part: Part, saved: Shape | None) -> None:
