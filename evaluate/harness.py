@@ -92,7 +92,7 @@ class CheckpointLM(TemplateLM):
         tokens: TokenCache | None = None,
         answers: Answers | None = None,
         ranks: Mesh = ALONE,
-        say: Callable[[str], None] | None = None,
+        say: Callable[[str], None] = lambda line: None,
     ) -> None:
         super().__init__()
         self.model, self.text, self.max_length = model, tokenizer, max_length
@@ -224,13 +224,13 @@ class CheckpointLM(TemplateLM):
             int(settings.get("top_k") or 0),
             float(settings.get("top_p") or 1.0),
         )
-        # torch keeps 32 bits of a seed on the CPU, so the two numbers are mixed into that many.
-        seeds = [int(np.random.SeedSequence([self.seed, place]).generate_state(1)[0]) for place in places]
-        marks = seeds if sampling.temperature > 0 else [None] * len(seeds)
-        names = [request_key("generate", context, words, mark) for context, mark in zip(contexts, marks, strict=True)]
-        prompts = [(ids[context] or [self.prefix_token_id])[-room:] for context in contexts]
-        wanted = dict(zip(names, prompts, strict=True))
-        seed_of = dict(zip(names, seeds, strict=True))
+        names: list[str] = []
+        wanted: dict[str, tuple[list[int], int]] = {}  # prompt and seed
+        for context, place in zip(contexts, places, strict=True):
+            # torch keeps 32 bits of a seed on the CPU, so the two numbers are mixed into that many.
+            seed = int(np.random.SeedSequence([self.seed, place]).generate_state(1)[0])
+            names.append(request_key("generate", context, words, seed if sampling.temperature > 0 else None))
+            wanted[names[-1]] = (ids[context] or [self.prefix_token_id])[-room:], seed
 
         def finished(new: list[int]) -> bool:
             return new[-1] == self.eot_token_id or (bool(stops) and any(stop in decode(new) for stop in stops))
@@ -241,12 +241,12 @@ class CheckpointLM(TemplateLM):
         def ask(part: list[str], done: Callable[[int, list[int] | None], None] | None = None) -> list[list[int] | None]:
             return generate_texts(
                 self.model,
-                [wanted[name] for name in part],
+                [wanted[name][0] for name in part],
                 most,
                 max_length=self.max_length,
                 finished=finished,
                 sampling=sampling,
-                seeds=[seed_of[name] for name in part],
+                seeds=[wanted[name][1] for name in part],
                 device=self._device,
                 batch_tokens=self.batch_tokens,
                 done=done,

@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from ...train.checkpoint.checkpoint import LoadedCheckpoint
@@ -91,9 +92,9 @@ def model_card(loaded: LoadedCheckpoint, facts: Facts, notes: list[str]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def imported_from(loaded: LoadedCheckpoint) -> str | None:
+def imported_from(checkpoint: Path) -> str | None:
     """The folder that the weights came from, where we did not train them."""
-    return (read_json(loaded.path / "trainer.json") or {}).get("imported_from")
+    return (read_json(checkpoint / "trainer.json") or {}).get("imported_from")
 
 
 def _front_matter(loaded: LoadedCheckpoint) -> str:
@@ -136,7 +137,7 @@ def _scores(scores: Mapping[str, Any]) -> list[str]:
 
 def _trained_by(loaded: LoadedCheckpoint, facts: Facts) -> list[str]:
     exported = f" Exported by isoflop {_plain(facts.version)}." if facts.version else ""
-    if (source := imported_from(loaded)) is not None:
+    if (source := imported_from(loaded.path)) is not None:
         return [
             f"The weights were imported from `{_plain(source)}`; how they were trained is not known here.{exported}"
         ]

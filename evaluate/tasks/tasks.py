@@ -49,7 +49,7 @@ def parse_entry(written: str) -> Entry:
     return Entry(written, name, shots, "path" if is_path else "staged" if name in STAGED else "named")
 
 
-def anchored(tasks: Sequence[str], progress: Report | None = None) -> list[str]:
+def anchored(tasks: Sequence[str], progress: Report = lambda line: None) -> list[str]:
     """The same tasks, suites spelled out, files and folders as absolute paths: the reader may work in another folder.
 
     Raises:
@@ -62,7 +62,7 @@ def anchored(tasks: Sequence[str], progress: Report | None = None) -> list[str]:
         if entry.kind == "named":
             from .hub import check_name, task_manager
 
-            manager = task_manager(progress=progress)
+            manager = task_manager(None, progress)
             is_folder = is_folder and entry.name not in manager.all_tasks  # as `load_suite` decides
             if not is_folder:
                 check_name(entry.name, manager)
@@ -80,7 +80,7 @@ def load_suite(
     limit: int | None = DEFAULT_LIMIT,
     *,
     cache: Path | str | None = None,
-    progress: Report | None = None,
+    progress: Report = lambda line: None,
     manager: TaskManager | None = None,
 ) -> Suite:
     """Loads tasks, chooses their items and builds their requests.
@@ -132,13 +132,6 @@ def load_suite(
     return Suite(tasks if isinstance(tasks, str) else ",".join(tasks), loaded)
 
 
-def _refuse_namesake(name: str, entry: Entry, sources: dict[str, str]) -> None:
-    """Tasks of one name from two files would share a place; a group's task that is also named is the same."""
-    other = sources.setdefault(name, entry.written)
-    if other != entry.written and "path" in (entry.kind, parse_entry(other).kind):
-        raise UserError(f"tasks: {name!r} comes from {other} and from {entry.written}; rename one of the two")
-
-
 def _load_files(entry: Entry, limit: int | None) -> dict[str, SuiteTask]:
     from .custom import load_custom
 
@@ -146,7 +139,7 @@ def _load_files(entry: Entry, limit: int | None) -> dict[str, SuiteTask]:
 
 
 def stage_tasks(
-    tasks: str | Sequence[str], cache: Path | str | None = None, progress: Report | None = None
+    tasks: str | Sequence[str], cache: Path | str | None = None, progress: Report = lambda line: None
 ) -> list[Path]:
     """Fetches what the tasks need while there is a network, for nodes without one; returns the folders.
 
@@ -164,7 +157,7 @@ def stage_tasks(
     return folders
 
 
-def _stage_wheel(entries: list[Entry], cache: Path | str | None, progress: Report | None) -> Path:
+def _stage_wheel(entries: list[Entry], cache: Path | str | None, progress: Report) -> Path:
     """The folder of the staged benchmarks, in which the files of these tasks are sound."""
     names = {file for entry in entries if entry.kind == "staged" for file in STAGED[entry.name].files}
     return stage_benchmarks(cache, progress, names=names) if names else benchmarks_directory(cache)
