@@ -70,18 +70,12 @@ class Peer:
 
         unit = UNIT if tight else 1.0
 
-        def with_gradient(theta: Any) -> tuple[float, Any]:
+        def scaled(theta: Any) -> Any:
             value, gradient = self.objective(theta, weight)
-            return unit * value, unit * gradient
+            return (unit * value, unit * gradient) if analytic else unit * value
 
-        def alone(theta: Any) -> float:
-            return unit * self.objective(theta, weight)[0]
-
-        options = TIGHT if tight else {}
         with np.errstate(all="ignore"):
-            found = minimize(
-                with_gradient if analytic else alone, start, jac=analytic, method="L-BFGS-B", options=options
-            )
+            found = minimize(scaled, start, jac=analytic, method="L-BFGS-B", options=TIGHT if tight else {})
         return float(found.fun) / unit if np.isfinite(found.fun) else np.inf
 
 
