@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...train.errors import UserError
+from . import hub
+from .custom import load_custom, load_texts
 from .staging import BENCHMARKS, STAGED, Report, StagedTask, benchmarks_directory, stage_benchmarks, staged_lines
 from .suite import Suite, SuiteTask, choose_items, expand, freeze, quiet
 
@@ -60,12 +62,10 @@ def anchored(tasks: Sequence[str], progress: Report = lambda line: None) -> list
         entry = parse_entry(written)
         is_folder = entry.kind == "named" and Path(entry.name).is_dir()
         if entry.kind == "named":
-            from .hub import check_name, task_manager
-
-            manager = task_manager(None, progress)
+            manager = hub.task_manager(None, progress)
             is_folder = is_folder and entry.name not in manager.all_tasks  # as `load_suite` decides
             if not is_folder:
-                check_name(entry.name, manager)
+                hub.check_name(entry.name, manager)
         if entry.kind in ("text", "path") or is_folder:
             place = Path(entry.name).expanduser().absolute()
             if not place.exists():
@@ -108,19 +108,15 @@ def load_suite(
         if entry.kind == "staged":
             found = {entry.written: _load_staged(entry, limit, directory)}
         elif entry.kind == "text":
-            from .custom import load_texts
-
             found = load_texts(Path(entry.name), limit)
         elif entry.kind == "path":
-            found = _load_files(entry, limit)
+            found = load_custom(Path(entry.name), entry.shots or 0, limit)
         else:
-            from .hub import load_named, task_manager
-
-            manager = manager or task_manager(cache, progress)
+            manager = manager or hub.task_manager(cache, progress)
             if entry.name not in manager.all_tasks and Path(entry.name).is_dir():
-                found = _load_files(entry, limit)
+                found = load_custom(Path(entry.name), entry.shots or 0, limit)
             else:
-                found = load_named(entry.name, entry.shots, limit, manager, cache, progress)
+                found = hub.load_named(entry.name, entry.shots, limit, manager, cache, progress)
         for name in found:
             # Tasks of one name from two files would share a place; a group's task that is also named is the same.
             other = sources.setdefault(name, entry)
@@ -130,12 +126,6 @@ def load_suite(
                 )
         loaded |= found
     return Suite(tasks if isinstance(tasks, str) else ",".join(tasks), loaded)
-
-
-def _load_files(entry: Entry, limit: int | None) -> dict[str, SuiteTask]:
-    from .custom import load_custom
-
-    return load_custom(Path(entry.name), entry.shots or 0, limit)
 
 
 def stage_tasks(
@@ -151,9 +141,7 @@ def stage_tasks(
     if any(entry.kind == "staged" for entry in entries):
         folders.append(_stage_wheel(entries, cache, progress))
     if named := [entry.name for entry in entries if entry.kind == "named" and not Path(entry.name).is_dir()]:
-        from .hub import stage_named
-
-        folders += stage_named(named, cache, progress)
+        folders += hub.stage_named(named, cache, progress)
     return folders
 
 
