@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -99,7 +100,7 @@ def bench_dedup(documents: int = 1_000_000, sample: int = 10_000, pairs: int = P
     peer = _datasketch(corpus.texts[:sample]) if sample else None
     with tempfile.TemporaryDirectory() as folder:
         refinery = Refinery(corpus, corpus.fingerprint(), [f"near:{THRESHOLD}"], 1e-6, Path(folder))
-        with _Memory() as memory:
+        with _watched_memory() as held:
             began = time.perf_counter()
             refined = refinery.run()
             seconds = time.perf_counter() - began
@@ -108,7 +109,7 @@ def bench_dedup(documents: int = 1_000_000, sample: int = 10_000, pairs: int = P
     rows = [("wall clock", seconds, SECONDS * documents / 1e6, FIGURE, "s")]
     if peer:
         rows.append(("speed", speed, sample / peer, PEER, "documents/s"))
-    rows.append(("peak memory", memory.peak / 2**30, GIBIBYTES, FIGURE, "GiB"))
+    rows.append(("peak memory", max(held) / 2**30, GIBIBYTES, FIGURE, "GiB"))
     for similarity, both in corpus.pairs.items():
         caught = float((gone[both[:, 0]] | gone[both[:, 1]]).mean())
         if similarity < THRESHOLD:
@@ -148,23 +149,22 @@ def _datasketch(texts: Sequence[str]) -> float:
     return time.perf_counter() - began
 
 
-class _Memory:
-    """Peak of the memory of this process and of those that it starts."""
+@contextmanager
+def _watched_memory() -> Iterator[list[int]]:
+    """The bytes that this process and those that it starts hold, five times a second until the block ends."""
+    held, over = [0], threading.Event()
 
-    def __enter__(self) -> _Memory:
-        self.peak = 0
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
-        return self
+    def watch() -> None:
+        while not over.wait(0.2):
+            held.append(sum(map(_pss, _family(os.getpid()))))
 
-    def __exit__(self, *error: object) -> None:
-        self._over.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._over.wait(0.2):
-            self.peak = max(self.peak, sum(map(_pss, _family(os.getpid()))))
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield held
+    finally:
+        over.set()
+        thread.join()
 
 
 def _family(pid: int) -> list[int]:

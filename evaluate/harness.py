@@ -136,18 +136,15 @@ class CheckpointLM(TemplateLM):
     ) -> list[Score]:
         windows = []
         for strings, context, continuation in requests:
-            if len(context) + len(continuation) > self.max_length + 1:
+            room = self.max_length + 1 - len(continuation)
+            if len(context) > room:
                 self.truncated.add(strings)
-            # A context of blanks has moved into the continuation, whole.
-            windows.append(self._windows(context or [self.prefix_token_id], continuation))
+            before = context or [self.prefix_token_id]  # a context of blanks has moved into the continuation, whole
+            if room < 1:
+                windows.append(_rolling_windows(continuation, before[-1], self.max_length))
+            else:
+                windows.append([Request(before[-room:], continuation)] if continuation else [])
         return self._sums([request_key("loglikelihood", *strings) for strings, _, _ in requests], windows)
-
-    def _windows(self, context: list[int], continuation: list[int]) -> list[Request]:
-        """One window, the prompt cut on the left, or else rolling windows."""
-        if len(continuation) > self.max_length:
-            return _rolling_windows(continuation, context[-1], self.max_length)
-        room = self.max_length + 1 - len(continuation)
-        return [Request(context[-room:], continuation)] if continuation else []
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = True) -> list[float]:
         """Nats of whole texts: every token scored once, in windows of `max_length` after `end_of_document`."""

@@ -18,7 +18,7 @@ import time
 import unicodedata
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -148,13 +148,8 @@ class _Index:
     grams: Words
     lengths: list[int]
     owners: list[list[tuple[str, int]]]
-    near: npt.NDArray[np.bool_] = field(init=False)
-    found: npt.NDArray[np.bool_] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.near = np.zeros(1 << _FILTER_BITS, np.bool_)
-        self.near[self.grams >> np.uint64(64 - _FILTER_BITS)] = True
-        self.found = np.zeros(len(self.grams), np.bool_)
+    near: npt.NDArray[np.bool_]
+    found: npt.NDArray[np.bool_]
 
 
 def item_words(task: SuiteTask) -> list[list[Words]]:
@@ -206,8 +201,10 @@ def _index(tasks: dict[str, SuiteTask], ngram: int) -> _Index:
                 lengths.add(length)
                 for gram in gram_hashes(words, length).tolist():
                     owners.setdefault(gram, set()).add((name, place))
-    grams = np.array(sorted(owners), np.uint64)
-    return _Index(grams, sorted(lengths), [sorted(owners[gram]) for gram in grams.tolist()])
+    grams, near = np.array(sorted(owners), np.uint64), np.zeros(1 << _FILTER_BITS, np.bool_)
+    near[grams >> np.uint64(64 - _FILTER_BITS)] = True
+    owners_of_each = [sorted(owners[gram]) for gram in sorted(owners)]
+    return _Index(grams, sorted(lengths), owners_of_each, near, np.zeros(len(grams), np.bool_))
 
 
 # --- training text ---------------------------------------------------------------------------------------------------

@@ -38,10 +38,10 @@ _HIDDEN = re.compile(
 
 
 def render_page(
-    template: str, title: str, context: dict[str, Any], style: str = "", script: str = "", data: Any = None
+    template: str, title: str, context: dict[str, Any], style: str, script: str = "", data: Any = None
 ) -> str:
     """A whole page: a template, the files of a style (beside `page.css`) and a script, and the data that it reads."""
-    styles = "".join((TEMPLATES / name).read_text(encoding="utf-8") for name in ("page.css", style) if name)
+    styles = "".join((TEMPLATES / name).read_text(encoding="utf-8") for name in ("page.css", style))
     code = (TEMPLATES / script).read_text(encoding="utf-8") if script else ""
     policy = (
         f"default-src 'none';script-src {_source(code) if code else _NONE};style-src {_source(styles)};"

@@ -88,9 +88,8 @@ def checkpoint_page(
         "differences": _differences(items, against[1]) if against else {},
     }
     title = f"Scores of {name}, step {scores['step']}"
-    if not items:
-        return render_page("checkpoint.html", title, context, "samples.css")
-    return render_page("checkpoint.html", title, context, "samples.css", "samples.js", payload(scores, items, against))
+    script, data = ("samples.js", payload(scores, items, against)) if items else ("", None)
+    return render_page("checkpoint.html", title, context, "samples.css", script, data)
 
 
 def _facts(scores: Scores) -> list[tuple[str, str, str]]:
@@ -219,12 +218,12 @@ def _place(task: Scores, near: Sequence[Scores], name: str, keys: Sequence[str])
     key = next((key for key in keys if is_number(task.get(key))), None)
     if key is None:
         return None
-    own, others = task[key], []
-    for peer in near:
-        value = (peer["tasks"].get(name) or {}).get(key)
-        if is_number(value):
-            others.append((value, f"{_called(peer)}, {compute(peer['flops'])} FLOPs: {value:.4f}"))
-    more = next(more for measure, _, more in MEASURES if measure == key)
+    own, more = task[key], next(more for measure, _, more in MEASURES if measure == key)
+    others = [
+        (value, f"{_called(peer)}, {compute(peer['flops'])} FLOPs: {value:.4f}")
+        for peer in near
+        if is_number(value := (peer["tasks"].get(name) or {}).get(key))
+    ]
     better = sum(value > own if more else value < own for value, _ in others)
     strip = Strip(own, task.get(f"{key}_se"), others, task.get("chance") if more else None)
     return Place(strip, f"{better + 1} of {len(others) + 1}" if others else "–")
