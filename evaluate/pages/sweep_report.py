@@ -331,11 +331,11 @@ def _panels(sweep: Sweep, task: str) -> list[Panel]:
 
 
 def _panel(sweep: Sweep, task: str, keys: Sequence[str], name: str, field: str, label: str, axis: Axis) -> Panel | None:
-    points: dict[int, tuple[float, float, float | None]] = {}
-    for place, row in enumerate(sweep.rows):
-        scored = sweep.value(place, task, keys)
-        if scored and is_number(row.get(field)):
-            points[place] = (row[field], *scored)
+    points = {
+        place: (row[field], *scored)
+        for place, row in enumerate(sweep.rows)
+        if is_number(row.get(field)) and (scored := sweep.value(place, task, keys))
+    }
     if not points:
         return None
     lines = {colour: [place for place in line if place in points] for colour, line in sweep.lines.items()}
