@@ -24,9 +24,8 @@ if TYPE_CHECKING:
     from torch.nn.attention import SDPBackend
 
 ABOUT = (
-    "FLOPs of causal attention: 4 T^2 d heads / 2 a sequence forward, 2.5 times as many backward; MFU: those over the "
-    "matmul peak of the same run; "
-    "peak memory is what a call asks for beyond its inputs"
+    "FLOPs of causal attention: 4 T^2 d heads / 2 per sequence forward, 2.5 times as many backward; "
+    "MFU: those over the matmul peak of the same run; peak memory is what a call asks for beyond its inputs"
 )
 Attention = Callable[
     [Tensor, Tensor, Tensor], Tensor

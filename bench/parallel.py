@@ -31,7 +31,7 @@ CASES = (
 
 
 def bench_parallel(rounds: int = 15, steps: int = 3) -> list[dict[str, Any]]:
-    """Tokens/s of our step and of the peer's on the same ranks, and what an asynchronous save costs a step."""
+    """Tokens/s of our step and of the peer's on the same ranks, and what a save costs the step that starts it."""
     from ..train.data.shards import prepare
 
     rows = []

@@ -1,7 +1,7 @@
 """Names, shapes and settings: our GPT and the Hugging Face architectures that compute the very same.
 
     plain attention                  LlamaForCausalLM
-    RMSNorm on queries and keys      Qwen3ForCausalLM (a norm a head, before the rotation, as ours)
+    RMSNorm on queries and keys      Qwen3ForCausalLM (a norm per head, before the rotation, as ours)
     sliding window w                 MistralForCausalLM, or Qwen3 with it in every layer: token i sees i - w + 1 to i
 
 Special here:

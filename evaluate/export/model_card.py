@@ -64,7 +64,7 @@ def model_card(loaded: LoadedCheckpoint, facts: Facts, notes: list[str]) -> str:
     ]
     held_out, law = (facts.scores or {}).get("held_out") or {}, facts.law
     if is_number(loss := held_out.get("val_loss")):
-        rows.append(("Held-out loss, nats a token", with_error(loss, held_out.get("val_loss_se"), 4)))
+        rows.append(("Held-out loss, nats per token", with_error(loss, held_out.get("val_loss_se"), 4)))
     if is_number(bits := held_out.get("val_bpb")):
         rows.append(("Held-out bits per byte", f"{bits:.4f}"))
     if law is not None:

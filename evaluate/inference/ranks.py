@@ -68,7 +68,7 @@ def on_ranks(count: int, function: Callable[[Mesh], T], *, device: str = "cpu") 
     if count == 1:
         return function(Mesh())
     if device != "cpu":
-        raise UserError(f"ranks is {count} on {device}; start one a GPU with torchrun --nproc-per-node {count}")
+        raise UserError(f"ranks is {count} on {device}; start one per GPU with torchrun --nproc-per-node {count}")
 
     # The library's own threads do not survive a fork, and say so.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -6,7 +6,7 @@
   an escape were missed. So there are no style attributes either.
 - Missing numbers are a dash, never a zero; minus is the sign, not the hyphen.
 - `templates/charts.html` draws the small pictures as SVG without a script. The dots of a panel are one path for each
-  colour, a dot a line of no length with round ends. A thousand take 12 kB, elements of their own ten times that.
+  colour, each dot a line of no length with round ends. A thousand take 12 kB, elements of their own ten times that.
 """
 
 from __future__ import annotations

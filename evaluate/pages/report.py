@@ -102,7 +102,7 @@ def _facts(scores: Scores) -> list[tuple[str, str, str]]:
         six = "" if not scores["N_total"] else f"exact; 6ND is {compute(6 * scores['N_total'] * scores['tokens'])}"
         facts.append(("Training FLOPs", compute(scores["flops"]), six))
     error = held_out.get("val_loss_se")
-    unit = f"{'' if error is None else f'± {error:.4f} '}nats a token"
+    unit = f"{'' if error is None else f'± {error:.4f} '}nats per token"
     facts.append(("Held-out loss", number(held_out.get("val_loss"), 4), unit))
     facts.append(("Held-out bits per byte", number(held_out.get("val_bpb"), 4), ""))
     return facts

@@ -125,7 +125,7 @@ def _examples(path: Path, name: str, rows: list[dict[str, Any]], index: int, sho
             break
     else:
         raise UserError(
-            f"task {str(path)!r} is asked with {shots} examples an item; they come from its {len(rows)} lines "
+            f"task {str(path)!r} is asked with {shots} examples per item; they come from its {len(rows)} lines "
             "without the item itself, so it must have more lines, or fewer examples be asked for"
         )
     texts = []
@@ -348,7 +348,7 @@ def load_texts(folder: Path | str, limit: int | None = None) -> dict[str, SuiteT
 
     Args:
         folder: holds text; see above what its domains are.
-        limit: documents a domain; None means all.
+        limit: documents per domain; None means all.
 
     Raises:
         UserError: no such folder, a file that cannot be read, or a domain without text.

@@ -24,7 +24,7 @@ from .suite import Suite, SuiteTask, choose_items, expand, freeze, quiet
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
 
-DEFAULT_LIMIT = 100  # items a task
+DEFAULT_LIMIT = 100  # items per task
 EXAMPLES = 200  # items of a scored split that examples are drawn from
 
 
@@ -98,7 +98,7 @@ def load_suite(
     """
     entries = [parse_entry(written) for written in expand(tasks)]
     if limit is not None and limit < 1:
-        raise UserError(f"limit is {limit}; it must be 1 or more items a task, or null for all of them")
+        raise UserError(f"limit is {limit}; it must be 1 or more items per task, or null for all of them")
     if manager is not None:
         entries = [replace(one, kind="named") if one.kind == "staged" else one for one in entries]
     directory = _stage_wheel(entries, cache, progress)

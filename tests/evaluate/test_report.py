@@ -91,7 +91,7 @@ def test_the_page_says_all_that_is_known_of_a_checkpoint() -> None:
         "1.23M 1,234,567", "1.00M 1,000,000", "20,480", "1.50×10¹¹", "exact; 6ND is 1.52×10¹¹", "1.5000 ± 0.0100",
         "2.1640", "40 of 10,042", "0.400 ± 0.010", "0.600 ± 0.030", "0.700 ± 0.040", "0.800 ± 0.050", "0.250",
         "clean part 34", "exact_match 0.125 ± 0.050", "withheld", "context 128 tokens", "0.9000 ± 0.0200",
-        "9.250 nats a token", "a window", "3 of the sweep's 4 other checkpoints",
+        "9.250 nats per token", "a window", "3 of the sweep's 4 other checkpoints",
     ):  # fmt: skip
         assert expected in said, expected
     assert said.index("broken has no score: item 3: nan.") < said.index("Parameters (N_total)"), "warnings come first"
