@@ -22,5 +22,4 @@ def random_shards(vocabulary: int, tokens: int) -> Shards:
     Uniform ones would spread the gradient of the embedding, and the caches' misses, as no text does.
     """
     stream = drawn_by_rank(np.random.default_rng(0), vocabulary, tokens + 1).astype(np.uint32)
-    documents = np.array([0, len(stream)])
-    return Shards(Path(), {}, ByteTokenizer(), stream, stream, documents, documents)
+    return Shards(Path(), {}, ByteTokenizer(), stream, stream)

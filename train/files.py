@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -80,7 +82,11 @@ class JsonLines:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _cut_torn_line(path)
+        if path.exists():
+            with path.open("rb+") as file:
+                content = file.read()
+                if content and not content.endswith(b"\n"):
+                    file.truncate(content.rfind(b"\n") + 1)
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, record: dict[str, Any]) -> None:
@@ -92,26 +98,16 @@ class JsonLines:
             self._file.close()
 
 
-def _cut_torn_line(path: Path) -> None:
-    if not path.exists():
-        return
-    with path.open("rb+") as file:
-        content = file.read()
-        if content and not content.endswith(b"\n"):
-            file.truncate(content.rfind(b"\n") + 1)
-
-
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
     """Every object of a JSON-lines file; lines that are torn, or hold no object, and a missing file are no error."""
-    return list(_json_lines(path)) if path.exists() else []
-
-
-def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            with suppress(json.JSONDecodeError):
-                if isinstance(value := json.loads(line), dict):
-                    yield value
+    found = []
+    if path.exists():
+        with path.open(encoding="utf-8", errors="replace") as file:
+            for line in file:
+                with suppress(json.JSONDecodeError):
+                    if isinstance(value := json.loads(line), dict):
+                        found.append(value)
+    return found
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
@@ -126,8 +122,6 @@ def read_json(path: Path) -> dict[str, Any] | None:
 @contextmanager
 def temporary_directory_beside(path: Path) -> Iterator[Path]:
     """A new directory next to `path`, removed on any error; the caller renames it into place."""
-    import shutil
-
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
     try:
@@ -139,8 +133,6 @@ def temporary_directory_beside(path: Path) -> Iterator[Path]:
 
 def put_in_place(temporary: Path, output: Path) -> None:
     """Flushes a folder to the disk and renames it; what stood there steps aside first, and goes last."""
-    import shutil
-
     for path in [*sorted(temporary.rglob("*")), temporary]:
         fsync_path(path)
     os.chmod(temporary, 0o755)
@@ -158,7 +150,5 @@ def put_in_place(temporary: Path, output: Path) -> None:
 
 
 def file_sha256(path: Path) -> str:
-    import hashlib
-
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

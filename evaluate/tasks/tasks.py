@@ -60,13 +60,13 @@ def anchored(tasks: Sequence[str], progress: Report = lambda line: None) -> list
     found = []
     for written in expand(tasks):
         entry = parse_entry(written)
-        is_folder = entry.kind == "named" and Path(entry.name).is_dir()
+        is_path = entry.kind in ("text", "path")
         if entry.kind == "named":
             manager = hub.task_manager(None, progress)
-            is_folder = is_folder and entry.name not in manager.all_tasks  # as `load_suite` decides
-            if not is_folder:
+            is_path = entry.name not in manager.all_tasks and Path(entry.name).is_dir()  # as `load_suite` decides
+            if not is_path:
                 hub.check_name(entry.name, manager)
-        if entry.kind in ("text", "path") or is_folder:
+        if is_path:
             place = Path(entry.name).expanduser().absolute()
             if not place.exists():
                 raise UserError(f"task {written!r} names {place}, which does not exist; give a file or a folder")

@@ -29,11 +29,11 @@ from pathlib import Path
 from types import FrameType
 
 from ...train.config import RunConfig
+from ...train.data.recipe.pool import usable_cores
 from ...train.errors import UserError
 from ...train.job.environment import TORCHRUN, Ranks
 from ...train.job.failure import DISK_FULL, cause_of, describe_error
 from ..grid import trunks
-from ..plan.rates import usable_cores
 from ..results import tracking
 from ..runs import states
 from ..runs.attempts import Policy
