@@ -117,7 +117,7 @@ def json_objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 row = json.loads(line.removeprefix(_BOM) if number == 1 else line)
             except UnicodeDecodeError as error:
                 raise UserError(
-                    f"data.path: line {number} of {path} is not UTF-8 (byte 0x{line[error.start]:02x}); "
+                    f"data.path: line {number} of {path} is not UTF-8 (byte 0x{error.object[error.start]:02x}); "
                     "convert the file to UTF-8"
                 ) from None
             except (ValueError, RecursionError) as error:
