@@ -103,7 +103,7 @@ class KaplanLaw(LossLaw):
         return Problem(
             form=LogSumTerms(lambda v, second: [_term(v, x, y, centred, second)], at, len(x)),
             target=target,
-            bounds=dict(zip(COORDINATES, ((-apart, apart), EXPONENT_BOUNDS, (low, high), EXPONENT_BOUNDS), strict=True)),
+            bounds={"N_c": (-apart, apart), "alpha_N": EXPONENT_BOUNDS, "D_c": (low, high), "alpha_D": EXPONENT_BOUNDS},
             logarithmic=("N_c", "D_c"),
             axes=np.stack([log_n, log_d]),
             starts=lambda weights, keep: _starts(x, y, target, centred, weights, keep),

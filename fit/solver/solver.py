@@ -133,7 +133,8 @@ def _solve(
             followers = np.concatenate([followers, np.ones(P, dtype=int)])
             stage = np.concatenate([stage, np.full(P, len(deltas) - 1)])
         found = refine(batch(problem, stage, theta), stage, deltas, ITERATIONS)
-    return best_of(Solution(*vars(found).values(), tried=followers, agreeing=followers), problem)
+    each = Solution(found.theta, found.objective, found.converged, found.at_bound, followers, followers)
+    return best_of(each, problem)
 
 
 def _leaders(theta: Array, objective: Array, rounding: Array) -> np.ndarray:
