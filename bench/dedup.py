@@ -18,9 +18,9 @@ from pathlib import Path
 
 import numpy as np
 
-from ..train.data.recipe import parts, shingles
+from ..train.data.recipe import shingles
 from ..train.data.recipe.pool import usable_cores
-from ..train.data.recipe.refine import Refinery
+from ..train.data.recipe.refine import NEAR_WORDS, Refinery
 from .contenders import Row, plain_row
 
 ABOUT = "Near-duplicate removal at Jaccard 0.8 (word 5-grams); ratio: ours over the peer's, more is better."
@@ -75,9 +75,9 @@ def planted_corpus(documents: int, pairs: int = PAIRS, seed: int = 0) -> Planted
 
 def _like(words: list[str], others: list[str], similarity: float) -> str:
     """A text of as many words whose end is another's: 5-grams in common, over all, at least `similarity`."""
-    n = len(words) - parts.NEAR_WORDS + 1
+    n = len(words) - NEAR_WORDS + 1
     common = int(np.ceil(2 * n * similarity / (1 + similarity)))
-    kept = common + parts.NEAR_WORDS - 1
+    kept = common + NEAR_WORDS - 1
     fresh = (others * 3)[: len(words) - kept]
     return " ".join([*words[:kept], *fresh])
 
@@ -87,7 +87,7 @@ def exact_jaccard(texts: Sequence[str], pairs: np.ndarray) -> np.ndarray:
 
     def ngrams(i: int) -> set[tuple[str, ...]]:
         words = texts[i].split()
-        return set(zip(*(words[k:] for k in range(parts.NEAR_WORDS)), strict=False))
+        return set(zip(*(words[k:] for k in range(NEAR_WORDS)), strict=False))
 
     return np.array([len(ngrams(a) & ngrams(b)) / len(ngrams(a) | ngrams(b)) for a, b in pairs.tolist()])
 
@@ -141,7 +141,7 @@ def _datasketch(texts: Sequence[str]) -> float:
         words = text.split()
         signature = MinHash(num_perm=shingles.SLOTS)
         signature.update_batch(
-            [" ".join(words[k : k + parts.NEAR_WORDS]).encode() for k in range(len(words) - parts.NEAR_WORDS + 1)]
+            [" ".join(words[k : k + NEAR_WORDS]).encode() for k in range(len(words) - NEAR_WORDS + 1)]
         )
         if not index.query(signature):
             index.insert(str(i), signature)

@@ -19,5 +19,4 @@ def random_shards(vocabulary: int, tokens: int, seed: int = 0) -> Shards:
     cumulative = np.cumsum(1.0 / (np.arange(vocabulary) + 2.7))
     drawn = np.searchsorted(cumulative, random.random(tokens + 1) * cumulative[-1])
     stream = drawn.clip(max=vocabulary - 1).astype(np.uint32)
-    documents = np.array([0, len(stream)])
-    return Shards(Path(), {}, ByteTokenizer(), stream, stream, documents, documents)
+    return Shards(Path(), {}, ByteTokenizer(), stream, stream)

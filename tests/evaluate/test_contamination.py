@@ -51,7 +51,7 @@ def shards_of(folder: Path, documents: list[str], tokenizer: str = "bytes") -> S
 
 
 def training_texts(shards: Shards) -> list[str]:
-    ends = shards.train_documents
+    ends = np.load(shards.directory / "train.documents.npy")
     return [shards.tokenizer.decode(shards.train[ends[i] : ends[i + 1]]) for i in range(len(ends) - 1)]
 
 

@@ -12,7 +12,6 @@ It counts when every file agrees with its manifest; the newest such one wins, an
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -25,7 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..config import RunConfig, canonical_json, flatten, from_dict, identity, run_id
+from ..config import RunConfig, flatten, from_dict, identity, run_id
+from ..data.storage import checksum
 from ..errors import UserError
 from ..files import file_sha256, fsync_path
 from ..job.control import run_on_ranks
@@ -163,8 +163,7 @@ def resume_state(
     newest = newest_valid(root, report, mesh)
     if newest is None:
         return None
-    trainer: dict[str, Any] = run_on_ranks(mesh, lambda: restore_state(newest, held, config))
-    return trainer
+    return run_on_ranks(mesh, lambda: restore_state(newest, held, config))
 
 
 def restore_state(checkpoint: Path, held: Sequence[Held], config: RunConfig) -> dict[str, Any]:
@@ -215,9 +214,7 @@ class LoadedCheckpoint:
     @property
     def checksum(self) -> str:
         """Identifies the content, wherever it lies."""
-        return hashlib.sha256(
-            canonical_json(json.loads((self.path / "manifest.json").read_text())).encode()
-        ).hexdigest()
+        return checksum(json.loads((self.path / "manifest.json").read_text()))
 
 
 def find(path: Path | str) -> Path:
