@@ -1,6 +1,6 @@
 """Block sizes, warps and pipeline stages of the FlashAttention kernels, by head size, type and GPU generation.
 
-A table (flash_blocks.yaml), no autotuner, so every node launches the same. Chosen from what the compiler says
+A table (flash_blocks.toml), no autotuner, so every node launches the same. Chosen from what the compiler says
 (`tests/train/kernels/test_compile.py`): large blocks whose inner loops spill next to nothing, in the shared memory of
 the smallest GPU of the generation. Not timed yet.
 """
@@ -8,11 +8,11 @@ the smallest GPU of the generation. Not timed yet.
 from __future__ import annotations
 
 import contextlib
+import tomllib
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import yaml
 from torch import Tensor
 
 
@@ -33,14 +33,14 @@ class Blocks(NamedTuple):
     d_query: Launch
 
 
-_TABLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+_TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
 
 def blocks_for(query: Tensor, precision: str) -> Blocks:
     """The launches for queries of such a head size and type on their device; `precision` is that of fp32's products."""
     generation = {9: "hopper", 10: "blackwell"}.get(capability_of(query)[0], "ampere")
     entries = _TABLE[precision if query.dtype == torch.float32 else generation]
-    found = next(launches for largest, launches in entries.items() if query.shape[-1] <= largest)
+    found = next(launches for largest, launches in entries.items() if query.shape[-1] <= int(largest))
     return Blocks(*(Launch(*numbers) for numbers in found))
 
 

@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import tomllib
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-
-import yaml
 
 from ..config import ModelConfig, ParallelConfig, RunConfig, flatten
 from ..errors import UserError
 
-ACCEPTED = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+ACCEPTED = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 _HOLDS: dict[str, Callable[[float], bool]] = {  # the ranges by their names there
     "1 or more": lambda value: value >= 1,
     "greater than 0": lambda value: value > 0,
