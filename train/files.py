@@ -10,7 +10,11 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from .errors import UserError
+
+Form = TypeVar("Form")
 
 # Files of a run directory that both the trainer and whoever starts it know.
 FAILURE = "failure.json"  # what ended an attempt, in the words of the first rank that knew
@@ -112,11 +116,36 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     return found
 
 
+def read_document(path: Path, form: type[Form], largest: int = 64 << 20) -> Form:
+    """A JSON or YAML file from outside as `form`, any type that msgspec knows: a dataclass, `dict[str, float]`, …
+
+    Raises:
+        UserError: it cannot be read, has more than `largest` bytes, or has another form; names file and field.
+    """
+    import msgspec  # here, for a job that only trains does without
+    import yaml
+
+    try:
+        if (size := path.stat().st_size) > largest:
+            raise UserError(f"{path} has {size} bytes; it must have at most {largest}.")
+        content = path.read_bytes()
+        if path.suffix in (".yaml", ".yml"):
+            return msgspec.convert(yaml.safe_load(content), form)
+        return msgspec.json.decode(content, type=form)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}); name a file that can.") from None
+    except RecursionError:
+        raise UserError(f"{path} is nested too deeply; write it without so many levels.") from None
+    except (msgspec.MsgspecError, yaml.YAMLError, UnicodeDecodeError) as error:
+        reason = " ".join(str(error).replace("`", "").replace(" - at $", " at $").split())
+        raise UserError(f"{path} is not what it must be: {reason[:300]}.") from None
+
+
 def read_json(path: Path) -> dict[str, Any] | None:
     """A JSON object, or None where the file is missing or is not one."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
 
