@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all."""
+"""Files that appear whole or not at all, and the tables of numbers that come with this room."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from .errors import InputError
 
@@ -41,3 +42,10 @@ def write_text(path: Path, text: str) -> None:
     """Write UTF-8 text to `path`, whole or not at all."""
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
+
+
+def read_constants(name: str) -> Any:
+    """A table of this room, constants/<name>.yaml."""
+    import yaml
+
+    return yaml.safe_load((Path(__file__).parent / "constants" / f"{name}.yaml").read_text(encoding="utf-8"))

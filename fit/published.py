@@ -13,15 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import yaml
 from numpy.typing import ArrayLike
 
 from .allocation.allocation import Optimum, optimum
 from .errors import Array, Constants, InputError, by_name, floats, positive, unboxed
+from .files import read_constants
 from .laws.registry import law_class
 
 if TYPE_CHECKING:
@@ -136,8 +136,7 @@ class PublishedLaw:
 
 
 def _read() -> dict[str, PublishedLaw]:
-    content = yaml.safe_load((Path(__file__).parent / "constants" / "laws.yaml").read_text(encoding="utf-8"))
-    laws = {}
+    content, laws = read_constants("laws"), {}
     for name, record in (content["laws"] | content["tuning"]).items():
         fields = {"unit": content["units"].get(record["kind"])} | record | {"inputs": tuple(record["inputs"])}
         for ranges in ("intervals", "fitted"):
@@ -152,8 +151,6 @@ _LAWS = _read()
 def published_law(name: str) -> PublishedLaw:
     """The published law of that name. Raises InputError naming the nearest names for one that is not known."""
     if name not in _LAWS:
-        from difflib import get_close_matches
-
         asked = str(name).lower()
         said = {known: f"{known} {law.authors} {law.form} {law.arxiv}".lower() for known, law in _LAWS.items()}
         near = [known for known, words in said.items() if asked and asked in words][:6]
