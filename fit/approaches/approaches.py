@@ -6,14 +6,14 @@ Each brings the uncertainty that its own method can see; where they disagree bey
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from ..allocation.allocation import compute_optimal
-from ..errors import Array, InputError
+from ..errors import Array, Columns, InputError
 from ..flops import flops_per_token
 from ..laws.powerlaw import PowerLaw
 from ..laws.registry import law_class
@@ -100,43 +100,39 @@ class Approach:
     def available(self) -> bool:
         return not self.reason
 
-    def _answers(self, flops: Array) -> tuple[Mapping[str, Array], Mapping[str, Array]]:
-        """QUANTITIES at budgets (m,) as far as the approach says, and their draws (m, resamples), if any."""
+    def answers(self, flops: Array) -> tuple[Columns, dict[str, Array | None]]:
+        """QUANTITIES at budgets (m,), NaN where the approach does not say, and their intervals (m, 2), None without
+        draws.
+        """
+        source = self.profiles or self.envelope
+        values: Columns = {}
+        draws: Columns = {}
         if self.law is not None:
             best = compute_optimal(self.law, flops, self.flops_per_token or 6.0)
-            return best.values, best.draws
-        source = self.profiles or self.envelope
-        if source is None or source.N_law_ is None or source.D_law_ is None:
-            return {}, {}
-        laws = {"N": source.N_law_, "D": source.D_law_} | ({"loss": source.loss_law_} if source.loss_law_ else {})
-        values = {name: law.predict(flops) for name, law in laws.items()}
-        draws = {name: law.predict_draws(flops) for name, law in laws.items() if law.draws_ is not None}
-        for found in (values, draws):
-            if found:
-                found["ratio"] = found["D"] / found["N"]
-        return values, draws
-
-    def values(self, flops: Array) -> dict[str, Array]:
-        """N, D, ratio and loss at budgets (m,), NaN where the approach does not say."""
-        values, _ = self._answers(flops)
-        return {name: values.get(name, np.full(len(flops), np.nan)) for name in QUANTITIES}
-
-    def bands(self, flops: Array) -> dict[str, Array | None]:
-        """Intervals of the same, each (m, 2), or None without draws."""
-        _, draws = self._answers(flops)
-        return {
+            values, draws = best.values, dict(best.draws)
+        elif source is not None and source.N_law_ is not None:
+            laws = {"N": source.N_law_, "D": source.D_law_, "loss": source.loss_law_}
+            known = {name: law for name, law in laws.items() if law is not None}
+            values = {name: law.predict(flops) for name, law in known.items()}
+            draws = {name: law.predict_draws(flops) for name, law in known.items() if law.draws_ is not None}
+            for found in (values, draws):
+                if found:
+                    found["ratio"] = found["D"] / found["N"]
+        unknown = np.full(len(flops), np.nan)
+        bands = {
             name: np.array([percentile_interval(row) for row in draws[name]]) if name in draws else None
             for name in QUANTITIES
         }
+        return {name: values.get(name, unknown) for name in QUANTITIES}, bands
 
     def at(self, flops: float) -> Estimate:
         """The estimate at one budget."""
-        C = np.array([flops])
-        numbers = {name: finite_or_none(value[0]) for name, value in self.values(C).items()}
+        values, bands = self.answers(np.array([flops]))
         intervals: dict[str, Interval | None] = {
             name: None if band is None or np.isnan(band[0]).all() else (float(band[0, 0]), float(band[0, 1]))
-            for name, band in self.bands(C).items()
+            for name, band in bands.items()
         }
+        numbers = {name: finite_or_none(value[0]) for name, value in values.items()}
         return Estimate(flops=float(flops), intervals=intervals, **numbers)
 
     def to_dict(self) -> dict[str, Any]:

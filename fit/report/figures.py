@@ -322,7 +322,7 @@ def published(a: Analysis) -> Figure | None:
     if a.law is None or not own.available:
         return None
     C = np.geomspace(a.table.flops.min(), max(*a.targets, FRONTIER), 60)
-    values, band = own.values(C)["N"], own.bands(C)["N"]
+    values, band = (found["N"] for found in own.answers(C))
     sizes = {name: published_law(name).optimal(C).N for name in BESIDE} | {"this law": values}
     data = []
     for (name, N), colour in zip(sizes.items(), (*PALETTE[1:], PALETTE[0]), strict=True):

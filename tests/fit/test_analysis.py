@@ -130,7 +130,7 @@ def test_bands_contain_their_values_for_every_approach():
     found = analyze(sweep())
     C = np.geomspace(2e15, 1e17, 5)
     for approach in found.approaches.values():
-        values, bands = approach.values(C), approach.bands(C)
+        values, bands = approach.answers(C)
         for name in QUANTITIES:
             assert (bands[name][:, 0] <= values[name] * (1 + 1e-6)).all(), (approach.key, name)
             assert (values[name] * (1 - 1e-6) <= bands[name][:, 1]).all(), (approach.key, name)
