@@ -98,19 +98,17 @@ class Pass:
 
 
 def decode(model: Served, device: Device, batch: ArrayLike, context: ArrayLike) -> Pass:
-    """A token more for `batch` requests that have `context` tokens behind them."""
+    """One more token for each of `batch` requests that have `context` tokens behind them."""
     N, k, a, b, L = _broadcast(model, batch=batch, context=context)
-    flops = b * (2.0 * N + 4.0 * a * L)
     read = model.weight_bytes * N + b * model.cache_bytes * k * (L + 1.0)
-    return _pass(device, b, flops, read)
+    return _pass(device, b, b * (2.0 * N + 4.0 * a * L), read)
 
 
 def prefill(model: Served, device: Device, batch: ArrayLike, prompt: ArrayLike) -> Pass:
     """`batch` prompts of `prompt` tokens, read at once."""
     N, k, a, b, L = _broadcast(model, batch=batch, prompt=prompt)
-    flops = b * L * (2.0 * N + 2.0 * a * (L + 1.0))
     moved = model.weight_bytes * N + b * model.cache_bytes * k * L
-    return _pass(device, b * L, flops, moved)
+    return _pass(device, b * L, b * L * (2.0 * N + 2.0 * a * (L + 1.0)), moved)
 
 
 @dataclass(frozen=True)

@@ -125,13 +125,11 @@ def units(t: RunTable) -> Found:
 
 
 def _loss_unit(t: RunTable) -> Iterator[str]:
-    said = set(texts(t, "loss_unit")) - {""}
+    said, vocabulary = set(texts(t, "loss_unit")) - {""}, numbers(t, "vocabulary")
+    above = np.flatnonzero(t.loss > np.log(vocabulary))
     if len(said) == 1 and not any("nat" in unit for unit in said):
         yield f"the loss is said to be in {said.pop()}"
-        return
-    vocabulary = numbers(t, "vocabulary")
-    above = np.flatnonzero(t.loss > np.log(vocabulary))
-    if above.size:
+    elif above.size:
         i = above[np.argmax(t.loss[above])]
         yield (
             f"{above.size} losses, as {t.loss[i]:.4g} of run {t.run_id[i]}, are above ln {vocabulary[i]:.0f} = "
@@ -553,11 +551,11 @@ def _profiles(t: RunTable) -> Found:
 
 
 def _span(t: RunTable) -> Found:
-    low, high = float(t.flops.min()), float(t.flops.max())
-    if high / low < 10:
+    span = float(t.flops.max()) / float(t.flops.min())
+    if span < 10:
         yield Warning(
             "narrow_span",
-            f"The runs span a factor of {high / low:.3g} in compute; an exponent in C rests on a lever of a decade at "
+            f"The runs span a factor of {span:.3g} in compute; an exponent in C rests on a lever of a decade at "
             "least, and shorter ones turn noise into slope.",
         )
 

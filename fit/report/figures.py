@@ -301,8 +301,8 @@ def allocation(a: Analysis, quantity: str) -> Figure | None:
     look["margin"]["t"] = 64
     every = [v for one in data if "fill" not in one for v in one["y"] if v is not None]
     views = {
-        "near": _view("xaxis", [low / 2, high * 30], 0.0, True) | _view("yaxis", near, 0.12, log),
-        "far": _view("xaxis", [low / 2, far * 2], 0.0, True) | _view("yaxis", every, 0.12, log),
+        name: _view("xaxis", [low / 2, end], 0.0, True) | _view("yaxis", shown, 0.12, log)
+        for name, end, shown in (("near", high * 30, near), ("far", far * 2, every))
     }
     # Start near the runs; where the targets lie far off, the page's switch goes from this view to the other.
     beyond = np.log10(far * 2 / (high * 30)) >= 1.0
