@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -54,28 +54,17 @@ def law_intervals(law: Law | None) -> dict[str, Interval]:
 
 @dataclass(frozen=True)
 class Estimate:
-    """One approach at one budget; None is what the approach does not say, and an unknown interval."""
+    """One approach at one budget, as `isoflop fit --json` says it; None is what it does not say."""
 
     flops: float
     N: float | None
     D: float | None
-    ratio: float | None
     loss: float | None
-    intervals: dict[str, Interval | None] = field(default_factory=dict)
-
-    def to_dict(self) -> dict[str, Any]:
-        """As `isoflop fit --json` says it."""
-        return {
-            "flops": self.flops,
-            "N": self.N,
-            "D": self.D,
-            "loss": self.loss,
-            "tokens_per_parameter": self.ratio,
-            "N_ci": self.intervals["N"],
-            "D_ci": self.intervals["D"],
-            "loss_ci": self.intervals["loss"],
-            "tokens_per_parameter_ci": self.intervals["ratio"],
-        }
+    tokens_per_parameter: float | None
+    N_ci: Interval | None
+    D_ci: Interval | None
+    loss_ci: Interval | None
+    tokens_per_parameter_ci: Interval | None
 
 
 @dataclass(frozen=True)
@@ -128,12 +117,13 @@ class Approach:
     def at(self, flops: float) -> Estimate:
         """The estimate at one budget."""
         values, bands = self.answers(np.array([flops]))
-        intervals: dict[str, Interval | None] = {
-            name: None if band is None or np.isnan(band[0]).all() else (float(band[0, 0]), float(band[0, 1]))
-            for name, band in bands.items()
-        }
-        numbers = {name: finite_or_none(value[0]) for name, value in values.items()}
-        return Estimate(flops=float(flops), intervals=intervals, **numbers)
+        said: dict[str, Any] = {}
+        for name, band in bands.items():
+            title = "tokens_per_parameter" if name == "ratio" else name
+            unknown = band is None or np.isnan(band[0]).all()
+            said[title] = finite_or_none(values[name][0])
+            said[f"{title}_ci"] = None if unknown else tuple(band[0].tolist())
+        return Estimate(float(flops), **said)
 
     def to_dict(self) -> dict[str, Any]:
         """What does not depend on a budget, for JSON."""

@@ -74,9 +74,9 @@ class RecipeLaw:
             "ci": law_intervals(law),
             "target": self.target,
             "N": e and e.N,
-            "N_ci": e and e.intervals["N"],
+            "N_ci": e and e.N_ci,
             "loss": e and e.loss,
-            "loss_ci": e and e.intervals["loss"],
+            "loss_ci": e and e.loss_ci,
             "paired": self.paired and self.paired.to_dict(),
             "at_target": self.at_target and self.at_target.to_dict(),
         }

@@ -56,7 +56,7 @@ def clashes(approaches: Mapping[str, Approach], budgets: Sequence[float]) -> lis
     for C in sorted(set(budgets)):
         estimates = {key: approach.at(C) for key, approach in approaches.items() if approach.available}
         for (one, left), (two, right) in combinations(estimates.items(), 2):
-            i, j = left.intervals["N"], right.intervals["N"]
+            i, j = left.N_ci, right.N_ci
             if i and j and left.N and right.N and (i[1] < j[0] or j[1] < i[0]):
                 found.append(Clash(C, (one, two), (left.N, right.N)))
     return found
@@ -72,7 +72,7 @@ def verdict(approaches: Mapping[str, Approach], targets: Sequence[float], table:
         said = "; ".join(map(str, found))
         suspects = find_suspects(able, {clash.flops for clash in found}, table)
         return Verdict(False, f"The approaches disagree beyond their intervals: {said}.", suspects)
-    spans = [approach.at(targets[0]).intervals["N"] for approach in able.values()]
+    spans = [approach.at(targets[0]).N_ci for approach in able.values()]
     if any(span is None for span in spans):
         return Verdict(None, "Not every approach has an interval, so agreement cannot be judged.")
     with np.errstate(divide="ignore"):

@@ -139,11 +139,11 @@ def _answer(a: Analysis) -> str:
         approach = a.approaches[key]
         e = approach.at(C) if approach.available else None
         if e is not None and e.N is not None:
-            known = interval(e.intervals["N"], count)
+            known = interval(e.N_ci, count)
             if known == UNDETERMINED:
                 return f"These runs do not determine what {budget} would want: the interval spans over five decades."
             size, tokens = f"{count(e.N)} parameters ({known})", f"{count(e.D)} tokens"
-            return f"For {budget} {key} asks for {size} and {tokens} ({interval(e.intervals['D'], count)})."
+            return f"For {budget} {key} asks for {size} and {tokens} ({interval(e.D_ci, count)})."
     return f"No approach has an answer for {budget.rstrip(',')}."
 
 

@@ -49,7 +49,7 @@ def test_a_good_sweep_gets_three_answers_that_agree_and_cover_the_truth():
     assert found.verdict.sentence.startswith("The approaches agree within their intervals")
     truth = (40 / 85) ** (1 / 0.6) * (1e18 / 6) ** 0.5
     for approach in found.approaches.values():
-        low, high = approach.at(1e18).intervals["N"]
+        low, high = approach.at(1e18).N_ci
         assert low < truth < high
         assert approach.exponent_interval[0] < 0.5 < approach.exponent_interval[1]
     assert codes(found) <= {"extrapolation"}
