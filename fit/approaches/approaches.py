@@ -15,6 +15,7 @@ import numpy as np
 from ..allocation.allocation import compute_optimal
 from ..errors import Array, Columns, InputError
 from ..flops import flops_per_token
+from ..laws.law import LossLaw
 from ..laws.powerlaw import PowerLaw
 from ..laws.registry import law_class
 from ..table import RunTable
@@ -22,7 +23,7 @@ from ..uncertainty import percentile_interval, resampled_together
 from .envelope import Envelope
 from .isoflop import IsoflopProfiles
 
-Law = Any  # any law of N and D: fit, clone, bootstrap, refit, predict, constants_, draws_
+Law = LossLaw  # any law of N and D
 Interval = tuple[float, float]
 QUANTITIES = ("N", "D", "ratio", "loss")
 
