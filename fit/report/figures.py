@@ -364,8 +364,8 @@ def backtest(a: Analysis) -> Figure | None:
 def scores(a: Analysis, measure: str) -> Figure | None:
     """`acc` or `gold_bpb` of each task by compute, with standard errors; the line joins each budget's best runs."""
     t, hover = a.table, run_hover(a)
-    columns = [str(column).rsplit("/", 1) for column in t.frame.columns if str(column).endswith(("/acc", "/gold_bpb"))]
-    names = sorted({task for task, kind in columns if np.isfinite(t.column(f"{task}/{kind}")).any()})
+    columns = [name for name in map(str, t.frame.columns) if name.endswith(("/acc", "/gold_bpb"))]
+    names = sorted({name.rsplit("/", 1)[0] for name in columns if np.isfinite(t.column(name)).any()})
     data: list[Trace] = []
     for task, colour in zip(names, PALETTE * (len(names) // len(PALETTE) + 1), strict=False):
         values, errors, chance = (t.column(f"{task}/{name}") for name in (measure, f"{measure}_se", "chance"))
