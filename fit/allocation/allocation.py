@@ -75,16 +75,14 @@ class Optimum:
 
     def rows(self) -> list[dict[str, str]]:
         """What is printed: a row per target, each quantity as text with its interval."""
-        says = {"N": count, "D": count, "loss": lambda v: f"{v:.4f}", "ratio": amount}
         found, intervals = self.values, self.intervals
 
         def cell(name: str, i: int) -> str:
-            say = says.get(name, scientific if "flops" in name else amount)
-            said = _bounded(found[name][i], say)
-            low, high = intervals.get(name, np.full((i + 1, 2), np.nan))[i]
+            said = _written(name, found[name][i])
+            low, high = intervals[name][i] if name in intervals else (np.nan, np.nan)
             if np.isnan(low) or high <= low * (1 + 1e-9):  # what was asked for is the same in every draw
                 return said
-            return f"{said} [{_bounded(low, say)}, {_bounded(high, say)}]"
+            return f"{said} [{_written(name, low)}, {_written(name, high)}]"
 
         return [{name: cell(name, i) for name in found} for i in range(len(self.N))]
 
@@ -139,8 +137,12 @@ def exactly_one(**options: Any) -> tuple[str, Any]:
     return given[0], options[given[0]]
 
 
-def _bounded(value: float, say: Callable[[float], str]) -> str:
-    return say(value) if np.isfinite(value) else "none" if np.isnan(value) else "∞"
+def _written(name: str, value: float) -> str:
+    if not np.isfinite(value):
+        return "none" if np.isnan(value) else "∞"
+    if name == "loss":
+        return f"{value:.4f}"
+    return (count if name in ("N", "D") else scientific if "flops" in name else amount)(value)
 
 
 @np.errstate(divide="ignore", invalid="ignore", over="ignore")

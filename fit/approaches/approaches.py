@@ -121,9 +121,8 @@ class Approach:
         said: dict[str, Any] = {}
         for name, band in bands.items():
             title = "tokens_per_parameter" if name == "ratio" else name
-            unknown = band is None or np.isnan(band[0]).all()
             said[title] = finite_or_none(values[name][0])
-            said[f"{title}_ci"] = None if unknown else tuple(band[0].tolist())
+            said[f"{title}_ci"] = None if band is None or np.isnan(band[0]).all() else tuple(band[0].tolist())
         return Estimate(float(flops), **said)
 
     def to_dict(self) -> dict[str, Any]:

@@ -367,7 +367,7 @@ class IsoflopProfiles:
         # The draws of the vertices, each moved once more by the scatter between budgets.
         drawn = np.stack([np.asarray(p.N_draws) for p in good])
         sizes = drawn * np.exp(self.scatter_ * generator.standard_normal(drawn.shape))
-        self.N_law_.fit_draws(np.stack(sizes, 1))
+        self.N_law_.fit_draws(np.stack([*sizes], 1))
         self.D_law_.fit_draws(np.stack(list(map(tokens_at, good, sizes)), 1))
         if self.loss_law_ is not None:
             self.loss_law_.fit_draws(np.stack([np.asarray(p.loss_draws) for p in good], 1))
