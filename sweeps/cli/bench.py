@@ -16,7 +16,7 @@ Device = Annotated[str, typer.Option(help="auto, cpu or cuda; each has cases of 
 Rounds = Annotated[int, typer.Option(min=1, help="Turns of each side; figures are medians over them.")]
 # Of the benchmarks that take a device and rounds and no more: `bench_<name>` of bench/<name>.py.
 TIMED = {
-    "train": "Tokens a second of our trainer beside transformers' LlamaForCausalLM, same shape, and both sides' MFU.",
+    "train": "Tokens per second of our trainer beside transformers' LlamaForCausalLM, same shape, and both sides' MFU.",
     "attention": "Our causal attention beside SDPA's fastest backend and flash-attn, with peak memory.",
     "loss": "Our head and cross-entropy in one beside logits and F.cross_entropy, with peak memory.",
     "ensemble": "Small models trained together beside the same one after the other.",
@@ -41,7 +41,7 @@ def bench_grids(
     rounds: Rounds = 2,
     as_json: Json = False,
 ) -> None:
-    """Whole sweeps with trunks, ensembles and workers beside one process a run: FLOPs, wall clock, same losses."""
+    """Whole sweeps with trunks, ensembles and workers beside one process per run: FLOPs, wall clock, same losses."""
     from ...bench.grid import ABOUT, CASES, bench_grid
 
     _show_rows(bench_grid(minutes, rounds, case or CASES), as_json, ABOUT)
@@ -57,7 +57,7 @@ def bench_ranks(as_json: Json = False) -> None:
 
 @app.command(name="fit")
 def bench_fits(as_json: Json = False) -> None:
-    """Fits a second of our solver beside SciPy's L-BFGS-B, on the same runs and resamples, in turn."""
+    """Fits per second of our solver beside SciPy's L-BFGS-B, on the same runs and resamples, in turn."""
     from ...bench.fit import bench_fit, print_fit_benchmark
 
     show(bench_fit(), as_json, print_fit_benchmark)
@@ -77,7 +77,7 @@ def bench_evaluations(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Our evaluation beside lm-eval's own hf model on the same checkpoint: same answers, items a second, overhead."""
+    """Our evaluation beside lm-eval's own hf model on the same checkpoint: same answers, items per second, overhead."""
     from ...bench.evaluate import ABOUT, CASES, bench_evaluate
 
     cases = case or (() if sweep else CASES)

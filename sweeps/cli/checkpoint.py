@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ...train.errors import UserError
-from ...train.files import read_json
+from ...train.files import read_json, write_atomic
 from .sweep import Json, show
 
 if TYPE_CHECKING:
@@ -66,9 +66,9 @@ def score(
 
     An evaluation that was stopped goes on where it was when it is started again.
     """
-    from ...evaluate.checkpoint import choose_device
     from ...evaluate.inference.ranks import on_ranks
     from ...train.checkpoint.checkpoint import find
+    from ...train.hardware import pick_device
 
     settings = {"device": device, "precision": precision, "ngram": ngram or None, "batch_tokens": batch_tokens}
     paths = [find(path) for path in checkpoint]
@@ -79,7 +79,7 @@ def score(
 
     suite = {"tasks": tasks, "limit": limit}
     score_on = partial(_score, wanted=wanted, suite=suite, settings=settings, quietly=as_json)
-    scored = on_ranks(ranks, score_on, device=choose_device(device))
+    scored = on_ranks(ranks, score_on, device=pick_device(device, "--device").type)
     if scored is None:  # another rank of a job than the first
         return
     if against is not None and other is None:
@@ -160,7 +160,7 @@ def _read(against: Path) -> _Scored | None:
 
 
 def _write_page(one: _Scored, other: _Scored | None) -> None:
-    from ...evaluate.pages.report import write_checkpoint_report
+    from ...evaluate.pages.report import checkpoint_page
     from ...evaluate.records.items import items_path, read_items
     from ..results.pages import peers_of
 
@@ -169,7 +169,7 @@ def _write_page(one: _Scored, other: _Scored | None) -> None:
 
     peers = [] if one.checkpoint is None else peers_of(one.checkpoint.absolute())
     against = None if other is None else (other.scores, items_of(other))
-    write_checkpoint_report(one.scores, one.folder / "report.html", items_of(one), peers, against)
+    write_atomic(one.folder / "report.html", checkpoint_page(one.scores, items_of(one), peers, against))
 
 
 @app.command(name="generate")
