@@ -73,7 +73,7 @@ def missing_field(plan: Mapping[str, Any]) -> str | None:
 
 
 def sweep_status(sweep: SweepDirectory, before: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Everything that the run directories say, as plain values (the `--json` of `isoflop status`).
+    """Everything that the run directories say (the `--json` of `isoflop status`).
 
     What had ended in an earlier status `before`, and was not touched since, is not read again.
     """
@@ -91,7 +91,7 @@ def sweep_status(sweep: SweepDirectory, before: Mapping[str, Any] | None = None)
     _add_costs(rows, cluster)
     spent = sum(row["retries"] for row in rows)
     for row in rows:
-        recent = _attempts(row)[len(row["history"]) - row["recent"] :]
+        recent = row["history"][len(row["history"]) - row["recent"] :]
         row["again"] = row["state"] == "failed" and attempts.decide(recent, policy, spent, now).again
     _add_waits(sweep, rows)
     counts = Counter(row["state"] for row in rows)
@@ -157,7 +157,7 @@ def _read(run: RunDirectory, planned: Mapping[str, Any], changed: int) -> Row:
         "first_step": planned.get("first_step", 0),
         "tokens": last.get("tokens", 0),
         "seconds": sum(start.seconds for start in history),
-        "history": [dict(vars(start)) for start in history],
+        "history": history,
         "recent": len(recent),  # of these, since somebody asked for a retry by hand
         "shape": planned.get("shape"),
         "scored": summary is not None and (run.path / "eval" / f"step_{summary['step']}.json").exists(),
@@ -192,7 +192,7 @@ def _add_life(sweep: SweepDirectory, rows: Iterable[Row], policy: Policy, now: f
 
 def _add_costs(rows: Iterable[Row], cluster: ClusterConfig) -> None:
     """GPU-hours of each run so far, or core-hours where it has no GPU."""
-    histories = {row["run_id"]: _attempts(row) for row in rows}
+    histories: dict[str, list[Attempt]] = {row["run_id"]: list(row["history"]) for row in rows}
     unknown: Row = dict.fromkeys(("first_step", "last_step", "saved_step", "flops", "flops_wasted"), 0)
     for row in rows:
         if begun := row["under_way"]:
@@ -204,11 +204,6 @@ def _add_costs(rows: Iterable[Row], cluster: ClusterConfig) -> None:
         if shape := row["shape"]:
             hours = sum(paid[row["run_id"]]) * accounting.devices(shape, vars(cluster)) / 3600
             row["gpu_hours" if shape["gpus"] else "core_hours"] = hours
-
-
-def _attempts(row: Row) -> list[Attempt]:
-    """Those that have ended."""
-    return [Attempt(**start) for start in row["history"]]
 
 
 def _add_waits(sweep: SweepDirectory, rows: Iterable[Row]) -> None:
@@ -253,7 +248,7 @@ def sweep_eta(rows: Iterable[Row]) -> float | None:
 def print_status(status: dict[str, Any], everything: bool = False) -> None:
     """Of a large sweep what needs attention, unless `everything`."""
     out = console()
-    out.print(_rendered(status, out, everything))
+    out.print(render_status(status, out, everything))
 
 
 def watch_sweep(sweep: SweepDirectory, as_json: bool = False, everything: bool = False) -> None:
@@ -270,7 +265,7 @@ def watch_sweep(sweep: SweepDirectory, as_json: bool = False, everything: bool =
             if as_json:
                 print_json(status)
             elif live is not None:
-                live.update(_rendered(status, out, everything), refresh=True)
+                live.update(render_status(status, out, everything), refresh=True)
             else:
                 print_status(status, everything)
             if not any(row["state"] in OPEN or row["again"] for row in status["runs"]):
@@ -281,16 +276,12 @@ def watch_sweep(sweep: SweepDirectory, as_json: bool = False, everything: bool =
 
 def print_json(status: dict[str, Any]) -> None:
     """On one line: with line breaks a thousand runs would take Python's slow encoder a second."""
-    print(json.dumps(status, allow_nan=False), flush=True)
+    print(json.dumps(status, allow_nan=False, default=vars), flush=True)
 
 
-def _rendered(status: dict[str, Any], out: Console, everything: bool) -> RenderableType:
-    room = max(10, out.height - 8) if out.is_terminal else ROWS
-    return render_status(status, None if everything else room)
-
-
-def render_status(status: dict[str, Any], room: int | None) -> RenderableType:
-    """Table, reasons and totals, with at most `room` lines of runs."""
+def render_status(status: dict[str, Any], out: Console, everything: bool) -> RenderableType:
+    """Table, reasons and totals; unless `everything`, with as many lines of runs as the terminal has room for."""
+    room = None if everything else max(10, out.height - 8) if out.is_terminal else ROWS
     shown, hidden = fold_rows(status["runs"], room)
     shown.sort(key=lambda row: ORDER.index(row["state"]))
     counts = ", ".join(f"{count} {state}" for state, count in status["states"].items())
