@@ -7,7 +7,6 @@ import math
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from ...evaluate.export.model_card import Facts
 
 app = typer.Typer()
+Scored = tuple[Path, dict[str, Any]]  # where the scores of a checkpoint are, and the scores
 SCORES = "scores.json"
 BROKEN = "\N{REPLACEMENT CHARACTER}"
 
@@ -46,6 +46,7 @@ def score(
     """
     from ...evaluate.checkpoint import choose_device
     from ...evaluate.inference.ranks import on_ranks
+    from ...evaluate.pages.report import format_scores
     from ...train.checkpoint.checkpoint import find
 
     settings = {"device": device, "precision": precision, "ngram": ngram or None, "batch_tokens": batch_tokens}
@@ -57,42 +58,26 @@ def score(
 
     suite = {"tasks": tasks, "limit": limit}
     score_on = partial(_score, wanted=wanted, suite=suite, settings=settings, quietly=as_json)
-    scored = on_ranks(ranks, score_on, device=choose_device(device))
-    if scored is None:  # another rank of a job than the first
+    found = on_ranks(ranks, score_on, device=choose_device(device))
+    if found is None:  # another rank of a job than the first
         return
     if against is not None and other is None:
-        other = scored.pop()
-    for one in scored:
-        _write_page(one, other)
+        other = found.pop()
+    for path, scored in zip(paths, found, strict=True):
+        _write_page(path.absolute(), scored, other)
     if as_json:
-        found = [one.scores for one in scored]
-        print(json.dumps(found[0] if len(found) == 1 else found, indent=1))
-    else:
-        _print_scores(scored)
-
-
-@dataclass(frozen=True)
-class _Scored:
-    """A checkpoint and where its scores are."""
-
-    folder: Path
-    scores: dict[str, Any]
-    checkpoint: Path | None = None
-
-
-def _print_scores(scored: Sequence[_Scored]) -> None:
-    from ...evaluate.pages.report import format_scores
-
-    for one in scored:
-        if len(scored) > 1:
-            print(one.scores["checkpoint"])
-        print(format_scores(one.scores))
-        print(f"report: {one.folder / 'report.html'}")
+        print(json.dumps(found[0][1] if len(found) == 1 else [scores for _, scores in found], indent=1))
+        return
+    for folder, scores in found:
+        if len(found) > 1:
+            print(scores["checkpoint"])
+        print(format_scores(scores))
+        print(f"report: {folder / 'report.html'}")
 
 
 def _score(
     ranks: Any, wanted: Sequence[tuple[Path, Path]], suite: dict[str, Any], settings: dict[str, Any], quietly: bool
-) -> list[_Scored] | None:
+) -> list[Scored] | None:
     """One after the other, on every rank alike; only the first has an answer."""
     from ...evaluate.checkpoint import evaluate_checkpoint
     from ..results.scoring import open_suite
@@ -109,7 +94,7 @@ def _score(
         scores = evaluate_checkpoint(
             path, output=folder / SCORES, ranks=ranks, progress=say, **vars(shared), **settings
         )
-        found.append(_Scored(folder, scores, path))
+        found.append((folder, scores))
     return found if ranks.rank == 0 else None
 
 
@@ -126,7 +111,7 @@ def _folders(paths: Sequence[Path], output: Path | None) -> list[Path]:
     return [output / name for name in names]
 
 
-def _read(against: Path) -> _Scored | None:
+def _read(against: Path) -> Scored | None:
     """Scores that are there already: the file, or a folder that holds it; None where it is a checkpoint."""
     file = against if against.is_file() else against / SCORES
     if not file.is_file() or (against.is_dir() and (against / "manifest.json").is_file()):
@@ -134,20 +119,20 @@ def _read(against: Path) -> _Scored | None:
     scores = read_json(file)
     if scores is None or not isinstance(scores.get("tasks"), dict):
         raise UserError(f"{file} is not a file of scores; give a checkpoint, or what `isoflop evaluate` wrote")
-    return _Scored(file.parent, scores)
+    return file.parent, scores
 
 
-def _write_page(one: _Scored, other: _Scored | None) -> None:
+def _write_page(checkpoint: Path, scored: Scored, other: Scored | None) -> None:
     from ...evaluate.pages.report import write_checkpoint_report
     from ...evaluate.records.items import items_path, read_items
     from ..results.pages import peers_of
 
-    def items_of(side: _Scored) -> Any:
-        return read_items(items_path(side.folder / SCORES), lambda line: print(line, file=sys.stderr))
+    def items_of(folder: Path) -> Any:
+        return read_items(items_path(folder / SCORES), lambda line: print(line, file=sys.stderr))
 
-    peers = [] if one.checkpoint is None else peers_of(one.checkpoint.absolute())
-    against = None if other is None else (other.scores, items_of(other))
-    write_checkpoint_report(one.scores, one.folder / "report.html", items_of(one), peers, against)
+    folder, scores = scored
+    against = None if other is None else (other[1], items_of(other[0]))
+    write_checkpoint_report(scores, folder / "report.html", items_of(folder), peers_of(checkpoint), against)
 
 
 @command(app, "generate")

@@ -180,7 +180,7 @@ def progress_of(run: RunDirectory, live: bool = False) -> Progress:
 
 
 def has_checkpoint(run: RunDirectory, step: int) -> bool:
-    return (_checkpoint(run, step) / "manifest.json").is_file()
+    return (checkpoint_folder(run, step) / "manifest.json").is_file()
 
 
 def graft(branch: RunDirectory, trunk: RunDirectory) -> str | None:
@@ -193,10 +193,10 @@ def graft(branch: RunDirectory, trunk: RunDirectory) -> str | None:
     from ...train.checkpoint.checkpoint import damage
 
     step = trunk_steps(branch.config())
-    source, final = _checkpoint(trunk, step), _checkpoint(branch, step)
+    source, final = checkpoint_folder(trunk, step), checkpoint_folder(branch, step)
     begins = f"run {branch.run_id} begins at step {step} of run {trunk.run_id}"
     with FileLock(branch.path / ".graft.lock"):
-        if any(own >= step and damage(_checkpoint(branch, own)) is None for own in branch.saved_steps()):
+        if any(own >= step and damage(checkpoint_folder(branch, own)) is None for own in branch.saved_steps()):
             return None
         if not has_checkpoint(trunk, step):
             state = trunk.state()
@@ -212,7 +212,7 @@ def graft(branch: RunDirectory, trunk: RunDirectory) -> str | None:
     return f"begins at step {step} of run {trunk.run_id}, whose checkpoint is {how} here"
 
 
-def _checkpoint(run: RunDirectory, step: int) -> Path:
+def checkpoint_folder(run: RunDirectory, step: int) -> Path:
     return run.path / "checkpoints" / f"step_{step}"
 
 

@@ -138,10 +138,8 @@ def ask_round(sweep: SweepDirectory, config: SweepConfig) -> dict[str, Any] | No
     try:
         asked = _ask(sweep, config, points, len(rounds))
     except NothingToSuggest as error:
-        asked = str(error)
-    # An end is written down and not held to: where runs were tried again since, or the grid asks for more, it goes on.
-    if isinstance(asked, str):
-        write_json(sweep.path / RECORD, record | {"ended": asked})
+        # This end is not final: where runs were tried again since, or the grid asks for more, it goes on.
+        write_json(sweep.path / RECORD, record | {"ended": str(error)})
         return None
     write_json(sweep.path / RECORD, {"rounds": [*rounds, asked], "ended": None})
     return dict(asked["grid"])
@@ -169,8 +167,8 @@ def _record(sweep: SweepDirectory) -> dict[str, Any]:
     return read_json(sweep.path / RECORD) or {"rounds": [], "ended": None}
 
 
-def _ask(sweep: SweepDirectory, config: SweepConfig, points: AdaptiveGrid, number: int) -> dict[str, Any] | str:
-    from .suggest import fit_standing, suggest_from
+def _ask(sweep: SweepDirectory, config: SweepConfig, points: AdaptiveGrid, number: int) -> dict[str, Any]:
+    from .suggest import NothingToSuggest, fit_standing, suggest_from
 
     base = prepare.resolved_base(sweep, config)
     base.tokens = 0
@@ -178,19 +176,18 @@ def _ask(sweep: SweepDirectory, config: SweepConfig, points: AdaptiveGrid, numbe
     total = grid.adaptive_flops(points, base)
     standing = fit_standing(sweep, config, points.target_flops or max(config.fit.targets, default=1000.0 * cap))
     if reached := _reached(points, standing):
-        return reached
+        raise NothingToSuggest(reached)
     if number >= points.rounds:
-        return f"all {points.rounds} rounds are over"
+        raise NothingToSuggest(f"all {points.rounds} rounds are over")
     planned = {run["run_id"]: float(run["flops_own"]) for run in sweep.plan()["runs"]}
     added = [run.config() for run in membership.members(sweep) if run.run_id not in planned]
     spent = sum(planned.values()) + sum(map(own_flops, added))  # of runs that failed too
     left = total - spent
     if left < SPENT * total:
-        return f"{spent:.3g} of {total:.3g} FLOPs are spent"
+        raise NothingToSuggest(f"{spent:.3g} of {total:.3g} FLOPs are spent")
     shares = [GROWTH**i for i in range(number, points.rounds)]
-    found = suggest_from(
-        sweep, config, standing, left * shares[0] / sum(shares), max_flops=cap, max_runs=points.round_runs
-    )
+    budget = left * shares[0] / sum(shares)
+    found = suggest_from(sweep, config, standing, budget, seeds=1, max_flops=cap, max_runs=points.round_runs)
     expected = found.to_dict()
     return {
         "runs": [run_id(run) for run in grid.expand_grid(PointsGrid(points=found.grid["points"]), base)],

@@ -425,13 +425,8 @@ def _scores(run: RunDirectory) -> Iterator[Fault]:
     for path in sorted((run.path / "eval").glob("*.json")):
         if not STEP.match(path.stem):
             continue
-        broken, kind = read_json(path) is None, "scores"
-        what, how = f"scores a run that is {run.state().state}", "removed; the run is scored when it is done"
-        if broken:
-            kind, what, how = (
-                "unreadable",
-                "cannot be read",
-                "removed; the run is scored again when the sweep goes on",
-            )
-        if broken or not done:
-            yield Fault(kind, f"eval/{path.name} {what}", path, partial(remove, path), how)
+        if read_json(path) is None:
+            yield from unreadable(path, "removed; the run is scored again when the sweep goes on")
+        elif not done:
+            what = f"eval/{path.name} scores a run that is {run.state().state}"
+            yield Fault("scores", what, path, partial(remove, path), "removed; the run is scored when it is done")

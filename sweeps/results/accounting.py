@@ -35,68 +35,11 @@ WORDS = {name: name for name in ("hung", "preempted", "cancelled", "diverged", "
 Planned = dict[str, Any]  # a run of plan.json
 
 
-@dataclass(frozen=True)
-class Amount:
-    """Device-hours, dollars where a GPU-hour has a price, and FLOPs by the exact convention."""
+def account(sweep: SweepDirectory) -> dict[str, Any]:
+    """The books of a sweep as they are now, as costs.json has them; SLURM is asked where the sweep went there.
 
-    hours: float
-    dollars: float | None
-    flops: float
-
-
-@dataclass(frozen=True)
-class Wasted:
-    """What one cause has cost."""
-
-    words: str
-    attempts: int  # that it ended
-    hours: float
-    flops: float
-
-
-@dataclass(frozen=True)
-class Error:
-    """How far an estimate of time was off: actual over planned."""
-
-    runs: int
-    ratio: float  # of all together: of the sums; of one width: the runs' median
-    low: float  # quartiles of the runs' ratios
-    high: float
-
-
-@dataclass(frozen=True)
-class Account:
-    """The books of a sweep."""
-
-    unit: str  # GPU-hours | core-hours
-    runs: int
-    done: int
-    planned: Amount
-    used: Amount
-    useful: Amount
-    wasted: Amount
-    causes: dict[str, Wasted]  # by cause, the dearest first
-    attempts: int
-    retries: int
-    retry_budget: int
-    measured_runs: int  # of past sweeps, behind the estimate; 0: it was assumed
-    error: Error | None  # of the estimate of all runs that are done, together
-    errors: dict[int, Error]  # by width; medians
-    cluster_hours: float | None  # that SLURM counts for the jobs that trained; None: it does not say
-    scoring_hours: float | None  # that it counts for those that scored
-
-    @property
-    def overhead_hours(self) -> float | None:
-        """Beyond the attempts: start-up, and waiting for work."""
-        return None if self.cluster_hours is None else self.cluster_hours - self.used.hours
-
-    def to_dict(self) -> dict[str, Any]:
-        """As costs.json has them."""
-        return asdict(self) | {"overhead_hours": self.overhead_hours}
-
-
-def account(sweep: SweepDirectory) -> Account:
-    """The books of a sweep as they are now; SLURM is asked where the sweep went there."""
+    An amount is device-hours, dollars where a GPU-hour has a price, and FLOPs by the exact convention.
+    """
     plan, cluster = sweep.plan(), sweep.settings()["config"]["cluster"]
     runs = {run["run_id"]: run for run in plan["runs"]}
     histories = {name: attempts.read(sweep.run(name)) for name in runs}
@@ -114,28 +57,33 @@ def account(sweep: SweepDirectory) -> Account:
     gpus = any(run["shape"]["gpus"] for run in runs.values())
     price = cluster.get("dollars_per_gpu_hour") if gpus else None
 
-    def amount(hours: float, flops: float) -> Amount:
-        return Amount(hours, None if price is None else hours * price, float(flops))
+    def amount(hours: float, flops: float) -> dict[str, float | None]:
+        return {"hours": hours, "dollars": None if price is None else hours * price, "flops": float(flops)}
 
     wasted_hours, wasted_flops = sum(books.lost_hours.values()), sum(books.lost_flops.values())
+    used_hours = books.hours + wasted_hours
     error, errors = _errors(runs, results, histories, paid, sweep)
-    return Account(
-        unit="GPU-hours" if gpus else "core-hours",
-        runs=len(runs),
-        done=sum(result is not None for result in results.values()),
-        planned=amount(planned_hours, plan["total_flops"]),
-        used=amount(books.hours + wasted_hours, float(books.flops) + float(wasted_flops)),
-        useful=amount(books.hours, books.flops),
-        wasted=amount(wasted_hours, wasted_flops),
-        causes=books.causes(),
-        attempts=sum(map(len, histories.values())),
-        retries=attempts.retries_spent(sweep),
-        retry_budget=cluster.get("sweep_retries", 0),
-        measured_runs=plan.get("measured_runs", 0),
-        error=error,
-        errors=errors,
-        **_by_slurm(sweep, runs, histories, cluster),
-    )
+    cluster_hours, scoring_hours = _slurm_hours(sweep, runs, histories, cluster)
+    return {
+        "unit": "GPU-hours" if gpus else "core-hours",
+        "runs": len(runs),
+        "done": sum(result is not None for result in results.values()),
+        "planned": amount(planned_hours, plan["total_flops"]),
+        "used": amount(used_hours, float(books.flops) + float(wasted_flops)),
+        "useful": amount(books.hours, books.flops),
+        "wasted": amount(wasted_hours, wasted_flops),
+        "causes": books.causes(),
+        "attempts": sum(map(len, histories.values())),
+        "retries": attempts.retries_spent(sweep),
+        "retry_budget": cluster.get("sweep_retries", 0),
+        "measured_runs": plan.get("measured_runs", 0),  # of past sweeps, behind the estimate; 0: it was assumed
+        "error": error,  # of the estimate of all runs that are done, together
+        "errors": errors,  # by width; medians
+        "cluster_hours": cluster_hours,  # that SLURM counts for the jobs that trained; None: it does not say
+        "scoring_hours": scoring_hours,  # that it counts for those that scored
+        # Beyond the attempts: start-up, and waiting for work.
+        "overhead_hours": None if cluster_hours is None else cluster_hours - used_hours,
+    }
 
 
 def devices(shape: Mapping[str, Any], cluster: Mapping[str, Any]) -> float:
@@ -227,30 +175,37 @@ class _Books:
                 self.hours += result["seconds"] * kept / run["steps"] * devices / 3600
         self.flops += kept * step_flops
 
-    def causes(self) -> dict[str, Wasted]:
-        found = {
-            name: Wasted(WORDS.get(name, name), self.ended[name], self.lost_hours[name], float(self.lost_flops[name]))
-            for name in self.ended.keys() | self.lost_hours.keys()
+    def causes(self) -> dict[str, dict[str, Any]]:
+        """What each cause has cost, the dearest first, and how many attempts it ended."""
+        hours, ended = self.lost_hours, self.ended
+        names = sorted(ended.keys() | hours.keys(), key=lambda name: (-hours[name], -ended[name], name))
+        return {
+            name: {
+                "words": WORDS.get(name, name),
+                "attempts": ended[name],
+                "hours": hours[name],
+                "flops": float(self.lost_flops[name]),
+            }
+            for name in names
         }
-        return dict(sorted(found.items(), key=lambda item: (-item[1].hours, -item[1].attempts, item[0])))
 
 
-def _by_slurm(
+def _slurm_hours(
     sweep: SweepDirectory,
     runs: Mapping[str, Planned],
     histories: Mapping[str, Sequence[Attempt]],
     cluster: Mapping[str, Any],
-) -> dict[str, float | None]:
+) -> tuple[float | None, float | None]:
     """Device-hours that SLURM counts for the jobs that trained, and for those that scored."""
     if cluster["kind"] != "slurm":
-        return {"cluster_hours": None, "scoring_hours": None}
+        return None, None
     from ..slurm import commands as slurm
     from ..slurm.record import LaunchRecord
 
     try:
         record = LaunchRecord.read(sweep)
     except UserError:  # the books need no record, and `isoflop doctor` makes it anew
-        return {"cluster_hours": None, "scoring_hours": None}
+        return None, None
     one = {name: devices(run["shape"] | {"nodes": 1, "ranks_per_node": 1}, cluster) for name, run in runs.items()}
     scoring = {job: one[name] for name, job in record.scoring.items() if name in one}
     training = {
@@ -267,7 +222,7 @@ def _by_slurm(
         known = [seconds[job] * each for job, each in jobs.items() if job in seconds]
         return sum(known) / 3600 if known else None
 
-    return {"cluster_hours": hours(training), "scoring_hours": hours(scoring)}
+    return hours(training), hours(scoring)
 
 
 def planned_seconds(planned: Planned) -> float:
@@ -292,13 +247,16 @@ def _errors(
     histories: Mapping[str, Sequence[Attempt]],
     paid: Mapping[str, Sequence[float]],
     sweep: SweepDirectory,
-) -> tuple[Error | None, dict[int, Error]]:
-    """Of all runs that are done together, and by width: what each paid, without repeated steps, over its estimate."""
+) -> tuple[dict[str, float] | None, dict[int, dict[str, float]]]:
+    """What runs that are done paid, without repeated steps, over their estimates: of all together, and by width.
+
+    `low` and `high` are the quartiles of the runs' ratios.
+    """
     import statistics  # which takes longer than all else here, and `isoflop status` has no use for it
 
-    def error(ratios: Sequence[float], ratio: float) -> Error:
+    def error(ratios: Sequence[float], ratio: float) -> dict[str, float]:
         low, _, high = statistics.quantiles(ratios, method="inclusive") if len(ratios) > 1 else [ratios[0]] * 3
-        return Error(len(ratios), ratio, low, high)
+        return {"runs": len(ratios), "ratio": ratio, "low": low, "high": high}
 
     times: list[tuple[float, float]] = []
     by_width = defaultdict(list)

@@ -102,7 +102,7 @@ def _analyze(sweep: SweepDirectory, targets: list[float] | None) -> dict[str, An
     analysis = fit.analyze(runs, tuple(wanted), options["bootstrap"], options["seed"], law)
     provenance = {key: settings.get(key) for key in ("isoflop_version", "git_commit", "git_dirty", "host", "written")}
     provenance["command"] = " ".join(settings.get("command", []))
-    costs = account(sweep).to_dict()
+    costs = account(sweep)
     write_json(sweep.path / COSTS, costs)
     fit.write_report(
         analysis,

@@ -110,7 +110,7 @@ def test_hours_are_those_of_the_books(sweep: SweepDirectory) -> None:
     ended(alone, "killed", 2.0)
     found = status.sweep_status(sweep)
     assert [row["gpu_hours"] for row in found["runs"]] == [0.25, 4.75, 1.0, 0.0]  # two share a GPU, and one its process
-    assert found["gpu_hours"] == pytest.approx(accounting.account(sweep).used.hours)
+    assert found["gpu_hours"] == pytest.approx(accounting.account(sweep)["used"]["hours"])
 
 
 def test_what_is_dead_costs_no_more_with_every_look_and_has_no_end_in_sight(sweep: SweepDirectory) -> None:
