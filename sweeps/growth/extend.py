@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
@@ -23,9 +23,6 @@ from ..grid.trunks import own_flops
 from ..runs import membership
 from ..runs.directory import RunDirectory, SweepDirectory
 from ..terminal import short
-
-if TYPE_CHECKING:
-    from .suggest import Standing
 
 RECORD = "adaptive.json"
 GROWTH = 1.7  # FLOPs of a round over those of the one before: later ones know more of where runs are worth having
@@ -175,8 +172,11 @@ def _ask(sweep: SweepDirectory, config: SweepConfig, points: AdaptiveGrid, numbe
     cap = grid.largest_flops(points)
     total = grid.adaptive_flops(points, base)
     standing = fit_standing(sweep, config, points.target_flops or max(config.fit.targets, default=1000.0 * cap))
-    if reached := _reached(points, standing):
-        raise NothingToSuggest(reached)
+    limits = (("loss", standing.loss, points.tolerance), ("N", standing.N, points.size_tolerance))
+    asked = [(name, estimate.relative_width, limit) for name, estimate, limit in limits if limit is not None]
+    if asked and all(width <= limit for _, width, limit in asked):  # the intervals are as narrow as was asked for
+        said = " and ".join(f"{width:.2%} of the {name} (asked for {limit:.2%})" for name, width, limit in asked)
+        raise NothingToSuggest(f"the 95 % interval at {standing.target_flops:.3g} FLOPs is {said}")
     if number >= points.rounds:
         raise NothingToSuggest(f"all {points.rounds} rounds are over")
     planned = {run["run_id"]: float(run["flops_own"]) for run in sweep.plan()["runs"]}
@@ -199,13 +199,3 @@ def _ask(sweep: SweepDirectory, config: SweepConfig, points: AdaptiveGrid, numbe
         "expected": expected["after"],
         "grid": found.grid,
     }
-
-
-def _reached(points: AdaptiveGrid, standing: Standing) -> str | None:
-    """A sentence, where the intervals at the target are as narrow as was asked for."""
-    limits = (("loss", standing.loss, points.tolerance), ("N", standing.N, points.size_tolerance))
-    asked = [(name, estimate.relative_width, limit) for name, estimate, limit in limits if limit is not None]
-    if not asked or not all(width <= limit for _, width, limit in asked):
-        return None
-    said = " and ".join(f"{width:.2%} of the {name} (asked for {limit:.2%})" for name, width, limit in asked)
-    return f"the 95 % interval at {standing.target_flops:.3g} FLOPs is {said}"

@@ -282,6 +282,11 @@ def _suggestion(
         name: Estimate(now.value, *design.narrowed(name, now.value, (now.low, now.high)))
         for name, now in before.items()
     }
+    points = []  # what each run changes of the base run
+    for run in runs:
+        more = [name for name in ("kv_heads", "hidden") if getattr(run.model, name) != getattr(market.base.model, name)]
+        shape = {f"model.{name}": getattr(run.model, name) for name in ("width", "depth", "heads", *more)}
+        points.append({**shape, "tokens": run.tokens, "seed": run.seed})
     return Suggestion(
         budget=budget,
         target_flops=standing.target_flops,
@@ -289,16 +294,8 @@ def _suggestion(
         flops=sum(run.flops_own for run in suggested),
         before=before,
         after=after,
-        grid={"kind": "points", "points": [_point(run, market.base.model) for run in runs]},
+        grid={"kind": "points", "points": points},
     )
-
-
-def _point(run: RunConfig, base: ModelConfig) -> dict[str, Any]:
-    """A run as a points grid has it: what it changes of the base run."""
-    fields = ["width", "depth", "heads"]
-    fields += [name for name in ("kv_heads", "hidden") if getattr(run.model, name) != getattr(base, name)]
-    shape = {f"model.{name}": getattr(run.model, name) for name in fields}
-    return {**shape, "tokens": run.tokens, "seed": run.seed}
 
 
 @dataclass(frozen=True)

@@ -288,9 +288,9 @@ def render_status(status: dict[str, Any], out: Console, everything: bool) -> Ren
     table = Table(title=f"{status['sweep']}: {counts}", title_justify="left", box=box.SIMPLE)
     cells = [_cells(row) for row in shown]
     for number, column in enumerate(COLUMNS):
-        words = column in ("where", "note")  # what gives way on a narrow terminal
-        width = None if words else max([len(column), *(len(row[number]) for row in cells)])
-        left = words or column in ("run", "state")
+        is_text = column in ("where", "note")  # what gives way on a narrow terminal
+        width = None if is_text else max([len(column), *(len(row[number]) for row in cells)])
+        left = is_text or column in ("run", "state")
         table.add_column(column, justify="left" if left else "right", no_wrap=True, min_width=width)
     for row, of_run in zip(shown, cells, strict=True):
         table.add_row(*map(Text, of_run), style=STYLES.get(row["state"]))  # text: a name may have [brackets]
@@ -301,7 +301,15 @@ def render_status(status: dict[str, Any], out: Console, everything: bool) -> Ren
         lines.append(f"{named} {state}: {reason}" if one else f"{len(runs)} runs {state}: {reason} ({named})")
     if hidden:
         lines.append(f"not shown: {', '.join(f'{n} {state}' for state, n in hidden.items())}; --all shows every run")
-    lines += _totals(status)
+    hours, unit = (status["gpu_hours"], "GPU") if status["gpu_hours"] else (status["core_hours"], "core")
+    words = [f"{hours:.3g} {unit}-hours so far"] if hours else []
+    if status["retries"]:
+        words.append(f"{status['retries']} retries")
+    if status["eta_seconds"] is not None:
+        words.append(f"the last run ends in about {describe_seconds(status['eta_seconds'])}")
+    lines += [", ".join(words)] if words else []
+    if status["report"]:
+        lines.append(f"report: {status['report']}")
     return Group(table, *(Text(line, overflow="fold") for line in lines))
 
 
@@ -339,19 +347,6 @@ def _reasons(rows: list[Row]) -> dict[tuple[str, str], list[str]]:
         if row["reason"]:
             found[row["state"], row["reason"]].append(row["run_id"])
     return found
-
-
-def _totals(status: dict[str, Any]) -> list[str]:
-    hours, unit = (status["gpu_hours"], "GPU") if status["gpu_hours"] else (status["core_hours"], "core")
-    words = [f"{hours:.3g} {unit}-hours so far"] if hours else []
-    if status["retries"]:
-        words.append(f"{status['retries']} retries")
-    if status["eta_seconds"] is not None:
-        words.append(f"the last run ends in about {describe_seconds(status['eta_seconds'])}")
-    lines = [", ".join(words)] if words else []
-    if status["report"]:
-        lines.append(f"report: {status['report']}")
-    return lines
 
 
 def _cells(row: Row) -> list[str]:

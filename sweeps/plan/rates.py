@@ -136,7 +136,17 @@ def record_rates(place: str, measured: Iterable[Measured]) -> str | None:
                 aside = file.with_name(f"{file.name}.damaged")
                 os.replace(file, aside)
                 said = f"{file} was damaged and is now {aside}; estimates start anew from what this sweep measured"
-            write_json(file, {"version": VERSION, "places": _with(known or {}, place, measured)})
+            # What is added to moves to the end, and the oldest falls out.
+            known = known or {}
+            kinds = known.pop(place, {}).get("kinds", {})
+            for run in measured:
+                widths = kinds[run.kind] = kinds.pop(run.kind, {})
+                runs = widths.get(str(run.width), {})
+                runs.pop(run.run_id, None)
+                runs[run.run_id] = run.flops_per_second
+                widths[str(run.width)] = dict(list(runs.items())[-RUNS:])
+            known[place] = {"device": measured[-1].device, "kinds": dict(list(kinds.items())[-KINDS:])}
+            write_json(file, {"version": VERSION, "places": dict(list(known.items())[-PLACES:])})
             return said
     except (OSError, Timeout) as error:
         return f"what was measured could not be added to {file} ({error}); the next estimate does without"
@@ -145,19 +155,6 @@ def record_rates(place: str, measured: Iterable[Measured]) -> str | None:
 def _file() -> Path:
     given = os.environ.get("ISOFLOP_CACHE")
     return (Path(given).expanduser() if given else Path.home() / ".cache" / "isoflop") / "calibration.json"
-
-
-def _with(places: dict[str, Any], place: str, measured: list[Measured]) -> dict[str, Any]:
-    """With these runs: what is added to moves to the end, and the oldest falls out."""
-    kinds = places.pop(place, {}).get("kinds", {})
-    for run in measured:
-        widths = kinds[run.kind] = kinds.pop(run.kind, {})
-        runs = widths.get(str(run.width), {})
-        runs.pop(run.run_id, None)
-        runs[run.run_id] = run.flops_per_second
-        widths[str(run.width)] = dict(list(runs.items())[-RUNS:])
-    places[place] = {"device": measured[-1].device, "kinds": dict(list(kinds.items())[-KINDS:])}
-    return dict(list(places.items())[-PLACES:])
 
 
 def _places(content: Any) -> dict[str, Any] | None:
