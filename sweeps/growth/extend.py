@@ -117,10 +117,7 @@ def next_round(sweep: SweepDirectory, config: SweepConfig) -> bool:
 
 
 def ask_round(sweep: SweepDirectory, config: SweepConfig) -> dict[str, Any] | None:
-    """The points grid of the next round; None where the grid is over, and adaptive.json then says why.
-
-    While runs of the newest round have not ended it is that round.
-    """
+    """The points grid of the next round; None where the grid is over, and adaptive.json then says why."""
     points = config.grid
     if not isinstance(points, AdaptiveGrid):
         raise UserError(f"grid.kind of {sweep.path} is {getattr(points, 'kind', None)!r}; only adaptive has rounds")
@@ -130,7 +127,7 @@ def ask_round(sweep: SweepDirectory, config: SweepConfig) -> dict[str, Any] | No
     rounds = record["rounds"]
     left = ("planned", "queued", "running")
     over = {run.run_id for run in membership.members(sweep) if run.state().state not in left}
-    if rounds and not over.issuperset(rounds[-1]["runs"]):
+    if rounds and not over.issuperset(rounds[-1]["runs"]):  # the newest round is still the next one
         return dict(rounds[-1]["grid"])
     try:
         asked = _ask(sweep, config, points, len(rounds))

@@ -1,8 +1,7 @@
 """Which runs a sweep should buy next: those that narrow the interval at a large budget most for their FLOPs.
 
-The runs that are done are fitted as the report fits them. Well-shaped models, D in whole steps and other seeds are
-offered, each at what it costs given the checkpoints on disk; `fit.allocation` chooses. The expected interval takes the
-law to be right, so a share of the budget goes to runs that check it.
+Finished runs are fitted as in the report; well-shaped models, D in whole steps and other seeds are offered, each at its
+cost given the checkpoints on disk; `fit.allocation` chooses. A share of the budget goes to runs that check the law.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""`isoflop doctor`: finds what kills, full disks and lost jobs have left in a sweep, mends it, and says what it did.
+"""`isoflop doctor`: finds what kills, full disks and lost jobs have left in a sweep, repairs it, and says what it did.
 
-It is safe while the sweep runs, from any node and by two people at once: it takes only locks that are free, and judges
-age by the file system's clock. What it removes is of no use to training. It starts nothing: a run that it has settled
-is started by the keeper, or by `isoflop retry`.
+It is safe while the sweep runs: it takes only locks that are free, judges age by the file system's clock, removes
+nothing that training could use, and starts nothing.
 """
 
 from __future__ import annotations
@@ -75,10 +74,7 @@ class Finding:
 
 
 def examine_sweep(sweep: SweepDirectory, mend: bool, deep: bool = False) -> list[Finding]:
-    """Looks for everything that may be wrong with a sweep, and with `mend` mends what can be.
-
-    `deep` reads every checkpoint, to see that its sums hold.
-    """
+    """Looks for what is wrong with a sweep, and with `mend` repairs it; `deep` checks the sums of every checkpoint."""
     settings = yaml_or_empty(sweep.path / "sweep.yaml")
     found = [_settle(sweep, fault, mend=False) for fault in _version(sweep, settings)]
     if any(finding.kind == "plan" for finding in found):

@@ -1,7 +1,4 @@
-"""What runs have said: a run's log and its job's own output, all of it, its newest lines, or as it grows.
-
-Following is looking twice a second at sizes, which works on any file system and needs no process beside this one.
-"""
+"""The logs of runs and the output of their jobs: all of it, its newest lines, or as it grows."""
 
 from __future__ import annotations
 
@@ -116,7 +113,7 @@ def _follow(
     files: Callable[[], Iterable[tuple[str, Path]]],
     from_start: bool = True,
 ) -> None:
-    """Prints what files grow by until the runs are over or Ctrl-C."""
+    """Prints what files grow by until the runs are over or Ctrl-C; sizes are polled, which any file system allows."""
     followers: dict[Path, Follower] = {}
     policy = Policy.of(cluster_of(sweep.settings()))
     with contextlib.suppress(KeyboardInterrupt):

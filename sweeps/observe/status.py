@@ -1,8 +1,7 @@
 """A view of a sweep: states by count, per run its step, loss, speed, place and reason; as a table, as JSON, or live.
 
-At most four small files per run are read, so that a thousand runs take a fraction of a second; under `--watch` none of
-a run whose directory has not changed. "Now" is the file system's clock, as a heartbeat's is. SLURM is only asked why
-jobs wait.
+At most four small files per run are read, so that a thousand runs take a fraction of a second. "Now" is the file
+system's clock, as a heartbeat's is.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ def missing_field(plan: Mapping[str, Any]) -> str | None:
 def sweep_status(sweep: SweepDirectory, before: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Everything that the run directories say (the `--json` of `isoflop status`).
 
-    What had ended in an earlier status `before`, and was not touched since, is not read again.
+    Runs that had ended in an earlier status `before`, and have not changed since, are not read again.
     """
     cluster = cluster_of(sweep.settings())
     known = {row["run_id"]: row for row in (before or {}).get("runs", []) if row["state"] not in OPEN}

@@ -1,7 +1,7 @@
 """Runs become units of work: one run, an ensemble in one process, or processes that share a device. Pure, no torch.
 
 Runs are put together only where the whole sweep is then estimated to end no later: two places get two ensembles of four
-and not one of eight. The search goes through the shapes, tries every size of ensemble, and stops when nothing helps.
+and not one of eight.
 """
 
 from __future__ import annotations
@@ -123,10 +123,7 @@ class Clock:
         return dict(zip(names, shares, strict=True))
 
     def wall_clock(self, pieces: Sequence[Piece], places: int) -> float:
-        """Estimated time of all: each place takes the first that can start, a branch once its trunk is there.
-
-        The queue of a launch hands units out in the same way.
-        """
+        """Estimated time of all: as in a launch, each place takes the first that can start."""
         home = {name: number for number, piece in enumerate(pieces) for name in piece.unit.runs}
         lacking = [0] * len(pieces)  # trunks that have not begun
         at = [0.0] * len(pieces)  # when the others are there

@@ -49,10 +49,7 @@ class Calibration:
     rates: Mapping[str, Mapping[int, tuple[float, int]]] = field(default_factory=dict)
 
     def rate(self, kind: str, width: int, assumed: Callable[[float], float]) -> float:
-        """FLOP/s of training a run alone; `assumed`, FLOP/s by width, where no run of its kind was measured.
-
-        Log-log between the measured widths; beyond them it follows the shape of `assumed`.
-        """
+        """FLOP/s of a run: log-log between the measured widths, beyond them along `assumed`, FLOP/s by width."""
         known = self.rates.get(kind)
         if not known:
             return assumed(width)

@@ -1,8 +1,7 @@
 """What a sweep was planned to cost and what it has cost, what was wasted and why, and how far its estimates were off.
 
-The books are those of the attempts that have ended. A step is useful as long as a result stands on it, or a checkpoint
-that a run can go on from; else it is lost to what ended the attempt after which a run went back behind it. Runs that
-share a device pay equal parts at any time; of a branch only its own steps count.
+A step is useful as long as a result stands on it, or a checkpoint that a run can go on from; otherwise it is lost to
+what ended the attempt after which the run went back behind it. Runs that share a device pay equal parts at any time.
 """
 
 from __future__ import annotations
