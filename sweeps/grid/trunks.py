@@ -57,7 +57,7 @@ class Merged:
 
 
 def merge_runs(runs: Sequence[RunConfig], progress: Mapping[str, Progress] | None = None) -> Merged:
-    """Makes branches of the runs that a longer one can serve as a trunk; `progress`: what is on disk, by run id. Pure."""
+    """Makes branches of the runs that a longer one can serve as a trunk; `progress`: what is on disk, by run id."""
     families: dict[str, list[_Named]] = {}
     named = [(run_id(run), run) for run in runs]
     for name, run in named:
