@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -52,16 +52,10 @@ def _open(path: Path) -> SweepDirectory:
 @command(app, "status")
 def status_command(sweep: Path, watch: bool = False, everything: bool = False, as_json: bool = False) -> None:
     """States by count, and every run's step, loss, speed, place, and why it waits or failed."""
-    from ..observe.status import print_json, print_status, sweep_status, watch_sweep
+    from ..observe.status import show_status
     from ..runs.directory import SweepDirectory
 
-    directory = SweepDirectory.open(sweep)
-    if watch:
-        watch_sweep(directory, as_json, everything)
-    elif as_json:
-        print_json(sweep_status(directory))
-    else:
-        print_status(sweep_status(directory), everything)
+    show_status(SweepDirectory.open(sweep), watch, as_json, everything)
 
 
 @command(app, "logs")
@@ -197,8 +191,6 @@ def _act(path: Path, as_json: bool, action: Callable[[SweepDirectory], int]) -> 
     raise typer.Exit(code)
 
 
-@contextlib.contextmanager
-def _said_aside(aside: bool) -> Iterator[None]:
+def _said_aside(aside: bool) -> contextlib.AbstractContextManager[object]:
     """What is printed meanwhile goes to standard error, so that standard output is JSON alone."""
-    with contextlib.redirect_stdout(sys.stderr) if aside else contextlib.nullcontext():
-        yield
+    return contextlib.redirect_stdout(sys.stderr if aside else sys.stdout)

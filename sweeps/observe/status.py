@@ -244,38 +244,28 @@ def sweep_eta(rows: Iterable[Row]) -> float | None:
     return max(places)
 
 
-def print_status(status: dict[str, Any], everything: bool = False) -> None:
-    """Of a large sweep what needs attention, unless `everything`."""
-    out = console()
-    out.print(render_status(status, out, everything))
-
-
-def watch_sweep(sweep: SweepDirectory, as_json: bool = False, everything: bool = False) -> None:
-    """Looks every two seconds, until every run has ended for good or Ctrl-C is pressed."""
-    from rich.live import Live
-
+def show_status(sweep: SweepDirectory, watch: bool = False, as_json: bool = False, everything: bool = False) -> None:
+    """Prints what needs attention, or `everything`; with `watch` until all runs have ended for good or Ctrl-C."""
     out, status = console(), sweep_status(sweep)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(contextlib.suppress(KeyboardInterrupt))
         live = None
-        if out.is_terminal and not as_json:
+        if watch:
+            stack.enter_context(contextlib.suppress(KeyboardInterrupt))
+        if watch and out.is_terminal and not as_json:
+            from rich.live import Live
+
             live = stack.enter_context(Live(console=out, auto_refresh=False, vertical_overflow="crop"))
         while True:
-            if as_json:
-                print_json(status)
+            if as_json:  # on one line: with line breaks a thousand runs would take Python's slow encoder a second
+                print(json.dumps(status, allow_nan=False, default=vars), flush=True)
             elif live is not None:
                 live.update(render_status(status, out, everything), refresh=True)
             else:
-                print_status(status, everything)
-            if not any(row["state"] in OPEN or row["again"] for row in status["runs"]):
+                out.print(render_status(status, out, everything))
+            if not watch or not any(row["state"] in OPEN or row["again"] for row in status["runs"]):
                 return
             time.sleep(PERIOD_SECONDS)
             status = sweep_status(sweep, status)
-
-
-def print_json(status: dict[str, Any]) -> None:
-    """On one line: with line breaks a thousand runs would take Python's slow encoder a second."""
-    print(json.dumps(status, allow_nan=False, default=vars), flush=True)
 
 
 def render_status(status: dict[str, Any], out: Console, everything: bool) -> RenderableType:

@@ -132,7 +132,7 @@ def test_a_loss_that_is_no_number_does_not_break_the_json(
     run = sweep.runs()[0]
     metrics(run, train_loss=float("nan"))
     run.set_state("diverged", reason="the loss is nan")
-    status.print_json(status.sweep_status(sweep))
+    status.show_status(sweep, as_json=True)
     found = json.loads(capsys.readouterr().out)
     assert [row["loss"] for row in found["runs"]] == [None] * 4
 
@@ -245,7 +245,7 @@ def test_a_watch_ends_with_the_last_run(
     last = sweep.runs()[-1]
     last.set_state("running")
     monkeypatch.setattr(status.time, "sleep", lambda seconds: last.set_state("done"))
-    status.watch_sweep(sweep, as_json=True)
+    status.show_status(sweep, watch=True, as_json=True)
     looks = [json.loads(line)["states"] for line in capsys.readouterr().out.splitlines()]
     assert looks == [{"running": 1, "done": 3}, {"done": 4}]
 
@@ -267,7 +267,7 @@ def test_a_watch_waits_for_what_is_tried_again_and_not_for_what_has_failed_for_g
         again.set_state("diverged")
 
     monkeypatch.setattr(status.time, "sleep", pause)
-    status.watch_sweep(sweep, as_json=True)
+    status.show_status(sweep, watch=True, as_json=True)
     looks = [json.loads(line)["states"] for line in capsys.readouterr().out.splitlines()]
     assert looks == [{"failed": 4}, {"failed": 3, "diverged": 1}]
 
@@ -297,7 +297,7 @@ def test_a_watch_is_left_quietly(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(status.time, "sleep", interrupt)
-    status.watch_sweep(sweep)
+    status.show_status(sweep, watch=True)
     printed = capsys.readouterr()
     assert "4 planned" in printed.out
     assert not printed.err
