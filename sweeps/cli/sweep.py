@@ -67,7 +67,7 @@ def logs_command(
     ] = None,
     follow: bool = False,
 ) -> None:
-    """What a run has said, from its first attempt on; without RUN the newest lines of those that run or failed."""
+    """Prints a run's log from its first attempt on; without RUN the newest lines of runs that are running or failed."""
     from ..observe.logs import print_log, print_newest_lines
 
     directory = _open(sweep)
@@ -86,7 +86,7 @@ def retry_command(
     cancelled: bool = False,
     as_json: bool = False,
 ) -> None:
-    """Starts runs again that failed, with a new budget of retries; each goes on from its newest checkpoint."""
+    """Starts failed runs again, with a new budget of retries; each goes on from its newest checkpoint."""
     from ..execute.control import retry
 
     _act(sweep, as_json, lambda directory: retry(directory, runs or [], failed, diverged, cancelled))
@@ -117,7 +117,7 @@ def extend_command(
 
 @command(app, "doctor")
 def doctor_command(sweep: Path, dry_run: bool = False, deep: bool = False, as_json: bool = False) -> None:
-    """Finds orphans, stale locks, half-written files and the like, mends them and says what it did."""
+    """Finds orphans, stale locks, half-written files and the like, repairs them and says what it did."""
     from ..observe.doctor import examine_sweep, print_findings
     from ..runs.directory import SweepDirectory
 
@@ -177,7 +177,7 @@ def report_command(sweep: Path, as_json: bool = False) -> None:
 
 
 def _act(path: Path, as_json: bool, action: Callable[[SweepDirectory], int]) -> None:
-    """Does something to a sweep and leaves with its exit code; as JSON its answer is the runs that it changed."""
+    """Acts on a sweep and exits with the action's code; with `as_json` it prints the runs that were changed."""
     from ..runs.membership import members
 
     sweep = _open(path)
@@ -192,5 +192,5 @@ def _act(path: Path, as_json: bool, action: Callable[[SweepDirectory], int]) -> 
 
 
 def _said_aside(aside: bool) -> contextlib.AbstractContextManager[object]:
-    """What is printed meanwhile goes to standard error, so that standard output is JSON alone."""
+    """Meanwhile what is printed goes to standard error, so that standard output holds nothing but JSON."""
     return contextlib.redirect_stdout(sys.stderr if aside else sys.stdout)

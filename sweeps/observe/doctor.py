@@ -178,7 +178,7 @@ def _orphans(sweep: SweepDirectory, policy: Policy) -> Iterator[Fault]:
                 names = ", ".join(name for unit in lost for name in unit.runs)
                 yield Fault(
                     "queue",
-                    f"the worker is gone that had {names}",
+                    f"the worker that had {names} is gone",
                     queue.folder,
                     partial(supervisor.settle_queue, queue, policy),
                     "settled",
@@ -223,7 +223,7 @@ def _without_job(sweep: SweepDirectory, live: set[str]) -> list[str]:
 
 
 def _strays(sweep: SweepDirectory) -> Iterator[Fault]:
-    """Jobs of this sweep that its record does not know; one on hold was never released, and is of no use."""
+    """Jobs of this sweep that its record does not know; one on hold was never released and can be cancelled."""
     from ..slurm.record import strays
 
     try:
@@ -281,7 +281,7 @@ def _is_table(path: Path) -> bool:
 
 
 def faults_of(run: RunDirectory, policy: Policy, deep: bool, evaluated: bool) -> Iterator[Fault]:
-    """What is wrong with a run, whose lock is held from one fault to the next; `evaluated`: it should have scores."""
+    """What is wrong with a run, whose lock is held meanwhile; `evaluated`: it should have scores."""
     with suppress(Busy), states.hold_idle(run, policy):
         for check in (_config, _state, _leftovers, _lines):
             yield from check(run)
@@ -292,7 +292,7 @@ def faults_of(run: RunDirectory, policy: Policy, deep: bool, evaluated: bool) ->
 
 
 def old_temporaries(folder: Path, now: float) -> Iterator[Fault]:
-    """What a writer left behind who was killed before the rename."""
+    """What a writer that was killed before the rename has left."""
     for path in sorted(folder.glob(".*")):
         if not TEMPORARY.match(path.name):
             continue

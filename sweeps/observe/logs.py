@@ -22,7 +22,7 @@ LINES = 3  # of each run, where no run is named
 
 
 def print_log(sweep: SweepDirectory, prefix: str, follow: bool) -> None:
-    """What a run has said, then the newest lines of its job's output; with `follow` until it ends for good."""
+    """A run's log, then the newest lines of its job's output; with `follow` until it ends for good."""
     (run,) = find_runs(sweep, [prefix])
     files = [run.path / "log.txt", *sorted(run.path.glob("log-rank*.txt"))]
     if follow:
@@ -44,7 +44,7 @@ def print_log(sweep: SweepDirectory, prefix: str, follow: bool) -> None:
 
 
 def print_newest_lines(sweep: SweepDirectory, follow: bool) -> None:
-    """Of every run that runs or failed; with `follow` goes on until none is left to run."""
+    """Of every run that is running or has failed; with `follow` until none is left to run."""
     runs = members(sweep)
     states = {run.run_id: run.state().state for run in runs}
     shown = [run for run in runs if states[run.run_id] in ("running", "failed", "diverged")]
@@ -53,7 +53,7 @@ def print_newest_lines(sweep: SweepDirectory, follow: bool) -> None:
             print(f"{run.run_id} {states[run.run_id]}: {line}")
     if not shown:
         counts = Counter(states.values())
-        print(f"no run runs or failed ({', '.join(f'{count} {state}' for state, count in counts.items())})")
+        print(f"no run is running or has failed ({', '.join(f'{count} {state}' for state, count in counts.items())})")
     if follow:
         logs = [(f"{run.run_id}: ", run.path / "log.txt") for run in runs]
         _follow(sweep, runs, lambda: logs, from_start=False)

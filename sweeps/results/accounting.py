@@ -233,7 +233,7 @@ def planned_seconds(planned: Planned) -> float:
 
 
 def own_seconds(run: RunDirectory, planned: Planned, summary: Mapping[str, Any]) -> float:
-    """Seconds that a finished run trained itself: of a branch, what came after its trunk's part."""
+    """Seconds that a finished run trained itself: of a branch, those after its trunk's part."""
     first = planned.get("first_step", 0)
     if not first:
         return float(summary["seconds"])

@@ -65,7 +65,7 @@ def write_results(sweep: SweepDirectory, targets: list[float] | None = None, ane
 
 
 def _digest(sweep: SweepDirectory, targets: list[float] | None) -> str:
-    """Of all that the results are made from: code by content, what the runs wrote by size and time."""
+    """A hash of all that the results are made from: code by content, the runs' files by size and time."""
     root, found = Path(__file__).resolve().parents[2], hashlib.sha256(repr((targets, _stamps(sweep, SOURCES))).encode())
     for path in sorted(path for room in ROOMS for path in (root / room).rglob("*") if path.suffix in CODE):
         found.update(path.read_bytes())

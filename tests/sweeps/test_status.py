@@ -367,7 +367,7 @@ def test_runs_that_were_added_are_shown_too_and_where_there_are_none_that_is_sai
     sweep: SweepDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
     logs.print_newest_lines(sweep, follow=False)
-    assert capsys.readouterr().out == "no run runs or failed (4 planned)\n"
+    assert capsys.readouterr().out == "no run is running or has failed (4 planned)\n"
     added = sweep.run("0123456789")
     added.set_state("failed")
     added.log("of a run that was added")
