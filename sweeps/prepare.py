@@ -9,11 +9,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import platform
-import subprocess
 import time
 from collections.abc import Collection, Iterable
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -29,6 +27,7 @@ from .plan.sweep_plan import Plan, plan_remarks, plan_runs
 from .runs import states
 from .runs.directory import RunDirectory, SweepDirectory, yaml_or_empty
 from .runs.membership import added_runs, allow_growth
+from .slurm.snapshot import PACKAGE, git_output
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,10 +165,13 @@ def write_plan(prepared: Prepared, command: list[str] | None = None) -> None:
             states.plan(directory)
     if command is not None:
         allow_growth(sweep)
+        commit = git_output(PACKAGE, "rev-parse", "HEAD")
+        changes = git_output(PACKAGE, "status", "--porcelain", "--untracked-files=no")
         settings = {
             "isoflop_version": __version__,
             "recipe": RECIPE,
-            **git_state(Path(__file__).resolve().parents[1]),
+            "git_commit": None if commit is None else commit.decode().strip(),
+            "git_dirty": None if changes is None else bool(changes),
             "host": platform.node(),
             "command": command,
             "written": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -189,16 +191,3 @@ def refreeze(waiting: Iterable[RunDirectory], prepared: Prepared) -> None:
     by_id = {run_id(run): run for run in prepared.runs}
     for run in waiting:
         run.refreeze(by_id[run.run_id])
-
-
-def git_state(root: Path) -> dict[str, Any]:
-
-    def git(*arguments: str) -> str | None:
-        command = ["git", "-C", str(root), *arguments]
-        try:
-            return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
-        except (OSError, subprocess.SubprocessError):
-            return None
-
-    commit, changes = git("rev-parse", "HEAD"), git("status", "--porcelain", "--untracked-files=no")
-    return {"git_commit": commit, "git_dirty": None if changes is None else bool(changes)}

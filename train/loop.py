@@ -69,20 +69,15 @@ def train(
         peak = kept_peak(job.device, stepper.dtype) * job.mesh.size
         trainer = Trainer(config, directory, say, opened, job, stepper, peak, alive=alive)
         try:
-            return _run(trainer, stepper, should_stop)
+            while trainer.goes_on:
+                job.watchdog.beat(trainer.progress.step, "in a step")
+                trainer.record_step(stepper.step(trainer.progress.step))
+                if trainer.goes_on:
+                    stop, save = job.agree(stop=should_stop(), save=trainer.save_is_due())
+                    trainer.pause(stop, save)
+            return trainer.finish()
         finally:
             trainer.close()
-
-
-def _run(trainer: Trainer, stepper: Stepper, should_stop: Callable[[], bool]) -> dict[str, Any]:
-    job = trainer.job
-    while trainer.goes_on:
-        job.beat(trainer.progress.step, "in a step")
-        trainer.record_step(stepper.step(trainer.progress.step))
-        if trainer.goes_on:
-            stop, save = job.agree(stop=should_stop(), save=trainer.save_is_due())
-            trainer.pause(stop, save)
-    return trainer.finish()
 
 
 def open_run_shards(config: RunConfig, shards: Shards | None, job: Job, alive: Callable[[], object]) -> Shards:
@@ -90,7 +85,7 @@ def open_run_shards(config: RunConfig, shards: Shards | None, job: Job, alive: C
 
     def beat(stage: str, done: float, total: float) -> None:
         # Building takes as long as the corpus is large, and the other ranks wait for who builds.
-        job.beat(0, f"data: {stage}")
+        job.watchdog.beat(0, f"data: {stage}")
         alive()
 
     shards = shards or kept(("shards", repr(config.data)), lambda: prepare(config.data, beat))
@@ -166,7 +161,10 @@ class Trainer:
         self.unwatched: list[StepResult] = []  # still on the device, so that no step waits for its own loss
         self.saver = Saver(directory / "checkpoints", job.mesh, config, self.tokenizer, report)
         self._resume()
-        self._say_epochs()
+        unique = stepper.stream.unique_tokens
+        self.epochs = config.D / unique  # above 1 text is repeated
+        if self.epochs > 1:
+            report(f"{config.D:,} tokens are {self.epochs:.2f} epochs of the {unique:,} unique ones")
         self.metrics = JsonLines(directory / "metrics.jsonl") if self.leads else None
         self.tracker = Tracker(config, run_id(config), directory, report) if self.leads else None
         self.start_clock()
@@ -218,7 +216,7 @@ class Trainer:
 
     def validate(self) -> HeldOut:
         def beat() -> None:
-            self.job.beat(self.progress.step, "scoring the held-out set")
+            self.job.watchdog.beat(self.progress.step, "scoring the held-out set")
             self.alive()
 
         losses = self.stepper.losses(self.windows, beat)
@@ -230,7 +228,7 @@ class Trainer:
     def save(self) -> None:
         """Saves this instant; the files are written while training goes on."""
         self._watch()
-        self.job.beat(self.progress.step, "saving a checkpoint")
+        self.job.watchdog.beat(self.progress.step, "saving a checkpoint")
         state = {**vars(self.progress), **self.stepper.state()}
         self.saver.save(self.progress.step, self.stepper.held(), state)
 
@@ -263,14 +261,6 @@ class Trainer:
         self.progress = RunProgress(**{key: state[key] for key in vars(self.progress)})
         self.stepper.load_state(state)
         self.report(f"resumed from step_{self.progress.step} of {self.config.steps} steps")
-
-    def _say_epochs(self) -> None:
-        self.epochs = self.stepper.stream.epochs(self.config.D)
-        if self.epochs > 1:
-            self.report(
-                f"{self.config.D:,} tokens are {self.epochs:.2f} epochs of the {self.stepper.stream.unique_tokens:,} "
-                "unique ones"
-            )
 
     def _watch(self) -> None:
         """Judges every step since the last look, so that divergence does not depend on log_every."""

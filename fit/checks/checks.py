@@ -68,7 +68,7 @@ def _solver(a: Analysis) -> Found:
         )
     if law.draws_ is not None and not law.degenerate_:
         stuck = law.degenerate_draws()
-        if stuck.mean() > 0.05:
+        if stuck.size and stuck.mean() > 0.05:
             yield Warning(
                 "degenerate_bootstrap",
                 f"{stuck.mean():.0%} of bootstrap refits put E, alpha or beta at zero; more runs are needed.",

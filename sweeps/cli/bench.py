@@ -14,7 +14,7 @@ from .options import command, show
 app = typer.Typer(no_args_is_help=True, help="Measure ours beside the peer, in one run.")
 # Of the benchmarks that take a device and rounds and no more: `bench_<name>` of bench/<name>.py.
 TIMED = {
-    "train": "Tokens a second of our trainer beside transformers' LlamaForCausalLM, same shape, and both sides' MFU.",
+    "train": "Tokens per second of our trainer beside transformers' LlamaForCausalLM, same shape, and both sides' MFU.",
     "attention": "Our causal attention beside SDPA's fastest backend and flash-attn, with peak memory.",
     "loss": "Our head and cross-entropy in one beside logits and F.cross_entropy, with peak memory.",
     "ensemble": "Small models trained together beside the same one after the other.",
@@ -34,7 +34,7 @@ for name, about in TIMED.items():
 
 @command(app, "grid")
 def bench_grids(case: list[str] | None = None, minutes: float = 4.5, rounds: int = 2, as_json: bool = False) -> None:
-    """Whole sweeps with trunks, ensembles and workers beside one process a run: FLOPs, wall clock, same losses."""
+    """Whole sweeps with trunks, ensembles and workers beside one process per run: FLOPs, wall clock, same losses."""
     from ...bench.grid import ABOUT, CASES, bench_grid
 
     _show_rows(bench_grid(minutes, rounds, case or CASES), as_json, ABOUT)
@@ -50,7 +50,7 @@ def bench_ranks(as_json: bool = False) -> None:
 
 @command(app, "fit")
 def bench_fits(as_json: bool = False) -> None:
-    """Fits a second of our solver beside SciPy's L-BFGS-B, on the same runs and resamples, in turn."""
+    """Fits per second of our solver beside SciPy's L-BFGS-B, on the same runs and resamples, in turn."""
     from ...bench.fit import bench_fit, print_fit_benchmark
 
     show(bench_fit(), as_json, print_fit_benchmark)
@@ -65,7 +65,7 @@ def bench_evaluations(
     sweep: Path | None = None,
     as_json: bool = False,
 ) -> None:
-    """Our evaluation beside lm-eval's own hf model on the same checkpoint: same answers, items a second, overhead."""
+    """Our evaluation beside lm-eval's own hf model on the same checkpoint: same answers, items per second, overhead."""
     from ...bench.evaluate import ABOUT, CASES, bench_evaluate
 
     cases = case or (() if sweep else CASES)

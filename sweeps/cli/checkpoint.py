@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from ...train.errors import UserError
-from ...train.files import read_json
+from ...train.files import read_json, write_atomic
 from .options import command, show
 
 if TYPE_CHECKING:
@@ -44,10 +44,10 @@ def score(
 
     An evaluation that was stopped goes on where it was when it is started again.
     """
-    from ...evaluate.checkpoint import choose_device
     from ...evaluate.inference.ranks import on_ranks
     from ...evaluate.pages.report import format_scores
     from ...train.checkpoint.checkpoint import find
+    from ...train.hardware import pick_device
 
     settings = {"device": device, "precision": precision, "ngram": ngram or None, "batch_tokens": batch_tokens}
     paths = [find(path) for path in checkpoint]
@@ -58,7 +58,7 @@ def score(
 
     suite = {"tasks": tasks, "limit": limit}
     score_on = partial(_score, wanted=wanted, suite=suite, settings=settings, quietly=as_json)
-    found = on_ranks(ranks, score_on, device=choose_device(device))
+    found = on_ranks(ranks, score_on, device=pick_device(device, "--device").type)
     if found is None:  # another rank of a job than the first
         return
     if against is not None and other is None:
@@ -123,7 +123,7 @@ def _read(against: Path) -> Scored | None:
 
 
 def _write_page(checkpoint: Path, scored: Scored, other: Scored | None) -> None:
-    from ...evaluate.pages.report import write_checkpoint_report
+    from ...evaluate.pages.report import checkpoint_page
     from ...evaluate.records.items import items_path, read_items
     from ..results.pages import peers_of
 
@@ -132,7 +132,8 @@ def _write_page(checkpoint: Path, scored: Scored, other: Scored | None) -> None:
 
     folder, scores = scored
     against = None if other is None else (other[1], items_of(other[0]))
-    write_checkpoint_report(scores, folder / "report.html", items_of(folder), peers_of(checkpoint), against)
+    page = checkpoint_page(scores, items_of(folder), peers_of(checkpoint), against)
+    write_atomic(folder / "report.html", page)
 
 
 @command(app, "generate")

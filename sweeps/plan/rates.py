@@ -20,6 +20,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from ...train.config import RunConfig
+from ...train.data.recipe.pool import usable_cores
 from ...train.errors import UserError
 from ...train.files import read_json, write_json
 from ..config import ClusterConfig, GridConfig, IsoflopGrid
@@ -188,11 +189,6 @@ def places(cluster: ClusterConfig, ranks: int, rate: float) -> Places:
     threads = cluster.threads_per_job if cluster.threads_per_job is not None else max(1, cores // (jobs * ranks))
     # More ranks than cores are no faster than the cores.
     return Places(jobs, threads, rate * min(ranks * threads, max(threads, cores)))
-
-
-def usable_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 # The best of many short trials on one thread: other processes slow most of them down, but rarely all.

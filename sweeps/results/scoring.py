@@ -59,7 +59,7 @@ def _request(settings: dict[str, Any]) -> dict[str, Any]:
     return {"tasks": list(settings["tasks"]), "limit": settings["limit"], "ngram": settings.get("ngram")}
 
 
-def open_suite(settings: dict[str, Any], say: Callable[[str], None] | None = None) -> Scoring:
+def open_suite(settings: dict[str, Any], say: Callable[[str], None]) -> Scoring:
     from ...evaluate.tasks.tasks import load_suite
 
     return Scoring(load_suite(settings["tasks"], settings["limit"], progress=say))

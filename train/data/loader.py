@@ -20,29 +20,10 @@ class TrainStream:
 
     def __init__(self, shards: Shards, sequence_length: int, seed: int) -> None:
         self._windows = _windows(shards.train, sequence_length, "training")
-        self._length = sequence_length
         self._seed = seed
-        self._shards = shards
+        self.end_of_document = shards.tokenizer.end_of_document
+        self.unique_tokens = len(self._windows) * sequence_length  # that are trained on in an epoch: all targets
         self._permutations: dict[int, npt.NDArray[np.unsignedinteger]] = {}
-
-    @property
-    def end_of_document(self) -> int:
-        """The token that every document ends with."""
-        return self._shards.tokenizer.end_of_document
-
-    @property
-    def windows(self) -> int:
-        """Samples in an epoch."""
-        return len(self._windows)
-
-    @property
-    def unique_tokens(self) -> int:
-        """Tokens that are trained on in an epoch: the targets of all windows."""
-        return len(self._windows) * self._length
-
-    def epochs(self, tokens: float) -> float:
-        """How often `tokens` of training read the unique tokens; above 1 text is repeated."""
-        return tokens / self.unique_tokens
 
     def batch(self, step: int, batch_size: int, start: int = 0, count: int | None = None) -> npt.NDArray[np.int64]:
         """(count, T + 1) token ids: rows start … start + count of the batch of an optimizer step (0-based), by

@@ -1,7 +1,8 @@
 """Token files that a run maps into memory: built once, keyed by content, never half-written.
 
 `<cache>/shards/<key>/` holds `train.bin` and `validation.bin` (token ids, every document followed by
-`end_of_document`), `*.documents.npy` (where each document starts), the tokenizer, and `manifest.json`.
+`end_of_document`), `*.documents.npy` ((documents + 1,) int64: where each document starts), the tokenizer, and
+`manifest.json`.
 """
 
 from __future__ import annotations
@@ -22,8 +23,7 @@ from ..files import file_sha256
 from .corpora import Corpus, open_corpus
 from .mixing import MixedDocuments, Tokens, below_fraction, content_hash
 from .recipe import recipe
-from .recipe.parts import in_parts
-from .recipe.refine import Refined, Refinery
+from .recipe.refine import Refinery, in_parts
 from .storage import Progress, building, cache_directory, checksum, locked, read_checked, write_checked
 from .tokenizers import Tokenizer, load_tokenizer
 
@@ -39,9 +39,8 @@ _WRITE_BYTES = 1 << 21  # that are written at a time
 class Shards:
     """A corpus as tokens, mapped into memory.
 
-    `train` and `validation` are (tokens,) of uint16 or uint32. `train_documents` and `validation_documents` are
-    (documents + 1,) int64: document i is tokens[index[i] : index[i + 1]], its end_of_document included.
-    `manifest[part]` has `tokens`, `documents` and `bytes` (of UTF-8 text) for each part.
+    `train` and `validation` are (tokens,) of uint16 or uint32. `manifest[part]` has `tokens`, `documents` and `bytes`
+    (of UTF-8 text) for each part.
     """
 
     directory: Path
@@ -49,8 +48,6 @@ class Shards:
     tokenizer: Tokenizer
     train: npt.NDArray[Any]
     validation: npt.NDArray[Any]
-    train_documents: npt.NDArray[np.int64]
-    validation_documents: npt.NDArray[np.int64]
 
 
 def prepare(config: DataConfig, progress: Progress | None = None, processes: int | None = None) -> Shards:
@@ -77,23 +74,31 @@ def prepare(config: DataConfig, progress: Progress | None = None, processes: int
         )
     tokenizer = load_tokenizer(config, corpus, cache, progress)
     directory = _directory(config, fingerprint, steps, tokenizer)
-    key = directory.name
-    if (found := _open_if_sound(directory, tokenizer)) is not None:
-        return _enough(found, config)
-    with locked(cache, f"shards-{key}", progress):
-        if (found := _open_if_sound(directory, tokenizer)) is None:
-            with building(directory) as temporary:
-                build = partial(_build, corpus, fingerprint, config, tokenizer, temporary, progress)
-                if steps is None:
-                    build(None)
-                else:
-                    fraction = config.validation_fraction
-                    refinery = Refinery(corpus, fingerprint, config.recipe, fraction, cache, progress, processes)
-                    with locked(cache, f"recipe-{refinery.key}", progress):  # its folder serves every tokenizer
-                        build(refinery.run())
-                        refinery.remove()
-            found = open_shards(directory, tokenizer)
-    return _enough(found, config)
+    found = _open_if_sound(directory, tokenizer)
+    if found is None:
+        with locked(cache, f"shards-{directory.name}", progress):
+            if (found := _open_if_sound(directory, tokenizer)) is None:
+                with building(directory) as temporary:
+                    build = partial(_build, corpus, fingerprint, config, tokenizer, temporary, progress)
+                    if steps is None:
+                        build()
+                    else:
+                        fraction = config.validation_fraction
+                        refinery = Refinery(corpus, fingerprint, config.recipe, fraction, cache, progress, processes)
+                        with locked(cache, f"recipe-{refinery.key}", progress):  # its folder serves every tokenizer
+                            build(refinery.run())
+                            refinery.remove()
+                found = open_shards(directory, tokenizer)
+    # Raw text that is shorter than one window is the loader's to refuse.
+    shortened = found.manifest.get("recipe", {}).get("steps")
+    if shortened and len(found.train) <= config.sequence_length:
+        worst = max(shortened, key=lambda step: int(step["bytes"]))
+        raise UserError(
+            f"data.recipe leaves {len(found.train)} tokens of training text, and data.sequence_length is "
+            f"{config.sequence_length}; {worst['step']!r} removed most, {worst['documents']:,} documents, so loosen it "
+            "or leave it out"
+        )
+    return found
 
 
 def at_hand(config: DataConfig, tokenizer: Tokenizer) -> Shards:
@@ -112,19 +117,6 @@ def at_hand(config: DataConfig, tokenizer: Tokenizer) -> Shards:
 def _directory(config: DataConfig, fingerprint: str, steps: str | None, tokenizer: Tokenizer) -> Path:
     content = [FORMAT, fingerprint, tokenizer.fingerprint, config.validation_fraction, *([steps] if steps else [])]
     return cache_directory(config) / "shards" / checksum(content)[:16]
-
-
-def _enough(shards: Shards, config: DataConfig) -> Shards:
-    """Refuses what a recipe left where it is shorter than one window; raw text is the loader's to refuse."""
-    steps = shards.manifest.get("recipe", {}).get("steps")
-    if steps and len(shards.train) <= config.sequence_length:
-        worst = max(steps, key=lambda step: int(step["bytes"]))
-        raise UserError(
-            f"data.recipe leaves {len(shards.train)} tokens of training text, and data.sequence_length is "
-            f"{config.sequence_length}; {worst['step']!r} removed most, {worst['documents']:,} documents, so loosen it "
-            "or leave it out"
-        )
-    return shards
 
 
 def _open_if_sound(directory: Path, tokenizer: Tokenizer) -> Shards | None:
@@ -154,15 +146,7 @@ def open_shards(directory: str | Path, tokenizer: Tokenizer) -> Shards:
         if size != expected["bytes"]:
             raise UserError(f"{path} has {size} bytes; its manifest says {expected['bytes']}")
     dtype = np.dtype(manifest["dtype"])
-    return Shards(
-        directory=directory,
-        manifest=manifest,
-        tokenizer=tokenizer,
-        train=np.memmap(directory / "train.bin", dtype, "r"),
-        validation=np.memmap(directory / "validation.bin", dtype, "r"),
-        train_documents=np.load(directory / "train.documents.npy", mmap_mode="r"),
-        validation_documents=np.load(directory / "validation.documents.npy", mmap_mode="r"),
-    )
+    return Shards(directory, manifest, tokenizer, *(np.memmap(directory / f"{part}.bin", dtype, "r") for part in PARTS))
 
 
 def _build(
@@ -172,17 +156,18 @@ def _build(
     tokenizer: Tokenizer,
     directory: Path,
     progress: Progress | None,
-    refined: Refined | None,
+    refined: Refinery | None = None,
 ) -> None:
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
     spool = directory / "spool"
     mixed = MixedDocuments(spool, dtype)
-    texts = corpus.documents() if refined is None else refined.documents()
-    size = None if progress is None else corpus.size_bytes() if refined is None else refined.size_bytes()
-    _tokenize(texts, size, tokenizer, mixed, progress)
     if refined is None:
+        size = None if progress is None else corpus.size_bytes()
+        _tokenize(corpus.documents(), size, tokenizer, mixed, progress)
         lowest, highest, documents = mixed.lowest, mixed.highest, mixed.documents
     else:
+        size = refined.report["kept"]["bytes"] + refined.report["held_out"]["bytes"]
+        _tokenize(refined.documents(), size, tokenizer, mixed, progress)
         lowest, highest, documents = refined.lowest, refined.highest, len(refined.held)
     if lowest == highest:
         raise UserError(

@@ -12,7 +12,7 @@ import re
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -30,36 +30,6 @@ SAMPLE_BYTES = 64 << 20
 TRAINER = 1
 _SMALLEST_BPE = 257  # 256 bytes and the end of a document
 _CARD = "isoflop_tokenizer.json"
-
-
-class Tokenizer(Protocol):
-    @property
-    def vocab_size(self) -> int:
-        """Ids are below this."""
-
-    @property
-    def end_of_document(self) -> int:
-        """The id that follows every document; text that spells it out encodes to other ids."""
-
-    @property
-    def token_bytes(self) -> npt.NDArray[np.int64]:
-        """(vocab_size,) bytes of UTF-8 that each id stands for; 0 for the end of a document."""
-
-    @property
-    def fingerprint(self) -> str:
-        """16 hex digits: equal for tokenizers that encode equally."""
-
-    def encode(self, text: str) -> Tokens:
-        """(n,) ids, uint16 where the vocabulary fits it, else uint32."""
-
-    def encode_batch(self, texts: Sequence[str]) -> list[Tokens]:
-        """`encode` of each text, on all cores where the tokenizer can."""
-
-    def decode(self, ids: Any) -> str:
-        """The text of ids. Ends of documents are left out; bytes that are not UTF-8 become U+FFFD."""
-
-    def save(self, directory: Path) -> None:
-        """Writes what `tokenizer_from_directory` reads."""
 
 
 def load_tokenizer(
@@ -115,27 +85,27 @@ def tokenizer_from_directory(directory: str | Path) -> Tokenizer:
 class ByteTokenizer:
     """A token is a byte of UTF-8; documents end with 0xFF, which never occurs there."""
 
-    vocab_size = 256
-    end_of_document = 0xFF
+    vocab_size = 256  # ids are below this
+    end_of_document = 0xFF  # the id that follows every document; text that spells it out encodes to other ids
+    token_bytes = np.repeat([1, 0], [255, 1])  # (vocab_size,) bytes of UTF-8 of each id; 0 for the end of a document
+    # 16 hex digits: equal for tokenizers that encode equally.
     fingerprint = hashlib.sha256(b"isoflop bytes, 0xFF ends a document").hexdigest()[:16]
 
-    @property
-    def token_bytes(self) -> npt.NDArray[np.int64]:
-        sizes = np.ones(256, np.int64)
-        sizes[self.end_of_document] = 0
-        return sizes
-
     def encode(self, text: str) -> Tokens:
+        """(n,) ids, uint16 where the vocabulary fits it, else uint32."""
         return np.frombuffer(text.encode(errors="replace"), np.uint8).astype(np.uint16)
 
     def encode_batch(self, texts: Sequence[str]) -> list[Tokens]:
+        """`encode` of each text, on all cores where the tokenizer can."""
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: Any) -> str:
+        """The text of ids. Ends of documents are left out; bytes that are not UTF-8 become U+FFFD."""
         ids = np.asarray(ids, np.int64)
         return ids[ids != self.end_of_document].astype(np.uint8).tobytes().decode(errors="replace")
 
     def save(self, directory: Path) -> None:
+        """Writes what `tokenizer_from_directory` reads."""
         _save_card(self, "bytes", directory)
 
 
@@ -173,6 +143,9 @@ class SubwordTokenizer:
         (Path(directory) / "tokenizer.json").write_text(
             json.dumps(self._content, ensure_ascii=False, indent=1), encoding="utf-8"
         )
+
+
+Tokenizer = ByteTokenizer | SubwordTokenizer
 
 
 def _save_card(tokenizer: Tokenizer, kind: str, directory: Path) -> None:

@@ -124,16 +124,13 @@ class Agreement:
         """
         if self._control is None:
             return flags
-        agreed = self._read()
+        agreed = self.close()
         self._flags = torch.tensor([int(flags)])
         self._work = dist.all_reduce(self._flags, dist.ReduceOp.BOR, group=self._control, async_op=True)
         return agreed
 
     def close(self) -> Flag:
         """Waits for the last reduction, without which the group must not be left; returns its flags."""
-        return self._read()
-
-    def _read(self) -> Flag:
         if self._work is None or self._flags is None:
             return Flag(0)
         self._work.wait()

@@ -8,6 +8,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
@@ -22,22 +23,21 @@ def run_ranks(ranks: int, function: Callable[..., Any], *arguments: Any, timeout
     results.
 
     Raises:
-        RuntimeError: a rank raised, died, or had not ended in time; holds every rank's own words.
+        RuntimeError: a rank raised, died, or had not ended in time; holds their own words, the first failure first.
     """
     with tempfile.TemporaryDirectory() as folder:
         processes, receivers = start_forks(ranks, _rank, ranks, folder, timeout, function, arguments)
         try:
-            answers = _collect(receivers, timeout)
+            answers = _collect(processes, receivers, timeout)
         finally:
             for process in processes:
-                process.join(2.0)
-                if process.is_alive():
-                    process.kill()
-                    process.join()
-    failures = [f"rank {rank}: {answer[1]}" for rank, answer in enumerate(answers) if not answer[0]]
+                process.kill()
+                process.join()
+    failures = [f"rank {rank}: {answer}" for rank, (fine, answer) in answers.items() if not fine]
+    failures += [f"rank {rank}: no answer within {timeout:g} s" for rank in range(ranks) if rank not in answers]
     if failures:
         raise RuntimeError("\n".join(failures))
-    return [answer[1] for answer in answers]
+    return [answers[rank][1] for rank in range(ranks)]
 
 
 def start_forks(count: int, target: Callable[..., None], *arguments: Any) -> tuple[list[ForkProcess], list[Connection]]:
@@ -54,18 +54,23 @@ def start_forks(count: int, target: Callable[..., None], *arguments: Any) -> tup
     return processes, [receiver for receiver, _ in pipes]
 
 
-def _collect(receivers: list[Connection], timeout: float) -> list[tuple[bool, Any]]:
-    answers: list[tuple[bool, Any]] = [(False, f"no answer within {timeout:g} s")] * len(receivers)
-    waiting = {receiver: rank for rank, receiver in enumerate(receivers)}
+def _collect(processes: list[ForkProcess], receivers: list[Connection], timeout: float) -> dict[int, tuple[bool, Any]]:
+    """Answers by rank in the order in which they come: the first failure is the cause of those that follow."""
+    answers: dict[int, tuple[bool, Any]] = {}
     deadline = time.monotonic() + timeout
-    while waiting and (left := deadline - time.monotonic()) > 0:
-        for receiver in wait(list(waiting), left):
-            assert isinstance(receiver, Connection)
-            rank = waiting.pop(receiver)
-            try:
-                answers[rank] = receiver.recv()
-            except EOFError:
-                answers[rank] = (False, "died without a word")
+    while waiting := {r: p for r, p in enumerate(processes) if r not in answers}:
+        if not wait(
+            [*(receivers[r] for r in waiting), *(p.sentinel for p in waiting.values())], deadline - time.monotonic()
+        ):
+            break
+        for rank, process in waiting.items():
+            alive = process.is_alive()  # asked first, for an answer may come before the end
+            with suppress(EOFError):
+                if receivers[rank].poll():
+                    answers[rank] = receivers[rank].recv()
+                    continue
+            if not alive:
+                answers[rank] = (False, f"died without a word (exit code {process.exitcode})")
     return answers
 
 
@@ -79,6 +84,7 @@ def _rank(
     arguments: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
+    parent = os.getppid()
     try:
         store = dist.FileStore(os.path.join(folder, "store"), ranks)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout))
@@ -89,5 +95,7 @@ def _rank(
         answer.send(result)
     except Exception:
         answer.send((False, traceback.format_exc()))
-    answer.close()
+    # Whoever leaves cuts connections that a slower rank may still be making, so the parent ends all at once.
+    while result[0] and os.getppid() == parent:
+        time.sleep(0.02)
     os._exit(0)  # no teardown of what the parent still owns

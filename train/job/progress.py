@@ -55,15 +55,13 @@ class RunProgress:
                 reason = "the gradient overflowed fp16"
             else:
                 self.bad_steps += 1
-            self._check_budget(f"{reason} at step {item.step}", config.skip_bad_steps)
+            where, allowed = f"{reason} at step {item.step}", config.skip_bad_steps
+            if self.overflows >= MOST_OVERFLOWS:
+                raise Diverged(f"{where}, for the {self.overflows}th time in a row, at a loss scale of 1")
+            if self.bad_steps > allowed:
+                raise Diverged(where + (f", and skip_bad_steps {allowed} is spent" if allowed else ""))
             lines.append(f"step {item.step} made no update: {reason}")
         return lines
-
-    def _check_budget(self, reason: str, allowed: int) -> None:
-        if self.overflows >= MOST_OVERFLOWS:
-            raise Diverged(f"{reason}, for the {self.overflows}th time in a row, at a loss scale of 1")
-        if self.bad_steps > allowed:
-            raise Diverged(reason + (f", and skip_bad_steps {allowed} is spent" if allowed else ""))
 
     def _follow(self, item: PastStep, limit: float) -> None:
         before = item.loss if self.smoothed_loss is None else self.smoothed_loss

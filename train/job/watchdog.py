@@ -63,13 +63,6 @@ class Seen:
     moved: float  # its main thread made progress
     alive: float  # its process published
 
-    def update(self, beat: Beat, now: float) -> Seen:
-        return Seen(
-            beat,
-            moved=self.moved if beat.count == self.beat.count else now,
-            alive=self.alive if beat.pulse == self.beat.pulse else now,
-        )
-
     def is_silent(self, now: float, timeout: float) -> bool:
         """Whether the process has not published for so long that it does not merely wait for another."""
         return now - self.alive >= timeout / 2
@@ -197,7 +190,7 @@ class Watchdog:
         """What to raise in place of an error: who is lost, if that caused it; else the error itself, once the others
         know it.
         """
-        if _is_lost_connection(error):
+        if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error)):
             self._silence = max(1.0, 4 * self._poll)
             self._known.wait(2 * self._silence + 2 * self._poll)
             if self._failure is not None:
@@ -259,7 +252,9 @@ class Watchdog:
         self._read_at = now = self._clock
         for rank, value in enumerate(values):
             beat = Beat(**json.loads(value))
-            self._seen[rank] = self._seen.get(rank, Seen(beat, now, now)).update(beat, now)
+            last = self._seen.get(rank, Seen(beat, now, now))
+            moved = last.moved if beat.count == last.beat.count else now
+            self._seen[rank] = Seen(beat, moved, last.alive if beat.pulse == last.beat.pulse else now)
 
     def _blame(self, failure: Failure) -> Failure:
         """Publishes why the job ends, unless another rank has done so; returns what stands."""
@@ -339,7 +334,3 @@ def _within(seconds: float, function: Callable[[], None]) -> None:
 
 def _key(rank: int) -> str:
     return f"beat/{rank}"
-
-
-def _is_lost_connection(error: BaseException) -> bool:
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))

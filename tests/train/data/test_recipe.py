@@ -22,7 +22,7 @@ from isoflop.sweeps.grid import expand as grid
 from isoflop.train.config import DataConfig, ModelConfig, RunConfig, run_id
 from isoflop.train.data.corpora import open_corpus
 from isoflop.train.data.mixing import content_hash
-from isoflop.train.data.recipe import parts, recipe
+from isoflop.train.data.recipe import recipe, refine
 from isoflop.train.data.recipe.pool import Pool
 from isoflop.train.data.recipe.refine import Refinery
 from isoflop.train.data.shards import Shards, prepare
@@ -54,7 +54,7 @@ def documents(count: int = 400, seed: int = 0) -> list[str]:
 
 @pytest.fixture
 def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DataConfig:
-    monkeypatch.setattr(parts, "PART_DOCUMENTS", 37)  # many parts of few documents
+    monkeypatch.setattr(refine, "PART_DOCUMENTS", 37)  # many parts of few documents
     write(tmp_path / "rows.jsonl", documents())
     return DataConfig(
         corpus="text", path=str(tmp_path / "rows.jsonl"), validation_fraction=0.1, cache_dir=str(tmp_path / "cache")
@@ -70,7 +70,7 @@ def made(config: DataConfig, steps: list[str], **changes: Any) -> Shards:
 
 
 def texts_of(shards: Shards, part: str = "train") -> list[str]:
-    tokens, starts = getattr(shards, part), getattr(shards, f"{part}_documents")
+    tokens, starts = getattr(shards, part), np.load(shards.directory / f"{part}.documents.npy")
     return [shards.tokenizer.decode(tokens[a : b - 1]) for a, b in itertools.pairwise(starts)]
 
 
@@ -190,7 +190,8 @@ def test_every_recipe_is_scored_on_the_same_text_with_the_same_tokenizer(corpus:
         raw, shards = made(config, []), made(config, ["length:50-", "near:0.5"])
         assert len(shards.train) < len(raw.train)
         assert (np.asarray(shards.validation) == np.asarray(raw.validation)).all()
-        assert (shards.validation_documents == raw.validation_documents).all()
+        ends, expected = (np.load(each.directory / "validation.documents.npy") for each in (shards, raw))
+        assert (ends == expected).all()
         assert shards.tokenizer.fingerprint == raw.tokenizer.fingerprint
 
 
@@ -214,7 +215,7 @@ def test_the_result_owes_nothing_to_processes_parts_or_files(
     one = made(corpus, FULL)
     three = prepare(dataclasses.replace(corpus, recipe=FULL, cache_dir=str(tmp_path / "three")), processes=3)
     assert contents(one) == contents(three)
-    monkeypatch.setattr(parts, "PART_DOCUMENTS", 101)
+    monkeypatch.setattr(refine, "PART_DOCUMENTS", 101)
     texts = documents()
     random.Random(1).shuffle(texts)
     (tmp_path / "files").mkdir()
@@ -279,15 +280,15 @@ import signal, sys, time
 from pathlib import Path
 signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests in the background ignores it
 from isoflop.train.config import DataConfig
-from isoflop.train.data.recipe import parts, refine
+from isoflop.train.data.recipe import refine
 from isoflop.train.data.shards import prepare
-parts.PART_DOCUMENTS = 37
+refine.PART_DOCUMENTS = 37
 for name in ("filter_part", "sign_part", "write_part"):
-    def slow(*job, work=getattr(parts, name)):
+    def slow(*job, work=getattr(refine, name)):
         print(work.__name__, flush=True)
         time.sleep(0.05)
         return work(*job)
-    setattr(parts, name, slow)
+    setattr(refine, name, slow)
 prepare(DataConfig(corpus="text", path=sys.argv[1], validation_fraction=0.1, cache_dir=sys.argv[2],
                    recipe=sys.argv[3].split()), processes=1)
 print("done")
@@ -332,7 +333,7 @@ def test_parts_of_before_do_not_add_to_those_of_now(
 
     folder, count = refined()
     (folder / "parts.npz").unlink()  # killed before it had noted how many there are
-    monkeypatch.setattr(parts, "PART_DOCUMENTS", 101)
+    monkeypatch.setattr(refine, "PART_DOCUMENTS", 101)
     for found in folder.glob("*.0.npz"):
         found.unlink()
     assert refined() == (folder, count)

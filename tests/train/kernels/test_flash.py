@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from attention_reference import flash_reference
 from isoflop.train.errors import UserError
 from isoflop.train.kernels import flash
-from isoflop.train.kernels.flash import HEAD_DIMS, flash_reference
+from isoflop.train.kernels.flash import HEAD_DIMS
 from isoflop.train.model.attention import first_visible
 from torch import Tensor
 

@@ -37,18 +37,24 @@ _BATCH, _TOKENS = 16, 512  # of a Hugging Face classifier
 _PARAGRAPHS, _LINES = re.compile(r"\n{2,}"), re.compile(r"\n+")
 
 
+@cache
 def make_filter(step: Step) -> Filter:
     """The filter of a step that looks at one document at a time; models are loaded here, once per process."""
-    if step.kind == "language":
-        return language_filter(step)
     if step.kind == "quality":
-        return quality_filter(step)
+        score = _fasttext(step) if Path(step.name).is_file() else _hugging_face(step)
+
+        def judge(texts: Sequence[str]) -> list[str | None]:
+            scores = score([text[:JUDGED_CHARACTERS] for text in texts])
+            return [None if value >= step.number else "low quality" for value in scores]
+
+        return judge
     rules: dict[str, Rule] = {
         "gopher": lambda text: gopher_quality(text) or gopher_repetition(text),
         "gopher_quality": gopher_quality,
         "gopher_repetition": gopher_repetition,
         "length": lambda text: _length(text, step.number, step.upper),
         "symbols": lambda text: symbols(text, len(text.split()), step.number),
+        "language": lambda text: _other_language(text, step),
     }
     rule = rules[step.kind]
     return lambda texts: [rule(text) for text in texts]
@@ -57,7 +63,7 @@ def make_filter(step: Step) -> Filter:
 def gopher_quality(text: str) -> str | None:
     words = text.split()  # by whitespace
     # As datatrove, by which data sets are made: words of punctuation count neither here nor for the mean length.
-    spelled = [word for word in words if not _is_punctuation(word)]
+    spelled = [word for word in words if word[0].isalnum() or not all(map(_is_mark, word))]
     if len(spelled) < LEAST_WORDS:
         return "few words"
     if len(spelled) > MOST_WORDS:
@@ -137,37 +143,14 @@ def _length(text: str, least: float, most: float) -> str | None:
     return "many words" if words > most else None
 
 
-@cache
-def _is_mark(character: str) -> bool:
-    return unicodedata.category(character)[0] in "PSC"
+_is_mark = cache(lambda character: unicodedata.category(character)[0] in "PSC")
 
 
-def _is_punctuation(word: str) -> bool:
-    return not word[0].isalnum() and all(map(_is_mark, word))
-
-
-def language_filter(step: Step) -> Filter:
-    """Removes documents that are not in a language with the probability that the step names."""
-    identifier = language_identifier()
-
-    def judge(text: str) -> str | None:
-        found, probability = identifier.classify(text[:JUDGED_CHARACTERS])
-        if found != step.name:
-            return f"language {found}"
-        return None if probability >= step.number else f"hardly {step.name}"
-
-    return lambda texts: [judge(text) for text in texts]
-
-
-def quality_filter(step: Step) -> Filter:
-    """Removes documents whose probability of being good is below the step's threshold."""
-    score = _fasttext(step) if Path(step.name).is_file() else _hugging_face(step)
-
-    def judge(texts: Sequence[str]) -> list[str | None]:
-        scores = score([text[:JUDGED_CHARACTERS] for text in texts])
-        return [None if value >= step.number else "low quality" for value in scores]
-
-    return judge
+def _other_language(text: str, step: Step) -> str | None:
+    found, probability = language_identifier().classify(text[:JUDGED_CHARACTERS])
+    if found != step.name:
+        return f"language {found}"
+    return None if probability >= step.number else f"hardly {step.name}"
 
 
 def good_label(labels: Sequence[str]) -> int:

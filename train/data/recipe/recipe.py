@@ -16,8 +16,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ...config import canonical_json
 from ...errors import UserError
+from ..storage import checksum
 
 
 @dataclass(frozen=True)
@@ -41,18 +41,21 @@ class Step:
 
 
 # Version of the rules of each kind of step, part of the fingerprint: bump it when a step would keep other documents.
-VERSIONS = {
-    "gopher": 1,
-    "gopher_quality": 1,
-    "gopher_repetition": 1,
-    "length": 1,
-    "symbols": 1,
-    "language": 1,
-    "quality": 1,
-    "exact": 1,
-    "near": 1,
-    "bloom": 1,
-}
+VERSIONS = dict.fromkeys(
+    [
+        "gopher",
+        "gopher_quality",
+        "gopher_repetition",
+        "length",
+        "symbols",
+        "language",
+        "quality",
+        "exact",
+        "near",
+        "bloom",
+    ],
+    1,
+)
 # Kinds that look at all documents together, the others at one at a time.
 WHOLE = ("exact", "near", "bloom")
 MODELS = (".bin", ".ftz")  # fastText's
@@ -78,10 +81,8 @@ def _parse(word: str) -> Step:
         nearest = difflib.get_close_matches(kind, VERSIONS, 1, 0.5)
         hint = f" (nearest: {nearest[0]})" if nearest else ""
         raise UserError(f"data.recipe contains {word!r}, which is no step{hint}; it takes {_ACCEPTED}")
-    return _PARSERS.get(kind, _without)(kind, argument, str(word))
-
-
-def _without(kind: str, argument: str, word: str) -> Step:
+    if kind in _PARSERS:
+        return _PARSERS[kind](kind, argument, str(word))
     if argument:
         raise _refused(word, f"{kind} takes no argument")
     return Step(kind)
@@ -167,12 +168,11 @@ def fingerprint(recipe: Sequence[str]) -> str | None:
     steps = parse(recipe)
     if not steps:
         return None
-    said = [[_nameless(step), VERSIONS[step.kind], model_digest(step)] for step in steps]
-    return hashlib.sha256(canonical_json(said).encode()).hexdigest()[:16]
-
-
-def _nameless(step: Step) -> str:
-    return f"quality@{step.number:.15g}" if step.kind == "quality" else step.word
+    said = []
+    for step in steps:
+        nameless = f"quality@{step.number:.15g}" if step.kind == "quality" else step.word
+        said.append([nameless, VERSIONS[step.kind], model_digest(step)])
+    return checksum(said)[:16]
 
 
 def require(recipe: Sequence[str]) -> None:
@@ -223,15 +223,12 @@ def model_digest(step: Step) -> str | None:
         raise UserError(f"{word}; there is no such file or folder")
     digest = hashlib.sha256()
     try:
-        for file in [path] if path.is_file() else _model_files(path):
+        inside = [Path(where, name) for where, _, names in os.walk(path) for name in names]
+        shown = sorted(file for file in inside if not file.name.startswith(".") and file.suffix != ".md")
+        for file in [path] if path.is_file() else shown:
             digest.update(b"" if path.is_file() else str(file.relative_to(path)).encode() + b"\0")
             with open(file, "rb") as stream:
                 digest.update(hashlib.file_digest(stream, "sha256").digest())
     except OSError as error:
         raise UserError(f"{word}; {error.filename} cannot be read ({error.strerror})") from None
     return digest.hexdigest()
-
-
-def _model_files(folder: Path) -> list[Path]:
-    found = [Path(where, name) for where, _, names in os.walk(folder) for name in names]
-    return sorted(file for file in found if not file.name.startswith(".") and file.suffix != ".md")
