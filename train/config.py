@@ -19,7 +19,6 @@ from .errors import UserError
 # Bumped whenever the trainer's arithmetic changes, so that an old result is never taken for a new one.
 RECIPE = 3
 
-ATTENTION = ("auto", "ours", "sdpa", "flash2", "flash3", "flash4")  # what `parallel.attention` may be
 
 T = TypeVar("T")
 

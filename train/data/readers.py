@@ -100,6 +100,14 @@ def _cut(buffer: bytes, limit: int) -> int:
 
 
 def _json_lines(path: Path, field: str) -> Iterator[str]:
+    for number, row in json_objects(path):
+        if field not in row:
+            raise UserError(f"data.field is {field!r}; line {number} of {path} has {listed(list(row))}")
+        yield text_value(row[field], field, f"line {number} of {path}")
+
+
+def json_objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The number and the object of each line that is not blank."""
     number = 0
     try:
         for number, line in enumerate(_lines(path), start=1):
@@ -107,6 +115,11 @@ def _json_lines(path: Path, field: str) -> Iterator[str]:
                 continue
             try:
                 row = json.loads(line.removeprefix(_BOM) if number == 1 else line)
+            except UnicodeDecodeError as error:
+                raise UserError(
+                    f"data.path: line {number} of {path} is not UTF-8 (byte 0x{error.object[error.start]:02x}); "
+                    "convert the file to UTF-8"
+                ) from None
             except (ValueError, RecursionError) as error:
                 raise UserError(
                     f"data.path: line {number} of {path} is not JSON ({one_line(error)}); "
@@ -117,9 +130,7 @@ def _json_lines(path: Path, field: str) -> Iterator[str]:
                     f"data.path: line {number} of {path} holds {type(row).__name__}, not an object; "
                     "every line must hold one JSON object"
                 )
-            if field not in row:
-                raise UserError(f"data.field is {field!r}; line {number} of {path} has {listed(list(row))}")
-            yield text_value(row[field], field, f"line {number} of {path}")
+            yield number, row
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise UserError(
             f"data.path: {path} is damaged after line {number} ({one_line(error)}); fetch or compress it again"
