@@ -1,8 +1,4 @@
-"""The pages of a sweep's benchmarks: one of the sweep, and one of each of its best checkpoints.
-
-A checkpoint's page takes a tenth of a second or more, so of a large sweep only some get one: the best of every budget
-first, then the largest.
-"""
+"""The pages of a sweep's benchmarks: one of the sweep, and one of each of its best checkpoints."""
 
 from __future__ import annotations
 
@@ -21,7 +17,7 @@ if TYPE_CHECKING:
 
     from ...fit.downstream.downstream import SignalToNoise, TaskVerdict
 
-MOST = 24  # checkpoints of a sweep that get a page of their own
+MOST = 24  # checkpoints of a sweep that get a page, which takes a tenth of a second or more
 FEWEST = 3  # runs below which a range says nothing
 ABOUT = ("run_id", "name", "step", "final", "N", "D", "flops", "loss", "recipe", "budget")
 

@@ -26,17 +26,14 @@ HEAD_DIMS = (16, 32, 64, 96, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def flash_attention(
-    query: Tensor, key: Tensor, value: Tensor, *, first: Tensor | None = None, scale: float | None = None
-) -> Tensor:
-    """Softmax(scale Q K^T) V over the keys that each query sees: first[i] <= j <= i.
+def flash_attention(query: Tensor, key: Tensor, value: Tensor, *, first: Tensor | None = None) -> Tensor:
+    """Softmax(Q K^T / sqrt(d)) V over the keys that each query sees: first[i] <= j <= i.
 
     Args:
         query: (batch, time, heads, d), bf16, fp16 or fp32, d in HEAD_DIMS, the last dimension contiguous.
         key, value: (batch, time, kv_heads, d), the same type; each KV head serves heads / kv_heads query heads in turn.
         first: (batch, time) int32, the first position that each query sees: at most its own, and never falling along a
             row (unchecked: that would wait for the device). None: 0.
-        scale: of the scores, above 0; d**-0.5 where None.
 
     Returns:
         (batch, time, heads, d), contiguous.
@@ -44,13 +41,12 @@ def flash_attention(
     Raises:
         UserError: a shape, type or device that the kernel does not take.
     """
-    _check(query, key, value, first, scale)
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    out: Tensor = torch.ops.isoflop.flash_forward(query, key, value, first, scale)[0]
+    _check(query, key, value, first)
+    out: Tensor = torch.ops.isoflop.flash_forward(query, key, value, first, query.shape[-1] ** -0.5)[0]
     return out
 
 
-def _check(query: Tensor, key: Tensor, value: Tensor, first: Tensor | None, scale: float | None) -> None:
+def _check(query: Tensor, key: Tensor, value: Tensor, first: Tensor | None) -> None:
     if query.ndim != 4 or key.ndim != 4 or key.shape != value.shape:
         raise UserError(
             f"query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} must be (batch, time, "
@@ -77,8 +73,6 @@ def _check(query: Tensor, key: Tensor, value: Tensor, first: Tensor | None, scal
         raise UserError(
             f"first {tuple(first.shape)} of {first.dtype} must be {(batch, time)} of torch.int32, a position a query."
         )
-    if scale is not None and scale <= 0:
-        raise UserError(f"scale {scale} must be above 0.")
 
 
 def _require_triton(x: Tensor) -> None:
