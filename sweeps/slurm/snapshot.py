@@ -77,7 +77,7 @@ def _files_of_git(package: Path) -> tuple[list[str], list[str]] | None:
     new = _names(git_output(package, "ls-files", "-z", "--others", "--exclude-standard", *parts))
     # One that is deleted in the working tree is tracked until the next commit.
     tracked = [name for name in tracked if (package / name).is_file()]
-    return tracked, [name for name in new if name.endswith((".py", ".yaml", ".html", ".css", ".js", ".json"))]
+    return tracked, [name for name in new if name.endswith((".py", ".yaml", ".toml", ".html", ".css", ".js", ".json"))]
 
 
 def _files_of_folder(package: Path) -> list[str]:

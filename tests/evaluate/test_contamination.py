@@ -300,9 +300,7 @@ def test_an_interrupt_leaves_nothing(
     assert overlaps(shards, suite, cache=tmp_path) == {"quiz": {0}}
 
 
-def test_what_cannot_be_asked_is_said(tmp_path: Path, leaked: tuple[Shards, Suite]) -> None:
-    with pytest.raises(UserError, match="ngram is 0; it must be 1 word or more"):
-        overlaps(*leaked, ngram=0)
+def test_a_cache_that_cannot_be_written_is_said(tmp_path: Path, leaked: tuple[Shards, Suite]) -> None:
     (tmp_path / "contamination").write_text("a file where the folder would be")
     with pytest.raises(UserError, match="cannot be written"):
         overlaps(*leaked, cache=tmp_path)

@@ -137,12 +137,11 @@ def newest_valid(root: Path, report: Callable[[str], None], mesh: Mesh = ALONE) 
     return None
 
 
-def prune(root: Path, keep: int, newest: int | None = None, named: Collection[int] = ()) -> None:
-    """Removes all but the newest `keep` checkpoints, and those of `named` steps, where other runs begin."""
+def prune(root: Path, keep: int, newest: int, named: Collection[int]) -> None:
+    """Keeps the last `keep` checkpoints up to step `newest`, and those of `named` steps, where other runs begin."""
     steps = list_steps(root)
-    later = [path for step, path in steps if newest is not None and step > newest]
-    others = [path for step, path in steps if path not in later and step not in named]
-    for path in [*later, *others[:-keep]]:
+    earlier = [path for step, path in steps if step <= newest and step not in named]
+    for path in [*(path for step, path in steps if step > newest), *earlier[:-keep]]:
         shutil.rmtree(path, ignore_errors=True)
 
 

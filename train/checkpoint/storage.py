@@ -13,7 +13,7 @@ import math
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -58,20 +58,13 @@ class Part:
 
 def parts(held: Iterable[Held], shared: bool = True) -> list[Part]:
     """Everything held, as boxes; with `shared` False without what every tensor-parallel rank holds."""
-    return [part for each in held for part in _parts(each, shared)]
-
-
-def _parts(held: Held, shared: bool) -> Iterator[Part]:
-    placement, first = held.placement, 0
-    row = math.prod(placement.local_shape[1:])
-    for piece in placement.pieces:
-        last = first + piece.size[0] * row
-        if shared or not piece.shared:
-            for box in boxes(placement, max(held.start, first), min(held.stop, last)):
-                start = box.start - held.start
-                values = held.values[start : start + math.prod(box.size)].view(box.size)
-                yield Part(held.name, held.kind, placement.shape, box.offset, values)
-        first = last
+    found = []
+    for each in held:
+        for box in boxes(each.placement, each.start, each.stop):
+            if shared or not box.shared:
+                values = each.values[box.start - each.start : box.stop - each.start].view(box.size)
+                found.append(Part(each.name, each.kind, each.placement.shape, box.offset, values))
+    return found
 
 
 def share_out(whole: Sequence[Part], ranks: int) -> list[list[Part]]:
