@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+import typer
 from isoflop.sweeps.cli import main as cli
+from isoflop.sweeps.cli.options import ABOUT
 from isoflop.sweeps.entry import sweep_main
 from isoflop.sweeps.runs.directory import SweepDirectory
 
@@ -337,3 +339,18 @@ def test_a_sweep_that_is_asked_for_again_writes_only_what_is_out_of_date(sweep: 
     run = SweepDirectory.open(sweep).runs()[0]
     (run.path / "summary.json").write_text(json.dumps(run.summary()))
     assert again("fit.bootstrap=101") >= results, "a run wrote its summary anew"
+
+
+def test_every_option_says_what_it_is_and_no_text_is_left_over() -> None:
+    def leaves(group: Any) -> list[Any]:
+        return [leaf for c in group.commands.values() for leaf in (leaves(c) if hasattr(c, "commands") else [c])]
+
+    commands = leaves(typer.main.get_command(cli.app))
+    mute = [f"{c.name} {p.name}" for c in commands for p in c.params if p.name != "help" and not p.help]
+    assert mute == []
+    parameters: dict[str, set[str]] = {}
+    for command in commands:
+        parameters.setdefault(command.callback.__name__, set()).update(p.name for p in command.params)
+    left = {name: set(texts) - parameters[name] for name, texts in ABOUT.items() if name != "shared"}
+    assert not any(left.values()), left
+    assert set(ABOUT["shared"]) <= set().union(*parameters.values())
