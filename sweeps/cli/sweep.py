@@ -178,12 +178,15 @@ def report_command(sweep: Path, as_json: bool = False) -> None:
 
 def _act(path: Path, as_json: bool, action: Callable[[SweepDirectory], int]) -> None:
     """Acts on a sweep and exits with the action's code; with `as_json` it prints the runs that were changed."""
+    from ..execute.conduct import look_after
     from ..runs.membership import members
 
     sweep = _open(path)
     before = {run.run_id: run.state() for run in members(sweep)} if as_json else {}
     with _said_aside(as_json):
         code = action(sweep)
+        with contextlib.suppress(UserError):  # SLURM does not answer, as the action has said
+            look_after(sweep)
     if as_json:
         after = {run.run_id: run.state() for run in members(sweep)}
         said = [{"run_id": name, **vars(state)} for name, state in after.items() if before.get(name) != state]

@@ -34,8 +34,9 @@ from ..runs.directory import OPEN, STATES, AtWork, Busy, RunDirectory, SweepDire
 from ..runs.queue import Queue
 from ..slurm import commands as slurm
 from ..slurm import supervisor
+from ..slurm.record import LaunchRecord, is_unattended, rebuilt, strays
 from ..terminal import say
-from .status import missing_field
+from .status import BRING_BACK, missing_field
 
 LEAST_BYTES = 500e6  # that the disk must have left
 # Takes the lock that the process which starts it holds; 0: it got it, so locks do nothing here.
@@ -190,6 +191,10 @@ def _orphans(sweep: SweepDirectory, policy: Policy) -> Iterator[Fault]:
             yield Fault("orphan", what, run.path, mend, "settled; it may be tried again")
     if live is None:
         return
+    with suppress(UserError):  # see `_launch_record`
+        if is_unattended(sweep, live):
+            what = "nobody looks after this sweep: its keepers are gone from SLURM's queue"
+            yield Fault("keepers", what, sweep.path / "jobs", None, BRING_BACK)
     if waiting := _without_job(sweep, live):
         what = f"{len(waiting)} runs wait for a job that SLURM does not know: {', '.join(waiting)}"
         yield Fault(
@@ -224,8 +229,6 @@ def _without_job(sweep: SweepDirectory, live: set[str]) -> list[str]:
 
 def _strays(sweep: SweepDirectory) -> Iterator[Fault]:
     """Jobs of this sweep that its record does not know; one on hold was never released and can be cancelled."""
-    from ..slurm.record import strays
-
     try:
         with sweep.lock():  # else a launcher may be writing them down
             jobs = sorted(strays(sweep))
@@ -257,8 +260,6 @@ def _files(sweep: SweepDirectory) -> Iterator[Fault]:
 
 
 def _launch_record(sweep: SweepDirectory) -> Iterator[Fault]:
-    from ..slurm.record import LaunchRecord, rebuilt
-
     def rewrite() -> None:
         with sweep.lock():
             if (record := rebuilt(sweep)) == LaunchRecord():

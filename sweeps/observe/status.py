@@ -42,6 +42,7 @@ ROWS = 60  # that a file or a pipe gets
 ORDER = ("running", "failed", "diverged", "preempted", "cancelled", "queued", "planned", "done")
 FOLDED = ("done", "planned", "queued")  # counted instead of shown, in this order, where there are more than fit
 STYLES = {"failed": "red", "diverged": "red", "running": "cyan", "preempted": "yellow", "done": "green"}
+BRING_BACK = "isoflop retry brings them back"
 COLUMNS = ("run", "state", "N", "D", "step", "loss", "tok/s", "MFU", "ETA", "try", "where", "note")
 
 
@@ -92,7 +93,7 @@ def sweep_status(sweep: SweepDirectory, before: Mapping[str, Any] | None = None)
     for row in rows:
         recent = row["history"][len(row["history"]) - row["recent"] :]
         row["again"] = row["state"] == "failed" and attempts.decide(recent, policy, spent, now).again
-    _add_waits(sweep, rows)
+    unattended = _add_waits(sweep, rows)
     counts = Counter(row["state"] for row in rows)
     report = sweep.path / "fit" / "report.html"
     return {
@@ -102,6 +103,7 @@ def sweep_status(sweep: SweepDirectory, before: Mapping[str, Any] | None = None)
         "core_hours": sum(row["core_hours"] for row in rows),
         "retries": spent,
         "eta_seconds": sweep_eta(rows),
+        "unattended": unattended,
         "runs": rows,
         "report": str(report) if report.exists() else None,
     }
@@ -205,18 +207,23 @@ def _add_costs(rows: Iterable[Row], cluster: ClusterConfig) -> None:
             row["gpu_hours" if shape["gpus"] else "core_hours"] = hours
 
 
-def _add_waits(sweep: SweepDirectory, rows: Iterable[Row]) -> None:
-    """Why each queued run waits, in SLURM's words."""
-    reasons: dict[str, str] = {}
+def _add_waits(sweep: SweepDirectory, rows: Iterable[Row]) -> bool:
+    """Why each queued run waits, in SLURM's words; returns whether SLURM says that nobody looks after the sweep."""
+    reasons, unattended = dict[str, str](), False
     waiting = any(row["state"] in ("queued", "preempted") and row["job_id"] for row in rows)
-    if waiting and (record := sweep.path / "jobs" / "slurm.json").exists():
+    if there := (record := sweep.path / "jobs" / "slurm.json").exists():
         from ..slurm import commands as slurm
+        from ..slurm.record import is_unattended
 
+        with contextlib.suppress(UserError):  # SLURM does not answer, or the doctor has to see to the record first
+            unattended = is_unattended(sweep, set()) and is_unattended(sweep, slurm.live_jobs(patience=0.0))
+    if waiting and there:
         owner = str(record.stat().st_uid)
         answer = slurm.ask("squeue", "-h", "-r", "-u", owner, "-o", "%i|%r", timeout=SQUEUE_SECONDS)
         reasons = dict(line.split("|", 1) for line in answer.stdout.splitlines() if not line.endswith("|None"))
     for row in rows:
         row["waits"] = reasons.get(row["job_id"]) if row["state"] in ("queued", "preempted") else None
+    return unattended
 
 
 def sweep_eta(rows: Iterable[Row]) -> float | None:
@@ -297,6 +304,8 @@ def render_status(status: dict[str, Any], out: Console, everything: bool) -> Ren
     if status["eta_seconds"] is not None:
         words.append(f"the last run ends in about {describe_seconds(status['eta_seconds'])}")
     lines += [", ".join(words)] if words else []
+    if status["unattended"]:
+        lines.append(f"nobody looks after this sweep, for its keepers are gone; {BRING_BACK}")
     if status["report"]:
         lines.append(f"report: {status['report']}")
     return Group(table, *(Text(line, overflow="fold") for line in lines))

@@ -18,12 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from ...train.errors import UserError
-from ...train.files import write_atomic, write_json
+from ...train.files import read_json, write_atomic, write_json
 from ..plan.sweep_plan import JobShape
+from ..runs import membership
 from ..runs.directory import RunDirectory, SweepDirectory
 from ..runs.queue import Queue
 from . import commands as slurm
 from .placement import shape_in
+
+MEMORY = "keeper.json"  # in jobs/: what the keepers know of the sweep
 
 
 @dataclass
@@ -109,6 +112,12 @@ class Inventory:
     def without_scoring(self, runs: Sequence[RunDirectory]) -> list[RunDirectory]:
         """Those runs that no job in the queue will score."""
         return [run for run in runs if self.record.scoring.get(run.run_id) not in self.live]
+
+
+def is_unattended(sweep: SweepDirectory, live: set[str]) -> bool:
+    """Whether a sweep that is not over has no keeper in the queue: what is lost or held back would not go on."""
+    keepers, memory = LaunchRecord.read(sweep).keepers, read_json(sweep.path / "jobs" / MEMORY) or {}
+    return bool(keepers) and live.isdisjoint(keepers) and not memory.get("over") and not membership.is_stopped(sweep)
 
 
 def label(sweep: SweepDirectory, transaction: str) -> str:

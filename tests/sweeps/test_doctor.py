@@ -18,6 +18,7 @@ import pytest
 import yaml
 from isoflop.sweeps.observe import doctor, logs
 from isoflop.sweeps.observe.doctor import Finding, examine_sweep
+from isoflop.sweeps.observe.status import sweep_status
 from isoflop.sweeps.plan.packing import Unit
 from isoflop.sweeps.runs import attempts
 from isoflop.sweeps.runs.directory import RunDirectory, SweepDirectory
@@ -377,6 +378,25 @@ def test_a_run_whose_job_slurm_does_not_know_is_settled_and_a_silent_slurm_settl
     assert run.state().state == "queued"
     assert kinds(answer("true")) == ["orphan"]
     assert run.state().state == "failed"
+
+
+@pytest.mark.parametrize(("live", "memory", "is_said"), [
+    ("", {"over": False}, True), ("", {}, True), ("4", {"over": False}, False), ("", {"over": True}, False),
+])  # fmt: skip
+def test_a_sweep_that_nobody_looks_after_is_said(
+    sweep: SweepDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, live: str, memory: dict, is_said: bool
+) -> None:
+    program = tmp_path / "bin" / "squeue"
+    program.parent.mkdir()
+    program.write_text(f"#!/bin/sh\necho {live}\n")
+    program.chmod(stat.S_IRWXU)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    write_json(sweep.path / "jobs" / "slurm.json", {"keepers": ["3", "4"]})
+    write_json(sweep.path / "jobs" / "keeper.json", memory)
+    assert kinds(examine_sweep(sweep, mend=True)) == ["keepers"] * is_said
+    assert sweep_status(sweep)["unattended"] == is_said
+    (sweep.path / "cancel.json").write_text("{}")  # who has cancelled all of it wants nobody to look after it
+    assert examine_sweep(sweep, mend=True) == []
 
 
 def test_a_full_disk_and_locks_that_hold_nobody_are_said(

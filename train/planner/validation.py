@@ -137,7 +137,8 @@ def working_shapes(config: RunConfig, ranks: int, ranks_per_node: int | None = N
 
 
 def divisors_of(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+    small = [divisor for divisor in range(1, math.isqrt(max(0, number)) + 1) if number % divisor == 0]
+    return sorted({*small, *(number // divisor for divisor in small)})
 
 
 def _refusal(config: RunConfig) -> str | None:
