@@ -23,7 +23,6 @@ from rich.table import Table
 from rich.text import Text
 
 from ...train.errors import UserError
-from ...train.files import read_json
 from ..config import ClusterConfig, cluster_of
 from ..results import accounting
 from ..runs import attempts
@@ -181,12 +180,12 @@ def _add_life(sweep: SweepDirectory, rows: Iterable[Row], policy: Policy, now: f
         run = sweep.run(row["run_id"])
         age = row["heartbeat_age"] = attempts.sign_age(run, now)
         row["silent"] = age is None or age > policy.silence_seconds
-        begun = {"began": now, "share": 1.0} | (read_json(run.path / attempts.UNDER_WAY) or {})
-        began = begun["began"]
+        begun = attempts.noted_begin(run)
+        began, share = (now, 1.0) if begun is None else (begun.began, begun.share)
         seen = began if age is None else now - age
         ended = max(began, seen if row["silent"] else now)
-        row["under_way"] = {"began": began, "ended": ended, "share": begun["share"]}
-        row["under_way"] |= {name: begun.get(name) for name in ("host", "job_id")}
+        row["under_way"] = {"began": began, "ended": ended, "share": share}
+        row["under_way"] |= {name: getattr(begun, name, None) for name in ("host", "job_id")}
         rate = row["tokens_per_s"]
         row["eta_seconds"] = max(0, row["D"] - row["tokens"]) / rate if rate and not row["silent"] else None
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from ...train.errors import UserError
 from ...train.files import read_json_lines
+from ..config import cluster_of
 from ..runs import attempts
 from ..runs.attempts import Attempt
 from ..runs.directory import RunDirectory, SweepDirectory
@@ -52,7 +53,7 @@ def account(sweep: SweepDirectory) -> dict[str, Any]:
 
     An amount is device-hours, dollars where a GPU-hour has a price, and FLOPs by the exact convention.
     """
-    plan, cluster = sweep.plan(), sweep.settings()["config"]["cluster"]
+    plan, cluster = sweep.plan(), vars(cluster_of(sweep.settings()))
     entries: dict[str, _Entry] = {}
     for planned in plan["runs"]:
         run, part = sweep.run(planned["run_id"]), devices(planned["shape"], cluster)

@@ -36,7 +36,7 @@ from . import commands as slurm
 from . import placement
 from .cluster import Limits
 from .placement import Batch
-from .record import MEMORY, Inventory, LaunchRecord, QueueJobs, labelled_jobs
+from .record import MEMORY, Inventory, LaunchRecord, Memory, QueueJobs, labelled_jobs
 from .submit import Call, QueueFull, Request
 from .transaction import Transaction, recover, release_forgotten, transaction
 
@@ -69,7 +69,7 @@ class SlurmBackend(Inventory):
         super().__init__(sweep, live)
         self.cluster, self.calls, self.policy = cluster, calls, Policy.of(cluster)
         self.path = str(sweep.path.resolve())
-        self.memory: dict[str, Any] = read_json(sweep.path / "jobs" / MEMORY) or {}  # what was tried how often
+        self.memory: dict[str, Any] = read_json(sweep.path / "jobs" / MEMORY, Memory) or {}  # what was tried how often
         recover(sweep, cluster, self.record)
         if live & self.record.jobs():
             with contextlib.suppress(UserError):  # SLURM is away, and will be asked again
