@@ -17,17 +17,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..train.hardware import pick_device
 from ..train.model import backends
-from .contenders import THREADS, Peak, Row, pinned_threads, race
+from .contenders import Peak, Row, measuring_on, race
 
 if TYPE_CHECKING:
     from torch.nn.attention import SDPBackend
 
 ABOUT = (
-    "FLOPs of causal attention: 4 T^2 d heads / 2 a sequence forward, 2.5 times as many backward; MFU: those over the "
-    "matmul peak of the same run; "
-    "peak memory is what a call asks for beyond its inputs"
+    "FLOPs of causal attention: 4 T^2 d heads / 2 per sequence forward, 2.5 times as many backward; "
+    "MFU: those over the matmul peak of the same run; peak memory is what a call asks for beyond its inputs"
 )
 Attention = Callable[
     [Tensor, Tensor, Tensor], Tensor
@@ -56,43 +54,31 @@ class Shape:
         return f"T={self.time}, B={self.batch}, {self.heads} heads of {self.head_dim}{groups}"
 
 
-def gpu_shapes(lengths: Sequence[int] = (1024, 2048, 4096, 8192, 16384), tokens: int = 16384) -> list[Shape]:
-    """A width of 2048 in heads of 64 and of 128, the same tokens in every batch."""
-    return [
-        Shape(tokens // time, time, 2048 // head_dim, 2048 // head_dim, head_dim)
-        for head_dim in (64, 128)
-        for time in lengths
-    ]
-
-
-def cpu_shapes(lengths: Sequence[int] = (128, 256, 512, 1024), tokens: int = 4096) -> list[Shape]:
-    """The 4 heads of 32 of the project's figures, without and with grouped queries."""
-    return [Shape(tokens // time, time, 4, kv_heads, 32) for kv_heads in (4, 2) for time in lengths]
+# A width of 2048 in heads of 64 and of 128, the same tokens in every batch.
+GPU_SHAPES = [
+    Shape(16384 // time, time, 2048 // head_dim, 2048 // head_dim, head_dim)
+    for head_dim in (64, 128)
+    for time in (1024, 2048, 4096, 8192, 16384)
+]
+# The 4 heads of 32 of the project's figures, without and with grouped queries.
+CPU_SHAPES = [Shape(4096 // time, time, 4, kv_heads, 32) for kv_heads in (4, 2) for time in (128, 256, 512, 1024)]
 
 
 def bench_attention(
-    device: str = "auto",
-    rounds: int = 15,
-    steps: int | None = None,
-    shapes: Sequence[Shape] | None = None,
-    threads: int = THREADS,
+    device: str = "auto", rounds: int = 15, steps: int | None = None, shapes: Sequence[Shape] = ()
 ) -> Iterator[Row]:
     """Causal attention of ours and of the fastest peer.
 
     On a GPU in bf16 and TFLOP/s, forward alone and with backward; on a CPU in fp32 and bf16 and tokens/s, with
-    backward. A turn is `steps` calls; None: some 30 ms.
+    backward. A turn is `steps` calls; None: about 30 ms.
     """
-    place = pick_device(device, "--device")
-    with pinned_threads(threads):
-        if place.type == "cuda":
-            peak = Peak(place, torch.bfloat16)
-            for shape in shapes or gpu_shapes():
-                for backward in (False, True):
+    with measuring_on(device) as place:
+        gpu = place.type == "cuda"
+        for dtype in (torch.bfloat16,) if gpu else (torch.float32, torch.bfloat16):
+            peak = Peak(place, dtype)
+            for shape in shapes or (GPU_SHAPES if gpu else CPU_SHAPES):
+                for backward in (False, True) if gpu else (True,):
                     yield _bench(shape, peak, backward, rounds, steps)
-        else:
-            for peak in (Peak(place, torch.float32), Peak(place, torch.bfloat16)):
-                for shape in shapes or cpu_shapes():
-                    yield _bench(shape, peak, True, rounds, steps)
 
 
 def _bench(shape: Shape, peak: Peak, backward: bool, rounds: int, steps: int | None) -> Row:

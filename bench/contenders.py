@@ -59,14 +59,16 @@ def require(library: str, why: str) -> None:
 
 
 @contextmanager
-def pinned_threads(count: int) -> Iterator[None]:
-    """So many threads of torch; as many as before at the end."""
+def measuring_on(device: str, threads: int = THREADS) -> Iterator[torch.device]:
+    """The device that `--device` names, with so many threads of torch; as many as before at the end."""
     import torch
 
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
+    from ..train.hardware import pick_device
+
+    place, before = pick_device(device, "--device"), torch.get_num_threads()
+    torch.set_num_threads(threads)
     try:
-        yield
+        yield place
     finally:
         torch.set_num_threads(before)
 
@@ -97,12 +99,6 @@ def seconds_a_step(step: Step, count: int, device: torch.device) -> float:
         step()
     synchronize(device)
     return (time.perf_counter() - start) / count
-
-
-def steps_for(step: Step, device: torch.device, seconds: float = 0.03) -> int:
-    """How many steps take about so long."""
-    step()  # the first one compiles
-    return max(1, round(seconds / seconds_a_step(step, 3, device)))
 
 
 def fastest(contenders: Sequence[Contender]) -> Contender:
@@ -182,13 +178,16 @@ def race(
     rounds: int,
     steps: int | None,
 ) -> Row:
-    """A row of ours beside the fastest peer, with MFU, memory and difference; `steps` None: some 30 ms a turn.
+    """A row of ours beside the fastest peer, with MFU, memory and difference; `steps` None: about 30 ms per turn.
 
     A step does `work` in the unit's numerator, and `flops`.
     """
     device, mine = peak.device, Contender("ours", ours)
     others = [Contender(name, step) for name, step in peers.items()]
-    take_turns([mine, *others], rounds, steps or steps_for(ours, device), device, peak.measure)
+    if steps is None:
+        ours()  # the first one compiles
+        steps = max(1, round(0.03 / seconds_a_step(ours, 3, device)))
+    take_turns([mine, *others], rounds, steps, device, peak.measure)
     peer = fastest(others)
     row = contract_row(case, work, unit, mine.seconds, peer.seconds, peer.name, device)
     return with_mfu(row, flops / work, peak) | {

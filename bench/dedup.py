@@ -14,14 +14,16 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 
-from ..train.data.recipe import parts, shingles
+from ..train.data.recipe import shingles
 from ..train.data.recipe.pool import usable_cores
-from ..train.data.recipe.refine import Refinery
+from ..train.data.recipe.refine import NEAR_WORDS, Refinery
 from .contenders import Row, plain_row
+from .tokens import drawn_by_rank
 
 ABOUT = "Near-duplicate removal at Jaccard 0.8 (word 5-grams); ratio: ours over the peer's, more is better."
 THRESHOLD = 0.8
@@ -53,14 +55,13 @@ class Planted:
         return iter(self.texts)
 
 
-def planted_corpus(documents: int, pairs: int = PAIRS, seed: int = 0) -> Planted:
+def planted_corpus(documents: int, pairs: int = PAIRS) -> Planted:
     """Documents of random words, with so many planted pairs of each similarity among them, shuffled."""
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(0)
     letters = random.integers(97, 123, (VOCABULARY, 9)).astype(np.uint8)
     words = [bytes(row[: 2 + i % 8]).decode() for i, row in enumerate(letters)]
-    cumulative = np.cumsum(1.0 / (np.arange(VOCABULARY) + 2.7))
     lengths = random.integers(WORDS[0], WORDS[1] + 1, documents)
-    drawn = np.searchsorted(cumulative, random.random(int(lengths.sum())) * cumulative[-1]).clip(max=VOCABULARY - 1)
+    drawn = drawn_by_rank(random, VOCABULARY, int(lengths.sum()))
     starts = np.cumsum(lengths) - lengths
     partner = random.permutation(documents)[: 2 * pairs * len(PLANTED)].reshape(len(PLANTED), pairs, 2)
     texts = [
@@ -75,9 +76,9 @@ def planted_corpus(documents: int, pairs: int = PAIRS, seed: int = 0) -> Planted
 
 def _like(words: list[str], others: list[str], similarity: float) -> str:
     """A text of as many words whose end is another's: 5-grams in common, over all, at least `similarity`."""
-    n = len(words) - parts.NEAR_WORDS + 1
+    n = len(words) - NEAR_WORDS + 1
     common = int(np.ceil(2 * n * similarity / (1 + similarity)))
-    kept = common + parts.NEAR_WORDS - 1
+    kept = common + NEAR_WORDS - 1
     fresh = (others * 3)[: len(words) - kept]
     return " ".join([*words[:kept], *fresh])
 
@@ -87,7 +88,7 @@ def exact_jaccard(texts: Sequence[str], pairs: np.ndarray) -> np.ndarray:
 
     def ngrams(i: int) -> set[tuple[str, ...]]:
         words = texts[i].split()
-        return set(zip(*(words[k:] for k in range(parts.NEAR_WORDS)), strict=False))
+        return set(zip(*(words[k:] for k in range(NEAR_WORDS)), strict=False))
 
     return np.array([len(ngrams(a) & ngrams(b)) / len(ngrams(a) | ngrams(b)) for a, b in pairs.tolist()])
 
@@ -99,7 +100,7 @@ def bench_dedup(documents: int = 1_000_000, sample: int = 10_000, pairs: int = P
     peer = _datasketch(corpus.texts[:sample]) if sample else None
     with tempfile.TemporaryDirectory() as folder:
         refinery = Refinery(corpus, corpus.fingerprint(), [f"near:{THRESHOLD}"], 1e-6, Path(folder))
-        with _Memory() as memory:
+        with _watched_memory() as held:
             began = time.perf_counter()
             refined = refinery.run()
             seconds = time.perf_counter() - began
@@ -108,7 +109,7 @@ def bench_dedup(documents: int = 1_000_000, sample: int = 10_000, pairs: int = P
     rows = [("wall clock", seconds, SECONDS * documents / 1e6, FIGURE, "s")]
     if peer:
         rows.append(("speed", speed, sample / peer, PEER, "documents/s"))
-    rows.append(("peak memory", memory.peak / 2**30, GIBIBYTES, FIGURE, "GiB"))
+    rows.append(("peak memory", max(held) / 2**30, GIBIBYTES, FIGURE, "GiB"))
     for similarity, both in corpus.pairs.items():
         caught = float((gone[both[:, 0]] | gone[both[:, 1]]).mean())
         if similarity < THRESHOLD:
@@ -141,30 +142,29 @@ def _datasketch(texts: Sequence[str]) -> float:
         words = text.split()
         signature = MinHash(num_perm=shingles.SLOTS)
         signature.update_batch(
-            [" ".join(words[k : k + parts.NEAR_WORDS]).encode() for k in range(len(words) - parts.NEAR_WORDS + 1)]
+            [" ".join(words[k : k + NEAR_WORDS]).encode() for k in range(len(words) - NEAR_WORDS + 1)]
         )
         if not index.query(signature):
             index.insert(str(i), signature)
     return time.perf_counter() - began
 
 
-class _Memory:
-    """Peak of the memory of this process and of those that it starts."""
+@contextmanager
+def _watched_memory() -> Iterator[list[int]]:
+    """The bytes that this process and those that it starts hold, five times a second until the block ends."""
+    held, over = [0], threading.Event()
 
-    def __enter__(self) -> _Memory:
-        self.peak = 0
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
-        return self
+    def watch() -> None:
+        while not over.wait(0.2):
+            held.append(sum(map(_pss, _family(os.getpid()))))
 
-    def __exit__(self, *error: object) -> None:
-        self._over.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._over.wait(0.2):
-            self.peak = max(self.peak, sum(map(_pss, _family(os.getpid()))))
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield held
+    finally:
+        over.set()
+        thread.join()
 
 
 def _family(pid: int) -> list[int]:

@@ -19,18 +19,16 @@ from ..train.data.loader import TrainStream
 from ..train.data.shards import Shards
 from ..train.ensemble.stacked import StackedStepper
 from ..train.flops import count_parameters, training_flops_per_token
-from ..train.hardware import pick_device
 from ..train.parallel.mesh import Mesh
 from ..train.stepper import Stepper
 from .contenders import (
     EXACT,
-    THREADS,
     Contender,
     Peak,
     Row,
     contract_row,
     counted,
-    pinned_threads,
+    measuring_on,
     take_turns,
     with_mfu,
 )
@@ -74,16 +72,9 @@ CPU_CASES = (Case(1e5, 8, 128), Case(1e5, 4, 128), Case(2e4, 8, 128))
 GPU_CASES = (Case(1e7, 8, 1024), Case(3e7, 8, 1024), Case(1e7, 8, 1024, vocabulary=50304))
 
 
-def bench_ensemble(
-    device: str = "auto",
-    rounds: int = 15,
-    steps: int = 4,
-    cases: Sequence[Case] | None = None,
-    threads: int = THREADS,
-) -> Iterator[Row]:
+def bench_ensemble(device: str = "auto", rounds: int = 15, steps: int = 4, cases: Sequence[Case] = ()) -> Iterator[Row]:
     """Tokens/s of ensembles and of their members one after the other."""
-    place = pick_device(device, "--device")
-    with pinned_threads(threads):
+    with measuring_on(device) as place:
         for case in cases or (GPU_CASES if place.type == "cuda" else CPU_CASES):
             yield _bench(case, place, rounds, steps)
 

@@ -7,11 +7,11 @@ model is trained for a moment on Python's standard library, so that its answers 
 
 from __future__ import annotations
 
-import contextlib
 import io
 import math
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import redirect_stderr
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -29,12 +29,11 @@ from ..train.config import (
 )
 from ..train.errors import UserError
 from .contenders import (
-    THREADS,
     Contender,
     Row,
     contract_row,
     fastest,
-    pinned_threads,
+    measuring_on,
     plain_row,
     require,
     seconds_a_step,
@@ -82,13 +81,10 @@ def bench_evaluate(
     HellaSwag and LAMBADA have so many `items`; ARC-E is whole from 500 on. Of a finished `sweep` it is asked whether
     gold BPB falls with compute.
     """
-    from ..train.hardware import pick_device
-
     setting = setting or Setting()
     for case in cases:
         if case not in CASES:
             raise UserError(f"--case is {case!r}; it must be one of {', '.join(CASES)}")
-    place = pick_device(device, "--device")
     if {"agreement", "throughput", "generation"} & set(cases):
         require("transformers", "which is the benchmark's peer")
     if {"agreement", "throughput"} & set(cases):
@@ -97,7 +93,7 @@ def bench_evaluate(
         require("datasketch", "which duplicates are measured beside")
     if sweep is not None:
         yield falling(sweep)
-    with pinned_threads(THREADS), tempfile.TemporaryDirectory() as name:
+    with measuring_on(device) as place, tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if {"agreement", "throughput"} & set(cases):
             pair = Pair.make(folder, setting, place)
@@ -177,7 +173,7 @@ class Pair:
     def peer(self, batch_size: int) -> Any:
         from lm_eval.models.huggingface import HFLM
 
-        with silence():
+        with redirect_stderr(io.StringIO()):  # without progress bars
             lm = HFLM(str(self.exported), dtype="float32", device=self.device.type, batch_size=batch_size)
         lm.truncated, lm.failed = set(), set()  # what our side says of itself beside its answers
         return lm
@@ -245,15 +241,8 @@ def answers(lm: Any, entry: SuiteTask) -> list[ItemResult]:
     """Item by item, by lm-eval's evaluator."""
     from ..evaluate.harness import answer_task
 
-    with silence():
+    with redirect_stderr(io.StringIO()):  # without the peer's progress bars
         return answer_task(lm, entry)[0]
-
-
-@contextlib.contextmanager
-def silence() -> Iterator[None]:
-    """Without the peer's progress bars."""
-    with contextlib.redirect_stderr(io.StringIO()):
-        yield
 
 
 def same_answer(ours: ItemResult, theirs: ItemResult) -> bool:

@@ -70,18 +70,12 @@ class Peer:
 
         unit = UNIT if tight else 1.0
 
-        def with_gradient(theta: Any) -> tuple[float, Any]:
+        def scaled(theta: Any) -> Any:
             value, gradient = self.objective(theta, weight)
-            return unit * value, unit * gradient
+            return (unit * value, unit * gradient) if analytic else unit * value
 
-        def alone(theta: Any) -> float:
-            return unit * self.objective(theta, weight)[0]
-
-        options = TIGHT if tight else {}
         with np.errstate(all="ignore"):
-            found = minimize(
-                with_gradient if analytic else alone, start, jac=analytic, method="L-BFGS-B", options=options
-            )
+            found = minimize(scaled, start, jac=analytic, method="L-BFGS-B", options=TIGHT if tight else {})
         return float(found.fun) / unit if np.isfinite(found.fun) else np.inf
 
 
@@ -229,8 +223,8 @@ def print_fit_benchmark(rows: list[Row]) -> None:
     print(f"  ratio {one['ratio']:,.0f} ± {one['spread']:,.0f}; ours is {'WORSE' if one['worse'] else 'not worse'}\n")
     boot = boots[0]
     print(f"{boot['case']}: {boot['seconds']:.2f} s on one core, {boot['seconds_all_cores']:.2f} s on {boot['cores']}")
-    print(f"  {1e3 / boot['ours']:.3f} ms a fit")
+    print(f"  {1e3 / boot['ours']:.3f} ms per fit")
     for boot in boots:
         ratio = f"{boot['ratio']:.0f} ± {boot['spread']:.0f}"
-        print(f"  {boot['peer_name']}: {1e3 / boot['peer']:.1f} ms a fit, ratio {ratio}")
+        print(f"  {boot['peer_name']}: {1e3 / boot['peer']:.1f} ms per fit, ratio {ratio}")
         print(f"    of {boot['compared']} resamples ours is worse in {boot['worse']}, the peer in {boot['peer_worse']}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -16,9 +17,8 @@ import torch
 from ..evaluate.export.hf_weights import hf_config, to_hf
 from ..evaluate.inference.generate import Sampling, generate_texts
 from ..train.config import ModelConfig
-from ..train.hardware import pick_device
 from ..train.model.gpt import GPT
-from .contenders import THREADS, Contender, Row, contract_row, pinned_threads, take_turns
+from .contenders import Contender, Row, contract_row, measuring_on, take_turns
 
 MODEL = ModelConfig(vocab_size=8192, width=256, depth=8, heads=8)
 SHORTEST, LONGEST, NEW, BATCH = 64, 256, 128, 16
@@ -27,40 +27,37 @@ PEER = "transformers generate"
 Prompts = list[list[int]]
 
 
-def bench_generate(device: str = "auto", rounds: int = 5, model: ModelConfig = MODEL, new: int = NEW) -> Iterator[Row]:
+def bench_generate(device: str, rounds: int) -> Iterator[Row]:
     """Prefill, decode and both, greedy, then both, sampled; in fp32."""
-    place = pick_device(device, "--device")
-    with pinned_threads(THREADS):
-        gpt, llama = paired_models(model, LONGEST + new, place)
-        prompts = random_prompts(BATCH, model.vocab_size or 0)
-        shape = f"{BATCH} prompts of {SHORTEST} to {LONGEST}, {new} new, fp32"
+    with measuring_on(device) as place:
+        gpt, llama = paired_models(MODEL, LONGEST + NEW, place)
+        prompts = random_prompts(BATCH, gpt.head.vocab_size)
+        shape = f"{BATCH} prompts of {SHORTEST} to {LONGEST}, {NEW} new, fp32"
         first, whole, peer_first, peer_whole = contenders = [
             Contender(name, partial(run, prompts, count, Sampling()))
             for name, run in (("ours", partial(our_tokens, gpt)), (PEER, partial(peer_tokens, llama)))
-            for count in (1, new)
+            for count in (1, NEW)
         ]
         take_turns(contenders, rounds, 1, place)
-        same = {"same_tokens": shared_tokens(whole.step(), peer_whole.step())}
-        written, read = BATCH * new, sum(map(len, prompts))
-        yield (
-            contract_row(
-                f"generate, greedy, {shape}", written, "tokens/s", whole.seconds, peer_whole.seconds, PEER, place
-            )
-            | same
-        )
-        yield contract_row(f"prefill, {shape}", read, "tokens/s", first.seconds, peer_first.seconds, PEER, place)
-        ours, theirs = (
+        pairs = zip(chain(*whole.step()), chain(*peer_whole.step()), strict=True)
+        same = [mine == other for mine, other in pairs]
+        decode, peer_decode = (
             [all_of_it - one for all_of_it, one in zip(long.seconds, short.seconds, strict=True)]
             for long, short in ((whole, first), (peer_whole, peer_first))
         )
-        yield contract_row(f"decode, {shape}", written - BATCH, "tokens/s", ours, theirs, PEER, place)
-        sampled = Contender("ours", partial(our_tokens, gpt, prompts, new, SAMPLED))
-        peer_sampled = Contender(PEER, partial(peer_tokens, llama, prompts, new, SAMPLED))
+        sampled = Contender("ours", partial(our_tokens, gpt, prompts, NEW, SAMPLED))
+        peer_sampled = Contender(PEER, partial(peer_tokens, llama, prompts, NEW, SAMPLED))
         take_turns([sampled, peer_sampled], rounds, 1, place)
         how = f"temperature {SAMPLED.temperature}, top-k {SAMPLED.top_k}, top-p {SAMPLED.top_p}"
-        yield contract_row(
-            f"generate, {how}, {shape}", written, "tokens/s", sampled.seconds, peer_sampled.seconds, PEER, place
-        )
+        written, read = BATCH * NEW, sum(map(len, prompts))
+        for what, tokens, ours, theirs in (
+            ("generate, greedy", written, whole.seconds, peer_whole.seconds),
+            ("prefill", read, first.seconds, peer_first.seconds),
+            ("decode", written - BATCH, decode, peer_decode),
+            (f"generate, {how}", written, sampled.seconds, peer_sampled.seconds),
+        ):
+            row = contract_row(f"{what}, {shape}", tokens, "tokens/s", ours, theirs, PEER, place)
+            yield row | ({"same_tokens": sum(same) / len(same)} if ours is whole.seconds else {})
 
 
 def paired_models(config: ModelConfig, length: int, device: torch.device) -> tuple[GPT, Any]:
@@ -113,8 +110,3 @@ def peer_tokens(llama: Any, prompts: Prompts, new: int, sampling: Sampling) -> l
     output = llama.generate(input_ids=tokens, attention_mask=mask, max_new_tokens=new, use_cache=True, **how)
     written: list[list[int]] = output[:, longest:].tolist()
     return written
-
-
-def shared_tokens(ours: Prompts, theirs: Prompts) -> float:
-    pairs = [a == b for mine, other in zip(ours, theirs, strict=True) for a, b in zip(mine, other, strict=True)]
-    return sum(pairs) / len(pairs)

@@ -37,7 +37,7 @@ ABOUT = "training and fit of a whole sweep, not its scoring; FLOPs by the exact 
 MULTIPLES = (10, 20, 40, 80, 160)  # tokens per parameter: 1/2, 1, 2, 4 and 8 times twenty
 GRACE_SECONDS = 40.0  # what an interrupted sweep gets to save
 CASES = ("ladder", "chinchilla")
-PEER = "one process a run, from its first step"
+PEER = "one process per run, from its first step"
 
 
 def bench_grid(minutes: float = 4.5, rounds: int = 2, cases: Sequence[str] = CASES) -> Iterator[Row]:
@@ -88,7 +88,7 @@ def flops_row(overrides: Sequence[str]) -> Row:
     planned = Planned.of(overrides)
     merged = plan_runs(merge_runs(planned.runs).runs, planned.config.cluster, 1.0, 1)
     ours, theirs = merged.total_flops, merged.separate_flops
-    case = f"ladder, {len(planned.runs)} runs, D of {', '.join(map(str, MULTIPLES))} tokens a parameter: FLOPs"
+    case = f"ladder, {len(planned.runs)} runs, D of {', '.join(map(str, MULTIPLES))} tokens per parameter: FLOPs"
     peer, place, rates = "every run from its first step", "none: counted from the plan", (1e15 / ours, 1e15 / theirs)
     return plain_row(case, *rates, peer, "sweeps/PFLOP", place, theirs / ours) | {"flops_share": ours / theirs}
 

@@ -15,9 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..train.hardware import pick_device
 from ..train.model.loss import linear_cross_entropy
-from .contenders import THREADS, Peak, Row, pinned_threads, race
+from .contenders import Peak, Row, measuring_on, race
 
 ABOUT = (
     "forward and backward; MFU: 6 FLOPs a token and weight of the head over the matmul peak of the same run; "
@@ -43,16 +42,11 @@ GPU_SHAPES = tuple(Shape(16384, 1024, vocabulary) for vocabulary in (256, 4096, 
 
 
 def bench_loss(
-    device: str = "auto",
-    rounds: int = 15,
-    steps: int | None = None,
-    shapes: Sequence[Shape] | None = None,
-    threads: int = THREADS,
+    device: str = "auto", rounds: int = 15, steps: int | None = None, shapes: Sequence[Shape] = ()
 ) -> Iterator[Row]:
-    """Tokens/s and peak memory from the head's input, both ways through; `steps` None: some 30 ms a turn."""
-    place = pick_device(device, "--device")
-    gpu = place.type == "cuda"
-    with pinned_threads(threads):
+    """Tokens/s and peak memory from the head's input, both ways through; `steps` None: about 30 ms per turn."""
+    with measuring_on(device) as place:
+        gpu = place.type == "cuda"
         for dtype in (torch.bfloat16,) if gpu else (torch.float32, torch.bfloat16):
             peak = Peak(place, dtype)
             for shape in shapes or (GPU_SHAPES if gpu else CPU_SHAPES):
@@ -61,7 +55,7 @@ def bench_loss(
 
 def _bench(shape: Shape, peak: Peak, rounds: int, steps: int | None) -> Row:
     leaves = _inputs(shape, peak.dtype, peak.device)
-    ours = partial(_both_ways, _ours, *leaves)
+    ours = partial(_both_ways, partial(linear_cross_entropy, vocab_size=shape.vocabulary), *leaves)
     peers = {name: partial(_both_ways, loss, *leaves) for name, loss in loss_peers(peak.device).items()}
     case = f"loss {str(peak.dtype).removeprefix('torch.')}, {shape}"
     flops = 6.0 * shape.width * shape.vocabulary * shape.tokens
@@ -80,10 +74,6 @@ def _inputs(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[Ten
 def _both_ways(loss: Loss, x: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
     value = loss(x, weight, targets)
     return (value, *torch.autograd.grad(value, (x, weight)))
-
-
-def _ours(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    return linear_cross_entropy(x, weight, targets, len(weight))
 
 
 def _logits_and_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ def overhead(folder: Path, asked: tuple[str, int] = ("small", 100), vocab_size: 
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         first, second = pool.submit(seconds_beside_passes, checkpoints, *asked).result()
     tasks, items = asked
-    case = f"overhead of a process's second checkpoint, {tasks}, {items} items a task"
+    case = f"overhead of a process's second checkpoint, {tasks}, {items} items per task"
     return plain_row(case, second, first, "its first", "s", "cpu", first / second)
 
 

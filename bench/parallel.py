@@ -31,7 +31,7 @@ CASES = (
 
 
 def bench_parallel(rounds: int = 15, steps: int = 3) -> list[dict[str, Any]]:
-    """Tokens/s of our step and of the peer's on the same ranks, and what an asynchronous save costs a step."""
+    """Tokens/s of our step and of the peer's on the same ranks, and what a save costs the step that starts it."""
     from ..train.data.shards import prepare
 
     rows = []
@@ -63,13 +63,6 @@ def _row(case: str, config: RunConfig, ours: list[float], theirs: list[float], p
     )
 
 
-def _pin(rank: int) -> None:
-    """A core per rank, or they wander."""
-    if hasattr(os, "sched_setaffinity"):
-        cores = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, {cores[rank % len(cores)]})
-
-
 def _take_turns(config: RunConfig, peer: str, rounds: int, steps: int) -> tuple[list[float], list[float]]:
     """On every rank: seconds per step of ours and of the peer's in each round."""
     import warnings
@@ -83,7 +76,9 @@ def _take_turns(config: RunConfig, peer: str, rounds: int, steps: int) -> tuple[
     warnings.simplefilter("ignore")  # torch's own code calls collectives by names that torch warns of
 
     mesh = build_mesh(config.parallel.dp, config.parallel.tp, torch.device("cpu"))
-    _pin(mesh.rank)
+    if hasattr(os, "sched_setaffinity"):  # a core per rank, or they wander
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[mesh.rank % len(cores)]})
     ours = Contender("ours", counted(build_stepper(config, mesh).step))
     theirs = Contender(peer, counted(bench_peers.build_peer(peer, config, mesh)))
     for turn in range(rounds + 1):

@@ -42,7 +42,7 @@ from ..train.files import read_json_lines, write_json
 from .contenders import Row
 
 LENGTH = 32  # tokens of a sequence
-PEER = "submitit, an array task a run"
+PEER = "submitit, one array task per run"
 TIMES = "bench-times"  # folder of the seconds that each worker spent in `train`
 
 
@@ -55,7 +55,7 @@ def bench_queue(runs: int = 1000, workers: int = 2, tasks: int = 50) -> Iterator
         ours = measure_queue(Path(folder), runs, workers)
         peer = measure_submitit(Path(folder), tasks, workers) if tasks and shutil.which("sbatch") else None
     yield {
-        "case": f"{runs} trivial runs, {workers} workers: overhead a run beside its training",
+        "case": f"{runs} trivial runs, {workers} workers: overhead per run beside its training",
         "ours": ours["overhead_ms"],
         "peer": peer and peer["milliseconds"],
         "peer_name": PEER,

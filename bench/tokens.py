@@ -10,14 +10,16 @@ from ..train.data.shards import Shards
 from ..train.data.tokenizers import ByteTokenizer
 
 
-def random_shards(vocabulary: int, tokens: int, seed: int = 0) -> Shards:
+def drawn_by_rank(random: np.random.Generator, vocabulary: int, count: int) -> np.ndarray:
+    """Numbers below `vocabulary`, (count,), whose frequencies fall as those of words do (Zipf)."""
+    cumulative = np.cumsum(1.0 / (np.arange(vocabulary) + 2.7))
+    return np.searchsorted(cumulative, random.random(count) * cumulative[-1]).clip(max=vocabulary - 1)
+
+
+def random_shards(vocabulary: int, tokens: int) -> Shards:
     """Random tokens with Zipf's frequencies, as shards that are on no disk.
 
     Uniform ones would spread the gradient of the embedding, and the caches' misses, as no text does.
     """
-    random = np.random.default_rng(seed)
-    cumulative = np.cumsum(1.0 / (np.arange(vocabulary) + 2.7))
-    drawn = np.searchsorted(cumulative, random.random(tokens + 1) * cumulative[-1])
-    stream = drawn.clip(max=vocabulary - 1).astype(np.uint32)
-    documents = np.array([0, len(stream)])
-    return Shards(Path(), {}, ByteTokenizer(), stream, stream, documents, documents)
+    stream = drawn_by_rank(np.random.default_rng(0), vocabulary, tokens + 1).astype(np.uint32)
+    return Shards(Path(), {}, ByteTokenizer(), stream, stream)

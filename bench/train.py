@@ -23,12 +23,10 @@ from ..train.data.loader import TrainStream
 from ..train.data.shards import prepare
 from ..train.errors import UserError
 from ..train.flops import count_parameters, training_flops_per_token
-from ..train.hardware import pick_device
 from ..train.parallel.mesh import Mesh
 from ..train.stepper import OutOfMemory, Stepper
 from .contenders import (
     EXACT,
-    THREADS,
     Contender,
     Peak,
     Row,
@@ -36,7 +34,7 @@ from .contenders import (
     contract_row,
     counted,
     fastest,
-    pinned_threads,
+    measuring_on,
     require,
     take_turns,
     with_mfu,
@@ -50,13 +48,10 @@ WIDTH, DEPTH, HEADS, LENGTH, BATCH = 128, 5, 4, 256, 16
 WAYS = {"pure bf16": torch.bfloat16, "bf16 autocast": torch.float32}  # the peer's, and what it holds weights in
 
 
-def bench_train(
-    device: str = "auto", rounds: int = 15, steps: int = 4, compiled: bool = True, threads: int = THREADS
-) -> Iterator[Row]:
+def bench_train(device: str = "auto", rounds: int = 15, steps: int = 4, compiled: bool = True) -> Iterator[Row]:
     """Tokens/s with MFU; `rounds` turns of `steps` steps; on a CPU ours also `compiled`, the peer eager."""
-    place = pick_device(device, "--device")
-    require("transformers", "which is the benchmark's peer")
-    with pinned_threads(threads):
+    with measuring_on(device) as place:
+        require("transformers", "which is the benchmark's peer")
         if place.type == "cuda":
             yield from bench_sizes(Setting(place, rounds, steps))
             return

@@ -55,17 +55,17 @@ def rows_of(section: str, device: str, quick: bool) -> Iterable[Row]:
     if section == "attention":
         from isoflop.bench import attention as bench_attention
 
-        shapes = [bench_attention.Shape(2, 64, 4, 2, 16)] if quick else None
+        shapes = [bench_attention.Shape(2, 64, 4, 2, 16)] if quick else ()
         return bench_attention.bench_attention(device, 2 if quick else 7, 1 if quick else None, shapes)
     if section == "loss":
         from isoflop.bench import loss as bench_loss
 
-        some = [bench_loss.Shape(128, 32, 256)] if quick else None
+        some = [bench_loss.Shape(128, 32, 256)] if quick else ()
         return bench_loss.bench_loss(device, 2 if quick else 7, 1 if quick else None, some)
     if section == "ensemble":
         from isoflop.bench import ensemble as bench_ensemble
 
-        cases = [bench_ensemble.Case(5e3, 2, 16, rows=2)] if quick else None
+        cases = [bench_ensemble.Case(5e3, 2, 16, rows=2)] if quick else ()
         return bench_ensemble.bench_ensemble(device, 2 if quick else 5, 1 if quick else 4, cases)
     return _train_rows(device, quick)
 

@@ -20,6 +20,7 @@ from ..train.checkpoint.heldout import score_windows
 from ..train.config import canonical_json, run_id, to_dict
 from ..train.errors import UserError
 from ..train.flops import count_parameters, training_flops_per_token
+from ..train.hardware import pick_device
 from ..train.job.control import run_on_ranks
 from ..train.parallel.mesh import Mesh
 from .harness import ALONE, CheckpointLM, TokenCache, answer_task
@@ -53,7 +54,7 @@ def evaluate_checkpoint(
     ngram: int | None = None,
     ranks: Mesh = ALONE,
     keep_items: bool = True,
-    progress: Report | None = None,
+    progress: Report = lambda line: None,
 ) -> dict[str, Any]:
     """Scores a checkpoint and writes the scores as JSON, and every item beside them (see `items.items_path`).
 
@@ -76,8 +77,8 @@ def evaluate_checkpoint(
     Raises:
         UserError: no checkpoint there, an unknown task, data that cannot be had, or an output that cannot be written.
     """
-    say = progress if progress is not None and ranks.rank == 0 else (lambda line: None)
-    output, device = Path(output), choose_device(device)
+    say = progress if ranks.rank == 0 else lambda line: None
+    output, device = Path(output), pick_device(device, "device").type
     _check(precision, batch_tokens, ngram)
     loaded = run_on_ranks(ranks, lambda: _load(Path(path), device, PRECISIONS[precision]))
     suite = suite or run_on_ranks(ranks, lambda: load_suite(tasks, limit, cache=cache, progress=say))
@@ -127,21 +128,6 @@ def _score(record: Record, lm: Any, entry: SuiteTask, ngram: int | None, contami
     scores |= {"subset": entry.subset, "version": entry.version, "shots": entry.shots, "ngram": ngram}
     scores["seconds"] = round(time.perf_counter() - start, 3)
     record.enter(entry.name, scores, as_dicts(entry.name, items, contaminated))
-
-
-def choose_device(device: str) -> str:
-    """`auto` is CUDA where there is one.
-
-    Raises:
-        UserError: no such device.
-    """
-    if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if device not in ("cpu", "cuda"):
-        raise UserError(f"device is {device!r}; it must be one of auto, cpu, cuda")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise UserError("device is 'cuda', but torch sees no CUDA device; use auto or cpu")
-    return device
 
 
 def _check(precision: str, batch_tokens: int | None, ngram: int | None) -> None:

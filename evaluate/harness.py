@@ -92,7 +92,7 @@ class CheckpointLM(TemplateLM):
         tokens: TokenCache | None = None,
         answers: Answers | None = None,
         ranks: Mesh = ALONE,
-        say: Callable[[str], None] | None = None,
+        say: Callable[[str], None] = lambda line: None,
     ) -> None:
         super().__init__()
         self.model, self.text, self.max_length = model, tokenizer, max_length
@@ -136,18 +136,15 @@ class CheckpointLM(TemplateLM):
     ) -> list[Score]:
         windows = []
         for strings, context, continuation in requests:
-            if len(context) + len(continuation) > self.max_length + 1:
+            room = self.max_length + 1 - len(continuation)
+            if len(context) > room:
                 self.truncated.add(strings)
-            # A context of blanks has moved into the continuation, whole.
-            windows.append(self._windows(context or [self.prefix_token_id], continuation))
+            before = context or [self.prefix_token_id]  # a context of blanks has moved into the continuation, whole
+            if room < 1:
+                windows.append(_rolling_windows(continuation, before[-1], self.max_length))
+            else:
+                windows.append([Request(before[-room:], continuation)] if continuation else [])
         return self._sums([request_key("loglikelihood", *strings) for strings, _, _ in requests], windows)
-
-    def _windows(self, context: list[int], continuation: list[int]) -> list[Request]:
-        """One window, the prompt cut on the left, or else rolling windows."""
-        if len(continuation) > self.max_length:
-            return _rolling_windows(continuation, context[-1], self.max_length)
-        room = self.max_length + 1 - len(continuation)
-        return [Request(context[-room:], continuation)] if continuation else []
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = True) -> list[float]:
         """Nats of whole texts: every token scored once, in windows of `max_length` after `end_of_document`."""
@@ -224,13 +221,13 @@ class CheckpointLM(TemplateLM):
             int(settings.get("top_k") or 0),
             float(settings.get("top_p") or 1.0),
         )
-        # torch keeps 32 bits of a seed on the CPU, so the two numbers are mixed into that many.
-        seeds = [int(np.random.SeedSequence([self.seed, place]).generate_state(1)[0]) for place in places]
-        marks = seeds if sampling.temperature > 0 else [None] * len(seeds)
-        names = [request_key("generate", context, words, mark) for context, mark in zip(contexts, marks, strict=True)]
-        prompts = [(ids[context] or [self.prefix_token_id])[-room:] for context in contexts]
-        wanted = dict(zip(names, prompts, strict=True))
-        seed_of = dict(zip(names, seeds, strict=True))
+        names: list[str] = []
+        wanted: dict[str, tuple[list[int], int]] = {}  # prompt and seed
+        for context, place in zip(contexts, places, strict=True):
+            # torch keeps 32 bits of a seed on the CPU, so the two numbers are mixed into that many.
+            seed = int(np.random.SeedSequence([self.seed, place]).generate_state(1)[0])
+            names.append(request_key("generate", context, words, seed if sampling.temperature > 0 else None))
+            wanted[names[-1]] = (ids[context] or [self.prefix_token_id])[-room:], seed
 
         def finished(new: list[int]) -> bool:
             return new[-1] == self.eot_token_id or (bool(stops) and any(stop in decode(new) for stop in stops))
@@ -241,12 +238,12 @@ class CheckpointLM(TemplateLM):
         def ask(part: list[str], done: Callable[[int, list[int] | None], None] | None = None) -> list[list[int] | None]:
             return generate_texts(
                 self.model,
-                [wanted[name] for name in part],
+                [wanted[name][0] for name in part],
                 most,
                 max_length=self.max_length,
                 finished=finished,
                 sampling=sampling,
-                seeds=[seed_of[name] for name in part],
+                seeds=[wanted[name][1] for name in part],
                 device=self._device,
                 batch_tokens=self.batch_tokens,
                 done=done,

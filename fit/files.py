@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all."""
+"""Files that appear whole or not at all, files from outside that are what they must be, and this room's tables."""
 
 from __future__ import annotations
 
@@ -7,8 +7,14 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import yaml
 
 from .errors import InputError
+
+Form = TypeVar("Form")
 
 
 @contextmanager
@@ -41,3 +47,30 @@ def write_text(path: Path, text: str) -> None:
     """Write UTF-8 text to `path`, whole or not at all."""
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
+
+
+def read_constants(name: str) -> Any:
+    """A table of this room, constants/<name>.yaml."""
+    return yaml.safe_load((Path(__file__).parent / "constants" / f"{name}.yaml").read_text(encoding="utf-8"))
+
+
+def read_document(path: Path, form: type[Form], largest: int = 64 << 20) -> Form:
+    """A JSON or YAML file from outside as `form`, any type that msgspec knows: a dataclass, `dict[str, float]`, …
+
+    Raises:
+        InputError: it cannot be read, has more than `largest` bytes, or has another form; names file and field.
+    """
+    try:
+        if (size := path.stat().st_size) > largest:
+            raise InputError(f"{path} has {size} bytes; it must have at most {largest}.")
+        content = path.read_bytes()
+        if path.suffix in (".yaml", ".yml"):
+            return msgspec.convert(yaml.safe_load(content), form)
+        return msgspec.json.decode(content, type=form)
+    except OSError as error:
+        raise InputError(f"{path} cannot be read ({error.strerror}); name a file that can.") from None
+    except RecursionError:
+        raise InputError(f"{path} is nested too deeply; write it without so many levels.") from None
+    except (msgspec.MsgspecError, yaml.YAMLError, UnicodeDecodeError) as error:
+        reason = " ".join(str(error).replace("`", "").replace(" - at $", " at $").split())
+        raise InputError(f"{path} is not what it must be: {reason[:300]}.") from None

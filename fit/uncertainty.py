@@ -8,6 +8,7 @@ runs on, under unequal noise too (measured in docs/decisions.md), but takes the 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -165,8 +166,9 @@ def percentile_interval(draws: Any, level: float = 0.95) -> tuple[float, float]:
 
 def percentile_intervals(draws: Array, level: float) -> Array:
     """`percentile_interval` along the last axis: draws (..., r) give (..., 2)."""
-    rows = [percentile_interval(row, level) for row in draws.reshape(-1, draws.shape[-1])]
-    return np.array(rows).reshape(*draws.shape[:-1], 2)
+    *points, resamples = draws.shape
+    rows = draws.reshape(math.prod(points), resamples)  # -1 fails where no refit converged
+    return np.array([percentile_interval(row, level) for row in rows]).reshape(*points, 2)
 
 
 def bca_interval(draws: Any, estimate: float, jackknife: Any, level: float = 0.95) -> tuple[float, float]:

@@ -253,10 +253,7 @@ GRIDS: dict[str, type[GridConfig]] = {
 
 
 def register() -> None:
-    """Makes the dataclasses known to Hydra: `schema` for the whole, `grid/<kind>_schema` for each grid.
-
-    So a key that does not exist, or a value of a wrong type, is an error that names it.
-    """
+    """Makes the dataclasses known to Hydra, so that an unknown key or a value of a wrong type is an error."""
     from hydra.core.config_store import ConfigStore
 
     store = ConfigStore.instance()

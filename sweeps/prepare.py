@@ -9,11 +9,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import platform
-import subprocess
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -29,6 +27,7 @@ from .plan.sweep_plan import Plan, plan_remarks, plan_runs
 from .runs import states
 from .runs.directory import RunDirectory, SweepDirectory, yaml_or_empty
 from .runs.membership import added_runs, allow_growth
+from .slurm.snapshot import PACKAGE, git_output
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,9 +46,10 @@ class Prepared:
         """In the plan's order."""
         return [self.sweep.run(run.run_id) for run in self.plan.runs]
 
-    def configs(self, names: Collection[str]) -> list[RunConfig]:
-        """Of the runs so named, in the grid's order."""
-        return [run for run in self.runs if run_id(run) in names]
+    @property
+    def by_id(self) -> dict[str, RunConfig]:
+        """In the grid's order."""
+        return {run_id(run): run for run in self.runs}
 
 
 def from_config(config: SweepConfig) -> Prepared:
@@ -159,17 +159,20 @@ def progress_of_runs(sweep: SweepDirectory, names: Iterable[str], config: SweepC
 
 def write_plan(prepared: Prepared, command: list[str] | None = None) -> None:
     """Writes plan.json, frozen configs, and with a `command` sweep.yaml; what says the same is left as it is."""
-    sweep, by_id = prepared.sweep, {run_id(run): run for run in prepared.runs}
+    sweep, by_id = prepared.sweep, prepared.by_id
     for directory in prepared.directories:
         directory.freeze(by_id[directory.run_id])
         if not (directory.path / "state.json").exists() and not directory.is_done():
             states.plan(directory)
     if command is not None:
         allow_growth(sweep)
+        commit = git_output(PACKAGE, "rev-parse", "HEAD")
+        changes = git_output(PACKAGE, "status", "--porcelain", "--untracked-files=no")
         settings = {
             "isoflop_version": __version__,
             "recipe": RECIPE,
-            **git_state(Path(__file__).resolve().parents[1]),
+            "git_commit": None if commit is None else commit.decode().strip(),
+            "git_dirty": None if changes is None else bool(changes),
             "host": platform.node(),
             "command": command,
             "written": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -182,23 +185,3 @@ def write_plan(prepared: Prepared, command: list[str] | None = None) -> None:
     path, plan = sweep.path / "plan.json", prepared.plan.to_dict()
     if read_json(path) != json.loads(json.dumps(plan)):  # tuples are lists there, and keys are text
         write_json(path, plan)
-
-
-def refreeze(waiting: Iterable[RunDirectory], prepared: Prepared) -> None:
-    """Gives runs that are about to start what the plan says of where and how, such as their ranks or their trunk."""
-    by_id = {run_id(run): run for run in prepared.runs}
-    for run in waiting:
-        run.refreeze(by_id[run.run_id])
-
-
-def git_state(root: Path) -> dict[str, Any]:
-
-    def git(*arguments: str) -> str | None:
-        command = ["git", "-C", str(root), *arguments]
-        try:
-            return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
-        except (OSError, subprocess.SubprocessError):
-            return None
-
-    commit, changes = git("rev-parse", "HEAD"), git("status", "--porcelain", "--untracked-files=no")
-    return {"git_commit": commit, "git_dirty": None if changes is None else bool(changes)}

@@ -1,14 +1,20 @@
-"""Writing to disk so that a kill, a full disk or a second reader never sees half a file."""
+"""Writes files so that no reader finds half of one, even after a kill or on a full disk."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from .errors import UserError
+
+Form = TypeVar("Form")
 
 # Files of a run directory that both the trainer and whoever starts it know.
 FAILURE = "failure.json"  # what ended an attempt, in the words of the first rank that knew
@@ -24,10 +30,16 @@ def plain_value(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} cannot be written as JSON")
 
 
-def write_atomic(path: Path, content: str | Iterable[bytes | memoryview], flush: bool = True) -> None:
+def write_atomic(
+    path: Path,
+    content: str | Iterable[bytes | memoryview],
+    flush: bool = True,
+    place: Callable[[str, Path], None] | None = None,
+) -> None:
     """Replaces `path` in one step: temporary file beside it, fsync, rename. On any error the old file stays.
 
     Without `flush` it does not wait for the disk: a reader sees the old or the new, but a power cut may leave none.
+    `place` takes the place of the rename.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
@@ -38,10 +50,9 @@ def write_atomic(path: Path, content: str | Iterable[bytes | memoryview], flush:
                 file.flush()
                 os.fsync(file.fileno())
         os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
+        (place or os.replace)(temporary, path)
+    finally:
         Path(temporary).unlink(missing_ok=True)
-        raise
 
 
 def write_json(path: Path, value: Any, flush: bool = True) -> None:
@@ -51,20 +62,17 @@ def write_json(path: Path, value: Any, flush: bool = True) -> None:
 
 def create_json(path: Path, value: dict[str, Any]) -> None:
     """Writes a JSON file whole, unless there is one: the first word stays. A full disk is no error of its own."""
-    with suppress(OSError):
-        # A name of its own, for two threads may write at once.
-        handle, whole = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+
+    def place(whole: str, path: Path) -> None:
         try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(json.dumps(value))
-            os.chmod(whole, 0o644)
-            try:
-                os.link(whole, path)  # unlike a rename it fails where the file exists
-            except OSError:
-                if not path.exists():  # a file system without links
-                    os.replace(whole, path)
-        finally:
-            Path(whole).unlink(missing_ok=True)
+            os.link(whole, path)  # unlike a rename it fails where the file exists
+        except OSError:
+            if not path.exists():  # a file system without links
+                os.replace(whole, path)
+
+    if path.parent.is_dir():
+        with suppress(OSError):
+            write_atomic(path, json.dumps(value), flush=False, place=place)
 
 
 def fsync_path(path: Path) -> None:
@@ -80,7 +88,11 @@ class JsonLines:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _cut_torn_line(path)
+        if path.exists():
+            with path.open("rb+") as file:
+                content = file.read()
+                if content and not content.endswith(b"\n"):
+                    file.truncate(content.rfind(b"\n") + 1)
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, record: dict[str, Any]) -> None:
@@ -92,33 +104,48 @@ class JsonLines:
             self._file.close()
 
 
-def _cut_torn_line(path: Path) -> None:
-    if not path.exists():
-        return
-    with path.open("rb+") as file:
-        content = file.read()
-        if content and not content.endswith(b"\n"):
-            file.truncate(content.rfind(b"\n") + 1)
-
-
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
     """Every object of a JSON-lines file; lines that are torn, or hold no object, and a missing file are no error."""
-    return list(_json_lines(path)) if path.exists() else []
+    found = []
+    if path.exists():
+        with path.open(encoding="utf-8", errors="replace") as file:
+            for line in file:
+                with suppress(json.JSONDecodeError):
+                    if isinstance(value := json.loads(line), dict):
+                        found.append(value)
+    return found
 
 
-def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            with suppress(json.JSONDecodeError):
-                if isinstance(value := json.loads(line), dict):
-                    yield value
+def read_document(path: Path, form: type[Form], largest: int = 64 << 20) -> Form:
+    """A JSON or YAML file from outside as `form`, any type that msgspec knows: a dataclass, `dict[str, float]`, …
+
+    Raises:
+        UserError: it cannot be read, has more than `largest` bytes, or has another form; names file and field.
+    """
+    import msgspec  # here, for a job that only trains does without
+    import yaml
+
+    try:
+        if (size := path.stat().st_size) > largest:
+            raise UserError(f"{path} has {size} bytes; it must have at most {largest}.")
+        content = path.read_bytes()
+        if path.suffix in (".yaml", ".yml"):
+            return msgspec.convert(yaml.safe_load(content), form)
+        return msgspec.json.decode(content, type=form)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}); name a file that can.") from None
+    except RecursionError:
+        raise UserError(f"{path} is nested too deeply; write it without so many levels.") from None
+    except (msgspec.MsgspecError, yaml.YAMLError, UnicodeDecodeError) as error:
+        reason = " ".join(str(error).replace("`", "").replace(" - at $", " at $").split())
+        raise UserError(f"{path} is not what it must be: {reason[:300]}.") from None
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
     """A JSON object, or None where the file is missing or is not one."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
 
@@ -126,8 +153,6 @@ def read_json(path: Path) -> dict[str, Any] | None:
 @contextmanager
 def temporary_directory_beside(path: Path) -> Iterator[Path]:
     """A new directory next to `path`, removed on any error; the caller renames it into place."""
-    import shutil
-
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
     try:
@@ -139,8 +164,6 @@ def temporary_directory_beside(path: Path) -> Iterator[Path]:
 
 def put_in_place(temporary: Path, output: Path) -> None:
     """Flushes a folder to the disk and renames it; what stood there steps aside first, and goes last."""
-    import shutil
-
     for path in [*sorted(temporary.rglob("*")), temporary]:
         fsync_path(path)
     os.chmod(temporary, 0o755)
@@ -158,7 +181,5 @@ def put_in_place(temporary: Path, output: Path) -> None:
 
 
 def file_sha256(path: Path) -> str:
-    import hashlib
-
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

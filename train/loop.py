@@ -27,7 +27,7 @@ from .flops import count_parameters, flops_6nd, flops_exact, training_flops_per_
 from .hardware import device_name, kept_peak
 from .job.control import run_on_ranks
 from .job.job import Job, join
-from .job.progress import PastStep, RunProgress
+from .job.progress import RunProgress
 from .job.session import kept
 from .parallel.layout import Held
 from .parallel.zero import StepResult
@@ -69,20 +69,15 @@ def train(
         peak = kept_peak(job.device, stepper.dtype) * job.mesh.size
         trainer = Trainer(config, directory, say, opened, job, stepper, peak, alive=alive)
         try:
-            return _run(trainer, stepper, should_stop)
+            while trainer.goes_on:
+                job.watchdog.beat(trainer.progress.step, "in a step")
+                trainer.record_step(stepper.step(trainer.progress.step))
+                if trainer.goes_on:
+                    stop, save = job.agree(should_stop(), trainer.save_is_due())
+                    trainer.pause(stop, save)
+            return trainer.finish()
         finally:
             trainer.close()
-
-
-def _run(trainer: Trainer, stepper: Stepper, should_stop: Callable[[], bool]) -> dict[str, Any]:
-    job = trainer.job
-    while trainer.goes_on:
-        job.beat(trainer.progress.step, "in a step")
-        trainer.record_step(stepper.step(trainer.progress.step))
-        if trainer.goes_on:
-            stop, save = job.agree(stop=should_stop(), save=trainer.save_is_due())
-            trainer.pause(stop, save)
-    return trainer.finish()
 
 
 def open_run_shards(config: RunConfig, shards: Shards | None, job: Job, alive: Callable[[], object]) -> Shards:
@@ -90,7 +85,7 @@ def open_run_shards(config: RunConfig, shards: Shards | None, job: Job, alive: C
 
     def beat(stage: str, done: float, total: float) -> None:
         # Building takes as long as the corpus is large, and the other ranks wait for who builds.
-        job.beat(0, f"data: {stage}")
+        job.watchdog.beat(0, f"data: {stage}")
         alive()
 
     shards = shards or kept(("shards", repr(config.data)), lambda: prepare(config.data, beat))
@@ -156,6 +151,7 @@ class Trainer:
         """
         self.config, self.directory, self.report, self.job = config, directory, report, job
         self.stepper, self.peak, self.ensemble, self.clock, self.alive = stepper, peak, ensemble, clock, alive
+        self.leads = job.mesh.rank == 0  # this rank writes what a run writes once
         self.tokenizer = shards.tokenizer
         windows = validation_windows(shards, config.data.sequence_length, config.data.validation_tokens)
         self.windows = torch.from_numpy(windows)
@@ -166,15 +162,13 @@ class Trainer:
         self.unwatched: list[StepResult] = []  # still on the device, so that no step waits for its own loss
         self.saver = Saver(directory / "checkpoints", job.mesh, config, self.tokenizer, report)
         self._resume()
-        self._say_epochs()
+        unique = stepper.stream.unique_tokens
+        self.epochs = config.D / unique  # above 1 text is repeated
+        if self.epochs > 1:
+            report(f"{config.D:,} tokens are {self.epochs:.2f} epochs of the {unique:,} unique ones")
         self.metrics = JsonLines(directory / "metrics.jsonl") if self.leads else None
         self.tracker = Tracker(config, run_id(config), directory, report) if self.leads else None
         self.start_clock()
-
-    @property
-    def leads(self) -> bool:
-        """Whether this rank writes what a run writes once."""
-        return self.job.mesh.rank == 0
 
     @property
     def goes_on(self) -> bool:
@@ -218,7 +212,7 @@ class Trainer:
 
     def validate(self) -> HeldOut:
         def beat() -> None:
-            self.job.beat(self.progress.step, "scoring the held-out set")
+            self.job.watchdog.beat(self.progress.step, "scoring the held-out set")
             self.alive()
 
         losses = self.stepper.losses(self.windows, beat)
@@ -230,7 +224,7 @@ class Trainer:
     def save(self) -> None:
         """Saves this instant; the files are written while training goes on."""
         self._watch()
-        self.job.beat(self.progress.step, "saving a checkpoint")
+        self.job.watchdog.beat(self.progress.step, "saving a checkpoint")
         state = {**vars(self.progress), **self.stepper.state()}
         self.saver.save(self.progress.step, self.stepper.held(), state)
 
@@ -264,24 +258,15 @@ class Trainer:
         self.stepper.load_state(state)
         self.report(f"resumed from step_{self.progress.step} of {self.config.steps} steps")
 
-    def _say_epochs(self) -> None:
-        self.epochs = self.stepper.stream.epochs(self.config.D)
-        if self.epochs > 1:
-            self.report(
-                f"{self.config.D:,} tokens are {self.epochs:.2f} epochs of the {self.stepper.stream.unique_tokens:,} "
-                "unique ones"
-            )
-
     def _watch(self) -> None:
         """Judges every step since the last look, so that divergence does not depend on log_every."""
         if not self.unwatched:
             return
         losses = torch.stack([result.loss for result in self.unwatched]).tolist()
-        skips = torch.stack([result.skipped for result in self.unwatched]).tolist()
+        skips = torch.stack([result.skipped for result in self.unwatched]).bool().tolist()
         self.unwatched.clear()
         first = self.progress.step - len(losses) + 1
-        past = [PastStep(step, *item) for step, item in enumerate(zip(losses, map(bool, skips), strict=True), first)]
-        for line in self.progress.judge(past, self.config):
+        for line in self.progress.judge(first, zip(losses, skips, strict=True), self.config):
             self.report(line)
 
     def _log(self, result: StepResult, tokens_per_s: float, held_out: HeldOut | None) -> None:

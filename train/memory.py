@@ -23,15 +23,7 @@ from functools import lru_cache
 from itertools import accumulate
 
 from .config import RunConfig
-from .model.shape import (
-    LOGITS_AT_A_TIME,
-    LONGEST_KEPT,
-    Share,
-    query_block,
-    rows_at_a_time,
-    share_of,
-    visible_blocks,
-)
+from .model.shape import LOGITS_AT_A_TIME, LONGEST_KEPT, Share, query_block, rows_at_a_time, share_of, visible_blocks
 from .parallel.buckets import bucket_layouts
 
 FP32, INDEX = 4, 8  # bytes of an fp32 number, and of a token's id
@@ -177,17 +169,14 @@ def kept_by_block(share: Share) -> int:
         return stream
     inner = share.tokens * share.hidden * share.itemsize
     kept = 2 * stream + 2 * inner  # before and after attention; gate and up
+    fused = heads_bytes(share, share.heads + 2 * share.kv_heads)  # query, key and value
     if share.recompute == "selective":
-        return kept + product_bytes(share)
+        return kept + fused
     # A value that is a view of the fused product keeps all of it, and so do norms of heads, which read it.
     copied = share.heads > 1 if keeps_softmax(share) else repeats_heads(share)
-    product = product_bytes(share) if share.head_norms or not copied else 0
+    product = fused if share.head_norms or not copied else 0
     norms = 2 * stream + 2 * share.rows * FP32  # what they give, and one number per token
     return kept + norms + product + attention_bytes(share) + inner
-
-
-def product_bytes(share: Share) -> int:
-    return share.tokens * (share.heads + 2 * share.kv_heads) * share.head_dim * share.itemsize
 
 
 def heads_bytes(share: Share, heads: int) -> int:
@@ -290,7 +279,7 @@ def block_workspace(share: Share) -> int:
     inner = share.tokens * share.hidden * share.itemsize
     gathered = whole if share.rows < share.tokens else 0
     norm = norm_workspace(share)
-    mixing = 4 * heads_bytes(share, share.heads) + product_bytes(share)
+    mixing = heads_bytes(share, 5 * share.heads + 2 * share.kv_heads)
     if keeps_softmax(share):  # derivatives of the weights and of the scores, a block of queries at a time
         mixing += 2 * share.sequences * share.heads * max(softmax_blocks(share)) * share.itemsize
     if share.recompute == "selective":

@@ -1,6 +1,6 @@
 """wandb beside metrics.jsonl. The file is the truth and wandb a view of it, so nothing here can stop a run.
 
-Everything that waits for a server has a bound; what it cuts off `isoflop sync` sends through this same class.
+Every wait for a server has a bound; what is cut off then, `isoflop sync` sends later through this same class.
 """
 
 from __future__ import annotations
@@ -51,7 +51,12 @@ class Tracker:
     def _start(self, config: RunConfig, run_id: str, seconds: float) -> None:
         settings = config.tracker
         folder = Path(settings.directory) if settings.directory else self._directory
-        about = {**to_dict(config), "size": _size(config), "lineage": _lineage(config, self._directory)}
+        counts = vars(count_parameters(config.model))
+        size = {**counts, "D": config.D, "flops_6nd": flops_6nd(config), "flops_exact": flops_exact(config)}
+        branch_step = None if config.parent is None else trunk_steps(config)
+        # Where it comes from: its sweep, and the trunk and step that it branches from.
+        lineage = {"sweep": settings.group, "parent": config.parent, "branch_step": branch_step}
+        lineage |= read_json(self._directory / LINEAGE) or {}
         self._run = open_run(
             settings,
             folder,
@@ -60,7 +65,7 @@ class Tracker:
             id=run_id,
             name=config.name or run_id,
             job_type="train",
-            config=about,
+            config={**to_dict(config), "size": size, "lineage": lineage},
         )
         # Online wandb leaves out the steps that the server has. Its summary would say which, but may be ahead of them.
         for record in metrics(self._directory):
@@ -151,19 +156,6 @@ def metrics(directory: Path) -> list[dict[str, Any]]:
     """The lines of a run's metrics.jsonl in order, each step once: a resumed run repeats those since its checkpoint."""
     lines = {line["step"]: line for line in read_json_lines(directory / "metrics.jsonl") if "step" in line}
     return [lines[step] for step in sorted(lines)]
-
-
-def _size(config: RunConfig) -> dict[str, Any]:
-    counts = vars(count_parameters(config.model))
-    return {**counts, "D": config.D, "flops_6nd": flops_6nd(config), "flops_exact": flops_exact(config)}
-
-
-def _lineage(config: RunConfig, directory: Path) -> dict[str, Any]:
-    """Where a run comes from: its sweep, and the trunk and step that it branches from."""
-    branch_step = None if config.parent is None else trunk_steps(config)
-    return {"sweep": config.tracker.group, "parent": config.parent, "branch_step": branch_step} | (
-        read_json(directory / LINEAGE) or {}
-    )
 
 
 def logged_in() -> bool:

@@ -12,14 +12,13 @@ arXiv:2005.14165, appendix C).
 from __future__ import annotations
 
 import json
-import os
 import re
 import threading
 import time
 import unicodedata
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...train.data.recipe import shingles
+from ...train.data.recipe.pool import usable_cores
 from ...train.data.recipe.shingles import gram_hashes
 from ...train.data.shards import Shards
 from ...train.data.storage import checksum, locked, read_checked
@@ -57,7 +57,7 @@ _VALUES[ord("A") : ord("Z") + 1] = _VALUES[ord("a") : ord("z") + 1]  # what `nor
 
 
 def overlaps(
-    shards: Shards, suite: Suite, ngram: int = NGRAM, cache: Path | None = None, progress: Report | None = None
+    shards: Shards, suite: Suite, ngram: int = NGRAM, cache: Path | None = None, progress: Report = lambda line: None
 ) -> dict[str, set[int]]:
     """The contaminated items of each task: their places in the split, as in `SuiteTask.indices`.
 
@@ -69,10 +69,8 @@ def overlaps(
         progress: called with a line of text every few seconds.
 
     Raises:
-        UserError: `ngram` out of range, no training text, or a cache that cannot be written.
+        UserError: no training text, or a cache that cannot be written.
     """
-    if ngram < 1:
-        raise UserError(f"ngram is {ngram}; it must be 1 word or more")
     if not len(shards.train):
         raise UserError(f"{shards.directory} has no training text; contamination cannot be told from it")
     if cache is None:
@@ -84,8 +82,8 @@ def overlaps(
         files[name] = cache / "contamination" / f"{key}.json"
     known = _read(files)
     if known.keys() != files.keys():
-        waiting = None if progress is None else lambda stage, *_: progress(f"contamination: {stage}")
-        with locked(cache, f"contamination-{checksum([shards.manifest, ngram])[:16]}", waiting):
+        lock = f"contamination-{checksum([shards.manifest, ngram])[:16]}"
+        with locked(cache, lock, lambda stage, *_: progress(f"contamination: {stage}")):
             known = _read(files)  # another process may have been at it
             missing = {name: task for name, task in suite.tasks.items() if name not in known}
             found = _search(shards, missing, ngram, progress)
@@ -150,13 +148,8 @@ class _Index:
     grams: Words
     lengths: list[int]
     owners: list[list[tuple[str, int]]]
-    near: npt.NDArray[np.bool_] = field(init=False)
-    found: npt.NDArray[np.bool_] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.near = np.zeros(1 << _FILTER_BITS, np.bool_)
-        self.near[self.grams >> np.uint64(64 - _FILTER_BITS)] = True
-        self.found = np.zeros(len(self.grams), np.bool_)
+    near: npt.NDArray[np.bool_]
+    found: npt.NDArray[np.bool_]
 
 
 def item_words(task: SuiteTask) -> list[list[Words]]:
@@ -208,26 +201,28 @@ def _index(tasks: dict[str, SuiteTask], ngram: int) -> _Index:
                 lengths.add(length)
                 for gram in gram_hashes(words, length).tolist():
                     owners.setdefault(gram, set()).add((name, place))
-    grams = np.array(sorted(owners), np.uint64)
-    return _Index(grams, sorted(lengths), [sorted(owners[gram]) for gram in grams.tolist()])
+    grams, near = np.array(sorted(owners), np.uint64), np.zeros(1 << _FILTER_BITS, np.bool_)
+    near[grams >> np.uint64(64 - _FILTER_BITS)] = True
+    owners_of_each = [sorted(owners[gram]) for gram in sorted(owners)]
+    return _Index(grams, sorted(lengths), owners_of_each, near, np.zeros(len(grams), np.bool_))
 
 
 # --- training text ---------------------------------------------------------------------------------------------------
 
 
-def _search(shards: Shards, tasks: dict[str, SuiteTask], ngram: int, progress: Report | None) -> dict[str, set[int]]:
+def _search(shards: Shards, tasks: dict[str, SuiteTask], ngram: int, progress: Report) -> dict[str, set[int]]:
     with quiet():  # it renders lm-eval's templates
         index = _index(tasks, ngram)
     result: dict[str, set[int]] = {name: set() for name in tasks}
     if len(index.grams):
         _stream(shards, index, progress)
-    for gram in np.flatnonzero(index.found).tolist():
+    for gram in np.flatnonzero(index.found):
         for name, place in index.owners[gram]:
             result[name].add(place)
     return result
 
 
-def _stream(shards: Shards, index: _Index, progress: Report | None) -> None:
+def _stream(shards: Shards, index: _Index, progress: Report) -> None:
     """Looks up every n-gram of the training part, one thread per core."""
     total, text_bytes = len(shards.train), int(shards.manifest["train"]["bytes"])
     step = max(int(_CHUNK_BYTES * total / max(text_bytes, 1)), _OVERLAP_TOKENS)
@@ -251,15 +246,14 @@ def _stream(shards: Shards, index: _Index, progress: Report | None) -> None:
     def say(share: float) -> None:
         nonlocal said
         now = time.monotonic()
-        if progress is not None and now - said >= _SAY_SECONDS:
+        if now - said >= _SAY_SECONDS:
             said, done = now, share * text_bytes / 1e6
             rate = done / (now - began)
             left = (1 - share) / share * (now - began) / 60
             of = f"{done:,.0f} of {text_bytes / 1e6:,.0f} MB of text, {rate:,.0f} MB/s"
             progress(f"contamination: {of}, {left:.0f} min left")
 
-    workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with ThreadPoolExecutor(workers) as pool:
+    with ThreadPoolExecutor(workers := usable_cores()) as pool:
         try:
             for future in [pool.submit(work) for _ in range(workers)]:
                 future.result()

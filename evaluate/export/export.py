@@ -26,8 +26,8 @@ from ...train.data.tokenizers import ByteTokenizer, planned_fingerprint
 from ...train.errors import UserError
 from ...train.files import file_sha256, put_in_place, read_json, temporary_directory_beside, write_json
 from ...train.planner.validation import validate
-from .hf_tokenizer import TOKENIZER_CONFIG, content_of, read_tokenizer, write_tokenizer
-from .hf_weights import ARCHITECTURES, from_hf, hf_config, model_config, model_type, to_hf, window_of
+from .hf_tokenizer import TOKENIZER_CONFIG, read_tokenizer, write_tokenizer
+from .hf_weights import ARCHITECTURES, from_hf, hf_config, model_config, model_type, to_hf, whole_number, window_of
 from .model_card import Facts, imported_from, model_card
 
 _ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -105,22 +105,20 @@ def _check_free(output: Path, overwrite: bool, source: Path) -> None:
 def _is_ours(path: Path) -> bool:
     """Whether an export writes such a file, or an import this folder: the checkpoints of a training are never ours."""
     if path.name == "checkpoints":
-        return path.is_dir() and all(
-            "imported_from" in (read_json(each / "trainer.json") or {}) for each in path.iterdir()
-        )
+        return path.is_dir() and all(imported_from(each) is not None for each in path.iterdir())
     # .gguf: earlier versions wrote such files.
     return path.is_file() and (path.name in _WRITTEN or path.suffix == ".gguf")
 
 
 def _write_hf(loaded: LoadedCheckpoint, folder: Path, dtype: str) -> str:
-    model, length, tokenizer = loaded.config.model, loaded.config.data.sequence_length, loaded.tokenizer
-    end = tokenizer.end_of_document
+    model, length = loaded.config.model, loaded.config.data.sequence_length
+    end = loaded.tokenizer.end_of_document
     tensors = {name: weight.to(_DTYPES[dtype]) for name, weight in to_hf(loaded.model).items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     os.chmod(folder / "model.safetensors", 0o644)
     write_json(folder / "config.json", hf_config(model, length, end, str(_DTYPES[dtype]).removeprefix("torch.")))
     write_json(folder / "generation_config.json", {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end})
-    write_tokenizer(content_of(tokenizer, loaded.path / "tokenizer"), end, length, folder)
+    write_tokenizer(loaded.tokenizer, loaded.path / "tokenizer", length, folder)
     return ARCHITECTURES[model_type(model, length)]
 
 
@@ -135,7 +133,7 @@ def _notes(loaded: LoadedCheckpoint) -> list[str]:
         "The tokenizer reads no special tokens out of text (`split_special_tokens`), as in training: a document "
         "that spells one out does not end there.",
     ]
-    if imported_from(loaded) is None:
+    if imported_from(loaded.path) is None:
         notes.append(f"It was trained on sequences of {length} tokens and has seen no position beyond.")
     else:
         notes.append(f"Its context is {length} tokens.")
@@ -211,9 +209,7 @@ def _check_end(folder: Path, described: dict[str, Any], end: int) -> None:
 
 
 def _length(described: dict[str, Any], wanted: int | None) -> int:
-    most = described.get("max_position_embeddings")
-    if not isinstance(most, int) or most < 1:
-        raise UserError(f"max_position_embeddings is {most!r} in config.json; it must be a whole number, 1 or more")
+    most = whole_number(described, "max_position_embeddings")
     if wanted is not None and not 1 <= wanted <= most:
         raise UserError(f"--sequence-length is {wanted}; it must be 1 to max_position_embeddings {most} of config.json")
     return wanted or most

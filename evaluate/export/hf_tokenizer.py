@@ -35,20 +35,16 @@ def byte_level_content() -> dict[str, Any]:
     return content
 
 
-def content_of(tokenizer: Tokenizer, saved: Path) -> dict[str, Any]:
-    """The tokenizer.json of a tokenizer that a checkpoint keeps in the folder `saved`."""
-    if isinstance(tokenizer, ByteTokenizer):
-        return byte_level_content()
-    content: dict[str, Any] = json.loads((saved / TOKENIZER).read_text(encoding="utf-8"))
-    return content
+def write_tokenizer(tokenizer: Tokenizer, saved: Path, longest: int, folder: Path) -> None:
+    """Writes tokenizer.json, tokenizer_config.json and special_tokens_map.json.
 
-
-def write_tokenizer(content: dict[str, Any], end: int, longest: int, folder: Path) -> None:
-    """Writes tokenizer.json (its `content`), tokenizer_config.json and special_tokens_map.json.
-
-    `end` is the id that ends a document, `longest` the tokens that the model takes.
+    `saved` is the folder in which a checkpoint keeps the tokenizer, `longest` the tokens that the model takes.
     """
-    token = str(next(token["content"] for token in content["added_tokens"] if token["id"] == end))
+    if isinstance(tokenizer, ByteTokenizer):
+        content = byte_level_content()
+    else:
+        content = json.loads((saved / TOKENIZER).read_text(encoding="utf-8"))
+    token = next(token["content"] for token in content["added_tokens"] if token["id"] == tokenizer.end_of_document)
     (folder / TOKENIZER).write_text(json.dumps(content, ensure_ascii=False, indent=1), encoding="utf-8")
     special = {"bos_token": token, "eos_token": token}
     config = {

@@ -1,7 +1,7 @@
 """Names, shapes and settings: our GPT and the Hugging Face architectures that compute the very same.
 
     plain attention                  LlamaForCausalLM
-    RMSNorm on queries and keys      Qwen3ForCausalLM (a norm a head, before the rotation, as ours)
+    RMSNorm on queries and keys      Qwen3ForCausalLM (a norm per head, before the rotation, as ours)
     sliding window w                 MistralForCausalLM, or Qwen3 with it in every layer: token i sees i - w + 1 to i
 
 Special here:
@@ -66,10 +66,7 @@ def hf_config(model: ModelConfig, sequence_length: int, end: int, dtype: str) ->
         "dtype": dtype,
         "use_cache": True,
     }
-    if kind != "mistral":
-        config |= {"attention_bias": False, "attention_dropout": 0.0}
-    if kind == "mistral":
-        config |= {"sliding_window": window}
+    config |= {"sliding_window": window} if kind == "mistral" else {"attention_bias": False, "attention_dropout": 0.0}
     if kind == "qwen3" and window is not None:
         kinds = ["sliding_attention"] * model.depth
         config |= {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 0, "layer_types": kinds}
@@ -133,7 +130,7 @@ def model_config(config: Mapping[str, Any], sequence_length: int) -> ModelConfig
     for name in _REFUSED:
         if config.get(name):
             raise UserError(f"{name} is {config[name]!r} in config.json; models that have it cannot be imported")
-    width, heads = _number(config, "hidden_size"), _number(config, "num_attention_heads")
+    width, heads = whole_number(config, "hidden_size"), whole_number(config, "num_attention_heads")
     head_dim = config.get("head_dim") or (128 if kind == "qwen3" else width // heads)  # as transformers has it
     if head_dim * heads != width:
         raise UserError(
@@ -141,11 +138,11 @@ def model_config(config: Mapping[str, Any], sequence_length: int) -> ModelConfig
         )
     return ModelConfig(
         width=width,
-        depth=_number(config, "num_hidden_layers"),
+        depth=whole_number(config, "num_hidden_layers"),
         heads=heads,
         kv_heads=config.get("num_key_value_heads") or heads,
-        hidden=_number(config, "intermediate_size"),
-        vocab_size=_number(config, "vocab_size"),
+        hidden=whole_number(config, "intermediate_size"),
+        vocab_size=whole_number(config, "vocab_size"),
         qk_norm=kind == "qwen3",
         tied_embeddings=bool(config.get("tie_word_embeddings", False)),
         window=_window(config, str(kind), sequence_length),
@@ -159,7 +156,7 @@ _ONLY = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "part
 _REFUSED = ("quantization_config", "num_experts", "num_local_experts")
 
 
-def _number(config: Mapping[str, Any], name: str) -> int:
+def whole_number(config: Mapping[str, Any], name: str) -> int:
     value = config.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise UserError(f"{name} is {value!r} in config.json; it must be a whole number, 1 or more")
@@ -191,7 +188,7 @@ def _window(config: Mapping[str, Any], kind: str, sequence_length: int) -> int |
         window = None
     if window is None or window >= sequence_length:
         return None
-    depth = _number(config, "num_hidden_layers")
+    depth = whole_number(config, "num_hidden_layers")
     if kind == "qwen3":
         first = config.get("max_window_layers", 28)
         kinds = config.get("layer_types") or ["sliding_attention" if i >= first else "full" for i in range(depth)]

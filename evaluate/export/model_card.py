@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from ...train.checkpoint.checkpoint import LoadedCheckpoint
@@ -63,7 +64,7 @@ def model_card(loaded: LoadedCheckpoint, facts: Facts, notes: list[str]) -> str:
     ]
     held_out, law = (facts.scores or {}).get("held_out") or {}, facts.law
     if is_number(loss := held_out.get("val_loss")):
-        rows.append(("Held-out loss, nats a token", with_error(loss, held_out.get("val_loss_se"), 4)))
+        rows.append(("Held-out loss, nats per token", with_error(loss, held_out.get("val_loss_se"), 4)))
     if is_number(bits := held_out.get("val_bpb")):
         rows.append(("Held-out bits per byte", f"{bits:.4f}"))
     if law is not None:
@@ -91,9 +92,9 @@ def model_card(loaded: LoadedCheckpoint, facts: Facts, notes: list[str]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def imported_from(loaded: LoadedCheckpoint) -> str | None:
+def imported_from(checkpoint: Path) -> str | None:
     """The folder that the weights came from, where we did not train them."""
-    return (read_json(loaded.path / "trainer.json") or {}).get("imported_from")
+    return (read_json(checkpoint / "trainer.json") or {}).get("imported_from")
 
 
 def _front_matter(loaded: LoadedCheckpoint) -> str:
@@ -136,7 +137,7 @@ def _scores(scores: Mapping[str, Any]) -> list[str]:
 
 def _trained_by(loaded: LoadedCheckpoint, facts: Facts) -> list[str]:
     exported = f" Exported by isoflop {_plain(facts.version)}." if facts.version else ""
-    if (source := imported_from(loaded)) is not None:
+    if (source := imported_from(loaded.path)) is not None:
         return [
             f"The weights were imported from `{_plain(source)}`; how they were trained is not known here.{exported}"
         ]

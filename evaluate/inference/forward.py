@@ -32,11 +32,11 @@ PACKED_BYTES = 1 << 29  # of a model whose matrices are worth keeping twice
 class Forward:
     """A model in eval mode, made ready for many passes; later changes of its weights may not be seen."""
 
-    def __init__(self, model: GPT, packed: bool = True) -> None:
+    def __init__(self, model: GPT) -> None:
         self.model = model
         size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
         weight = model.head.weight
-        packed = packed and weight.device.type == "cpu" and size <= PACKED_BYTES and _packs(weight.dtype)
+        packed = weight.device.type == "cpu" and size <= PACKED_BYTES and _packs(weight.dtype)
         self._blocks = []
         for block in cast(Iterable[Block], model.blocks):
             mixer, mlp = block.attention, block.mlp
@@ -100,17 +100,15 @@ def attention_by_sequence(
             before them, or its last one alone asks.
         window: that the masks were made with.
     """
-    parts = zip(query.split(asking), key.split(lengths), value.split(lengths), masks, strict=True)
-    return torch.cat([_alone(q, k, v, mask, window) for q, k, v, mask in parts])
-
-
-def _alone(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, window: int | None) -> Tensor:
-    query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
-    if query.shape[2] == key.shape[2]:
-        mixed = causal_attention(query, key, value, mask, window)
-    else:
-        mixed = F.scaled_dot_product_attention(query, key, value, mask, enable_gqa=query.shape[1] > key.shape[1])
-    return mixed[0].transpose(0, 1)
+    parts = []
+    for *own, mask in zip(query.split(asking), key.split(lengths), value.split(lengths), masks, strict=True):
+        q, k, v = (x.transpose(0, 1)[None] for x in own)
+        if q.shape[2] == k.shape[2]:
+            mixed = causal_attention(q, k, v, mask, window)
+        else:
+            mixed = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=q.shape[1] > k.shape[1])
+        parts.append(mixed[0].transpose(0, 1))
+    return torch.cat(parts)
 
 
 def unless_out_of_memory(work: Callable[[], T], device: torch.device) -> T | None:

@@ -146,15 +146,13 @@ class Generation:
         self.device, self.batch_tokens = torch.device(device), batch_tokens
         self.most_running = min(batch_tokens, MOST_RUNNING)
         self.end, self.window = model.end_of_document, model.config.window or max_length
-        self.waiting = deque(
-            Request(index, list(prompt[-max_length:]), torch.Generator().manual_seed(seed))
-            for index, (prompt, seed) in enumerate(zip(prompts, seeds or range(len(prompts)), strict=True))
-        )
+        self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.sliding: list[Request] = []
-        for request in self.waiting:
-            ends = [] if self.end is None else [place for place, t in enumerate(request.text[:-1]) if t == self.end]
-            request.start = ends[-1] + 1 if ends else 0
+        for index, (prompt, seed) in enumerate(zip(prompts, seeds or range(len(prompts)), strict=True)):
+            text = list(prompt[-max_length:])
+            start = max((place for place, before in enumerate(text[:-1], 1) if before == self.end), default=0)
+            self.waiting.append(Request(index, text, torch.Generator().manual_seed(seed), start=start))
         self._batch: PagedBatch | None = None  # of `running`, until that or a table changes
         self.cache, self.forward = self._new_cache(cache_bytes, page), Forward(model)
 
@@ -247,9 +245,11 @@ class Generation:
 
     def _take(self, requests: list[Request], logits: Tensor, finished: Callable[[list[int]], bool]) -> list[Request]:
         """Gives each its next token. Those that end leave; those that outgrow the model slide from now on."""
-        greedy = self.sampling.temperature == 0
-        uniforms = None if greedy else torch.tensor([request.uniform() for request in requests], dtype=torch.float64)
-        tokens, failed = choose_tokens(logits, self.sampling, None if uniforms is None else uniforms.to(logits.device))
+        uniforms = None
+        if self.sampling.temperature != 0:
+            drawn = [request.uniform() for request in requests]
+            uniforms = torch.tensor(drawn, dtype=torch.float64, device=logits.device)
+        tokens, failed = choose_tokens(logits, self.sampling, uniforms)
         ended, outgrown = [], []
         for request, token, bad in zip(requests, tokens.tolist(), failed.tolist(), strict=True):
             request.failed = bad

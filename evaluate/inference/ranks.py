@@ -46,11 +46,11 @@ def share_requests(requests: Sequence[Request], ranks: int, round_tokens: int) -
         yield [[places[k] for k in np.flatnonzero(piece == number * ranks + rank)] for rank in range(ranks)]
 
 
-def on_ranks(count: int, function: Callable[[Mesh], T], *, device: str = "cpu", folder: Path = Path()) -> T:
+def on_ranks(count: int, function: Callable[[Mesh], T], *, device: str = "cpu") -> T:
     """Calls a function on every rank of a job and returns what it gave on the first one.
 
     Under torchrun or submitit the ranks are those of the job, each with a GPU of its own where `device` is `cuda`, and
-    meet in `folder`. Without a launcher this process forks `count` ranks, one thread each.
+    meet in the current folder. Without a launcher this process forks `count` ranks, one thread each.
 
     Raises:
         UserError: what the function raised as such, on any rank; a number of ranks that cannot be had.
@@ -63,12 +63,12 @@ def on_ranks(count: int, function: Callable[[Mesh], T], *, device: str = "cpu", 
         if count not in (1, launched.size):
             raise UserError(f"ranks is {count}, and {launched.source} started {launched.size}; leave it out")
         parallel = ParallelConfig(dp=launched.size, timeout_seconds=PATIENCE.total_seconds())
-        with meet(launched, folder, parallel, torch.device(device)) as (mesh, _):
+        with meet(launched, Path(), parallel, torch.device(device)) as (mesh, _):
             return function(mesh)
     if count == 1:
         return function(Mesh())
     if device != "cpu":
-        raise UserError(f"ranks is {count} on {device}; start one a GPU with torchrun --nproc-per-node {count}")
+        raise UserError(f"ranks is {count} on {device}; start one per GPU with torchrun --nproc-per-node {count}")
 
     # The library's own threads do not survive a fork, and say so.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

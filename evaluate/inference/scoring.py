@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from ...train.errors import UserError
 from ...train.model.attention import causal_attention
@@ -34,10 +35,14 @@ class Scorer:
     """A GPT in eval mode. `batch_tokens` bounds rows times length of one pass; a request that is longer goes alone."""
 
     def __init__(
-        self, model: GPT, device: str | torch.device, batch_tokens: int, say: Callable[[str], None] | None = None
+        self,
+        model: GPT,
+        device: str | torch.device,
+        batch_tokens: int,
+        say: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.model, self.device, self.batch_tokens = model, torch.device(device), batch_tokens
-        self._forward, self._say = Forward(model), say or (lambda line: None)
+        self._forward, self._say = Forward(model), say
         config = model.config
         block = sum(parameter.numel() for parameter in model.blocks[0].parameters())
         # Of one block: two operations a weight; and two products with half of the pairs of tokens, for they see back.
@@ -140,80 +145,73 @@ def _attention(batch: list[Tree], model: GPT, device: torch.device, read: Tensor
     narrow = window is not None and any(int(tree.positions.max()) >= window for tree in batch)
     masked = narrow or any(tree.branches or tree.documents.any() for tree in batch)
     if masked and device.type == "cpu":
-        return _OneByOne(batch, model, device, read)
-    return _SideBySide(batch, model, device, read, masked)
+        return _one_by_one(batch, model, device, read)
+    return _side_by_side(batch, model, device, read, masked)
 
 
 def _mask(batch: list[Tree], longest: int, model: GPT, device: torch.device) -> Tensor:
     """What is added to scores: 0 or -inf, (rows, 1, longest, longest)."""
     # Padding sees itself and what pads before it: a row of -inf alone would be NaN.
-    ends = _padded([tree.ends for tree in batch], longest, longest, device)
+    ends = _padded([tree.ends for tree in batch], longest, device)
     index = torch.arange(longest, dtype=torch.int32, device=device)
     seen = (index[:, None] >= index) & (index[:, None] < ends[:, None, :])
-    positions = _padded([tree.positions for tree in batch], longest, 0, device)
+    positions = _padded([tree.positions for tree in batch], 0, device)
     if (window := model.config.window) is not None:
         seen &= positions[:, :, None] - positions[:, None, :] < window
     if any(tree.documents.any() for tree in batch):
-        documents = _padded([tree.documents for tree in batch], longest, 0, device)
+        documents = _padded([tree.documents for tree in batch], 0, device)
         seen &= positions[:, None, :] >= documents[:, :, None]
     mask = torch.zeros(seen.shape, dtype=model.embedding.weight.dtype, device=device)
     return mask.masked_fill_(~seen, float("-inf"))[:, None]
 
 
-def _padded(parts: list[np.ndarray], longest: int, value: int, device: torch.device) -> Tensor:
-    """(rows, longest) of rows that are shorter."""
-    out = np.full((len(parts), longest), value, dtype=np.int32)
-    for row, part in enumerate(parts):
-        out[row, : len(part)] = part
-    return torch.from_numpy(out).to(device)
+def _padded(parts: list[np.ndarray], value: int, device: torch.device) -> Tensor:
+    """(rows, longest) int32 of rows that are shorter."""
+    rows = [torch.from_numpy(part) for part in parts]
+    return pad_sequence(rows, batch_first=True, padding_value=value).to(device, torch.int32)
 
 
-class _OneByOne:
+def _one_by_one(batch: list[Tree], model: GPT, device: torch.device, read: Tensor) -> Attend:
     """Attention over trees one after the other, under masks on CPUs: what belongs to a small tree stays in a cache."""
+    lengths = [len(tree) for tree in batch]
+    ends = np.cumsum(lengths)
+    read_of_each = np.diff(np.searchsorted(read.numpy(), [0, *ends])).tolist()
+    masks = [_mask([tree], len(tree), model, device) for tree in batch]
+    starts = torch.from_numpy(np.repeat(ends - lengths, read_of_each))
+    rows = zip(masks, (read - starts).split(read_of_each), strict=True)
+    masks_of_read = [mask[:, :, places] for mask, places in rows]
 
-    def __init__(self, batch: list[Tree], model: GPT, device: torch.device, read: Tensor) -> None:
-        self.lengths = [len(tree) for tree in batch]
-        ends = np.cumsum(self.lengths)
-        self.asked = np.diff(np.searchsorted(read.numpy(), [0, *ends])).tolist()  # tokens of each tree that are read
-        self.masks = [_mask([tree], len(tree), model, device) for tree in batch]
-        starts = torch.from_numpy(np.repeat(ends - self.lengths, self.asked))
-        rows = zip(self.masks, (read - starts).split(self.asked), strict=True)
-        self.masks_of_read = [mask[:, :, places] for mask, places in rows]
-
-    def __call__(self, block: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(block: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         few = len(query) < len(key)
-        asking, masks = (self.asked, self.masks_of_read) if few else (self.lengths, self.masks)
-        return attention_by_sequence(query, key, value, asking, self.lengths, masks)
+        asking, seen = (read_of_each, masks_of_read) if few else (lengths, masks)
+        return attention_by_sequence(query, key, value, asking, lengths, seen)
+
+    return attend
 
 
-class _SideBySide:
+def _side_by_side(batch: list[Tree], model: GPT, device: torch.device, read: Tensor, masked: bool = True) -> Attend:
     """Attention over trees, one per row of a padded batch. In the last block `read` alone ask."""
+    sizes = np.array([len(tree) for tree in batch])
+    longest = int(sizes.max())
+    column, starts = np.arange(longest), np.cumsum(sizes) - sizes
+    # Where each token stands in the padded batch, and which token stands at each place there. Padding is a copy of the
+    # row's own last token: NaN passes masks, and must stay in its row.
+    places = torch.from_numpy(np.flatnonzero(column < sizes[:, None])).to(device)
+    source = torch.from_numpy((starts[:, None] + np.minimum(column, sizes[:, None] - 1)).ravel()).to(device)
+    is_padded = len(places) < len(source)
+    mask = _mask(batch, longest, model, device) if masked else None
 
-    def __init__(self, batch: list[Tree], model: GPT, device: torch.device, read: Tensor, masked: bool = True) -> None:
-        self.read, sizes = read, np.array([len(tree) for tree in batch])
-        self.rows, self.longest = len(batch), int(sizes.max())
-        # Where each token stands in the padded batch, and which token stands at each place there; None: there is no
-        # padding. Padding is a copy of the row's own last token: NaN passes masks, and must stay in its row.
-        column, starts = np.arange(self.longest), np.cumsum(sizes) - sizes
-        places = np.flatnonzero(column < sizes[:, None])
-        self.places = self.source = None
-        if len(places) < self.rows * self.longest:
-            self.places = torch.from_numpy(places).to(device)
-            source = starts[:, None] + np.minimum(column, sizes[:, None] - 1)
-            self.source = torch.from_numpy(source.ravel()).to(device)
-        self.mask = _mask(batch, self.longest, model, device) if masked else None
+    def in_rows(x: Tensor) -> Tensor:
+        """(n, heads, d) -> (rows, heads, longest, d)."""
+        x = x.index_select(0, source) if is_padded else x
+        return x.view(len(batch), longest, *x.shape[1:]).transpose(1, 2)
 
-    def __call__(self, block: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(block: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         few = len(query) < len(key)
         if few:  # where nobody asks, zeros do
-            query = query.new_zeros(len(key), *query.shape[1:]).index_copy_(0, self.read, query)
-        query, key, value = (self._rows(x).transpose(1, 2) for x in (query, key, value))
-        mixed = causal_attention(query, key, value, self.mask).transpose(1, 2).flatten(0, 1)
-        mixed = mixed if self.places is None else mixed.index_select(0, self.places)
-        return mixed.index_select(0, self.read) if few else mixed
+            query = query.new_zeros(len(key), *query.shape[1:]).index_copy_(0, read, query)
+        mixed = causal_attention(in_rows(query), in_rows(key), in_rows(value), mask).transpose(1, 2).flatten(0, 1)
+        mixed = mixed.index_select(0, places) if is_padded else mixed
+        return mixed.index_select(0, read) if few else mixed
 
-    def _rows(self, x: Tensor) -> Tensor:
-        """(n, heads, d) -> (rows, longest, heads, d)."""
-        if self.source is not None:
-            x = x.index_select(0, self.source)
-        return x.view(self.rows, self.longest, *x.shape[1:])
+    return attend

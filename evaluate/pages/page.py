@@ -6,7 +6,7 @@
   an escape were missed. So there are no style attributes either.
 - Missing numbers are a dash, never a zero; minus is the sign, not the hyphen.
 - `templates/charts.html` draws the small pictures as SVG without a script. The dots of a panel are one path for each
-  colour, a dot a line of no length with round ends. A thousand take 12 kB, elements of their own ten times that.
+  colour, each dot a line of no length with round ends. A thousand take 12 kB, elements of their own ten times that.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _HIDDEN = re.compile(
 
 
 def render_page(
-    template: str, title: str, context: dict[str, Any], style: str = "", script: str = "", data: Any = None
+    template: str, title: str, context: dict[str, Any], style: str, script: str = "", data: Any = None
 ) -> str:
     """A whole page: a template, the files of a style (beside `page.css`) and a script, and the data that it reads."""
-    styles = "".join((TEMPLATES / name).read_text(encoding="utf-8") for name in ("page.css", style) if name)
+    styles = "".join((TEMPLATES / name).read_text(encoding="utf-8") for name in ("page.css", style))
     code = (TEMPLATES / script).read_text(encoding="utf-8") if script else ""
     policy = (
         f"default-src 'none';script-src {_source(code) if code else _NONE};style-src {_source(styles)};"

@@ -10,10 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...train.files import write_atomic
 from ..metrics import mean_and_error
 from .page import Strip, compute, grouped, is_number, number, render_page, scored, short_count, with_error
 
@@ -37,30 +35,24 @@ MEASURES = (
 VERDICTS = ("acc", "exact_match", "acc_norm")
 
 
-def write_checkpoint_report(
-    scores: Scores, path: Path, items: Items = (), peers: Sequence[Scores] = (), against: Other | None = None
-) -> None:
-    """Writes a self-contained HTML page.
+def checkpoint_page(
+    scores: Scores, items: Items = (), peers: Sequence[Scores] = (), against: Other | None = None
+) -> str:
+    """A self-contained HTML page.
 
     Args:
         scores: what `evaluate_checkpoint` returned.
-        path: of the page.
         items: of its tasks, as the items file holds them: the samples.
         peers: scores of the sweep's other checkpoints, with their `flops`: what equal compute buys elsewhere.
         against: scores and items of one other checkpoint, to be compared item by item.
     """
-    write_atomic(path, checkpoint_page(scores, items, peers, against))
-
-
-def checkpoint_page(
-    scores: Scores, items: Items = (), peers: Sequence[Scores] = (), against: Other | None = None
-) -> str:
     name, worst = scores.get("name") or scores["run_id"], (scores.get("held_out") or {}).get("worst")
     tasks = {task: found for task, found in scores["tasks"].items() if not _is_domain(found)}
     domains = sorted(
         ((task, found) for task, found in scores["tasks"].items() if _is_domain(found)), key=lambda one: one[1]["bpb"]
     )
-    others = [peer for peer in peers if not _is_same(peer, scores)]
+    itself = (scores["run_id"], scores["step"])
+    others = [peer for peer in peers if (peer.get("run_id"), peer.get("step")) != itself]
     near = at_equal_compute(scores, others)
     count = sum(task.get("contaminated_items") == 0 for task in tasks.values())  # looked through and found clean
     among = f"the {len(tasks)}" if count == len(tasks) else f"{count} of the {len(tasks)}"
@@ -96,9 +88,8 @@ def checkpoint_page(
         "differences": _differences(items, against[1]) if against else {},
     }
     title = f"Scores of {name}, step {scores['step']}"
-    if not items:
-        return render_page("checkpoint.html", title, context, "samples.css")
-    return render_page("checkpoint.html", title, context, "samples.css", "samples.js", payload(scores, items, against))
+    script, data = ("samples.js", payload(scores, items, against)) if items else ("", None)
+    return render_page("checkpoint.html", title, context, "samples.css", script, data)
 
 
 def _facts(scores: Scores) -> list[tuple[str, str, str]]:
@@ -111,7 +102,7 @@ def _facts(scores: Scores) -> list[tuple[str, str, str]]:
         six = "" if not scores["N_total"] else f"exact; 6ND is {compute(6 * scores['N_total'] * scores['tokens'])}"
         facts.append(("Training FLOPs", compute(scores["flops"]), six))
     error = held_out.get("val_loss_se")
-    unit = f"{'' if error is None else f'± {error:.4f} '}nats a token"
+    unit = f"{'' if error is None else f'± {error:.4f} '}nats per token"
     facts.append(("Held-out loss", number(held_out.get("val_loss"), 4), unit))
     facts.append(("Held-out bits per byte", number(held_out.get("val_bpb"), 4), ""))
     return facts
@@ -177,11 +168,9 @@ def _listed(tasks: Mapping[str, Scores], key: str) -> str:
 # --- beside other checkpoints ----------------------------------------------------------------------------------------
 
 
-def at_equal_compute(scores: Scores, peers: Iterable[Scores]) -> list[Scores]:
+def at_equal_compute(scores: Scores, others: Sequence[Scores]) -> list[Scores]:
     """The other checkpoints whose FLOPs are within a factor `EQUAL`, nearest first; none where a number is missing."""
-    near = _by_compute(scores, [peer for peer in peers if not _is_same(peer, scores)])
-    reach = math.log(EQUAL) + 1e-9
-    return [peer for distance, peer in near if distance <= reach]
+    return [peer for distance, peer in _by_compute(scores, others) if distance <= math.log(EQUAL) + 1e-9]
 
 
 def _by_compute(scores: Scores, peers: Sequence[Scores]) -> list[tuple[float, Scores]]:
@@ -191,10 +180,6 @@ def _by_compute(scores: Scores, peers: Sequence[Scores]) -> list[tuple[float, Sc
         return []
     known = [peer for peer in peers if is_number(peer.get("flops")) and peer["flops"] > 0]
     return sorted(((abs(math.log(peer["flops"] / own)), peer) for peer in known), key=lambda entry: entry[0])
-
-
-def _is_same(one: Scores, other: Scores) -> bool:
-    return (one.get("run_id"), one.get("step")) == (other.get("run_id"), other.get("step"))
 
 
 def _called(scores: Scores) -> str:
@@ -233,12 +218,12 @@ def _place(task: Scores, near: Sequence[Scores], name: str, keys: Sequence[str])
     key = next((key for key in keys if is_number(task.get(key))), None)
     if key is None:
         return None
-    own, others = task[key], []
-    for peer in near:
-        value = (peer["tasks"].get(name) or {}).get(key)
-        if is_number(value):
-            others.append((value, f"{_called(peer)}, {compute(peer['flops'])} FLOPs: {value:.4f}"))
-    more = next(more for measure, _, more in MEASURES if measure == key)
+    own, more = task[key], next(more for measure, _, more in MEASURES if measure == key)
+    others = [
+        (value, f"{_called(peer)}, {compute(peer['flops'])} FLOPs: {value:.4f}")
+        for peer in near
+        if is_number(value := (peer["tasks"].get(name) or {}).get(key))
+    ]
     better = sum(value > own if more else value < own for value, _ in others)
     strip = Strip(own, task.get(f"{key}_se"), others, task.get("chance") if more else None)
     return Place(strip, f"{better + 1} of {len(others) + 1}" if others else "–")

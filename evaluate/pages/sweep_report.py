@@ -14,12 +14,10 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...train.files import write_atomic
 from .page import Axis, Panel, compute, is_number, number, render_page, short_count, spell
 
 FEW = 60  # checkpoints in a panel that still get error bars of their own
@@ -32,25 +30,20 @@ Row = Mapping[str, Any]
 Value = tuple[float, float | None]  # and its standard error
 
 
-def write_sweep_report(
-    path: Path, rows: Sequence[Row], signal: Mapping[str, Row], title: str, links: Mapping[str, str] | None = None
-) -> None:
-    """Writes a self-contained HTML page.
+def sweep_page(rows: Sequence[Row], signal: Mapping[str, Row], title: str, links: Mapping[str, str]) -> str:
+    """A self-contained HTML page.
 
     Args:
-        path: of the page.
         rows: one for each checkpoint: run_id, name, step, final, N, D, flops, loss, recipe (or None), and `tasks`, the
             scores by task; where a `budget` is given, it says which runs belong together.
         signal: task -> "acc" and "gold_bpb" -> signal, noise, ratio, by_luck, clear, source; or None.
         title: of the sweep.
         links: run_id -> a page of that run's checkpoint, relative to this one.
     """
-    write_atomic(path, sweep_page(rows, signal, title, links or {}))
-
-
-def sweep_page(rows: Sequence[Row], signal: Mapping[str, Row], title: str, links: Mapping[str, str]) -> str:
     sweep = Sweep.of(rows)
-    names = sorted(sweep.tasks(), key=lambda task: (-strength(signal.get(task)), task))
+    names = sorted(
+        {name for row in sweep.rows for name in row["tasks"]}, key=lambda task: (-strength(signal.get(task)), task)
+    )
     if not names:
         return render_page("sweep.html", title, {"tasks": []}, "sweep.css")
     tasks = [
@@ -136,9 +129,6 @@ class Sweep:
     def recipe_colour(self, recipe: str) -> str:
         return f"r{self.recipes.index(recipe) % SHADES}"
 
-    def tasks(self) -> list[str]:
-        return list(dict.fromkeys(name for row in self.rows for name in row["tasks"]))
-
     def value(self, place: int, task: str, keys: Sequence[str]) -> Value | None:
         """The first of `keys` that this checkpoint has for the task, with its standard error."""
         scores = self.rows[place]["tasks"].get(task, {})
@@ -148,22 +138,14 @@ class Sweep:
         error = scores.get(f"{key}_se")
         return scores[key], error if is_number(error) else None
 
-    def chance(self, task: str) -> float | None:
-        levels = (row["tasks"].get(task, {}).get("chance") for row in self.rows)
-        return next(filter(is_number, levels), None)
-
-    @cached_property
-    def best(self) -> list[int]:
-        """Of each budget, the finished run with the lowest held-out loss."""
-        return self._best(None)
+    def best(self, recipe: str | None = None) -> list[int]:
+        """Of each budget, the finished run with the lowest held-out loss, of those with that recipe if one is given."""
+        return [place for group in self.budgets if (place := self._lowest(group, recipe)) is not None]
 
     @cached_property
     def lines(self) -> dict[str, list[int]]:
         """The same by colour class: of each recipe, where recipes are compared, and of all runs otherwise."""
-        return {self.recipe_colour(recipe): self._best(recipe) for recipe in self.recipes} or {"": self.best}
-
-    def _best(self, recipe: str | None) -> list[int]:
-        return [place for group in self.budgets if (place := self._lowest(group, recipe)) is not None]
+        return {self.recipe_colour(recipe): self.best(recipe) for recipe in self.recipes} or {"": self.best()}
 
     def _lowest(self, group: Sequence[int], recipe: str | None) -> int | None:
         known = [
@@ -238,7 +220,7 @@ def trend(sweep: Sweep, task: str) -> Trend | None:
         found = {place: scored[0] for place in places if (scored := sweep.value(place, task, BITS))}
         return [sweep.rows[place]["flops"] for place in found], list(found.values())
 
-    best, every = points(sweep.best), points([place for group in sweep.budgets for place in group])
+    best, every = points(sweep.best()), points([place for group in sweep.budgets for place in group])
     return Trend(tuple(best[1]), rank_correlation(*best), rank_correlation(*every)) if every[1] else None
 
 
@@ -349,18 +331,19 @@ def _panels(sweep: Sweep, task: str) -> list[Panel]:
 
 
 def _panel(sweep: Sweep, task: str, keys: Sequence[str], name: str, field: str, label: str, axis: Axis) -> Panel | None:
-    points: dict[int, tuple[float, float, float | None]] = {}
-    for place, row in enumerate(sweep.rows):
-        scored = sweep.value(place, task, keys)
-        if scored and is_number(row.get(field)):
-            points[place] = (row[field], *scored)
+    points = {
+        place: (row[field], *scored)
+        for place, row in enumerate(sweep.rows)
+        if is_number(row.get(field)) and (scored := sweep.value(place, task, keys))
+    }
     if not points:
         return None
     lines = {colour: [place for place in line if place in points] for colour, line in sweep.lines.items()}
     with_bars = set(points) if len(points) <= FEW else {place for line in lines.values() for place in line}
     errors = [(x, y, error) for place, (x, y, error) in points.items() if error and place in with_bars]
     heights = [y for _, y, _ in points.values()] + [y + side * 2 * error for _, y, error in errors for side in (-1, 1)]
-    chance = sweep.chance(task) if keys == SCORE else None
+    levels = (row["tasks"].get(task, {}).get("chance") for row in sweep.rows)
+    chance = next(filter(is_number, levels), None) if keys == SCORE else None
     upright = Axis.around(heights if chance is None else [*heights, chance])
     upright.low = max(upright.low, 0.0)  # neither bits nor accuracy can be negative
     panel = Panel(f"{name} by {label}", axis, upright, label, errors=errors, chance=chance)

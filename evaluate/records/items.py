@@ -74,8 +74,8 @@ def _answers(task: Any, sample: dict[str, Any]) -> dict[str, Any]:
         gold, target = _gold(arguments[0], nats[0]), arguments[0][1]
         return {"log_probabilities": nats, "gold": gold, "chance": 0.0, "prompt": first, "target": target}
     # With mutual information lm-eval asks for every choice once more without its context, at the end.
-    count = len(task.doc_to_choice(sample["doc"]))
-    right = _right_choices(task, sample["doc"], count)
+    texts = task.doc_to_choice(sample["doc"])
+    count, right = len(texts), _right_choices(task, sample["doc"], texts)
     prompt = os.path.commonprefix([context for context, *_ in arguments[:count]])  # noqa: RUF071 (of characters)
     return {
         "log_probabilities": nats[:count],
@@ -93,13 +93,12 @@ def _gold(arguments: Any, nats: float) -> tuple[float, str] | None:
     return (nats, text) if text else None
 
 
-def _right_choices(task: Any, doc: Any, choices: int) -> list[int]:
+def _right_choices(task: Any, doc: Any, texts: list[str]) -> list[int]:
     """Places of the right choices, by lm-eval's reading of the label: a place, a text, or a list of either."""
     label = task.doc_to_text(doc) if task.multiple_input else task.doc_to_target(doc)
     labels = label if isinstance(label, list) else [label]
-    texts = task.doc_to_choice(doc)
     places = [texts.index(one) if isinstance(one, str) and one in texts else one for one in labels]
-    return list(dict.fromkeys(place for place in places if isinstance(place, int) and 0 <= place < choices))
+    return list(dict.fromkeys(place for place in places if isinstance(place, int) and 0 <= place < len(texts)))
 
 
 # --- the file --------------------------------------------------------------------------------------------------------
@@ -119,11 +118,11 @@ def as_dicts(task: str, items: Sequence[ItemResult], contaminated: Collection[in
             "task": task,
             "index": item.index,
             "prompt": shortened(item.prompt),
-            "choices": None if item.choices is None else [shortened(choice) for choice in item.choices],
+            "choices": item.choices and [shortened(choice) for choice in item.choices],
             "right": item.right,
             "log_probabilities": [_finite(value) for value in item.log_probabilities],
-            "answer": None if item.answer is None else shortened(item.answer),
-            "target": None if item.target is None else shortened(item.target),
+            "answer": item.answer and shortened(item.answer),
+            "target": item.target and shortened(item.target),
             "values": {name: _finite(value) for name, value in item.values.items()},
             **{name: _finite(getattr(item, name)) for name in ("gold_bpb", "p_right", "margin", "bpb")},
             "truncated": item.truncated,

@@ -13,19 +13,17 @@ decide a domain; a single plain text is cut into pieces of that size instead.
 from __future__ import annotations
 
 import difflib
-import gzip
 import hashlib
 import json
 import re
 import string
-import zlib
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...train.data.corpora import find_files
-from ...train.data.readers import cut, format_of, read_documents, well_formed
+from ...train.data.readers import cut, format_of, json_objects, one_line, read_documents, well_formed
 from ...train.errors import UserError
 from .staging import lm_eval_tasks
 from .suite import (
@@ -127,7 +125,7 @@ def _examples(path: Path, name: str, rows: list[dict[str, Any]], index: int, sho
             break
     else:
         raise UserError(
-            f"task {str(path)!r} is asked with {shots} examples an item; they come from its {len(rows)} lines "
+            f"task {str(path)!r} is asked with {shots} examples per item; they come from its {len(rows)} lines "
             "without the item itself, so it must have more lines, or fewer examples be asked for"
         )
     texts = []
@@ -144,45 +142,22 @@ def read_questions(path: Path) -> list[dict[str, Any]]:
     Raises:
         UserError: at the first line that is not an item, or that is of another kind than the first.
     """
-    items: list[dict[str, Any]] = []
-    first = 0
-    for number, line in enumerate(_lines(path), start=1):
-        if not line.strip():
-            continue
-        where = f"line {number} of {path}"
-        item = _item(_json_object(line, where), where)
-        if items and ("choices" in item) != ("choices" in items[0]):
-            kinds = ("has choices", "has none") if "choices" in item else ("has no choices", "has some")
-            raise UserError(f"{where} {kinds[0]}, line {first} {kinds[1]}; all lines of a file must be of one kind")
-        first = first or number
-        items.append(item)
-    if not items:
-        raise UserError(f"{path} holds no items; it must have a line of JSON for each question")
-    return items
-
-
-def _lines(path: Path) -> list[bytes]:
     try:
-        content = path.read_bytes()
-        if path.name.lower().endswith(".gz"):
-            content = gzip.decompress(content)
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise UserError(f"{path} is damaged ({error}); fetch or compress it again") from None
+        rows = dict(json_objects(path))
+    except UserError as error:
+        raise UserError(str(error).removeprefix("data.path: ")) from None
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}); it must be a readable .jsonl file") from None
-    return content.removeprefix(b"\xef\xbb\xbf").split(b"\n")
-
-
-def _json_object(line: bytes, where: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line.decode())
-    except UnicodeDecodeError as error:
-        raise UserError(f"{where} is not UTF-8 (byte 0x{line[error.start]:02x}); convert the file to UTF-8") from None
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{where} is not JSON ({error}); every line must hold one JSON object") from None
-    if not isinstance(row, dict):
-        raise UserError(f"{where} holds {type(row).__name__}, not an object; every line must hold one JSON object")
-    return row
+    if not rows:
+        raise UserError(f"{path} holds no items; it must have a line of JSON for each question")
+    items: list[dict[str, Any]] = []
+    for number, row in rows.items():
+        where = f"line {number} of {path}"
+        items.append(item := _item(row, where))
+        if ("choices" in item) != ("choices" in items[0]):
+            kinds = ("has choices", "has none") if "choices" in item else ("has no choices", "has some")
+            raise UserError(f"{where} {kinds[0]}, line {min(rows)} {kinds[1]}; all lines of a file must be of one kind")
+    return items
 
 
 def _item(row: dict[str, Any], where: str) -> dict[str, Any]:
@@ -293,9 +268,7 @@ def _read_yaml(path: Path, including: tuple[Path, ...] = ()) -> dict[str, Any]:
     try:
         config = load_yaml(path, recursive=False)
     except Exception as error:  # YAML's own kinds, and whatever the module of a !function raises
-        raise UserError(
-            f"{path} cannot be loaded ({_in_a_line(error)}); it must be a task in lm-eval's YAML"
-        ) from error
+        raise UserError(f"{path} cannot be loaded ({one_line(error)}); it must be a task in lm-eval's YAML") from error
     _resolve_data(config, path.parent)
     merged: dict[str, Any] = {}
     includes = config.pop("include", [])
@@ -350,7 +323,7 @@ def _build(folder: Path, name: str, manager: TaskManager) -> dict[str, Any]:
             tasks = manager.load([name])["tasks"]
     except Exception as error:  # the hub's client, `datasets`, lm-eval and the user's code each raise their own kinds
         raise UserError(
-            f"task {name!r} of {folder} cannot be loaded ({type(error).__name__}: {_in_a_line(error)}); "
+            f"task {name!r} of {folder} cannot be loaded ({type(error).__name__}: {one_line(error)}); "
             "look at its YAML and its data"
         ) from error
     return only_text(tasks)
@@ -362,13 +335,9 @@ def _frozen(folder: Path, name: str, task: Any, shots: int, limit: int | None) -
         return freeze_whole(name, task, limit, split, folder.name, shots or None)
     except Exception as error:  # code and templates of the user's run here: any kind
         raise UserError(
-            f"task {name!r} of {folder} cannot build its prompts ({type(error).__name__}: {_in_a_line(error)}); "
+            f"task {name!r} of {folder} cannot build its prompts ({type(error).__name__}: {one_line(error)}); "
             f"look at its YAML and its data{', which must hold enough examples' if shots else ''}"
         ) from error
-
-
-def _in_a_line(error: Exception) -> str:
-    return " ".join((str(error).strip() or type(error).__name__).split())[:200]
 
 
 # --- texts ----------------------------------------------------------------------------------------------------------
@@ -379,7 +348,7 @@ def load_texts(folder: Path | str, limit: int | None = None) -> dict[str, SuiteT
 
     Args:
         folder: holds text; see above what its domains are.
-        limit: documents a domain; None means all.
+        limit: documents per domain; None means all.
 
     Raises:
         UserError: no such folder, a file that cannot be read, or a domain without text.

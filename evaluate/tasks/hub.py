@@ -10,10 +10,12 @@ import contextlib
 import hashlib
 import inspect
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...train.data.readers import one_line
 from ...train.errors import UserError
 from ...train.files import file_sha256, read_json, write_json
 from .staging import STAGED, Report, cache_root, replacement, writable
@@ -42,7 +44,7 @@ _UNTEXTUAL = {"unsafe_code", "doc_to_image", "doc_to_audio"}  # keys of definiti
 # --- names -----------------------------------------------------------------------------------------------------------
 
 
-def task_manager(cache: Path | str | None = None, progress: Report | None = None) -> TaskManager:
+def task_manager(cache: Path | str | None, progress: Report) -> TaskManager:
     """lm-eval's index of its own tasks, from the cache where it has been built before."""
     import lm_eval
     from lm_eval.tasks import TaskManager
@@ -62,8 +64,7 @@ def task_manager(cache: Path | str | None = None, progress: Report | None = None
                 }
                 manager._index, manager._all_tasks = index, sorted(index)
                 return manager
-        if progress is not None:
-            progress("reading lm-eval's definitions (10 s, once)")
+        progress("reading lm-eval's definitions (10 s, once)")
         manager = TaskManager()
     names = {
         name: [entry.kind.name, str(entry.yaml_path.relative_to(root)) if entry.yaml_path else None, sorted(entry.tags)]
@@ -91,8 +92,8 @@ def load_named(
     shots: int | None,
     limit: int | None,
     manager: TaskManager,
-    cache: Path | str | None = None,
-    progress: Report | None = None,
+    cache: Path | str | None,
+    progress: Report,
 ) -> dict[str, SuiteTask]:
     """A task, or every task of a group or a tag, with data from wherever its definition says, staged copies first.
 
@@ -130,23 +131,21 @@ def _explained(name: str) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:  # the hub's client, its HTTP library and `datasets` each raise their own kinds
-        reason = (str(error).strip().splitlines() or [""])[0]
         raise UserError(
-            f"task {name!r} cannot be loaded ({type(error).__name__}: {reason}); its data come from the Hugging Face "
-            f"Hub: run `isoflop data benchmarks --tasks {name}` once on a machine with network and ISOFLOP_CACHE on a "
-            "shared disk, or choose tasks of the suites small, core and domains, which need no Hub"
+            f"task {name!r} cannot be loaded ({type(error).__name__}: {one_line(error)}); its data come from the "
+            f"Hugging Face Hub: run `isoflop data benchmarks --tasks {name}` once on a machine with network and "
+            "ISOFLOP_CACHE on a shared disk, or choose tasks of the suites small, core and domains, which need no Hub"
         ) from error
 
 
-def stage_named(names: list[str], cache: Path | str | None = None, progress: Report | None = None) -> list[Path]:
+def stage_named(names: list[str], cache: Path | str | None, progress: Report) -> list[Path]:
     """Keeps copies of all data that these tasks load; returns their folders. Raises UserError as `load_named`."""
     manager = task_manager(cache, progress)
     for name in names:
         check_name(name, manager)
     folders: list[Path] = []
     for name in names:
-        if progress is not None:
-            progress(f"fetching the data of {name}")
+        progress(f"fetching the data of {name}")
         with _explained(name), copies(cache, progress, keep=folders):
             _text_tasks(name, manager)
     return list(dict.fromkeys(folders))
@@ -156,9 +155,7 @@ def stage_named(names: list[str], cache: Path | str | None = None, progress: Rep
 
 
 @contextlib.contextmanager
-def copies(
-    cache: Path | str | None = None, progress: Report | None = None, keep: list[Path] | None = None
-) -> Iterator[None]:
+def copies(cache: Path | str | None, progress: Report, keep: list[Path] | None = None) -> Iterator[None]:
     """While open, `datasets.load_dataset` reads a staged copy where there is a sound one.
 
     With a list `keep`, data without a copy are copied, and the folders of all that was asked for are appended.
@@ -176,10 +173,10 @@ def copies(
         folder = copy_folder({name: value for name, value in wanted.items() if value is not None}, cache)
         data = read_copy(folder)
         is_damaged = data is None and folder.exists()
-        if is_damaged and progress is not None:
+        if is_damaged:
             progress(f"{folder} is damaged; the data are fetched again")
         if data is None:
-            if progress is not None and keep is None and not is_damaged and "/" in str(wanted.get("path")):
+            if keep is None and not is_damaged and "/" in str(wanted.get("path")):
                 progress(f"{wanted['path']} is not staged; the Hugging Face Hub is asked")
             try:
                 with errors_only("huggingface_hub"):
@@ -202,13 +199,11 @@ def copies(
         datasets.load_dataset, is_open = original, False
 
 
-def copy_folder(arguments: dict[str, Any], cache: Path | str | None = None) -> Path:
+def copy_folder(arguments: dict[str, Any], cache: Path | str | None) -> Path:
     """Where the copy of what `load_dataset` returns for these arguments lies, or would."""
     which = {name: value for name, value in arguments.items() if name not in _MANNERS}
     digest = hashlib.sha256(json.dumps(which, sort_keys=True, default=str).encode()).hexdigest()[:16]
-    plain = "".join(
-        letter if letter.isalnum() else "-" for letter in str(arguments.get("path", "data")).rpartition("/")[2]
-    )
+    plain = re.sub(r"[\W_]", "-", str(arguments.get("path", "data")).rpartition("/")[2])
     return cache_root(cache) / "hub" / f"{plain}-{digest}"
 
 

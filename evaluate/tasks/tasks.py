@@ -16,13 +16,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...train.errors import UserError
+from . import hub
+from .custom import load_custom, load_texts
 from .staging import BENCHMARKS, STAGED, Report, StagedTask, benchmarks_directory, stage_benchmarks, staged_lines
 from .suite import Suite, SuiteTask, choose_items, expand, freeze, quiet
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
 
-DEFAULT_LIMIT = 100  # items a task
+DEFAULT_LIMIT = 100  # items per task
 EXAMPLES = 200  # items of a scored split that examples are drawn from
 
 
@@ -49,7 +51,7 @@ def parse_entry(written: str) -> Entry:
     return Entry(written, name, shots, "path" if is_path else "staged" if name in STAGED else "named")
 
 
-def anchored(tasks: Sequence[str], progress: Report | None = None) -> list[str]:
+def anchored(tasks: Sequence[str], progress: Report = lambda line: None) -> list[str]:
     """The same tasks, suites spelled out, files and folders as absolute paths: the reader may work in another folder.
 
     Raises:
@@ -58,15 +60,13 @@ def anchored(tasks: Sequence[str], progress: Report | None = None) -> list[str]:
     found = []
     for written in expand(tasks):
         entry = parse_entry(written)
-        is_folder = entry.kind == "named" and Path(entry.name).is_dir()
+        is_path = entry.kind in ("text", "path")
         if entry.kind == "named":
-            from .hub import check_name, task_manager
-
-            manager = task_manager(progress=progress)
-            is_folder = is_folder and entry.name not in manager.all_tasks  # as `load_suite` decides
-            if not is_folder:
-                check_name(entry.name, manager)
-        if entry.kind in ("text", "path") or is_folder:
+            manager = hub.task_manager(None, progress)
+            is_path = entry.name not in manager.all_tasks and Path(entry.name).is_dir()  # as `load_suite` decides
+            if not is_path:
+                hub.check_name(entry.name, manager)
+        if is_path:
             place = Path(entry.name).expanduser().absolute()
             if not place.exists():
                 raise UserError(f"task {written!r} names {place}, which does not exist; give a file or a folder")
@@ -80,7 +80,7 @@ def load_suite(
     limit: int | None = DEFAULT_LIMIT,
     *,
     cache: Path | str | None = None,
-    progress: Report | None = None,
+    progress: Report = lambda line: None,
     manager: TaskManager | None = None,
 ) -> Suite:
     """Loads tasks, chooses their items and builds their requests.
@@ -98,7 +98,7 @@ def load_suite(
     """
     entries = [parse_entry(written) for written in expand(tasks)]
     if limit is not None and limit < 1:
-        raise UserError(f"limit is {limit}; it must be 1 or more items a task, or null for all of them")
+        raise UserError(f"limit is {limit}; it must be 1 or more items per task, or null for all of them")
     if manager is not None:
         entries = [replace(one, kind="named") if one.kind == "staged" else one for one in entries]
     directory = _stage_wheel(entries, cache, progress)
@@ -108,19 +108,15 @@ def load_suite(
         if entry.kind == "staged":
             found = {entry.written: _load_staged(entry, limit, directory)}
         elif entry.kind == "text":
-            from .custom import load_texts
-
             found = load_texts(Path(entry.name), limit)
         elif entry.kind == "path":
-            found = _load_files(entry, limit)
+            found = load_custom(Path(entry.name), entry.shots or 0, limit)
         else:
-            from .hub import load_named, task_manager
-
-            manager = manager or task_manager(cache, progress)
+            manager = manager or hub.task_manager(cache, progress)
             if entry.name not in manager.all_tasks and Path(entry.name).is_dir():
-                found = _load_files(entry, limit)
+                found = load_custom(Path(entry.name), entry.shots or 0, limit)
             else:
-                found = load_named(entry.name, entry.shots, limit, manager, cache, progress)
+                found = hub.load_named(entry.name, entry.shots, limit, manager, cache, progress)
         for name in found:
             # Tasks of one name from two files would share a place; a group's task that is also named is the same.
             other = sources.setdefault(name, entry)
@@ -132,21 +128,8 @@ def load_suite(
     return Suite(tasks if isinstance(tasks, str) else ",".join(tasks), loaded)
 
 
-def _refuse_namesake(name: str, entry: Entry, sources: dict[str, str]) -> None:
-    """Tasks of one name from two files would share a place; a group's task that is also named is the same."""
-    other = sources.setdefault(name, entry.written)
-    if other != entry.written and "path" in (entry.kind, parse_entry(other).kind):
-        raise UserError(f"tasks: {name!r} comes from {other} and from {entry.written}; rename one of the two")
-
-
-def _load_files(entry: Entry, limit: int | None) -> dict[str, SuiteTask]:
-    from .custom import load_custom
-
-    return load_custom(Path(entry.name), entry.shots or 0, limit)
-
-
 def stage_tasks(
-    tasks: str | Sequence[str], cache: Path | str | None = None, progress: Report | None = None
+    tasks: str | Sequence[str], cache: Path | str | None = None, progress: Report = lambda line: None
 ) -> list[Path]:
     """Fetches what the tasks need while there is a network, for nodes without one; returns the folders.
 
@@ -158,13 +141,11 @@ def stage_tasks(
     if any(entry.kind == "staged" for entry in entries):
         folders.append(_stage_wheel(entries, cache, progress))
     if named := [entry.name for entry in entries if entry.kind == "named" and not Path(entry.name).is_dir()]:
-        from .hub import stage_named
-
-        folders += stage_named(named, cache, progress)
+        folders += hub.stage_named(named, cache, progress)
     return folders
 
 
-def _stage_wheel(entries: list[Entry], cache: Path | str | None, progress: Report | None) -> Path:
+def _stage_wheel(entries: list[Entry], cache: Path | str | None, progress: Report) -> Path:
     """The folder of the staged benchmarks, in which the files of these tasks are sound."""
     names = {file for entry in entries if entry.kind == "staged" for file in STAGED[entry.name].files}
     return stage_benchmarks(cache, progress, names=names) if names else benchmarks_directory(cache)

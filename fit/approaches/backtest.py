@@ -72,7 +72,8 @@ def leave_one_out(table: RunTable, law: Law, labels: np.ndarray, budgets: Array,
     ends = _logs({name: np.array(percentile_interval(values)) for name, values in draws.items()})
     for name in moves:
         width = ends[name][1] - ends[name][0] if name in ends else np.nan
-        moves[name] /= width if width > 0 else np.nan
+        with np.errstate(invalid="ignore"):  # a move without end over an interval without end
+            moves[name] /= width if width > 0 else np.nan
     entries: list[dict[str, Any]] = [
         {"kind": kind, "value": value, "runs": int(rows.sum())}
         | {name: finite_or_none(values[i]) for name, values in refits.items()}
@@ -82,8 +83,9 @@ def leave_one_out(table: RunTable, law: Law, labels: np.ndarray, budgets: Array,
 
     def far(entry: dict[str, Any]) -> tuple[float, str]:
         moved = [(abs(move), name) for name, move in entry["moves"].items() if move is not None]
-        known = entry["N"] is not None
-        return max(moved, default=(abs(float(np.log(entry["N"] / full["N"][0]))) if known else -1.0, "N"))
+        with np.errstate(divide="ignore"):  # an optimum of zero parameters
+            away = -1.0 if entry["N"] is None else abs(float(np.log(entry["N"] / full["N"][0])))
+        return max(moved, default=(away, "N"))
 
     most = max(entries, key=far)
     return {"left_out": entries, "most": None if far(most)[0] < 0 else most | {"moved": far(most)[1]}}
@@ -132,18 +134,15 @@ def _step(
         step[f"tokens_per_parameter_{name}_isoflop"] = D / N if N and D else None
     step["N_predicted_isoflop"] = N
     vertex = _profiles(held, profiles, np.full(len(held), budget)).profiles_[0]
-    measured = ("N_predicted", "N_measured", "tokens_per_parameter_predicted", "tokens_per_parameter_measured")
-    step |= dict.fromkeys(measured)
-    if vertex.accepted and vertex.N_best and vertex.D_best:
-        # The law's optimum is asked at the held-out vertex's own 6ND, whatever the table's convention.
-        best = compute_optimal(law, 6.0 * vertex.N_best * vertex.D_best)
-        step |= {
-            "N_predicted": finite_or_none(best.N[0]),
-            "N_measured": vertex.N_best,
-            "tokens_per_parameter_predicted": finite_or_none(best.ratio[0]),
-            "tokens_per_parameter_measured": vertex.D_best / vertex.N_best,
-        }
-    return step
+    N, D = (vertex.N_best, vertex.D_best) if vertex.accepted else (None, None)
+    # The law's optimum is asked at the held-out vertex's own 6ND, whatever the table's convention.
+    best = compute_optimal(law, 6.0 * N * D) if N and D else None
+    return step | {
+        "N_predicted": best and finite_or_none(best.N[0]),
+        "N_measured": N,
+        "tokens_per_parameter_predicted": best and finite_or_none(best.ratio[0]),
+        "tokens_per_parameter_measured": D / N if N and D else None,
+    }
 
 
 def _errors(law: Law, runs: RunTable) -> dict[str, Any]:
@@ -156,6 +155,8 @@ def _inside(law: Law, cheap: RunTable, held: RunTable) -> float | None:
     try:
         law.bootstrap(DRAWS, resampled_together(cheap.group, cheap.run_id, law.problem_.free))
     except InputError:
+        return None
+    if not law.bootstrap_["resamples"]:
         return None
     low, high = law.predict_interval(held.N, held.D, kind="run").T
     return float(((low <= held.loss) & (held.loss <= high)).mean())

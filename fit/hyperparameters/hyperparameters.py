@@ -194,10 +194,8 @@ class HyperparameterLaw(DesignedLaw):
         return Problem(
             form=LogSumExp(free, [(range(free), design)]),
             target=target,
-            lower=np.full(free, -np.inf),
-            upper=np.full(free, np.inf),
-            coordinates=self.names,
-            logarithmic=(True, *(False for _ in inputs)),
+            bounds=dict.fromkeys(self.names, (-np.inf, np.inf)),
+            logarithmic="k",
             axes=np.log(np.stack(inputs)),
             starts=starts,
             constants=lambda theta: law_constants(self.names, theta, middle),
@@ -260,7 +258,6 @@ class CriticalBatchLaw(DesignedLaw):
         one = np.ones((len(target), 1))
         floor = float(target.min()) - REACH - np.ptp(log_batch) if centred else -500.0
         ceiling = float(target.max()) + 2.0 if centred else 500.0
-        lower, upper = np.full(2, floor), np.full(2, ceiling)
 
         def constants(theta: Array) -> Columns:
             E_min, S_min = amplitude(theta[:, 0], floor), amplitude(theta[:, 1], floor, -middle)
@@ -276,10 +273,8 @@ class CriticalBatchLaw(DesignedLaw):
         return Problem(
             form=LogSumExp(2, [((0,), one), ((1,), one, log_batch - middle)]),
             target=target,
-            lower=lower,
-            upper=upper,
-            coordinates=("E_min", "S_min"),
-            logarithmic=(True, True),
+            bounds=dict.fromkeys(("E_min", "S_min"), (floor, ceiling)),
+            logarithmic=("E_min", "S_min"),
             axes=log_batch[None, :],
             starts=starts,
             constants=constants,

@@ -412,14 +412,11 @@ class HyperparameterSurface(DesignedLaw):
                 found |= law_constants(names, theta[:, part], middle)
             return found | dict(zip(self.shape_names, theta.T[form.shape].copy(), strict=True))
 
-        unbounded = np.full(form.parameters, np.inf)
         return Problem(
             form=form,
             target=target,
-            lower=-unbounded,
-            upper=unbounded,
-            coordinates=self.names,
-            logarithmic=tuple(name.endswith("_k") for name in self.names),
+            bounds=dict.fromkeys(self.names, (-np.inf, np.inf)),
+            logarithmic=[name for name in self.names if name.endswith("_k")],
             axes=np.log(np.stack(inputs[:2])),
             # The problem is nearly linear: beside the full fit, one more start is enough for a resample.
             starts=lambda weights, keep: first[None] if keep is None else first[None, :1],

@@ -139,10 +139,8 @@ class BrokenPowerLaw(LineLaw):
         return Problem(
             form=LogSumTerms(lambda v, with_second: _terms(v, u, self.breaks, with_second), at, len(u)),
             target=target,
-            lower=np.array([bounds[name[0]][0] for name in names]),
-            upper=np.array([bounds[name[0]][1] for name in names]),
-            coordinates=tuple(names),
-            logarithmic=tuple(name[0] in "abdf" for name in names),
+            bounds={name: bounds[name[0]] for name in names},
+            logarithmic=[name for name in names if name[0] != "c"],
             axes=log_x[None, :],
             starts=lambda weights, keep: _starts(u, observed, self.breaks, at, weights, keep or STARTS),
             constants=lambda theta: self._constants(theta, at, x0, bounds["a"][0]),

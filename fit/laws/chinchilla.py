@@ -113,7 +113,6 @@ class ChinchillaLaw(LossLaw):
             terms.append(((at["E"],), one[:, None]))
         elif self.E > 0:
             terms.append(((), np.zeros((len(x), 0)), np.full(len(x), np.log(self.E))))
-        logarithmic = tuple(name in "ABE" for name in names)
         low, high = (float(target.min()) - VANISHED, float(target.max()) + 2.0) if centred else (-FAR, FAR)
         fixed = self.E
 
@@ -126,10 +125,8 @@ class ChinchillaLaw(LossLaw):
         return Problem(
             form=LogSumExp(len(names), terms),
             target=target,
-            lower=np.array([low if log else EXPONENT_BOUNDS[0] for log in logarithmic]),
-            upper=np.array([high if log else EXPONENT_BOUNDS[1] for log in logarithmic]),
-            coordinates=tuple(names),
-            logarithmic=logarithmic,
+            bounds={name: (low, high) if name in "ABE" else EXPONENT_BOUNDS for name in names},
+            logarithmic="ABE",
             axes=np.stack([log_n, log_d]),
             starts=lambda weights, keep: _starts(x, y, observed, fixed, at, weights, keep),
             constants=constants,

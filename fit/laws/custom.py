@@ -12,7 +12,7 @@ checks that. A constant whose bounds are above zero is fitted in its logarithm.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -80,17 +80,9 @@ class FunctionLaw(LossLaw):
 
     def options(self) -> dict[str, Any]:
         """The constructor's arguments, but for the function."""
-        return {
-            "objective": self.objective,
-            "delta": self.delta,
-            "parameters": {name: list(pair) for name, pair in self.bounds.items()},
-            "inputs": list(self.inputs),
-            "output": self.output,
-            "starts": self._given,
-            "tries": self.tries,
-            "seed": self.seed,
-            "name": self.name,
-        }
+        parameters = {name: list(pair) for name, pair in self.bounds.items()}
+        given = self.get_params() | {"parameters": parameters, "inputs": list(self.inputs), "starts": self._given}
+        return {name: value for name, value in given.items() if name != "function"}
 
     def fit(  # type: ignore[override]
         self, *columns: ArrayLike, weight: ArrayLike | None = None, loss_se: ArrayLike | None = None, **named: ArrayLike
@@ -155,14 +147,12 @@ class FunctionLaw(LossLaw):
         self._call_degenerate(*np.array(self.names)[free & ~moved].tolist())
 
     def _problem(self, inputs: tuple[Array, ...], observed: Array, centred: bool = True) -> Problem:
-        target, k = np.log(observed), len(self.names)
-        box = np.array(list(self.bounds.values())).reshape(k, 2)
-        logarithmic = box[:, 0] > 0.0
-        box[logarithmic] = np.log(box[logarithmic])
+        target = np.log(observed)
+        logarithmic = {name for name, (low, _) in self.bounds.items() if low > 0.0}
 
         def constants(theta: Any) -> dict[str, Any]:
-            columns = zip(self.names, theta.T, logarithmic, strict=True)
-            return {name: np.exp(column) if log else column.copy() for name, column, log in columns}
+            columns = zip(self.names, theta.T, strict=True)
+            return {name: np.exp(column) if name in logarithmic else column.copy() for name, column in columns}
 
         def log_value(theta: Any) -> Any:
             """Log predictions (P, n) at theta (P, k), complex or not; NaN where there is none."""
@@ -172,30 +162,28 @@ class FunctionLaw(LossLaw):
                 return np.log(np.where(value.real > 0.0, value, np.nan))
 
         def starts(weights: Array, keep: int | None) -> Array:
-            points = self._points(box, logarithmic)
+            points = self._points(problem.lower, problem.upper, logarithmic)
             error = weights @ _squares(log_value, points, target).T
             if keep is None:  # those given are never left out of the full fit
                 error[:, : len(self._given)] = -1.0
             order = np.argsort(error, axis=1, kind="stable")[:, : keep or len(self._given) + self.tries]
             return points[order]
 
-        return Problem(
-            form=ComplexStepForm(log_value, k, len(target)),
+        problem = Problem(
+            form=ComplexStepForm(log_value, len(self.names), len(target)),
             target=target,
-            lower=box[:, 0],
-            upper=box[:, 1],
-            coordinates=self.names,
-            logarithmic=tuple(logarithmic.tolist()),
+            bounds={n: tuple(np.log(pair)) if n in logarithmic else pair for n, pair in self.bounds.items()},
+            logarithmic=logarithmic,
             axes=np.log(np.stack([column for column in inputs if np.ptp(column) > 0.0] or [inputs[0]])),
             starts=starts,
             constants=constants,
         )
+        return problem
 
-    def _points(self, box: Array, logarithmic: np.ndarray) -> Array:
-        given = np.array([[start[name] for name in self.names] for start in self._given]).reshape(-1, len(box))
-        given[:, logarithmic] = np.log(given[:, logarithmic])
-        drawn = box[:, 0] + latin_hypercube(CANDIDATES * self.tries, len(box), self.seed) * np.ptp(box, axis=1)
-        return np.concatenate([given, drawn])
+    def _points(self, lower: Array, upper: Array, logarithmic: Collection[str]) -> Array:
+        given = [[np.log(v) if name in logarithmic else v for name, v in start.items()] for start in self._given]
+        drawn = lower + latin_hypercube(CANDIDATES * self.tries, len(lower), self.seed) * (upper - lower)
+        return np.concatenate([np.reshape(given, (-1, len(lower))), drawn])
 
     def _start(self, start: Mapping[str, float]) -> dict[str, float]:
         if set(start) != set(self.names):

@@ -98,16 +98,13 @@ class KaplanLaw(LossLaw):
             N_c, D_c = (np.exp(np.minimum(log, FAR)) for log in (log_N_c, log_D_c))
             return {"N_c": N_c, "D_c": D_c, "alpha_N": alpha_N.copy(), "alpha_D": alpha_D.copy()}
 
-        least, most = EXPONENT_BOUNDS
         low, high = (float(target.min()) - WIDE, float(target.max()) + WIDE) if centred else (-FAR, FAR)
         apart = VANISHED if centred else FAR
         return Problem(
             form=LogSumTerms(lambda v, second: [_term(v, x, y, centred, second)], at, len(x)),
             target=target,
-            lower=np.array([-apart, least, low, least]),
-            upper=np.array([apart, most, high, most]),
-            coordinates=COORDINATES,
-            logarithmic=(True, False, True, False),
+            bounds={"N_c": (-apart, apart), "alpha_N": EXPONENT_BOUNDS, "D_c": (low, high), "alpha_D": EXPONENT_BOUNDS},
+            logarithmic=("N_c", "D_c"),
             axes=np.stack([log_n, log_d]),
             starts=lambda weights, keep: _starts(x, y, target, centred, weights, keep),
             constants=constants,

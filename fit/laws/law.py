@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -78,30 +78,27 @@ NODES = 64  # of a Gaussian kernel
 Point = tuple[float, float, Array]  # of a profile: the coordinate that is held, the rise, all coordinates (k,)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Problem:
     """A law over one table of n rows, in the solver's k coordinates.
 
-    target (n,) log of what was observed; lower, upper (k,), equal where fixed; coordinates (k,) names the constant
-    behind each, logarithmic (k,) those in logarithms; axes (m, n) log inputs that must vary in every resample.
-    `starts(weights (P, n), keep)` gives (P, G, k), the `keep` best or all; `constants(theta (P, k))` gives name ->
-    (P,).
+    target (n,) log of what was observed; bounds of the k coordinates by the constant behind each, equal where fixed;
+    logarithmic: those in logarithms; axes (m, n) log inputs that must vary in every resample. `starts(weights (P, n),
+    keep)` gives (P, G, k), the `keep` best or all; `constants(theta (P, k))` gives name -> (P,).
     """
 
     form: LogForm
     target: Array
-    lower: Array
-    upper: Array
-    coordinates: tuple[str, ...]
-    logarithmic: tuple[bool, ...]
+    bounds: Mapping[str, tuple[float, float]]
+    logarithmic: Collection[str]
     axes: Array
     starts: Callable[[Array, int | None], Array]
     constants: Callable[[Array], Columns]
 
-    @property
-    def free(self) -> int:
-        """How many coordinates are fitted."""
-        return int((self.lower < self.upper).sum())
+    def __post_init__(self) -> None:
+        self.coordinates = tuple(self.bounds)
+        self.lower, self.upper = floats([*self.bounds.values()]).reshape(-1, 2).T
+        self.free = int((self.lower < self.upper).sum())
 
 
 def amplitude(log: Array, floor: float, shift: Array | float = 0.0) -> Array:
@@ -614,7 +611,7 @@ class Profile:
         *inputs, observed = law.data_.values()
         self.law, self.problem = law, law._problem(tuple(inputs), observed, centred=False)
         p = self.problem
-        if name not in p.coordinates:
+        if name not in p.bounds:
             raise InputError(f"profile of {name!r} is not known; choose one of {', '.join(p.coordinates)}.")
         used = law.weight_ > 0
         groups = used.sum() if law.draws_ is None else len(np.unique(law.groups_[used]))
@@ -624,10 +621,10 @@ class Profile:
                 "choose percentile or bca."
             )
         self.at = p.coordinates.index(name)
-        self.log = p.logarithmic[self.at]
-        constants = np.array([law.constants_[coordinate] for coordinate in p.coordinates])
-        with np.errstate(divide="ignore", invalid="ignore"):
-            self.best = np.clip(np.where(p.logarithmic, np.log(constants), constants), p.lower, p.upper)
+        self.log = name in p.logarithmic
+        with np.errstate(divide="ignore"):
+            constants = [law.constants_[c] if c not in p.logarithmic else np.log(law.constants_[c]) for c in p.bounds]
+        self.best = np.clip(constants, p.lower, p.upper)
         slope = law._slopes(p, self.best)
         others = (p.lower < self.best) & (self.best < p.upper)
         others[self.at] = False
@@ -637,13 +634,6 @@ class Profile:
         self.direction = np.zeros(len(self.best))
         self.direction[self.at], self.direction[others] = 1.0, -follow / size[others]
         self.curvature = float(((slope @ self.direction) ** 2).sum())
-
-    def rises(self, values: ArrayLike) -> Array:
-        """How far the objective rises above its minimum with the constant held at each of values (m,)."""
-        held = floats(values)
-        if self.log and not (held > 0).all():
-            raise InputError(f"values holds {held.min():g}; each must be above zero.")
-        return self._refits(np.log(held) if self.log else held, np.tile(self.best, (len(held), 1)))[0]
 
     def interval(self, level: float = 0.95) -> tuple[float, float]:
         """The values that the runs tolerate at `level`; an end that they do not determine is 0 or infinite."""

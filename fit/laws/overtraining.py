@@ -107,8 +107,8 @@ class OvertrainingLaw(LossLaw):
             found = problem.constants(theta)
             return {"E": found["E"], "a": found["A"], "b": found["B"], "eta": found["alpha"]}
 
-        coordinates = tuple(RENAMED.get(name, name) for name in problem.coordinates)
-        return replace(problem, coordinates=coordinates, constants=constants)
+        bounds = {RENAMED.get(name, name): pair for name, pair in problem.bounds.items()}
+        return replace(problem, bounds=bounds, logarithmic="abE", constants=constants)
 
 
 def tied_constants(constants: Constants) -> dict[str, Any]:

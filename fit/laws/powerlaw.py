@@ -96,24 +96,22 @@ class PowerLaw(LineLaw):
         u = log_x - x0
         one = np.ones_like(u)
         floor, ceiling = (float(target.min()) - VANISHED, float(target.max()) + 2.0) if centred else (-500.0, 500.0)
-        terms: list[tuple[Any, ...]] = [((0, 1), np.stack([one, u], 1)), ((2,), one[:, None])]
-        lower, upper = np.array([floor, -STEEPEST, floor]), np.array([ceiling, 0.0, ceiling])
-        if not self.offset:
-            lower, upper = np.full(2, -np.inf), np.full(2, np.inf)
+        terms: list[tuple[Any, ...]] = [((0, 1), np.stack([one, u], 1))]
+        bounds = dict.fromkeys("kp", (-np.inf, np.inf))
+        if self.offset:
+            terms.append(((2,), one[:, None]))
+            bounds = {"k": (floor, ceiling), "p": (-STEEPEST, 0.0), "E": (floor, ceiling)}
 
         def constants(theta: Array) -> Columns:
             E = amplitude(theta[:, 2], floor) if self.offset else np.zeros(len(theta))
             with np.errstate(over="ignore"):
                 return {"E": E, "k": np.exp(theta[:, 0] - theta[:, 1] * x0), "p": theta[:, 1].copy()}
 
-        free = len(lower)
         return Problem(
-            form=LogSumExp(free, terms[: free - 1]),
+            form=LogSumExp(len(bounds), terms),
             target=target,
-            lower=lower,
-            upper=upper,
-            coordinates=("k", "p", "E")[:free],
-            logarithmic=(True, False, True)[:free],
+            bounds=bounds,
+            logarithmic="kE",
             axes=log_x[None, :],
             starts=lambda weights, keep: _starts(u, observed, self.offset, weights, keep),
             constants=constants,

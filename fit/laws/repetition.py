@@ -15,7 +15,7 @@ Muennighoff et al. 2023 (arXiv:2305.16264), equations 5 and 6.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -24,7 +24,7 @@ from numpy.typing import ArrayLike
 from ..allocation.allocation import Optimum, token_limited
 from ..errors import Array, Columns, Constants, InputError, Say, floats, identifiable
 from ..solver.forms import LogSumTerms, Term
-from ..solver.solver import AGREE, Minimum, Solution, minimise, variable_projection
+from ..solver.solver import Solution, best_of, joined, solve, variable_projection
 from .chinchilla import FLAT_EXPONENT, VANISHED
 from .law import Law, Problem, amplitude
 
@@ -36,7 +36,6 @@ HUGE = 600.0  # of log(N / U_N): beyond, N' has long ceased to grow
 CHUNK = 200  # resamples whose starts are projected at once, to bound memory
 MOVING = ("A", "alpha", "B", "beta")  # the coordinates that move U_N
 BASE = ("A", "alpha", "B", "beta", "E")
-LOGARITHMIC = ("A", "B", "E", "R_D", "R_N")
 EXPONENT_BOUNDS = (FLAT_EXPONENT, 3.0)
 R_BOUNDS = (1e-3, 1e5)  # repeats that are worth nothing, and repeats that are as good as new
 STARTS = 64
@@ -275,10 +274,11 @@ class RepetitionLaw(Law):
         smooth = super()._solve_full()
         if self.objective in ("squares", "se"):
             return smooth
-        p, weights = self.problem_, self.weight_ * self._precision
-        starts = p.starts(weights[None, :], None)[0]
-        direct = minimise(p.form, p.target, weights, starts, p.lower, p.upper, self._delta, stages=(1.0,))
-        return _better(smooth, direct)
+        p, weights = self.problem_, (self.weight_ * self._precision)[None, :]
+        starts = p.starts(weights, None).swapaxes(0, 1)  # each a problem of its own
+        weights = np.broadcast_to(weights, (len(starts), p.form.points))
+        direct = solve(p.form, p.target, weights, starts, p.lower, p.upper, self._delta, staged=False)
+        return best_of(joined([smooth, direct]), np.zeros(1 + len(starts), dtype=int))
 
     def _accept(self, found: Any) -> None:
         super()._accept(found)
@@ -332,10 +332,8 @@ class RepetitionLaw(Law):
         return Problem(
             form=form,
             target=target,
-            lower=np.array([bounds[name][0] for name in names]),
-            upper=np.array([bounds[name][1] for name in names]),
-            coordinates=names,
-            logarithmic=tuple(name in LOGARITHMIC for name in names),
+            bounds={name: bounds[name] for name in names},
+            logarithmic=("A", "B", "E", "R_D", "R_N"),
             axes=np.stack([log_n, log_d]),
             starts=starts,
             constants=constants,
@@ -352,19 +350,3 @@ def _base(given: Mapping[str, float]) -> dict[str, float]:
         if not number or not (0.0 < value < np.inf or (name == "E" and value == 0.0)):
             raise InputError(f"base has {name} = {value!r}; it must be a finite number above zero.")
     return {name: float(given[name]) for name in BASE}
-
-
-def _better(smooth: Solution, direct: Minimum) -> Solution:
-    objective = np.where(direct.converged, direct.objective, np.inf)
-    best = int(objective.argmin())
-    if objective[best] < (smooth.objective[0] if smooth.converged[0] else np.inf):
-        smooth = Solution(
-            direct.theta[[best]],
-            direct.objective[[best]],
-            direct.converged[[best]],
-            direct.at_bound[[best]],
-            smooth.tried,
-            np.where(smooth.objective <= objective[best] * (1.0 + AGREE) + 1e-20, smooth.agreeing, 0),
-        )
-    also = int((objective <= smooth.objective[0] * (1.0 + AGREE) + 1e-20).sum())
-    return replace(smooth, tried=smooth.tried + len(objective), agreeing=smooth.agreeing + also)

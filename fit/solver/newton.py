@@ -48,18 +48,14 @@ CAUTION = 4.0  # a rejected step raises the damping by this, the next one by twi
 class Minimum:
     """Where each of P problems ended.
 
-    theta (P, k); objective (P,); converged (P,): no gradient inside the box and no negative curvature; at_bound (P, k):
-    parameters held by the box; steps (P,).
+    theta (P, k); objective (P,), the weighted *sum*; converged (P,): no gradient inside the box and no negative
+    curvature; at_bound (P, k): parameters held by the box.
     """
 
     theta: Array
     objective: Array
     converged: np.ndarray
     at_bound: np.ndarray
-    steps: np.ndarray
-
-    def take(self, rows: Any) -> Minimum:
-        return Minimum(*(getattr(self, name)[rows] for name in self.__dataclass_fields__))
 
 
 @dataclass(frozen=True)
@@ -170,10 +166,9 @@ def _huber(weights: Array, residual: Array, delta: Array) -> tuple[Array, Array]
     return pull, delta**2 * _rows_dot(pull, slope)
 
 
-def approach(batch: Batch, iterations: int) -> tuple[Array, Array, np.ndarray]:
-    """Bring each problem to the neighbourhood of an optimum: theta (P, k), objective (P,) and steps (P,)."""
-    theta, objective = batch.theta.copy(), batch.objective.copy()
-    rows, steps = np.arange(len(theta)), np.zeros(len(theta), dtype=int)
+def approach(batch: Batch, iterations: int) -> tuple[Array, Array]:
+    """Bring each problem to the neighbourhood of an optimum: theta (P, k) and objective (P,)."""
+    theta, objective, rows = batch.theta.copy(), batch.objective.copy(), np.arange(len(batch.theta))
     damping, caution = np.full(len(theta), FAR_DAMPING), np.full(len(theta), CAUTION)
     for _ in range(iterations):
         form, cache, spread = batch.form, batch.cache, batch.spread
@@ -196,19 +191,17 @@ def approach(batch: Batch, iterations: int) -> tuple[Array, Array, np.ndarray]:
         damping = np.maximum(damping * np.where(good, shrink, caution), NEAR_DAMPING)
         caution = np.where(good, CAUTION, 2.0 * caution)
         theta[rows], objective[rows] = there.theta, there.objective
-        steps[rows] += 1
         keep = ~done
         if done.all():
             break
         batch, rows, damping, caution = there.take(keep), rows[keep], damping[keep], caution[keep]
-    return theta, objective, steps
+    return theta, objective
 
 
 def refine(batch: Batch, stage: np.ndarray, deltas: Array, iterations: int) -> Minimum:
     """Newton through the stages deltas[stage:] of each problem; the batch's delta is deltas[stage]."""
-    theta, objective = batch.theta.copy(), batch.objective.copy()
+    theta, objective, rows = batch.theta.copy(), batch.objective.copy(), np.arange(len(batch.theta))
     lower, upper = batch.lower, batch.upper
-    rows, steps = np.arange(len(theta)), np.zeros(len(theta), dtype=int)
     converged = np.zeros(len(theta), dtype=bool)
     damping = np.full(len(theta), NEAR_DAMPING)
     _, hessian = batch.form.derivatives(batch.cache, batch.slope, batch.spread, second=False)
@@ -251,9 +244,8 @@ def refine(batch: Batch, stage: np.ndarray, deltas: Array, iterations: int) -> M
             stage = stage + ahead
             batch = there.with_delta(deltas[stage])
         theta[rows], objective[rows] = batch.theta, batch.objective
-        steps[rows] += 1
     at_bound = ((theta <= lower) | (theta >= upper)) & (lower < upper)
-    return Minimum(theta, objective, converged, at_bound, steps)
+    return Minimum(theta, objective, converged, at_bound)
 
 
 def _search(batch: Batch, inside: Array, step: Array, curvature: Array) -> Array:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -35,17 +35,12 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class Solution:
+class Solution(Minimum):
     """The best optimum that was found of each of P problems.
 
-    theta (P, k); objective (P,), the weighted *sum*; converged (P,) and at_bound (P, k) as in `Minimum`; tried (P,):
-    starts; agreeing (P,): how many of them led to a converged optimum of this objective (relative 1e-7).
+    tried (P,): starts; agreeing (P,): how many of them led to a converged optimum of this objective (relative 1e-7).
     """
 
-    theta: Array
-    objective: Array
-    converged: np.ndarray
-    at_bound: np.ndarray
     tried: np.ndarray
     agreeing: np.ndarray
 
@@ -60,80 +55,59 @@ def solve(
     delta: float,
     warm: Array | None = None,
     threads: int | None = None,
+    staged: bool = True,
 ) -> Solution:
     """Minimise sum_i w_i huber_delta(f_i(theta) - target_i) over a box, for P problems from G starts each.
 
     target (n,) or (P, n) log losses; weights (P, n); starts (P, G, k) or (1, G, k); lower and upper (k,) or (P, k),
     where equal bounds fix a parameter; `delta` in log loss, infinity for least squares. `warm` (k,) or (P, k) is one
-    more start near the optimum, refined under `delta` at once. `threads` is by default as many as this process has
-    cores.
+    more start near the optimum, refined under `delta` at once; all starts are where `staged` is false. `threads` is by
+    default as many as this process has cores.
     """
     P, k = len(weights), form.parameters
     lower, upper = (np.broadcast_to(bound, (P, k)) for bound in (lower, upper))
+    starts = np.broadcast_to(starts, (P, *starts.shape[1:]))
     warm = None if warm is None else np.broadcast_to(warm, (P, k))
-    arrays = (np.atleast_2d(target), weights, starts, lower, upper)
+    target, deltas = np.atleast_2d(target), _deltas(delta, staged)
 
     def part(rows: slice) -> Solution:
         near = None if warm is None else warm[rows]
-        return _solve(form, delta, near, *(_of(array, rows) for array in arrays))
+        return _solve(form, deltas, near, _of(target, rows), weights[rows], starts[rows], lower[rows], upper[rows])
 
-    rows = starts.shape[1] + (warm is not None)  # a problem's, in one batch
-    return _joined(in_chunks(part, P, CHUNK // (form.points * rows), threads))
-
-
-def _of(array: Array, rows: Any) -> Array:
-    """Some rows of an array that has one for each problem, or one for all."""
-    return array if len(array) == 1 else array[rows]
+    size = starts.shape[1] + (warm is not None)  # rows of a problem in one batch
+    return joined(in_chunks(part, P, CHUNK // (form.points * size), threads))
 
 
-def _joined(parts: list[Result]) -> Result:
-    columns = zip(*(vars(part).values() for part in parts), strict=True)
-    return type(parts[0])(*map(np.concatenate, columns))
+def _of(target: Array, rows: Any) -> Array:
+    return target if len(target) == 1 else target[rows]
 
 
-def minimise(
-    form: LogForm,
-    target: Array,
-    weights: Array,
-    starts: Array,
-    lower: Array,
-    upper: Array,
-    delta: float,
-    stages: Sequence[float] = STAGES,
-    iterations: int = ITERATIONS,
-) -> Minimum:
-    """As `solve`, but each start (P, k) is followed to its own end. The last of `stages` must be 1; (1,) starts under
-    `delta` at once.
-    """
-    P, k = starts.shape
-    lower, upper = (np.broadcast_to(bound, (P, k)) for bound in (lower, upper))
-    target, weights = np.atleast_2d(target), np.broadcast_to(weights, (P, form.points))
-    deltas = _deltas(delta, stages)
-
-    def part(rows: slice) -> Minimum:
-        with np.errstate(all="ignore"):
-            first = np.zeros(rows.stop - rows.start, dtype=int)
-            problem = (_of(target, rows), weights[rows], lower[rows], upper[rows])
-            batch = Batch.start(form, *problem, deltas[first], starts[rows])
-            theta, _, steps = approach(batch, iterations)
-            found = refine(batch.at(theta).with_delta(deltas[first + 1]), first + 1, deltas, iterations)
-            return replace(found, steps=found.steps + steps)
-
-    return _joined(in_chunks(part, P, CHUNK // form.points))
+def joined(parts: Sequence[Solution]) -> Solution:
+    return Solution(*map(np.concatenate, zip(*(vars(part).values() for part in parts), strict=True)))
 
 
-def _deltas(delta: float, stages: Sequence[float] = STAGES) -> Array:
+def best_of(found: Solution, problem: np.ndarray) -> Solution:
+    """The best of the rows that each problem (rows,) has: converged before not, then by objective."""
+    order = np.lexsort((found.objective, ~found.converged, problem))
+    best = order[np.searchsorted(problem[order], np.arange(problem.max() + 1))]
+    objective = found.objective[best]
+    same = found.converged & (found.objective <= objective[problem] * (1.0 + AGREE) + 1e-20)
+    tried, agreeing = (np.bincount(problem, n).astype(int) for n in (found.tried, found.agreeing * same))
+    return Solution(found.theta[best], objective, found.converged[best], found.at_bound[best], tried, agreeing)
+
+
+def _deltas(delta: float, staged: bool) -> Array:
     """The delta under which starts are brought near, and then that of each stage."""
-    if len(stages) == 1 or delta >= LEAST_SQUARES:
+    if not staged or delta >= LEAST_SQUARES:
         return np.full(2, min(delta, LEAST_SQUARES))
-    first = delta * stages[0]
+    first = delta * STAGES[0]
     coarse = [first * 10.0**e for e in range(int(np.ceil(np.log10(max(COARSE / first, 1.0)))), 0, -1)]
-    return np.array([*coarse, *(delta * stage for stage in stages)])
+    return np.array([*coarse, *(delta * stage for stage in STAGES)])
 
 
 def _solve(
     form: LogForm,
-    delta: float,
+    deltas: Array,
     warm: Array | None,
     target: Array,
     weights: Array,
@@ -141,18 +115,15 @@ def _solve(
     lower: Array,
     upper: Array,
 ) -> Solution:
-    P, k = lower.shape
-    G = starts.shape[1]
-    deltas = _deltas(delta)
+    P, G, k = starts.shape
 
     def batch(problem: np.ndarray, stage: np.ndarray, theta: Array) -> Batch:
         rows = (_of(target, problem), weights[problem], lower[problem], upper[problem])
         return Batch.start(form, *rows, deltas[stage], theta)
 
     with np.errstate(all="ignore"):
-        every = np.repeat(np.arange(P), G)
-        first = batch(every, np.zeros(P * G, dtype=int), np.broadcast_to(starts, (P, G, k)).reshape(-1, k))
-        theta, objective, _ = approach(first, ITERATIONS)
+        first = batch(np.repeat(np.arange(P), G), np.zeros(P * G, dtype=int), starts.reshape(-1, k))
+        theta, objective = approach(first, ITERATIONS)
         leader = _leaders(theta.reshape(P, G, k), objective.reshape(P, G), first.rounding[::G])
         problem, at = np.nonzero(leader == np.arange(G))
         followers = (leader[problem] == at[:, None]).sum(axis=1)
@@ -162,18 +133,8 @@ def _solve(
             followers = np.concatenate([followers, np.ones(P, dtype=int)])
             stage = np.concatenate([stage, np.full(P, len(deltas) - 1)])
         found = refine(batch(problem, stage, theta), stage, deltas, ITERATIONS)
-    # The best of each problem: converged before not, then by objective.
-    order = np.lexsort((found.objective, ~found.converged, problem))
-    best = found.take(order[np.searchsorted(problem[order], np.arange(P))])
-    same = found.converged & (found.objective <= best.objective[problem] * (1.0 + AGREE) + 1e-20)
-    return Solution(
-        best.theta,
-        best.objective,
-        best.converged,
-        best.at_bound,
-        tried=np.full(P, G + (warm is not None)),
-        agreeing=np.bincount(problem, weights=followers * same, minlength=P).astype(int),
-    )
+    each = Solution(found.theta, found.objective, found.converged, found.at_bound, followers, followers)
+    return best_of(each, problem)
 
 
 def _leaders(theta: Array, objective: Array, rounding: Array) -> np.ndarray:

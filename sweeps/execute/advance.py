@@ -1,26 +1,43 @@
-"""What of a sweep starts next: for the command, on this machine and on SLURM, and for SLURM's keeper alike."""
+"""What of a sweep starts next: for the command, on this machine and on SLURM, and for SLURM's keeper alike.
+
+The keeper is a tiny SLURM job that looks after a sweep for a moment, starts what must be started again, and goes:
+- nothing on a login node has to live: two keepers always wait in the queue, each for a time, and one begins by seeing
+  to it that there are two again;
+- a pass holds the sweep and leaves on disk all that it decides, so it can be killed at any moment;
+- what became of a run is read from its directory; SLURM is asked which jobs live, and where it does not answer a pass
+  does nothing.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import time
+import traceback
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ...train.errors import UserError
 from .. import prepare
-from ..config import SweepConfig
+from ..config import ClusterConfig, SweepConfig
 from ..growth import extend
 from ..prepare import Prepared
 from ..runs import attempts, membership, states
 from ..runs.attempts import Policy
 from ..runs.directory import Busy, RunDirectory, SweepDirectory, now_on
+from ..slurm import commands as slurm
+from ..slurm.backend import Calls, SlurmBackend
+from ..slurm.supervisor import settle_lost
+from . import worker
 
 if TYPE_CHECKING:
-    from ..slurm.backend import SlurmBackend
     from .local import LocalBackend
 
     Backend = LocalBackend | SlurmBackend  # where jobs run
+
+LOCK_SECONDS = 120.0  # that another pass, or a command, may hold the sweep
 
 
 @dataclass
@@ -37,24 +54,16 @@ def advance(
 ) -> bool:
     """Starts what is next: runs, scorings, another round, the fit. The caller holds the sweep.
 
-    Args:
-        sweep: planned already.
-        backend: where its jobs run.
-        asked: runs that a person's command asks for, whatever became of them; none: those that are due.
-        prepared: the plan, where it was just made.
-
-    Returns:
-        Whether the sweep is over: every run has ended for good, and the laws are fitted to all that is there.
-
-    Raises:
-        UserError: SLURM refuses what is submitted, or there is no data to train or score on.
+    `asked` are runs that a person's command asks for, whatever became of them; none: those that are due. Returns
+    whether the sweep is over: every run has ended for good, and the laws are fitted to all that is there. UserError
+    where SLURM refuses what is submitted, or there is no data to train or score on.
     """
     config = prepare.configuration(sweep)
     policy = Policy.of(config.cluster)
     if extend.replace_diverged(sweep, config):
         prepared = None
     survey = Survey(dict.fromkeys(asked, ())) if asked else look(sweep, backend, policy)
-    idle = not survey.due and not survey.later and not backend.is_busy()
+    idle = not survey.due and not survey.later and not backend.in_queue()
     if idle and extend.next_round(sweep, config):
         survey = look(sweep, backend, policy)
     unscored = backend.to_score(missing_scores(membership.members(sweep), config))
@@ -63,7 +72,9 @@ def advance(
             prepared = prepare.from_disk(sweep)
             prepare.write_plan(prepared)
         waiting = [run for run in prepared.directories if run.run_id in survey.due]
-        prepare.refreeze(waiting, prepared)
+        by_id = prepared.by_id
+        for run in waiting:
+            run.refreeze(by_id[run.run_id])  # with what the plan says of where and how, as its ranks or its trunk
         if waiting:
             from ...train.data.shards import prepare_with_progress
 
@@ -71,7 +82,7 @@ def advance(
         units = prepared.plan.units_of(survey.due.keys())
         backend.start(prepared.plan, units, unscored, bool(config.evaluate.tasks), survey.due)
         return False
-    if survey.later or backend.is_busy():
+    if survey.later or backend.in_queue():
         backend.refill()
         return False
     return not backend.fit()
@@ -137,3 +148,62 @@ def outcome(prepared: Prepared) -> int:
     if missing:
         print(f"{len(missing)} runs could not be scored; the reasons are in {sweep.path / 'runs'}/<run>/log.txt")
     return code
+
+
+@dataclass(frozen=True)
+class Pass:
+    over: bool  # every run has ended for good, and the laws are fitted to all that is there
+    keepers: int  # that wait in the queue for their turn
+
+
+def keep(sweep_path: str) -> None:
+    """One pass, which is what the keeper's job calls; more where one fails, or the queue takes no other keeper.
+
+    If this one went the other would go for the same reason in no time, such as a full disk, and nobody were left.
+    """
+    sweep, pause = SweepDirectory(Path(sweep_path)), 60.0
+    while (sweep.path / "plan.json").exists():
+        try:
+            with sweep.lock(LOCK_SECONDS):
+                pause = prepare.configuration(sweep).cluster.keeper_seconds
+                past = tend(sweep)
+            if past.over or past.keepers:
+                return
+        except Exception as error:
+            # Whatever it is, the sweep must not be without a keeper.
+            with contextlib.suppress(OSError):
+                print(f"this pass came to nothing, the next is to come: {error}")
+                if not isinstance(error, UserError):
+                    traceback.print_exc()
+        time.sleep(pause)
+
+
+def tend(sweep: SweepDirectory) -> Pass:
+    """Settles what was lost, and submits what is due; the caller holds the sweep."""
+    cluster = prepare.configuration(sweep).cluster
+    try:
+        live = slurm.live_jobs()
+    except UserError as error:
+        print(f"nothing was done: {error}")
+        return Pass(over=False, keepers=0)
+    backend = slurm_backend(sweep, cluster, live)
+    keepers = backend.keep()
+    for name in settle_lost(sweep, Policy.of(cluster), live):
+        print(f"run {name} was lost: {sweep.run(name).state().reason}")
+    over = advance(sweep, backend)
+    backend.remember(over)
+    if over:
+        print("everything has ended")
+        backend.end_keepers()
+    return Pass(over, keepers)
+
+
+def slurm_backend(sweep: SweepDirectory, cluster: ClusterConfig, live: set[str]) -> SlurmBackend:
+    calls = Calls(worker.train, worker.work, worker.evaluate_runs, worker.finish_sweep, keep, _stage)
+    return SlurmBackend(sweep, cluster, live, calls)
+
+
+def _stage(sweep: SweepDirectory) -> None:
+    from ..results.scoring import stage
+
+    stage(prepare.configuration(sweep).evaluate.tasks)

@@ -29,11 +29,11 @@ from pathlib import Path
 from types import FrameType
 
 from ...train.config import RunConfig
+from ...train.data.recipe.pool import usable_cores
 from ...train.errors import UserError
 from ...train.job.environment import TORCHRUN, Ranks
 from ...train.job.failure import DISK_FULL, cause_of, describe_error
 from ..grid import trunks
-from ..plan.rates import usable_cores
 from ..results import tracking
 from ..runs import states
 from ..runs.attempts import Policy
@@ -83,9 +83,10 @@ class Interrupt:
                 self._heart = None
 
     def __call__(self) -> bool:
+        runs = list[RunDirectory]()
         if self._heart is not None:
             self._heart.progressed()
-        runs = [] if self._heart is None else self._heart.runs
+            runs = self._heart.runs
         if time.monotonic() - self._asked > ASK_SECONDS:
             if self._alive is not None and not self._alive():
                 self.reason = self._lost
@@ -191,13 +192,12 @@ def prepare(run: RunDirectory) -> None:
         return
     trunk = RunDirectory(run.path.parent / config.parent)
     try:
-        line = trunks.graft(run, trunk)
+        if (line := trunks.graft(run, trunk)) is not None:
+            run.log(line)
     except trunks.NotThere as error:
         if states.may_go_on(trunk):
             raise TrunkNotYet(str(error)) from error
         raise
-    if line is not None:
-        run.log(line)
 
 
 def try_log(run: RunDirectory, text: str, rank: int = 0) -> None:
@@ -241,8 +241,7 @@ def train_ensemble(runs: Sequence[RunDirectory], interrupt: Interrupt, job: str,
     with contextlib.ExitStack() as holds:
         # Those runs that are not done, can begin, and are nobody else's.
         wanted = [run for run in runs if not _is_over(run, job)]
-        joined = [_member(run, job, policy, 1 / len(wanted), holds) for run in wanted]
-        members = [member for member in joined if member is not None]
+        members = list(filter(None, (_member(run, job, policy, 1 / len(wanted), holds) for run in wanted)))
         heart = holds.enter_context(interrupt.watching([member.run for member in members], policy))
         # Where memory ran out in a run alone, its micro-batch is smaller than its batch, which no ensemble can do.
         alone = [[member] for member in members if member.run.is_halved()]
@@ -389,8 +388,7 @@ def multi_process_service() -> Iterator[dict[str, str]]:
         places = {"CUDA_MPS_PIPE_DIRECTORY": f"{folder}/pipe", "CUDA_MPS_LOG_DIRECTORY": f"{folder}/log"}
         for place in places.values():
             Path(place).mkdir()
-        refused = _control(control, places, "-d")
-        if refused is not None:
+        if (refused := _control(control, places, "-d")) is not None:
             print(f"no CUDA MPS ({refused}); the runs take turns on the GPU")
             yield {}
             return
@@ -421,12 +419,10 @@ def _control(control: str, places: Mapping[str, str], *arguments: str, words: st
 
 
 def main(path: str, job: str, settings: str) -> int:
-    given = json.loads(settings)
+    given, run = json.loads(settings), RunDirectory(Path(path))
     interrupt = Interrupt(lambda: os.getppid() == given["leader"], "the process that started it is gone")
     try:
-        ended, _ = train_one(
-            RunDirectory(Path(path)), Ranks(), interrupt, job, Policy(**given["policy"]), given["share"]
-        )
+        ended, _ = train_one(run, Ranks(), interrupt, job, Policy(**given["policy"]), given["share"])
     except Busy:
         return LEFT_OUT
     return 0 if ended in ("done", "preempted") else 1

@@ -18,7 +18,7 @@ from ..slurm import cluster as slurm_cluster
 from ..slurm import commands as slurm
 from ..slurm.backend import SlurmBackend, wait_for_slurm
 from ..terminal import describe_seconds
-from .advance import advance, missing_scores, outcome, renew
+from .advance import advance, missing_scores, outcome, renew, slurm_backend
 
 LOCK_SECONDS = 60.0  # that a keeper's pass may hold a sweep
 LEAST = {
@@ -35,14 +35,7 @@ LEAST = {
 
 
 def conduct(config: SweepConfig, command: list[str]) -> int:
-    """Runs a sweep.
-
-    Returns:
-        0 when every run is done (or submitted), 1 when one failed.
-
-    Raises:
-        UserError: the input is wrong; nothing was started.
-    """
+    """Runs a sweep: 0 when every run is done (or submitted), 1 when one failed. UserError: nothing was started."""
     check(config)
     prepared = prepare.from_config(config)
     notes = "".join(f"note: {remark}\n" for remark in prepared.remarks)
@@ -72,7 +65,7 @@ def resume(sweep: SweepDirectory, only: set[str] | None = None) -> int:
             prepared = prepare.from_disk(sweep)
             prepare.write_plan(prepared)
             if only is not None:
-                only = only | {run.parent for run in prepared.configs(only) if run.parent is not None}
+                only = only | {run.parent for name, run in prepared.by_id.items() if name in only and run.parent}
             if not on_slurm:
                 return _conduct_here(prepared, only)
             backend = submit(prepared, only)
@@ -105,8 +98,6 @@ def _conduct_here(prepared: Prepared, only: set[str] | None = None) -> int:
 
 def submit(prepared: Prepared, only: set[str] | None = None) -> SlurmBackend:
     """Submits what no job of the sweep does yet; from then on the jobs do the rest."""
-    from .keeper import slurm_backend
-
     sweep, config = prepared.sweep, prepared.config
     backend = slurm_backend(sweep, config.cluster, slurm.live_jobs())
     backend.memory.clear()  # somebody asks again
@@ -115,7 +106,7 @@ def submit(prepared: Prepared, only: set[str] | None = None) -> SlurmBackend:
     if waiting or backend.to_score(missing_scores(prepared.directories, config)):
         advance(sweep, backend, [run.run_id for run in waiting], prepared)
         backend.remember(over=False)
-    elif backend.is_busy():
+    elif backend.in_queue():
         backend.keep()
     return backend
 

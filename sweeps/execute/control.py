@@ -19,7 +19,7 @@ from ..runs.membership import find_runs, is_over
 from ..slurm import commands as slurm
 from ..slurm.record import Inventory
 from . import conduct
-from .keeper import slurm_backend
+from .advance import slurm_backend
 
 FACTOR = 0.5  # of the learning rate of a run that diverged, where the grid does not say
 
@@ -27,8 +27,7 @@ FACTOR = 0.5  # of the learning rate of a run that diverged, where the grid does
 def cancel(sweep: SweepDirectory, prefixes: list[str]) -> int:
     """Stops the runs that begin with these digits, or all of a sweep and its jobs; prints a line per run.
 
-    Returns:
-        The exit code: 1 where SLURM does not answer, and its jobs are left.
+    Returns the exit code: 1 where SLURM does not answer, and its jobs are left.
     """
     policy, by = Policy.of(cluster_of(sweep.settings())), this_user()
     if not prefixes:
@@ -77,15 +76,10 @@ def _cancel_jobs(sweep: SweepDirectory, runs: Iterable[RunDirectory], whole: boo
 def retry(sweep: SweepDirectory, prefixes: list[str], failed: bool, diverged: bool, cancelled: bool = False) -> int:
     """Starts runs again, each from its newest checkpoint and with a new budget of retries; prints a line per run.
 
-    Args:
-        sweep: may be at work; a launcher on this machine then takes the runs when its own have ended.
-        prefixes: first digits of run ids, in whatever state but done.
-        failed: all that failed, or whose process is gone; so it is when nothing else is asked for.
-        diverged: for every run that diverged a new one with a lower learning rate.
-        cancelled: all that were cancelled.
-
-    Returns:
-        The exit code of what then runs.
+    Those whose ids begin with one of `prefixes`, in whatever state but done; all that `failed`, or whose process is
+    gone, which is so when nothing else is asked for; all `cancelled`; for each that `diverged` a new one with a lower
+    learning rate. Where a launcher on this machine is at work, it takes them when its own have ended. Returns the exit
+    code of what then runs.
     """
     policy = Policy.of(cluster_of(sweep.settings()))
     chosen = {run.run_id: run for run in find_runs(sweep, prefixes)}
@@ -144,8 +138,6 @@ def lower_rates(sweep: SweepDirectory) -> set[str]:
             print(f"run {run.run_id} diverged, and has been tried at a lower learning rate already")
         for name in fresh:
             rate = sweep.run(name).config().optimizer.learning_rate
-            print(
-                f"run {run.run_id} diverged; run {name} takes its place, at {factor:g} of its learning rate: {rate:.3g}"
-            )
-            wanted.add(name)
+            print(f"run {run.run_id} diverged; run {name} takes its place, at {factor:g} of its rate: {rate:.3g}")
+        wanted.update(fresh)
     return wanted

@@ -20,6 +20,7 @@ from types import FrameType
 from typing import Any
 
 import submitit
+from submitit.core.utils import environment_variables
 
 from ...train.errors import UserError
 from ..plan import rates
@@ -51,7 +52,7 @@ class LocalJob:
 
     @property
     def running(self) -> bool:
-        return self.handle is not None and self.handle._process.poll() is None
+        return self.handle._process.poll() is None
 
 
 @dataclass
@@ -93,9 +94,9 @@ class LocalBackend:
         """Each run once."""
         return [run for run in runs if run.run_id not in self._scored]
 
-    def is_busy(self) -> bool:
-        """Jobs have ended when `start` returns."""
-        return False
+    def in_queue(self) -> set[str]:
+        """No job: all have ended when `start` returns."""
+        return set()
 
     def refill(self) -> None:
         """Lost workers are replaced while `start` runs."""
@@ -199,8 +200,10 @@ class LocalPool:
             gpus_per_node=gpus,
             visible_gpus=tuple(range(first, first + gpus)),
         )
+        # Pinned threads: two processes with two threads each on two cores crawl.
+        pinned = environment_variables(**dict.fromkeys(THREADS, self.threads))
         # Children inherit an ignored SIGINT: Ctrl-C reaches the launcher alone, which tells them to save with TERM.
-        with _environment(self.threads), _handling(signal.SIGINT, signal.SIG_IGN):
+        with pinned, _handling(signal.SIGINT, signal.SIG_IGN):
             job.handle = executor.submit(job.function, *job.arguments)
         job.place = place
         return job
@@ -214,19 +217,6 @@ class LocalPool:
         for job in running:
             if job.running:
                 job.handle._process.kill()
-
-
-@contextlib.contextmanager
-def _environment(threads: int) -> Iterator[None]:
-    """Pinned threads: two processes with two threads each on two cores crawl."""
-    before = {name: os.environ[name] for name in THREADS if name in os.environ}
-    os.environ.update(dict.fromkeys(THREADS, str(threads)))
-    try:
-        yield
-    finally:
-        for name in THREADS:
-            del os.environ[name]
-        os.environ.update(before)
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import os
 import time
 import traceback
@@ -51,15 +52,9 @@ class RunFailed(Exception):
 def train(how: str, paths: Sequence[str], policy: Policy, launcher: tuple[str, str] | None = None) -> None:
     """Trains a unit as one job, resuming what is there. Every rank of its runs calls it.
 
-    Args:
-        how: see `Unit`.
-        paths: run directories; their frozen config.yaml is all that is read, and of a branch its trunk's checkpoint.
-        policy: how often a run is requeued, and when it counts as hung.
-        launcher: sweep directory and lock token of a launcher on this machine, which must stay alive.
-
-    Raises:
-        RunFailed: none of the runs is done; their states hold the reasons.
-        UserError: this node does not see the sweep.
+    Of the run directories in `paths` only the frozen config.yaml is read, and of a branch its trunk's checkpoint.
+    `launcher` is the sweep directory and the lock token of a launcher on this machine, which must stay alive. RunFailed
+    where none of the runs is done; UserError where this node does not see the sweep.
     """
     runs, job = [RunDirectory(Path(path)) for path in paths], job_id()
     ranks = detect() if how == "alone" else Ranks()  # runs that are trained together have one rank each
@@ -82,29 +77,19 @@ def work(
     """Trains unit after unit of a queue, until none is left that this worker may begin.
 
     In a SLURM job that is told to stop, or close to its time limit, it gives back what it was at and has its job
-    requeued, unless nothing is left there. Cancelling such a job cancels no run.
-
-    Args:
-        sweep_path: the sweep directory.
-        queue_folder: where `Queue.create` wrote the queue.
-        policy: what is tried again.
-        place: a number, by which a launcher on this machine knows who trains what.
-        launcher: see `train`.
-
-    Raises:
-        UserError: this node does not see the sweep.
+    requeued, unless nothing is left there. Cancelling such a job cancels no run. By its `place` a launcher on this
+    machine knows who trains what. UserError where this node does not see the sweep.
     """
-    sweep, interrupt = check_shared(Path(sweep_path)), _interrupt(launcher)
+    sweep, interrupt = check_shared(sweep_path), _interrupt(launcher)
     queue = Queue.open(sweep, Path(queue_folder))
-    on_slurm = inside_job()
-    until = last_start(os.environ if on_slurm else {})
-    node = this_node() if on_slurm else None
-    if on_slurm:
+    node, until = None, math.inf
+    if inside_job():
+        node, until = this_node(), last_start(os.environ)
         place = int(os.environ.get("SLURM_ARRAY_TASK_ID", "0"))
     with contextlib.closing(queue), session():
         _go_through(queue, policy, interrupt, place, node, until)
         stopped = interrupt.reason or ("its time is nearly over" if time.monotonic() > until else None)
-        if on_slurm and stopped is not None and queue.left(node):
+        if node is not None and stopped is not None and queue.left(node):
             _requeue_worker(stopped)
 
 
@@ -154,12 +139,10 @@ def _requeue_worker(why: str) -> NoReturn:
 def requeue_stopped(runs: Sequence[RunDirectory], policy: Policy) -> NoReturn:
     """Requeues a SLURM job whose runs were stopped, and have saved, unless SLURM has done so.
 
-    Leaves with an error in any case: an exit with 0 would let scoring start. The states are written before, for the
-    processes of a requeued job may be killed at any moment; SLURM may take minutes to say what corrects them. Where it
-    refuses or is away the runs stay `preempted`, for whoever looks after the sweep.
-
-    Raises:
-        RunFailed: the job was cancelled, or is not requeued.
+    Leaves with an error in any case (RunFailed: the job is cancelled, or not requeued): an exit with 0 would let
+    scoring start. The states are written before, for the processes of a requeued job may be killed at any moment; SLURM
+    may take minutes to say what corrects them. Where it refuses or is away the runs stay `preempted`, for whoever looks
+    after the sweep.
     """
     job, restarts = job_id(), job_restarts()
     fate = slurm.fate(job, restarts)
@@ -236,14 +219,12 @@ def _follow(run: RunDirectory, ranks: Ranks) -> None:
 def evaluate_runs(sweep_path: str, run_ids: list[str]) -> None:
     """Scores the wanted checkpoints of each run that have no scores yet; the tasks are loaded once for all of them.
 
-    Raises:
-        RunFailed: a run could not be scored; the others were.
-        UserError: this node does not see the sweep.
+    RunFailed where a run could not be scored, after the others; UserError where this node does not see the sweep.
     """
-    sweep = check_shared(sweep_path)
-    settings = sweep.settings()["config"]["evaluate"]
     from ..results.scoring import evaluate_run, is_scored, open_suite
 
+    sweep = check_shared(sweep_path)
+    settings = sweep.settings()["config"]["evaluate"]
     scoring, failures = None, []
     for name in run_ids:
         run = sweep.run(name)

@@ -150,11 +150,8 @@ def whole_steps(tokens: float, base: RunConfig, rounded: Callable[[float], int] 
 
 
 def isoflop_sizes(grid: IsoflopGrid, base: ModelConfig, budget: float) -> list[ModelConfig]:
-    """Distinct models, log-spaced by grid.span around the expected optimum of a budget, smallest first.
-
-    All budgets take their sizes from one lattice, so that runs of one size share a trunk; the middle is off the optimum
-    by half a gap between two sizes at most.
-    """
+    """Distinct models, log-spaced by grid.span around the expected optimum of a budget, smallest first."""
+    # All budgets take their sizes from one lattice, so that runs of one size share a trunk.
     expected = grid.expected_N * (budget / grid.expected_flops) ** grid.expected_exponent
     gap = math.log(grid.span) / (grid.sizes - 1) if grid.sizes > 1 else 0.0
     if gap > 0:

@@ -57,10 +57,7 @@ class Merged:
 
 
 def merge_runs(runs: Sequence[RunConfig], progress: Mapping[str, Progress] | None = None) -> Merged:
-    """Makes branches of the runs that a longer one can serve as a trunk. Pure.
-
-    `progress`: what is on disk, by run id, of runs that have been started.
-    """
+    """Makes branches of the runs that a longer one can serve as a trunk; `progress`: what is on disk, by run id."""
     families: dict[str, list[_Named]] = {}
     named = [(run_id(run), run) for run in runs]
     for name, run in named:
@@ -180,23 +177,22 @@ def progress_of(run: RunDirectory, live: bool = False) -> Progress:
 
 
 def has_checkpoint(run: RunDirectory, step: int) -> bool:
-    return (_checkpoint(run, step) / "manifest.json").is_file()
+    return (checkpoint_folder(run, step) / "manifest.json").is_file()
 
 
 def graft(branch: RunDirectory, trunk: RunDirectory) -> str | None:
-    """Puts the trunk's checkpoint where the branch begins among the branch's own; says so in a line, None if not
-    needed.
+    """Gives a branch its trunk's checkpoint, and returns a line that says so; None where it has a newer one.
 
-    The caller holds the branch's lock. Raises NotThere where the trunk has none, UserError where it is damaged, OSError
-    on a full disk; nothing half-written stays.
+    The caller holds the branch's lock. Raises NotThere where the trunk has no such checkpoint, UserError where it is
+    damaged, OSError on a full disk; nothing half-written stays.
     """
     from ...train.checkpoint.checkpoint import damage
 
     step = trunk_steps(branch.config())
-    source, final = _checkpoint(trunk, step), _checkpoint(branch, step)
+    source, final = checkpoint_folder(trunk, step), checkpoint_folder(branch, step)
     begins = f"run {branch.run_id} begins at step {step} of run {trunk.run_id}"
     with FileLock(branch.path / ".graft.lock"):
-        if any(own >= step and damage(_checkpoint(branch, own)) is None for own in branch.saved_steps()):
+        if any(own >= step and damage(checkpoint_folder(branch, own)) is None for own in branch.saved_steps()):
             return None
         if not has_checkpoint(trunk, step):
             state = trunk.state()
@@ -212,7 +208,7 @@ def graft(branch: RunDirectory, trunk: RunDirectory) -> str | None:
     return f"begins at step {step} of run {trunk.run_id}, whose checkpoint is {how} here"
 
 
-def _checkpoint(run: RunDirectory, step: int) -> Path:
+def checkpoint_folder(run: RunDirectory, step: int) -> Path:
     return run.path / "checkpoints" / f"step_{step}"
 
 

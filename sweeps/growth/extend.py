@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
@@ -23,9 +23,6 @@ from ..grid.trunks import own_flops
 from ..runs import membership
 from ..runs.directory import RunDirectory, SweepDirectory
 from ..terminal import short
-
-if TYPE_CHECKING:
-    from .suggest import Standing
 
 RECORD = "adaptive.json"
 GROWTH = 1.7  # FLOPs of a round over those of the one before: later ones know more of where runs are worth having
@@ -120,10 +117,7 @@ def next_round(sweep: SweepDirectory, config: SweepConfig) -> bool:
 
 
 def ask_round(sweep: SweepDirectory, config: SweepConfig) -> dict[str, Any] | None:
-    """The points grid of the next round; None where the grid is over, and adaptive.json then says why.
-
-    While runs of the newest round have not ended it is that round.
-    """
+    """The points grid of the next round; None where the grid is over, and adaptive.json then says why."""
     points = config.grid
     if not isinstance(points, AdaptiveGrid):
         raise UserError(f"grid.kind of {sweep.path} is {getattr(points, 'kind', None)!r}; only adaptive has rounds")
@@ -133,15 +127,13 @@ def ask_round(sweep: SweepDirectory, config: SweepConfig) -> dict[str, Any] | No
     rounds = record["rounds"]
     left = ("planned", "queued", "running")
     over = {run.run_id for run in membership.members(sweep) if run.state().state not in left}
-    if rounds and not over.issuperset(rounds[-1]["runs"]):
+    if rounds and not over.issuperset(rounds[-1]["runs"]):  # the newest round is still the next one
         return dict(rounds[-1]["grid"])
     try:
         asked = _ask(sweep, config, points, len(rounds))
     except NothingToSuggest as error:
-        asked = str(error)
-    # An end is written down and not held to: where runs were tried again since, or the grid asks for more, it goes on.
-    if isinstance(asked, str):
-        write_json(sweep.path / RECORD, record | {"ended": asked})
+        # This end is not final: where runs were tried again since, or the grid asks for more, it goes on.
+        write_json(sweep.path / RECORD, record | {"ended": str(error)})
         return None
     write_json(sweep.path / RECORD, {"rounds": [*rounds, asked], "ended": None})
     return dict(asked["grid"])
@@ -169,28 +161,30 @@ def _record(sweep: SweepDirectory) -> dict[str, Any]:
     return read_json(sweep.path / RECORD) or {"rounds": [], "ended": None}
 
 
-def _ask(sweep: SweepDirectory, config: SweepConfig, points: AdaptiveGrid, number: int) -> dict[str, Any] | str:
-    from .suggest import fit_standing, suggest_from
+def _ask(sweep: SweepDirectory, config: SweepConfig, points: AdaptiveGrid, number: int) -> dict[str, Any]:
+    from .suggest import NothingToSuggest, fit_standing, suggest_from
 
     base = prepare.resolved_base(sweep, config)
     base.tokens = 0
     cap = grid.largest_flops(points)
     total = grid.adaptive_flops(points, base)
     standing = fit_standing(sweep, config, points.target_flops or max(config.fit.targets, default=1000.0 * cap))
-    if reached := _reached(points, standing):
-        return reached
+    limits = (("loss", standing.loss, points.tolerance), ("N", standing.N, points.size_tolerance))
+    asked = [(name, estimate.relative_width, limit) for name, estimate, limit in limits if limit is not None]
+    if asked and all(width <= limit for _, width, limit in asked):  # the intervals are as narrow as was asked for
+        said = " and ".join(f"{width:.2%} of the {name} (asked for {limit:.2%})" for name, width, limit in asked)
+        raise NothingToSuggest(f"the 95 % interval at {standing.target_flops:.3g} FLOPs is {said}")
     if number >= points.rounds:
-        return f"all {points.rounds} rounds are over"
+        raise NothingToSuggest(f"all {points.rounds} rounds are over")
     planned = {run["run_id"]: float(run["flops_own"]) for run in sweep.plan()["runs"]}
     added = [run.config() for run in membership.members(sweep) if run.run_id not in planned]
     spent = sum(planned.values()) + sum(map(own_flops, added))  # of runs that failed too
     left = total - spent
     if left < SPENT * total:
-        return f"{spent:.3g} of {total:.3g} FLOPs are spent"
+        raise NothingToSuggest(f"{spent:.3g} of {total:.3g} FLOPs are spent")
     shares = [GROWTH**i for i in range(number, points.rounds)]
-    found = suggest_from(
-        sweep, config, standing, left * shares[0] / sum(shares), max_flops=cap, max_runs=points.round_runs
-    )
+    budget = left * shares[0] / sum(shares)
+    found = suggest_from(sweep, config, standing, budget, seeds=1, max_flops=cap, max_runs=points.round_runs)
     expected = found.to_dict()
     return {
         "runs": [run_id(run) for run in grid.expand_grid(PointsGrid(points=found.grid["points"]), base)],
@@ -202,13 +196,3 @@ def _ask(sweep: SweepDirectory, config: SweepConfig, points: AdaptiveGrid, numbe
         "expected": expected["after"],
         "grid": found.grid,
     }
-
-
-def _reached(points: AdaptiveGrid, standing: Standing) -> str | None:
-    """A sentence, where the intervals at the target are as narrow as was asked for."""
-    limits = (("loss", standing.loss, points.tolerance), ("N", standing.N, points.size_tolerance))
-    asked = [(name, estimate.relative_width, limit) for name, estimate, limit in limits if limit is not None]
-    if not asked or not all(width <= limit for _, width, limit in asked):
-        return None
-    said = " and ".join(f"{width:.2%} of the {name} (asked for {limit:.2%})" for name, width, limit in asked)
-    return f"the 95 % interval at {standing.target_flops:.3g} FLOPs is {said}"

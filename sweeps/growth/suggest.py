@@ -1,8 +1,7 @@
 """Which runs a sweep should buy next: those that narrow the interval at a large budget most for their FLOPs.
 
-The runs that are done are fitted as the report fits them. Well-shaped models, D in whole steps and other seeds are
-offered, each at what it costs given the checkpoints on disk; `fit.allocation` chooses. The expected interval takes the
-law to be right, so a share of the budget goes to runs that check it.
+Finished runs are fitted as in the report; well-shaped models, D in whole steps and other seeds are offered, each at its
+cost given the checkpoints on disk; `fit.allocation` chooses. A share of the budget goes to runs that check the law.
 """
 
 from __future__ import annotations
@@ -138,9 +137,9 @@ def suggest_from(
     config: SweepConfig,
     standing: Standing,
     budget: float,
-    seeds: int = 1,
-    max_flops: float | None = None,
-    max_runs: int = MAX_RUNS,
+    seeds: int,
+    max_flops: float | None,
+    max_runs: int,
 ) -> Suggestion:
     """`suggest_runs` given what the runs so far say."""
     from ...fit import InputError
@@ -153,7 +152,7 @@ def suggest_from(
         known.append(run.config())
         progress[run.run_id] = progress_of(run, live=run.state().state in ("queued", "running"))
         labels[run.run_id] = trunk_of(known[-1])
-    table = standing.table
+    market, table = Market(base, known, progress, config.trunks), standing.table
     most, ratios = min(budget, max_flops or budget), (table.D / table.N).tolist()
     least = BELOW * float(min(table.flops))
     within = Range(least, most, min(ratios), max(ratios), getattr(config.grid, "min_steps", MIN_STEPS))
@@ -162,7 +161,7 @@ def suggest_from(
         highest = max(run.seed for run in known)
         # A second seed of a size costs a trunk of its own, and errs on its own.
         fresh = range(highest + 1, highest + 1 + seeds)
-        offered = possible_runs(base, [base.seed, *fresh], within, known, progress, config.trunks)
+        offered = market.offers([base.seed, *fresh], within)
     cheapest = min((offer.flops for offer in offered), default=least)
     if not offered or cheapest > budget:
         capped = "" if max_flops is None else f" and max_flops {max_flops:.3g}"
@@ -170,13 +169,11 @@ def suggest_from(
             f"budget is {budget:.3g} FLOPs{capped}, and the smallest run worth adding needs {cheapest:.3g}; "
             "give at least that"
         )
+    costs = ("flops", "branch_flops", "size", "trunk")
     pool = Candidates(
         N=np.array([offer.N for offer in offered], dtype=float),
         D=np.array([offer.run.D for offer in offered], dtype=float),
-        flops=np.array([offer.flops for offer in offered]),
-        branch_flops=np.array([offer.branch_flops for offer in offered]),
-        size=np.array([offer.size for offer in offered]),
-        trunk=np.array([offer.trunk for offer in offered]),
+        **{name: np.array([getattr(offer, name) for offer in offered]) for name in costs},
     )
     try:
         trunks = np.array([labels.get(name, name) for name in table.run_id])
@@ -184,7 +181,7 @@ def suggest_from(
         design = Buyer(question, pool).buy(budget, max_runs)
     except InputError as error:
         raise NothingToSuggest(str(error)) from error
-    return _suggestion(design, offered, known, progress, standing, budget, base, config.trunks)
+    return _suggestion(design, offered, market, standing, budget)
 
 
 def fit_standing(sweep: SweepDirectory, config: SweepConfig, target_flops: float | None = None) -> Standing:
@@ -259,18 +256,11 @@ def print_suggestion(suggestion: Suggestion) -> None:
 
 
 def _suggestion(
-    design: Design,
-    offered: Sequence[Offer],
-    known: Sequence[RunConfig],
-    progress: Mapping[str, Progress],
-    standing: Standing,
-    budget: float,
-    base: RunConfig,
-    share: bool,
+    design: Design, offered: Sequence[Offer], market: Market, standing: Standing, budget: float
 ) -> Suggestion:
     chosen = [offered[i] for i in design.chosen]
-    runs = merge_chosen([offer.run for offer in chosen], known, progress, share)
-    names = {run_id(run): run_label(run) for run in [*known, *runs]}
+    runs = market.merge([offer.run for offer in chosen])
+    names = {run_id(run): run_label(run) for run in [*market.known, *runs]}
     suggested = [
         SuggestedRun(
             run_id=run_id(run),
@@ -291,6 +281,11 @@ def _suggestion(
         name: Estimate(now.value, *design.narrowed(name, now.value, (now.low, now.high)))
         for name, now in before.items()
     }
+    points = []  # what each run changes of the base run
+    for run in runs:
+        more = [name for name in ("kv_heads", "hidden") if getattr(run.model, name) != getattr(market.base.model, name)]
+        shape = {f"model.{name}": getattr(run.model, name) for name in ("width", "depth", "heads", *more)}
+        points.append({**shape, "tokens": run.tokens, "seed": run.seed})
     return Suggestion(
         budget=budget,
         target_flops=standing.target_flops,
@@ -298,16 +293,8 @@ def _suggestion(
         flops=sum(run.flops_own for run in suggested),
         before=before,
         after=after,
-        grid={"kind": "points", "points": [_point(run, base.model) for run in runs]},
+        grid={"kind": "points", "points": points},
     )
-
-
-def _point(run: RunConfig, base: ModelConfig) -> dict[str, Any]:
-    """A run as a points grid has it: what it changes of the base run."""
-    fields = ["width", "depth", "heads"]
-    fields += [name for name in ("kv_heads", "hidden") if getattr(run.model, name) != getattr(base, name)]
-    shape = {f"model.{name}": getattr(run.model, name) for name in fields}
-    return {**shape, "tokens": run.tokens, "seed": run.seed}
 
 
 @dataclass(frozen=True)
@@ -341,48 +328,64 @@ def trunk_of(run: RunConfig) -> str:
     return run_id(replace(run, tokens=0))
 
 
-def possible_runs(
-    base: RunConfig,
-    seeds: Sequence[int],
-    within: Range,
-    known: Sequence[RunConfig],
-    progress: Mapping[str, Progress],
-    share: bool = True,
-) -> list[Offer]:
-    """Every run that could be added: each model and D within the range, with each seed.
+@dataclass(frozen=True)
+class Market:
+    """The runs that could be added to a sweep, and what each would cost given what is there."""
 
-    `progress` is what the `known` runs have on disk; with `share`, runs that differ in D alone share a trunk.
-    """
-    families: dict[str, list[RunConfig]] = {}
-    for run in known:
-        families.setdefault(trunk_of(run), []).append(run)
-    taken = {run_id(run) for run in known}
-    found: dict[str, Offer] = {}
-    for model in sizes(base.model, within, base.data.sequence_length):
-        for seed in seeds:
-            template = replace(base, model=model, seed=seed, tokens=0)
-            trunk = trunk_of(template)
-            mates = families.get(trunk, []) if share else []
-            for tokens in dict.fromkeys([*_lengths(template, within), *_saved(template, mates, progress, within)]):
-                run = replace(template, tokens=tokens)
-                name = run_id(run)
-                if name not in taken and name not in found:
-                    found[name] = _offer(run, trunk, mates, progress, share)
-    return list(found.values())
+    base: RunConfig
+    known: Sequence[RunConfig]
+    progress: Mapping[str, Progress]  # what the known runs have on disk
+    share: bool = True  # runs that differ in D alone share a trunk
+
+    def offers(self, seeds: Sequence[int], within: Range) -> list[Offer]:
+        """Every run that could be added: each model and D within the range, with each seed."""
+        families: dict[str, list[RunConfig]] = {}
+        for run in self.known if self.share else ():
+            families.setdefault(trunk_of(run), []).append(run)
+        taken, found = {run_id(run) for run in self.known}, []
+        for model in sizes(self.base.model, within):
+            for seed in seeds:
+                template = replace(self.base, model=model, seed=seed, tokens=0)
+                trunk = trunk_of(template)
+                mates = families.get(trunk, [])
+                for tokens in [*_lengths(template, within), *self._saved(template, mates, within)]:
+                    run = replace(template, tokens=tokens)
+                    if (name := run_id(run)) not in taken:
+                        taken.add(name)
+                        found.append(self._offer(run, trunk, mates))
+        return found
+
+    def merge(self, chosen: Sequence[RunConfig]) -> list[RunConfig]:
+        """The chosen runs as they would be trained beside the known ones: branches have a `parent`."""
+        if not self.share:
+            return list(chosen)
+        trunks = {trunk_of(run) for run in chosen}
+        mates = [run for run in self.known if trunk_of(run) in trunks]
+        return merge_runs([*mates, *chosen], self.progress).runs[len(mates) :]
+
+    def _saved(self, template: RunConfig, mates: Sequence[RunConfig], within: Range) -> Iterator[int]:
+        """Every D whose decay begins where a run of the trunk has kept a checkpoint: they are cheap."""
+        if template.schedule.kind != "wsd":
+            return
+        for mate in mates:
+            for step in self.progress.get(run_id(mate), Progress()).saved:
+                if step <= trunk_steps(mate):
+                    about = round(step / (1 - template.schedule.decay_share))
+                    for steps in range(max(1, about - 2), about + 3):
+                        run = replace(template, tokens=steps * template.batch_tokens)
+                        if trunk_steps(run) == step and _lies_within(run, within):
+                            yield run.tokens
+
+    def _offer(self, run: RunConfig, trunk: str, mates: Sequence[RunConfig]) -> Offer:
+        size = flops_exact(run)
+        alone = own_flops(merge_runs([*mates, run], self.progress).runs[-1]) if mates else size
+        begin, branch = trunk_steps(run), alone
+        if self.share and 0 < begin <= same_until(replace(run, tokens=2 * run.D), run):
+            branch = size * (run.steps - begin) / run.steps
+        return Offer(run, size, alone, min(alone, branch), trunk)
 
 
-def merge_chosen(
-    chosen: Sequence[RunConfig], known: Sequence[RunConfig], progress: Mapping[str, Progress], share: bool
-) -> list[RunConfig]:
-    """The chosen runs as they would be trained beside the known ones: branches have a `parent`."""
-    if not share:
-        return list(chosen)
-    trunks = {trunk_of(run) for run in chosen}
-    mates = [run for run in known if trunk_of(run) in trunks]
-    return merge_runs([*mates, *chosen], progress).runs[len(mates) :]
-
-
-def sizes(base: ModelConfig, within: Range, sequence_length: int) -> list[ModelConfig]:
+def sizes(base: ModelConfig, within: Range) -> list[ModelConfig]:
     """Well-shaped models with a D within the range, smallest first."""
     low = math.sqrt(within.least_flops / (6 * within.most_ratio)) / 4  # small models spend more than 6 N a token
     high = math.sqrt(within.most_flops / (6 * within.least_ratio))
@@ -405,22 +408,6 @@ def _lengths(template: RunConfig, within: Range) -> Iterator[int]:
             yield tokens
 
 
-def _saved(
-    template: RunConfig, mates: Sequence[RunConfig], progress: Mapping[str, Progress], within: Range
-) -> Iterator[int]:
-    """Every D whose decay begins where a run of the trunk has kept a checkpoint: they are cheap."""
-    if template.schedule.kind != "wsd":
-        return
-    for mate in mates:
-        for step in progress.get(run_id(mate), Progress()).saved:
-            if step <= trunk_steps(mate):
-                about = round(step / (1 - template.schedule.decay_share))
-                for steps in range(max(1, about - 2), about + 3):
-                    run = replace(template, tokens=steps * template.batch_tokens)
-                    if trunk_steps(run) == step and _lies_within(run, within):
-                        yield run.tokens
-
-
 def _lies_within(run: RunConfig, within: Range) -> bool:
     ratio = run.D / count_parameters(run.model).N_total
     return (
@@ -428,14 +415,3 @@ def _lies_within(run: RunConfig, within: Range) -> bool:
         and within.least_ratio <= ratio <= within.most_ratio
         and within.least_flops * (1 - 1e-6) <= flops_exact(run) <= within.most_flops * (1 + 1e-6)
     )
-
-
-def _offer(
-    run: RunConfig, trunk: str, mates: Sequence[RunConfig], progress: Mapping[str, Progress], share: bool
-) -> Offer:
-    size = flops_exact(run)
-    alone = own_flops(merge_chosen([run], mates, progress, share)[0]) if mates else size
-    begin, branch = trunk_steps(run), alone
-    if share and 0 < begin <= same_until(replace(run, tokens=2 * run.D), run):
-        branch = size * (run.steps - begin) / run.steps
-    return Offer(run, size, alone, min(alone, branch), trunk)

@@ -1,8 +1,7 @@
-"""`isoflop doctor`: finds what kills, full disks and lost jobs have left in a sweep, mends it, and says what it did.
+"""`isoflop doctor`: finds what kills, full disks and lost jobs have left in a sweep, repairs it, and says what it did.
 
-It is safe while the sweep runs, from any node and by two people at once: it takes only locks that are free, and judges
-age by the file system's clock. What it removes is of no use to training. It starts nothing: a run that it has settled
-is started by the keeper, or by `isoflop retry`.
+It is safe while the sweep runs: it takes only locks that are free, judges age by the file system's clock, removes
+nothing that training could use, and starts nothing.
 """
 
 from __future__ import annotations
@@ -75,10 +74,7 @@ class Finding:
 
 
 def examine_sweep(sweep: SweepDirectory, mend: bool, deep: bool = False) -> list[Finding]:
-    """Looks for everything that may be wrong with a sweep, and with `mend` mends what can be.
-
-    `deep` reads every checkpoint, to see that its sums hold.
-    """
+    """Looks for what is wrong with a sweep, and with `mend` repairs it; `deep` checks the sums of every checkpoint."""
     settings = yaml_or_empty(sweep.path / "sweep.yaml")
     found = [_settle(sweep, fault, mend=False) for fault in _version(sweep, settings)]
     if any(finding.kind == "plan" for finding in found):
@@ -182,7 +178,7 @@ def _orphans(sweep: SweepDirectory, policy: Policy) -> Iterator[Fault]:
                 names = ", ".join(name for unit in lost for name in unit.runs)
                 yield Fault(
                     "queue",
-                    f"the worker is gone that had {names}",
+                    f"the worker that had {names} is gone",
                     queue.folder,
                     partial(supervisor.settle_queue, queue, policy),
                     "settled",
@@ -227,7 +223,7 @@ def _without_job(sweep: SweepDirectory, live: set[str]) -> list[str]:
 
 
 def _strays(sweep: SweepDirectory) -> Iterator[Fault]:
-    """Jobs of this sweep that its record does not know; one on hold was never released, and is of no use."""
+    """Jobs of this sweep that its record does not know; one on hold was never released and can be cancelled."""
     from ..slurm.record import strays
 
     try:
@@ -285,7 +281,7 @@ def _is_table(path: Path) -> bool:
 
 
 def faults_of(run: RunDirectory, policy: Policy, deep: bool, evaluated: bool) -> Iterator[Fault]:
-    """What is wrong with a run, whose lock is held from one fault to the next; `evaluated`: it should have scores."""
+    """What is wrong with a run, whose lock is held meanwhile; `evaluated`: it should have scores."""
     with suppress(Busy), states.hold_idle(run, policy):
         for check in (_config, _state, _leftovers, _lines):
             yield from check(run)
@@ -296,7 +292,7 @@ def faults_of(run: RunDirectory, policy: Policy, deep: bool, evaluated: bool) ->
 
 
 def old_temporaries(folder: Path, now: float) -> Iterator[Fault]:
-    """What a writer left behind who was killed before the rename."""
+    """What a writer that was killed before the rename has left."""
     for path in sorted(folder.glob(".*")):
         if not TEMPORARY.match(path.name):
             continue
@@ -425,13 +421,8 @@ def _scores(run: RunDirectory) -> Iterator[Fault]:
     for path in sorted((run.path / "eval").glob("*.json")):
         if not STEP.match(path.stem):
             continue
-        broken, kind = read_json(path) is None, "scores"
-        what, how = f"scores a run that is {run.state().state}", "removed; the run is scored when it is done"
-        if broken:
-            kind, what, how = (
-                "unreadable",
-                "cannot be read",
-                "removed; the run is scored again when the sweep goes on",
-            )
-        if broken or not done:
-            yield Fault(kind, f"eval/{path.name} {what}", path, partial(remove, path), how)
+        if read_json(path) is None:
+            yield from unreadable(path, "removed; the run is scored again when the sweep goes on")
+        elif not done:
+            what = f"eval/{path.name} scores a run that is {run.state().state}"
+            yield Fault("scores", what, path, partial(remove, path), "removed; the run is scored when it is done")

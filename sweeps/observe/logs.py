@@ -1,7 +1,4 @@
-"""What runs have said: a run's log and its job's own output, all of it, its newest lines, or as it grows.
-
-Following is looking twice a second at sizes, which works on any file system and needs no process beside this one.
-"""
+"""The logs of runs and the output of their jobs: all of it, its newest lines, or as it grows."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ LINES = 3  # of each run, where no run is named
 
 
 def print_log(sweep: SweepDirectory, prefix: str, follow: bool) -> None:
-    """What a run has said, then the newest lines of its job's output; with `follow` until it ends for good."""
+    """A run's log, then the newest lines of its job's output; with `follow` until it ends for good."""
     (run,) = find_runs(sweep, [prefix])
     files = [run.path / "log.txt", *sorted(run.path.glob("log-rank*.txt"))]
     if follow:
@@ -47,7 +44,7 @@ def print_log(sweep: SweepDirectory, prefix: str, follow: bool) -> None:
 
 
 def print_newest_lines(sweep: SweepDirectory, follow: bool) -> None:
-    """Of every run that runs or failed; with `follow` goes on until none is left to run."""
+    """Of every run that is running or has failed; with `follow` until none is left to run."""
     runs = members(sweep)
     states = {run.run_id: run.state().state for run in runs}
     shown = [run for run in runs if states[run.run_id] in ("running", "failed", "diverged")]
@@ -56,7 +53,7 @@ def print_newest_lines(sweep: SweepDirectory, follow: bool) -> None:
             print(f"{run.run_id} {states[run.run_id]}: {line}")
     if not shown:
         counts = Counter(states.values())
-        print(f"no run runs or failed ({', '.join(f'{count} {state}' for state, count in counts.items())})")
+        print(f"no run is running or has failed ({', '.join(f'{count} {state}' for state, count in counts.items())})")
     if follow:
         logs = [(f"{run.run_id}: ", run.path / "log.txt") for run in runs]
         _follow(sweep, runs, lambda: logs, from_start=False)
@@ -116,7 +113,7 @@ def _follow(
     files: Callable[[], Iterable[tuple[str, Path]]],
     from_start: bool = True,
 ) -> None:
-    """Prints what files grow by until the runs are over or Ctrl-C."""
+    """Prints what files grow by until the runs are over or Ctrl-C; sizes are polled, which any file system allows."""
     followers: dict[Path, Follower] = {}
     policy = Policy.of(cluster_of(sweep.settings()))
     with contextlib.suppress(KeyboardInterrupt):

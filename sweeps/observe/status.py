@@ -1,8 +1,7 @@
 """A view of a sweep: states by count, per run its step, loss, speed, place and reason; as a table, as JSON, or live.
 
-At most four small files per run are read, so that a thousand runs take a fraction of a second; under `--watch` none of
-a run whose directory has not changed. "Now" is the file system's clock, as a heartbeat's is. SLURM is only asked why
-jobs wait.
+At most four small files per run are read, so that a thousand runs take a fraction of a second. "Now" is the file
+system's clock, as a heartbeat's is.
 """
 
 from __future__ import annotations
@@ -73,9 +72,9 @@ def missing_field(plan: Mapping[str, Any]) -> str | None:
 
 
 def sweep_status(sweep: SweepDirectory, before: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Everything that the run directories say, as plain values (the `--json` of `isoflop status`).
+    """Everything that the run directories say (the `--json` of `isoflop status`).
 
-    What had ended in an earlier status `before`, and was not touched since, is not read again.
+    Runs that had ended in an earlier status `before`, and have not changed since, are not read again.
     """
     cluster = cluster_of(sweep.settings())
     known = {row["run_id"]: row for row in (before or {}).get("runs", []) if row["state"] not in OPEN}
@@ -91,7 +90,7 @@ def sweep_status(sweep: SweepDirectory, before: Mapping[str, Any] | None = None)
     _add_costs(rows, cluster)
     spent = sum(row["retries"] for row in rows)
     for row in rows:
-        recent = _attempts(row)[len(row["history"]) - row["recent"] :]
+        recent = row["history"][len(row["history"]) - row["recent"] :]
         row["again"] = row["state"] == "failed" and attempts.decide(recent, policy, spent, now).again
     _add_waits(sweep, rows)
     counts = Counter(row["state"] for row in rows)
@@ -157,7 +156,7 @@ def _read(run: RunDirectory, planned: Mapping[str, Any], changed: int) -> Row:
         "first_step": planned.get("first_step", 0),
         "tokens": last.get("tokens", 0),
         "seconds": sum(start.seconds for start in history),
-        "history": [dict(vars(start)) for start in history],
+        "history": history,
         "recent": len(recent),  # of these, since somebody asked for a retry by hand
         "shape": planned.get("shape"),
         "scored": summary is not None and (run.path / "eval" / f"step_{summary['step']}.json").exists(),
@@ -192,7 +191,7 @@ def _add_life(sweep: SweepDirectory, rows: Iterable[Row], policy: Policy, now: f
 
 def _add_costs(rows: Iterable[Row], cluster: ClusterConfig) -> None:
     """GPU-hours of each run so far, or core-hours where it has no GPU."""
-    histories = {row["run_id"]: _attempts(row) for row in rows}
+    histories: dict[str, list[Attempt]] = {row["run_id"]: list(row["history"]) for row in rows}
     unknown: Row = dict.fromkeys(("first_step", "last_step", "saved_step", "flops", "flops_wasted"), 0)
     for row in rows:
         if begun := row["under_way"]:
@@ -204,11 +203,6 @@ def _add_costs(rows: Iterable[Row], cluster: ClusterConfig) -> None:
         if shape := row["shape"]:
             hours = sum(paid[row["run_id"]]) * accounting.devices(shape, vars(cluster)) / 3600
             row["gpu_hours" if shape["gpus"] else "core_hours"] = hours
-
-
-def _attempts(row: Row) -> list[Attempt]:
-    """Those that have ended."""
-    return [Attempt(**start) for start in row["history"]]
 
 
 def _add_waits(sweep: SweepDirectory, rows: Iterable[Row]) -> None:
@@ -250,56 +244,42 @@ def sweep_eta(rows: Iterable[Row]) -> float | None:
     return max(places)
 
 
-def print_status(status: dict[str, Any], everything: bool = False) -> None:
-    """Of a large sweep what needs attention, unless `everything`."""
-    out = console()
-    out.print(_rendered(status, out, everything))
-
-
-def watch_sweep(sweep: SweepDirectory, as_json: bool = False, everything: bool = False) -> None:
-    """Looks every two seconds, until every run has ended for good or Ctrl-C is pressed."""
-    from rich.live import Live
-
+def show_status(sweep: SweepDirectory, watch: bool = False, as_json: bool = False, everything: bool = False) -> None:
+    """Prints what needs attention, or `everything`; with `watch` until all runs have ended for good or Ctrl-C."""
     out, status = console(), sweep_status(sweep)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(contextlib.suppress(KeyboardInterrupt))
         live = None
-        if out.is_terminal and not as_json:
+        if watch:
+            stack.enter_context(contextlib.suppress(KeyboardInterrupt))
+        if watch and out.is_terminal and not as_json:
+            from rich.live import Live
+
             live = stack.enter_context(Live(console=out, auto_refresh=False, vertical_overflow="crop"))
         while True:
-            if as_json:
-                print_json(status)
+            if as_json:  # on one line: with line breaks a thousand runs would take Python's slow encoder a second
+                print(json.dumps(status, allow_nan=False, default=vars), flush=True)
             elif live is not None:
-                live.update(_rendered(status, out, everything), refresh=True)
+                live.update(render_status(status, out, everything), refresh=True)
             else:
-                print_status(status, everything)
-            if not any(row["state"] in OPEN or row["again"] for row in status["runs"]):
+                out.print(render_status(status, out, everything))
+            if not watch or not any(row["state"] in OPEN or row["again"] for row in status["runs"]):
                 return
             time.sleep(PERIOD_SECONDS)
             status = sweep_status(sweep, status)
 
 
-def print_json(status: dict[str, Any]) -> None:
-    """On one line: with line breaks a thousand runs would take Python's slow encoder a second."""
-    print(json.dumps(status, allow_nan=False), flush=True)
-
-
-def _rendered(status: dict[str, Any], out: Console, everything: bool) -> RenderableType:
-    room = max(10, out.height - 8) if out.is_terminal else ROWS
-    return render_status(status, None if everything else room)
-
-
-def render_status(status: dict[str, Any], room: int | None) -> RenderableType:
-    """Table, reasons and totals, with at most `room` lines of runs."""
+def render_status(status: dict[str, Any], out: Console, everything: bool) -> RenderableType:
+    """Table, reasons and totals; unless `everything`, with as many lines of runs as the terminal has room for."""
+    room = None if everything else max(10, out.height - 8) if out.is_terminal else ROWS
     shown, hidden = fold_rows(status["runs"], room)
     shown.sort(key=lambda row: ORDER.index(row["state"]))
     counts = ", ".join(f"{count} {state}" for state, count in status["states"].items())
     table = Table(title=f"{status['sweep']}: {counts}", title_justify="left", box=box.SIMPLE)
     cells = [_cells(row) for row in shown]
     for number, column in enumerate(COLUMNS):
-        words = column in ("where", "note")  # what gives way on a narrow terminal
-        width = None if words else max([len(column), *(len(row[number]) for row in cells)])
-        left = words or column in ("run", "state")
+        is_text = column in ("where", "note")  # what gives way on a narrow terminal
+        width = None if is_text else max([len(column), *(len(row[number]) for row in cells)])
+        left = is_text or column in ("run", "state")
         table.add_column(column, justify="left" if left else "right", no_wrap=True, min_width=width)
     for row, of_run in zip(shown, cells, strict=True):
         table.add_row(*map(Text, of_run), style=STYLES.get(row["state"]))  # text: a name may have [brackets]
@@ -310,7 +290,15 @@ def render_status(status: dict[str, Any], room: int | None) -> RenderableType:
         lines.append(f"{named} {state}: {reason}" if one else f"{len(runs)} runs {state}: {reason} ({named})")
     if hidden:
         lines.append(f"not shown: {', '.join(f'{n} {state}' for state, n in hidden.items())}; --all shows every run")
-    lines += _totals(status)
+    hours, unit = (status["gpu_hours"], "GPU") if status["gpu_hours"] else (status["core_hours"], "core")
+    words = [f"{hours:.3g} {unit}-hours so far"] if hours else []
+    if status["retries"]:
+        words.append(f"{status['retries']} retries")
+    if status["eta_seconds"] is not None:
+        words.append(f"the last run ends in about {describe_seconds(status['eta_seconds'])}")
+    lines += [", ".join(words)] if words else []
+    if status["report"]:
+        lines.append(f"report: {status['report']}")
     return Group(table, *(Text(line, overflow="fold") for line in lines))
 
 
@@ -348,19 +336,6 @@ def _reasons(rows: list[Row]) -> dict[tuple[str, str], list[str]]:
         if row["reason"]:
             found[row["state"], row["reason"]].append(row["run_id"])
     return found
-
-
-def _totals(status: dict[str, Any]) -> list[str]:
-    hours, unit = (status["gpu_hours"], "GPU") if status["gpu_hours"] else (status["core_hours"], "core")
-    words = [f"{hours:.3g} {unit}-hours so far"] if hours else []
-    if status["retries"]:
-        words.append(f"{status['retries']} retries")
-    if status["eta_seconds"] is not None:
-        words.append(f"the last run ends in about {describe_seconds(status['eta_seconds'])}")
-    lines = [", ".join(words)] if words else []
-    if status["report"]:
-        lines.append(f"report: {status['report']}")
-    return lines
 
 
 def _cells(row: Row) -> list[str]:

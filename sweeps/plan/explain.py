@@ -18,6 +18,8 @@ from ...train.planner.validation import validate
 from ..config import ClusterConfig
 from ..terminal import console, plain_table, say, short
 
+SETTINGS = ("tp", "dp", "zero", "micro_batch_size", "recompute")  # of `parallel`, that a choice sets
+
 
 def read_run(path: Path) -> RunConfig:
     """The config of a run directory, or of a config.yaml."""
@@ -80,9 +82,8 @@ def explain_choice(choice: Choice) -> dict[str, Any]:
 
 
 def _described(choice: Choice, candidate: Candidate) -> dict[str, Any]:
-    names = ("tp", "dp", "zero", "micro_batch_size", "recompute", "sequence_parallel")
     return {
-        **{name: getattr(candidate.parallel, name) for name in names},
+        **{name: getattr(candidate.parallel, name) for name in (*SETTINGS, "sequence_parallel")},
         "fits": choice.fits(candidate),
         "verdict": choice.verdict(candidate),
         "seconds": dataclasses.asdict(candidate.time) | {"total": candidate.time.total},
@@ -98,43 +99,28 @@ def print_choice(choice: Choice) -> None:
         f"sequences of {config.data.sequence_length} tokens a step, {config.precision}, on {choice.ranks} ranks"
     )
     say(choice.why())
-    _print_considered(choice)
-    if (best := choice.best) is not None:
-        _print_terms(best)
-        settings = ("tp", "dp", "zero", "micro_batch_size", "recompute")
-        say("use it with: " + " ".join(f"parallel.{name}={getattr(best.parallel, name)}" for name in settings))
-
-
-def _print_considered(choice: Choice) -> None:
     columns = ("tp", "dp", "zero", "micro-batch", "recompute", "s a step", "GB", "verdict")
     table = plain_table(columns, ("recompute", "verdict"), "the fastest of each tp and ZeRO stage, in time's order")
     for candidate in choice.notable():
-        parallel = candidate.parallel
-        style = "bold" if candidate is choice.best else None if choice.fits(candidate) else "dim"
         table.add_row(
-            str(parallel.tp),
-            str(parallel.dp),
-            str(parallel.zero),
-            str(parallel.micro_batch_size),
-            parallel.recompute,
+            *(str(getattr(candidate.parallel, name)) for name in SETTINGS),
             f"{candidate.time.total:.3g}",
             f"{candidate.memory.peak / 1e9:.3g}",
             choice.verdict(candidate),
-            style=style,
+            style="bold" if candidate is choice.best else None if choice.fits(candidate) else "dim",
         )
     console().print(table)
-
-
-def _print_terms(best: Candidate) -> None:
-    memory, time = best.memory, best.time
-    sizes = {name: size for name, size in vars(memory).items() if name != "moments"}
-    sizes[f"peak ({memory.worst})"] = memory.peak
+    if (best := choice.best) is None:
+        return
+    sizes = {name: size for name, size in vars(best.memory).items() if name != "moments"}
+    sizes[f"peak ({best.memory.worst})"] = best.memory.peak
     table = plain_table(("bytes a rank", "", "seconds a step", ""), ("bytes a rank", "seconds a step"))
     left = [(name.replace("_", " "), gigabytes(size)) for name, size in sizes.items()]
-    right = [(name, f"{spent:.3g}") for name, spent in (vars(time) | {"step": time.total}).items()]
+    right = [(name, f"{spent:.3g}") for name, spent in (vars(best.time) | {"step": best.time.total}).items()]
     for size, spent in zip_longest(left, right, fillvalue=("", "")):
         table.add_row(*size, *spent)
     console().print(table)
+    say("use it with: " + " ".join(f"parallel.{name}={getattr(best.parallel, name)}" for name in SETTINGS))
 
 
 def explain_runs(runs: list[RunConfig], cluster: ClusterConfig, flops_per_second: float) -> None:

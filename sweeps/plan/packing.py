@@ -1,7 +1,7 @@
 """Runs become units of work: one run, an ensemble in one process, or processes that share a device. Pure, no torch.
 
 Runs are put together only where the whole sweep is then estimated to end no later: two places get two ensembles of four
-and not one of eight. The search goes through the shapes, tries every size of ensemble, and stops when nothing helps.
+and not one of eight.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
 
-from ...train.config import RunConfig, run_id
+from ...train.config import RunConfig
 from ...train.ensemble.members import refusal, shared_fields
 from ...train.memory import memory
 from ...train.schedule import trunk_steps
@@ -34,61 +34,25 @@ def ensemble_speedup(width: int, members: int, launch_bound_width: float) -> flo
 
 
 def pack_runs(
-    runs: Sequence[RunConfig],
-    seconds: Mapping[str, float],
-    *,
-    places: int,
-    ensembles: int,
-    runs_per_gpu: int = 1,
-    room_bytes: float | None = None,
-    launch_bound_width: float,
-    device: str = "cuda",
+    clock: Clock, *, places: int, ensembles: int, runs_per_gpu: int, room_bytes: float, device: str
 ) -> list[Unit]:
-    """Units of a sweep in the order in which they are to start, at most `places` at a time.
+    """Units of the clock's runs in the order in which they are to start, at most `places` at a time.
 
-    `seconds` are those of each run alone, by id, and of a branch without its trunk's part. An ensemble has at most
-    `ensembles` members; of at most `runs_per_gpu` processes that share a device each has its part of the memory.
+    An ensemble has at most `ensembles` members; of at most `runs_per_gpu` processes that share a device each has its
+    part of the memory.
     """
-    by_id = {run_id(run): run for run in runs}
-    if len(by_id) < len(runs):
-        raise ValueError("a run was given twice; every run is trained once")
-    clock = _Clock(by_id, seconds, launch_bound_width)
-    packing = {name: clock.piece(Unit("alone", (name,))) for name in by_id}  # what trains each run
-    ways = [list(_ensembles(g, clock, places, ensembles, room_bytes, device)) for g in _groups(by_id, clock)]
+    packing = {name: clock.piece(Unit("alone", (name,))) for name in clock.runs}  # what trains each run
+    ways = [list(_ensembles(group, clock, places, ensembles, room_bytes, device)) for group in _groups(clock)]
     packing = _improve(packing, ways, clock, places)
     if runs_per_gpu > 1:
-        part = None if room_bytes is None else room_bytes / runs_per_gpu
-        left = {name: run for name, run in by_id.items() if packing[name].unit.how == "alone"}
-        ways = [list(_shared(names, clock, runs_per_gpu)) for names in _small(left, clock, part, device)]
-        packing = _improve(packing, ways, clock, places)
+        left = [name for name in clock.runs if packing[name].unit.how == "alone"]
+        small = _small(left, clock, room_bytes / runs_per_gpu, device)
+        packing = _improve(packing, [list(_shared(names, clock, runs_per_gpu)) for names in small], clock, places)
     return [piece.unit for piece in _in_order(packing)]
 
 
-def paid_shares(
-    unit: Unit, runs: Mapping[str, RunConfig], seconds: Mapping[str, float], launch_bound_width: float
-) -> dict[str, float]:
-    """What of a unit's time each of its runs pays: at any time an equal share with those that still train."""
-    piece = _Clock({name: runs[name] for name in unit.runs}, seconds, launch_bound_width).piece(unit)
-    names = sorted(unit.runs, key=seconds.__getitem__)
-    lengths = [end - before for before, end in pairwise([0.0, *piece.passed])]
-    shares = accumulate(length / (len(names) - ended) for ended, length in enumerate(lengths))
-    return dict(zip(names, shares, strict=True))
-
-
-def wall_clock(
-    units: Sequence[Unit],
-    runs: Mapping[str, RunConfig],
-    seconds: Mapping[str, float],
-    places: int,
-    launch_bound_width: float,
-) -> float:
-    """Estimated time of all units: each place takes the first that can start, a branch once its trunk is there."""
-    clock = _Clock(runs, seconds, launch_bound_width)
-    return clock.wall_clock([clock.piece(unit) for unit in units], places)
-
-
 @dataclass(frozen=True, eq=False)
-class _Piece:
+class Piece:
     """A unit with its times; its runs end one by one, shortest first, and the rest then goes on faster."""
 
     unit: Unit
@@ -103,16 +67,18 @@ class _Piece:
         return self.passed[-1]
 
 
-Packing = dict[str, _Piece]  # what trains each run
-Way = list[_Piece]  # one way to put the runs of a group together
+Packing = dict[str, Piece]  # what trains each run
+Way = list[Piece]  # one way to put the runs of a group together
 
 
-class _Clock:
-    """What takes how long, and what waits for what."""
+class Clock:
+    """What takes how long, and what waits for what.
+
+    `seconds` are those of each run alone, by id, and of a branch without its trunk's part.
+    """
 
     def __init__(self, runs: Mapping[str, RunConfig], seconds: Mapping[str, float], launch_bound_width: float) -> None:
-        self.seconds, self.bound = seconds, launch_bound_width
-        self.width = {name: run.model.width for name, run in runs.items()}
+        self.runs, self.seconds, self.bound = runs, seconds, launch_bound_width
         self.branches = {name for name, run in runs.items() if run.parent is not None}
         self.trunks = {run.parent for run in runs.values() if run.parent is not None}
         # By trunk: branches, each of which starts when the trunk has done so much of its own time.
@@ -125,7 +91,7 @@ class _Clock:
     def longest_first(self, names: Iterable[str]) -> list[str]:
         return sorted(names, key=lambda name: (-self.seconds[name], name))
 
-    def piece(self, unit: Unit) -> _Piece:
+    def piece(self, unit: Unit) -> Piece:
         names = sorted(unit.runs, key=self.seconds.__getitem__)
         ends = [self.seconds[name] for name in names]
         slowdown = [self._slowdown(unit.how, names[number:]) for number in range(len(names))]
@@ -139,18 +105,25 @@ class _Clock:
 
         serves = [(branch, reaches(until)) for name in names for branch, until in self.behind.get(name, ())]
         order = (-passed[-1], self.trunks.isdisjoint(unit.runs), unit.runs)
-        return _Piece(unit, ends, passed, slowdown, order, serves)
+        return Piece(unit, ends, passed, slowdown, order, serves)
 
     def _slowdown(self, how: str, active: Sequence[str]) -> float:
         """Time that runs take side by side over what each takes alone."""
-        widths = [self.width[name] for name in active]
+        widths = [self.runs[name].model.width for name in active]
         if how == "ensemble":
             return len(active) / ensemble_speedup(widths[0], len(active), self.bound)
         # Processes fill the device as if each left it idle while it launches, and together use no more than all of it.
         return max(1.0, sum(width / (width + self.bound) for width in widths))
 
-    def wall_clock(self, pieces: Sequence[_Piece], places: int) -> float:
-        """The queue of a launch hands units out in the same way."""
+    def paid_shares(self, piece: Piece) -> dict[str, float]:
+        """What of a unit's time each of its runs pays: at any time an equal share with those that still train."""
+        names = sorted(piece.unit.runs, key=self.seconds.__getitem__)
+        lengths = [end - before for before, end in pairwise([0.0, *piece.passed])]
+        shares = accumulate(length / (len(names) - ended) for ended, length in enumerate(lengths))
+        return dict(zip(names, shares, strict=True))
+
+    def wall_clock(self, pieces: Sequence[Piece], places: int) -> float:
+        """Estimated time of all: as in a launch, each place takes the first that can start."""
         home = {name: number for number, piece in enumerate(pieces) for name in piece.unit.runs}
         lacking = [0] * len(pieces)  # trunks that have not begun
         at = [0.0] * len(pieces)  # when the others are there
@@ -177,15 +150,15 @@ class _Clock:
         return max(free)
 
 
-def _in_order(packing: Packing) -> list[_Piece]:
+def _in_order(packing: Packing) -> list[Piece]:
     return sorted(dict.fromkeys(packing.values()), key=lambda piece: piece.order)
 
 
-def _work(pieces: Iterable[_Piece]) -> float:
+def _work(pieces: Iterable[Piece]) -> float:
     return math.fsum(piece.seconds for piece in pieces)
 
 
-def _improve(packing: Packing, ways: Sequence[Sequence[Way]], clock: _Clock, places: int) -> Packing:
+def _improve(packing: Packing, ways: Sequence[Sequence[Way]], clock: Clock, places: int) -> Packing:
     """Takes for each group in turn the way with the least wall clock, then the least work, until no group gains."""
     pieces = _in_order(packing)
     ends, work, gained = clock.wall_clock(pieces, places), _work(pieces), True
@@ -208,30 +181,26 @@ def _less(one: float, other: float) -> bool:
     return one < other * (1 - ROUNDING)
 
 
-def _groups(runs: Mapping[str, RunConfig], clock: _Clock) -> list[dict[str, RunConfig]]:
-    """Runs that one ensemble could hold; the groups with the most to train come first."""
-    groups: dict[tuple[object, ...], dict[str, RunConfig]] = {}
-    for name, run in runs.items():
+def _groups(clock: Clock) -> list[list[str]]:
+    """Runs that one ensemble could hold, longest first; the groups with the most to train come first."""
+    groups: dict[tuple[object, ...], list[str]] = {}
+    for name, run in clock.runs.items():
         if refusal(run) is None and not _in_between(name, clock):
             key = (name in clock.branches, *sorted(shared_fields(run).items()))
-            groups.setdefault(key, {})[name] = run
-    several = [group for group in groups.values() if len(group) > 1]
+            groups.setdefault(key, []).append(name)
+    several = [clock.longest_first(group) for group in groups.values() if len(group) > 1]
     return sorted(several, key=lambda group: (-math.fsum(clock.seconds[name] for name in group), min(group)))
 
 
-def _in_between(name: str, clock: _Clock) -> bool:
+def _in_between(name: str, clock: Clock) -> bool:
     """Whether a run waits for another and is waited for: its neighbour in a unit could be either."""
     return name in clock.branches and name in clock.trunks
 
 
-def _ensembles(
-    group: Mapping[str, RunConfig], clock: _Clock, places: int, most: int, room: float | None, device: str
-) -> Iterator[Way]:
+def _ensembles(names: Sequence[str], clock: Clock, places: int, most: int, room: float, device: str) -> Iterator[Way]:
     """Ways to make ensembles of runs of one shape: as large as may be, half of that, down to none; or one per place."""
-    if room is not None:
-        most = min(most, int(room // max(memory(run, device).peak for run in group.values())))
-    names = clock.longest_first(group)
-    width = clock.width[names[0]]
+    most = min(most, int(room // max(memory(clock.runs[name], device).peak for name in names)))
+    width = clock.runs[names[0]].model.width
     counts = {-(-len(names) // (most // 2**halving)) for halving in range(most.bit_length())} | {len(names)}
     if places * most >= len(names) >= places:
         counts.add(places)
@@ -246,25 +215,20 @@ def _ensembles(
             yield [_piece("ensemble", part, clock) for part in parts]
 
 
-def _small(left: Mapping[str, RunConfig], clock: _Clock, room: float | None, device: str) -> Iterator[list[str]]:
+def _small(left: Iterable[str], clock: Clock, room: float, device: str) -> Iterator[list[str]]:
     """Runs that may share a device, longest first: those that wait for nothing, then branches."""
-    small = [
-        name
-        for name, run in left.items()
-        if run.parallel.world_size == 1
-        and not _in_between(name, clock)
-        and (room is None or memory(run, device).peak <= room)
-    ]
+    small = [name for name in left if clock.runs[name].parallel.world_size == 1 and not _in_between(name, clock)]
+    small = [name for name in small if memory(clock.runs[name], device).peak <= room]
     for branch in (False, True):
         yield clock.longest_first(name for name in small if (name in clock.branches) == branch)
 
 
-def _shared(names: Sequence[str], clock: _Clock, most: int) -> Iterator[Way]:
+def _shared(names: Sequence[str], clock: Clock, most: int) -> Iterator[Way]:
     """Ways to put processes of similar length on one device."""
     for size in range(most, 0, -1):
         parts = [names[start : start + size] for start in range(0, len(names), size)]
         yield [_piece("shared", part, clock) for part in parts]
 
 
-def _piece(how: str, names: Sequence[str], clock: _Clock) -> _Piece:
+def _piece(how: str, names: Sequence[str], clock: Clock) -> Piece:
     return clock.piece(Unit(how if len(names) > 1 else "alone", tuple(names)))

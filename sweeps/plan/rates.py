@@ -12,7 +12,7 @@ import platform
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from ...train.config import RunConfig
+from ...train.data.recipe.pool import usable_cores
 from ...train.errors import UserError
 from ...train.files import read_json, write_json
 from ..config import ClusterConfig, GridConfig, IsoflopGrid
@@ -48,14 +49,11 @@ class Calibration:
 
     rates: Mapping[str, Mapping[int, tuple[float, int]]] = field(default_factory=dict)
 
-    def rate(self, kind: str, width: int, assumed: Callable[[float], float]) -> float | None:
-        """FLOP/s of a run; None where no run of its kind was measured.
-
-        Log-log between the measured widths; beyond them it follows the shape of `assumed`, FLOP/s by width.
-        """
+    def rate(self, kind: str, width: int, assumed: Callable[[float], float]) -> float:
+        """FLOP/s of a run: log-log between the measured widths, beyond them along `assumed`, FLOP/s by width."""
         known = self.rates.get(kind)
         if not known:
-            return None
+            return assumed(width)
         below = max((each for each in known if each <= width), default=None)
         above = min((each for each in known if each >= width), default=None)
         if below is None or above is None:
@@ -66,29 +64,10 @@ class Calibration:
         part = math.log(width / below) / math.log(above / below)
         return math.exp((1 - part) * math.log(known[below][0]) + part * math.log(known[above][0]))
 
-    def runs(self, kinds: Iterable[str]) -> int:
-        return sum(count for kind in set(kinds) for _, count in self.rates.get(kind, {}).values())
-
-
-@dataclass(frozen=True)
-class Rates:
-    cluster: ClusterConfig
-    flops_per_second: float  # matrix-product peak of a job
-    measured: Calibration
-
-    def of(self, run: RunConfig) -> float:
-        """FLOP/s, exact convention, of training a run alone."""
-        found = self.measured.rate(run_kind(run), run.model.width, self.assumed)
-        return self.assumed(run.model.width) if found is None else found
-
-    def assumed(self, width: float) -> float:
-        """FLOP/s by width where nothing was measured: small models reach little of the peak."""
-        return self.flops_per_second * width / (width + self.cluster.half_speed_width)
-
-    def measured_runs(self, runs: Iterable[RunConfig]) -> int:
-        """Those behind the estimates of these; 0 where one of them has none."""
-        kinds = {run_kind(run) for run in runs}
-        return self.measured.runs(kinds) if all(self.measured.runs([kind]) for kind in kinds) else 0
+    def runs(self, kinds: Collection[str]) -> int:
+        """How many runs of these kinds were measured; 0 where one of the kinds has none."""
+        counts = [sum(count for _, count in self.rates.get(kind, {}).values()) for kind in kinds]
+        return sum(counts) if all(counts) else 0
 
 
 def kind_of(precision: str, mesh: str, batch_tokens: int, sequence_length: int) -> str:
@@ -123,7 +102,7 @@ def processor_name() -> str:
 
 def load_rates(cluster: ClusterConfig, threads: int) -> Calibration:
     """What past sweeps measured where this one is to run."""
-    kinds = _places(read_json(_file())).get(place_of(cluster, threads), {}).get("kinds", {})
+    kinds = (_places(read_json(_file())) or {}).get(place_of(cluster, threads), {}).get("kinds", {})
     return Calibration(
         {
             kind: {int(width): (statistics.median(runs.values()), len(runs)) for width, runs in widths.items()}
@@ -150,12 +129,22 @@ def record_rates(place: str, measured: Iterable[Measured]) -> str | None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(file.with_name(f".{file.name}.lock"), timeout=LOCK_SECONDS):
-            content, said = read_json(file), None
-            if file.exists() and not _is_whole(content):
+            known, said = _places(read_json(file)), None
+            if file.exists() and known is None:
                 aside = file.with_name(f"{file.name}.damaged")
                 os.replace(file, aside)
                 said = f"{file} was damaged and is now {aside}; estimates start anew from what this sweep measured"
-            write_json(file, {"version": VERSION, "places": _with(_places(content), place, measured)})
+            # What is added to moves to the end, and the oldest falls out.
+            known = known or {}
+            kinds = known.pop(place, {}).get("kinds", {})
+            for run in measured:
+                widths = kinds[run.kind] = kinds.pop(run.kind, {})
+                runs = widths.get(str(run.width), {})
+                runs.pop(run.run_id, None)
+                runs[run.run_id] = run.flops_per_second
+                widths[str(run.width)] = dict(list(runs.items())[-RUNS:])
+            known[place] = {"device": measured[-1].device, "kinds": dict(list(kinds.items())[-KINDS:])}
+            write_json(file, {"version": VERSION, "places": dict(list(known.items())[-PLACES:])})
             return said
     except (OSError, Timeout) as error:
         return f"what was measured could not be added to {file} ({error}); the next estimate does without"
@@ -166,35 +155,16 @@ def _file() -> Path:
     return (Path(given).expanduser() if given else Path.home() / ".cache" / "isoflop") / "calibration.json"
 
 
-def _with(places: dict[str, Any], place: str, measured: list[Measured]) -> dict[str, Any]:
-    """With these runs: what is added to moves to the end, and the oldest falls out."""
-    kinds = places.pop(place, {}).get("kinds", {})
-    for run in measured:
-        widths = kinds[run.kind] = kinds.pop(run.kind, {})
-        runs = widths.get(str(run.width), {})
-        runs.pop(run.run_id, None)
-        runs[run.run_id] = run.flops_per_second
-        widths[str(run.width)] = dict(list(runs.items())[-RUNS:])
-    places[place] = {"device": measured[-1].device, "kinds": dict(list(kinds.items())[-KINDS:])}
-    return dict(list(places.items())[-PLACES:])
-
-
-def _places(content: dict[str, Any] | None) -> dict[str, Any]:
-    return dict(content["places"]) if content is not None and _is_whole(content) else {}
-
-
-def _is_whole(content: dict[str, Any] | None) -> bool:
-    """Whether everything in the file is what `record_rates` writes."""
-    if content is None or content.get("version") != VERSION:
-        return False
-
+def _places(content: Any) -> dict[str, Any] | None:
+    """The places in the file; None where something in it is not what `record_rates` writes."""
     try:
         kinds = [kind for place in content["places"].values() for kind in place["kinds"].values()]
         runs = [(int(width), runs) for widths in kinds for width, runs in widths.items()]
         numbers = [number for width, rates in runs for number in (width, len(rates), *rates.values())]
-        return all(0 < number < math.inf for number in numbers)
+        is_whole = content["version"] == VERSION and all(0 < number < math.inf for number in numbers)
     except (AttributeError, KeyError, TypeError, ValueError):
-        return False
+        return None
+    return content["places"] if is_whole else None
 
 
 @dataclass(frozen=True)
@@ -219,11 +189,6 @@ def places(cluster: ClusterConfig, ranks: int, rate: float) -> Places:
     threads = cluster.threads_per_job if cluster.threads_per_job is not None else max(1, cores // (jobs * ranks))
     # More ranks than cores are no faster than the cores.
     return Places(jobs, threads, rate * min(ranks * threads, max(threads, cores)))
-
-
-def usable_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 # The best of many short trials on one thread: other processes slow most of them down, but rarely all.

@@ -17,8 +17,8 @@ from ...train.flops import count_parameters, flops_6nd, flops_exact
 from ...train.schedule import trunk_steps
 from ..config import ClusterConfig
 from ..grid.trunks import own_flops
-from .packing import Unit, pack_runs, paid_shares, wall_clock
-from .rates import Calibration, Rates, run_kind
+from .packing import Clock, Unit, pack_runs
+from .rates import Calibration, run_kind
 
 MANY_STEPS = 200_000  # beyond which a batch is far below what a run of that length can use
 
@@ -114,9 +114,14 @@ def plan_runs(
     `flops_per_second` is the matmul peak of one job, all ranks together; `threads` are those of a rank. `taken` runs
     are done or have a job: no unit has both such a run and one that is left.
     """
-    rates = Rates(cluster, flops_per_second, measured or Calibration())
-    by_id = {run_id(run): run for run in runs}
-    planned = [_planned(name, run, cluster, rates, threads) for name, run in by_id.items()]
+
+    def assumed(width: float) -> float:  # where nothing was measured: small models reach little of the peak
+        return flops_per_second * width / (width + cluster.half_speed_width)
+
+    measured, by_id = measured or Calibration(), {run_id(run): run for run in runs}
+    kinds = {name: run_kind(run) for name, run in by_id.items()}
+    rates = {name: measured.rate(kinds[name], run.model.width, assumed) for name, run in by_id.items()}
+    planned = [_planned(name, run, cluster, rates[name], threads) for name, run in by_id.items()]
     # Longest first: the last job to start is then the shortest, and no core idles behind a long tail.
     planned.sort(key=lambda run: (-run.estimated_seconds, run.run_id))
     seconds = {run.run_id: run.estimated_seconds for run in planned}
@@ -126,19 +131,19 @@ def plan_runs(
         room, sharing = room / sharing, 1
     units: list[Unit] = []
     for is_taken in (False, True):
+        part = {name: run for name, run in by_id.items() if (name in taken) == is_taken}
         units += pack_runs(
-            [run for name, run in by_id.items() if (name in taken) == is_taken],
-            seconds,
+            Clock(part, seconds, bound),
             places=jobs_at_once,
             ensembles=ensembles,
             runs_per_gpu=sharing,
             room_bytes=room * 1e9,
-            launch_bound_width=bound,
             device="cuda" if on_gpu else "cpu",
         )
-    paid: dict[str, float] = {}
-    for unit in units:
-        paid |= paid_shares(unit, by_id, seconds, bound)
+    clock, paid = Clock(by_id, seconds, bound), dict[str, float]()
+    pieces = [clock.piece(unit) for unit in units]
+    for piece in pieces:
+        paid |= clock.paid_shares(piece)
     planned = [replace(run, paid_seconds=paid[run.run_id]) for run in planned]
     gpu_hours = sum(run.paid_seconds * run.shape.gpus * run.shape.ranks for run in planned) / 3600
     core_hours = sum(run.paid_seconds * run.shape.cpus * run.shape.ranks for run in planned) / 3600
@@ -149,14 +154,14 @@ def plan_runs(
         runs=planned,
         units=units,
         jobs_at_once=jobs_at_once,
-        estimated_seconds=wall_clock(units, by_id, seconds, jobs_at_once, bound),
+        estimated_seconds=clock.wall_clock(pieces, jobs_at_once),
         total_flops=sum(run.flops_own for run in planned),
         separate_flops=sum(run.flops_exact for run in planned),
         gpu_hours=gpu_hours,
         core_hours=core_hours,
         dollars=None if price is None else gpu_hours * price,
-        measured_runs=rates.measured_runs(by_id.values()),
-        rates={kind: dict(rates.measured.rates.get(kind, {})) for kind in sorted(set(map(run_kind, runs)))},
+        measured_runs=measured.runs(set(kinds.values())),
+        rates={kind: dict(measured.rates.get(kind, {})) for kind in sorted(set(kinds.values()))},
     )
 
 
@@ -206,7 +211,7 @@ def job_shape(parallel: ParallelConfig, cluster: ClusterConfig, threads: int | N
     )
 
 
-def _planned(name: str, run: RunConfig, cluster: ClusterConfig, rates: Rates, threads: int | None) -> PlannedRun:
+def _planned(name: str, run: RunConfig, cluster: ClusterConfig, rate: float, threads: int | None) -> PlannedRun:
     own = own_flops(run)
     return PlannedRun(
         run_id=name,
@@ -224,7 +229,7 @@ def _planned(name: str, run: RunConfig, cluster: ClusterConfig, rates: Rates, th
         precision=run.precision,
         shape=job_shape(run.parallel, cluster, threads),
         mesh=run.parallel.label,
-        estimated_seconds=own / rates.of(run),
+        estimated_seconds=own / rate,
         parent=run.parent,
         first_step=trunk_steps(run) if run.parent is not None else 0,
         recipe=recipe_label(run.data.recipe) if run.data.recipe else "",

@@ -1,14 +1,13 @@
 """What a sweep was planned to cost and what it has cost, what was wasted and why, and how far its estimates were off.
 
-The books are those of the attempts that have ended. A step is useful as long as a result stands on it, or a checkpoint
-that a run can go on from; else it is lost to what ended the attempt after which a run went back behind it. Runs that
-share a device pay equal parts at any time; of a branch only its own steps count.
+A step is useful as long as a result stands on it, or a checkpoint that a run can go on from; otherwise it is lost to
+what ended the attempt after which the run went back behind it. Runs that share a device pay equal parts at any time.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -35,107 +34,69 @@ WORDS = {name: name for name in ("hung", "preempted", "cancelled", "diverged", "
 Planned = dict[str, Any]  # a run of plan.json
 
 
-@dataclass(frozen=True)
-class Amount:
-    """Device-hours, dollars where a GPU-hour has a price, and FLOPs by the exact convention."""
+@dataclass
+class _Entry:
+    """A run in the books."""
 
-    hours: float
-    dollars: float | None
-    flops: float
-
-
-@dataclass(frozen=True)
-class Wasted:
-    """What one cause has cost."""
-
-    words: str
-    attempts: int  # that it ended
-    hours: float
-    flops: float
+    run: RunDirectory
+    planned: Planned
+    history: list[Attempt]
+    result: dict[str, Any] | None  # None: it is not done
+    devices: float
+    paid: list[float] = field(default_factory=list)  # seconds of each attempt
+    served: int = 0  # the last step of a trunk that a branch's result stands on
 
 
-@dataclass(frozen=True)
-class Error:
-    """How far an estimate of time was off: actual over planned."""
+def account(sweep: SweepDirectory) -> dict[str, Any]:
+    """The books of a sweep as they are now, as costs.json has them; SLURM is asked where the sweep went there.
 
-    runs: int
-    ratio: float  # of all together: of the sums; of one width: the runs' median
-    low: float  # quartiles of the runs' ratios
-    high: float
-
-
-@dataclass(frozen=True)
-class Account:
-    """The books of a sweep."""
-
-    unit: str  # GPU-hours | core-hours
-    runs: int
-    done: int
-    planned: Amount
-    used: Amount
-    useful: Amount
-    wasted: Amount
-    causes: dict[str, Wasted]  # by cause, the dearest first
-    attempts: int
-    retries: int
-    retry_budget: int
-    measured_runs: int  # of past sweeps, behind the estimate; 0: it was assumed
-    error: Error | None  # of the estimate of all runs that are done, together
-    errors: dict[int, Error]  # by width; medians
-    cluster_hours: float | None  # that SLURM counts for the jobs that trained; None: it does not say
-    scoring_hours: float | None  # that it counts for those that scored
-
-    @property
-    def overhead_hours(self) -> float | None:
-        """Beyond the attempts: start-up, and waiting for work."""
-        return None if self.cluster_hours is None else self.cluster_hours - self.used.hours
-
-    def to_dict(self) -> dict[str, Any]:
-        """As costs.json has them."""
-        return asdict(self) | {"overhead_hours": self.overhead_hours}
-
-
-def account(sweep: SweepDirectory) -> Account:
-    """The books of a sweep as they are now; SLURM is asked where the sweep went there."""
+    An amount is device-hours, dollars where a GPU-hour has a price, and FLOPs by the exact convention.
+    """
     plan, cluster = sweep.plan(), sweep.settings()["config"]["cluster"]
-    runs = {run["run_id"]: run for run in plan["runs"]}
-    histories = {name: attempts.read(sweep.run(name)) for name in runs}
-    results = {name: result_of(sweep.run(name)) for name in runs}
-    paid = paid_seconds(histories)
-    books, served = _Books(), Counter[str]()  # of trunks the last step that a branch's result stands on
-    for name, run in runs.items():
-        if run.get("parent") is not None and results[name] is not None:
-            served[run["parent"]] = max(served[run["parent"]], run["first_step"])
-    planned_hours = 0.0
-    for name, run in runs.items():
-        part = devices(run["shape"], cluster)
-        planned_hours += planned_seconds(run) * part / 3600
-        books.enter(run, histories[name], paid[name], results[name], served[name], part)
-    gpus = any(run["shape"]["gpus"] for run in runs.values())
+    entries: dict[str, _Entry] = {}
+    for planned in plan["runs"]:
+        run, part = sweep.run(planned["run_id"]), devices(planned["shape"], cluster)
+        entries[run.run_id] = _Entry(run, planned, attempts.read(run), result_of(run), part)
+    for name, paid in paid_seconds({name: entry.history for name, entry in entries.items()}).items():
+        entries[name].paid = paid
+    every = list(entries.values())
+    for entry in every:
+        if entry.result is not None and (trunk := entries.get(entry.planned.get("parent") or "")) is not None:
+            trunk.served = max(trunk.served, entry.planned["first_step"])
+    books, planned_hours = _Books(), 0.0
+    for entry in every:
+        planned_hours += planned_seconds(entry.planned) * entry.devices / 3600
+        books.enter(entry)
+    gpus = any(entry.planned["shape"]["gpus"] for entry in every)
     price = cluster.get("dollars_per_gpu_hour") if gpus else None
 
-    def amount(hours: float, flops: float) -> Amount:
-        return Amount(hours, None if price is None else hours * price, float(flops))
+    def amount(hours: float, flops: float) -> dict[str, float | None]:
+        return {"hours": hours, "dollars": None if price is None else hours * price, "flops": float(flops)}
 
     wasted_hours, wasted_flops = sum(books.lost_hours.values()), sum(books.lost_flops.values())
-    error, errors = _errors(runs, results, histories, paid, sweep)
-    return Account(
-        unit="GPU-hours" if gpus else "core-hours",
-        runs=len(runs),
-        done=sum(result is not None for result in results.values()),
-        planned=amount(planned_hours, plan["total_flops"]),
-        used=amount(books.hours + wasted_hours, float(books.flops) + float(wasted_flops)),
-        useful=amount(books.hours, books.flops),
-        wasted=amount(wasted_hours, wasted_flops),
-        causes=books.causes(),
-        attempts=sum(map(len, histories.values())),
-        retries=attempts.retries_spent(sweep),
-        retry_budget=cluster.get("sweep_retries", 0),
-        measured_runs=plan.get("measured_runs", 0),
-        error=error,
-        errors=errors,
-        **_by_slurm(sweep, runs, histories, cluster),
-    )
+    used_hours = books.hours + wasted_hours
+    error, errors = _errors(every)
+    cluster_hours, scoring_hours = _slurm_hours(sweep, entries, cluster)
+    return {
+        "unit": "GPU-hours" if gpus else "core-hours",
+        "runs": len(every),
+        "done": sum(entry.result is not None for entry in every),
+        "planned": amount(planned_hours, plan["total_flops"]),
+        "used": amount(used_hours, float(books.flops) + float(wasted_flops)),
+        "useful": amount(books.hours, books.flops),
+        "wasted": amount(wasted_hours, wasted_flops),
+        "causes": books.causes(),
+        "attempts": sum(len(entry.history) for entry in every),
+        "retries": attempts.retries_spent(sweep),
+        "retry_budget": cluster.get("sweep_retries", 0),
+        "measured_runs": plan.get("measured_runs", 0),  # of past sweeps, behind the estimate; 0: it was assumed
+        "error": error,  # of the estimate of all runs that are done, together
+        "errors": errors,  # by width; medians
+        "cluster_hours": cluster_hours,  # that SLURM counts for the jobs that trained; None: it does not say
+        "scoring_hours": scoring_hours,  # that it counts for those that scored
+        # Beyond the attempts: start-up, and waiting for work.
+        "overhead_hours": None if cluster_hours is None else cluster_hours - used_hours,
+    }
 
 
 def devices(shape: Mapping[str, Any], cluster: Mapping[str, Any]) -> float:
@@ -196,20 +157,12 @@ class _Books:
     lost_flops: Counter[str] = field(default_factory=Counter)
     ended: Counter[str] = field(default_factory=Counter)
 
-    def enter(
-        self,
-        run: Planned,
-        history: Sequence[Attempt],
-        paid: Sequence[float],
-        result: Mapping[str, Any] | None,
-        served: int,
-        devices: float,
-    ) -> None:
+    def enter(self, entry: _Entry) -> None:
+        run, result, kept = entry.planned, entry.result, 0
         step_flops, begins = round(run["flops_exact"] / run["steps"]), run.get("first_step", 0)
-        lost = lost_steps(history, begins, result is not None, served)
-        kept = 0
-        for attempt, seconds, counts in zip(history, paid, lost, strict=True):
-            hours, steps = seconds * devices / 3600, attempt.last_step - attempt.first_step
+        lost = lost_steps(entry.history, begins, result is not None, entry.served)
+        for attempt, seconds, counts in zip(entry.history, entry.paid, lost, strict=True):
+            hours, steps = seconds * entry.devices / 3600, attempt.last_step - attempt.first_step
             if attempt.cause != "done":
                 self.ended[attempt.cause] += 1
                 if not steps:  # it has not come to its first step: all its time went to what ended it
@@ -223,42 +176,46 @@ class _Books:
         if result is not None:
             # A run that is done has made all its steps, whether or not the lines of all its attempts are there.
             kept = run["steps"] - begins
-            if not history:
-                self.hours += result["seconds"] * kept / run["steps"] * devices / 3600
+            if not entry.history:
+                self.hours += result["seconds"] * kept / run["steps"] * entry.devices / 3600
         self.flops += kept * step_flops
 
-    def causes(self) -> dict[str, Wasted]:
-        found = {
-            name: Wasted(WORDS.get(name, name), self.ended[name], self.lost_hours[name], float(self.lost_flops[name]))
-            for name in self.ended.keys() | self.lost_hours.keys()
+    def causes(self) -> dict[str, dict[str, Any]]:
+        """What each cause has cost, the dearest first, and how many attempts it ended."""
+        hours, ended = self.lost_hours, self.ended
+        names = sorted(ended.keys() | hours.keys(), key=lambda name: (-hours[name], -ended[name], name))
+        return {
+            name: {
+                "words": WORDS.get(name, name),
+                "attempts": ended[name],
+                "hours": hours[name],
+                "flops": float(self.lost_flops[name]),
+            }
+            for name in names
         }
-        return dict(sorted(found.items(), key=lambda item: (-item[1].hours, -item[1].attempts, item[0])))
 
 
-def _by_slurm(
-    sweep: SweepDirectory,
-    runs: Mapping[str, Planned],
-    histories: Mapping[str, Sequence[Attempt]],
-    cluster: Mapping[str, Any],
-) -> dict[str, float | None]:
+def _slurm_hours(
+    sweep: SweepDirectory, entries: Mapping[str, _Entry], cluster: Mapping[str, Any]
+) -> tuple[float | None, float | None]:
     """Device-hours that SLURM counts for the jobs that trained, and for those that scored."""
     if cluster["kind"] != "slurm":
-        return {"cluster_hours": None, "scoring_hours": None}
+        return None, None
     from ..slurm import commands as slurm
     from ..slurm.record import LaunchRecord
 
     try:
         record = LaunchRecord.read(sweep)
     except UserError:  # the books need no record, and `isoflop doctor` makes it anew
-        return {"cluster_hours": None, "scoring_hours": None}
-    one = {name: devices(run["shape"] | {"nodes": 1, "ranks_per_node": 1}, cluster) for name, run in runs.items()}
-    scoring = {job: one[name] for name, job in record.scoring.items() if name in one}
-    training = {
-        attempt.job_id: devices(runs[name]["shape"], cluster)
-        for name, history in histories.items()
-        for attempt in history
-        if attempt.job_id is not None
+        return None, None
+    one_rank = {"nodes": 1, "ranks_per_node": 1}
+    scoring = {
+        job: devices(entries[name].planned["shape"] | one_rank, cluster)
+        for name, job in record.scoring.items()
+        if name in entries
     }
+    every = entries.values()
+    training = {each.job_id: entry.devices for entry in every for each in entry.history if each.job_id is not None}
     for queue in record.queues.values():  # also of workers that came too late for a run
         training |= dict.fromkeys(queue.workers, devices(asdict(queue.shape), cluster))
     seconds = slurm.elapsed([*training, *scoring])
@@ -267,7 +224,7 @@ def _by_slurm(
         known = [seconds[job] * each for job, each in jobs.items() if job in seconds]
         return sum(known) / 3600 if known else None
 
-    return {"cluster_hours": hours(training), "scoring_hours": hours(scoring)}
+    return hours(training), hours(scoring)
 
 
 def planned_seconds(planned: Planned) -> float:
@@ -276,7 +233,7 @@ def planned_seconds(planned: Planned) -> float:
 
 
 def own_seconds(run: RunDirectory, planned: Planned, summary: Mapping[str, Any]) -> float:
-    """Seconds that a finished run trained itself: of a branch, what came after its trunk's part."""
+    """Seconds that a finished run trained itself: of a branch, those after its trunk's part."""
     first = planned.get("first_step", 0)
     if not first:
         return float(summary["seconds"])
@@ -286,30 +243,27 @@ def own_seconds(run: RunDirectory, planned: Planned, summary: Mapping[str, Any])
     return max(0.0, float(summary["seconds"]) - before[-1]["seconds"] * first / before[-1]["step"])
 
 
-def _errors(
-    runs: Mapping[str, Planned],
-    results: Mapping[str, Mapping[str, Any] | None],
-    histories: Mapping[str, Sequence[Attempt]],
-    paid: Mapping[str, Sequence[float]],
-    sweep: SweepDirectory,
-) -> tuple[Error | None, dict[int, Error]]:
-    """Of all runs that are done together, and by width: what each paid, without repeated steps, over its estimate."""
+def _errors(entries: Iterable[_Entry]) -> tuple[dict[str, float] | None, dict[int, dict[str, float]]]:
+    """What runs that are done paid, without repeated steps, over their estimates: of all together, and by width.
+
+    `low` and `high` are the quartiles of the runs' ratios.
+    """
     import statistics  # which takes longer than all else here, and `isoflop status` has no use for it
 
-    def error(ratios: Sequence[float], ratio: float) -> Error:
+    def error(ratios: Sequence[float], ratio: float) -> dict[str, float]:
         low, _, high = statistics.quantiles(ratios, method="inclusive") if len(ratios) > 1 else [ratios[0]] * 3
-        return Error(len(ratios), ratio, low, high)
+        return {"runs": len(ratios), "ratio": ratio, "low": low, "high": high}
 
     times: list[tuple[float, float]] = []
     by_width = defaultdict(list)
-    for name, result in results.items():
-        if result is None:
+    for entry in entries:
+        if entry.result is None:
             continue
-        actual, planned = own_seconds(sweep.run(name), runs[name], result), planned_seconds(runs[name])
-        if shares_device(histories[name], result):
-            actual *= sum(paid[name]) / max(sum(attempt.seconds for attempt in histories[name]), 1e-9)
+        actual, planned = own_seconds(entry.run, entry.planned, entry.result), planned_seconds(entry.planned)
+        if shares_device(entry.history, entry.result):
+            actual *= sum(entry.paid) / max(sum(attempt.seconds for attempt in entry.history), 1e-9)
         times.append((actual, planned))
-        by_width[runs[name]["width"]].append(actual / planned)
+        by_width[entry.planned["width"]].append(actual / planned)
     if not times:
         return None, {}
     together = error([one / other for one, other in times], sum(a for a, _ in times) / sum(p for _, p in times))

@@ -52,17 +52,20 @@ def write_results(sweep: SweepDirectory, targets: list[float] | None = None, ane
 
     `targets`: FLOP budgets to extrapolate to; None: those of the sweep's config.
     """
-    digest = _digest(sweep, targets)
-    law = None if anew else _up_to_date(sweep, digest)
-    if law is None:
+    digest, law, inputs = _digest(sweep, targets), None, sweep.path / "fit" / INPUTS
+    if not anew and read_json(inputs) == {"digest": digest, "made": _stamps(sweep, MADE)}:
+        law = read_json(sweep.path / "fit" / "law.json")
+    if law is not None:
+        law = {name: value for name, value in law.items() if name not in ("provenance", "estimator")}
+    else:
         law = _analyze(sweep, targets)
-        write_json(sweep.path / "fit" / INPUTS, {"digest": digest, "made": _stamps(sweep, MADE)})
+        write_json(inputs, {"digest": digest, "made": _stamps(sweep, MADE)})
     tracking.push_results(sweep, _note)
     return law
 
 
 def _digest(sweep: SweepDirectory, targets: list[float] | None) -> str:
-    """Of all that the results are made from: code by content, what the runs wrote by size and time."""
+    """A hash of all that the results are made from: code by content, the runs' files by size and time."""
     root, found = Path(__file__).resolve().parents[2], hashlib.sha256(repr((targets, _stamps(sweep, SOURCES))).encode())
     for path in sorted(path for room in ROOMS for path in (root / room).rglob("*") if path.suffix in CODE):
         found.update(path.read_bytes())
@@ -73,15 +76,6 @@ def _stamps(sweep: SweepDirectory, patterns: tuple[str, ...]) -> dict[str, list[
     """Size and time of the last change of each file."""
     found = {path: path.stat() for pattern in patterns for path in sorted(sweep.path.glob(pattern))}
     return {str(path.relative_to(sweep.path)): [stat.st_size, stat.st_mtime_ns] for path, stat in found.items()}
-
-
-def _up_to_date(sweep: SweepDirectory, digest: str) -> dict[str, Any] | None:
-    """The analysis in law.json, where nothing has changed since; else None."""
-    known = read_json(sweep.path / "fit" / INPUTS) or {}
-    if known.get("digest") != digest or known.get("made") != _stamps(sweep, MADE):
-        return None
-    law = read_json(sweep.path / "fit" / "law.json")
-    return law and {name: value for name, value in law.items() if name not in ("provenance", "estimator")}
 
 
 def _analyze(sweep: SweepDirectory, targets: list[float] | None) -> dict[str, Any]:
@@ -102,7 +96,7 @@ def _analyze(sweep: SweepDirectory, targets: list[float] | None) -> dict[str, An
     analysis = fit.analyze(runs, tuple(wanted), options["bootstrap"], options["seed"], law)
     provenance = {key: settings.get(key) for key in ("isoflop_version", "git_commit", "git_dirty", "host", "written")}
     provenance["command"] = " ".join(settings.get("command", []))
-    costs = account(sweep).to_dict()
+    costs = account(sweep)
     write_json(sweep.path / COSTS, costs)
     fit.write_report(
         analysis,

@@ -1,8 +1,4 @@
-"""The pages of a sweep's benchmarks: one of the sweep, and one of each of its best checkpoints.
-
-A checkpoint's page takes a tenth of a second or more, so of a large sweep only some get one: the best of every budget
-first, then the largest.
-"""
+"""The pages of a sweep's benchmarks: one of the sweep, and one of each of its best checkpoints."""
 
 from __future__ import annotations
 
@@ -12,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...train.files import write_atomic
 from ..runs.directory import SweepDirectory
 from .table import evaluations
 
@@ -20,15 +17,15 @@ if TYPE_CHECKING:
 
     from ...fit.downstream.downstream import SignalToNoise, TaskVerdict
 
-MOST = 24  # checkpoints of a sweep that get a page of their own
+MOST = 24  # checkpoints of a sweep that get a page, which takes a tenth of a second or more
 FEWEST = 3  # runs below which a range says nothing
 ABOUT = ("run_id", "name", "step", "final", "N", "D", "flops", "loss", "recipe", "budget")
 
 
 def write_pages(sweep: SweepDirectory, table: pd.DataFrame, verdicts: Iterable[TaskVerdict]) -> Path | None:
     """Writes fit/evaluation.html and runs/<id>/eval/step_<n>.html; None where nothing has been scored."""
-    from ...evaluate.pages.report import write_checkpoint_report
-    from ...evaluate.pages.sweep_report import write_sweep_report
+    from ...evaluate.pages.report import checkpoint_page
+    from ...evaluate.pages.sweep_report import sweep_page
     from ...evaluate.records.items import items_path, read_items
     from ...fit.formatting import plain_json
 
@@ -49,11 +46,11 @@ def write_pages(sweep: SweepDirectory, table: pd.DataFrame, verdicts: Iterable[T
         page = (file := _scores_file(sweep, row)).with_suffix(".html")
         is_new = page.exists() and page.stat().st_mtime_ns > newest
         if (row["run_id"], row["step"]) in shown and not is_new:
-            write_checkpoint_report(own, page, read_items(items_path(file)), peers)
+            write_atomic(page, checkpoint_page(own, read_items(items_path(file)), peers))
         if page.exists():
             links[row["run_id"]] = f"../runs/{row['run_id']}/eval/{page.name}"
     path = sweep.path / "fit" / "evaluation.html"
-    write_sweep_report(path, rows, task_signals(table, verdicts), sweep.path.name, links)
+    write_atomic(path, sweep_page(rows, task_signals(table, verdicts), sweep.path.name, links))
     return path
 
 

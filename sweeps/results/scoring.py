@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ...train.files import read_json, read_json_lines, write_json
-from ..grid.trunks import steps_between
+from ..grid.trunks import checkpoint_folder, has_checkpoint, steps_between
 from ..runs.directory import RunDirectory
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def wanted_steps(run: RunDirectory, settings: dict[str, Any]) -> list[int]:
     """Steps of a finished run whose checkpoints are to be scored, as far as they were kept; the final one last."""
     last = (run.summary() or {}).get("step")
     steps = steps_between(run.config(), settings["every"]) if settings.get("every") is not None else []
-    kept = [step for step in steps if (run.path / "checkpoints" / f"step_{step}" / "manifest.json").is_file()]
+    kept = [step for step in steps if has_checkpoint(run, step)]
     return [*kept, last] if isinstance(last, int) else kept
 
 
@@ -59,7 +59,7 @@ def _request(settings: dict[str, Any]) -> dict[str, Any]:
     return {"tasks": list(settings["tasks"]), "limit": settings["limit"], "ngram": settings.get("ngram")}
 
 
-def open_suite(settings: dict[str, Any], say: Callable[[str], None] | None = None) -> Scoring:
+def open_suite(settings: dict[str, Any], say: Callable[[str], None]) -> Scoring:
     from ...evaluate.tasks.tasks import load_suite
 
     return Scoring(load_suite(settings["tasks"], settings["limit"], progress=say))
@@ -76,7 +76,7 @@ def evaluate_run(run: RunDirectory, settings: dict[str, Any], scoring: Scoring) 
         if _is_scored(run, step, settings):
             continue
         evaluate_checkpoint(
-            run.path / "checkpoints" / f"step_{step}",
+            checkpoint_folder(run, step),
             output=run.path / "eval" / f"step_{step}.json",
             held_out=_held_out(run, step),
             batch_tokens=settings["batch_tokens"],

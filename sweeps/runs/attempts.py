@@ -54,14 +54,8 @@ class Policy:
 
     @classmethod
     def of(cls, cluster: ClusterConfig) -> Policy:
-        return cls(
-            cluster.max_requeues,
-            cluster.retries,
-            cluster.sweep_retries,
-            cluster.backoff_seconds,
-            cluster.heartbeat_seconds,
-            60 * cluster.hang_minutes,
-        )
+        same = {item.name: getattr(cluster, item.name) for item in fields(cls) if item.name != "hang_seconds"}
+        return cls(**same, hang_seconds=60 * cluster.hang_minutes)
 
     @property
     def silence_seconds(self) -> float:
@@ -299,10 +293,8 @@ def retries_spent(sweep: SweepDirectory) -> int:
 
 def newest_checkpoint(run: RunDirectory) -> int | None:
     """Step of the newest checkpoint whose files have their manifest's sizes; the trainer checks their hashes."""
-    for step in reversed(run.saved_steps()):
-        if visible_damage(run.path / "checkpoints" / f"step_{step}") is None:
-            return step
-    return None
+    folders = {step: run.path / "checkpoints" / f"step_{step}" for step in reversed(run.saved_steps())}
+    return next((step for step, folder in folders.items() if visible_damage(folder) is None), None)
 
 
 def visible_damage(checkpoint: Path) -> str | None:
@@ -320,24 +312,20 @@ def visible_damage(checkpoint: Path) -> str | None:
 
 
 def _begun(run: RunDirectory, number: int, began: float, host: str | None, job: str | None, share: float) -> Begun:
+    first_step, machine = newest_checkpoint(run) or 0, socket.gethostname()
+    begun = Begun(number, began, host, job, 0, 0, first_step, _metrics_bytes(run), 0.0, 0.0, share, machine)
     try:
         config = run.config()
     except UserError:  # which is what ends the attempt
-        config = None
-    begins = trunk_steps(config) if config is not None and config.parent is not None else 0
-    return Begun(
-        attempt=number,
-        began=began,
-        host=host,
-        job_id=job,
-        machine=socket.gethostname(),
-        share=share,
-        steps=0 if config is None else config.steps,
+        return begun
+    begins = trunk_steps(config) if config.parent is not None else 0
+    return replace(
+        begun,
+        steps=config.steps,
         begins=begins,
-        first_step=max(begins, newest_checkpoint(run) or 0),
-        metrics_bytes=_metrics_bytes(run),
-        flops_per_step=0.0 if config is None else flops_exact(config) / config.steps,
-        gpus=0.0 if config is None else _gpus(config) * share,
+        first_step=max(begins, first_step),
+        flops_per_step=flops_exact(config) / config.steps,
+        gpus=_gpus(config) * share,
     )
 
 

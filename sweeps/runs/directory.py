@@ -13,8 +13,8 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ import yaml
 from ...train.config import RunConfig, from_dict, run_id, to_dict
 from ...train.errors import UserError
 from ...train.files import HALVED, read_json, write_atomic, write_json
-from ...train.job.failure import Failure, forget_failure, read_failure
+from ...train.job.failure import forget_failure
 
 ENDS = ("done", "failed", "diverged", "preempted", "cancelled")
 OPEN = ("running", "preempted", "queued", "planned")  # states that a run leaves by itself
@@ -68,7 +68,7 @@ class RunDirectory:
         if run_id(config) != self.run_id:
             raise ValueError(f"run {run_id(config)} does not belong in {self.path}")
         if not (self.path / "config.yaml").exists():
-            write_atomic(self.path / "config.yaml", _dump(to_dict(config)))
+            self._write_config(config)
 
     def refreeze(self, config: RunConfig, timeout: float = 60.0) -> None:
         """Writes config.yaml anew where ranks, device or the like differ; UserError where somebody trains the run."""
@@ -76,18 +76,20 @@ class RunDirectory:
             return
         try:
             with self.lock(timeout):
-                write_atomic(self.path / "config.yaml", _dump(to_dict(config)))
+                self._write_config(config)
         except Busy as error:
             raise UserError(
                 f"{error}, and until it ends its settings (parallel.* and the like) stay as they are; stop it, or wait"
             ) from error
 
+    def _write_config(self, config: RunConfig) -> None:
+        write_atomic(self.path / "config.yaml", str(yaml.dump(to_dict(config), Dumper=_DUMPER, sort_keys=False)))
+
     def config(self) -> RunConfig:
         """The frozen config; UserError where it is missing, unreadable, or that of another run."""
         path = self.path / "config.yaml"
         try:
-            values = read_yaml(path)
-            config = from_dict(RunConfig, values)
+            config = from_dict(RunConfig, read_yaml(path))
         except (OSError, UnicodeDecodeError, yaml.YAMLError, TypeError, AttributeError) as error:
             raise UserError(
                 f"{path} cannot be read as a run's config ({error}); remove the run directory and sweep again"
@@ -114,7 +116,7 @@ class RunDirectory:
         if state not in STATES:
             raise ValueError(f"{state!r} is not a state")
         if state in ("planned", "queued"):
-            self.forget_failure()
+            forget_failure(self.path)
         values = {**asdict(self.state()), "reason": None, "since": now_on(self.path), **changes, "state": state}
         # A power cut must not lose how a run ended; that it waits or runs is no loss.
         write_json(self.path / "state.json", values, flush=state in ENDS)
@@ -127,11 +129,9 @@ class RunDirectory:
     def summary(self) -> dict[str, Any] | None:
         return read_json(self.path / "summary.json")
 
-    @contextmanager
-    def lock(self, timeout: float = 60.0) -> Iterator[None]:
+    def lock(self, timeout: float = 60.0) -> AbstractContextManager[object]:
         """Holds the run: one writer at a time. Raises Busy after `timeout` seconds."""
-        with _lock(self.path / ".lock", timeout, f"run {self.run_id}"):
-            yield
+        return _locked(self.path / ".lock", timeout, f"run {self.run_id}")
 
     def reserve(self) -> None:
         """Sets disk space aside, to be able to say that the disk is full."""
@@ -145,13 +145,6 @@ class RunDirectory:
         name = f"log-rank{rank}.txt" if rank else "log.txt"
         with (self.path / name).open("a", encoding="utf-8") as file:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {message}\n")
-
-    def failure(self) -> Failure | None:
-        """What a process noted of the end of its attempt."""
-        return read_failure(self.path)
-
-    def forget_failure(self) -> None:
-        forget_failure(self.path)
 
     def ask_cancel(self, by: str) -> None:
         """Asks whoever trains the run, on whatever node, to save and stop."""
@@ -249,38 +242,31 @@ class SweepDirectory:
         except (OSError, yaml.YAMLError, TypeError, ValueError) as error:
             raise UserError(f"{path} cannot be read ({error}); run sweep.py again to write it anew") from error
 
-    @contextmanager
-    def lock(self, timeout: float = 0.0) -> Iterator[None]:
+    def lock(self, timeout: float = 0.0) -> AbstractContextManager[object]:
         """Holds the sweep while runs are planned and launched; AtWork after `timeout` seconds."""
-        with ExitStack() as stack:
-            try:
-                self.path.mkdir(parents=True, exist_ok=True)
-                stack.enter_context(_lock(self.path / ".lock", timeout, "sweep"))
-            except Busy as error:
-                raise AtWork(
-                    f"{self.path} is in use ({error}); wait for it, or choose another folder with sweep=NAME"
-                ) from error
-            except OSError as error:
-                raise UserError(
-                    f"output_root is {str(self.path.parent)!r}, which cannot be written ({error.strerror or error}); "
-                    "name a folder that can"
-                ) from error
-            yield
+        try:
+            return _locked(self.path / ".lock", timeout, "sweep")
+        except Busy as error:
+            raise AtWork(
+                f"{self.path} is in use ({error}); wait for it, or choose another folder with sweep=NAME"
+            ) from error
+        except OSError as error:
+            raise UserError(
+                f"output_root is {str(self.path.parent)!r}, which cannot be written ({error.strerror or error}); "
+                "name a folder that can"
+            ) from error
 
     def launcher_alive(self, token: str) -> bool:
         """Whether the launcher that wrote `token` still holds the sweep."""
-        owner = read_json(self.path / ".lock.owner") or {}
-        if owner.get("token") != token:
+        if lock_token(self.path) != token:
             return False
         from filelock import FileLock, Timeout  # which takes longer than all of `status` on a small sweep
 
-        lock = FileLock(self.path / ".lock")
         try:
-            lock.acquire(timeout=0)
+            with FileLock(self.path / ".lock", timeout=0):
+                return False
         except Timeout:
             return True
-        lock.release()
-        return False
 
 
 def now_on(folder: Path) -> float:
@@ -361,25 +347,21 @@ def lock_token(path: Path) -> str:
     return str((read_json(path / ".lock.owner") or {}).get("token"))
 
 
-def _dump(config: dict[str, Any]) -> str:
-    return str(yaml.dump(config, Dumper=_DUMPER, sort_keys=False))
-
-
-@contextmanager
-def _lock(path: Path, timeout: float, what: str) -> Iterator[None]:
+def _locked(path: Path, timeout: float, what: str) -> AbstractContextManager[object]:
+    """Holds a file lock from now on, to the end of the block; says beside it who does."""
     from filelock import FileLock, Timeout
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    owner_file = path.with_name(path.name + ".owner")
-    lock = FileLock(path)
+    owner_file, lock = path.with_name(path.name + ".owner"), FileLock(path)
     try:
-        lock.acquire(timeout=timeout)
+        held = lock.acquire(timeout=timeout)
     except Timeout as error:
         owner = read_json(owner_file) or {}
         raise Busy(f"{what} is held by process {owner.get('pid', '?')} on {owner.get('host', '?')}") from error
     try:
         owner = {"pid": os.getpid(), "host": socket.gethostname(), "token": os.urandom(8).hex()}
         write_json(owner_file, owner, flush=False)
-        yield
-    finally:
+    except BaseException:
         lock.release()
+        raise
+    return held

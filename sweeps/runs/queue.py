@@ -21,6 +21,7 @@ import errno
 import fcntl
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -89,7 +90,7 @@ class Queue:
         self._open: dict[int, Claim] = {}
         self._ended: set[int] = set()
         self._holds: dict[int, Hold] = {}
-        self._claims: dict[int, int] = {}  # that each place has made
+        self._claims = Counter[int]()  # that each place has made
 
     @classmethod
     def create(
@@ -172,9 +173,8 @@ class Queue:
     def avoided(self) -> tuple[str, ...]:
         """Nodes that a worker added for the first unit left should exclude."""
         self._refresh()
-        now = self._now()
-        holds = [self._holds.get(index, FREE) for index in self._left[:1]]
-        return tuple(node for hold in holds for node in hold.avoid if now < hold.until + AVOID_SECONDS)
+        hold = self._holds.get(self._left[0], FREE) if self._left else FREE
+        return hold.avoid if self._now() < hold.until + AVOID_SECONDS else ()
 
     def was_claimed(self) -> bool:
         self._refresh()
@@ -182,7 +182,7 @@ class Queue:
 
     def claimed(self, place: int) -> int:
         self._refresh()
-        return self._claims.get(place, 0)
+        return self._claims[place]
 
     def running(self) -> dict[Unit, int]:
         """Units at work, with their places."""
@@ -219,8 +219,8 @@ class Queue:
         return True
 
     def _avoids(self, index: int, host: str | None, now: float) -> bool:
-        hold = self._holds.get(index)
-        return host is not None and hold is not None and host in hold.avoid and now < hold.until + AVOID_SECONDS
+        hold = self._holds.get(index, FREE)
+        return host in hold.avoid and now < hold.until + AVOID_SECONDS
 
     def _may_settle(self, index: int) -> bool:
         """Whether this worker has a unit, or no live one."""
@@ -282,7 +282,7 @@ class Queue:
             self._left.remove(index)
             self._holds.pop(index, None)
             self._open[index] = claim = Claim(**{name: event[name] for name in Claim.__dataclass_fields__})
-            self._claims[claim.place] = self._claims.get(claim.place, 0) + 1
+            self._claims[claim.place] += 1
             return
         del self._open[index]
         if kind == "end":

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ...train.job.failure import Cause, cause_of, describe_error
+from ...train.job.failure import Cause, cause_of, describe_error, forget_failure, read_failure
 from . import attempts
 from .attempts import INTERRUPTED, RETRIED, Decision, Policy
 from .directory import Busy, RunDirectory, State, job_restarts, now_on, this_node, this_user
@@ -119,7 +119,8 @@ def held(run: RunDirectory, job: str, policy: Policy, timeout: float = 60.0, sha
             return
         _wait_for_signs(run, policy)
         state, death = run.state(), KILLED
-        if run.failure() is None and job == state.job_id and job_restarts() > 0:  # the same job, taken off its node
+        # The same job, taken off its node.
+        if read_failure(run.path) is None and job == state.job_id and job_restarts() > 0:
             death = Death("node", f"its node {state.host} failed, and SLURM has started its job again")
         settle(run, death, advise=True)
         if (who := run.cancel_asked()) is not None:
@@ -127,11 +128,10 @@ def held(run: RunDirectory, job: str, policy: Policy, timeout: float = 60.0, sha
             yield False
             return
         if (why := _had_enough(run, job, policy)) is not None:
-            run.set_state("failed", reason=why)
-            run.log(f"failed: {why}")
+            _write_end(run, "failed", why)
             yield False
             return
-        run.forget_failure()
+        forget_failure(run.path)
         run.give_sign()
         try:
             begun = attempts.begin(run, job, this_node(), share)
@@ -174,8 +174,7 @@ def conclude(run: RunDirectory, ended: str, reason: str | None = None, cause: st
     with contextlib.suppress(OSError):  # whoever settles the run then writes it
         attempts.note(run, cause or ("error" if ended == "failed" else ended), reason)
     try:
-        run.set_state(ended, reason=reason)
-        run.log(ended if reason is None else f"{ended}: {reason}")
+        _write_end(run, ended, reason)
     except OSError:
         # The disk is full even for state.json: the old state stays whole, and whoever started this process settles it.
         if ended == "done":
@@ -189,8 +188,12 @@ def correct(run: RunDirectory, ended: str, reason: str | None, cause: str | None
             return
         if cause is not None:
             attempts.amend(run, cause, reason)
-        run.set_state(ended, reason=reason)
-        run.log(ended if reason is None else f"{ended}: {reason}")
+        _write_end(run, ended, reason)
+
+
+def _write_end(run: RunDirectory, ended: str, reason: str | None) -> None:
+    run.set_state(ended, reason=reason)
+    run.log(ended if reason is None else f"{ended}: {reason}")
 
 
 def settle_killed(run: RunDirectory, cause: str, reason: str, at_fault: Sequence[str] = ()) -> bool:
@@ -215,7 +218,7 @@ def settle_killed(run: RunDirectory, cause: str, reason: str, at_fault: Sequence
 
 def settle(run: RunDirectory, death: Death, advise: bool = False) -> bool:
     """Settles an attempt whose process is gone, with what that noted; whether there was one."""
-    noted, cause, words = run.failure(), death.cause, death.words
+    noted, cause, words = read_failure(run.path), death.cause, death.words
     at_fault: tuple[str, ...] = ()
     if noted is not None:
         words += f" ({noted.reason})"

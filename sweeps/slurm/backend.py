@@ -86,9 +86,6 @@ class SlurmBackend(Inventory):
     def is_taken(self, run: RunDirectory) -> bool:
         return bool(self.jobs_of(run))
 
-    def is_busy(self) -> bool:
-        return bool(self.in_queue())
-
     def start(
         self,
         plan: Plan,
@@ -154,18 +151,9 @@ class SlurmBackend(Inventory):
     ) -> list[str]:
         """Submits training, scoring, the fit and the keepers, which depend on each other; all of it or nothing.
 
-        Args:
-            plan: gives every run its job shape and its estimate, and a branch its trunk.
-            units: of runs to train, in the order in which they are to start, and with `evaluate` to score thereafter.
-            unscored: trained already, to score.
-            evaluate: whether there is anything to score on.
-            avoid: nodes that a run is not to get, by run id.
-
-        Returns:
-            Ids of runs that were held back, for the queue of SLURM takes no more jobs; submit them again later.
-
-        Raises:
-            UserError: SLURM refuses a job, in its own words; nothing is left in the queue.
+        Units are trained in their order, and with `evaluate` scored thereafter; `unscored` are trained already; `avoid`
+        has nodes that a run is not to get. Returns the ids of runs that were held back, for the queue of SLURM takes no
+        more jobs: submit them again later. UserError where SLURM refuses a job: nothing is left in the queue.
         """
         limits = slurm_cluster.limits(self.cluster)
         if limits.max_submit is not None and limits.max_submit < LEAST_ROOM:
@@ -339,12 +327,10 @@ class _Launch:
                     self._array(replace(batch, units=batch.units[start : start + most]))
 
     def _array(self, batch: Batch) -> None:
-        sweep, calls = self.backend.sweep, self.backend.calls
-        paths = [[str(sweep.run(name).path.resolve()) for name in unit.runs] for unit in batch.units]
-        training = [
-            Call(calls.train, (unit.how, own, self.backend.policy))
-            for unit, own in zip(batch.units, paths, strict=True)
-        ]
+        training = []
+        for unit in batch.units:
+            paths = [str(self.backend.sweep.run(name).path.resolve()) for name in unit.runs]
+            training.append(Call(self.backend.calls.train, (unit.how, paths, self.backend.policy)))
         with self.began.together():
             request = Request("train", batch.shape, after(batch.waits), batch.avoid)
             trained_by = _by_run(batch, self.began.submit(request, training))
@@ -353,9 +339,8 @@ class _Launch:
                 (array,) = arrays_of(trained_by.values())
                 each = "aftercorr" if len(batch.units) > 1 else "afterok"
                 request = Request("evaluate", batch.shape.for_one_process(), f"{each}:{array}")
-                scored_by = _by_run(
-                    batch, self.began.submit(request, [self._scoring(unit.runs) for unit in batch.units])
-                )
+                scoring = [self._scoring(unit.runs) for unit in batch.units]
+                scored_by = _by_run(batch, self.began.submit(request, scoring))
         self.began.record.training.update(trained_by)
         self.began.record.scoring.update(scored_by)
         self.began.queued.update(trained_by)

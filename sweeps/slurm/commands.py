@@ -36,19 +36,11 @@ def live_jobs(patience: float = PATIENCE, own: bool = False) -> set[str]:
     return set(_queue("%i", patience, own).split())
 
 
-def stranded() -> set[str]:
-    """Ids of this user's jobs that SLURM has put on hold because it could not launch them."""
-    return {job for job, reason in _reasons().items() if STRANDED.search(reason)}
-
-
-def held_jobs() -> set[str]:
-    """Ids of this user's jobs that are on hold as if by the user."""
-    return {job for job, reason in _reasons().items() if reason == "JobHeldUser"}
-
-
-def _reasons() -> dict[str, str]:
-    lines = (line.partition("|") for line in _queue("%i|%r", PATIENCE).splitlines())
-    return {job: reason for job, _, reason in lines}
+def on_hold() -> tuple[set[str], set[str]]:
+    """This user's jobs on hold: those that SLURM could not launch, and those that are held as if by the user."""
+    reasons = [line.partition("|")[::2] for line in _queue("%i|%r", PATIENCE).splitlines()]
+    stranded = {job for job, reason in reasons if STRANDED.search(reason)}
+    return stranded, {job for job, reason in reasons if reason == "JobHeldUser"}
 
 
 def release(jobs: Iterable[str]) -> str | None:
@@ -59,10 +51,9 @@ def release(jobs: Iterable[str]) -> str | None:
     if not answer.returncode:
         return None
     try:
-        reasons = _reasons()
+        held = set[str]().union(*on_hold())
     except UserError:
         return words(answer)
-    held = {job for job, reason in reasons.items() if reason == "JobHeldUser" or STRANDED.search(reason)}
     return words(answer) if (held | {job.split("_")[0] for job in held}).intersection(names) else None
 
 

@@ -13,7 +13,7 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-from ...train.files import read_json, temporary_directory_beside, write_json
+from ...train.files import temporary_directory_beside, write_json
 from ..runs.directory import SweepDirectory
 
 PACKAGE = Path(__file__).resolve().parents[2]
@@ -53,8 +53,8 @@ def take(sweep: SweepDirectory, report: Callable[[str], None] = print, package: 
             target.write_bytes(content)
         commit, changes = None, b""
         if of_git:
-            commit = (_git(package, "rev-parse", "--verify", "HEAD") or b"").decode().strip() or None
-            changes = _git(package, "diff", "--binary", "HEAD", "--", "__init__.py", *ROOMS) or b""
+            commit = (git_output(package, "rev-parse", "--verify", "HEAD") or b"").decode().strip() or None
+            changes = git_output(package, "diff", "--binary", "HEAD", "--", "__init__.py", *ROOMS) or b""
         if changes:
             (folder / "changes.diff").write_bytes(changes)
         write_json(folder / SOURCE, {"commit": commit, "changed": bool(changes), "untracked": untracked})
@@ -68,21 +68,16 @@ def take(sweep: SweepDirectory, report: Callable[[str], None] = print, package: 
     return place
 
 
-def source(package: Path = PACKAGE) -> dict[str, object] | None:
-    """What a copy was made from, where `package` is one: commit, changed, untracked."""
-    return read_json(package.parent / SOURCE)
-
-
 def _files_of_git(package: Path) -> tuple[list[str], list[str]] | None:
     """Paths of files that git tracks, and of those that it would; None outside a checkout."""
     parts = ("--", "__init__.py", *ROOMS)
-    tracked = _names(_git(package, "ls-files", "-z", *parts))
+    tracked = _names(git_output(package, "ls-files", "-z", *parts))
     if "__init__.py" not in tracked:
         return None
-    new = _names(_git(package, "ls-files", "-z", "--others", "--exclude-standard", *parts))
+    new = _names(git_output(package, "ls-files", "-z", "--others", "--exclude-standard", *parts))
     # One that is deleted in the working tree is tracked until the next commit.
     tracked = [name for name in tracked if (package / name).is_file()]
-    return tracked, [name for name in new if name.endswith((".py", ".yaml", ".html", ".css", ".js", ".json"))]
+    return tracked, [name for name in new if name.endswith((".py", ".yaml", ".toml", ".html", ".css", ".js", ".json"))]
 
 
 def _files_of_folder(package: Path) -> list[str]:
@@ -95,7 +90,8 @@ def _names(listed: bytes | None) -> list[str]:
     return sorted(os.fsdecode(name) for name in (listed or b"").split(b"\0") if name)
 
 
-def _git(package: Path, *arguments: str) -> bytes | None:
+def git_output(package: Path, *arguments: str) -> bytes | None:
+    """What git says in a folder; None where it fails."""
     try:
         done = subprocess.run(["git", "-C", str(package), *arguments], capture_output=True, timeout=60, check=True)
     except (OSError, subprocess.SubprocessError):

@@ -103,9 +103,7 @@ class Submission:
     def submit(self, request: Request, calls: Sequence[Call]) -> list[str]:
         """Submits calls as one array, or one call as a job; returns their ids.
 
-        Raises:
-            QueueFull: nothing of this array is in the queue.
-            UserError: SLURM refuses, in its own words.
+        QueueFull: nothing of this array is in the queue. UserError: SLURM refuses, in its own words.
         """
         executor = submitit.SlurmExecutor(folder=self.folder, python=self._python(request))
         executor.update_parameters(**self.parameters(request))

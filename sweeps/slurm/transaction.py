@@ -137,8 +137,9 @@ def release_forgotten(sweep: SweepDirectory, cluster: ClusterConfig, record: Lau
     """
     known = sweep.path / "jobs" / "released.json"
     before = set((read_json(known) or {}).get("jobs") or [])
-    forgotten = set() if is_held(cluster) else slurm.held_jobs() - before
-    if wanted := (slurm.stranded() | forgotten) & record.jobs():
+    stranded, held = slurm.on_hold()
+    forgotten = set() if is_held(cluster) else held - before
+    if wanted := (stranded | forgotten) & record.jobs():
         write_json(known, {"jobs": sorted(before | (forgotten & wanted))})
         slurm.release(wanted)
 

@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 def test_both_sides_have_the_same_losses() -> None:
     case = Case(4e3, members=3, length=16, rows=2)
-    (row,) = bench_ensemble("cpu", rounds=2, steps=1, cases=[case], threads=1)
+    (row,) = bench_ensemble("cpu", rounds=2, steps=1, cases=[case])
     assert row == json.loads(json.dumps(row))
     assert {"case", "ours", "peer", "peer_name", "unit", "ratio", "spread", "device"} <= set(row)
     assert row["ratio"] == row["ours"] / row["peer"] > 0

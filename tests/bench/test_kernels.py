@@ -18,7 +18,7 @@ APART = {"float32": 1e-5, "bfloat16": 0.05}
 @pytest.mark.parametrize("kv_heads", [4, 2])
 def test_both_sides_attend_alike(kv_heads: int, capsys: pytest.CaptureFixture[str]) -> None:
     shape = bench_attention.Shape(2, 48, 4, kv_heads, 16)
-    rows = list(bench_attention.bench_attention("cpu", rounds=2, steps=1, shapes=[shape], threads=1))
+    rows = list(bench_attention.bench_attention("cpu", rounds=2, steps=1, shapes=[shape]))
     assert rows == json.loads(json.dumps(rows))
     assert len(rows) == 2
     for row, (name, bound) in zip(rows, APART.items(), strict=True):
@@ -38,11 +38,11 @@ def test_both_sides_attend_alike(kv_heads: int, capsys: pytest.CaptureFixture[st
 
 
 def test_attention_is_counted_by_the_causal_convention() -> None:
-    (shape,) = bench_attention.gpu_shapes(lengths=[1024])[:1]
+    shape = bench_attention.GPU_SHAPES[0]
     assert (shape.tokens, shape.heads * shape.head_dim, shape.head_dim) == (16384, 2048, 64)
     assert shape.forward_flops == 4 * 1024**2 * 64 * 32 / 2 * 16
-    assert {s.head_dim for s in bench_attention.gpu_shapes()} == {64, 128}
-    assert {s.time for s in bench_attention.gpu_shapes()} == {1024, 2048, 4096, 8192, 16384}
+    assert {s.head_dim for s in bench_attention.GPU_SHAPES} == {64, 128}
+    assert {s.time for s in bench_attention.GPU_SHAPES} == {1024, 2048, 4096, 8192, 16384}
 
 
 def test_a_difference_is_seen() -> None:
@@ -62,7 +62,7 @@ def test_a_peer_that_does_not_work_here_is_left_out() -> None:
 
 def test_both_sides_have_the_same_loss_and_gradients() -> None:
     shape = bench_loss.Shape(tokens=96, width=32, vocabulary=384)
-    rows = list(bench_loss.bench_loss("cpu", rounds=2, steps=1, shapes=[shape], threads=1))
+    rows = list(bench_loss.bench_loss("cpu", rounds=2, steps=1, shapes=[shape]))
     assert rows == json.loads(json.dumps(rows))
     assert len(rows) == 2
     for row, (name, bound) in zip(rows, APART.items(), strict=True):

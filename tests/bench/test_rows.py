@@ -10,8 +10,8 @@ from isoflop.bench.contenders import (
     Contender,
     contract_row,
     fastest,
+    measuring_on,
     peak_bytes,
-    pinned_threads,
     print_benchmark,
     spread,
     take_turns,
@@ -56,7 +56,7 @@ def test_peak_memory_is_the_most_that_is_held_at_once_beyond_what_was_there() ->
         del two
         return one + held.mul(2).sum()
 
-    with pinned_threads(1):
+    with measuring_on("cpu", 1):
         measured = peak_bytes(step, CPU)
     assert 2 * 4 * size <= measured < 2 * 4 * size + 4096
 
@@ -65,7 +65,7 @@ def test_threads_are_pinned_and_given_back() -> None:
     before = torch.get_num_threads()
 
     def interrupted() -> None:
-        with pinned_threads(before + 1):
+        with measuring_on("cpu", before + 1):
             assert torch.get_num_threads() == before + 1
             raise KeyboardInterrupt
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from isoflop.bench import train as bench_train
-from isoflop.bench.contenders import Peak, pinned_threads
+from isoflop.bench.contenders import Peak, measuring_on
 from isoflop.bench.llama import LlamaStep
 from isoflop.bench.tokens import random_shards
 from isoflop.bench.train import Setting, Size, bench_sizes
@@ -96,7 +96,7 @@ def test_random_tokens_fall_off_like_words() -> None:
 
 
 def test_rows_of_the_sizes_for_gpus_have_the_format_of_every_benchmark() -> None:
-    with pinned_threads(1):
+    with measuring_on("cpu", 1):
         rows = list(bench_sizes(Setting(CPU, rounds=2, steps=1, compiled=False), [TINY, TINY], every_way=False))
     assert rows == json.loads(json.dumps(rows))
     first, second = rows
@@ -111,7 +111,7 @@ def test_rows_of_the_sizes_for_gpus_have_the_format_of_every_benchmark() -> None
 
 @pytest.mark.slow
 def test_rows_on_a_cpu_have_the_format_of_every_benchmark() -> None:
-    rows = list(bench_train.bench_train("cpu", rounds=2, steps=1, compiled=False, threads=1))
+    rows = list(bench_train.bench_train("cpu", rounds=2, steps=1, compiled=False))
     assert [row["case"].split(",")[0] for row in rows] == ["train fp32", "train bf16"]
     for row in rows:
         assert row["ratio"] == row["ours"] / row["peer"] > 0

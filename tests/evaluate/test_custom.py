@@ -148,7 +148,7 @@ def test_examples_are_other_lines_and_the_same_whatever_the_limit(tmp_path: Path
 def test_more_examples_than_lines_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "numbers.jsonl", numbers(4))
     assert load_custom(path, shots=3)["numbers@3"].shots == 3
-    with pytest.raises(UserError, match="with 4 examples an item; they come from its 4 lines"):
+    with pytest.raises(UserError, match="with 4 examples per item; they come from its 4 lines"):
         load_custom(path, shots=4)
 
 

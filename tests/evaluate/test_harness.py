@@ -457,10 +457,8 @@ def test_contexts_that_differ_are_choices_that_read_as_they_were_asked(items: di
 
 
 def test_a_right_choice_that_is_named_twice_counts_once() -> None:
-    task = SimpleNamespace(
-        multiple_input=False, doc_to_target=lambda doc: doc["right"], doc_to_choice=lambda doc: ["a", "b", "c"]
-    )
-    assert _right_choices(task, {"right": ["b", 0, "b", 7, "none"]}, 3) == [1, 0]
+    task = SimpleNamespace(multiple_input=False, doc_to_target=lambda doc: doc["right"])
+    assert _right_choices(task, {"right": ["b", 0, "b", 7, "none"]}, ["a", "b", "c"]) == [1, 0]
 
 
 def test_items_without_choices_say_what_was_wanted(items: dict[str, list[ItemResult]]) -> None:

@@ -8,7 +8,6 @@ import json
 import math
 import re
 from html.parser import HTMLParser
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,6 @@ from isoflop.evaluate.pages.report import (
     is_right,
     paired_differences,
     payload,
-    write_checkpoint_report,
 )
 from isoflop.evaluate.pages.sweep_report import Sweep, rank_correlation, task_verdict, trend
 from report_samples import HOSTILE, domain, header, make_items, make_rows, make_written, numbers, signal_of
@@ -86,15 +84,14 @@ def full(text: str = "") -> tuple[dict[str, Any], list[dict[str, Any]], list[dic
     return scores, items, [*peers, header({}, run_id="far", flops=1e15)], (other, theirs)
 
 
-def test_the_page_says_all_that_is_known_of_a_checkpoint(tmp_path: Path) -> None:
-    scores, items, peers, against = full()
-    write_checkpoint_report(scores, tmp_path / "deep" / "report.html", items, peers, against)
-    said = Read((tmp_path / "deep" / "report.html").read_text(encoding="utf-8")).text
+def test_the_page_says_all_that_is_known_of_a_checkpoint() -> None:
+    scores, *rest = full()
+    said = Read(checkpoint_page(scores, *rest)).text
     for expected in (
         "1.23M 1,234,567", "1.00M 1,000,000", "20,480", "1.50×10¹¹", "exact; 6ND is 1.52×10¹¹", "1.5000 ± 0.0100",
         "2.1640", "40 of 10,042", "0.400 ± 0.010", "0.600 ± 0.030", "0.700 ± 0.040", "0.800 ± 0.050", "0.250",
         "clean part 34", "exact_match 0.125 ± 0.050", "withheld", "context 128 tokens", "0.9000 ± 0.0200",
-        "9.250 nats a token", "a window", "3 of the sweep's 4 other checkpoints",
+        "9.250 nats per token", "a window", "3 of the sweep's 4 other checkpoints",
     ):  # fmt: skip
         assert expected in said, expected
     assert said.index("broken has no score: item 3: nan.") < said.index("Parameters (N_total)"), "warnings come first"
@@ -161,20 +158,19 @@ def test_many_cut_tasks_are_one_warning(number_of_tasks: int) -> None:
 # Comparisons.
 
 
-def test_equal_compute_means_within_a_factor_nearest_first_and_not_itself() -> None:
+def test_equal_compute_means_within_a_factor_nearest_first() -> None:
     own = header({}, flops=1e12)
     ratios = {"near": 1.1, "nearer": 0.95, "edge": 1 / 1.5, "over": 1.51, "far": 10.0}
     peers = [header({}, run_id=name, flops=1e12 * ratio) for name, ratio in ratios.items()]
-    peers += [header({}, flops=1e12), header({}, run_id="unknown", flops=None), header({}, run_id="x", flops=math.nan)]
+    peers += [header({}, run_id="unknown", flops=None), header({}, run_id="x", flops=math.nan)]
     assert [peer["run_id"] for peer in at_equal_compute(own, peers)] == ["nearer", "near", "edge"]
     assert at_equal_compute(header({}, flops=None), peers) == []
 
 
-def test_where_nothing_is_near_the_page_says_how_far_the_nearest_is() -> None:
+def test_where_nothing_but_itself_is_near_the_page_says_how_far_the_nearest_is() -> None:
     scores = header({"arc_easy": numbers()}, flops=1e12)
-    said = Read(
-        checkpoint_page(scores, peers=[header({}, run_id="x", flops=1e15), header({}, run_id="y", flops=3e12)])
-    ).text
+    peers = [header({}, run_id="x", flops=1e15), header({}, run_id="y", flops=3e12), scores]
+    said = Read(checkpoint_page(scores, peers=peers)).text
     assert "None of the sweep's 2 other checkpoints is within a factor 1.5" in said
     assert "the nearest took 3.00×10¹²" in said
 
@@ -344,7 +340,7 @@ def test_runs_of_a_budget_stand_together_and_the_best_has_the_lowest_loss() -> N
     rows.append(rows[0] | {"flops": None, "run_id": "unknown"})
     sweep = Sweep.of(rows)
     assert [len(group) for group in sweep.budgets] == [5, 5, 5, 5]
-    for group, best in zip(sweep.budgets, sweep.best, strict=True):
+    for group, best in zip(sweep.budgets, sweep.best(), strict=True):
         assert rows[best]["loss"] == min(rows[place]["loss"] for place in group)
     named = [entry | {"budget": 1.0} for entry in make_rows()]
     assert len(Sweep.of(named).budgets) == 1, "where runs name their budget, that counts"
@@ -375,7 +371,7 @@ def test_a_task_falls_with_compute_only_where_every_budget_is_lower() -> None:
     assert found is not None
     assert found.falls
     assert found.rank_best == pytest.approx(-1)
-    best = Sweep.of(rows).best[2]
+    best = Sweep.of(rows).best()[2]
     rows[best]["tasks"]["arc_easy"]["gold_bpb"] += 1
     worse = trend(Sweep.of(rows), "arc_easy")
     assert worse is not None
@@ -397,13 +393,12 @@ def test_verdicts_are_words() -> None:
     assert task_verdict({"acc": None, "gold_bpb": None}) == task_verdict(None) == "not known"
 
 
-def test_the_sweeps_page_says_which_tasks_mean_something_the_clearest_first(tmp_path: Path) -> None:
+def test_the_sweeps_page_says_which_tasks_mean_something_the_clearest_first() -> None:
     rows = make_rows()
     signal = {
         "arc_easy": {"acc": signal_of(3), "gold_bpb": signal_of(9)}, "piqa": {"acc": None, "gold_bpb": signal_of(30)},
     }  # fmt: skip
-    sweep_report.write_sweep_report(tmp_path / "a" / "b.html", rows, signal, "spine", {"run0": "../run0/report.html"})
-    read = Read((tmp_path / "a" / "b.html").read_text(encoding="utf-8"))
+    read = Read(sweep_report.sweep_page(rows, signal, "spine", {"run0": "../run0/report.html"}))
     assert "spine" in read.text
     assert read.text.index("piqa") < read.text.index("arc_easy")
     assert (

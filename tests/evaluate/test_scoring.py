@@ -82,7 +82,7 @@ def test_what_is_shared_is_scored_as_if_each_request_were_alone(
     name: str, separate: bool, as_on_gpus: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if as_on_gpus:
-        monkeypatch.setattr(module, "_OneByOne", module._SideBySide)
+        monkeypatch.setattr(module, "_one_by_one", module._side_by_side)
     model = gpt(separate=separate, **MODELS[name])
     requests = groups(0, 6) + groups(1, 6, header=12)
     requests += [Request(request.prefix, written(model, request.prefix, 3)) for request in requests[:5]]
@@ -284,7 +284,7 @@ def test_nan_is_blamed_on_the_request_that_meets_it() -> None:
 @pytest.mark.parametrize("as_on_gpus", [False, True])
 def test_nan_does_not_pass_from_tree_to_tree(as_on_gpus: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if as_on_gpus:  # where trees of unequal length are padded
-        monkeypatch.setattr(module, "_OneByOne", module._SideBySide)
+        monkeypatch.setattr(module, "_one_by_one", module._side_by_side)
     model = gpt(11, window=9)
     with torch.no_grad():
         model.embedding.weight[30] = torch.nan

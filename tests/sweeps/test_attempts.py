@@ -20,7 +20,7 @@ from isoflop.sweeps.runs.directory import Busy, RunDirectory, SweepDirectory
 from isoflop.train.config import ModelConfig, OptimizerConfig, ParallelConfig, RunConfig, ScheduleConfig, run_id
 from isoflop.train.errors import OutOfMemory, UserError
 from isoflop.train.flops import flops_exact, training_flops_per_token
-from isoflop.train.job.failure import Cause, Failure, RankError, note_failure
+from isoflop.train.job.failure import Cause, Failure, RankError, note_failure, read_failure
 from isoflop.train.schedule import trunk_steps
 from small_runs import planned
 
@@ -188,7 +188,7 @@ def test_an_attempt_that_was_killed_has_its_line_from_the_next_start(run: RunDir
     note_failure(run.path, Failure(Cause.HUNG, "rank 1 on node3 has made no progress since step 8"))
     with states.held(run, "8", POLICY):
         first = only(run)
-        assert run.failure() is None  # what it says of another attempt is forgotten
+        assert read_failure(run.path) is None  # what it says of another attempt is forgotten
         assert run.state().attempt == 2
         states.conclude(run, "failed", "again")
     assert (first.attempt, first.cause, first.job_id, first.ended) == (1, "hung", "7", sign)
@@ -462,7 +462,8 @@ def test_a_retry_by_hand_is_a_new_budget_and_a_clean_slate(
     note_failure(run.path, Failure(Cause.KILLED, "gone"))
     states.retry_by_hand(run)
     assert json.loads(lines(run)[-1])["by"] == "bob on login2"
-    assert (run.state().state, run.state().job_id, run.failure(), run.cancel_asked()) == ("planned", None, None, None)
+    assert (run.state().state, run.state().job_id) == ("planned", None)
+    assert (read_failure(run.path), run.cancel_asked()) == (None, None)
     assert [each.budget for each in attempts.read(run)] == [0, 0, 0]
     assert (attempts.current(run), attempts.retries_spent(sweep)) == ([], 0)
     assert attempts.decision(run, POLICY, 0.0).why == "it has not begun"

@@ -67,7 +67,7 @@ def test_between_two_widths_the_rate_is_a_power_of_the_width_and_beyond_them_it_
         assert found.rate(KIND, width, assumed) == pytest.approx(3.0 * width**0.7, rel=1e-12)
     assert found.rate(KIND, 256, assumed) == pytest.approx(3.0 * 128**0.7 * assumed(256) / assumed(128))
     assert found.rate(KIND, 8, assumed) == pytest.approx(3.0 * 32**0.7 * assumed(8) / assumed(32))
-    assert found.rate(kind_of("bf16", "", 1024, 128), 64, assumed) is None
+    assert found.rate(kind_of("bf16", "", 1024, 128), 64, assumed) == assumed(64)
 
 
 def test_a_plan_takes_what_was_measured_and_says_so() -> None:

@@ -81,7 +81,7 @@ def test_tasks_of_ones_own_are_named_from_the_root_and_missed_before_anything_is
     data = small_corpus(512)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "quiz.jsonl").write_text('{"question": "a", "choices": ["b", "c"], "answer": 0}')
-    monkeypatch.setattr("isoflop.evaluate.tasks.hub.task_manager", lambda **_: SimpleNamespace(all_tasks=["mmlu"]))
+    monkeypatch.setattr("isoflop.evaluate.tasks.hub.task_manager", lambda *_: SimpleNamespace(all_tasks=["mmlu"]))
 
     def planned(path: str) -> list[str]:
         config = compose(

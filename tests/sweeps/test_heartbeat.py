@@ -19,6 +19,7 @@ from isoflop.sweeps.runs.attempts import Policy, is_stale, sign_age
 from isoflop.sweeps.runs.directory import Busy, RunDirectory, now_on
 from isoflop.sweeps.runs.liveness import Heartbeat
 from isoflop.train.config import ModelConfig, RunConfig
+from isoflop.train.job.failure import read_failure
 from small_runs import planned
 
 FORK = multiprocessing.get_context("fork")
@@ -114,7 +115,7 @@ def test_a_process_that_hangs_says_where_for_all_its_runs_and_ends(tmp_path: Pat
     assert process.exitcode == liveness.EXIT_CODE
     for run in runs:
         (end,) = attempts.read(run)
-        noted = run.failure()
+        noted = read_failure(run.path)
         assert noted is not None
         assert (end.cause, run.state().state, noted.cause) == ("hung", "failed", "hung")
         assert run.state().reason == end.reason == noted.reason

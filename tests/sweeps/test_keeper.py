@@ -13,7 +13,7 @@ import pytest
 from isoflop.sweeps import prepare
 from isoflop.sweeps.config import ClusterConfig
 from isoflop.sweeps.entry import compose
-from isoflop.sweeps.execute import advance, keeper
+from isoflop.sweeps.execute import advance
 from isoflop.sweeps.prepare import Prepared
 from isoflop.sweeps.runs import attempts
 from isoflop.sweeps.runs.attempts import Policy
@@ -90,9 +90,9 @@ class Backend(SlurmBackend):
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     result = Cluster()
-    monkeypatch.setattr(keeper, "slurm_backend", result.backend)
+    monkeypatch.setattr(advance, "slurm_backend", result.backend)
     monkeypatch.setattr(slurm, "live_jobs", lambda: set())
-    monkeypatch.setattr(keeper, "settle_lost", lambda sweep, policy, live: [])
+    monkeypatch.setattr(advance, "settle_lost", lambda sweep, policy, live: [])
     return result
 
 
@@ -135,10 +135,10 @@ def test_runs_without_a_job_are_submitted_and_those_with_one_are_left(planned: P
     first, second, third = planned.directories
     cluster.jobs = {first.run_id}
     end(second, "preempted", "preempted")
-    assert not keeper.tend(planned.sweep).over
+    assert not advance.tend(planned.sweep).over
     assert cluster.submitted == [{second.run_id: (), third.run_id: ()}]
     assert cluster.said[0] == "keep", "before anything that could fail"
-    assert not keeper.tend(planned.sweep).over
+    assert not advance.tend(planned.sweep).over
     assert len(cluster.submitted) == 1, "all have a job now"
 
 
@@ -148,12 +148,12 @@ def test_a_run_whose_node_was_lost_waits_and_then_goes_elsewhere(
     lost, *others = planned.directories
     end(lost, "failed", "node", host="node7")
     cluster.jobs = {run.run_id for run in others}
-    assert not keeper.tend(planned.sweep).over
+    assert not advance.tend(planned.sweep).over
     assert cluster.submitted == [], "not before its time to wait is over"
     later = advance.now_on(planned.sweep.path) + 1001
     monkeypatch.setattr(advance, "now_on", lambda path: later)
     cluster.jobs = {run.run_id for run in others}
-    keeper.tend(planned.sweep)
+    advance.tend(planned.sweep)
     assert cluster.submitted == [{lost.run_id: ("node7",)}]
 
 
@@ -163,7 +163,7 @@ def test_what_would_only_happen_again_is_left_alone(
 ) -> None:
     for run in planned.directories:
         end(run, state, cause)
-    assert keeper.tend(planned.sweep).over
+    assert advance.tend(planned.sweep).over
     assert cluster.submitted == []
     assert cluster.said == ["keep", "end"], "nothing is done, so there is nothing to fit"
 
@@ -179,7 +179,7 @@ def test_retries_end_with_their_budget(planned: Prepared, cluster: Cluster, monk
         cluster.jobs = set()
         far += 1e6
         monkeypatch.setattr(advance, "now_on", lambda path, far=far: far)
-        if keeper.tend(planned.sweep).over:
+        if advance.tend(planned.sweep).over:
             break
         starts += 1
     assert starts == planned.config.cluster.retries
@@ -191,11 +191,11 @@ def test_the_laws_are_fitted_after_the_last_result_and_a_fit_that_fails_is_given
     finish_all(planned)
     cluster.full = True
     for _ in range(2 * backend.FITS):
-        assert not keeper.tend(planned.sweep).over
+        assert not advance.tend(planned.sweep).over
     cluster.full = False
     for _ in range(backend.FITS):
-        assert not keeper.tend(planned.sweep).over
-    assert keeper.tend(planned.sweep).over, "the fit never came, and that is the end of it"
+        assert not advance.tend(planned.sweep).over
+    assert advance.tend(planned.sweep).over, "the fit never came, and that is the end of it"
     assert cluster.said.count("fit") == backend.FITS
 
     newer = max(file.stat().st_mtime for file in planned.sweep.path.glob("runs/*/summary.json")) + 1
@@ -203,11 +203,11 @@ def test_the_laws_are_fitted_after_the_last_result_and_a_fit_that_fails_is_given
     for file in (planned.sweep.path / "table.csv", planned.sweep.path / "fit" / "law.json"):
         file.write_text("")
         os.utime(file, (newer, newer))
-    assert keeper.tend(planned.sweep).over
+    assert advance.tend(planned.sweep).over
     assert cluster.said.count("fit") == backend.FITS
     late = planned.directories[0].path / "summary.json"
     os.utime(late, (newer + 1, newer + 1))
-    assert not keeper.tend(planned.sweep).over
+    assert not advance.tend(planned.sweep).over
     assert cluster.said.count("fit") == backend.FITS + 1, "a result that came after the table"
 
 
@@ -218,13 +218,13 @@ def test_nothing_is_done_while_slurm_does_not_answer(
         raise UserError("squeue does not answer")
 
     monkeypatch.setattr(slurm, "live_jobs", silent)
-    assert keeper.tend(planned.sweep) == keeper.Pass(over=False, keepers=0), "so this one stays"
+    assert advance.tend(planned.sweep) == advance.Pass(over=False, keepers=0), "so this one stays"
     assert (cluster.said, cluster.submitted) == ([], [])
 
 
 def test_a_keeper_of_a_sweep_that_is_gone_goes_too(planned: Prepared, cluster: Cluster, tmp_path: Path) -> None:
     planned.sweep.path.rename(tmp_path / "elsewhere")
-    keeper.keep(str(planned.sweep.path))
+    advance.keep(str(planned.sweep.path))
     assert cluster.said == []
 
 
@@ -238,7 +238,7 @@ def test_the_budget_of_a_sweep_holds_within_one_pass(planned: Prepared, cluster:
 def test_a_run_that_still_shows_signs_of_life_is_waited_for(planned: Prepared, cluster: Cluster) -> None:
     finish_all(planned)
     planned.directories[0].set_state("running", host="node1", job_id="9")
-    assert not keeper.tend(planned.sweep).over
+    assert not advance.tend(planned.sweep).over
     assert (cluster.submitted, cluster.said) == ([], ["keep"])
 
 
@@ -250,9 +250,9 @@ def test_a_scoring_that_fails_is_repeated_a_few_times(
     passes = 0
     cluster.full = True
     for _ in range(2 * backend.SCORINGS):
-        assert not keeper.tend(planned.sweep).over
+        assert not advance.tend(planned.sweep).over
     cluster.full = False
-    while not keeper.tend(planned.sweep).over and passes < 20:
+    while not advance.tend(planned.sweep).over and passes < 20:
         passes += 1
         cluster.scoring.clear()
     assert len(cluster.scored) == backend.SCORINGS
@@ -260,7 +260,7 @@ def test_a_scoring_that_fails_is_repeated_a_few_times(
 
 
 def test_two_passes_at_once_are_one(planned: Prepared, cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeper, "LOCK_SECONDS", 0.0)
+    monkeypatch.setattr(advance, "LOCK_SECONDS", 0.0)
     held = planned.sweep.lock()
     held.__enter__()
 
@@ -268,8 +268,8 @@ def test_two_passes_at_once_are_one(planned: Prepared, cluster: Cluster, monkeyp
         assert cluster.said == []
         held.__exit__(None, None, None)
 
-    monkeypatch.setattr(keeper.time, "sleep", pause)
-    keeper.keep(str(planned.sweep.path))  # it does not go, for the other one might find the same
+    monkeypatch.setattr(advance.time, "sleep", pause)
+    advance.keep(str(planned.sweep.path))  # it does not go, for the other one might find the same
     assert len(cluster.submitted) == 1
     record = json.loads((planned.sweep.path / "jobs" / backend.MEMORY).read_text())
     assert record["over"] is False
@@ -285,8 +285,8 @@ def test_a_keeper_that_nobody_follows_stays(
         pauses.append(seconds)
         cluster.keepers = len(pauses) - 1
 
-    monkeypatch.setattr(keeper.time, "sleep", pause)
-    keeper.keep(str(planned.sweep.path))
+    monkeypatch.setattr(advance.time, "sleep", pause)
+    advance.keep(str(planned.sweep.path))
     assert pauses == [planned.config.cluster.keeper_seconds] * 2
     assert cluster.said.count("keep") == 3
 
@@ -303,9 +303,9 @@ def test_a_pass_that_comes_to_nothing_is_made_again_by_the_same_keeper(
             raise failures.pop()
         return cluster.backend(*arguments)
 
-    monkeypatch.setattr(keeper, "slurm_backend", launcher)
-    monkeypatch.setattr(keeper.time, "sleep", pauses.append)
-    keeper.keep(str(planned.sweep.path))
+    monkeypatch.setattr(advance, "slurm_backend", launcher)
+    monkeypatch.setattr(advance.time, "sleep", pauses.append)
+    advance.keep(str(planned.sweep.path))
     assert pauses == [planned.config.cluster.keeper_seconds] * 2
     assert cluster.said.count("keep") == 1
 

@@ -16,7 +16,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 from isoflop.sweeps.config import ClusterConfig
-from isoflop.sweeps.execute import keeper, worker
+from isoflop.sweeps.execute import advance, worker
 from isoflop.sweeps.plan.packing import Unit
 from isoflop.sweeps.plan.sweep_plan import JobShape, Plan, PlannedRun
 from isoflop.sweeps.runs.attempts import Policy
@@ -61,7 +61,7 @@ class Launch:
         return [self.sweep.run(run.run_id) for run in self.runs]
 
     def launcher(self) -> SlurmBackend:
-        return keeper.slurm_backend(self.sweep, self.cluster, slurm.live_jobs())
+        return advance.slurm_backend(self.sweep, self.cluster, slurm.live_jobs())
 
     def go(self, evaluate: bool = False, avoid: dict[str, tuple[str, ...]] | None = None) -> list[str]:
         """What a launch does: submits what no job does yet; returns what was held back."""
@@ -397,7 +397,7 @@ def test_keepers_come_one_by_one_and_ask_for_little(
     assert cluster_of.flags(second)["begin"] == "now+120"
     assert "dependency" not in cluster_of.flags(second), "a first one that is held up would hold up both"
     (call,) = calls(sweep, first)
-    assert (call.function, call.arguments) == (keeper.keep, (str(sweep.sweep.path.resolve()),))
+    assert (call.function, call.arguments) == (advance.keep, (str(sweep.sweep.path.resolve()),))
     training = cluster_of.flags(cluster_of.of_kind("train")[0])
     assert training.items() >= {"partition": "gpu", "constraint": "h100", "exclusive": ""}.items()
 

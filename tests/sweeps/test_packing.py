@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from isoflop.sweeps.plan.packing import Unit, ensemble_speedup, pack_runs, wall_clock
+from isoflop.sweeps.plan.packing import Clock, Unit, ensemble_speedup, pack_runs
 from isoflop.train.config import DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig, run_id
 from isoflop.train.ensemble.members import check_together
 from isoflop.train.flops import flops_exact
@@ -22,7 +22,7 @@ BOUND = 96.0
 
 def unit_seconds(unit: Unit, runs: Mapping[str, RunConfig], seconds: Mapping[str, float], bound: float) -> float:
     """Estimated time of a unit alone."""
-    return wall_clock([unit], {name: runs[name] for name in unit.runs}, seconds, 1, bound)
+    return Clock(runs, seconds, bound).piece(unit).seconds
 
 
 def run(width: int = 16, tokens: int = 2**17, seed: int = 0, **changes: Any) -> RunConfig:
@@ -45,12 +45,19 @@ def alone(runs: Sequence[RunConfig]) -> list[Unit]:
 
 
 def clock(units: Sequence[Unit], runs: Sequence[RunConfig], places: int) -> float:
-    return wall_clock(units, {run_id(each): each for each in runs}, times(runs), places, BOUND)
+    return wall_clock(units, {run_id(each): each for each in runs}, times(runs), places)
+
+
+def wall_clock(
+    units: Sequence[Unit], runs: Mapping[str, RunConfig], seconds: Mapping[str, float], places: int
+) -> float:
+    clock = Clock(runs, seconds, BOUND)
+    return clock.wall_clock([clock.piece(unit) for unit in units], places)
 
 
 def packed(runs: Sequence[RunConfig], **settings: Any) -> list[Unit]:
-    settings = {"places": 2, "ensembles": 8, "launch_bound_width": BOUND, "device": "cpu", **settings}
-    return pack_runs(runs, times(runs), **settings)
+    settings = {"places": 2, "ensembles": 8, "runs_per_gpu": 1, "room_bytes": 1e18, "device": "cpu", **settings}
+    return pack_runs(Clock({run_id(each): each for each in runs}, times(runs), BOUND), **settings)
 
 
 def shapes(units: Sequence[Unit]) -> list[tuple[str, int]]:
@@ -84,7 +91,7 @@ def test_any_packing_keeps_its_promises(seed: int) -> None:
     generator = random.Random(seed)
     runs = random_sweep(generator)
     by_id: Mapping[str, RunConfig] = {run_id(each): each for each in runs}
-    room = generator.choice([None, 2e6, 1e7])
+    room = generator.choice([1e18, 2e6, 1e7])
     places, ensembles, sharers = generator.randint(1, 5), generator.choice([1, 2, 3, 8]), generator.choice([1, 1, 4])
     units = packed(runs, places=places, ensembles=ensembles, runs_per_gpu=sharers, room_bytes=room)
     generator.shuffle(runs)
@@ -99,11 +106,11 @@ def test_any_packing_keeps_its_promises(seed: int) -> None:
         if unit.how == "ensemble":
             assert 2 <= len(members) <= ensembles
             check_together(members)  # raises for what cannot be trained together
-            assert room is None or sum(peaks) <= room
+            assert sum(peaks) <= room
         elif unit.how == "shared":
             assert 2 <= len(members) <= sharers
             assert all(each.parallel.world_size == 1 for each in members)
-            assert room is None or max(peaks) <= room / sharers
+            assert max(peaks) <= room / sharers
         else:
             assert len(members) == 1
     lengths = [unit_seconds(unit, by_id, times(runs), BOUND) for unit in units]
@@ -177,10 +184,10 @@ def test_a_branch_starts_as_soon_as_its_trunk_has_come_to_it() -> None:
     begin = 10 * trunk_steps(branches[0]) / trunk.steps  # the longest branch, of half the trunk's D: the last to begin
     assert begin == pytest.approx(4, abs=0.02)  # steps are whole
     units = [Unit("alone", (name,)) for name in by_id]
-    assert wall_clock(units, by_id, seconds, 1, BOUND) == pytest.approx(13)
-    assert wall_clock(units, by_id, seconds, 2, BOUND) == pytest.approx(10)
-    assert wall_clock(units[:2], by_id, seconds | {run_id(branches[0]): 9.0}, 2, BOUND) == pytest.approx(begin + 9)
-    assert wall_clock(units[1:], by_id, seconds, 3, BOUND) == pytest.approx(1)  # the trunk is there already
+    assert wall_clock(units, by_id, seconds, 1) == pytest.approx(13)
+    assert wall_clock(units, by_id, seconds, 2) == pytest.approx(10)
+    assert wall_clock(units[:2], by_id, seconds | {run_id(branches[0]): 9.0}, 2) == pytest.approx(begin + 9)
+    assert wall_clock(units[1:], by_id, seconds, 3) == pytest.approx(1)  # the trunk is there already
 
 
 def test_runs_that_cannot_be_an_ensemble_share_a_device_where_that_is_asked_for() -> None:

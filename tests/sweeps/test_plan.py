@@ -10,7 +10,7 @@ from isoflop.sweeps.config import ClusterConfig, LadderGrid
 from isoflop.sweeps.grid import architectures
 from isoflop.sweeps.grid.expand import expand_grid
 from isoflop.sweeps.plan import rates
-from isoflop.sweeps.plan.packing import Unit, paid_shares, wall_clock
+from isoflop.sweeps.plan.packing import Clock, Unit
 from isoflop.sweeps.plan.sweep_plan import MANY_STEPS, job_shape, makespan, plan_remarks, plan_runs
 from isoflop.sweeps.terminal import describe_seconds, short
 from isoflop.train.config import ModelConfig, ParallelConfig, RunConfig, run_id
@@ -172,8 +172,9 @@ def test_runs_of_a_unit_pay_for_its_time_once(seed: int) -> None:
     for how in ("alone", "ensemble", "shared"):
         names = tuple(members)[:1] if how == "alone" else tuple(members)
         unit = Unit(how, names)
-        paid = paid_shares(unit, members, seconds, 16.0)
-        assert sum(paid.values()) == pytest.approx(wall_clock([unit], members, seconds, 1, 16.0))
+        clock = Clock(members, seconds, 16.0)
+        paid = clock.paid_shares(clock.piece(unit))
+        assert sum(paid.values()) == pytest.approx(clock.wall_clock([clock.piece(unit)], 1))
         left, expected, tick = {name: seconds[name] for name in names}, dict.fromkeys(names, 0.0), 1.0
         while any(left.values()):
             active = [name for name, rest in left.items() if rest]

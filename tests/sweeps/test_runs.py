@@ -16,7 +16,7 @@ from isoflop.sweeps.runs.directory import Busy, RunDirectory, SweepDirectory, lo
 from isoflop.train.config import ModelConfig, ParallelConfig, RunConfig, run_id
 from isoflop.train.errors import UserError
 from isoflop.train.files import read_json_lines
-from isoflop.train.job.failure import Cause, Failure, note_failure
+from isoflop.train.job.failure import Cause, Failure, forget_failure, note_failure, read_failure
 
 
 def a_run() -> RunConfig:
@@ -68,19 +68,19 @@ def test_a_run_under_way_keeps_its_ranks(tmp_path: Path) -> None:
 
 def test_the_first_word_of_a_failure_stays_until_the_next_attempt(tmp_path: Path) -> None:
     run = directory(tmp_path)
-    assert run.failure() is None
+    assert read_failure(run.path) is None
     for rank in (2, 1):
         note_failure(run.path, Failure(Cause.KILLED, f"rank {rank} on node7 died at step 40"))
-    assert run.failure() == Failure(Cause.KILLED, "rank 2 on node7 died at step 40")
-    run.forget_failure()
-    run.forget_failure()
-    assert run.failure() is None
+    assert read_failure(run.path) == Failure(Cause.KILLED, "rank 2 on node7 died at step 40")
+    forget_failure(run.path)
+    forget_failure(run.path)
+    assert read_failure(run.path) is None
 
 
 def test_a_failure_without_a_cause_is_of_an_unknown_one(tmp_path: Path) -> None:
     run = directory(tmp_path)
     (run.path / "failure.json").write_text('{"reason": "rank 2 died"}')  # as an older version wrote
-    assert run.failure() == Failure(Cause.UNKNOWN, "rank 2 died")
+    assert read_failure(run.path) == Failure(Cause.UNKNOWN, "rank 2 died")
 
 
 def test_who_asks_to_cancel_a_run_is_named_until_it_is_forgotten(tmp_path: Path) -> None:

@@ -190,8 +190,7 @@ def test_jobs_that_slurm_has_put_on_hold_are_told_from_those_that_a_user_has(
     """Taken from SLURM 22.05: the words of squeue."""
     reasons = ("launch failed requeued held", "JobHeldUser", "Dependency", "JobHeldAdmin", "job requeued in held state")
     install("squeue", "; ".join(f"echo '7_{task}|{reason}'" for task, reason in enumerate(reasons)))
-    assert slurm.stranded() == {"7_0"}
-    assert slurm.held_jobs() == {"7_1"}
+    assert slurm.on_hold() == ({"7_0"}, {"7_1"})
     install("scontrol", f"echo $* > {tmp_path / 'asked'}")
     assert slurm.release({"7_3", "7_0"}) is None
     assert (tmp_path / "asked").read_text() == "release 7_0,7_3\n"

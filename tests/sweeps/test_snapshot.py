@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from isoflop.sweeps.runs.directory import SweepDirectory
 from isoflop.sweeps.slurm import snapshot
+from isoflop.train.files import read_json
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -58,7 +59,7 @@ def test_the_copy_is_the_working_tree_and_says_what_it_was_made_from(checkout: P
     }  # fmt: skip
     assert (place / "isoflop" / "sweeps" / "answer.py").read_text() == "ANSWER = 2\n"
     commit = git(checkout, "rev-parse", "HEAD").strip()
-    assert snapshot.source(place / "isoflop") == {"commit": commit, "changed": True, "untracked": ["sweeps/new.py"]}
+    assert read_json(place / snapshot.SOURCE) == {"commit": commit, "changed": True, "untracked": ["sweeps/new.py"]}
     assert ["sweeps/new.py" in line for line in said] == [True]
     # The commit and the changes give the tracked files back.
     git(checkout, "checkout", "-q", ".")
@@ -117,7 +118,7 @@ def test_an_installed_package_is_copied_whole_even_below_somebody_elses_checkout
         (installed / name).write_text("")
     place = snapshot.take(SweepDirectory(tmp_path / "sweep"), package=installed)
     assert files_of(place / "isoflop") == {"__init__.py", "sweeps/a.py", "conf/b.yaml", "evaluate/c.txt"}
-    assert snapshot.source(place / "isoflop") == {"commit": None, "changed": False, "untracked": []}
+    assert read_json(place / snapshot.SOURCE) == {"commit": None, "changed": False, "untracked": []}
 
 
 def test_every_package_of_the_project_is_in_a_room_that_is_copied() -> None:

@@ -110,7 +110,7 @@ def test_hours_are_those_of_the_books(sweep: SweepDirectory) -> None:
     ended(alone, "killed", 2.0)
     found = status.sweep_status(sweep)
     assert [row["gpu_hours"] for row in found["runs"]] == [0.25, 4.75, 1.0, 0.0]  # two share a GPU, and one its process
-    assert found["gpu_hours"] == pytest.approx(accounting.account(sweep).used.hours)
+    assert found["gpu_hours"] == pytest.approx(accounting.account(sweep)["used"]["hours"])
 
 
 def test_what_is_dead_costs_no_more_with_every_look_and_has_no_end_in_sight(sweep: SweepDirectory) -> None:
@@ -132,7 +132,7 @@ def test_a_loss_that_is_no_number_does_not_break_the_json(
     run = sweep.runs()[0]
     metrics(run, train_loss=float("nan"))
     run.set_state("diverged", reason="the loss is nan")
-    status.print_json(status.sweep_status(sweep))
+    status.show_status(sweep, as_json=True)
     found = json.loads(capsys.readouterr().out)
     assert [row["loss"] for row in found["runs"]] == [None] * 4
 
@@ -245,7 +245,7 @@ def test_a_watch_ends_with_the_last_run(
     last = sweep.runs()[-1]
     last.set_state("running")
     monkeypatch.setattr(status.time, "sleep", lambda seconds: last.set_state("done"))
-    status.watch_sweep(sweep, as_json=True)
+    status.show_status(sweep, watch=True, as_json=True)
     looks = [json.loads(line)["states"] for line in capsys.readouterr().out.splitlines()]
     assert looks == [{"running": 1, "done": 3}, {"done": 4}]
 
@@ -267,7 +267,7 @@ def test_a_watch_waits_for_what_is_tried_again_and_not_for_what_has_failed_for_g
         again.set_state("diverged")
 
     monkeypatch.setattr(status.time, "sleep", pause)
-    status.watch_sweep(sweep, as_json=True)
+    status.show_status(sweep, watch=True, as_json=True)
     looks = [json.loads(line)["states"] for line in capsys.readouterr().out.splitlines()]
     assert looks == [{"failed": 4}, {"failed": 3, "diverged": 1}]
 
@@ -297,7 +297,7 @@ def test_a_watch_is_left_quietly(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(status.time, "sleep", interrupt)
-    status.watch_sweep(sweep)
+    status.show_status(sweep, watch=True)
     printed = capsys.readouterr()
     assert "4 planned" in printed.out
     assert not printed.err
@@ -367,7 +367,7 @@ def test_runs_that_were_added_are_shown_too_and_where_there_are_none_that_is_sai
     sweep: SweepDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
     logs.print_newest_lines(sweep, follow=False)
-    assert capsys.readouterr().out == "no run runs or failed (4 planned)\n"
+    assert capsys.readouterr().out == "no run is running or has failed (4 planned)\n"
     added = sweep.run("0123456789")
     added.set_state("failed")
     added.log("of a run that was added")

@@ -15,10 +15,9 @@ from isoflop.sweeps.grid import expand as grid
 from isoflop.sweeps.grid.trunks import Progress, merge_runs, own_flops
 from isoflop.sweeps.growth import extend
 from isoflop.sweeps.growth.suggest import (
+    Market,
     Range,
     Suggestion,
-    merge_chosen,
-    possible_runs,
     print_suggestion,
     suggest_runs,
     trunk_of,
@@ -104,7 +103,7 @@ def test_a_branch_costs_its_own_steps_where_the_trunk_has_kept_its_checkpoint_an
     whole, cheap = (
         {
             offer.run.D: offer
-            for offer in possible_runs(trunk, [trunk.seed], within, [trunk], {run_id(trunk): progress})
+            for offer in Market(trunk, [trunk], {run_id(trunk): progress}).offers([trunk.seed], within)
             if offer.trunk == trunk_of(trunk)
         }
         for progress in (done, kept)
@@ -114,7 +113,7 @@ def test_a_branch_costs_its_own_steps_where_the_trunk_has_kept_its_checkpoint_an
     assert 8_192_000 not in whole  # what begins at a checkpoint that is there is offered because of that
     branch = cheap[8_192_000]
     assert branch.flops == pytest.approx(branch.size * (1 - begin / branch.run.steps))
-    assert own_flops(merge_chosen([branch.run], [trunk], {run_id(trunk): kept}, True)[0]) == branch.flops
+    assert own_flops(Market(trunk, [trunk], {run_id(trunk): kept}).merge([branch.run])[0]) == branch.flops
 
 
 def test_what_shares_no_trunk_pays_for_all_of_its_steps() -> None:
@@ -122,12 +121,12 @@ def test_what_shares_no_trunk_pays_for_all_of_its_steps() -> None:
     cosine.schedule.kind = "cosine"
     within = Range(1e11, 1e12, 1.0, 1e6, 100)
     for found in (
-        possible_runs(cosine, [0], within, [], {}),
-        possible_runs(sized(4_096_000), [0], within, [], {}, share=False),
+        Market(cosine, [], {}).offers([0], within),
+        Market(sized(4_096_000), [], {}, share=False).offers([0], within),
     ):
         assert found
         assert all(offer.branch_flops == offer.flops == offer.size for offer in found)
-    assert any(offer.branch_flops < 0.3 * offer.flops for offer in possible_runs(sized(4_096_000), [0], within, [], {}))
+    assert any(offer.branch_flops < 0.3 * offer.flops for offer in Market(sized(4_096_000), [], {}).offers([0], within))
 
 
 REFUSED = [

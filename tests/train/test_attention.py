@@ -15,7 +15,6 @@ import torch
 from isoflop.train.checkpoint.checkpoint import load_for_evaluation
 from isoflop.train.checkpoint.heldout import score_windows
 from isoflop.train.config import (
-    ATTENTION,
     DataConfig,
     ModelConfig,
     OptimizerConfig,
@@ -113,7 +112,7 @@ RUNS: dict[str, tuple[str, torch.device, torch.dtype, float]] = {
     "sdpa fp32": ("sdpa", CPU, torch.float32, 2e-6),
     "sdpa bf16, kept softmax": ("sdpa", CPU, torch.bfloat16, 0.015),
     "ours fp32": ("ours", CPU, torch.float32, 2e-6),
-    **{f"{name} {device}": (name, CUDA, torch.bfloat16, 0.015) for name in ATTENTION[1:] for device in ("gpu",)},
+    **{f"{name} {device}": (name, CUDA, torch.bfloat16, 0.015) for name in backends.PACKAGES for device in ("gpu",)},
     "ours gpu fp32": ("ours", CUDA, torch.float32, 1e-5),
     "sdpa gpu fp32": ("sdpa", CUDA, torch.float32, 1e-5),
 }

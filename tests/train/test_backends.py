@@ -12,17 +12,19 @@ from typing import Any
 
 import pytest
 import torch
-from isoflop.train.config import ATTENTION, ModelConfig, OptimizerConfig
+from attention_reference import flash_reference
+from isoflop.train.config import ModelConfig, OptimizerConfig
 from isoflop.train.errors import UserError
 from isoflop.train.kernels import flash
 from isoflop.train.model import backends
 from isoflop.train.model.backends import Choice, Work, choose_backend, installed, load_backend, select_backend
 from isoflop.train.model.parametrization import build_model
+from isoflop.train.planner.validation import ACCEPTED
 from torch import Tensor
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
-ALL = frozenset(ATTENTION[1:])
+ALL = frozenset(backends.PACKAGES)
 HOPPER: dict[str, Any] = {
     "device_type": "cuda", "capability": (9, 0), "dtype": torch.bfloat16, "head_dim": 64, "has_window": False,
     "has_documents": False,
@@ -69,7 +71,8 @@ def test_a_choice_says_why() -> None:
 
 
 def test_what_is_asked_for_is_taken_wherever_it_can_be() -> None:
-    for name in ATTENTION[1:]:
+    assert ACCEPTED["choices"]["parallel.attention"] == ["auto", *backends.PACKAGES]
+    for name in backends.PACKAGES:
         assert chosen(name) == Choice(name, "parallel.attention")
 
 
@@ -160,7 +163,7 @@ class Package:
         assert causal
         assert window_size == (self.unbounded, self.unbounded) or (left is not None and left >= 0 and right == 0)
         window = None if left == self.unbounded or left is None else left + 1
-        out, normalisers = flash.flash_reference(q, k, v, window=window)
+        out, normalisers = flash_reference(q, k, v, window=window)
         return (out, normalisers) if self.with_normalisers else out
 
 
@@ -179,7 +182,7 @@ def test_a_package_is_called_as_it_wants_to_be(
     backend, generator = load_backend(name), torch.Generator().manual_seed(0)
     for time, window in ((20, None), (20, 5), (20, 1), (9, 9), (9, 30)):
         qkv = [torch.randn(2, time, heads, 8, generator=generator, dtype=torch.float64) for heads in (4, 2, 2)]
-        expected, _ = flash.flash_reference(*qkv, window=window)
+        expected, _ = flash_reference(*qkv, window=window)
         seen = backend.seen(qkv[0], None, window, torch.float64)
         torch.testing.assert_close(backend.attend(*qkv, seen, window), expected, atol=1e-13, rtol=1e-13)
     assert package.calls == 5

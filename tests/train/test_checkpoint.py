@@ -240,7 +240,7 @@ def test_a_whole_checkpoint_stays_and_a_damaged_one_is_replaced(root: Path) -> N
 def test_pruning_keeps_the_newest_and_never_counts_what_a_resumed_run_skipped(root: Path) -> None:
     truncate(root / "step_10" / "model.safetensors")
     # The run fell back to step 9 or before and has just saved 9: step 10 must not push it out.
-    checkpoint.prune(root, keep=1, newest=9)
+    checkpoint.prune(root, keep=1, newest=9, named=())
     assert [path.name for path in root.iterdir()] == ["step_9"]
 
 

@@ -12,7 +12,6 @@ It counts when every file agrees with its manifest; the newest such one wins, an
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -25,7 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..config import RunConfig, canonical_json, flatten, from_dict, identity, run_id
+from ..config import RunConfig, flatten, from_dict, identity, run_id
+from ..data.storage import checksum
 from ..errors import UserError
 from ..files import file_sha256, fsync_path
 from ..job.control import run_on_ranks
@@ -137,12 +137,11 @@ def newest_valid(root: Path, report: Callable[[str], None], mesh: Mesh = ALONE) 
     return None
 
 
-def prune(root: Path, keep: int, newest: int | None = None, named: Collection[int] = ()) -> None:
-    """Removes all but the newest `keep` checkpoints, and those of `named` steps, where other runs begin."""
+def prune(root: Path, keep: int, newest: int, named: Collection[int]) -> None:
+    """Keeps the last `keep` checkpoints up to step `newest`, and those of `named` steps, where other runs begin."""
     steps = list_steps(root)
-    later = [path for step, path in steps if newest is not None and step > newest]
-    others = [path for step, path in steps if path not in later and step not in named]
-    for path in [*later, *others[:-keep]]:
+    earlier = [path for step, path in steps if step <= newest and step not in named]
+    for path in [*(path for step, path in steps if step > newest), *earlier[:-keep]]:
         shutil.rmtree(path, ignore_errors=True)
 
 
@@ -163,8 +162,7 @@ def resume_state(
     newest = newest_valid(root, report, mesh)
     if newest is None:
         return None
-    trainer: dict[str, Any] = run_on_ranks(mesh, lambda: restore_state(newest, held, config))
-    return trainer
+    return run_on_ranks(mesh, lambda: restore_state(newest, held, config))
 
 
 def restore_state(checkpoint: Path, held: Sequence[Held], config: RunConfig) -> dict[str, Any]:
@@ -215,9 +213,7 @@ class LoadedCheckpoint:
     @property
     def checksum(self) -> str:
         """Identifies the content, wherever it lies."""
-        return hashlib.sha256(
-            canonical_json(json.loads((self.path / "manifest.json").read_text())).encode()
-        ).hexdigest()
+        return checksum(json.loads((self.path / "manifest.json").read_text()))
 
 
 def find(path: Path | str) -> Path:

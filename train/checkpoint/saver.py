@@ -61,13 +61,20 @@ class Saver:
         self.wait()
         staged, copied = self._stage(held)
         text = json.dumps({"step": step, **trainer})
-        self._pending = Future()
-        arguments = (self._pending, lambda: self._write(step, staged, copied, text))
+        self._pending = pending = Future[None]()
+
+        def settle() -> None:
+            try:
+                self._write(step, staged, copied, text)
+                pending.set_result(None)
+            except BaseException as error:
+                pending.set_exception(error)
+
         if self.config.checkpoint.asynchronous:
             # A daemon: a rank that is told to die must not wait for its disk.
-            threading.Thread(target=_settle, args=arguments, name="saver", daemon=True).start()
+            threading.Thread(target=settle, name="saver", daemon=True).start()
         else:
-            _settle(*arguments)
+            settle()
             self.wait()
         return self.root / f"step_{step}"
 
@@ -116,24 +123,22 @@ class Saver:
     def _write(self, step: int, staged: Sequence[Part], copied: torch.cuda.Event | None, trainer: str) -> None:
         if copied is not None:
             copied.synchronize()
-        temporary = run_on_ranks(self._mesh, lambda: checkpoint.start(self.root, step), only_first=True)
+        mesh = self._mesh
+        temporary = run_on_ranks(mesh, lambda: checkpoint.start(self.root, step), only_first=True)
         if temporary is None:
             return
         try:
-            described = self._write_tensors(temporary, staged)
-            run_on_ranks(self._mesh, lambda: self._finish(temporary, step, described, trainer), only_first=True)
+            described: dict[str, dict[str, Any]] = {}
+            if mesh.control is None:
+                write_whole(temporary, staged)
+            else:
+                name = self._write_shards(temporary, staged, mesh.control)
+                described |= mesh.gather(run_on_ranks(mesh, lambda: (name, checkpoint.describe(temporary / name))))
+            run_on_ranks(mesh, lambda: self._finish(temporary, step, described, trainer), only_first=True)
         except BaseException:
-            if self._mesh.rank == 0:
+            if mesh.rank == 0:
                 checkpoint.sweep(self.root)
             raise
-
-    def _write_tensors(self, temporary: Path, staged: Sequence[Part]) -> dict[str, dict[str, Any]]:
-        mesh = self._mesh
-        if mesh.control is None:
-            write_whole(temporary, staged)
-            return {}
-        name = self._write_shards(temporary, staged, mesh.control)
-        return dict(mesh.gather(run_on_ranks(mesh, lambda: (name, checkpoint.describe(temporary / name)))))
 
     def _finish(self, temporary: Path, step: int, described: dict[str, dict[str, Any]], trainer: str) -> None:
         (temporary / "trainer.json").write_text(trainer)
@@ -142,11 +147,3 @@ class Saver:
         checkpoint.publish(temporary, self.root / f"step_{step}", described)
         settings = self.config.checkpoint
         checkpoint.prune(self.root, settings.keep, step, settings.at_steps or ())
-
-
-def _settle(future: Future[None], function: Callable[[], None]) -> None:
-    try:
-        function()
-        future.set_result(None)
-    except BaseException as error:
-        future.set_exception(error)

@@ -7,7 +7,6 @@ them.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,7 +32,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
 from ..errors import UserError
-from .storage import SHARDS, Part, check_shape
+from .storage import SHARDS, Part, by_key, check_shape
 
 
 def write_shards(checkpoint: Path, mine: Iterable[Part], group: ProcessGroup) -> str:
@@ -43,14 +42,18 @@ def write_shards(checkpoint: Path, mine: Iterable[Part], group: ProcessGroup) ->
         OSError: a rank could not write, for example because the disk is full; the same on every rank.
     """
     mesh = DeviceMesh.from_group(group, "cpu")
-    by_key = defaultdict(list)
-    for part in mine:
-        by_key[part.key].append(part)
+    tensors = {}
+    for key, boxes in by_key(mine).items():
+        shape = torch.Size(boxes[0].shape)
+        local = LocalShardsWrapper([part.values for part in boxes], [part.offset for part in boxes])
+        stride = torch.empty(shape, device="meta").stride()
+        # The placement says nothing: the boxes do.
+        tensors[key] = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
     writer = FileSystemWriter(checkpoint / SHARDS, per_thread_copy_ahead=0)
     writer.fs = _Files()
     try:
         save(
-            {key: _dtensor(of_one, mesh) for key, of_one in by_key.items()},
+            tensors,
             storage_writer=writer,
             planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
             process_group=group,
@@ -59,14 +62,6 @@ def write_shards(checkpoint: Path, mine: Iterable[Part], group: ProcessGroup) ->
         # It holds what went wrong on each rank, on every rank: the first one's speaks for all.
         raise min(error.failures.items())[1][0] from None
     return f"{SHARDS}/__{get_rank(group)}_0.distcp"
-
-
-def _dtensor(boxes: Sequence[Part], mesh: DeviceMesh) -> Tensor:
-    """Boxes of one tensor as torch describes them to a checkpoint. The placement says nothing: the boxes do."""
-    shape = torch.Size(boxes[0].shape)
-    local = LocalShardsWrapper([part.values for part in boxes], [part.offset for part in boxes])
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
 
 
 class _Files(FileSystem):

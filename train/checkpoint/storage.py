@@ -13,9 +13,11 @@ import math
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -45,26 +47,24 @@ class Part:
         return self.name if self.kind == "weight" else f"{self.name}.{self.kind}"
 
     @property
+    def file(self) -> str:
+        """Where one process keeps it."""
+        return WEIGHTS if self.kind == "weight" else MOMENTS
+
+    @property
     def slices(self) -> tuple[slice, ...]:
         return tuple(slice(o, o + n) for o, n in zip(self.offset, self.values.shape, strict=True))
 
 
 def parts(held: Iterable[Held], shared: bool = True) -> list[Part]:
     """Everything held, as boxes; with `shared` False without what every tensor-parallel rank holds."""
-    return [part for each in held for part in _parts(each, shared)]
-
-
-def _parts(held: Held, shared: bool) -> Iterator[Part]:
-    placement, first = held.placement, 0
-    row = math.prod(placement.local_shape[1:])
-    for piece in placement.pieces:
-        last = first + piece.size[0] * row
-        if shared or not piece.shared:
-            for box in boxes(placement, max(held.start, first), min(held.stop, last)):
-                start = box.start - held.start
-                values = held.values[start : start + math.prod(box.size)].view(box.size)
-                yield Part(held.name, held.kind, placement.shape, box.offset, values)
-        first = last
+    found = []
+    for each in held:
+        for box in boxes(each.placement, each.start, each.stop):
+            if shared or not box.shared:
+                values = each.values[box.start - each.start : box.stop - each.start].view(box.size)
+                found.append(Part(each.name, each.kind, each.placement.shape, box.offset, values))
+    return found
 
 
 def share_out(whole: Sequence[Part], ranks: int) -> list[list[Part]]:
@@ -78,15 +78,25 @@ def share_out(whole: Sequence[Part], ranks: int) -> list[list[Part]]:
     return shares
 
 
-def write_whole(directory: Path, mine: Iterable[Part]) -> None:
+def by_key(some: Iterable[Part]) -> dict[str, list[Part]]:
+    """The boxes of each tensor."""
+    found = defaultdict(list)
+    for part in some:
+        found[part.key].append(part)
+    return found
+
+
+def write_whole(directory: Path, mine: Sequence[Part]) -> None:
     """The format of one process, whose parts must make up whole tensors. The same state gives the same bytes."""
-    by_key = defaultdict(list)
-    for part in mine:
-        by_key[part.key].append(part)
-    weights = {key: _join(of_one) for key, of_one in by_key.items() if of_one[0].kind == "weight"}
-    moments = {key: _join(of_one) for key, of_one in by_key.items() if of_one[0].kind != "weight"}
-    _save(weights, directory / WEIGHTS)
-    _save(moments, directory / MOMENTS)
+    for name in (WEIGHTS, MOMENTS):
+        tensors = {key: _join(boxes) for key, boxes in by_key(part for part in mine if part.file == name).items()}
+        try:
+            save_file(tensors, directory / name)
+        except SafetensorError as error:
+            # The library keeps the system's error in words only, and a full disk must be told from a bug.
+            if (number := re.search(r"os error (\d+)", str(error))) is None:
+                raise
+            raise OSError(int(number[1]), os.strerror(int(number[1])), str(directory / name)) from error
 
 
 def _join(of_one: Sequence[Part]) -> Tensor:
@@ -102,30 +112,15 @@ def _join(of_one: Sequence[Part]) -> Tensor:
     return tensor
 
 
-def _save(tensors: dict[str, Tensor], path: Path) -> None:
-    try:
-        save_file(tensors, path)
-    except SafetensorError as error:
-        # The library keeps the system's error in words only, and a full disk must be told from a bug.
-        if (number := re.search(r"os error (\d+)", str(error))) is None:
-            raise
-        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
-
-
 def read_whole(checkpoint: Path, wanted: Sequence[Part]) -> None:
     """Fills the parts in place from the format of one process; `UserError` where the checkpoint does not cover them."""
-    _read_file(checkpoint / WEIGHTS, [part for part in wanted if part.kind == "weight"])
-    _read_file(checkpoint / MOMENTS, [part for part in wanted if part.kind != "weight"])
-
-
-def _read_file(path: Path, wanted: Sequence[Part]) -> None:
-    if not wanted:
-        return
-    with safe_open(path, framework="pt") as file:
-        there = set(file.keys())
-        for part in wanted:
-            check_shape(path.parent, part, tuple(file.get_slice(part.key).get_shape()) if part.key in there else None)
-            part.values.copy_(file.get_slice(part.key)[part.slices])
+    for name, some in groupby(sorted(wanted, key=lambda part: part.file), key=lambda part: part.file):
+        with safe_open(checkpoint / name, framework="pt") as file:
+            there = set(file.keys())
+            for part in some:
+                saved: Any = file.get_slice(part.key) if part.key in there else None
+                check_shape(checkpoint, part, None if saved is None else tuple(saved.get_shape()))
+                part.values.copy_(saved[part.slices])
 
 
 def check_shape(checkpoint: Path, part: Part, saved: Shape | None) -> None:

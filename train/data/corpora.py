@@ -9,15 +9,25 @@ import glob
 import hashlib
 import os
 import sysconfig
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..config import DataConfig, canonical_json
+from ..config import DataConfig
 from ..errors import UserError
-from .hub import HubDataset
-from .readers import ACCEPTED, cut, format_of, is_compressed, parquet_text_bytes, read_documents, refuse_empty
+from .readers import (
+    ACCEPTED,
+    cut,
+    cut_or_refuse,
+    format_of,
+    is_compressed,
+    one_line,
+    parquet_text_bytes,
+    read_documents,
+    text_of,
+)
+from .storage import checksum
 
 # Above FULL_HASH_BYTES a file is represented by its size and some blocks, for planning computes fingerprints: an edit
 # between blocks that keeps the size goes unseen.
@@ -27,6 +37,7 @@ PIECE_BYTES = 1 << 20
 SINGLE_FILE_PIECE_BYTES = 4096
 FULL_HASH_BYTES = 256 << 20  # files are hashed whole while they sum to at most this
 _HASH_BLOCKS, _HASH_BLOCK_BYTES = 16, 1 << 16
+_HUB_SECONDS = 20.0
 
 
 class Corpus(Protocol):
@@ -46,7 +57,7 @@ class Corpus(Protocol):
 
     def sample(self, size: int) -> Iterator[str]:
         """Up to `size` bytes of text that represent the corpus, deterministic: what a tokenizer is trained on."""
-        ...
+        return cut(self.documents(), size)
 
 
 def open_corpus(config: DataConfig) -> Corpus:
@@ -66,13 +77,13 @@ def open_corpus(config: DataConfig) -> Corpus:
         if not config.name:
             raise UserError(f"data.name is {config.name}; data.corpus=hf needs the name of a dataset on the Hub there")
         if config.max_bytes is None:
-            raise UserError("data.max_bytes is null; data.corpus=hf needs it, because a stream says no size")
+            raise UserError("data.max_bytes is null; data.corpus=hf needs it, because a stream has no known size")
         return HubDataset(config.name, config.subset, config.split, config.revision, config.field, config.max_bytes)
     raise UserError(f"data.corpus is {config.corpus!r}; it must be one of stdlib, text, hf")
 
 
 @dataclass(frozen=True)
-class StandardLibrary:
+class StandardLibrary(Corpus):
     """Every *.py of Python's own library that is UTF-8; present on every machine, and its own per Python version."""
 
     root: Path
@@ -80,10 +91,11 @@ class StandardLibrary:
 
     def documents(self) -> Iterator[str]:
         complaint = f"data.corpus is stdlib; {self.root} holds no Python source, use data.corpus=text or hf"
-        return refuse_empty(cut(self._texts(), self.max_bytes), complaint)
+        return cut_or_refuse(self._texts(), self.max_bytes, complaint)
 
     def _texts(self) -> Iterator[str]:
-        for path in self._files():
+        files = _files_below(self.root, ("site-packages", "dist-packages", "__pycache__").__contains__)
+        for path in sorted((path for path in files if path.suffix == ".py"), key=lambda path: path.parts):
             try:
                 text = path.read_bytes().decode()
             except (UnicodeDecodeError, OSError):
@@ -91,26 +103,17 @@ class StandardLibrary:
             if text.strip():
                 yield text
 
-    def _files(self) -> list[Path]:
-        found = []
-        for folder, folders, names in os.walk(self.root):
-            folders[:] = [name for name in folders if name not in ("site-packages", "dist-packages", "__pycache__")]
-            found += [Path(folder, name) for name in names if name.endswith(".py")]
-        return sorted(found, key=lambda path: path.parts)
-
     def fingerprint(self) -> str:
         digests = [hashlib.blake2b(text.encode(), digest_size=16).hexdigest() for text in self._texts()]
         return _fingerprint("stdlib", digests, self.max_bytes)
 
     def size_bytes(self) -> int | None:
-        return min(sum(len(text.encode()) for text in self._texts()), _limit(self.max_bytes))
-
-    def sample(self, size: int) -> Iterator[str]:
-        return cut(self.documents(), size)
+        total = sum(len(text.encode()) for text in self._texts())
+        return min(total, self.max_bytes or total)
 
 
 @dataclass(frozen=True)
-class TextFiles:
+class TextFiles(Corpus):
     """Files of plain text, JSON lines or parquet, in the order of their paths."""
 
     path: str  # as the user wrote it
@@ -120,7 +123,7 @@ class TextFiles:
 
     def documents(self) -> Iterator[str]:
         texts = (text for path in self.files for text in self._read(path))
-        return refuse_empty(cut(texts, self.max_bytes), _empty(self.path))
+        return cut_or_refuse(texts, self.max_bytes, _empty(self.path))
 
     def _read(self, path: Path) -> Iterator[str]:
         piece = PIECE_BYTES if len(self.files) > 1 else SINGLE_FILE_PIECE_BYTES
@@ -145,17 +148,96 @@ class TextFiles:
             if size is None:
                 return None
             total += size
-        return min(total, _limit(self.max_bytes))
+        return min(total, self.max_bytes or total)
 
     def sample(self, size: int) -> Iterator[str]:
         """The heads of all files, each with an equal share, where small files leave theirs to larger ones."""
         if self.max_bytes is not None:
-            yield from cut(self.documents(), size)
+            yield from super().sample(size)
             return
-        for left, path in zip(range(len(self.files), 0, -1), sorted(self.files, key=_size_on_disk), strict=True):
+        by_size = sorted(self.files, key=lambda path: (path.stat().st_size, path.parts))
+        for left, path in zip(range(len(self.files), 0, -1), by_size, strict=True):
             for text in cut(self._read(path), size // left):
                 size -= len(text.encode())
                 yield text
+
+
+@dataclass(frozen=True)
+class HubDataset(Corpus):
+    """`max_bytes` of text from the head of one split of a dataset on the Hub, or of a folder that `datasets` loads."""
+
+    name: str
+    subset: str | None
+    split: str
+    revision: str | None
+    field: str
+    max_bytes: int
+
+    def documents(self) -> Iterator[str]:
+        complaint = f"data.name is {self.name!r}; its {self.split} has no text in the field {self.field!r}"
+        return cut_or_refuse(filter(str.strip, self._texts()), self.max_bytes, complaint)
+
+    def fingerprint(self) -> str:
+        return checksum({"kind": "hf", **asdict(self)})[:16]
+
+    def size_bytes(self) -> int | None:
+        return self.max_bytes
+
+    def _texts(self) -> Iterator[str]:
+        number = 0
+        try:
+            for number, row in enumerate(self._open(), start=1):
+                yield text_of(row, self.field, f"row {number} of {self.name}")
+        except UserError:
+            raise
+        # What a remote file can raise is open-ended: network, decoding, schema. All of it ends this stream.
+        except Exception as error:
+            raise UserError(
+                f"data.name is {self.name!r}; the stream broke after {number} rows ({one_line(error)}), run again"
+            ) from error
+
+    def _open(self) -> Any:
+        if not os.path.isdir(self.name):
+            self._ask_hub()
+        import datasets
+
+        try:
+            return datasets.load_dataset(
+                self.name, self.subset, split=self.split, revision=self.revision, streaming=True
+            )
+        except ValueError as error:  # an unknown subset or split, which the message lists
+            raise UserError(
+                f"data.subset is {self.subset!r} and data.split is {self.split!r}; "
+                f"{self.name} has others ({one_line(error)})"
+            ) from error
+        except Exception as error:  # network and Hub errors have no common base class across versions
+            raise UserError(f"data.name is {self.name!r}; it cannot be opened ({one_line(error)})") from error
+
+    def _ask_hub(self) -> None:
+        import huggingface_hub
+        from huggingface_hub import errors
+
+        try:
+            huggingface_hub.HfApi().dataset_info(self.name, revision=self.revision, timeout=_HUB_SECONDS)
+        except errors.OfflineModeIsEnabled:
+            return  # the user says so; `datasets` may have it in its own cache
+        except errors.GatedRepoError:
+            raise UserError(
+                f"data.name is {self.name!r}; it is gated, accept its terms on the Hub and log in with `hf auth login`"
+            ) from None
+        except errors.RevisionNotFoundError:
+            raise UserError(
+                f"data.revision is {self.revision!r}; {self.name} has no such branch, tag or commit"
+            ) from None
+        except (errors.RepositoryNotFoundError, errors.HFValidationError):
+            raise UserError(
+                f"data.name is {self.name!r}; the Hub has no such dataset, or it is private and you are not logged in"
+            ) from None
+        except Exception as error:
+            raise UserError(
+                f"data.name is {self.name!r}; the Hub cannot be reached ({one_line(error)}), "
+                "use data.corpus=stdlib, or text with a local data.path"
+            ) from None
 
 
 def _empty(path: str) -> str:
@@ -172,10 +254,10 @@ def find_files(path: str) -> list[Path]:
             raise UserError(f"data.path is {path!r}; the kind of file must be one of {ACCEPTED}")
         return [given]
     if given.is_dir():
-        candidates = _below(given)
+        candidates = _files_below(given)
     elif glob.has_magic(path):
         matches = [Path(match) for match in glob.glob(str(given), recursive=True)]
-        candidates = [file for match in matches for file in (_below(match) if match.is_dir() else [match])]
+        candidates = [file for match in matches for file in (_files_below(match) if match.is_dir() else [match])]
         if not candidates:
             raise UserError(f"data.path is {path!r}; no file matches it, it must name a file, a folder or a glob")
     else:
@@ -186,16 +268,17 @@ def find_files(path: str) -> list[Path]:
     return files
 
 
-def _below(root: Path) -> list[Path]:
+def _files_below(root: Path, skip: Callable[[str], bool] = lambda name: name.startswith(".")) -> list[Path]:
     found = []
     for folder, folders, names in os.walk(root):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        found += [Path(folder, name) for name in names if not name.startswith(".")]
+        folders[:] = [name for name in folders if not skip(name)]
+        found += [Path(folder, name) for name in names if not skip(name)]
     return found
 
 
 def _file_digest(path: Path, whole: bool) -> str:
-    digest = hashlib.blake2b(str(format_of(path)).encode() + b":" + _compression(path).encode(), digest_size=16)
+    compression = path.suffix.lower() if is_compressed(path) else ""
+    digest = hashlib.blake2b(f"{format_of(path)}:{compression}".encode(), digest_size=16)
     size = path.stat().st_size
     digest.update(size.to_bytes(8, "little"))
     with open(path, "rb") as file:
@@ -209,19 +292,7 @@ def _file_digest(path: Path, whole: bool) -> str:
     return digest.hexdigest()
 
 
-def _compression(path: Path) -> str:
-    return path.suffix.lower() if is_compressed(path) else ""
-
-
 def _fingerprint(kind: str, digests: list[str], max_bytes: int | None) -> str:
     content: dict[str, Any] = {"reader": READER, "kind": kind, "max_bytes": max_bytes}
     content["digests"] = sorted(digests) if max_bytes is None else digests
-    return hashlib.sha256(canonical_json(content).encode()).hexdigest()[:16]
-
-
-def _limit(max_bytes: int | None) -> int:
-    return (1 << 63) if max_bytes is None else max_bytes
-
-
-def _size_on_disk(path: Path) -> tuple[int, tuple[str, ...]]:
-    return path.stat().st_size, path.parts
+    return checksum(content)[:16]

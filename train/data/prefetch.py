@@ -1,4 +1,4 @@
-"""The rows of a step, on the device when the step wants them: gathered and copied while the step before it runs."""
+"""Gathers the rows of a step, and copies them to the device, while the step before it runs."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Slot:
     pages: Tensor  # (rows, T + 1) on the host, pinned
     rows: Tensor  # the same on the device
     step: int | None = None  # whose rows these are
-    events: dict[str, Any] = field(default_factory=dict)  # of the lane
+    events: dict[str, Any] = field(default_factory=dict)  # `copied` and `read`, kept by the lane
 
 
 class Lane:
-    """The way from pages to rows: a stream beside the one that computes."""
+    """Copies pages to rows, on a stream of its own beside the one that computes."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -79,20 +79,16 @@ class Prefetch:
         slot = self._ring[step % RING]
         if self._read is not slot:
             self._let_go(self._lane)
-        if slot.step != step:
-            self._fill(self._lane, slot, step)
+        self._fill(self._lane, slot, step)
         self._lane.arrive(slot)
         self._read = slot
         return slot.rows
 
     def ahead(self, step: int) -> None:
         """Starts on the rows of a step to come, after the work on those in use was given to the device."""
-        if self._lane is None:
-            return
-        self._let_go(self._lane)
-        slot = self._ring[step % RING]
-        if slot.step != step:
-            self._fill(self._lane, slot, step)
+        if self._lane is not None:
+            self._let_go(self._lane)
+            self._fill(self._lane, self._ring[step % RING], step)
 
     def _let_go(self, lane: Lane) -> None:
         if self._read is not None:
@@ -100,6 +96,8 @@ class Prefetch:
             self._read = None
 
     def _fill(self, lane: Lane, slot: Slot, step: int) -> None:
+        if slot.step == step:
+            return
         slot.step = None  # until the rows are there, should gathering fail
         lane.pages_free(slot)
         np.copyto(slot.pages.numpy(), self.gather(step))

@@ -5,6 +5,7 @@ A compressed file that ends early is an error, never a shorter corpus. Every err
 
 from __future__ import annotations
 
+import gzip
 import json
 import zlib
 from collections.abc import Iterable, Iterator
@@ -50,12 +51,8 @@ def read_documents(path: Path, field: str, piece_bytes: int) -> Iterator[str]:
     try:
         if kind == "plain":
             texts = _plain(path, piece_bytes)
-        elif kind == "jsonl":
-            texts = _json_lines(path, field)
-        elif kind == "parquet":
-            texts = _parquet(path, field)
         else:
-            raise UserError(f"data.path: {path} is none of the accepted kinds of file: {ACCEPTED}")
+            texts = _parquet(path, field) if kind == "parquet" else _json_lines(path, field)
         for text in texts:
             if text.strip():
                 yield text
@@ -103,6 +100,12 @@ def _cut(buffer: bytes, limit: int) -> int:
 
 
 def _json_lines(path: Path, field: str) -> Iterator[str]:
+    for number, row in json_objects(path):
+        yield text_of(row, field, f"line {number} of {path}")
+
+
+def json_objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The number and the object of each line that is not blank."""
     number = 0
     try:
         for number, line in enumerate(_lines(path), start=1):
@@ -110,6 +113,11 @@ def _json_lines(path: Path, field: str) -> Iterator[str]:
                 continue
             try:
                 row = json.loads(line.removeprefix(_BOM) if number == 1 else line)
+            except UnicodeDecodeError as error:
+                raise UserError(
+                    f"data.path: line {number} of {path} is not UTF-8 (byte 0x{error.object[error.start]:02x}); "
+                    "convert the file to UTF-8"
+                ) from None
             except (ValueError, RecursionError) as error:
                 raise UserError(
                     f"data.path: line {number} of {path} is not JSON ({one_line(error)}); "
@@ -120,17 +128,11 @@ def _json_lines(path: Path, field: str) -> Iterator[str]:
                     f"data.path: line {number} of {path} holds {type(row).__name__}, not an object; "
                     "every line must hold one JSON object"
                 )
-            if field not in row:
-                raise UserError(f"data.field is {field!r}; line {number} of {path} has {listed(list(row))}")
-            yield text_value(row[field], field, f"line {number} of {path}")
-    except (EOFError, zlib.error, _DamagedError) as error:
+            yield number, row
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise UserError(
             f"data.path: {path} is damaged after line {number} ({one_line(error)}); fetch or compress it again"
         ) from None
-
-
-class _DamagedError(Exception):
-    """A compressed stream that is broken or ends early."""
 
 
 def _lines(path: Path) -> Iterator[bytes]:
@@ -148,20 +150,12 @@ def _lines(path: Path) -> Iterator[bytes]:
 def _blocks(path: Path) -> Iterator[bytes]:
     with open(path, "rb") as file:
         name = path.name.lower()
-        if name.endswith(".gz"):
-            import gzip
-
-            with gzip.open(file) as stream:
-                try:
-                    while block := stream.read(_BLOCK):
-                        yield block
-                except gzip.BadGzipFile as error:
-                    raise _DamagedError(str(error)) from None
-        elif name.endswith(".zst"):
+        if name.endswith(".zst"):
             yield from _zstandard_blocks(file)
-        else:
-            while block := file.read(_BLOCK):
-                yield block
+            return
+        stream = gzip.open(file) if name.endswith(".gz") else file  # noqa: SIM115  it holds nothing but `file`
+        while block := stream.read(_BLOCK):
+            yield block
 
 
 def _zstandard_blocks(file: BinaryIO) -> Iterator[bytes]:
@@ -174,14 +168,14 @@ def _zstandard_blocks(file: BinaryIO) -> Iterator[bytes]:
             try:
                 block = frame.decompress(compressed)
             except zstandard.ZstdError as error:
-                raise _DamagedError(str(error)) from None
+                raise EOFError(str(error)) from None
             if block:
                 yield block
             compressed = frame.unused_data if frame.eof else b""
             if frame.eof:
                 frame = None
     if frame is not None:
-        raise _DamagedError("the last frame ends early")
+        raise EOFError("the last frame ends early")
 
 
 def _parquet(path: Path, field: str) -> Iterator[str]:
@@ -194,11 +188,11 @@ def _parquet(path: Path, field: str) -> Iterator[str]:
         with pyarrow.parquet.ParquetFile(path) as file:
             names = file.schema_arrow.names
             if field not in names:
-                raise UserError(f"data.field is {field!r}; {path} has the columns {listed(names)}")
+                raise UserError(f"data.field is {field!r}; {path} has the columns {_listed(names)}")
             for batch in file.iter_batches(batch_size=1024, columns=[field]):
                 for value in batch.column(0).to_pylist():
                     row += 1
-                    yield text_value(value, field, f"row {row} of {path}")
+                    yield text_of({field: value}, field, f"row {row} of {path}")
     except (pyarrow.ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise
@@ -221,8 +215,11 @@ def parquet_text_bytes(path: Path, field: str) -> int | None:
         return None
 
 
-def text_value(value: Any, field: str, where: str) -> str:
-    """The text of a row's field; a null is an empty text."""
+def text_of(row: dict[str, Any], field: str, where: str) -> str:
+    """The text in a field of a row; a null is an empty text."""
+    if field not in row:
+        raise UserError(f"data.field is {field!r}; {where} has {_listed(list(row))}")
+    value = row[field]
     if value is None:
         return ""
     if not isinstance(value, str):
@@ -247,17 +244,17 @@ def cut(texts: Iterable[str], max_bytes: int | None) -> Iterator[str]:
         left -= len(encoded)
 
 
-def refuse_empty(texts: Iterable[str], complaint: str) -> Iterator[str]:
-    """The texts; `UserError` at the end where there was none."""
+def cut_or_refuse(texts: Iterable[str], max_bytes: int | None, complaint: str) -> Iterator[str]:
+    """`cut`; `UserError` at the end where there was no text."""
     empty = True
-    for text in texts:
+    for text in cut(texts, max_bytes):
         empty = False
         yield text
     if empty:
         raise UserError(complaint)
 
 
-def listed(names: list[str]) -> str:
+def _listed(names: list[str]) -> str:
     shown = ", ".join(repr(name) for name in names[:12])
     return (shown + (", …" if len(names) > 12 else "")) or "no fields"
 

@@ -1,13 +1,13 @@
 """Token files that a run maps into memory: built once, keyed by content, never half-written.
 
 `<cache>/shards/<key>/` holds `train.bin` and `validation.bin` (token ids, every document followed by
-`end_of_document`), `*.documents.npy` (where each document starts), the tokenizer, and `manifest.json`.
+`end_of_document`), `*.documents.npy` ((documents + 1,) int64: where each document starts), the tokenizer, and
+`manifest.json`.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,9 +22,8 @@ from ..files import file_sha256
 from .corpora import Corpus, open_corpus
 from .mixing import MixedDocuments, Tokens, below_fraction, content_hash
 from .recipe import recipe
-from .recipe.parts import in_parts
-from .recipe.refine import Refined, Refinery
-from .storage import Progress, building, cache_directory, checksum, locked, read_checked, write_checked
+from .recipe.refine import Refinery, in_parts
+from .storage import Progress, building, cache_directory, checksum, locked, read_checked, silent, write_checked
 from .tokenizers import Tokenizer, load_tokenizer
 
 # Bumped when the same corpus would give other files.
@@ -39,9 +38,8 @@ _WRITE_BYTES = 1 << 21  # that are written at a time
 class Shards:
     """A corpus as tokens, mapped into memory.
 
-    `train` and `validation` are (tokens,) of uint16 or uint32. `train_documents` and `validation_documents` are
-    (documents + 1,) int64: document i is tokens[index[i] : index[i + 1]], its end_of_document included.
-    `manifest[part]` has `tokens`, `documents` and `bytes` (of UTF-8 text) for each part.
+    `train` and `validation` are (tokens,) of uint16 or uint32. `manifest[part]` has `tokens`, `documents` and `bytes`
+    (of UTF-8 text) for each part.
     """
 
     directory: Path
@@ -49,14 +47,12 @@ class Shards:
     tokenizer: Tokenizer
     train: npt.NDArray[Any]
     validation: npt.NDArray[Any]
-    train_documents: npt.NDArray[np.int64]
-    validation_documents: npt.NDArray[np.int64]
 
 
-def prepare(config: DataConfig, progress: Progress | None = None, processes: int | None = None) -> Shards:
+def prepare(config: DataConfig, progress: Progress = silent) -> Shards:
     """The shards of a config's corpus, built unless the cache has them. Processes that ask at once build once.
 
-    A recipe runs in `processes` processes; None: one per core. Progress in the stage "tokenize" counts tokens.
+    A recipe runs in one process per core. Progress in the stage "tokenize" counts tokens.
 
     Raises:
         UserError: the text cannot be read, is too little, or has changed since it was planned; or the disk is full.
@@ -77,23 +73,31 @@ def prepare(config: DataConfig, progress: Progress | None = None, processes: int
         )
     tokenizer = load_tokenizer(config, corpus, cache, progress)
     directory = _directory(config, fingerprint, steps, tokenizer)
-    key = directory.name
-    if (found := _open_if_sound(directory, tokenizer)) is not None:
-        return _enough(found, config)
-    with locked(cache, f"shards-{key}", progress):
-        if (found := _open_if_sound(directory, tokenizer)) is None:
-            with building(directory) as temporary:
-                build = partial(_build, corpus, fingerprint, config, tokenizer, temporary, progress)
-                if steps is None:
-                    build(None)
-                else:
-                    fraction = config.validation_fraction
-                    refinery = Refinery(corpus, fingerprint, config.recipe, fraction, cache, progress, processes)
-                    with locked(cache, f"recipe-{refinery.key}", progress):  # its folder serves every tokenizer
-                        build(refinery.run())
-                        refinery.remove()
-            found = open_shards(directory, tokenizer)
-    return _enough(found, config)
+    found = _open_if_sound(directory, tokenizer)
+    if found is None:
+        with locked(cache, f"shards-{directory.name}", progress):
+            if (found := _open_if_sound(directory, tokenizer)) is None:
+                with building(directory) as temporary:
+                    build = partial(_build, corpus, fingerprint, config, tokenizer, temporary, progress)
+                    if steps is None:
+                        build()
+                    else:
+                        fraction = config.validation_fraction
+                        refinery = Refinery(corpus, fingerprint, config.recipe, fraction, cache, progress)
+                        with locked(cache, f"recipe-{refinery.key}", progress):  # its folder serves every tokenizer
+                            build(refinery.run())
+                            refinery.remove()
+                found = open_shards(directory, tokenizer)
+    # Raw text that is shorter than one window is the loader's to refuse.
+    shortened = found.manifest.get("recipe", {}).get("steps")
+    if shortened and len(found.train) <= config.sequence_length:
+        worst = max(shortened, key=lambda step: int(step["bytes"]))
+        raise UserError(
+            f"data.recipe leaves {len(found.train)} tokens of training text, and data.sequence_length is "
+            f"{config.sequence_length}; {worst['step']!r} removed most, {worst['documents']:,} documents, so loosen it "
+            "or leave it out"
+        )
+    return found
 
 
 def at_hand(config: DataConfig, tokenizer: Tokenizer) -> Shards:
@@ -112,19 +116,6 @@ def at_hand(config: DataConfig, tokenizer: Tokenizer) -> Shards:
 def _directory(config: DataConfig, fingerprint: str, steps: str | None, tokenizer: Tokenizer) -> Path:
     content = [FORMAT, fingerprint, tokenizer.fingerprint, config.validation_fraction, *([steps] if steps else [])]
     return cache_directory(config) / "shards" / checksum(content)[:16]
-
-
-def _enough(shards: Shards, config: DataConfig) -> Shards:
-    """Refuses what a recipe left where it is shorter than one window; raw text is the loader's to refuse."""
-    steps = shards.manifest.get("recipe", {}).get("steps")
-    if steps and len(shards.train) <= config.sequence_length:
-        worst = max(steps, key=lambda step: int(step["bytes"]))
-        raise UserError(
-            f"data.recipe leaves {len(shards.train)} tokens of training text, and data.sequence_length is "
-            f"{config.sequence_length}; {worst['step']!r} removed most, {worst['documents']:,} documents, so loosen it "
-            "or leave it out"
-        )
-    return shards
 
 
 def _open_if_sound(directory: Path, tokenizer: Tokenizer) -> Shards | None:
@@ -154,15 +145,7 @@ def open_shards(directory: str | Path, tokenizer: Tokenizer) -> Shards:
         if size != expected["bytes"]:
             raise UserError(f"{path} has {size} bytes; its manifest says {expected['bytes']}")
     dtype = np.dtype(manifest["dtype"])
-    return Shards(
-        directory=directory,
-        manifest=manifest,
-        tokenizer=tokenizer,
-        train=np.memmap(directory / "train.bin", dtype, "r"),
-        validation=np.memmap(directory / "validation.bin", dtype, "r"),
-        train_documents=np.load(directory / "train.documents.npy", mmap_mode="r"),
-        validation_documents=np.load(directory / "validation.documents.npy", mmap_mode="r"),
-    )
+    return Shards(directory, manifest, tokenizer, *(np.memmap(directory / f"{part}.bin", dtype, "r") for part in PARTS))
 
 
 def _build(
@@ -171,32 +154,27 @@ def _build(
     config: DataConfig,
     tokenizer: Tokenizer,
     directory: Path,
-    progress: Progress | None,
-    refined: Refined | None,
+    progress: Progress,
+    refined: Refinery | None = None,
 ) -> None:
-    dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
+    dtype = np.dtype(tokenizer.dtype)
     spool = directory / "spool"
     mixed = MixedDocuments(spool, dtype)
-    texts = corpus.documents() if refined is None else refined.documents()
-    size = None if progress is None else corpus.size_bytes() if refined is None else refined.size_bytes()
-    _tokenize(texts, size, tokenizer, mixed, progress)
-    if refined is None:
-        lowest, highest, documents = mixed.lowest, mixed.highest, mixed.documents
-    else:
-        lowest, highest, documents = refined.lowest, refined.highest, len(refined.held)
-    if lowest == highest:
+    _tokenize(refined or corpus, tokenizer, mixed, progress)
+    raw = refined or mixed
+    if raw.lowest == raw.highest:
         raise UserError(
-            f"data.corpus is {config.corpus}; its {documents} document(s) are all the same text, and "
+            f"data.corpus is {config.corpus}; its {len(raw)} document(s) are all the same text, and "
             "holding one out for validation needs at least two distinct documents"
         )
     if corpus.fingerprint() != fingerprint:
         raise UserError(f"data.corpus is {config.corpus}; its text changed while it was read, run again")
     writers = {part: _PartWriter(directory / f"{part}.bin", dtype) for part in PARTS}
     for done, (digest, tokens, text_bytes) in enumerate(mixed, start=1):
-        held_out = below_fraction(digest, config.validation_fraction) or digest == lowest
-        writers["validation" if held_out and digest != highest else "train"].add(tokens, text_bytes)
-        if progress is not None and done % 256 == 0:
-            progress("write", float(done), float(mixed.documents))
+        held_out = below_fraction(digest, config.validation_fraction) or digest == raw.lowest
+        writers["validation" if held_out and digest != raw.highest else "train"].add(tokens, text_bytes)
+        if done % 256 == 0:
+            progress("write", done, len(mixed))
     for part, writer in writers.items():
         writer.close()
         np.save(directory / f"{part}.documents.npy", np.array(writer.starts, np.int64))
@@ -226,25 +204,17 @@ def _build(
     write_checked(directory / "manifest.json", manifest)
 
 
-def _tokenize(
-    documents: Iterable[str],
-    size: int | None,
-    tokenizer: Tokenizer,
-    mixed: MixedDocuments,
-    progress: Progress | None,
-) -> None:
-    """`size`: about the bytes of the documents, where it is known."""
-    tokens_done, bytes_done = 0, 0
-    for texts in in_parts(documents, _BATCH_CHARACTERS):
+def _tokenize(source: Corpus | Refinery, tokenizer: Tokenizer, mixed: MixedDocuments, progress: Progress) -> None:
+    size, tokens_done, bytes_done = source.size_bytes(), 0, 0
+    for texts in in_parts(source.documents(), _BATCH_CHARACTERS):
         for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
             encoded = text.encode()
             ids = np.append(ids, ids.dtype.type(tokenizer.end_of_document))
             mixed.add(content_hash(encoded), ids, len(encoded))
             tokens_done += len(ids)
             bytes_done += len(encoded)
-        if progress is not None:
-            total = tokens_done / bytes_done * max(size, bytes_done) if size else 0.0
-            progress("tokenize", float(tokens_done), total)
+        total = tokens_done / bytes_done * max(size, bytes_done) if size else 0.0
+        progress("tokenize", tokens_done, total)
 
 
 class _PartWriter:

@@ -138,7 +138,7 @@ class _Together:
 
     def step(self, should_stop: Callable[[], bool]) -> None:
         steps = [self.trainers[member.index].progress.step for member in self.members]
-        self.job.beat(min(steps), f"in a step of an ensemble of {len(steps)}")
+        self.job.watchdog.beat(min(steps), f"in a step of an ensemble of {len(steps)}")
         try:
             results = self.stepper.step(steps)
         except Exception as error:

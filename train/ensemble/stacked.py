@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -162,7 +161,9 @@ class Rows:
         self._groups = [parameter_groups(template, optimizer) for optimizer in self.optimizers]
         self._shapes = {name: tuple(p.shape) for name, p in template.named_parameters()}
         self._layouts = layouts_of(template, self._groups[0], bucket_mb, dtype, 1, gathered=False)
-
+        self._segments = [
+            (number, group, place) for number, layout in enumerate(self._layouts) for group, place in layout.segments
+        ]
         shapes = [(len(self.optimizers), layout.size) for layout in self._layouts]
         self._state = [[torch.zeros(shape, dtype=dtype, device=device) for shape in shapes] for _ in range(4)]
         self.weight, self.grad, self.exp_avg, self.exp_avg_sq = self._state
@@ -215,19 +216,16 @@ class Rows:
         # Spelled as PyTorch computes the number over a tensor of `Zero`, whose bits a division would not give.
         divisors = ((norms + 1e-6).reciprocal() * self._limits[rows]).clamp(max=1.0).reciprocal().float()
         counts = self.updates[rows] + 1
-        numbers = zip(counts.unbind(), divisors.unbind(), skipped.unbind(), strict=True)
-        members = list(zip(factors, self._groups[rows], self.optimizers[rows], numbers, strict=True))
-        for number, layout in enumerate(self._layouts):
-            for group, (start, stop) in layout.segments:
-                state = zip(*(matrices[number][rows, start:stop].unbind() for matrices in self._state), strict=True)
-                for (factor, groups, options, (count, divisor, skip)), (weight, slope, *moments) in zip(
-                    members, state, strict=True
-                ):  # the fused kernel has one learning rate a call
-                    rate, decay = groups[group].learning_rate * factor, groups[group].weight_decay
-                    adamw(weight, slope, moments, count, rate, decay, options, divisor, skip)
+        # One at a time: the fused kernel has one learning rate a call.
+        numbers = (factors, self._groups[rows], self.optimizers[rows], counts, divisors, skipped)
+        members = zip(*numbers, strict=True)
+        for row, (factor, groups, options, count, divisor, skip) in enumerate(members, rows.start):
+            for number, group, (start, stop) in self._segments:
+                weight, slope, *moments = (matrices[number][row, start:stop] for matrices in self._state)
+                rate, decay = groups[group].learning_rate * factor, groups[group].weight_decay
+                adamw(weight, slope, moments, count, rate, decay, options, divisor, skip)
         self.updates[rows] += 1 - skipped
-        parts = (losses.unbind(), norms.unbind(), skipped.unbind())
-        return [StepResult(*member) for member in zip(*parts, strict=True)]
+        return [StepResult(*member) for member in zip(losses, norms, skipped, strict=True)]
 
     def keep(self, rows: Sequence[int]) -> None:
         """Forgets all other members; earlier `parameters` and `held` are of no use any more."""
@@ -273,14 +271,6 @@ class Member:
         return sequence_losses(self.stepper.template, windows, beat=beat, each_loss=each_loss)
 
 
-@dataclass(frozen=True)
-class _Stack:
-    rows: slice
-    members: Sequence[Member]
-    model: StackedGPT
-    gradients: list[Tensor]  # where those of the model's weights are to be written
-
-
 class StackedStepper:
     """All members that still train, and the step that they take together."""
 
@@ -319,8 +309,9 @@ class StackedStepper:
         if self.device.type == "cpu":
             first = self.members[0].config
             at_once = max(1, STREAM_AT_A_TIME // (first.batch_tokens * first.model.width))
+        # Members that are worked on together, their model, and where the gradients of its weights are to be written.
         self.stacks = [
-            _Stack(rows, self.members[rows], self.model(rows), self.rows.gradients(rows))
+            (rows, self.model(rows), self.rows.gradients(rows))
             for rows in shares(len(self.members), at_once, self.threads)
         ]
 
@@ -333,26 +324,26 @@ class StackedStepper:
     def step(self, steps: Sequence[int]) -> list[StepResult]:
         """One optimizer step of every member, each at its own step."""
         if self.pool is None:
-            results = [result for stack in self.stacks for result in self._step(stack, steps[stack.rows])]
+            results = [result for stack in self.stacks for result in self._step(steps, *stack)]
             if self.cache is not None:
                 self.cache.keep()
             return results
-        under_way = [self.pool.submit(self._step, stack, steps[stack.rows]) for stack in self.stacks]
+        under_way = [self.pool.submit(self._step, steps, *stack) for stack in self.stacks]
         wait(under_way)  # all of them, even if one fails: nobody may write to what others then look at
         return [result for future in under_way for result in future.result()]
 
-    def _step(self, stack: _Stack, steps: Sequence[int]) -> list[StepResult]:
-        batches = [member.stream.batch(step, member.micro) for member, step in zip(stack.members, steps, strict=True)]
+    def _step(self, steps: Sequence[int], rows: slice, model: StackedGPT, gradients: list[Tensor]) -> list[StepResult]:
+        members = list(zip(self.members[rows], steps[rows], strict=True))
+        batches = [member.stream.batch(step, member.micro) for member, step in members]
         tokens = torch.stack([torch.from_numpy(batch) for batch in batches])  # (e, B, T + 1)
         if self.device.type == "cuda":
             tokens = tokens.pin_memory()
         tokens = tokens.to(self.device, non_blocking=True)
-        z_losses = [member.config.optimizer.z_loss for member in stack.members]
-        losses = stack.model.losses(tokens[..., :-1], tokens[..., 1:], z_losses)
-        found = torch.autograd.grad(losses.sum(), list(stack.model.weights.values()))
-        torch._foreach_copy_(stack.gradients, found)
-        factors = [learning_rate_factor(member.config, step) for member, step in zip(stack.members, steps, strict=True)]
-        return self.rows.step(stack.rows, factors, losses.detach())
+        z_losses = [member.config.optimizer.z_loss for member, _ in members]
+        losses = model.losses(tokens[..., :-1], tokens[..., 1:], z_losses)
+        torch._foreach_copy_(gradients, torch.autograd.grad(losses.sum(), list(model.weights.values())))
+        factors = [learning_rate_factor(member.config, step) for member, step in members]
+        return self.rows.step(rows, factors, losses.detach())
 
     def drop(self, leaving: Sequence[Member]) -> None:
         rows = [row for row, member in enumerate(self.members) if member not in leaving]

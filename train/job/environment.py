@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from ..errors import UserError
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+LOCAL = ("GLOBALID", "NTASKS", "LOCALID", "NTASKS")  # on one node
 
 
 @dataclass(frozen=True)
@@ -36,49 +37,28 @@ def detect(environment: Mapping[str, str] | None = None) -> Ranks:
     executor = env.get("SUBMITIT_EXECUTOR")
     try:
         if all(name in env for name in TORCHRUN) and ("TORCHELASTIC_RUN_ID" in env or executor is None):
-            ranks = _torchrun(env, host)
+            numbers, source = [int(env[name]) for name in TORCHRUN[:4]], "torchrun"
+            attempt = f"{env.get('TORCHELASTIC_RUN_ID', 'none')}-{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         elif executor == "slurm":
-            ranks = _slurm(env, host)
+            # The step's own numbers: a job may have been given more tasks than this step of it uses.
+            tasks = _tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE") or env["SLURM_TASKS_PER_NODE"])
+            count, source = env.get("SLURM_STEP_NUM_TASKS") or env["SLURM_NTASKS"], "slurm"
+            here = tasks[int(env["SLURM_NODEID"])]
+            numbers = [int(env["SLURM_PROCID"]), int(count), int(env["SLURM_LOCALID"]), here]
+            host = env.get("SLURMD_NODENAME") or host
+            attempt = f"{env['SLURM_JOB_ID']}-{env.get('SLURM_RESTART_COUNT') or '0'}"
         elif executor == "local":
-            ranks = _local(env, host)
+            numbers, source = [int(env[f"SUBMITIT_LOCAL_{name}"]) for name in LOCAL], "local"
+            attempt = env["SUBMITIT_LOCAL_JOB_ID"]
         else:
             return Ranks(host=host)
     except (KeyError, ValueError, IndexError) as error:
-        raise UserError(f"the launcher's environment makes no rank ({error!r}); use submitit or torchrun") from error
+        raise UserError(f"the launcher's environment gives no rank ({error!r}); use submitit or torchrun") from error
+    rank, size, local_rank, local_size = numbers
+    ranks = Ranks(rank, size, local_rank, local_size, host, source, attempt)
     if not (0 <= ranks.rank < ranks.size and 0 <= ranks.local_rank < ranks.local_size <= ranks.size):
-        raise UserError(f"the launcher's environment makes no rank ({ranks}); use submitit or torchrun")
+        raise UserError(f"the launcher's environment gives no rank ({ranks}); use submitit or torchrun")
     return ranks
-
-
-def _torchrun(env: Mapping[str, str], host: str) -> Ranks:
-    return Ranks(
-        int(env["RANK"]),
-        int(env["WORLD_SIZE"]),
-        int(env["LOCAL_RANK"]),
-        int(env["LOCAL_WORLD_SIZE"]),
-        host,
-        "torchrun",
-        f"{env.get('TORCHELASTIC_RUN_ID', 'none')}-{env.get('TORCHELASTIC_RESTART_COUNT', '0')}",
-    )
-
-
-def _slurm(env: Mapping[str, str], host: str) -> Ranks:
-    # The step's own numbers: a job may have been given more tasks than this step of it uses.
-    tasks = _tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE") or env["SLURM_TASKS_PER_NODE"])
-    return Ranks(
-        int(env["SLURM_PROCID"]),
-        int(env.get("SLURM_STEP_NUM_TASKS") or env["SLURM_NTASKS"]),
-        int(env["SLURM_LOCALID"]),
-        tasks[int(env["SLURM_NODEID"])],
-        env.get("SLURMD_NODENAME") or host,
-        "slurm",
-        f"{env['SLURM_JOB_ID']}-{env.get('SLURM_RESTART_COUNT') or '0'}",
-    )
-
-
-def _local(env: Mapping[str, str], host: str) -> Ranks:
-    size, rank = int(env["SUBMITIT_LOCAL_NTASKS"]), int(env["SUBMITIT_LOCAL_GLOBALID"])
-    return Ranks(rank, size, int(env["SUBMITIT_LOCAL_LOCALID"]), size, host, "local", env["SUBMITIT_LOCAL_JOB_ID"])
 
 
 def _tasks_per_node(text: str) -> list[int]:

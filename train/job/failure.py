@@ -1,10 +1,10 @@
-"""Why a run failed, as typed facts in `failure.json` of its folder, which the first process that knows writes."""
+"""Why a run failed: `failure.json` in its folder, written by the first process that knows."""
 
 from __future__ import annotations
 
 import errno
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,8 @@ class Cause(StrEnum):
     ERROR = "error"  # any other exception
     HUNG = "hung"  # alive, without progress
     NODE = "node"  # a node is lost, frozen, or did not start its ranks
-    KILLED = "killed"  # a process is gone without a word
-    UNKNOWN = "unknown"  # of files without a cause
+    KILLED = "killed"  # a process ended without an error of its own
+    UNKNOWN = "unknown"  # the file names no cause
 
 
 @dataclass(frozen=True)
@@ -71,13 +71,6 @@ def describe_error(error: BaseException) -> str:
     if isinstance(error, UserError | RankError | Diverged):
         return str(error)
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
-
-
-def failure_of(error: BaseException, rank: int, host: str, step: int | None) -> Failure:
-    """An exception of this rank, or one that another rank told it of, as a failure."""
-    if isinstance(error, RankError):
-        return replace(error.failure, step=step) if error.failure.step is None else error.failure
-    return Failure(cause_of(error), describe_error(error), rank, host, step, (host,))
 
 
 def failure_at(nodes: Sequence[str], ranks: Sequence[int], cause: Cause, reason: str, step: int | None) -> Failure:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -15,9 +15,9 @@ from ..errors import COLLECTIVE, Stopped
 from ..hardware import pick_device
 from ..parallel.mesh import Mesh
 from ..planner.validation import check_world, validate
-from .control import Agreement, Flag, check_same_config
+from .control import Agreement, check_same_config
 from .environment import detect
-from .failure import Cause, Failure, failure_of, forget_failure, note_failure
+from .failure import Cause, Failure, RankError, cause_of, describe_error, forget_failure, note_failure
 from .rendezvous import meet
 from .watchdog import Watchdog
 
@@ -30,18 +30,9 @@ class Job:
 
     mesh: Mesh
     device: torch.device
-    agreement: Agreement
+    agree: Agreement
     watchdog: Watchdog
     host: str
-
-    def beat(self, step: int, doing: str) -> None:
-        """Tells the other ranks that this one makes progress."""
-        self.watchdog.beat(step, doing)
-
-    def agree(self, stop: bool, save: bool) -> tuple[bool, bool]:
-        """Whether any rank wants to stop, and to save; with several ranks the answer comes a step later, on all."""
-        flags = self.agreement((Flag.STOP if stop else Flag(0)) | (Flag.SAVE if save else Flag(0)))
-        return Flag.STOP in flags, Flag.SAVE in flags
 
     def failure(self, cause: Cause, reason: str) -> Failure:
         """A failure of this rank at its current step."""
@@ -83,5 +74,9 @@ def join(config: RunConfig, directory: Path, report: Callable[[str], None]) -> I
         raise
     except Exception as error:
         step = None if watchdog is None else watchdog.step
-        note_failure(directory, failure_of(error, ranks.rank, ranks.host, step))
+        if isinstance(error, RankError):
+            failure = replace(error.failure, step=step if error.failure.step is None else error.failure.step)
+        else:
+            failure = Failure(cause_of(error), describe_error(error), ranks.rank, ranks.host, step, (ranks.host,))
+        note_failure(directory, failure)
         raise

@@ -6,14 +6,13 @@ Special here:
 - Query, key and value are read by their strides: no copies, and keys of grouped queries are never repeated.
 - The kernels are `torch.library` custom ops: compile and recompute see one op that saves q, k, v, its output and one
   number per row. triton is imported when one is first launched.
-- The backward has no atomics, so it is deterministic. `flash_reference` is the definition, in plain PyTorch.
+- The backward has no atomics, so it is deterministic.
 
 Papers: FlashAttention-2 (Dao 2023, arXiv 2307.08691); grouped queries (Ainslie et al. 2023, arXiv 2305.13245).
 """
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import os
 from typing import Any
@@ -27,22 +26,14 @@ HEAD_DIMS = (16, 32, 64, 96, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def flash_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    first: Tensor | None = None,
-    scale: float | None = None,
-) -> Tensor:
-    """Softmax(scale Q K^T) V over the keys that each query sees: first[i] <= j <= i.
+def flash_attention(query: Tensor, key: Tensor, value: Tensor, *, first: Tensor | None = None) -> Tensor:
+    """Softmax(Q K^T / sqrt(d)) V over the keys that each query sees: first[i] <= j <= i.
 
     Args:
         query: (batch, time, heads, d), bf16, fp16 or fp32, d in HEAD_DIMS, the last dimension contiguous.
         key, value: (batch, time, kv_heads, d), the same type; each KV head serves heads / kv_heads query heads in turn.
         first: (batch, time) int32, the first position that each query sees: at most its own, and never falling along a
             row (unchecked: that would wait for the device). None: 0.
-        scale: of the scores, above 0; d**-0.5 where None.
 
     Returns:
         (batch, time, heads, d), contiguous.
@@ -50,13 +41,12 @@ def flash_attention(
     Raises:
         UserError: a shape, type or device that the kernel does not take.
     """
-    _check(query, key, value, first, scale)
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    out: Tensor = torch.ops.isoflop.flash_forward(query, key, value, first, scale)[0]
+    _check(query, key, value, first)
+    out: Tensor = torch.ops.isoflop.flash_forward(query, key, value, first, query.shape[-1] ** -0.5)[0]
     return out
 
 
-def _check(query: Tensor, key: Tensor, value: Tensor, first: Tensor | None, scale: float | None) -> None:
+def _check(query: Tensor, key: Tensor, value: Tensor, first: Tensor | None) -> None:
     if query.ndim != 4 or key.ndim != 4 or key.shape != value.shape:
         raise UserError(
             f"query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} must be (batch, time, "
@@ -83,40 +73,10 @@ def _check(query: Tensor, key: Tensor, value: Tensor, first: Tensor | None, scal
         raise UserError(
             f"first {tuple(first.shape)} of {first.dtype} must be {(batch, time)} of torch.int32, a position a query."
         )
-    if scale is not None and scale <= 0:
-        raise UserError(f"scale {scale} must be above 0.")
-
-
-def flash_reference(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    first: Tensor | None = None,
-    window: int | None = None,
-    scale: float | None = None,
-) -> tuple[Tensor, Tensor]:
-    """What `flash_attention` means, in plain PyTorch and query's own type: (its output, lse (batch, heads, time))."""
-    groups, time = query.shape[2] // key.shape[2], query.shape[1]
-    key, value = key.repeat_interleave(groups, dim=2), value.repeat_interleave(groups, dim=2)
-    scores = torch.einsum("bihd,bjhd->bhij", query, key) * (query.shape[-1] ** -0.5 if scale is None else scale)
-    positions = torch.arange(time, device=query.device)
-    visible = positions[None, :] <= positions[:, None]
-    if window is not None:
-        visible = visible & (positions[None, :] > positions[:, None] - window)
-    if first is not None:
-        visible = visible & (positions >= first[:, None, :, None])
-    scores = scores.masked_fill(~visible, float("-inf"))
-    return torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), value), scores.logsumexp(-1)
-
-
-@functools.cache
-def _installed() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 def _require_triton(x: Tensor) -> None:
-    if not _installed():
+    if importlib.util.find_spec("triton") is None:
         raise UserError("attention ours needs the package triton, which is not installed; sdpa needs none.")
     if not x.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
         raise UserError(f"attention ours needs tensors on a CUDA device, not on {x.device}; sdpa runs anywhere.")
@@ -144,19 +104,15 @@ def _(query: Tensor, key: Tensor, value: Tensor, first: Tensor | None, scale: fl
     return torch.empty_like(query, memory_format=torch.contiguous_format), lse
 
 
-@torch.library.custom_op("isoflop::flash_backward", mutates_args=())
-def flash_backward(
-    grad: Tensor,
-    grad_lse: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    first: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Derivatives of query, key and value, contiguous."""
+@torch.library.custom_op(
+    "isoflop::flash_backward",
+    mutates_args=(),
+    schema="(Tensor grad, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, "
+    "Tensor? first, float scale) -> (Tensor, Tensor, Tensor)",
+)
+def flash_backward(grad: Tensor, grad_lse: Tensor | None, *forward: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Derivatives of query, key and value, contiguous; `forward` as its kernel took and gave it."""
+    query, key, value, out, lse, first, scale = forward
     _require_triton(query)
     from .flash_backward import backward
 
@@ -166,33 +122,20 @@ def flash_backward(
 
 
 @flash_backward.register_fake
-def _(
-    grad: Tensor,
-    grad_lse: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    first: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    empty = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value))
-    return tuple(empty)  # type: ignore[return-value]
+def _(grad: Tensor, grad_lse: Tensor | None, *forward: Any) -> tuple[Tensor, ...]:
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in forward[:3])
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     query, key, value, first, ctx.scale = inputs
-    ctx.save_for_backward(query, key, value, first, *output)
+    ctx.save_for_backward(query, key, value, *output, first)
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-    query, key, value, first, out, lse = ctx.saved_tensors
     if grad is None:
-        grad = torch.zeros_like(out)
-    grads = torch.ops.isoflop.flash_backward(grad, grad_lse, query, key, value, out, lse, first, ctx.scale)
-    return *grads, None, None
+        grad = torch.zeros_like(ctx.saved_tensors[3])
+    return *torch.ops.isoflop.flash_backward(grad, grad_lse, *ctx.saved_tensors, ctx.scale), None, None
 
 
 torch.library.register_autograd("isoflop::flash_forward", _backward, setup_context=_setup)

@@ -18,70 +18,48 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .flash_blocks import blocks_for, capability_of, dot_precision, on_device
-from .flash_forward import LOG2E, LOG2E_, head_of, key_range, load_rows, masked_block, store_rows
+from .flash_blocks import blocks_for, dot_precision, on_device
+from .flash_forward import LOG2E, LOG2E_, head_of, key_range, load_rows, masked_block, program_place, store_rows
 
 
 @triton.jit
 def delta_kernel(  # type: ignore[no-untyped-def]
-    Grad,
-    Out,
-    GradLse,
-    Delta,
-    grad_batch,
-    grad_time,
-    grad_head,
-    heads,
-    time,
-    D: tl.constexpr,
-    PADDED_D: tl.constexpr,
-    QUERIES: tl.constexpr,
-    HAS_GRAD_LSE: tl.constexpr,
+    Grad, Out, GradLse, Delta, grad_strides, heads, time, D: tl.constexpr, QUERIES: tl.constexpr
 ):
     """Delta (batch, heads, time): what a row's dP is compared with."""
-    blocks = tl.cdiv(time, QUERIES)
-    program = tl.program_id(0)
-    start = program % blocks * QUERIES
-    batch, head = (program // blocks // heads).to(tl.int64), program // blocks % heads
+    block, batch, head = program_place(time, heads, QUERIES)
+    start = block * QUERIES
     rows = start + tl.arange(0, QUERIES)
-    grad_base = head_of(Grad, batch, head, grad_batch, grad_head)
-    grad = load_rows(grad_base, start, grad_time, time, QUERIES, D, PADDED_D, EDGE=True)
-    out = load_rows(Out + (batch * time * heads + head) * D, start, heads * D, time, QUERIES, D, PADDED_D, EDGE=True)
+    grad = load_rows(head_of(Grad, batch, head, grad_strides), start, grad_strides[1], time, QUERIES, D, EDGE=True)
+    out = load_rows(Out + (batch * time * heads + head) * D, start, heads * D, time, QUERIES, D, EDGE=True)
     delta = tl.sum(grad.to(tl.float32) * out.to(tl.float32), 1)
     line = (batch * heads + head) * time + rows
-    if HAS_GRAD_LSE:
+    if GradLse is not None:
         delta -= tl.load(GradLse + line, mask=rows < time, other=0.0)
     tl.store(Delta + line, delta, mask=rows < time)
 
 
 @triton.jit
 def _key_grads(  # type: ignore[no-untyped-def]
-    k,
-    v,
     dk,
     dv,
-    q_base,
-    grad_base,
-    lse_row,
-    delta_row,
+    key_block,
+    query_head,
+    first_row,
     start,
-    q_time,
-    grad_time,
     time,
     scale_log2,
-    keys,
-    first_row,
     D: tl.constexpr,
-    PADDED_D: tl.constexpr,
     QUERIES: tl.constexpr,
-    HAS_FIRST: tl.constexpr,
     PRECISION: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Adds one block of queries to dk and dv; all scores are transposed, (keys, queries)."""
+    k, v, keys = key_block
+    q_base, q_stride, grad_base, grad_stride, lse_row, delta_row = query_head
     rows = start + tl.arange(0, QUERIES)
-    q = load_rows(q_base, start, q_time, time, QUERIES, D, PADDED_D, EDGE=MASKED)
-    grad = load_rows(grad_base, start, grad_time, time, QUERIES, D, PADDED_D, EDGE=MASKED)
+    q = load_rows(q_base, start, q_stride, time, QUERIES, D, EDGE=MASKED)
+    grad = load_rows(grad_base, start, grad_stride, time, QUERIES, D, EDGE=MASKED)
     if MASKED:
         lse = tl.load(lse_row + rows, mask=rows < time, other=float("inf"))  # weights of rows that are not there: 0
         delta = tl.load(delta_row + rows, mask=rows < time, other=0.0)
@@ -92,7 +70,7 @@ def _key_grads(  # type: ignore[no-untyped-def]
     p = tl.math.exp2(scores * scale_log2 - (lse * LOG2E_)[None, :])
     if MASKED:
         visible = keys[:, None] <= rows[None, :]
-        if HAS_FIRST:
+        if first_row is not None:
             first = tl.load(first_row + rows, mask=rows < time, other=0)
             visible &= keys[:, None] >= first[None, :]
         p = tl.where(visible, p, 0.0)
@@ -105,56 +83,38 @@ def _key_grads(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def key_kernel(  # type: ignore[no-untyped-def]
-    Q,
-    K,
-    V,
+    inputs,
+    strides,
     First,
-    Ends,
-    Grad,
-    Lse,
-    Delta,
-    DK,
-    DV,
+    first_batch,
     scale,
     scale_log2,
-    q_batch,
-    q_time,
-    q_head,
-    k_batch,
-    k_time,
-    k_head,
-    v_batch,
-    v_time,
-    v_head,
-    grad_batch,
-    grad_time,
-    grad_head,
-    first_batch,
+    Ends,
     ends_batch,
+    DK,
+    DV,
     kv_heads,
     group,
     time,
     D: tl.constexpr,
-    PADDED_D: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
-    HAS_FIRST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """DK, DV (batch, time, kv_heads, D), contiguous. Ends (batch, blocks, 2): see `query_ends`."""
-    blocks = tl.cdiv(time, KEYS)
-    program = tl.program_id(0)
-    block = program % blocks  # the first keys have the most queries, and are launched first
+    Q, K, V, Grad, Lse, Delta = inputs
+    q_strides, k_strides, v_strides, grad_strides = strides
+    # The first keys have the most queries, and are launched first.
+    block, batch, kv_head = program_place(time, kv_heads, KEYS)
     start = block * KEYS
-    batch, kv_head = (program // blocks // kv_heads).to(tl.int64), program // blocks % kv_heads
-    first_row = First + batch * first_batch
+    first_row = None if First is None else First + batch * first_batch
     keys = start + tl.arange(0, KEYS)
 
     # Queries from `begin` to `whole_begin` lie on the diagonal, those to `whole_end` all see the whole block, and of
     # those to `end` some see a part of it.
     end = time
     whole_end = time // QUERIES * QUERIES
-    if HAS_FIRST:
+    if First is not None:
         whole_end = tl.load(Ends + batch * ends_batch + block * 2) // QUERIES * QUERIES
         end = tl.load(Ends + batch * ends_batch + block * 2 + 1)
     begin = start // QUERIES * QUERIES
@@ -162,91 +122,43 @@ def key_kernel(  # type: ignore[no-untyped-def]
     whole_end = tl.maximum(whole_end, whole_begin)
     masked = (whole_begin - begin) // QUERIES + tl.cdiv(tl.maximum(end - whole_end, 0), QUERIES)
 
-    k = load_rows(head_of(K, batch, kv_head, k_batch, k_head), start, k_time, time, KEYS, D, PADDED_D, EDGE=True)
-    v = load_rows(head_of(V, batch, kv_head, v_batch, v_head), start, v_time, time, KEYS, D, PADDED_D, EDGE=True)
-    dk = tl.zeros((KEYS, PADDED_D), dtype=tl.float32)
-    dv = tl.zeros((KEYS, PADDED_D), dtype=tl.float32)
-    q_base = head_of(Q, batch, kv_head * group, q_batch, q_head)
-    grad_base = head_of(Grad, batch, kv_head * group, grad_batch, grad_head)
+    k = load_rows(head_of(K, batch, kv_head, k_strides), start, k_strides[1], time, KEYS, D, EDGE=True)
+    v = load_rows(head_of(V, batch, kv_head, v_strides), start, v_strides[1], time, KEYS, D, EDGE=True)
+    key_block = (k, v, keys)
+    dk = tl.zeros(k.shape, dtype=tl.float32)
+    dv = tl.zeros(v.shape, dtype=tl.float32)
+    q_base = head_of(Q, batch, kv_head * group, q_strides)
+    grad_base = head_of(Grad, batch, kv_head * group, grad_strides)
     lse_row = Lse + (batch * kv_heads + kv_head) * group * time
     delta_row = Delta + (batch * kv_heads + kv_head) * group * time
     for _ in tl.range(0, group):
-        for query_start in tl.range(whole_begin, whole_end, QUERIES):
+        head = (q_base, q_strides[1], grad_base, grad_strides[1], lse_row, delta_row)
+        for at in tl.range(whole_begin, whole_end, QUERIES):
             dk, dv = _key_grads(
-                k,
-                v,
-                dk,
-                dv,
-                q_base,
-                grad_base,
-                lse_row,
-                delta_row,
-                query_start,
-                q_time,
-                grad_time,
-                time,
-                scale_log2,
-                keys,
-                first_row,
-                D,
-                PADDED_D,
-                QUERIES,
-                HAS_FIRST,
-                PRECISION,
-                MASKED=False,
+                dk, dv, key_block, head, first_row, at, time, scale_log2, D, QUERIES, PRECISION, MASKED=False
             )
         for index in tl.range(0, masked):
-            query_start = masked_block(index, begin, whole_begin, whole_end, QUERIES)
+            at = masked_block(index, begin, whole_begin, whole_end, QUERIES)
             dk, dv = _key_grads(
-                k,
-                v,
-                dk,
-                dv,
-                q_base,
-                grad_base,
-                lse_row,
-                delta_row,
-                query_start,
-                q_time,
-                grad_time,
-                time,
-                scale_log2,
-                keys,
-                first_row,
-                D,
-                PADDED_D,
-                QUERIES,
-                HAS_FIRST,
-                PRECISION,
-                MASKED=True,
+                dk, dv, key_block, head, first_row, at, time, scale_log2, D, QUERIES, PRECISION, MASKED=True
             )
-        q_base += q_head
-        grad_base += grad_head
+        q_base += q_strides[2]
+        grad_base += grad_strides[2]
         lse_row += time
         delta_row += time
     base = (batch * time * kv_heads + kv_head) * D
-    store_rows(DK + base, start, kv_heads * D, time, dk * scale, KEYS, D, PADDED_D)
-    store_rows(DV + base, start, kv_heads * D, time, dv, KEYS, D, PADDED_D)
+    store_rows(DK + base, start, kv_heads * D, time, dk * scale, D)
+    store_rows(DV + base, start, kv_heads * D, time, dv, D)
 
 
 @triton.jit
 def _query_grad(  # type: ignore[no-untyped-def]
-    q,
-    grad,
-    lse_log2,
-    delta,
-    dq,
-    k,
-    v,
-    scale_log2,
-    visible,
-    PRECISION: tl.constexpr,
-    MASKED: tl.constexpr,
+    q, grad, lse_log2, delta, dq, k, v, scale_log2, visible, PRECISION: tl.constexpr
 ):
     """Adds one block of keys to dq."""
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     p = tl.math.exp2(scores * scale_log2 - lse_log2[:, None])
-    if MASKED:
+    if visible is not None:
         p = tl.where(visible, p, 0.0)
     dp = tl.dot(grad, tl.trans(v), input_precision=PRECISION)
     ds = p * (dp - delta[:, None])
@@ -255,78 +167,57 @@ def _query_grad(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def query_kernel(  # type: ignore[no-untyped-def]
-    Q,
-    K,
-    V,
+    inputs,
+    strides,
     First,
-    Grad,
-    Lse,
-    Delta,
-    DQ,
+    first_batch,
     scale,
     scale_log2,
-    q_batch,
-    q_time,
-    q_head,
-    k_batch,
-    k_time,
-    k_head,
-    v_batch,
-    v_time,
-    v_head,
-    grad_batch,
-    grad_time,
-    grad_head,
-    first_batch,
+    DQ,
     heads,
     group,
     time,
     D: tl.constexpr,
-    PADDED_D: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
-    HAS_FIRST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """DQ (batch, time, heads, D), contiguous: the forward kernel's walk over the keys."""
-    blocks = tl.cdiv(time, QUERIES)
-    program = tl.program_id(0)
-    start = (blocks - 1 - program % blocks) * QUERIES
-    batch, head = (program // blocks // heads).to(tl.int64), program // blocks % heads
-
-    k_base = head_of(K, batch, head // group, k_batch, k_head)
-    v_base = head_of(V, batch, head // group, v_batch, v_head)
-    first_row = First + batch * first_batch
-    begin, whole_begin, whole_end, end = key_range(first_row, start, time, QUERIES, KEYS, HAS_FIRST)
+    Q, K, V, Grad, Lse, Delta = inputs
+    q_strides, k_strides, v_strides, grad_strides = strides
+    block, batch, head = program_place(time, heads, QUERIES)
+    start = (tl.cdiv(time, QUERIES) - 1 - block) * QUERIES
+    k_base = head_of(K, batch, head // group, k_strides)
+    v_base = head_of(V, batch, head // group, v_strides)
+    first_row = None if First is None else First + batch * first_batch
+    begin, whole_begin, whole_end, end = key_range(first_row, start, time, QUERIES, KEYS)
 
     rows, columns = start + tl.arange(0, QUERIES), tl.arange(0, KEYS)
     line = (batch * heads + head) * time + rows
-    q = load_rows(head_of(Q, batch, head, q_batch, q_head), start, q_time, time, QUERIES, D, PADDED_D, EDGE=True)
-    grad_base = head_of(Grad, batch, head, grad_batch, grad_head)
-    grad = load_rows(grad_base, start, grad_time, time, QUERIES, D, PADDED_D, EDGE=True)
+    q = load_rows(head_of(Q, batch, head, q_strides), start, q_strides[1], time, QUERIES, D, EDGE=True)
+    grad = load_rows(head_of(Grad, batch, head, grad_strides), start, grad_strides[1], time, QUERIES, D, EDGE=True)
     lse_log2 = tl.load(Lse + line, mask=rows < time, other=float("inf")) * LOG2E_
     delta = tl.load(Delta + line, mask=rows < time, other=0.0)
-    dq = tl.zeros((QUERIES, PADDED_D), dtype=tl.float32)
+    dq = tl.zeros(q.shape, dtype=tl.float32)
 
     for key_start in tl.range(whole_begin, whole_end, KEYS):
-        k = load_rows(k_base, key_start, k_time, time, KEYS, D, PADDED_D, EDGE=False)
-        v = load_rows(v_base, key_start, v_time, time, KEYS, D, PADDED_D, EDGE=False)
-        dq = _query_grad(q, grad, lse_log2, delta, dq, k, v, scale_log2, True, PRECISION, MASKED=False)
+        k = load_rows(k_base, key_start, k_strides[1], time, KEYS, D, EDGE=False)
+        v = load_rows(v_base, key_start, v_strides[1], time, KEYS, D, EDGE=False)
+        dq = _query_grad(q, grad, lse_log2, delta, dq, k, v, scale_log2, None, PRECISION)
 
-    if HAS_FIRST:
+    if first_row is not None:
         first = tl.load(first_row + rows, mask=rows < time, other=0)
     for index in tl.range(0, (whole_begin - begin) // KEYS + tl.cdiv(end - whole_end, KEYS)):
         key_start = masked_block(index, begin, whole_begin, whole_end, KEYS)
-        k = load_rows(k_base, key_start, k_time, time, KEYS, D, PADDED_D, EDGE=True)
-        v = load_rows(v_base, key_start, v_time, time, KEYS, D, PADDED_D, EDGE=True)
+        k = load_rows(k_base, key_start, k_strides[1], time, KEYS, D, EDGE=True)
+        v = load_rows(v_base, key_start, v_strides[1], time, KEYS, D, EDGE=True)
         keys = key_start + columns
         visible = keys[None, :] <= rows[:, None]
-        if HAS_FIRST:
+        if first_row is not None:
             visible &= keys[None, :] >= first[:, None]
-        dq = _query_grad(q, grad, lse_log2, delta, dq, k, v, scale_log2, visible, PRECISION, MASKED=True)
+        dq = _query_grad(q, grad, lse_log2, delta, dq, k, v, scale_log2, visible, PRECISION)
 
-    base = DQ + (batch * time * heads + head) * D
-    store_rows(base, start, heads * D, time, dq * scale, QUERIES, D, PADDED_D)
+    store_rows(DQ + (batch * time * heads + head) * D, start, heads * D, time, dq * scale, D)
 
 
 def query_ends(first: Tensor, keys: int) -> Tensor:
@@ -370,75 +261,31 @@ def backward(
     delta = torch.empty_like(lse)
     d_query, d_key, d_value = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value))
     precision = dot_precision()
-    blocks = blocks_for(head_dim, query.dtype, precision, capability_of(query))
-    sizes = {"D": head_dim, "PADDED_D": triton.next_power_of_2(head_dim)}
-    flags = {"HAS_FIRST": first is not None, "PRECISION": precision}
-    strides = [stride for x in (query, key, value, grad) for stride in x.stride()[:3]]
-    some_first, first_batch = (query, 0) if first is None else (first, first.stride(0))
+    blocks = blocks_for(query, precision)
+    launch, rows = blocks.d_key_value, 64
+    first_batch = 0 if first is None else first.stride(0)
+    ends = None if first is None else query_ends(first, launch.KEYS)
+    strides = tuple(x.stride() for x in (query, key, value, grad))
+    common = ((query, key, value, grad, lse, delta), strides, first, first_batch, scale, scale * LOG2E)
     with on_device(query):
-        rows = 64
         delta_kernel[(triton.cdiv(time, rows) * batch * heads,)](
-            grad,
-            out,
-            delta if grad_lse is None else grad_lse,
-            delta,
-            *grad.stride()[:3],
-            heads,
-            time,
-            **sizes,
-            QUERIES=rows,
-            HAS_GRAD_LSE=grad_lse is not None,
+            grad, out, grad_lse, delta, grad.stride(), heads, time, D=head_dim, QUERIES=rows
         )
-        launch = blocks.d_key_value
-        ends = some_first if first is None else query_ends(first, launch.keys)
-        key_kernel[(triton.cdiv(time, launch.keys) * batch * kv_heads,)](
-            query,
-            key,
-            value,
-            some_first,
+        key_kernel[(triton.cdiv(time, launch.KEYS) * batch * kv_heads,)](
+            *common,
             ends,
-            grad,
-            lse,
-            delta,
+            ends.stride(0) if ends is not None and first_batch else 0,
             d_key,
             d_value,
-            scale,
-            scale * LOG2E,
-            *strides,
-            first_batch,
-            ends.stride(0) if first_batch else 0,
             kv_heads,
             heads // kv_heads,
             time,
-            **sizes,
-            QUERIES=launch.queries,
-            KEYS=launch.keys,
-            **flags,
-            num_warps=launch.warps,
-            num_stages=launch.stages,
+            D=head_dim,
+            PRECISION=precision,
+            **launch._asdict(),
         )
         launch = blocks.d_query
-        query_kernel[(triton.cdiv(time, launch.queries) * batch * heads,)](
-            query,
-            key,
-            value,
-            some_first,
-            grad,
-            lse,
-            delta,
-            d_query,
-            scale,
-            scale * LOG2E,
-            *strides,
-            first_batch,
-            heads,
-            heads // kv_heads,
-            time,
-            **sizes,
-            QUERIES=launch.queries,
-            KEYS=launch.keys,
-            **flags,
-            num_warps=launch.warps,
-            num_stages=launch.stages,
+        query_kernel[(triton.cdiv(time, launch.QUERIES) * batch * heads,)](
+            *common, d_query, heads, heads // kv_heads, time, D=head_dim, PRECISION=precision, **launch._asdict()
         )
     return d_query, d_key, d_value

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .flash_blocks import blocks_for, capability_of, dot_precision, on_device
+from .flash_blocks import blocks_for, dot_precision, on_device
 
 LOG2E = 1.4426950408889634
 LOG2E_: tl.constexpr = tl.constexpr(LOG2E)
@@ -26,15 +26,25 @@ LOWEST: tl.constexpr = tl.constexpr(-1e30)
 
 
 @triton.jit
-def head_of(base, batch, head, batch_stride, head_stride):  # type: ignore[no-untyped-def]
-    return base + tl.cast(batch, tl.int64) * batch_stride + tl.cast(head, tl.int64) * head_stride
+def program_place(time, heads, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The block of rows, the batch and the head that this program works on."""
+    blocks = tl.cdiv(time, ROWS)
+    program = tl.program_id(0)
+    return program % blocks, (program // blocks // heads).to(tl.int64), program // blocks % heads
+
+
+@triton.jit
+def head_of(base, batch, head, strides):  # type: ignore[no-untyped-def]
+    """Where a head of a (batch, time, heads, D) tensor begins."""
+    return base + tl.cast(batch, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[2]
 
 
 @triton.jit
 def load_rows(  # type: ignore[no-untyped-def]
-    base, start, stride, time, ROWS: tl.constexpr, D: tl.constexpr, PADDED_D: tl.constexpr, EDGE: tl.constexpr
+    base, start, stride, time, ROWS: tl.constexpr, D: tl.constexpr, EDGE: tl.constexpr
 ):
     """Rows start .. start + ROWS of a (time, D) view, (ROWS, PADDED_D); with EDGE, zeros from row `time` on."""
+    PADDED_D: tl.constexpr = triton.next_power_of_2(D)
     rows, columns = tl.arange(0, ROWS), tl.arange(0, PADDED_D)
     pointers = base + tl.cast(start, tl.int64) * stride + rows[:, None] * stride + columns[None, :]
     if EDGE and D != PADDED_D:
@@ -48,26 +58,22 @@ def load_rows(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def store_rows(  # type: ignore[no-untyped-def]
-    base, start, stride, time, values, ROWS: tl.constexpr, D: tl.constexpr, PADDED_D: tl.constexpr
-):
+def store_rows(base, start, stride, time, values, D: tl.constexpr):  # type: ignore[no-untyped-def]
     """The rows of `values` (ROWS, PADDED_D) that lie below `time`, in the type of `base`."""
-    rows, columns = tl.arange(0, ROWS), tl.arange(0, PADDED_D)
+    rows, columns = tl.arange(0, values.shape[0]), tl.arange(0, values.shape[1])
     pointers = base + tl.cast(start, tl.int64) * stride + rows[:, None] * stride + columns[None, :]
     inside = (start + rows < time)[:, None] & (columns < D)[None, :]
     tl.store(pointers, values.to(base.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def key_range(  # type: ignore[no-untyped-def]
-    first_row, start, time, QUERIES: tl.constexpr, KEYS: tl.constexpr, HAS_FIRST: tl.constexpr
-):
+def key_range(first_row, start, time, QUERIES: tl.constexpr, KEYS: tl.constexpr):  # type: ignore[no-untyped-def]
     """The keys that QUERIES queries from `start` on see: begin to end; all see all of whole_begin to whole_end."""
     end = tl.minimum(start + QUERIES, time)
     whole_end = (start + 1) // KEYS * KEYS
     begin = 0
     whole_begin = 0
-    if HAS_FIRST:
+    if first_row is not None:
         begin = tl.load(first_row + start) // KEYS * KEYS
         whole_begin = tl.minimum(tl.cdiv(tl.load(first_row + end - 1), KEYS) * KEYS, whole_end)
     return begin, whole_begin, whole_end, end
@@ -82,11 +88,11 @@ def masked_block(index, begin, whole_begin, whole_end, BLOCK: tl.constexpr):  # 
 
 @triton.jit
 def _attend(  # type: ignore[no-untyped-def]
-    q, k, v, total, highest, weights, scale_log2, visible, PRECISION: tl.constexpr, MASKED: tl.constexpr
+    q, k, v, total, highest, weights, scale_log2, visible, PRECISION: tl.constexpr
 ):
     """One block of keys: its scores join the running maximum, sum of weights and weighted sum of values."""
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    if MASKED:
+    if visible is not None:
         scores = tl.where(visible, scores, float("-inf"))
     higher = tl.maximum(highest, tl.max(scores, 1) * scale_log2)
     p = tl.math.exp2(scores * scale_log2 - higher[:, None])
@@ -98,69 +104,56 @@ def _attend(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def forward_kernel(  # type: ignore[no-untyped-def]
-    Q,
-    K,
-    V,
+    inputs,
+    strides,
     First,
+    first_batch,
     Out,
     Lse,
     scale_log2,
-    q_batch,
-    q_time,
-    q_head,
-    k_batch,
-    k_time,
-    k_head,
-    v_batch,
-    v_time,
-    v_head,
-    first_batch,
     heads,
     group,
     time,
     D: tl.constexpr,
-    PADDED_D: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
-    HAS_FIRST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Out (batch, time, heads, D) and Lse (batch, heads, time), both contiguous; Q, K, V by their strides."""
-    blocks = tl.cdiv(time, QUERIES)
-    program = tl.program_id(0)
-    start = (blocks - 1 - program % blocks) * QUERIES
-    batch, head = (program // blocks // heads).to(tl.int64), program // blocks % heads
-
-    k_base = head_of(K, batch, head // group, k_batch, k_head)
-    v_base = head_of(V, batch, head // group, v_batch, v_head)
-    first_row = First + batch * first_batch
-    begin, whole_begin, whole_end, end = key_range(first_row, start, time, QUERIES, KEYS, HAS_FIRST)
+    Q, K, V = inputs
+    q_strides, k_strides, v_strides = strides
+    block, batch, head = program_place(time, heads, QUERIES)
+    start = (tl.cdiv(time, QUERIES) - 1 - block) * QUERIES
+    k_base = head_of(K, batch, head // group, k_strides)
+    v_base = head_of(V, batch, head // group, v_strides)
+    first_row = None if First is None else First + batch * first_batch
+    begin, whole_begin, whole_end, end = key_range(first_row, start, time, QUERIES, KEYS)
 
     rows, columns = start + tl.arange(0, QUERIES), tl.arange(0, KEYS)
-    q = load_rows(head_of(Q, batch, head, q_batch, q_head), start, q_time, time, QUERIES, D, PADDED_D, EDGE=True)
-    total = tl.zeros((QUERIES, PADDED_D), dtype=tl.float32)
+    q = load_rows(head_of(Q, batch, head, q_strides), start, q_strides[1], time, QUERIES, D, EDGE=True)
+    total = tl.zeros(q.shape, dtype=tl.float32)
     highest = tl.full((QUERIES,), LOWEST, dtype=tl.float32)
     weights = tl.zeros((QUERIES,), dtype=tl.float32)
 
     for key_start in tl.range(whole_begin, whole_end, KEYS):
-        k = load_rows(k_base, key_start, k_time, time, KEYS, D, PADDED_D, EDGE=False)
-        v = load_rows(v_base, key_start, v_time, time, KEYS, D, PADDED_D, EDGE=False)
-        total, highest, weights = _attend(q, k, v, total, highest, weights, scale_log2, True, PRECISION, MASKED=False)
+        k = load_rows(k_base, key_start, k_strides[1], time, KEYS, D, EDGE=False)
+        v = load_rows(v_base, key_start, v_strides[1], time, KEYS, D, EDGE=False)
+        total, highest, weights = _attend(q, k, v, total, highest, weights, scale_log2, None, PRECISION)
 
-    if HAS_FIRST:
+    if first_row is not None:
         first = tl.load(first_row + rows, mask=rows < time, other=0)
     for index in tl.range(0, (whole_begin - begin) // KEYS + tl.cdiv(end - whole_end, KEYS)):
         key_start = masked_block(index, begin, whole_begin, whole_end, KEYS)
-        k = load_rows(k_base, key_start, k_time, time, KEYS, D, PADDED_D, EDGE=True)
-        v = load_rows(v_base, key_start, v_time, time, KEYS, D, PADDED_D, EDGE=True)
+        k = load_rows(k_base, key_start, k_strides[1], time, KEYS, D, EDGE=True)
+        v = load_rows(v_base, key_start, v_strides[1], time, KEYS, D, EDGE=True)
         keys = key_start + columns
         visible = keys[None, :] <= rows[:, None]
-        if HAS_FIRST:
+        if first_row is not None:
             visible &= keys[None, :] >= first[:, None]
-        total, highest, weights = _attend(q, k, v, total, highest, weights, scale_log2, visible, PRECISION, MASKED=True)
+        total, highest, weights = _attend(q, k, v, total, highest, weights, scale_log2, visible, PRECISION)
 
     out_base = Out + (batch * time * heads + head) * D
-    store_rows(out_base, start, heads * D, time, total / weights[:, None], QUERIES, D, PADDED_D)
+    store_rows(out_base, start, heads * D, time, total / weights[:, None], D)
     lse = highest * LN2_ + tl.log(weights)
     tl.store(Lse + (batch * heads + head) * time + rows, lse, mask=rows < time)
 
@@ -181,30 +174,21 @@ def forward(query: Tensor, key: Tensor, value: Tensor, first: Tensor | None, sca
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     lse = torch.empty((batch, heads, time), dtype=torch.float32, device=query.device)
     precision = dot_precision()
-    launch = blocks_for(head_dim, query.dtype, precision, capability_of(query)).forward
+    launch = blocks_for(query, precision).forward
     with on_device(query):
-        forward_kernel[(triton.cdiv(time, launch.queries) * batch * heads,)](
-            query,
-            key,
-            value,
-            query if first is None else first,
+        forward_kernel[(triton.cdiv(time, launch.QUERIES) * batch * heads,)](
+            (query, key, value),
+            (query.stride(), key.stride(), value.stride()),
+            first,
+            0 if first is None else first.stride(0),
             out,
             lse,
             scale * LOG2E,
-            *query.stride()[:3],
-            *key.stride()[:3],
-            *value.stride()[:3],
-            0 if first is None else first.stride(0),
             heads,
             heads // key.shape[2],
             time,
             D=head_dim,
-            PADDED_D=triton.next_power_of_2(head_dim),
-            QUERIES=launch.queries,
-            KEYS=launch.keys,
-            HAS_FIRST=first is not None,
             PRECISION=precision,
-            num_warps=launch.warps,
-            num_stages=launch.stages,
+            **launch._asdict(),
         )
     return out, lse

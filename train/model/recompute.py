@@ -61,10 +61,10 @@ class _Dropped:
 
     def dropper_of_views(self, out: Tensor) -> Callable[[Tensor], int | Tensor]:
         """Pack hook while the product runs: drops views of its input `out` and keeps everything else."""
-        storage, dtype = _storage(out), out.dtype  # not `out`: the hook lives as long as the graph
+        storage, dtype = out.untyped_storage()._cdata, out.dtype  # not `out`: the hook lives as long as the graph
 
         def drop(x: Tensor) -> int | Tensor:
-            if _storage(x) != storage or x.dtype != dtype:
+            if x.untyped_storage()._cdata != storage or x.dtype != dtype:
                 return x
             self.views.append((x.shape, x.stride(), x.storage_offset()))
             return self.saved + len(self.views) - 1
@@ -87,10 +87,6 @@ class _Dropped:
             raise RuntimeError(f"{len(values)} tensors were saved by a function that saved {self.saved} the first time")
         values += [out.as_strided(*view) for view in self.views]
         return dict(enumerate(values))
-
-
-def _storage(x: Tensor) -> int:
-    return x.untyped_storage()._cdata
 
 
 def _never(_: Any) -> Tensor:

@@ -67,6 +67,7 @@ class Box:
     start: int  # of those elements
     offset: Shape
     size: Shape
+    shared: bool  # as its piece
 
     @property
     def stop(self) -> int:
@@ -88,7 +89,7 @@ def boxes(placement: Placement, start: int, stop: int) -> Iterator[Box]:
             else:  # part of one row
                 size = (1, min(row - column, end - begin))
                 offset = (piece.offset[0] + index, piece.offset[1] + column)
-            yield Box(begin, offset, size)
+            yield Box(begin, offset, size, piece.shared)
             begin += math.prod(size)
         first = last
 

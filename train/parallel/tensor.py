@@ -53,6 +53,10 @@ def wait(x: Tensor) -> Tensor:
     return _collectives.wait_tensor(x)
 
 
+def _sum(x: Tensor, group: ProcessGroup, sequence_parallel: bool) -> Tensor:
+    return wait(reduce_scatter(x, group) if sequence_parallel else all_reduce(x, group))
+
+
 class _Column(torch.autograd.Function):
     """Y_r = X W_r^T, the rows of W and so the columns of Y shared out; every rank needs the whole X.
 
@@ -99,8 +103,7 @@ class _Row(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, group: ProcessGroup, sequence_parallel: bool) -> Tensor:
         ctx.group, ctx.sequence_parallel = group, sequence_parallel
         ctx.save_for_backward(x, weight)
-        y = F.linear(x, weight)
-        return wait(reduce_scatter(y, group) if sequence_parallel else all_reduce(y, group))
+        return _sum(F.linear(x, weight), group, sequence_parallel)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None, None]:
@@ -148,7 +151,7 @@ class _Embedding(torch.autograd.Function):
         y = F.embedding(index.masked_fill(foreign, 0), weight).masked_fill_(foreign[..., None], 0.0)
         ctx.group, ctx.sequence_parallel, ctx.rows = group, sequence_parallel, rows
         ctx.save_for_backward(index.masked_fill_(foreign, rows))
-        return wait(reduce_scatter(y, group) if sequence_parallel else all_reduce(y, group))
+        return _sum(y, group, sequence_parallel)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor, None, None]:

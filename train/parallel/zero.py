@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,16 +38,6 @@ class StepResult:
     loss: Tensor  # () the batch's mean, over all ranks
     norm: Tensor  # () of the gradient, without loss scale, before clipping
     skipped: Tensor  # () 1.0 where loss or norm was no finite number, so that nothing was updated; else 0.0
-
-
-class Segment(NamedTuple):
-    """Neighbours in a rank's slice of a bucket that share a learning rate and a weight decay."""
-
-    place: Range  # in the slice
-    rate: Tensor  # () a view
-    decay: float
-    weight: Tensor
-    moments: tuple[Tensor, Tensor]
 
 
 class Weights:
@@ -150,8 +140,8 @@ class Weights:
         gpt.embedding.register_forward_pre_hook(self._take(table, ahead[0]))
         for i, block in enumerate(gpt.blocks):
             block.register_forward_pre_hook(self._take(blocks[i], ahead[i + 1]))
-            self._on_gradient(block, self._take(blocks[i], blocks[i - 1] if i > 0 else None))
-            self._after(block, blocks[i], keep=i == len(blocks) - 1)
+            before_backward = self._take(blocks[i], blocks[i - 1] if i > 0 else None)
+            self._after(block, blocks[i], keep=i == len(blocks) - 1, before_backward=before_backward)
         gpt.norm.register_forward_pre_hook(self._take(final))
         self._after(gpt.head, final, keep=True)
         if table != final:
@@ -168,19 +158,14 @@ class Weights:
 
         return take
 
-    def _on_gradient(self, module: nn.Module, take: Callable[..., None]) -> None:
-        """Before the backward pass of a module."""
-
-        def hook(module: nn.Module, arguments: Any, out: Tensor) -> None:
-            if out.requires_grad:
-                out.register_hook(take)
-
-        module.register_forward_hook(hook)
-
-    def _after(self, module: nn.Module, number: int, *, keep: bool) -> None:
+    def _after(
+        self, module: nn.Module, number: int, *, keep: bool, before_backward: Callable[..., None] | None = None
+    ) -> None:
         """Releases a bucket after a forward pass; with `keep` not where a backward pass follows."""
 
         def hook(module: nn.Module, arguments: Any, out: Tensor) -> None:
+            if out.requires_grad and before_backward is not None:
+                out.register_hook(before_backward)
             if not (keep and out.requires_grad):
                 self.release(number)
 
@@ -231,20 +216,11 @@ class Zero:
         self.exp_avg_sq = [torch.zeros_like(master) for master in self.master]
         self.updates = torch.zeros((), dtype=torch.float32, device=device)
         shards = list(zip(self.layouts, self.owned, self.gradients.shards, strict=True))
-        state = zip(self.layouts, self.owned, self.master, self.exp_avg, self.exp_avg_sq, strict=True)
+        self._decays = [group.weight_decay for group in groups]
+        # Neighbours in this rank's slice of each bucket that share a learning rate and weight decay.
         self._segments = [
-            [
-                Segment(
-                    (start, stop),
-                    self.rates[number],
-                    groups[number].weight_decay,
-                    master[start:stop],
-                    (first[start:stop], second[start:stop]),
-                )
-                for number, segment in layout.segments
-                for start, stop in clip([segment], owned)
-            ]
-            for layout, owned, master, first, second in state
+            [(group, place) for group, segment in layout.segments for place in clip([segment], owned)]
+            for layout, owned in zip(self.layouts, self.owned, strict=True)
         ]
         self._partial = [
             shard[start:stop]
@@ -302,7 +278,10 @@ class Zero:
         for number in reversed(range(len(self.layouts))):  # as the next forward pass wants them
             shard = self.gradients.shards[number]
             gradient = shard if self.dtype == self.wide else shard.to(self.wide)
-            for (start, stop), rate, decay, weight, moments in self._segments[number]:
+            state = (self.master[number], self.exp_avg[number], self.exp_avg_sq[number])
+            for group, (start, stop) in self._segments[number]:
+                weight, *moments = (values[start:stop] for values in state)
+                rate, decay = self.rates[group], self._decays[group]
                 adamw(weight, gradient[start:stop], moments, count, rate, decay, self.optimizer, divisor, skipped)
             del gradient  # one fp32 copy at a time
             self._refresh(number)

@@ -183,13 +183,14 @@ class Choice:
         return self.hardware.memory_bytes * (1 - self.margin)
 
     @cached_property
+    def fitting(self) -> list[Candidate]:
+        return [candidate for candidate in self.candidates if self.fits(candidate)]
+
+    @cached_property
     def best(self) -> Candidate | None:
         """The simplest of the fastest that fit; None where nothing fits."""
-        fitting = [candidate for candidate in self.candidates if self.fits(candidate)]
-        if not fitting:
-            return None
-        limit = fitting[0].time.total * (1 + TIE)
-        return min((c for c in fitting if c.time.total <= limit), key=lambda c: c.complexity)
+        fast = (c for c in self.fitting if c.time.total <= self.fitting[0].time.total * (1 + TIE))
+        return min(fast, key=lambda c: c.complexity, default=None)
 
     def fits(self, candidate: Candidate) -> bool:
         return candidate.memory.peak <= self.limit
@@ -205,7 +206,7 @@ class Choice:
         return f"{slower:.0%} slower" if slower > TIE else "as fast, and less simple"
 
     def why(self) -> str:
-        best, fitting = self.best, [candidate for candidate in self.candidates if self.fits(candidate)]
+        best = self.best
         room = f"{gigabytes(self.hardware.memory_bytes)} less {self.margin:.0%}"
         if best is None:
             least = min(self.candidates, key=lambda candidate: candidate.memory.peak)
@@ -214,10 +215,10 @@ class Choice:
                 f"{gigabytes(least.memory.peak)}."
             )
         said = (
-            f"{best.name} is the fastest of the {len(fitting)} of {len(self.candidates)} ways that fit into {room}: "
-            f"{best.time.total:.3g} s a step and {gigabytes(best.memory.peak)} a rank."
+            f"{best.name} is the fastest of the {len(self.fitting)} of {len(self.candidates)} ways that fit into "
+            f"{room}: {best.time.total:.3g} s a step and {gigabytes(best.memory.peak)} a rank."
         )
-        slower = next((c for c in fitting if c.time.total > best.time.total * (1 + TIE)), None)
+        slower = next((c for c in self.fitting if c.time.total > best.time.total * (1 + TIE)), None)
         if slower is not None:
             said += f" The next, {slower.name}, is {self.verdict(slower)}."
         faster = self.candidates[0]

@@ -10,90 +10,34 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import tomllib
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from pathlib import Path
 
-from ..config import ATTENTION, ModelConfig, ParallelConfig, RunConfig, flatten
+from ..config import ModelConfig, ParallelConfig, RunConfig, flatten
 from ..errors import UserError
 
-_CHOICES = {
-    "data.corpus": ("stdlib", "text", "hf"),
-    "schedule.kind": ("wsd", "cosine", "constant"),
-    "precision": ("fp32", "bf16", "fp16"),
-    "tracker.kind": ("wandb", "none"),
-    "tracker.mode": ("auto", "online", "offline"),
-    "parallel.recompute": ("none", "selective", "full"),
-    "parallel.device": ("auto", "cpu", "cuda"),
-    "parallel.attention": ATTENTION,
-}
-_RANGES: dict[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
-    "1 or more": (
-        lambda value: value >= 1,
-        ("model.width", "model.depth", "model.heads", "model.vocab_multiple", "model.hidden", "model.vocab_size"),
-    ),
-    "greater than 0": (
-        lambda value: value > 0,
-        (
-            "tokens",
-            "log_every",
-            "validations",
-            "max_loss_rise",
-            "data.sequence_length",
-            "data.validation_tokens",
-            "data.vocab_size",
-            "optimizer.batch_size",
-            "optimizer.learning_rate",
-            "optimizer.base_width",
-            "optimizer.embedding_multiplier",
-            "optimizer.eps",
-            "checkpoint.every_seconds",
-            "checkpoint.keep",
-            "checkpoint.every_steps",
-            "parallel.threads",
-            "parallel.bucket_mb",
-            "parallel.timeout_seconds",
-            "data.max_bytes",
-            "model.rope_theta",
-            "model.norm_eps",
-        ),
-    ),
-    "at least 0 and below 1": (
-        lambda value: 0 <= value < 1,
-        (
-            "schedule.warmup_max_share",
-            "schedule.decay_share",
-            "schedule.final_share",
-            "data.validation_fraction",
-            "optimizer.beta1",
-            "optimizer.beta2",
-        ),
-    ),
-    "0 or more": (
-        lambda value: value >= 0,
-        (
-            "optimizer.weight_decay",
-            "optimizer.gradient_clip",
-            "optimizer.z_loss",
-            "schedule.warmup_tokens",
-            "schedule.warmup_per_parameter",
-            "skip_bad_steps",
-        ),
-    ),
+ACCEPTED = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+_HOLDS: dict[str, Callable[[float], bool]] = {  # the ranges by their names there
+    "1 or more": lambda value: value >= 1,
+    "greater than 0": lambda value: value > 0,
+    "at least 0 and below 1": lambda value: 0 <= value < 1,
+    "0 or more": lambda value: value >= 0,
 }
 
 
 def validate(config: RunConfig) -> None:
     """Refuses what cannot be trained: UserError with the field, the value and what would be accepted."""
     values = flatten(dataclasses.asdict(config))
-    for name, accepted in _CHOICES.items():
+    for name, accepted in ACCEPTED["choices"].items():
         if values[name] not in accepted:
             raise UserError(f"{name} is {values[name]!r}; it must be one of {', '.join(accepted)}")
     for name, value in values.items():
         if isinstance(value, float) and not math.isfinite(value):
             raise UserError(f"{name} is {value}; it must be a finite number")
-    for needed, (holds, names) in _RANGES.items():
+    for needed, names in ACCEPTED["ranges"].items():
         for name in names:
-            if values[name] is not None and not holds(values[name]):
+            if values[name] is not None and not _HOLDS[needed](values[name]):
                 raise UserError(f"{name} is {values[name]}; it must be {needed}")
     _check_model(config.model)
     for step in config.checkpoint.at_steps or ():
@@ -143,8 +87,7 @@ def check_shapes(config: RunConfig) -> None:
 
     A model whose vocab_size is still None (the planner fills it in) is not asked about its vocabulary.
     """
-    refusal = _refusal(config)
-    if refusal is not None:
+    if (refusal := _refusal(config)) is not None:
         raise UserError(refusal)
 
 

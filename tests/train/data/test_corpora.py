@@ -205,7 +205,7 @@ BAD_FILES = {
         b'{"text": "fine"}\n[1, 2]\n',
         r"line 2 of .*list\.jsonl holds list, not an object; every line must",
     ),
-    "utf.jsonl": (b'{"text": "\xff"}\n', r"line 1 of .*utf\.jsonl is not JSON"),
+    "utf.jsonl": (b'{"text": "\xff"}\n', r"line 1 of .*utf\.jsonl is not UTF-8 \(byte 0xff\)"),
     "field.jsonl": (b'{"body": "b", "id": 1}\n', r"data.field is 'text'; line 1 of .*field\.jsonl has 'body', 'id'$"),
     "type.jsonl": (
         b'{"text": 7}\n',

@@ -61,7 +61,7 @@ def verify(shards: Shards) -> None:
 
 
 def documents_of(shards: Shards, part: str) -> list[str]:
-    tokens, starts = getattr(shards, part), getattr(shards, f"{part}_documents")
+    tokens, starts = getattr(shards, part), np.load(shards.directory / f"{part}.documents.npy")
     assert (tokens[starts[1:] - 1] == shards.tokenizer.end_of_document).all()
     return [shards.tokenizer.decode(tokens[a : b - 1]) for a, b in itertools.pairwise(starts)]
 

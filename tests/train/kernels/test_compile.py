@@ -35,7 +35,7 @@ def compile_attention(arch: int, dtype: str, head_dim: int, first: bool) -> list
     """What Triton compiles for one forward and backward: forward, delta, dK and dV, dQ. `tf32` is a way of fp32."""
     import torch
     import triton
-    from isoflop.train.kernels import flash_backward, flash_forward
+    from isoflop.train.kernels import flash_backward, flash_blocks, flash_forward
     from triton.backends.compiler import GPUTarget
     from triton.runtime.driver import driver
 
@@ -62,7 +62,7 @@ def compile_attention(arch: int, dtype: str, head_dim: int, first: bool) -> list
     driver.set_active(Absent())  # type: ignore[arg-type]
     patches = [(triton.JITFunction, "run", compile_only)]
     patches += [(torch.backends.cuda.matmul, "allow_tf32", dtype == "tf32")]
-    patches += [(x, "capability_of", lambda _: divmod(arch, 10)) for x in (flash_forward, flash_backward)]
+    patches += [(flash_blocks, "capability_of", lambda _: divmod(arch, 10))]
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in patches]
     for owner, name, value in patches:
         setattr(owner, name, value)

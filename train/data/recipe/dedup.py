@@ -124,19 +124,15 @@ def jaccard(a: Integers, b: Integers, sets: npt.NDArray[np.uint32], offsets: Off
         end = max(start + 1, int(np.searchsorted(total, limit, side="right")))
         pair = np.concatenate([np.arange(end - start)] * 2)
         documents = np.concatenate([a[start:end], b[start:end]])
-        keys = _gathered(documents, pair, sets, offsets)
+        counts = sizes[documents]
+        begins = np.repeat(offsets[documents] - (np.cumsum(counts) - counts), counts)
+        values = np.asarray(sets[begins + np.arange(len(begins))]).astype(np.uint64)
+        keys = (np.repeat(pair, counts).astype(np.uint64) << np.uint64(32)) | values
         keys.sort()
         again = keys[1:][keys[1:] == keys[:-1]] >> np.uint64(32)
         shared[start:end] = np.bincount(again.astype(np.int64), minlength=end - start)
         start = end
     return shared / np.maximum(both - shared, 1)
-
-
-def _gathered(documents: Integers, pair: Integers, sets: npt.NDArray[np.uint32], offsets: Offsets) -> Hashes:
-    counts = offsets[documents + 1] - offsets[documents]
-    begins = np.repeat(offsets[documents] - (np.cumsum(counts) - counts), counts)
-    values = np.asarray(sets[begins + np.arange(len(begins))]).astype(np.uint64)
-    return (np.repeat(pair, counts).astype(np.uint64) << np.uint64(32)) | values
 
 
 def _firsts(cluster: npt.NDArray[Any], rank: Integers, held: Flags) -> Duplicates:

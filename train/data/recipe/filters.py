@@ -37,18 +37,22 @@ _BATCH, _TOKENS = 16, 512  # of a Hugging Face classifier
 _PARAGRAPHS, _LINES = re.compile(r"\n{2,}"), re.compile(r"\n+")
 
 
+@cache
 def make_filter(step: Step) -> Filter:
     """The filter of a step that looks at one document at a time; models are loaded here, once per process."""
-    if step.kind == "language":
-        return language_filter(step)
     if step.kind == "quality":
-        return quality_filter(step)
+        score = _fasttext(step) if Path(step.name).is_file() else _hugging_face(step)
+        return lambda texts: [
+            None if value >= step.number else "low quality"
+            for value in score([text[:JUDGED_CHARACTERS] for text in texts])
+        ]
     rules: dict[str, Rule] = {
         "gopher": lambda text: gopher_quality(text) or gopher_repetition(text),
         "gopher_quality": gopher_quality,
         "gopher_repetition": gopher_repetition,
         "length": lambda text: _length(text, step.number, step.upper),
         "symbols": lambda text: symbols(text, len(text.split()), step.number),
+        "language": lambda text: _other_language(text, step),
     }
     rule = rules[step.kind]
     return lambda texts: [rule(text) for text in texts]
@@ -57,7 +61,7 @@ def make_filter(step: Step) -> Filter:
 def gopher_quality(text: str) -> str | None:
     words = text.split()  # by whitespace
     # As datatrove, by which data sets are made: words of punctuation count neither here nor for the mean length.
-    spelled = [word for word in words if not _is_punctuation(word)]
+    spelled = [word for word in words if word[0].isalnum() or not all(map(_is_mark, word))]
     if len(spelled) < LEAST_WORDS:
         return "few words"
     if len(spelled) > MOST_WORDS:
@@ -88,10 +92,10 @@ def symbols(text: str, words: int, most: float) -> str | None:
 
 def gopher_repetition(text: str) -> str | None:
     for what, parts in (("paragraphs", _PARAGRAPHS.split(text.strip())), ("lines", _LINES.split(text))):
-        again, characters = _repeated(parts)
-        if again > DUPLICATE_LINES * len(parts):
+        distinct = set(parts)
+        if len(parts) - len(distinct) > DUPLICATE_LINES * len(parts):
             return f"duplicate {what}"
-        if characters > DUPLICATE_LINE_CHARACTERS * len(text):
+        if sum(map(len, parts)) - sum(map(len, distinct)) > DUPLICATE_LINE_CHARACTERS * len(text):
             return f"characters in duplicate {what}"
     words = text.split()
     for n, most in TOP_NGRAMS:
@@ -103,17 +107,6 @@ def gopher_repetition(text: str) -> str | None:
         if _duplicate_ngrams(words, n) > most * len(text):
             return f"duplicate {n}-grams"
     return None
-
-
-def _repeated(parts: list[str]) -> tuple[int, int]:
-    """How many parts equal an earlier one, and their characters."""
-    seen: set[str] = set()
-    again = characters = 0
-    for part in parts:
-        if part in seen:
-            again, characters = again + 1, characters + len(part)
-        seen.add(part)
-    return again, characters
 
 
 def _duplicate_ngrams(words: list[str], n: int) -> int:
@@ -137,37 +130,14 @@ def _length(text: str, least: float, most: float) -> str | None:
     return "many words" if words > most else None
 
 
-@cache
-def _is_mark(character: str) -> bool:
-    return unicodedata.category(character)[0] in "PSC"
+_is_mark = cache(lambda character: unicodedata.category(character)[0] in "PSC")
 
 
-def _is_punctuation(word: str) -> bool:
-    return not word[0].isalnum() and all(map(_is_mark, word))
-
-
-def language_filter(step: Step) -> Filter:
-    """Removes documents that are not in a language with the probability that the step names."""
-    identifier = language_identifier()
-
-    def judge(text: str) -> str | None:
-        found, probability = identifier.classify(text[:JUDGED_CHARACTERS])
-        if found != step.name:
-            return f"language {found}"
-        return None if probability >= step.number else f"hardly {step.name}"
-
-    return lambda texts: [judge(text) for text in texts]
-
-
-def quality_filter(step: Step) -> Filter:
-    """Removes documents whose probability of being good is below the step's threshold."""
-    score = _fasttext(step) if Path(step.name).is_file() else _hugging_face(step)
-
-    def judge(texts: Sequence[str]) -> list[str | None]:
-        scores = score([text[:JUDGED_CHARACTERS] for text in texts])
-        return [None if value >= step.number else "low quality" for value in scores]
-
-    return judge
+def _other_language(text: str, step: Step) -> str | None:
+    found, probability = language_identifier().classify(text[:JUDGED_CHARACTERS])
+    if found != step.name:
+        return f"language {found}"
+    return None if probability >= step.number else f"hardly {step.name}"
 
 
 def good_label(labels: Sequence[str]) -> int:
@@ -181,27 +151,19 @@ def _fasttext(step: Step) -> Callable[[list[str]], list[float]]:
 
     try:
         model = fasttext.load_model(step.name)
-        said, _ = _predicted(model, "a")
+        labels = sorted(_predicted(model, "a"))
     except (ValueError, RuntimeError, MemoryError) as error:
         raise UserError(f"data.recipe contains {step.word!r}; it is no fastText model ({error})") from None
-    if len(said) < 2:
-        raise UserError(f"data.recipe contains {step.word!r}; its model has {len(said)} labels, it needs two or more")
-    wanted = sorted(said)[good_label(sorted(said))]
-
-    def score(texts: list[str]) -> list[float]:
-        found = []
-        for text in texts:
-            labels, probabilities = _predicted(model, " ".join(text.split()))  # a newline would end the document
-            found.append(float(dict(zip(labels, probabilities, strict=True)).get(wanted, 0.0)))
-        return found
-
-    return score
+    if len(labels) < 2:
+        raise UserError(f"data.recipe contains {step.word!r}; its model has {len(labels)} labels, it needs two or more")
+    wanted = labels[good_label(labels)]
+    # A newline would end the document.
+    return lambda texts: [float(_predicted(model, " ".join(text.split())).get(wanted, 0.0)) for text in texts]
 
 
-def _predicted(model: Any, text: str) -> tuple[list[str], list[float]]:
+def _predicted(model: Any, text: str) -> dict[str, float]:
     # Not model.predict: fasttext-predict's and the training library's differ, what they call does not.
-    pairs = model.f.predict(text + "\n", -1, -1.0, "strict")
-    return [label for _, label in pairs], [probability for probability, _ in pairs]
+    return {label: probability for probability, label in model.f.predict(text + "\n", -1, -1.0, "strict")}
 
 
 def _hugging_face(step: Step) -> Callable[[list[str]], list[float]]:

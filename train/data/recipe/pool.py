@@ -7,6 +7,7 @@ tokenizers with it, and multiprocessing would run the user's script again.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import pickle
 import queue
@@ -30,7 +31,7 @@ def usable_cores() -> int:
 
 
 class Pool:
-    """A number of workers; one alone is this process itself."""
+    """A number of worker processes; where it is one, this process does the work itself."""
 
     def __init__(self, processes: int | None = None) -> None:
         self._count = processes or usable_cores()
@@ -63,13 +64,12 @@ class Pool:
                 yield function(*job)
             return
         running: set[Future[Any]] = set()
-        for job in jobs:
-            running.add(self._threads.submit(self._call, function, job))
-            if len(running) > self._count + 1:
-                done, running = wait(running, return_when=FIRST_COMPLETED)
-                for future in done:
-                    yield future.result()
-        while running:
+        left = iter(jobs)
+        while True:
+            for job in itertools.islice(left, self._count + 2 - len(running)):
+                running.add(self._threads.submit(self._call, function, job))
+            if not running:
+                return
             done, running = wait(running, return_when=FIRST_COMPLETED)
             for future in done:
                 yield future.result()

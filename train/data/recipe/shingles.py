@@ -71,17 +71,14 @@ def _words(texts: list[bytes]) -> tuple[Hashes, Offsets]:
     first = 0
     while first < len(starts):  # some words at a time: a long document would need 40 times its size
         last = max(first + 1, int(np.searchsorted(ends, starts[first] + _BATCH, side="right")))
-        hashes[first:last] = _hashed(joined, starts[first:last], ends[first:last])
+        here = starts[first]
+        values = byte_values().take(joined[here : ends[last - 1]])
+        hashes[first:last] = run_hashes(values, starts[first:last] - here, ends[first:last] - here)
         first = last
     lengths = np.fromiter((len(text) + 1 for text in texts), np.int64, len(texts))
     return _mixed(hashes), np.bincount(
         np.searchsorted(np.cumsum(lengths), starts, side="right"), minlength=len(texts)
     ).astype(np.int64)
-
-
-def _hashed(joined: npt.NDArray[np.uint8], starts: Offsets, ends: Offsets) -> Hashes:
-    """The polynomial of each word of some that follow each other."""
-    return run_hashes(byte_values().take(joined[starts[0] : ends[-1]]), starts - starts[0], ends - starts[0])
 
 
 def word_hashes(values: Hashes, starts: Offsets, ends: Offsets) -> Hashes:

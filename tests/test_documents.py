@@ -1,0 +1,73 @@
+"""Files from outside, read by the trainer's side and by the fit's: what they must be, or one sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from isoflop.fit import InputError
+from isoflop.fit import files as fit_files
+from isoflop.train import files as train_files
+from isoflop.train.errors import UserError
+
+
+@dataclass
+class Form:
+    steps: int
+    loss: float = 0.0
+    names: list[str] = field(default_factory=list)
+
+
+@pytest.fixture(params=[(train_files.read_document, UserError), (fit_files.read_document, InputError)])
+def reader(request: pytest.FixtureRequest) -> tuple[Callable[..., Any], type[Exception]]:
+    found: tuple[Callable[..., Any], type[Exception]] = request.param
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("a.json", b'{"steps": 3, "loss": 2, "other": []}'), ("a.yaml", b"steps: 3\nloss: 2.0\nother: 1\n")],
+)
+def test_a_file_as_it_must_be(reader: Any, name: str, content: bytes, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    assert reader[0](tmp_path / name, Form) == Form(3, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("a.json", b'{"steps": "three"}', "Expected int, got str at $.steps"),
+        ("a.json", b'{"steps": 3, "names": ["a", 1]}', r"Expected str, got int at $.names[1]"),
+        ("a.json", b"{}", "missing required field steps"),
+        ("a.json", b"[" * 100_000, "Expected object, got array"),
+        ("a.json", b'{"other": ' + b"[" * 100_000, "nested too deeply"),
+        ("a.json", b'{"steps": 3, "loss": NaN}', "malformed"),
+        ("a.json", b'{"steps": 3, "loss": 1e999}', "out of range"),
+        ("a.json", b'{"steps": 3', "truncated"),
+        ("a.json", b"\xff\xfe", "malformed"),
+        ("a.json", b"1" * 2000, "2000 bytes; it must have at most 1000"),
+        ("a.yaml", b"steps: [1, 2", "expected ',' or ']'"),
+        ("a.yaml", b"steps: " + b"[" * 900, "nested too deeply"),
+        ("a.yaml", b"steps: three", "Expected int, got str at $.steps"),
+        ("a.yaml", b"steps: \xff", "unacceptable character"),
+        ("folder", None, "cannot be read"),
+        ("missing.json", None, "No such file"),
+    ],
+)
+def test_anything_else_is_one_sentence(
+    reader: Any, name: str, content: bytes | None, words: str, tmp_path: Path
+) -> None:
+    (tmp_path / "folder").mkdir()
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    largest = 1000 if content == b"1" * 2000 else 1 << 20
+    with pytest.raises(reader[1]) as raised:
+        reader[0](tmp_path / name, Form, largest)
+    said = str(raised.value)
+    assert str(tmp_path / name) in said
+    assert words.lower() in said.lower()
+    assert "\n" not in said
+    assert len(said) < 500
