@@ -66,7 +66,6 @@ class GammaLaw(ChinchillaLaw):
         names = ["A", "alpha", "B"] + ([] if self.tied else ["beta"]) + ["gamma"] + (["E"] if self.E is None else [])
         at = {name: i for i, name in enumerate(names)}
         at.setdefault("beta", at["alpha"])
-        logarithmic = tuple(name in "ABE" for name in names)
         low, high = (float(target.min()) - VANISHED, float(target.max()) + 2.0) if centred else (-FAR, FAR)
         fixed = self.E
 
@@ -89,14 +88,12 @@ class GammaLaw(ChinchillaLaw):
                 found.append(Term(np.full((1, len(x)), np.log(self.E))))
             return found
 
-        bounds = {"alpha": EXPONENT_BOUNDS, "beta": EXPONENT_BOUNDS, "gamma": GAMMA_BOUNDS}
+        bounds = dict.fromkeys("ABE", (low, high)) | {"gamma": GAMMA_BOUNDS}
         return Problem(
             form=LogSumTerms(terms, at, len(x)),
             target=target,
-            lower=np.array([bounds.get(name, (low, high))[0] for name in names]),
-            upper=np.array([bounds.get(name, (low, high))[1] for name in names]),
-            coordinates=tuple(names),
-            logarithmic=logarithmic,
+            bounds={name: bounds.get(name, EXPONENT_BOUNDS) for name in names},
+            logarithmic="ABE",
             axes=np.stack([log_n, log_d]),
             starts=lambda weights, keep: _starts(x, y, observed, fixed, at, centred, weights, keep),
             constants=constants,
