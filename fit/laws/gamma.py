@@ -33,7 +33,7 @@ class GammaLaw(ChinchillaLaw):
 
     form = "gamma"
     title = "the law E + (A/N^alpha + B/D^beta)^gamma"
-    names = ("E", "A", "B", "alpha", "beta", "gamma")
+    names: tuple[str, ...] = ("E", "A", "B", "alpha", "beta", "gamma")  # type: ignore[assignment]
     resample_starts = 2
     gamma_: float
 
@@ -57,8 +57,8 @@ class GammaLaw(ChinchillaLaw):
     # The law as the solver sees it.
 
     def _problem(self, inputs: tuple[Array, ...], observed: Array, centred: bool = True) -> Problem:
-        """Coordinates: of each line of shortage, (A / N^alpha)^gamma and (B / D^beta)^gamma, its logarithm in the middle
-        of the runs and its slope; gamma; log E unless fixed. Uncentred: the constants, A, B and E as logarithms.
+        """Coordinates: of (A / N^alpha)^gamma and (B / D^beta)^gamma the logarithm at the mean log N and log D and the
+        exponent; gamma; log E unless fixed. Uncentred: the constants, A, B and E as logarithms.
         """
         log_n, log_d = np.log(inputs[0]), np.log(inputs[1])
         x0, y0 = (float(log_n.mean()), float(log_d.mean())) if centred else (0.0, 0.0)
@@ -101,7 +101,7 @@ class GammaLaw(ChinchillaLaw):
 
 
 def _power_sum(v: Mapping[str, Array], x: Array, y: Array, centred: bool, with_second: bool) -> Term:
-    """s log(exp(g/s) + exp(h/s)) with s = gamma and g, h the logarithms of the two lines.
+    """S log(exp(g/s) + exp(h/s)) with s = gamma and g, h the logarithms of the two lines.
 
     Its Hessian in (g, h, s) is (w1 w2 / s) z z^T with z = (1, -1, -(g - h) / s), w1 and w2 the shares of the lines.
     """

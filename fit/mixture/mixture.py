@@ -12,16 +12,15 @@ Special here:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 from numpy.typing import ArrayLike
 from scipy.special import ndtri
 
-from ..allocation.allocation import Optimum, lowest
+from ..allocation.allocation import Optimum
 from ..errors import Array, Columns, InputError, check_weights, floats, positive, same_length
 from ..files import read_constants
 from ..laws.chinchilla import ChinchillaLaw
@@ -39,7 +38,7 @@ LEAST_RUNS, LEAST_SIZES = 6, 3  # of a rolling fit: different (N, D), and differ
 ROLLING_STARTS = 8  # of a rolling fit, besides the optimum of all runs
 WORST = 1.0  # errors of log loss end here
 DRAWS = 100  # resamples per form
-REACH = 15.0  # N* is sought this far to both sides of sqrt(C / 6), in log N
+REACH = 15.0  # a form's log N* further from sqrt(C / 6), as of a term that vanished, is this far
 APART = 5.0  # a form's log N* further from the mean's counts as this far
 QUANTILES = 1001  # of a normal distribution, which stand for draws of it
 
@@ -156,17 +155,19 @@ class FormMixture:
 
     def weigh(self, priors: Mapping[str, Prior]) -> Self:
         """Weigh the fitted forms again, under other priors."""
-        self.priors, prior = priors, priors["loss"]
-        self.__dict__.pop("_size_rate", None)
-        rates = [np.mean((e / cut.further) ** 2, axis=1) for e, cut in zip(self._missed, self.cut_offs_, strict=True)]
-        share = np.broadcast_to(1.0 / _with_prior(rates, prior.rate), len(self.laws_))
-        self._share = share / share.sum()
-        self.weights_ = dict(zip(self.laws_, self._share.tolist(), strict=True))
-        own = [np.mean((self._share @ e / cut.further) ** 2) for e, cut in zip(self._missed, self.cut_offs_, strict=True)]
-        self.rate_ = float(np.sqrt(_with_prior(own, prior.rate)))
-        laws = self.laws_.values()
-        residual = self._share @ np.stack([law.residuals() for law in laws])
-        free = float(self._share @ np.array([law.problem_.free for law in laws]))
+        self.priors = priors
+        errors = [error / cut.further for error, cut in zip(self._missed, self.cut_offs_, strict=True)]
+        self._share, self._rate = dict[str, Array](), dict[str, float]()
+        for name, moves in (("loss", errors), ("size", list(self._size_moves().T[:, :, None]))):
+            rate = self.priors[name].rate
+            squares = [np.mean(move**2, axis=1) for move in moves]
+            share = 1.0 / np.broadcast_to(_with_prior(squares, rate), len(self.laws_))
+            self._share[name] = share = share / share.sum()
+            self._rate[name] = float(np.sqrt(_with_prior([np.mean((share @ move) ** 2) for move in moves], rate)))
+        self.rate_, share = self._rate["loss"], self._share["loss"]
+        self.weights_ = dict(zip(self.laws_, share.tolist(), strict=True))
+        residual = share @ np.stack([law.residuals() for law in self.laws_.values()])
+        free = float(share @ np.array([law.problem_.free for law in self.laws_.values()]))
         inflation = self._independent / max(self._independent - free, 1.0)
         self.noise_ = float(np.sqrt(inflation * np.mean(residual**2)))
         return self
@@ -175,7 +176,7 @@ class FormMixture:
 
     def predict(self, N: ArrayLike, D: ArrayLike) -> Array:
         """The weighted mean of the forms in log loss, (points,)."""
-        return np.exp(self._log_loss(self._fitted, self._share, *_points(N, D))[:, 0])
+        return np.exp(self._share["loss"] @ self._log_losses(self._fitted, *_points(N, D))[..., 0])
 
     def forecast(self, N: ArrayLike, D: ArrayLike, level: float = 0.95, kind: str = "run") -> pd.DataFrame:
         """DataFrame loss, low, high: where a new run lands (kind "run"), or the law's value (kind "mean")."""
@@ -191,14 +192,16 @@ class FormMixture:
     def variances(self, N: ArrayLike, D: ArrayLike) -> Columns:
         """What makes an interval, in squared log loss: resampling, disagreement, drift and noise, each (points,)."""
         N, D = _points(N, D)
-        noise = np.full(len(N), self.noise_**2)
-        return self._variances("loss", self._log_loss, self.rate_, self._further(6.0 * N * D), N, D) | {"noise": noise}
+        parts = self._variances("loss", lambda members: self._log_losses(members, N, D), self._further(6.0 * N * D))
+        return parts | {"noise": np.full(len(N), self.noise_**2)}
 
     def optimal(self, flops: ArrayLike, level: float = 0.95) -> Optimum:
-        """The N and D of lowest loss under C = 6 N D, with intervals; `flops` is a scalar or (targets,)."""
+        """The best N and D under C = 6 N D and the loss there, with intervals; `flops` is a scalar or (targets,).
+
+        N is the mean of the forms' own in log N, weighed by how little each one's moved while dearer runs came.
+        """
         C = positive("flops", np.atleast_1d(floats(flops)))
-        log_N = self._log_size(self._fitted, self._share, C)[:, 0]
-        of_size = self._variances("size", self._log_size, self._size_rate, self._further(C), C)
+        log_N, of_size = self.size(C)
         N, D = np.exp(log_N), C / 6.0 / np.exp(log_N)
         of_loss = [v for name, v in self.variances(N, D).items() if name != "noise"]
         normal = ndtri((np.arange(QUANTILES) + 0.5) / QUANTILES)
@@ -213,6 +216,11 @@ class FormMixture:
         }
         return Optimum(flops=C, N=N, D=D, loss=loss, draws=draws, level=level)
 
+    def size(self, flops: Array) -> tuple[Array, Columns]:
+        """Log of the best N under C = 6 N D, (targets,), and what makes its interval: variances as of the loss."""
+        middle = self._share["size"] @ self._log_sizes(self._fitted, flops)[..., 0]
+        return middle, self._variances("size", lambda members: self._log_sizes(members, flops), self._further(flops))
+
     def size_exponent(self, level: float = 0.95) -> tuple[float, float, float]:
         """The exponent a of N* ~ C^a, its mean over the runs, and its interval.
 
@@ -220,12 +228,11 @@ class FormMixture:
         """
         C = np.array([self.data_["flops"].min(), self.data_["flops"].max()])
 
-        def slope(members: Members, share: Array) -> Array:
-            ends = self._log_size(members, share, C)
-            return np.diff(ends, axis=0) / np.log(C[1] / C[0])
+        def slopes(members: Members) -> Array:
+            return np.diff(self._log_sizes(members, C), axis=1) / np.log(C[1] / C[0])
 
-        a = float(slope(self._fitted, self._share)[0, 0])
-        wide = float(_half_width(level, list(self._variances("size", slope, self._size_rate, np.ones(1)).values()))[0])
+        a = float(self._share["size"] @ slopes(self._fitted)[:, 0, 0])
+        wide = float(_half_width(level, list(self._variances("size", slopes, np.ones(1)).values()))[0])
         return a, a - wide, a + wide
 
     # How they come about.
@@ -240,54 +247,47 @@ class FormMixture:
         # A draw that did not converge is missing, and an earlier one stands for it.
         return [{name: np.resize(v, self.draws) for name, v in constants.items()} for constants in drawn]
 
-    def _log_loss(self, members: Members, share: Array, N: Array, D: Array) -> Array:
-        """The mean of the forms, (points, r)."""
-        total = np.zeros(())
+    def _log_losses(self, members: Members, N: Array, D: Array) -> Array:
+        """Every form's log loss, (forms, points, r)."""
         with np.errstate(all="ignore"):
-            for law, constants, weight in zip(self.laws_.values(), members, share, strict=True):
-                if weight > 0:
-                    total = total + weight * np.log(law.evaluate(constants, floats(N)[..., None], floats(D)[..., None]))
-        return total
+            found = [
+                np.log(law.evaluate(constants, N[:, None], D[:, None]))
+                for law, constants in zip(self.laws_.values(), members, strict=True)
+            ]
+        return np.stack(found)
 
-    def _log_size(self, members: Members, share: Array, C: Array) -> Array:
-        """Log N at which the mean of the forms is lowest under C = 6 N D, (targets, r)."""
-        spent = C[:, None] / 6.0
-        middle = np.broadcast_to(0.5 * np.log(spent), (len(C), len(next(iter(members[0].values())))))
+    def _log_sizes(self, members: Members, C: Array) -> Array:
+        """Every form's own log N of lowest loss under C = 6 N D, (forms, targets, r)."""
+        found, middle = [], 0.5 * np.log(C[:, None] / 6.0)
+        for law, constants in zip(self.laws_.values(), members, strict=True):
+            with np.errstate(all="ignore"):
+                log_N = np.log(law.optimum(C[:, None], constants)[0])
+            found.append(np.clip(np.where(np.isnan(log_N), middle, log_N), middle - REACH, middle + REACH))
+        return np.stack(found)
 
-        def value(x: Array) -> Array:
-            total = np.zeros(x.shape)
-            for law, constants, weight in zip(self.laws_.values(), members, share, strict=True):
-                if weight > 0:
-                    total = total + weight * np.log(law.evaluate(constants, np.exp(x), spent / np.exp(x)))
-            return np.where(np.isnan(total), np.inf, total)
-
-        with np.errstate(all="ignore"):
-            return lowest(value, middle - REACH, middle + REACH)[0]
-
-    def _variances(self, name: str, quantity: Any, rate: float, further: Array, *where: Array) -> Columns:
-        """Variances of a quantity (members, share, *where) -> (targets, r)."""
-        prior = self.priors[name]
-        middle = quantity(self._fitted, self._share, *where)[:, 0]
-        alone = np.eye(len(self.laws_))
-        each = np.stack([quantity(self._fitted, one, *where)[:, 0] for one in alone])
-        apart = np.clip(each - middle, -APART, APART)
-        low, high = np.nanpercentile(quantity(self._drawn, self._share, *where), [15.87, 84.13], axis=1)
+    def _variances(self, name: str, quantity: Callable[[Members], Array], further: Array) -> Columns:
+        """Of the mean of a quantity, members -> (forms, targets, r)."""
+        prior, share = self.priors[name], self._share[name]
+        each = quantity(self._fitted)[..., 0]
+        apart = np.clip(each - share @ each, -APART, APART)
+        drawn = np.tensordot(share, quantity(self._drawn), axes=1)
+        low, high = np.nanpercentile(drawn, [15.87, 84.13], axis=1)
         return {
             "resampling": (0.5 * (high - low)) ** 2,
-            "disagreement": prior.disagreement * (self._share @ apart**2),
-            "drift": (prior.drift * rate * further) ** 2,
+            "disagreement": prior.disagreement * (share @ apart**2),
+            "drift": (prior.drift * self._rate[name] * further) ** 2,
         }
 
-    @cached_property
-    def _size_rate(self) -> float:
-        """How far log N* at the dearest run's compute moved, per log of compute, since each cut-off."""
+    def _size_moves(self) -> Array:
+        """How far every form's log N* at the dearest run's compute moved since each cut-off, per log of compute,
+        (forms, cut-offs).
+        """
+        if not self.cut_offs_:
+            return np.zeros((len(self.laws_), 0))
         top = np.array([self.data_["flops"].max()])
-        squares: list[Any] = []
-        if self.cut_offs_:
-            moved = self._log_size(self._rolled, self._share, top) - self._log_size(self._fitted, self._share, top)
-            far = np.log(top / np.array([cut.flops for cut in self.cut_offs_]))
-            squares = list((np.clip(moved[0], -APART, APART) / far) ** 2)
-        return float(np.sqrt(_with_prior(squares, self.priors["size"].rate)))
+        moved = self._log_sizes(self._rolled, top) - self._log_sizes(self._fitted, top)
+        far = np.log(top / np.array([cut.flops for cut in self.cut_offs_]))
+        return np.clip(moved[:, 0], -APART, APART) / far
 
     def _further(self, flops: Array) -> Array:
         """Log of how far beyond the dearest run a compute of 6 N D lies, zero below it."""
@@ -298,9 +298,9 @@ class FormMixture:
     def _errors(self, k: int, cut: CutOff) -> Array:
         """Log errors of every form at the runs that cut-off k tests, (forms, tested)."""
         N, D, loss = (self.data_[name][cut.tested] for name in ("N", "D", "loss"))
-        at = [{name: v[k : k + 1] for name, v in constants.items()} for constants in self._rolled]
-        each = [self._log_loss(at, one, N, D)[:, 0] for one in np.eye(len(self.laws_))]
-        return np.clip(np.nan_to_num(np.stack(each) - np.log(loss), nan=WORST), -WORST, WORST)
+        there = [{name: v[k : k + 1] for name, v in constants.items()} for constants in self._rolled]
+        error = self._log_losses(there, N, D)[..., 0] - np.log(loss)
+        return np.clip(np.nan_to_num(error, nan=WORST), -WORST, WORST)
 
 
 def forecast(
@@ -359,8 +359,11 @@ def _with_prior(squares: Sequence[Any], rate: float) -> Any:
     return (rate**2 + sum(squares)) / (1.0 + len(squares))
 
 
-def _points(N: ArrayLike, D: ArrayLike) -> list[Array]:
-    return np.broadcast_arrays(*(positive(name, np.atleast_1d(floats(v))) for name, v in (("N", N), ("D", D))))
+def _points(N: ArrayLike, D: ArrayLike) -> tuple[Array, Array]:
+    sizes, tokens = (positive(name, np.atleast_1d(floats(v))) for name, v in (("N", N), ("D", D)))
+    if 1 not in (len(sizes), len(tokens)):
+        same_length(N=sizes, D=tokens)
+    return np.broadcast_arrays(sizes, tokens)
 
 
 def _half_width(level: float, variances: Sequence[Array]) -> Array:
