@@ -363,7 +363,8 @@ def _points(N: ArrayLike, D: ArrayLike) -> tuple[Array, Array]:
     sizes, tokens = (positive(name, np.atleast_1d(floats(v))) for name, v in (("N", N), ("D", D)))
     if 1 not in (len(sizes), len(tokens)):
         same_length(N=sizes, D=tokens)
-    return np.broadcast_arrays(sizes, tokens)
+    points = max(len(sizes), len(tokens))
+    return np.broadcast_to(sizes, points), np.broadcast_to(tokens, points)
 
 
 def _half_width(level: float, variances: Sequence[Array]) -> Array:
