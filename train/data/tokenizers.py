@@ -6,11 +6,13 @@ tokenizers.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import re
 import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ import numpy.typing as npt
 
 from ..config import DataConfig, canonical_json
 from ..errors import UserError
+from ..files import read_json
 from .corpora import Corpus, open_corpus
 from .mixing import Tokens, below_fraction, content_hash
 from .storage import Progress, building, checksum, locked, read_checked, write_checked
@@ -28,6 +31,7 @@ END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[
 SAMPLE_BYTES = 64 << 20
 # Bumped when training a BPE on the same corpus would give another one.
 TRAINER = 1
+_LARGEST_FILE, _MOST_IDS = 1 << 30, 1 << 24  # of a tokenizer.json: bytes, and ids
 _SMALLEST_BPE = 257  # 256 bytes and the end of a document
 _CARD = "isoflop_tokenizer.json"
 
@@ -154,11 +158,38 @@ def _save_card(tokenizer: Tokenizer, kind: str, directory: Path) -> None:
     write_checked(Path(directory) / _CARD, {**card, "fingerprint": tokenizer.fingerprint})
 
 
+@dataclass
+class _Added:
+    id: int
+
+
+@dataclass
+class _Model:
+    vocab: dict[str, int] | list[Any]
+
+
+@dataclass
+class _TokenizerFile:
+    """What must be right in a tokenizer.json before the library sees it: absurd ids end the interpreter there."""
+
+    model: _Model
+    added_tokens: list[_Added] = field(default_factory=list)
+
+
 def _read_tokenizer_json(path: Path) -> Any:
+    import msgspec
     import tokenizers
 
     try:
-        return tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+        if path.stat().st_size > _LARGEST_FILE:
+            raise OSError(errno.EFBIG, f"more than {_LARGEST_FILE} bytes")
+        content = path.read_text(encoding="utf-8")
+        file = msgspec.json.decode(content, type=_TokenizerFile)
+        vocabulary = file.model.vocab.values() if isinstance(file.model.vocab, dict) else ()
+        for each in (*vocabulary, *(added.id for added in file.added_tokens)):
+            if not 0 <= each < _MOST_IDS:
+                raise ValueError(f"it has the id {each}, and ids go from 0 to {_MOST_IDS - 1}")
+        return tokenizers.Tokenizer.from_str(content)
     except OSError as error:
         reason = error.strerror or "unreadable"
     except Exception as error:  # the library raises bare Exceptions
@@ -191,10 +222,7 @@ def _from_file(name: str) -> SubwordTokenizer:
 
 
 def _configured_end(path: Path) -> list[str]:
-    try:
-        token = json.loads(path.read_bytes()).get("eos_token")
-    except (OSError, ValueError, AttributeError):
-        return []
+    token = (read_json(path) or {}).get("eos_token")
     token = token.get("content") if isinstance(token, dict) else token
     return [token] if isinstance(token, str) else []
 
