@@ -51,10 +51,9 @@ class Stepper:
         self.record, self.micro = record, micro_batch_of(config)  # rows of one forward pass
         halved = ((read_json(record) if record else None) or {}).get("micro_batch_size")
         self.halved = isinstance(halved, int) and halved >= 1
-        if self.halved:
+        if isinstance(halved, int) and self.halved:
             # A record of another mesh need not divide this one's share.
-            most = min(self.micro, halved)
-            self.micro = max(n for n in range(1, most + 1) if self.share % n == 0)
+            self.micro = max(n for n in range(1, min(self.micro, halved) + 1) if self.share % n == 0)
         self.gpt = empty_model(config.model, config.optimizer, config.data.sequence_length)
         placements = split_model(self.gpt, mesh, parallel.sequence_parallel)
         self.gpt.place_angles(device)

@@ -144,6 +144,25 @@ def test_a_trained_bpe_is_kept_and_a_damaged_one_is_trained_again(
     assert len(trained) == 1
 
 
+@pytest.mark.parametrize("character", ["a", "7", " ", "=", "_", "語"])
+def test_a_word_without_end_is_cut_before_a_bpe_is_trained_on_it(
+    character: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = ["some words of a text " * 200, "begin " + character * 100_000 + " end"]
+    pieces = list(ours._cut_words(texts[1]))
+    assert "".join(pieces) == texts[1]
+    assert max(map(len, pieces)) <= 2 * ours._WORD
+    assert list(ours._cut_words(texts[0])) == texts[:1]  # ordinary text gives the tokenizer that it always gave
+    (tmp_path / "corpus.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    config = DataConfig(corpus="text", path=str(tmp_path), tokenizer="bpe", vocab_size=300, validation_fraction=1e-9)
+    said: list[str] = []
+    sample = list(ours._sample(config, open_corpus(config), lambda stage, done, total: said.append(stage)))
+    assert "".join(sample) == "".join(texts)
+    assert said[-1] == "learn merges"
+    monkeypatch.setattr(ours, "_UNBROKEN", 50_000)
+    assert 48_000 < len("".join(ours._sample(config, open_corpus(config), None))) - len(texts[0]) < 50_000
+
+
 def test_two_processes_train_one_bpe(config: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     count = tmp_path / "count"
     train = ours._train
