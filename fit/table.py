@@ -102,13 +102,13 @@ def read_table(
     highest loss.
     Raises InputError, one sentence, for anything that cannot be read or is not a positive finite number.
     """
-    frame, said = _load(source)
+    frame, header, said = _load(source)
     notes: list[str] = []
     if len(frame) == 0:
         raise InputError(f"{said} has no rows; at least one run is needed.")
     if derive_d not in (None, "6nd"):
         raise InputError(f"derive_d is {derive_d!r}; '6nd' (D = FLOPs / 6N) or nothing is accepted.")
-    names = _resolve(frame, columns or {}, said)
+    names = _resolve(header, columns or {}, said)
     rows = _finished(frame, notes, said)
     part = frame.iloc[rows]
     # A CSV's line, counting its header.
@@ -166,11 +166,12 @@ def _numbers(part: pd.DataFrame, names: dict[str, str], labels: list[Any], name:
     return values
 
 
-def _load(source: str | Path | pd.DataFrame) -> tuple[pd.DataFrame, str]:
+def _load(source: str | Path | pd.DataFrame) -> tuple[pd.DataFrame, list[str], str]:
+    """The table, the names of its columns as they were written, and what to call it."""
     import pandas as pd
 
     if isinstance(source, pd.DataFrame):
-        return source.reset_index(drop=True), "the table"
+        return source.reset_index(drop=True), [str(name) for name in source.columns], "the table"
     if not isinstance(source, (str, Path)):
         raise InputError(f"table is a {type(source).__name__}; a path or a DataFrame is expected.")
     path = Path(source)
@@ -182,24 +183,19 @@ def _load(source: str | Path | pd.DataFrame) -> tuple[pd.DataFrame, str]:
         raise InputError(f"{path} does not exist; give a CSV or Parquet file, or a sweep directory.")
     parquet = path.suffix.lower() in (".parquet", ".pq")
     try:
-        if parquet:
-            return pd.read_parquet(path), str(path)
-        # read_csv renames the second of two equal columns; the header as written shows them.
-        header = pd.read_csv(path, header=None, nrows=1, dtype=str).iloc[0].dropna().tolist()
-        twice = [name for name in header if header.count(name) > 1]
-        if not twice:
-            return pd.read_csv(path), str(path)
+        frame = pd.read_parquet(path) if parquet else pd.read_csv(path)
+        # read_csv renames the second of two equal columns.
+        header = frame.columns if parquet else pd.read_csv(path, header=None, nrows=1, dtype=str).iloc[0].dropna()
+        return frame, [str(name) for name in header], str(path)
     except pd.errors.EmptyDataError:
         raise InputError(f"{path} is empty; a header and at least one run are needed.") from None
     except Exception as error:  # readers raise whatever their backend raises
         reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
         kind = "Parquet" if parquet else "CSV"
         raise InputError(f"{path} is not a readable {kind} file ({reason}).") from None
-    raise InputError(f"{path} has more than one column {twice[0]!r}; each name must occur once.")
 
 
-def _resolve(frame: pd.DataFrame, columns: Mapping[str, str], said: str) -> dict[str, str]:
-    exist = [str(name) for name in frame.columns]
+def _resolve(exist: list[str], columns: Mapping[str, str], said: str) -> dict[str, str]:
     twice = sorted({name for name in exist if exist.count(name) > 1})
     if twice:
         raise InputError(f"{said} has more than one column {twice[0]!r}; each name must occur once.")
@@ -208,17 +204,12 @@ def _resolve(frame: pd.DataFrame, columns: Mapping[str, str], said: str) -> dict
         raise InputError(f"column {unknown[0]!r} is not a known name; choose among {', '.join(ALIASES)}.")
     names = {}
     for name, aliases in ALIASES.items():
-        if name in columns:
-            if columns[name] not in exist:
-                raise InputError(f"{said} has no column {columns[name]!r}; it has {', '.join(exist)}.")
-            names[name] = columns[name]
-        else:
-            there = [alias for alias in aliases if alias in exist]
-            if there:
-                names[name] = there[0]
-    for name in ("N", "loss"):
-        if name not in names:
-            raise InputError(f"{said} has no column {name!r}; it has {', '.join(exist)}.")
+        wanted = (columns[name],) if name in columns else aliases
+        there = [column for column in wanted if column in exist]
+        if there:
+            names[name] = there[0]
+        elif name in columns or name in ("N", "loss"):
+            raise InputError(f"{said} has no column {wanted[0]!r}; it has {', '.join(exist)}.")
     return names
 
 
@@ -253,9 +244,8 @@ def _best(loss: Array, drop_worst: int, notes: list[str]) -> np.ndarray:
         raise InputError(
             f"drop_worst is {drop_worst}; it must be at least 0 and below the {len(loss)} runs of the table."
         )
-    if drop_worst == 0:
-        return np.arange(len(loss))
-    order = np.argsort(loss, kind="stable")
-    out = ", ".join(f"{value:.4g}" for value in loss[order[-drop_worst:]])
-    notes.append(f"The {drop_worst} highest losses were dropped at the user's request ({out}).")
-    return np.sort(order[:-drop_worst])
+    kept, dropped = np.split(np.argsort(loss, kind="stable"), [len(loss) - drop_worst])
+    if drop_worst:
+        out = ", ".join(f"{value:.4g}" for value in loss[dropped])
+        notes.append(f"The {drop_worst} highest losses were dropped at the user's request ({out}).")
+    return np.sort(kept)

@@ -19,13 +19,10 @@ from numpy.typing import ArrayLike
 from ..errors import Array, Columns, InputError, positive, same_length
 from ..table import RunTable
 from .hyperparameters import CellOptimum
-from .settings_surface import HyperparameterSurface, cells_of, near_best
+from .settings_surface import TARGETS, HyperparameterSurface, cells_of, near_best
 
-NEAR = 0.0025
-WINDOW = 0.01
+WITHIN = {"near": 0.0025, "best": 0.0, "surface": 0.01}  # relative excess loss up to which a run is used, by method
 CUBIC_RUNS = 16  # runs near the best from which the surface of one cell has cubic terms
-METHODS = ("near", "best", "surface")
-SETTINGS = ("learning_rate", "batch")
 
 
 class Sweep(NamedTuple):
@@ -72,11 +69,11 @@ def cell_optima(
 
     `within` is the relative excess loss up to which a run is near (0.0025), or is used by the surface (0.01).
     """
-    if method not in METHODS:
-        raise InputError(f"method is {method!r}; choose one of {', '.join(METHODS)}.")
-    within = {"near": NEAR, "best": 0.0, "surface": WINDOW}[method] if within is None else within
+    if method not in WITHIN:
+        raise InputError(f"method is {method!r}; choose one of {', '.join(WITHIN)}.")
+    within = WITHIN[method] if within is None else within
     if not 0 <= within < 1:
-        raise InputError(f"within is {within}; a relative excess loss such as {NEAR} is expected.")
+        raise InputError(f"within is {within}; a relative excess loss such as {WITHIN['near']} is expected.")
     given = {"N": N, "D": D, "learning_rate": learning_rate, "batch": batch, "loss": loss}
     columns = {name: positive(name, values) for name, values in given.items()}
     same_length(**columns)
@@ -93,12 +90,12 @@ def _optimum(runs: Sweep, method: str, within: float) -> CellOptimum:
         near = np.arange(len(near)) == int(np.argmin(runs.loss))
     used, lowest = int(near.sum()), float(runs.loss.min())
     bare = CellOptimum(float(runs.N[0]), float(runs.D[0]), lowest, len(runs.loss), used, method)
-    varied = {name: getattr(runs, name) for name in SETTINGS if np.ptp(getattr(runs, name)) > 0}
+    varied = {name: getattr(runs, name) for name in TARGETS if np.ptp(getattr(runs, name)) > 0}
     found: dict[str, Any]
     if method != "surface":  # the geometric mean
         found = {name: float(np.exp(np.log(values[near]).mean())) for name, values in varied.items()}
         return replace(bare, **found, reason=_edge(varied, runs.loss))
-    laws: dict[str, Any] = {name: () if name in varied else None for name in SETTINGS}
+    laws: dict[str, Any] = {name: () if name in varied else None for name in TARGETS}
     order = 3 if used >= CUBIC_RUNS else 2
     try:
         surface = HyperparameterSurface(**laws, order=order, window=within).fit(*runs)

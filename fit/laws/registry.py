@@ -8,18 +8,18 @@ from typing import Any
 from ..errors import InputError
 
 DEFAULT = "chinchilla"
-# Where each form's class lives, below fit/.
+# The class of each form; fit/__init__.py says where it lives.
 LAWS = {
-    "chinchilla": ("laws.chinchilla", "ChinchillaLaw"),
-    "power": ("laws.powerlaw", "PowerLaw"),
-    "kaplan": ("laws.kaplan", "KaplanLaw"),
-    "broken": ("laws.broken", "BrokenPowerLaw"),
-    "repetition": ("laws.repetition", "RepetitionLaw"),
-    "overtraining": ("laws.overtraining", "OvertrainingLaw"),
-    "function": ("laws.custom", "FunctionLaw"),
-    "hyperparameter": ("hyperparameters.hyperparameters", "HyperparameterLaw"),
-    "hyperparameter-surface": ("hyperparameters.settings_surface", "HyperparameterSurface"),
-    "critical-batch": ("hyperparameters.hyperparameters", "CriticalBatchLaw"),
+    "chinchilla": "ChinchillaLaw",
+    "power": "PowerLaw",
+    "kaplan": "KaplanLaw",
+    "broken": "BrokenPowerLaw",
+    "repetition": "RepetitionLaw",
+    "overtraining": "OvertrainingLaw",
+    "function": "FunctionLaw",
+    "hyperparameter": "HyperparameterLaw",
+    "hyperparameter-surface": "HyperparameterSurface",
+    "critical-batch": "CriticalBatchLaw",
 }
 
 
@@ -27,6 +27,5 @@ def law_class(form: str = DEFAULT) -> type[Any]:
     """The class of a form; it is imported only now."""
     if form not in LAWS:
         raise InputError(f"form is {form!r}; known are {', '.join(LAWS)}.")
-    module, name = LAWS[form]
-    found: type[Any] = getattr(import_module(f"...{module}", __name__), name)
+    found: type[Any] = getattr(import_module("..", __package__), LAWS[form])
     return found

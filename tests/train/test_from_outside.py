@@ -220,7 +220,7 @@ def test_a_billion_ranks_are_answered_at_once() -> None:
         "SLURM_LOCALID": "0", "SLURM_JOB_ID": "1", "SLURM_TASKS_PER_NODE": "1(x99999999999)",
     }  # fmt: skip
     for environment in (torchrun | dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "1000000007"), slurm):
-        with pytest.raises(UserError, match="the launcher's environment makes no rank"):
+        with pytest.raises(UserError, match="the launcher's environment gives no rank"):
             detect(environment)
     assert divisors_of(36) == [1, 2, 3, 4, 6, 9, 12, 18, 36]
     assert divisors_of(10**9)[-2:] == [5 * 10**8, 10**9]
