@@ -8,8 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -49,12 +47,11 @@ class Stepper:
         self.dtype = compute_dtype(config.precision)
         self.share = config.optimizer.batch_size // mesh.dp  # rows of a batch that are this rank's
         self.record, self.micro = record, micro_batch_of(config)  # rows of one forward pass
-        halved = None if record is None else read_json(record)
-        self.halved = halved is not None
-        if halved is not None:
+        halved = ((read_json(record) if record else None) or {}).get("micro_batch_size")
+        self.halved = isinstance(halved, int) and halved >= 1
+        if isinstance(halved, int) and self.halved:
             # A record of another mesh need not divide this one's share.
-            most = min(self.micro, halved["micro_batch_size"])
-            self.micro = max(n for n in range(1, most + 1) if self.share % n == 0)
+            self.micro = max(n for n in range(1, min(self.micro, halved) + 1) if self.share % n == 0)
         self.gpt = empty_model(config.model, config.optimizer, config.data.sequence_length)
         placements = split_model(self.gpt, mesh, parallel.sequence_parallel)
         self.gpt.place_angles(device)
@@ -83,7 +80,12 @@ class Stepper:
             self.compiled = Compiled(config, self.micro, device, mesh.rank == 0, report)
             self.compiled.load()
             self.gpt.compile_blocks(self.graphs)
-        self.prefetch = Prefetch(self._gather, (self.share, config.data.sequence_length + 1), device)
+        first = mesh.dp_rank * self.share
+        self.prefetch = Prefetch(
+            lambda step: stream.batch(step, config.optimizer.batch_size, first, self.share),
+            (self.share, config.data.sequence_length + 1),
+            device,
+        )
         self.batch = torch.empty(0)  # (share, T + 1) tokens of the step at hand
 
     def start(self) -> None:
@@ -158,10 +160,6 @@ class Stepper:
                 self.scaler.scaled(loss).backward()
             total += loss.detach()
         return total
-
-    def _gather(self, step: int) -> npt.NDArray[np.int64]:
-        """This rank's rows of a step, (share, T + 1)."""
-        return self.stream.batch(step, self.config.optimizer.batch_size, self.mesh.dp_rank * self.share, self.share)
 
     def _rows(self, step: int, start: int) -> Tensor:
         """(micro, T + 1) rows of the step at hand, from this rank's row `start` on."""

@@ -1,6 +1,6 @@
 """wandb beside metrics.jsonl. The file is the truth and wandb a view of it, so nothing here can stop a run.
 
-Everything that waits for a server has a bound; what it cuts off `isoflop sync` sends through this same class.
+Every wait for a server has a bound; what is cut off then, `isoflop sync` sends later through this same class.
 """
 
 from __future__ import annotations
@@ -154,7 +154,8 @@ def is_online(run: Any) -> bool:
 
 def metrics(directory: Path) -> list[dict[str, Any]]:
     """The lines of a run's metrics.jsonl in order, each step once: a resumed run repeats those since its checkpoint."""
-    lines = {line["step"]: line for line in read_json_lines(directory / "metrics.jsonl") if "step" in line}
+    records = read_json_lines(directory / "metrics.jsonl")
+    lines = {line["step"]: line for line in records if isinstance(line.get("step"), int)}
     return [lines[step] for step in sorted(lines)]
 
 

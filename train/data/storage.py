@@ -17,10 +17,14 @@ from typing import Any
 
 from ..config import DataConfig, canonical_json
 from ..errors import UserError
-from ..files import put_in_place, temporary_directory_beside
+from ..files import put_in_place, read_document, temporary_directory_beside
 
 # (stage, done, total): total is 0 while it is unknown.
 Progress = Callable[[str, float, float], None]
+
+
+def silent(stage: str, done: float, total: float) -> None:
+    """Progress that nobody sees."""
 
 
 def cache_directory(config: DataConfig) -> Path:
@@ -41,7 +45,7 @@ def _unwritable(directory: Path, reason: str | None) -> str:
 
 
 @contextmanager
-def locked(cache: Path, name: str, progress: Progress | None = None) -> Iterator[None]:
+def locked(cache: Path, name: str, progress: Progress = silent) -> Iterator[None]:
     """Holds the lock `name` of a cache, waiting for whoever has it. It is dropped when its holder dies, kill -9
     included.
     """
@@ -53,8 +57,7 @@ def locked(cache: Path, name: str, progress: Progress | None = None) -> Iterator
         try:
             lock.acquire(timeout=0)
         except Timeout:
-            if progress is not None:
-                progress("wait for another process that builds the same", 0.0, 0.0)
+            progress("wait for another process that builds the same", 0, 0)
             lock.acquire()
     except OSError as error:
         raise UserError(_unwritable(cache, error.strerror)) from None
@@ -99,11 +102,11 @@ def write_checked(path: Path, content: dict[str, Any]) -> None:
 def read_checked(path: Path) -> dict[str, Any]:
     """What `write_checked` wrote, without the checksum; `UserError` where the file is missing or damaged."""
     try:
-        content = json.loads(path.read_bytes())
+        content = read_document(path, dict[str, Any])
         expected = content.pop("checksum")
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        reason = "missing" if isinstance(error, FileNotFoundError) else "unreadable"
+    except (UserError, KeyError):
+        reason = "unreadable" if path.exists() else "missing"
         raise UserError(f"{path} is {reason}; it must be a file that this program wrote") from None
     if checksum(content) != expected:
         raise UserError(f"{path} does not match its checksum; it must be a file that this program wrote")
-    return dict(content)
+    return content

@@ -6,11 +6,14 @@ tokenizers.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import re
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,27 +22,31 @@ import numpy.typing as npt
 
 from ..config import DataConfig, canonical_json
 from ..errors import UserError
+from ..files import read_json
 from .corpora import Corpus, open_corpus
 from .mixing import Tokens, below_fraction, content_hash
-from .storage import Progress, building, checksum, locked, read_checked, write_checked
+from .storage import Progress, building, checksum, locked, read_checked, silent, write_checked
 
 # What ends a document in a tokenizer.json without an `eos_token` in a tokenizer_config.json beside it.
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]")
 SAMPLE_BYTES = 64 << 20
+# Every merge goes through all of a word that it occurs in: words are cut at about so many characters, and of text with
+# such words no more is taken than gives a vocabulary in a minute.
+_WORD, _UNBROKEN = 1024, 4 << 20
+_RUN = re.compile(r"[^\W\d_]+|\d+|\s+|(?:[^\w\s]|_)+")
 # Bumped when training a BPE on the same corpus would give another one.
 TRAINER = 1
+_LARGEST_FILE, _MOST_IDS = 1 << 30, 1 << 24  # of a tokenizer.json: bytes, and ids
 _SMALLEST_BPE = 257  # 256 bytes and the end of a document
 _CARD = "isoflop_tokenizer.json"
 
 
-def load_tokenizer(
-    config: DataConfig, corpus: Corpus | None, cache: Path, progress: Progress | None = None
-) -> Tokenizer:
+def load_tokenizer(config: DataConfig, corpus: Corpus | None, cache: Path, progress: Progress = silent) -> Tokenizer:
     """The tokenizer that a config names; a BPE is trained on the corpus unless the cache has it."""
     if config.tokenizer == "bytes":
         return ByteTokenizer()
     if config.tokenizer == "bpe":
-        return _trained(config, corpus if corpus is not None else open_corpus(config), cache, progress)
+        return _trained(config, corpus or open_corpus(config), cache, progress)
     return _from_file(config.tokenizer)
 
 
@@ -86,14 +93,15 @@ class ByteTokenizer:
     """A token is a byte of UTF-8; documents end with 0xFF, which never occurs there."""
 
     vocab_size = 256  # ids are below this
+    dtype = np.uint16  # of ids: uint32 where the vocabulary needs it
     end_of_document = 0xFF  # the id that follows every document; text that spells it out encodes to other ids
     token_bytes = np.repeat([1, 0], [255, 1])  # (vocab_size,) bytes of UTF-8 of each id; 0 for the end of a document
     # 16 hex digits: equal for tokenizers that encode equally.
     fingerprint = hashlib.sha256(b"isoflop bytes, 0xFF ends a document").hexdigest()[:16]
 
     def encode(self, text: str) -> Tokens:
-        """(n,) ids, uint16 where the vocabulary fits it, else uint32."""
-        return np.frombuffer(text.encode(errors="replace"), np.uint8).astype(np.uint16)
+        """(n,) ids."""
+        return np.frombuffer(text.encode(errors="replace"), np.uint8).astype(self.dtype)
 
     def encode_batch(self, texts: Sequence[str]) -> list[Tokens]:
         """`encode` of each text, on all cores where the tokenizer can."""
@@ -118,7 +126,7 @@ class SubwordTokenizer:
         self._backend = backend
         self.end_of_document = end_of_document
         self.vocab_size = vocab_size
-        self._dtype = np.uint16 if vocab_size <= 1 << 16 else np.uint32
+        self.dtype = np.uint16 if vocab_size <= 1 << 16 else np.uint32
         self._content = json.loads(backend.to_str())
         # Said after the content is taken: it is how the library is called, not what the tokenizer is.
         backend.encode_special_tokens = True
@@ -132,7 +140,7 @@ class SubwordTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[Tokens]:
         valid = [text.encode(errors="replace").decode() for text in texts]  # the library refuses lone surrogates
         encodings = self._backend.encode_batch_fast(valid, add_special_tokens=False)
-        return [np.array(encoding.ids, self._dtype) for encoding in encodings]
+        return [np.array(encoding.ids, self.dtype) for encoding in encodings]
 
     def decode(self, ids: Any) -> str:
         kept = [int(i) for i in np.asarray(ids, np.int64) if i != self.end_of_document]
@@ -154,11 +162,38 @@ def _save_card(tokenizer: Tokenizer, kind: str, directory: Path) -> None:
     write_checked(Path(directory) / _CARD, {**card, "fingerprint": tokenizer.fingerprint})
 
 
+@dataclass
+class _Added:
+    id: int
+
+
+@dataclass
+class _Model:
+    vocab: dict[str, int] | list[Any]
+
+
+@dataclass
+class _TokenizerFile:
+    """What must be right in a tokenizer.json before the library sees it: absurd ids end the interpreter there."""
+
+    model: _Model
+    added_tokens: list[_Added] = field(default_factory=list)
+
+
 def _read_tokenizer_json(path: Path) -> Any:
+    import msgspec
     import tokenizers
 
     try:
-        return tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+        if path.stat().st_size > _LARGEST_FILE:
+            raise OSError(errno.EFBIG, f"more than {_LARGEST_FILE} bytes")
+        content = path.read_text(encoding="utf-8")
+        file = msgspec.json.decode(content, type=_TokenizerFile)
+        vocabulary = file.model.vocab.values() if isinstance(file.model.vocab, dict) else ()
+        for each in (*vocabulary, *(added.id for added in file.added_tokens)):
+            if not 0 <= each < _MOST_IDS:
+                raise ValueError(f"it has the id {each}, and ids go from 0 to {_MOST_IDS - 1}")
+        return tokenizers.Tokenizer.from_str(content)
     except OSError as error:
         reason = error.strerror or "unreadable"
     except Exception as error:  # the library raises bare Exceptions
@@ -191,10 +226,7 @@ def _from_file(name: str) -> SubwordTokenizer:
 
 
 def _configured_end(path: Path) -> list[str]:
-    try:
-        token = json.loads(path.read_bytes()).get("eos_token")
-    except (OSError, ValueError, AttributeError):
-        return []
+    token = (read_json(path) or {}).get("eos_token")
     token = token.get("content") if isinstance(token, dict) else token
     return [token] if isinstance(token, str) else []
 
@@ -219,25 +251,22 @@ def _token_bytes(content: dict[str, Any], backend: Any, vocab_size: int) -> npt.
     return sizes
 
 
-def _trained(config: DataConfig, corpus: Corpus, cache: Path, progress: Progress | None) -> Tokenizer:
+def _trained(config: DataConfig, corpus: Corpus, cache: Path, progress: Progress) -> Tokenizer:
     size = planned_vocab_size(config)
     key = checksum([TRAINER, corpus.fingerprint(), size, config.validation_fraction, SAMPLE_BYTES])[:16]
     directory = cache / "tokenizers" / key
-    try:
+    with suppress(UserError):  # missing or damaged: the same either way once the lock is held
         return tokenizer_from_directory(directory)
-    except UserError:
-        pass  # missing or damaged: the same either way once the lock is held
     with locked(cache, f"tokenizer-{key}", progress):
-        try:
+        with suppress(UserError):
             return tokenizer_from_directory(directory)
-        except UserError:
-            tokenizer = _train(config, corpus, size, progress)
-            with building(directory) as temporary:
-                tokenizer.save(temporary)
-            return tokenizer
+        tokenizer = _train(config, corpus, size, progress)
+        with building(directory) as temporary:
+            tokenizer.save(temporary)
+        return tokenizer
 
 
-def _train(config: DataConfig, corpus: Corpus, vocab_size: int, progress: Progress | None) -> SubwordTokenizer:
+def _train(config: DataConfig, corpus: Corpus, vocab_size: int, progress: Progress) -> SubwordTokenizer:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     backend: Any = Tokenizer(models.BPE())
@@ -260,18 +289,32 @@ def _train(config: DataConfig, corpus: Corpus, vocab_size: int, progress: Progre
     return SubwordTokenizer(backend, backend.token_to_id(END_TOKENS[0]), vocab_size)
 
 
-def _sample(config: DataConfig, corpus: Corpus, progress: Progress | None) -> Iterator[str]:
+def _sample(config: DataConfig, corpus: Corpus, progress: Progress) -> Iterator[str]:
     total = min(corpus.size_bytes() or SAMPLE_BYTES, SAMPLE_BYTES)
-    done, first_held_out, any_used = 0, None, False
+    done, unbroken, held_out, used = 0, 0, "", False
     for text in corpus.sample(SAMPLE_BYTES):
         encoded = text.encode()
         done += len(encoded)
-        if progress is not None:
-            progress("train tokenizer", float(done), float(total))
+        progress("train tokenizer", done, total)
         if below_fraction(content_hash(encoded), config.validation_fraction):
-            first_held_out = first_held_out or text
+            held_out = held_out or text
             continue
-        any_used = True
-        yield text
-    if not any_used and first_held_out is not None:
-        yield first_held_out  # a corpus of one or two documents; the shards say what is wrong with it
+        used = True
+        pieces = list(_cut_words(text))
+        for piece in pieces:
+            unbroken += len(piece) if len(pieces) > 1 else 0
+            if unbroken < _UNBROKEN:
+                yield piece
+    progress("learn merges", 0.0, 0.0)
+    if held_out and not used:
+        yield from _cut_words(held_out)  # a corpus of one or two documents; the shards say what is wrong with it
+
+
+def _cut_words(text: str) -> Iterator[str]:
+    """The text, cut inside words (runs of what GPT-2's rule keeps together) that would take training minutes each."""
+    start = 0
+    for at in range(_WORD, len(text), _WORD):
+        if _RUN.fullmatch(text, at - _WORD, at):
+            yield text[start:at]
+            start = at
+    yield text[start:]

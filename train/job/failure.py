@@ -1,4 +1,4 @@
-"""Why a run failed, as typed facts in `failure.json` of its folder, which the first process that knows writes."""
+"""Why a run failed: `failure.json` in its folder, written by the first process that knows."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Cause(StrEnum):
     ERROR = "error"  # any other exception
     HUNG = "hung"  # alive, without progress
     NODE = "node"  # a node is lost, frozen, or did not start its ranks
-    KILLED = "killed"  # a process is gone without a word
-    UNKNOWN = "unknown"  # of files without a cause
+    KILLED = "killed"  # a process ended without an error of its own
+    UNKNOWN = "unknown"  # the file names no cause
 
 
 @dataclass(frozen=True)
@@ -92,15 +92,13 @@ def read_failure(directory: Path) -> Failure | None:
 
 def parse_failure(values: dict[str, Any]) -> Failure:
     """A failure from its fields, of which none need be there."""
-    cause = values.get("cause")
-    return Failure(
-        Cause(cause) if cause in tuple(Cause) else Cause.UNKNOWN,
-        str(values.get("reason", "no reason")),
-        values.get("rank"),
-        values.get("host"),
-        values.get("step"),
-        tuple(values.get("hosts") or ()),
-    )
+    import msgspec
+
+    cause = values.get("cause") if values.get("cause") in tuple(Cause) else Cause.UNKNOWN
+    try:
+        return msgspec.convert({"reason": "no reason"} | values | {"cause": cause}, Failure)
+    except msgspec.ValidationError as error:
+        return Failure(Cause.UNKNOWN, f"its {FAILURE} cannot be understood ({str(error).replace('`', '')})")
 
 
 def forget_failure(directory: Path) -> None:
