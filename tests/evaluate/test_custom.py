@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import gzip
 import contextlib
+import gzip
 import json
 import math
 from pathlib import Path
@@ -268,7 +268,7 @@ def test_templates_groups_and_functions_work(folder: Path) -> None:
         .strip()
         .replace("\n", "\n    ")
     )
-    with pytest.raises(UserError, match=r"loud.yaml runs Python of its own \(!function\); .* --allow-code, or with eval"):
+    with pytest.raises(UserError, match=r"loud.yaml runs Python of its own \(!function\); .* --allow-code, or"):
         load_custom(folder, limit=3)
     loaded = load_custom(folder, limit=3, allow_code=True)
     assert sorted(loaded) == ["all::within", "loud", "quiet"]
@@ -320,8 +320,8 @@ def test_bad_folders_are_named_in_one_sentence(folder: Path, files: dict[str, st
 
 
 RUNS_CODE = {
-    "template": 'doc_to_text: "{{ cycler.__init__.__globals__.os.system(\'touch RAN\') }}"',
-    "attribute": 'doc_to_choice: "{{ (q|attr(\'__class__\')).__mro__ }}"',
+    "template": "doc_to_text: \"{{ cycler.__init__.__globals__.os.system('touch RAN') }}\"",
+    "attribute": "doc_to_choice: \"{{ (q|attr('__class__')).__mro__ }}\"",
     "function": "doc_to_target: !function evil.run",
     "class": "class: !function evil.run",
     "metric": "metric_list: [{metric: EVIL}]",
@@ -340,7 +340,7 @@ def test_no_python_of_a_folder_runs_unless_it_is_allowed(folder: Path, name: str
     key = line.partition(":")[0]
     kept = [old for old in SUM.splitlines() if not old.startswith(f"{key}:")]
     (folder / "sums.yaml").write_text("\n".join([*kept, line, ""]))
-    with pytest.raises(UserError, match="runs Python of its own|SecurityError"):
+    with pytest.raises(UserError, match=r"runs Python of its own|SecurityError"):
         load_custom(folder)
     assert not ran.exists()
     if "!function" in line:
@@ -356,7 +356,7 @@ def test_a_sweep_refuses_a_folders_python_before_anything_is_trained(folder: Pat
     (folder / "utils.py").write_text("none = None")
     assert anchored([str(folder)], allow_code=True) == [str(folder)]
     (folder / "quiz.jsonl").write_text("[" * 100_000)
-    with pytest.raises(UserError, match="line 1 of .*quiz.jsonl is not JSON"):
+    with pytest.raises(UserError, match=r"line 1 of .*quiz.jsonl is not JSON"):
         anchored([str(folder / "quiz.jsonl")])
 
 

@@ -11,6 +11,7 @@ import json
 import re
 import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import numpy.typing as npt
 
 from ..config import DataConfig, canonical_json
 from ..errors import UserError
+from ..files import read_json
 from .corpora import Corpus, open_corpus
 from .mixing import Tokens, below_fraction, content_hash
 from .storage import Progress, building, checksum, locked, read_checked, write_checked
@@ -28,6 +30,7 @@ END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[
 SAMPLE_BYTES = 64 << 20
 # Bumped when training a BPE on the same corpus would give another one.
 TRAINER = 1
+MOST_IDS = 1 << 24  # of a tokenizer.json; the library makes room up to the largest id, and aborts of one near 2^32
 _SMALLEST_BPE = 257  # 256 bytes and the end of a document
 _CARD = "isoflop_tokenizer.json"
 
@@ -154,11 +157,35 @@ def _save_card(tokenizer: Tokenizer, kind: str, directory: Path) -> None:
     write_checked(Path(directory) / _CARD, {**card, "fingerprint": tokenizer.fingerprint})
 
 
+@dataclass
+class _Added:
+    id: int
+
+
+@dataclass
+class _Model:
+    vocab: dict[str, int] | list[Any] = field(default_factory=dict)
+
+
+@dataclass
+class _Described:
+    """A tokenizer.json, as far as its ids go."""
+
+    model: _Model
+    added_tokens: list[_Added] = field(default_factory=list)
+
+
 def _read_tokenizer_json(path: Path) -> Any:
+    import msgspec
     import tokenizers
 
     try:
-        return tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+        content = path.read_text(encoding="utf-8")
+        described = msgspec.json.decode(content, type=_Described)
+        ids = list(vocabulary.values()) if isinstance(vocabulary := described.model.vocab, dict) else []
+        if wrong := [one for one in [*ids, *(added.id for added in described.added_tokens)] if not 0 <= one < MOST_IDS]:
+            raise ValueError(f"it has the id {wrong[0]}, and ids are 0 to {MOST_IDS - 1}")
+        return tokenizers.Tokenizer.from_str(content)
     except OSError as error:
         reason = error.strerror or "unreadable"
     except Exception as error:  # the library raises bare Exceptions
@@ -191,10 +218,7 @@ def _from_file(name: str) -> SubwordTokenizer:
 
 
 def _configured_end(path: Path) -> list[str]:
-    try:
-        token = json.loads(path.read_bytes()).get("eos_token")
-    except (OSError, ValueError, AttributeError):
-        return []
+    token = (read_json(path) or {}).get("eos_token")
     token = token.get("content") if isinstance(token, dict) else token
     return [token] if isinstance(token, str) else []
 
