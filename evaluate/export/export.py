@@ -272,7 +272,7 @@ def _weights(folder: Path, config: RunConfig) -> dict[str, Tensor]:
         if not (folder / _INDEX).is_file():
             raise UserError(f"{folder} has neither {_ONE} nor {_INDEX}; only safetensors can be imported")
         names = sorted(set(read_document(folder / _INDEX, _Index)["weight_map"].values()))
-    files = {}
+    files: dict[str, Any] = {}
     for name in names:
         if name != Path(name).name:
             raise UserError(f"weight_map names {name!r} in {folder / _INDEX}; it must name files of the same folder")
