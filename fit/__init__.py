@@ -20,14 +20,13 @@ from .errors import InputError
 if TYPE_CHECKING:
     from .allocation.allocation import (
         Optimum,
-        Prices,
         compute_optimal,
         fixed_size,
         inference_aware,
         overtraining_cost,
         token_limited,
     )
-    from .allocation.serving import Device, Served
+    from .allocation.serving import Device, Prices, Served
     from .analysis import analyze
     from .approaches.conventions import by_convention
     from .approaches.envelope import Envelope

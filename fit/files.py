@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and files from outside that are what they must be."""
+"""Files that appear whole or not at all, files from outside that are what they must be, and this room's tables."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import yaml
@@ -47,6 +47,11 @@ def write_text(path: Path, text: str) -> None:
     """Write UTF-8 text to `path`, whole or not at all."""
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
+
+
+def read_constants(name: str) -> Any:
+    """A table of this room, constants/<name>.yaml."""
+    return yaml.safe_load((Path(__file__).parent / "constants" / f"{name}.yaml").read_text(encoding="utf-8"))
 
 
 def read_document(path: Path, form: type[Form], largest: int = 64 << 20) -> Form:

@@ -86,7 +86,7 @@ def allocation_lines(a: Analysis, quantity: str, C: Array) -> list[tuple[Any, Ar
     """Of every approach that says: the approach, its N, D or loss at budgets C (m,), and the band (m, 2), if known."""
     lines = []
     for approach in a.approaches.values():
-        values, band = approach.values(C)[quantity], approach.bands(C)[quantity]
+        values, band = (found[quantity] for found in approach.answers(C))
         if approach.available and np.isfinite(values).any():
             lines.append((approach, values, band if band is not None and np.isfinite(band).all() else None))
     return lines

@@ -13,37 +13,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import yaml
 from numpy.typing import ArrayLike
 
 from .allocation.allocation import Optimum, optimum
 from .errors import Array, Constants, InputError, by_name, floats, positive, unboxed
+from .files import read_constants
 from .laws.registry import law_class
 
 if TYPE_CHECKING:
     import pandas as pd
 
 SAID = ("loss_unit", "N_convention", "flops_convention", "tokenizer", "data", "source", "notes")
-
-
+_TABLES = read_constants("laws")
 # Forms of one input x that no fitted law has; every other form is that of a law here.
 CURVES: dict[str, Callable[[Array, Constants], Any]] = {
     "reciprocal": lambda x, c: c.get("E", 0.0) + (c["scale"] / x) ** c["alpha"],
     "logarithm": lambda x, c: c["a"] + c["b"] * np.log(x),
     "exponential": lambda x, c: c["epsilon"] - c["k"] * np.exp(-c["gamma"] * x),
-}
-EQUATIONS = {
-    "chinchilla": "E + A / N^alpha + B / D^beta",
-    "kaplan": "[(N_c / N)^(alpha_N / alpha_D) + D_c / D]^alpha_D",
-    "overtraining": "E + (a M^eta + b M^-eta) C^-eta with M = D / N and C = 6 N D",
-    "repetition": "E + A / N'^alpha + B / D'^beta with N' and D' worth less the more U is repeated",
-    "reciprocal": "E + (scale / {0})^alpha",
-    "logarithm": "a + b log {0}",
-    "exponential": "epsilon - k exp(-gamma {0})",
 }
 
 
@@ -52,7 +42,7 @@ class PublishedLaw:
     """One fitted law as its paper prints it. D and U are tokens, N is counted as `N_convention` says.
 
     kind        "loss", "optimal N" (or M, D, D/N), "learning rate", "batch size", "critical batch size", "error"
-    form        how it is computed: a key of EQUATIONS, or "power"
+    form        how it is computed: one of `equations` in laws.yaml, or "power"
     intervals   the paper's own, constant -> (low, high), at `level`
     fitted      range of the runs behind it: C FLOPs, N parameters, D tokens, M = D / N -> (low, high)
     frontier    the law that gives the loss where this one splits a budget
@@ -124,7 +114,7 @@ class PublishedLaw:
 
     def equation(self) -> str:
         if self.form != "power":
-            shown = EQUATIONS[self.form].format(*self.inputs)
+            shown: str = _TABLES["equations"][self.form].format(*self.inputs)
             return shown if "E" in self.constants else shown.removeprefix("E + ")
         scaled = [f"({x} / {x}_0)" if f"{x}_0" in self.constants else x for x in self.inputs]
         factors = [f"{s}^p_{x}" for s, x in zip(scaled, self.inputs, strict=True) if f"p_{x}" in self.constants]
@@ -136,10 +126,9 @@ class PublishedLaw:
 
 
 def _read() -> dict[str, PublishedLaw]:
-    content = yaml.safe_load((Path(__file__).parent / "constants" / "laws.yaml").read_text(encoding="utf-8"))
     laws = {}
-    for name, record in (content["laws"] | content["tuning"]).items():
-        fields = {"unit": content["units"].get(record["kind"])} | record | {"inputs": tuple(record["inputs"])}
+    for name, record in (_TABLES["laws"] | _TABLES["tuning"]).items():
+        fields = {"unit": _TABLES["units"].get(record["kind"])} | record | {"inputs": tuple(record["inputs"])}
         for ranges in ("intervals", "fitted"):
             fields[ranges] = {key: tuple(pair) for key, pair in record.get(ranges, {}).items()}
         laws[name] = PublishedLaw(name=name, **fields)
@@ -152,8 +141,6 @@ _LAWS = _read()
 def published_law(name: str) -> PublishedLaw:
     """The published law of that name. Raises InputError naming the nearest names for one that is not known."""
     if name not in _LAWS:
-        from difflib import get_close_matches
-
         asked = str(name).lower()
         said = {known: f"{known} {law.authors} {law.form} {law.arxiv}".lower() for known, law in _LAWS.items()}
         near = [known for known, words in said.items() if asked and asked in words][:6]

@@ -16,10 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import yaml
-
 from .errors import InputError
-from .files import replacing
+from .files import read_constants, replacing
 from .table import RunTable, read_table
 
 if TYPE_CHECKING:
@@ -56,15 +54,10 @@ class PublishedData:
     how: str = ""
 
 
-def _read() -> dict[str, PublishedData]:
-    content = yaml.safe_load((Path(__file__).parent / "constants" / "data.yaml").read_text(encoding="utf-8"))
-    return {
-        name: PublishedData(name, tuple(PublishedFile(**file) for file in record.pop("files")), **record)
-        for name, record in content.items()
-    }
-
-
-DATA = _read()
+DATA = {
+    name: PublishedData(name, tuple(PublishedFile(**file) for file in record.pop("files")), **record)
+    for name, record in read_constants("data").items()
+}
 
 
 def published_data(name: str) -> PublishedData:

@@ -60,7 +60,7 @@ class Analysis:
         """Finite numbers, null where there is none (also for an unbounded end of an interval)."""
         approaches = {
             key: approach.to_dict()
-            | {"optimal": [approach.at(C).to_dict() for C in self.targets] if approach.available else []}
+            | {"optimal": [vars(approach.at(C)) for C in self.targets] if approach.available else []}
             for key, approach in self.approaches.items()
         }
         return plain_json(
@@ -130,7 +130,7 @@ def answer(source: str | Path, targets: Sequence[float] | None = None) -> dict[s
     largest = float((6.0 * law.data_["N"] * law.data_["D"]).max())
     goals = positive("target", targets or [largest * factor for factor in DEFAULT_TARGETS])
     approach = parametric(law, "")
-    estimates = [approach.at(float(C)).to_dict() for C in goals]
+    estimates = [vars(approach.at(float(C))) for C in goals]
     content = json.loads(Path(source).read_text()) if Path(source).is_file() else {}
     warnings = [w for w in content.get("warnings", ()) if w.get("code") != "extrapolation"]
     own = []  # of a law alone, what it knows of itself

@@ -6,7 +6,6 @@ import dataclasses
 import os
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 from ..train.errors import UserError
 from . import config as schemas
 from .config import SweepConfig, register
+from .slurm.commands import ask
 
 CONFIG = Path(__file__).resolve().parent.parent / "conf"
 
@@ -70,17 +70,9 @@ def with_cluster(arguments: list[str]) -> list[str]:
     if given and given[-1] != "cluster=auto":
         return arguments
     kept = [argument for argument in arguments if argument != "cluster=auto"]
-    return [*kept, f"cluster={'slurm' if _slurm_answers() else 'local'}"]
-
-
-def _slurm_answers() -> bool:
-    """Whether a controller replies; an installed client without a cluster does not count."""
-    if shutil.which("sbatch") is None or shutil.which("sinfo") is None:
-        return False
-    try:
-        return subprocess.run(["sinfo", "-h"], capture_output=True, timeout=5.0, check=False).returncode == 0
-    except (OSError, subprocess.TimeoutExpired):
-        return False
+    # An installed client without a controller that replies does not count.
+    on_slurm = shutil.which("sbatch") is not None and ask("sinfo", "-h", timeout=5.0).returncode == 0
+    return [*kept, f"cluster={'slurm' if on_slurm else 'local'}"]
 
 
 def to_sweep_config(config: object) -> SweepConfig:

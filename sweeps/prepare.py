@@ -10,7 +10,7 @@ import dataclasses
 import json
 import platform
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 import yaml
@@ -46,9 +46,10 @@ class Prepared:
         """In the plan's order."""
         return [self.sweep.run(run.run_id) for run in self.plan.runs]
 
-    def configs(self, names: Collection[str]) -> list[RunConfig]:
-        """Of the runs so named, in the grid's order."""
-        return [run for run in self.runs if run_id(run) in names]
+    @property
+    def by_id(self) -> dict[str, RunConfig]:
+        """In the grid's order."""
+        return {run_id(run): run for run in self.runs}
 
 
 def from_config(config: SweepConfig) -> Prepared:
@@ -158,7 +159,7 @@ def progress_of_runs(sweep: SweepDirectory, names: Iterable[str], config: SweepC
 
 def write_plan(prepared: Prepared, command: list[str] | None = None) -> None:
     """Writes plan.json, frozen configs, and with a `command` sweep.yaml; what says the same is left as it is."""
-    sweep, by_id = prepared.sweep, {run_id(run): run for run in prepared.runs}
+    sweep, by_id = prepared.sweep, prepared.by_id
     for directory in prepared.directories:
         directory.freeze(by_id[directory.run_id])
         if not (directory.path / "state.json").exists() and not directory.is_done():
@@ -184,10 +185,3 @@ def write_plan(prepared: Prepared, command: list[str] | None = None) -> None:
     path, plan = sweep.path / "plan.json", prepared.plan.to_dict()
     if read_json(path) != json.loads(json.dumps(plan)):  # tuples are lists there, and keys are text
         write_json(path, plan)
-
-
-def refreeze(waiting: Iterable[RunDirectory], prepared: Prepared) -> None:
-    """Gives runs that are about to start what the plan says of where and how, such as their ranks or their trunk."""
-    by_id = {run_id(run): run for run in prepared.runs}
-    for run in waiting:
-        run.refreeze(by_id[run.run_id])

@@ -8,7 +8,6 @@ Every other field is part of the run's identity, so a forgotten field errs on th
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import json
 from dataclasses import dataclass, field
@@ -226,27 +225,18 @@ class RunConfig:
 def identity(node: Any) -> dict[str, Any]:
     """What a run, or a group of its config, is beside its cosmetic fields."""
     result: dict[str, Any] = {}
-    for name, is_float, is_group, *default in _science(node.__class__):
-        value = getattr(node, name)
-        if default and value == default[0]:
-            continue  # `later`
-        if is_float and isinstance(value, int):
+    for item in dataclasses.fields(node):
+        value = getattr(node, item.name)
+        if "cosmetic" in item.metadata or ("later" in item.metadata and value == item.default):
+            continue
+        if item.name in _GROUPS:
+            value = identity(value)
+        elif item.type == "float" and isinstance(value, int):
             value = float(value)  # 1 and 1.0 are the same science
-        result[name] = identity(value) if is_group else value
-    # Groups such as tracker have nothing but cosmetic fields: leave no empty shell behind.
-    return {key: value for key, value in result.items() if value != {}}
-
-
-@functools.cache
-def _science(node: type) -> list[tuple[Any, ...]]:
-    """Per field that is not cosmetic: name, whether it is a float, whether it is a group, and the default of a `later`
-    one.
-    """
-    fields = (item for item in dataclasses.fields(node) if not item.metadata.get("cosmetic"))
-    return [
-        (item.name, item.type == "float", item.name in _GROUPS, *([item.default] if "later" in item.metadata else []))
-        for item in fields
-    ]
+        # Groups such as tracker have nothing but cosmetic fields: leave no empty shell behind.
+        if value != {}:
+            result[item.name] = value
+    return result
 
 
 def flatten(node: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Writing to disk so that a kill, a full disk or a second reader never sees half a file."""
+"""Writes files so that no reader finds half of one, even after a kill or on a full disk."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,10 +30,16 @@ def plain_value(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} cannot be written as JSON")
 
 
-def write_atomic(path: Path, content: str | Iterable[bytes | memoryview], flush: bool = True) -> None:
+def write_atomic(
+    path: Path,
+    content: str | Iterable[bytes | memoryview],
+    flush: bool = True,
+    place: Callable[[str, Path], None] | None = None,
+) -> None:
     """Replaces `path` in one step: temporary file beside it, fsync, rename. On any error the old file stays.
 
     Without `flush` it does not wait for the disk: a reader sees the old or the new, but a power cut may leave none.
+    `place` takes the place of the rename.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
@@ -44,10 +50,9 @@ def write_atomic(path: Path, content: str | Iterable[bytes | memoryview], flush:
                 file.flush()
                 os.fsync(file.fileno())
         os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
+        (place or os.replace)(temporary, path)
+    finally:
         Path(temporary).unlink(missing_ok=True)
-        raise
 
 
 def write_json(path: Path, value: Any, flush: bool = True) -> None:
@@ -57,20 +62,17 @@ def write_json(path: Path, value: Any, flush: bool = True) -> None:
 
 def create_json(path: Path, value: dict[str, Any]) -> None:
     """Writes a JSON file whole, unless there is one: the first word stays. A full disk is no error of its own."""
-    with suppress(OSError):
-        # A name of its own, for two threads may write at once.
-        handle, whole = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+
+    def place(whole: str, path: Path) -> None:
         try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(json.dumps(value))
-            os.chmod(whole, 0o644)
-            try:
-                os.link(whole, path)  # unlike a rename it fails where the file exists
-            except OSError:
-                if not path.exists():  # a file system without links
-                    os.replace(whole, path)
-        finally:
-            Path(whole).unlink(missing_ok=True)
+            os.link(whole, path)  # unlike a rename it fails where the file exists
+        except OSError:
+            if not path.exists():  # a file system without links
+                os.replace(whole, path)
+
+    if path.parent.is_dir():
+        with suppress(OSError):
+            write_atomic(path, json.dumps(value), flush=False, place=place)
 
 
 def fsync_path(path: Path) -> None:

@@ -27,7 +27,7 @@ from .flops import count_parameters, flops_6nd, flops_exact, training_flops_per_
 from .hardware import device_name, kept_peak
 from .job.control import run_on_ranks
 from .job.job import Job, join
-from .job.progress import PastStep, RunProgress
+from .job.progress import RunProgress
 from .job.session import kept
 from .parallel.layout import Held
 from .parallel.zero import StepResult
@@ -73,7 +73,7 @@ def train(
                 job.watchdog.beat(trainer.progress.step, "in a step")
                 trainer.record_step(stepper.step(trainer.progress.step))
                 if trainer.goes_on:
-                    stop, save = job.agree(stop=should_stop(), save=trainer.save_is_due())
+                    stop, save = job.agree(should_stop(), trainer.save_is_due())
                     trainer.pause(stop, save)
             return trainer.finish()
         finally:
@@ -151,6 +151,7 @@ class Trainer:
         """
         self.config, self.directory, self.report, self.job = config, directory, report, job
         self.stepper, self.peak, self.ensemble, self.clock, self.alive = stepper, peak, ensemble, clock, alive
+        self.leads = job.mesh.rank == 0  # this rank writes what a run writes once
         self.tokenizer = shards.tokenizer
         windows = validation_windows(shards, config.data.sequence_length, config.data.validation_tokens)
         self.windows = torch.from_numpy(windows)
@@ -168,11 +169,6 @@ class Trainer:
         self.metrics = JsonLines(directory / "metrics.jsonl") if self.leads else None
         self.tracker = Tracker(config, run_id(config), directory, report) if self.leads else None
         self.start_clock()
-
-    @property
-    def leads(self) -> bool:
-        """Whether this rank writes what a run writes once."""
-        return self.job.mesh.rank == 0
 
     @property
     def goes_on(self) -> bool:
@@ -267,11 +263,10 @@ class Trainer:
         if not self.unwatched:
             return
         losses = torch.stack([result.loss for result in self.unwatched]).tolist()
-        skips = torch.stack([result.skipped for result in self.unwatched]).tolist()
+        skips = torch.stack([result.skipped for result in self.unwatched]).bool().tolist()
         self.unwatched.clear()
         first = self.progress.step - len(losses) + 1
-        past = [PastStep(step, *item) for step, item in enumerate(zip(losses, map(bool, skips), strict=True), first)]
-        for line in self.progress.judge(past, self.config):
+        for line in self.progress.judge(first, zip(losses, skips, strict=True), self.config):
             self.report(line)
 
     def _log(self, result: StepResult, tokens_per_s: float, held_out: HeldOut | None) -> None:

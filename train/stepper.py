@@ -8,8 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -83,7 +81,12 @@ class Stepper:
             self.compiled = Compiled(config, self.micro, device, mesh.rank == 0, report)
             self.compiled.load()
             self.gpt.compile_blocks(self.graphs)
-        self.prefetch = Prefetch(self._gather, (self.share, config.data.sequence_length + 1), device)
+        first = mesh.dp_rank * self.share
+        self.prefetch = Prefetch(
+            lambda step: stream.batch(step, config.optimizer.batch_size, first, self.share),
+            (self.share, config.data.sequence_length + 1),
+            device,
+        )
         self.batch = torch.empty(0)  # (share, T + 1) tokens of the step at hand
 
     def start(self) -> None:
@@ -158,10 +161,6 @@ class Stepper:
                 self.scaler.scaled(loss).backward()
             total += loss.detach()
         return total
-
-    def _gather(self, step: int) -> npt.NDArray[np.int64]:
-        """This rank's rows of a step, (share, T + 1)."""
-        return self.stream.batch(step, self.config.optimizer.batch_size, self.mesh.dp_rank * self.share, self.share)
 
     def _rows(self, step: int, start: int) -> Tensor:
         """(micro, T + 1) rows of the step at hand, from this rank's row `start` on."""

@@ -1,6 +1,6 @@
 """wandb beside metrics.jsonl. The file is the truth and wandb a view of it, so nothing here can stop a run.
 
-Everything that waits for a server has a bound; what it cuts off `isoflop sync` sends through this same class.
+Every wait for a server has a bound; what is cut off then, `isoflop sync` sends later through this same class.
 """
 
 from __future__ import annotations

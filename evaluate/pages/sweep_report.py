@@ -224,13 +224,12 @@ def choices(sweep: Sweep) -> list[Choice]:
     """Pairs of recipes (without them: of sizes, by their place in a budget) at a small budget and at the largest."""
     made: list[dict[Any, int]] = []
     for group in sweep.budgets:
-        sizes = sorted({sweep.rows[place].get("N") or 0 for place in group})
-        kinds = {recipe: [p for p in group if recipe_of(sweep.rows[p]) == recipe] for recipe in sweep.recipes} or {
-            number: [place for place in group if (sweep.rows[place].get("N") or 0) == size]
-            for number, size in enumerate(sizes)
-        }
-        best = {kind: sweep._lowest(places, None) for kind, places in kinds.items()}
-        made.append({kind: place for kind, place in best.items() if place is not None})
+        places = {size: place for place, size in enumerate(sorted({sweep.rows[run].get("N") or 0 for run in group}))}
+        kinds: dict[Any, list[int]] = {}
+        for run in group:
+            row = sweep.rows[run]
+            kinds.setdefault(recipe_of(row) if sweep.recipes else places[row.get("N") or 0], []).append(run)
+        made.append({kind: best for kind, runs in kinds.items() if (best := sweep._lowest(runs, None)) is not None})
     *smaller, largest = made or [{}]
     if not sweep.recipes:
         smaller = [small for small in smaller if len(small) == len(largest)]

@@ -23,7 +23,7 @@ from numpy.typing import ArrayLike
 from ..errors import Array, Columns, Constants, InputError, floats, positive, same_length
 from ..formatting import amount, count, scientific, text
 from ..uncertainty import percentile_intervals
-from .serving import Device, Served, decode, prefill
+from .serving import Prices
 
 GRID = 160  # points of a search's first pass, which a law of several valleys needs
 LOGITS = 700.0  # bounds of logit s: its exponential is still a number
@@ -50,9 +50,10 @@ class Optimum:
     level: float = 0.95
 
     @property
+    @np.errstate(divide="ignore", invalid="ignore")
     def ratio(self) -> Array:
         """Tokens per parameter, D / N."""
-        return divide(self.D, self.N)
+        return self.D / self.N
 
     @property
     def values(self) -> Columns:
@@ -74,16 +75,14 @@ class Optimum:
 
     def rows(self) -> list[dict[str, str]]:
         """What is printed: a row per target, each quantity as text with its interval."""
-        says = {"N": count, "D": count, "loss": lambda v: f"{v:.4f}", "ratio": amount}
         found, intervals = self.values, self.intervals
 
         def cell(name: str, i: int) -> str:
-            say = says.get(name, scientific if "flops" in name else amount)
-            said = _bounded(found[name][i], say)
-            low, high = intervals.get(name, np.full((i + 1, 2), np.nan))[i]
+            said = _written(name, found[name][i])
+            low, high = intervals[name][i] if name in intervals else (np.nan, np.nan)
             if np.isnan(low) or high <= low * (1 + 1e-9):  # what was asked for is the same in every draw
                 return said
-            return f"{said} [{_bounded(low, say)}, {_bounded(high, say)}]"
+            return f"{said} [{_written(name, low)}, {_written(name, high)}]"
 
         return [{name: cell(name, i) for name in found} for i in range(len(self.N))]
 
@@ -99,6 +98,7 @@ class Optimum:
         return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
+@np.errstate(all="ignore")  # a term that vanished or a loss out of reach gives zeros and infinities on purpose
 def answer(law: Any, solve: Callable[[Constants], Columns], level: float) -> Optimum:
     """`solve` under the law's constants and draws; it takes (r,) constants and gives (targets, r) arrays."""
     if not 0.0 < level < 1.0:
@@ -114,7 +114,7 @@ def answer(law: Any, solve: Callable[[Constants], Columns], level: float) -> Opt
     values = {name: v[:, 0].copy() for name, v in every(law.constants_).items()}
     draws = {} if law.draws_ is None else every(law.draws_)
     if draws:
-        draws["ratio"] = divide(draws["D"], draws["N"])
+        draws["ratio"] = draws["D"] / draws["N"]
     own = {name: values.pop(name) for name in ("flops", "N", "D", "loss")}
     return Optimum(**own, more=values, draws=draws, level=level)
 
@@ -123,7 +123,7 @@ def aligned(**columns: ArrayLike) -> list[Array]:
     """Positive numbers, broadcast to one length, each of shape (targets, 1)."""
     checked = {name: positive(name, np.atleast_1d(floats(v))) for name, v in columns.items()}
     longest = max(len(v) for v in checked.values())
-    same_length(**{name: v for name, v in checked.items() if len(v) > 1} or checked)
+    same_length(**{name: v for name, v in checked.items() if len(v) > 1})
     return [np.broadcast_to(v, longest)[:, None] for v in checked.values()]
 
 
@@ -137,31 +137,29 @@ def exactly_one(**options: Any) -> tuple[str, Any]:
     return given[0], options[given[0]]
 
 
-def divide(a: Array, b: Array) -> Array:
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.divide(a, b)
+def _written(name: str, value: float) -> str:
+    if not np.isfinite(value):
+        return "none" if np.isnan(value) else "∞"
+    if name == "loss":
+        return f"{value:.4f}"
+    return (count if name in ("N", "D") else scientific if "flops" in name else amount)(value)
 
 
-def _bounded(value: float, say: Callable[[float], str]) -> str:
-    return say(value) if np.isfinite(value) else "none" if np.isnan(value) else "∞"
-
-
+@np.errstate(divide="ignore", invalid="ignore", over="ignore")
 def optimum(flops: ArrayLike, constants: Constants, coefficient: float = 6.0) -> tuple[Array, Array, Array]:
     """N, D and loss that minimise E + A/N^alpha + B/D^beta under C = coefficient N D (Hoffmann et al. 2022, eq. 4)."""
     E, A, B, alpha, beta = _live(constants)
     log_c = np.log(floats(flops) / coefficient)
-    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        log_n = (np.log(alpha * A) - np.log(beta * B) + beta * log_c) / (alpha + beta)
-        N, D = np.exp(log_n), np.exp(log_c - log_n)
-        return N, D, E + _term(A, N, alpha) + _term(B, D, beta)
+    log_n = (np.log(alpha * A) - np.log(beta * B) + beta * log_c) / (alpha + beta)
+    N, D = np.exp(log_n), np.exp(log_c - log_n)
+    return N, D, E + _term(A, N, alpha) + _term(B, D, beta)
 
 
 def tokens_for_loss(N: ArrayLike, loss: ArrayLike, constants: Constants) -> Array:
     """The D at which the law falls to `loss`; infinite where no number of tokens is enough."""
     E, A, B, alpha, beta = _live(constants)
     left = floats(loss) - E - _term(A, floats(N), alpha)
-    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        return np.where(left > 0, (B / np.where(left > 0, left, 1.0)) ** (1.0 / beta), np.inf)
+    return np.where(left > 0, (B / np.where(left > 0, left, 1.0)) ** (1.0 / beta), np.inf)
 
 
 class EqualLoss:
@@ -175,19 +173,16 @@ class EqualLoss:
 
     def __init__(self, constants: Constants, loss: Array) -> None:
         E, A, B, self.alpha, self.beta = _live(constants)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            self.reachable = loss > E
-            self.log_a, self.log_b = (np.log(X) - np.log(loss - E) for X in (A, B))
-            self.cheapest = np.where(A == 0, -LOGITS, np.where(B == 0, LOGITS, np.log(self.beta / self.alpha)))
+        self.reachable = loss > E
+        self.log_a, self.log_b = (np.log(X) - np.log(loss - E) for X in (A, B))
+        self.cheapest = np.where(A == 0, -LOGITS, np.where(B == 0, LOGITS, np.log(self.beta / self.alpha)))
 
     def __call__(self, z: Any) -> tuple[Array, Array]:
-        with np.errstate(divide="ignore", invalid="ignore"):
-            return (self.log_a + np.logaddexp(0.0, -z)) / self.alpha, (self.log_b + np.logaddexp(0.0, z)) / self.beta
+        return (self.log_a + np.logaddexp(0.0, -z)) / self.alpha, (self.log_b + np.logaddexp(0.0, z)) / self.beta
 
     def point(self, z: Any) -> tuple[Array, Array]:
         """N and D at z; infinite where no model reaches the loss."""
-        with np.errstate(over="ignore", invalid="ignore"):
-            N, D = (np.where(self.reachable, np.exp(log), np.inf) for log in self(z))
+        N, D = (np.where(self.reachable, np.exp(log), np.inf) for log in self(z))
         return N, D
 
 
@@ -195,16 +190,15 @@ def serving_optimum(C: Array, worth: Array, constants: Constants) -> tuple[Array
     """N, D and the lowest loss with C = 6 N (D + worth), where the slope in log D vanishes."""
     E, A, B, alpha, beta = _live(constants)
     log_c = np.log(C / 6.0)
-    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
 
-        def slope(y: Array) -> Array:
-            log_n = log_c - np.logaddexp(y, np.log(worth))
-            return np.log(alpha * A) - alpha * log_n - np.log(beta * B) + beta * y - np.log1p(worth * np.exp(-y))
+    def slope(y: Array) -> Array:
+        log_n = log_c - np.logaddexp(y, np.log(worth))
+        return np.log(alpha * A) - alpha * log_n - np.log(beta * B) + beta * y - np.log1p(worth * np.exp(-y))
 
-        y = root(slope, 0.5 * log_c - FAR, 0.5 * log_c + FAR)
-        D = np.where(A == 0, np.inf, np.where(B == 0, 0.0, np.exp(y)))
-        N = C / 6.0 / (D + worth)
-        return N, D, E + _term(A, N, alpha) + _term(B, D, beta)
+    y = root(slope, 0.5 * log_c - FAR, 0.5 * log_c + FAR)
+    D = np.where(A == 0, np.inf, np.where(B == 0, 0.0, np.exp(y)))
+    N = C / 6.0 / (D + worth)
+    return N, D, E + _term(A, N, alpha) + _term(B, D, beta)
 
 
 def lowest(value: Callable[[Array], Array], low: Array, high: Array) -> tuple[Array, Array]:
@@ -230,12 +224,11 @@ def lowest(value: Callable[[Array], Array], low: Array, high: Array) -> tuple[Ar
 
 def root(rising: Callable[[Array], Array], low: Any, high: Any) -> Array:
     """Where a rising function crosses zero, by bisection to rounding; an end where it does not."""
-    with np.errstate(all="ignore"):
-        for _ in range(70):
-            middle = 0.5 * (low + high)
-            above = rising(middle) > 0
-            low, high = np.where(above, low, middle), np.where(above, middle, high)
-        return 0.5 * (low + high)
+    for _ in range(70):
+        middle = 0.5 * (low + high)
+        above = rising(middle) > 0
+        low, high = np.where(above, low, middle), np.where(above, middle, high)
+    return 0.5 * (low + high)
 
 
 def _live(constants: Constants) -> tuple[Array, Array, Array, Array, Array]:
@@ -246,8 +239,7 @@ def _live(constants: Constants) -> tuple[Array, Array, Array, Array, Array]:
 
 
 def _term(amplitude: Array, x: Array, exponent: Array) -> Array:
-    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        return np.where(amplitude == 0, 0.0, amplitude * np.power(x, -exponent))
+    return np.where(amplitude == 0, 0.0, amplitude * np.power(x, -exponent))
 
 
 def compute_optimal(law: Any, flops: ArrayLike, flops_per_token: float | Curve = 6.0, level: float = 0.95) -> Optimum:
@@ -351,71 +343,9 @@ def overtraining_cost(
             N, D = curve.point(z)
         spent = 6.0 * N * D
         overhead = np.round(spent / C - 1.0, 12)  # rounding is no overhead
-        return {"flops": spent, "N": N, "D": D, "loss": loss, "size": divide(N, N0), "overhead": overhead}
+        return {"flops": spent, "N": N, "D": D, "loss": loss, "size": N / N0, "overhead": overhead}
 
     return answer(law, solve, level)
-
-
-@dataclass(frozen=True)
-class Prices:
-    """What a FLOP costs, as in Sardana et al. 2023: dollars per accelerator hour, its peak FLOP/s, and the share of
-    that peak (MFU) that training, reading a prompt and writing an answer reach.
-
-    `output_share` of the served tokens are written, one at a time and so at a lower MFU.
-    """
-
-    train_hour: float
-    train_peak: float
-    serve_hour: float
-    serve_peak: float
-    train_mfu: float = 0.5
-    input_mfu: float = 0.5
-    output_mfu: float = 0.01
-    output_share: float = 0.5
-
-    def __post_init__(self) -> None:
-        for name in self.__dataclass_fields__:
-            value = getattr(self, name)
-            least, most = (0.0, 1.0) if name.endswith(("mfu", "share")) else (0.0, np.inf)
-            if not (least < value <= most and np.isfinite(value)) and not (name == "output_share" and value == 0.0):
-                accepted = "a share above 0 and at most 1" if most == 1.0 else "a finite number above zero"
-                raise InputError(f"{name} is {value}; it must be {accepted}.")
-
-    @classmethod
-    def from_roofline(
-        cls,
-        train: Device,
-        serve: Device,
-        model: Served,
-        batch: float,
-        prompt: float,
-        answer: float,
-        train_mfu: float = 0.5,
-    ) -> Prices:
-        """Prices in which the MFU of serving `batch` requests of `prompt` and `answer` tokens is computed; see
-        `serving`.
-
-        Both MFUs count 2 N FLOPs per token, as `inference_aware` does, and are those of the one `model` given: they
-        change slowly with N.
-        """
-        read = prefill(model, serve, batch, prompt).seconds_per_token
-        written = decode(model, serve, batch, prompt + answer / 2.0).seconds_per_token
-        if read.ndim or written.ndim:
-            raise InputError("the served model is an array of models; prices belong to one.")
-        least = 2.0 * float(np.asarray(model.N)) / serve.peak  # seconds a token at the peak
-        mfus = (train_mfu, least / float(read), least / float(written))
-        return cls(train.hour, train.peak, serve.hour, serve.peak, *mfus, answer / (prompt + answer))
-
-    @property
-    def train(self) -> float:
-        """Dollars per training FLOP."""
-        return self.train_hour / 3600.0 / self.train_peak / self.train_mfu
-
-    @property
-    def serve(self) -> float:
-        """Dollars per FLOP of serving."""
-        slowness = (1.0 - self.output_share) / self.input_mfu + self.output_share / self.output_mfu
-        return self.serve_hour / 3600.0 / self.serve_peak * slowness
 
 
 def inference_aware(
@@ -450,7 +380,7 @@ def inference_aware(
         N0, D0 = curve.point(curve.cheapest)
         found = {"flops": 6.0 * N * D, "N": N, "D": D, "loss": goal, "inference_flops": 2.0 * N * served}
         found["total_flops"] = found["flops"] + found["inference_flops"]
-        found["saving"] = 1.0 - divide(N * (D + worth), N0 * (D0 + worth))
+        found["saving"] = 1.0 - N * (D + worth) / (N0 * (D0 + worth))
         return found | ({"dollars": 6.0 * prices.train * N * (D + worth)} if prices else {})
 
     return answer(law, solve, level)
@@ -466,6 +396,7 @@ def _unlimited(law: Any, constants: Constants, C: Array, flops_per_token: Any) -
     return found
 
 
+@np.errstate(all="ignore")
 def search(
     law: Any, constants: Constants, C: Array, spend: Curve, U: Array | None = None
 ) -> tuple[Array, Array, Array]:
@@ -479,12 +410,11 @@ def search(
         value = np.asarray(law.evaluate(constants, N, D, *(() if U is None else (np.minimum(U, D),))))
         return np.where(np.isnan(value), np.inf, value)
 
-    with np.errstate(all="ignore"):
-        middle = 0.5 * np.log(C)
-        x, edge = lowest(loss, middle - REACH, middle + REACH)
-        N = np.where(edge < 0, 0.0, np.where(edge > 0, np.inf, np.exp(x)))
-        D = np.where(edge < 0, np.inf, np.where(edge > 0, 0.0, C / spend(np.exp(x))))
-        return N, D, loss(x, constants)
+    middle = 0.5 * np.log(C)
+    x, edge = lowest(loss, middle - REACH, middle + REACH)
+    N = np.where(edge < 0, 0.0, np.where(edge > 0, np.inf, np.exp(x)))
+    D = np.where(edge < 0, np.inf, np.where(edge > 0, 0.0, C / spend(np.exp(x))))
+    return N, D, loss(x, constants)
 
 
 def _convention(flops_per_token: float | Curve) -> Curve:

@@ -18,7 +18,7 @@ arXiv 2001.08361, table 1, for FLOPs; Sardana et al. 2023, arXiv 2401.00448, for
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -28,8 +28,18 @@ from ..errors import Array, InputError, floats
 WIDTH_PER_BLOCK = 128.0  # of a typical shape: width over depth, as in Kaplan et al. 2020, section 3.3 and after
 
 
+class _Checked:
+    """A dataclass of numbers above zero, or zero too; efficiencies, MFUs and shares are at most 1."""
+
+    may_be_zero: ClassVar[tuple[str, ...]] = ()
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            _numbers(name, value, name in self.may_be_zero)
+
+
 @dataclass(frozen=True)
-class Served:
+class Served(_Checked):
     """A model as serving sees it.
 
     N: parameters that a token is multiplied by, the head included and a table that is looked up not; kv_numbers: kept
@@ -42,12 +52,7 @@ class Served:
     attention_width: ArrayLike
     weight_bytes: float = 2.0
     cache_bytes: float = 2.0
-
-    def __post_init__(self) -> None:
-        for name in ("N", "weight_bytes", "cache_bytes"):
-            _numbers(name, getattr(self, name))
-        for name in ("kv_numbers", "attention_width"):
-            _numbers(name, getattr(self, name), zero=True)
+    may_be_zero: ClassVar[tuple[str, ...]] = ("kv_numbers", "attention_width")
 
     @classmethod
     def typical(cls, N: ArrayLike, group: float = 1.0, weight_bytes: float = 2.0, cache_bytes: float = 2.0) -> Served:
@@ -58,7 +63,7 @@ class Served:
 
 
 @dataclass(frozen=True)
-class Device:
+class Device(_Checked):
     """What serves it: FLOP/s of matrix products, bytes/s read from memory, dollars per hour, the shares of both rates
     that the software reaches, and seconds that any pass takes.
     """
@@ -69,12 +74,7 @@ class Device:
     compute_efficiency: float = 1.0
     bandwidth_efficiency: float = 1.0
     overhead: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            _numbers(name, value, zero=name == "overhead")
-            if name.endswith("efficiency") and value > 1.0:
-                raise InputError(f"{name} is {value}; it must be a share above 0 and at most 1.")
+    may_be_zero: ClassVar[tuple[str, ...]] = ("overhead",)
 
     @property
     def balance(self) -> float:
@@ -98,19 +98,72 @@ class Pass:
 
 
 def decode(model: Served, device: Device, batch: ArrayLike, context: ArrayLike) -> Pass:
-    """A token more for `batch` requests that have `context` tokens behind them."""
+    """One more token for each of `batch` requests that have `context` tokens behind them."""
     N, k, a, b, L = _broadcast(model, batch=batch, context=context)
-    flops = b * (2.0 * N + 4.0 * a * L)
     read = model.weight_bytes * N + b * model.cache_bytes * k * (L + 1.0)
-    return _pass(device, b, flops, read)
+    return _pass(device, b, b * (2.0 * N + 4.0 * a * L), read)
 
 
 def prefill(model: Served, device: Device, batch: ArrayLike, prompt: ArrayLike) -> Pass:
     """`batch` prompts of `prompt` tokens, read at once."""
     N, k, a, b, L = _broadcast(model, batch=batch, prompt=prompt)
-    flops = b * L * (2.0 * N + 2.0 * a * (L + 1.0))
     moved = model.weight_bytes * N + b * model.cache_bytes * k * L
-    return _pass(device, b * L, flops, moved)
+    return _pass(device, b * L, b * L * (2.0 * N + 2.0 * a * (L + 1.0)), moved)
+
+
+@dataclass(frozen=True)
+class Prices(_Checked):
+    """What a FLOP costs, as in Sardana et al. 2023: dollars per accelerator hour, its peak FLOP/s, and the share of
+    that peak (MFU) that training, reading a prompt and writing an answer reach.
+
+    `output_share` of the served tokens are written, one at a time and so at a lower MFU.
+    """
+
+    train_hour: float
+    train_peak: float
+    serve_hour: float
+    serve_peak: float
+    train_mfu: float = 0.5
+    input_mfu: float = 0.5
+    output_mfu: float = 0.01
+    output_share: float = 0.5
+
+    may_be_zero: ClassVar[tuple[str, ...]] = ("output_share",)
+
+    @classmethod
+    def from_roofline(
+        cls,
+        train: Device,
+        serve: Device,
+        model: Served,
+        batch: float,
+        prompt: float,
+        answer: float,
+        train_mfu: float = 0.5,
+    ) -> Prices:
+        """Prices in which the MFU of serving `batch` requests of `prompt` and `answer` tokens is computed.
+
+        Both MFUs count 2 N FLOPs per token, as `inference_aware` does, and are those of the one `model` given: they
+        change slowly with N.
+        """
+        read = prefill(model, serve, batch, prompt).seconds_per_token
+        written = decode(model, serve, batch, prompt + answer / 2.0).seconds_per_token
+        if read.ndim or written.ndim:
+            raise InputError("the served model is an array of models; prices belong to one.")
+        least = 2.0 * float(np.asarray(model.N)) / serve.peak  # seconds a token at the peak
+        mfus = (train_mfu, least / float(read), least / float(written))
+        return cls(train.hour, train.peak, serve.hour, serve.peak, *mfus, answer / (prompt + answer))
+
+    @property
+    def train(self) -> float:
+        """Dollars per training FLOP."""
+        return self.train_hour / 3600.0 / self.train_peak / self.train_mfu
+
+    @property
+    def serve(self) -> float:
+        """Dollars per FLOP of serving."""
+        slowness = (1.0 - self.output_share) / self.input_mfu + self.output_share / self.output_mfu
+        return self.serve_hour / 3600.0 / self.serve_peak * slowness
 
 
 def _pass(device: Device, tokens: Array, flops: Array, moved: Array) -> Pass:
@@ -128,7 +181,8 @@ def _broadcast(model: Served, **sizes: ArrayLike) -> list[Array]:
 
 def _numbers(name: str, value: ArrayLike, zero: bool = False) -> Array:
     numbers = floats(value)
-    if not (np.isfinite(numbers) & (numbers >= 0 if zero else numbers > 0)).all():
+    share = name.endswith(("efficiency", "mfu", "share"))
+    if not (np.isfinite(numbers) & (numbers >= 0 if zero else numbers > 0) & (not share or numbers <= 1)).all():
         accepted = "a finite number, zero or more" if zero else "a finite number above zero"
-        raise InputError(f"{name} is {numbers}; it must be {accepted}.")
+        raise InputError(f"{name} is {numbers}; it must be {'a share above 0 and at most 1' if share else accepted}.")
     return numbers

@@ -6,15 +6,16 @@ Each brings the uncertainty that its own method can see; where they disagree bey
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from ..allocation.allocation import compute_optimal
-from ..errors import Array, InputError
+from ..errors import Array, Columns, InputError
 from ..flops import flops_per_token
+from ..laws.law import LossLaw
 from ..laws.powerlaw import PowerLaw
 from ..laws.registry import law_class
 from ..table import RunTable
@@ -22,7 +23,7 @@ from ..uncertainty import percentile_interval, resampled_together
 from .envelope import Envelope
 from .isoflop import IsoflopProfiles
 
-Law = Any  # any law of N and D: fit, clone, bootstrap, refit, predict, constants_, draws_
+Law = LossLaw  # any law of N and D
 Interval = tuple[float, float]
 QUANTITIES = ("N", "D", "ratio", "loss")
 
@@ -54,28 +55,17 @@ def law_intervals(law: Law | None) -> dict[str, Interval]:
 
 @dataclass(frozen=True)
 class Estimate:
-    """One approach at one budget; None is what the approach does not say, and an unknown interval."""
+    """One approach at one budget, as `isoflop fit --json` says it; None is what it does not say."""
 
     flops: float
     N: float | None
     D: float | None
-    ratio: float | None
     loss: float | None
-    intervals: dict[str, Interval | None] = field(default_factory=dict)
-
-    def to_dict(self) -> dict[str, Any]:
-        """As `isoflop fit --json` says it."""
-        return {
-            "flops": self.flops,
-            "N": self.N,
-            "D": self.D,
-            "loss": self.loss,
-            "tokens_per_parameter": self.ratio,
-            "N_ci": self.intervals["N"],
-            "D_ci": self.intervals["D"],
-            "loss_ci": self.intervals["loss"],
-            "tokens_per_parameter_ci": self.intervals["ratio"],
-        }
+    tokens_per_parameter: float | None
+    N_ci: Interval | None
+    D_ci: Interval | None
+    loss_ci: Interval | None
+    tokens_per_parameter_ci: Interval | None
 
 
 @dataclass(frozen=True)
@@ -100,44 +90,40 @@ class Approach:
     def available(self) -> bool:
         return not self.reason
 
-    def _answers(self, flops: Array) -> tuple[Mapping[str, Array], Mapping[str, Array]]:
-        """QUANTITIES at budgets (m,) as far as the approach says, and their draws (m, resamples), if any."""
+    def answers(self, flops: Array) -> tuple[Columns, dict[str, Array | None]]:
+        """QUANTITIES at budgets (m,), NaN where the approach does not say, and their intervals (m, 2), None without
+        draws.
+        """
+        source = self.profiles or self.envelope
+        values: Columns = {}
+        draws: Columns = {}
         if self.law is not None:
             best = compute_optimal(self.law, flops, self.flops_per_token or 6.0)
-            return best.values, best.draws
-        source = self.profiles or self.envelope
-        if source is None or source.N_law_ is None or source.D_law_ is None:
-            return {}, {}
-        laws = {"N": source.N_law_, "D": source.D_law_} | ({"loss": source.loss_law_} if source.loss_law_ else {})
-        values = {name: law.predict(flops) for name, law in laws.items()}
-        draws = {name: law.predict_draws(flops) for name, law in laws.items() if law.draws_ is not None}
-        for found in (values, draws):
-            if found:
-                found["ratio"] = found["D"] / found["N"]
-        return values, draws
-
-    def values(self, flops: Array) -> dict[str, Array]:
-        """N, D, ratio and loss at budgets (m,), NaN where the approach does not say."""
-        values, _ = self._answers(flops)
-        return {name: values.get(name, np.full(len(flops), np.nan)) for name in QUANTITIES}
-
-    def bands(self, flops: Array) -> dict[str, Array | None]:
-        """Intervals of the same, each (m, 2), or None without draws."""
-        _, draws = self._answers(flops)
-        return {
+            values, draws = best.values, dict(best.draws)
+        elif source is not None and source.N_law_ is not None:
+            laws = {"N": source.N_law_, "D": source.D_law_, "loss": source.loss_law_}
+            known = {name: law for name, law in laws.items() if law is not None}
+            values = {name: law.predict(flops) for name, law in known.items()}
+            draws = {name: law.predict_draws(flops) for name, law in known.items() if law.draws_ is not None}
+            for found in (values, draws):
+                if found:
+                    found["ratio"] = found["D"] / found["N"]
+        unknown = np.full(len(flops), np.nan)
+        bands = {
             name: np.array([percentile_interval(row) for row in draws[name]]) if name in draws else None
             for name in QUANTITIES
         }
+        return {name: values.get(name, unknown) for name in QUANTITIES}, bands
 
     def at(self, flops: float) -> Estimate:
         """The estimate at one budget."""
-        C = np.array([flops])
-        numbers = {name: finite_or_none(value[0]) for name, value in self.values(C).items()}
-        intervals: dict[str, Interval | None] = {
-            name: None if band is None or np.isnan(band[0]).all() else (float(band[0, 0]), float(band[0, 1]))
-            for name, band in self.bands(C).items()
-        }
-        return Estimate(flops=float(flops), intervals=intervals, **numbers)
+        values, bands = self.answers(np.array([flops]))
+        said: dict[str, Any] = {}
+        for name, band in bands.items():
+            title = "tokens_per_parameter" if name == "ratio" else name
+            said[title] = finite_or_none(values[name][0])
+            said[f"{title}_ci"] = None if band is None or np.isnan(band[0]).all() else tuple(band[0].tolist())
+        return Estimate(float(flops), **said)
 
     def to_dict(self) -> dict[str, Any]:
         """What does not depend on a budget, for JSON."""

@@ -134,18 +134,15 @@ def _step(
         step[f"tokens_per_parameter_{name}_isoflop"] = D / N if N and D else None
     step["N_predicted_isoflop"] = N
     vertex = _profiles(held, profiles, np.full(len(held), budget)).profiles_[0]
-    measured = ("N_predicted", "N_measured", "tokens_per_parameter_predicted", "tokens_per_parameter_measured")
-    step |= dict.fromkeys(measured)
-    if vertex.accepted and vertex.N_best and vertex.D_best:
-        # The law's optimum is asked at the held-out vertex's own 6ND, whatever the table's convention.
-        best = compute_optimal(law, 6.0 * vertex.N_best * vertex.D_best)
-        step |= {
-            "N_predicted": finite_or_none(best.N[0]),
-            "N_measured": vertex.N_best,
-            "tokens_per_parameter_predicted": finite_or_none(best.ratio[0]),
-            "tokens_per_parameter_measured": vertex.D_best / vertex.N_best,
-        }
-    return step
+    N, D = (vertex.N_best, vertex.D_best) if vertex.accepted else (None, None)
+    # The law's optimum is asked at the held-out vertex's own 6ND, whatever the table's convention.
+    best = compute_optimal(law, 6.0 * N * D) if N and D else None
+    return step | {
+        "N_predicted": best and finite_or_none(best.N[0]),
+        "N_measured": N,
+        "tokens_per_parameter_predicted": best and finite_or_none(best.ratio[0]),
+        "tokens_per_parameter_measured": D / N if N and D else None,
+    }
 
 
 def _errors(law: Law, runs: RunTable) -> dict[str, Any]:

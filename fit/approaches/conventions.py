@@ -48,7 +48,7 @@ class ConventionRow:
         shown = ("N", "D", "tokens_per_parameter", "loss", "N_ci", "tokens_per_parameter_ci")
         found = {}
         for key, approach in self.approaches.items():
-            said = approach.at(self.targets[0]).to_dict() if approach.available else {}
+            said = vars(approach.at(self.targets[0])) if approach.available else {}
             found[key] = approach.to_dict() | {name: said.get(name) for name in shown}
         return {
             "parameters": self.parameters,

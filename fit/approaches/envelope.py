@@ -121,9 +121,7 @@ class Envelope:
     def _settle(self, columns: Array, edges: int) -> None:
         flops, N, D, loss = self.flops_, self.N_, self.D_, self.loss_ = columns
         self.edges_ = edges
-        enough = len(flops) >= 2
-        self.N_law_ = PowerLaw().fit(flops, N) if enough else None
-        self.D_law_ = PowerLaw().fit(flops, D) if enough else None
+        self.N_law_, self.D_law_ = (PowerLaw().fit(flops, x) if len(flops) >= 2 else None for x in (N, D))
         self.loss_law_ = PowerLaw(offset=True).fit(flops, loss) if len(flops) >= 4 else None
 
     def __repr__(self) -> str:

@@ -265,11 +265,11 @@ class IsoflopProfiles:
     scatter_, of log vertices about N*(C) beyond their own uncertainty.
     """
 
-    def __init__(
-        self,
-        method: Method = "parabola",
-        noise: Literal["spread", "loss_se"] | float = "spread",
-    ) -> None:
+    N_law_: PowerLaw | None
+    D_law_: PowerLaw | None
+    loss_law_: PowerLaw | None
+
+    def __init__(self, method: Method = "parabola", noise: Literal["spread", "loss_se"] | float = "spread") -> None:
         if method not in METHODS:
             raise InputError(f"method is {method!r}; choose one of {', '.join(METHODS)}.")
         known = noise in ("spread", "loss_se") if isinstance(noise, str) else np.isfinite(noise) and noise > 0
@@ -311,7 +311,6 @@ class IsoflopProfiles:
                 N0 = float(np.exp(np.log(n).mean()))
                 self.profiles_.append(find_vertex(IsoflopProfile(self.method, float(C), n, d, y, error, w, N0)))
         self.sigma_, self.freedom_ = _pooled_spread(self.profiles_)
-        self.draws_ = 0
         self._fit_laws()
         return self
 
@@ -330,7 +329,6 @@ class IsoflopProfiles:
                 if self.noise == "spread":
                     noise = spread[:, None] * p.loss.min() * np.sqrt(p.weight.mean() / p.weight)
                 self.profiles_[i] = draw_vertices(p, noise, generator)
-        self.draws_ = n
         self._fit_laws(generator)
         return self
 
@@ -348,33 +346,31 @@ class IsoflopProfiles:
         return float(terms.sum() / np.sqrt(len(found)) / noise), float(np.nanmean(shifts))
 
     def _fit_laws(self, generator: np.random.Generator | None = None) -> None:
-        laws: tuple[PowerLaw | None, ...] = (None, None, None)
-        self.N_law_, self.D_law_, self.loss_law_ = laws
+        self.N_law_ = self.D_law_ = self.loss_law_ = None
         self.scatter_ = 0.0
         good = self.accepted_
         if len(good) < 2:
             return
-        C, N, D, loss = (
-            np.array([getattr(p, name) for p in good]) for name in ("flops", "N_best", "D_best", "loss_best")
-        )
+        names = ("flops", "N_best", "D_best", "loss_best")
+        C, N, D, loss = (np.array([getattr(p, name) for p in good]) for name in names)
         variance = np.ones(len(good))
-        if self.draws_:
+        if generator is not None:
             variance = vertex_variance(good)
             bare = PowerLaw().fit(C, N, _precision(variance, 0.0))
             self.scatter_ = excess_scatter((np.log(N) - np.log(bare.predict(C))) ** 2, variance, len(C) - 2)
         weight = _precision(variance, self.scatter_)
-        loss_law = PowerLaw(offset=True).fit(C, loss) if len(good) >= 4 else None
-        laws = (PowerLaw().fit(C, N, weight), PowerLaw().fit(C, D, weight), loss_law)
-        self.N_law_, self.D_law_, self.loss_law_ = laws
+        self.N_law_, self.D_law_ = PowerLaw().fit(C, N, weight), PowerLaw().fit(C, D, weight)
+        if len(good) >= 4:
+            self.loss_law_ = PowerLaw(offset=True).fit(C, loss)
         if generator is None:
             return
         # The draws of the vertices, each moved once more by the scatter between budgets.
-        shift = np.exp(self.scatter_ * generator.standard_normal((len(good), self.draws_)))
-        sizes = [np.asarray(p.N_draws) * moved for p, moved in zip(good, shift, strict=True)]
-        tokens = [tokens_at(p, drawn) for p, drawn in zip(good, sizes, strict=True)]
-        for law, draws in zip(laws, (sizes, tokens, [np.asarray(p.loss_draws) for p in good]), strict=True):
-            if law is not None:
-                law.fit_draws(np.stack(draws, 1))
+        drawn = np.stack([np.asarray(p.N_draws) for p in good])
+        sizes = drawn * np.exp(self.scatter_ * generator.standard_normal(drawn.shape))
+        self.N_law_.fit_draws(np.stack([*sizes], 1))
+        self.D_law_.fit_draws(np.stack(list(map(tokens_at, good, sizes)), 1))
+        if self.loss_law_ is not None:
+            self.loss_law_.fit_draws(np.stack([np.asarray(p.loss_draws) for p in good], 1))
 
     def __repr__(self) -> str:
         if not hasattr(self, "profiles_"):

@@ -74,9 +74,9 @@ class RecipeLaw:
             "ci": law_intervals(law),
             "target": self.target,
             "N": e and e.N,
-            "N_ci": e and e.intervals["N"],
+            "N_ci": e and e.N_ci,
             "loss": e and e.loss,
-            "loss_ci": e and e.intervals["loss"],
+            "loss_ci": e and e.loss_ci,
             "paired": self.paired and self.paired.to_dict(),
             "at_target": self.at_target and self.at_target.to_dict(),
         }
@@ -130,8 +130,8 @@ def paired(base: RunTable, other: RunTable) -> Difference | None:
         return None
     differences = np.array([other.loss[theirs[key]] - base.loss[ours[key]] for key in shared])
     groups = other.group[[theirs[key] for key in shared]]
-    means = np.array([differences[groups == name].mean() for name in np.unique(groups)])
-    weights = np.array([(groups == name).sum() for name in np.unique(groups)], dtype=np.float64)
+    names, weights = np.unique(groups, return_counts=True)
+    means = np.array([differences[groups == name].mean() for name in names])
     value = float(differences.mean())
     if len(means) < 2:
         return Difference(value, None, len(shared))

@@ -1,7 +1,4 @@
-"""What a careful reader would ask of a fit: plain warnings, worst first. `doctor.py` asks the table alone.
-
-Each check is one small function from an analysis to warnings, listed in STOPS or SHOWS.
-"""
+"""What a careful reader would ask of a fit: plain warnings, worst first. `doctor.py` asks the table alone."""
 
 from __future__ import annotations
 
@@ -10,8 +7,11 @@ from copy import copy
 import numpy as np
 
 from ..allocation.allocation import compute_optimal
+from ..approaches.approaches import Law
+from ..approaches.isoflop import IsoflopProfiles
 from ..formatting import amount, scientific
 from ..results import Analysis
+from ..table import RunTable
 from .doctor import Found, Warning, examine
 from .outliers import find_outliers
 
@@ -21,34 +21,36 @@ MANY_OUTLIERS = 0.05  # share of the runs from which they have a cause in common
 MILD = ("few_runs", "few_sizes", "narrow_span", "flop_convention", "vertex_uncertain", "dropped_worst", "derived_d")
 
 
-def run_checks(analysis: Analysis) -> tuple[Warning, ...]:
+def run_checks(a: Analysis) -> tuple[Warning, ...]:
     """All warnings of an analysis, worst first: what stops a fit, the table's faults, the fit's, and limits of both."""
+    law, recipes, verdict = a.law, a.recipes, a.verdict
+    found = [
+        Warning(f"no_{one.key}", f"{one.title} has no answer: {one.reason.rstrip('.')}.")
+        for one in a.approaches.values()
+        if not one.available
+    ]
+    found += [] if law is None else _solver(law)
     # A profile whose lowest loss is at an edge is refused by its fit, with its own reason: said once is enough.
-    before = [w for w in examine(analysis.table, analysis.targets) if w.code != "edge_minimum"]
-    stops, shows = ([w for check in checks for w in check(analysis)] for checks in (STOPS, SHOWS))
-    return tuple(sorted([*stops, *before, *shows], key=lambda w: w.code in MILD))
-
-
-def _missing_approaches(a: Analysis) -> Found:
-    for approach in a.approaches.values():
-        if not approach.available:
-            yield Warning(f"no_{approach.key}", f"{approach.title} has no answer: {approach.reason.rstrip('.')}.")
-
-
-def _recipes(a: Analysis) -> Found:
-    if len(a.recipes) > 1:
-        base, *others = (one.recipe for one in a.recipes)
-        yield Warning(
-            "recipes_apart",
-            f"The table has runs of {len(a.recipes)} data recipes; everything here is of {base} alone "
-            f"({len(a.table)} runs), and {', '.join(others)} have laws of their own beside it.",
+    found += [w for w in examine(a.table, a.targets) if w.code != "edge_minimum"]
+    if len(recipes) > 1:
+        base, *others = (one.recipe for one in recipes)
+        found.append(
+            Warning(
+                "recipes_apart",
+                f"The table has runs of {len(recipes)} data recipes; everything here is of {base} alone "
+                f"({len(a.table)} runs), and {', '.join(others)} have laws of their own beside it.",
+            )
         )
+    found += [] if law is None else _outliers(a, law)
+    if verdict.agree is False:
+        why = f" What may be why: {' '.join(verdict.suspects)}" if verdict.suspects else ""
+        said = f"{verdict.sentence} Trust none of them before the reason is known.{why}"
+        found.append(Warning("approaches_disagree", said))
+    found += [*_profiles(a.profiles), *([] if law is None else _few_trunks(a.table, law))]
+    return tuple(sorted(found, key=lambda w: w.code in MILD))
 
 
-def _solver(a: Analysis) -> Found:
-    law = a.law
-    if law is None:
-        return
+def _solver(law: Law) -> Found:
     tried, agree = law.starts_["tried"], law.starts_["agreeing"]
     if not law.converged_:
         yield Warning(
@@ -80,10 +82,10 @@ def _solver(a: Analysis) -> Found:
             )
 
 
-def _outliers(a: Analysis) -> Found:
-    if a.law is None or not a.law.converged_:
+def _outliers(a: Analysis, law: Law) -> Found:
+    if not law.converged_:
         return
-    found, n = find_outliers(a.law), len(a.table)
+    found, n = find_outliers(law), len(a.table)
     if not found.rows.size:
         return
     shown = ", ".join(
@@ -95,7 +97,7 @@ def _outliers(a: Analysis) -> Found:
     yield Warning(
         "loss_outlier",
         f"{found.rows.size} of {n} runs lie far from the law that the others follow to within about "
-        f"{found.scatter:.1%}: {shown}{more}. Without them {_moved(a, found.constants)}; "
+        f"{found.scatter:.1%}: {shown}{more}. Without them {_moved(law, found.constants, a.targets[0])}; "
         + (
             "so many have a cause in common, such as diverged, repeated or short runs, and the law is not theirs."
             if many
@@ -104,29 +106,21 @@ def _outliers(a: Analysis) -> Found:
     )
 
 
-def _moved(a: Analysis, without: dict[str, float]) -> str:
-    """What other constants do to D/N at the first target and to the exponents."""
-    assert a.law is not None
-    other = copy(a.law)
-    other.constants_, C = without, a.targets[0]
-    was, now = (amount(float(compute_optimal(law, C).ratio[0])) for law in (a.law, other))
+def _moved(law: Law, without: dict[str, float], C: float) -> str:
+    """What other constants do to D/N at C FLOPs and to the exponents."""
+    other = copy(law)
+    other.constants_ = without
+    was, now = (amount(float(compute_optimal(one, C).ratio[0])) for one in (law, other))
     exponents = ", ".join(
         f"{name} from {value:.3f} to {without[name]:.3f}"
-        for name, value in a.law.constants_.items()
+        for name, value in law.constants_.items()
         if name.startswith(("alpha", "beta"))
     )
     return f"D/N at {scientific(C)} FLOPs goes from {was} to {now}, {exponents}"
 
 
-def _disagreement(a: Analysis) -> Found:
-    found = a.verdict
-    if found.agree is False:
-        why = f" What may be why: {' '.join(found.suspects)}" if found.suspects else ""
-        yield Warning("approaches_disagree", f"{found.sentence} Trust none of them before the reason is known.{why}")
-
-
-def _profiles(a: Analysis) -> Found:
-    for profile in a.profiles.profiles_:
+def _profiles(profiles: IsoflopProfiles) -> Found:
+    for profile in profiles.profiles_:
         if not profile.accepted:
             yield Warning(
                 "vertex_refused",
@@ -134,30 +128,18 @@ def _profiles(a: Analysis) -> Found:
             )
     wide = ", ".join(
         scientific(p.flops)
-        for p in a.profiles.accepted_
+        for p in profiles.accepted_
         if (i := p.interval()) is not None and not (p.N.min() / 3 < i[0] and i[1] < p.N.max() * 3)
     )
     if wide:
         yield Warning("vertex_uncertain", f"The minimum at {wide} FLOPs is uncertain by more than the sizes tried.")
 
 
-def _few_trunks(a: Analysis) -> Found:
-    if a.law is None or a.law.draws_ is None:
-        return
-    trunks = len(np.unique(a.table.group))
-    if len(np.unique(a.law.groups_)) > trunks:
+def _few_trunks(table: RunTable, law: Law) -> Found:
+    trunks = len(np.unique(table.group))
+    if law.draws_ is not None and len(np.unique(law.groups_)) > trunks:
         yield Warning(
             "few_trunks",
-            f"The {len(a.table)} runs come from {trunks} trunks, too few to resample: the parametric intervals "
+            f"The {len(table)} runs come from {trunks} trunks, too few to resample: the parametric intervals "
             "resample runs, which share their trunk's luck, and are too narrow. More sizes or seeds would mend that.",
         )
-
-
-STOPS = (_missing_approaches, _solver)
-SHOWS = (
-    _recipes,
-    _outliers,
-    _disagreement,
-    _profiles,
-    _few_trunks,
-)

@@ -14,11 +14,13 @@ import re
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import numpy as np
 
 from ..approaches.isoflop import budget_levels
 from ..errors import Array, positive
+from ..files import read_constants
 from ..formatting import scientific, times
 from ..table import RunTable
 
@@ -38,34 +40,7 @@ MANY_EPOCHS = 4.0  # repetition up to here is nearly as good as new data (Muenni
 EVEN_CHECKPOINTS = 6  # this many equally spaced D of one size are taken for one run's checkpoints
 CHECKPOINT_NAME = re.compile(r"(^|[^a-z])(step|ckpt|checkpoint|iter|iteration)[^a-z0-9]*\d+[km]?([^a-z0-9].*)?$", re.I)
 
-# The columns that are read besides those that are fitted, under any of these names in any case.
-COLUMNS = {
-    "N_total": ("N_total", "total_params", "N"),  # with embeddings, where N is something else
-    "N_non_embedding": ("N_non_embedding", "N_no_embed", "non_embedding_params", "N_kaplan"),  # without
-    "vocabulary": ("vocab_size", "vocabulary"),
-    "tokenizer": ("tokenizer",),
-    "width": ("width", "d_model", "hidden_size", "n_embd"),  # with the vocabulary: the size of an embedding
-    "loss_unit": ("loss_unit",),  # nats, bits, ...
-    "loss_kind": ("loss_kind", "loss_split"),  # train, val, ...
-    "train_loss": ("train_loss",),  # to tell which of the two `loss` is
-    "val_loss": ("val_loss", "validation_loss", "eval_loss"),
-    "bits_per_byte": ("val_bpb", "bpb", "bits_per_byte"),  # the same loss in bits per byte
-    "schedule": ("schedule", "lr_schedule", "scheduler", "decay"),  # constant, cosine, wsd, ...
-    "decay_share": ("decay_share", "decay_fraction", "cooldown_share", "cooldown_fraction"),  # of the run
-    "schedule_tokens": ("schedule_tokens", "horizon_tokens"),  # the D that the schedule is laid out for, or
-    "schedule_steps": ("schedule_steps", "horizon_steps", "max_steps"),  # against `steps`, its steps
-    "steps": ("steps", "step"),  # optimizer steps of the run
-    "warmup_share": ("warmup_share", "warmup_fraction", "warmup_ratio"),  # of the run, or in tokens or steps
-    "warmup_tokens": ("warmup_tokens",),
-    "warmup_steps": ("warmup_steps",),
-    "epochs": ("epochs",),  # how often the data was seen, or how much of it there is
-    "unique_tokens": ("unique_tokens", "U"),
-    "learning_rate": ("learning_rate", "lr", "peak_lr", "max_lr"),  # at its peak
-    "batch": ("batch_tokens", "batch_size", "global_batch_size", "bs"),
-    "trials": ("trials", "sweep_size"),  # how many runs the row was chosen from
-    "parent": ("parent",),  # run_id of the run that this one branches from
-    "recipe": ("recipe",),  # what was done to the training text; empty: nothing
-}
+COLUMNS: dict[str, list[str]] = read_constants("columns")  # role -> the names that a table may give it
 MAY_BE_ZERO = ("decay_share", "warmup_share", "warmup_tokens", "warmup_steps")
 
 
@@ -111,6 +86,11 @@ def _column(table: RunTable, role: str) -> str:
     return next((exist[name.lower()] for name in COLUMNS[role] if name.lower() in exist), "")
 
 
+def first_known(*columns: Array) -> Array:
+    """Of each run the first number that is not NaN, (n,)."""
+    return reduce(lambda one, other: np.where(np.isnan(one), other, one), columns)
+
+
 def named(table: RunTable, rows: np.ndarray) -> str:
     """The run ids of some rows, the first three of them."""
     return ", ".join(table.run_id[rows[:3]]) + (f" and {len(rows) - 3} more" if len(rows) > 3 else "")
@@ -145,13 +125,11 @@ def units(t: RunTable) -> Found:
 
 
 def _loss_unit(t: RunTable) -> Iterator[str]:
-    said = set(texts(t, "loss_unit")) - {""}
+    said, vocabulary = set(texts(t, "loss_unit")) - {""}, numbers(t, "vocabulary")
+    above = np.flatnonzero(t.loss > np.log(vocabulary))
     if len(said) == 1 and not any("nat" in unit for unit in said):
         yield f"the loss is said to be in {said.pop()}"
-        return
-    vocabulary = numbers(t, "vocabulary")
-    above = np.flatnonzero(t.loss > np.log(vocabulary))
-    if above.size:
+    elif above.size:
         i = above[np.argmax(t.loss[above])]
         yield (
             f"{above.size} losses, as {t.loss[i]:.4g} of run {t.run_id[i]}, are above ln {vocabulary[i]:.0f} = "
@@ -338,8 +316,7 @@ def _decayed(t: RunTable) -> Array:
 
 
 def unmatched_schedules(t: RunTable) -> Found:
-    ratio = numbers(t, "schedule_tokens") / t.D
-    ratio = np.where(np.isnan(ratio), numbers(t, "schedule_steps") / numbers(t, "steps"), ratio)
+    ratio = first_known(numbers(t, "schedule_tokens") / t.D, numbers(t, "schedule_steps") / numbers(t, "steps"))
     ratio[_decayed(t) == 0] = np.nan  # a constant rate has no horizon
     off = np.flatnonzero((ratio > UNMATCHED) | (ratio < 1 / UNMATCHED))
     if off.size:
@@ -353,9 +330,8 @@ def unmatched_schedules(t: RunTable) -> Found:
 
 
 def long_warmup(t: RunTable) -> Found:
-    share = numbers(t, "warmup_share")
-    for other in (numbers(t, "warmup_tokens") / t.D, numbers(t, "warmup_steps") / numbers(t, "steps")):
-        share = np.where(np.isnan(share), other, share)
+    by_tokens, by_steps = numbers(t, "warmup_tokens") / t.D, numbers(t, "warmup_steps") / numbers(t, "steps")
+    share = first_known(numbers(t, "warmup_share"), by_tokens, by_steps)
     beyond = (share * t.D > t.N) & (share > WARMUP_BEYOND_N)
     long = np.flatnonzero(beyond | (share > LONG_WARMUP))
     if long.size:
@@ -389,8 +365,7 @@ def mixed_losses(t: RunTable) -> Found:
 
 
 def repeated_data(t: RunTable) -> Found:
-    epochs = numbers(t, "epochs")
-    epochs = np.where(np.isnan(epochs), t.D / numbers(t, "unique_tokens"), epochs)
+    epochs = first_known(numbers(t, "epochs"), t.D / numbers(t, "unique_tokens"))
     many = epochs > MANY_EPOCHS
     if many.any():
         yield Warning(
@@ -576,11 +551,11 @@ def _profiles(t: RunTable) -> Found:
 
 
 def _span(t: RunTable) -> Found:
-    low, high = float(t.flops.min()), float(t.flops.max())
-    if high / low < 10:
+    span = float(t.flops.max()) / float(t.flops.min())
+    if span < 10:
         yield Warning(
             "narrow_span",
-            f"The runs span a factor of {high / low:.3g} in compute; an exponent in C rests on a lever of a decade at "
+            f"The runs span a factor of {span:.3g} in compute; an exponent in C rests on a lever of a decade at "
             "least, and shorter ones turn noise into slope.",
         )
 

@@ -1,6 +1,6 @@
 """Whether the approaches agree, and if not, why they may: the usual suspects, each only where the runs give evidence.
 
-A suspect is one small function from the evidence to sentences, each with the number that raised it.
+Each suspect is a sentence with the number that raised it.
 
 Hoffmann et al. 2022 (arXiv:2203.15556), Besiroglu et al. 2024 (arXiv:2404.10102), Porian et al. 2024
 (arXiv:2406.19146), Pearce and Song 2024 (arXiv:2406.12907).
@@ -15,7 +15,6 @@ from itertools import combinations
 import numpy as np
 
 from ..approaches.approaches import Approach, Law
-from ..approaches.envelope import Envelope
 from ..approaches.isoflop import IsoflopProfiles, vertex_variance
 from ..formatting import WIDE, amount, count, percent, scientific, times
 from ..table import RunTable
@@ -57,7 +56,7 @@ def clashes(approaches: Mapping[str, Approach], budgets: Sequence[float]) -> lis
     for C in sorted(set(budgets)):
         estimates = {key: approach.at(C) for key, approach in approaches.items() if approach.available}
         for (one, left), (two, right) in combinations(estimates.items(), 2):
-            i, j = left.intervals["N"], right.intervals["N"]
+            i, j = left.N_ci, right.N_ci
             if i and j and left.N and right.N and (i[1] < j[0] or j[1] < i[0]):
                 found.append(Clash(C, (one, two), (left.N, right.N)))
     return found
@@ -73,7 +72,7 @@ def verdict(approaches: Mapping[str, Approach], targets: Sequence[float], table:
         said = "; ".join(map(str, found))
         suspects = find_suspects(able, {clash.flops for clash in found}, table)
         return Verdict(False, f"The approaches disagree beyond their intervals: {said}.", suspects)
-    spans = [approach.at(targets[0]).intervals["N"] for approach in able.values()]
+    spans = [approach.at(targets[0]).N_ci for approach in able.values()]
     if any(span is None for span in spans):
         return Verdict(None, "Not every approach has an interval, so agreement cannot be judged.")
     with np.errstate(divide="ignore"):
@@ -82,28 +81,28 @@ def verdict(approaches: Mapping[str, Approach], targets: Sequence[float], table:
     return Verdict(True, f"The approaches agree within their intervals, which span up to {wide} in N.")
 
 
-@dataclass(frozen=True)
-class Evidence:
-    table: RunTable
-    budgets: set[float]
-    parametric: Approach
-    law: Law | None
-    profiles: IsoflopProfiles | None
-    envelope: Envelope | None
-
-
 def find_suspects(approaches: Mapping[str, Approach], budgets: set[float], table: RunTable) -> tuple[str, ...]:
     """What may explain a disagreement at `budgets`, each a sentence."""
     one, two, three = (approaches.get(key, Approach("", "")) for key in ("envelope", "isoflop", "parametric"))
-    evidence = Evidence(table, budgets, three, three.law, two.profiles, one.envelope)
-    return tuple(said for suspect in SUSPECTS for said in suspect(evidence))
+    said = [*_conventions(table, three)]
+    if three.law is not None:
+        said += _law(table, three.law)
+    if two.profiles is not None:
+        said += [*_vertices(two.profiles), *_bend(two.profiles)]
+    if one.envelope is not None:
+        if one.envelope.edges_:
+            said.append(
+                f"At {one.envelope.edges_} levels of compute the envelope is won by the smallest or largest size there."
+            )
+        if len(one.envelope.N_) < 4:
+            said.append(f"The envelope rests on {len(one.envelope.N_)} points.")
+    return (*said, *_span(table, budgets))
 
 
-def _conventions(e: Evidence) -> Iterator[str]:
-    table = e.table
+def _conventions(table: RunTable, parametric: Approach) -> Iterator[str]:
     ratio = table.flops / (6.0 * table.N * table.D)
     far = max(ratio.max(), 1.0) / min(ratio.min(), 1.0)
-    if e.law is not None and e.parametric.flops_per_token is None and far > CONVENTION:
+    if parametric.law is not None and parametric.flops_per_token is None and far > CONVENTION:
         yield (
             f"FLOPs are {ratio.min():.2f} to {ratio.max():.2f} times 6ND; the parametric approach allocates under "
             "C = 6ND and the others under the table's FLOPs."
@@ -116,31 +115,24 @@ def _conventions(e: Evidence) -> Iterator[str]:
         )
 
 
-def _outliers(e: Evidence) -> Iterator[str]:
-    found = None if e.law is None else find_outliers(e.law)
-    if found is not None and len(found.rows):
+def _law(table: RunTable, law: Law) -> Iterator[str]:
+    """Runs that the law does not explain, and a solution that is in doubt."""
+    found = find_outliers(law)
+    if len(found.rows):
         worst = int(found.rows[0])
         yield (
-            f"{len(found.rows)} of {len(e.table)} runs do not follow the parametric law of the others, first "
-            f"{e.table.run_id[worst]} ({percent(float(np.expm1(found.residual[worst])), signed=True)} in loss)."
+            f"{len(found.rows)} of {len(table)} runs do not follow the parametric law of the others, first "
+            f"{table.run_id[worst]} ({percent(float(np.expm1(found.residual[worst])), signed=True)} in loss)."
         )
-
-
-def _solver(e: Evidence) -> Iterator[str]:
-    if e.law is None:
-        return
-    if not e.law.converged_:
+    if not law.converged_:
         yield "The parametric fit did not converge."
-    elif e.law.starts_["agreeing"] < AGREEING * e.law.starts_["tried"]:
-        yield "Only {agreeing} of {tried} starts agree on the parametric optimum.".format(**e.law.starts_)
-    if e.law.degenerate_:
-        yield f"The parametric fit holds {', '.join(e.law.degenerate_)} at the end of its range."
+    elif law.starts_["agreeing"] < AGREEING * law.starts_["tried"]:
+        yield "Only {agreeing} of {tried} starts agree on the parametric optimum.".format(**law.starts_)
+    if law.degenerate_:
+        yield f"The parametric fit holds {', '.join(law.degenerate_)} at the end of its range."
 
 
-def _vertices(e: Evidence) -> Iterator[str]:
-    profiles = e.profiles
-    if profiles is None:
-        return
+def _vertices(profiles: IsoflopProfiles) -> Iterator[str]:
     refused = [scientific(p.flops) for p in profiles.profiles_ if not p.accepted]
     if refused:
         said = ", ".join(refused)
@@ -156,9 +148,9 @@ def _vertices(e: Evidence) -> Iterator[str]:
         )
 
 
-def _bend(e: Evidence) -> Iterator[str]:
+def _bend(profiles: IsoflopProfiles) -> Iterator[str]:
     """A second derivative of log N*(C) among the vertices, against the uncertainty of each."""
-    good = [] if e.profiles is None else [p for p in e.profiles.accepted_ if p.N_draws is not None]
+    good = [p for p in profiles.accepted_ if p.N_draws is not None]
     if len(good) < 4:
         return
     x, y = (np.log([getattr(p, name) for p in good]) for name in ("flops", "N_best"))
@@ -175,29 +167,11 @@ def _bend(e: Evidence) -> Iterator[str]:
         yield f"N*(C) of the isoFLOP vertices {way} with C (t = {t:.1f}), and is no one power law."
 
 
-def _envelope(e: Evidence) -> Iterator[str]:
-    if e.envelope is not None and e.envelope.edges_:
-        yield f"At {e.envelope.edges_} levels of compute the envelope is won by the smallest or largest size there."
-    if e.envelope is not None and len(e.envelope.N_) < 4:
-        yield f"The envelope rests on {len(e.envelope.N_)} points."
-
-
-def _span(e: Evidence) -> Iterator[str]:
-    for name, values in (("N", e.table.N), ("C", e.table.flops)):
+def _span(table: RunTable, budgets: set[float]) -> Iterator[str]:
+    for name, values in (("N", table.N), ("C", table.flops)):
         reach = float(values.max() / values.min())
         if reach < NARROW:
             yield f"The runs span a factor of {reach:.3g} in {name}, less than a decade."
-    far = min(e.budgets) / float(e.table.flops.max())
+    far = min(budgets) / float(table.flops.max())
     if far > 1:
         yield f"They agree at the largest run and differ only {times(far)} beyond it, where each extends its own form."
-
-
-SUSPECTS = (
-    _conventions,
-    _outliers,
-    _solver,
-    _vertices,
-    _bend,
-    _envelope,
-    _span,
-)

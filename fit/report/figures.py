@@ -62,21 +62,31 @@ def style(part: str) -> Any:
     return json.loads(STYLE)[part]
 
 
-def layout(x: str, y: str, height: int = 440, log_x: bool = True, log_y: bool = False, **more: Any) -> Trace:
-    """Parameters and tokens read 10k, 1M, 1B; FLOPs as powers of ten."""
+def layout(
+    x: str,
+    y: str,
+    xs: Any = None,
+    ys: Any = None,
+    *,
+    pad: float = 0.05,
+    height: int = 440,
+    log_x: bool = True,
+    log_y: bool = False,
+    **more: Any,
+) -> Trace:
+    """Log axes show all of the values `xs` and `ys` that are given. Parameters and tokens read 10k, 1M, 1B; FLOPs as
+    powers of ten.
+    """
     look: Trace = style("layout") | {"height": height} | more
-    for axis, title, log in (("xaxis", x, log_x), ("yaxis", y, log_y)):
+    for axis, title, log, values in (("xaxis", x, log_x, xs), ("yaxis", y, log_y, ys)):
         look[axis] = style("axis") | (style("log") if log else {}) | {"title": {"text": title, "standoff": 12}}
         if log and "FLOPs" in title:
             look[axis]["exponentformat"] = "power"
+        if values is not None:
+            low, high = np.log10(np.min(values)), np.log10(np.max(values))
+            room = pad * (high - low) + 0.02
+            look[axis] |= {"range": [float(low - room), float(high + room)], "dtick": tick_step(float(high - low))}
     return look
-
-
-def fit_axis(axis: dict[str, Any], values: Any, pad: float = 0.05) -> None:
-    low, high = np.log10(np.min(values)), np.log10(np.max(values))
-    room = pad * (high - low) + 0.02
-    axis["range"] = [float(low - room), float(high + room)]
-    axis["dtick"] = tick_step(float(high - low))
 
 
 def tick_step(decades: float) -> int | str:
@@ -149,9 +159,8 @@ def loss_curves(a: Analysis, curves: Any, by: str) -> Figure | None:
     marker = {"size": 7, "colorscale": SCALE, "colorbar": bar}
     ends = points(x_end, t.loss, as_list(sizes), run_hover(a), marker=marker, name="final validation loss")
     ends["showlegend"] = True
-    look = layout(CURVE_TITLES[by], LOSS)
     seen, losses = (np.concatenate([curve[i] for curve in found]) for i in (2, 3))
-    fit_axis(look["xaxis"], np.maximum(seen, float(x_end.min()) / 30))
+    look = layout(CURVE_TITLES[by], LOSS, np.maximum(seen, float(x_end.min()) / 30))
     top, low = float(np.quantile(losses, 0.97)), min(float(t.loss.min()), float(losses.min()))
     look["yaxis"]["range"] = [low - 0.05 * (top - low), top + 0.05 * (top - low)]
     return {"data": [*data, ends], "layout": look}
@@ -174,8 +183,7 @@ def isoflop(a: Analysis) -> Figure | None:
             data.append(line(*profile_curve(p), colour, dash=dash, legendgroup=name))
         if p.accepted:
             data.append(_vertex(p, colour, name))
-    look = layout("parameters N", LOSS, height=480)
-    fit_axis(look["xaxis"], np.concatenate([p.N for p in profiles]))
+    look = layout("parameters N", LOSS, np.concatenate([p.N for p in profiles]), height=480)
     look["legend"]["title"] = {"text": "FLOPs "}
     return {"data": data, "layout": look}
 
@@ -216,10 +224,7 @@ def contours(a: Analysis) -> Figure | None:
     data.append(line(N, D, APPROACH_STYLE["parametric"][0], hover, width=3, name="efficient frontier"))
     marker = {"colorscale": SCALE, "cmin": low, "cmax": high}
     data.append(points(t.N, t.D, as_list(t.loss), run_hover(a), 9, INK, marker=marker, name="runs"))
-    look = layout("parameters N", "tokens D", height=500, log_y=True)
-    fit_axis(look["xaxis"], n, 0.0)
-    fit_axis(look["yaxis"], d, 0.0)
-    return {"data": data, "layout": look}
+    return {"data": data, "layout": layout("parameters N", "tokens D", n, d, pad=0.0, height=500, log_y=True)}
 
 
 def residuals(a: Analysis) -> Figure | None:
@@ -227,10 +232,10 @@ def residuals(a: Analysis) -> Figure | None:
         return None
     off = np.expm1(a.law.residuals())
     hover = [f"{said}<br>{100 * r:+.2f} % of the prediction" for said, r in zip(run_hover(a), off, strict=True)]
-    look = layout("training FLOPs", "measured over predicted loss, %", height=400, showlegend=False)
-    fit_axis(look["xaxis"], a.table.flops)
+    flops = a.table.flops
+    look = layout("training FLOPs", "measured over predicted loss, %", flops, height=400, showlegend=False)
     zero = line([10**v for v in look["xaxis"]["range"]], [0.0, 0.0], FAINT, width=1, dash="dot")
-    return {"data": [zero, points(a.table.flops, 100 * off, shades(a.table.N), hover)], "layout": look}
+    return {"data": [zero, points(flops, 100 * off, shades(a.table.N), hover)], "layout": look}
 
 
 def cloud(a: Analysis) -> Figure | None:
@@ -296,8 +301,8 @@ def allocation(a: Analysis, quantity: str) -> Figure | None:
     look["margin"]["t"] = 64
     every = [v for one in data if "fill" not in one for v in one["y"] if v is not None]
     views = {
-        "near": _view("xaxis", [low / 2, high * 30], 0.0, True) | _view("yaxis", near, 0.12, log),
-        "far": _view("xaxis", [low / 2, far * 2], 0.0, True) | _view("yaxis", every, 0.12, log),
+        name: _view("xaxis", [low / 2, end], 0.0, True) | _view("yaxis", shown, 0.12, log)
+        for name, end, shown in (("near", high * 30, near), ("far", far * 2, every))
     }
     # Start near the runs; where the targets lie far off, the page's switch goes from this view to the other.
     beyond = np.log10(far * 2 / (high * 30)) >= 1.0
@@ -322,7 +327,7 @@ def published(a: Analysis) -> Figure | None:
     if a.law is None or not own.available:
         return None
     C = np.geomspace(a.table.flops.min(), max(*a.targets, FRONTIER), 60)
-    values, band = own.values(C)["N"], own.bands(C)["N"]
+    values, band = (found["N"] for found in own.answers(C))
     sizes = {name: published_law(name).optimal(C).N for name in BESIDE} | {"this law": values}
     data = []
     for (name, N), colour in zip(sizes.items(), (*PALETTE[1:], PALETTE[0]), strict=True):
@@ -332,9 +337,7 @@ def published(a: Analysis) -> Figure | None:
     if band is not None:
         finite = np.isfinite(band).all(axis=1) & (band > 0).all(axis=1)
         data.insert(0, band_area(C[finite], band[finite], PALETTE[0]))
-    look = layout("training FLOPs", "optimal parameters N*", log_y=True)
-    fit_axis(look["xaxis"], C)
-    fit_axis(look["yaxis"], np.concatenate([*sizes.values()]))
+    look = layout("training FLOPs", "optimal parameters N*", C, np.concatenate([*sizes.values()]), log_y=True)
     return {"data": data, "layout": look}
 
 
@@ -361,8 +364,8 @@ def backtest(a: Analysis) -> Figure | None:
 def scores(a: Analysis, measure: str) -> Figure | None:
     """`acc` or `gold_bpb` of each task by compute, with standard errors; the line joins each budget's best runs."""
     t, hover = a.table, run_hover(a)
-    columns = [str(column).rsplit("/", 1) for column in t.frame.columns if str(column).endswith(("/acc", "/gold_bpb"))]
-    names = sorted({task for task, kind in columns if np.isfinite(t.column(f"{task}/{kind}")).any()})
+    columns = [name for name in map(str, t.frame.columns) if name.endswith(("/acc", "/gold_bpb"))]
+    names = sorted({name.rsplit("/", 1)[0] for name in columns if np.isfinite(t.column(name)).any()})
     data: list[Trace] = []
     for task, colour in zip(names, PALETTE * (len(names) // len(PALETTE) + 1), strict=False):
         values, errors, chance = (t.column(f"{task}/{name}") for name in (measure, f"{measure}_se", "chance"))
@@ -386,6 +389,5 @@ def scores(a: Analysis, measure: str) -> Figure | None:
             data.append(line(ends, [level] * 2, colour, said, 1.2, "dot", showlegend=False, **group))
     if not data:
         return None
-    look = layout("training FLOPs", "accuracy (dotted: chance)" if measure == "acc" else "gold answer, bits per byte")
-    fit_axis(look["xaxis"], t.flops)
-    return {"data": data, "layout": look}
+    title = "accuracy (dotted: chance)" if measure == "acc" else "gold answer, bits per byte"
+    return {"data": data, "layout": layout("training FLOPs", title, t.flops)}

@@ -27,12 +27,6 @@ if TYPE_CHECKING:
 TEMPLATES = Path(__file__).parent / "templates"
 PREFERRED = ("parametric", "isoflop", "envelope")  # the approach that answers first
 SHOWN = 8  # rungs and budgets of the influence table; the rest moved less
-OBJECTIVES = {
-    "huber": "Log-Huber objective (delta {:g}, summed)",
-    "l1": "L1 objective in log loss (summed)",
-    "squares": "Least squares in log loss (half the sum)",
-    "se": "Least squares weighted by each run's standard error (half the sum)",
-}
 RUN_COLUMNS = (
     ("width", "width", "{:.0f}"),
     ("depth", "depth", "{:.0f}"),
@@ -101,7 +95,6 @@ def render_report(
         styles={key: APPROACH_STYLE[key] for key in PREFERRED},
         exponents=[] if law is None else [name for name in law.names if name.startswith(("alpha", "beta"))],
         equation="" if law is None else law.equation(lambda name: amount(law.constants_[name], 4)),
-        objective="" if law is None else f"{OBJECTIVES[law.objective].format(law.delta)} {law.objective_:.4g}",
         recipes=a.recipes,
         compared=sentences(a.recipes),
         order=np.lexsort((t.N, t.flops if np.isnan(t.budget).all() else t.budget)),
@@ -139,11 +132,11 @@ def _answer(a: Analysis) -> str:
         approach = a.approaches[key]
         e = approach.at(C) if approach.available else None
         if e is not None and e.N is not None:
-            known = interval(e.intervals["N"], count)
+            known = interval(e.N_ci, count)
             if known == UNDETERMINED:
                 return f"These runs do not determine what {budget} would want: the interval spans over five decades."
             size, tokens = f"{count(e.N)} parameters ({known})", f"{count(e.D)} tokens"
-            return f"For {budget} {key} asks for {size} and {tokens} ({interval(e.intervals['D'], count)})."
+            return f"For {budget} {key} asks for {size} and {tokens} ({interval(e.D_ci, count)})."
     return f"No approach has an answer for {budget.rstrip(',')}."
 
 

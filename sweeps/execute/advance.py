@@ -72,7 +72,9 @@ def advance(
             prepared = prepare.from_disk(sweep)
             prepare.write_plan(prepared)
         waiting = [run for run in prepared.directories if run.run_id in survey.due]
-        prepare.refreeze(waiting, prepared)
+        by_id = prepared.by_id
+        for run in waiting:
+            run.refreeze(by_id[run.run_id])  # with what the plan says of where and how, as its ranks or its trunk
         if waiting:
             from ...train.data.shards import prepare_with_progress
 

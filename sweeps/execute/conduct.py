@@ -65,7 +65,7 @@ def resume(sweep: SweepDirectory, only: set[str] | None = None) -> int:
             prepared = prepare.from_disk(sweep)
             prepare.write_plan(prepared)
             if only is not None:
-                only = only | {run.parent for run in prepared.configs(only) if run.parent is not None}
+                only = only | {run.parent for name, run in prepared.by_id.items() if name in only and run.parent}
             if not on_slurm:
                 return _conduct_here(prepared, only)
             backend = submit(prepared, only)

@@ -119,9 +119,8 @@ def held(run: RunDirectory, job: str, policy: Policy, timeout: float = 60.0, sha
             return
         _wait_for_signs(run, policy)
         state, death = run.state(), KILLED
-        if (
-            read_failure(run.path) is None and job == state.job_id and job_restarts() > 0
-        ):  # the same job, taken off its node
+        # The same job, taken off its node.
+        if read_failure(run.path) is None and job == state.job_id and job_restarts() > 0:
             death = Death("node", f"its node {state.host} failed, and SLURM has started its job again")
         settle(run, death, advise=True)
         if (who := run.cancel_asked()) is not None:
@@ -129,8 +128,7 @@ def held(run: RunDirectory, job: str, policy: Policy, timeout: float = 60.0, sha
             yield False
             return
         if (why := _had_enough(run, job, policy)) is not None:
-            run.set_state("failed", reason=why)
-            run.log(f"failed: {why}")
+            _write_end(run, "failed", why)
             yield False
             return
         forget_failure(run.path)
@@ -176,8 +174,7 @@ def conclude(run: RunDirectory, ended: str, reason: str | None = None, cause: st
     with contextlib.suppress(OSError):  # whoever settles the run then writes it
         attempts.note(run, cause or ("error" if ended == "failed" else ended), reason)
     try:
-        run.set_state(ended, reason=reason)
-        run.log(ended if reason is None else f"{ended}: {reason}")
+        _write_end(run, ended, reason)
     except OSError:
         # The disk is full even for state.json: the old state stays whole, and whoever started this process settles it.
         if ended == "done":
@@ -191,8 +188,12 @@ def correct(run: RunDirectory, ended: str, reason: str | None, cause: str | None
             return
         if cause is not None:
             attempts.amend(run, cause, reason)
-        run.set_state(ended, reason=reason)
-        run.log(ended if reason is None else f"{ended}: {reason}")
+        _write_end(run, ended, reason)
+
+
+def _write_end(run: RunDirectory, ended: str, reason: str | None) -> None:
+    run.set_state(ended, reason=reason)
+    run.log(ended if reason is None else f"{ended}: {reason}")
 
 
 def settle_killed(run: RunDirectory, cause: str, reason: str, at_fault: Sequence[str] = ()) -> bool:

@@ -327,12 +327,10 @@ class _Launch:
                     self._array(replace(batch, units=batch.units[start : start + most]))
 
     def _array(self, batch: Batch) -> None:
-        sweep, calls = self.backend.sweep, self.backend.calls
-        paths = [[str(sweep.run(name).path.resolve()) for name in unit.runs] for unit in batch.units]
-        training = [
-            Call(calls.train, (unit.how, own, self.backend.policy))
-            for unit, own in zip(batch.units, paths, strict=True)
-        ]
+        training = []
+        for unit in batch.units:
+            paths = [str(self.backend.sweep.run(name).path.resolve()) for name in unit.runs]
+            training.append(Call(self.backend.calls.train, (unit.how, paths, self.backend.policy)))
         with self.began.together():
             request = Request("train", batch.shape, after(batch.waits), batch.avoid)
             trained_by = _by_run(batch, self.began.submit(request, training))
@@ -341,9 +339,8 @@ class _Launch:
                 (array,) = arrays_of(trained_by.values())
                 each = "aftercorr" if len(batch.units) > 1 else "afterok"
                 request = Request("evaluate", batch.shape.for_one_process(), f"{each}:{array}")
-                scored_by = _by_run(
-                    batch, self.began.submit(request, [self._scoring(unit.runs) for unit in batch.units])
-                )
+                scoring = [self._scoring(unit.runs) for unit in batch.units]
+                scored_by = _by_run(batch, self.began.submit(request, scoring))
         self.began.record.training.update(trained_by)
         self.began.record.scoring.update(scored_by)
         self.began.queued.update(trained_by)

@@ -144,9 +144,6 @@ class _Named:
     def __init__(self, *arguments: Any, **options: Any) -> None:
         self.arguments = arguments
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-
 
 class _Reader(pickle.Unpickler):
     """Reads a submitted job without importing what it names."""

@@ -455,7 +455,7 @@ def test_the_sweeps_page_says_which_tasks_mean_something_the_clearest_first() ->
     assert "spine" in read.text
     row = re.search(
         r"arc_easy BPB tells runs apart, accuracy is noise ([\d.]+) over ([\d.]+), \d+ % ([\d.]+) under ([\d.]+), 0 % "
-        r"(\d+) % ± \d+ noise with every budget −0.94",
+        r"(\d+) % ± \d+ noise every budget −0.94",
         read.text,
     )
     assert row

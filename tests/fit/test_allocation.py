@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from isoflop import fit
 from isoflop.fit.allocation import allocation
-from isoflop.fit.allocation.allocation import Prices
+from isoflop.fit.allocation.serving import Prices
 from isoflop.fit.flops import FlopsPerToken
 from isoflop.fit.laws.law import LossLaw
 from isoflop.fit.laws.repetition import RepetitionLaw

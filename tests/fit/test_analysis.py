@@ -50,7 +50,7 @@ def test_a_good_sweep_gets_three_answers_that_agree_and_cover_the_truth():
     assert found.verdict.sentence.startswith("The approaches agree within their intervals")
     truth = (40 / 85) ** (1 / 0.6) * (1e18 / 6) ** 0.5
     for approach in found.approaches.values():
-        low, high = approach.at(1e18).intervals["N"]
+        low, high = approach.at(1e18).N_ci
         assert low < truth < high
         assert approach.exponent_interval[0] < 0.5 < approach.exponent_interval[1]
     assert codes(found) <= {"extrapolation"}
@@ -149,7 +149,7 @@ def test_bands_contain_their_values_for_every_approach():
     found = analyze(sweep())
     C = np.geomspace(2e15, 1e17, 5)
     for approach in found.approaches.values():
-        values, bands = approach.values(C), approach.bands(C)
+        values, bands = approach.answers(C)
         for name in QUANTITIES:
             assert (bands[name][:, 0] <= values[name] * (1 + 1e-6)).all(), (approach.key, name)
             assert (values[name] * (1 - 1e-6) <= bands[name][:, 1]).all(), (approach.key, name)

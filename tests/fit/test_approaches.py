@@ -125,7 +125,7 @@ def test_approaches_that_agree_are_said_to_with_how_little_that_says():
     verdict = fit.verdict(found, (1e18,), table)
     assert verdict.agree is True
     assert verdict.suspects == ()
-    widest = max(np.divide(*a.at(1e18).intervals["N"][::-1]) for a in found.values())
+    widest = max(np.divide(*a.at(1e18).N_ci[::-1]) for a in found.values())
     assert verdict.sentence == (
         f"The approaches agree within their intervals, which span up to a factor of {widest:.2g} in N."
     )
@@ -150,7 +150,7 @@ def test_approaches_that_disagree_are_named_with_their_sizes_and_the_suspects():
         one, two = (found[key].at(clash.flops) for key in clash.keys)
         assert str(clash) in verdict.sentence
         assert clash.N == (one.N, two.N)
-        low, high = sorted((one.intervals["N"], two.intervals["N"]))
+        low, high = sorted((one.N_ci, two.N_ci))
         assert low[1] < high[0]
     assert verdict.suspects[0].startswith("FLOPs are 0.09 to 1.00 times 6ND")
 

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from isoflop import fit
 from isoflop.fit.allocation import serving
-from isoflop.fit.allocation.allocation import Prices
-from isoflop.fit.allocation.serving import Device, Served, decode, prefill
+from isoflop.fit.allocation.serving import Device, Prices, Served, decode, prefill
 from isoflop.train.config import ModelConfig
 from isoflop.train.flops import count_parameters, training_flops_per_token
 

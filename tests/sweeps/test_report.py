@@ -113,8 +113,8 @@ def test_the_page_says_what_the_analysis_found(full):
         for C in found.targets:
             e = approach.at(C)
             assert formatting.count(e.N) in text
-            assert formatting.interval(e.intervals["N"], formatting.count) in text
-            assert formatting.amount(e.ratio) in text
+            assert formatting.interval(e.N_ci, formatting.count) in text
+            assert formatting.amount(e.tokens_per_parameter) in text
     assert formatting.fixed(found.law.E_) in text
     assert found.verdict.sentence in text
     assert formatting.percent(found.backtest["loss_error"]) in text

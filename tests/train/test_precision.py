@@ -10,7 +10,7 @@ import torch
 from isoflop.train import precision
 from isoflop.train.config import ModelConfig, OptimizerConfig, RunConfig
 from isoflop.train.errors import Diverged
-from isoflop.train.job.progress import PastStep, RunProgress
+from isoflop.train.job.progress import RunProgress
 from isoflop.train.model.parametrization import empty_model, initial_weights, parameter_groups
 from isoflop.train.parallel.mesh import Mesh
 from isoflop.train.parallel.tensor import split_model
@@ -196,10 +196,6 @@ def test_tf32_is_switched_for_gpus_alone_and_where_every_reader_looks() -> None:
         assert torch.backends.mkldnn.matmul.fp32_precision == cpu
 
 
-def steps(*outcomes: tuple[float, bool], first: int = 1) -> list[PastStep]:
-    return [PastStep(step, loss, skipped) for step, (loss, skipped) in enumerate(outcomes, first)]
-
-
 def allowing(bad_steps: int, precision: str) -> RunConfig:
     return RunConfig(skip_bad_steps=bad_steps, precision=precision)
 
@@ -208,31 +204,29 @@ def allowing(bad_steps: int, precision: str) -> RunConfig:
 def test_without_a_budget_the_first_loss_that_is_no_number_ends_the_run(name: str) -> None:
     progress = RunProgress()
     with pytest.raises(Diverged, match=r"^the loss is nan at step 2$"):
-        progress.judge(steps((2.0, False), (NAN, True), (1.0, False)), allowing(0, name))
+        progress.judge(1, [(2.0, False), (NAN, True), (1.0, False)], allowing(0, name))
     assert progress.smoothed_loss == 2.0
 
 
 def test_bad_batches_are_skipped_as_often_as_allowed_and_across_looks() -> None:
     progress, config = RunProgress(), allowing(2, "bf16")
-    assert progress.judge(steps((2.0, False), (INFINITY, True), (2.0, False)), config) == [
+    assert progress.judge(1, [(2.0, False), (INFINITY, True), (2.0, False)], config) == [
         "step 2 made no update: the loss is inf"
     ]
-    assert progress.judge(steps((1.8, True), first=4), config) == [
-        "step 4 made no update: the gradient norm is not finite"
-    ]
+    assert progress.judge(4, [(1.8, True)], config) == ["step 4 made no update: the gradient norm is not finite"]
     assert progress.smoothed_loss == 2.0
     progress = RunProgress(bad_steps=progress.bad_steps, overflows=progress.overflows)  # through a checkpoint
     with pytest.raises(Diverged, match=r"^the loss is nan at step 6, and skip_bad_steps 2 is spent$"):
-        progress.judge(steps((1.7, False), (NAN, True), first=5), config)
+        progress.judge(5, [(1.7, False), (NAN, True)], config)
 
 
 def test_overflows_in_fp16_are_free_until_the_scale_is_at_its_floor() -> None:
     progress, config, overflow = RunProgress(), allowing(0, "fp16"), (2.0, True)
-    assert progress.judge(steps(*[overflow] * 24), config)[-1] == "step 24 made no update: the gradient overflowed fp16"
-    progress.judge(steps((2.0, False), *[overflow] * 24, first=25), config)  # one good step starts anew
+    assert progress.judge(1, [overflow] * 24, config)[-1] == "step 24 made no update: the gradient overflowed fp16"
+    progress.judge(25, [(2.0, False), *[overflow] * 24], config)  # one good step starts anew
     words = r"^the gradient overflowed fp16 at step 50, for the 25th time in a row, at a loss scale of 1$"
     with pytest.raises(Diverged, match=words):
-        progress.judge(steps(overflow, first=50), config)
+        progress.judge(50, [overflow], config)
 
 
 def test_so_many_overflows_as_end_a_run_have_taken_any_scale_to_its_floor() -> None:

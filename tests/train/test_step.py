@@ -182,7 +182,7 @@ def test_rows_are_those_of_their_step_whatever_is_asked_for_in_between() -> None
 
 def test_a_run_that_prefetches_is_the_run_that_does_not(config: RunConfig) -> None:
     plain, ours = build(config), build(config)
-    ours.prefetch = Prefetch(ours._gather, (ROWS, LENGTH + 1), CPU, SlowLane())
+    ours.prefetch = Prefetch(ours.prefetch.gather, (ROWS, LENGTH + 1), CPU, SlowLane())
     assert_same((ours, take(ours)), (plain, take(plain)))
 
 

@@ -19,14 +19,13 @@ from ..errors import UserError
 from .readers import (
     ACCEPTED,
     cut,
+    cut_or_refuse,
     format_of,
     is_compressed,
-    listed,
     one_line,
     parquet_text_bytes,
     read_documents,
-    refuse_empty,
-    text_value,
+    text_of,
 )
 from .storage import checksum
 
@@ -78,7 +77,7 @@ def open_corpus(config: DataConfig) -> Corpus:
         if not config.name:
             raise UserError(f"data.name is {config.name}; data.corpus=hf needs the name of a dataset on the Hub there")
         if config.max_bytes is None:
-            raise UserError("data.max_bytes is null; data.corpus=hf needs it, because a stream says no size")
+            raise UserError("data.max_bytes is null; data.corpus=hf needs it, because a stream has no known size")
         return HubDataset(config.name, config.subset, config.split, config.revision, config.field, config.max_bytes)
     raise UserError(f"data.corpus is {config.corpus!r}; it must be one of stdlib, text, hf")
 
@@ -92,7 +91,7 @@ class StandardLibrary(Corpus):
 
     def documents(self) -> Iterator[str]:
         complaint = f"data.corpus is stdlib; {self.root} holds no Python source, use data.corpus=text or hf"
-        return refuse_empty(cut(self._texts(), self.max_bytes), complaint)
+        return cut_or_refuse(self._texts(), self.max_bytes, complaint)
 
     def _texts(self) -> Iterator[str]:
         files = _files_below(self.root, ("site-packages", "dist-packages", "__pycache__").__contains__)
@@ -124,7 +123,7 @@ class TextFiles(Corpus):
 
     def documents(self) -> Iterator[str]:
         texts = (text for path in self.files for text in self._read(path))
-        return refuse_empty(cut(texts, self.max_bytes), _empty(self.path))
+        return cut_or_refuse(texts, self.max_bytes, _empty(self.path))
 
     def _read(self, path: Path) -> Iterator[str]:
         piece = PIECE_BYTES if len(self.files) > 1 else SINGLE_FILE_PIECE_BYTES
@@ -176,7 +175,7 @@ class HubDataset(Corpus):
 
     def documents(self) -> Iterator[str]:
         complaint = f"data.name is {self.name!r}; its {self.split} has no text in the field {self.field!r}"
-        return refuse_empty(cut((text for text in self._texts() if text.strip()), self.max_bytes), complaint)
+        return cut_or_refuse(filter(str.strip, self._texts()), self.max_bytes, complaint)
 
     def fingerprint(self) -> str:
         return checksum({"kind": "hf", **asdict(self)})[:16]
@@ -185,22 +184,17 @@ class HubDataset(Corpus):
         return self.max_bytes
 
     def _texts(self) -> Iterator[str]:
-        rows = iter(self._open())
         number = 0
-        while True:
-            try:
-                row = next(rows)
-            except StopIteration:
-                return
-            # What a remote file can raise is open-ended: network, decoding, schema. All of it ends this stream.
-            except Exception as error:
-                raise UserError(
-                    f"data.name is {self.name!r}; the stream broke after {number} rows ({one_line(error)}), run again"
-                ) from error
-            number += 1
-            if self.field not in row:
-                raise UserError(f"data.field is {self.field!r}; {self.name} has {listed(list(row))}")
-            yield text_value(row[self.field], self.field, f"row {number} of {self.name}")
+        try:
+            for number, row in enumerate(self._open(), start=1):
+                yield text_of(row, self.field, f"row {number} of {self.name}")
+        except UserError:
+            raise
+        # What a remote file can raise is open-ended: network, decoding, schema. All of it ends this stream.
+        except Exception as error:
+            raise UserError(
+                f"data.name is {self.name!r}; the stream broke after {number} rows ({one_line(error)}), run again"
+            ) from error
 
     def _open(self) -> Any:
         if not os.path.isdir(self.name):

@@ -6,6 +6,8 @@ epochs.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 import numpy.typing as npt
 
@@ -19,11 +21,11 @@ class TrainStream:
     """Batches of the training stream: windows of T + 1 consecutive tokens, stride T."""
 
     def __init__(self, shards: Shards, sequence_length: int, seed: int) -> None:
-        self._windows = _windows(shards.train, sequence_length, "training")
-        self._seed = seed
+        windows = self._windows = _windows(shards.train, sequence_length, "training")
+        # Of the epoch at hand and of its neighbour: a batch may span both.
+        self._permutation = lru_cache(2)(lambda epoch: permutation(seed, epoch, len(windows)))
         self.end_of_document = shards.tokenizer.end_of_document
         self.unique_tokens = len(self._windows) * sequence_length  # that are trained on in an epoch: all targets
-        self._permutations: dict[int, npt.NDArray[np.unsignedinteger]] = {}
 
     def batch(self, step: int, batch_size: int, start: int = 0, count: int | None = None) -> npt.NDArray[np.int64]:
         """(count, T + 1) token ids: rows start … start + count of the batch of an optimizer step (0-based), by
@@ -39,13 +41,6 @@ class TrainStream:
             for epoch in range(first // n, max(first // n + 1, -(-last // n)))
         ]
         return self._windows[np.concatenate(spans)].astype(np.int64)
-
-    def _permutation(self, epoch: int) -> npt.NDArray[np.unsignedinteger]:
-        if epoch not in self._permutations:
-            for old in [e for e in self._permutations if e != epoch - 1]:
-                del self._permutations[old]
-            self._permutations[epoch] = permutation(self._seed, epoch, len(self._windows))
-        return self._permutations[epoch]
 
 
 def permutation(seed: int, epoch: int, n: int) -> npt.NDArray[np.unsignedinteger]:

@@ -1,6 +1,6 @@
-"""Which documents are held out, and in what order documents stand: both by a hash of their content alone.
+"""Which documents are held out, and the order of documents: both follow from a hash of their content alone.
 
-So exact copies are on one side, and new text moves no old one. Sorting by hash mixes sources.
+So all copies of a text are on the same side, and new text moves no old one. Sorting by hash mixes the sources.
 """
 
 from __future__ import annotations
@@ -23,14 +23,9 @@ def content_hash(encoded: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest(), "big")
 
 
-def below_fraction(digest: int, fraction: float) -> bool:
-    """Whether a document belongs to the `fraction` that is held out for validation."""
-    return digest < int(fraction * 2.0**64)
-
-
-def below_threshold(digests: npt.NDArray[np.uint64], fraction: float) -> npt.NDArray[np.bool_]:
-    """`below_fraction` of many."""
-    return digests < np.uint64(min(int(fraction * 2.0**64), 2**64 - 1))
+def below_fraction(digest: Any, fraction: float) -> Any:
+    """Whether a document, or each of an array (n,) uint64, belongs to the `fraction` held out for validation."""
+    return digest < min(int(fraction * 2.0**64), 2**64 - 1)
 
 
 class MixedDocuments:
@@ -47,7 +42,7 @@ class MixedDocuments:
         self._tokens: list[list[Tokens]] = [[] for _ in range(_BUCKETS)]
         self._held_bytes = 0
         self.lowest, self.highest = 1 << 64, -1  # digests seen
-        self.documents = 0
+        self._count = 0
         self.copies = 0  # documents that equal an earlier one; known after the iteration
 
     def add(self, digest: int, tokens: Tokens, text_bytes: int) -> None:
@@ -55,11 +50,14 @@ class MixedDocuments:
         bucket = digest >> 56
         self._rows[bucket].append((digest, len(tokens), text_bytes))
         self._tokens[bucket].append(tokens)
-        self.documents += 1
+        self._count += 1
         self.lowest, self.highest = min(self.lowest, digest), max(self.highest, digest)
         self._held_bytes += tokens.nbytes + 24
         if self._held_bytes > self._memory_bytes:
             self._spill()
+
+    def __len__(self) -> int:
+        return self._count
 
     def _spill(self) -> None:
         self._spool.mkdir(exist_ok=True)

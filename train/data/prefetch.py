@@ -1,4 +1,4 @@
-"""The rows of a step, on the device when the step wants them: gathered and copied while the step before it runs."""
+"""Gathers the rows of a step, and copies them to the device, while the step before it runs."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Slot:
     pages: Tensor  # (rows, T + 1) on the host, pinned
     rows: Tensor  # the same on the device
     step: int | None = None  # whose rows these are
-    events: dict[str, Any] = field(default_factory=dict)  # of the lane
+    events: dict[str, Any] = field(default_factory=dict)  # `copied` and `read`, kept by the lane
 
 
 class Lane:
-    """The way from pages to rows: a stream beside the one that computes."""
+    """Copies pages to rows, on a stream of its own beside the one that computes."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -101,9 +101,7 @@ def _cut(buffer: bytes, limit: int) -> int:
 
 def _json_lines(path: Path, field: str) -> Iterator[str]:
     for number, row in json_objects(path):
-        if field not in row:
-            raise UserError(f"data.field is {field!r}; line {number} of {path} has {listed(list(row))}")
-        yield text_value(row[field], field, f"line {number} of {path}")
+        yield text_of(row, field, f"line {number} of {path}")
 
 
 def json_objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -190,11 +188,11 @@ def _parquet(path: Path, field: str) -> Iterator[str]:
         with pyarrow.parquet.ParquetFile(path) as file:
             names = file.schema_arrow.names
             if field not in names:
-                raise UserError(f"data.field is {field!r}; {path} has the columns {listed(names)}")
+                raise UserError(f"data.field is {field!r}; {path} has the columns {_listed(names)}")
             for batch in file.iter_batches(batch_size=1024, columns=[field]):
                 for value in batch.column(0).to_pylist():
                     row += 1
-                    yield text_value(value, field, f"row {row} of {path}")
+                    yield text_of({field: value}, field, f"row {row} of {path}")
     except (pyarrow.ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise
@@ -217,8 +215,11 @@ def parquet_text_bytes(path: Path, field: str) -> int | None:
         return None
 
 
-def text_value(value: Any, field: str, where: str) -> str:
-    """The text of a row's field; a null is an empty text."""
+def text_of(row: dict[str, Any], field: str, where: str) -> str:
+    """The text in a field of a row; a null is an empty text."""
+    if field not in row:
+        raise UserError(f"data.field is {field!r}; {where} has {_listed(list(row))}")
+    value = row[field]
     if value is None:
         return ""
     if not isinstance(value, str):
@@ -243,17 +244,17 @@ def cut(texts: Iterable[str], max_bytes: int | None) -> Iterator[str]:
         left -= len(encoded)
 
 
-def refuse_empty(texts: Iterable[str], complaint: str) -> Iterator[str]:
-    """The texts; `UserError` at the end where there was none."""
+def cut_or_refuse(texts: Iterable[str], max_bytes: int | None, complaint: str) -> Iterator[str]:
+    """`cut`; `UserError` at the end where there was no text."""
     empty = True
-    for text in texts:
+    for text in cut(texts, max_bytes):
         empty = False
         yield text
     if empty:
         raise UserError(complaint)
 
 
-def listed(names: list[str]) -> str:
+def _listed(names: list[str]) -> str:
     shown = ", ".join(repr(name) for name in names[:12])
     return (shown + (", …" if len(names) > 12 else "")) or "no fields"
 

@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,7 +23,7 @@ from .corpora import Corpus, open_corpus
 from .mixing import MixedDocuments, Tokens, below_fraction, content_hash
 from .recipe import recipe
 from .recipe.refine import Refinery, in_parts
-from .storage import Progress, building, cache_directory, checksum, locked, read_checked, write_checked
+from .storage import Progress, building, cache_directory, checksum, locked, read_checked, silent, write_checked
 from .tokenizers import Tokenizer, load_tokenizer
 
 # Bumped when the same corpus would give other files.
@@ -50,10 +49,10 @@ class Shards:
     validation: npt.NDArray[Any]
 
 
-def prepare(config: DataConfig, progress: Progress | None = None, processes: int | None = None) -> Shards:
+def prepare(config: DataConfig, progress: Progress = silent) -> Shards:
     """The shards of a config's corpus, built unless the cache has them. Processes that ask at once build once.
 
-    A recipe runs in `processes` processes; None: one per core. Progress in the stage "tokenize" counts tokens.
+    A recipe runs in one process per core. Progress in the stage "tokenize" counts tokens.
 
     Raises:
         UserError: the text cannot be read, is too little, or has changed since it was planned; or the disk is full.
@@ -84,7 +83,7 @@ def prepare(config: DataConfig, progress: Progress | None = None, processes: int
                         build()
                     else:
                         fraction = config.validation_fraction
-                        refinery = Refinery(corpus, fingerprint, config.recipe, fraction, cache, progress, processes)
+                        refinery = Refinery(corpus, fingerprint, config.recipe, fraction, cache, progress)
                         with locked(cache, f"recipe-{refinery.key}", progress):  # its folder serves every tokenizer
                             build(refinery.run())
                             refinery.remove()
@@ -155,33 +154,27 @@ def _build(
     config: DataConfig,
     tokenizer: Tokenizer,
     directory: Path,
-    progress: Progress | None,
+    progress: Progress,
     refined: Refinery | None = None,
 ) -> None:
-    dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
+    dtype = np.dtype(tokenizer.dtype)
     spool = directory / "spool"
     mixed = MixedDocuments(spool, dtype)
-    if refined is None:
-        size = None if progress is None else corpus.size_bytes()
-        _tokenize(corpus.documents(), size, tokenizer, mixed, progress)
-        lowest, highest, documents = mixed.lowest, mixed.highest, mixed.documents
-    else:
-        size = refined.report["kept"]["bytes"] + refined.report["held_out"]["bytes"]
-        _tokenize(refined.documents(), size, tokenizer, mixed, progress)
-        lowest, highest, documents = refined.lowest, refined.highest, len(refined.held)
-    if lowest == highest:
+    _tokenize(refined or corpus, tokenizer, mixed, progress)
+    raw = refined or mixed
+    if raw.lowest == raw.highest:
         raise UserError(
-            f"data.corpus is {config.corpus}; its {documents} document(s) are all the same text, and "
+            f"data.corpus is {config.corpus}; its {len(raw)} document(s) are all the same text, and "
             "holding one out for validation needs at least two distinct documents"
         )
     if corpus.fingerprint() != fingerprint:
         raise UserError(f"data.corpus is {config.corpus}; its text changed while it was read, run again")
     writers = {part: _PartWriter(directory / f"{part}.bin", dtype) for part in PARTS}
     for done, (digest, tokens, text_bytes) in enumerate(mixed, start=1):
-        held_out = below_fraction(digest, config.validation_fraction) or digest == lowest
-        writers["validation" if held_out and digest != highest else "train"].add(tokens, text_bytes)
-        if progress is not None and done % 256 == 0:
-            progress("write", float(done), float(mixed.documents))
+        held_out = below_fraction(digest, config.validation_fraction) or digest == raw.lowest
+        writers["validation" if held_out and digest != raw.highest else "train"].add(tokens, text_bytes)
+        if done % 256 == 0:
+            progress("write", done, len(mixed))
     for part, writer in writers.items():
         writer.close()
         np.save(directory / f"{part}.documents.npy", np.array(writer.starts, np.int64))
@@ -211,25 +204,17 @@ def _build(
     write_checked(directory / "manifest.json", manifest)
 
 
-def _tokenize(
-    documents: Iterable[str],
-    size: int | None,
-    tokenizer: Tokenizer,
-    mixed: MixedDocuments,
-    progress: Progress | None,
-) -> None:
-    """`size`: about the bytes of the documents, where it is known."""
-    tokens_done, bytes_done = 0, 0
-    for texts in in_parts(documents, _BATCH_CHARACTERS):
+def _tokenize(source: Corpus | Refinery, tokenizer: Tokenizer, mixed: MixedDocuments, progress: Progress) -> None:
+    size, tokens_done, bytes_done = source.size_bytes(), 0, 0
+    for texts in in_parts(source.documents(), _BATCH_CHARACTERS):
         for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
             encoded = text.encode()
             ids = np.append(ids, ids.dtype.type(tokenizer.end_of_document))
             mixed.add(content_hash(encoded), ids, len(encoded))
             tokens_done += len(ids)
             bytes_done += len(encoded)
-        if progress is not None:
-            total = tokens_done / bytes_done * max(size, bytes_done) if size else 0.0
-            progress("tokenize", float(tokens_done), total)
+        total = tokens_done / bytes_done * max(size, bytes_done) if size else 0.0
+        progress("tokenize", tokens_done, total)
 
 
 class _PartWriter:

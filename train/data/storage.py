@@ -23,6 +23,10 @@ from ..files import put_in_place, temporary_directory_beside
 Progress = Callable[[str, float, float], None]
 
 
+def silent(stage: str, done: float, total: float) -> None:
+    """Progress that nobody sees."""
+
+
 def cache_directory(config: DataConfig) -> Path:
     """`data.cache_dir`, else $ISOFLOP_CACHE, else ~/.cache/isoflop; made if it is missing."""
     given = config.cache_dir or os.environ.get("ISOFLOP_CACHE")
@@ -41,7 +45,7 @@ def _unwritable(directory: Path, reason: str | None) -> str:
 
 
 @contextmanager
-def locked(cache: Path, name: str, progress: Progress | None = None) -> Iterator[None]:
+def locked(cache: Path, name: str, progress: Progress = silent) -> Iterator[None]:
     """Holds the lock `name` of a cache, waiting for whoever has it. It is dropped when its holder dies, kill -9
     included.
     """
@@ -53,8 +57,7 @@ def locked(cache: Path, name: str, progress: Progress | None = None) -> Iterator
         try:
             lock.acquire(timeout=0)
         except Timeout:
-            if progress is not None:
-                progress("wait for another process that builds the same", 0.0, 0.0)
+            progress("wait for another process that builds the same", 0, 0)
             lock.acquire()
     except OSError as error:
         raise UserError(_unwritable(cache, error.strerror)) from None

@@ -11,6 +11,7 @@ import json
 import re
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from ..errors import UserError
 from ..files import read_json
 from .corpora import Corpus, open_corpus
 from .mixing import Tokens, below_fraction, content_hash
-from .storage import Progress, building, checksum, locked, read_checked, write_checked
+from .storage import Progress, building, checksum, locked, read_checked, silent, write_checked
 
 # What ends a document in a tokenizer.json without an `eos_token` in a tokenizer_config.json beside it.
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]")
@@ -35,14 +36,12 @@ _SMALLEST_BPE = 257  # 256 bytes and the end of a document
 _CARD = "isoflop_tokenizer.json"
 
 
-def load_tokenizer(
-    config: DataConfig, corpus: Corpus | None, cache: Path, progress: Progress | None = None
-) -> Tokenizer:
+def load_tokenizer(config: DataConfig, corpus: Corpus | None, cache: Path, progress: Progress = silent) -> Tokenizer:
     """The tokenizer that a config names; a BPE is trained on the corpus unless the cache has it."""
     if config.tokenizer == "bytes":
         return ByteTokenizer()
     if config.tokenizer == "bpe":
-        return _trained(config, corpus if corpus is not None else open_corpus(config), cache, progress)
+        return _trained(config, corpus or open_corpus(config), cache, progress)
     return _from_file(config.tokenizer)
 
 
@@ -89,14 +88,15 @@ class ByteTokenizer:
     """A token is a byte of UTF-8; documents end with 0xFF, which never occurs there."""
 
     vocab_size = 256  # ids are below this
+    dtype = np.uint16  # of ids: uint32 where the vocabulary needs it
     end_of_document = 0xFF  # the id that follows every document; text that spells it out encodes to other ids
     token_bytes = np.repeat([1, 0], [255, 1])  # (vocab_size,) bytes of UTF-8 of each id; 0 for the end of a document
     # 16 hex digits: equal for tokenizers that encode equally.
     fingerprint = hashlib.sha256(b"isoflop bytes, 0xFF ends a document").hexdigest()[:16]
 
     def encode(self, text: str) -> Tokens:
-        """(n,) ids, uint16 where the vocabulary fits it, else uint32."""
-        return np.frombuffer(text.encode(errors="replace"), np.uint8).astype(np.uint16)
+        """(n,) ids."""
+        return np.frombuffer(text.encode(errors="replace"), np.uint8).astype(self.dtype)
 
     def encode_batch(self, texts: Sequence[str]) -> list[Tokens]:
         """`encode` of each text, on all cores where the tokenizer can."""
@@ -121,7 +121,7 @@ class SubwordTokenizer:
         self._backend = backend
         self.end_of_document = end_of_document
         self.vocab_size = vocab_size
-        self._dtype = np.uint16 if vocab_size <= 1 << 16 else np.uint32
+        self.dtype = np.uint16 if vocab_size <= 1 << 16 else np.uint32
         self._content = json.loads(backend.to_str())
         # Said after the content is taken: it is how the library is called, not what the tokenizer is.
         backend.encode_special_tokens = True
@@ -135,7 +135,7 @@ class SubwordTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[Tokens]:
         valid = [text.encode(errors="replace").decode() for text in texts]  # the library refuses lone surrogates
         encodings = self._backend.encode_batch_fast(valid, add_special_tokens=False)
-        return [np.array(encoding.ids, self._dtype) for encoding in encodings]
+        return [np.array(encoding.ids, self.dtype) for encoding in encodings]
 
     def decode(self, ids: Any) -> str:
         kept = [int(i) for i in np.asarray(ids, np.int64) if i != self.end_of_document]
@@ -243,25 +243,22 @@ def _token_bytes(content: dict[str, Any], backend: Any, vocab_size: int) -> npt.
     return sizes
 
 
-def _trained(config: DataConfig, corpus: Corpus, cache: Path, progress: Progress | None) -> Tokenizer:
+def _trained(config: DataConfig, corpus: Corpus, cache: Path, progress: Progress) -> Tokenizer:
     size = planned_vocab_size(config)
     key = checksum([TRAINER, corpus.fingerprint(), size, config.validation_fraction, SAMPLE_BYTES])[:16]
     directory = cache / "tokenizers" / key
-    try:
+    with suppress(UserError):  # missing or damaged: the same either way once the lock is held
         return tokenizer_from_directory(directory)
-    except UserError:
-        pass  # missing or damaged: the same either way once the lock is held
     with locked(cache, f"tokenizer-{key}", progress):
-        try:
+        with suppress(UserError):
             return tokenizer_from_directory(directory)
-        except UserError:
-            tokenizer = _train(config, corpus, size, progress)
-            with building(directory) as temporary:
-                tokenizer.save(temporary)
-            return tokenizer
+        tokenizer = _train(config, corpus, size, progress)
+        with building(directory) as temporary:
+            tokenizer.save(temporary)
+        return tokenizer
 
 
-def _train(config: DataConfig, corpus: Corpus, vocab_size: int, progress: Progress | None) -> SubwordTokenizer:
+def _train(config: DataConfig, corpus: Corpus, vocab_size: int, progress: Progress) -> SubwordTokenizer:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     backend: Any = Tokenizer(models.BPE())
@@ -284,18 +281,17 @@ def _train(config: DataConfig, corpus: Corpus, vocab_size: int, progress: Progre
     return SubwordTokenizer(backend, backend.token_to_id(END_TOKENS[0]), vocab_size)
 
 
-def _sample(config: DataConfig, corpus: Corpus, progress: Progress | None) -> Iterator[str]:
+def _sample(config: DataConfig, corpus: Corpus, progress: Progress) -> Iterator[str]:
     total = min(corpus.size_bytes() or SAMPLE_BYTES, SAMPLE_BYTES)
-    done, first_held_out, any_used = 0, None, False
+    done, held_out, used = 0, "", False
     for text in corpus.sample(SAMPLE_BYTES):
         encoded = text.encode()
         done += len(encoded)
-        if progress is not None:
-            progress("train tokenizer", float(done), float(total))
+        progress("train tokenizer", done, total)
         if below_fraction(content_hash(encoded), config.validation_fraction):
-            first_held_out = first_held_out or text
-            continue
-        any_used = True
-        yield text
-    if not any_used and first_held_out is not None:
-        yield first_held_out  # a corpus of one or two documents; the shards say what is wrong with it
+            held_out = held_out or text
+        else:
+            used = True
+            yield text
+    if held_out and not used:
+        yield held_out  # a corpus of one or two documents; the shards say what is wrong with it

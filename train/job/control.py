@@ -5,7 +5,6 @@ One process communicates nothing and gets the same answers.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -20,12 +19,12 @@ from .failure import Cause, RankError, cause_of, failure_at
 
 T = TypeVar("T")
 
-SHARED = "raised on every rank"  # note on exceptions that no rank needs to tell the others of
+SHARED = "raised on every rank"  # a note on exceptions that all ranks know of already
 
 
 @dataclass(frozen=True)
 class _Raised:
-    """An exception of one rank, as the others hear of it."""
+    """An exception on one rank, in the form that is sent to the others."""
 
     cause: Cause
     message: str
@@ -104,36 +103,31 @@ def check_same_config(mesh: Mesh, config: RunConfig) -> None:
                 )
 
 
-class Flag(enum.IntFlag):
-    STOP = 1
-    SAVE = 2
-
-
 class Agreement:
-    """Flags that any rank has raised, the same on every rank at the same step."""
+    """Whether any rank wants to stop, or to save: the same answer on every rank at the same step."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._control = mesh.control
-        self._flags: torch.Tensor | None = None  # (1,) int64, being reduced
+        self._flags = torch.zeros(2, dtype=torch.uint8)  # being reduced while there is work
         self._work: dist.Work | None = None
 
-    def __call__(self, flags: Flag) -> Flag:
-        """Raises this rank's flags and returns what all ranks raised at the call before; one process: at this one.
+    def __call__(self, stop: bool, save: bool) -> tuple[bool, bool]:
+        """Says what this rank wants; returns what any rank wanted at the call before, for one process at this one.
 
         Every rank calls it at every step, and none waits: a reduction that starts at one call is read at the next.
         """
         if self._control is None:
-            return flags
+            return stop, save
         agreed = self.close()
-        self._flags = torch.tensor([int(flags)])
-        self._work = dist.all_reduce(self._flags, dist.ReduceOp.BOR, group=self._control, async_op=True)
+        self._flags = torch.tensor([stop, save], dtype=torch.uint8)
+        self._work = dist.all_reduce(self._flags, dist.ReduceOp.MAX, group=self._control, async_op=True)
         return agreed
 
-    def close(self) -> Flag:
-        """Waits for the last reduction, without which the group must not be left; returns its flags."""
-        if self._work is None or self._flags is None:
-            return Flag(0)
+    def close(self) -> tuple[bool, bool]:
+        """Waits for the last reduction, without which the group must not be left; returns its result."""
+        if self._work is None:
+            return False, False
         self._work.wait()
-        agreed = Flag(int(self._flags.item()))
-        self._flags = self._work = None
-        return agreed
+        self._work = None
+        stop, save = self._flags.bool().tolist()
+        return stop, save

@@ -53,11 +53,11 @@ def detect(environment: Mapping[str, str] | None = None) -> Ranks:
         else:
             return Ranks(host=host)
     except (KeyError, ValueError, IndexError) as error:
-        raise UserError(f"the launcher's environment makes no rank ({error!r}); use submitit or torchrun") from error
+        raise UserError(f"the launcher's environment gives no rank ({error!r}); use submitit or torchrun") from error
     rank, size, local_rank, local_size = numbers
     ranks = Ranks(rank, size, local_rank, local_size, host, source, attempt)
     if not (0 <= ranks.rank < ranks.size and 0 <= ranks.local_rank < ranks.local_size <= ranks.size):
-        raise UserError(f"the launcher's environment makes no rank ({ranks}); use submitit or torchrun")
+        raise UserError(f"the launcher's environment gives no rank ({ranks}); use submitit or torchrun")
     return ranks
 
 

@@ -1,4 +1,4 @@
-"""Why a run failed, as typed facts in `failure.json` of its folder, which the first process that knows writes."""
+"""Why a run failed: `failure.json` in its folder, written by the first process that knows."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Cause(StrEnum):
     ERROR = "error"  # any other exception
     HUNG = "hung"  # alive, without progress
     NODE = "node"  # a node is lost, frozen, or did not start its ranks
-    KILLED = "killed"  # a process is gone without a word
-    UNKNOWN = "unknown"  # of files without a cause
+    KILLED = "killed"  # a process ended without an error of its own
+    UNKNOWN = "unknown"  # the file names no cause
 
 
 @dataclass(frozen=True)

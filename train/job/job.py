@@ -15,7 +15,7 @@ from ..errors import COLLECTIVE, Stopped
 from ..hardware import pick_device
 from ..parallel.mesh import Mesh
 from ..planner.validation import check_world, validate
-from .control import Agreement, Flag, check_same_config
+from .control import Agreement, check_same_config
 from .environment import detect
 from .failure import Cause, Failure, RankError, cause_of, describe_error, forget_failure, note_failure
 from .rendezvous import meet
@@ -30,14 +30,9 @@ class Job:
 
     mesh: Mesh
     device: torch.device
-    agreement: Agreement
+    agree: Agreement
     watchdog: Watchdog
     host: str
-
-    def agree(self, stop: bool, save: bool) -> tuple[bool, bool]:
-        """Whether any rank wants to stop, and to save; with several ranks the answer comes a step later, on all."""
-        flags = self.agreement((Flag.STOP if stop else Flag(0)) | (Flag.SAVE if save else Flag(0)))
-        return Flag.STOP in flags, Flag.SAVE in flags
 
     def failure(self, cause: Cause, reason: str) -> Failure:
         """A failure of this rank at its current step."""

@@ -13,15 +13,6 @@ from ..precision import MOST_OVERFLOWS
 SMOOTHING = 0.95  # per step, of the training loss whose rise counts as divergence
 
 
-@dataclass(frozen=True)
-class PastStep:
-    """What is known of a step once the host has read its results."""
-
-    step: int
-    loss: float  # of the whole batch, over all ranks
-    skipped: bool  # weights and moments were left alone, on every rank
-
-
 @dataclass
 class RunProgress:
     """Plain numbers that a checkpoint keeps beside weights and moments."""
@@ -33,8 +24,10 @@ class RunProgress:
     bad_steps: int = 0  # batches without an update, because a loss or a gradient was not finite
     overflows: int = 0  # fp16: steps in a row whose gradients overflowed
 
-    def judge(self, past: Iterable[PastStep], config: RunConfig) -> list[str]:
-        """Judges steps in their order; returns a line for the log for each that made no update.
+    def judge(self, first: int, past: Iterable[tuple[float, bool]], config: RunConfig) -> list[str]:
+        """Judges steps from `first` on; returns a line for the log for each that made no update.
+
+        Of each step: the loss of the whole batch, and whether weights and moments were left alone, on every rank.
 
         In fp16 a finite loss with a gradient that is not finite is an overflow, which costs nothing until the loss
         scale is at its floor.
@@ -43,32 +36,32 @@ class RunProgress:
             Diverged: one bad batch more than `skip_bad_steps`, or the loss rose out of its band.
         """
         lines = []
-        for item in past:
-            finite = math.isfinite(item.loss)
-            overflow = item.skipped and finite and config.precision == "fp16"
+        for step, (loss, skipped) in enumerate(past, first):
+            finite = math.isfinite(loss)
+            overflow = skipped and finite and config.precision == "fp16"
             self.overflows = self.overflows + 1 if overflow else 0
-            if finite and not item.skipped:
-                self._follow(item, config.max_loss_rise)
+            if finite and not skipped:
+                self._follow(step, loss, config.max_loss_rise)
                 continue
-            reason = "the gradient norm is not finite" if finite else f"the loss is {item.loss}"
+            reason = "the gradient norm is not finite" if finite else f"the loss is {loss}"
             if overflow:
                 reason = "the gradient overflowed fp16"
             else:
                 self.bad_steps += 1
-            where, allowed = f"{reason} at step {item.step}", config.skip_bad_steps
+            where, allowed = f"{reason} at step {step}", config.skip_bad_steps
             if self.overflows >= MOST_OVERFLOWS:
                 raise Diverged(f"{where}, for the {self.overflows}th time in a row, at a loss scale of 1")
             if self.bad_steps > allowed:
                 raise Diverged(where + (f", and skip_bad_steps {allowed} is spent" if allowed else ""))
-            lines.append(f"step {item.step} made no update: {reason}")
+            lines.append(f"step {step} made no update: {reason}")
         return lines
 
-    def _follow(self, item: PastStep, limit: float) -> None:
-        before = item.loss if self.smoothed_loss is None else self.smoothed_loss
-        smoothed = self.smoothed_loss = SMOOTHING * before + (1 - SMOOTHING) * item.loss
+    def _follow(self, step: int, loss: float, limit: float) -> None:
+        before = loss if self.smoothed_loss is None else self.smoothed_loss
+        smoothed = self.smoothed_loss = SMOOTHING * before + (1 - SMOOTHING) * loss
         best = self.best_loss = smoothed if self.best_loss is None else min(self.best_loss, smoothed)
         if smoothed > best + limit:
             raise Diverged(
-                f"the smoothed loss rose from {best:.3f} to {smoothed:.3f} at step {item.step}, more than "
+                f"the smoothed loss rose from {best:.3f} to {smoothed:.3f} at step {step}, more than "
                 f"max_loss_rise {limit}"
             )

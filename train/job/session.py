@@ -1,4 +1,4 @@
-"""What a process that trains run after run makes once: opened shards, and the device's measured rate."""
+"""What a process makes once for all runs that it trains: opened shards, and the device's measured speed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextvars import ContextVar
 from typing import Any, TypeVar
 
 Kept = TypeVar("Kept")
-_STORE: ContextVar[dict[Hashable, Any] | None] = ContextVar("session", default=None)
+_STORE: ContextVar[dict[Hashable, Any]] = ContextVar("session")
 
 
 @contextmanager
@@ -23,9 +23,7 @@ def session() -> Iterator[None]:
 
 def kept(key: Hashable, make: Callable[[], Kept]) -> Kept:
     """What `make` gave for this key earlier in the session, or gives now."""
-    store = _STORE.get()
-    if store is None:
-        return make()
+    store = _STORE.get({})
     if key not in store:
         store[key] = make()
     made: Kept = store[key]

@@ -82,13 +82,10 @@ def at_fault(seen: Mapping[int, Seen], now: float, timeout: float) -> list[int]:
     if silent:
         return silent
     company = Counter(entry.beat.at for entry in running.values())
-
-    def suspicion(rank: int) -> tuple[int, int]:
-        beat = running[rank].beat
-        return -1 if beat.step is None else beat.step, company[beat.at]
-
-    least = min(map(suspicion, running), default=None)
-    return [rank for rank in running if suspicion(rank) == least]
+    beats = {rank: entry.beat for rank, entry in running.items()}
+    places = {rank: (-1 if beat.step is None else beat.step, company[beat.at]) for rank, beat in beats.items()}
+    least = min(places.values(), default=None)
+    return [rank for rank, place in places.items() if place == least]
 
 
 def pid_space() -> str:
@@ -125,6 +122,7 @@ class Watchdog:
         self._mesh, self._timeout, self._on_loss = mesh, timeout_seconds, on_loss
         self._poll = min(1.0, timeout_seconds / 16)
         self._base = store
+        self._keys = [f"beat/{rank}" for rank in range(mesh.size)]  # of the store, by rank
         self._beat = Beat(pid=os.getpid(), space=pid_space())
         self._seen: dict[int, Seen] = {}
         self._clock = 0.0  # seconds that this process has been watching
@@ -154,11 +152,10 @@ class Watchdog:
         self._store = dist.PrefixStore("watchdog", self._client)
         self._main = threading.get_ident()
         self._publish()
-        keys = [_key(rank) for rank in range(self._mesh.size)]
         try:
-            self._store.wait(keys, timedelta(seconds=self._timeout))
+            self._store.wait(self._keys, timedelta(seconds=self._timeout))
         except dist.DistError as error:
-            missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+            missing = [rank for rank, key in enumerate(self._keys) if not self._store.check([key])]
             reason = f"{self._names(missing)} did not start within {self._timeout:g} s"
             raise RankError(failure_at(self._mesh.hosts, missing, Cause.NODE, reason, None)) from error
         self._read()
@@ -179,7 +176,7 @@ class Watchdog:
         with suppress(dist.DistError):  # the rank that keeps the store may be the one that died
             self._publish()
             # A set is not answered: a busy store may read it only after others have seen that this process is gone.
-            self._store.check([_key(self._mesh.rank)])
+            self._store.check([self._keys[self._mesh.rank]])
         self._left.set()
         for thread in self._threads:
             thread.join(2 * self._poll)
@@ -224,7 +221,9 @@ class Watchdog:
         if dead := self._dead():
             self._accuse(self._died(dead), dead)
         elif lost := at_fault(self._seen, self._clock, self._timeout):
-            self._accuse(self._stalled(lost), [rank for rank in lost if self._silent(rank)])
+            self._accuse(
+                self._stalled(lost), [rank for rank in lost if self._seen[rank].is_silent(self._clock, self._timeout)]
+            )
 
     def _accuse(self, failure: Failure, silent: list[int]) -> None:
         self._know(self._blame(failure))
@@ -245,10 +244,10 @@ class Watchdog:
         at = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}" if frame else ""
         with self._publishing:
             beat = replace(self._beat, pulse=self._answers + 1, at=at)
-            self._store.set(_key(self._mesh.rank), json.dumps(asdict(beat)))
+            self._store.set(self._keys[self._mesh.rank], json.dumps(asdict(beat)))
 
     def _read(self) -> None:
-        values = self._store.multi_get([_key(rank) for rank in range(self._mesh.size)])
+        values = self._store.multi_get(self._keys)
         self._read_at = now = self._clock
         for rank, value in enumerate(values):
             beat = Beat(**json.loads(value))
@@ -298,7 +297,7 @@ class Watchdog:
 
     def _stalled(self, ranks: list[int]) -> Failure:
         has = f"{self._names(ranks)} {'has' if len(ranks) == 1 else 'have'} made no progress"
-        if self._silent(ranks[0]):
+        if self._seen[ranks[0]].is_silent(self._clock, self._timeout):
             step, where, why, cause = self._last_step(ranks[0]), "", ": frozen, or its node is lost", Cause.NODE
         else:
             beats = [self._seen[rank].beat for rank in ranks]
@@ -315,9 +314,6 @@ class Watchdog:
         steps = [step for step in (self._seen[rank].beat.step, self._beat.step) if step is not None]
         return max(steps, default=None)
 
-    def _silent(self, rank: int) -> bool:
-        return self._seen[rank].is_silent(self._clock, self._timeout)
-
     def _names(self, ranks: list[int]) -> str:
         named = [self._mesh.name(rank) for rank in ranks[:NAMED]]
         if len(ranks) > NAMED:
@@ -330,7 +326,3 @@ def _within(seconds: float, function: Callable[[], None]) -> None:
     thread = threading.Thread(target=function, daemon=True)
     thread.start()
     thread.join(seconds)
-
-
-def _key(rank: int) -> str:
-    return f"beat/{rank}"

@@ -22,7 +22,7 @@ from isoflop.sweeps.grid import expand as grid
 from isoflop.train.config import DataConfig, ModelConfig, RunConfig, run_id
 from isoflop.train.data.corpora import open_corpus
 from isoflop.train.data.mixing import content_hash
-from isoflop.train.data.recipe import recipe, refine
+from isoflop.train.data.recipe import pool, recipe, refine
 from isoflop.train.data.recipe.pool import Pool
 from isoflop.train.data.recipe.refine import Refinery
 from isoflop.train.data.shards import Shards, prepare
@@ -61,12 +61,17 @@ def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DataConfig:
     )
 
 
+@pytest.fixture(autouse=True)
+def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "usable_cores", lambda: 1)
+
+
 def write(path: Path, texts: list[str]) -> None:
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
 
 
 def made(config: DataConfig, steps: list[str], **changes: Any) -> Shards:
-    return prepare(dataclasses.replace(config, recipe=steps, **changes), processes=1)
+    return prepare(dataclasses.replace(config, recipe=steps, **changes))
 
 
 def texts_of(shards: Shards, part: str = "train") -> list[str]:
@@ -213,7 +218,9 @@ def test_the_result_owes_nothing_to_processes_parts_or_files(
     corpus: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = made(corpus, FULL)
-    three = prepare(dataclasses.replace(corpus, recipe=FULL, cache_dir=str(tmp_path / "three")), processes=3)
+    with monkeypatch.context() as context:
+        context.setattr(pool, "usable_cores", lambda: 3)
+        three = made(corpus, FULL, cache_dir=str(tmp_path / "three"))
     assert contents(one) == contents(three)
     monkeypatch.setattr(refine, "PART_DOCUMENTS", 101)
     texts = documents()
@@ -280,8 +287,9 @@ import signal, sys, time
 from pathlib import Path
 signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests in the background ignores it
 from isoflop.train.config import DataConfig
-from isoflop.train.data.recipe import refine
+from isoflop.train.data.recipe import pool, refine
 from isoflop.train.data.shards import prepare
+pool.usable_cores = lambda: 1
 refine.PART_DOCUMENTS = 37
 for name in ("filter_part", "sign_part", "write_part"):
     def slow(*job, work=getattr(refine, name)):
@@ -290,7 +298,7 @@ for name in ("filter_part", "sign_part", "write_part"):
         return work(*job)
     setattr(refine, name, slow)
 prepare(DataConfig(corpus="text", path=sys.argv[1], validation_fraction=0.1, cache_dir=sys.argv[2],
-                   recipe=sys.argv[3].split()), processes=1)
+                   recipe=sys.argv[3].split()))
 print("done")
 """
 
@@ -328,7 +336,7 @@ def test_parts_of_before_do_not_add_to_those_of_now(
     """A corpus of the same text in other files may be cut into fewer parts than a prepare left that was killed."""
 
     def refined() -> tuple[Path, int]:
-        refinery = Refinery(open_corpus(corpus), "same text", ["length:5-"], 0.1, tmp_path, processes=1)
+        refinery = Refinery(open_corpus(corpus), "same text", ["length:5-"], 0.1, tmp_path)
         return refinery.folder, len(refinery.run().held)
 
     folder, count = refined()
@@ -348,8 +356,8 @@ def test_a_pool_reads_ahead_by_little_and_gives_every_result() -> None:
             pulled += 1
             yield (-i,)
 
-    with Pool(2) as pool:
-        results = pool.map(abs, jobs())
+    with Pool(2) as workers:
+        results = workers.map(abs, jobs())
         first = next(results)
         assert pulled <= 5
         assert sorted([first, *results]) == list(range(50))
@@ -357,13 +365,13 @@ def test_a_pool_reads_ahead_by_little_and_gives_every_result() -> None:
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_an_error_in_a_worker_is_the_callers(processes: int) -> None:
-    with Pool(processes) as pool, pytest.raises(UserError, match="no step"):
-        list(pool.map(recipe.parse, [(["exact"],), (["nonsense"],)]))
+    with Pool(processes) as workers, pytest.raises(UserError, match="no step"):
+        list(workers.map(recipe.parse, [(["exact"],), (["nonsense"],)]))
 
 
 def test_a_worker_that_dies_is_one_sentence() -> None:
-    with Pool(2) as pool, pytest.raises(UserError, match="ended with 9"):
-        list(pool.map(os._exit, [(9,)]))
+    with Pool(2) as workers, pytest.raises(UserError, match="ended with 9"):
+        list(workers.map(os._exit, [(9,)]))
 
 
 def test_files_of_the_folder_a_prepare_runs_in_are_no_modules_of_its_workers(
@@ -371,8 +379,8 @@ def test_files_of_the_folder_a_prepare_runs_in_are_no_modules_of_its_workers(
 ) -> None:
     (tmp_path / "pickle.py").write_text("raise SystemExit(3)")
     monkeypatch.chdir(tmp_path)
-    with Pool(2) as pool:
-        assert sorted(pool.map(abs, [(-1,), (-2,)])) == [1, 2]
+    with Pool(2) as workers:
+        assert sorted(workers.map(abs, [(-1,), (-2,)])) == [1, 2]
 
 
 FAILS_AT_ONCE = """

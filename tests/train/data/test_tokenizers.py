@@ -118,7 +118,7 @@ def test_training_is_deterministic(config: DataConfig, bpe: ours.Tokenizer, tmp_
 def test_held_out_documents_are_not_trained_on(config: DataConfig) -> None:
     half = DataConfig(**{**vars(config), "validation_fraction": 0.5})
     corpus = open_corpus(half)
-    sample = list(ours._sample(half, corpus, None))
+    sample = list(ours._sample(half, corpus, ours.silent))
     held_out = [below_fraction(content_hash(text.encode()), 0.5) for text in corpus.documents()]
     assert 0 < sum(held_out) < len(held_out)
     assert sorted(sample) == sorted(text for text, out in zip(corpus.documents(), held_out, strict=True) if not out)

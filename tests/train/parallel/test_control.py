@@ -16,7 +16,7 @@ import torch.distributed as dist
 from forked import Ended, fork_processes
 from isoflop.train.config import ParallelConfig, RunConfig
 from isoflop.train.errors import UserError
-from isoflop.train.job.control import Agreement, Flag, check_same_config, run_on_ranks
+from isoflop.train.job.control import Agreement, check_same_config, run_on_ranks
 from isoflop.train.job.environment import Ranks, detect
 from isoflop.train.job.failure import Cause, Failure, RankError
 from isoflop.train.job.fork import run_ranks
@@ -123,18 +123,19 @@ def test_ranks_with_different_configs_hear_which_rank_and_which_field() -> None:
 
 
 def test_flags_of_any_rank_reach_all_at_the_same_step() -> None:
-    raised = {(1, 2): Flag.STOP, (3, 0): Flag.SAVE, (0, 2): Flag.SAVE, (2, 5): Flag.STOP}  # (rank, step)
+    stop, save, neither, both = (True, False), (False, True), (False, False), (True, True)
+    raised = {(1, 2): stop, (3, 0): save, (0, 2): save, (2, 5): stop}  # (rank, step)
 
-    def rank() -> list[int]:
+    def rank() -> list[tuple[bool, bool]]:
         mesh = build_mesh(4, 1, CPU)
         agreement = Agreement(mesh)
         heard = []
         for step in range(6):
             time.sleep(0.01 * ((mesh.rank + step) % 4))  # ranks come when they like
-            heard.append(int(agreement(raised.get((mesh.rank, step), Flag(0)))))
-        return [*heard, int(agreement.close())]
+            heard.append(agreement(*raised.get((mesh.rank, step), neither)))
+        return [*heard, agreement.close()]
 
-    assert run_ranks(4, rank) == [[0, Flag.SAVE, 0, Flag.SAVE | Flag.STOP, 0, 0, Flag.STOP]] * 4
+    assert run_ranks(4, rank) == [[neither, save, neither, both, neither, neither, stop]] * 4
 
 
 def test_a_step_does_not_wait_for_a_rank_that_is_late_to_raise_its_flags() -> None:
@@ -143,19 +144,19 @@ def test_a_step_does_not_wait_for_a_rank_that_is_late_to_raise_its_flags() -> No
         agreement, box = Agreement(mesh), dist.distributed_c10d._get_default_store()
         if mesh.rank == 1:
             box.wait(["rank 0 went on"])  # were rank 0 to wait for this rank, neither would go on
-        agreement(Flag.STOP)
+        agreement(stop=True, save=False)
         if mesh.rank == 0:
             box.set("rank 0 went on", "")
-        return agreement(Flag(0)) == Flag.STOP and agreement.close() == Flag(0)
+        return agreement(stop=False, save=False) == (True, False) and agreement.close() == (False, False)
 
     assert run_ranks(2, rank, timeout=30.0) == [True, True]
 
 
 def test_one_process_agrees_with_itself_at_once() -> None:
     agreement = Agreement(Mesh())
-    assert agreement(Flag.STOP | Flag.SAVE) == Flag.STOP | Flag.SAVE
-    assert agreement(Flag(0)) == Flag(0)
-    assert agreement.close() == Flag(0)
+    assert agreement(stop=True, save=True) == (True, True)
+    assert agreement(stop=False, save=False) == (False, False)
+    assert agreement.close() == (False, False)
 
 
 # Finding each other.

@@ -254,7 +254,7 @@ def test_of_two_launchers_the_inner_one_counts() -> None:
     [{"SLURM_PROCID": "x"}, {"SLURM_PROCID": "7"}, {"SLURM_TASKS_PER_NODE": "many"}, {"SLURM_NODEID": "9"}],
 )
 def test_a_launcher_that_makes_no_sense_is_an_error_and_not_one_process(wrong: dict[str, str]) -> None:
-    with pytest.raises(UserError, match="the launcher's environment makes no rank"):
+    with pytest.raises(UserError, match="the launcher's environment gives no rank"):
         detect({"SUBMITIT_EXECUTOR": "slurm"} | SLURM | wrong)
 
 

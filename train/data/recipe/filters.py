@@ -42,12 +42,10 @@ def make_filter(step: Step) -> Filter:
     """The filter of a step that looks at one document at a time; models are loaded here, once per process."""
     if step.kind == "quality":
         score = _fasttext(step) if Path(step.name).is_file() else _hugging_face(step)
-
-        def judge(texts: Sequence[str]) -> list[str | None]:
-            scores = score([text[:JUDGED_CHARACTERS] for text in texts])
-            return [None if value >= step.number else "low quality" for value in scores]
-
-        return judge
+        return lambda texts: [
+            None if value >= step.number else "low quality"
+            for value in score([text[:JUDGED_CHARACTERS] for text in texts])
+        ]
     rules: dict[str, Rule] = {
         "gopher": lambda text: gopher_quality(text) or gopher_repetition(text),
         "gopher_quality": gopher_quality,
@@ -94,10 +92,10 @@ def symbols(text: str, words: int, most: float) -> str | None:
 
 def gopher_repetition(text: str) -> str | None:
     for what, parts in (("paragraphs", _PARAGRAPHS.split(text.strip())), ("lines", _LINES.split(text))):
-        again, characters = _repeated(parts)
-        if again > DUPLICATE_LINES * len(parts):
+        distinct = set(parts)
+        if len(parts) - len(distinct) > DUPLICATE_LINES * len(parts):
             return f"duplicate {what}"
-        if characters > DUPLICATE_LINE_CHARACTERS * len(text):
+        if sum(map(len, parts)) - sum(map(len, distinct)) > DUPLICATE_LINE_CHARACTERS * len(text):
             return f"characters in duplicate {what}"
     words = text.split()
     for n, most in TOP_NGRAMS:
@@ -109,17 +107,6 @@ def gopher_repetition(text: str) -> str | None:
         if _duplicate_ngrams(words, n) > most * len(text):
             return f"duplicate {n}-grams"
     return None
-
-
-def _repeated(parts: list[str]) -> tuple[int, int]:
-    """How many parts equal an earlier one, and their characters."""
-    seen: set[str] = set()
-    again = characters = 0
-    for part in parts:
-        if part in seen:
-            again, characters = again + 1, characters + len(part)
-        seen.add(part)
-    return again, characters
 
 
 def _duplicate_ngrams(words: list[str], n: int) -> int:
@@ -164,27 +151,19 @@ def _fasttext(step: Step) -> Callable[[list[str]], list[float]]:
 
     try:
         model = fasttext.load_model(step.name)
-        said, _ = _predicted(model, "a")
+        labels = sorted(_predicted(model, "a"))
     except (ValueError, RuntimeError, MemoryError) as error:
         raise UserError(f"data.recipe contains {step.word!r}; it is no fastText model ({error})") from None
-    if len(said) < 2:
-        raise UserError(f"data.recipe contains {step.word!r}; its model has {len(said)} labels, it needs two or more")
-    wanted = sorted(said)[good_label(sorted(said))]
-
-    def score(texts: list[str]) -> list[float]:
-        found = []
-        for text in texts:
-            labels, probabilities = _predicted(model, " ".join(text.split()))  # a newline would end the document
-            found.append(float(dict(zip(labels, probabilities, strict=True)).get(wanted, 0.0)))
-        return found
-
-    return score
+    if len(labels) < 2:
+        raise UserError(f"data.recipe contains {step.word!r}; its model has {len(labels)} labels, it needs two or more")
+    wanted = labels[good_label(labels)]
+    # A newline would end the document.
+    return lambda texts: [float(_predicted(model, " ".join(text.split())).get(wanted, 0.0)) for text in texts]
 
 
-def _predicted(model: Any, text: str) -> tuple[list[str], list[float]]:
+def _predicted(model: Any, text: str) -> dict[str, float]:
     # Not model.predict: fasttext-predict's and the training library's differ, what they call does not.
-    pairs = model.f.predict(text + "\n", -1, -1.0, "strict")
-    return [label for _, label in pairs], [probability for probability, _ in pairs]
+    return {label: probability for probability, label in model.f.predict(text + "\n", -1, -1.0, "strict")}
 
 
 def _hugging_face(step: Step) -> Callable[[list[str]], list[float]]:

@@ -31,7 +31,7 @@ def usable_cores() -> int:
 
 
 class Pool:
-    """A number of workers; one alone is this process itself."""
+    """A number of worker processes; where it is one, this process does the work itself."""
 
     def __init__(self, processes: int | None = None) -> None:
         self._count = processes or usable_cores()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -40,24 +40,11 @@ class Step:
         return f"{self.kind}:{self.number:.15g}" if self.kind in _NUMBERED else self.kind
 
 
-# Version of the rules of each kind of step, part of the fingerprint: bump it when a step would keep other documents.
-VERSIONS = dict.fromkeys(
-    [
-        "gopher",
-        "gopher_quality",
-        "gopher_repetition",
-        "length",
-        "symbols",
-        "language",
-        "quality",
-        "exact",
-        "near",
-        "bloom",
-    ],
-    1,
-)
-# Kinds that look at all documents together, the others at one at a time.
+# Kinds of steps that look at one document at a time, and those that look at all together.
+SINGLE = ("gopher", "gopher_quality", "gopher_repetition", "length", "symbols", "language", "quality")
 WHOLE = ("exact", "near", "bloom")
+# Version of the rules of each kind of step, part of the fingerprint: bump it when a step would keep other documents.
+VERSIONS = dict.fromkeys(SINGLE + WHOLE, 1)
 MODELS = (".bin", ".ftz")  # fastText's
 LEAST_NEAR = 0.05  # below, a signature is too short to find most pairs; see shingles.bands_and_rows
 _NUMBERED = {"symbols": 0.1, "near": 0.8, "bloom": 0.8}  # their defaults
@@ -71,82 +58,56 @@ _ACCEPTED = (
 
 
 def parse(recipe: Sequence[str]) -> list[Step]:
-    return [_parse(word) for word in recipe]
+    return [_parse(str(word)) for word in recipe]
 
 
 def _parse(word: str) -> Step:
-    kind, _, argument = str(word).strip().partition(":")
+    kind, _, argument = word.strip().partition(":")
     argument = argument.strip()
+
+    def refuse_unless(good: bool, why: str) -> None:
+        if not good:
+            raise UserError(f"data.recipe contains {word!r}; {why}")
+
+    def number(text: str, form: str) -> float:
+        try:
+            return float(text)
+        except ValueError:
+            raise UserError(f"data.recipe contains {word!r}; {text!r} is no number in {form}") from None
+
     if kind not in VERSIONS:
         nearest = difflib.get_close_matches(kind, VERSIONS, 1, 0.5)
         hint = f" (nearest: {nearest[0]})" if nearest else ""
         raise UserError(f"data.recipe contains {word!r}, which is no step{hint}; it takes {_ACCEPTED}")
-    if kind in _PARSERS:
-        return _PARSERS[kind](kind, argument, str(word))
-    if argument:
-        raise _refused(word, f"{kind} takes no argument")
+    if kind in _NUMBERED:
+        share = number(argument, f"{kind}[:SHARE]") if argument else _NUMBERED[kind]
+        refuse_unless(0 < share <= 1, f"the number of {kind} must be above 0 and at most 1")
+        least = f"the Jaccard similarity of near must be at least {LEAST_NEAR}"
+        refuse_unless(kind != "near" or share >= LEAST_NEAR, least)
+        return Step(kind, share)
+    if kind == "length":
+        low, dash, high = argument.partition("-")
+        form = "length takes words as MIN-MAX, such as length:50-100000, length:50- or length:-100000"
+        refuse_unless(bool(dash and (low or high)), form)
+        least_words = number(low, "length:MIN-MAX") if low else 0.0
+        most_words = number(high, "length:MIN-MAX") if high else float("inf")
+        refuse_unless(0 <= least_words <= most_words, "the MIN of length must be at least 0 and at most its MAX")
+        return Step(kind, least_words, most_words)
+    if kind == "language":
+        code, _, text = argument.partition("@")
+        form = "language takes an ISO 639 code, such as language:en or language:en@0.65"
+        refuse_unless(code.isalpha() and 2 <= len(code) <= 3, form)
+        probability = number(text, "language:CODE@PROBABILITY") if text else 0.65
+        refuse_unless(0 <= probability <= 1, "the probability of language must be at least 0 and at most 1")
+        return Step(kind, probability, name=code.lower())
+    if kind == "quality":
+        path, _, text = argument.rpartition("@")
+        refuse_unless(path != "", "quality takes quality:MODEL@THRESHOLD, such as quality:model.bin@0.5")
+        threshold = number(text, "quality:MODEL@THRESHOLD")
+        refuse_unless(0 <= threshold <= 1, "the threshold of quality is a probability, at least 0 and at most 1")
+        return Step(kind, threshold, name=str(Path(path).expanduser().absolute()))
+    refuse_unless(not argument, f"{kind} takes no argument")
     return Step(kind)
-
-
-def _share(kind: str, argument: str, word: str) -> Step:
-    number = _number(argument, word, f"{kind}[:SHARE]") if argument else _NUMBERED[kind]
-    if not 0 < number <= 1:
-        raise _refused(word, f"the number of {kind} must be above 0 and at most 1")
-    if kind == "near" and number < LEAST_NEAR:
-        raise _refused(word, f"the Jaccard similarity of near must be at least {LEAST_NEAR}")
-    return Step(kind, number)
-
-
-def _length(kind: str, argument: str, word: str) -> Step:
-    low, dash, high = argument.partition("-")
-    if not dash or not (low or high):
-        raise _refused(word, "length takes words as MIN-MAX, such as length:50-100000, length:50- or length:-100000")
-    least = _number(low, word, "length:MIN-MAX") if low else 0.0
-    most = _number(high, word, "length:MIN-MAX") if high else float("inf")
-    if not 0 <= least <= most:
-        raise _refused(word, "the MIN of length must be at least 0 and at most its MAX")
-    return Step(kind, least, most)
-
-
-def _language(kind: str, argument: str, word: str) -> Step:
-    code, _, probability = argument.partition("@")
-    if not (code.isalpha() and 2 <= len(code) <= 3):
-        raise _refused(word, "language takes an ISO 639 code, such as language:en or language:en@0.65")
-    number = _number(probability, word, "language:CODE@PROBABILITY") if probability else 0.65
-    if not 0 <= number <= 1:
-        raise _refused(word, "the probability of language must be at least 0 and at most 1")
-    return Step(kind, number, name=code.lower())
-
-
-def _quality(kind: str, argument: str, word: str) -> Step:
-    path, _, threshold = argument.rpartition("@")
-    if not path:
-        raise _refused(word, "quality takes quality:MODEL@THRESHOLD, such as quality:model.bin@0.5")
-    number = _number(threshold, word, "quality:MODEL@THRESHOLD")
-    if not 0 <= number <= 1:
-        raise _refused(word, "the threshold of quality is a probability, at least 0 and at most 1")
-    return Step(kind, number, name=str(Path(path).expanduser().absolute()))
-
-
-_PARSERS: dict[str, Callable[[str, str, str], Step]] = {
-    "symbols": _share,
-    "near": _share,
-    "bloom": _share,
-    "length": _length,
-    "language": _language,
-    "quality": _quality,
-}
-
-
-def _number(text: str, word: str, form: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise _refused(word, f"{text!r} is no number in {form}") from None
-
-
-def _refused(word: str, why: str) -> UserError:
-    return UserError(f"data.recipe contains {word!r}; {why}")
 
 
 def canonical(recipe: Sequence[str]) -> list[str]:

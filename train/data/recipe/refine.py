@@ -1,8 +1,8 @@
-"""A corpus goes through a recipe: which documents are trained on, and what each step removed.
+"""Runs a corpus through a recipe: which documents are trained on, and what each step removed.
 
 What is held out is chosen from the raw text, so every recipe is scored on the same text; training text near to it is
-removed as `leaked`. Every job leaves its result in `<cache>/recipes/<key>`, where a killed prepare resumes: a file
-that is there is a job done.
+removed as `leaked`. Every job leaves its result in `<cache>/recipes/<key>`, and a killed prepare resumes from there:
+a job whose file is there is done.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from itertools import groupby, pairwise
+from itertools import compress, groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,8 @@ import numpy.typing as npt
 from ...errors import UserError
 from ...files import write_atomic
 from ..corpora import Corpus
-from ..mixing import below_threshold, content_hash
-from ..storage import Progress, checksum
+from ..mixing import below_fraction, content_hash
+from ..storage import Progress, checksum, silent
 from . import dedup, filters, shingles
 from .pool import Pool
 from .recipe import WHOLE, Step, fingerprint, parse, require
@@ -68,12 +68,14 @@ def write_part(folder: Path, number: int, texts: list[str]) -> int:
     return number
 
 
-def read_texts(folder: Path, number: int) -> list[str]:
+def read_texts(folder: Path, number: int, asked: Flags | None = None) -> list[str]:
+    """The texts of a part, or those of them that are asked for."""
     import zstandard
 
     whole = zstandard.ZstdDecompressor().decompress(part_file(folder, number, "zst").read_bytes())
     ends = np.cumsum(load_arrays(part_file(folder, number, "npz"))["sizes"]).tolist()
-    return [whole[start:end].decode() for start, end in zip([0, *ends], ends, strict=False)]
+    spans = pairwise([0, *ends])
+    return [whole[start:end].decode() for start, end in (spans if asked is None else compress(spans, asked))]
 
 
 def filter_part(folder: Path, number: int, kind: str, asked: Flags, steps: list[Step]) -> int:
@@ -96,7 +98,7 @@ def filter_part(folder: Path, number: int, kind: str, asked: Flags, steps: list[
 
 def sign_part(folder: Path, number: int, kind: str, asked: Flags, bands: int, rows: int) -> int:
     """Writes `bands` (bands, documents asked for), hashes of their signatures, and `words`, whether they have any."""
-    hashes, offsets = shingles.ngrams(_asked(folder, number, asked), NEAR_WORDS)
+    hashes, offsets = shingles.ngrams(read_texts(folder, number, asked), NEAR_WORDS)
     signed = shingles.band_hashes(shingles.signatures(hashes, offsets), bands, rows)
     save_arrays(part_file(folder, number, kind), bands=np.ascontiguousarray(signed.T), words=np.diff(offsets) > 0)
     return number
@@ -104,15 +106,10 @@ def sign_part(folder: Path, number: int, kind: str, asked: Flags, bands: int, ro
 
 def ngrams_part(folder: Path, number: int, kind: str, asked: Flags, words: int, as_sets: bool = False) -> int:
     """Writes the n-grams of the documents asked for, `hashes` and `offsets`; see `shingles.ngrams` and `distinct`."""
-    found: tuple[Any, Any] = shingles.ngrams(_asked(folder, number, asked), words)
+    found: tuple[Any, Any] = shingles.ngrams(read_texts(folder, number, asked), words)
     hashes, offsets = shingles.distinct(*found) if as_sets else found
     save_arrays(part_file(folder, number, kind), hashes=hashes, offsets=offsets)
     return number
-
-
-def _asked(folder: Path, number: int, asked: Flags) -> list[str]:
-    texts = read_texts(folder, number)
-    return [texts[i] for i in np.flatnonzero(asked).tolist()]
 
 
 def save_arrays(path: Path, **arrays: npt.NDArray[Any]) -> None:
@@ -137,14 +134,10 @@ class Refinery:
         recipe: list[str],
         validation_fraction: float,
         cache: Path,
-        progress: Progress | None = None,
-        processes: int | None = None,
+        progress: Progress = silent,
     ) -> None:
-        self._corpus = corpus
+        self._corpus, self._fraction, self._progress = corpus, validation_fraction, progress
         self._recipe, self._steps = recipe, parse(recipe)
-        self._fraction = validation_fraction
-        self._progress = progress or (lambda stage, done, total: None)
-        self._processes = processes
         self._fingerprint = fingerprint(recipe)
         self.key = checksum([_LAYOUT, corpus_fingerprint, validation_fraction, self._fingerprint])[:16]
         self.folder = cache / "recipes" / self.key
@@ -156,20 +149,20 @@ class Refinery:
         """Decides which documents stay. Arrays are over all documents, in the order of the parts."""
         require(self._recipe)
         self.folder.mkdir(parents=True, exist_ok=True)
-        with Pool(self._processes) as pool:
+        with Pool() as pool:
             self._pool = pool
             self._read()
-            self.removed = np.full(len(self._digests), -1, np.int16)  # the step that a document fell to; -1: none
-            self._leaked = np.zeros(len(self._digests), bool)
+            self.removed = np.full(len(self), -1, np.int16)  # the step that a document fell to; -1: none
+            self._leaked = np.zeros(len(self), bool)
             self._reasons: list[Counter[str]] = [Counter() for _ in self._steps]
             self._examples: dict[int, dict[str, Any]] = {}  # by document
             self._likes: dict[int, list[int]] = {}  # a document that stays to examples that are near it
-            for whole, group in groupby(range(len(self._steps)), key=lambda number: self._steps[number].kind in WHOLE):
-                numbers = list(group)
+            for whole, group in groupby(enumerate(self._steps), key=lambda numbered: numbered[1].kind in WHOLE):
                 if whole:
-                    for number in numbers:
-                        self._whole(number, self._steps[number])
+                    for number, step in group:
+                        self._whole(number, step)
                 else:
+                    numbers = [number for number, _ in group]
                     self._one_by_one(numbers[0], numbers[-1] + 1)
         self._refuse_nothing()
         self.report: dict[str, Any] = {
@@ -180,6 +173,14 @@ class Refinery:
             "kept": self._amount((self.removed < 0) & ~self.held),
         }
         return self
+
+    def __len__(self) -> int:
+        """Documents of the corpus, before any step."""
+        return len(self._digests)
+
+    def size_bytes(self) -> int:
+        """Bytes of `documents`."""
+        return int(self._bytes[self.removed < 0].sum())
 
     def documents(self) -> Iterator[str]:
         """Texts that stay, those held out among them. Fills in the texts of examples as it goes."""
@@ -205,11 +206,10 @@ class Refinery:
         """Writes parts to disk; earlier ones are checked, and kept."""
         done = self.folder / "parts.npz"
         if not done.exists():
-            total = float(self._corpus.size_bytes() or 0)
-            read = 0.0
+            total, read = self._corpus.size_bytes() or 0, 0
             for written in self._pool.map(write_part, self._unwritten()):
-                read += float(load_arrays(part_file(self.folder, written, "npz"))["sizes"].sum())
-                self._progress("read", read, max(total, read) if total else 0.0)
+                read += int(load_arrays(part_file(self.folder, written, "npz"))["sizes"].sum())
+                self._progress("read", read, total and max(total, read))
             save_arrays(done, parts=np.array(self._count))
         count = int(load_arrays(done)["parts"])
         found = [load_arrays(part_file(self.folder, number, "npz")) for number in range(count)]
@@ -218,7 +218,7 @@ class Refinery:
         self._digests = np.concatenate([part["digests"] for part in found])
         self._bytes = np.concatenate([part["sizes"] for part in found])
         self.lowest, self.highest = int(self._digests.min()), int(self._digests.max())
-        self.held = below_threshold(self._digests, self._fraction) | (self._digests == np.uint64(self.lowest))
+        self.held = below_fraction(self._digests, self._fraction) | (self._digests == np.uint64(self.lowest))
         self.held &= self._digests != np.uint64(self.highest)
 
     def _unwritten(self) -> Iterator[tuple[Path, int, list[str]]]:
@@ -261,17 +261,16 @@ class Refinery:
                 found = dedup.exact(self._digests[at], self.held[at])
             else:
                 found = (self._near if step.kind == "near" else self._bloom)(number, step, at)
-            save_arrays(result, removed=found.removed, leaked=found.leaked, like=found.like)
+            save_arrays(result, **vars(found))
             for path in self.folder.glob(f"*.{number}-*"):
                 path.unlink()
-        there = load_arrays(result)
-        self.removed[at[there["removed"]]] = number
-        self._leaked[at[there["leaked"]]] = True
-        copies, leaked = int((there["removed"] & ~there["leaked"]).sum()), int(there["leaked"].sum())
-        words = _WHOLE_REASON[step.kind]
-        self._reasons[number] = +Counter({words: copies, _LEAKED: leaked})  # those above 0
-        like = np.arange(len(self._digests))
-        like[at] = at[there["like"]]
+        found = dedup.Duplicates(**load_arrays(result))
+        self.removed[at[found.removed]] = number
+        self._leaked[at[found.leaked]] = True
+        words, leaked = _WHOLE_REASON[step.kind], int(found.leaked.sum())
+        self._reasons[number] = +Counter({words: int(found.removed.sum()) - leaked, _LEAKED: leaked})  # those above 0
+        like = np.arange(len(self))
+        like[at] = at[found.like]
         self._choose(number, lambda i: _LEAKED if self._leaked[i] else words, like)
 
     def _near(self, number: int, step: Step, at: npt.NDArray[np.int64]) -> dedup.Duplicates:
@@ -298,7 +297,7 @@ class Refinery:
             self._digests[at],
             self.held[at],
             step.number,
-            lambda done: self._progress(f"{stage}, pairs", float(done), float(bands)),
+            lambda done: self._progress(f"{stage}, pairs", done, bands),
         )
 
     def _bloom(self, number: int, step: Step, at: npt.NDArray[np.int64]) -> dedup.Duplicates:
@@ -309,18 +308,17 @@ class Refinery:
             self._digests[at],
             self.held[at],
             step.number,
-            lambda done: self._progress(f"{stage}, overlap", float(done), float(len(at))),
+            lambda done: self._progress(f"{stage}, overlap", done, len(at)),
         )
 
     def _each_part(self, stage: str, kind: str, function: Callable[..., int], asked: Flags, *arguments: Any) -> None:
         """Calls `function(folder, number, kind, asked of the part, *arguments)` where that file is missing."""
         missing = {n: at for n, at in self._parts if not part_file(self.folder, n, kind).exists()}
-        total = len(self._digests)
-        done = total - sum(at.stop - at.start for at in missing.values())
+        done = len(self) - sum(at.stop - at.start for at in missing.values())
         jobs = ((self.folder, n, kind, asked[at], *arguments) for n, at in missing.items())
         for number in self._pool.map(function, jobs):
             done += missing[number].stop - missing[number].start
-            self._progress(stage, float(done), float(total))
+            self._progress(stage, done, len(self))
 
     def _bands(self, number: int, kind: str, bands: int) -> Callable[[int], shingles.Hashes]:
         """Hashes of one band of all documents: a file per band, so that only one band is in memory."""
