@@ -110,7 +110,7 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     if path.exists():
         with path.open(encoding="utf-8", errors="replace") as file:
             for line in file:
-                with suppress(json.JSONDecodeError):
+                with suppress(ValueError, RecursionError):
                     if isinstance(value := json.loads(line), dict):
                         found.append(value)
     return found

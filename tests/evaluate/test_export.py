@@ -552,9 +552,9 @@ def test_a_folder_of_wrong_types_and_sizes_is_one_sentence_and_nothing_is_writte
     file.write_text(json.dumps(described))
     for ids in ('"id": 4294967290', '"id": -1'):
         (folder / "tokenizer.json").write_text(tokens.replace('"id": 255', ids, 1))
-        refused("ids are 0 to 16777215")
+        refused("ids go from 0 to 16777215")
     (folder / "tokenizer.json").write_text(tokens.replace(": 5,", ": 4294967290,", 1))
-    refused("it has the id 4294967290, and ids are 0 to 16777215")
+    refused("it has the id 4294967290, and ids go from 0 to 16777215")
     (folder / "tokenizer.json").write_text('{"model": ' + DEEP)
     refused("tokenizer.json.*cannot be loaded")
     (folder / "tokenizer.json").write_text(tokens)

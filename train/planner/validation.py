@@ -39,6 +39,10 @@ def validate(config: RunConfig) -> None:
         for name in names:
             if values[name] is not None and not _HOLDS[needed](values[name]):
                 raise UserError(f"{name} is {values[name]}; it must be {needed}")
+    for most, names in ACCEPTED["most"].items():
+        for name in names:
+            if values[name] is not None and values[name] > float(most):
+                raise UserError(f"{name} is {values[name]}; it must be at most {most}")
     _check_model(config.model)
     for step in config.checkpoint.at_steps or ():
         if not 1 <= step < config.steps:
@@ -137,7 +141,8 @@ def working_shapes(config: RunConfig, ranks: int, ranks_per_node: int | None = N
 
 
 def divisors_of(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
+    return sorted({*small, *(number // divisor for divisor in small)})
 
 
 def _refusal(config: RunConfig) -> str | None:
@@ -191,8 +196,9 @@ def _advice(config: RunConfig, ranks: int, ranks_per_node: int) -> str:
         shapes.sort(key=lambda shape: (abs(shape[0] - wanted), shape))
         named = [f"tp {tp} * dp {dp}" for tp, dp in shapes[:3]]
         return f"with {_count(ranks, 'rank')} it can be {' or '.join(named)}"
-    fewer = [n for n in range(1, ranks) if working_shapes(config, n, min(n, ranks_per_node))]
-    return f"no shape of {_count(ranks, 'rank')} fits this model and batch, the nearest that does has {fewer[-1]}"
+    most = min(ranks - 1, config.optimizer.batch_size * config.model.heads)
+    fewer = next(n for n in range(most, 0, -1) if working_shapes(config, n, min(n, ranks_per_node)))
+    return f"no shape of {_count(ranks, 'rank')} fits this model and batch, the nearest that does has {fewer}"
 
 
 def _nearest(value: int, working: Iterable[int]) -> str:
