@@ -206,6 +206,7 @@ class SweepConfig:
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     fit: FitConfig = field(default_factory=FitConfig)
     sweep: str | None = None  # name of the directory under output_root
+    sweep_merge: bool = False  # add to the runs that the directory has by another request; one plan, table and fit
     output_root: str = "outputs"
     dry_run: bool = False  # print the plan and its cost, start nothing
     explain: bool = False  # with dry_run: how each shape of the grid is best spread over its ranks, and why
