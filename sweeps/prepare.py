@@ -63,7 +63,7 @@ def from_config(config: SweepConfig) -> Prepared:
     if config.evaluate.tasks:
         from ..evaluate.tasks.tasks import anchored
 
-        config.evaluate.tasks = anchored(config.evaluate.tasks, print)
+        config.evaluate.tasks = anchored(config.evaluate.tasks, print, config.evaluate.allow_code)
     rate = matmul_rate(config, sweep)
     fill_budgets(config.grid, config.cluster, rate)
     runs = resolve_runs(config)
