@@ -262,7 +262,8 @@ def recorded(settings: Mapping[str, Any]) -> Recorded:
     try:
         return msgspec.convert(settings.get("config") or {}, Recorded)
     except msgspec.ValidationError as error:
-        raise UserError(f"sweep.yaml is not what it must be: {error}, below config; {OTHER_VERSION}") from None
+        reason = str(error).replace("`", "").replace(" - at $", " at config")
+        raise UserError(f"sweep.yaml is not what it must be: {reason}; {OTHER_VERSION}") from None
 
 
 GRIDS: dict[str, type[GridConfig]] = {

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -189,7 +190,7 @@ def _act(path: Path, as_json: bool, action: Callable[[SweepDirectory], int]) -> 
             look_after(sweep)
     if as_json:
         after = {run.run_id: run.state() for run in members(sweep)}
-        said = [{"run_id": name, **vars(state)} for name, state in after.items() if before.get(name) != state]
+        said = [{"run_id": name, **asdict(state)} for name, state in after.items() if before.get(name) != state]
         show({"exit_code": code, "changed": said}, as_json, print)
     raise typer.Exit(code)
 

@@ -28,14 +28,27 @@ from ...train.config import RECIPE
 from ...train.errors import UserError
 from ...train.files import read_document, read_json, write_atomic
 from ...train.job.failure import FailureFile
+from ...train.schedule import trunk_steps
 from ..config import Recorded, recorded
 from ..runs import attempts, membership, states
 from ..runs.attempts import Begun, Policy
-from ..runs.directory import OPEN, AtWork, Busy, RunDirectory, State, Summary, SweepDirectory, now_on, yaml_or_empty
+from ..runs.directory import (
+    NEEDED,
+    OPEN,
+    AtWork,
+    Busy,
+    PlanFile,
+    RunDirectory,
+    State,
+    Summary,
+    SweepDirectory,
+    now_on,
+    yaml_or_empty,
+)
 from ..runs.queue import CONTENTS, Contents, Queue
 from ..slurm import commands as slurm
 from ..slurm import supervisor
-from ..slurm.record import LaunchRecord, is_unattended, rebuilt, strays
+from ..slurm.record import LaunchRecord, Memory, is_unattended, rebuilt, strays
 from ..terminal import say
 from .status import BRING_BACK, missing_field
 
@@ -92,7 +105,7 @@ def print_findings(found: list[Finding]) -> None:
         say(escape(f"{sign}: {finding.where}: {finding.what} ({finding.how})"))
         count[sign] += 1
     words = [f"{count[kind]} {kind}" for kind in ("mended", "left") if count[kind]]
-    print(", ".join(words) if words else "nothing is wrong")
+    print(", ".join(words) if words else "nothing else is wrong" if found else "nothing is wrong")
 
 
 def _settle(sweep: SweepDirectory, fault: Fault, mend: bool) -> Finding:
@@ -112,18 +125,16 @@ def _settle(sweep: SweepDirectory, fault: Fault, mend: bool) -> Finding:
 def _version(sweep: SweepDirectory, settings: Mapping[str, Any]) -> Iterator[Fault]:
     """A sweep that this version cannot read, or must not change."""
     again = "run sweep.py again to write it anew"
-    try:
-        plan = sweep.plan()
-    except UserError as error:
-        yield Fault("plan", str(error), sweep.path / "plan.json", None, again)
+    for fault in unreadable(sweep.path / "plan.json", again, PlanFile, "plan"):
+        yield replace(fault, mend=None)
         return
     try:
         recorded(sweep.settings())
     except UserError as error:
-        yield Fault("settings", str(error), sweep.path / "sweep.yaml", None, again)
+        yield Fault("settings", str(error).partition(";")[0], sweep.path / "sweep.yaml", None, again)
     ours = (("isoflop", "isoflop_version", __version__), ("recipe", "recipe", RECIPE))
     other = [f"{name} {settings[key]}" for name, key, own in ours if settings.get(key, own) != own]
-    absent = missing_field(plan)
+    absent = missing_field(sweep.plan())
     if other or absent:
         words = (
             f"{' and '.join(other) or 'another version'} wrote the sweep, and this is {__version__}, recipe {RECIPE}"
@@ -273,7 +284,7 @@ def _files(sweep: SweepDirectory) -> Iterator[Fault]:
     anew = f"removed; isoflop report {sweep.path} makes it anew"
     yield from unreadable(sweep.path / "fit" / "law.json", anew)
     yield from _launch_record(sweep)
-    yield from unreadable(sweep.path / "jobs" / "keeper.json", "removed; what it counts is counted anew")
+    yield from unreadable(sweep.path / "jobs" / "keeper.json", "removed; what it counts is counted anew", Memory)
     stays = "runs that are done stay done"
     for fault in unreadable(sweep.path / membership.ADDED, f"remove it and extend again; {stays}", membership.Added):
         yield replace(fault, mend=None)
@@ -315,6 +326,7 @@ def faults_of(run: RunDirectory, policy: Policy, deep: bool, evaluated: bool) ->
         yield from _checkpoints(run, deep and run.state().state not in OPEN)
         yield from _result(run, evaluated)
         yield from _scores(run)
+        yield from _books(run)
 
 
 def old_temporaries(folder: Path, now: float) -> Iterator[Fault]:
@@ -436,6 +448,9 @@ def _result(run: RunDirectory, evaluated: bool) -> Iterator[Fault]:
         how = f"planned again, from its newest checkpoint: isoflop retry {run.path.parent.parent} {run.run_id}"
         yield Fault("result", "it is done and has no summary", path, mend, how)
         return
+    if absent := [name for name in NEEDED if name not in summary]:
+        how = "remove it and ask the doctor again; the newest checkpoint makes a new one"
+        yield Fault("result", f"summary.json lacks {', '.join(absent)}", path, None, how)
     checkpoint = run.path / str(summary.get("checkpoint"))
     problem = attempts.visible_damage(checkpoint) if checkpoint.is_dir() else "it is gone"
     if problem is not None:
@@ -443,6 +458,21 @@ def _result(run: RunDirectory, evaluated: bool) -> Iterator[Fault]:
         what = f"its last checkpoint cannot be used ({problem})"
         how = f"its losses stand; to train the run again, remove {path} and ask the doctor again"
         yield Fault("result", what, checkpoint, None, how, "error" if needed else "note")
+
+
+def _books(run: RunDirectory) -> Iterator[Fault]:
+    """What is lost where the folder of a run was removed while it trained."""
+    if not run.is_done():
+        return
+    with suppress(UserError):  # see `_config`
+        config = run.config()
+        begins = trunk_steps(config) if config.parent is not None else 0
+        steps = attempts.unrecorded_steps(attempts.read(run), begins, config.steps)
+        lost = [f"the attempts that made {steps} of its {config.steps} steps"] * (steps > 0)
+        lost += ["metrics.jsonl with its curve"] * (not (run.path / "metrics.jsonl").exists())
+        if lost:
+            how = f"its result stands, and hours are counted too few; to train it again, remove {run.path} and retry it"
+            yield Fault("books", f"{' and '.join(lost)} are missing", run.path, None, how, "note")
 
 
 def _scores(run: RunDirectory) -> Iterator[Fault]:

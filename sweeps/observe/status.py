@@ -14,6 +14,7 @@ import os
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +24,22 @@ from rich.table import Table
 from rich.text import Text
 
 from ...train.errors import UserError
+from ...train.files import read_json
 from ..config import ClusterConfig, cluster_of
 from ..results import accounting
 from ..runs import attempts
 from ..runs.attempts import Attempt, Policy
 from ..runs.directory import OPEN, STATES, RunDirectory, SweepDirectory, now_on, yaml_or_empty
 from ..runs.membership import members
-from ..terminal import console, describe_seconds, short
+from ..terminal import console, describe_seconds, printable, short
 
 Row = dict[str, Any]
 SQUEUE_SECONDS = 5.0  # that a look waits for an explanation
 # What every version's plan says of a run, and the commands here read.
-PLANNED = ("run_id", "name", "N_total", "D", "steps", "shape", "estimated_seconds")
+PLANNED = (
+    *("run_id", "name", "N_total", "D", "width", "depth", "heads", "seed", "budget", "steps", "shape", "flops_exact"),
+    *("estimated_seconds", "parent"),
+)
 PERIOD_SECONDS = 2.0  # between two looks
 ROWS = 60  # that a file or a pipe gets
 # In the order in which people look at them.
@@ -141,13 +146,13 @@ def _read(run: RunDirectory, planned: Mapping[str, Any], changed: int) -> Row:
     return {
         "run_id": run.run_id,
         "name": planned["name"],
-        **vars(state),
+        **asdict(state),
         "retries": sum(start.cause in attempts.RETRIED for start in recent[:-1]),
         "mesh": planned.get("mesh", ""),
         "parent": planned.get("parent"),
         "N_total": planned["N_total"],
         "D": planned["D"],
-        "step": summary["step"] if summary else last.get("step", 0),
+        "step": (summary or last).get("step", 0),
         "steps": planned["steps"],
         "loss": _finite((summary or last).get("val_loss" if summary else "train_loss")),
         "tokens_per_s": _finite(last.get("tokens_per_s")),
@@ -160,7 +165,7 @@ def _read(run: RunDirectory, planned: Mapping[str, Any], changed: int) -> Row:
         "history": history,
         "recent": len(recent),  # of these, since somebody asked for a retry by hand
         "shape": planned.get("shape"),
-        "scored": summary is not None and (run.path / "eval" / f"step_{summary['step']}.json").exists(),
+        "scored": summary is not None and (run.path / "eval" / f"step_{summary.get('step')}.json").exists(),
         "cancel_asked": state.state in OPEN and "cancel.json" in there,
         "changed": changed,
     }
@@ -180,12 +185,12 @@ def _add_life(sweep: SweepDirectory, rows: Iterable[Row], policy: Policy, now: f
         run = sweep.run(row["run_id"])
         age = row["heartbeat_age"] = attempts.sign_age(run, now)
         row["silent"] = age is None or age > policy.silence_seconds
-        begun = attempts.noted_begin(run)
-        began, share = (now, 1.0) if begun is None else (begun.began, begun.share)
+        begun = {"began": now, "share": 1.0} | (read_json(run.path / attempts.UNDER_WAY, attempts.Started) or {})
+        began = begun["began"]
         seen = began if age is None else now - age
         ended = max(began, seen if row["silent"] else now)
-        row["under_way"] = {"began": began, "ended": ended, "share": share}
-        row["under_way"] |= {name: getattr(begun, name, None) for name in ("host", "job_id")}
+        row["under_way"] = {"began": began, "ended": ended, "share": begun["share"]}
+        row["under_way"] |= {name: begun.get(name) for name in ("host", "job_id")}
         rate = row["tokens_per_s"]
         row["eta_seconds"] = max(0, row["D"] - row["tokens"]) / rate if rate and not row["silent"] else None
 
@@ -202,7 +207,7 @@ def _add_costs(rows: Iterable[Row], cluster: ClusterConfig) -> None:
     for row in rows:
         row |= {"gpu_hours": 0.0, "core_hours": 0.0}
         if shape := row["shape"]:
-            hours = sum(paid[row["run_id"]]) * accounting.devices(shape, vars(cluster)) / 3600
+            hours = sum(paid[row["run_id"]]) * accounting.devices(shape, asdict(cluster)) / 3600
             row["gpu_hours" if shape["gpus"] else "core_hours"] = hours
 
 
@@ -263,7 +268,7 @@ def show_status(sweep: SweepDirectory, watch: bool = False, as_json: bool = Fals
             live = stack.enter_context(Live(console=out, auto_refresh=False, vertical_overflow="crop"))
         while True:
             if as_json:  # on one line: with line breaks a thousand runs would take Python's slow encoder a second
-                print(json.dumps(status, allow_nan=False, default=vars), flush=True)
+                print(json.dumps(status, allow_nan=False, default=asdict), flush=True)
             elif live is not None:
                 live.update(render_status(status, out, everything), refresh=True)
             else:
@@ -288,7 +293,9 @@ def render_status(status: dict[str, Any], out: Console, everything: bool) -> Ren
         left = is_text or column in ("run", "state")
         table.add_column(column, justify="left" if left else "right", no_wrap=True, min_width=width)
     for row, of_run in zip(shown, cells, strict=True):
-        table.add_row(*map(Text, of_run), style=STYLES.get(row["state"]))  # text: a name may have [brackets]
+        table.add_row(
+            *(Text(printable(cell)) for cell in of_run), style=STYLES.get(row["state"])
+        )  # text: a name may have [brackets]
     lines = []
     for (state, reason), runs in _reasons(shown).items():
         named = ", ".join(runs[:3]) + ", …" * (len(runs) > 3)
@@ -375,6 +382,8 @@ def _note(row: Row) -> str:
         words.append(f"waits: {row['waits']}")
     if row["retries"]:
         words.append(f"retried {row['retries']}x")
+    if row["state"] == "done" and not row["history"]:
+        words.append("its attempts are not recorded")
     if row["cancel_asked"]:
         words.append("to be cancelled")
     return ", ".join(words)

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import msgspec
 
@@ -119,6 +119,15 @@ class Begun:
     machine: str | None = None  # whose kernel keeps its lock
 
 
+class Started(TypedDict, total=False):
+    """What `isoflop status` reads of it."""
+
+    began: Amount
+    share: Amount
+    host: str | None
+    job_id: str | None
+
+
 def decide(attempts: Sequence[Attempt], policy: Policy, spent: int, now: float) -> Decision:
     """Whether a run is tried again after its attempts, oldest first, where the sweep has `spent` retries. Pure."""
     if not attempts:
@@ -170,17 +179,12 @@ def begin(run: RunDirectory, job: str | None, node: str | None = None, share: fl
     return begun
 
 
-def noted_begin(run: RunDirectory) -> Begun | None:
-    """What attempt.json holds."""
-    with suppress(UserError):
-        return read_document(run.path / UNDER_WAY, Begun)
-    return None
-
-
 def under_way(run: RunDirectory) -> Begun | None:
     """The attempt that has begun and has no line yet."""
     numbers = [attempt.attempt for attempt in read(run)]
-    begun, state = noted_begin(run), run.state()
+    begun, state = None, run.state()
+    with suppress(UserError):
+        begun = read_document(run.path / UNDER_WAY, Begun)
     if begun is None:
         if state.state != "running" or state.attempt <= max(numbers, default=0):
             return None
@@ -289,6 +293,11 @@ def with_waste(attempts: Sequence[Attempt]) -> list[Attempt]:
     if last.cause == "diverged":
         wasted[-1] += sum(attempt.flops for attempt in attempts) - sum(wasted)
     return [replace(attempt, flops_wasted=flops) for attempt, flops in zip(attempts, wasted, strict=True)]
+
+
+def unrecorded_steps(history: Sequence[Attempt], begins: int, ends: int) -> int:
+    """Steps from `begins` to `ends` that no attempt tells of, as where a run's folder was removed while it trained."""
+    return max(0, min((attempt.first_step for attempt in history), default=ends) - begins) if ends > begins else 0
 
 
 def retries_spent(sweep: SweepDirectory) -> int:

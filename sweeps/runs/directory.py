@@ -27,6 +27,7 @@ from ...train.config import RunConfig, from_dict, run_id, to_dict
 from ...train.errors import UserError
 from ...train.files import HALVED, read_document, read_json, write_atomic, write_json
 from ...train.job.failure import forget_failure
+from ..terminal import printable
 
 Name = Literal["planned", "queued", "running", "done", "failed", "diverged", "preempted", "cancelled"]
 STATES: tuple[str, ...] = get_args(Name)
@@ -56,7 +57,7 @@ class Shape(TypedDict):
 
 
 class Planned(TypedDict, total=False):
-    """A run in plan.json, as far as it is read there."""
+    """A run in plan.json, as far as it is read there; `status.missing_field` asks for what must be there."""
 
     run_id: FolderName
     name: str
@@ -78,6 +79,7 @@ class PlanFile(TypedDict):
 
     runs: list[Planned]
     total_flops: NotRequired[Amount]
+    rates: NotRequired[dict[str, dict[str, tuple[Amount, Count]]]]
 
 
 class Summary(TypedDict, total=False):
@@ -91,6 +93,9 @@ class Summary(TypedDict, total=False):
     val_loss_se: float | None
     checkpoint: str
     ensemble: Count
+
+
+NEEDED = ("step", "D", "N_total", "flops_exact", "val_loss", "val_loss_se")  # of a summary, by the table
 
 
 class Metrics(TypedDict, total=False):
@@ -121,6 +126,11 @@ class State:
     job_id: str | None = None
     since: float = 0.0  # seconds since the epoch
     reason: str | None = None  # why, in a sentence, for everything but success
+
+    def __post_init__(self) -> None:
+        for name in ("host", "job_id", "reason"):
+            if (text := getattr(self, name)) is not None:
+                object.__setattr__(self, name, printable(text))
 
 
 class RunDirectory:
