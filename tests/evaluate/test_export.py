@@ -437,7 +437,8 @@ def test_the_card_has_every_count_and_score_and_takes_no_markup_from_names(tmp_p
     assert all(f" {value:.4g} FLOPs |" in card for value in flops)
     for said in ("1.2500 ± 0.0100", "1.8000", "| piqa | 100 | 0 | 0.5000 ± 0.0500 | 1.5000 | 0.500 |  |",
                  "withheld: item 3: NaN", "| arc_easy | 20 of 2376 |",
-                 "items whose prompt was cut to the context: 3; items that share text with the training data: 2", "No licence is stated",
+                 "items whose prompt was cut to the context: 3; items that share text with the training data: 2",
+                 "No licence is stated",
                  "1.3000 (95 %: 1.2000 to 1.4000)", "0.0.9, commit `abc123` with changes", "Note."):  # fmt: skip
         assert said in card, said
     title = card.split("\n# ")[1].splitlines()[0]
