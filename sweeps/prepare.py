@@ -69,7 +69,7 @@ def from_config(config: SweepConfig) -> Prepared:
     fill_budgets(config.grid, config.cluster, rate)
     runs = resolve_runs(config)
     if config.sweep_merge and (sweep.path / "plan.json").exists():
-        runs += [run.config() for run in sweep.runs()]
+        runs = [*(run.config() for run in sweep.runs()), *runs]  # what both have is as it is asked for now
     prepared = _prepare(sweep, config, runs, rate)
     if (before := _recorded(sweep)) and (said := _changes(_questions(before), _questions(config))):
         prepared.remarks.append(f"{said}; what is done is kept, and scored and fitted as it is asked for now")
