@@ -11,34 +11,65 @@ from __future__ import annotations
 import dataclasses
 import math
 import tomllib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from ..config import ModelConfig, ParallelConfig, RunConfig, flatten
+from ..config import ModelConfig, ParallelConfig, RunConfig
 from ..errors import UserError
 
-ACCEPTED = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-_HOLDS: dict[str, Callable[[float], bool]] = {  # the ranges by their names there
+RANGES: dict[str, Callable[[float], bool]] = {  # by their names in the tables of what is accepted
     "1 or more": lambda value: value >= 1,
-    "greater than 0": lambda value: value > 0,
-    "at least 0 and below 1": lambda value: 0 <= value < 1,
+    "from 1 to 4096": lambda value: 1 <= value <= 4096,
+    "from 1 to a million": lambda value: 1 <= value <= 1e6,
+    "from 1 to 1e8": lambda value: 1 <= value <= 1e8,
     "0 or more": lambda value: value >= 0,
+    "from 0 to a million": lambda value: 0 <= value <= 1e6,
+    "greater than 0": lambda value: value > 0,
+    "above 0 and at most 1e8": lambda value: 0 < value <= 1e8,
+    "at least 0 and at most 1e8": lambda value: 0 <= value <= 1e8,
+    "at least 0 and below 1": lambda value: 0 <= value < 1,
+    "above 0 and below 1": lambda value: 0 < value < 1,
+    "at least 0 and at most 2": lambda value: 0 <= value <= 2,
+    "at least 0 and below 20": lambda value: 0 <= value < 20,
+    "from -10 to 10": lambda value: -10 <= value <= 10,
 }
+LARGEST = 1e30  # of any number; more FLOPs than anybody has, and far from where arithmetic overflows
+LARGEST_INTEGER = 2**63
+
+
+def accepted_values(path: Path) -> dict[str, tuple[str, Sequence[Any] | None]]:
+    """What a table says of each field, by flat name: in words, and its choices or None for a range."""
+    table = tomllib.loads(path.read_text(encoding="utf-8"))
+    choices = {name: (f"one of {', '.join(names)}", names) for name, names in table["choices"].items()}
+    return choices | {name: (needed, None) for needed, names in table["ranges"].items() for name in names}
+
+
+ACCEPTED = accepted_values(Path(__file__).with_suffix(".toml"))
+
+
+def check_fields(config: Any, accepted: Mapping[str, tuple[str, Sequence[Any] | None]], prefix: str = "") -> None:
+    """Refuses numbers and words of a config, and of its groups, that are not accepted; None always is."""
+    for item in dataclasses.fields(config):
+        name, value = prefix + item.name, getattr(config, item.name)
+        if dataclasses.is_dataclass(value):
+            check_fields(value, accepted, f"{name}.")
+        needed, choices = accepted.get(name, ("", None))
+        verb, empty = "is", ", or null" * ("None" in str(item.type))
+        if isinstance(value, list):
+            verb, empty = "contains", ""
+        for each in value if isinstance(value, list) else [value]:
+            number = isinstance(each, int | float)
+            largest = LARGEST_INTEGER if isinstance(each, int) else LARGEST
+            if number and not abs(each) < largest:
+                raise UserError(f"{name} {verb} {each}; it must be a finite number below {largest:.0e}")
+            if each is not None and (choices and each not in choices or number and needed and not RANGES[needed](each)):
+                raise UserError(f"{name} {verb} {each!r}; it must be {needed}{empty}")
 
 
 def validate(config: RunConfig) -> None:
     """Refuses what cannot be trained: UserError with the field, the value and what would be accepted."""
-    values = flatten(dataclasses.asdict(config))
-    for name, accepted in ACCEPTED["choices"].items():
-        if values[name] not in accepted:
-            raise UserError(f"{name} is {values[name]!r}; it must be one of {', '.join(accepted)}")
-    for name, value in values.items():
-        if isinstance(value, float) and not math.isfinite(value):
-            raise UserError(f"{name} is {value}; it must be a finite number")
-    for needed, names in ACCEPTED["ranges"].items():
-        for name in names:
-            if values[name] is not None and not _HOLDS[needed](values[name]):
-                raise UserError(f"{name} is {values[name]}; it must be {needed}")
+    check_fields(config, ACCEPTED)
     _check_model(config.model)
     for step in config.checkpoint.at_steps or ():
         if not 1 <= step < config.steps:
@@ -78,7 +109,12 @@ def _check_model(model: ModelConfig) -> None:
             f"model.heads is {model.heads}; width {model.width} / heads must be even for rotary positions, "
             f"it is {model.head_dim}"
         )
-    if model.num_kv_heads < 1 or model.heads % model.num_kv_heads:
+    check_kv_heads(model)
+
+
+def check_kv_heads(model: ModelConfig) -> None:
+    """Refuses key/value heads that the query heads cannot share evenly."""
+    if model.heads % model.num_kv_heads:
         raise UserError(f"model.kv_heads is {model.kv_heads}; it must divide model.heads {model.heads}")
 
 
@@ -137,7 +173,8 @@ def working_shapes(config: RunConfig, ranks: int, ranks_per_node: int | None = N
 
 
 def divisors_of(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
+    return sorted({*small, *(number // divisor for divisor in small)})
 
 
 def _refusal(config: RunConfig) -> str | None:
