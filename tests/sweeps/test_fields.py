@@ -67,7 +67,9 @@ def test_every_grid_is_tried() -> None:
 def test_an_absurd_number_is_refused_in_one_sentence_or_works(
     kind: str, name: str, small_corpus: Callable[..., DataConfig], tmp_path: Path
 ) -> None:
-    config = SweepConfig(grid=WORKING[kind], data=small_corpus(validation_tokens=256), sweep="sweep", output_root=str(tmp_path))
+    config = SweepConfig(
+        grid=WORKING[kind], data=small_corpus(validation_tokens=256), sweep="sweep", output_root=str(tmp_path)
+    )
     config.cluster.flops_per_second, config.dry_run = 1e11, True
     config.tokens = 4096 if kind in ("product", "points") else None
     base = OmegaConf.structured(config)

@@ -194,7 +194,11 @@ REFUSED = [
     (LadderGrid(sizes=[0.0], tokens=[1]), {}, "grid.sizes contains 0.0; it must be greater than 0"),
     (LadderGrid(sizes=[1e4, math.inf], tokens=[1]), {}, "grid.sizes contains inf; it must be a finite number"),
     (LadderGrid(sizes=[1e4], tokens=[4096, 0]), {}, "grid.tokens contains 0; it must be greater than 0"),
-    (LadderGrid(sizes=[1e4], tokens_per_parameter=[-20]), {}, "grid.tokens_per_parameter contains -20; it must be greater"),
+    (
+        LadderGrid(sizes=[1e4], tokens_per_parameter=[-20]),
+        {},
+        "grid.tokens_per_parameter contains -20; it must be greater",
+    ),
     (LadderGrid(sizes=[], tokens=[1]), {}, "grid has no runs"),
     (ProductGrid(axes={}), {"tokens": 1}, "grid.axes is empty"),
     (ProductGrid(axes=[1, 2]), {"tokens": 1}, "must map fields to values"),

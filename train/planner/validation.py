@@ -35,7 +35,7 @@ RANGES: dict[str, Callable[[float], bool]] = {  # by their names in the tables o
     "from -10 to 10": lambda value: -10 <= value <= 10,
 }
 LARGEST = 1e30  # of any number; more FLOPs than anybody has, and far from where arithmetic overflows
-LARGEST_INTEGER = 2**63
+LARGEST_INTEGER = 2**63 - 1
 
 
 def accepted_values(path: Path) -> dict[str, tuple[str, Sequence[Any] | None]]:
@@ -59,11 +59,11 @@ def check_fields(config: Any, accepted: Mapping[str, tuple[str, Sequence[Any] | 
         if isinstance(value, list):
             verb, empty = "contains", ""
         for each in value if isinstance(value, list) else [value]:
-            number = isinstance(each, int | float)
+            number, holds = isinstance(each, int | float), RANGES.get(needed, lambda value: True)
             largest = LARGEST_INTEGER if isinstance(each, int) else LARGEST
-            if number and not abs(each) < largest:
-                raise UserError(f"{name} {verb} {each}; it must be a finite number below {largest:.0e}")
-            if each is not None and (choices and each not in choices or number and needed and not RANGES[needed](each)):
+            if number and not abs(each) <= largest:
+                raise UserError(f"{name} {verb} {each}; it must be a finite number of at most {largest:.0e}")
+            if each is not None and (each not in choices if choices else number and not holds(each)):
                 raise UserError(f"{name} {verb} {each!r}; it must be {needed}{empty}")
 
 
