@@ -14,7 +14,7 @@ from ...train.config import ModelConfig, RunConfig, run_id
 from ...train.data.recipe import recipe
 from ...train.errors import UserError
 from ...train.flops import count_parameters, tokens_for_budget, training_flops_per_token
-from ...train.planner.validation import check_fields, validate
+from ...train.planner.validation import validate
 from ..config import ACCEPTED, AdaptiveGrid, GridConfig, IsoflopGrid, LadderGrid, PointsGrid, ProductGrid
 from ..terminal import short
 from . import architectures
@@ -29,7 +29,7 @@ def expand_grid(grid: GridConfig, base: RunConfig) -> list[RunConfig]:
     """Every run of a grid over `base`, once each, in the grid's own order."""
     if type(grid) not in KINDS:
         raise UserError(f"grid.kind is {grid.kind!r}; it must be isoflop, ladder, product, points or adaptive")
-    check_fields(grid, ACCEPTED, "grid.")
+    ACCEPTED.check(grid, "grid.")
     points: Iterable[RunConfig] = KINDS[type(grid)](grid, base)
     runs: dict[str, RunConfig] = {}
     fingerprints: dict[tuple[str, ...], str | None] = {}  # a model of gigabytes is read once, not once per run

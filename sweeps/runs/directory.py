@@ -90,7 +90,7 @@ class RunDirectory:
         path = self.path / "config.yaml"
         try:
             config = from_dict(RunConfig, read_yaml(path))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError, TypeError, AttributeError) as error:
+        except (OSError, UnicodeDecodeError, yaml.YAMLError, TypeError, AttributeError, UserError) as error:
             raise UserError(
                 f"{path} cannot be read as a run's config ({error}); remove the run directory and sweep again"
             ) from error
