@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import platform
 import time
 from collections.abc import Iterable
@@ -130,7 +131,8 @@ def from_disk(sweep: SweepDirectory) -> Prepared:
 def configuration(sweep: SweepDirectory) -> SweepConfig:
     """What a sweep was started with."""
     config = from_mapping(sweep.settings().get("config"), sweep.path / "sweep.yaml")
-    config.output_root, config.sweep = str(sweep.path.parent), sweep.path.name  # wherever the folder is now
+    folder = Path(os.path.abspath(sweep.path))  # wherever it is now, and by its name where `.` was given
+    config.output_root, config.sweep = str(folder.parent), folder.name
     return config
 
 

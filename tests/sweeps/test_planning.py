@@ -16,6 +16,7 @@ from isoflop.sweeps.execute import conduct
 from isoflop.sweeps.growth import extend
 from isoflop.sweeps.prepare import Prepared
 from isoflop.sweeps.runs import membership
+from isoflop.sweeps.runs.directory import SweepDirectory
 from isoflop.train.config import RECIPE, DataConfig, run_id
 from isoflop.train.errors import UserError
 from isoflop.train.files import write_json
@@ -61,6 +62,18 @@ def test_the_plan_from_the_folder_is_that_of_the_configuration(sweep: Callable[.
     assert again.plan == planned.plan
     assert again.config == planned.config
     assert {run_id(run): run for run in again.runs} == {run_id(run): run for run in planned.runs}
+
+
+def test_a_sweep_is_known_by_its_folders_name_from_within(
+    sweep: Callable[..., Prepared], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = sweep().sweep.path
+    (folder / "fit").mkdir()
+    for inside, path in ((folder, "."), (folder / "fit", "..")):
+        monkeypatch.chdir(inside)
+        config = prepare.configuration(SweepDirectory.open(path))
+        assert (config.output_root, config.sweep) == (str(folder.parent), folder.name)
+        conduct.check(config)
 
 
 def test_a_plan_from_the_folder_needs_no_corpus(
