@@ -185,7 +185,15 @@ def resolve_runs(config: SweepConfig) -> list[RunConfig]:
     if base.model.vocab_size is None:
         base.model.vocab_size = planned_vocab_size(base.data)
     base.data.fingerprint = open_corpus(base.data).fingerprint()
-    return expand_grid(config.grid, base)
+    runs, known = expand_grid(config.grid, base), dict[tuple[str, int], int]()
+    for run in runs:
+        key = run.data.tokenizer, run.data.vocab_size
+        if run.model.vocab_size != (size := known.get(key) or known.setdefault(key, planned_vocab_size(run.data))):
+            raise UserError(
+                f"model.vocab_size is {run.model.vocab_size}; the tokenizer {key[0]!r} has {size} tokens, and both "
+                "must be the same (null takes the tokenizer's)"
+            )
+    return runs
 
 
 def resolved_base(sweep: SweepDirectory, config: SweepConfig) -> RunConfig:
