@@ -48,8 +48,6 @@ def test_a_run_keeps_every_so_many_steps_before_its_last_and_a_branch_those_afte
     assert steps_between(branch, 10) == []
     assert steps_between(branch, 4) == [36]
     assert steps_between(branch, 32) == []  # that one is the trunk's
-    with pytest.raises(UserError, match=r"evaluate\.every is 0; it must be 1 or more steps"):
-        steps_between(trunk, 0)
 
 
 def test_what_is_kept_for_branches_stays_and_no_run_becomes_another() -> None:
