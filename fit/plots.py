@@ -41,7 +41,7 @@ OPTIMUM_TITLES = {
 }
 CURVE_TITLES = {"tokens": "tokens seen", "flops": "training FLOPs"}
 # Every file that `save_figures` may write.
-FIGURES = ("isoflop", "contours", "residuals", "bootstrap", "backtest")
+FIGURES: tuple[str, ...] = ("isoflop", "contours", "residuals", "bootstrap", "backtest")
 FIGURES += (*(f"optimal_{quantity}" for quantity in OPTIMUM_TITLES), *(f"loss_by_{by}" for by in CURVE_TITLES))
 SIZE = (6.0, 4.2)
 DPI = 200

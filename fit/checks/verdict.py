@@ -77,15 +77,15 @@ def verdict(approaches: Mapping[str, Approach], targets: Sequence[float], table:
     with np.errstate(divide="ignore"):
         width = {key: float(np.divide(span[1], span[0])) for key, span in spans.items() if span}
     narrow, at = [key for key, factor in width.items() if factor <= AGREE_WITHIN], f"at {scientific(targets[0])} FLOPs"
-    said = dict.fromkeys(able, "no interval")
-    said |= {key: f"a factor of {amount(f, 2)}" if f < WIDE else "over five decades" for key, f in width.items()}
+    words = dict.fromkeys(able, "no interval")
+    words |= {key: f"a factor of {amount(f, 2)}" if f < WIDE else "over five decades" for key, f in width.items()}
     if len(narrow) < 2:
-        wide = ", ".join(f"{key} has {span}" for key, span in said.items())
+        wide = ", ".join(f"{key} has {span}" for key, span in words.items())
         need = f"two intervals of N within a factor of {AGREE_WITHIN:g} are needed"
         return Verdict(None, f"Agreement cannot be judged {at}: {need}, and {wide}.")
     who = "The approaches" if len(narrow) == len(able) else " and ".join(narrow).capitalize()
-    rest = "".join(f"; {key} cannot tell, with {said[key]}" for key in able if key not in narrow)
-    most = said[max(narrow, key=lambda key: width[key])]
+    rest = "".join(f"; {key} cannot tell, with {words[key]}" for key in able if key not in narrow)
+    most = words[max(narrow, key=lambda key: width[key])]
     return Verdict(True, f"{who} agree {at} within their intervals, which span up to {most} in N{rest}.")
 
 

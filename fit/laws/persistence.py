@@ -126,9 +126,8 @@ def read_law(source: str | Path, kind: type[Any] | None = None) -> Any:
     except InputError as error:
         raise InputError(f"{said}: {error}") from None
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        raise InputError(
-            f"{said} is not a whole law ({type(error).__name__}: {error}); write it again.".replace("`", "")
-        ) from None
+        reason = f"{type(error).__name__}: {error}".replace("`", "")
+        raise InputError(f"{said} is not a whole law ({reason}); write it again.") from None
     if data_hash(law) != whole["data"]["sha256"]:
         raise InputError(f"{said} holds data whose hash differs from the one it states; it was changed after the fit.")
     return law
