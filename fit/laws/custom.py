@@ -100,7 +100,8 @@ class FunctionLaw(LossLaw):
         """
         given = by_name("fit", (*self.inputs, self.output), columns, named)
         if flops is not None and self.inputs == ("N", "D"):
-            return super().fit(*given.values(), weight=weight, loss_se=loss_se, flops=flops)
+            N, D, observed = given.values()
+            return super().fit(N, D, observed, weight, loss_se, flops)
         return self._fit(tuple(given.values()), weight, loss_se)
 
     def evaluate(self, constants: Constants, *inputs: Any) -> Any:  # type: ignore[override]
