@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from ..train.config import (
@@ -18,6 +19,9 @@ from ..train.config import (
     TrackerConfig,
 )
 from ..train.errors import UserError
+from ..train.planner import validation
+
+ACCEPTED = validation.ACCEPTED | validation.Accepted.read(Path(__file__).with_name("validation.toml"))
 
 
 @dataclass
@@ -159,6 +163,7 @@ class EvaluateConfig:
     # choices, answer, and text:FOLDER, whose subfolders are domains.
     tasks: list[str] = field(default_factory=list)
     path: str | None = None  # of the suite `custom`: a folder or a file
+    allow_code: bool = False  # whether YAML of your own may run Python: `!function`, a metric's script
     limit: int | None = 150  # items per task, a fixed recorded subset; None: all of them
     every: int | None = None  # steps: checkpoints in between are kept and scored too; None: the final one alone
     batch_tokens: int | None = None  # tokens in one forward pass; None: what suits the device
@@ -205,6 +210,7 @@ class SweepConfig:
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     fit: FitConfig = field(default_factory=FitConfig)
     sweep: str | None = None  # name of the directory under output_root
+    sweep_merge: bool = False  # add to the runs that the directory has by another request; one plan, table and fit
     output_root: str = "outputs"
     dry_run: bool = False  # print the plan and its cost, start nothing
     explain: bool = False  # with dry_run: how each shape of the grid is best spread over its ranks, and why
@@ -235,6 +241,7 @@ def from_mapping(values: Any, source: object, remedy: str = OTHER_VERSION) -> Sw
         result = OmegaConf.to_object(OmegaConf.merge(base, values))
     except (OmegaConfBaseException, TypeError, KeyError) as error:
         why = str(error.args[0] if error.args else error).splitlines()[0]
+        why = f"{key}: {why}" if (key := getattr(error, "full_key", None)) else why
         raise UserError(f"{source} cannot be read as a configuration ({why}); {remedy}") from error
     assert isinstance(result, SweepConfig)
     return result

@@ -55,6 +55,9 @@ class State:
     since: float = 0.0  # seconds since the epoch
     reason: str | None = None  # why, in a sentence, for everything but success
 
+    def __str__(self) -> str:
+        return self.state if self.reason is None else f"{self.state}: {self.reason}"
+
 
 class RunDirectory:
     """One run on disk: outputs/<sweep>/runs/<run_id>."""
@@ -90,7 +93,7 @@ class RunDirectory:
         path = self.path / "config.yaml"
         try:
             config = from_dict(RunConfig, read_yaml(path))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError, TypeError, AttributeError) as error:
+        except (OSError, UnicodeDecodeError, yaml.YAMLError, TypeError, AttributeError, UserError) as error:
             raise UserError(
                 f"{path} cannot be read as a run's config ({error}); remove the run directory and sweep again"
             ) from error

@@ -92,15 +92,13 @@ def read_failure(directory: Path) -> Failure | None:
 
 def parse_failure(values: dict[str, Any]) -> Failure:
     """A failure from its fields, of which none need be there."""
-    cause = values.get("cause")
-    return Failure(
-        Cause(cause) if cause in tuple(Cause) else Cause.UNKNOWN,
-        str(values.get("reason", "no reason")),
-        values.get("rank"),
-        values.get("host"),
-        values.get("step"),
-        tuple(values.get("hosts") or ()),
-    )
+    import msgspec
+
+    cause = values.get("cause") if values.get("cause") in tuple(Cause) else Cause.UNKNOWN
+    try:
+        return msgspec.convert({"reason": "no reason"} | values | {"cause": cause}, Failure)
+    except msgspec.ValidationError as error:
+        return Failure(Cause.UNKNOWN, f"its {FAILURE} cannot be understood ({str(error).replace('`', '')})")
 
 
 def forget_failure(directory: Path) -> None:
