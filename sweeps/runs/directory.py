@@ -127,15 +127,13 @@ class State:
     since: float = 0.0  # seconds since the epoch
     reason: str | None = None  # why, in a sentence, for everything but success
 
-<<<<<<< HEAD
     def __post_init__(self) -> None:
         for name in ("host", "job_id", "reason"):
             if (text := getattr(self, name)) is not None:
                 object.__setattr__(self, name, printable(text))
-=======
+
     def __str__(self) -> str:
         return self.state if self.reason is None else f"{self.state}: {self.reason}"
->>>>>>> main
 
 
 class RunDirectory:
