@@ -69,11 +69,11 @@ def from_config(config: SweepConfig) -> Prepared:
     rate = matmul_rate(config, sweep)
     fill_budgets(config.grid, config.cluster, rate)
     runs = resolve_runs(config)
+    foreseen = foresee(config.grid, runs)
     if config.sweep_merge and (sweep.path / "plan.json").exists():
-        runs += [run.config() for run in sweep.runs()]
-    said = foresee(config.grid, runs)
+        runs = [*(run.config() for run in sweep.runs()), *runs]  # what both have is as it is asked for now
     prepared = _prepare(sweep, config, runs, rate)
-    prepared.remarks.extend(said)
+    prepared.remarks.extend(foreseen)
     if (before := _recorded(sweep)) and (said := _changes(_questions(before), _questions(config))):
         prepared.remarks.append(f"{said}; what is done is kept, and scored and fitted as it is asked for now")
     return prepared

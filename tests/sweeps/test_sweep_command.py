@@ -433,7 +433,8 @@ def test_every_job_of_a_multirun_has_a_folder_of_its_own_named_by_its_overrides(
     )
     monkeypatch.chdir(tmp_path)
     assert sweep_main(["--multirun", "cluster=local", *overrides]) == 0
-    assert asked == folders
+    assert sweep_main(["cluster=local", *overrides[:1], "-m", *overrides[1:]]) == 0
+    assert asked == 2 * folders
 
 
 def test_the_name_of_a_multiruns_folder_fits_a_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
