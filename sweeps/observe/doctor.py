@@ -50,7 +50,7 @@ from ..slurm import commands as slurm
 from ..slurm import supervisor
 from ..slurm.record import LaunchRecord, Memory, is_unattended, rebuilt, strays
 from ..terminal import say
-from .status import BRING_BACK, missing_field
+from .status import BRING_BACK, fit_failure, missing_field
 
 LEAST_BYTES = 500e6  # that the disk must have left
 # Takes the lock that the process which starts it holds; 0: it got it, so locks do nothing here.
@@ -293,6 +293,9 @@ def _files(sweep: SweepDirectory) -> Iterator[Fault]:
             yield replace(fault, mend=None)
     if (table := sweep.path / "table.csv").exists() and not _is_table(table):
         yield Fault("unreadable", "table.csv cannot be read", table, partial(remove, table), anew)
+    if (why := fit_failure(sweep)) is not None:
+        how = f"isoflop report {sweep.path} fits anew, once that is mended"
+        yield Fault("fit", f"the fit failed: {why}", sweep.path / "fit", None, how)
 
 
 def _launch_record(sweep: SweepDirectory) -> Iterator[Fault]:

@@ -32,6 +32,7 @@ from ..terminal import printable
 Name = Literal["planned", "queued", "running", "done", "failed", "diverged", "preempted", "cancelled"]
 STATES: tuple[str, ...] = get_args(Name)
 ENDS = STATES[3:]
+FIT_FAILURE = "fit_failure.json"  # of a sweep: why its last fit failed; absent where it did not
 OPEN = ("running", "preempted", "queued", "planned")  # states that a run leaves by itself
 CANCEL = "cancel.json"
 HEARTBEAT = "heartbeat"
