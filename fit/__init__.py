@@ -44,12 +44,14 @@ if TYPE_CHECKING:
     from .laws.broken import BrokenPowerLaw
     from .laws.chinchilla import ChinchillaLaw
     from .laws.custom import FunctionLaw
+    from .laws.gamma import GammaLaw
     from .laws.kaplan import KaplanLaw
     from .laws.law import Law
     from .laws.overtraining import OvertrainingLaw
     from .laws.persistence import read_law
     from .laws.powerlaw import PowerLaw
     from .laws.repetition import RepetitionLaw
+    from .mixture.mixture import FormMixture, forecast
     from .plots import (
         plot_allocation,
         plot_backtest,

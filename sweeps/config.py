@@ -159,6 +159,7 @@ class EvaluateConfig:
     # choices, answer, and text:FOLDER, whose subfolders are domains.
     tasks: list[str] = field(default_factory=list)
     path: str | None = None  # of the suite `custom`: a folder or a file
+    allow_code: bool = False  # whether YAML of your own may run Python: `!function`, a metric's script
     limit: int | None = 150  # items per task, a fixed recorded subset; None: all of them
     every: int | None = None  # steps: checkpoints in between are kept and scored too; None: the final one alone
     batch_tokens: int | None = None  # tokens in one forward pass; None: what suits the device
@@ -205,6 +206,7 @@ class SweepConfig:
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     fit: FitConfig = field(default_factory=FitConfig)
     sweep: str | None = None  # name of the directory under output_root
+    sweep_merge: bool = False  # add to the runs that the directory has by another request; one plan, table and fit
     output_root: str = "outputs"
     dry_run: bool = False  # print the plan and its cost, start nothing
     explain: bool = False  # with dry_run: how each shape of the grid is best spread over its ranks, and why

@@ -11,12 +11,14 @@ import json
 import platform
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from .. import __version__
-from ..train.config import RECIPE, RunConfig, run_id
+from ..train.config import RECIPE, RunConfig, flatten, identity, run_id
 from ..train.errors import UserError
 from ..train.files import read_json, write_atomic, write_json
 from .config import SweepConfig, base_run, from_mapping
@@ -26,8 +28,10 @@ from .plan.rates import core_flops_per_second, fill_budgets, places, sweep_rates
 from .plan.sweep_plan import Plan, plan_remarks, plan_runs
 from .runs import states
 from .runs.directory import RunDirectory, SweepDirectory, yaml_or_empty
-from .runs.membership import added_runs, allow_growth
+from .runs.membership import add_runs, added_runs, allow_growth, members
 from .slurm.snapshot import PACKAGE, git_output
+
+SHOWN = 4  # changes of a request that a message names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,10 +63,62 @@ def from_config(config: SweepConfig) -> Prepared:
     if config.evaluate.tasks:
         from ..evaluate.tasks.tasks import anchored
 
-        config.evaluate.tasks = anchored(config.evaluate.tasks, print)
+        config.evaluate.tasks = anchored(config.evaluate.tasks, print, config.evaluate.allow_code)
     rate = matmul_rate(config, sweep)
     fill_budgets(config.grid, config.cluster, rate)
-    return _prepare(sweep, config, resolve_runs(config), rate)
+    runs = resolve_runs(config)
+    if config.sweep_merge and (sweep.path / "plan.json").exists():
+        runs += [run.config() for run in sweep.runs()]
+    prepared = _prepare(sweep, config, runs, rate)
+    if (before := _recorded(sweep)) and (said := _changes(_questions(before), _questions(config))):
+        prepared.remarks.append(f"{said}; what is done is kept, and scored and fitted as it is asked for now")
+    return prepared
+
+
+def conflict(prepared: Prepared) -> str | None:
+    """A refusal where the folder has runs of another request, which would fall out of its plan; else None."""
+    sweep, wanted = prepared.sweep, {run.run_id for run in prepared.plan.runs}
+    if read_json(sweep.path / "plan.json") is None:
+        return None
+    there = {run.run_id for run in members(sweep)}
+    if there <= wanted and (wanted <= there or prepared.config.sweep_merge):
+        return None
+    said = ""
+    if before := _recorded(sweep):
+        recipe = sweep.settings().get("recipe")  # of the trainer that its runs belong to
+        said = _changes(_request(before) | {"recipe": recipe}, _request(prepared.config))
+    return (
+        f"{sweep.path} holds {len(there)} runs of another request ({said or 'another version planned it'}); add to its "
+        f"grid with `isoflop extend {sweep.path} grid.FIELD=VALUE`, take another folder with sweep=NAME, or put both "
+        "into one plan, table and fit with sweep_merge=true"
+    )
+
+
+def _recorded(sweep: SweepDirectory) -> SweepConfig | None:
+    """What a sweep's folder was last asked for; None where nothing is recorded, or another version wrote it."""
+    with suppress(UserError):
+        return configuration(sweep)
+    return None
+
+
+def _request(config: SweepConfig) -> dict[str, Any]:
+    """What decides which runs there are, by dotted names."""
+    base, grid = base_run(config), {f"grid.{name}": value for name, value in vars(config.grid).items()}
+    return flatten(identity(base) | {"data": vars(base.data) | {"cache_dir": None}}) | grid
+
+
+def _questions(config: SweepConfig) -> dict[str, Any]:
+    """What is asked about the runs, by dotted names."""
+    return flatten({"evaluate": vars(config.evaluate), "fit": vars(config.fit)})
+
+
+def _changes(before: dict[str, Any], now: dict[str, Any]) -> str:
+    said = [
+        f"{name} was {json.dumps(before[name])[:60]} and is {json.dumps(now[name])[:60]}"
+        for name in now
+        if name in before and before[name] != now[name]
+    ]
+    return ", ".join(said[:SHOWN] + ["…"] * (len(said) > SHOWN))
 
 
 def from_disk(sweep: SweepDirectory) -> Prepared:
@@ -138,7 +194,11 @@ def resolved_base(sweep: SweepDirectory, config: SweepConfig) -> RunConfig:
     runs = sweep.runs()
     if not runs:
         raise UserError(f"{sweep.path / 'plan.json'} has no runs, so nothing can be added to them; sweep anew")
-    base, first = base_run(config), runs[0].config()
+    base = base_run(config)
+    text = (base.data.fingerprint, base.data.tokenizer_fingerprint)
+    configs = (run.config() for run in runs)  # a merged sweep has runs on other texts
+    first = next((run for run in configs if (run.data.fingerprint, run.data.tokenizer_fingerprint) == text), None)
+    first = first or runs[0].config()
     base.data = first.data
     base.model.vocab_size = first.model.vocab_size
     return base
@@ -168,6 +228,8 @@ def write_plan(prepared: Prepared, command: list[str] | None = None) -> None:
         if not (directory.path / "state.json").exists() and not directory.is_done():
             states.plan(directory)
     if command is not None:
+        if prepared.config.sweep_merge:
+            add_runs(sweep, prepared.runs, "merged", planned=True)
         allow_growth(sweep)
         commit = git_output(PACKAGE, "rev-parse", "HEAD")
         changes = git_output(PACKAGE, "status", "--porcelain", "--untracked-files=no")

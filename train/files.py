@@ -129,7 +129,7 @@ def read_document(path: Path, form: type[Form], largest: int = 64 << 20) -> Form
         if (size := path.stat().st_size) > largest:
             raise UserError(f"{path} has {size} bytes; it must have at most {largest}.")
         content = path.read_bytes()
-        if path.suffix in (".yaml", ".yml"):
+        if path.suffix in (".yaml", ".yml", ""):  # lm-eval's templates have no ending
             return msgspec.convert(yaml.safe_load(content), form)
         return msgspec.json.decode(content, type=form)
     except OSError as error:

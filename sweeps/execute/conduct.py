@@ -21,6 +21,7 @@ from ..terminal import describe_seconds
 from .advance import advance, missing_scores, outcome, renew, slurm_backend
 
 LOCK_SECONDS = 60.0  # that a keeper's pass may hold a sweep
+LONGEST_NAME = 200  # bytes, of a sweep
 LEAST = {
     "ensembles": 1,
     "cluster.runs_per_gpu": 1,
@@ -40,12 +41,16 @@ def conduct(config: SweepConfig, command: list[str]) -> int:
     prepared = prepare.from_config(config)
     notes = "".join(f"note: {remark}\n" for remark in prepared.remarks)
     if config.dry_run:
+        if refusal := prepare.conflict(prepared):
+            notes += f"note: nothing of this would start: {refusal}\n"
         _show(prepared, notes)
         return 0
     on_slurm = config.cluster.kind == "slurm"
     if on_slurm:
         slurm_cluster.check(config.cluster, prepared.plan.runs)  # before anything is written
     with prepared.sweep.lock(LOCK_SECONDS if on_slurm else 0.0):
+        if refusal := prepare.conflict(prepared):
+            raise UserError(refusal)
         prepare.write_plan(prepared, command)
         print(notes, end="")
         if not on_slurm:
@@ -133,6 +138,7 @@ def _conclude(prepared: Prepared, backend: SlurmBackend) -> int:
 
 def check(config: SweepConfig) -> None:
     """Refuses a configuration that contradicts itself or asks for what is not there."""
+    _check_folder(config)
     cluster = config.cluster
     if cluster.kind not in ("local", "slurm"):
         raise UserError(f"cluster.kind is {cluster.kind!r}; it must be local or slurm")
@@ -153,8 +159,21 @@ def check(config: SweepConfig) -> None:
     extra = cluster.additional_parameters
     if extra is not None and not isinstance(extra, dict):
         raise UserError(f"cluster.additional_parameters is {extra!r}; it must map #SBATCH keys to values")
-    if not config.sweep or Path(config.sweep).name != config.sweep:
-        raise UserError(f"sweep is {config.sweep!r}; it names one folder under output_root, without slashes")
+
+
+def _check_folder(config: SweepConfig) -> None:
+    name, cluster = config.sweep or "", config.cluster
+    if Path(name).name != name or name in ("", "..") or not name.isprintable() or len(name.encode()) > LONGEST_NAME:
+        raise UserError(
+            f"sweep is {config.sweep!r}; it names one folder under output_root, which is neither . nor .., has no "
+            f"slashes or control characters, and takes at most {LONGEST_NAME} bytes"
+        )
+    # SLURM puts other words for % and \\ in the names of logs; a colon ends a path on PYTHONPATH, a comma a mount.
+    signs = "%:\\," if cluster.container else "%:\\"
+    for where, taken in ((Path(config.output_root, name).resolve(), signs), (Path.cwd(), "\\")):
+        bad = [sign for sign in str(where) if sign in taken or not sign.isprintable()]
+        if bad and cluster.kind == "slurm":
+            raise UserError(f"jobs on SLURM cannot work in {str(where)!r}, which has {bad[0]!r}; choose a path without")
 
 
 def _show(prepared: Prepared, notes: str) -> None:

@@ -106,7 +106,7 @@ def _analyze(sweep: SweepDirectory, targets: list[float] | None) -> dict[str, An
         provenance=provenance,
         costs=costs,
     )
-    pages.write_pages(sweep, table, analysis.tasks)
+    pages.write_pages(sweep, table)
     _calibrate(sweep, settings)
     return analysis.to_dict()
 

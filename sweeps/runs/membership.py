@@ -17,11 +17,16 @@ ADDED = "added.json"
 STOPPED = "cancel.json"
 
 
-def add_runs(sweep: SweepDirectory, runs: Iterable[RunConfig], why: str, replaces: str | None = None) -> list[str]:
-    """Makes runs part of a sweep, from its next plan on, in the place of `replaces`; returns the ids of new ones."""
+def add_runs(
+    sweep: SweepDirectory, runs: Iterable[RunConfig], why: str, replaces: str | None = None, planned: bool = False
+) -> list[str]:
+    """Makes runs part of a sweep, from its next plan on, in the place of `replaces`; returns the ids of new ones.
+
+    `planned`: those of the present plan too, which stay in every later one.
+    """
     from filelock import FileLock, Timeout  # slow to import, and status needs no lock
 
-    known = {run["run_id"] for run in sweep.plan()["runs"]}
+    known = set() if planned else {run["run_id"] for run in sweep.plan()["runs"]}
     try:
         with FileLock(sweep.path / f".{ADDED}.lock", timeout=60):
             added = _added(sweep)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,7 +14,6 @@ import pandas as pd
 import pytest
 import yaml
 from isoflop import fit
-from isoflop.fit.downstream.downstream import SignalToNoise, TaskVerdict
 from isoflop.sweeps import prepare
 from isoflop.sweeps.config import EvaluateConfig, SweepConfig
 from isoflop.sweeps.entry import compose
@@ -233,13 +231,13 @@ def test_the_pages_link_to_each_other_and_are_written_once(scored: Path, tmp_pat
     shutil.copytree(scored, folder)
     sweep = SweepDirectory(folder)
     trunk, branch, _ = opened(folder)
-    page = pages.write_pages(sweep, write_table(sweep), [])
+    page = pages.write_pages(sweep, write_table(sweep))
     assert page == folder / "fit" / "evaluation.html"
     links = [f"../runs/{run.run_id}/eval/step_{step}.html" for run, step in ((trunk, 80), (branch, 40))]
     assert all(link in page.read_text() for link in links)
     assert all((page.parent / link).exists() for link in links)
     before = [(page.parent / link).stat().st_mtime_ns for link in links]
-    pages.write_pages(sweep, write_table(sweep), [])
+    pages.write_pages(sweep, write_table(sweep))
     assert [(page.parent / link).stat().st_mtime_ns for link in links] == before
     peers = pages.peers_of(branch.path / "checkpoints" / "step_40")
     assert [(peer["run_id"], peer["name"]) for peer in peers] == [(trunk.run_id, "trunk")]
@@ -248,7 +246,7 @@ def test_the_pages_link_to_each_other_and_are_written_once(scored: Path, tmp_pat
 
 def test_without_scores_there_is_no_page(trained: Path) -> None:
     sweep = SweepDirectory(trained)
-    assert pages.write_pages(sweep, build_table(sweep), []) is None
+    assert pages.write_pages(sweep, build_table(sweep)) is None
 
 
 def test_of_many_checkpoints_the_best_of_each_budget_get_pages_first() -> None:
@@ -280,26 +278,6 @@ def test_an_interval_without_an_end_is_printed(capsys: pytest.CaptureFixture[str
     }
     print_law({"approaches": {"parametric": {"optimal": [estimate]}}}, "few")
     assert "9M [200k, ∞]" in capsys.readouterr().out
-
-
-def test_signal_to_noise_is_the_fits_or_else_that_of_the_items() -> None:
-    table = pd.DataFrame(
-        {"final": [True] * 4 + [False], "t/acc": [0.2, 0.3, 0.4, 0.5, 9.0], "t/acc_se": [0.05] * 5,
-         "t/gold_bpb": [2.0, 1.5, None, None, 9.0], "t/gold_bpb_se": [0.1] * 5,
-         "text_a/bpb": [4.0, 3.0, 2.5, 2.0, 9.0], "text_a/bpb_se": [0.25] * 5}
-    )  # fmt: skip
-    both = pages.task_signals(table, [])
-    assert both["text_a"]["acc"] is None
-    assert both["text_a"]["gold_bpb"]["ratio"] == pytest.approx(2.0 / 0.25)  # of texts, by their own bits per byte
-    found = both["t"]
-    assert found["gold_bpb"] is None  # two runs say nothing
-    assert found["acc"]["ratio"] == pytest.approx(0.3 / 0.05)
-    assert found["acc"]["source"] == "standard error of the items"
-    assert found["acc"]["clear"] is True
-    # What the fit had nothing to measure noise by is judged by the items too.
-    unknown = SignalToNoise(0.5, math.nan, math.nan, 2.0, "")
-    refused = TaskVerdict("text_a", "gold_bpb", 4, "too few runs", unknown, unknown)
-    assert pages.task_signals(table, [refused])["text_a"] == both["text_a"]
 
 
 def test_recipes_of_one_name_that_do_different_things_are_told_apart() -> None:

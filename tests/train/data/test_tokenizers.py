@@ -298,7 +298,9 @@ def test_a_tokenizer_that_cannot_be_had_is_refused(tmp_path: Path, fields: dict[
             ask(DataConfig(**fields))
 
 
-@pytest.mark.parametrize("content", ["", "{}", '{"model": 1}', "\x00garbage"])
+@pytest.mark.parametrize(
+    "content", ["", "{}", '{"model": 1}', "\x00garbage", '{"model": {"vocab": {"a": 4294967290}}}', "[" * 100_000]
+)
 def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(UserError, match=r"cannot be loaded \(.+\), it must be bytes") as caught:
