@@ -8,8 +8,8 @@ hold-outs weighed alike, Winkler's score of log loss in %, the median error, and
 teach: those of fit/constants/forecast.yaml. The same for N* at hidden isoFLOP budgets.
 
 Special here:
-- Constants are chosen from a small grid: lowest mean log score of families weighed alike, among those whose mean
-  coverage lies within a point of 95 %.
+- Constants are chosen from a small grid: the lowest mean score of families weighed alike, among those whose mean
+  coverage lies within a point of 95 %, if any.
 - A family is what one group of people made: six corpora of Kempner are one, Llama 3 with and without outliers is one.
 """
 
@@ -133,13 +133,13 @@ def scores(answer: dict[str, Any], drift: float, disagreement: float) -> tuple[n
 
 
 def choose(of: dict[Constants, dict[str, list[Any]]], families: list[str]) -> Constants:
-    """The constants with the lowest mean log score of these families, coverage within a point of the level if any."""
+    """The constants with the lowest mean score of these families, their mean coverage within a point of the level."""
 
     def cost(constants: Constants) -> float:
         inside, score = (
             np.array([np.mean([hold[which].mean() for hold in of[constants][f]]) for f in families]) for which in (0, 1)
         )
-        return float(np.log(score).mean() + 100 * max(abs(inside.mean() - LEVEL) - 0.01, 0.0))
+        return float(score.mean() + 3000 * max(abs(inside.mean() - LEVEL) - 0.01, 0.0))
 
     return min(of, key=cost)
 

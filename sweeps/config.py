@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from ..train.config import (
@@ -18,6 +19,9 @@ from ..train.config import (
     TrackerConfig,
 )
 from ..train.errors import UserError
+from ..train.planner import validation
+
+ACCEPTED = validation.ACCEPTED | validation.Accepted.read(Path(__file__).with_name("validation.toml"))
 
 
 @dataclass
@@ -237,6 +241,7 @@ def from_mapping(values: Any, source: object, remedy: str = OTHER_VERSION) -> Sw
         result = OmegaConf.to_object(OmegaConf.merge(base, values))
     except (OmegaConfBaseException, TypeError, KeyError) as error:
         why = str(error.args[0] if error.args else error).splitlines()[0]
+        why = f"{key}: {why}" if (key := getattr(error, "full_key", None)) else why
         raise UserError(f"{source} cannot be read as a configuration ({why}); {remedy}") from error
     assert isinstance(result, SweepConfig)
     return result

@@ -49,7 +49,8 @@ def _compose_and_conduct(arguments: list[str]) -> int:
             failures.append(error)  # raised below: Hydra would print the overrides around it
 
     before = sys.argv
-    sys.argv = [before[0], *chosen]
+    # argparse takes overrides together, and so none behind the flag.
+    sys.argv = [before[0], *sorted(chosen, key=lambda argument: argument not in ("-m", "--multirun"))]
     try:
         task()
     except Exception as error:  # of the composition, for what fails in a task is kept

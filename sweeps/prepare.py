@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import platform
 import time
 from collections.abc import Iterable
@@ -68,7 +69,7 @@ def from_config(config: SweepConfig) -> Prepared:
     fill_budgets(config.grid, config.cluster, rate)
     runs = resolve_runs(config)
     if config.sweep_merge and (sweep.path / "plan.json").exists():
-        runs += [run.config() for run in sweep.runs()]
+        runs = [*(run.config() for run in sweep.runs()), *runs]  # what both have is as it is asked for now
     prepared = _prepare(sweep, config, runs, rate)
     if (before := _recorded(sweep)) and (said := _changes(_questions(before), _questions(config))):
         prepared.remarks.append(f"{said}; what is done is kept, and scored and fitted as it is asked for now")
@@ -130,7 +131,8 @@ def from_disk(sweep: SweepDirectory) -> Prepared:
 def configuration(sweep: SweepDirectory) -> SweepConfig:
     """What a sweep was started with."""
     config = from_mapping(sweep.settings().get("config"), sweep.path / "sweep.yaml")
-    config.output_root, config.sweep = str(sweep.path.parent), sweep.path.name  # wherever the folder is now
+    folder = Path(os.path.abspath(sweep.path))  # wherever it is now, and by its name where `.` was given
+    config.output_root, config.sweep = str(folder.parent), folder.name
     return config
 
 
@@ -182,11 +184,24 @@ def resolve_runs(config: SweepConfig) -> list[RunConfig]:
     base.data.tokenizer_fingerprint = planned_fingerprint(base.data)
     if base.model.vocab_size is None:
         base.model.vocab_size = planned_vocab_size(base.data)
+<<<<<<< HEAD
     corpus = split_corpus(base.data)
     if isinstance(corpus, Blocks):
         print(f"note: {corpus.describe()['sentence']}")
     base.data.fingerprint = corpus.fingerprint()
     return expand_grid(config.grid, base)
+=======
+    base.data.fingerprint = open_corpus(base.data).fingerprint()
+    runs, known = expand_grid(config.grid, base), dict[tuple[str, int], int]()
+    for run in runs:
+        key = run.data.tokenizer, run.data.vocab_size
+        if run.model.vocab_size != (size := known.get(key) or known.setdefault(key, planned_vocab_size(run.data))):
+            raise UserError(
+                f"model.vocab_size is {run.model.vocab_size}; the tokenizer {key[0]!r} has {size} tokens, and both "
+                "must be the same (null takes the tokenizer's)"
+            )
+    return runs
+>>>>>>> main
 
 
 def resolved_base(sweep: SweepDirectory, config: SweepConfig) -> RunConfig:

@@ -148,7 +148,8 @@ def model_config(config: Mapping[str, Any], sequence_length: int) -> ModelConfig
     """
     kind = config.get("model_type")
     if kind not in ARCHITECTURES:
-        raise UserError(f"model_type is {kind!r} in config.json; it must be one of {', '.join(ARCHITECTURES)}")
+        said = "is not in" if kind is None else f"is {kind!r} in"
+        raise UserError(f"model_type {said} config.json; it must be one of {', '.join(ARCHITECTURES)}")
     for name, accepted in _ONLY.items():
         if config.get(name, accepted) not in (accepted, None):
             raise UserError(f"{name} is {config[name]!r} in config.json; only {accepted!r} can be imported")
@@ -184,7 +185,7 @@ _REFUSED = ("quantization_config", "num_experts", "num_local_experts")
 def whole_number(config: Mapping[str, Any], name: str, most: int = 1 << 24) -> int:
     value = config.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-        said = f"is {value!r} in" if name in config else "is not in"
+        said = "is not in" if value is None else f"is {value!r} in"
         raise UserError(f"{name} {said} config.json; it must be a whole number from 1 to {most}")
     return value
 

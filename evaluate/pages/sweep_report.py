@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .page import Axis, Panel, compute, is_number, number, render_page, short_count, spell
+from .page import Axis, Panel, compute, counted, is_number, number, render_page, short_count, spell
 from .paired import MEASURES, Answers, Choice, Paired, compare
 
 FEW = 60  # checkpoints in a panel that still get error bars of their own
@@ -291,8 +291,12 @@ def _facts(sweep: Sweep, tasks: Sequence[Task]) -> list[tuple[str, str, str]]:
     falling = [task for task in tasks if task.trend and task.trend.falls and is_beyond_noise(task.signal["gold_bpb"])]
     clear = sum(any(one.clear for one in task.signal.values() if one) for task in tasks)
     return [
-        ("Checkpoints", f"{len(sweep.rows):,}", f"of {len({row['run_id'] for row in sweep.rows}):,} runs"),
-        ("Training FLOPs", compute(max(flops)), f"from {compute(min(flops))}, in {len(sweep.budgets)} budgets"),
+        ("Checkpoints", f"{len(sweep.rows):,}", "of " + counted(len({row["run_id"] for row in sweep.rows}), "run")),
+        (
+            "Training FLOPs",
+            compute(max(flops)),
+            f"from {compute(min(flops))}, in {counted(len(sweep.budgets), 'budget')}",
+        ),
         ("Parameters (N)", short_count(max(sizes, default=None)), f"from {short_count(min(sizes))}" if sizes else ""),
         ("Tasks that tell runs apart", f"{clear} of {len(tasks)}", "beyond their noise"),
         (

@@ -20,7 +20,7 @@ import string
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from ...train.data.corpora import find_files
 from ...train.data.readers import cut, format_of, json_objects, one_line, read_documents, well_formed
@@ -297,6 +297,11 @@ def _read_yaml(path: Path, allow_code: bool, including: tuple[Path, ...] = ()) -
     return merged | config
 
 
+class _Definition(TypedDict, total=False):
+    include: str | list[str]
+    tag: str | list[str] | None
+
+
 def _definition(path: Path, allow_code: bool) -> dict[str, Any]:
     """What a file says itself. Python is imported where lm-eval or, with `allow_code`, a user wrote the file."""
     from lm_eval.tasks._yaml_loader import load_yaml
@@ -304,6 +309,7 @@ def _definition(path: Path, allow_code: bool) -> dict[str, Any]:
     if not path.is_relative_to(lm_eval_tasks().resolve()):
         try:
             config = read_document(path, dict[str, Any])
+            read_document(path, _Definition)  # checks what is read before lm-eval reads the rest
         except UserError as error:
             code = "!function" if "'!function'" in str(error) else None
             if code is None:

@@ -282,9 +282,9 @@ def flop_convention(t: RunTable) -> Found:
     said = f"{high:.2f}" if high < 1.05 * low else f"between {low:.2f} and {high:.2f}"
     yield Warning(
         "flop_convention",
-        f"FLOPs are {said} times 6ND; the report allocates under the table's FLOPs, while law.optimal and the "
-        "published laws allocate under 6ND: N* differs by convention alone, and its exponent where the factor changes "
-        "with N.",
+        f"FLOPs are {said} times 6ND; all answers count them as the table does, and published laws as 6ND (ask with "
+        "--convention 6nd to compare): N* differs by convention alone, and its exponent where the factor changes with "
+        "N.",
     )
 
 

@@ -61,6 +61,7 @@ def fit_table(
     delta: float = 1e-3,
     tied: bool = False,
     fixed_e: float | None = None,
+    convention: str = "table",
     output: Path | None = None,
     as_json: bool = False,
 ) -> None:
@@ -77,17 +78,17 @@ def fit_table(
     plain = not (column or derive_d or drop_worst) and repr(law) == repr(law_class()())
     if table.suffix == ".json":
         if not plain or output is not None:
-            raise UserError(f"{table} is a saved law; only --target-flops and --json apply to it")
-        result = fit.answer(table, target_flops)
-    elif (table / "plan.json").exists() and plain and output is None:
+            raise UserError(f"{table} is a saved law; only --target-flops, --convention and --json apply to it")
+        result = fit.answer(table, target_flops, convention)
+    elif (table / "plan.json").exists() and plain and output is None and convention == "table":
         result = write_results(SweepDirectory.open(table), targets=target_flops or None)
         output = table / "fit"
     else:
         runs = fit.read_table(table, columns=_columns(column or []), derive_d=derive_d, drop_worst=drop_worst)
-        largest = float(max(runs.flops))
+        largest = float(max(runs.flops if convention == "table" else 6.0 * runs.N * runs.D))
         targets = tuple(target_flops or [largest * factor for factor in (10.0, 100.0, 1000.0)])
-        analysis = fit.analyze(runs, targets, bootstrap, seed, law)
-        if not any(approach.available for approach in analysis.approaches.values()):
+        analysis = fit.analyze(runs, targets, bootstrap, seed, law, convention)
+        if analysis.law is None and not any(approach.available for approach in analysis.approaches.values()):
             raise fit.InputError(analysis.approaches["parametric"].reason)
         if output is not None:
             fit.write_report(analysis, output, title=table.stem, provenance={"table": str(table)})

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import shutil
 import time
-from operator import attrgetter
 from pathlib import Path
 
 from ...train.errors import UserError
 from .. import prepare
-from ..config import SweepConfig
+from ..config import ACCEPTED, SweepConfig
 from ..plan import rates
 from ..prepare import Prepared
 from ..runs import membership
@@ -22,17 +21,6 @@ from .advance import advance, missing_scores, outcome, renew, slurm_backend
 
 LOCK_SECONDS = 60.0  # that a keeper's pass may hold a sweep
 LONGEST_NAME = 200  # bytes, of a sweep
-LEAST = {
-    "ensembles": 1,
-    "cluster.runs_per_gpu": 1,
-    "cluster.array_parallelism": 1,
-    "cluster.retries": 0,
-    "cluster.sweep_retries": 0,
-    "cluster.max_requeues": 0,
-    "cluster.backoff_seconds": 0,
-    "cluster.queue_minutes": 0,
-    "cluster.keeper_seconds": 1,
-}
 
 
 def conduct(config: SweepConfig, command: list[str]) -> int:
@@ -140,18 +128,7 @@ def check(config: SweepConfig) -> None:
     """Refuses a configuration that contradicts itself or asks for what is not there."""
     _check_folder(config)
     cluster = config.cluster
-    if cluster.kind not in ("local", "slurm"):
-        raise UserError(f"cluster.kind is {cluster.kind!r}; it must be local or slurm")
-    for name, smallest in LEAST.items():
-        if not (value := attrgetter(name)(config)) >= smallest:
-            raise UserError(f"{name} is {value}; it must be {smallest} or more")
-    for name in ("launch_bound_width", "heartbeat_seconds", "hang_minutes", "max_submit"):
-        above = getattr(cluster, name)
-        if above is not None and not above > 0:
-            raise UserError(f"cluster.{name} is {above}; it must be above 0")
-    factor = config.grid.diverged_rate_factor if config.grid is not None else None
-    if factor is not None and not 0 < factor < 1:
-        raise UserError(f"grid.diverged_rate_factor is {factor}; it must be above 0 and below 1, or null")
+    ACCEPTED.check(config)
     if cluster.kind == "slurm" and not config.dry_run and shutil.which("sbatch") is None:
         raise UserError("cluster is 'slurm' and there is no sbatch on the PATH; use cluster=local, or load SLURM first")
     if config.explain and not config.dry_run:

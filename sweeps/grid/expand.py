@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from ...train.config import ModelConfig, RunConfig, run_id
@@ -15,7 +15,7 @@ from ...train.data.recipe import recipe
 from ...train.errors import UserError
 from ...train.flops import count_parameters, tokens_for_budget, training_flops_per_token
 from ...train.planner.validation import validate
-from ..config import AdaptiveGrid, GridConfig, IsoflopGrid, LadderGrid, PointsGrid, ProductGrid
+from ..config import ACCEPTED, AdaptiveGrid, GridConfig, IsoflopGrid, LadderGrid, PointsGrid, ProductGrid
 from ..terminal import short
 from . import architectures
 from .trunks import merge_runs, own_flops
@@ -29,6 +29,7 @@ def expand_grid(grid: GridConfig, base: RunConfig) -> list[RunConfig]:
     """Every run of a grid over `base`, once each, in the grid's own order."""
     if type(grid) not in KINDS:
         raise UserError(f"grid.kind is {grid.kind!r}; it must be isoflop, ladder, product, points or adaptive")
+    ACCEPTED.check(grid, "grid.")
     points: Iterable[RunConfig] = KINDS[type(grid)](grid, base)
     runs: dict[str, RunConfig] = {}
     fingerprints: dict[tuple[str, ...], str | None] = {}  # a model of gigabytes is read once, not once per run
@@ -60,18 +61,6 @@ def _isoflop(grid: IsoflopGrid, base: RunConfig) -> Iterator[RunConfig]:
     _refuse_tokens(grid, base)
     if not grid.budgets:
         raise UserError(f"grid.budgets is {grid.budgets}; give a list of training FLOPs such as [1e12,3e12]")
-    if grid.convention not in ("exact", "6nd"):
-        raise UserError(f"grid.convention is {grid.convention!r}; it must be exact or 6nd")
-    if not (grid.sizes >= 1 and 1 <= grid.span < math.inf):
-        raise UserError(f"grid.sizes is {grid.sizes} and grid.span is {grid.span}; both must be at least 1")
-    if not (0 < grid.expected_N < math.inf and 0 < grid.expected_flops < math.inf):
-        raise UserError(
-            f"grid.expected_N is {grid.expected_N} and grid.expected_flops is {grid.expected_flops}; both must be "
-            "positive numbers"
-        )
-    if not 0 <= grid.expected_exponent <= 2:
-        raise UserError(f"grid.expected_exponent is {grid.expected_exponent}; it must be at least 0 and at most 2")
-    _positive("grid.budgets", grid.budgets, "a budget is a positive number of FLOPs")
     least, length = grid.min_steps * base.batch_tokens, base.data.sequence_length
     N, _, smallest = architectures.well_shaped(base.model)[0]
     for budget in sorted(set(grid.budgets)):
@@ -95,7 +84,10 @@ def _least_flops(grid: IsoflopGrid, base: RunConfig) -> float:
 
 def _first_round(grid: AdaptiveGrid, base: RunConfig) -> list[RunConfig]:
     """The largest small isoFLOP grid that grid.first_share of the FLOPs pays for."""
-    _check_adaptive(grid)
+    if grid.recipes is not None and len(grid.recipes) != 1:
+        raise UserError(
+            f"grid.recipes has {len(grid.recipes)} recipes; an adaptive grid suggests runs for one law, so it takes one"
+        )
     total = adaptive_flops(grid, base)
     top, each = largest_flops(grid), _least_flops(grid, base)
     for i in range(FIRST_TRIES):
@@ -110,22 +102,6 @@ def _first_round(grid: AdaptiveGrid, base: RunConfig) -> list[RunConfig]:
         f"grid.flops_budget is {total:.3g}, of which grid.first_share {grid.first_share:g} pays for no first round of "
         f"{FIRST_BUDGETS} budgets and {FIRST_SIZES} sizes of at least grid.min_steps {grid.min_steps} steps; give more"
     )
-
-
-def _check_adaptive(grid: AdaptiveGrid) -> None:
-    if grid.recipes is not None and len(grid.recipes) != 1:
-        raise UserError(
-            f"grid.recipes has {len(grid.recipes)} recipes; an adaptive grid suggests runs for one law, so it takes one"
-        )
-    for name in ("flops_budget", "target_flops", "max_flops", "tolerance", "size_tolerance"):
-        value = getattr(grid, name)
-        if value is not None and not 0 < value < math.inf:
-            raise UserError(f"grid.{name} is {value}; it must be a positive number, or null")
-    if not 0 < grid.first_share < 1:
-        raise UserError(f"grid.first_share is {grid.first_share}; it must be above 0 and below 1")
-    for name in ("rounds", "round_runs"):
-        if getattr(grid, name) < 1:
-            raise UserError(f"grid.{name} is {getattr(grid, name)}; it must be 1 or more")
 
 
 def largest_flops(grid: AdaptiveGrid) -> float:
@@ -171,21 +147,12 @@ def _ladder(grid: LadderGrid, base: RunConfig) -> Iterator[RunConfig]:
             f"grid.tokens is {grid.tokens} and grid.tokens_per_parameter is {grid.tokens_per_parameter}; "
             "a ladder needs exactly one of them"
         )
-    _positive("grid.sizes", grid.sizes, "a size is a positive number of parameters")
-    _positive("grid.tokens", grid.tokens, "a D is a positive number of tokens")
-    _positive("grid.tokens_per_parameter", grid.tokens_per_parameter, "a ratio is a positive number")
     for size in grid.sizes:
         model = architectures.nearest_model(base.model, size)
         N = count_parameters(model).N_total
         multiples = [ratio * N for ratio in grid.tokens_per_parameter or ()]
         for tokens in multiples if grid.tokens is None else grid.tokens:
             yield dataclasses.replace(base, model=model, tokens=whole_steps(tokens, base))
-
-
-def _positive(name: str, values: Sequence[float] | None, what: str) -> None:
-    for value in values or ():
-        if not (math.isfinite(value) and value > 0):
-            raise UserError(f"{name} contains {value}; {what}")
 
 
 def _product(grid: ProductGrid, base: RunConfig) -> Iterator[RunConfig]:

@@ -160,7 +160,10 @@ def print_result(sweep: SweepDirectory) -> None:
 
 def print_law(law: dict[str, Any], name: str) -> None:
     """N, D and loss at each target by each approach, then what to distrust."""
-    columns = ("FLOPs", "approach", "N", "D", "D/N", "loss")
+    from ...fit.flops import in_words
+
+    counted = f" ({in_words(law['convention'])})" if "convention" in law else ""  # older files do not say
+    columns = (f"FLOPs{counted}", "approach", "N", "D", "D/N", "loss")
     table = plain_table(columns, ("approach",), f"{name}: compute-optimal, with 95 % intervals")
     approaches = (law.get("approaches") or {}).items()
     found = [(item, name) for name, approach in approaches for item in approach.get("optimal", [])]

@@ -55,6 +55,9 @@ class State:
     since: float = 0.0  # seconds since the epoch
     reason: str | None = None  # why, in a sentence, for everything but success
 
+    def __str__(self) -> str:
+        return self.state if self.reason is None else f"{self.state}: {self.reason}"
+
 
 class RunDirectory:
     """One run on disk: outputs/<sweep>/runs/<run_id>."""

@@ -437,7 +437,8 @@ def test_the_card_has_every_count_and_score_and_takes_no_markup_from_names(tmp_p
     assert all(f" {value:.4g} FLOPs |" in card for value in flops)
     for said in ("1.2500 ± 0.0100", "1.8000", "| piqa | 100 | 0 | 0.5000 ± 0.0500 | 1.5000 | 0.500 |  |",
                  "withheld: item 3: NaN", "| arc_easy | 20 of 2376 |",
-                 "3 prompts cut to the context; 2 share text with the training data", "No licence is stated",
+                 "items whose prompt was cut to the context: 3; items that share text with the training data: 2",
+                 "No licence is stated",
                  "1.3000 (95 %: 1.2000 to 1.4000)", "0.0.9, commit `abc123` with changes", "Note."):  # fmt: skip
         assert said in card, said
     title = card.split("\n# ")[1].splitlines()[0]
@@ -519,7 +520,7 @@ ODD: dict[str, tuple[dict[str, Any], str]] = {
     "base": ({"rope_parameters": {"rope_theta": "x"}}, "rope_theta is 'x' in config.json; it must be a positive"),
     "context": ({"max_position_embeddings": 10**15}, "max_position_embeddings is 10{15} in .* to 16777216"),
     "layers": ({"num_hidden_layers": 10**9}, "num_hidden_layers is 10{9} in .* from 1 to 10000"),
-    "none": ({"vocab_size": None}, "vocab_size is None in config.json"),
+    "none": ({"vocab_size": None}, "vocab_size is not in config.json; it must be a whole number"),
     "keys": ({"num_key_value_heads": -2}, "kv_heads is -2"),
     "epsilon": ({"rms_norm_eps": -1}, "norm_eps is -1"),
 }  # fmt: skip

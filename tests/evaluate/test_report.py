@@ -125,7 +125,7 @@ def test_old_scores_without_the_newer_numbers_still_make_a_page_and_a_table() ->
 def test_a_task_found_clean_is_said_and_not_listed_twice() -> None:
     clean = numbers(contaminated_items=0, clean=numbers())
     said = Read(checkpoint_page(header({"a": clean, "b": clean, "c": numbers()}))).text
-    assert "No item of 2 of the 3 tasks shares text with the training data." in said
+    assert "No item of 2 of 3 tasks shares text with the training data." in said
     assert said.count("clean part") == 0
 
 
@@ -172,7 +172,7 @@ def test_where_nothing_but_itself_is_near_the_page_says_how_far_the_nearest_is()
     scores = header({"arc_easy": numbers()}, flops=1e12)
     peers = [header({}, run_id="x", flops=1e15), header({}, run_id="y", flops=3e12), scores]
     said = Read(checkpoint_page(scores, peers=peers)).text
-    assert "None of the sweep's 2 other checkpoints is within a factor 1.5" in said
+    assert "The sweep has 2 other checkpoints, none within a factor 1.5" in said
     assert "the nearest took 3.00×10¹²" in said
 
 
@@ -307,6 +307,20 @@ def test_links_are_relative_or_nothing(link: str | None, kept: bool) -> None:
 )  # fmt: skip
 def test_counts_have_three_digits_and_a_unit(value: float | None, said: str) -> None:
     assert written.short_count(value) == said
+
+
+def test_one_is_no_plural_and_what_is_missing_is_not_none() -> None:
+    assert [written.counted(count, "run") for count in (0, 1, 2, 1234)] == ["0 runs", "1 run", "2 runs", "1,234 runs"]
+    one = make_rows(("arc_easy",), budgets=1, sizes=1)
+    text = Read(sweep_report.sweep_page(one, {}, "t", {})).text
+    assert "of 1 run " in text
+    assert "in 1 budget " in text
+    items = make_items("t", 1)
+    against = ({"tasks": {"t": numbers()}, "N_total": None}, items)
+    text = Read(checkpoint_page(header({"t": numbers(items=1)}), items, (), against)).text
+    assert "a checkpoint without a name" in text
+    assert " 1 item; " in text
+    assert "None" not in text
 
 
 def test_missing_numbers_are_a_dash() -> None:

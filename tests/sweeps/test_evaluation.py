@@ -48,8 +48,6 @@ def test_a_run_keeps_every_so_many_steps_before_its_last_and_a_branch_those_afte
     assert steps_between(branch, 10) == []
     assert steps_between(branch, 4) == [36]
     assert steps_between(branch, 32) == []  # that one is the trunk's
-    with pytest.raises(UserError, match=r"evaluate\.every is 0; it must be 1 or more steps"):
-        steps_between(trunk, 0)
 
 
 def test_what_is_kept_for_branches_stays_and_no_run_becomes_another() -> None:
@@ -81,11 +79,11 @@ def test_tasks_of_ones_own_are_named_from_the_root_and_missed_before_anything_is
     (tmp_path / "quiz.jsonl").write_text('{"question": "a", "choices": ["b", "c"], "answer": 0}')
     monkeypatch.setattr("isoflop.evaluate.tasks.hub.task_manager", lambda *_: SimpleNamespace(all_tasks=["mmlu"]))
 
-    def planned(path: str) -> list[str]:
+    def planned(path: str, *more: str) -> list[str]:
         config = compose(
             ["+grid=smoke", "cluster=local", "cluster.flops_per_second=1e11", "tracker=none", "evaluate=custom",
              f"evaluate.path={path}", "data=text", f"data.path={data.path}", f"data.cache_dir={data.cache_dir}",
-             "data.tokenizer=bytes"]
+             "data.tokenizer=bytes", *more]
         )  # fmt: skip
         config.sweep, config.output_root = "sweep", str(tmp_path)
         return prepare.from_config(config).config.evaluate.tasks
@@ -96,6 +94,11 @@ def test_tasks_of_ones_own_are_named_from_the_root_and_missed_before_anything_is
             planned(missing)
     with pytest.raises(UserError, match="'quiz' is not known to lm-eval, and no folder"):
         planned("quiz")
+    (tmp_path / "code.yaml").write_text("task: x\ndoc_to_text: !function utils.run\n")
+    (tmp_path / "utils.py").write_text("run = len")
+    with pytest.raises(UserError, match=r"code.yaml runs Python of its own .* evaluate.allow_code=true in a sweep"):
+        planned("code.yaml")
+    assert planned("code.yaml", "evaluate.allow_code=true") == [f"{tmp_path}/code.yaml"]
     (tmp_path / "quiz").mkdir()
     assert planned("quiz") == [f"{tmp_path}/quiz"]
     (tmp_path / "mmlu").mkdir()

@@ -13,9 +13,11 @@ from isoflop.sweeps import prepare
 from isoflop.sweeps.config import SweepConfig, base_run
 from isoflop.sweeps.entry import compose
 from isoflop.sweeps.execute import conduct
+from isoflop.sweeps.execute.advance import outcome
 from isoflop.sweeps.growth import extend
 from isoflop.sweeps.prepare import Prepared
 from isoflop.sweeps.runs import membership
+from isoflop.sweeps.runs.directory import SweepDirectory
 from isoflop.train.config import RECIPE, DataConfig, run_id
 from isoflop.train.errors import UserError
 from isoflop.train.files import write_json
@@ -61,6 +63,18 @@ def test_the_plan_from_the_folder_is_that_of_the_configuration(sweep: Callable[.
     assert again.plan == planned.plan
     assert again.config == planned.config
     assert {run_id(run): run for run in again.runs} == {run_id(run): run for run in planned.runs}
+
+
+def test_a_sweep_is_known_by_its_folders_name_from_within(
+    sweep: Callable[..., Prepared], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = sweep().sweep.path
+    (folder / "fit").mkdir()
+    for inside, path in ((folder, "."), (folder / "fit", "..")):
+        monkeypatch.chdir(inside)
+        config = prepare.configuration(SweepDirectory.open(path))
+        assert (config.output_root, config.sweep) == (str(folder.parent), folder.name)
+        conduct.check(config)
 
 
 def test_a_plan_from_the_folder_needs_no_corpus(
@@ -183,6 +197,28 @@ def test_merged_requests_are_one_sweep_whichever_of_them_is_asked_for_next(
         assert {run.run_id for run in merged.sweep.runs()} == ids(again) == both
     assert prepare.conflict(prepare.from_config(configuration(data, tmp_path, "seed=2"))) is not None
     assert prepare.conflict(prepare.from_config(configuration(data, tmp_path, "seed=2", "sweep_merge=true"))) is None
+
+
+def test_what_both_of_two_merged_requests_have_is_done_as_the_newer_says(
+    sweep: Callable[..., Prepared], data: DataConfig, tmp_path: Path
+) -> None:
+    first = ids(sweep())
+    more = ["grid.sizes=[8e3,4e4]", "log_every=3", "sweep_merge=true"]
+    merged = prepare.from_config(configuration(data, tmp_path, *more))
+    shared = [run for run in merged.runs if run.log_every == 3 and run_id(run) in first]
+    assert (len(merged.runs), len(shared)) == (6, 2)
+
+
+def test_a_run_that_waits_for_no_reason_is_said_to_wait_and_no_more(
+    sweep: Callable[..., Prepared], capsys: pytest.CaptureFixture[str]
+) -> None:
+    planned = sweep()
+    first, second, *_ = planned.directories
+    second.set_state("failed", reason="the disk is full")
+    assert outcome(planned) == 1
+    assert capsys.readouterr().out.splitlines()[:2] == [
+        f"run {first.run_id} is planned", f"run {second.run_id} is failed: the disk is full",
+    ]  # fmt: skip
 
 
 def test_what_a_merged_sweep_is_extended_by_is_of_its_newest_request(

@@ -320,7 +320,7 @@ BAD = [
     (["schedule.kind=linear"], "one of wsd, cosine, constant"),
     (["optimizer.batch_size=0"], "optimizer.batch_size is 0"),
     (["optimizer.learning_rate=-1"], "optimizer.learning_rate is -1.0"),
-    (["grid.sizes=[0]"], "positive number of parameters"),
+    (["grid.sizes=[0]"], "grid.sizes contains 0.0; it must be greater than 0"),
     (["data=text"], "data.path is null"),
     (["data=text", "data.path=/nonexistent/corpus"], "/nonexistent/corpus"),
     (["data.tokenizer=/nonexistent/tokenizer.json"], "/nonexistent/tokenizer.json"),
@@ -328,10 +328,10 @@ BAD = [
     (["cluster.jobs=0"], "cluster.jobs is 0"),
     (["ensembles=0"], "ensembles is 0; it must be 1 or more"),
     (["cluster.runs_per_gpu=0"], "cluster.runs_per_gpu is 0; it must be 1 or more"),
-    (["cluster.launch_bound_width=0"], "cluster.launch_bound_width is 0.0; it must be above 0"),
+    (["cluster.launch_bound_width=0"], "cluster.launch_bound_width is 0.0; it must be greater than 0"),
     (["model.window=65"], "model.window is 65; it must be 1 to data.sequence_length 64"),
     (["parallel.attention=flash9"], "parallel.attention is 'flash9'; it must be one of auto, ours, sdpa"),
-    (["cluster.kind=cloud"], "it must be local or slurm"),
+    (["cluster.kind=cloud"], "it must be one of local, slurm"),
     (["sweep=a/b"], "sweep is 'a/b'"),
     (["sweep=.."], "sweep is '..'; it names one folder under output_root"),
     (["sweep=."], "sweep is '.'; it names one folder under output_root"),
@@ -433,7 +433,8 @@ def test_every_job_of_a_multirun_has_a_folder_of_its_own_named_by_its_overrides(
     )
     monkeypatch.chdir(tmp_path)
     assert sweep_main(["--multirun", "cluster=local", *overrides]) == 0
-    assert asked == folders
+    assert sweep_main(["cluster=local", *overrides[:1], "-m", *overrides[1:]]) == 0
+    assert asked == 2 * folders
 
 
 def test_the_name_of_a_multiruns_folder_fits_a_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,7 +132,7 @@ def test_every_config_comes_back_and_a_wrong_type_is_named_with_its_value() -> N
 )
 def test_ids_of_a_tokenizer_are_checked_before_the_library_sees_them(content: str, says: str, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(content)
-    with pytest.raises(UserError, match=rf"cannot be loaded \(.*{says}.*\), it must be bytes") as caught:
+    with pytest.raises(UserError, match=rf"cannot be loaded \(.*{says}.*\): it must be bytes") as caught:
         planned_vocab_size(DataConfig(tokenizer=str(tmp_path)))
     assert len(str(caught.value)) < 400
 

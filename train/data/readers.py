@@ -229,7 +229,7 @@ def text_of(row: dict[str, Any], field: str, where: str) -> str:
     if value is None:
         return ""
     if not isinstance(value, str):
-        raise UserError(f"data.field is {field!r}; {where} holds {type(value).__name__} there, it must be text")
+        raise UserError(f"data.field is {field!r}; {where} holds {type(value).__name__} there: it must be text")
     return well_formed(value)
 
 

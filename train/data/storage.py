@@ -40,7 +40,7 @@ def cache_directory(config: DataConfig) -> Path:
 
 def _unwritable(directory: Path, reason: str | None) -> str:
     return (
-        f"data.cache_dir is {directory}; it cannot be written ({reason}), set it or ISOFLOP_CACHE to a writable folder"
+        f"data.cache_dir is {directory}; it cannot be written ({reason}): set it or ISOFLOP_CACHE to a writable folder"
     )
 
 

@@ -199,7 +199,7 @@ def _read_tokenizer_json(path: Path) -> Any:
     except Exception as error:  # the library raises bare Exceptions
         reason = str(error).splitlines()[0][:120]
     raise UserError(
-        f"data.tokenizer is {str(path)!r}; it cannot be loaded ({reason}), it must be bytes, bpe, "
+        f"data.tokenizer is {str(path)!r}; it cannot be loaded ({reason}): it must be bytes, bpe, "
         "or the path of a tokenizer.json"
     )
 

@@ -224,7 +224,7 @@ BAD_FILES = {
     "field.jsonl": (b'{"body": "b", "id": 1}\n', r"data.field is 'text'; line 1 of .*field\.jsonl has 'body', 'id'$"),
     "type.jsonl": (
         b'{"text": 7}\n',
-        r"data.field is 'text'; line 1 of .*type\.jsonl holds int there, it must be text",
+        r"data.field is 'text'; line 1 of .*type\.jsonl holds int there: it must be text",
     ),
     "deep.jsonl": (b"[" * 100_000, r"line 1 of .*deep\.jsonl is not JSON"),
     "latin.txt": (b"fine, then: " + b"\xe4\xf6", r"latin\.txt is not UTF-8 text \(byte 0xe4 near offset 12\)"),

@@ -287,7 +287,7 @@ def test_a_vocabulary_beyond_16_bits_is_stored_in_32() -> None:
         ({"tokenizer": "bpe", "vocab_size": 256}, r"data.vocab_size is 256; data.tokenizer=bpe needs at least 257"),
         (
             {"tokenizer": "/no/tokenizer.json"},
-            r"cannot be loaded \(No such file or directory\), it must be bytes",
+            r"cannot be loaded \(No such file or directory\): it must be bytes",
         ),
         ({"tokenizer": "gpt2"}, r"data.tokenizer is 'gpt2'; it cannot be loaded"),
     ],
@@ -303,7 +303,7 @@ def test_a_tokenizer_that_cannot_be_had_is_refused(tmp_path: Path, fields: dict[
 )
 def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "tokenizer.json").write_text(content)
-    with pytest.raises(UserError, match=r"cannot be loaded \(.+\), it must be bytes") as caught:
+    with pytest.raises(UserError, match=r"cannot be loaded \(.+\): it must be bytes") as caught:
         load_tokenizer(DataConfig(tokenizer=str(tmp_path / "tokenizer.json")), None, tmp_path)
     assert "\n" not in str(caught.value)
 
