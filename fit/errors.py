@@ -63,9 +63,9 @@ def same_length(**columns: Array) -> None:
 
 def enough(points: int, parameters: int, what: str) -> None:
     if points <= parameters:
+        said = "1 point" if points == 1 else f"{points} different points"
         raise InputError(
-            f"{what} has {parameters} parameters and the table has {points} different points; "
-            f"it needs at least {parameters + 1}."
+            f"{what} has {parameters} parameters and the table has {said}; it needs at least {parameters + 1}."
         )
 
 

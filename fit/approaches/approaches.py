@@ -208,6 +208,11 @@ def _of_power_law(key: str, title: str, sizes: PowerLaw | None, reason: str, **s
     return Approach(key, title, "", sizes.p_, None if sizes.draws_ is None else sizes.interval("p"), **source)
 
 
+def size_or_none(value: Any) -> float | None:
+    """A finite size above zero, or None, as where a term of the law vanished."""
+    return finite_or_none(value) if value > 0 else None
+
+
 def finite_or_none(value: Any) -> float | None:
     """A float, or None for what is not a finite number."""
     return float(value) if np.isfinite(value) else None

@@ -16,11 +16,12 @@ from ..errors import Array, InputError, enough, identifiable
 from ..flops import FlopsPerToken
 from ..table import RunTable
 from ..uncertainty import percentile_interval, resampled_together
-from .approaches import Law, finite_or_none
+from .approaches import Law, finite_or_none, size_or_none
 from .isoflop import IsoflopProfiles, binned_levels
 
 COARSE_BIN = 0.5  # decades, where the table has no budgets
 RUNG_GAP = 0.02  # log N; sizes nearer than this are one rung
+SIZES = ("N", "tokens_per_parameter")
 DRAWS = 200  # resamples behind the prediction intervals of a step
 
 
@@ -79,7 +80,7 @@ def leave_one_out(table: RunTable, law: Law, labels: np.ndarray, budgets: Array,
             moves[name] /= width if width > 0 else np.nan
     entries: list[dict[str, Any]] = [
         {"kind": kind, "value": value, "runs": int(rows.sum())}
-        | {name: finite_or_none(values[i]) for name, values in refits.items()}
+        | {name: (size_or_none if name in SIZES else finite_or_none)(values[i]) for name, values in refits.items()}
         | {"moves": {name: finite_or_none(values[i]) for name, values in moves.items()}}
         for i, (kind, value, rows) in enumerate(groups)
     ]
@@ -128,8 +129,8 @@ def _step(
         **_errors(law, held),
         **{f"{name}_beyond": value for name, value in beyond.items() if name != "runs_predicted"},
         "runs_beyond": beyond["runs_predicted"],
-        "tokens_per_parameter_at_target": finite_or_none(compute_optimal(law, target).ratio[0]),
-        "tokens_per_parameter_at_target_full": finite_or_none(compute_optimal(full, target).ratio[0]),
+        "tokens_per_parameter_at_target": size_or_none(compute_optimal(law, target).ratio[0]),
+        "tokens_per_parameter_at_target_full": size_or_none(compute_optimal(full, target).ratio[0]),
         "predicted": np.asarray(law.predict(held.N, held.D)).tolist(),
         "measured": held.loss.tolist(),
         "loss_inside": _inside(law, cheap, held) if full.draws_ is not None else None,
@@ -145,9 +146,9 @@ def _step(
     spend = law.flops_per_token_ or FlopsPerToken()
     best = compute_optimal(law, spend(np.array(N)) * D) if N and D else None
     return step | {
-        "N_predicted": best and finite_or_none(best.N[0]),
+        "N_predicted": best and size_or_none(best.N[0]),
         "N_measured": N,
-        "tokens_per_parameter_predicted": best and finite_or_none(best.ratio[0]),
+        "tokens_per_parameter_predicted": best and size_or_none(best.ratio[0]),
         "tokens_per_parameter_measured": D / N if N and D else None,
     }
 
@@ -195,8 +196,4 @@ def _answers(law: Law, constants: dict[str, Array], target: float) -> dict[str, 
 def _logs(answers: dict[str, Array]) -> dict[str, Array]:
     """What moves are counted in: exponents, and the logarithms of N and D/N."""
     with np.errstate(divide="ignore", invalid="ignore"):
-        return {
-            name: np.log(values) if name in ("N", "tokens_per_parameter") else values
-            for name, values in answers.items()
-            if name != "loss"
-        }
+        return {name: np.log(values) if name in SIZES else values for name, values in answers.items() if name != "loss"}

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ...train.data.shards import Shards
 
 INTERRUPTED = 130
+MANY_RUNS = 2000  # of a table, from which a fit takes minutes
 REASONS = 3  # of a step of a data recipe, the most frequent ones
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
@@ -87,6 +88,11 @@ def fit_table(
         runs = fit.read_table(table, columns=_columns(column or []), derive_d=derive_d, drop_worst=drop_worst)
         largest = float(max(runs.flops if convention == "table" else 6.0 * runs.N * runs.D))
         targets = tuple(target_flops or [largest * factor for factor in (10.0, 100.0, 1000.0)])
+        if len(runs) > MANY_RUNS:
+            print(
+                f"note: a fit of {len(runs):,} runs may take many minutes; a small --bootstrap is faster",
+                file=sys.stderr,
+            )
         analysis = fit.analyze(runs, targets, bootstrap, seed, law, convention)
         if analysis.law is None and not any(approach.available for approach in analysis.approaches.values()):
             raise fit.InputError(analysis.approaches["parametric"].reason)

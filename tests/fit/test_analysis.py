@@ -96,6 +96,9 @@ def test_a_degenerate_table_gets_a_whole_report_with_no_figure_that_lacks_data(l
     assert found.law is None or "No contours: the law predicts the same loss for all runs." in page
     assert "contours" not in files
     assert {approach["exponent"] for approach in found.to_dict()["approaches"].values()} == {None}
+    steps, influence = found.backtest["steps"], found.backtest["influence"]
+    assert not any(0 in (step["tokens_per_parameter_at_target"], step["N_predicted"]) for step in steps)
+    assert influence is None or not any(entry["N"] == 0 for entry in influence["left_out"])
 
 
 def test_a_report_that_fails_leaves_no_folder_and_an_old_one_as_it_was(tmp_path, monkeypatch):
