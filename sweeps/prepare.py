@@ -184,14 +184,10 @@ def resolve_runs(config: SweepConfig) -> list[RunConfig]:
     base.data.tokenizer_fingerprint = planned_fingerprint(base.data)
     if base.model.vocab_size is None:
         base.model.vocab_size = planned_vocab_size(base.data)
-<<<<<<< HEAD
     corpus = split_corpus(base.data)
     if isinstance(corpus, Blocks):
         print(f"note: {corpus.describe()['sentence']}")
     base.data.fingerprint = corpus.fingerprint()
-    return expand_grid(config.grid, base)
-=======
-    base.data.fingerprint = open_corpus(base.data).fingerprint()
     runs, known = expand_grid(config.grid, base), dict[tuple[str, int], int]()
     for run in runs:
         key = run.data.tokenizer, run.data.vocab_size
@@ -201,7 +197,6 @@ def resolve_runs(config: SweepConfig) -> list[RunConfig]:
                 "must be the same (null takes the tokenizer's)"
             )
     return runs
->>>>>>> main
 
 
 def resolved_base(sweep: SweepDirectory, config: SweepConfig) -> RunConfig:
