@@ -24,27 +24,10 @@ from ...train.checkpoint.storage import MOMENTS, WEIGHTS
 from ...train.config import DataConfig, OptimizerConfig, RunConfig, ScheduleConfig, TrackerConfig, to_dict
 from ...train.data.tokenizers import ByteTokenizer, planned_fingerprint
 from ...train.errors import UserError
-from ...train.files import (
-    file_sha256,
-    put_in_place,
-    read_document,
-    read_json,
-    temporary_directory_beside,
-    write_json,
-)
+from ...train.files import file_sha256, put_in_place, read_document, read_json, temporary_directory_beside, write_json
 from ...train.planner.validation import validate
+from . import hf_weights as hf
 from .hf_tokenizer import TOKENIZER_CONFIG, TOKENIZER_FILES, read_tokenizer, write_tokenizer
-from .hf_weights import (
-    ARCHITECTURES,
-    HfConfig,
-    from_hf,
-    hf_config,
-    model_config,
-    model_type,
-    to_hf,
-    whole_number,
-    window_of,
-)
 from .model_card import Facts, imported_from, model_card
 
 _ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -126,10 +109,10 @@ def _is_ours(path: Path) -> bool:
 def _write_hf(loaded: LoadedCheckpoint, folder: Path, dtype: str) -> str:
     model, length = loaded.config.model, loaded.config.data.sequence_length
     end = loaded.tokenizer.end_of_document
-    tensors = {name: weight.to(_DTYPES[dtype]) for name, weight in to_hf(loaded.model).items()}
+    tensors = {name: weight.to(_DTYPES[dtype]) for name, weight in hf.to_hf(loaded.model).items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     os.chmod(folder / "model.safetensors", 0o644)
-    config, source = hf_config(model, length, end, str(_DTYPES[dtype]).removeprefix("torch.")), loaded.path / SOURCE
+    config, source = hf.hf_config(model, length, end, str(_DTYPES[dtype]).removeprefix("torch.")), loaded.path / SOURCE
     if (said := read_json(source / CONFIG)) is None:
         write_json(folder / CONFIG, config)
         write_json(folder / GENERATION, dict.fromkeys(IDS, end))
@@ -139,7 +122,7 @@ def _write_hf(loaded: LoadedCheckpoint, folder: Path, dtype: str) -> str:
         kept = {name: value for name, value in (config | known).items() if name in known or name not in IDS}
         write_json(folder / CONFIG, kept)
         _copy(source, folder, _AS_IT_CAME)
-    return ARCHITECTURES[model_type(model, length)]
+    return hf.ARCHITECTURES[hf.model_type(model, length)]
 
 
 def _copy(source: Path, folder: Path, names: set[str]) -> None:
@@ -166,7 +149,7 @@ def _notes(loaded: LoadedCheckpoint) -> list[str]:
         notes.append(f"It was trained on sequences of {length} tokens and has seen no position beyond.")
     else:
         notes.append(f"Its context is {length} tokens.")
-    if (window := window_of(config.model, length)) is not None:
+    if (window := hf.window_of(config.model, length)) is not None:
         notes.append(f"A token sees the last {window} tokens, itself included.")
     if config.data.separate_documents:
         notes.append(
@@ -196,7 +179,7 @@ def import_checkpoint(
     if not (folder / CONFIG).is_file():
         raise UserError(f"{folder} has no {CONFIG}; it must be a folder of a Hugging Face model")
     described = read_document(folder / CONFIG, dict[str, Any])
-    read_document(folder / CONFIG, HfConfig)  # checks the fields that it names
+    read_document(folder / CONFIG, hf.HfConfig)  # checks the fields that it names
     config = _run_config(folder, described, _length(described, sequence_length))
     with temporary_directory_beside(output) as temporary:
         tokenizer = read_tokenizer(folder, temporary)
@@ -240,14 +223,14 @@ def _check_end(folder: Path, described: dict[str, Any], end: int) -> None:
 
 
 def _length(described: dict[str, Any], wanted: int | None) -> int:
-    most = whole_number(described, "max_position_embeddings")
+    most = hf.whole_number(described, "max_position_embeddings")
     if wanted is not None and not 1 <= wanted <= most:
         raise UserError(f"--sequence-length is {wanted}; it must be 1 to max_position_embeddings {most} of config.json")
     return wanted or most
 
 
 def _run_config(folder: Path, described: dict[str, Any], length: int) -> RunConfig:
-    model = model_config(described, length)
+    model = hf.model_config(described, length)
     config = RunConfig(
         model=model,
         data=DataConfig(corpus="text", path=None, tokenizer=str(folder / "tokenizer.json"), sequence_length=length),
@@ -281,4 +264,4 @@ def _weights(folder: Path, config: RunConfig) -> dict[str, Tensor]:
             files |= dict.fromkeys(file.keys(), file)
         except (OSError, SafetensorError) as error:
             raise UserError(f"{folder / name} cannot be read ({error}); fetch it again") from error
-    return from_hf(files, config.model)
+    return hf.from_hf(files, config.model)

@@ -250,11 +250,6 @@ def signal_of(sweep: Sweep, task: str, answers: Mapping[str, Answers]) -> Signal
     }
 
 
-def is_beyond_noise(one: Paired | None) -> bool:
-    """Where nothing is known, nothing is held against a measure."""
-    return one is None or one.clear
-
-
 def strength(signal: Signal) -> float:
     """How far the better of a task's two measures stands out of its noise."""
     return max((one.z / one.threshold for one in signal.values() if one), default=0.0)
@@ -287,23 +282,16 @@ class Task(NamedTuple):
 def _facts(sweep: Sweep, tasks: Sequence[Task]) -> list[tuple[str, str, str]]:
     flops = [row["flops"] for row in sweep.rows]
     sizes = [row["N"] for row in sweep.rows if is_number(row.get("N"))]
-    trends = [task.trend for task in tasks if task.trend]
-    falling = [task for task in tasks if task.trend and task.trend.falls and is_beyond_noise(task.signal["gold_bpb"])]
+    runs, budgets = counted(len({row["run_id"] for row in sweep.rows}), "run"), counted(len(sweep.budgets), "budget")
+    trends = [(task.trend, task.signal["gold_bpb"]) for task in tasks if task.trend]
+    falling = sum(trend.falls and (bits is None or bits.clear) for trend, bits in trends)
     clear = sum(any(one.clear for one in task.signal.values() if one) for task in tasks)
     return [
-        ("Checkpoints", f"{len(sweep.rows):,}", "of " + counted(len({row["run_id"] for row in sweep.rows}), "run")),
-        (
-            "Training FLOPs",
-            compute(max(flops)),
-            f"from {compute(min(flops))}, in {counted(len(sweep.budgets), 'budget')}",
-        ),
+        ("Checkpoints", f"{len(sweep.rows):,}", f"of {runs}"),
+        ("Training FLOPs", compute(max(flops)), f"from {compute(min(flops))}, in {budgets}"),
         ("Parameters (N)", short_count(max(sizes, default=None)), f"from {short_count(min(sizes))}" if sizes else ""),
         ("Tasks that tell runs apart", f"{clear} of {len(tasks)}", "beyond their noise"),
-        (
-            "BPB falls with every budget",
-            f"{len(falling)} of {len(trends)}",
-            "of the best run of each",
-        ),
+        ("BPB falls with every budget", f"{falling} of {len(trends)}", "of the best run of each"),
     ]
 
 
