@@ -25,6 +25,7 @@ from ..train.files import read_json, write_atomic, write_json
 from .config import SweepConfig, base_run, from_mapping
 from .grid import trunks
 from .grid.expand import expand_grid
+from .plan.foresight import foresee
 from .plan.rates import core_flops_per_second, fill_budgets, places, sweep_rates
 from .plan.sweep_plan import Plan, plan_remarks, plan_runs
 from .runs import states
@@ -68,9 +69,11 @@ def from_config(config: SweepConfig) -> Prepared:
     rate = matmul_rate(config, sweep)
     fill_budgets(config.grid, config.cluster, rate)
     runs = resolve_runs(config)
+    foreseen = foresee(config.grid, runs)
     if config.sweep_merge and (sweep.path / "plan.json").exists():
         runs = [*(run.config() for run in sweep.runs()), *runs]  # what both have is as it is asked for now
     prepared = _prepare(sweep, config, runs, rate)
+    prepared.remarks.extend(foreseen)
     if (before := _recorded(sweep)) and (said := _changes(_questions(before), _questions(config))):
         prepared.remarks.append(f"{said}; what is done is kept, and scored and fitted as it is asked for now")
     return prepared

@@ -57,7 +57,7 @@ def run_label(run: RunConfig) -> str:
     return f"{named}_{recipe.recipe_label(run.data.recipe)}" if run.data.recipe else named
 
 
-def _isoflop(grid: IsoflopGrid, base: RunConfig) -> Iterator[RunConfig]:
+def isoflop_runs(grid: IsoflopGrid, base: RunConfig) -> Iterator[RunConfig]:
     _refuse_tokens(grid, base)
     if not grid.budgets:
         raise UserError(f"grid.budgets is {grid.budgets}; give a list of training FLOPs such as [1e12,3e12]")
@@ -69,7 +69,7 @@ def _isoflop(grid: IsoflopGrid, base: RunConfig) -> Iterator[RunConfig]:
                 f"grid.budgets contains {budget:.3g}, and the smallest model ({N:,} parameters) needs "
                 f"{_least_flops(grid, base):.2g} FLOPs for grid.min_steps {grid.min_steps}; give at least that"
             )
-        for model in isoflop_sizes(grid, base.model, budget):
+        for model in isoflop_sizes(grid, base.model, budget):  # those of too few steps are left out
             tokens = tokens_for_budget(model, length, budget, grid.convention)
             if tokens >= least:
                 yield dataclasses.replace(base, model=model, tokens=whole_steps(tokens, base), budget=budget)
@@ -95,7 +95,7 @@ def _first_round(grid: AdaptiveGrid, base: RunConfig) -> list[RunConfig]:
         if budgets[-1] < each:
             break
         small = dataclasses.replace(grid, budgets=budgets, sizes=FIRST_SIZES)
-        runs = list(_isoflop(small, base))
+        runs = list(isoflop_runs(small, base))
         if _trained_flops(runs) <= grid.first_share * total:
             return runs
     raise UserError(
@@ -111,7 +111,7 @@ def largest_flops(grid: AdaptiveGrid) -> float:
 
 def adaptive_flops(grid: AdaptiveGrid, base: RunConfig) -> float:
     """Of all rounds together."""
-    return grid.flops_budget or _trained_flops(list(_isoflop(grid, base)))
+    return grid.flops_budget or _trained_flops(list(isoflop_runs(grid, base)))
 
 
 def _trained_flops(runs: list[RunConfig]) -> float:
@@ -128,7 +128,7 @@ def whole_steps(tokens: float, base: RunConfig, rounded: Callable[[float], int] 
 def isoflop_sizes(grid: IsoflopGrid, base: ModelConfig, budget: float) -> list[ModelConfig]:
     """Distinct models, log-spaced by grid.span around the expected optimum of a budget, smallest first."""
     # All budgets take their sizes from one lattice, so that runs of one size share a trunk.
-    expected = grid.expected_N * (budget / grid.expected_flops) ** grid.expected_exponent
+    expected = expected_size(grid, base, budget)
     gap = math.log(grid.span) / (grid.sizes - 1) if grid.sizes > 1 else 0.0
     if gap > 0:
         expected = grid.expected_N * math.exp(gap * round(math.log(expected / grid.expected_N) / gap))
@@ -138,6 +138,17 @@ def isoflop_sizes(grid: IsoflopGrid, base: ModelConfig, budget: float) -> list[M
         above = count_parameters(models[-1]).N_total if models else 0
         models.append(architectures.nearest_model(base, target, above))
     return models
+
+
+def expected_size(grid: IsoflopGrid, base: ModelConfig, budget: float) -> float:
+    """N_total of the expected optimum: grid.expected_N is that of models on bytes, whose blocks stay as they are while
+    the tables grow with the vocabulary.
+    """
+    expected = grid.expected_N * (budget / grid.expected_flops) ** grid.expected_exponent
+    on_bytes = dataclasses.replace(base, vocab_size=256, tied_embeddings=True)
+    shape = architectures.nearest_model(on_bytes, expected)
+    own = dataclasses.replace(shape, vocab_size=base.vocab_size, tied_embeddings=base.tied_embeddings)
+    return expected + count_parameters(own).N_total - count_parameters(shape).N_total
 
 
 def _ladder(grid: LadderGrid, base: RunConfig) -> Iterator[RunConfig]:
@@ -237,7 +248,7 @@ def _refuse_tokens(grid: GridConfig, base: RunConfig) -> None:
 
 KINDS: dict[type, Callable[[Any, RunConfig], Iterable[RunConfig]]] = {
     AdaptiveGrid: _first_round,
-    IsoflopGrid: _isoflop,
+    IsoflopGrid: isoflop_runs,
     LadderGrid: _ladder,
     ProductGrid: _product,
     PointsGrid: _points,

@@ -35,7 +35,7 @@ from ..runs.queue import Queue
 from ..slurm import commands as slurm
 from ..slurm import supervisor
 from ..terminal import say
-from .status import missing_field
+from .status import fit_failure, missing_field
 
 LEAST_BYTES = 500e6  # that the disk must have left
 # Takes the lock that the process which starts it holds; 0: it got it, so locks do nothing here.
@@ -254,6 +254,9 @@ def _files(sweep: SweepDirectory) -> Iterator[Fault]:
     for fault in unreadable(sweep.path / membership.ADDED, "remove it and extend again; runs that are done stay done"):
         yield replace(fault, mend=None)
     yield from unreadable(sweep.path / "table.csv", anew, _is_table)
+    if (why := fit_failure(sweep)) is not None:
+        how = f"isoflop report {sweep.path} fits anew, once that is mended"
+        yield Fault("fit", f"the fit failed: {why}", sweep.path / "fit", None, how)
 
 
 def _launch_record(sweep: SweepDirectory) -> Iterator[Fault]:

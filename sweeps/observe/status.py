@@ -28,7 +28,7 @@ from ..config import ClusterConfig, cluster_of
 from ..results import accounting
 from ..runs import attempts
 from ..runs.attempts import Attempt, Policy
-from ..runs.directory import OPEN, STATES, RunDirectory, SweepDirectory, now_on, yaml_or_empty
+from ..runs.directory import FIT_FAILURE, OPEN, STATES, RunDirectory, SweepDirectory, now_on, yaml_or_empty
 from ..runs.membership import members
 from ..terminal import console, describe_seconds, short
 
@@ -104,7 +104,21 @@ def sweep_status(sweep: SweepDirectory, before: Mapping[str, Any] | None = None)
         "eta_seconds": sweep_eta(rows),
         "runs": rows,
         "report": str(report) if report.exists() else None,
+        "fit_failure": fit_failure(sweep),
     }
+
+
+def fit_failure(sweep: SweepDirectory) -> str | None:
+    """Why the laws are not fitted to what is there, where that was tried and failed."""
+    if (recorded := read_json(sweep.path / FIT_FAILURE)) is not None:
+        return str(recorded.get("reason"))
+    memory, law = read_json(sweep.path / "jobs" / "keeper.json") or {}, sweep.path / "fit" / "law.json"
+    tried = memory.get("fits")
+    if not (memory.get("over") is True and isinstance(tried, dict)):
+        return None
+    newest = _finite(tried.get("newest")) or 0.0
+    lost = not law.exists() or law.stat().st_mtime < newest
+    return f"its {tried.get('tries')} jobs ended without a law, as their logs in jobs/ may say" if lost else None
 
 
 def _planned(sweep: SweepDirectory) -> list[Row]:
@@ -297,6 +311,8 @@ def render_status(status: dict[str, Any], out: Console, everything: bool) -> Ren
     if status["eta_seconds"] is not None:
         words.append(f"the last run ends in about {describe_seconds(status['eta_seconds'])}")
     lines += [", ".join(words)] if words else []
+    if status.get("fit_failure"):
+        lines.append(f"the fit failed: {status['fit_failure']}")
     if status["report"]:
         lines.append(f"report: {status['report']}")
     return Group(table, *(Text(line, overflow="fold") for line in lines))

@@ -21,7 +21,7 @@ from ..plan.packing import ensemble_speedup
 from ..plan.rates import Measured, kind_of, place_of, record_rates
 from ..plan.sweep_plan import launch_bound_width
 from ..runs import attempts
-from ..runs.directory import SweepDirectory
+from ..runs.directory import FIT_FAILURE, SweepDirectory
 from ..terminal import console, plain_table, say, short
 from . import pages, tracking
 from .accounting import account, own_seconds, result_of, shares_device
@@ -58,8 +58,15 @@ def write_results(sweep: SweepDirectory, targets: list[float] | None = None, ane
     if law is not None:
         law = {name: value for name, value in law.items() if name not in ("provenance", "estimator")}
     else:
-        law = _analyze(sweep, targets)
+        try:
+            law = _analyze(sweep, targets)
+        except UserError:
+            raise  # nothing to fit yet
+        except Exception as error:
+            write_json(sweep.path / FIT_FAILURE, {"reason": f"{error}" or type(error).__name__})
+            raise
         write_json(inputs, {"digest": digest, "made": _stamps(sweep, MADE)})
+    (sweep.path / FIT_FAILURE).unlink(missing_ok=True)
     tracking.push_results(sweep, _note)
     return law
 

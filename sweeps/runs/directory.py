@@ -27,6 +27,7 @@ from ...train.files import HALVED, read_json, write_atomic, write_json
 from ...train.job.failure import forget_failure
 
 ENDS = ("done", "failed", "diverged", "preempted", "cancelled")
+FIT_FAILURE = "fit_failure.json"  # of a sweep: why its last fit failed; absent where it did not
 OPEN = ("running", "preempted", "queued", "planned")  # states that a run leaves by itself
 STATES = ("planned", "queued", "running", *ENDS)
 CANCEL = "cancel.json"

@@ -16,9 +16,10 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
-from isoflop.sweeps.observe import doctor, logs
+from isoflop.sweeps.observe import doctor, logs, status
 from isoflop.sweeps.observe.doctor import Finding, examine_sweep
 from isoflop.sweeps.plan.packing import Unit
+from isoflop.sweeps.results.finish import write_results
 from isoflop.sweeps.runs import attempts
 from isoflop.sweeps.runs.directory import RunDirectory, SweepDirectory
 from isoflop.sweeps.runs.queue import Queue
@@ -423,3 +424,33 @@ def test_a_sweep_at_work_is_clean_at_every_moment_and_is_not_disturbed(smoke: tu
     undisturbed = {run.run_id: (run.summary() or {})["val_loss"] for run in SweepDirectory(smoke[0]).runs()}
     assert {run.run_id: (run.summary() or {})["val_loss"] for run in sweep.runs()} == undisturbed
     assert all(len(attempts.read(run)) == 1 for run in sweep.runs())
+
+
+def test_a_fit_that_failed_is_a_state_that_status_and_doctor_show_until_one_succeeds(
+    sweep: SweepDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr("isoflop.fit.analyze", fail)
+        with pytest.raises(ValueError, match="the table is no table"):
+            write_results(sweep, anew=True)
+    assert status.sweep_status(sweep)["fit_failure"] == "the table is no table"
+    (finding,) = doctor.examine_sweep(sweep, mend=True)
+    assert (finding.kind, finding.is_left) == ("fit", True)
+    assert "the table is no table" in finding.what
+    write_results(sweep, anew=True)
+    assert status.sweep_status(sweep)["fit_failure"] is None
+    assert doctor.examine_sweep(sweep, mend=True) == []
+
+
+def fail(*_: object) -> None:
+    raise ValueError("the table is no table")
+
+
+def test_a_fit_whose_jobs_were_killed_is_such_a_state_too(sweep: SweepDirectory) -> None:
+    (sweep.path / "jobs").mkdir(exist_ok=True)
+    newest = (sweep.path / "fit" / "law.json").stat().st_mtime + 1
+    memory = {"over": True, "fits": {"newest": newest, "tries": 3}}
+    write_json(sweep.path / "jobs" / "keeper.json", memory | {"over": False})
+    assert status.fit_failure(sweep) is None  # another is under way
+    write_json(sweep.path / "jobs" / "keeper.json", memory)
+    assert "its 3 jobs ended without a law" in str(status.fit_failure(sweep))

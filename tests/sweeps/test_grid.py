@@ -34,6 +34,15 @@ def test_every_isoflop_run_spends_its_budget_to_within_a_step() -> None:
         assert abs(flops_exact(run) - run.budget) <= step / 2 * (1 + 1e-9)
 
 
+def test_the_expected_optimum_grows_by_the_tables_of_a_larger_vocabulary() -> None:
+    points = IsoflopGrid(expected_N=22e3, expected_flops=2.5e11)
+    assert grid.expected_size(points, ModelConfig(vocab_size=256), 2.5e11) == 22e3  # to the last bit: run ids stand
+    width = architectures.nearest_model(ModelConfig(vocab_size=256), 22e3).width
+    assert grid.expected_size(points, ModelConfig(vocab_size=4096), 2.5e11) == 22e3 + (4096 - 256) * width
+    untied = ModelConfig(vocab_size=256, tied_embeddings=False)
+    assert grid.expected_size(points, untied, 2.5e11) == 22e3 + 256 * width
+
+
 def test_the_6nd_convention_spends_6nd() -> None:
     for run in grid.expand_grid(IsoflopGrid(budgets=[1e12], convention="6nd"), base()):
         assert flops_6nd(run) == pytest.approx(1e12, rel=0.5 / run.steps)
@@ -68,7 +77,7 @@ def on_a_cluster() -> RunConfig:
     [
         (base(), [5e10, 1e11, 2.5e11, 5e11], 0.77),
         (base(), BUDGETS, 0.77),
-        (on_a_cluster(), [1e18, 2e18, 5e18, 1e19], 0.85),  # here many a D is too short for the warm-up of its N
+        (on_a_cluster(), [1e18, 2e18, 5e18, 1e19], 0.89),  # here many a D is too short for the warm-up of its N
     ],
 )
 def test_neighbouring_budgets_have_sizes_in_common_and_save_what_trunks_can(
@@ -84,8 +93,9 @@ def test_neighbouring_budgets_have_sizes_in_common_and_save_what_trunks_can(
 def test_the_lattice_moves_the_middle_by_half_a_gap_at_most(sizes: int) -> None:
     points = IsoflopGrid(sizes=sizes, span=16)
     for budget in [10 ** (16 + i / 7) for i in range(28)]:
-        found = [count_parameters(m).N_total for m in grid.isoflop_sizes(points, ModelConfig(vocab_size=32768), budget)]
-        expected = points.expected_N * (budget / points.expected_flops) ** points.expected_exponent
+        model = ModelConfig(vocab_size=32768)
+        found = [count_parameters(m).N_total for m in grid.isoflop_sizes(points, model, budget)]
+        expected = grid.expected_size(points, model, budget)
         middle = math.fsum(map(math.log, found)) / sizes
         half = math.log(16) / (sizes - 1) / 2 if sizes > 1 else 0.0
         assert abs(middle - math.log(expected)) <= half + 0.2  # the nearest well-shaped model is up to 20 % off
