@@ -6,11 +6,10 @@ fitted is no better for having been saved.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 
@@ -23,12 +22,19 @@ from .checks.doctor import Warning, extrapolation
 from .checks.verdict import Verdict
 from .downstream.downstream import TaskVerdict
 from .errors import InputError, positive
+from .files import read_document
 from .flops import FlopsPerToken, check_convention, convention_name, flops_per_token
 from .formatting import plain_json
 from .laws.persistence import read_law
 from .table import RunTable
 
 DEFAULT_TARGETS = (10.0, 100.0, 1000.0)  # times the largest run
+
+
+class SavedWarnings(TypedDict, total=False):
+    """What a report's law.json has beside its law."""
+
+    warnings: list[dict[str, str]]
 
 
 @dataclass
@@ -144,8 +150,8 @@ def answer(source: str | Path, targets: Sequence[float] | None = None, conventio
     goals = positive("target", targets or [largest * factor for factor in DEFAULT_TARGETS])
     approach = parametric(law, "", spend)
     estimates = [vars(approach.at(float(C))) for C in goals] if approach.available else []
-    content = json.loads(Path(source).read_text()) if Path(source).is_file() else {}
-    warnings = [w for w in content.get("warnings", ()) if w.get("code") != "extrapolation"]
+    content: SavedWarnings = read_document(Path(source), SavedWarnings) if Path(source).is_file() else {}
+    warnings: list[Any] = [w for w in content.get("warnings", ()) if w.get("code") != "extrapolation"]
     own = []  # of a law alone, what it knows of itself
     if not approach.available:
         own.append(Warning("no_parametric", f"{approach.title} has no answer: {approach.reason}."))

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from ..train.config import (
     CheckpointConfig,
     DataConfig,
@@ -217,6 +219,14 @@ class SweepConfig:
     wait: bool = False  # slurm: wait for the jobs instead of returning at once
 
 
+@dataclass
+class Recorded:
+    """A part of a SweepConfig, of any version."""
+
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+
+
 def base_run(config: SweepConfig) -> RunConfig:
     """The run that the grid varies: the sweep's first half."""
     names = {item.name for item in dataclasses.fields(RunConfig)} & {item.name for item in dataclasses.fields(config)}
@@ -249,9 +259,16 @@ def from_mapping(values: Any, source: object, remedy: str = OTHER_VERSION) -> Sw
 
 def cluster_of(settings: Mapping[str, Any]) -> ClusterConfig:
     """The cluster in a sweep.yaml, whichever version wrote it."""
-    values = (settings.get("config") or {}).get("cluster") or {}
-    known = {item.name for item in dataclasses.fields(ClusterConfig)}
-    return ClusterConfig(**{name: value for name, value in values.items() if name in known})
+    return recorded(settings).cluster
+
+
+def recorded(settings: Mapping[str, Any]) -> Recorded:
+    """What the commands on a sweep read of its sweep.yaml, whichever version wrote it."""
+    try:
+        return msgspec.convert(settings.get("config") or {}, Recorded)
+    except msgspec.ValidationError as error:
+        reason = str(error).replace("`", "").replace(" - at $", " at config")
+        raise UserError(f"sweep.yaml is not what it must be: {reason}; {OTHER_VERSION}") from None
 
 
 GRIDS: dict[str, type[GridConfig]] = {

@@ -15,6 +15,7 @@ from ..train.errors import UserError
 from . import config as schemas
 from .config import SweepConfig, register
 from .slurm.commands import ask
+from .terminal import printable
 
 CONFIG = Path(__file__).resolve().parent.parent / "conf"
 LONGEST = 120  # characters of a folder's name, beyond which a hash stands for the rest
@@ -166,6 +167,8 @@ def composition_error(error: Exception) -> str:
 
 
 def _say(message: object, code: int) -> int:
-    message = re.sub(r"\b(is|contains) None\b", r"\1 null", str(message))  # as one would write it in an override
+    message = re.sub(
+        r"\b(is|contains) None\b", r"\1 null", printable(str(message))
+    )  # as one would write it in an override
     print(f"error: {message}" if code != 130 else message, file=sys.stderr)
     return code

@@ -175,7 +175,7 @@ def matmul_rate(config: SweepConfig, sweep: SweepDirectory) -> float:
 
 def resolve_runs(config: SweepConfig) -> list[RunConfig]:
     """The grid's runs, with the vocabulary of the tokenizer and the fingerprint of the text."""
-    from ..train.data.corpora import open_corpus
+    from ..train.data.split import Blocks, split_corpus
     from ..train.data.tokenizers import planned_fingerprint, planned_vocab_size
 
     assert config.grid is not None
@@ -187,7 +187,10 @@ def resolve_runs(config: SweepConfig) -> list[RunConfig]:
     base.data.tokenizer_fingerprint = planned_fingerprint(base.data)
     if base.model.vocab_size is None:
         base.model.vocab_size = planned_vocab_size(base.data)
-    base.data.fingerprint = open_corpus(base.data).fingerprint()
+    corpus = split_corpus(base.data)
+    if isinstance(corpus, Blocks):
+        print(f"note: {corpus.describe()['sentence']}")
+    base.data.fingerprint = corpus.fingerprint()
     runs, known = expand_grid(config.grid, base), dict[tuple[str, int], int]()
     for run in runs:
         key = run.data.tokenizer, run.data.vocab_size

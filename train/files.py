@@ -141,10 +141,14 @@ def read_document(path: Path, form: type[Form], largest: int = 64 << 20) -> Form
         raise UserError(f"{path} is not what it must be: {reason[:300]}.") from None
 
 
-def read_json(path: Path) -> dict[str, Any] | None:
-    """A JSON object, or None where the file is missing or is not one."""
+def read_json(path: Path, form: Any = None) -> dict[str, Any] | None:
+    """A JSON object; None where the file is missing, is not one, or has not the `form`, any type that msgspec knows."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
+        if form is not None:
+            import msgspec
+
+            msgspec.convert(value, form)
     except (OSError, ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None

@@ -151,6 +151,10 @@ def prepare_command(overrides: list[str] | None = None) -> None:
     for part in ("train", "validation"):
         numbers = shards.manifest[part]
         print(f"{part}: {numbers['tokens']:,} tokens, {numbers['documents']:,} documents, {numbers['bytes']:,} bytes")
+    if (held_out := shards.manifest.get("held_out")) is not None:
+        print(held_out["sentence"])
+    elif shards.manifest["validation"]["documents"] == 1:
+        print("the held-out set is one document, so losses are of that text alone; raise data.validation_fraction")
     for line in recipe_lines(shards):
         print(line)
 

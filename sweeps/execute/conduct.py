@@ -16,6 +16,7 @@ from ..runs.directory import AtWork, SweepDirectory
 from ..slurm import cluster as slurm_cluster
 from ..slurm import commands as slurm
 from ..slurm.backend import SlurmBackend, wait_for_slurm
+from ..slurm.record import is_unattended
 from ..terminal import describe_seconds
 from .advance import advance, missing_scores, outcome, renew, slurm_backend
 
@@ -101,7 +102,17 @@ def submit(prepared: Prepared, only: set[str] | None = None) -> SlurmBackend:
         backend.remember(over=False)
     elif backend.in_queue():
         backend.keep()
+    elif only is None:
+        backend.remember(over=True)
     return backend
+
+
+def look_after(sweep: SweepDirectory) -> None:
+    """Brings the keepers of a sweep on SLURM back where somebody has cancelled them."""
+    if (sweep.path / "jobs" / "slurm.json").exists() and is_unattended(sweep, live := slurm.live_jobs()):
+        with sweep.lock(LOCK_SECONDS):
+            count = slurm_backend(sweep, prepare.configuration(sweep).cluster, live).keep()
+        print(f"nobody looked after this sweep any more; {count} keepers do now")
 
 
 def _conclude(prepared: Prepared, backend: SlurmBackend) -> int:

@@ -220,4 +220,6 @@ def cost_lines(costs: dict[str, Any]) -> list[str]:
         rest = len(ended) - SHOWN
         more = f" and {rest} more cause{'s' * (rest > 1)}" if rest > 0 else ""
         said += f"; attempts that ended early: {', '.join(ended[:SHOWN])}{more}"
+    if few := costs.get("unrecorded"):
+        said += f"; of {few} runs attempts are not recorded, so these hours are too few"
     return [head, f"{said}; {costs['retries']} of {costs['retry_budget']} retries used"]

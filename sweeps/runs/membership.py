@@ -8,13 +8,14 @@ from typing import Any
 
 from ...train.config import RunConfig, run_id
 from ...train.errors import UserError
-from ...train.files import read_json, write_json
+from ...train.files import read_document, write_json
 from . import attempts, states
 from .attempts import Policy
-from .directory import OPEN, AtWork, RunDirectory, SweepDirectory, now_on
+from .directory import OPEN, AtWork, FolderName, RunDirectory, SweepDirectory, now_on
 
 ADDED = "added.json"
 STOPPED = "cancel.json"
+Added = dict[FolderName, dict[str, str | None]]  # why, instead of which run, and when, by run id
 
 
 def add_runs(
@@ -102,7 +103,9 @@ def is_over(run: RunDirectory, policy: Policy) -> bool:
 
 def _added(sweep: SweepDirectory) -> dict[str, dict[str, Any]]:
     file = sweep.path / ADDED
-    added = read_json(file)
-    if added is None and file.exists():
-        raise UserError(f"{file} cannot be read; restore it, or remove it and lose the runs that it names")
-    return added or {}
+    if not file.exists():
+        return {}
+    try:
+        return read_document(file, Added)
+    except UserError as error:
+        raise UserError(f"{str(error).rstrip('.')}; restore it, or remove it and lose the runs that it names") from None

@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from typing import Any
 
@@ -493,6 +494,11 @@ def test_no_two_columns_of_a_task_contradict_each_other() -> None:
     assert "BPB falls with every budget 0 of 1" in read.text
     few = Read(sweep_report.sweep_page(rows, dict(list(answers_to(rows).items())[1:]), "spine", {}))
     assert "Without a file of items, and so not compared with the others: 1 of 20 runs." in few.text
+
+
+def test_one_pair_of_many_is_not_none_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweep_report, "compare", lambda *_: replace(signal_of(20), apart=1 / 276))
+    assert "20.00 over 4.00, <1 %" in Read(sweep_report.sweep_page(make_rows(), {}, "spine", {})).text
 
 
 def test_every_checkpoint_is_a_dot_in_every_panel() -> None:

@@ -155,5 +155,9 @@ def test_a_reports_law_keeps_its_warnings_when_asked_again(tmp_path):
     result = CliRunner().invoke(app, ["fit", str(tmp_path / "law.json"), "--target-flops", "1e20", "--json"])
     assert result.exit_code == 0
     assert json.loads(result.stdout)["optimal"][0]["N"] == said["optimal"][0]["N"]
+    content = json.loads((tmp_path / "law.json").read_text()) | {"warnings": 5}
+    (tmp_path / "other.json").write_text(json.dumps(content))
+    with pytest.raises(fit.InputError, match=r"Expected array, got int at \$.warnings"):
+        fit.answer(tmp_path / "other.json")
     refused = CliRunner().invoke(app, ["fit", str(tmp_path / "law.json"), "--tied"])
     assert "only --target-flops, --convention and --json apply" in str(refused.exception)

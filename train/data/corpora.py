@@ -59,6 +59,10 @@ class Corpus(Protocol):
         """Up to `size` bytes of text that represent the corpus, deterministic: what a tokenizer is trained on."""
         return cut(self.documents(), size)
 
+    def held_out(self) -> frozenset[int] | None:
+        """Hashes of the documents that are held out; None: the hash itself says it, see `below_fraction`."""
+        return None
+
 
 def open_corpus(config: DataConfig) -> Corpus:
     """The corpus that a config names; `UserError` where it does not exist, or fields do not fit it."""

@@ -292,11 +292,12 @@ def _train(config: DataConfig, corpus: Corpus, vocab_size: int, progress: Progre
 def _sample(config: DataConfig, corpus: Corpus, progress: Progress) -> Iterator[str]:
     total = min(corpus.size_bytes() or SAMPLE_BYTES, SAMPLE_BYTES)
     done, unbroken, held_out, used = 0, 0, "", False
+    blocks = corpus.held_out()
     for text in corpus.sample(SAMPLE_BYTES):
         encoded = text.encode()
         done += len(encoded)
         progress("train tokenizer", done, total)
-        if below_fraction(content_hash(encoded), config.validation_fraction):
+        if below_fraction(content_hash(encoded), config.validation_fraction, blocks):
             held_out = held_out or text
             continue
         used = True
@@ -307,7 +308,7 @@ def _sample(config: DataConfig, corpus: Corpus, progress: Progress) -> Iterator[
                 yield piece
     progress("learn merges", 0.0, 0.0)
     if held_out and not used:
-        yield from _cut_words(held_out)  # a corpus of one or two documents; the shards say what is wrong with it
+        yield from _cut_words(held_out)  # a corpus of one or two short documents
 
 
 def _cut_words(text: str) -> Iterator[str]:
